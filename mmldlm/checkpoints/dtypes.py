@@ -1,0 +1,95 @@
+"""Element types of checkpoint tensors and the casts between them, on numpy alone.
+
+numpy has no bfloat16 and no float8: such elements travel as raw unsigned integers beside their dtype's name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class DType:
+    """One element type: its torch name, the numpy type that carries its bytes, and its safetensors code."""
+
+    name: str
+    raw: np.dtype
+    safetensors: str
+    is_float: bool
+
+    @property
+    def itemsize(self) -> int:
+        return self.raw.itemsize
+
+
+def _table() -> dict[str, DType]:
+    rows = [
+        ("float64", "<f8", "F64", True),
+        ("float32", "<f4", "F32", True),
+        ("float16", "<f2", "F16", True),
+        ("bfloat16", "<u2", "BF16", True),
+        ("float8_e4m3fn", "|u1", "F8_E4M3", True),
+        ("float8_e5m2", "|u1", "F8_E5M2", True),
+        ("int64", "<i8", "I64", False),
+        ("int32", "<i4", "I32", False),
+        ("int16", "<i2", "I16", False),
+        ("int8", "|i1", "I8", False),
+        ("uint64", "<u8", "U64", False),
+        ("uint32", "<u4", "U32", False),
+        ("uint16", "<u2", "U16", False),
+        ("uint8", "|u1", "U8", False),
+        ("bool", "|b1", "BOOL", False),
+    ]
+    return {name: DType(name, np.dtype(raw), code, is_float) for name, raw, code, is_float in rows}
+
+
+DTYPES: dict[str, DType] = _table()
+
+
+def bf16_to_fp32(bits: np.ndarray) -> np.ndarray:
+    """bfloat16 bits (uint16) -> float32, exact."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def fp32_to_bf16(values: np.ndarray) -> np.ndarray:
+    """float32 -> bfloat16 bits (uint16), rounding to nearest even as torch and CUDA do; NaN stays NaN."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    rounded = bits >> 16
+    rounded &= 1
+    rounded += 0x7FFF
+    rounded += bits  # wraps only for NaN payloads, repaired below
+    rounded >>= 16
+    result = rounded.astype(np.uint16)
+    nan = np.isnan(values)
+    if nan.any():
+        result[nan] = 0x7FC0
+    return result
+
+
+def nonfinite_count(chunk: np.ndarray, dtype: str) -> int:
+    """How many elements of a chunk of `dtype` are NaN or infinite. Integers and float8 count as finite."""
+    if dtype == "bfloat16":
+        return int(np.count_nonzero((chunk & 0x7F80) == 0x7F80))
+    if dtype in ("float64", "float32", "float16"):
+        return chunk.size - int(np.count_nonzero(np.isfinite(chunk)))
+    return 0
+
+
+def cast(chunk: np.ndarray, source: str, target: str) -> np.ndarray:
+    """One chunk from dtype `source` to dtype `target`; both carried as DTYPES[...].raw.
+
+    Raises:
+        ValueError: the cast is not one between float types wider than 8 bits.
+    """
+    if source == target:
+        return chunk
+    wide = ("float64", "float32", "float16", "bfloat16")
+    if source not in wide or target not in wide:
+        raise ValueError(f"no cast from {source} to {target}")
+    values = bf16_to_fp32(chunk) if source == "bfloat16" else chunk
+    with np.errstate(over="ignore"):  # the caller counts the infinities: a warning would name no tensor
+        if target == "bfloat16":
+            return fp32_to_bf16(values.astype(np.float32, copy=False))
+        return values.astype(DTYPES[target].raw, copy=False)

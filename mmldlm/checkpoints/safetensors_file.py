@@ -1,0 +1,100 @@
+"""Writing one safetensors file tensor by tensor, so that no tensor need ever be whole in memory.
+
+Format (https://github.com/huggingface/safetensors, "Format"): 8 bytes little-endian header length, a JSON header,
+then the tensors without gaps. safetensors' own save_file wants every tensor in memory at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Iterable
+
+import numpy as np
+
+from mmldlm.checkpoints.dtypes import DTYPES
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+
+
+class SafetensorsWriter:
+    """Writes `path`, pre-sized, with tensors in any order of writing.
+
+    Args:
+        path: the file to create; it must not exist.
+        tensors: (name, dtype name, shape) of every tensor. Wide elements are laid out first, so that every tensor
+            starts at a multiple of its element size, as readers that map the file expect; otherwise in this order.
+        metadata: strings for the header's `__metadata__`.
+
+    Raises:
+        OSError: no space for the whole file (reserved at once where the file system can), or a failed write.
+    """
+
+    def __init__(self, path: Path, tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str]):
+        self.path = path
+        header: dict[str, object] = {"__metadata__": metadata}
+        self._next: dict[str, int] = {}
+        self._end: dict[str, int] = {}
+        position = 0
+        for name, dtype, shape in sorted(tensors, key=lambda item: -DTYPES[item[1]].itemsize):
+            count = DTYPES[dtype].itemsize
+            for size in shape:
+                count *= size
+            header[name] = {
+                "dtype": DTYPES[dtype].safetensors,
+                "shape": list(shape),
+                "data_offsets": [position, position + count],
+            }
+            self._next[name], self._end[name] = position, position + count
+            position += count
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        if len(text) > MAX_HEADER_BYTES:
+            raise ValueError(f"a header of {len(text)} bytes, safetensors allows {MAX_HEADER_BYTES}")
+        self._base = 8 + len(text)
+        self.total_bytes = self._base + position
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            self._reserve()
+            self._pwrite(len(text).to_bytes(8, "little") + text, 0)
+        except BaseException:
+            self.close()
+            raise
+
+    def _reserve(self) -> None:
+        try:
+            os.posix_fallocate(self._fd, 0, self.total_bytes)
+        except (AttributeError, OSError) as error:
+            # ENOSPC must stop the work now. File systems without fallocate get a sparse file of the right size.
+            if getattr(error, "errno", None) in _NO_SPACE:
+                raise
+            os.truncate(self._fd, self.total_bytes)
+
+    def _pwrite(self, data: bytes | memoryview, position: int) -> None:
+        view = memoryview(data)
+        while view:
+            done = os.pwrite(self._fd, view, position)
+            view, position = view[done:], position + done
+
+    def append(self, name: str, chunk: np.ndarray) -> None:
+        """Writes the next elements of tensor `name`."""
+        view = memoryview(np.ascontiguousarray(chunk).reshape(-1).view(np.uint8))
+        start = self._next[name]
+        assert start + len(view) <= self._end[name], f"more bytes for {name} than its shape holds"
+        self._pwrite(view, self._base + start)
+        self._next[name] = start + len(view)
+
+    def finish(self) -> None:
+        """Flushes to the disk and closes. Every tensor must be complete by now."""
+        short = [name for name, position in self._next.items() if position != self._end[name]]
+        assert not short, f"unfinished tensors: {short[:3]}"
+        os.fsync(self._fd)
+        self.close()
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

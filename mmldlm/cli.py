@@ -1,0 +1,153 @@
+"""`mmldlm <verb>`: each verb is a thin function that calls its room."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from mmldlm import __version__
+from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, MmldlmError
+
+
+def _prepare(parser):
+    from mmldlm.data import prepare
+
+    prepare.add_arguments(parser)
+    return prepare.main
+
+
+def _verify_data(parser):
+    from mmldlm.data import verify
+
+    verify.add_arguments(parser)
+    return verify.main
+
+
+def _config(parser):
+    from mmldlm import show, train
+
+    train.add_arguments(parser)
+    show.add_arguments(parser)
+    return lambda args: show.main(args, train.parse_config)
+
+
+def _train(parser):
+    from mmldlm import train
+
+    train.add_arguments(parser)
+    parser.add_argument("--nproc", type=int, metavar="N", help="ranks on this machine (default: its GPUs, or 1)")
+    return lambda args: _launch_local(args, train)
+
+
+def _launch_local(args, train) -> int:
+    """Check everything in this process, then become the launcher: a mistake is found before any rank starts."""
+    import torch
+
+    nproc = args.nproc or max(torch.cuda.device_count(), 1)
+    config = train.parse_config(args)
+    train.check_run(config, nproc)
+    words = [*_option("--config-name", args.config_name), *_option("--config", args.config)]
+    words += [*_option("--deepspeed_config", args.deepspeed_config), *args.overrides]
+    script = Path(train.__file__)
+    if config.engine.kind == "single":
+        os.execv(sys.executable, [sys.executable, str(script), *words])
+    # On CPUs every rank would start a thread pool of all cores, and they would fight.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // nproc, 1)))
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    launcher = shutil.which("deepspeed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+    assert launcher is not None, "deepspeed is a dependency and installs its launcher beside python"
+    port = _free_port()
+    command = [launcher, "--num_gpus", str(nproc), "--master_port", str(port), str(script), *words]
+    os.execv(sys.executable, [sys.executable, *command])
+
+
+def _option(name: str, value) -> list[str]:
+    return [] if value is None else [name, str(value)]
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _convert(parser):
+    from mmldlm.checkpoints import convert
+
+    convert.add_arguments(parser)
+    return convert.main
+
+
+def _sample(parser):
+    from mmldlm.sampling import run
+
+    run.add_arguments(parser)
+    return run.main
+
+
+def _evaluate(parser):
+    from mmldlm.evaluation import run
+
+    run.add_arguments(parser)
+    return run.main
+
+
+def _plot(parser):
+    from mmldlm.observe import plots
+
+    plots.add_arguments(parser)
+    return plots.main
+
+
+def _monitor(parser):
+    from mmldlm.observe import monitor
+
+    monitor.add_arguments(parser)
+    return monitor.main
+
+
+VERBS = {
+    "prepare": (_prepare, "encode a corpus into a store"),
+    "verify-data": (_verify_data, "check a store: checksums, dims, norms, leakage"),
+    "config": (_config, "print the resolved config and parameter counts"),
+    "train": (_train, "check everything, then train on this machine"),
+    "convert": (_convert, "turn a checkpoint into one safetensors file"),
+    "sample": (_sample, "l2t, t2l or unconditional samples from a converted checkpoint"),
+    "evaluate": (_evaluate, "conditioning gain, retrieval and F1 on unseen text"),
+    "plot": (_plot, "draw a run's loss curve"),
+    "monitor": (_monitor, "follow a run's log and judge its health"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry of the console command; returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(prog="mmldlm", description="Train and use an MMDiT between text and sentence embeddings.")
+    parser.add_argument("--version", action="version", version=f"mmldlm {__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB")
+    for name, (_, text) in VERBS.items():
+        verbs.add_parser(name, help=text, add_help=False)
+    verb = parser.parse_args(argv[:1]).verb
+    if verb is None:
+        parser.print_help()
+        return EXIT_USAGE
+    own = argparse.ArgumentParser(prog=f"mmldlm {verb}", description=VERBS[verb][1])
+    try:
+        run = VERBS[verb][0](own)
+        return run(own.parse_intermixed_args(argv[1:])) or EXIT_DONE
+    except MmldlmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Config: the keys (schema), and how a preset, a file and overrides become one checked value (load)."""

@@ -1,0 +1,156 @@
+"""From a preset, a file and `key=value` words to one checked Config."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from mmldlm.config.schema import Config
+from mmldlm.errors import UserError
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1's float needs a dot (`1e-4` is a string there); people write learning rates without one."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+
+
+def preset_names() -> list[str]:
+    """Names that --config-name takes."""
+    folder = resources.files("mmldlm.config") / "presets"
+    return sorted(entry.name[:-5] for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+
+
+def load_config(
+    name: str | None = None, path: str | None = None, overrides: list[str] | tuple[str, ...] = ()
+) -> Config:
+    """Resolve a run's config: preset, then file, then overrides, each winning over what came before.
+
+    Args:
+        name: preset (`--config-name`). path: YAML file (`--config`). overrides: `section.key=value` words; values are YAML.
+
+    Raises:
+        UserError: unknown preset, file, key or value, with the nearest known one.
+    """
+    values: dict[str, Any] = {}
+    if name is not None:
+        known = preset_names()
+        if name not in known:
+            raise UserError(
+                f"a preset: {', '.join(known)}", f"--config-name {name}{_nearest(name, known)}", "use --config for a file"
+            )
+        values = _parse((resources.files("mmldlm.config") / "presets" / f"{name}.yaml").read_text(), f"preset {name}")
+    if path is not None:
+        try:
+            text = Path(path).read_text()
+        except OSError as error:
+            raise UserError("a readable YAML file", f"--config {path}: {error.strerror}", "check the path") from error
+        values = _merge(values, _parse(text, path))
+    for word in overrides:
+        values = _merge(values, parse_override(word))
+    return build_config(values)
+
+
+def build_config(values: dict[str, Any]) -> Config:
+    """Validate a nested dict; every problem is listed in one UserError."""
+    problems = list(_unknown_keys(values, Config, ""))
+    if problems:
+        raise UserError("keys of mmldlm's config", "\n           ".join(problems), "`mmldlm config --keys` lists all keys")
+    try:
+        return Config(**values)
+    except ValidationError as error:
+        lines = []
+        for item in error.errors():
+            key = ".".join(str(part) for part in item["loc"])
+            shown = "" if isinstance(item.get("input"), dict) else f" (found {item.get('input')!r})"
+            message = item["msg"].removeprefix("Value error, ")
+            lines.append(f"{key}: {message}{shown}" if key and "." in key else message)
+        raise UserError("values that fit together", "\n           ".join(lines), "change the keys named above") from error
+
+
+def parse_override(word: str) -> dict[str, Any]:
+    """`a.b=value` -> {"a": {"b": value}}."""
+    key, equals, value = word.partition("=")
+    if not equals or not key or key.startswith("-"):
+        raise UserError("section.key=value", word, "write overrides as in training.loss_type=l2t optimizer.lr=5e-5")
+    try:
+        nested: Any = yaml.load(value, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise UserError(f"a YAML value for {key}", value, "quote it for the shell, e.g. 'key={l2t: 0.7, t2l: 0.3}'") from error
+    for part in reversed(key.split(".")):
+        nested = {part: nested}
+    return nested
+
+
+def all_keys() -> list[tuple[str, str, str]]:
+    """(key, default, description) of every key, for `mmldlm config --keys`."""
+
+    def walk(section: type[BaseModel], prefix: str):
+        for name, field in section.model_fields.items():
+            annotation = field.annotation
+            if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+                yield from walk(annotation, f"{prefix}{name}.")
+            else:
+                yield f"{prefix}{name}", json.dumps(field.get_default(call_default_factory=True)), field.description or ""
+
+    return list(walk(Config, ""))
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved config as YAML that `--config` reads back."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def _parse(text: str, where: str) -> dict[str, Any]:
+    try:
+        values = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise UserError("a YAML file", f"{where}: {error}", "mend the line named above") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise UserError("sections with keys", f"{where}: a {type(values).__name__}", "write `training:` and keys below it")
+    return values
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        # Weights of modes are one value: a preset's shares must not linger beside the user's.
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict) and key != "loss_type_weights"
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def _unknown_keys(values: dict[str, Any], section: type[BaseModel], prefix: str):
+    for key, value in values.items():
+        field = section.model_fields.get(key)
+        if field is None:
+            yield f"{prefix}{key}{_nearest(f'{prefix}{key}', [name for name, _, _ in all_keys()] + list(section.model_fields))}"
+        elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            if isinstance(value, dict):
+                yield from _unknown_keys(value, field.annotation, f"{prefix}{key}.")
+            else:
+                yield f"{prefix}{key}={value!r}: a section, expected keys below it"
+
+
+def _nearest(word: str, known: list[str]) -> str:
+    last = word.split(".")[-1]
+    same_leaf = [name for name in known if name.split(".")[-1] == last and name != word]
+    close = same_leaf or difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    if not close:
+        leaves = {name.split(".")[-1]: name for name in known}
+        close = [leaves[leaf] for leaf in difflib.get_close_matches(last, list(leaves), n=1, cutoff=0.6)]
+    return f" (did you mean {close[0]}?)" if close else ""

@@ -1,0 +1,1 @@
+"""Data: corpora, encoders, the packed store, the batch plan and collation."""

@@ -1,0 +1,493 @@
+"""Corpora: where texts come from. Each is one ordered, repeatable pass over Unicode texts.
+
+A corpus is named by a word: a ``.txt`` file, a ``.jsonl`` file, a folder of ``.txt`` files, or ``docstrings``, the
+English sentences in the documentation of the Python packages installed here (real text that needs no download).
+"""
+
+from __future__ import annotations
+
+import ast
+import gc
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import site
+import sysconfig
+import unicodedata
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mmldlm.errors import UserError
+
+DEFAULT_CORPUS = "docstrings"
+
+
+@dataclass
+class Corpus:
+    """One pass over texts.
+
+    Attributes:
+        source: what it is, for the manifest.
+        read: starts the pass; given ``counts``, yields texts.
+        counts: filled while reading: ``read`` (candidate texts), ``drop_<reason>``, and numbers of files.
+    """
+
+    source: str
+    read: Callable[[Counter], Iterator[str]]
+    counts: Counter = field(default_factory=Counter)
+
+    def __iter__(self) -> Iterator[str]:
+        self.counts.clear()
+        return self.read(self.counts)
+
+
+def open_corpus(name: str | os.PathLike, text_field: str = "text") -> Corpus:
+    """The corpus that ``name`` stands for.
+
+    Args:
+        name: ``docstrings``, or the path of a .txt file, a .jsonl file or a folder.
+        text_field: the field of each .jsonl object that holds the text.
+
+    Raises:
+        UserError: nothing lies there, it has no text files, or its kind is not known.
+    """
+    path = Path(name)
+    if str(name) == DEFAULT_CORPUS and not path.exists():
+        return Corpus(source=_docstrings_source(), read=_read_docstrings)
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*.txt") if file.is_file())
+        if not files:
+            raise UserError(
+                f"a folder with .txt files, one document each, at {path}",
+                "no .txt file in it or below it",
+                "give the folder that holds the documents, or a .txt or .jsonl file",
+            )
+        return Corpus(source=f"folder:{path.name}", read=lambda counts: _read_folder(files, counts))
+    if not path.exists():
+        raise UserError(
+            f"a corpus at {path}: a .txt file (one sentence a line), a .jsonl file, or a folder of .txt files",
+            "nothing there",
+            f"check the path, or leave it out to use the default corpus '{DEFAULT_CORPUS}'",
+        )
+    if path.suffix == ".jsonl":
+        return Corpus(source=f"jsonl:{path.name}", read=lambda counts: _read_jsonl(path, text_field, counts))
+    if path.suffix == ".txt":
+        return Corpus(source=f"txt:{path.name}", read=lambda counts: _read_txt(path, counts))
+    raise UserError(
+        "a corpus that ends in .txt or .jsonl, or a folder of .txt files",
+        f"{path.name} (suffix {path.suffix or 'none'!r})",
+        "rename the file if its content is one of these, or convert it",
+    )
+
+
+# Texts as content ------------------------------------------------------------------------------------------------
+
+
+class _ContentFold(dict):
+    """Maps code points for str.translate: punctuation, spaces and control characters become a space."""
+
+    def __missing__(self, code: int) -> str:
+        self[code] = " " if unicodedata.category(chr(code))[0] in "PZC" else chr(code)
+        return self[code]
+
+
+_FOLD = _ContentFold()
+
+
+def normalise(text: str) -> str:
+    """The text as content: compatibility forms, case, white space and punctuation folded.
+
+    Two texts with one normal form count as the same text everywhere: in deduplication and in the choice of the
+    validation split. A text of punctuation alone stands for itself.
+    """
+    folded = " ".join(unicodedata.normalize("NFKC", text).casefold().translate(_FOLD).split())
+    return folded or text.strip()
+
+
+def content_hash(text: str, salt: str = "") -> int:
+    """64 bits that depend on nothing but ``normalise(text)`` and ``salt``: equal texts always fall on one side."""
+    digest = hashlib.blake2b(normalise(text).encode("utf-8", "surrogatepass"), digest_size=8, key=salt.encode()[:64])
+    return int.from_bytes(digest.digest(), "big")
+
+
+# Files -----------------------------------------------------------------------------------------------------------
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    with open(path, "rb") as file:
+        for number, raw in enumerate(file, start=1):
+            try:
+                line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"UTF-8 text in {path}",
+                    f"byte 0x{raw[error.start]:02x} at column {error.start + 1} of line {number}",
+                    "convert the file to UTF-8 (for instance with iconv)",
+                ) from None
+            yield number, line.strip()
+
+
+def _read_txt(path: Path, counts: Counter) -> Iterator[str]:
+    for _, line in _lines(path):
+        if line:
+            counts["read"] += 1
+            yield line
+
+
+def _read_jsonl(path: Path, text_field: str, counts: Counter) -> Iterator[str]:
+    for number, line in _lines(path):
+        if not line:
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(
+                f"one JSON object a line in {path}", f"line {number}: {error}", "repair or remove that line"
+            ) from None
+        text = record.get(text_field) if isinstance(record, dict) else None
+        if not isinstance(text, str):
+            known = ", ".join(sorted(record)) if isinstance(record, dict) else type(record).__name__
+            raise UserError(
+                f"a string in field '{text_field}' of every line of {path}",
+                f"line {number} has {known or 'no field'}",
+                "name the field with --text-field, or repair that line",
+            )
+        counts["read"] += 1
+        if text.strip():
+            yield " ".join(text.split())
+        else:
+            counts["drop_empty"] += 1
+
+
+def _read_folder(files: list[Path], counts: Counter) -> Iterator[str]:
+    for path in files:
+        counts["files"] += 1
+        paragraphs = "\n".join(line for _, line in _lines(path)).split("\n\n")
+        for paragraph in paragraphs:
+            for sentence in split_sentences(" ".join(paragraph.split())):
+                counts["read"] += 1
+                yield sentence
+
+
+# Sentences -------------------------------------------------------------------------------------------------------
+
+_SENTENCE_END = re.compile(r"""[.!?]+["')\]\u201d\u2019]*\s+(?=["'(\[\u201c\u2018]*[A-Z0-9])""")
+_ABBREVIATIONS = frozenset(
+    "e.g i.e etc. cf vs viz al fig figs eq eqs sec secs ref refs no nos vol pp ed eds approx resp dept est"
+    " mr mrs ms dr prof st jr sr inc ltd co corp gen col lt sgt rev hon u.s u.k a.m p.m ph.d".split()
+)
+
+
+def split_sentences(text: str) -> list[str]:
+    """Splits one paragraph at sentence ends, keeping abbreviations, initials and decimals whole.
+
+    A break needs . ! or ? (and closing quotes), white space, and a capital or digit after it; it is refused after a
+    known abbreviation and after a single capital letter (an initial). Nothing but white space is lost.
+    """
+    sentences, start = [], 0
+    for match in _SENTENCE_END.finditer(text):
+        word = text[start : match.start()].rsplit(None, 1)[-1:] or [""]
+        bare = word[0].lstrip("\"'([").lower()
+        ends_in_period = text[match.start()] == "."
+        is_initial = len(bare) == 1 and bare.isalpha() and word[0][-1:].isupper() and bare != "i"
+        if ends_in_period and (bare in _ABBREVIATIONS or is_initial):
+            continue
+        sentences.append(text[start : match.end()].strip())
+        start = match.end()
+    if text[start:].strip():
+        sentences.append(text[start:].strip())
+    return sentences
+
+
+# Docstrings ------------------------------------------------------------------------------------------------------
+
+_SKIPPED_FOLDERS = frozenset(
+    "test tests testing idle_test __pycache__ site-packages dist-packages _vendor vendor vendored mmldlm".split()
+)
+
+
+def _docstrings_source() -> str:
+    """Names the environment, so that another one is not taken for the same corpus."""
+    found = {(dist.name, dist.version) for dist in importlib.metadata.distributions()}
+    names = sorted(f"{name}=={version}" for name, version in found if name and name != "mmldlm")
+    digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
+    return f"{DEFAULT_CORPUS}:python-{platform.python_version()}:{len(names)}-packages:{digest}"
+
+
+def _source_files() -> list[Path]:
+    """Python sources of the standard library, then of the installed packages, each sorted by relative path."""
+    paths = sysconfig.get_paths()
+    roots = [paths["stdlib"], paths["purelib"], paths["platlib"], *site.getsitepackages()]
+    files: list[Path] = []
+    for root in dict.fromkeys(os.path.realpath(root) for root in roots):
+        found = []
+        for folder, subfolders, names in os.walk(root):
+            subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]
+            for name in names:
+                if name.endswith(".py") and not name.startswith("test_") and not name.endswith("_test.py"):
+                    found.append(os.path.relpath(os.path.join(folder, name), root))
+        files += [Path(root, name) for name in sorted(found)]
+    return list(dict.fromkeys(files))
+
+
+def _read_docstrings(counts: Counter) -> Iterator[str]:
+    seen: set[bytes] = set()
+    seen_whole: set[str] = set()
+    for path in _source_files():
+        counts["files"] += 1
+        try:
+            source = path.read_bytes()
+        except OSError:
+            counts["files_unreadable"] += 1
+            continue
+        if b'"""' not in source and b"'''" not in source:
+            continue
+        docs = docstrings_of(source)
+        if docs is None:
+            counts["files_unreadable"] += 1
+            continue
+        for doc in docs:
+            for paragraph in prose_paragraphs(doc):
+                for sentence in split_sentences(paragraph):
+                    counts["read"] += 1
+                    if sentence in seen_whole:
+                        counts["drop_repeated"] += 1
+                        continue
+                    seen_whole.add(sentence)
+                    reason = reject_reason(sentence)
+                    if reason is None:
+                        key = hashlib.blake2b(_skeleton(sentence).encode(), digest_size=12).digest()
+                        if key not in seen:
+                            seen.add(key)
+                            yield sentence
+                            continue
+                        reason = "near_repeat"
+                    counts[f"drop_{reason}"] += 1
+
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_DOCUMENTED = (ast.Module, ast.ClassDef, *_FUNCTIONS)
+_WITH_BODY = (ast.ClassDef, *_FUNCTIONS, ast.If, ast.Try, ast.With)
+
+
+def docstrings_of(source: bytes) -> list[str] | None:
+    """All docstrings of a Python source in order, without running it; None where it does not parse."""
+    # The trees are large and hold no cycles: collecting while they grow only costs time.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes in other people's sources
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    finally:
+        if collecting:
+            gc.enable()
+    docs, todo = [], [tree]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, _DOCUMENTED):
+            doc = ast.get_docstring(node, clean=True)
+            if doc:
+                docs.append(doc)
+        if not isinstance(node, _FUNCTIONS):  # functions inside functions are hardly ever documented
+            todo += [child for child in reversed(node.body) if isinstance(child, _WITH_BODY)]
+    return docs
+
+
+_FENCE = re.compile(r"^(```|~~~)")
+_UNDERLINE = re.compile(r"^([=\-~^\"'`*#+_.:<>])\1{2,}$")
+_TABLE = re.compile(r"^[|+]|\S\s+\|\s|^[=\-+]+(\s+[=\-+]+)+$|\S\s{3,}\S")
+_DIRECTIVE = re.compile(r"^\.\.( |$)")
+_PROSE_DIRECTIVE = re.compile(r"^\.\. (note|warning|tip|important|caution|attention|hint|seealso|admonition)::\s*(.*)$")
+_RST_FIELD = re.compile(
+    r"^[:@](param|parameter|arg|argument|key|keyword|raises?|returns?|yields?|ivar|cvar|var|attr)\b[^:]*:\s*(.*)$"
+)
+_OTHER_FIELD = re.compile(r"^(:[\w\s.\-]+:(?!`)|@\w+)")
+_NUMPY_NAME = re.compile(r"^[*`]*[\w.]+[`*]*(\s*,\s*[*`]*[\w.]+[`*]*)*\s*:(\s|$)(?!.*[.!?]$)")
+_NAME_ALONE = re.compile(r"^[\-*+]?\s*[*`'\"]{0,3}[a-z_][\w.*\-]*[`'\"*]*\s*(\(.*\))?[`*]*:$")
+_ARG_LEAD = re.compile(
+    r"^[\-*+]?\s*[*`'\"]{0,3}[a-z_][\w.*\-]*[`'\"*]*(\s*\([^)]*\))?[`*]*\s*(:|--|\u2013)\s+"
+    r"(defaults? to \S+\s+)?(?=\S)"
+)
+_BULLET = re.compile(r"^([\-*+\u2022]|\(?\d{1,2}[.)]|\(?[a-z]\))\s+(?=\S)")
+_HEADING = re.compile(r"^(#+ .*|[A-Z][\w /\-]{0,40}::?)$")
+_PROMPT = re.compile(r"^(>>>|\.\.\. |\$ |% |In \[|Out\[|C:\\)")
+
+
+def prose_paragraphs(doc: str) -> list[str]:
+    """The paragraphs of prose in a cleaned docstring (RST, Google, NumPy or Markdown), markup removed.
+
+    Code, doctests, literal blocks, tables, headings, directives, field names and parameter lines are left out; the
+    descriptions of parameters stay.
+    """
+    paragraphs: list[str] = []
+    current: list[str] = []
+    current_indent, hanging = 0, False
+    skip_deeper_than: int | None = None
+    in_fence = in_doctest = False
+
+    def finish() -> None:
+        if current:
+            paragraphs.append(" ".join(current))
+            current.clear()
+
+    lines = doc.expandtabs().splitlines()
+    for number, raw in enumerate(lines):
+        line = raw.strip()
+        indent = len(raw) - len(raw.lstrip())
+        if _FENCE.match(line):
+            finish()
+            in_fence = not in_fence
+            continue
+        if in_fence:
+            continue
+        if not line:
+            finish()
+            in_doctest = False
+            continue
+        if skip_deeper_than is not None:
+            if indent > skip_deeper_than:
+                continue
+            skip_deeper_than = None
+        if in_doctest or _PROMPT.match(line):
+            finish()
+            in_doctest = True
+            continue
+        below = lines[number + 1].strip() if number + 1 < len(lines) else ""
+        if _UNDERLINE.match(line) or (_UNDERLINE.match(below) and len(below) >= 3) or _HEADING.match(line):
+            finish()
+            if line.endswith("::"):
+                skip_deeper_than = indent
+            continue
+        directive = _PROSE_DIRECTIVE.match(line)
+        if directive or _DIRECTIVE.match(line):
+            finish()
+            if not directive:
+                skip_deeper_than = indent
+                continue
+            line, current_indent, hanging = directive.group(2), indent, True
+            if line:
+                current.append(line)
+            continue
+        rst_field = _RST_FIELD.match(line)
+        if rst_field or _OTHER_FIELD.match(line):
+            finish()
+            if rst_field and rst_field.group(2):
+                current.append(rst_field.group(2))
+                current_indent, hanging = indent, True
+            continue
+        outward = not current or indent <= current_indent
+        if outward and (_NAME_ALONE.match(line) or (len(line) < 100 and _NUMPY_NAME.match(line))):
+            finish()
+            continue
+        if _TABLE.search(line):
+            finish()
+            continue
+        lead = (_ARG_LEAD.match(line) or _BULLET.match(line)) if outward else None
+        if lead:
+            finish()
+            line = line[lead.end() :]
+            inner = _ARG_LEAD.match(line)
+            line = line[inner.end() :] if inner else line
+            current_indent, hanging = indent, True
+        elif current and (indent < current_indent or (indent > current_indent and not hanging)):
+            finish()
+            current_indent, hanging = indent, False
+        elif not current:
+            current_indent, hanging = indent, False
+        elif hanging and indent <= current_indent:
+            finish()
+            current_indent, hanging = indent, False
+        current.append(line)
+        if line.endswith("::"):
+            finish()
+            skip_deeper_than = indent
+    finish()
+    return [text for text in (_strip_markup(paragraph) for paragraph in paragraphs) if text]
+
+
+_MARKUP = [
+    (re.compile(r":[\w:\-]+:`~?([^`<>]*?)\s*<[^`<>]*>`"), r"\1"),
+    (re.compile(r":[\w:\-]+:`~(?:[\w.]*\.)?([^`]*)`"), r"\1"),
+    (re.compile(r":[\w:\-]+:`!?\.?([^`]*)`"), r"\1"),
+    (re.compile(r"`([^`<>]+?)\s*<[^`<>]*>`__?"), r"\1"),
+    (re.compile(r"!?\[`*~?([^\]`]+)`*\]\([^)]*\)"), r"\1"),
+    (re.compile(r"\[`~?(?:[\w.]*\.)?([^\]`]+)`\]"), r"\1"),
+    (re.compile(r"``([^`]+)``"), r"\1"),
+    (re.compile(r"`([^`]+)`(?:__?(?!\w))?"), r"\1"),
+    (re.compile(r"\*\*(\S[^*]*\S|\S)\*\*"), r"\1"),
+    (re.compile(r"(?<![\w*])\*([A-Za-z][^*]*?)\*(?![\w*])"), r"\1"),
+    (re.compile(r"\s*\[(?:#\w*|\d+|[A-Z][A-Za-z]+\d{2,4}\w?)\]_?(?!\w)"), ""),
+    (re.compile(r"\|(\w+)\|_?"), r"\1"),
+    (re.compile(r"\\([*_`|\\ ])"), r"\1"),
+    (re.compile(r"\s+([,.;:!?])(?=\s|$)"), r"\1"),
+]
+
+
+def _strip_markup(text: str) -> str:
+    if "`" in text or "*" in text or "[" in text or "|" in text or "\\" in text:
+        for pattern, replacement in _MARKUP:
+            text = pattern.sub(replacement, text)
+    return " ".join(text.split())
+
+
+# The words that nearly every English sentence has one of.
+_STOP_WORDS = frozenset(
+    "the a an of to is are be in that this it for and or with as not on by from if can will was were has have which"
+    " when you we its their these no all any at but does do should may must they there he she his her i".split()
+)
+_WORD = re.compile(r"^[A-Za-z]+(?:['\u2019-][A-Za-z]+)*$")
+_CAMEL = re.compile(r"[a-z][A-Z]|[A-Z]{2,}[a-z]{2,}")
+_FORBIDDEN = re.compile(
+    r"https?://|www\.|[{}$\\<>|^~`@\[\]*%&#]|==|->|::|\w=|=\w|;;|\.\.|/\w+/|__|--| = |\w\(|\?\?|TODO|FIXME|XXX"
+)
+_NOT_LETTERS = re.compile(r"[^A-Za-z ]+")
+_IDENTIFIER = re.compile(r"_|[A-Za-z]\.[A-Za-z]{2}|\w/\w|\d.*[A-Za-z]|[A-Za-z].*\d")
+_EDGE = "\"'()\u201c\u201d\u2018\u2019,.;:!?"
+
+
+def reject_reason(sentence: str) -> str | None:
+    """Why a sentence is not plain English prose, or None if it is (the first rule that fails)."""
+    words = sentence.split()
+    if not 5 <= len(words) <= 40:
+        return "length"
+    if not sentence[0].isupper() or sentence[-1] not in ".!?" or not sentence.isascii():
+        return "form"
+    if _FORBIDDEN.search(sentence):
+        return "symbols"
+    if sentence.count("(") != sentence.count(")") or sentence.count('"') % 2:
+        return "brackets"
+    if len(_NOT_LETTERS.sub("", sentence)) < 0.75 * len(sentence):
+        return "letters"
+    bare = [word.strip(_EDGE) for word in words]
+    lowered = {word.lower() for word in bare}
+    if not lowered & _STOP_WORDS:
+        return "no_stop_word"
+    num_identifiers = sum(_is_identifier(word) for word in bare)
+    if num_identifiers > 1 or _is_identifier(bare[0]):
+        return "identifiers"
+    num_plain = sum(word.islower() and bool(_WORD.match(word)) for word in bare[1:])
+    if num_plain < 0.7 * (len(bare) - 1):
+        return "not_words"
+    return None
+
+
+def _is_identifier(word: str) -> bool:
+    return not _WORD.match(word) and bool(_IDENTIFIER.search(word)) or bool(_CAMEL.search(word))
+
+
+def _skeleton(sentence: str) -> str:
+    """The sentence with identifiers, names and numbers replaced: one for "Builds a FooModel." and "... BarModel."."""
+    words = [word.strip(_EDGE) for word in sentence.split()]
+    return " ".join(
+        word.lower() if number == 0 or (word.islower() and _WORD.match(word)) else "#"
+        for number, word in enumerate(words)
+    )

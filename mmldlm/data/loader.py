@@ -1,0 +1,46 @@
+"""Micro-batches of one rank in the order of the batch plan, from any step on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from mmldlm.data.noising import NoisedBatch, Noiser
+from mmldlm.data.plan import BatchPlan, local_slots
+
+
+class MicroBatches(Dataset):
+    """Item i is this rank's micro-batch i % accum of step i // accum; any item can be made at any time."""
+
+    def __init__(self, store, plan: BatchPlan, noiser: Noiser, rank: int, world_size: int, accum: int):
+        self.store, self.plan, self.noiser = store, plan, noiser
+        self.rank, self.world_size, self.accum = rank, world_size, accum
+
+    def __getitem__(self, item: int) -> NoisedBatch:
+        step, micro = divmod(item, self.accum)
+        slots = local_slots(self.plan.global_batch, self.world_size, self.accum, self.rank, micro)
+        return self.noiser.make(self.plan.batch(step), slots, self.store, self.plan.lengths)
+
+
+def iterate_steps(
+    dataset: MicroBatches, first_step: int, last_step: int, num_workers: int = 0, prefetch_factor: int = 4
+) -> Iterator[list[NoisedBatch]]:
+    """The micro-batches of steps first_step .. last_step - 1, one list of `accum` a step.
+
+    Starting anywhere costs the same: nothing is read to be skipped.
+    """
+    items = range(first_step * dataset.accum, last_step * dataset.accum)
+    loader = DataLoader(
+        dataset,
+        batch_size=None,
+        sampler=items,
+        num_workers=num_workers,
+        prefetch_factor=prefetch_factor if num_workers else None,
+        persistent_workers=False,
+        pin_memory=torch.cuda.is_available(),
+    )
+    batches = iter(loader)
+    for _ in range(first_step, last_step):
+        yield [next(batches) for _ in range(dataset.accum)]

@@ -1,0 +1,225 @@
+"""From a global batch to one rank's noised micro-batch. Modes, timesteps, masks and noise are functions, not state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmldlm.config.schema import PURE_MODES, Config
+from mmldlm.data.plan import GlobalBatch, permute
+from mmldlm.diffusion import ContinuousDiffusion, MaskedDiffusion
+from mmldlm.diffusion.timesteps import logit_normal, low_discrepancy, stretch
+
+UNCONDITIONAL, L2T, T2L = range(3)
+assert PURE_MODES == ("unconditional", "l2t", "t2l")
+
+# Key words that keep the streams of one seed apart.
+_SAMPLE_STREAM, _BATCH_STREAM = 1, 2
+
+
+@dataclass
+class NoisedBatch:
+    """One micro-batch, ready for the model. B samples, S positions (longest text), M scored positions, D latent dim.
+
+    Attributes:
+        tensors: text_tokens [B, S] int64 (noised), attention_mask [B, S] bool, latents [B, D] fp32 (noised, model space),
+            text_timesteps [B], latent_timesteps [B] fp32, text_is_null and latent_is_null [B] bool,
+            text_positions [M] int64 in B * S, text_targets [M] int64, text_weights [M] fp32 (NELBO weight), text_rows [M]
+            int64 (sample of each scored position), latent_targets [B, D] fp32, latent_clean [B, D] fp32,
+            latent_weights [B] fp32 (0 where the latent is not scored), length_targets [B] int64 (length - 1),
+            length_weights [B] fp32.
+        ids: [B] sample ids. modes: [B]. real: [B] False for placeholders of an incomplete batch.
+        num_text_tokens, num_latents, num_lengths: counts over the whole GLOBAL batch that normalise the three losses.
+        num_tokens: real text tokens of this micro-batch.
+    """
+
+    tensors: dict[str, Tensor]
+    ids: np.ndarray
+    modes: np.ndarray
+    real: np.ndarray
+    num_text_tokens: int
+    num_latents: int
+    num_lengths: int
+    num_tokens: int
+    epoch: int
+    index: int
+
+    def to(self, device, non_blocking: bool = True) -> NoisedBatch:
+        """Move the tensors to a device."""
+        self.tensors = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self.tensors.items()}
+        return self
+
+    def pin_memory(self) -> NoisedBatch:
+        """Called by DataLoader's pinning thread."""
+        self.tensors = {name: tensor.pin_memory() for name, tensor in self.tensors.items()}
+        return self
+
+
+def _generator(seed: int, epoch: int, *counter: int) -> np.random.Generator:
+    """Philox4x64 (Salmon et al., SC 2011) at a place of its own: the low counter word is left to the draws."""
+    return np.random.Generator(np.random.Philox(key=[seed, epoch], counter=[0, *counter]))
+
+
+class Noiser:
+    """Draws the noise of a run.
+
+    Args:
+        config: the run's config (modes, dropout, diffusion, seed).
+        mask_token_id, pad_token_id, eos_token_id: of the tokenizer.
+        latent_mean, latent_std: [D] scaling into model space.
+        mode_weights: shares of the modes; None: those of training.
+        seed: None: training.seed. Evaluation passes its own, so that it never sees training noise.
+        condition_dropout: None: training.condition_dropout.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        mask_token_id: int,
+        pad_token_id: int,
+        eos_token_id: int,
+        latent_mean: np.ndarray,
+        latent_std: np.ndarray,
+        mode_weights: dict[str, float] | None = None,
+        seed: int | None = None,
+        condition_dropout: float | None = None,
+    ):
+        self.text = MaskedDiffusion(mask_token_id, config.text_diffusion.schedule, config.text_diffusion.eps)
+        latent = config.latent_diffusion
+        self.latent = ContinuousDiffusion(latent.path, latent.prediction, latent.weighting, latent.min_snr_gamma)
+        self.text_config, self.latent_config = config.text_diffusion, latent
+        self.pad_token_id, self.eos_token_id = pad_token_id, eos_token_id
+        self.latent_mean, self.latent_std = latent_mean, latent_std
+        weights = mode_weights or config.training.mode_weights()
+        self.mode_edges = np.cumsum([weights[mode] for mode in PURE_MODES])
+        self.seed = config.training.seed if seed is None else seed
+        self.dropout = config.training.condition_dropout if condition_dropout is None else condition_dropout
+
+    def modes(self, batch: GlobalBatch) -> np.ndarray:
+        """[n] mode of every sample of the global batch (the same on every rank)."""
+        return self._batch_draws(batch)[0][: len(batch.ids)]
+
+    def _batch_draws(self, batch: GlobalBatch) -> tuple[np.ndarray, Tensor, Tensor]:
+        """Mode [n], text uniforms [n] and latent uniforms [n] of the places of a global batch."""
+        places = np.arange(batch.size)
+        offsets = _generator(self.seed, batch.epoch, batch.index, 0, _BATCH_STREAM).random(3)
+        key = batch.epoch * 1_000_003 + batch.index
+        ranks = [permute(places, batch.size, self.seed * 3 + stream + 11, key) for stream in range(3)]
+        mode_u = np.remainder(ranks[0] / batch.size + offsets[0], 1.0)
+        modes = np.minimum(np.searchsorted(self.mode_edges, mode_u * self.mode_edges[-1], side="right"), 2)
+        text_u = low_discrepancy(torch.from_numpy(ranks[1]), float(offsets[1]), batch.size)
+        latent_u = low_discrepancy(torch.from_numpy(ranks[2]), float(offsets[2]), batch.size)
+        return modes, text_u, latent_u
+
+    def make(self, batch: GlobalBatch, slots: np.ndarray, store, lengths: np.ndarray) -> NoisedBatch:
+        """Noise the samples at some places of a global batch.
+
+        Args:
+            batch: the global batch. slots: [B] places; places past its end become placeholders of weight 0.
+            store: read with `get(ids)`. lengths: [N] tokens of every sample, EOS included.
+
+        Returns:
+            The micro-batch on the CPU.
+        """
+        num_real = len(batch.ids)
+        modes_all, text_u, latent_u = self._batch_draws(batch)
+        modes_real, lengths_real = modes_all[:num_real], lengths[batch.ids]
+        has_text = modes_real != T2L
+
+        real = slots < num_real
+        ids = batch.ids[np.where(real, slots, 0)]
+        modes = modes_all[slots]
+        rows = store.get(ids)
+        num_rows, width = len(ids), int(max(len(tokens) for tokens in rows.tokens)) + 1
+        tokens = np.full((num_rows, width), self.pad_token_id, dtype=np.int64)
+        attention = np.zeros((num_rows, width), dtype=bool)
+        uniform = np.zeros((num_rows, width))
+        latents = (rows.latents.astype(np.float32) - self.latent_mean) / self.latent_std
+        noise = np.empty_like(latents)
+        own_text_u, own_latent_u, drop = np.empty(num_rows), np.empty(num_rows), np.empty(num_rows)
+        for row, (sample, slot) in enumerate(zip(ids.tolist(), slots.tolist(), strict=True)):
+            generator = _generator(self.seed, batch.epoch, sample, slot, _SAMPLE_STREAM)
+            drop[row], own_text_u[row], own_latent_u[row] = generator.random(3)
+            noise[row] = generator.standard_normal(latents.shape[1], dtype=np.float32)
+            length = len(rows.tokens[row]) + 1
+            tokens[row, : length - 1] = rows.tokens[row]
+            tokens[row, length - 1] = self.eos_token_id
+            attention[row, :length] = True
+            uniform[row, :length] = generator.random(length)
+
+        mode = torch.from_numpy(modes)
+        latent_t = self._latent_timesteps(latent_u[slots], torch.from_numpy(own_latent_u))
+        latent_t = torch.where(mode == L2T, 0.0, latent_t)
+        dropped = torch.from_numpy(drop < self.dropout)
+        latent_is_null, text_is_null = dropped & (mode == L2T), dropped & (mode == T2L)
+
+        clean_tokens, real_tokens = torch.from_numpy(tokens), torch.from_numpy(attention)
+        text_strata = text_u[slots] if self.text_config.timesteps == "low_discrepancy" else torch.from_numpy(own_text_u)
+        noised, masked, text_t, weights = self._mask(clean_tokens, text_strata, torch.from_numpy(uniform), real_tokens)
+        is_t2l = mode == T2L
+        noised = torch.where(is_t2l[:, None], clean_tokens, noised)
+        text_t = torch.where(is_t2l, 0.0, text_t)
+        masked &= (torch.from_numpy(real) & ~is_t2l)[:, None]
+        positions = masked.flatten().nonzero()[:, 0]
+        text_rows = positions // width
+
+        clean, noise_tensor = torch.from_numpy(latents), torch.from_numpy(noise)
+        z = torch.where((mode == L2T)[:, None], clean, self.latent.add_noise(clean, noise_tensor, latent_t))
+        latent_scored = torch.from_numpy(real & (modes != L2T))
+        latent_weights = torch.where(latent_scored, self.latent.loss_weight(latent_t.clamp_min(1e-6)), 0.0)
+        length_scored = torch.from_numpy(real & (modes != T2L))
+        tensors = {
+            "text_tokens": noised,
+            "attention_mask": real_tokens,
+            "latents": z,
+            "text_timesteps": text_t.float(),
+            "latent_timesteps": latent_t.float(),
+            "text_positions": positions,
+            "text_targets": clean_tokens.flatten()[positions],
+            "text_weights": weights[text_rows].float(),
+            "text_rows": text_rows,
+            "latent_targets": self.latent.target(clean, noise_tensor, latent_t),
+            "latent_clean": clean,
+            "latent_weights": latent_weights.float(),
+            "length_targets": real_tokens.sum(1) - 1,
+            "length_weights": length_scored.float(),
+            # Present even when no row is null: the learned nulls must be in the graph on every rank, or ranks reduce
+            # different sets of gradients.
+            "text_is_null": text_is_null,
+            "latent_is_null": latent_is_null,
+        }
+        return NoisedBatch(
+            tensors=tensors,
+            ids=ids,
+            modes=modes,
+            real=real,
+            num_text_tokens=int(lengths_real[has_text].sum()),
+            num_latents=int((modes_real != L2T).sum()),
+            num_lengths=int(has_text.sum()),
+            num_tokens=int(attention[real].sum()),
+            epoch=batch.epoch,
+            index=batch.index,
+        )
+
+    def _mask(self, tokens: Tensor, strata: Tensor, uniform: Tensor, maskable: Tensor) -> tuple[Tensor, ...]:
+        """Noised tokens, masked, timesteps [B] and NELBO weight [B] of a masked token."""
+        config = self.text_config
+        if config.fully_masked_only:
+            masked = maskable.clone()
+            ones = torch.ones(len(tokens), dtype=torch.float64)
+            return tokens.masked_fill(masked, self.text.mask_token_id), masked, ones, ones
+        if config.masking == "count":
+            noised, masked, share = self.text.corrupt_count(tokens, strata, uniform, maskable, self.text.mask_token_id)
+            return noised, masked, self.text.time_of(share), 1 / share
+        t = stretch(strata, config.t_min)
+        noised, masked = self.text.corrupt(tokens, t, uniform, maskable)
+        return noised, masked, t, self.text.nelbo_weight(t)
+
+    def _latent_timesteps(self, strata: Tensor, own: Tensor) -> Tensor:
+        if self.latent_config.timesteps == "logit_normal":
+            return logit_normal(strata).clamp(self.latent_config.t_min, 1.0)
+        uniform = strata if self.latent_config.timesteps == "low_discrepancy" else own
+        return stretch(uniform, self.latent_config.t_min)

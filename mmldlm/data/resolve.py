@@ -1,0 +1,113 @@
+"""A run's config against its data: what the store decides is filled in, what contradicts it is an error."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mmldlm.config.schema import Config
+from mmldlm.data.store import Store, check_latents
+from mmldlm.errors import UserError
+
+# Rows whose latents are looked at when a run opens a store; prepare and verify-data look at all of them.
+ROWS_CHECKED = 50_000
+
+
+@dataclass
+class RunData:
+    """The data of a run.
+
+    Attributes:
+        config: with model.latent_dim, vocab_size and the token ids filled in.
+        train, validation: the two splits. train_lengths, validation_lengths: [N] int32 tokens, EOS included, of the rows
+            in use. latent_mean, latent_std: [D] fp32 scaling into model space.
+    """
+
+    config: Config
+    train: Store
+    validation: Store
+    train_lengths: np.ndarray
+    validation_lengths: np.ndarray
+    latent_mean: np.ndarray
+    latent_std: np.ndarray
+
+
+def open_data(config: Config) -> RunData:
+    """Open both splits and settle everything that model and data must agree on.
+
+    Raises:
+        UserError: no store, damaged store, unusable latents, or a config that contradicts the data.
+    """
+    root = config.data.latent_data_root
+    if root is None:
+        raise UserError(
+            "data.latent_data_root: the folder of a prepared store",
+            "it is not set",
+            "make one with `mmldlm prepare --output-dir DIR`, then add data.latent_data_root=DIR",
+        )
+    train = Store(root, "train", config.data.verify)
+    validation = Store(root, "validation", config.data.verify)
+    for store in (train, validation):
+        if len(store) == 0:
+            raise UserError(f"samples in split {store.split} of {root}", "none", "prepare the store from a larger corpus")
+        rows = np.unique(np.linspace(0, len(store) - 1, min(len(store), ROWS_CHECKED)).astype(np.int64))
+        check_latents(store.get(rows).latents, f"{root}/{store.split} (rows {rows[0]}..{rows[-1]})", store.latent_dim)
+    config = config.model_copy(deep=True)
+    _fill_in(config, train)
+    lengths = [
+        store.lengths[:limit] + 1
+        for store, limit in ((train, config.data.max_train_samples), (validation, config.data.max_validation_samples))
+    ]
+    longest = int(max(part.max() for part in lengths))
+    if longest > config.model.max_seq_len:
+        raise UserError(
+            f"texts of at most model.max_seq_len={config.model.max_seq_len} tokens, EOS included",
+            f"one of {longest} in {root}",
+            f"set model.max_seq_len={longest} or more, or prepare with --max-tokens {config.model.max_seq_len - 1}",
+        )
+    mean, std = _scaling(config, train)
+    return RunData(config, train, validation, lengths[0], lengths[1], mean, std)
+
+
+def _fill_in(config: Config, store: Store) -> None:
+    model, tokenizer = config.model, store.manifest["tokenizer"]
+    if model.latent_dim not in (None, store.latent_dim):
+        raise UserError(
+            f"model.latent_dim={store.latent_dim}, the dimension of the latents in {store.root}",
+            f"model.latent_dim={model.latent_dim}",
+            "leave model.latent_dim unset, or prepare the data with an encoder of that dimension",
+        )
+    if config.tokenizer.name not in (None, tokenizer["name"], tokenizer.get("key")):
+        raise UserError(
+            f"tokenizer.name={tokenizer['name']}, with which {store.root} was prepared",
+            f"tokenizer.name={config.tokenizer.name}",
+            f"leave tokenizer.name unset, or prepare again with --tokenizer {config.tokenizer.name}",
+        )
+    if model.vocab_size is not None and model.vocab_size < tokenizer["vocab_size"]:
+        raise UserError(
+            f"model.vocab_size >= {tokenizer['vocab_size']}, the vocabulary of tokenizer {tokenizer['name']}",
+            f"model.vocab_size={model.vocab_size}",
+            "leave model.vocab_size unset (a text head smaller than the vocabulary fails at its first rare token)",
+        )
+    for key in ("mask_token_id", "pad_token_id", "eos_token_id"):
+        if getattr(model, key) not in (None, tokenizer[key]):
+            raise UserError(
+                f"model.{key}={tokenizer[key]}, that of tokenizer {tokenizer['name']}",
+                f"model.{key}={getattr(model, key)}",
+                f"leave model.{key} unset",
+            )
+        setattr(model, key, tokenizer[key])
+    model.latent_dim = store.latent_dim
+    model.vocab_size = model.vocab_size or tokenizer["vocab_size"]
+
+
+def _scaling(config: Config, store: Store) -> tuple[np.ndarray, np.ndarray]:
+    dim = store.latent_dim
+    if config.latent_diffusion.scaling == "none":
+        return np.zeros(dim, np.float32), np.ones(dim, np.float32)
+    if config.latent_diffusion.scaling == "sqrt_d":
+        return np.zeros(dim, np.float32), np.full(dim, dim**-0.5, np.float32)
+    std = store.latent_std
+    # A constant dimension carries nothing; dividing by its (near) zero std would only blow up rounding.
+    return store.latent_mean, np.where(std > 1e-6 * std.max(), std, 1.0).astype(np.float32)

@@ -1,0 +1,241 @@
+"""The packed store: texts, tokens and latents in plain .npy files, read through memory maps.
+
+    ROOT/manifest.json
+    ROOT/{train,validation}/text.npy           uint8 [bytes]   UTF-8 of all texts, end to end
+    ROOT/{train,validation}/text_offsets.npy   int64 [N + 1]   where each text starts; the last is the end
+    ROOT/{train,validation}/tokens.npy         uint16 or int32 token ids, end to end, without special tokens
+    ROOT/{train,validation}/token_offsets.npy  int64 [N + 1]
+    ROOT/{train,validation}/latents.npy        float32 [N, D]  as the encoder gave them
+    ROOT/tokenizer/                            the tokenizer, as ``save_pretrained`` writes it
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mmldlm.data.encoders import sha256_of
+from mmldlm.errors import UserError
+
+FORMAT = "mmldlm-store"
+VERSION = 1
+MANIFEST = "manifest.json"
+TOKENIZER_FOLDER = "tokenizer"
+SPLITS = ("train", "validation")
+ARRAYS = ("text", "text_offsets", "tokens", "token_offsets", "latents")
+_PREPARE = "make it with: mmldlm prepare --output-dir {root}"
+_REMAKE = "copy the store again, or make it again with: mmldlm prepare --force --output-dir {root}"
+
+
+class Batch(NamedTuple):
+    """Samples as stored: ``tokens`` int64 arrays of their own lengths (no EOS), ``latents`` float32 ``[B, D]``."""
+
+    tokens: list[np.ndarray]
+    latents: np.ndarray
+
+
+def read_manifest(root: str | os.PathLike) -> dict[str, Any]:
+    """The manifest of a store.
+
+    Raises:
+        UserError: ROOT is missing, empty, not a store, or of another version.
+    """
+    root = Path(root)
+    expected = f"a store made by 'mmldlm prepare' at {root}"
+    if not root.is_dir():
+        raise UserError(expected, "a file" if root.exists() else "nothing there", _PREPARE.format(root=root))
+    path = root / MANIFEST
+    if not path.is_file():
+        found = "an empty folder" if not any(root.iterdir()) else f"a folder without {MANIFEST}"
+        raise UserError(expected, found, _PREPARE.format(root=root))
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(expected, f"{MANIFEST} cannot be read: {error}", _REMAKE.format(root=root)) from None
+    kind = manifest.get("format") if isinstance(manifest, dict) else None
+    if kind != FORMAT:
+        raise UserError(expected, f"{MANIFEST} of format {kind!r}", _PREPARE.format(root=root))
+    if manifest.get("version") != VERSION:
+        raise UserError(
+            f"a store of version {VERSION} at {root}",
+            f"version {manifest.get('version')!r}",
+            "use the mmldlm that wrote it, or make it again with --force",
+        )
+    absent = [key for key in ("latent_dim", "latent_stats", "tokenizer", "splits", "files") if key not in manifest]
+    if absent:
+        raise UserError(expected, f"{MANIFEST} without {', '.join(absent)}", _REMAKE.format(root=root))
+    return manifest
+
+
+def check_files(root: str | os.PathLike, manifest: dict[str, Any], level: str, prefix: str = "") -> None:
+    """Compares the files below ``prefix`` with the manifest: ``sizes`` or ``checksums`` (SHA-256 of every byte).
+
+    Raises:
+        UserError: for the first file that is missing, shorter or longer, or other than what was written.
+    """
+    assert level in ("none", "sizes", "checksums"), level
+    root = Path(root)
+    for name, entry in manifest["files"].items():
+        if level == "none" or not name.startswith(prefix):
+            continue
+        expected = f"{root / name} of {entry['bytes']} bytes (as its manifest says)"
+        if not (root / name).is_file():
+            raise UserError(expected, "the file is missing", _REMAKE.format(root=root))
+        size = (root / name).stat().st_size
+        if size != entry["bytes"]:
+            kind = "truncated" if size < entry["bytes"] else "too long"
+            raise UserError(expected, f"{size} bytes ({kind})", _REMAKE.format(root=root))
+        if level == "checksums" and sha256_of(root / name) != entry["sha256"]:
+            raise UserError(
+                f"{root / name} with the SHA-256 of its manifest", "other content", _REMAKE.format(root=root)
+            )
+
+
+def check_latents(latents: np.ndarray, where: str, latent_dim: int | None = None) -> None:
+    """Refuses latents that no model should train on.
+
+    Args:
+        latents: ``[N, D]``.
+        where: named in the error: a file, or an encoder.
+        latent_dim: the D that is expected, if known.
+
+    Raises:
+        UserError: not a matrix, another dimension, NaN or Inf, or a zero vector; names the rows.
+    """
+    if latents.ndim != 2 or (latent_dim is not None and latents.shape[1] != latent_dim):
+        wanted = "any number" if latent_dim is None else str(latent_dim)
+        raise UserError(
+            f"latents of shape [samples, {wanted}] in {where}",
+            f"shape {list(latents.shape)}",
+            "set model.latent_dim to the encoder's dimension, or prepare the data with the encoder you mean",
+        )
+    finite = np.isfinite(latents).all(axis=1)
+    if not finite.all():
+        _refuse_rows(np.flatnonzero(~finite), "finite latents", "NaN or infinite values", where)
+    zero = ~latents.any(axis=1)
+    if zero.any():
+        _refuse_rows(np.flatnonzero(zero), "latents of non-zero norm", "zero vectors", where)
+
+
+def _refuse_rows(rows: np.ndarray, expected: str, found: str, where: str) -> None:
+    named = ", ".join(str(row) for row in rows[:10]) + (", ..." if len(rows) > 10 else "")
+    raise UserError(
+        f"{expected} in {where}",
+        f"{found} in {len(rows)} row{'s' if len(rows) > 1 else ''}: {named}",
+        "look at these texts, remove them from the corpus, and prepare again (nothing is filled in for them)",
+    )
+
+
+def load_tokenizer(root: str | os.PathLike):
+    """The tokenizer stored with the data: a fast Hugging Face tokenizer, read from local files only.
+
+    Raises:
+        UserError: ROOT is not a store, or its tokenizer folder is damaged.
+    """
+    manifest = read_manifest(root)
+    check_files(root, manifest, "sizes", prefix=TOKENIZER_FOLDER + "/")
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(Path(root, TOKENIZER_FOLDER), local_files_only=True)
+    except Exception as error:
+        raise UserError(
+            f"a tokenizer in {Path(root, TOKENIZER_FOLDER)}", str(error).splitlines()[0], _REMAKE.format(root=root)
+        ) from error
+    for kind in ("mask_token_id", "pad_token_id", "eos_token_id"):
+        if getattr(tokenizer, kind) != manifest["tokenizer"][kind]:
+            raise UserError(
+                f"{kind} {manifest['tokenizer'][kind]} in {Path(root, TOKENIZER_FOLDER)} (as the manifest says)",
+                str(getattr(tokenizer, kind)),
+                _REMAKE.format(root=root),
+            )
+    return tokenizer
+
+
+class Store:
+    """One split of a packed store. Cheap to open, to pickle (by path) and to index.
+
+    Args:
+        root: the folder that ``mmldlm prepare`` wrote.
+        split: ``train`` or ``validation``.
+        verify: ``sizes`` (every file is there and as long as it was), ``checksums`` (reads every byte), ``none``.
+
+    Raises:
+        UserError: not a store, no such split, damaged files, or arrays that contradict the manifest.
+    """
+
+    def __init__(self, root: str | os.PathLike, split: str = "train", verify: str = "sizes"):
+        self.root, self.split, self.manifest = Path(root), split, read_manifest(root)
+        if split not in self.manifest["splits"]:
+            raise UserError(
+                f"split '{split}' in {self.root}", f"only {', '.join(self.manifest['splits'])}", "name one of these"
+            )
+        check_files(self.root, self.manifest, verify, prefix=split + "/")
+        self._text, self._text_offsets, self._tokens, self._token_offsets, self._latents = map(self._map, ARRAYS)
+        num = self.manifest["splits"][split]["num_samples"]
+        shapes = (len(self._text_offsets) - 1, len(self._token_offsets) - 1, *self._latents.shape)
+        ends = (int(self._text_offsets[-1]), int(self._token_offsets[-1]))
+        if shapes != (num, num, num, self.latent_dim) or ends != (len(self._text), len(self._tokens)):
+            raise UserError(
+                f"{num} samples of latent_dim {self.latent_dim} in {self.root / split} (as its manifest says)",
+                f"text, token and latent arrays of shapes {shapes}, ending at {ends}",
+                _REMAKE.format(root=self.root),
+            )
+        self.lengths = np.diff(self._token_offsets).astype(np.int32)
+
+    def _map(self, name: str) -> np.ndarray:
+        path = self.root / self.split / f"{name}.npy"
+        try:
+            return np.load(path, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            raise UserError(f"an array in {path}", str(error), _REMAKE.format(root=self.root)) from None
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __reduce__(self):
+        # Workers open their own maps; the files were checked when the first one was opened.
+        return (type(self), (self.root, self.split, "none"))
+
+    @property
+    def latent_dim(self) -> int:
+        """Number of components D of a latent."""
+        return self.manifest["latent_dim"]
+
+    @property
+    def latent_mean(self) -> np.ndarray:
+        """float32 ``[D]``: mean of the training latents."""
+        return np.asarray(self.manifest["latent_stats"]["mean"], dtype=np.float32)
+
+    @property
+    def latent_std(self) -> np.ndarray:
+        """float32 ``[D]``: standard deviation of the training latents (0 for a constant dimension)."""
+        return np.asarray(self.manifest["latent_stats"]["std"], dtype=np.float32)
+
+    def get(self, indices: Sequence[int]) -> Batch:
+        """The samples at ``indices`` (any order, repeats allowed), copied out of the maps.
+
+        Raises:
+            IndexError: an index outside ``0 .. len - 1``.
+        """
+        rows = np.asarray(indices, dtype=np.int64).reshape(-1)
+        if len(rows) and (rows.min() < 0 or rows.max() >= len(self)):
+            raise IndexError(f"indices {rows.min()}..{rows.max()} of a split with {len(self)} samples")
+        starts, ends = self._token_offsets[rows], self._token_offsets[rows + 1]
+        tokens = [self._tokens[start:end].astype(np.int64) for start, end in zip(starts, ends)]
+        return Batch(tokens, np.asarray(self._latents[rows], dtype=np.float32))
+
+    def text(self, index: int) -> str:
+        """The text of one sample."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"index {index} of a split with {len(self)} samples")
+        return self._text[self._text_offsets[index] : self._text_offsets[index + 1]].tobytes().decode("utf-8")
+
+    def texts(self, indices: Sequence[int]) -> list[str]:
+        """The texts of several samples."""
+        return [self.text(int(index)) for index in indices]

@@ -1,0 +1,30 @@
+"""Maps from uniform numbers to timesteps. The uniforms come from the data pipeline's counter-based generator."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def low_discrepancy(ranks: Tensor, offset: Tensor | float, count: int) -> Tensor:
+    """One-offset strata: (rank / count + offset) mod 1 (MDLM's antithetic sampling; VDM, arXiv 2107.00630).
+
+    Args:
+        ranks: [B] each sample's place in a random permutation of the whole global batch, 0 .. count - 1.
+        offset: one uniform number of the global batch. count: samples in the global batch.
+
+    Returns:
+        [B] uniforms in [0, 1); over a global batch every interval of width 1 / count holds exactly one.
+    """
+    return torch.remainder(ranks.double() / count + offset, 1.0)
+
+
+def stretch(uniform: Tensor, t_min: float) -> Tensor:
+    """[B] uniforms in [0, 1) -> timesteps in [t_min, 1)."""
+    return t_min + (1.0 - t_min) * uniform
+
+
+def logit_normal(uniform: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
+    """[B] uniforms -> sigmoid(N(mean, std^2)) by the inverse normal CDF, so strata stay strata (SD3, arXiv 2403.03206)."""
+    inside = uniform.double().clamp(1e-9, 1 - 1e-9)
+    return torch.sigmoid(mean + std * torch.special.ndtri(inside))

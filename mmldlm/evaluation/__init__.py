@@ -1,0 +1,1 @@
+"""Evaluation: during training (validation) and of a finished model (conditioning gain, retrieval)."""

@@ -1,0 +1,112 @@
+"""How well a latent explains its text: NELBO with the right, a wrong and the null latent on the same masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmldlm.data.encoders import token_budget_batches
+from mmldlm.diffusion import MaskedDiffusion
+from mmldlm.diffusion.timesteps import stretch
+from mmldlm.errors import MmldlmError
+from mmldlm.sampling.draws import uniforms
+from mmldlm.sampling.latents import pad_texts
+from mmldlm.sampling.text import device_of
+
+CONDITIONS = ("right", "shuffled", "null")
+_MASKS = 201
+
+
+@dataclass
+class Likelihood:
+    """Per sentence [N], fp64, and per condition of CONDITIONS.
+
+    Attributes:
+        nelbo: nats of the whole text, EOS counted, mean over the draws. length_nll: nats (right and null only).
+        correct, masked: masked positions predicted right, and all of them, over all draws. num_tokens: EOS counted.
+    """
+
+    nelbo: dict[str, np.ndarray]
+    correct: dict[str, np.ndarray]
+    length_nll: dict[str, np.ndarray]
+    masked: np.ndarray
+    num_tokens: np.ndarray
+
+
+@torch.inference_mode()
+def measure(
+    model: nn.Module,
+    texts: Sequence[Sequence[int]],
+    latents: Tensor,
+    partner: np.ndarray,
+    *,
+    diffusion: MaskedDiffusion,
+    t_min: float,
+    draws: int = 4,
+    seed: int = 0,
+    batch_tokens: int = 2048,
+    progress: Callable[[int], None] | None = None,
+) -> Likelihood:
+    """Monte Carlo NELBO of every text (MDLM, arXiv 2406.07524), with the exact weight of the schedule.
+
+    Every text gets `draws` timesteps, one in each of as many equal strata of (t_min, 1); the part below t_min is left
+    out, which is at most t_min * log V nats a token. All conditions see the same masks, so their differences are paired.
+
+    Args:
+        texts: N lists of ids without EOS. latents: [N, D] as the encoder gives them. partner: [N] whose latent stands in
+            under "shuffled". progress: called with the number of texts done since the last call.
+
+    Raises:
+        MmldlmError: when the model gives NaN.
+    """
+    count, config, device = len(texts), model.config, device_of(model)
+    lengths = np.array([len(text) + 1 for text in texts])
+    sums = {name: np.zeros(count) for name in CONDITIONS}
+    hits = {name: np.zeros(count) for name in CONDITIONS}
+    length_nll = {name: np.zeros(count) for name in ("right", "null")}
+    masked_count = np.zeros(count)
+    partners = torch.from_numpy(partner)
+    for rows in token_budget_batches(lengths, batch_tokens):
+        index = torch.from_numpy(np.ascontiguousarray(rows))
+        tokens, real = pad_texts([texts[row] for row in rows], config.eos_token_id, config.pad_token_id, device)
+        width = tokens.shape[1]
+        given = {
+            "right": model.scale_latents(latents[index].to(device)),
+            "shuffled": model.scale_latents(latents[partners[index]].to(device)),
+            "null": None,
+        }
+        # One column more than positions: the last holds the sample's offset inside the strata.
+        uniform = uniforms(seed, _MASKS, rows, (draws, config.max_seq_len + 1)).to(device)
+        for draw in range(draws):
+            t = stretch((draw + uniform[:, 0, -1]) / draws, t_min)
+            noised, masked = diffusion.corrupt(tokens, t, uniform[:, draw, :width], real)
+            positions = masked.flatten().nonzero()[:, 0]
+            owner = positions // width
+            weight = diffusion.nelbo_weight(t)[owner]
+            targets = tokens.flatten()[positions]
+            masked_count[rows] += masked.sum(1).cpu().numpy()
+            for name in CONDITIONS:
+                out = model(
+                    noised, given[name], t.float(), None, real,
+                    text_positions=positions, text_targets=targets, text_weights=weight.float(),
+                )  # fmt: skip
+                nll, correct = out["text_nll"].double() * weight, out["text_correct"].double()
+                sums[name][rows] += _by_row(nll, owner, len(rows)) / draws
+                hits[name][rows] += _by_row(correct, owner, len(rows))
+                if draw == 0 and name in length_nll:
+                    own = F.cross_entropy(out["length_logits"], real.sum(1) - 1, reduction="none")
+                    length_nll[name][rows] = own.double().cpu().numpy()
+        if progress is not None:
+            progress(len(rows))
+    if not all(np.isfinite(values).all() for values in (*sums.values(), *length_nll.values())):
+        raise MmldlmError("the model gave a NaN or infinite likelihood on validation text: its weights are damaged")
+    return Likelihood(sums, hits, length_nll, masked_count, lengths.astype(np.float64))
+
+
+def _by_row(values: Tensor, owner: Tensor, count: int) -> np.ndarray:
+    return torch.zeros(count, dtype=torch.float64, device=values.device).index_add_(0, owner, values).cpu().numpy()

@@ -1,0 +1,58 @@
+"""Estimates with their standard errors over sentences, and the pairing for the shuffled control."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure, its standard error over sentences, and its unit."""
+
+    value: float
+    se: float
+    unit: str = ""
+
+    def as_dict(self) -> dict[str, object]:
+        """JSON-ready."""
+        return asdict(self)
+
+    @property
+    def in_standard_errors(self) -> float:
+        """|value| / se; 0 when the value is exactly 0 (an untrained adaLN-Zero model ignores its condition exactly)."""
+        if self.value == 0:
+            return 0.0
+        return abs(self.value) / self.se if self.se > 0 else float("inf")
+
+
+def mean(values: np.ndarray, unit: str = "", scale: float = 1.0) -> Estimate:
+    """Mean of [N] values of independent sentences, N >= 2."""
+    values = np.asarray(values, dtype=np.float64) * scale
+    return Estimate(float(values.mean()), float(values.std(ddof=1) / np.sqrt(len(values))), unit)
+
+
+def ratio(numerator: np.ndarray, denominator: np.ndarray, unit: str = "") -> Estimate:
+    """sum(numerator) / sum(denominator) over sentences, both [N]; standard error by linearisation (delta method)."""
+    numerator, denominator = np.asarray(numerator, dtype=np.float64), np.asarray(denominator, dtype=np.float64)
+    total = denominator.sum()
+    if total == 0:
+        return Estimate(0.0, 0.0, unit)
+    value = numerator.sum() / total
+    residual = numerator - value * denominator
+    return Estimate(float(value), float(residual.std(ddof=1) * np.sqrt(len(residual)) / total), unit)
+
+
+def share(hits: np.ndarray, unit: str = "") -> Estimate:
+    """Share of True in [N] bool."""
+    return mean(hits.astype(np.float64), unit)
+
+
+def derangement(count: int, seed: int) -> np.ndarray:
+    """[count] int64 partner of every sentence, never itself, each used once; count >= 2."""
+    assert count >= 2
+    order = np.random.Generator(np.random.Philox(key=[seed, 0xDE])).permutation(count)
+    partner = np.empty(count, dtype=np.int64)
+    partner[order] = np.roll(order, -1)
+    return partner

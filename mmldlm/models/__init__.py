@@ -1,0 +1,5 @@
+"""The MMDiT and its parts; torch only, knows nothing of diffusion or ranks."""
+
+from mmldlm.models.mmdit import MultimodalMMDiT
+
+__all__ = ["MultimodalMMDiT"]

@@ -1,0 +1,60 @@
+"""Small parts of the MMDiT: timestep embedding, rotary positions, modulation."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+# t in [0, 1] is stretched before the sinusoids: unscaled, t=0 and t=0.01 are 0.027 apart and nearly all of the 256
+# dimensions are constant (facts: earlier-system 7.A.5).
+TIMESTEP_SCALE = 1000.0
+
+
+class TimestepEmbedding(nn.Module):
+    """Sinusoids of 1000 t, then a two-layer MLP (DiT, arXiv 2212.09748).
+
+    Args:
+        cond_dim: width of the result.
+        frequency_dim: number of sinusoids (even).
+        max_period: longest period in units of 1000 t.
+    """
+
+    def __init__(self, cond_dim: int, frequency_dim: int = 256, max_period: float = 1e4):
+        super().__init__()
+        self.frequency_dim, self.max_period = frequency_dim, max_period
+        self.mlp = nn.Sequential(nn.Linear(frequency_dim, cond_dim), nn.SiLU(), nn.Linear(cond_dim, cond_dim))
+
+    def sinusoids(self, t: Tensor) -> Tensor:
+        """[B] timesteps in [0, 1] -> [B, frequency_dim] in fp32 (bf16 holds only half of 1000 distinct t)."""
+        half = self.frequency_dim // 2
+        step = -math.log(self.max_period) / half
+        frequencies = torch.exp(step * torch.arange(half, dtype=torch.float32, device=t.device))
+        angles = (TIMESTEP_SCALE * t.float())[:, None] * frequencies
+        return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+    def forward(self, t: Tensor) -> Tensor:
+        """[B] timesteps in [0, 1] -> [B, cond_dim] in the MLP's dtype."""
+        return self.mlp(self.sinusoids(t).to(self.mlp[0].weight.dtype))
+
+
+def rotary_table(length: int, head_dim: int, device, theta: float = 1e4) -> tuple[Tensor, Tensor]:
+    """cos and sin of RoPE (arXiv 2104.09864), each [length, head_dim / 2] in fp32.
+
+    Computed once a forward pass instead of kept as a buffer: engines that cast a module to bf16 would cast it too.
+    """
+    inverse = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
+    angles = torch.arange(length, dtype=torch.float32, device=device)[:, None] * inverse
+    return angles.cos(), angles.sin()
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x [B, heads, S, head_dim] by its positions; cos and sin [S, head_dim / 2] in x's dtype."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """x [B, T, H] * (1 + scale [B, 1, H]) + shift [B, 1, H]."""
+    return torch.addcmul(shift, x, 1 + scale)

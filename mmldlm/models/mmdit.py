@@ -1,0 +1,404 @@
+"""MultimodalMMDiT: text tokens and latents in, token distributions and latents out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mmldlm.config.schema import ModelConfig
+from mmldlm.errors import UserError
+from mmldlm.models.blocks import MMDiTBlock
+from mmldlm.models.layers import TimestepEmbedding, modulate, rotary_table
+from mmldlm.models.linear_cross_entropy import linear_cross_entropy
+
+GROUPS = ("text", "latent", "shared")
+_GROUP_OF_MODULE = {
+    "text_encoder": "text",
+    "text_head": "text",
+    "length_head": "text",
+    "latent_encoder": "latent",
+    "latent_head": "latent",
+    "text_timestep": "shared",
+    "latent_timestep": "shared",
+    "blocks": "shared",
+}
+
+
+class TextEncoder(nn.Module):
+    """Token embedding, and the learned null text that stands for "no text given"."""
+
+    def __init__(self, vocab_size: int, hidden_size: int):
+        super().__init__()
+        self.token_embedding = nn.Embedding(vocab_size, hidden_size)
+        self.null_text = nn.Parameter(torch.randn(hidden_size) * 0.02)
+
+    def forward(self, tokens: Tensor, is_null: Tensor | None) -> Tensor:
+        """[B, S] ids, [B] bool -> [B, S, H]; a null row starts with the null text (the caller masks what follows)."""
+        x = self.token_embedding(tokens)
+        if is_null is not None:
+            first = torch.where(is_null[:, None], self.null_text.to(x.dtype), x[:, 0])
+            x = torch.cat([first[:, None], x[:, 1:]], dim=1)
+        return x
+
+
+class LatentEncoder(nn.Module):
+    """N latents of D -> N * K chunk tokens and one pooled vector; learned nulls for "no latent given"."""
+
+    def __init__(self, latent_dim: int, latent_tokens: int, max_latents: int, hidden_size: int, cond_dim: int):
+        super().__init__()
+        self.latent_tokens, self.hidden_size = latent_tokens, hidden_size
+        self.to_tokens = nn.Linear(latent_dim, latent_tokens * hidden_size)
+        self.to_pooled = nn.Sequential(nn.Linear(latent_dim, cond_dim), nn.SiLU(), nn.Linear(cond_dim, cond_dim))
+        self.chunk_position = nn.Parameter(torch.randn(latent_tokens, hidden_size) * 0.02)
+        self.latent_position = nn.Parameter(torch.randn(max_latents, 1, hidden_size) * 0.02)
+        self.null_tokens = nn.Parameter(torch.randn(latent_tokens, hidden_size) * 0.02)
+        self.null_pooled = nn.Parameter(torch.zeros(cond_dim))
+
+    def forward(self, latents: Tensor, is_null: Tensor | None) -> tuple[Tensor, Tensor]:
+        """[B, N, D], [B] bool -> tokens [B, N * K, H], pooled [B, C]."""
+        batch, count, _ = latents.shape
+        tokens = self.to_tokens(latents).view(batch, count, self.latent_tokens, self.hidden_size)
+        pooled = self.to_pooled(latents).mean(dim=1)
+        if is_null is not None:
+            tokens = torch.where(is_null[:, None, None, None], self.null_tokens, tokens)
+            pooled = torch.where(is_null[:, None], self.null_pooled, pooled)
+        tokens = tokens + self.chunk_position + self.latent_position[:count]
+        return tokens.flatten(1, 2), pooled
+
+
+class TextHead(nn.Module):
+    """adaLN, then a linear layer over the vocabulary, run only on the rows somebody reads."""
+
+    def __init__(self, hidden_size: int, cond_dim: int, vocab_size: int, mask_token_id: int):
+        super().__init__()
+        self.mask_token_id = mask_token_id
+        self.norm = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
+        self.modulation = nn.Linear(cond_dim, 2 * hidden_size)
+        self.weight = nn.Parameter(torch.randn(vocab_size, hidden_size) * 0.02)
+        self.bias = nn.Parameter(torch.zeros(vocab_size))
+
+    def forward(
+        self, x: Tensor, condition: Tensor, positions: Tensor | None, targets: Tensor | None, weights: Tensor | None
+    ) -> dict[str, Tensor]:
+        """Score rows of x [B, S, H]; see `MultimodalMMDiT.forward` for positions, targets, weights and the result."""
+        shift, scale = self.modulation(condition)[:, None].chunk(2, dim=-1)
+        x = modulate(self.norm(x), shift, scale)
+        rows = x.flatten(0, 1)
+        if positions is not None:
+            rows = rows.index_select(0, positions)
+        if targets is not None:
+            loss_sum, nll, correct = linear_cross_entropy(
+                rows, self.weight, self.bias, targets, weights, self.mask_token_id
+            )
+            return {"text_loss_sum": loss_sum, "text_nll": nll, "text_correct": correct}
+        logits = torch.addmm(self.bias, rows, self.weight.t()).float()
+        logits[:, self.mask_token_id] = float("-inf")
+        return {"text_logits": logits if positions is not None else logits.view(*x.shape[:2], -1)}
+
+
+class LatentHead(nn.Module):
+    """adaLN, then the K chunk outputs of a latent, concatenated, projected back to D (never averaged)."""
+
+    def __init__(self, hidden_size: int, cond_dim: int, latent_tokens: int, latent_dim: int):
+        super().__init__()
+        self.latent_tokens = latent_tokens
+        self.norm = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
+        self.modulation = nn.Linear(cond_dim, 2 * hidden_size)
+        self.to_latent = nn.Linear(latent_tokens * hidden_size, latent_dim)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        """[B, N * K, H] -> [B, N, D]."""
+        shift, scale = self.modulation(condition)[:, None].chunk(2, dim=-1)
+        x = modulate(self.norm(x), shift, scale)
+        return self.to_latent(x.reshape(x.shape[0], -1, self.latent_tokens * x.shape[-1]))
+
+
+class MultimodalMMDiT(nn.Module):
+    """Two-stream diffusion transformer over text tokens and sentence embeddings.
+
+    Joint bidirectional attention as in SD3's MMDiT (arXiv 2403.03206), adaLN-Zero conditioning (DiT, arXiv 2212.09748)
+    on both timesteps and the pooled latent, RoPE on text, QK-RMSNorm, a latent presented as K chunk tokens.
+
+    Args:
+        config: shape and vocabulary; latent_dim, vocab_size and the token ids must be set.
+
+    Raises:
+        UserError: when one of those is missing or out of range.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        missing = [
+            key for key in ("latent_dim", "vocab_size", "mask_token_id", "pad_token_id", "eos_token_id")
+            if getattr(config, key) is None
+        ]  # fmt: skip
+        if missing:
+            raise UserError(
+                "a complete model config", f"model.{', model.'.join(missing)} unset", "set them, or take them from a store"
+            )
+        for key in ("mask_token_id", "pad_token_id", "eos_token_id"):
+            if not 0 <= getattr(config, key) < config.vocab_size:
+                raise UserError(
+                    f"model.{key} below model.vocab_size={config.vocab_size}",
+                    f"model.{key}={getattr(config, key)}",
+                    "use the vocabulary size and ids of the tokenizer the data was prepared with",
+                )
+        self.config = config
+        width, cond = config.hidden_size, config.cond_dim
+        self.text_encoder = TextEncoder(config.vocab_size, width)
+        self.latent_encoder = LatentEncoder(config.latent_dim, config.latent_tokens, config.max_latents, width, cond)
+        self.text_timestep = TimestepEmbedding(cond)
+        self.latent_timestep = TimestepEmbedding(cond)
+        self.blocks = nn.ModuleList(
+            MMDiTBlock(width, config.n_heads, cond, config.mlp_ratio, config.qk_rmsnorm) for _ in range(config.n_blocks)
+        )
+        self.text_head = TextHead(width, cond, config.vocab_size, config.mask_token_id)
+        self.latent_head = LatentHead(width, cond, config.latent_tokens, config.latent_dim)
+        # Sampling must not see a text's true length, so the model learns p(length | latent) beside the tokens.
+        self.length_head = nn.Sequential(nn.SiLU(), nn.Linear(cond, cond), nn.SiLU(), nn.Linear(cond, config.max_seq_len))
+        # Statistics of the training latents travel with the weights: without them samples are in no known space.
+        self.register_buffer("latent_mean", torch.zeros(config.latent_dim))
+        self.register_buffer("latent_std", torch.ones(config.latent_dim))
+        self._initialise()
+
+    def _initialise(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+        # adaLN-Zero: every block starts as the identity, every head reads the unmodulated norm.
+        for name, module in self.named_modules():
+            if name.endswith("modulation"):
+                nn.init.zeros_(module.weight)
+                nn.init.zeros_(module.bias)
+        nn.init.zeros_(self.latent_head.to_latent.weight)
+        if self.config.tie_embeddings:
+            self.text_head.weight = self.text_encoder.token_embedding.weight
+
+    # -- latents -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def set_latent_statistics(self, mean: Tensor, std: Tensor) -> None:
+        """Store the training latents' scaling: model space = (raw - mean [D]) / std [D]."""
+        self.latent_mean.copy_(torch.as_tensor(mean))
+        self.latent_std.copy_(torch.as_tensor(std))
+
+    def scale_latents(self, raw: Tensor) -> Tensor:
+        """Encoder's latents [..., D] -> model space, fp32."""
+        return (raw.float() - self.latent_mean.float()) / self.latent_std.float()
+
+    def unscale_latents(self, latents: Tensor) -> Tensor:
+        """Model space [..., D] -> encoder's latents, fp32."""
+        return latents.float() * self.latent_std.float() + self.latent_mean.float()
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        text_tokens: Tensor | None,
+        latents: Tensor | None,
+        text_timesteps: Tensor | None = None,
+        latent_timesteps: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        text_is_null: Tensor | None = None,
+        latent_is_null: Tensor | None = None,
+        text_positions: Tensor | None = None,
+        text_targets: Tensor | None = None,
+        text_weights: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """Joint forward pass.
+
+        Args:
+            text_tokens: [B, S] int64, S <= max_seq_len. None: latent-only, the learned null text stands in.
+            latents: [B, D] or [B, N, D] in model space (`scale_latents`). None: text-only, the learned null latent.
+            text_timesteps: [B] in [0, 1], 0 clean, 1 fully masked. None: 0.
+            latent_timesteps: [B] in [0, 1], 0 clean, 1 pure noise. None: 0.
+            attention_mask: [B, S] bool, True for real tokens. None: all real. What stands at a False position changes
+                nothing at a True one.
+            text_is_null, latent_is_null: [B] bool, samples whose condition is replaced by the learned null.
+            text_positions: [M] int64 indices into B * S whose logits are wanted. None: all of them.
+            text_targets: [M] int64 clean tokens at text_positions; then no logits are returned but their NLLs.
+            text_weights: [M] fp32 weight of each target in text_loss_sum.
+
+        Returns:
+            latent_pred [B, D] or [B, N, D] (as `latents`; [B, D] when None), length_logits [B, max_seq_len] for lengths
+            1..max_seq_len (EOS counted; given the latent where its timestep is 0, without it elsewhere), and of the text: text_logits [M, V] (or [B, S, V] without positions) in fp32
+            with -inf for [MASK]; with targets instead text_loss_sum (fp32 scalar), text_nll [M] and text_correct [M].
+            Nothing of the text when text_tokens is None.
+
+        Raises:
+            ValueError: on shapes that do not fit the config.
+        """
+        config = self.config
+        dtype = self.text_encoder.null_text.dtype
+        given = text_tokens if text_tokens is not None else latents
+        if given is None:
+            raise ValueError("forward needs text_tokens or latents")
+        batch, device = given.shape[0], given.device
+
+        if text_tokens is None:
+            tokens = torch.full((batch, 1), config.pad_token_id, dtype=torch.int64, device=device)
+            text_is_null = torch.ones(batch, dtype=torch.bool, device=device)
+            attention_mask = None
+        else:
+            tokens = text_tokens
+        length = tokens.shape[1]
+        if length > config.max_seq_len:
+            raise ValueError(f"text of {length} tokens, but model.max_seq_len is {config.max_seq_len}")
+        if latents is None:
+            points = torch.zeros(batch, 1, config.latent_dim, device=device)
+            latent_is_null = torch.ones(batch, dtype=torch.bool, device=device)
+        else:
+            points = latents[:, None] if latents.dim() == 2 else latents
+        if points.shape[-1] != config.latent_dim or points.shape[1] > config.max_latents:
+            raise ValueError(
+                f"latents of shape {tuple(points.shape)}, but model.latent_dim is {config.latent_dim} and "
+                f"model.max_latents {config.max_latents}"
+            )
+
+        text = self.text_encoder(tokens, text_is_null)
+        latent, pooled = self.latent_encoder(points.to(dtype), latent_is_null)
+        zero_t = torch.zeros(batch, device=device)
+        raw_condition = (
+            self.text_timestep(zero_t if text_timesteps is None else text_timesteps)
+            + self.latent_timestep(zero_t if latent_timesteps is None else latent_timesteps)
+            + pooled
+        )
+        condition = nn.functional.silu(raw_condition)
+
+        key_mask = self._key_mask(attention_mask, text_is_null if text_tokens is not None else None, batch, length, latent)
+        cos, sin = rotary_table(length, config.hidden_size // config.n_heads, device)
+        cos, sin = cos.to(dtype), sin.to(dtype)
+        for block in self.blocks:
+            if config.gradient_checkpointing and torch.is_grad_enabled():
+                text, latent = checkpoint(block, text, latent, condition, cos, sin, key_mask, use_reentrant=False)
+            else:
+                text, latent = block(text, latent, condition, cos, sin, key_mask)
+
+        latent_pred = self.latent_head(latent, condition).float()
+        out = {
+            "latent_pred": latent_pred if latents is not None and latents.dim() == 3 else latent_pred[:, 0],
+            "length_logits": self.length_head(self._known_pooled(pooled, latent_timesteps)).float(),
+        }
+        if text_tokens is not None:
+            out.update(self.text_head(text, condition, text_positions, text_targets, text_weights))
+        return out
+
+    def _known_pooled(self, pooled: Tensor, latent_timesteps: Tensor | None) -> Tensor:
+        """[B, C] the pooled latent where it is clean, the null's elsewhere: p(length | latent) or p(length)."""
+        if latent_timesteps is None:
+            return pooled
+        return torch.where((latent_timesteps > 0)[:, None], self.latent_encoder.null_pooled, pooled)
+
+    @staticmethod
+    def _key_mask(
+        attention_mask: Tensor | None, text_is_null: Tensor | None, batch: int, length: int, latent: Tensor
+    ) -> Tensor | None:
+        """[B, 1, 1, S + L] bool of the keys that may be attended to, or None when all may."""
+        if attention_mask is None and text_is_null is None:
+            return None
+        if attention_mask is None:
+            attention_mask = torch.ones(batch, length, dtype=torch.bool, device=latent.device)
+        text_keys = attention_mask.bool()
+        if text_is_null is not None:
+            only_first = torch.arange(length, device=latent.device) == 0
+            text_keys = torch.where(text_is_null[:, None], only_first, text_keys)
+        latent_keys = text_keys.new_ones(batch, latent.shape[1])
+        return torch.cat([text_keys, latent_keys], dim=1)[:, None, None]
+
+    # -- parameters --------------------------------------------------------------------------------------------------
+
+    def parameter_groups(self) -> dict[str, list[str]]:
+        """Names of the parameters in each of the groups text, latent and shared (MM-LDLM's freezing groups)."""
+        groups: dict[str, list[str]] = {group: [] for group in GROUPS}
+        for name, _ in self.named_parameters():
+            groups[_GROUP_OF_MODULE[name.split(".")[0]]].append(name)
+        return groups
+
+    def compile_blocks(self) -> None:
+        """torch.compile every block by itself: compiling the whole model takes many minutes and gains nothing more."""
+        for block in self.blocks:
+            block.compile(dynamic=True)
+
+    # -- files -------------------------------------------------------------------------------------------------------
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write model.safetensors and config.json (Hugging Face layout) into folder."""
+        from safetensors.torch import save_file
+
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
+        if self.config.tie_embeddings:
+            del tensors["text_head.weight"]
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(self.config_dict(), indent=2) + "\n")
+
+    def config_dict(self) -> dict:
+        """What config.json holds: the model section plus the architecture's name."""
+        return {"architecture": type(self).__name__, **self.config.model_dump()}
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> MultimodalMMDiT:
+        """Load a model that `mmldlm convert` or `save_pretrained` wrote.
+
+        Args:
+            path: local folder with model.safetensors and config.json, or a Hugging Face repository's name.
+            device: where to put it. dtype: of the weights; the latent statistics stay fp32.
+
+        Raises:
+            UserError: when files are missing or tensors do not fit the config; nothing is loaded partly.
+        """
+        from safetensors import safe_open
+
+        folder = Path(path)
+        if not folder.is_dir():
+            folder = _download(str(path))
+        for name in ("config.json", "model.safetensors"):
+            if not (folder / name).is_file():
+                raise UserError(f"{name} in {folder}", "no such file", "make the folder with `mmldlm convert RUN/latest OUT`")
+        known = ModelConfig.model_fields
+        values = json.loads((folder / "config.json").read_text())
+        model = cls(ModelConfig(**{key: value for key, value in values.items() if key in known}))
+        with safe_open(folder / "model.safetensors", framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        if model.config.tie_embeddings:
+            tensors.setdefault("text_head.weight", tensors.get("text_encoder.token_embedding.weight"))
+        own = model.state_dict()
+        wrong = [
+            f"{name}: {'missing' if tensors.get(name) is None else tuple(tensors[name].shape)}, expected {tuple(own[name].shape)}"
+            for name in own
+            if tensors.get(name) is None or tensors[name].shape != own[name].shape
+        ] + [f"{name}: not a tensor of this model" for name in tensors if name not in own]
+        if wrong:
+            raise UserError(
+                f"the tensors of the model in {folder}/config.json",
+                f"{len(wrong)} that differ: " + "; ".join(wrong[:5]),
+                "convert the checkpoint again; config.json and model.safetensors must come from the same conversion",
+            )
+        model.load_state_dict(tensors)
+        mean, std = model.latent_mean.clone(), model.latent_std.clone()
+        model.to(device=device, dtype=dtype)
+        model.latent_mean, model.latent_std = mean.to(device), std.to(device)
+        return model.eval()
+
+
+def _download(repository: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(repository, allow_patterns=["*.safetensors", "*.json", "tokenizer/*"]))
+    except Exception as error:
+        raise UserError(
+            f"a folder or a Hugging Face repository named {repository}",
+            f"no such folder, and the hub answered: {error}",
+            "check the path; a run's checkpoint must be converted first (`mmldlm convert RUN/latest OUT`)",
+        ) from error

@@ -1,0 +1,55 @@
+"""Which parameters a mode trains. Decided before the engine is built: DeepSpeed ignores later changes."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from mmldlm.errors import UserError
+
+# MM-LDLM's rule: l2t keeps the latent side, t2l the text side as it is. Sound for a model whose frozen side is already
+# trained; from scratch it leaves a random projection (docs/objectives.md), hence training.freeze=none.
+FROZEN_GROUPS = {"unconditional": (), "mixed": (), "l2t": ("latent",), "t2l": ("text",)}
+# Heads that no loss of the mode reads: frozen under freeze=none as well, or weight decay alone would move them.
+UNREAD_MODULES = {"unconditional": (), "mixed": (), "l2t": ("latent_head",), "t2l": ("text_head", "length_head")}
+
+
+def frozen_names(model: nn.Module, mode: str, freeze: str) -> set[str]:
+    """Names of the parameters that training.loss_type=mode with training.freeze=freeze leaves alone."""
+    groups = model.parameter_groups()
+    names = {name for group in FROZEN_GROUPS[mode] for name in groups[group]} if freeze == "mode" else set()
+    names |= {name for name, _ in model.named_parameters() if name.split(".")[0] in UNREAD_MODULES[mode]}
+    return names
+
+
+def apply_freezing(model: nn.Module, mode: str, freeze: str) -> None:
+    """Set requires_grad of every parameter for a mode."""
+    frozen = frozen_names(model, mode, freeze)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+
+
+def verify_parameter_freezing(model: nn.Module, mode: str, freeze: str) -> dict[str, tuple[int, int]]:
+    """Check that exactly the parameters of the mode are trainable.
+
+    Returns:
+        group -> (trainable, all) parameter counts, for printing at start.
+
+    Raises:
+        UserError: naming parameters whose requires_grad is not what the mode asks for, or when nothing is trainable.
+    """
+    frozen = frozen_names(model, mode, freeze)
+    wrong = [name for name, p in model.named_parameters() if p.requires_grad == (name in frozen)]
+    if wrong:
+        raise UserError(
+            f"{len(frozen)} frozen tensors for training.loss_type={mode}, training.freeze={freeze}",
+            f"{len(wrong)} with the wrong requires_grad, first {wrong[0]}",
+            "do not change requires_grad after mmldlm has set it; choose with training.freeze",
+        )
+    parameters = dict(model.named_parameters())
+    counts = {}
+    for group, names in model.parameter_groups().items():
+        total = sum(parameters[name].numel() for name in names)
+        counts[group] = (sum(parameters[name].numel() for name in names if name not in frozen), total)
+    if not any(trainable for trainable, _ in counts.values()):
+        raise UserError("at least one trainable parameter", "none", "choose another training.freeze or training.loss_type")
+    return counts

@@ -1,0 +1,123 @@
+"""The objective of all four modes: text NELBO, latent regression, length likelihood."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mmldlm.config.schema import Config
+from mmldlm.diffusion import ContinuousDiffusion
+
+# Sums over a micro-batch, in the order of the vector that is all-reduced once a step.
+METRICS = (
+    "loss",  # this rank's contribution to the step's loss
+    "text_nelbo_sum",  # nats, weighted by 1 / t
+    "text_correct",  # masked positions predicted right
+    "text_masked",  # masked positions
+    "latent_error_sum",  # squared error a dimension, summed over scored samples
+    "latent_cosine_sum",  # cosine of the x0 estimate with the clean latent
+    "latent_scored",
+    "length_nll_sum",
+    "length_scored",
+)
+
+
+class TranslationObjective:
+    """(model, noised batch) -> loss and metric sums.
+
+    loss = text_loss_weight * NELBO / text tokens + latent_loss_weight * weighted error / latents
+         + length_loss_weight * length NLL / lengths, every denominator counted over the GLOBAL batch, so that summing
+    gradients over ranks and micro-batches gives exactly the gradient of the whole batch.
+
+    Args:
+        config: the run's config (loss weights, options, latent diffusion).
+    """
+
+    def __init__(self, config: Config):
+        self.loss = config.loss
+        latent = config.latent_diffusion
+        self.latent = ContinuousDiffusion(latent.path, latent.prediction, latent.weighting, latent.min_snr_gamma)
+
+    def __call__(self, model, batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Run the model on a NoisedBatch.
+
+        Returns:
+            loss: fp32 scalar, this micro-batch's share of the global batch's loss.
+            metrics: fp32 scalars named in METRICS, detached.
+        """
+        tensors = batch.tensors
+        weights = tensors["text_weights"]
+        if self.loss.text_loss_clamp is not None:
+            weights = self._clamped_text_weights(model, batch)
+        out = self._forward(model, tensors, weights)
+
+        text_sum = out["text_loss_sum"]
+        error = self._latent_error(out["latent_pred"], tensors["latent_targets"])
+        latent_sum = (error * tensors["latent_weights"]).sum()
+        if self.loss.latent_loss_clamp is not None:
+            latent_sum = (error.clamp_max(self.loss.latent_loss_clamp) * tensors["latent_weights"]).sum()
+        length_nll = F.cross_entropy(out["length_logits"], tensors["length_targets"], reduction="none")
+        length_sum = (length_nll * tensors["length_weights"]).sum()
+
+        # Each term is in the graph even where this batch scores nothing of it: every parameter then has a (zero)
+        # gradient on every rank, and no engine waits for one that never comes.
+        loss = (
+            self.loss.text_loss_weight * text_sum / max(batch.num_text_tokens, 1)
+            + self.loss.latent_loss_weight * latent_sum / max(batch.num_latents, 1)
+            + self.loss.length_loss_weight * length_sum / max(batch.num_lengths, 1)
+        )
+        with torch.no_grad():
+            metrics = self._metrics(loss, out, tensors, error, length_sum)
+        return loss, metrics
+
+    @staticmethod
+    def _forward(model, tensors: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor]:
+        return model(
+            tensors["text_tokens"],
+            tensors["latents"],
+            tensors["text_timesteps"],
+            tensors["latent_timesteps"],
+            tensors["attention_mask"],
+            text_is_null=tensors["text_is_null"],
+            latent_is_null=tensors["latent_is_null"],
+            text_positions=tensors["text_positions"],
+            text_targets=tensors["text_targets"],
+            text_weights=weights,
+        )
+
+    def _latent_error(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """[B] mean squared error over D in fp32 (or MM-LDLM's, between L2-normalised vectors, summed over D)."""
+        prediction, target = prediction.float(), target.float()
+        if self.loss.latent_loss == "normalised_mse":
+            prediction = prediction / (prediction.norm(dim=-1, keepdim=True) + self.loss.normalise_eps)
+            target = target / (target.norm(dim=-1, keepdim=True) + self.loss.normalise_eps)
+            return (prediction - target).square().sum(-1)
+        return (prediction - target).square().mean(-1)
+
+    @torch.no_grad()
+    def _clamped_text_weights(self, model, batch) -> Tensor:
+        """Weights with the samples above text_loss_clamp set to 0: the gradient a clamp leaves. Costs a second forward."""
+        tensors = batch.tensors
+        nll = self._forward(model, tensors, tensors["text_weights"])["text_nll"]
+        sums = torch.zeros(len(batch.ids), device=nll.device).index_add_(
+            0, tensors["text_rows"], nll * tensors["text_weights"]
+        )
+        kept = sums / tensors["attention_mask"].sum(1) <= self.loss.text_loss_clamp
+        return tensors["text_weights"] * kept[tensors["text_rows"]]
+
+    def _metrics(self, loss, out, tensors, error, length_sum) -> dict[str, Tensor]:
+        scored = tensors["latent_weights"] > 0
+        x0 = self.latent.to_x0(out["latent_pred"], tensors["latents"], tensors["latent_timesteps"].clamp_max(0.999))
+        cosine = F.cosine_similarity(x0, tensors["latent_clean"], dim=-1)
+        return {
+            "loss": loss.detach(),
+            "text_nelbo_sum": (out["text_nll"] * tensors["text_weights"]).sum(),
+            "text_correct": out["text_correct"].sum().float(),
+            "text_masked": torch.full_like(loss, float(len(tensors["text_targets"]))),
+            "latent_error_sum": (error * scored).sum(),
+            "latent_cosine_sum": (cosine * scored).sum(),
+            "latent_scored": scored.sum().float(),
+            "length_nll_sum": length_sum.detach(),
+            "length_scored": tensors["length_weights"].sum(),
+        }

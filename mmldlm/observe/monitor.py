@@ -1,0 +1,167 @@
+"""`mmldlm monitor RUN`: follows a run's structured log and says whether it is well."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+
+from mmldlm.errors import EXIT_DONE, EXIT_FAILED
+from mmldlm.observe.plots import LOG_NAME, find_log
+from mmldlm.observe.progress import format_duration, format_step
+from mmldlm.observe.records import parse_line
+
+_WATCHED = ("loss", "text_loss", "latent_loss", "grad_norm")
+
+
+@dataclass
+class Health:
+    """One verdict: the lines to show, and what is wrong (empty: healthy)."""
+
+    lines: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    finished: bool = False
+
+
+class LogTail:
+    """Reads what was added to a log since the last call, whole lines only."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.records: list[dict[str, Any]] = []
+        self.num_unreadable = 0
+        self._offset, self._file_id = 0, None
+
+    def read(self) -> int:
+        """Take in new lines; returns how many records came. A resumed run replaces its log: it is read anew then."""
+        stat = self.path.stat()
+        if stat.st_ino != self._file_id or stat.st_size < self._offset:
+            self.records, self.num_unreadable, self._offset, self._file_id = [], 0, 0, stat.st_ino
+        with open(self.path, "rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        before = len(self.records)
+        for line in whole.decode("utf-8", errors="replace").splitlines():
+            record = parse_line(line)
+            if record is None:
+                self.num_unreadable += 1
+            elif "step" in record:
+                self.records.append(record)
+        return len(self.records) - before
+
+
+def judge(
+    records: Sequence[dict[str, Any]],
+    now: datetime,
+    total_steps: int | None = None,
+    window: int = 100,
+    stall_seconds: float | None = None,
+    num_unreadable: int = 0,
+) -> Health:
+    """Judge the newest `window` steps against those before them.
+
+    Unhealthy is: no step yet; no step for `stall_seconds` (None: 20 usual steps, at least 2 minutes) although the run
+    is not at its end; a non-finite loss or gradient norm in an applied step of the window; more than 5 % of the window
+    skipped; a gradient norm 10 times, or a loss 1.5 times, its usual height before; unreadable lines.
+    """
+    health = Health()
+    if num_unreadable:
+        health.faults.append(f"{num_unreadable} unreadable lines in the log")
+    if not records:
+        health.faults.append("no step has been logged yet")
+        return health
+    recent, earlier = records[-window:], records[:-window]
+    last = records[-1]
+    health.finished = total_steps is not None and last["step"] >= total_steps
+    skipped = [record for record in recent if record.get("skipped")]
+    applied = [record for record in recent if not record.get("skipped")]
+    nonfinite = {key: sum(f"{key}_nonfinite" in record for record in applied) for key in _WATCHED}
+
+    health.lines.append(format_step(last, total_steps, sum(bool(record.get("skipped")) for record in records)))
+    for key in ("loss", "grad_norm"):
+        here, before = _median(applied, key), _median(earlier[-window:], key)
+        if here is None:
+            continue
+        trend = "" if before is None else f", {before:.4g} before"
+        health.lines.append(f"  {key}: median of the last {len(applied)} applied steps {here:.4g}{trend}")
+        limit = 10.0 if key == "grad_norm" else 1.5
+        if before is not None and before > 0 and here > limit * before:
+            health.faults.append(f"{key} rose from {before:.4g} to {here:.4g}")
+    for key, count in nonfinite.items():
+        if count:
+            health.faults.append(f"{count} non-finite values of {key} in the last {len(recent)} steps")
+    if skipped:
+        health.lines.append(f"  skipped: {len(skipped)} of the last {len(recent)} steps")
+    if len(skipped) > 0.05 * len(recent):
+        health.faults.append(f"{len(skipped)} of the last {len(recent)} steps were skipped")
+    health.faults += _stall(recent, now, stall_seconds, health)
+    return health
+
+
+def _stall(recent: Sequence[dict], now: datetime, limit: float | None, health: Health) -> list[str]:
+    times = [datetime.fromisoformat(record["time"]) for record in recent if "time" in record]
+    if not times:
+        return []
+    if limit is None:
+        paces = [(b - a).total_seconds() for a, b in zip(times, times[1:])]
+        limit = max(120.0, 20 * median(paces)) if paces else 600.0
+    idle = max(0.0, (now - times[-1]).total_seconds())
+    health.lines.append("  finished" if health.finished else f"  last step {format_duration(idle)} ago")
+    if health.finished or idle <= limit:
+        return []
+    return [f"STALLED: no step for {format_duration(idle)} (limit {format_duration(limit)})"]
+
+
+def _median(records: Sequence[dict[str, Any]], key: str) -> float | None:
+    values = [record[key] for record in records if isinstance(record.get(key), (int, float))]
+    return median(values) if values else None
+
+
+def _total_steps(run_dir: Path) -> int | None:
+    path = run_dir / "config.yaml"
+    if not path.is_file():
+        return None
+    config = yaml.safe_load(path.read_text()) or {}
+    return (config.get("training") or {}).get("num_train_steps")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `mmldlm monitor`."""
+    parser.add_argument("run", help="the run's folder: {logging.save_dir}/{logging.run_name}")
+    parser.add_argument("--once", action="store_true", help="one report, then exit (1 where the run is unhealthy)")
+    parser.add_argument("--interval", type=float, default=10.0, help="seconds between two looks (default 10)")
+    parser.add_argument("--window", type=int, default=100, help="steps that are judged (default 100)")
+    parser.add_argument("--stall-seconds", type=float, help="idle time that counts as stalled")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Report until the run ends (or once); returns 0 healthy, 1 unhealthy at the last report."""
+    run_dir = Path(args.run)
+    path = find_log(run_dir, LOG_NAME)
+    tail, health, shown = LogTail(path), Health(), None
+    try:
+        while True:
+            came = tail.read()
+            total = _total_steps(run_dir)
+            now = datetime.now(timezone.utc)
+            health = judge(tail.records, now, total, args.window, args.stall_seconds, tail.num_unreadable)
+            # Without news only a change of the verdict is worth a line.
+            if came or shown != bool(health.faults):
+                shown = bool(health.faults)
+                verdict = "UNHEALTHY: " + "; ".join(health.faults) if health.faults else "HEALTHY"
+                print("\n".join([*health.lines, verdict]), flush=True)
+            if args.once or health.finished:
+                break
+            time.sleep(args.interval)
+    except KeyboardInterrupt:
+        pass
+    return EXIT_FAILED if health.faults else EXIT_DONE

@@ -1,0 +1,184 @@
+"""How a run shows itself: one live line in a terminal, plain lines in pipes and in the log file."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+# What a line shows of a step's record: key, word on the screen, format.
+_FIELDS = (
+    ("loss", "loss", "#.4g"),
+    ("text_loss", "text", "#.4g"),
+    ("latent_loss", "latent", "#.4g"),
+    ("grad_norm", "grad_norm", "#.3g"),
+    ("lr", "lr", ".1e"),
+    ("tokens_per_second", "tok/s", ".0f"),
+)
+_WINDOW = 100  # steps over which the pace is taken
+_REFRESH_SECONDS = 0.1
+_BAR_WIDTH = 16
+
+
+def train_log_path(run_dir: str | Path, node: int = 0) -> Path:
+    """logs/train_YYYYMMDD_HHMMSS_node{n}.log under the run's folder, named by local time."""
+    return Path(run_dir) / "logs" / f"train_{datetime.now():%Y%m%d_%H%M%S}_node{node}.log"
+
+
+def format_duration(seconds: float) -> str:
+    """75 -> 1m15s, 4000 -> 1h06m, 200000 -> 2d07h."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def format_step(record: Mapping[str, Any], total_steps: int | None, num_skipped: int, eta: float | None = None) -> str:
+    """One grep-able line of a step's record; fields that the record lacks or holds as None are left out."""
+    parts = [f"step {record['step']}" + (f"/{total_steps}" if total_steps else "")]
+    parts += [f"{word}: {value}" for word, value in _shown(record)]
+    parts.append(f"skipped: {num_skipped}")
+    if eta is not None:
+        parts.append(f"eta: {format_duration(eta)}")
+    return " | ".join(parts)
+
+
+def _shown(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for key, word, form in _FIELDS:
+        value = record.get(key)
+        if value is not None:
+            yield word, f"{value:{form}}"
+        elif f"{key}_nonfinite" in record:
+            yield word, record[f"{key}_nonfinite"]
+
+
+def _format_live(record: Mapping[str, Any], total_steps: int, num_skipped: int, eta: float | None) -> str:
+    """The same in fewer columns, the time left near the front: a narrow terminal cuts the end."""
+    left = f" eta {format_duration(eta)}" if eta is not None else ""
+    figures = "  ".join(f"{word} {value}" for word, value in _shown(record))
+    return f"{record['step']}/{total_steps}{left}  {figures}  skipped {num_skipped}"
+
+
+class Progress:
+    """Shows the steps of a run and takes its messages.
+
+    Args:
+        total_steps: the last step of the run.
+        enabled: whether this process writes to the screen (rank 0).
+        log_freq: steps between two plain lines. A terminal shows every step in its live line instead.
+        log_file: receives the plain lines and all messages, with the time of day; also where enabled is False.
+        start_step: step after which this process begins (resume).
+        stream: where to show (default: standard output).
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        enabled: bool = True,
+        log_freq: int = 10,
+        log_file: str | Path | None = None,
+        start_step: int = 0,
+        stream: TextIO | None = None,
+    ):
+        self.total_steps, self.log_freq = total_steps, log_freq
+        self.num_skipped = 0
+        """Steps this process saw with a true `skipped`."""
+        self._pace: deque[tuple[int, float]] = deque([(start_step, time.monotonic())], maxlen=_WINDOW + 1)
+        self._shown_at = 0.0
+        self._file: TextIO | None = None
+        if log_file is not None:
+            Path(log_file).parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(log_file, "a", encoding="utf-8", buffering=1)
+        self._console: Console | None = None
+        self._live: Live | None = None
+        if enabled:
+            self._console = Console(file=stream or sys.stdout, highlight=False, markup=False, soft_wrap=True)
+            if self._console.is_terminal:
+                # Refreshed by hand: a refreshing thread would be copied into the data loader's forked workers.
+                self._live = Live(console=self._console, auto_refresh=False)
+                self._live.start()
+
+    def update(self, record: Mapping[str, Any]) -> None:
+        """Show one step. `record` is what training_log.jsonl gets: step, loss, grad_norm, skipped (bool), ..."""
+        step = record["step"]
+        self.num_skipped += bool(record.get("skipped"))
+        self._pace.append((step, time.monotonic()))
+        shown = (record, self.total_steps, self.num_skipped, self.eta())
+        due = step % self.log_freq == 0 or step == self.total_steps
+        if due:
+            line = format_step(*shown)
+            self._to_file(line)
+            if self._console is not None and self._live is None:
+                self._console.print(line)
+                self._console.file.flush()
+        if self._live is not None and (due or time.monotonic() - self._shown_at >= _REFRESH_SECONDS):
+            self._shown_at = time.monotonic()
+            self._live.update(self._line(_format_live(*shown), step), refresh=True)
+
+    def eta(self) -> float | None:
+        """Seconds left at the pace of the last steps (pauses for evaluation and checkpoints count), None at first."""
+        (first, began), (last, now) = self._pace[0], self._pace[-1]
+        if last <= first:
+            return None
+        left = max(0, self.total_steps - last)
+        seconds = (now - began) / (last - first) * left
+        return seconds if math.isfinite(seconds) else None
+
+    def message(self, text: str) -> None:
+        """Print a line of its own without breaking the live line."""
+        self._to_file(text)
+        if self._console is not None:
+            self._console.print(text)
+            self._console.file.flush()
+
+    def warning(self, text: str) -> None:
+        """A message that begins with `warning:` and stands out in a terminal."""
+        text = f"warning: {text}"
+        self._to_file(text)
+        if self._console is not None:
+            self._console.print(Text(text, style="yellow"))
+            self._console.file.flush()
+
+    def close(self) -> None:
+        """Leave the last line standing and give the terminal back. May be called twice."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _to_file(self, text: str) -> None:
+        if self._file is not None:
+            self._file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}\n")
+
+    def _line(self, line: str, step: int) -> Table:
+        table = Table.grid(padding=(0, 1))
+        text = Text(line, no_wrap=True, overflow="ellipsis")
+        # The bar is a comfort: it gives way where the figures need the width.
+        if self._console is not None and self._console.width >= len(line) + _BAR_WIDTH + 1:
+            table.add_row(text, ProgressBar(total=self.total_steps, completed=step, width=_BAR_WIDTH))
+        else:
+            table.add_row(text)
+        return table

@@ -1,0 +1,146 @@
+"""Append-only logs of one strict-JSON object a line: training_log.jsonl, eval_log.jsonl, events.jsonl."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+
+class JsonlLog:
+    """A log that stays valid line by line, whatever interrupts the run.
+
+    A value that JSON cannot hold becomes null beside a key that says why: `{"loss": null, "loss_nonfinite": "nan"}`.
+    A record without `time` gets the present one (ISO 8601, UTC). Only one process may write a log.
+
+    Args:
+        path: the file; its folder is made.
+        resume_step: the run goes on after this step, so records of later steps are of a future that did not happen:
+            they move to `NAME.dropped-<n>.jsonl` beside the log (0 for a fresh start in a used folder). Records
+            without a `step` stay. None: append to whatever is there.
+    """
+
+    def __init__(self, path: str | os.PathLike, resume_step: int | None = None):
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.dropped = _cut(self.path, resume_step)
+        """Number of lines that were moved aside when the log was opened."""
+        self._file = open(self.path, "a", encoding="utf-8")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one record and hand it to the operating system before returning.
+
+        Raises:
+            TypeError, ValueError: a value is neither a number, a string, None nor a list or dict of those.
+        """
+        plain = to_strict(record)
+        plain.setdefault("time", datetime.now(timezone.utc).isoformat(timespec="milliseconds"))
+        self._file.write(json.dumps(plain, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> JsonlLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def to_strict(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy that strict JSON can hold; scalars of NumPy and torch become Python numbers.
+
+    A non-finite number becomes None, and `<key>_nonfinite` says "nan", "inf" or "-inf" (a list of such words and
+    None where a list held it).
+    """
+    out: dict[str, Any] = {}
+    for key, value in record.items():
+        value = _number(value)
+        if isinstance(value, Mapping):
+            out[key] = to_strict(value)
+        elif isinstance(value, (list, tuple)):
+            items = [_number(item) for item in value]
+            words = [_nonfinite(item) for item in items]
+            out[key] = [
+                to_strict(item) if isinstance(item, Mapping) else None if word else item
+                for item, word in zip(items, words)
+            ]
+            if any(words):
+                out[f"{key}_nonfinite"] = words
+        elif word := _nonfinite(value):
+            out[key], out[f"{key}_nonfinite"] = None, word
+        else:
+            out[key] = value
+    return out
+
+
+def parse_line(line: str) -> dict[str, Any] | None:
+    """The record of one line, or None where the line is torn or not strict JSON."""
+    try:
+        record = json.loads(line, parse_constant=_refuse)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def read_records(path: str | os.PathLike) -> tuple[list[dict[str, Any]], int]:
+    """All records of a log, and the number of lines that could not be read (a run cut short leaves one)."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        parsed = [parse_line(line) for line in file if line.strip()]
+    records = [record for record in parsed if record is not None]
+    return records, len(parsed) - len(records)
+
+
+def _number(value: Any) -> Any:
+    item = getattr(value, "item", None)
+    return item() if callable(item) else value
+
+
+def _nonfinite(value: Any) -> str | None:
+    if not isinstance(value, float) or math.isfinite(value):
+        return None
+    return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(f"{word} is not JSON")
+
+
+def _cut(path: Path, resume_step: int | None) -> int:
+    """Move torn lines, and those of steps after resume_step, to a file of their own; returns their number."""
+    if not path.exists():
+        return 0
+    kept, dropped = [], []
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            record = parse_line(line)
+            step = record.get("step") if record else None
+            late = resume_step is not None and isinstance(step, (int, float)) and step > resume_step
+            # A line without its newline may be cut in the middle of a number and still parse.
+            (dropped if record is None or late or not line.endswith("\n") else kept).append(line.rstrip("\n") + "\n")
+    if dropped:
+        # The side file is safe on disk before the log is replaced, so a crash in between loses nothing.
+        _write_synced(_free_name(path), dropped)
+        part = path.with_name(path.name + ".part")
+        _write_synced(part, kept)
+        os.replace(part, path)
+    return len(dropped)
+
+
+def _write_synced(path: Path, lines: list[str]) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.writelines(lines)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _free_name(path: Path) -> Path:
+    n = 1
+    while (free := path.with_name(f"{path.stem}.dropped-{n}{path.suffix}")).exists():
+        n += 1
+    return free

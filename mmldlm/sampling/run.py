@@ -1,0 +1,317 @@
+"""`mmldlm sample l2t | t2l | unconditional`: from a converted checkpoint to files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mmldlm.errors import EXIT_DONE, UserError
+from mmldlm.sampling.joint import WAYS, choose_way, sample_joint
+from mmldlm.sampling.latents import METHODS, sample_latents
+from mmldlm.sampling.pretrained import Pretrained, load_pretrained
+from mmldlm.sampling.text import SAMPLERS, TextSamples, sample_text
+
+# Norms further from 1 than this are not vectors of an encoder that normalises.
+_NORM_SLACK = 0.05
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the three kinds of sampling to the parser of `mmldlm sample`."""
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="l2t|t2l|unconditional")
+    l2t = kinds.add_parser("l2t", help="write text from embeddings")
+    given = l2t.add_mutually_exclusive_group(required=True)
+    given.add_argument("--latent-file", metavar="X.npy", help="embeddings [D] or [N, D], as the encoder gives them")
+    given.add_argument(
+        "--text", nargs="+", metavar="TEXT", help="texts, embedded by the encoder the model was trained on"
+    )
+    given.add_argument("--text-file", metavar="FILE", help="such texts, one a line")
+    given.add_argument("--data", metavar="STORE", help="embeddings of validation sentences of a prepared store")
+    l2t.add_argument("--num-samples", type=int, metavar="N", help="texts in all (default: one for every embedding)")
+    _add_text_options(l2t, steps=64, sampler="confidence")
+    l2t.add_argument("--guidance", type=float, default=1.0, help="classifier-free guidance, 1 is none (default 1)")
+
+    t2l = kinds.add_parser("t2l", help="make embeddings from text")
+    given = t2l.add_mutually_exclusive_group(required=True)
+    given.add_argument("--text", nargs="+", metavar="TEXT", help="texts")
+    given.add_argument("--text-file", metavar="FILE", help="texts, one a line")
+    t2l.add_argument("--num-steps", type=int, default=32, help="denoising steps (default %(default)s)")
+    t2l.add_argument("--method", choices=METHODS, default="ddim", help="heun needs a rectified-flow model")
+    t2l.add_argument("--eta", type=float, default=0.0, help="noise of DDIM: 0 none, 1 ancestral (default 0)")
+    t2l.add_argument("--guidance", type=float, default=1.0, help="classifier-free guidance, 1 is none (default 1)")
+
+    both = kinds.add_parser("unconditional", help="make text and embedding from nothing")
+    both.add_argument("--num-samples", type=int, default=10, metavar="N", help="pairs (default %(default)s)")
+    both.add_argument("--way", choices=WAYS, help="joint or chain (default: what the model was trained for)")
+    _add_text_options(both, steps=64, sampler="ancestral")
+
+    for kind in (l2t, t2l, both):
+        kind.add_argument("--checkpoint", required=True, metavar="DIR", help="folder that `mmldlm convert` wrote")
+        kind.add_argument("--output-dir", required=True, metavar="OUT", help="where samples.jsonl (and latents.npy) go")
+        kind.add_argument("--seed", type=int, default=0, help="of every draw (default %(default)s)")
+        kind.add_argument("--device", help="default: cuda where there is one, else cpu")
+
+
+def _add_text_options(parser: argparse.ArgumentParser, steps: int, sampler: str) -> None:
+    parser.add_argument("--num-steps", type=int, default=steps, help="denoising steps (default %(default)s)")
+    parser.add_argument("--sampler", choices=SAMPLERS, default=sampler, help="default %(default)s")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        help="0 takes the most probable word (default: 1 for ancestral; 0 for confidence, or 1 where an embedding is "
+        "used several times)",
+    )
+    parser.add_argument("--top-p", type=float, default=1.0, help="nucleus of the draws (default 1)")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs `mmldlm sample`; returns the exit code."""
+    _check_numbers(args)
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    pretrained = load_pretrained(args.checkpoint, device)
+    pretrained.check_guidance(getattr(args, "guidance", 1.0))
+    started = time.perf_counter()
+    records, latents, extra = {"l2t": _l2t, "t2l": _t2l, "unconditional": _unconditional}[args.kind](pretrained, args)
+    seconds = time.perf_counter() - started
+
+    out = Path(args.output_dir)
+    out.mkdir(parents=True, exist_ok=True)
+    if latents is not None:
+        np.save(out / "latents.npy", latents)
+    (out / "samples.jsonl").write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+    settings = {key: value for key, value in vars(args).items() if isinstance(value, (str, int, float, list))}
+    (out / "settings.json").write_text(json.dumps({**settings, **extra, "device": device}, indent=2) + "\n")
+    _show(args.kind, records)
+    written = "samples.jsonl" + (", latents.npy" if latents is not None else "")
+    print(f"{len(records)} samples in {seconds:.1f} s; {written} and settings.json in {out}")
+    return EXIT_DONE
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    for key, low, high in (
+        ("num_samples", 1, None), ("num_steps", 1, None), ("temperature", 0, None), ("top_p", 1e-6, 1), ("eta", 0, 1),
+        ("seed", 0, None),
+    ):  # fmt: skip
+        value = getattr(args, key, None)
+        if value is not None and (not np.isfinite(value) or value < low or (high is not None and value > high)):
+            bound = f"at least {low:g}" + (f" and at most {high}" if high is not None else "")
+            raise UserError(f"--{key.replace('_', '-')} {bound}", str(value), "give another number")
+
+
+def _l2t(pretrained: Pretrained, args: argparse.Namespace):
+    references, latents = _l2t_input(pretrained, args)
+    count = args.num_samples or len(latents)
+    source = np.arange(count) % len(latents)
+    temperature = args.temperature
+    if temperature is None and count > len(latents):
+        temperature = 1.0
+    samples = sample_text(
+        pretrained.model,
+        torch.from_numpy(latents[source]),
+        diffusion=pretrained.text_diffusion,
+        steps=args.num_steps,
+        sampler=args.sampler,
+        temperature=temperature,
+        top_p=args.top_p,
+        guidance=args.guidance,
+        seed=args.seed,
+    )
+    records = text_records(pretrained, samples)
+    for record, place in zip(records, source.tolist()):
+        record["latent"] = place
+        if references is not None:
+            record["reference"] = references[place]
+    return records, None, {"forward_passes_per_sample": samples.num_rows / len(records)}
+
+
+def _l2t_input(pretrained: Pretrained, args: argparse.Namespace) -> tuple[list[str] | None, np.ndarray]:
+    if args.latent_file:
+        return None, read_latents(args.latent_file, pretrained)
+    if args.data:
+        from mmldlm.data.store import Store, check_latents
+
+        store = Store(args.data, "validation")
+        ids = np.arange(min(args.num_samples or len(store), len(store)))
+        latents = store.get(ids).latents
+        check_latents(latents, f"{args.data}/validation", pretrained.model.config.latent_dim)
+        return store.texts(ids), latents
+    texts = _texts(args)
+    return texts, encode_texts(texts, pretrained)
+
+
+def read_latents(path: str, pretrained: Pretrained) -> np.ndarray:
+    """Embeddings [N, D] fp32 of a .npy file that holds [D] or [N, D].
+
+    Raises:
+        UserError: no such file, not an array, empty, of another dimension, NaN, infinite or zero vectors.
+    """
+    dim = pretrained.model.config.latent_dim
+    expected = f"a .npy file of numbers [{dim}] or [N, {dim}] (the model's latent_dim) at {path}"
+    fix = "save the encoder's vectors with numpy.save; nothing is filled in for missing or damaged ones"
+    try:
+        values = np.load(path, allow_pickle=False)
+    except FileNotFoundError:
+        raise UserError(expected, "no such file", "check the path") from None
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(expected, f"not a .npy file: {error}", fix) from error
+    if not isinstance(values, np.ndarray) or not np.issubdtype(values.dtype, np.floating):
+        raise UserError(expected, f"{getattr(values, 'dtype', type(values).__name__)}", fix)
+    rows = values[None] if values.ndim == 1 else values
+    if rows.ndim != 2 or rows.shape[1] != dim or rows.size == 0:
+        raise UserError(expected, f"shape {list(values.shape)}", fix)
+    rows = np.ascontiguousarray(rows, dtype=np.float32)
+    bad = np.flatnonzero(~np.isfinite(rows).all(1) | ~rows.any(1))
+    if len(bad):
+        named = ", ".join(map(str, bad[:10])) + (", ..." if len(bad) > 10 else "")
+        raise UserError(f"finite, non-zero vectors in {path}", f"NaN, infinite or zero vectors in rows {named}", fix)
+    norm = float(np.median(np.linalg.norm(rows, axis=1)))
+    if pretrained.unit_norm and abs(norm - 1) > _NORM_SLACK:
+        print(
+            f"warning: the vectors in {path} have norm {norm:.3g}, those the model was trained on have norm 1; "
+            "are they of the same encoder, unscaled?",
+            file=sys.stderr,
+        )
+    return rows
+
+
+def encode_texts(texts: Sequence[str], pretrained: Pretrained) -> np.ndarray:
+    """Embeddings [N, D] of texts by the encoder the model was trained on.
+
+    Raises:
+        UserError: the checkpoint does not name its encoder, or the one at hand has other weights.
+    """
+    from mmldlm.data.encoders import Encoder
+
+    identity = pretrained.encoder
+    if identity is None:
+        raise UserError(
+            f'"latent_encoder" in {pretrained.folder}/config.json, which names the encoder of the model\'s latents',
+            "no such key",
+            "embed the texts yourself and pass --latent-file",
+        )
+    encoder = Encoder(identity["name"])
+    own, known = encoder.identity()["weights_sha256"], identity.get("weights_sha256")
+    if known is not None and own != known:
+        raise UserError(
+            f"encoder {identity['name']} with the weights of training (sha256 {known[:12]})",
+            f"weights of sha256 {own[:12]} from {encoder.source}",
+            "install the encoder the data was prepared with, or pass --latent-file",
+        )
+    return encoder.encode(texts)
+
+
+def _texts(args: argparse.Namespace) -> list[str]:
+    texts = args.text
+    if args.text_file:
+        try:
+            texts = Path(args.text_file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError("a text file, one text a line", f"{args.text_file}: {error}", "check the path") from error
+        texts = [text for text in texts if text.strip()]
+    if not texts or any(not text.strip() for text in texts):
+        raise UserError("texts that are not empty", f"{texts!r}", "give at least one text, none of them blank")
+    return [text.strip() for text in texts]
+
+
+def tokenize_texts(texts: Sequence[str], pretrained: Pretrained) -> list[list[int]]:
+    """Ids without special tokens.
+
+    Raises:
+        UserError: a text too long for the model, or of no token.
+    """
+    ids = pretrained.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    room = pretrained.model.config.max_seq_len - 1
+    for text, row in zip(texts, ids):
+        if not 1 <= len(row) <= room:
+            raise UserError(
+                f"texts of 1 to {room} tokens (model.max_seq_len, less one for EOS)",
+                f"{len(row)} tokens in {text[:60]!r}",
+                "shorten it, or split it into sentences",
+            )
+    return ids
+
+
+def _t2l(pretrained: Pretrained, args: argparse.Namespace):
+    if args.method == "heun" and pretrained.latent_config.path != "rectified_flow":
+        raise UserError("--method ddim", f"heun on path {pretrained.latent_config.path}", "heun needs rectified_flow")
+    texts = _texts(args)
+    ids = tokenize_texts(texts, pretrained)
+    latents = sample_latents(
+        pretrained.model,
+        ids,
+        diffusion=pretrained.latent_diffusion,
+        steps=args.num_steps,
+        method=args.method,
+        eta=args.eta,
+        guidance=args.guidance,
+        renormalise=pretrained.renormalise,
+        unit=pretrained.renormalise,
+        seed=args.seed,
+    )
+    norms = latents.norm(dim=-1).tolist()
+    records = [
+        {"index": i, "text": text, "num_tokens": len(row), "latent": i, "norm": norm}
+        for i, (text, row, norm) in enumerate(zip(texts, ids, norms))
+    ]
+    return records, latents.numpy(), {}
+
+
+def _unconditional(pretrained: Pretrained, args: argparse.Namespace):
+    way = choose_way(pretrained, args.way)
+    shared = {"steps": args.num_steps, "sampler": args.sampler, "temperature": args.temperature, "top_p": args.top_p}
+    if way == "joint":
+        samples, latents = sample_joint(
+            pretrained.model,
+            args.num_samples,
+            text_diffusion=pretrained.text_diffusion,
+            latent_diffusion=pretrained.latent_diffusion,
+            renormalise=pretrained.renormalise,
+            seed=args.seed,
+            **shared,
+        )
+    else:
+        latents = sample_latents(
+            pretrained.model,
+            None,
+            num_samples=args.num_samples,
+            diffusion=pretrained.latent_diffusion,
+            steps=args.num_steps,
+            renormalise=pretrained.renormalise,
+            unit=pretrained.renormalise,
+            seed=args.seed,
+        )
+        samples = sample_text(pretrained.model, latents, diffusion=pretrained.text_diffusion, seed=args.seed, **shared)
+    records = text_records(pretrained, samples)
+    for i, record in enumerate(records):
+        record.update(latent=i, way=way)
+    return records, latents.numpy(), {"way": way}
+
+
+def text_records(pretrained: Pretrained, samples: TextSamples) -> list[dict[str, Any]]:
+    """One JSON-ready record a text."""
+    texts = pretrained.tokenizer.batch_decode(samples.tokens, skip_special_tokens=True)
+    return [
+        {"index": i, "text": text, "num_tokens": len(ids)} for i, (text, ids) in enumerate(zip(texts, samples.tokens))
+    ]
+
+
+def _show(kind: str, records: list[dict[str, Any]], most: int = 20) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"sample {kind}", show_lines=True)
+    columns = [key for key in ("index", "reference", "text", "norm") if key in records[0]]
+    for key in columns:
+        table.add_column(key, overflow="fold")
+    for record in records[:most]:
+        table.add_row(*(f"{record[key]:.4f}" if key == "norm" else str(record[key]) for key in columns))
+    Console(markup=False).print(table)
+    if len(records) > most:
+        print(f"(the first {most} of {len(records)})")

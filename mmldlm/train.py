@@ -1,0 +1,197 @@
+"""The training loop. Started by `deepspeed mmldlm/train.py`, `torchrun -m mmldlm.train`, `mmldlm train`, or plain python."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+
+if __package__ in (None, ""):  # `deepspeed mmldlm/train.py` puts the package's own folder first on the path
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from mmldlm.config.load import load_config, preset_names
+from mmldlm.config.schema import Config
+from mmldlm.errors import Interrupted, MmldlmError, StabilityStop, UserError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options shared by every way to start a run."""
+    parser.add_argument("--config-name", metavar="NAME", help=f"preset: {', '.join(preset_names())}")
+    parser.add_argument("--config", metavar="FILE", help="YAML file, read over the preset")
+    parser.add_argument("--deepspeed_config", "--deepspeed-config", metavar="JSON", help="DeepSpeed settings (ds_configs/)")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="set single keys")
+
+
+def parse_config(args: argparse.Namespace) -> Config:
+    """Preset, file and overrides of a command line as one Config."""
+    overrides = list(args.overrides)
+    if args.deepspeed_config:
+        overrides.append(f"engine.deepspeed_config={args.deepspeed_config}")
+    return load_config(args.config_name, args.config, overrides)
+
+
+def check_run(config: Config, world_size: int):
+    """Everything that can be wrong with a run and be seen without a GPU or a peer.
+
+    Returns:
+        RunData of the run.
+
+    Raises:
+        UserError: the first thing that is wrong.
+    """
+    from mmldlm.checkpoints.commit import list_checkpoints, resolve
+    from mmldlm.data.resolve import open_data
+    from mmldlm.engines.deepspeed_config import merged_config
+
+    if config.engine.kind == "deepspeed":
+        merged_config(config, world_size)
+    elif config.engine.deepspeed_config is not None or config.engine.zero_stage is not None:
+        raise UserError(
+            "DeepSpeed settings only with engine.kind=deepspeed",
+            f"engine.kind={config.engine.kind} with engine.deepspeed_config or engine.zero_stage",
+            "drop them, or set engine.kind=deepspeed",
+        )
+    elif world_size != 1:
+        raise UserError(
+            "one process for engine.kind=single", f"{world_size} processes", "set engine.kind=deepspeed, or start one process"
+        )
+    data = open_data(config)
+    run_dir = config.run_dir()
+    if config.training.resume is None and list_checkpoints(run_dir):
+        raise UserError(
+            f"a new folder for the run, or training.resume to continue the one in {run_dir}",
+            f"{run_dir} already holds checkpoints",
+            "add training.resume=auto, choose another logging.run_name, or move the old run away",
+        )
+    if config.training.resume not in (None, "auto"):
+        resolve(config.training.resume)
+    return data
+
+
+def train(data) -> None:
+    """Train to the end of training.num_train_steps; `data` is what check_run returned. Collective over all ranks."""
+    import torch
+
+    from mmldlm.data.loader import MicroBatches, iterate_steps
+    from mmldlm.data.noising import Noiser
+    from mmldlm.data.plan import BatchPlan
+    from mmldlm.engines import build_engine
+    from mmldlm.engines.optimizer import learning_rate
+    from mmldlm.evaluation.validation import Validation
+    from mmldlm.models import MultimodalMMDiT
+    from mmldlm.objectives import TranslationObjective
+    from mmldlm.objectives.freezing import apply_freezing, verify_parameter_freezing
+    from mmldlm.objectives.translation import METRICS
+    from mmldlm.run import RunFolder, TrainingState
+
+    config = data.config
+    training = config.training
+    torch.manual_seed(training.seed)
+    model = MultimodalMMDiT(config.model)
+    model.set_latent_statistics(data.latent_mean, data.latent_std)
+    apply_freezing(model, training.loss_type, training.freeze)
+    trainable = verify_parameter_freezing(model, training.loss_type, training.freeze)
+    if training.compile_model:
+        model.compile_blocks()
+    engine = build_engine(model, config)
+    global_batch = training.train_batch_size * training.grad_accum_steps * engine.world_size
+
+    plan = BatchPlan(data.train_lengths, global_batch, training.seed, config.data.bucket_batches)
+    special_ids = (config.model.mask_token_id, config.model.pad_token_id, config.model.eos_token_id)
+    noiser = Noiser(config, *special_ids, data.latent_mean, data.latent_std)
+    dataset = MicroBatches(data.train, plan, noiser, engine.rank, engine.world_size, training.grad_accum_steps)
+    objective, validation = TranslationObjective(config), Validation(data, engine)
+
+    state = TrainingState(global_batch=global_batch, num_samples=len(data.train_lengths))
+    folder = RunFolder(config, data, engine, state)
+    resume_from = folder.find_resume()
+    if resume_from is not None:
+        folder.load(resume_from)
+    folder.open(trainable, resume_from)
+    stop = StopSignal()
+    stream = iterate_steps(dataset, state.step, training.num_train_steps, config.data.num_workers, config.data.prefetch_factor)
+
+    engine.module.train()
+    started, interrupted = time.perf_counter(), False
+    while state.step < training.num_train_steps and not interrupted:
+        batches = next(stream)
+        lr = learning_rate(state.applied_steps, training.num_train_steps, config.optimizer)
+        sums = torch.zeros(len(METRICS) + 2, dtype=torch.float64, device=engine.device)
+        for batch in batches:
+            loss, metrics = objective(engine.module, batch.to(engine.device))
+            engine.backward(loss)
+            num_tokens = torch.tensor(float(batch.num_tokens), device=engine.device)
+            sums += torch.stack([*(metrics[key].double() for key in METRICS), num_tokens.double(), stop.as_tensor(engine.device)])
+        result = engine.step(lr)
+        # The step's one host sync: metrics, token count and whether any rank was told to stop travel in one vector.
+        *values, num_tokens, num_stops = engine.all_reduce_sum(sums).tolist()
+        interrupted = num_stops > 0
+
+        state.advance(result.applied, num_samples=len(plan.batch(state.step).ids))
+        now = time.perf_counter()
+        folder.log_step(dict(zip(METRICS, values, strict=True)), batches[0], result, lr, num_tokens / (now - started))
+        started = now
+        if state.consecutive_skips >= config.stability.max_consecutive_skips:
+            folder.event("stability_stop", reason=f"{state.consecutive_skips} steps in a row had a non-finite gradient norm")
+            raise StabilityStop(
+                f"{state.consecutive_skips} steps in a row had a non-finite gradient norm (the last at step {state.step}). "
+                f"No skipped step moved the weights. Last checkpoint: {folder.run_dir / 'latest'}. Lower optimizer.lr or "
+                "optimizer.grad_clip_norm, check the data with `mmldlm verify-data`, then add training.resume=auto."
+            )
+        last = state.step == training.num_train_steps
+        if last or state.step % config.logging.eval_freq == 0:
+            folder.log_evaluation(validation.run())
+            started = time.perf_counter()
+        if last or interrupted or state.step % config.logging.save_freq == 0:
+            folder.save()
+            started = time.perf_counter()
+    folder.close()
+    engine.close()
+    if interrupted and state.step < training.num_train_steps:
+        raise Interrupted(f"stopped by a signal at step {state.step}; the checkpoint is saved: add training.resume=auto to go on")
+
+
+class StopSignal:
+    """Remembers SIGTERM, SIGINT or SIGUSR1 (Slurm's warning); the loop asks all ranks before it acts on it."""
+
+    def __init__(self):
+        self.received = False
+        for name in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(name, self._receive)
+
+    def _receive(self, number, frame) -> None:
+        self.received = True
+
+    def as_tensor(self, device):
+        import torch
+
+        return torch.tensor(float(self.received), dtype=torch.float64, device=device)
+
+
+def _say(message: str) -> None:
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(f"[{datetime.now(timezone.utc):%H:%M:%S}] {message}", file=sys.stderr, flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry of the script; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="mmldlm.train", description=__doc__)
+    add_arguments(parser)
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher adds it
+    args = parser.parse_intermixed_args(argv)
+    try:
+        # Every rank finds the same mistake by itself before any of them waits for another; rank 0 reports it.
+        config = parse_config(args)
+        train(check_run(config, int(os.environ.get("WORLD_SIZE", 1))))
+    except MmldlmError as error:
+        _say(f"{'error' if not isinstance(error, Interrupted) else 'stopped'}: {error}")
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
