@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, cycle
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,9 @@ from mmldlm.observe.records import read_records
 
 LOG_NAME = "training_log.jsonl"
 EVAL_NAME = "eval_log.jsonl"
+# Endings of validation metrics that share the loss panel, and what they are there: `l2t_nelbo` in nats a token.
+_EVALS = (("_nelbo", "NELBO", "tab:orange"), ("_latent_mse", "latent", "tab:green"))
+_MARKERS = "os^Dv"
 _LOSSES = (("loss", "total", "tab:blue"), ("text_loss", "text", "tab:orange"), ("latent_loss", "latent", "tab:green"))
 
 
@@ -96,9 +99,12 @@ def _draw_losses(axis: Any, steps: Sequence[dict], evals: Sequence[dict], log_sc
         if window > 1:
             axis.plot(x, y, color=colour, alpha=0.2, linewidth=0.6)
         axis.plot(x, _smooth(y, window), color=colour, linewidth=1.4, label=label)
-        points = _series(evals, key)
-        if points[0]:
-            axis.plot(*points, "o", color=colour, markersize=4.5, markeredgecolor="black", label=f"{label}, validation")
+    keys = dict.fromkeys(key for record in evals for key in record)
+    for ending, word, colour in _EVALS:
+        for marker, key in zip(cycle(_MARKERS), (key for key in keys if key.endswith(ending))):
+            label = f"validation {key.removesuffix(ending)} {word}"
+            points = dict(marker=marker, markersize=4.5, markeredgecolor="black", markeredgewidth=0.6)
+            axis.plot(*_series(evals, key), color=colour, linestyle=":", linewidth=0.8, label=label, **points)
     axis.set_ylabel("loss")
     if log_scale and all(_all_positive(steps, key) for key, _, _ in _LOSSES):
         axis.set_yscale("log")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import sys
 import time
@@ -112,6 +113,8 @@ class Progress:
                 # Refreshed by hand: a refreshing thread would be copied into the data loader's forked workers.
                 self._live = Live(console=self._console, auto_refresh=False)
                 self._live.start()
+                # A run that ends by an error closes nothing, and would leave the terminal without its cursor.
+                atexit.register(self.close)
 
     def update(self, record: Mapping[str, Any]) -> None:
         """Show one step. `record` is what training_log.jsonl gets: step, loss, grad_norm, skipped (bool), ..."""
@@ -159,6 +162,7 @@ class Progress:
         if self._live is not None:
             self._live.stop()
             self._live = None
+            atexit.unregister(self.close)
         if self._file is not None:
             self._file.close()
             self._file = None

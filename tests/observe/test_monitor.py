@@ -1,0 +1,139 @@
+import argparse
+import math
+import os
+import signal
+import subprocess
+import sys
+from datetime import datetime, timedelta, timezone
+
+import pytest
+
+from mmldlm.errors import UserError
+from mmldlm.observe.monitor import LogTail, add_arguments, judge, main
+from mmldlm.observe.records import JsonlLog, to_strict
+
+NOW = datetime(2030, 1, 1, tzinfo=timezone.utc)
+
+
+def records(steps=300, pace=1.0, **more):
+    """A healthy run whose last step is at NOW; `more` maps a key to f(step)."""
+    out = []
+    for step in range(1, steps + 1):
+        record = {"step": step, "loss": 2.0 + 1 / step, "grad_norm": 0.8, "skipped": False}
+        record.update({key: make(step) for key, make in more.items()})
+        record["time"] = (NOW - timedelta(seconds=(steps - step) * pace)).isoformat()
+        out.append(to_strict(record))
+    return out
+
+
+def faults(run, now=NOW, **more):
+    return "; ".join(judge(run, now, **more).faults)
+
+
+def test_a_healthy_run_has_no_faults():
+    health = judge(records(), NOW, total_steps=1000)
+    assert health.faults == [] and not health.finished
+    assert health.lines[0].startswith("step 300/1000 | loss: 2.003")
+
+
+def test_stalled_after_a_while_but_not_when_finished():
+    later = NOW + timedelta(seconds=500)
+    assert "STALLED: no step for 8m20s" in faults(records(), later, total_steps=1000)
+    assert faults(records(), later, total_steps=300) == ""
+    assert faults(records(pace=60), later) == "", "20 usual steps of a slow run are longer than that"
+    assert "STALLED" in faults(records(pace=60), later, stall_seconds=100)
+
+
+def test_nonfinite_values_in_applied_steps_are_faults():
+    assert "1 non-finite values of loss" in faults(records(loss=lambda step: math.nan if step == 299 else 2.0))
+    assert "non-finite values of grad_norm" in faults(records(grad_norm=lambda step: math.inf if step > 290 else 1.0))
+    assert faults(records(loss=lambda step: math.nan if step == 100 else 2.0)) == "", "that was long ago"
+
+
+def test_skips_are_reported_and_many_are_a_fault():
+    def bad(share):
+        return dict(
+            skipped=lambda step: step % 100 < share, grad_norm=lambda step: math.nan if step % 100 < share else 1.0
+        )
+
+    few = judge(records(**bad(5)), NOW)
+    assert few.faults == [] and any("skipped: 5 of the last 100" in line for line in few.lines)
+    assert "6 of the last 100 steps were skipped" in faults(records(**bad(6)))
+
+
+def test_exploding_norm_and_rising_loss_are_faults():
+    assert "grad_norm rose from 0.8 to 9" in faults(records(grad_norm=lambda step: 9.0 if step > 200 else 0.8))
+    assert "loss rose from 2 to 3.5" in faults(records(loss=lambda step: 3.5 if step > 200 else 2.0))
+
+
+def test_an_empty_log_and_unreadable_lines_are_faults():
+    assert "no step" in faults([])
+    assert "3 unreadable lines" in faults(records(), num_unreadable=3)
+
+
+def test_tail_takes_whole_lines_only_and_notices_a_replaced_log(tmp_path):
+    path = tmp_path / "training_log.jsonl"
+    with JsonlLog(path) as log:
+        for step in range(1, 6):
+            log.write({"step": step})
+        tail = LogTail(path)
+        assert tail.read() == 5 and tail.read() == 0
+        log.write({"step": 6})
+        assert tail.read() == 1
+    with open(path, "a") as file:
+        file.write('{"step": 7')
+        file.flush()
+        assert tail.read() == 0 and tail.num_unreadable == 0
+        file.write("}\n")
+    assert tail.read() == 1
+    with JsonlLog(path, resume_step=2) as log:
+        log.write({"step": 3})
+    tail.read()
+    assert [record["step"] for record in tail.records] == [1, 2, 3]
+
+
+def arguments(*words):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args([str(word) for word in words])
+
+
+def write_run(folder, total, **more):
+    (folder / "config.yaml").write_text(f"training:\n  num_train_steps: {total}\n")
+    with JsonlLog(folder / "training_log.jsonl") as log:
+        for record in records(**more):
+            log.write({**record, "time": datetime.now(timezone.utc).isoformat()})
+
+
+def test_exit_codes_of_once(tmp_path, capsys):
+    write_run(tmp_path, total=1000, steps=50)
+    assert main(arguments(tmp_path, "--once")) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "HEALTHY"
+    with open(tmp_path / "training_log.jsonl", "a") as file:
+        file.write("not a record\n")
+    assert main(arguments(tmp_path, "--once")) == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith("UNHEALTHY: 1 unreadable")
+
+
+def test_following_ends_with_the_run(tmp_path, capsys):
+    write_run(tmp_path, total=50, steps=50)
+    assert main(arguments(tmp_path, "--interval", 60)) == 0
+    assert "finished" in capsys.readouterr().out
+
+
+def test_ctrl_c_ends_following_with_the_last_verdict(tmp_path):
+    write_run(tmp_path, total=1000, steps=5)
+    code = (
+        "import argparse, sys; from mmldlm.observe import monitor; p = argparse.ArgumentParser(); "
+        f"monitor.add_arguments(p); sys.exit(monitor.main(p.parse_args([{str(tmp_path)!r}, '--interval', '0.05'])))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline().startswith("step 5/1000")
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait(timeout=30) == 0
+    process.stdout.close()
+
+
+def test_a_folder_that_is_no_run_is_a_users_error(tmp_path):
+    with pytest.raises(UserError, match="training_log.jsonl"):
+        main(arguments(tmp_path, "--once"))

@@ -1,0 +1,108 @@
+import io
+import math
+import os
+import pty
+import re
+import sys
+
+import pytest
+
+from mmldlm.observe.progress import Progress, format_duration, format_step, train_log_path
+
+RECORD = {
+    "loss": 3.21, "text_loss": 2.5, "latent_loss": 0.71, "grad_norm": 0.8, "lr": 1e-4, "tokens_per_second": 1234.4,
+}  # fmt: skip
+
+
+def step(number, **more):
+    return {"step": number, **RECORD, **more}
+
+
+def test_plain_lines_come_every_log_freq_steps_and_can_be_grepped():
+    out = io.StringIO()
+    with Progress(95, log_freq=10, stream=out) as progress:
+        for number in range(1, 96):
+            progress.update(step(number, skipped=number in (3, 4)))
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 10
+    pattern = (
+        r"step 10/95 \| loss: 3\.210 \| text: 2\.500 \| latent: 0\.7100 \| grad_norm: 0\.800 \| "
+        r"lr: 1\.0e-04 \| tok/s: 1234 \| skipped: 2 \| eta: \S+"
+    )
+    assert re.fullmatch(pattern, lines[0])
+    assert lines[-1].startswith("step 95/95 ") and "\x1b" not in out.getvalue()
+
+
+def test_a_long_line_is_never_folded():
+    out = io.StringIO()
+    with Progress(10**9, log_freq=1, stream=out) as progress:
+        progress.update(step(999_999_999, skipped=True))
+        progress.message("x" * 500)
+    assert len(out.getvalue().splitlines()) == 2
+
+
+@pytest.mark.parametrize("value, word", [(math.nan, "nan"), (math.inf, "inf")])
+def test_nonfinite_values_are_shown_as_such_raw_or_logged(value, word):
+    assert f"loss: {word}" in format_step({"step": 1, "loss": value}, 10, 0)
+    assert f"loss: {word}" in format_step({"step": 1, "loss": None, "loss_nonfinite": word}, 10, 0)
+
+
+def test_a_mode_without_latent_loss_shows_none():
+    assert "latent" not in format_step({"step": 1, "loss": 1.0, "text_loss": 1.0, "latent_loss": None}, 10, 0)
+
+
+def test_log_file_gets_plain_lines_and_messages_even_where_the_screen_is_off(tmp_path, capsys):
+    path = train_log_path(tmp_path, node=3)
+    assert re.fullmatch(r"train_\d{8}_\d{6}_node3\.log", path.name) and path.parent.name == "logs"
+    with Progress(10, enabled=False, log_freq=5, log_file=path) as progress:
+        for number in range(1, 11):
+            progress.update(step(number))
+        progress.message("evaluation at step 10")
+        progress.warning("disk is almost full")
+    lines = path.read_text().splitlines()
+    assert len(lines) == 4 and "step 5/10 | loss:" in lines[0]
+    assert lines[2].endswith("evaluation at step 10") and lines[3].endswith("warning: disk is almost full")
+    assert capsys.readouterr().out == ""
+
+
+def test_eta_is_none_before_the_first_step_and_zero_at_the_end():
+    progress = Progress(20, enabled=False, start_step=10)
+    assert progress.eta() is None
+    progress.update(step(11))
+    assert progress.eta() > 0
+    progress.update(step(20))
+    assert progress.eta() == 0
+    progress.close()
+    progress.close()
+
+
+@pytest.mark.parametrize(
+    "seconds, text", [(0, "0s"), (59.4, "59s"), (200, "3m20s"), (3600, "1h00m"), (4000, "1h06m"), (200_000, "2d07h")]
+)
+def test_durations(seconds, text):
+    assert format_duration(seconds) == text
+
+
+def test_a_terminal_gets_one_live_line_with_messages_above_it():
+    main, side = pty.openpty()
+    try:
+        with open(side, "w", closefd=False) as terminal:
+            before = sys.stdout
+            with Progress(100, log_freq=50, stream=terminal) as progress:
+                for number in range(1, 51):
+                    progress.update(step(number))
+                progress.message("evaluation at step 50")
+            assert sys.stdout is before, "the terminal was not given back"
+            terminal.flush()
+            os.write(side, b"END")
+        shown = b""
+        while not shown.endswith(b"END"):
+            shown += os.read(main, 1 << 16)
+        shown = shown.decode()
+    finally:
+        os.close(main)
+        os.close(side)
+    assert "50/100" in shown and "\x1b[?25h" in shown
+    assert "evaluation at step 50\r\n" in shown
+    # A live line is redrawn in place: far fewer line ends than steps.
+    assert shown.count("\n") < 10

@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# All tests, with their own set-up:  bash tests/run.sh [pytest arguments]
+# Skipped tests are listed with their reasons.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. launchers/_env.sh
+mmldlm_env quickstart dev
+exec "$PYTHON" -m pytest -ra "$@"

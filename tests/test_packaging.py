@@ -1,0 +1,275 @@
+"""The package, its pins, the set-up scripts and the DeepSpeed files users start from."""
+
+import ast
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[1]
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+DS_CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
+# Numbers that mmldlm's own config owns (ARCHITECTURE: one owner for every number).
+OWNED = (
+    "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping",
+    "steps_per_print",
+)  # fmt: skip
+
+
+def setup_lists():
+    """INSTALL_REQUIRES and EXTRAS of setup.py, read without running it."""
+    tree = ast.parse((ROOT / "setup.py").read_text())
+    names = {node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign)}
+    return ast.literal_eval(names["INSTALL_REQUIRES"]), ast.literal_eval(names["EXTRAS"])
+
+
+def pins(python):
+    """name -> version that constraints.txt gives for a Python."""
+    out = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if not line or line.startswith("#"):
+            continue
+        requirement = Requirement(line)
+        assert re.fullmatch(r"==[^*,]+", str(requirement.specifier)), f"not one exact version: {line}"
+        if requirement.marker is None or requirement.marker.evaluate({"python_version": python}):
+            assert requirement.name not in out, f"two pins of {requirement.name} for Python {python}"
+            out[requirement.name] = str(requirement.specifier)[2:]
+    return out
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_every_dependency_has_one_pin_within_its_range(python):
+    required, extras = setup_lists()
+    pinned = pins(python)
+    for text in [*required, *extras["quickstart"], *extras["dev"]]:
+        requirement = Requirement(text)
+        assert requirement.name in pinned, f"{requirement.name} has no pin for Python {python}"
+        assert requirement.specifier.contains(pinned[requirement.name], prereleases=True), text
+
+
+def test_every_folder_with_modules_is_a_package():
+    missing = {
+        path.parent.relative_to(ROOT)
+        for path in (ROOT / "mmldlm").rglob("*.py")
+        if not (path.parent / "__init__.py").exists()
+    }
+    assert missing == set(), "setup.py would leave these folders out"
+
+
+def test_presets_are_packaged():
+    presets = ROOT / "mmldlm" / "config" / "presets"
+    assert list(presets.glob("*.yaml")), "no presets"
+    assert not [path for path in presets.iterdir() if path.is_file() and path.suffix not in (".yaml", ".py")]
+    assert '"mmldlm.config": ["presets/*.yaml"]' in (ROOT / "setup.py").read_text()
+
+
+def test_the_console_command_exists():
+    assert callable(importlib.import_module("mmldlm.cli").main)
+
+
+def test_licence_is_apache_2():
+    text = (ROOT / "LICENSE").read_text()
+    assert "Apache License" in text and "END OF TERMS AND CONDITIONS" in text
+
+
+def test_no_paths_of_a_machine_and_no_registry_hosts():
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    # Written in pieces so that this file does not find itself.
+    parts = ("/ho", "me/"), ("/ro", "ot/"), ("/wo", "rk/"), ("/insp", "ire/"), ("/tmp/ve", "nv"), ("py", "pi.org")
+    bad = re.compile("|".join(re.escape(head + tail) for head, tail in parts))
+    found = []
+    for name in listed.stdout.splitlines():
+        path = ROOT / name
+        if path.is_file() and path.stat().st_size < 1_000_000:
+            for number, line in enumerate(path.read_text(errors="ignore").splitlines(), 1):
+                if bad.search(line):
+                    found.append(f"{name}:{number}: {line.strip()[:100]}")
+    assert found == []
+
+
+SCRIPTS = sorted([*(ROOT / "launchers").glob("*.sh"), ROOT / "tests" / "run.sh", ROOT / ".ci" / "run"])
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_parse_and_can_be_run(script):
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    if not script.name.startswith("_"):
+        assert os.access(script, os.X_OK) and "set -euo pipefail" in script.read_text()
+
+
+def bash(code, **env):
+    return subprocess.run(["bash", "-c", code], cwd=ROOT, capture_output=True, text=True, env={**os.environ, **env})
+
+
+@pytest.fixture
+def finished_venv(tmp_path):
+    """An environment whose stamps say that it is installed. It has no pip, so any installation would fail."""
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    stamp = bash(f'. launchers/_env.sh; mmldlm_stamp "{venv}/bin/python" "{venv}"').stdout
+    for extra in ("base", "dev"):
+        (venv / f".mmldlm-{extra}").write_text(stamp)
+    return venv
+
+
+def test_a_finished_set_up_is_not_repeated(finished_venv):
+    run = bash(
+        "set -euo pipefail; . launchers/_env.sh; mmldlm_env dev; command -v python", MMLDLM_VENV=str(finished_venv)
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines() == [f"{finished_venv}/bin/python"]
+
+
+def test_a_missing_extra_or_a_stale_stamp_installs_again_and_says_why_it_failed(finished_venv):
+    env = {"MMLDLM_VENV": str(finished_venv)}
+    missing = bash("set -euo pipefail; . launchers/_env.sh; mmldlm_env quickstart; echo not reached", **env)
+    assert missing.returncode == 1 and "not reached" not in missing.stdout
+    assert "No module named pip" in missing.stderr and "setup.log" in missing.stderr
+    (finished_venv / ".mmldlm-base").write_text("of an older setup.py\n")
+    assert bash("set -euo pipefail; . launchers/_env.sh; mmldlm_env", **env).returncode == 1
+
+
+def test_no_python_is_a_clear_error(tmp_path):
+    run = bash(
+        "set -euo pipefail; . launchers/_env.sh; mmldlm_env; echo not reached",
+        MMLDLM_VENV=str(tmp_path / "venv"),
+        MMLDLM_PYTHON="no-such-python",
+    )
+    assert run.returncode == 2 and "not reached" not in run.stdout
+    assert "expected Python 3.10 or newer" in run.stderr and "MMLDLM_PYTHON=" in run.stderr
+
+
+def launch(script, venv, *words, **env):
+    """Run a launcher with recorders in place of what it starts; its output is the command line it came to."""
+    for name in ("torchrun", "deepspeed", "mmldlm"):
+        recorder = venv / "bin" / name
+        recorder.write_text('#!/bin/sh\nprintf "%s\\n" "${0##*/}" "$@"\n')
+        recorder.chmod(0o755)
+    known = "NNODES NODE_RANK RANK NPROC_PER_NODE MASTER_ADDR MASTER_PORT CONFIG_NAME DS_CONFIG HOSTFILE"
+    clean = dict.fromkeys([*known.split(), "LATENT_DIM", "DTYPE", "LEARNING_RATE", "OPTIMIZER_LR"], "")
+    quoted = " ".join(f"'{word}'" for word in words)
+    return bash(f"bash launchers/{script} {quoted}", **{**clean, "MMLDLM_VENV": str(venv), **env})
+
+
+def test_single_node_turns_the_environment_into_words(finished_venv):
+    run = launch(
+        "single_node.sh", finished_venv, "training.loss_type=l2t", "a={b: 1}",
+        NPROC_PER_NODE="2", OPTIMIZER_LR="5e-5", LATENT_DIM="32", DS_CONFIG="ds_configs/zero2.json",
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    words = run.stdout.splitlines()
+    assert words[:5] == ["torchrun", "--nnodes", "1", "--nproc_per_node", "2"]
+    assert words[words.index("-m") :] == [
+        "-m", "mmldlm.train", "--config-name", "mmdit_stable", "--deepspeed_config", "ds_configs/zero2.json",
+        "optimizer.lr=5e-5", "model.latent_dim=32", "training.loss_type=l2t", "a={b: 1}",
+    ]  # fmt: skip
+
+
+def test_multi_node_by_torchrun_and_by_hostfile(finished_venv):
+    run = launch("multi_node.sh", finished_venv, NNODES="2", RANK="1", MASTER_ADDR="n0", NPROC_PER_NODE="8")
+    assert run.stdout.splitlines()[:10] == [
+        "torchrun", "--nnodes", "2", "--node_rank", "1", "--nproc_per_node", "8", "--master_addr", "n0",
+        "--master_port",
+    ]  # fmt: skip
+    run = launch("multi_node.sh", finished_venv, HOSTFILE="hostfiles/two_nodes", MASTER_ADDR="node1")
+    words = run.stdout.splitlines()
+    assert words[:3] == ["deepspeed", "--hostfile", "hostfiles/two_nodes"] and "--force_multi" in words
+    assert words[words.index("--master_addr") + 1] == "node1"
+    words = launch("multi_node.sh", finished_venv, HOSTFILE="hostfiles/two_ranks_here").stdout.splitlines()
+    assert "--no_ssh_check" in words and "--force_multi" not in words
+    assert words[words.index("--master_addr") + 1] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    "script, env, message",
+    [
+        ("single_node.sh", {"NNODES": "2"}, "launchers/multi_node.sh"),
+        ("single_node.sh", {"DS_CONFIG": "nowhere.json"}, "nowhere.json cannot be read"),
+        ("single_node.sh", {"LEARNING_RATE": "1e-4", "OPTIMIZER_LR": "5e-5"}, "disagree"),
+        ("multi_node.sh", {}, "neither HOSTFILE nor NNODES"),
+        ("multi_node.sh", {"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR is not set"),
+        ("multi_node.sh", {"NNODES": "2", "MASTER_ADDR": "n0"}, "NODE_RANK is not set"),
+        ("multi_node.sh", {"HOSTFILE": "nowhere"}, "nowhere cannot be read"),
+        ("multi_node.sh", {"HOSTFILE": "LICENSE", "MASTER_ADDR": "n0"}, "names no node"),
+        ("multi_node.sh", {"HOSTFILE": "hostfiles/two_nodes"}, "MASTER_ADDR is not set"),
+    ],
+)
+def test_launchers_refuse_what_cannot_start(finished_venv, script, env, message):
+    run = launch(script, finished_venv, **env)
+    assert run.returncode == 2 and run.stdout == "" and message in run.stderr, run.stderr
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "hostfiles").iterdir()), ids=lambda path: path.name)
+def test_hostfiles_are_read_by_deepspeeds_own_parser(path):
+    lines = [line for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
+    assert lines and all(re.fullmatch(r"\S+\s+slots=[1-9]\d*", line) for line in lines)
+    assert path.read_text().isascii()
+
+
+@pytest.mark.parametrize("path", DS_CONFIGS, ids=lambda path: path.stem)
+def test_ds_configs_leave_our_numbers_to_our_config(path):
+    config = json.loads(path.read_text())
+    assert all(config[key] == "auto" for key in OWNED)
+    assert config["bf16"]["enabled"] == config["fp16"]["enabled"] == "auto"
+    assert "optimizer" not in config and "scheduler" not in config
+    assert config["communication_data_type"] == config["data_types"]["grad_accum_dtype"] == "fp32"
+    assert config["zero_optimization"]["stage"] == int(re.search(r"\d", path.stem).group())
+
+
+def test_ds_configs_train_a_model_alike_on_this_machine():
+    """Every file through a real engine, in both precisions: ZeRO moves the same numbers, so the losses agree."""
+    pytest.importorskip("deepspeed")
+    code = textwrap.dedent(
+        """
+        import json, socket, os, sys
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        import deepspeed, torch
+        # Else a C++ operator is compiled before the first collective on CPU.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+        for path in sys.argv[1:]:
+            for bf16 in (False, True):
+                config = json.load(open(path))
+                config.update(train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=2, train_batch_size=8,
+                              gradient_clipping=1.0, steps_per_print=10**9)
+                config["bf16"]["enabled"], config["fp16"]["enabled"] = bf16, False
+                torch.manual_seed(0)
+                model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 1))
+                optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+                engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+                x = torch.linspace(-1, 1, 32).view(4, 8)
+                losses = []
+                for _ in range(20):
+                    out = engine(x.bfloat16() if bf16 else x).float()
+                    loss = (out - x.sum(1, keepdim=True)).square().mean()
+                    engine.backward(loss)
+                    engine.step()
+                    losses.append(loss.item())
+                print("LOSSES", json.dumps([path, bf16, losses]))
+        """
+    )
+    env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", code, *map(str, DS_CONFIGS)], capture_output=True, text=True, env=env, timeout=300
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    rows = [json.loads(line.split(" ", 1)[1]) for line in run.stdout.splitlines() if line.startswith("LOSSES ")]
+    assert len(rows) == 2 * len(DS_CONFIGS) == 8
+    for precision in (False, True):
+        curves = [losses for _, bf16, losses in rows if bf16 is precision]
+        assert curves[0][-1] < 0.8 * curves[0][0]
+        for curve in curves[1:]:
+            # The same sums in another order: fp32 rounding, which bf16 weights can magnify to one of their own steps.
+            assert curve == pytest.approx(curves[0], rel=1e-2 if precision else 1e-5)
