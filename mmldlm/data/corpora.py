@@ -449,6 +449,8 @@ _CAMEL = re.compile(r"[a-z][A-Z]|[A-Z]{2,}[a-z]{2,}")
 _FORBIDDEN = re.compile(
     r"https?://|www\.|[{}$\\<>|^~`@\[\]*%&#]|==|->|::|\w=|=\w|;;|\.\.|/\w+/|__|--| = |\w\(|\?\?|TODO|FIXME|XXX"
 )
+# What a removed citation or link leaves: "as shown in, and ..." or "... is taken from."
+_GAP = re.compile(r"\b(?:in|see|from|by|of|the|non),|\b(?:the|an?|of|non)[.!?]$")
 _NOT_LETTERS = re.compile(r"[^A-Za-z ]+")
 _IDENTIFIER = re.compile(r"_|[A-Za-z]\.[A-Za-z]{2}|\w/\w|\d.*[A-Za-z]|[A-Za-z].*\d")
 _EDGE = "\"'()\u201c\u201d\u2018\u2019,.;:!?"
@@ -463,6 +465,8 @@ def reject_reason(sentence: str) -> str | None:
         return "form"
     if _FORBIDDEN.search(sentence):
         return "symbols"
+    if _GAP.search(sentence):
+        return "gap"
     if sentence.count("(") != sentence.count(")") or sentence.count('"') % 2:
         return "brackets"
     if len(_NOT_LETTERS.sub("", sentence)) < 0.75 * len(sentence):
@@ -485,9 +489,17 @@ def _is_identifier(word: str) -> bool:
 
 
 def _skeleton(sentence: str) -> str:
-    """The sentence with identifiers, names and numbers replaced: one for "Builds a FooModel." and "... BarModel."."""
-    words = [word.strip(_EDGE) for word in sentence.split()]
-    return " ".join(
-        word.lower() if number == 0 or (word.islower() and _WORD.match(word)) else "#"
-        for number, word in enumerate(words)
-    )
+    """What near-repeats share: the set of content words, plural s cut, identifiers, names and numbers as one mark.
+
+    "Builds a FooModel." and "Builds the BarModel." are one, as are sentences that differ in a stop word or in order:
+    documentation is full of both, and one of the two in validation would not be unseen.
+    """
+    content = set()
+    for number, word in enumerate(sentence.split()):
+        word = word.strip(_EDGE)
+        folded = word.lower()
+        if folded in _STOP_WORDS:
+            continue
+        is_plain = number == 0 or (word.islower() and _WORD.match(word))
+        content.add((folded[:-1] if folded.endswith("s") and len(folded) > 3 else folded) if is_plain else "#")
+    return " ".join(sorted(content))

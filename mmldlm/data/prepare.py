@@ -89,10 +89,9 @@ def prepare(options: PrepareOptions, console: Console | None = None) -> Path:
     if held_out is not None:
         validation_texts, validation_hashes = _read(held_out, options, validation_counts := Counter())
         held = set(validation_hashes)
-        inside = [hash_ in held for hash_ in hashes]
-        counts["drop_in_validation_corpus"] = sum(inside)
-        texts = [text for text, drop in zip(texts, inside) if not drop]
-        hashes = [hash_ for hash_, drop in zip(hashes, inside) if not drop]
+        kept = [row for row, hash_ in enumerate(hashes) if hash_ not in held]
+        counts["drop_in_validation_corpus"] = len(hashes) - len(kept)
+        texts, hashes = [texts[row] for row in kept], [hashes[row] for row in kept]
 
     # The texts whose split hash is smallest become validation, so a tokenizer must not be trained on them.
     num_reserved = 0 if held_out else 2 * _num_validation(len(texts), options)
@@ -110,12 +109,12 @@ def prepare(options: PrepareOptions, console: Console | None = None) -> Path:
     del texts, hashes
     if held_out is not None:
         limit = options.validation_samples
-        splits = {
-            "train": samples,
-            "validation": _tokenize(
-                validation_texts, validation_hashes, tokenizer, options, validation_counts, limit
-            ),
-        }
+        validation = _tokenize(validation_texts, validation_hashes, tokenizer, options, validation_counts, limit)
+        held = set(validation.hashes)  # again: truncation can make texts equal that were not
+        kept = [row for row, hash_ in enumerate(samples.hashes) if hash_ not in held]
+        counts["drop_in_validation_corpus"] += len(samples.texts) - len(kept)
+        samples = _take(samples, kept)
+        splits = {"train": samples, "validation": validation}
     else:
         splits = _split(samples, options)
     for name, part in splits.items():
@@ -167,7 +166,7 @@ def prepare(options: PrepareOptions, console: Console | None = None) -> Path:
 
 
 def _check_options(options: PrepareOptions) -> Path:
-    root = Path(options.output_dir)
+    root = Path(os.path.abspath(options.output_dir))
     if root.exists() and not options.force and (not root.is_dir() or any(root.iterdir())):
         raise UserError(
             f"an --output-dir that does not exist yet: {root}",

@@ -1,0 +1,53 @@
+"""What several rooms' tests share: a small store of real sentences, made once a session by the real `prepare`."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+
+import pytest
+
+# Thread pools of parallel ranks would fight for the cores; set before torch is imported anywhere.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(scope="session")
+def sentences() -> list[str]:
+    """A few hundred English sentences from the standard library's docstrings."""
+    import argparse
+    import asyncio.events
+    import logging
+    import subprocess
+    import tarfile
+    import unittest.mock
+    import zipfile
+
+    from mmldlm.data.corpora import docstrings_of, prose_paragraphs, reject_reason, split_sentences
+
+    found: dict[str, None] = {}
+    for module in (argparse, asyncio.events, ast, inspect, logging, subprocess, tarfile, unittest.mock, unittest.case, zipfile):
+        for docstring in docstrings_of(inspect.getsource(module).encode()) or []:
+            for paragraph in prose_paragraphs(docstring):
+                found.update({s: None for s in split_sentences(paragraph) if reject_reason(s) is None})
+    assert len(found) > 150
+    return list(found)
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory, sentences):
+    """Folder of a store with about 200 training and 40 validation sentences, encoded by MiniLM."""
+    from mmldlm.cli import main
+    from mmldlm.data.encoders import find_model_folder
+
+    try:
+        find_model_folder("minilm")
+    except Exception as error:
+        pytest.skip(f"no MiniLM weights here: {error}")
+    folder = tmp_path_factory.mktemp("store")
+    (folder / "corpus.txt").write_text("\n".join(sentences) + "\n")
+    code = main(["prepare", str(folder / "corpus.txt"), "--output-dir", str(folder / "store"), "--validation-samples", "40"])
+    assert code == 0
+    return folder / "store"

@@ -1,0 +1,201 @@
+"""Corpora: every text is read, bad files are named, prose is told from code."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+
+import pytest
+
+from mmldlm.data import corpora
+from mmldlm.data.corpora import content_hash, docstrings_of, normalise, open_corpus, prose_paragraphs, split_sentences
+from mmldlm.errors import UserError
+
+
+def test_txt_gives_one_text_a_line(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes("\ufeffFirst line.\r\n\n  Second, with \u00fc.  \nThird".encode())
+    corpus = open_corpus(path)
+    assert list(corpus) == ["First line.", "Second, with \u00fc.", "Third"]
+    assert list(corpus) == list(corpus) and corpus.counts["read"] == 3
+
+
+def test_jsonl_reads_the_named_field(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"body": text, "id": 1}) + "\n" for text in ("One\ntext.", "  ", "Two.")))
+    corpus = open_corpus(path, text_field="body")
+    assert list(corpus) == ["One text.", "Two."]
+    assert corpus.counts == {"read": 3, "drop_empty": 1}
+    with pytest.raises(UserError, match="line 1 has body, id"):
+        list(open_corpus(path))
+
+
+def test_folder_is_read_in_order_and_split(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "two.txt").write_text("Last one.")
+    (tmp_path / "a.txt").write_text("It runs\nover lines. Then it ends.\n\nA new paragraph")
+    assert list(open_corpus(tmp_path)) == ["It runs over lines.", "Then it ends.", "A new paragraph", "Last one."]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "found"),
+    [
+        ("missing.txt", None, "nothing there"),
+        ("a.parquet", b"x", "a.parquet"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": \n', "line 2"),
+        ("a.jsonl", b"[1]\n", "line 1 has list"),
+        ("a.txt", b"good\nbad \xff byte\n", "byte 0xff at column 5 of line 2"),
+    ],
+)
+def test_bad_corpora_are_refused_with_the_place(tmp_path, name, content, found):
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError) as error:
+        list(open_corpus(path))
+    assert found in error.value.found and error.value.fix and error.value.exit_code == 2
+
+
+def test_folder_without_texts_is_refused(tmp_path):
+    with pytest.raises(UserError, match="no .txt file"):
+        open_corpus(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("paragraph", "expected"),
+    [
+        ("One here. Two there! Three?", ["One here.", "Two there!", "Three?"]),
+        ("Use a tool, e.g. Make or i.e. Ninja. Done.", ["Use a tool, e.g. Make or i.e. Ninja.", "Done."]),
+        ("It is 3.14 or 2. 5 more follow.", ["It is 3.14 or 2.", "5 more follow."]),
+        ("J. R. Smith wrote it. He said \"Go.\" She went.", ["J. R. Smith wrote it.", 'He said "Go."', "She went."]),
+        ("See Fig. 3 and foo.bar. no break here", ["See Fig. 3 and foo.bar. no break here"]),
+        ("No end", ["No end"]),
+        ("", []),
+    ],
+)
+def test_split_sentences(paragraph, expected):
+    assert split_sentences(paragraph) == expected
+
+
+def test_splitting_loses_nothing():
+    text = "A b c. D (e.g. F) g! \"H i.\" J? 4.5 k. L. M. N o p. Q"
+    assert "".join("".join(split_sentences(text)).split()) == "".join(text.split())
+
+
+def test_content_folds_case_space_punctuation_and_nothing_else():
+    same = ["It's a  dog.", "it s a dog", "IT'S A DOG!", "\u201cIt\u2019s a dog\u201d"]
+    assert len({normalise(text) for text in same}) == 1
+    assert len({content_hash(text) for text in same}) == 1
+    # Marks are letters' parts, digits and symbols are content, and punctuation alone stands for itself.
+    different = ["\u0915\u093e", "\u0915\u0940", "a 1", "a 2", "a", "a + b", "a b", "...", "!!!"]
+    assert len({normalise(text) for text in different}) == len(different)
+    assert content_hash("a", "x") != content_hash("a", "y")
+
+
+_DOC = '''Return the widest shape that a caller may ask for.
+
+This goes over :class:`~package.Thing` and ``values``
+in *one* pass, see [1]_.
+
+Args:
+    size (`int`, *optional*, defaults to 3):
+        The number of rows that are kept in memory.
+    name: Some **bold** name of the file to read.
+        It goes on here.
+
+Parameters
+----------
+x : int
+    The place of the first row in the table.
+
+Example::
+
+    The code is not prose but it looks like it.
+
+>>> The(doctest) is not prose.
+The output of it is not prose either.
+
+.. note:: It warns about the things to come.
+
+.. code-block:: python
+
+    Nothing = "The code is not prose."
+
+```
+The fenced block is no prose at all.
+```
+
+:param y: The other place of the first row.
+:type y: int
+
+| The table | is |
+'''
+
+
+def test_prose_paragraphs_leaves_code_and_markup_out():
+    assert prose_paragraphs(_DOC) == [
+        "Return the widest shape that a caller may ask for.",
+        "This goes over Thing and values in one pass, see.",
+        "The number of rows that are kept in memory.",
+        "Some bold name of the file to read. It goes on here.",
+        "The place of the first row in the table.",
+        "It warns about the things to come.",
+        "The other place of the first row.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sentence", "reason"),
+    [
+        ("The cat sleeps near the warm window.", None),
+        ("Return the value of file_name as a string.", None),
+        ("Too short here.", "length"),
+        ("the cat sleeps near the window.", "form"),
+        ("The cat sleeps near the window", "form"),
+        ("The cat x = y sleeps near the window.", "symbols"),
+        ("The cat (sleeps near the window.", "brackets"),
+        ("The idea is discussed at length in, and then in the other book.", "gap"),
+        ("Cats sleep very near windows.", "no_stop_word"),
+        ("The file_name and the other_name are the same.", "identifiers"),
+        ("Cat Window Sleep Near The Foo Bar Baz.", "not_words"),
+    ],
+)
+def test_reject_reason(sentence, reason):
+    assert corpora.reject_reason(sentence) == reason
+
+
+def test_docstrings_are_found_without_running_the_source():
+    source = b'"""Module."""\nraise SystemExit\nif x:\n  class A:\n    "A."\n    def f(self):\n      """F."""\n'
+    assert docstrings_of(source) == ["Module.", "A.", "F."]
+    assert docstrings_of(b"def broken(:") is None
+    assert docstrings_of(b"x = 1\0") is None
+
+
+def test_docstring_corpus_is_repeatable_and_counts_what_it_leaves(tmp_path, monkeypatch):
+    good = tmp_path / "a.py"
+    good.write_text('"""The cat sleeps near the warm window.\n\nNot prose."""\n')
+    (tmp_path / "b.py").write_text(
+        '"""The cat sleeps near the warm window. A cat sleeps near their warm windows."""\n'
+        'def f():\n    """The dog sleeps near the window."""'
+    )
+    (tmp_path / "c.py").write_text('"""Broken.""" def')
+    files = [tmp_path / name for name in ("a.py", "b.py", "c.py", "missing.py")]
+    monkeypatch.setattr(corpora, "_source_files", lambda: files)
+    corpus = open_corpus("docstrings")
+    assert list(corpus) == list(corpus) == [
+        "The cat sleeps near the warm window.", "The dog sleeps near the window."
+    ]
+    assert corpus.counts == {
+        "files": 4, "files_unreadable": 2, "read": 5, "drop_length": 1, "drop_repeated": 1, "drop_near_repeat": 1
+    }
+
+
+def test_docstring_corpus_skips_tests_and_ourselves():
+    parts = {part for path in corpora._source_files() for part in path.parts[-3:-1]}
+    assert not parts & {"test", "tests", "mmldlm", "__pycache__"}
+
+
+def test_docstring_corpus_of_this_environment():
+    texts = list(islice(open_corpus("docstrings"), 500))
+    assert len(set(texts)) == 500
+    assert all(text[0].isupper() and text[-1] in ".!?" and 5 <= len(text.split()) <= 40 for text in texts)

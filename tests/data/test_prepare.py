@@ -1,0 +1,246 @@
+"""Preparation: everything is accounted for, validation never leaks, and a store exists wholly or not at all."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mmldlm.data import encoders, prepare, tokenizers, verify
+from mmldlm.data.corpora import normalise
+from mmldlm.data.prepare import LatentStatistics, PrepareOptions
+from mmldlm.data.store import Store, load_tokenizer
+from mmldlm.errors import UserError
+
+WIKISPLIT = Path(__file__).resolve().parents[3] / "shared" / "data" / "wikisplit" / "validation.txt"
+
+
+def _texts(root, split):
+    store = Store(root, split)
+    return store.texts(range(len(store)))
+
+
+def _normal(texts):
+    return {normalise(text) for text in texts}
+
+
+def test_manifest_accounts_for_every_text(made_store, sentences):
+    manifest = Store(made_store).manifest
+    corpus = manifest["corpus"]
+    assert corpus["read"] == len(sentences) == corpus["kept"] + sum(corpus["dropped"].values())
+    assert {name: split["num_samples"] for name, split in manifest["splits"].items()} == {"train": 38, "validation": 10}
+    assert manifest["encoder"]["name"] == "minilm" and manifest["tokenizer"]["vocab_size"] == 30522
+    files = {path.relative_to(made_store).as_posix() for path in made_store.rglob("*") if path.is_file()}
+    assert files == set(manifest["files"]) | {"manifest.json"}
+    assert Store(made_store)._tokens.dtype == np.uint16
+
+
+def test_no_machine_path_is_written(made_store, corpus_file):
+    text = (made_store / "manifest.json").read_text()
+    assert str(corpus_file.parent) not in text and str(made_store) not in text
+
+
+@pytest.mark.usefixtures("need_minilm")
+class TestWithTheEncoder:
+    def test_same_corpus_same_store(self, made_store, corpus_file, tmp_path):
+        again = prepare.prepare(PrepareOptions(str(tmp_path / "b"), str(corpus_file), validation_samples=10))
+        first, second = ({n: e["sha256"] for n, e in Store(r).manifest["files"].items()} for r in (made_store, again))
+        assert first == second
+
+    def test_equal_content_lands_on_one_side_even_when_kept_twice(self, sentences, tmp_path):
+        path = tmp_path / "twice.txt"
+        path.write_text("\n".join(sentences[:20] + [text.upper().replace(".", " !") for text in sentences[:20]]))
+        root = prepare.prepare(
+            PrepareOptions(str(tmp_path / "s"), str(path), keep_duplicates=True, validation_samples=6)
+        )
+        train, validation = _texts(root, "train"), _texts(root, "validation")
+        assert len(train) + len(validation) == 40 and len(validation) >= 6
+        assert not _normal(train) & _normal(validation)
+        assert verify.verify(root) == []
+
+    def test_the_split_is_a_function_of_content(self, made_store, sentences, tmp_path):
+        path = tmp_path / "other_order.txt"
+        path.write_text("\n".join(sentences[::-1]))
+        root = prepare.prepare(PrepareOptions(str(tmp_path / "s"), str(path), validation_samples=10))
+        assert set(_texts(root, "validation")) == set(_texts(made_store, "validation"))
+        seeded = prepare.prepare(PrepareOptions(str(tmp_path / "t"), str(path), validation_samples=10, seed=1))
+        assert set(_texts(seeded, "validation")) != set(_texts(made_store, "validation"))
+
+    def test_samples_and_drops_are_counted(self, sentences, tmp_path):
+        path = tmp_path / "mixed.txt"
+        long = "It goes on " * 40
+        path.write_text("\n".join([*sentences, sentences[0].lower(), "Hi", long]))
+        options = PrepareOptions(str(tmp_path / "s"), str(path), max_samples=30, validation_samples=5)
+        manifest = Store(prepare.prepare(options)).manifest
+        dropped = manifest["corpus"]["dropped"]
+        assert manifest["corpus"]["kept"] == 30 and dropped["duplicate"] == 1
+        assert manifest["corpus"]["read"] == 51 == 30 + sum(dropped.values())
+        cut = PrepareOptions(str(tmp_path / "t"), str(path), overlong="truncate", validation_samples=5)
+        store = Store(prepare.prepare(cut))
+        assert store.manifest["corpus"]["truncated"] == 1 and store.lengths.max() <= 62
+        assert store.manifest["corpus"]["dropped"] == {"duplicate": 1, "too_short": 1}
+        assert verify.verify(cut.output_dir) == []
+
+    def test_validation_corpus_is_removed_from_training(self, corpus_file, sentences, tmp_path):
+        path = tmp_path / "held.txt"
+        held = [text.upper() for text in sentences[:7]] + ["A sentence that training never had."]
+        path.write_text("\n".join(held))
+        root = prepare.prepare(PrepareOptions(str(tmp_path / "s"), str(corpus_file), validation_corpus=str(path)))
+        assert _texts(root, "validation") == held
+        assert _texts(root, "train") == sentences[7:]
+        assert Store(root).manifest["corpus"]["dropped"] == {"in_validation_corpus": 7}
+
+    def test_truncation_does_not_leak_into_a_validation_corpus(self, corpus_file, sentences, tmp_path):
+        train, held = tmp_path / "train.txt", tmp_path / "held.txt"
+        train.write_text("\n".join([*sentences[:9], "one two three four five six"]))
+        held.write_text("one two three four five seven\nA sentence of its own.")
+        options = PrepareOptions(str(tmp_path / "s"), str(train), str(held), max_tokens=5, overlong="truncate")
+        root = prepare.prepare(options)
+        assert "one two three four five" in _texts(root, "validation")
+        assert not _normal(_texts(root, "train")) & _normal(_texts(root, "validation"))
+        assert Store(root).manifest["corpus"]["dropped"]["in_validation_corpus"] == 1
+
+    def test_existing_folder_needs_force_and_other_folders_are_safe(self, store_copy, corpus_file, tmp_path):
+        options = PrepareOptions(str(store_copy), str(corpus_file), validation_samples=20)
+        with pytest.raises(UserError, match="--force"):
+            prepare.prepare(options)
+        options.force = True
+        prepare.prepare(options)
+        assert len(Store(store_copy, "validation")) == 20
+        assert sorted(path.name for path in store_copy.parent.iterdir()) == ["store"]
+        (tmp_path / "thesis").mkdir()
+        (tmp_path / "thesis" / "chapter.tex").write_text("x")
+        with pytest.raises(UserError, match="only replaces stores"):
+            prepare.prepare(PrepareOptions(str(tmp_path / "thesis"), str(corpus_file), force=True))
+
+    @pytest.mark.parametrize(("value", "found"), [(np.nan, "NaN"), (0.0, "zero vectors")])
+    def test_bad_latents_leave_nothing_behind_and_the_old_store_whole(
+        self, store_copy, corpus_file, monkeypatch, value, found
+    ):
+        forward = encoders.Encoder._forward
+
+        def broken(self, ids, mask):
+            latents = forward(self, ids, mask)
+            latents[0] = value
+            return latents
+
+        monkeypatch.setattr(encoders.Encoder, "_forward", broken)
+        with pytest.raises(UserError, match=found):
+            prepare.prepare(PrepareOptions(str(store_copy), str(corpus_file), force=True))
+        assert sorted(path.name for path in store_copy.parent.iterdir()) == ["store"]
+        assert verify.verify(store_copy) == []
+
+    def test_tokenizer_trained_on_the_corpus(self, corpus_file, tmp_path):
+        options = PrepareOptions(str(tmp_path / "s"), str(corpus_file), tokenizer="train", vocab_size=300)
+        root = prepare.prepare(options)
+        tokenizer, store = load_tokenizer(root), Store(root)
+        assert len(tokenizer) <= 300 and store.manifest["tokenizer"]["unk_token_id"] == tokenizer.unk_token_id
+        decoded = tokenizer.decode(store.get([0]).tokens[0])
+        assert "".join(decoded.split()) == "".join(store.text(0).lower().split())
+
+    def test_one_wikisplit_corpus(self, tmp_path):
+        if not WIKISPLIT.is_file():
+            pytest.skip(f"needs {WIKISPLIT.name} of ../shared/data/wikisplit, which is not part of the project")
+        root = prepare.prepare(PrepareOptions(str(tmp_path / "s"), str(WIKISPLIT), max_samples=40))
+        assert len(Store(root)) == 38 and verify.verify(root) == []
+
+
+def test_bad_options_are_refused_before_anything_is_read(corpus_file, tmp_path):
+    def refused(match, **changes):
+        with pytest.raises(UserError, match=match):
+            options = {"output_dir": str(tmp_path / "s"), "corpus": str(corpus_file), **changes}
+            prepare.prepare(PrepareOptions(**options))
+        assert not (tmp_path / "s").exists()
+
+    refused("nothing there", corpus=str(tmp_path / "none.txt"))
+    refused("minilm", encoder="minilmm")
+    refused("min-tokens", min_tokens=70)
+    refused("max-samples", max_samples=0)
+    refused("overlong", overlong="split")
+
+
+def test_empty_and_filtered_out_corpora_are_refused(need_minilm, corpus_file, tmp_path):
+    (tmp_path / "empty.txt").write_text("\n\n")
+    with pytest.raises(UserError, match="the corpus is empty"):
+        prepare.prepare(PrepareOptions(str(tmp_path / "s"), str(tmp_path / "empty.txt")))
+    with pytest.raises(UserError, match="'drop_too_short': 48"):
+        prepare.prepare(PrepareOptions(str(tmp_path / "s"), str(corpus_file), min_tokens=50))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.txt"]
+
+
+def _word_level(folder, **special):
+    """A small local tokenizer with just the special tokens named."""
+    import tokenizers as hf
+    from transformers import PreTrainedTokenizerFast
+
+    words = {word: number for number, word in enumerate(["the", "cat", "[UNK]", *special.values()])}
+    core = hf.Tokenizer(hf.models.WordLevel(words, unk_token="[UNK]"))
+    core.pre_tokenizer = hf.pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=core, unk_token="[UNK]", **special).save_pretrained(folder)
+    return str(folder)
+
+
+def test_tokenizer_without_mask_is_refused_with_an_offer(tmp_path):
+    name = _word_level(tmp_path / "t", pad_token="[PAD]", eos_token="</s>")
+    with pytest.raises(UserError) as error:
+        tokenizers.load(name)
+    assert error.value.found == "no MASK token" and "--add-mask-token" in error.value.fix
+    assert "becomes 6 tokens" in error.value.fix
+    tokenizer = tokenizers.load(name, add_mask_token=True)
+    identity = tokenizers.identity(tokenizer, name)
+    assert identity["vocab_size"] == 6 and identity["mask_token_id"] == 5 and str(tmp_path) not in identity["key"]
+
+
+def test_pad_that_is_also_eos_is_refused(tmp_path):
+    name = _word_level(tmp_path / "t", pad_token="</s>", eos_token="</s>", mask_token="<mask>")
+    with pytest.raises(UserError, match="no PAD token"):
+        tokenizers.load(name)
+    tokenizer = tokenizers.load(name, add_mask_token=True)
+    assert len({tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.mask_token_id}) == 3
+
+
+def test_unknown_tokenizer_is_refused(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="--tokenizer minilm"):
+        tokenizers.load(str(tmp_path / "empty"))
+
+
+def test_statistics_do_not_depend_on_the_blocks():
+    latents = np.random.default_rng(0).normal(3.0, 0.1, (100, 5)).astype(np.float32)
+    whole, parts = LatentStatistics(5), LatentStatistics(5)
+    whole.add(latents)
+    for block in np.array_split(latents, 7):
+        parts.add(block)
+    np.testing.assert_allclose(whole.result()["std"], latents.astype(np.float64).std(0), rtol=1e-9)
+    np.testing.assert_allclose(whole.result()["std"], parts.result()["std"], rtol=1e-9)
+
+
+@pytest.mark.usefixtures("need_minilm")
+def test_the_two_verbs_from_their_arguments(corpus_file, tmp_path, capsys):
+    parser = argparse.ArgumentParser()
+    prepare.add_arguments(parser)
+    root = tmp_path / "s"
+    words = [str(corpus_file), "--output-dir", str(root), "--latent-model", "minilm", "--max-samples", "30"]
+    assert prepare.main(parser.parse_args(words)) == 0
+    out = capsys.readouterr().out
+    assert "mmldlm config --config-name quickstart data.latent_data_root=" in out and "effective rank" in out
+    parser = argparse.ArgumentParser()
+    verify.add_arguments(parser)
+    assert verify.main(parser.parse_args([str(root)])) == 0
+    manifest = json.loads((root / "manifest.json").read_text())
+    manifest["splits"]["train"]["max_tokens"] += 1
+    (root / "manifest.json").write_text(json.dumps(manifest))
+    assert verify.main(parser.parse_args([str(root)])) == 1
+    assert "max_tokens" in capsys.readouterr().out
+    assert prepare.PrepareOptions("x") == PrepareOptions(
+        **{key: value for key, value in vars(_defaults()).items() if key in PrepareOptions.__dataclass_fields__}
+    )
+
+
+def _defaults():
+    parser = argparse.ArgumentParser()
+    prepare.add_arguments(parser)
+    return parser.parse_args(["--output-dir", "x"])
