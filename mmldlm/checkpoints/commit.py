@@ -3,8 +3,9 @@
     RUN/checkpoints/step_00001000/{engine files, training_state.json, ..., manifest.json}
     RUN/latest -> checkpoints/step_00001000
 
-The order that a crash at any point leaves sound: write into .partial_step_N; every rank fsyncs its files and lists them;
-rank 0 writes the manifest, fsyncs it and the folders, renames the folder, fsyncs its parent, and only then moves `latest`.
+The order that a crash at any point leaves sound: write into .partial_step_N; every rank fsyncs its files and lists
+them; rank 0 writes the manifest, fsyncs it and the folders, renames the folder, fsyncs its parent, and only then moves
+`latest`.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 from mmldlm.checkpoints.manifest import FORMAT, MANIFEST, VERSION, describe_file, list_files, read_manifest, verify
 from mmldlm.errors import MmldlmError, UserError
@@ -28,7 +30,7 @@ _OWNER = re.compile(r"(?:pp_rank_|rng_state_rank|^__)(\d+)")
 
 
 class CommitFailed(MmldlmError):
-    """A checkpoint could not be saved. Raised on every rank alike; the previous checkpoint and `latest` are as before."""
+    """A checkpoint could not be saved. Raised on every rank alike; the previous one and `latest` are as before."""
 
 
 @dataclass(frozen=True)

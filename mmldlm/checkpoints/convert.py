@@ -11,9 +11,9 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable
 
 from mmldlm import __version__
 from mmldlm.checkpoints.commit import fsync_path

@@ -10,7 +10,8 @@ from mmldlm.checkpoints.commit import CHECKPOINTS, LATEST, resolve
 from mmldlm.checkpoints.manifest import MANIFEST, verify
 from mmldlm.checkpoints.model_file import ModelFile
 from mmldlm.checkpoints.weights import WeightSource
-from mmldlm.checkpoints.zero_reader import ZeroCheckpoint, find_zero_folder, is_zero_folder
+from mmldlm.checkpoints.zero_files import find_zero_folder, is_zero_folder
+from mmldlm.checkpoints.zero_reader import ZeroCheckpoint
 from mmldlm.errors import UserError
 
 MODEL_FILE = "model.pt"

@@ -129,7 +129,7 @@ class TorchFile:
             done += got
 
     def read_into(self, name: str, start: int, view: memoryview) -> None:
-        """Fills `view` with the record's bytes from `start`. What lies before and was never read is read for the CRC."""
+        """Fills `view` with the record's bytes from `start`; what lies before is read too, once, for the CRC."""
         record = self.records[name]
         end = start + len(view)
         if start < 0 or end > record.size:

@@ -1,10 +1,10 @@
-"""What every readable source of weights offers the converter: named tensors, given out in chunks, checked on the way."""
+"""What every readable source of weights offers the converter: named tensors in chunks, checked on the way."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterator
 
 import numpy as np
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any
 
 from mmldlm.checkpoints.dtypes import DTYPES
 

@@ -1,0 +1,418 @@
+"""The commit protocol: killed between any two steps or out of disk, the previous checkpoint stays usable."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import threading
+
+import pytest
+
+from mmldlm.checkpoints import commit as commit_module
+from mmldlm.checkpoints.commit import (
+    CommitFailed,
+    Peers,
+    begin,
+    find_latest_whole,
+    list_checkpoints,
+    owner_of,
+    prune,
+    read_latest,
+    resolve,
+)
+from mmldlm.checkpoints.manifest import read_manifest, verify
+from mmldlm.errors import UserError
+
+# Every call by which the protocol changes the disk.
+DISK_CALLS = [(os, "fsync"), (os, "rename"), (os, "replace"), (os, "symlink"), (os, "mkdir"), (os, "unlink"),
+              (os, "rmdir"), (shutil, "rmtree")]  # fmt: skip
+
+
+def write_files(folder, rank: int, content: str) -> None:
+    (folder / "engine" / "zero").mkdir(parents=True, exist_ok=True)
+    (folder / "engine" / "zero" / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").write_text(content * 1000)
+    (folder / f"rng_state_rank{rank}.pt").write_text(f"rng {rank}")
+    if rank == 0:
+        (folder / "training_state.json").write_text(json.dumps({"content": content}))
+
+
+def save(run_dir, step: int, content: str = "a", **facts):
+    pending = begin(run_dir, step)
+    write_files(pending.path, 0, content)
+    return pending.commit(**facts)
+
+
+def content_of(checkpoint) -> str:
+    return json.loads((checkpoint / "training_state.json").read_text())["content"]
+
+
+def run_ranks(world_size: int, work) -> list:
+    """work(peers) on a thread for each rank; what each returned or raised."""
+    barrier = threading.Barrier(world_size, timeout=20)
+    votes: list = [None] * world_size
+    results: list = [None] * world_size
+
+    def rank_main(rank: int) -> None:
+        def all_ok(ok: bool) -> bool:
+            votes[rank] = ok
+            barrier.wait()
+            agreed = all(votes)
+            barrier.wait()
+            return agreed
+
+        try:
+            results[rank] = work(Peers(rank, world_size, lambda: barrier.wait() and None, all_ok))
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=rank_main, args=(rank,), name=f"rank{rank}") for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_layout_and_manifest(tmp_path):
+    path = save(tmp_path, 1000, engine="deepspeed", stage=2)
+    assert path == tmp_path / "checkpoints" / "step_00001000"
+    assert (tmp_path / "latest").is_symlink() and os.readlink(tmp_path / "latest") == "checkpoints/step_00001000"
+    manifest = read_manifest(path)
+    assert (manifest["step"], manifest["engine"], manifest["stage"], manifest["world_size"]) == (
+        1000,
+        "deepspeed",
+        2,
+        1,
+    )
+    assert set(manifest["files"]) == {
+        "engine/zero/zero_pp_rank_0_mp_rank_00_optim_states.pt", "rng_state_rank0.pt", "training_state.json",
+    }  # fmt: skip
+    assert verify(path) == [] and not list((tmp_path / "checkpoints").glob(".*"))
+
+
+def test_all_ranks_files_are_listed(tmp_path):
+    def work(peers):
+        pending = begin(tmp_path, 5, peers)
+        write_files(pending.path, peers.rank, "a")
+        return pending.commit(engine="deepspeed")
+
+    results = run_ranks(3, work)
+    assert results == [tmp_path / "checkpoints" / "step_00000005"] * 3
+    manifest = read_manifest(results[0])
+    assert manifest["world_size"] == 3 and len(manifest["files"]) == 7
+    assert verify(results[0]) == []
+
+
+def test_owner_is_the_rank_that_wrote():
+    names = {
+        "engine/zero/bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt": 3,
+        "engine/zero/mp_rank_00_model_states.pt": 0,
+        "rng_state_rank2.pt": 2,
+        "engine/__1_0.distcp": 1,
+        "config.yaml": 0,
+        "rng_state_rank9.pt": 0,  # no such rank: rank 0 takes care of it
+    }
+    assert {name: owner_of(name, 4) for name in names} == names
+
+
+# -- kill -9 ----------------------------------------------------------------------------------------------------------
+
+
+def killed_before_disk_call(number: int, work) -> bool:
+    """Runs `work` in a forked process that kill -9s itself before its disk call `number`; False once it has no such."""
+    pid = os.fork()
+    if pid == 0:
+        count = 0
+
+        def guarded(original):
+            def call(*args, **kwargs):
+                nonlocal count
+                if count == number:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                count += 1
+                return original(*args, **kwargs)
+
+            return call
+
+        status = 1
+        try:
+            for module, name in DISK_CALLS:
+                setattr(module, name, guarded(getattr(module, name)))
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(pid, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+def test_killed_before_every_step_of_a_save(tmp_path):
+    number, outcomes = 0, set()
+    while True:
+        run_dir = tmp_path / str(number)
+        save(run_dir, 1, "old")
+        was_killed = killed_before_disk_call(number, lambda run=run_dir: save(run, 2, "new"))
+        for step, path in list_checkpoints(run_dir):  # nothing that looks like a checkpoint may be half of one
+            assert verify(path) == [] and content_of(path) == {1: "old", 2: "new"}[step]
+        complaints: list[str] = []
+        found = find_latest_whole(run_dir, complaints.append)
+        assert found is not None and complaints == []
+        assert verify(resolve(run_dir)) == [] and verify(resolve(run_dir / "latest")) == []
+        outcomes.add(content_of(found))
+        again = save(run_dir, 2, "again")  # the next save needs no cleaning up by hand
+        assert content_of(resolve(run_dir)) == "again" and verify(again) == []
+        assert not list((run_dir / "checkpoints").glob(".*"))
+        if not was_killed:
+            break
+        number += 1
+    assert number >= 10 and outcomes == {"old", "new"}
+
+
+def test_killed_while_a_step_is_saved_again(tmp_path):
+    number = 0
+    while True:
+        run_dir = tmp_path / str(number)
+        save(run_dir, 1, "first")
+        save(run_dir, 2, "old")
+        was_killed = killed_before_disk_call(number, lambda run=run_dir: save(run, 2, "new"))
+        found = find_latest_whole(run_dir)
+        assert found is not None and content_of(found) in ("old", "new") and verify(found) == []
+        assert resolve(run_dir / "latest") == found.resolve()
+        if not was_killed:
+            assert content_of(found) == "new"
+            break
+        number += 1
+
+
+def test_killed_while_pruning(tmp_path):
+    number = 0
+    while True:
+        run_dir = tmp_path / str(number)
+        for step in (1, 2, 3):
+            save(run_dir, step, str(step))
+        was_killed = killed_before_disk_call(number, lambda run=run_dir: prune(run, keep_last=1))
+        found = find_latest_whole(run_dir)
+        assert found is not None and content_of(found) == "3"
+        for _, path in list_checkpoints(run_dir):  # a half-deleted one has no manifest
+            assert verify(path) == [] or not (path / "manifest.json").exists()
+        if not was_killed:
+            break
+        number += 1
+    assert number >= 4
+
+
+# -- failures that are agreed -----------------------------------------------------------------------------------------
+
+
+def untouched(run_dir) -> bool:
+    return (
+        [step for step, _ in list_checkpoints(run_dir)] == [1]
+        and content_of(resolve(run_dir)) == "old"
+        and verify(resolve(run_dir)) == []
+        and not list((run_dir / "checkpoints").glob(".*"))
+    )
+
+
+def test_full_disk_on_one_rank_while_writing(tmp_path):
+    """A real ENOSPC, from /dev/full."""
+    if not os.path.exists("/dev/full"):
+        pytest.skip("/dev/full is not on this system")
+    save(tmp_path, 1, "old")
+
+    def work(peers):
+        pending = begin(tmp_path, 2, peers)
+        failure = None
+        try:
+            write_files(pending.path, peers.rank, "new")
+            if peers.rank == 1:
+                with open("/dev/full", "w") as full:
+                    full.write("x")
+        except OSError as error:
+            failure = error
+        return pending.commit(failure)
+
+    results = run_ranks(2, work)
+    assert all(isinstance(result, CommitFailed) for result in results)
+    assert "No space left" in str(results[1]) and "another rank" in str(results[0])
+    assert untouched(tmp_path)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_full_disk_while_flushing(tmp_path, monkeypatch, victim):
+    save(tmp_path, 1, "old")
+    original = os.fsync
+
+    def fsync(fd):
+        if threading.current_thread().name == f"rank{victim}" and "optim_states" in os.readlink(f"/proc/self/fd/{fd}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+
+    def work(peers):
+        pending = begin(tmp_path, 2, peers)
+        write_files(pending.path, peers.rank, "new")
+        return pending.commit()
+
+    results = run_ranks(2, work)
+    assert all(isinstance(result, CommitFailed) for result in results), results
+    assert untouched(tmp_path)
+
+
+@pytest.mark.parametrize("call", ["rename", "replace"])
+def test_failure_while_publishing(tmp_path, monkeypatch, call):
+    save(tmp_path, 1, "old")
+
+    def fail(*args, **kwargs):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def work(peers):
+        pending = begin(tmp_path, 2, peers)
+        write_files(pending.path, peers.rank, "new")
+        if peers.rank == 0:
+            monkeypatch.setattr(os, call, fail)
+        return pending.commit()
+
+    results = run_ranks(2, work)
+    assert all(isinstance(result, CommitFailed) for result in results), results
+    monkeypatch.undo()
+    assert content_of(resolve(tmp_path / "latest")) == "old"
+    assert verify(find_latest_whole(tmp_path)) == []
+
+
+def test_failed_resave_puts_the_old_one_back(tmp_path, monkeypatch):
+    save(tmp_path, 2, "old")
+    original = os.rename
+
+    def rename(source, target):
+        if ".partial_" in str(source):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return original(source, target)
+
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(CommitFailed):
+        save(tmp_path, 2, "new")
+    monkeypatch.undo()
+    assert content_of(resolve(tmp_path / "latest")) == "old" and verify(resolve(tmp_path)) == []
+
+
+def test_folder_cannot_be_made(tmp_path):
+    (tmp_path / "checkpoints").write_text("a file stands here")
+    results = run_ranks(2, lambda peers: begin(tmp_path, 1, peers))
+    assert all(isinstance(result, CommitFailed) for result in results)
+
+
+def test_files_that_grow_during_the_commit_are_noticed(tmp_path, monkeypatch):
+    original = commit_module._write_synced
+
+    def late_write(path, text):
+        original(path, text)
+        (path.parent / "late.bin").write_text("written after the vote")
+
+    pending = begin(tmp_path, 1)
+    write_files(pending.path, 0, "a")
+    monkeypatch.setattr(commit_module, "_write_synced", late_write)
+    with pytest.raises(CommitFailed, match="late.bin"):
+        pending.commit()
+
+
+def test_no_symlinks_on_the_file_system(tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "symlink", refuse)
+    save(tmp_path, 1, "a")
+    path = save(tmp_path, 2, "b")
+    assert (tmp_path / "latest").read_text().strip() == "checkpoints/step_00000002"
+    assert resolve(tmp_path / "latest") == resolve(tmp_path) == path.resolve()
+
+
+# -- finding, resolving, pruning --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "damage, word",
+    [
+        (lambda path: (path / "rng_state_rank0.pt").unlink(), "rng_state_rank0.pt is missing"),
+        (lambda path: (path / "rng_state_rank0.pt").write_text("rng"), "3 bytes"),
+        (lambda path: (path / "rng_state_rank0.pt").write_text("rng 1"), "CRC-32"),
+        (lambda path: (path / "manifest.json").unlink(), "manifest.json is missing"),
+        (lambda path: (path / "manifest.json").write_text("{"), "manifest.json cannot be read"),
+        (lambda path: (path / "manifest.json").write_text("{}"), "no manifest"),
+    ],
+)
+def test_damaged_ones_are_skipped_by_name(tmp_path, damage, word):
+    whole = save(tmp_path, 1)
+    damage(save(tmp_path, 2))
+    complaints: list[str] = []
+    assert find_latest_whole(tmp_path, complaints.append) == whole
+    assert len(complaints) == 1 and "step_00000002" in complaints[0] and word in complaints[0]
+
+
+def test_nothing_whole(tmp_path):
+    assert find_latest_whole(tmp_path) is None
+    (save(tmp_path, 1) / "rng_state_rank0.pt").unlink()
+    assert find_latest_whole(tmp_path) is None
+
+
+def test_resolve_takes_every_spelling(tmp_path):
+    save(tmp_path, 1)
+    second = save(tmp_path, 2).resolve()
+    for spelling in (tmp_path, tmp_path / "latest", tmp_path / "checkpoints", second, f"{tmp_path}/latest/"):
+        assert resolve(spelling) == second
+    assert resolve(tmp_path / "checkpoints" / "step_00000001").name == "step_00000001"
+
+
+def test_resolve_says_what_it_found(tmp_path):
+    with pytest.raises(UserError, match="nothing"):
+        resolve(tmp_path / "absent")
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(UserError, match="notes.txt"):
+        resolve(tmp_path)
+    path = save(tmp_path, 1)
+    (path / "rng_state_rank0.pt").unlink()
+    with pytest.raises(UserError, match="rng_state_rank0.pt is missing"):
+        resolve(tmp_path)
+    shutil.rmtree(path)
+    with pytest.raises(UserError, match="does not exist"):
+        resolve(tmp_path / "latest")
+
+
+def test_prune_keeps_what_it_must(tmp_path):
+    for step in range(1, 8):
+        save(tmp_path, step)
+    (tmp_path / "checkpoints" / "step_00000007" / "rng_state_rank0.pt").unlink()
+    (tmp_path / "checkpoints" / "step_00000002" / "rng_state_rank0.pt").unlink()
+    prune(tmp_path, keep_last=2, keep_every=3)
+    # 5 and 6 are the newest whole ones, 3 is due, 7 is damaged but newer (and `latest`), 2 is damaged and old.
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [3, 5, 6, 7]
+
+
+@pytest.mark.parametrize("keep_last", [0, 1])
+def test_prune_never_deletes_the_last_good_one(tmp_path, keep_last):
+    save(tmp_path, 1)
+    for step in (2, 3):
+        (save(tmp_path, step) / "rng_state_rank0.pt").unlink()
+    assert prune(tmp_path, keep_last=keep_last) == []
+    assert find_latest_whole(tmp_path).name == "step_00000001"
+
+
+def test_prune_keeps_what_latest_names(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    commit_module.point_latest(tmp_path, tmp_path / "checkpoints" / "step_00000001")
+    prune(tmp_path, keep_last=1)
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [1, 3]
+    assert read_latest(tmp_path).name == "step_00000001"
+
+
+def test_stale_partials_are_cleared(tmp_path):
+    stale = tmp_path / "checkpoints" / ".partial_step_00000009"
+    stale.mkdir(parents=True)
+    (stale / "half.pt").write_text("half")
+    save(tmp_path, 10)
+    assert not stale.exists()
