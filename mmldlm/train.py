@@ -150,7 +150,6 @@ def train(data) -> None:
             folder.save()
             started = time.perf_counter()
     folder.close()
-    engine.close()
     if interrupted and state.step < training.num_train_steps:
         raise Interrupted(f"stopped by a signal at step {state.step}; the checkpoint is saved: add training.resume=auto to go on")
 
@@ -190,7 +189,16 @@ def main(argv: list[str] | None = None) -> int:
     except MmldlmError as error:
         _say(f"{'error' if not isinstance(error, Interrupted) else 'stopped'}: {error}")
         return error.exit_code
+    leave_process_group()
     return 0
+
+
+def leave_process_group() -> None:
+    """Only on the good path: on the way out of an error a peer may be gone, and leaving would wait for it."""
+    import torch
+
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -75,11 +75,6 @@ class Engine(ABC):
         """Wait for all ranks."""
         self.all_ok(True)
 
-    def close(self) -> None:
-        """Leave the process group."""
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-
     def describe(self) -> str:
         """One phrase for the screen and the manifest."""
         return self.kind

@@ -45,9 +45,7 @@ def bleu(written: Sequence[Sequence[int]], references: Sequence[Sequence[int]], 
 def _counts(own: Sequence[int], reference: Sequence[int]) -> list[int]:
     row = [len(own), len(reference)]
     for order in range(1, _ORDERS + 1):
-        grams = [
-            Counter(tuple(ids[i : i + order]) for i in range(len(ids) - order + 1)) for ids in (own, reference)
-        ]
+        grams = [Counter(tuple(ids[i : i + order]) for i in range(len(ids) - order + 1)) for ids in (own, reference)]
         row += [sum((grams[0] & grams[1]).values()), sum(grams[0].values())]
     return row
 

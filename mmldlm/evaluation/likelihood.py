@@ -55,11 +55,11 @@ def measure(
     """Monte Carlo NELBO of every text (MDLM, arXiv 2406.07524), with the exact weight of the schedule.
 
     Every text gets `draws` timesteps, one in each of as many equal strata of (t_min, 1); the part below t_min is left
-    out, which is at most t_min * log V nats a token. All conditions see the same masks, so their differences are paired.
+    out, at most t_min * log V nats a token. All conditions see the same masks, so their differences are paired.
 
     Args:
-        texts: N lists of ids without EOS. latents: [N, D] as the encoder gives them. partner: [N] whose latent stands in
-            under "shuffled". progress: called with the number of texts done since the last call.
+        texts: N lists of ids without EOS. latents: [N, D] as the encoder gives them. partner: [N] whose latent stands
+            in under "shuffled". progress: called with the number of texts done since the last call.
 
     Raises:
         MmldlmError: when the model gives NaN.
@@ -72,7 +72,7 @@ def measure(
     masked_count = np.zeros(count)
     partners = torch.from_numpy(partner)
     for rows in token_budget_batches(lengths, batch_tokens):
-        index = torch.from_numpy(np.ascontiguousarray(rows))
+        index = torch.from_numpy(rows.copy())
         tokens, real = pad_texts([texts[row] for row in rows], config.eos_token_id, config.pad_token_id, device)
         width = tokens.shape[1]
         given = {

@@ -115,7 +115,7 @@ def sample_latents(
             raise MmldlmError(
                 "the model gave NaN or infinite latents: its weights are damaged or its input out of range"
             )
-        latents[torch.from_numpy(np.ascontiguousarray(rows))] = model.unscale_latents(z).cpu()
+        latents[torch.from_numpy(rows.copy())] = model.unscale_latents(z).cpu()
         if progress is not None:
             progress(len(rows))
     if unit:

@@ -117,7 +117,7 @@ def load_pretrained(folder: str | Path, device: str = "cpu", dtype: torch.dtype 
         sections["latent_diffusion"],
         training.get("mode_weights"),
         training.get("condition_dropout"),
-        values.get("latent_encoder"),
+        values.get("encoder"),
         folder,
     )
 

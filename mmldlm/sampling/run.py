@@ -192,7 +192,7 @@ def encode_texts(texts: Sequence[str], pretrained: Pretrained) -> np.ndarray:
     identity = pretrained.encoder
     if identity is None:
         raise UserError(
-            f'"latent_encoder" in {pretrained.folder}/config.json, which names the encoder of the model\'s latents',
+            f'"encoder" in {pretrained.folder}/config.json, which names the encoder of the model\'s latents',
             "no such key",
             "embed the texts yourself and pass --latent-file",
         )

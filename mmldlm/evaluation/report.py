@@ -1,0 +1,164 @@
+"""The evaluation as JSON (the form of all benchmarks) and as tables on the screen."""
+
+from __future__ import annotations
+
+import json
+import operator
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmldlm.evaluation.statistics import Estimate
+
+_OPERATORS = {">=": operator.ge, "<=": operator.le}
+
+# (key, label, digits) of the lines on the screen, in order.
+ROWS = (
+    ("nelbo_right", "l2t NELBO, right embedding", 3),
+    ("nelbo_shuffled", "  another sentence's", 3),
+    ("nelbo_null", "  none (learned null)", 3),
+    ("gain_null", "  gain: null - right", 3),
+    ("gain_shuffled", "  gain: shuffled - right", 3),
+    ("token_accuracy_right", "l2t masked-token accuracy", 3),
+    ("token_accuracy_null", "  none", 3),
+    ("length_nll_right", "length NLL", 3),
+    ("length_nll_null", "  none", 3),
+    ("length_error", "length error", 2),
+    ("length_error_shuffled", "  another sentence's", 2),
+    ("f1_right", "l2t free-running set-F1", 1),
+    ("f1_shuffled", "  another sentence's", 1),
+    ("f1_gap", "  gap", 1),
+    ("bleu_right", "l2t BLEU-4, word pieces", 1),
+    ("exact_match_right", "l2t exact match", 1),
+    ("cosine", "t2l cosine", 3),
+    ("cosine_shuffled", "  another sentence's", 3),
+    ("recall_at_1", "t2l recall@1", 3),
+    ("recall_at_10", "t2l recall@10", 3),
+    ("norm_ratio", "t2l norm", 3),
+)
+FLOOR_ROWS = (
+    ("mean_embedding_cosine", "  floor: mean embedding, cosine"),
+    ("mean_embedding_recall_at_1", "  floor: mean embedding, recall@1"),
+    ("chance_recall_at_1", "  floor: chance, recall@1"),
+)
+
+
+def claim(name: str, value: float, op: str, bound: float) -> dict[str, Any]:
+    """One claim in the form of ARCHITECTURE's benchmarks."""
+    return {"id": name, "value": value, "op": op, "bound": bound, "holds": bool(_OPERATORS[op](value, bound))}
+
+
+@dataclass
+class Report:
+    """What an evaluation found.
+
+    Attributes:
+        conditions: how it was measured. arms: named estimates of the model, the two untrained controls and the floors.
+        examples: sentences beside what the model wrote from their embeddings.
+    """
+
+    conditions: dict[str, Any]
+    arms: dict[str, dict[str, Estimate]]
+    examples: list[dict[str, Any]]
+
+    @property
+    def claims(self) -> list[dict[str, Any]]:
+        """The claims that this model's modes allow."""
+        model, untrained = self.arms["model"], self.arms["untrained"]
+        claims = []
+        if "gain_null" in model:
+            claims.append(claim("l2t_gain_null_nats", model["gain_null"].value, ">=", 0.5))
+            claims.append(claim("l2t_f1_gap_points", model["f1_gap"].value, ">=", 15.0))
+        if "recall_at_1" in model:
+            claims.append(claim("t2l_recall_at_1", model["recall_at_1"].value, ">=", 0.3))
+        if "gain_null" in untrained:
+            claims.append(
+                claim("untrained_gain_in_standard_errors", untrained["gain_null"].in_standard_errors, "<=", 2.0)
+            )
+        return claims
+
+    def as_dict(self) -> dict[str, Any]:
+        """{"conditions", "claims", "details"}, JSON-ready."""
+        details: dict[str, Any] = {
+            arm: {name: estimate.as_dict() for name, estimate in found.items()} for arm, found in self.arms.items()
+        }
+        gates = self.arms["untrained_random_gates"]
+        if "gain_shuffled" in gates:
+            details["untrained_random_gates_gain_shuffled_in_standard_errors"] = gates[
+                "gain_shuffled"
+            ].in_standard_errors
+        details["examples"] = self.examples
+        return {"conditions": self.conditions, "claims": self.claims, "details": details}
+
+    def write(self, path: str | os.PathLike) -> None:
+        """Write the JSON, whole or not at all."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(json.dumps(self.as_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+        os.replace(partial, path)
+
+    def show(self, console=None) -> None:
+        """Print the figures, the claims and the examples."""
+        from rich.box import SIMPLE
+        from rich.console import Console
+        from rich.table import Table
+
+        console = console or Console(markup=False)
+        conditions, gates = self.conditions, self.arms["untrained_random_gates"]
+        table = Table(title=f"{conditions['num_sentences']} unseen sentences, +- one standard error", box=SIMPLE)
+        table.add_column("measure", no_wrap=True)
+        for column in ("model", "untrained"):
+            table.add_column(column, justify="right", no_wrap=True)
+        table.add_column("unit", no_wrap=True)
+        arms = [self.arms["model"], self.arms["untrained"]]
+        for key, label, digits in ROWS:
+            if any(key in arm for arm in arms):
+                unit = next(arm[key].unit for arm in arms if key in arm)
+                table.add_row(label, *(_cell(arm.get(key), digits) for arm in arms), unit)
+        for key, label in FLOOR_ROWS:
+            if key in self.arms.get("floors", {}):
+                table.add_row(label, _cell(self.arms["floors"][key], 3), "", self.arms["floors"][key].unit)
+        console.print(table)
+        console.print(f"untrained: same config, fresh weights, {conditions['num_control_sentences']} of the sentences.")
+        if "gain_shuffled" in gates:
+            console.print(
+                "It ignores its embedding exactly (adaLN-Zero), so its gain is 0 by construction. With its zero layers\n"
+                f"drawn at random it reads the embedding (NELBO moves by {_cell(gates['latent_sensitivity'], 3)}), and its\n"
+                f"gain, shuffled - right, is {_cell(gates['gain_shuffled'], 4)} nats/token: "
+                f"{gates['gain_shuffled'].in_standard_errors:.1f} standard errors."
+            )
+        for note in conditions["notes"]:
+            console.print(f"note: {note}")
+        show_claims(self.claims, console)
+        if self.examples:
+            self._show_examples(console)
+
+    def _show_examples(self, console) -> None:
+        from rich.table import Table
+
+        table = Table(title="unseen sentences, and what the model wrote from their embeddings", show_lines=True)
+        for column in ("sentence", "written from its embedding"):
+            table.add_column(column, ratio=1, overflow="fold")
+        table.add_column("set-F1", justify="right")
+        for example in self.examples:
+            table.add_row(example["sentence"], example["written"], f"{100 * example['set_f1']:.0f}")
+        console.print(table)
+
+
+def show_claims(claims: list[dict[str, Any]], console) -> None:
+    """Print claims as a table."""
+    from rich.table import Table
+
+    table = Table(title="claims")
+    for column in ("claim", "value", "bound", "holds"):
+        table.add_column(column, justify="left" if column == "claim" else "right")
+    for item in claims:
+        bound = f"{item['op']} {item['bound']:g}"
+        table.add_row(item["id"], f"{item['value']:.4g}", bound, "yes" if item["holds"] else "NO")
+    console.print(table)
+
+
+def _cell(estimate: Estimate | None, digits: int) -> str:
+    return "" if estimate is None else f"{estimate.value:.{digits}f} +- {estimate.se:.{digits}f}"

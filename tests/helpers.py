@@ -1,0 +1,54 @@
+"""Starting real runs: one process, or several gloo ranks under torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Environment of a run: one thread a rank, DeepSpeed on CPU, this checkout first."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), **more}
+
+
+def torchrun(world_size: int, *words: str) -> list[str]:
+    """Command line for some ranks of a script or module on this machine."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}", *words]
+
+
+def launch(command: list[str], timeout: float = 240, **more: str) -> subprocess.CompletedProcess:
+    """Run a command to its end in its own session; everything it started is ended when the time is up."""
+    process = subprocess.Popen(
+        command, env=environment(**more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        raise AssertionError(f"no end after {timeout} s:\n{output[-4000:]}") from None
+    return subprocess.CompletedProcess(command, process.returncode, output)
+
+
+def train_words(store, folder, name: str, *more: str) -> list[str]:
+    """Arguments of `mmldlm/train.py` for a tiny run."""
+    return [
+        "--config-name",
+        "tiny",
+        f"data.latent_data_root={store}",
+        f"logging.save_dir={folder}",
+        f"logging.run_name={name}",
+        "data.max_validation_samples=16",
+        *more,
+    ]
+
+
+def read_log(folder, name: str, file: str = "training_log.jsonl") -> list[dict]:
+    """Records of a run's log."""
+    return [json.loads(line) for line in (Path(folder) / name / file).read_text().splitlines()]

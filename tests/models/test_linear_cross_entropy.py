@@ -1,0 +1,45 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mmldlm.models.linear_cross_entropy import linear_cross_entropy
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 7, 64])
+def test_equals_plain_cross_entropy_with_gradients(chunk_rows):
+    torch.manual_seed(0)
+    hidden = torch.randn(23, 16, requires_grad=True)
+    weight, bias = torch.randn(50, 16, requires_grad=True), torch.randn(50, requires_grad=True)
+    targets, weights = torch.randint(1, 50, (23,)), torch.rand(23)
+    loss, nll, correct = linear_cross_entropy(hidden, weight, bias, targets, weights, 0, chunk_rows)
+    (2.5 * loss).backward()
+    grads = [t.grad.clone() for t in (hidden, weight, bias)]
+    for tensor in (hidden, weight, bias):
+        tensor.grad = None
+
+    logits = (hidden.double() @ weight.double().t() + bias.double()).index_fill(1, torch.tensor([0]), float("-inf"))
+    plain = F.cross_entropy(logits, targets, reduction="none")
+    (2.5 * (plain * weights).sum()).backward()
+    torch.testing.assert_close(nll.double(), plain.detach(), rtol=1e-5, atol=1e-5)
+    assert torch.equal(correct, logits.argmax(-1) == targets)
+    for grad, tensor in zip(grads, (hidden, weight, bias), strict=True):
+        torch.testing.assert_close(grad, tensor.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_no_rows_give_zero_loss_and_zero_gradients():
+    weight, bias = torch.randn(9, 4, requires_grad=True), torch.zeros(9, requires_grad=True)
+    hidden = torch.zeros(0, 4, requires_grad=True)
+    loss, nll, _ = linear_cross_entropy(hidden, weight, bias, torch.zeros(0, dtype=torch.int64), torch.zeros(0), 3)
+    loss.backward()
+    assert loss.item() == 0 and len(nll) == 0
+    assert torch.equal(weight.grad, torch.zeros(9, 4)) and torch.equal(bias.grad, torch.zeros(9))
+
+
+def test_forbidden_id_has_no_probability_and_no_gradient():
+    weight, bias = torch.randn(6, 4, requires_grad=True), torch.zeros(6, requires_grad=True)
+    hidden = torch.randn(5, 4)
+    bias.data[2] = 100.0  # would win everywhere
+    loss, nll, correct = linear_cross_entropy(hidden, weight, bias, torch.ones(5, dtype=torch.int64), torch.ones(5), 2)
+    loss.backward()
+    assert torch.isfinite(nll).all() and nll.max() < 50
+    assert torch.equal(weight.grad[2], torch.zeros(4)) and bias.grad[2] == 0

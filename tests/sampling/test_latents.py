@@ -1,0 +1,141 @@
+"""Samplers of latents: known fields, single points, determinism."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mmldlm.diffusion import ContinuousDiffusion
+from mmldlm.errors import MmldlmError
+from mmldlm.sampling.draws import LATENT, normals
+from mmldlm.sampling.latents import pad_texts, sample_latents
+
+PAIRS = [
+    ("cosine", "x0"), ("cosine", "v"), ("cosine", "epsilon"), ("linear", "x0"), ("linear", "epsilon"), ("linear", "v"),
+    ("sigmoid", "x0"), ("sigmoid", "v"), ("rectified_flow", "flow"), ("rectified_flow", "x0"),
+]  # fmt: skip
+
+
+def field_model(toys, diffusion, x0_of, **shape):
+    """A network whose output, in the space of the prediction, stands for the x0 estimate x0_of(z, alpha, sigma)."""
+
+    class Field(toys.Toy):
+        def prediction(self, tokens, z, t):
+            alpha, sigma = (value[:, None] for value in diffusion.alpha_sigma(t))
+            x0 = x0_of(z.double(), alpha, sigma)
+            noise = (z.double() - alpha * x0) / sigma
+            return diffusion.target(x0, noise, t).float()
+
+    return Field(**shape)
+
+
+@pytest.mark.parametrize("path,prediction", PAIRS)
+@pytest.mark.parametrize("eta", [0.0, 1.0])
+def test_single_data_point_comes_out(toys, path, prediction, eta):
+    diffusion = ContinuousDiffusion(path, prediction)
+    point = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
+    model = field_model(toys, diffusion, lambda z, a, s: point.expand_as(z), mean=2.0, std=3.0)
+    found = sample_latents(model, None, num_samples=5, diffusion=diffusion, steps=6, eta=eta)
+    torch.testing.assert_close(found.double(), (point * 3 + 2).expand(5, 4), rtol=0, atol=2e-3)
+
+
+def variance(toys, path, prediction, steps, **options):
+    diffusion = ContinuousDiffusion(path, prediction)
+    # Optimal field of N(0, 1) data.
+    model = field_model(toys, diffusion, lambda z, a, s: a * z / (a**2 + s**2), latent_dim=200)
+    found = sample_latents(model, None, num_samples=100, diffusion=diffusion, steps=steps, **options)
+    noise = normals(0, LATENT, range(100), (1 + (steps if options.get("eta") else 0), 200))[:, 0]
+    return float(found.double().var() / noise.double().var())
+
+
+@pytest.mark.parametrize("path,prediction", [("cosine", "x0"), ("cosine", "v"), ("rectified_flow", "flow")])
+def test_gaussian_data_keeps_its_variance_and_the_error_is_first_order(toys, path, prediction):
+    coarse, fine = (variance(toys, path, prediction, steps) - 1 for steps in (50, 100))
+    assert abs(coarse) < 0.06
+    assert 1.6 < coarse / fine < 2.4
+
+
+def test_heun_is_second_order_on_the_straight_path(toys):
+    errors = [abs(variance(toys, "rectified_flow", "flow", steps, method="heun") - 1) for steps in (10, 20)]
+    euler = abs(variance(toys, "rectified_flow", "flow", 20) - 1)
+    assert errors[1] < euler / 3
+    assert errors[0] / errors[1] > 2.5
+    assert abs(variance(toys, "rectified_flow", "flow", 50, method="heun") - 1) < 0.02
+
+
+def test_ancestral_noise_keeps_the_variance_too(toys):
+    assert abs(variance(toys, "cosine", "x0", 100, eta=1.0) - 1) < 0.1
+
+
+@pytest.mark.parametrize("method", ["ddim", "heun"])
+def test_flow_network_of_zeros_returns_the_noise(toys, method):
+    diffusion = ContinuousDiffusion("rectified_flow", "flow")
+    found = sample_latents(toys.Toy(), None, num_samples=6, diffusion=diffusion, steps=9, method=method, seed=3)
+    torch.testing.assert_close(found, normals(3, LATENT, range(6), (1, 4))[:, 0], rtol=0, atol=1e-5)
+
+
+def test_same_seed_same_latents_whatever_the_batch(toys):
+    diffusion = ContinuousDiffusion("cosine", "x0")
+
+    class Reads(toys.Toy):
+        def prediction(self, tokens, z, t):
+            return 0.5 * z + (tokens * (tokens > 2)).sum(1, keepdim=True) * 0.1
+
+    texts = [[3] * (1 + i % 5) for i in range(17)]
+    options = {"diffusion": diffusion, "steps": 4, "eta": 0.5}
+    big = sample_latents(Reads(), texts, batch_tokens=10_000, **options)
+    small = sample_latents(Reads(), texts, batch_tokens=1, **options)
+    torch.testing.assert_close(big, small, rtol=0, atol=1e-6)
+    assert not torch.equal(big, sample_latents(Reads(), texts, seed=1, **options))
+
+
+def test_guidance_extrapolates_from_the_null_text(toys):
+    class Two(toys.Toy):
+        def prediction(self, tokens, z, t):
+            return torch.full_like(z, 1.0 if tokens is not None else 0.25)
+
+    found = sample_latents(Two(), [[3]], diffusion=ContinuousDiffusion(), steps=3, guidance=3.0)
+    torch.testing.assert_close(found, torch.full((1, 4), 0.25 + 3 * 0.75))
+
+
+def test_renormalised_and_unit_latents(toys):
+    diffusion = ContinuousDiffusion("cosine", "x0")
+    seen = []
+
+    class Half(toys.Toy):
+        def prediction(self, tokens, z, t):
+            seen.append(z.clone())
+            return torch.full_like(z, 0.3)
+
+    model = Half(mean=0.1, std=0.5)
+    plain = sample_latents(model, None, num_samples=2, diffusion=diffusion, steps=3, renormalise=True)
+    torch.testing.assert_close(plain, torch.full((2, 4), 0.25))  # the last estimate is returned as it is
+    on_sphere = (torch.full((4,), 0.5) - 0.1) / 0.5  # raw (0.5, 0.5, 0.5, 0.5) has norm 1
+    start = normals(0, LATENT, range(2), (1, 4))[:, 0]
+    alpha, sigma = (float(value) for value in diffusion.alpha_sigma(torch.tensor([2 / 3], dtype=torch.float64)))
+    # The state after one step, whose samples a batch may hold in another order.
+    state = seen[1][seen[1][:, 0].argsort()]
+    expected = alpha * on_sphere + sigma * start
+    torch.testing.assert_close(state, expected[expected[:, 0].argsort()], rtol=0, atol=1e-5)
+    unit = sample_latents(model, None, num_samples=2, diffusion=diffusion, steps=3, renormalise=True, unit=True)
+    torch.testing.assert_close(unit.norm(dim=1), torch.ones(2))
+
+
+def test_nan_is_an_error_and_nothing_is_put_in_its_place(toys):
+    class Broken(toys.Toy):
+        def prediction(self, tokens, z, t):
+            return z * float("nan")
+
+    with pytest.raises(MmldlmError, match="NaN"):
+        sample_latents(Broken(), None, num_samples=2, diffusion=ContinuousDiffusion(), steps=3)
+
+
+def test_heun_belongs_to_rectified_flow(toys):
+    with pytest.raises(ValueError, match="heun"):
+        sample_latents(toys.Toy(), None, num_samples=1, diffusion=ContinuousDiffusion("cosine"), method="heun")
+
+
+def test_texts_are_closed_with_eos_and_padded(toys):
+    tokens, real = pad_texts([[5, 6, 7], [4]], toys.EOS, toys.PAD)
+    assert tokens.tolist() == [[5, 6, 7, toys.EOS], [4, toys.EOS, toys.PAD, toys.PAD]]
+    assert real.tolist() == [[True] * 4, [True, True, False, False]]

@@ -1,0 +1,208 @@
+"""`mmldlm sample` on a small converted checkpoint: files, refusals, and no invented input."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from mmldlm.errors import UserError
+from mmldlm.sampling.joint import choose_way, sample_joint
+from mmldlm.sampling.pretrained import load_pretrained
+from mmldlm.sampling.run import add_arguments, main
+
+
+def run(*words) -> int:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return main(parser.parse_args([str(word) for word in words]))
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def latent_file(tmp_path):
+    vectors = np.random.default_rng(0).standard_normal((3, 6)).astype(np.float32)
+    np.save(tmp_path / "x.npy", vectors / np.linalg.norm(vectors, axis=1, keepdims=True))
+    return tmp_path / "x.npy"
+
+
+def changed(checkpoint, folder, **values):
+    """A copy of the checkpoint with other config.json keys (None: without the key)."""
+    shutil.copytree(checkpoint, folder)
+    config = json.loads((folder / "config.json").read_text())
+    for key, value in values.items():
+        if value is None:
+            del config[key]
+        else:
+            config[key] = value
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_l2t_writes_one_text_for_every_embedding(checkpoint, latent_file, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert run("l2t", "--checkpoint", checkpoint, "--latent-file", latent_file, "--output-dir", out) == 0
+    records = lines(out)
+    assert [record["latent"] for record in records] == [0, 1, 2]
+    assert all(len(record["text"].split()) == record["num_tokens"] for record in records)
+    assert not any(special in record["text"] for record in records for special in ("[MASK]", "[PAD]", "[EOS]"))
+    assert json.loads((out / "settings.json").read_text())["seed"] == 0
+    assert "3 samples" in capsys.readouterr().out
+
+
+def test_l2t_draws_when_an_embedding_is_used_several_times(checkpoint, tmp_path):
+    np.save(tmp_path / "one.npy", np.full(6, 6**-0.5))
+    out = tmp_path / "out"
+    run("l2t", "--checkpoint", checkpoint, "--latent-file", tmp_path / "one.npy", "--output-dir", out,
+        "--num-samples", 8, "--num-steps", 4)  # fmt: skip
+    records = lines(out)
+    assert {record["latent"] for record in records} == {0}
+    assert len({record["text"] for record in records}) > 1
+
+
+def test_t2l_writes_unit_vectors(checkpoint, tmp_path):
+    out = tmp_path / "out"
+    texts = ["word1 word2 word3", "word4"]
+    run("t2l", "--checkpoint", checkpoint, "--text", *texts, "--output-dir", out, "--num-steps", 5)
+    latents = np.load(out / "latents.npy")
+    assert latents.shape == (2, 6) and latents.dtype == np.float32
+    np.testing.assert_allclose(np.linalg.norm(latents, axis=1), 1, atol=1e-5)
+    assert [record["text"] for record in lines(out)] == texts
+
+
+@pytest.mark.parametrize("way", ["joint", "chain"])
+@pytest.mark.parametrize("sampler", ["ancestral", "confidence"])
+def test_unconditional_writes_pairs(checkpoint, tmp_path, way, sampler):
+    out = tmp_path / "out"
+    run("unconditional", "--checkpoint", checkpoint, "--output-dir", out, "--num-samples", 6, "--num-steps", 6,
+        "--way", way, "--sampler", sampler)  # fmt: skip
+    assert np.isfinite(np.load(out / "latents.npy")).all()
+    records = lines(out)
+    assert len(records) == 6 and {record["way"] for record in records} == {way}
+    assert not any(special in record["text"] for record in records for special in ("[MASK]", "[PAD]", "[EOS]"))
+
+
+def test_joint_sampling_does_not_depend_on_the_batch(checkpoint):
+    pretrained = load_pretrained(checkpoint)
+    options = {"text_diffusion": pretrained.text_diffusion, "latent_diffusion": pretrained.latent_diffusion, "steps": 5}
+    big, big_latents = sample_joint(pretrained.model, 9, batch_size=9, **options)
+    small, small_latents = sample_joint(pretrained.model, 9, batch_size=2, **options)
+    assert big.tokens == small.tokens
+    np.testing.assert_allclose(big_latents, small_latents, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "weights,dropout,asked,way",
+    [
+        ({"unconditional": 1, "l2t": 1, "t2l": 1}, 0.1, None, "joint"),
+        ({"unconditional": 0, "l2t": 1, "t2l": 1}, 0.1, None, "chain"),
+        ({"unconditional": 1, "l2t": 1, "t2l": 1}, 0.1, "chain", "chain"),
+        ({"unconditional": 0, "l2t": 1, "t2l": 1}, 0.0, None, None),
+        ({"unconditional": 0, "l2t": 1, "t2l": 0}, 0.1, None, None),
+        ({"unconditional": 0, "l2t": 1, "t2l": 1}, 0.1, "joint", None),
+        (None, None, None, None),
+        (None, None, "chain", "chain"),
+    ],
+)
+def test_unconditional_takes_only_a_way_that_was_trained(checkpoint, weights, dropout, asked, way):
+    pretrained = load_pretrained(checkpoint)
+    pretrained.mode_weights, pretrained.condition_dropout = weights, dropout
+    if way is None:
+        with pytest.raises(UserError):
+            choose_way(pretrained, asked)
+    else:
+        assert choose_way(pretrained, asked) == way
+
+
+@pytest.mark.parametrize(
+    "value,word",
+    [
+        (np.zeros((0, 6), np.float32), "shape"),
+        (np.ones((2, 5), np.float32), "shape"),
+        (np.ones((1, 2, 6), np.float32), "shape"),
+        (np.float32(1.0), "shape"),
+        (np.ones((2, 6), np.int64), "int64"),
+        (np.array(["a"] * 6), "<U1"),
+        (np.array([[1.0] * 6, [np.nan] * 6]), "rows 1"),
+        (np.array([[np.inf] + [0.0] * 5]), "rows 0"),
+        (np.array([[1.0] * 6, [0.0] * 6]), "rows 1"),
+        (np.array([None, {}], dtype=object), "not a .npy"),
+    ],
+)
+def test_unusable_latent_files_are_refused(checkpoint, tmp_path, value, word):
+    np.save(tmp_path / "bad.npy", value)
+    with pytest.raises(UserError) as caught:
+        run("l2t", "--checkpoint", checkpoint, "--latent-file", tmp_path / "bad.npy", "--output-dir", tmp_path / "out")
+    assert word in caught.value.found and caught.value.exit_code == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_missing_and_foreign_files_are_refused(checkpoint, tmp_path):
+    (tmp_path / "text.npy").write_text("not an array")
+    for name in ("absent.npy", "text.npy"):
+        with pytest.raises(UserError, match=name):
+            run("l2t", "--checkpoint", checkpoint, "--latent-file", tmp_path / name, "--output-dir", tmp_path / "out")
+
+
+def test_scaled_embeddings_are_warned_about(checkpoint, tmp_path, capsys):
+    np.save(tmp_path / "big.npy", np.full((1, 6), 5.0))
+    run("l2t", "--checkpoint", checkpoint, "--latent-file", tmp_path / "big.npy", "--output-dir", tmp_path / "out")
+    assert "norm 12.2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words,named",
+    [
+        (["t2l", "--text", "word1", "  "], "not empty"),
+        (["t2l", "--text", " ".join(["word1"] * 16)], "1 to 15 tokens"),
+        (["t2l", "--text", "word1", "--method", "heun"], "ddim"),
+        (["t2l", "--text-file", "absent.txt"], "text file"),
+        (["t2l", "--text", "word1", "--num-steps", "0"], "--num-steps at least 1"),
+        (["unconditional", "--top-p", "1.5"], "--top-p"),
+        (["unconditional", "--temperature", "nan"], "--temperature"),
+        (["l2t", "--text", "word1"], "encoder"),
+    ],
+)
+def test_unusable_requests_are_refused(checkpoint, tmp_path, words, named):
+    with pytest.raises(UserError, match=named):
+        run(*words, "--checkpoint", checkpoint, "--output-dir", tmp_path / "out")
+
+
+def test_a_folder_without_diffusion_settings_is_refused(checkpoint, tmp_path):
+    for key in ("text_diffusion", "latent_diffusion"):
+        with pytest.raises(UserError, match=key):
+            load_pretrained(changed(checkpoint, tmp_path / key, **{key: None}))
+    with pytest.raises(UserError, match="nothing there"):
+        load_pretrained(tmp_path / "absent")
+
+
+def test_a_folder_without_its_tokenizer_or_with_another_is_refused(checkpoint, tmp_path):
+    folder = changed(checkpoint, tmp_path / "bare")
+    shutil.rmtree(folder / "tokenizer")
+    with pytest.raises(UserError, match="tokenizer"):
+        load_pretrained(folder)
+    folder = changed(checkpoint, tmp_path / "other", eos_token_id=5)
+    with pytest.raises(UserError, match="eos_token_id"):
+        load_pretrained(folder)
+
+
+def test_guidance_needs_trained_nulls(checkpoint, latent_file, tmp_path):
+    training = {"mode_weights": {"unconditional": 0, "l2t": 1, "t2l": 1}, "condition_dropout": 0.0}
+    folder = changed(checkpoint, tmp_path / "undropped", training=training)
+    with pytest.raises(UserError, match="condition_dropout"):
+        run("l2t", "--checkpoint", folder, "--latent-file", latent_file, "--output-dir", tmp_path / "out", "--guidance", 2)
+
+
+def test_unit_norm_is_known_from_encoder_or_statistics(checkpoint, tmp_path):
+    assert load_pretrained(checkpoint).unit_norm
+    other = changed(checkpoint, tmp_path / "enc", encoder={"name": "minilm", "normalize": False})
+    assert not load_pretrained(other).unit_norm
+    pretrained = load_pretrained(checkpoint)
+    pretrained.model.latent_std.fill_(1.0)
+    assert not pretrained.unit_norm

@@ -1,0 +1,251 @@
+"""Samplers of text: exactness, counts, determinism and what must never come out."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from mmldlm.diffusion import MaskedDiffusion
+from mmldlm.diffusion.masked import SCHEDULES
+from mmldlm.errors import MmldlmError
+from mmldlm.sampling.lengths import choose_lengths
+from mmldlm.sampling.text import TextState, draw_tokens, sample_text
+
+TEXTS = [[3, 4, 5], [7], [6, 6, 3, 4, 7, 5, 3], [5, 4], []]
+
+
+def numbered(count: int, dim: int = 4) -> torch.Tensor:
+    latents = torch.zeros(count, dim)
+    latents[:, 0] = torch.arange(count)
+    return latents
+
+
+@pytest.mark.parametrize("sampler", ["confidence", "ancestral"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("steps", [1, 3, 40])
+def test_perfect_denoiser_gives_back_the_text(toys, sampler, schedule, steps):
+    model = toys.Perfect(TEXTS)
+    diffusion = MaskedDiffusion(toys.MASK, schedule)
+    found = sample_text(model, numbered(5), diffusion=diffusion, steps=steps, sampler=sampler, batch_tokens=10)
+    assert found.tokens == TEXTS
+    assert found.lengths.tolist() == [len(text) + 1 for text in TEXTS]
+
+
+def state_of(toys, lengths, steps, sampler, schedule="loglinear", seed=0, **options):
+    lengths = torch.tensor(lengths)
+    uniform = torch.rand(len(lengths), 2, int(lengths.max()), generator=torch.Generator().manual_seed(seed)).double()
+    return TextState(
+        lengths, int(lengths.max()), steps, sampler=sampler, diffusion=MaskedDiffusion(toys.MASK, schedule),
+        temperature=None, top_p=1.0, uniform=uniform, eos_token_id=toys.EOS, pad_token_id=toys.PAD, **options,
+    )  # fmt: skip
+
+
+def run_state(state, steps, vocab=8):
+    counts = []
+    for k in range(steps):
+        before = state.open.sum(1)
+        positions = state.wanted(k)
+        logits = torch.randn(len(positions), vocab, generator=torch.Generator().manual_seed(k))
+        state.update(k, positions, logits if len(positions) else None)
+        counts.append(before - state.open.sum(1))
+    return torch.stack(counts, 1)
+
+
+def test_ancestral_unmasks_binomial_counts_and_leaves_nothing(toys):
+    length, steps, rows = 33, 8, 600
+    counts = run_state(state_of(toys, [length] * rows, steps, "ancestral"), steps).double()
+    assert (counts.sum(1) == length - 1).all()
+    left = torch.full((rows,), length - 1.0).double()
+    for k in range(steps):
+        t, s = 1 - k / steps, 1 - (k + 1) / steps
+        probability = (t - s) / t
+        expected, variance = left * probability, left * probability * (1 - probability)
+        # Standardised sum over rows: a 5-sigma bound, and the spread of a Binomial, not of a fixed count.
+        z = (counts[:, k] - expected).sum() / math.sqrt(max(float(variance.sum()), 1e-9))
+        assert abs(float(z)) < 5, (k, z)
+        if k < steps - 1:
+            spread = float(((counts[:, k] - expected) ** 2).sum() / variance.sum())
+            assert 0.7 < spread < 1.3, (k, spread)
+        left -= counts[:, k]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("common_clock", [False, True])
+@pytest.mark.parametrize("steps", [1, 2, 7, 16, 64])
+def test_confidence_ends_without_masks_within_its_steps(toys, schedule, common_clock, steps):
+    lengths = [1, 2, 3, 9, 17, 30]
+    state = state_of(toys, lengths, steps, "confidence", schedule, common_clock=common_clock)
+    counts = run_state(state, steps)
+    assert counts.sum(1).tolist() == [length - 1 for length in lengths]
+    assert not bool(state.open.any()) and not bool((state.tokens == toys.MASK).any())
+    if schedule == "loglinear" and not common_clock:
+        # Even: no step commits two tokens more than another.
+        for length, row in zip(lengths, counts.tolist()):
+            used = row[: min(steps, length - 1)]
+            assert not used or max(used) - min(used) <= 1
+
+
+def test_confidence_commits_the_most_confident_first(toys):
+    class Sure(toys.Toy):
+        def logits(self, tokens, latents, t, real):
+            out = torch.zeros(*tokens.shape, 8)
+            out[:, :, 3] = torch.arange(tokens.shape[1]).float()  # surer to the right
+            return out
+
+    model, diffusion = Sure(), MaskedDiffusion(toys.MASK)
+    state = state_of(toys, [5], 4, "confidence")
+    for k in range(4):
+        positions = state.wanted(k)
+        logits = model(state.tokens, None, None, None, state.real, text_positions=positions)["text_logits"]
+        state.update(k, positions, logits)
+        assert state.open[0].tolist() == [place < 3 - k for place in range(4)] + [False]
+    assert diffusion.mask_token_id == toys.MASK
+
+
+class _Chain:
+    """p over 27 strings of three letters, far from independent, and its exact conditionals."""
+
+    def __init__(self):
+        rng = np.random.default_rng(3)
+        self.strings = list(itertools.product(range(3), repeat=3))
+        weights = rng.gamma(0.4, size=27) + 0.02
+        self.p = weights / weights.sum()
+
+    def conditionals(self, tokens):
+        out = np.zeros((len(tokens), 4, 8))
+        for row, text in enumerate(tokens.tolist()):
+            fits = np.array(
+                [all(a in (0, b + 3) for a, b in zip(text[:3], string)) for string in self.strings], dtype=float
+            )
+            joint = fits * self.p
+            for place in range(3):
+                for string, mass in zip(self.strings, joint):
+                    out[row, place, string[place] + 3] += mass
+        return torch.from_numpy(np.log(np.maximum(out / out.sum(-1, keepdims=True).clip(1e-300), 1e-300)))
+
+
+def _chi_square(found, p, count):
+    strings = list(itertools.product(range(3, 6), repeat=3))
+    observed = np.array([sum(1 for text in found if tuple(text) == string) for string in strings])
+    assert observed.sum() == count
+    return float(((observed - count * p) ** 2 / (count * p)).sum())
+
+
+def test_one_token_a_step_ancestral_matches_an_enumerable_distribution(toys):
+    chain = _Chain()
+
+    class Exact(toys.Toy):
+        def logits(self, tokens, latents, t, real):
+            unique, inverse = torch.unique(tokens, dim=0, return_inverse=True)
+            return chain.conditionals(unique)[inverse]
+
+    count = 3000
+    common = {"diffusion": MaskedDiffusion(toys.MASK), "num_samples": count, "lengths": torch.full((count,), 4)}
+    exact = sample_text(Exact(max_seq_len=4), None, steps=400, sampler="ancestral", batch_tokens=16000, **common)
+    # 26 degrees of freedom: 54 is the 0.1 % point.
+    assert _chi_square(exact.tokens, chain.p, count) < 54
+    one_step = sample_text(Exact(max_seq_len=4), None, steps=1, sampler="ancestral", batch_tokens=16000, **common)
+    assert _chi_square(one_step.tokens, chain.p, count) > 200  # all at once is the product of marginals
+
+
+def noisy_model(toys):
+    class Noisy(toys.Toy):
+        """Logits that depend on tokens, latent and time."""
+
+        def logits(self, tokens, latents, t, real):
+            generator = torch.Generator().manual_seed(0)
+            table = torch.randn(8, 8, generator=generator)
+            near = table[tokens].cumsum(1) * real[..., None]
+            return near + t[:, None, None] + (0 if latents is None else latents.sum(1)[:, None, None] * table[3])
+
+        def lengths(self, latents, batch):
+            out = torch.zeros(batch, self.config.max_seq_len)
+            return out if latents is None else out + latents[:, :1] * torch.linspace(-1, 1, self.config.max_seq_len)
+
+    return Noisy(max_seq_len=12)
+
+
+@pytest.mark.parametrize("sampler", ["confidence", "ancestral"])
+@pytest.mark.parametrize("given", [True, False])
+def test_same_seed_same_text_whatever_the_batch(toys, sampler, given):
+    model, diffusion = noisy_model(toys), MaskedDiffusion(toys.MASK)
+    latents = torch.randn(20, 4, generator=torch.Generator().manual_seed(1)) if given else None
+    options = {"diffusion": diffusion, "steps": 5, "sampler": sampler, "temperature": 1.0, "num_samples": 20}
+    big = sample_text(model, latents, batch_tokens=10_000, seed=4, **options)
+    small = sample_text(model, latents, batch_tokens=1, seed=4, **options)
+    other = sample_text(model, latents, batch_tokens=10_000, seed=5, **options)
+    assert big.tokens == small.tokens
+    assert big.tokens != other.tokens
+
+
+@pytest.mark.parametrize("sampler", ["confidence", "ancestral"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_special_tokens_never_come_out(toys, sampler, temperature):
+    class Wrong(toys.Toy):
+        def logits(self, tokens, latents, t, real):
+            out = torch.zeros(*tokens.shape, 8)
+            out[..., :3] = 100.0
+            return out
+
+    found = sample_text(
+        Wrong(), None, num_samples=30, diffusion=MaskedDiffusion(toys.MASK), steps=4, sampler=sampler,
+        temperature=temperature,
+    )  # fmt: skip
+    assert {token for text in found.tokens for token in text} <= set(range(3, 8))
+    assert [len(text) + 1 for text in found.tokens] == found.lengths.tolist()
+    assert len(set(found.lengths.tolist())) > 3  # drawn from p(length), not one length for all
+
+
+@pytest.mark.parametrize("sampler", ["confidence", "ancestral"])
+def test_nan_logits_are_an_error(toys, sampler):
+    class Broken(toys.Toy):
+        def logits(self, tokens, latents, t, real):
+            return torch.full((*tokens.shape, 8), float("nan"))
+
+    with pytest.raises(MmldlmError, match="NaN"):
+        sample_text(Broken(), None, num_samples=2, diffusion=MaskedDiffusion(toys.MASK), sampler=sampler,
+                    lengths=torch.tensor([4, 5]))  # fmt: skip
+
+
+def test_guidance_extrapolates_from_the_null(toys):
+    class Two(toys.Toy):
+        def logits(self, tokens, latents, t, real):
+            out = torch.full((*tokens.shape, 8), -9.0)
+            # given: 3 before 4; null: 3 even more so. Only extrapolation makes 4 the best.
+            out[..., 3], out[..., 4] = (1.0, 0.9) if latents is not None else (3.0, 0.0)
+            return out
+
+    options = {"diffusion": MaskedDiffusion(toys.MASK), "steps": 2, "lengths": torch.tensor([3])}
+    assert sample_text(Two(), torch.zeros(1, 4), **options).tokens == [[3, 3]]
+    assert sample_text(Two(), torch.zeros(1, 4), guidance=2.0, **options).tokens == [[4, 4]]
+
+
+def test_passes_are_spent_only_on_texts_that_change(toys):
+    model = toys.Perfect(TEXTS)
+    found = sample_text(model, numbered(5), diffusion=MaskedDiffusion(toys.MASK), steps=100)
+    assert found.num_rows == sum(len(text) for text in TEXTS)
+
+
+def test_draws_follow_probabilities_and_never_take_what_has_none():
+    logits = torch.tensor([float("-inf"), 0.0, math.log(3.0), float("-inf")]).expand(4000, 4)
+    uniform = (torch.arange(4000).double() + 0.5) / 4000
+    drawn = draw_tokens(logits, uniform, 1.0)
+    assert torch.bincount(drawn, minlength=4).tolist() == [0, 1000, 3000, 0]
+    ends = torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)
+    assert draw_tokens(logits[:2], ends, 1.0).tolist() == [1, 2]
+    assert draw_tokens(logits[:2], ends, 1.0, top_p=0.7).tolist() == [2, 2]
+    assert draw_tokens(logits[:2], ends, 0.0).tolist() == [2, 2]
+
+
+def test_length_rules():
+    probability = torch.tensor([[0.1, 0.3, 0.2, 0.4], [0.0, 0.0, 1.0, 0.0]])
+    assert choose_lengths(probability.log(), "mode").tolist() == [4, 3]
+    assert choose_lengths(probability.log(), "median").tolist() == [3, 3]
+    uniform = torch.tensor([0.05, 1 - 2.0**-53], dtype=torch.float64)
+    assert choose_lengths(probability.log(), "sample", uniform).tolist() == [1, 3]
+    with pytest.raises(ValueError, match="length rule"):
+        choose_lengths(probability, "true")
