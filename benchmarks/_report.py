@@ -20,7 +20,13 @@ def claim(name: str, value: float, op: str, bound: float) -> dict:
 def conditions(**more) -> dict:
     """Machine and versions that the figures belong to."""
     versions = {name: metadata.version(name) for name in ("torch", "deepspeed", "numpy", "transformers")}
-    return {"python": platform.python_version(), "cpus": os.cpu_count(), "machine": platform.machine(), **versions, **more}
+    return {
+        "python": platform.python_version(),
+        "cpus": os.cpu_count(),
+        "machine": platform.machine(),
+        **versions,
+        **more,
+    }
 
 
 def write(path: str | None, claims: list[dict], **more) -> int:

@@ -62,7 +62,14 @@ def worker(args: argparse.Namespace) -> int:
 
 def launch(args: argparse.Namespace, folder: str, world_size: int) -> None:
     """Start this script's ranks under torchrun and wait."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}", __file__]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={world_size}",
+        __file__,
+    ]
     command += ["--worker", "--folder", folder, "--data", args.data, "--steps", str(args.steps), "--dtype", args.dtype]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -128,7 +128,9 @@ VERBS = {
 def main(argv: list[str] | None = None) -> int:
     """Entry of the console command; returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="mmldlm", description="Train and use an MMDiT between text and sentence embeddings.")
+    parser = argparse.ArgumentParser(
+        prog="mmldlm", description="Train and use an MMDiT between text and sentence embeddings."
+    )
     parser.add_argument("--version", action="version", version=f"mmldlm {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB")
     for name, (_, text) in VERBS.items():

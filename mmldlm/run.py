@@ -33,8 +33,8 @@ class TrainingState:
     Attributes:
         global_batch, num_samples: what the order of samples depends on beside the seed.
         step: optimizer steps taken, skipped ones included. applied_steps: those that moved the weights (the schedule's
-            clock). consumed_samples: training samples seen. skipped_steps: refused steps. consecutive_skips: since the last
-            applied one.
+            clock). consumed_samples: training samples seen. skipped_steps: refused steps. consecutive_skips: since
+            the last applied one.
     """
 
     global_batch: int
@@ -77,7 +77,9 @@ class RunFolder:
             return commit.resolve(resume)
         found = [None]
         if self.is_main:
-            path = commit.find_latest_whole(self.run_dir, on_damaged=lambda message: print(f"warning: {message}", flush=True))
+            path = commit.find_latest_whole(
+                self.run_dir, on_damaged=lambda message: print(f"warning: {message}", flush=True)
+            )
             found = [None if path is None else str(path.resolve())]
         if self.engine.world_size > 1:
             torch.distributed.broadcast_object_list(found, src=0)
@@ -103,7 +105,7 @@ class RunFolder:
                 raise UserError(
                     f"{what}={saved[what]} as in {checkpoint} (the order of samples depends on it)",
                     f"{what}={getattr(self.state, what)}",
-                    "keep training.train_batch_size * training.grad_accum_steps * world size, and the data, as they were",
+                    "keep training.train_batch_size * training.grad_accum_steps * world size, and the data, unchanged",
                 )
         self.engine.load(checkpoint / ENGINE_FOLDER)
         rng = torch.load(checkpoint / f"rng_state_rank{self.engine.rank}.pt", weights_only=True)
@@ -134,14 +136,24 @@ class RunFolder:
         self.events = JsonlLog(self.run_dir / "events.jsonl")
         wandb = config.logging.wandb
         self.wandb = open_wandb(
-            wandb.mode, wandb.project, config.logging.run_name, self.run_dir, config.model_dump(), resumed_from is not None
+            wandb.mode,
+            wandb.project,
+            config.logging.run_name,
+            self.run_dir,
+            config.model_dump(),
+            resumed_from is not None,
         )
         say = self.progress.message
         total = sum(count for _, count in trainable.values())
-        say(f"run      {self.run_dir} on {self.engine.describe()}, {self.engine.world_size} rank(s), {self.engine.device.type}")
+        say(
+            f"run      {self.run_dir} on {self.engine.describe()}, {self.engine.world_size} rank(s), "
+            f"{self.engine.device.type}"
+        )
         say(
             f"model    {total / 1e6:.1f}M parameters; trainable "
-            + ", ".join(f"{group} {part / 1e6:.1f}M of {whole / 1e6:.1f}M" for group, (part, whole) in trainable.items())
+            + ", ".join(
+                f"{group} {part / 1e6:.1f}M of {whole / 1e6:.1f}M" for group, (part, whole) in trainable.items()
+            )
             + f" (mode {config.training.loss_type}, freeze={config.training.freeze})"
         )
         lengths = self.data.train_lengths
@@ -151,8 +163,8 @@ class RunFolder:
         )
         training = config.training
         say(
-            f"batch    {state.global_batch} = {training.train_batch_size} a rank x {training.grad_accum_steps} accumulated x "
-            f"{self.engine.world_size} rank(s); {training.num_train_steps:,} steps = "
+            f"batch    {state.global_batch} = {training.train_batch_size} a rank x {training.grad_accum_steps} "
+            f"accumulated x {self.engine.world_size} rank(s); {training.num_train_steps:,} steps = "
             f"{training.num_train_steps * state.global_batch / len(lengths):.2f} epochs; {training.dtype}"
         )
         if resumed_from is not None:
@@ -196,7 +208,9 @@ class RunFolder:
         self.evaluations.write({"step": self.state.step, **values})
         if self.wandb is not None:
             self.wandb.log({"step": self.state.step, **values}, prefix="eval/")
-        self.progress.message(f"eval     step {self.state.step}: " + ", ".join(f"{k} {v:.3f}" for k, v in values.items()))
+        self.progress.message(
+            f"eval     step {self.state.step}: " + ", ".join(f"{k} {v:.3f}" for k, v in values.items())
+        )
 
     def event(self, kind: str, **values) -> None:
         """One line in events.jsonl (rank 0)."""
@@ -206,7 +220,8 @@ class RunFolder:
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Commit a checkpoint of the present step, or say why it could not be; the run goes on either way. Collective."""
+        """Commit a checkpoint of the present step, or say why it could not be; the run goes on either way.
+        Collective."""
         started, state, engine = time.perf_counter(), self.state, self.engine
         try:
             pending = commit.begin(self.run_dir, state.step, self._peers())
@@ -223,9 +238,17 @@ class RunFolder:
             return
         seconds = time.perf_counter() - started
         if self.is_main:
-            commit.prune(self.run_dir, self.config.checkpoints.keep_last, self.config.checkpoints.keep_every or 0)
+            self._prune()
             self.event("save", step=state.step, path=str(step_dir), seconds=round(seconds, 3))
             self.progress.message(f"saved    {step_dir} ({seconds:.1f} s)")
+
+    def _prune(self) -> None:
+        keep = self.config.checkpoints
+        try:
+            commit.prune(self.run_dir, keep.keep_last, keep.keep_every or 0)
+        except OSError as error:  # on rank 0 alone: the others are already on their way to the next step
+            self.event("prune_failed", step=self.state.step, reason=str(error))
+            self.progress.warning(f"old checkpoints could not be deleted: {error}")
 
     def _write_rank_files(self, folder: Path) -> None:
         self.engine.save(folder / ENGINE_FOLDER)
@@ -233,8 +256,12 @@ class RunFolder:
         torch.save({"torch": torch.get_rng_state(), "cuda": cuda}, folder / f"rng_state_rank{self.engine.rank}.pt")
         if not self.is_main:
             return
-        self.state.versions = {name: _version(name) for name in ("mmldlm", "torch", "deepspeed", "transformers", "numpy")}
-        (folder / STATE_FILE).write_text(json.dumps(asdict(self.state) | {"host": socket.gethostname()}, indent=2) + "\n")
+        self.state.versions = {
+            name: _version(name) for name in ("mmldlm", "torch", "deepspeed", "transformers", "numpy")
+        }
+        (folder / STATE_FILE).write_text(
+            json.dumps(asdict(self.state) | {"host": socket.gethostname()}, indent=2) + "\n"
+        )
         (folder / "config.yaml").write_text(to_yaml(self.config))
         (folder / "model_config.json").write_text(json.dumps(model_config(self.config, self.data), indent=2) + "\n")
         source = self.data.train.root / "tokenizer"
@@ -258,12 +285,17 @@ class RunFolder:
 
 
 def model_config(config, data: RunData) -> dict:
-    """What config.json of the exported model holds: the model, its diffusion, and which encoder its latents belong to."""
+    """What config.json of the exported model holds: the model, its diffusion, and which encoder its latents
+    belong to."""
     return {
         "architecture": "MultimodalMMDiT",
         **config.model.model_dump(),
         "text_diffusion": config.text_diffusion.model_dump(),
         "latent_diffusion": config.latent_diffusion.model_dump(),
+        "training": {
+            "mode_weights": config.training.mode_weights(),
+            "condition_dropout": config.training.condition_dropout,
+        },
         "encoder": data.train.manifest["encoder"],
         "tokenizer": data.train.manifest["tokenizer"],
     }

@@ -33,7 +33,9 @@ def main(args: argparse.Namespace, parse_config: Callable) -> int:
         f"{args.world_size} rank(s)"
     )
     if config.model.latent_dim is None or config.model.vocab_size is None:
-        print("# parameters: set data.latent_data_root (or model.latent_dim, vocab_size and the token ids) to count them")
+        print(
+            "# parameters: set data.latent_data_root (or model.latent_dim, vocab_size and the token ids) to count them"
+        )
         return 0
     import torch
 

@@ -1,4 +1,5 @@
-"""The training loop. Started by `deepspeed mmldlm/train.py`, `torchrun -m mmldlm.train`, `mmldlm train`, or plain python."""
+"""The training loop. Started by `deepspeed mmldlm/train.py`, `torchrun -m mmldlm.train`, `mmldlm train`, or plain
+python."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options shared by every way to start a run."""
     parser.add_argument("--config-name", metavar="NAME", help=f"preset: {', '.join(preset_names())}")
     parser.add_argument("--config", metavar="FILE", help="YAML file, read over the preset")
-    parser.add_argument("--deepspeed_config", "--deepspeed-config", metavar="JSON", help="DeepSpeed settings (ds_configs/)")
+    parser.add_argument(
+        "--deepspeed_config", "--deepspeed-config", metavar="JSON", help="DeepSpeed settings (ds_configs/)"
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="set single keys")
 
 
@@ -57,7 +60,9 @@ def check_run(config: Config, world_size: int):
         )
     elif world_size != 1:
         raise UserError(
-            "one process for engine.kind=single", f"{world_size} processes", "set engine.kind=deepspeed, or start one process"
+            "one process for engine.kind=single",
+            f"{world_size} processes",
+            "set engine.kind=deepspeed, or start one process",
         )
     data = open_data(config)
     run_dir = config.run_dir()
@@ -79,6 +84,7 @@ def train(data) -> None:
     from mmldlm.data.loader import MicroBatches, iterate_steps
     from mmldlm.data.noising import Noiser
     from mmldlm.data.plan import BatchPlan
+    from mmldlm.data.warm_start import encoder_token_embeddings
     from mmldlm.engines import build_engine
     from mmldlm.engines.optimizer import learning_rate
     from mmldlm.evaluation.validation import Validation
@@ -93,6 +99,9 @@ def train(data) -> None:
     torch.manual_seed(training.seed)
     model = MultimodalMMDiT(config.model)
     model.set_latent_statistics(data.latent_mean, data.latent_std)
+    if config.model.token_embedding_init == "encoder":
+        embeddings = encoder_token_embeddings(data.train, config.model.hidden_size)
+        model.text_encoder.token_embedding.weight.data.copy_(torch.from_numpy(embeddings))
     apply_freezing(model, training.loss_type, training.freeze)
     trainable = verify_parameter_freezing(model, training.loss_type, training.freeze)
     if training.compile_model:
@@ -113,7 +122,9 @@ def train(data) -> None:
         folder.load(resume_from)
     folder.open(trainable, resume_from)
     stop = StopSignal()
-    stream = iterate_steps(dataset, state.step, training.num_train_steps, config.data.num_workers, config.data.prefetch_factor)
+    stream = iterate_steps(
+        dataset, state.step, training.num_train_steps, config.data.num_workers, config.data.prefetch_factor
+    )
 
     engine.module.train()
     started, interrupted = time.perf_counter(), False
@@ -125,7 +136,9 @@ def train(data) -> None:
             loss, metrics = objective(engine.module, batch.to(engine.device))
             engine.backward(loss)
             num_tokens = torch.tensor(float(batch.num_tokens), device=engine.device)
-            sums += torch.stack([*(metrics[key].double() for key in METRICS), num_tokens.double(), stop.as_tensor(engine.device)])
+            sums += torch.stack(
+                [*(metrics[key].double() for key in METRICS), num_tokens.double(), stop.as_tensor(engine.device)]
+            )
         result = engine.step(lr)
         # The step's one host sync: metrics, token count and whether any rank was told to stop travel in one vector.
         *values, num_tokens, num_stops = engine.all_reduce_sum(sums).tolist()
@@ -136,11 +149,13 @@ def train(data) -> None:
         folder.log_step(dict(zip(METRICS, values, strict=True)), batches[0], result, lr, num_tokens / (now - started))
         started = now
         if state.consecutive_skips >= config.stability.max_consecutive_skips:
-            folder.event("stability_stop", reason=f"{state.consecutive_skips} steps in a row had a non-finite gradient norm")
+            folder.event(
+                "stability_stop", reason=f"{state.consecutive_skips} steps in a row had a non-finite gradient norm"
+            )
             raise StabilityStop(
-                f"{state.consecutive_skips} steps in a row had a non-finite gradient norm (the last at step {state.step}). "
-                f"No skipped step moved the weights. Last checkpoint: {folder.run_dir / 'latest'}. Lower optimizer.lr or "
-                "optimizer.grad_clip_norm, check the data with `mmldlm verify-data`, then add training.resume=auto."
+                f"{state.consecutive_skips} steps in a row had a non-finite gradient norm (the last: {state.step}). No "
+                f"skipped step moved the weights. Last checkpoint: {folder.run_dir / 'latest'}. Lower optimizer.lr "
+                "or optimizer.grad_clip_norm, check the data with `mmldlm verify-data`, then add training.resume=auto."
             )
         last = state.step == training.num_train_steps
         if last or state.step % config.logging.eval_freq == 0:
@@ -151,7 +166,9 @@ def train(data) -> None:
             started = time.perf_counter()
     folder.close()
     if interrupted and state.step < training.num_train_steps:
-        raise Interrupted(f"stopped by a signal at step {state.step}; the checkpoint is saved: add training.resume=auto to go on")
+        raise Interrupted(
+            f"stopped by a signal at step {state.step}; the checkpoint is saved: add training.resume=auto to go on"
+        )
 
 
 class StopSignal:
@@ -180,7 +197,9 @@ def main(argv: list[str] | None = None) -> int:
     """Entry of the script; returns the exit code."""
     parser = argparse.ArgumentParser(prog="mmldlm.train", description=__doc__)
     add_arguments(parser)
-    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher adds it
+    parser.add_argument(
+        "--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS
+    )  # the deepspeed launcher adds it
     args = parser.parse_intermixed_args(argv)
     try:
         # Every rank finds the same mistake by itself before any of them waits for another; rank 0 reports it.

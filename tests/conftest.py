@@ -28,7 +28,18 @@ def sentences() -> list[str]:
     from mmldlm.data.corpora import docstrings_of, prose_paragraphs, reject_reason, split_sentences
 
     found: dict[str, None] = {}
-    for module in (argparse, asyncio.events, ast, inspect, logging, subprocess, tarfile, unittest.mock, unittest.case, zipfile):
+    for module in (
+        argparse,
+        asyncio.events,
+        ast,
+        inspect,
+        logging,
+        subprocess,
+        tarfile,
+        unittest.mock,
+        unittest.case,
+        zipfile,
+    ):
         for docstring in docstrings_of(inspect.getsource(module).encode()) or []:
             for paragraph in prose_paragraphs(docstring):
                 found.update({s: None for s in split_sentences(paragraph) if reject_reason(s) is None})
@@ -48,6 +59,8 @@ def store(tmp_path_factory, sentences):
         pytest.skip(f"no MiniLM weights here: {error}")
     folder = tmp_path_factory.mktemp("store")
     (folder / "corpus.txt").write_text("\n".join(sentences) + "\n")
-    code = main(["prepare", str(folder / "corpus.txt"), "--output-dir", str(folder / "store"), "--validation-samples", "40"])
+    code = main(
+        ["prepare", str(folder / "corpus.txt"), "--output-dir", str(folder / "store"), "--validation-samples", "40"]
+    )
     assert code == 0
     return folder / "store"

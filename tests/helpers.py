@@ -25,7 +25,12 @@ def torchrun(world_size: int, *words: str) -> list[str]:
 def launch(command: list[str], timeout: float = 240, **more: str) -> subprocess.CompletedProcess:
     """Run a command to its end in its own session; everything it started is ended when the time is up."""
     process = subprocess.Popen(
-        command, env=environment(**more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        env=environment(**more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
     try:
         output, _ = process.communicate(timeout=timeout)

@@ -39,7 +39,8 @@ def load_config(
     """Resolve a run's config: preset, then file, then overrides, each winning over what came before.
 
     Args:
-        name: preset (`--config-name`). path: YAML file (`--config`). overrides: `section.key=value` words; values are YAML.
+        name: preset (`--config-name`). path: YAML file (`--config`). overrides: `section.key=value` words; values are
+            YAML.
 
     Raises:
         UserError: unknown preset, file, key or value, with the nearest known one.
@@ -49,7 +50,9 @@ def load_config(
         known = preset_names()
         if name not in known:
             raise UserError(
-                f"a preset: {', '.join(known)}", f"--config-name {name}{_nearest(name, known)}", "use --config for a file"
+                f"a preset: {', '.join(known)}",
+                f"--config-name {name}{_nearest(name, known)}",
+                "use --config for a file",
             )
         values = _parse((resources.files("mmldlm.config") / "presets" / f"{name}.yaml").read_text(), f"preset {name}")
     if path is not None:
@@ -67,7 +70,9 @@ def build_config(values: dict[str, Any]) -> Config:
     """Validate a nested dict; every problem is listed in one UserError."""
     problems = list(_unknown_keys(values, Config, ""))
     if problems:
-        raise UserError("keys of mmldlm's config", "\n           ".join(problems), "`mmldlm config --keys` lists all keys")
+        raise UserError(
+            "keys of mmldlm's config", "\n           ".join(problems), "`mmldlm config --keys` lists all keys"
+        )
     try:
         return Config(**values)
     except ValidationError as error:
@@ -77,7 +82,9 @@ def build_config(values: dict[str, Any]) -> Config:
             shown = "" if isinstance(item.get("input"), dict) else f" (found {item.get('input')!r})"
             message = item["msg"].removeprefix("Value error, ")
             lines.append(f"{key}: {message}{shown}" if key and "." in key else message)
-        raise UserError("values that fit together", "\n           ".join(lines), "change the keys named above") from error
+        raise UserError(
+            "values that fit together", "\n           ".join(lines), "change the keys named above"
+        ) from error
 
 
 def parse_override(word: str) -> dict[str, Any]:
@@ -88,7 +95,9 @@ def parse_override(word: str) -> dict[str, Any]:
     try:
         nested: Any = yaml.load(value, Loader=_Loader)
     except yaml.YAMLError as error:
-        raise UserError(f"a YAML value for {key}", value, "quote it for the shell, e.g. 'key={l2t: 0.7, t2l: 0.3}'") from error
+        raise UserError(
+            f"a YAML value for {key}", value, "quote it for the shell, e.g. 'key={l2t: 0.7, t2l: 0.3}'"
+        ) from error
     for part in reversed(key.split(".")):
         nested = {part: nested}
     return nested
@@ -103,7 +112,11 @@ def all_keys() -> list[tuple[str, str, str]]:
             if isinstance(annotation, type) and issubclass(annotation, BaseModel):
                 yield from walk(annotation, f"{prefix}{name}.")
             else:
-                yield f"{prefix}{name}", json.dumps(field.get_default(call_default_factory=True)), field.description or ""
+                yield (
+                    f"{prefix}{name}",
+                    json.dumps(field.get_default(call_default_factory=True)),
+                    field.description or "",
+                )
 
     return list(walk(Config, ""))
 
@@ -121,7 +134,9 @@ def _parse(text: str, where: str) -> dict[str, Any]:
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise UserError("sections with keys", f"{where}: a {type(values).__name__}", "write `training:` and keys below it")
+        raise UserError(
+            "sections with keys", f"{where}: a {type(values).__name__}", "write `training:` and keys below it"
+        )
     return values
 
 
@@ -138,7 +153,8 @@ def _unknown_keys(values: dict[str, Any], section: type[BaseModel], prefix: str)
     for key, value in values.items():
         field = section.model_fields.get(key)
         if field is None:
-            yield f"{prefix}{key}{_nearest(f'{prefix}{key}', [name for name, _, _ in all_keys()] + list(section.model_fields))}"
+            known = [name for name, _, _ in all_keys()] + list(section.model_fields)
+            yield f"{prefix}{key}{_nearest(f'{prefix}{key}', known)}"
         elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             if isinstance(value, dict):
                 yield from _unknown_keys(value, field.annotation, f"{prefix}{key}.")

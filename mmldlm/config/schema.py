@@ -41,6 +41,9 @@ class ModelConfig(Section):
     """RMS-normalise queries and keys in every head (keeps attention logits bounded in bf16)."""
     tie_embeddings: bool = False
     """Share the token embedding with the text head."""
+    token_embedding_init: Literal["random", "encoder"] = "random"
+    """encoder: start from the input embeddings of the encoder that made the latents, cut to hidden_size by their
+    principal components (the store must use that encoder's tokenizer)."""
     gradient_checkpointing: bool = False
     """Recompute each block in the backward pass instead of storing its activations."""
     vocab_size: int | None = Field(None, ge=3)
@@ -73,7 +76,8 @@ class TokenizerConfig(Section):
     """Which tokenizer the data must have been prepared with."""
 
     name: str | None = None
-    """Tokenizer the store was prepared with (a Hugging Face name or folder, `minilm`, or `train`). None: the store's own."""
+    """Tokenizer the store was prepared with (a Hugging Face name or folder, `minilm`, or `train`). None: the
+    store's own."""
     cache_dir: str | None = None
     """Folder in which Hugging Face keeps downloaded files."""
 
@@ -105,8 +109,8 @@ class TextDiffusionConfig(Section):
     eps: float = Field(1e-4, ge=0, lt=0.5)
     """Log-linear schedule keeps a token with probability eps at t = 1."""
     masking: Literal["count", "independent"] = "count"
-    """count masks exactly ceil(t L) of L tokens with weight L / k: the same NELBO with far less variance. independent masks
-    every token by itself with weight 1 / t (MDLM)."""
+    """count masks exactly ceil(t L) of L tokens with weight L / k: the same NELBO with far less variance. independent
+    masks every token by itself with weight 1 / t (MDLM)."""
     t_min: float = Field(1e-3, gt=0, lt=0.5)
     """Smallest timestep of independent masking; its NELBO misses at most t_min * log V nats a token."""
     timesteps: Literal["low_discrepancy", "uniform"] = "low_discrepancy"
@@ -124,8 +128,11 @@ class LatentDiffusionConfig(Section):
     """What the latent head predicts."""
     timesteps: Literal["low_discrepancy", "uniform", "logit_normal"] = "low_discrepancy"
     """How timesteps are drawn; logit_normal is sigmoid(N(0, 1)) (SD3)."""
+    timestep_shift: float = Field(1.0, gt=0)
+    """SD3's shift s: t' = s t / (1 + (s - 1) t). Above 1 it trains more at high noise, where the text decides."""
     weighting: Literal["unit", "min_snr", "velocity"] = "unit"
-    """Weight of the squared error: 1, min-SNR-gamma (arXiv 2303.09556), or that of the v / flow loss, in prediction's space."""
+    """Weight of the squared error: 1, min-SNR-gamma (arXiv 2303.09556), or that of the v / flow loss, in
+    the prediction's space."""
     min_snr_gamma: float = Field(5.0, gt=0)
     """gamma of weighting=min_snr."""
     t_min: float = Field(1e-3, gt=0, lt=0.5)
@@ -186,7 +193,8 @@ class TrainingConfig(Section):
     compile_model: bool = False
     """torch.compile every block."""
     resume: str | None = None
-    """A run's `latest`, a step folder, or `auto` (newest whole checkpoint of this run, a fresh start if there is none)."""
+    """A run's `latest`, a step folder, or `auto` (newest whole checkpoint of this run, a fresh start if
+    there is none)."""
     freeze: Literal["mode", "none"] = "mode"
     """mode: l2t freezes the latent encoder and head, t2l the text encoder and head. none: train from scratch."""
     condition_dropout: float = Field(0.1, ge=0, lt=1)

@@ -60,9 +60,7 @@ def find_model_folder(name: str) -> tuple[Path, str]:
         UserError: the name is not registered, or the weights are neither installed nor to be had from the hub.
     """
     if name not in ENCODERS:
-        raise UserError(
-            f"an encoder among: {', '.join(ENCODERS)}", f"--encoder {name}", "choose one of these encoders"
-        )
+        raise UserError(f"an encoder among: {', '.join(ENCODERS)}", f"--encoder {name}", "choose one of these encoders")
     spec = ENCODERS[name]
     if spec.package is not None:
         # find_spec of a top-level name looks for the package without running it.

@@ -11,7 +11,7 @@ from torch import Tensor
 from mmldlm.config.schema import PURE_MODES, Config
 from mmldlm.data.plan import GlobalBatch, permute
 from mmldlm.diffusion import ContinuousDiffusion, MaskedDiffusion
-from mmldlm.diffusion.timesteps import logit_normal, low_discrepancy, stretch
+from mmldlm.diffusion.timesteps import logit_normal, low_discrepancy, shift, stretch
 
 UNCONDITIONAL, L2T, T2L = range(3)
 assert PURE_MODES == ("unconditional", "l2t", "t2l")
@@ -25,9 +25,10 @@ class NoisedBatch:
     """One micro-batch, ready for the model. B samples, S positions (longest text), M scored positions, D latent dim.
 
     Attributes:
-        tensors: text_tokens [B, S] int64 (noised), attention_mask [B, S] bool, latents [B, D] fp32 (noised, model space),
-            text_timesteps [B], latent_timesteps [B] fp32, text_is_null and latent_is_null [B] bool,
-            text_positions [M] int64 in B * S, text_targets [M] int64, text_weights [M] fp32 (NELBO weight), text_rows [M]
+        tensors: text_tokens [B, S] int64 (noised), attention_mask [B, S] bool, latents [B, D] fp32 (noised, model
+            space), text_timesteps [B], latent_timesteps [B] fp32, text_is_null and latent_is_null [B] bool,
+            text_positions [M] int64 in B * S, text_targets [M] int64, text_weights [M] fp32 (NELBO weight), text_rows
+            [M]
             int64 (sample of each scored position), latent_targets [B, D] fp32, latent_clean [B, D] fp32,
             latent_weights [B] fp32 (0 where the latent is not scored), length_targets [B] int64 (length - 1),
             length_weights [B] fp32.
@@ -219,7 +220,9 @@ class Noiser:
         return noised, masked, t, self.text.nelbo_weight(t)
 
     def _latent_timesteps(self, strata: Tensor, own: Tensor) -> Tensor:
-        if self.latent_config.timesteps == "logit_normal":
-            return logit_normal(strata).clamp(self.latent_config.t_min, 1.0)
-        uniform = strata if self.latent_config.timesteps == "low_discrepancy" else own
-        return stretch(uniform, self.latent_config.t_min)
+        config = self.latent_config
+        if config.timesteps == "logit_normal":
+            t = logit_normal(strata).clamp(config.t_min, 1.0)
+        else:
+            t = stretch(strata if config.timesteps == "low_discrepancy" else own, config.t_min)
+        return shift(t, config.timestep_shift)

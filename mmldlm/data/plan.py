@@ -1,4 +1,5 @@
-"""The batch plan: which samples make up the global batch of a step. A pure function of (seed, lengths, batch size, step)."""
+"""The batch plan: which samples make up the global batch of a step. A pure function of (seed, lengths, batch size,
+step)."""
 
 from __future__ import annotations
 

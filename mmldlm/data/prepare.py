@@ -152,7 +152,8 @@ def prepare(options: PrepareOptions, console: Console | None = None) -> Path:
                 manifest["options"][key] = Path(value).resolve().name
         if held_out is not None:
             manifest["validation_corpus"] = {
-                "source": held_out.source, **_counted(validation_counts, splits["validation"])
+                "source": held_out.source,
+                **_counted(validation_counts, splits["validation"]),
             }
         _write_synced(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
         for name in splits:  # what was written opens, and says what was meant
@@ -242,8 +243,11 @@ def _tokenize(
     num_seen = 0
     for chunk in _chunks(order, _TOKENIZE_CHUNK):
         encoded = tokenizer(
-            [texts[row] for row in chunk], add_special_tokens=False, return_attention_mask=False,
-            return_token_type_ids=False, verbose=False,
+            [texts[row] for row in chunk],
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
         )["input_ids"]
         for row, ids in zip(chunk, encoded):
             num_seen += 1
@@ -454,8 +458,12 @@ class _Progress:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
             self._bar = Progress(
-                TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-                TextColumn("{task.fields[rate]:.0f} sentences/s"), TimeRemainingColumn(), console=self._console,
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[rate]:.0f} sentences/s"),
+                TimeRemainingColumn(),
+                console=self._console,
             )
             self._task = self._bar.add_task(self._what, total=self._total, rate=0.0)
             self._bar.start()
@@ -530,13 +538,22 @@ def _print_summary(console: Console, root: Path, manifest: dict[str, Any], secon
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``mmldlm prepare``."""
     add = parser.add_argument
-    add("corpus", nargs="?", default=DEFAULT_CORPUS, metavar="CORPUS",
-        help=".txt (one sentence a line), .jsonl, a folder of .txt, or 'docstrings' (default; needs no download)")
+    add(
+        "corpus",
+        nargs="?",
+        default=DEFAULT_CORPUS,
+        metavar="CORPUS",
+        help=".txt (one sentence a line), .jsonl, a folder of .txt, or 'docstrings' (default; needs no download)",
+    )
     add("--output-dir", required=True, metavar="DIR", help="the folder of the store; must not exist yet")
     add("--validation-corpus", metavar="PATH", help="take validation from here instead of holding out training texts")
     add("--encoder", "--latent-model", default="minilm", help=f"one of: {', '.join(ENCODERS)}")
-    add("--tokenizer", default="minilm", metavar="NAME",
-        help="an encoder's name (its own tokenizer), a Hugging Face name or folder, or 'train'")
+    add(
+        "--tokenizer",
+        default="minilm",
+        metavar="NAME",
+        help="an encoder's name (its own tokenizer), a Hugging Face name or folder, or 'train'",
+    )
     add("--cache-dir", metavar="DIR", help="where tokenizers from the hub are kept")
     add("--vocab-size", type=int, default=8192, help="vocabulary of --tokenizer train (default %(default)s)")
     add("--add-mask-token", action="store_true", help="add the special tokens that the tokenizer lacks")

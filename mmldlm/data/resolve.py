@@ -20,8 +20,8 @@ class RunData:
 
     Attributes:
         config: with model.latent_dim, vocab_size and the token ids filled in.
-        train, validation: the two splits. train_lengths, validation_lengths: [N] int32 tokens, EOS included, of the rows
-            in use. latent_mean, latent_std: [D] fp32 scaling into model space.
+        train, validation: the two splits. train_lengths, validation_lengths: [N] int32 tokens, EOS included, of the
+            rows in use. latent_mean, latent_std: [D] fp32 scaling into model space.
     """
 
     config: Config
@@ -50,7 +50,9 @@ def open_data(config: Config) -> RunData:
     validation = Store(root, "validation", config.data.verify)
     for store in (train, validation):
         if len(store) == 0:
-            raise UserError(f"samples in split {store.split} of {root}", "none", "prepare the store from a larger corpus")
+            raise UserError(
+                f"samples in split {store.split} of {root}", "none", "prepare the store from a larger corpus"
+            )
         rows = np.unique(np.linspace(0, len(store) - 1, min(len(store), ROWS_CHECKED)).astype(np.int64))
         check_latents(store.get(rows).latents, f"{root}/{store.split} (rows {rows[0]}..{rows[-1]})", store.latent_dim)
     config = config.model_copy(deep=True)

@@ -1,12 +1,12 @@
 """The packed store: texts, tokens and latents in plain .npy files, read through memory maps.
 
-    ROOT/manifest.json
-    ROOT/{train,validation}/text.npy           uint8 [bytes]   UTF-8 of all texts, end to end
-    ROOT/{train,validation}/text_offsets.npy   int64 [N + 1]   where each text starts; the last is the end
-    ROOT/{train,validation}/tokens.npy         uint16 or int32 token ids, end to end, without special tokens
-    ROOT/{train,validation}/token_offsets.npy  int64 [N + 1]
-    ROOT/{train,validation}/latents.npy        float32 [N, D]  as the encoder gave them
-    ROOT/tokenizer/                            the tokenizer, as ``save_pretrained`` writes it
+ROOT/manifest.json
+ROOT/{train,validation}/text.npy           uint8 [bytes]   UTF-8 of all texts, end to end
+ROOT/{train,validation}/text_offsets.npy   int64 [N + 1]   where each text starts; the last is the end
+ROOT/{train,validation}/tokens.npy         uint16 or int32 token ids, end to end, without special tokens
+ROOT/{train,validation}/token_offsets.npy  int64 [N + 1]
+ROOT/{train,validation}/latents.npy        float32 [N, D]  as the encoder gave them
+ROOT/tokenizer/                            the tokenizer, as ``save_pretrained`` writes it
 """
 
 from __future__ import annotations

@@ -58,8 +58,11 @@ def _verify_split(store: Store, problems: list[str]) -> set[int]:
             return set()
     summary = manifest["splits"][store.split]
     found = {"num_samples": len(store), "num_tokens": int(store.lengths.sum()), "max_tokens": int(store.lengths.max())}
-    problems += [f"{where}: {key} is {found[key]}, the manifest says {summary[key]}"
-                 for key in found if found[key] != summary.get(key)]
+    problems += [
+        f"{where}: {key} is {found[key]}, the manifest says {summary[key]}"
+        for key in found
+        if found[key] != summary.get(key)
+    ]
     if store.lengths.min() == 0:
         problems.append(f"{where}: {int((store.lengths == 0).sum())} samples without tokens")
     vocab_size = manifest["tokenizer"]["vocab_size"]

@@ -93,7 +93,8 @@ class ContinuousDiffusion:
         if self.weighting == "unit":
             return torch.ones_like(alpha)
         if self.weighting == "velocity":
-            # x0-space weight of the v loss is SNR + 1 and of the flow loss 1 / s^2; other spaces follow from eps = SNR * x
+            # x0-space weight of the v loss is SNR + 1 and of the flow loss 1 / s^2; other spaces follow from eps =
+            # SNR * x
             x_weight = 1 / sigma.clamp_min(1e-3) ** 2 if self.path == "rectified_flow" else snr + 1
         else:
             x_weight = snr.clamp_max(self.min_snr_gamma)
@@ -105,7 +106,9 @@ class ContinuousDiffusion:
             return x_weight / (snr + 1)
         return x_weight * sigma**2
 
-    def step(self, x0: Tensor, z: Tensor, t: Tensor, s: Tensor, eta: float = 0.0, noise: Tensor | None = None) -> Tensor:
+    def step(
+        self, x0: Tensor, z: Tensor, t: Tensor, s: Tensor, eta: float = 0.0, noise: Tensor | None = None
+    ) -> Tensor:
         """One DDIM step (arXiv 2010.02502, eq. 12 and 16) from t to s < t given an x0 estimate.
 
         Args:

@@ -13,8 +13,8 @@ SCHEDULES = ("loglinear", "cosine", "polynomial")
 class MaskedDiffusion:
     """q(x_t | x_0) keeps a token with probability alpha_t and replaces it by [MASK] otherwise.
 
-    The continuous-time NELBO of a denoiser under SUBS is E_t[w(t) * sum over masked positions of -log p(x_0 | x_t)] with
-    w(t) = -alpha'_t / (1 - alpha_t), which is exactly 1 / t for the log-linear schedule whatever its eps.
+    The continuous-time NELBO of a denoiser under SUBS is E_t[w(t) * sum over masked positions of -log p(x_0 | x_t)]
+    with w(t) = -alpha'_t / (1 - alpha_t), which is exactly 1 / t for the log-linear schedule whatever its eps.
 
     Args:
         mask_token_id: id of [MASK].
@@ -78,7 +78,8 @@ class MaskedDiffusion:
         RADD, arXiv 2406.03736) while the estimate no longer has the heavy tail of 1 / t at small t.
 
         Args:
-            tokens: [B, S] int64. uniform_t: [B] in [0, 1). uniform: [B, S] in [0, 1). maskable: [B, S] bool, some in each row.
+            tokens: [B, S] int64. uniform_t: [B] in [0, 1). uniform: [B, S] in [0, 1). maskable: [B, S] bool, some in
+                each row.
 
         Returns:
             noised [B, S], masked [B, S] bool, share of masked tokens k / L [B] fp64.

@@ -25,6 +25,12 @@ def stretch(uniform: Tensor, t_min: float) -> Tensor:
 
 
 def logit_normal(uniform: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
-    """[B] uniforms -> sigmoid(N(mean, std^2)) by the inverse normal CDF, so strata stay strata (SD3, arXiv 2403.03206)."""
+    """[B] uniforms -> sigmoid(N(mean, std^2)) by the inverse normal CDF, so strata stay strata (SD3, arXiv
+    2403.03206)."""
     inside = uniform.double().clamp(1e-9, 1 - 1e-9)
     return torch.sigmoid(mean + std * torch.special.ndtri(inside))
+
+
+def shift(t: Tensor, amount: float) -> Tensor:
+    """t in [0, 1] -> amount t / (1 + (amount - 1) t): the same ends, more mass near 1 for amount > 1 (SD3, eq. 23)."""
+    return amount * t / (1 + (amount - 1) * t)

@@ -80,9 +80,23 @@ class Engine(ABC):
         return self.kind
 
 
+class Autocast(nn.Module):
+    """Calls a module under torch.autocast to bf16: fp32 weights, bf16 matrix products, fp32 gradients."""
+
+    def __init__(self, module: nn.Module, device_type: str):
+        super().__init__()
+        self.module, self.device_type = module, device_type
+
+    def forward(self, *args, **kwargs):
+        with torch.autocast(self.device_type, torch.bfloat16):
+            return self.module(*args, **kwargs)
+
+
 def rank_environment() -> tuple[int, int, int]:
     """rank, local rank and world size that the launcher put into the environment (0, 0, 1 without one)."""
-    return tuple(int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+    return tuple(
+        int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
+    )
 
 
 def pick_device(local_rank: int) -> torch.device:

@@ -19,11 +19,15 @@ def read_json(path: str | None) -> dict[str, Any]:
     try:
         values = json.loads(Path(path).read_text())
     except OSError as error:
-        raise UserError("a readable DeepSpeed JSON", f"{path}: {error.strerror}", "see ds_configs/ for files to start from") from error
+        raise UserError(
+            "a readable DeepSpeed JSON", f"{path}: {error.strerror}", "see ds_configs/ for files to start from"
+        ) from error
     except json.JSONDecodeError as error:
         raise UserError("valid JSON", f"{path}: {error}", "mend the line named above") from error
     if not isinstance(values, dict):
-        raise UserError("a JSON object", f"{path}: a {type(values).__name__}", "see ds_configs/ for files to start from")
+        raise UserError(
+            "a JSON object", f"{path}: a {type(values).__name__}", "see ds_configs/ for files to start from"
+        )
     return values
 
 
@@ -57,7 +61,8 @@ def merged_config(config: Config, world_size: int) -> dict[str, Any]:
             training.train_batch_size * training.grad_accum_steps * world_size,
         ),
         ("gradient_clipping", "optimizer.grad_clip_norm", optimizer.grad_clip_norm or 0.0),
-        ("bf16.enabled", "training.dtype", training.dtype == "bf16"),
+        # Under ZeRO-0 bf16 is autocast around fp32 weights (engines/deepspeed.py), so DeepSpeed itself runs in fp32.
+        ("bf16.enabled", "training.dtype and ZeRO stage > 0", training.dtype == "bf16" and stage > 0),
         ("fp16.enabled", "training.dtype", False),
         ("zero_optimization.stage", "engine.zero_stage", stage),
     ]
@@ -78,12 +83,14 @@ def merged_config(config: Config, world_size: int) -> dict[str, Any]:
                 f"a section {forbidden!r} in {config.engine.deepspeed_config}",
                 f"delete that section from the JSON and set {ours}.*",
             )
-    if training.dtype == "bf16":
+    if merged["bf16"]["enabled"]:
         # DeepSpeed's bf16 accumulates and reduces in bf16 unless told otherwise (facts: trainers.md 0.5).
         for path in (("data_types", "grad_accum_dtype"), (None, "communication_data_type")):
             section = merged if path[0] is None else merged.setdefault(path[0], {})
             if section.get(path[1], "auto") not in ("auto", "fp32"):
-                raise _disagree("fp32 accumulation and reduction", "fp32", ".".join(filter(None, path)), section[path[1]], config)
+                raise _disagree(
+                    "fp32 accumulation and reduction", "fp32", ".".join(filter(None, path)), section[path[1]], config
+                )
             section[path[1]] = "fp32"
     # Our AdamW is torch's own, which DeepSpeed calls untested; its CPUAdam would need a C++ build on every node.
     merged["zero_allow_untested_optimizer"] = True
@@ -93,7 +100,9 @@ def merged_config(config: Config, world_size: int) -> dict[str, Any]:
 
 def _without_auto(values: dict[str, Any]) -> dict[str, Any]:
     return {
-        key: _without_auto(value) if isinstance(value, dict) else value for key, value in values.items() if value != "auto"
+        key: _without_auto(value) if isinstance(value, dict) else value
+        for key, value in values.items()
+        if value != "auto"
     }
 
 

@@ -43,8 +43,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
 def learning_rate(applied_steps: int, num_train_steps: int, config: OptimizerConfig) -> float:
     """Rate of the next step after `applied_steps` steps that really moved the weights.
 
-    Linear warm-up from lr / warmup_steps, then cosine or linear to min_lr, or constant; at and after the end it stays at
-    the last value, never turning up again.
+    Linear warm-up from lr / warmup_steps, then cosine or linear to min_lr, or constant; at and after the end it stays
+    at the last value, never turning up again.
     """
     if applied_steps < config.warmup_steps:
         return config.lr * (applied_steps + 1) / config.warmup_steps

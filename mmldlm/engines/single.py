@@ -9,19 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from mmldlm.config.schema import Config
-from mmldlm.engines.base import Engine, StepResult, pick_device, rank_environment
+from mmldlm.engines.base import Autocast, Engine, StepResult, pick_device, rank_environment
 from mmldlm.engines.optimizer import build_optimizer
 from mmldlm.errors import UserError
-
-
-class _Autocast(nn.Module):
-    def __init__(self, model: nn.Module, device_type: str):
-        super().__init__()
-        self.model, self.device_type = model, device_type
-
-    def forward(self, *args, **kwargs):
-        with torch.autocast(self.device_type, torch.bfloat16):
-            return self.model(*args, **kwargs)
 
 
 class SingleEngine(Engine):
@@ -33,11 +23,13 @@ class SingleEngine(Engine):
         self.rank, local_rank, self.world_size = rank_environment()
         if self.world_size != 1:
             raise UserError(
-                "one process for engine.kind=single", f"WORLD_SIZE={self.world_size}", "use engine.kind=deepspeed, or one process"
+                "one process for engine.kind=single",
+                f"WORLD_SIZE={self.world_size}",
+                "use engine.kind=deepspeed, or one process",
             )
         self.device = pick_device(local_rank)
         self.model = model.to(self.device)
-        self.module = _Autocast(model, self.device.type) if config.training.dtype == "bf16" else model
+        self.module = Autocast(model, self.device.type) if config.training.dtype == "bf16" else model
         self.optimizer = build_optimizer(model, config.optimizer)
         self.clip = config.optimizer.grad_clip_norm
 

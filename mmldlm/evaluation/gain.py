@@ -35,9 +35,9 @@ class Settings:
     """
 
     num_samples: int | None = None
-    num_steps: int = 16
-    latent_steps: int = 12
-    num_draws: int = 3
+    num_steps: int = 12
+    latent_steps: int = 10
+    num_draws: int = 2
     control_samples: int = 100
     guidance: float = 1.0
     seed: int = 0

@@ -15,32 +15,30 @@ _OPERATORS = {">=": operator.ge, "<=": operator.le}
 
 # (key, label, digits) of the lines on the screen, in order.
 ROWS = (
-    ("nelbo_right", "l2t NELBO, right embedding", 3),
-    ("nelbo_shuffled", "  another sentence's", 3),
+    ("nelbo_right", "l2t NELBO, nats/token", 3),
+    ("nelbo_shuffled", "  another sentence's embedding", 3),
     ("nelbo_null", "  none (learned null)", 3),
-    ("gain_null", "  gain: null - right", 3),
-    ("gain_shuffled", "  gain: shuffled - right", 3),
-    ("token_accuracy_right", "l2t masked-token accuracy", 3),
+    ("gain_null", "  gain: none - right", 3),
+    ("gain_shuffled", "  gain: another's - right", 3),
+    ("token_accuracy_right", "l2t accuracy at masked tokens", 3),
     ("token_accuracy_null", "  none", 3),
-    ("length_nll_right", "length NLL", 3),
+    ("length_nll_right", "length NLL, nats/text", 3),
     ("length_nll_null", "  none", 3),
-    ("length_error", "length error", 2),
-    ("length_error_shuffled", "  another sentence's", 2),
-    ("f1_right", "l2t free-running set-F1", 1),
-    ("f1_shuffled", "  another sentence's", 1),
+    ("length_error", "length error, tokens", 2),
+    ("length_error_shuffled", "  another sentence's embedding", 2),
+    ("f1_right", "l2t free-running set-F1, points", 1),
+    ("f1_shuffled", "  another sentence's embedding", 1),
     ("f1_gap", "  gap", 1),
-    ("bleu_right", "l2t BLEU-4, word pieces", 1),
-    ("exact_match_right", "l2t exact match", 1),
-    ("cosine", "t2l cosine", 3),
-    ("cosine_shuffled", "  another sentence's", 3),
-    ("recall_at_1", "t2l recall@1", 3),
-    ("recall_at_10", "t2l recall@10", 3),
-    ("norm_ratio", "t2l norm", 3),
-)
-FLOOR_ROWS = (
-    ("mean_embedding_cosine", "  floor: mean embedding, cosine"),
-    ("mean_embedding_recall_at_1", "  floor: mean embedding, recall@1"),
-    ("chance_recall_at_1", "  floor: chance, recall@1"),
+    ("bleu_right", "l2t BLEU-4 of word pieces, points", 1),
+    ("exact_match_right", "l2t exact match, points", 1),
+    ("cosine", "t2l cosine with the encoder's", 3),
+    ("cosine_shuffled", "  with another sentence's", 3),
+    ("mean_embedding_cosine", "  floor: the mean embedding", 3),
+    ("recall_at_1", "t2l recall@1", 4),
+    ("recall_at_10", "t2l recall@10", 4),
+    ("mean_embedding_recall_at_1", "  floor: the mean embedding, @1", 4),
+    ("chance_recall_at_1", "  floor: chance, @1", 4),
+    ("norm_ratio", "t2l norm, made / true", 3),
 )
 
 
@@ -111,23 +109,18 @@ class Report:
         table.add_column("measure", no_wrap=True)
         for column in ("model", "untrained"):
             table.add_column(column, justify="right", no_wrap=True)
-        table.add_column("unit", no_wrap=True)
-        arms = [self.arms["model"], self.arms["untrained"]]
+        arms = [{**self.arms["model"], **self.arms.get("floors", {})}, self.arms["untrained"]]
         for key, label, digits in ROWS:
             if any(key in arm for arm in arms):
-                unit = next(arm[key].unit for arm in arms if key in arm)
-                table.add_row(label, *(_cell(arm.get(key), digits) for arm in arms), unit)
-        for key, label in FLOOR_ROWS:
-            if key in self.arms.get("floors", {}):
-                table.add_row(label, _cell(self.arms["floors"][key], 3), "", self.arms["floors"][key].unit)
+                table.add_row(label, *(_cell(arm.get(key), digits) for arm in arms))
         console.print(table)
         console.print(f"untrained: same config, fresh weights, {conditions['num_control_sentences']} of the sentences.")
         if "gain_shuffled" in gates:
+            moved, gain = gates["latent_sensitivity"].value, gates["gain_shuffled"]
             console.print(
-                "It ignores its embedding exactly (adaLN-Zero), so its gain is 0 by construction. With its zero layers\n"
-                f"drawn at random it reads the embedding (NELBO moves by {_cell(gates['latent_sensitivity'], 3)}), and its\n"
-                f"gain, shuffled - right, is {_cell(gates['gain_shuffled'], 4)} nats/token: "
-                f"{gates['gain_shuffled'].in_standard_errors:.1f} standard errors."
+                "It ignores its embedding exactly (adaLN-Zero): its gain is 0 by construction.\n"
+                "With its zero layers drawn at random, another embedding moves the NELBO by\n"
+                f"{moved:.3f}, but the mean of another's - right is {_cell(gain, 4)}: {gain.in_standard_errors:.1f} SE."
             )
         for note in conditions["notes"]:
             console.print(f"note: {note}")

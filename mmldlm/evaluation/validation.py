@@ -27,7 +27,9 @@ class Validation:
         self.engine, self.objective = engine, TranslationObjective(config)
         micro = config.training.eval_batch_size or config.training.train_batch_size
         seed = config.training.seed + _SEED_OFFSET
-        self.plan = BatchPlan(data.validation_lengths, micro * engine.world_size, seed, bucket_batches=64, shuffle=False)
+        self.plan = BatchPlan(
+            data.validation_lengths, micro * engine.world_size, seed, bucket_batches=64, shuffle=False
+        )
         self.passes: list[tuple[str, MicroBatches]] = []
         self.num_tokens = int(data.validation_lengths.sum())
 

@@ -96,7 +96,9 @@ class MMDiTBlock(nn.Module):
         text = torch.addcmul(text, t_gate, self.text.to_out(mixed[:, :length]))
         latent = torch.addcmul(latent, l_gate, self.latent.to_out(mixed[:, length:]))
 
-        text = torch.addcmul(text, t_mlp_gate, self.text.mlp(modulate(self.text.norm_mlp(text), t_mlp_shift, t_mlp_scale)))
+        text = torch.addcmul(
+            text, t_mlp_gate, self.text.mlp(modulate(self.text.norm_mlp(text), t_mlp_shift, t_mlp_scale))
+        )
         latent = torch.addcmul(
             latent, l_mlp_gate, self.latent.mlp(modulate(self.latent.norm_mlp(latent), l_mlp_shift, l_mlp_scale))
         )

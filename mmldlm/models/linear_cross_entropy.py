@@ -29,13 +29,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
             chunk, target = hidden[rows], targets[rows, None]
             logits = torch.addmm(bias, chunk, weight.t()).float()
             logits[:, forbidden_id] = float("-inf")
-            correct[rows] = logits.argmax(-1) == target[:, 0]
-            log_norm = logits.logsumexp(-1, keepdim=True)
-            nll[rows] = (log_norm - logits.gather(1, target))[:, 0]
+            # Few passes over [rows, V]: the maximum serves the softmax and the accuracy, the exponentials serve the
+            # normaliser and, scaled in place, the gradient.
+            target_logit, largest = logits.gather(1, target), logits.amax(-1, keepdim=True)
+            correct[rows] = (target_logit >= largest)[:, 0]
+            grad = logits.sub_(largest).exp_()
+            normaliser = grad.sum(-1, keepdim=True)
+            nll[rows] = (normaliser.log() + largest - target_logit)[:, 0]
             if any(needs):
-                grad = logits.sub_(log_norm).exp_()
-                grad.scatter_add_(1, target, grad.new_full((), -1.0).expand_as(target))
-                grad.mul_(loss_weights[rows, None])
+                row_weights = loss_weights[rows, None]
+                grad.mul_(row_weights / normaliser).scatter_add_(1, target, -row_weights)
                 grad_low = grad.to(hidden.dtype)
                 if needs[0]:
                     torch.mm(grad_low, weight, out=grad_hidden[rows])

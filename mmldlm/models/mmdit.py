@@ -138,7 +138,9 @@ class MultimodalMMDiT(nn.Module):
         ]  # fmt: skip
         if missing:
             raise UserError(
-                "a complete model config", f"model.{', model.'.join(missing)} unset", "set them, or take them from a store"
+                "a complete model config",
+                f"model.{', model.'.join(missing)} unset",
+                "set them, or take them from a store",
             )
         for key in ("mask_token_id", "pad_token_id", "eos_token_id"):
             if not 0 <= getattr(config, key) < config.vocab_size:
@@ -159,7 +161,9 @@ class MultimodalMMDiT(nn.Module):
         self.text_head = TextHead(width, cond, config.vocab_size, config.mask_token_id)
         self.latent_head = LatentHead(width, cond, config.latent_tokens, config.latent_dim)
         # Sampling must not see a text's true length, so the model learns p(length | latent) beside the tokens.
-        self.length_head = nn.Sequential(nn.SiLU(), nn.Linear(cond, cond), nn.SiLU(), nn.Linear(cond, config.max_seq_len))
+        self.length_head = nn.Sequential(
+            nn.SiLU(), nn.Linear(cond, cond), nn.SiLU(), nn.Linear(cond, config.max_seq_len)
+        )
         # Statistics of the training latents travel with the weights: without them samples are in no known space.
         self.register_buffer("latent_mean", torch.zeros(config.latent_dim))
         self.register_buffer("latent_std", torch.ones(config.latent_dim))
@@ -230,7 +234,8 @@ class MultimodalMMDiT(nn.Module):
 
         Returns:
             latent_pred [B, D] or [B, N, D] (as `latents`; [B, D] when None), length_logits [B, max_seq_len] for lengths
-            1..max_seq_len (EOS counted; given the latent where its timestep is 0, without it elsewhere), and of the text: text_logits [M, V] (or [B, S, V] without positions) in fp32
+            1..max_seq_len (EOS counted; given the latent where its timestep is 0, without it elsewhere), and of the
+            text: text_logits [M, V] (or [B, S, V] without positions) in fp32
             with -inf for [MASK]; with targets instead text_loss_sum (fp32 scalar), text_nll [M] and text_correct [M].
             Nothing of the text when text_tokens is None.
 
@@ -274,7 +279,9 @@ class MultimodalMMDiT(nn.Module):
         )
         condition = nn.functional.silu(raw_condition)
 
-        key_mask = self._key_mask(attention_mask, text_is_null if text_tokens is not None else None, batch, length, latent)
+        key_mask = self._key_mask(
+            attention_mask, text_is_null if text_tokens is not None else None, batch, length, latent
+        )
         cos, sin = rotary_table(length, config.hidden_size // config.n_heads, device)
         cos, sin = cos.to(dtype), sin.to(dtype)
         for block in self.blocks:
@@ -347,7 +354,9 @@ class MultimodalMMDiT(nn.Module):
         return {"architecture": type(self).__name__, **self.config.model_dump()}
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> MultimodalMMDiT:
+    def from_pretrained(
+        cls, path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> MultimodalMMDiT:
         """Load a model that `mmldlm convert` or `save_pretrained` wrote.
 
         Args:
@@ -364,7 +373,9 @@ class MultimodalMMDiT(nn.Module):
             folder = _download(str(path))
         for name in ("config.json", "model.safetensors"):
             if not (folder / name).is_file():
-                raise UserError(f"{name} in {folder}", "no such file", "make the folder with `mmldlm convert RUN/latest OUT`")
+                raise UserError(
+                    f"{name} in {folder}", "no such file", "make the folder with `mmldlm convert RUN/latest OUT`"
+                )
         known = ModelConfig.model_fields
         values = json.loads((folder / "config.json").read_text())
         model = cls(ModelConfig(**{key: value for key, value in values.items() if key in known}))
@@ -373,10 +384,11 @@ class MultimodalMMDiT(nn.Module):
         if model.config.tie_embeddings:
             tensors.setdefault("text_head.weight", tensors.get("text_encoder.token_embedding.weight"))
         own = model.state_dict()
+        found = {name: None if tensors.get(name) is None else tuple(tensors[name].shape) for name in own}
         wrong = [
-            f"{name}: {'missing' if tensors.get(name) is None else tuple(tensors[name].shape)}, expected {tuple(own[name].shape)}"
+            f"{name}: {found[name] or 'missing'}, expected {tuple(own[name].shape)}"
             for name in own
-            if tensors.get(name) is None or tensors[name].shape != own[name].shape
+            if found[name] != tuple(own[name].shape)
         ] + [f"{name}: not a tensor of this model" for name in tensors if name not in own]
         if wrong:
             raise UserError(

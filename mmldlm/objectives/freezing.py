@@ -51,5 +51,7 @@ def verify_parameter_freezing(model: nn.Module, mode: str, freeze: str) -> dict[
         total = sum(parameters[name].numel() for name in names)
         counts[group] = (sum(parameters[name].numel() for name in names if name not in frozen), total)
     if not any(trainable for trainable, _ in counts.values()):
-        raise UserError("at least one trainable parameter", "none", "choose another training.freeze or training.loss_type")
+        raise UserError(
+            "at least one trainable parameter", "none", "choose another training.freeze or training.loss_type"
+        )
     return counts

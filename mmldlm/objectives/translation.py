@@ -97,7 +97,10 @@ class TranslationObjective:
 
     @torch.no_grad()
     def _clamped_text_weights(self, model, batch) -> Tensor:
-        """Weights with the samples above text_loss_clamp set to 0: the gradient a clamp leaves. Costs a second forward."""
+        """Weights with the samples above text_loss_clamp set to 0: the gradient a clamp leaves.
+
+        Costs a second forward pass.
+        """
         tensors = batch.tensors
         nll = self._forward(model, tensors, tensors["text_weights"])["text_nll"]
         sums = torch.zeros(len(batch.ids), device=nll.device).index_add_(

@@ -23,60 +23,86 @@ from mmldlm.sampling.text import SAMPLERS, TextSamples, sample_text
 _NORM_SLACK = 0.05
 
 
+KINDS = ("l2t", "t2l", "unconditional")
+# Options that not every kind reads, and their defaults in the kinds that do.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "latent_file": {"l2t": None},
+    "data": {"l2t": None},
+    "text": {"l2t": None, "t2l": None},
+    "text_file": {"l2t": None, "t2l": None},
+    "num_samples": {"l2t": None, "unconditional": 10},
+    "num_steps": {"l2t": 64, "t2l": 32, "unconditional": 64},
+    "sampler": {"l2t": "confidence", "unconditional": "ancestral"},
+    "temperature": {"l2t": None, "unconditional": None},
+    "top_p": {"l2t": 1.0, "unconditional": 1.0},
+    "guidance": {"l2t": 1.0, "t2l": 1.0},
+    "method": {"t2l": "ddim"},
+    "eta": {"t2l": 0.0},
+    "way": {"unconditional": None},
+}
+SOURCES = {"l2t": ("latent_file", "text", "text_file", "data"), "t2l": ("text", "text_file"), "unconditional": ()}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the three kinds of sampling to the parser of `mmldlm sample`."""
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="l2t|t2l|unconditional")
-    l2t = kinds.add_parser("l2t", help="write text from embeddings")
-    given = l2t.add_mutually_exclusive_group(required=True)
-    given.add_argument("--latent-file", metavar="X.npy", help="embeddings [D] or [N, D], as the encoder gives them")
-    given.add_argument(
-        "--text", nargs="+", metavar="TEXT", help="texts, embedded by the encoder the model was trained on"
-    )
-    given.add_argument("--text-file", metavar="FILE", help="such texts, one a line")
-    given.add_argument("--data", metavar="STORE", help="embeddings of validation sentences of a prepared store")
-    l2t.add_argument("--num-samples", type=int, metavar="N", help="texts in all (default: one for every embedding)")
-    _add_text_options(l2t, steps=64, sampler="confidence")
-    l2t.add_argument("--guidance", type=float, default=1.0, help="classifier-free guidance, 1 is none (default 1)")
-
-    t2l = kinds.add_parser("t2l", help="make embeddings from text")
-    given = t2l.add_mutually_exclusive_group(required=True)
-    given.add_argument("--text", nargs="+", metavar="TEXT", help="texts")
-    given.add_argument("--text-file", metavar="FILE", help="texts, one a line")
-    t2l.add_argument("--num-steps", type=int, default=32, help="denoising steps (default %(default)s)")
-    t2l.add_argument("--method", choices=METHODS, default="ddim", help="heun needs a rectified-flow model")
-    t2l.add_argument("--eta", type=float, default=0.0, help="noise of DDIM: 0 none, 1 ancestral (default 0)")
-    t2l.add_argument("--guidance", type=float, default=1.0, help="classifier-free guidance, 1 is none (default 1)")
-
-    both = kinds.add_parser("unconditional", help="make text and embedding from nothing")
-    both.add_argument("--num-samples", type=int, default=10, metavar="N", help="pairs (default %(default)s)")
-    both.add_argument("--way", choices=WAYS, help="joint or chain (default: what the model was trained for)")
-    _add_text_options(both, steps=64, sampler="ancestral")
-
-    for kind in (l2t, t2l, both):
-        kind.add_argument("--checkpoint", required=True, metavar="DIR", help="folder that `mmldlm convert` wrote")
-        kind.add_argument("--output-dir", required=True, metavar="OUT", help="where samples.jsonl (and latents.npy) go")
-        kind.add_argument("--seed", type=int, default=0, help="of every draw (default %(default)s)")
-        kind.add_argument("--device", help="default: cuda where there is one, else cpu")
-
-
-def _add_text_options(parser: argparse.ArgumentParser, steps: int, sampler: str) -> None:
-    parser.add_argument("--num-steps", type=int, default=steps, help="denoising steps (default %(default)s)")
-    parser.add_argument("--sampler", choices=SAMPLERS, default=sampler, help="default %(default)s")
-    parser.add_argument(
+    """Adds the arguments of `mmldlm sample`; `settle_options` fills in the defaults and refuses what a kind ignores."""
+    add = parser.add_argument
+    add("kind", choices=KINDS, help="text from embeddings, embeddings from text, or both from nothing")
+    add("--checkpoint", required=True, metavar="DIR", help="folder that `mmldlm convert` wrote")
+    add("--output-dir", required=True, metavar="OUT", help="where samples.jsonl (and latents.npy) go")
+    add("--latent-file", metavar="X.npy", help="l2t: embeddings [D] or [N, D], as the encoder gives them")
+    add("--text", nargs="+", metavar="TEXT", help="texts; l2t embeds them with the encoder the model was trained on")
+    add("--text-file", metavar="FILE", help="texts, one a line")
+    add("--data", metavar="STORE", help="l2t: embeddings of validation sentences of a prepared store")
+    add("--num-samples", type=int, metavar="N", help="l2t: texts in all (default: one an embedding); unconditional: 10")
+    add("--num-steps", type=int, help="denoising steps (default: 64; t2l: 32)")
+    add("--sampler", choices=SAMPLERS, help="of text (default: l2t confidence, unconditional ancestral)")
+    add(
         "--temperature",
         type=float,
-        help="0 takes the most probable word (default: 1 for ancestral; 0 for confidence, or 1 where an embedding is "
-        "used several times)",
+        help="0 takes the most probable word (default: 1 for ancestral; 0 for confidence, or 1 "
+        "where an embedding is used several times)",
     )
-    parser.add_argument("--top-p", type=float, default=1.0, help="nucleus of the draws (default 1)")
+    add("--top-p", type=float, help="nucleus of the draws of words (default 1)")
+    add("--guidance", type=float, help="classifier-free guidance of l2t and t2l (default 1: none)")
+    add("--method", choices=METHODS, help="t2l: ddim, or heun for a rectified-flow model (default ddim)")
+    add("--eta", type=float, help="t2l: noise of DDIM: 0 none, 1 ancestral (default 0)")
+    add("--way", choices=WAYS, help="unconditional: joint or chain (default: what the model was trained for)")
+    add("--seed", type=int, default=0, help="of every draw (default %(default)s)")
+    add("--device", help="default: cuda where there is one, else cpu")
+
+
+def settle_options(args: argparse.Namespace) -> None:
+    """Fill in the defaults of args.kind.
+
+    Raises:
+        UserError: an option that this kind does not read, not exactly one source, or a number out of range.
+    """
+    given = [key for key in DEFAULTS if getattr(args, key) is not None]
+    unread = [_option(key) for key in given if args.kind not in DEFAULTS[key]]
+    if unread:
+        known = ", ".join(_option(key) for key in DEFAULTS if args.kind in DEFAULTS[key])
+        raise UserError(f"options that `sample {args.kind}` reads: {known}", ", ".join(unread), "leave them out")
+    sources = SOURCES[args.kind]
+    found = [_option(key) for key in sources if key in given]
+    if sources and len(found) != 1:
+        wanted = " or ".join(map(_option, sources))
+        raise UserError(f"one of {wanted}", ", ".join(found) or "none of them", "say where the input comes from")
+    for key, defaults in DEFAULTS.items():
+        if getattr(args, key) is None:
+            setattr(args, key, defaults.get(args.kind))
+    _check_numbers(args)
+
+
+def _option(key: str) -> str:
+    return "--" + key.replace("_", "-")
 
 
 def main(args: argparse.Namespace) -> int:
     """Runs `mmldlm sample`; returns the exit code."""
-    _check_numbers(args)
+    settle_options(args)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     pretrained = load_pretrained(args.checkpoint, device)
-    pretrained.check_guidance(getattr(args, "guidance", 1.0))
+    pretrained.check_guidance(1.0 if args.guidance is None else args.guidance)
     started = time.perf_counter()
     records, latents, extra = {"l2t": _l2t, "t2l": _t2l, "unconditional": _unconditional}[args.kind](pretrained, args)
     seconds = time.perf_counter() - started
@@ -99,10 +125,10 @@ def _check_numbers(args: argparse.Namespace) -> None:
         ("num_samples", 1, None), ("num_steps", 1, None), ("temperature", 0, None), ("top_p", 1e-6, 1), ("eta", 0, 1),
         ("seed", 0, None),
     ):  # fmt: skip
-        value = getattr(args, key, None)
+        value = getattr(args, key)
         if value is not None and (not np.isfinite(value) or value < low or (high is not None and value > high)):
             bound = f"at least {low:g}" + (f" and at most {high}" if high is not None else "")
-            raise UserError(f"--{key.replace('_', '-')} {bound}", str(value), "give another number")
+            raise UserError(f"{_option(key)} {bound}", str(value), "give another number")
 
 
 def _l2t(pretrained: Pretrained, args: argparse.Namespace):

@@ -67,7 +67,7 @@ def test_folder_without_texts_is_refused(tmp_path):
         ("One here. Two there! Three?", ["One here.", "Two there!", "Three?"]),
         ("Use a tool, e.g. Make or i.e. Ninja. Done.", ["Use a tool, e.g. Make or i.e. Ninja.", "Done."]),
         ("It is 3.14 or 2. 5 more follow.", ["It is 3.14 or 2.", "5 more follow."]),
-        ("J. R. Smith wrote it. He said \"Go.\" She went.", ["J. R. Smith wrote it.", 'He said "Go."', "She went."]),
+        ('J. R. Smith wrote it. He said "Go." She went.', ["J. R. Smith wrote it.", 'He said "Go."', "She went."]),
         ("See Fig. 3 and foo.bar. no break here", ["See Fig. 3 and foo.bar. no break here"]),
         ("No end", ["No end"]),
         ("", []),
@@ -78,7 +78,7 @@ def test_split_sentences(paragraph, expected):
 
 
 def test_splitting_loses_nothing():
-    text = "A b c. D (e.g. F) g! \"H i.\" J? 4.5 k. L. M. N o p. Q"
+    text = 'A b c. D (e.g. F) g! "H i." J? 4.5 k. L. M. N o p. Q'
     assert "".join("".join(split_sentences(text)).split()) == "".join(text.split())
 
 
@@ -92,7 +92,7 @@ def test_content_folds_case_space_punctuation_and_nothing_else():
     assert content_hash("a", "x") != content_hash("a", "y")
 
 
-_DOC = '''Return the widest shape that a caller may ask for.
+_DOC = """Return the widest shape that a caller may ask for.
 
 This goes over :class:`~package.Thing` and ``values``
 in *one* pass, see [1]_.
@@ -129,7 +129,7 @@ The fenced block is no prose at all.
 :type y: int
 
 | The table | is |
-'''
+"""
 
 
 def test_prose_paragraphs_leaves_code_and_markup_out():
@@ -182,11 +182,14 @@ def test_docstring_corpus_is_repeatable_and_counts_what_it_leaves(tmp_path, monk
     files = [tmp_path / name for name in ("a.py", "b.py", "c.py", "missing.py")]
     monkeypatch.setattr(corpora, "_source_files", lambda: files)
     corpus = open_corpus("docstrings")
-    assert list(corpus) == list(corpus) == [
-        "The cat sleeps near the warm window.", "The dog sleeps near the window."
-    ]
+    assert list(corpus) == list(corpus) == ["The cat sleeps near the warm window.", "The dog sleeps near the window."]
     assert corpus.counts == {
-        "files": 4, "files_unreadable": 2, "read": 5, "drop_length": 1, "drop_repeated": 1, "drop_near_repeat": 1
+        "files": 4,
+        "files_unreadable": 2,
+        "read": 5,
+        "drop_length": 1,
+        "drop_repeated": 1,
+        "drop_near_repeat": 1,
     }
 
 

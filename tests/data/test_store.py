@@ -114,9 +114,13 @@ def test_what_is_not_a_store_is_refused(tmp_path, store_copy):
         load_tokenizer(tmp_path / "empty")
     with pytest.raises(UserError, match="test"):
         Store(store_copy, "test")
-    for content, found in (("{", "cannot be read"), ("[]", "format None"), ('{"format": "x"}', "format 'x'"),
-                           ('{"format": "mmldlm-store", "version": 2}', "version 2"),
-                           ('{"format": "mmldlm-store", "version": 1}', "without latent_dim")):
+    for content, found in (
+        ("{", "cannot be read"),
+        ("[]", "format None"),
+        ('{"format": "x"}', "format 'x'"),
+        ('{"format": "mmldlm-store", "version": 2}', "version 2"),
+        ('{"format": "mmldlm-store", "version": 1}', "without latent_dim"),
+    ):
         (store_copy / MANIFEST).write_text(content)
         with pytest.raises(UserError, match=found):
             Store(store_copy)

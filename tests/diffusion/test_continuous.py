@@ -117,7 +117,8 @@ def test_zero_flow_leaves_the_noise():
 
 
 def test_copying_the_input_does_not_solve_t2l():
-    """The earlier t2l was solved by copying: its target was its input. Here the best scaled copy of z leaves a large error."""
+    """The earlier t2l was solved by copying: its target was its input. Here the best scaled copy of z leaves a large
+    error."""
     diffusion = ContinuousDiffusion("cosine", "x0")
     x0, noise, t = sample(size=20_000, dim=16, low=0.001, high=1.0)
     z = diffusion.add_noise(x0, noise, t)

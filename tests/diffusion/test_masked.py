@@ -92,7 +92,7 @@ def test_time_of_inverts_the_schedule(schedule):
 
 
 def test_counted_masks_estimate_the_same_nelbo_with_less_variance():
-    """A denoiser that is better the more it sees: NLL = masked share. Its NELBO is sum over k of E[k / L] / k = 1 (a token 1/1)."""
+    """For a denoiser whose NLL is the masked share."""
     tokens, t, uniform, real = batch(size=8192)
     _, masked, share = MaskedDiffusion.corrupt_count(tokens, t, uniform, real, MASK)
     assert torch.equal(masked.sum(1).double() / LENGTH, share) and share.min() >= 1 / LENGTH

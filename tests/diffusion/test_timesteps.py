@@ -6,7 +6,9 @@ from mmldlm.diffusion.timesteps import logit_normal, low_discrepancy, stretch
 def test_every_stratum_holds_exactly_one():
     for count in (5, 96):
         u = low_discrepancy(torch.randperm(count), 0.8137, count)
-        assert torch.equal(torch.sort((u * count - 0.8137 * count % 1).round().long() % count).values, torch.arange(count))
+        assert torch.equal(
+            torch.sort((u * count - 0.8137 * count % 1).round().long() % count).values, torch.arange(count)
+        )
         assert u.min() >= 0 and u.max() < 1
 
 

@@ -101,7 +101,9 @@ def test_qk_rmsnorm_switch_changes_parameters_and_output():
     for block in scaled.blocks:
         for stream in (block.text, block.latent):
             stream.to_qkv.weight.data[:64] *= 1000
-    torch.testing.assert_close(scaled(tokens, latents, text_t, latent_t)["text_logits"][..., 4:], a, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(
+        scaled(tokens, latents, text_t, latent_t)["text_logits"][..., 4:], a, rtol=1e-2, atol=1e-2
+    )
 
 
 @pytest.mark.parametrize("key", ["n_heads", "latent_tokens", "n_blocks", "mlp_ratio", "cond_dim", "tie_embeddings"])
@@ -179,7 +181,8 @@ def test_gradients_reach_every_parameter():
     tokens, latents, text_t, latent_t = inputs()
     positions = torch.arange(40)
     out = model(
-        tokens, latents, text_t, torch.tensor([0.5, 0.5, 0.0, 0.0]), text_is_null=everyone, latent_is_null=everyone.flip(0),
+        tokens, latents, text_t, torch.tensor([0.5, 0.5, 0.0, 0.0]), text_is_null=everyone,
+        latent_is_null=everyone.flip(0),
         text_positions=positions, text_targets=tokens.flatten(), text_weights=torch.ones(40),
     )  # fmt: skip
     (out["text_loss_sum"] + out["latent_pred"].square().sum() + out["length_logits"].logsumexp(-1).sum()).backward()

@@ -116,8 +116,17 @@ def checkpoint(tmp_path_factory):
     torch.manual_seed(0)
     model = MultimodalMMDiT(
         ModelConfig(
-            hidden_size=16, n_blocks=1, n_heads=2, cond_dim=16, max_seq_len=16, latent_dim=6, latent_tokens=2,
-            vocab_size=32, mask_token_id=MASK, pad_token_id=PAD, eos_token_id=EOS,
+            hidden_size=16,
+            n_blocks=1,
+            n_heads=2,
+            cond_dim=16,
+            max_seq_len=16,
+            latent_dim=6,
+            latent_tokens=2,
+            vocab_size=32,
+            mask_token_id=MASK,
+            pad_token_id=PAD,
+            eos_token_id=EOS,
         )  # fmt: skip
     )
     for name, parameter in model.named_parameters():

@@ -18,7 +18,7 @@ from mmldlm.sampling.run import add_arguments, main
 def run(*words) -> int:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    return main(parser.parse_args([str(word) for word in words]))
+    return main(parser.parse_intermixed_args([str(word) for word in words]))  # as the command line does
 
 
 def lines(folder):
@@ -167,6 +167,10 @@ def test_scaled_embeddings_are_warned_about(checkpoint, tmp_path, capsys):
         (["unconditional", "--top-p", "1.5"], "--top-p"),
         (["unconditional", "--temperature", "nan"], "--temperature"),
         (["l2t", "--text", "word1"], "encoder"),
+        (["l2t"], "--latent-file"),
+        (["t2l", "--text", "word1", "--text-file", "x"], "--text"),
+        (["t2l", "--text", "word1", "--sampler", "confidence"], "--sampler"),
+        (["unconditional", "--latent-file", "x.npy"], "--latent-file"),
     ],
 )
 def test_unusable_requests_are_refused(checkpoint, tmp_path, words, named):
@@ -196,7 +200,17 @@ def test_guidance_needs_trained_nulls(checkpoint, latent_file, tmp_path):
     training = {"mode_weights": {"unconditional": 0, "l2t": 1, "t2l": 1}, "condition_dropout": 0.0}
     folder = changed(checkpoint, tmp_path / "undropped", training=training)
     with pytest.raises(UserError, match="condition_dropout"):
-        run("l2t", "--checkpoint", folder, "--latent-file", latent_file, "--output-dir", tmp_path / "out", "--guidance", 2)
+        run(
+            "l2t",
+            "--checkpoint",
+            folder,
+            "--latent-file",
+            latent_file,
+            "--output-dir",
+            tmp_path / "out",
+            "--guidance",
+            2,
+        )
 
 
 def test_unit_norm_is_known_from_encoder_or_statistics(checkpoint, tmp_path):

@@ -1,0 +1,54 @@
+"""Puts the quickstart's figures together: report.json in the run's folder, and the table at the end."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seconds", type=int, required=True, help="everything after the installation")
+    parser.add_argument("--setup-seconds", type=int, required=True)
+    args = parser.parse_args()
+    evaluation = json.loads((args.out / "evaluation.json").read_text())
+    parity = json.loads((args.out / "parity.json").read_text())
+    claims = evaluation["claims"] + parity["claims"]
+    conditions = {
+        **evaluation["conditions"],
+        **parity["conditions"],
+        "seconds_after_installation": args.seconds,
+        "seconds_installation": args.setup_seconds,
+    }
+    report = {"conditions": conditions, "claims": claims, "details": evaluation.get("details", {})}
+    path = args.out / "run" / "report.json"
+    path.write_text(json.dumps(report, indent=2) + "\n")
+
+    table = Table(title="quickstart: measured on sentences the model never saw")
+    for heading in ("claim", "measured", "wanted", ""):
+        table.add_column(heading)
+    for entry in claims:
+        mark = "holds" if entry["holds"] else "DOES NOT HOLD"
+        table.add_row(entry["id"], f"{entry['value']:.4g}", f"{entry['op']} {entry['bound']:g}", mark)
+    console = Console()
+    console.print(table)
+    console.print(f"time     {args.seconds // 60} min {args.seconds % 60} s after the installation")
+    console.print(
+        f"report   {path}",
+        f"curve    {args.out / 'run' / 'plots' / 'loss.png'}",
+        f"model    {args.out / 'model'}",
+        sep="\n",
+    )
+    sample = "--text 'Return the number of rows.' --output-dir samples"
+    console.print(f"\nnext     mmldlm sample t2l --checkpoint {args.out / 'model'} {sample}")
+    return 0 if all(entry["holds"] for entry in claims) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+import pytest
+
+from mmldlm.config.load import all_keys, build_config, load_config, parse_override, preset_names, to_yaml
+from mmldlm.config.schema import Config
+from mmldlm.errors import UserError
+
+
+def test_every_preset_loads_and_round_trips(tmp_path):
+    assert {"quickstart", "tiny", "small", "base", "mmdit", "mmdit_stable", "mmdit_1b"} <= set(preset_names())
+    for name in preset_names():
+        config = load_config(name)
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(to_yaml(config))
+        assert load_config(None, str(path)) == config
+
+
+def test_mmdit_stable_is_mmdit_with_the_stable_numbers():
+    plain, stable = load_config("mmdit"), load_config("mmdit_stable")
+    assert plain.model == stable.model
+    assert (stable.optimizer.lr, stable.optimizer.grad_clip_norm, stable.optimizer.warmup_steps) == (5e-5, 0.5, 2000)
+    assert (stable.loss.latent_loss_weight, stable.training.grad_accum_steps) == (0.1, 2)
+
+
+def test_parameter_counts_of_the_presets():
+    import torch
+
+    from mmldlm.models import MultimodalMMDiT
+
+    ids = ["model.latent_dim=1024", "model.vocab_size=30522", "model.mask_token_id=103", "model.pad_token_id=0"]
+    expected = {"mmdit": 0.9e9, "mmdit_1b": 1.1e9, "base": 0.31e9, "small": 0.11e9}
+    for name, count in expected.items():
+        with torch.device("meta"):
+            model = MultimodalMMDiT(load_config(name, None, [*ids, "model.eos_token_id=102"]).model)
+        assert sum(p.numel() for p in model.parameters()) == pytest.approx(count, rel=0.05)
+
+
+def test_later_sources_win(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("optimizer: {lr: 3e-4, warmup_steps: 7}\n")
+    config = load_config("tiny", str(path), ["optimizer.warmup_steps=9", "training.resume=auto"])
+    assert (config.optimizer.lr, config.optimizer.warmup_steps, config.training.resume) == (3e-4, 9, "auto")
+    assert config.model.hidden_size == 64
+
+
+def test_learning_rates_without_a_dot_are_numbers():
+    assert parse_override("optimizer.lr=1e-4") == {"optimizer": {"lr": 1e-4}}
+    assert load_config("tiny", None, ["optimizer.lr=5e-5"]).optimizer.lr == 5e-5
+
+
+def test_weights_of_a_preset_do_not_linger():
+    config = load_config("quickstart", None, ["training.loss_type_weights={l2t: 1.0}"])
+    assert config.training.mode_weights() == {"unconditional": 0.0, "l2t": 1.0, "t2l": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("training.losstype=l2t", "training.loss_type"),
+        ("loss.loss_type=l2t", "training.loss_type"),  # the key MM-LDLM really read
+        ("training.latent_loss_weight=1", "loss.latent_loss_weight"),
+        ("optimizer.learning_rate=1", "optimizer.learning_rate"),
+        ("modle.hidden_size=8", "model"),
+        ("training.loss_type=l2tt", "unconditional"),
+        ("training.train_batch_size=0", "greater than or equal to 1"),
+        ("model.n_heads=5", "does not divide"),
+        ("optimizer.min_lr=1", "above optimizer.lr"),
+        ("training.loss_type_weights={l2t: -1}", "weights"),
+        ("latent_diffusion.prediction=flow", "rectified_flow"),
+        ("training=3", "section"),
+        ("training.dtype", "section.key=value"),
+        ("--fast", "section.key=value"),
+    ],
+)
+def test_mistakes_are_named(word, says):
+    with pytest.raises(UserError) as caught:
+        load_config("tiny", None, [word])
+    assert says in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_unknown_presets_and_files_are_named(tmp_path):
+    with pytest.raises(UserError, match="mmdit_stable"):
+        load_config("mmdit_stabel")
+    with pytest.raises(UserError, match="check the path"):
+        load_config(None, str(tmp_path / "none.yaml"))
+    (tmp_path / "bad.yaml").write_text("training: [1, 2\n")
+    with pytest.raises(UserError, match="bad.yaml"):
+        load_config(None, str(tmp_path / "bad.yaml"))
+
+
+def test_several_mistakes_are_listed_together():
+    with pytest.raises(UserError) as caught:
+        build_config({"training": {"losstype": "l2t", "dtyp": "bf16"}, "nonsense": 1})
+    assert all(word in str(caught.value) for word in ("losstype", "dtyp", "nonsense"))
+
+
+def test_every_key_has_a_description_and_is_read_somewhere():
+    """MM-LDLM's configs were full of keys that nobody read."""
+    from pathlib import Path
+
+    import mmldlm
+
+    package = Path(mmldlm.__file__).parent
+    source = "\n".join(p.read_text() for p in package.rglob("*.py") if p.name != "schema.py")
+    schema = (package / "config" / "schema.py").read_text()
+    for key, _, text in all_keys():
+        leaf = key.split(".")[-1]
+        assert len(text) > 10, f"{key} has no description"
+        assert f".{leaf}" in source or f".{leaf}" in schema, f"nobody reads {key}"
+    assert isinstance(Config(), Config)

@@ -1,0 +1,40 @@
+import pytest
+import torch
+
+from mmldlm.config.schema import ModelConfig, OptimizerConfig
+from mmldlm.engines.optimizer import learning_rate, parameter_groups
+from mmldlm.models import MultimodalMMDiT
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("warmup", [0, 10])
+def test_schedule_never_turns_up_again(schedule, warmup):
+    config = OptimizerConfig(lr=1e-3, min_lr=1e-5, schedule=schedule, warmup_steps=warmup)
+    rates = [learning_rate(step, 100, config) for step in range(300)]
+    assert min(rates) > 0 and max(rates) == pytest.approx(1e-3)
+    after = rates[max(warmup - 1, 0) :]
+    assert all(b <= a for a, b in zip(after, after[1:], strict=False))
+    assert all(b > a for a, b in zip(rates[:warmup], rates[1:warmup], strict=False))
+    end = 1e-3 if schedule == "constant" else 1e-5
+    assert rates[100:] == pytest.approx([end] * 200)
+
+
+def test_weight_decay_only_where_it_belongs():
+    model = MultimodalMMDiT(
+        ModelConfig(hidden_size=16, n_blocks=1, n_heads=2, latent_dim=6, vocab_size=20, mask_token_id=3, pad_token_id=0,
+                    eos_token_id=2, tie_embeddings=True)
+    )  # fmt: skip
+    model.latent_head.requires_grad_(False)
+    decayed, plain = parameter_groups(model, 0.1)
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
+    names = {id(p): name for name, p in model.named_parameters()}
+    decayed_names, plain_names = ({names[id(p)] for p in group["params"]} for group in (decayed, plain))
+    assert "blocks.0.text.to_qkv.weight" in decayed_names and "latent_encoder.to_tokens.weight" in decayed_names
+    for name in plain_names:
+        assert name.endswith("bias") or "norm" in name or "embedding" in name or "null" in name or "position" in name, (
+            name
+        )
+    assert not any("latent_head" in name for name in decayed_names | plain_names)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    assert len(decayed["params"]) + len(plain["params"]) == len(trainable) == len(set(map(id, trainable)))
+    assert all(isinstance(p, torch.nn.Parameter) for p in trainable)

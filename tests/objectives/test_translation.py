@@ -1,0 +1,172 @@
+import numpy as np
+import pytest
+import torch
+
+from mmldlm.config.load import build_config
+from mmldlm.config.schema import ModelConfig
+from mmldlm.data.noising import Noiser
+from mmldlm.data.plan import BatchPlan, local_slots
+from mmldlm.data.store import Batch
+from mmldlm.errors import UserError
+from mmldlm.models import MultimodalMMDiT
+from mmldlm.objectives import TranslationObjective
+from mmldlm.objectives.freezing import apply_freezing, frozen_names, verify_parameter_freezing
+
+DIM, SIZE = 6, 40
+
+
+class Rows:
+    def __init__(self):
+        rng = np.random.default_rng(0)
+        self.tokens = [rng.integers(4, 30, rng.integers(1, 12)) for _ in range(SIZE)]
+        self.latents = rng.standard_normal((SIZE, DIM)).astype(np.float32)
+        self.lengths = np.array([len(t) + 1 for t in self.tokens], dtype=np.int32)
+
+    def get(self, indices):
+        return Batch([self.tokens[i] for i in indices], self.latents[indices])
+
+
+def model(tie=False):
+    torch.manual_seed(0)
+    config = ModelConfig(
+        hidden_size=16, n_blocks=2, n_heads=2, cond_dim=16, max_seq_len=16, latent_dim=DIM, latent_tokens=2,
+        vocab_size=30, mask_token_id=3, pad_token_id=0, eos_token_id=2, tie_embeddings=tie,
+    )  # fmt: skip
+    made = MultimodalMMDiT(config)
+    for parameter in made.parameters():
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.1)
+    return made
+
+
+def micro_batches(config, world=1, accum=1, step=0, size=12):
+    rows = Rows()
+    noiser = Noiser(config, 3, 0, 2, np.zeros(DIM, np.float32), np.ones(DIM, np.float32))
+    plan = BatchPlan(rows.lengths, size, 0)
+    return [
+        noiser.make(plan.batch(step), local_slots(size, world, accum, rank, micro), rows, rows.lengths)
+        for micro in range(accum)
+        for rank in range(world)
+    ]
+
+
+def gradients(config, batches):
+    net = model()
+    loss = sum(TranslationObjective(config)(net, batch)[0] for batch in batches)
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in net.named_parameters()}
+
+
+@pytest.mark.parametrize("step", [0, 3])  # step 3 is the epoch's last batch: 4 of 12 samples, some ranks have none
+@pytest.mark.parametrize("mode", ["mixed", "l2t", "t2l", "unconditional"])
+def test_gradients_add_up_however_the_batch_is_cut(mode, step):
+    config = build_config({"training": {"loss_type": mode}})
+    whole_loss, whole = gradients(config, micro_batches(config, step=step))
+    for world, accum in ((2, 1), (1, 3), (2, 2), (4, 1)):
+        loss, parts = gradients(config, micro_batches(config, world, accum, step))
+        torch.testing.assert_close(loss, whole_loss)
+        for name, grad in whole.items():
+            assert grad is not None and parts[name] is not None, name
+            torch.testing.assert_close(parts[name], grad, rtol=1e-4, atol=1e-6)
+
+
+def test_changing_padding_changes_nothing():
+    config = build_config({})
+    first, second = micro_batches(config)[0], micro_batches(config)[0]
+    pads = ~second.tensors["attention_mask"]
+    second.tensors["text_tokens"][pads] = 17
+    net, objective = model(), TranslationObjective(config)
+    assert torch.equal(objective(net, first)[0], objective(net, second)[0])
+
+
+def test_metrics_are_those_of_the_definition():
+    config = build_config({"training": {"loss_type": "l2t"}})
+    batch = micro_batches(config)[0]
+    net = model()
+    loss, metrics = TranslationObjective(config)(net, batch)
+    t = batch.tensors
+    logits = net(
+        t["text_tokens"], t["latents"], t["text_timesteps"], t["latent_timesteps"], t["attention_mask"],
+        latent_is_null=t["latent_is_null"], text_is_null=t["text_is_null"],
+    )["text_logits"]  # fmt: skip
+    nll = -logits.flatten(0, 1)[t["text_positions"]].log_softmax(-1).gather(1, t["text_targets"][:, None])[:, 0]
+    expected = (nll * t["text_weights"]).sum()
+    torch.testing.assert_close(metrics["text_nelbo_sum"], expected)
+    rest = loss - expected / batch.num_text_tokens
+    torch.testing.assert_close(rest, 0.1 * metrics["length_nll_sum"] / batch.num_lengths, rtol=1e-3, atol=1e-5)
+
+
+def test_clamps_leave_a_zero_gradient_above_them():
+    plain = build_config({"training": {"loss_type": "l2t"}, "loss": {"length_loss_weight": 0.0}})
+    clamped = build_config(
+        {"training": {"loss_type": "l2t"}, "loss": {"length_loss_weight": 0.0, "text_loss_clamp": 1e-6}}
+    )
+    _, free = gradients(plain, micro_batches(plain))
+    _, none = gradients(clamped, micro_batches(clamped))
+    assert any(g.any() for g in free.values()) and not any(g.any() for g in none.values())
+    loose = build_config(
+        {"training": {"loss_type": "l2t"}, "loss": {"length_loss_weight": 0.0, "text_loss_clamp": 100}}
+    )
+    _, same = gradients(loose, micro_batches(loose))
+    assert all(torch.equal(same[name], grad) for name, grad in free.items())
+
+
+def test_normalised_mse_is_2_minus_2_cosine_and_refused_where_unsound():
+    config = build_config({"loss": {"latent_loss": "normalised_mse"}})
+    a, b = torch.randn(5, DIM), torch.randn(5, DIM)
+    error = TranslationObjective(config)._latent_error(a, b)
+    torch.testing.assert_close(error, 2 - 2 * torch.nn.functional.cosine_similarity(a, b, dim=-1))
+    for prediction in ("epsilon", "v"):
+        values = {"loss": {"latent_loss": "normalised_mse"}, "latent_diffusion": {"prediction": prediction}}
+        with pytest.raises(UserError, match="scale"):
+            build_config(values)
+        values["loss"]["allow_unsound"] = True
+        build_config(values)
+
+
+def test_t2l_loss_is_not_solved_by_copying_the_input():
+    """MM-LDLM's t2l: x_t was its own target, and copying it cost 1e-12."""
+    config = build_config({"training": {"loss_type": "t2l"}})
+    total = count = 0.0
+    for step in range(4):
+        t = micro_batches(config, step=step)[0].tensors
+        scored = t["latent_weights"] > 0
+        z, target = t["latents"][scored], t["latent_targets"][scored]
+        best = (z * target).sum() / (z * z).sum()
+        total, count = total + (best * z - target).square().mean(1).sum(), count + scored.sum()
+    assert total / count > 0.3
+
+
+@pytest.mark.parametrize(
+    ("mode", "freeze", "frozen", "trained"),
+    [
+        ("l2t", "mode", ("latent_encoder", "latent_head"), ("text_encoder", "text_head", "blocks", "length_head")),
+        ("t2l", "mode", ("text_encoder", "text_head", "length_head"), ("latent_encoder", "latent_head", "blocks")),
+        ("l2t", "none", ("latent_head",), ("latent_encoder", "text_encoder", "text_head", "blocks")),
+        ("t2l", "none", ("text_head", "length_head"), ("text_encoder", "latent_encoder", "latent_head", "blocks")),
+        ("mixed", "mode", (), ("latent_encoder", "latent_head", "text_encoder", "text_head", "blocks", "length_head")),
+        ("unconditional", "mode", (), ("latent_encoder", "text_encoder", "blocks")),
+    ],
+)
+def test_freezing_by_mode(mode, freeze, frozen, trained):
+    net = model()
+    apply_freezing(net, mode, freeze)
+    for name, parameter in net.named_parameters():
+        module = name.split(".")[0]
+        assert not (module in frozen and parameter.requires_grad), name
+        assert not (module in trained and not parameter.requires_grad), name
+    counts = verify_parameter_freezing(net, mode, freeze)
+    assert sum(part for part, _ in counts.values()) == sum(p.numel() for p in net.parameters() if p.requires_grad)
+    config = build_config({"training": {"loss_type": mode}})
+    objective = TranslationObjective(config)
+    sum(objective(net, batch)[0] for step in range(3) for batch in micro_batches(config, step=step)).backward()
+    for name, parameter in net.named_parameters():
+        assert (parameter.grad is not None) == (name not in frozen_names(net, mode, freeze)), name
+
+
+def test_wrong_freezing_is_named():
+    net = model()
+    apply_freezing(net, "l2t", "mode")
+    net.latent_head.to_latent.bias.requires_grad_(True)
+    with pytest.raises(UserError, match="latent_head.to_latent.bias"):
+        verify_parameter_freezing(net, "l2t", "mode")
