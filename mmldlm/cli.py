@@ -61,7 +61,9 @@ def _launch_local(args, train) -> int:
     launcher = shutil.which("deepspeed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     assert launcher is not None, "deepspeed is a dependency and installs its launcher beside python"
     port = _free_port()
-    command = [launcher, "--num_gpus", str(nproc), "--master_port", str(port), str(script), *words]
+    # Quiet: the launcher's own notes (no hostfile, no GPU, its command lines) are about what was asked for here.
+    command = [launcher, "--log_level", "error", "--num_gpus", str(nproc), "--master_port", str(port)]
+    command += [str(script), *words]
     os.execv(sys.executable, [sys.executable, *command])
 
 

@@ -16,6 +16,7 @@ if __package__ in (None, ""):  # `deepspeed mmldlm/train.py` puts the package's 
 
 from mmldlm.config.load import load_config, preset_names
 from mmldlm.config.schema import Config
+from mmldlm.engines.mpi import adopt_mpi_environment
 from mmldlm.errors import Interrupted, MmldlmError, StabilityStop, UserError
 
 
@@ -85,7 +86,7 @@ def train(data) -> None:
     from mmldlm.data.noising import Noiser
     from mmldlm.data.plan import BatchPlan
     from mmldlm.data.warm_start import encoder_token_embeddings
-    from mmldlm.engines import build_engine
+    from mmldlm.engines.build import build_engine
     from mmldlm.engines.optimizer import learning_rate
     from mmldlm.evaluation.validation import Validation
     from mmldlm.models import MultimodalMMDiT
@@ -203,6 +204,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_intermixed_args(argv)
     try:
         # Every rank finds the same mistake by itself before any of them waits for another; rank 0 reports it.
+        adopt_mpi_environment()
         config = parse_config(args)
         train(check_run(config, int(os.environ.get("WORLD_SIZE", 1))))
     except MmldlmError as error:

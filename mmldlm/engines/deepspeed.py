@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import warnings
 from datetime import timedelta
 from pathlib import Path
 
@@ -122,7 +123,6 @@ def import_deepspeed():
     """
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
     import deepspeed
 
     found = tuple(int(part) for part in deepspeed.__version__.split("+")[0].split(".")[:3])
@@ -133,6 +133,8 @@ def import_deepspeed():
             "pip install -c constraints.txt deepspeed",
         )
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # torch renames a collective that DeepSpeed calls: nothing that a user of mmldlm could change.
+    warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*deprecated", category=FutureWarning)
     from deepspeed.utils import logger
 
     logger.setLevel(logging.WARNING)

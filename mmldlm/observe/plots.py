@@ -61,7 +61,8 @@ def plot_run(run_dir: str | Path, out: str | Path | None = None, log_scale: bool
         UserError: no log, or no step in it.
     """
     steps = load_steps(run_dir)
-    evals = load_steps(run_dir, EVAL_NAME) if (Path(run_dir) / EVAL_NAME).is_file() else []
+    eval_log = Path(run_dir) / EVAL_NAME  # made at the start, empty until the first evaluation
+    evals = load_steps(run_dir, EVAL_NAME) if eval_log.is_file() and eval_log.stat().st_size else []
     path = Path(out) if out else Path(run_dir) / "plots" / "loss.png"
     path.parent.mkdir(parents=True, exist_ok=True)
 

@@ -1,0 +1,276 @@
+"""Real runs: several gloo ranks under torchrun, DeepSpeed ZeRO, kills and restarts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from helpers import ROOT, environment, launch, read_log, torchrun, train_words  # noqa: E402
+
+SCRIPT = str(ROOT / "mmldlm" / "train.py")
+WORKER = str(ROOT / "tests" / "worker.py")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_zero_stages_give_the_losses_of_one_process(store, tmp_path, dtype):
+    report = tmp_path / "parity.json"
+    script = str(ROOT / "benchmarks" / "zero_parity.py")
+    words = ["--steps", "8", "--dtype", dtype, "--data", str(store), "--json", str(report)]
+    done = launch([sys.executable, script, *words], timeout=400)
+    assert done.returncode == 0, done.stdout[-3000:]
+    (claim,) = json.loads(report.read_text())["claims"]
+    assert claim["id"] == "zero_stage_loss_rel_diff" and claim["value"] <= claim["bound"]
+
+
+def kill_when(command, condition, timeout=200):
+    """Start a run, and kill -9 everything of it once a condition holds."""
+    process = subprocess.Popen(
+        command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert process.poll() is None, "the run ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    # torchrun starts its ranks in sessions of their own: end them one by one, then the launcher.
+    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True)
+    for pid in map(int, children.stdout.split()):
+        os.kill(pid, signal.SIGKILL)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@pytest.mark.parametrize(("world", "words"), [(1, ["engine.kind=single"]), (2, ["engine.zero_stage=2"])])
+def test_killed_and_resumed_it_has_the_very_losses(store, tmp_path, world, words):
+    common = [
+        "training.num_train_steps=14",
+        "training.train_batch_size=4",
+        "logging.save_freq=4",
+        "logging.eval_freq=7",
+    ]
+    straight = launch(torchrun(world, SCRIPT, *train_words(store, tmp_path, "straight", *common, *words)))
+    assert straight.returncode == 0, straight.stdout[-3000:]
+
+    resumed = train_words(store, tmp_path, "killed", *common, *words, "training.resume=auto")
+    log = tmp_path / "killed" / "training_log.jsonl"
+    saved = tmp_path / "killed" / "checkpoints" / "step_00000004" / "manifest.json"
+    kill_when(torchrun(world, SCRIPT, *resumed), lambda: saved.exists() and len(log.read_text().splitlines()) >= 6)
+    second = launch(torchrun(world, SCRIPT, *resumed))
+    assert second.returncode == 0, second.stdout[-3000:]
+    assert "resumed" in second.stdout
+
+    expected, found = read_log(tmp_path, "straight"), read_log(tmp_path, "killed")
+    assert [r["step"] for r in found] == list(range(1, 15))
+    for a, b in zip(expected, found, strict=True):
+        for key in ("loss", "text_loss", "latent_loss", "grad_norm", "lr", "epoch", "batch_in_epoch", "samples"):
+            assert a[key] == b[key], (a["step"], key)
+    evaluations = [read_log(tmp_path, name, "eval_log.jsonl")[-1] for name in ("straight", "killed")]
+    for record in evaluations:
+        record.pop("time")
+    assert evaluations[0] == evaluations[1]
+
+
+def test_sigterm_saves_and_exits_5(store, tmp_path):
+    words = train_words(
+        store, tmp_path, "run", "engine.kind=single", "training.num_train_steps=5000", "logging.save_freq=5000"
+    )
+    process = subprocess.Popen(
+        [sys.executable, SCRIPT, *words], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    log = tmp_path / "run" / "training_log.jsonl"
+    deadline = time.monotonic() + 120
+    while not (log.exists() and len(log.read_text().splitlines()) >= 3):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 5, output[-2000:]
+    steps = len(log.read_text().splitlines())
+    assert (tmp_path / "run" / "latest").resolve().name == f"step_{steps:08d}"
+    assert "training.resume=auto" in output
+
+
+def test_a_nan_on_one_rank_skips_the_step_on_all_and_never_reaches_the_weights(store, tmp_path):
+    from mmldlm.checkpoints.convert import convert
+
+    done = launch(torchrun(2, WORKER, "nonfinite", str(store), str(tmp_path)), timeout=400)
+    assert done.returncode == 0, done.stdout[-4000:]
+    for dtype in ("fp32", "bf16"):
+        for stage in range(4):
+            name = f"{dtype}_zero{stage}"
+            records = read_log(tmp_path, name)
+            assert [r["skipped"] for r in records] == [False, False, True, False, False], name
+            assert records[2]["loss"] is None and records[2]["loss_nonfinite"] == "nan"
+            assert all(r["loss"] is not None for r in records[3:]), name
+            # The schedule's clock stands still on a skip.
+            assert records[3]["lr"] == records[2]["lr"] != records[4]["lr"]
+            assert [e["step"] for e in read_log(tmp_path, name, "events.jsonl") if e["event"] == "skip"] == [3]
+            convert(tmp_path / name / "latest", tmp_path / f"{name}_out")  # refuses non-finite weights
+
+
+def test_frozen_groups_stay_and_survive_conversion(store, tmp_path):
+    from safetensors.torch import load_file
+
+    from mmldlm.checkpoints.convert import convert
+    from mmldlm.config.schema import ModelConfig
+    from mmldlm.models import MultimodalMMDiT
+    from mmldlm.objectives.freezing import frozen_names
+
+    done = launch(torchrun(2, WORKER, "freezing", str(store), str(tmp_path)), timeout=400)
+    assert done.returncode == 0, done.stdout[-4000:]
+    for mode in ("l2t", "t2l"):
+        results = []
+        for stage in (1, 2, 3):
+            name = f"{mode}_zero{stage}"
+            out = tmp_path / f"{name}_out"
+            convert(tmp_path / name / "latest", out)
+            results.append(load_file(out / "model.safetensors"))
+        values = json.loads((out / "config.json").read_text())
+        torch.manual_seed(0)
+        fresh = MultimodalMMDiT(ModelConfig(**{k: values[k] for k in ModelConfig.model_fields}))
+        frozen = frozen_names(fresh, mode, "mode")
+        for key, start in fresh.named_parameters():
+            for tensors in results:
+                if key in frozen:
+                    assert torch.equal(tensors[key], start), (mode, key)
+                elif key.startswith("blocks.0.") and key.endswith("to_qkv.weight"):
+                    assert not torch.equal(tensors[key], start), (mode, key)
+            torch.testing.assert_close(results[0][key], results[2][key], rtol=1e-4, atol=1e-5)
+
+
+def test_from_training_to_text_again(store, tmp_path):
+    """train -> convert -> from_pretrained -> sample -> evaluate, through the command line."""
+    from mmldlm.cli import main
+    from mmldlm.models import MultimodalMMDiT
+
+    words = train_words(store, tmp_path, "run", "training.num_train_steps=6", "logging.wandb.mode=offline")
+    done = launch(
+        [
+            sys.executable,
+            "-m",
+            "mmldlm.cli",
+            "train",
+            "--nproc",
+            "2",
+            *words,
+            "--deepspeed_config",
+            "ds_configs/zero3.json",
+        ],
+        WANDB_SILENT="true",
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    run = tmp_path / "run"
+    assert (run / "plots" / "loss.png").stat().st_size > 10_000
+    assert any((run / "wandb").glob("offline-run-*"))
+    assert len(list((run / "checkpoints").glob("step_*"))) == 1
+    out = tmp_path / "model"
+    assert main(["convert", str(run / "latest"), str(out)]) == 0
+    model = MultimodalMMDiT.from_pretrained(out)
+    assert torch.isfinite(model(torch.randint(4, 1000, (2, 5)), torch.randn(2, 384))["latent_pred"]).all()
+    np.save(tmp_path / "x.npy", np.load(store / "validation" / "latents.npy")[:3])
+    common = ["--checkpoint", str(out), "--num-steps", "4", "--output-dir"]
+    assert main(["sample", "l2t", "--latent-file", str(tmp_path / "x.npy"), *common, str(tmp_path / "a")]) == 0
+    assert len((tmp_path / "a" / "samples.jsonl").read_text().splitlines()) == 3
+    assert main(["sample", "t2l", "--text", "A small test.", *common, str(tmp_path / "b")]) == 0
+    latents = np.load(tmp_path / "b" / "latents.npy")
+    assert latents.shape == (1, 384) and np.isfinite(latents).all()
+    report = tmp_path / "report.json"
+    sizes = ["--num-samples", "12", "--control-samples", "8", "--num-steps", "3", "--latent-steps", "3"]
+    assert main(["evaluate", "--checkpoint", str(out), "--data", str(store), "--json", str(report), *sizes]) == 0
+    names = {claim["id"] for claim in json.loads(report.read_text())["claims"]}
+    assert {"l2t_gain_null_nats", "l2t_f1_gap_points", "t2l_recall_at_1", "untrained_gain_in_standard_errors"} <= names
+
+
+def damaged(store, tmp_path, change) -> Path:
+    copy = tmp_path / "store"
+    shutil.copytree(store, copy)
+    change(copy)
+    return copy
+
+
+def set_row(value):
+    def change(root):
+        path = root / "train" / "latents.npy"
+        latents = np.load(path)
+        latents[5] = value
+        np.save(path, latents)
+
+    return change
+
+
+def truncate(root):
+    path = root / "train" / "tokens.npy"
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+@pytest.mark.parametrize(
+    ("words", "change", "says"),
+    [
+        (["training.losstype=l2t"], None, "training.loss_type"),
+        (["training.loss_type=l2tt"], None, "unconditional"),
+        (["model.latent_dim=32"], None, "model.latent_dim=32"),
+        (["model.vocab_size=1000"], None, "30522"),
+        (["model.max_seq_len=8"], None, "--max-tokens 7"),
+        (["tokenizer.name=gpt2"], None, "--tokenizer gpt2"),
+        (["model.n_heads=3"], None, "does not divide"),
+        (["training.resume=nowhere"], None, "nowhere"),
+        (["engine.zero_stage=2"], None, "engine.kind=deepspeed"),
+        ([], truncate, "truncated"),
+        ([], set_row(np.nan), "NaN or infinite values in 1 row: 5"),
+        ([], set_row(0.0), "zero vectors in 1 row: 5"),
+        ([], lambda root: (root / "manifest.json").unlink(), "without manifest.json"),
+        ([], lambda root: (root / "train" / "latents.npy").unlink(), "latents.npy"),
+    ],
+)
+def test_bad_input_exits_2_before_anything_starts(store, tmp_path, capsys, words, change, says):
+    from mmldlm.train import main
+
+    root = store if change is None else damaged(store, tmp_path, change)
+    code = main(train_words(root, tmp_path / "runs", "run", "engine.kind=single", *words))
+    assert code == 2
+    error = capsys.readouterr().err
+    assert says in error and "expected" in error and "fix:" in error
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("where", ["none", "empty"])
+def test_missing_or_empty_data(tmp_path, capsys, where):
+    from mmldlm.train import main
+
+    root = tmp_path / where
+    if where == "empty":
+        root.mkdir()
+    assert main(train_words(root, tmp_path / "runs", "run", "engine.kind=single")) == 2
+    assert "mmldlm prepare" in capsys.readouterr().err
+    assert main(["--config-name", "tiny", "engine.kind=single"]) == 2
+    assert "data.latent_data_root" in capsys.readouterr().err
+
+
+def test_batches_that_do_not_add_up_are_refused_by_the_head(store, tmp_path, capsys):
+    """The DeepSpeed JSON says 50, micro-batch x accumulation x ranks is 16: found before any rank starts."""
+    from mmldlm.cli import main
+
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"train_batch_size": 50}))
+    words = train_words(store, tmp_path / "runs", "run", "--deepspeed_config", str(path))
+    assert main(["train", "--nproc", "2", *words]) == 2
+    assert "train_batch_size=50" in capsys.readouterr().err
+
+
+def test_a_used_folder_is_not_overwritten(store, tmp_path, capsys):
+    from mmldlm.train import main
+
+    (tmp_path / "run" / "checkpoints" / "step_00000010").mkdir(parents=True)
+    assert main(train_words(store, tmp_path, "run", "engine.kind=single")) == 2
+    assert "training.resume=auto" in capsys.readouterr().err
