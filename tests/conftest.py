@@ -25,7 +25,8 @@ def sentences() -> list[str]:
     import unittest.mock
     import zipfile
 
-    from mmldlm.data.corpora import docstrings_of, prose_paragraphs, reject_reason, split_sentences
+    from mmldlm.data.docstrings import docstrings_of, prose_paragraphs, reject_reason
+    from mmldlm.data.text import split_sentences
 
     found: dict[str, None] = {}
     for module in (

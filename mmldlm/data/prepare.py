@@ -21,9 +21,10 @@ from rich.table import Table
 
 import mmldlm
 from mmldlm.data import tokenizers
-from mmldlm.data.corpora import DEFAULT_CORPUS, Corpus, content_hash, open_corpus
+from mmldlm.data.corpora import DEFAULT_CORPUS, Corpus, open_corpus
 from mmldlm.data.encoders import ENCODERS, Encoder, sha256_of
 from mmldlm.data.store import FORMAT, MANIFEST, TOKENIZER_FOLDER, VERSION, Store, check_latents
+from mmldlm.data.text import content_hash
 from mmldlm.errors import EXIT_DONE, UserError
 
 _TOKENIZE_CHUNK = 4096

@@ -11,8 +11,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from mmldlm.data.corpora import content_hash
 from mmldlm.data.store import SPLITS, Store, check_files, check_latents, load_tokenizer, read_manifest
+from mmldlm.data.text import content_hash
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, UserError
 
 _BLOCK = 65536

@@ -1,2 +1,1 @@
 """Engines: what runs a step. One seam (base), several kinds behind it."""
-

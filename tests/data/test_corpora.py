@@ -7,8 +7,10 @@ from itertools import islice
 
 import pytest
 
-from mmldlm.data import corpora
-from mmldlm.data.corpora import content_hash, docstrings_of, normalise, open_corpus, prose_paragraphs, split_sentences
+from mmldlm.data import docstrings
+from mmldlm.data.corpora import open_corpus
+from mmldlm.data.docstrings import docstrings_of, prose_paragraphs
+from mmldlm.data.text import content_hash, normalise, split_sentences
 from mmldlm.errors import UserError
 
 
@@ -161,7 +163,7 @@ def test_prose_paragraphs_leaves_code_and_markup_out():
     ],
 )
 def test_reject_reason(sentence, reason):
-    assert corpora.reject_reason(sentence) == reason
+    assert docstrings.reject_reason(sentence) == reason
 
 
 def test_docstrings_are_found_without_running_the_source():
@@ -180,7 +182,7 @@ def test_docstring_corpus_is_repeatable_and_counts_what_it_leaves(tmp_path, monk
     )
     (tmp_path / "c.py").write_text('"""Broken.""" def')
     files = [tmp_path / name for name in ("a.py", "b.py", "c.py", "missing.py")]
-    monkeypatch.setattr(corpora, "_source_files", lambda: files)
+    monkeypatch.setattr(docstrings, "_source_files", lambda: files)
     corpus = open_corpus("docstrings")
     assert list(corpus) == list(corpus) == ["The cat sleeps near the warm window.", "The dog sleeps near the window."]
     assert corpus.counts == {
@@ -194,7 +196,7 @@ def test_docstring_corpus_is_repeatable_and_counts_what_it_leaves(tmp_path, monk
 
 
 def test_docstring_corpus_skips_tests_and_ourselves():
-    parts = {part for path in corpora._source_files() for part in path.parts[-3:-1]}
+    parts = {part for path in docstrings._source_files() for part in path.parts[-3:-1]}
     assert not parts & {"test", "tests", "mmldlm", "__pycache__"}
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from mmldlm.data import encoders, prepare, tokenizers, verify
-from mmldlm.data.corpora import normalise
 from mmldlm.data.prepare import LatentStatistics, PrepareOptions
 from mmldlm.data.store import Store, load_tokenizer
+from mmldlm.data.text import normalise
 from mmldlm.errors import UserError
 
 WIKISPLIT = Path(__file__).resolve().parents[3] / "shared" / "data" / "wikisplit" / "validation.txt"
