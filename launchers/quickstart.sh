@@ -12,6 +12,7 @@
 #   NPROC         ranks                                                           (default: 2 on a CPU, else all GPUs)
 # Words after the script's name are config overrides, e.g. training.num_train_steps=5000
 set -euo pipefail
+[ -z "${CORPUS:-}" ] || [ "$CORPUS" = docstrings ] || CORPUS=$(realpath -- "$CORPUS")
 cd "$(dirname "$0")/.."
 start=$SECONDS
 . launchers/_env.sh
@@ -45,6 +46,11 @@ fi
 step "2/5 train: DeepSpeed ZeRO-2"
 mmldlm train ${NPROC:+--nproc "$NPROC"} --config-name quickstart --deepspeed_config ds_configs/zero2.json \
     data.latent_data_root="$store" logging.save_dir="$out" logging.run_name=run training.resume=auto "$@"
+
+if [ "$out/run/report.json" -nt "$out/run/latest/manifest.json" ]; then
+    step "measured already: delete $out to begin anew"
+    exec "$PYTHON" launchers/quickstart_report.py "$out" --show
+fi
 
 step "3/5 convert: ZeRO checkpoint -> one safetensors file"
 mmldlm convert "$out/run/latest" "$out/model" --force

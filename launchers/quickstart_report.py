@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -14,9 +15,18 @@ from rich.table import Table
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--seconds", type=int, required=True, help="everything after the installation")
-    parser.add_argument("--setup-seconds", type=int, required=True)
+    parser.add_argument("--seconds", type=int, help="everything after the installation")
+    parser.add_argument("--setup-seconds", type=int)
+    parser.add_argument("--show", action="store_true", help="only show the report that is there")
     args = parser.parse_args()
+    path = args.out / "run" / "report.json"
+    if not args.show:
+        write_report(args, path)
+    return show(args.out, json.loads(path.read_text()), path)
+
+
+def write_report(args: argparse.Namespace, path: Path) -> None:
+    """Join the evaluation's and the parity check's figures."""
     evaluation = json.loads((args.out / "evaluation.json").read_text())
     parity = json.loads((args.out / "parity.json").read_text())
     claims = evaluation["claims"] + parity["claims"]
@@ -27,9 +37,12 @@ def main() -> int:
         "seconds_installation": args.setup_seconds,
     }
     report = {"conditions": conditions, "claims": claims, "details": evaluation.get("details", {})}
-    path = args.out / "run" / "report.json"
     path.write_text(json.dumps(report, indent=2) + "\n")
 
+
+def show(out: Path, report: dict, path: Path) -> int:
+    """Print the table; exit code 0 when every claim holds."""
+    claims, seconds = report["claims"], report["conditions"]["seconds_after_installation"]
     table = Table(title="quickstart: measured on sentences the model never saw")
     for heading in ("claim", "measured", "wanted", ""):
         table.add_column(heading)
@@ -38,15 +51,16 @@ def main() -> int:
         table.add_row(entry["id"], f"{entry['value']:.4g}", f"{entry['op']} {entry['bound']:g}", mark)
     console = Console()
     console.print(table)
-    console.print(f"time     {args.seconds // 60} min {args.seconds % 60} s after the installation")
+    console.print(f"time     {seconds // 60} min {seconds % 60} s after the installation")
     console.print(
         f"report   {path}",
-        f"curve    {args.out / 'run' / 'plots' / 'loss.png'}",
-        f"model    {args.out / 'model'}",
+        f"curve    {out / 'run' / 'plots' / 'loss.png'}",
+        f"model    {out / 'model'}",
         sep="\n",
     )
-    sample = "--text 'Return the number of rows.' --output-dir samples"
-    console.print(f"\nnext     mmldlm sample t2l --checkpoint {args.out / 'model'} {sample}")
+    activate = Path(os.path.relpath(sys.prefix)) / "bin" / "activate"
+    sample = f"mmldlm sample t2l --checkpoint {out / 'model'} --text 'Return the number of rows.' --output-dir samples"
+    console.print(f"\nnext     . {activate}\n         {sample}", soft_wrap=True)
     return 0 if all(entry["holds"] for entry in claims) else 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import shutil
 import sys
@@ -10,20 +11,6 @@ from pathlib import Path
 
 from mmldlm import __version__
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, MmldlmError
-
-
-def _prepare(parser):
-    from mmldlm.data import prepare
-
-    prepare.add_arguments(parser)
-    return prepare.main
-
-
-def _verify_data(parser):
-    from mmldlm.data import verify
-
-    verify.add_arguments(parser)
-    return verify.main
 
 
 def _config(parser):
@@ -79,52 +66,28 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _convert(parser):
-    from mmldlm.checkpoints import convert
-
-    convert.add_arguments(parser)
-    return convert.main
-
-
-def _sample(parser):
-    from mmldlm.sampling import run
-
-    run.add_arguments(parser)
-    return run.main
-
-
-def _evaluate(parser):
-    from mmldlm.evaluation import run
-
-    run.add_arguments(parser)
-    return run.main
-
-
-def _plot(parser):
-    from mmldlm.observe import plots
-
-    plots.add_arguments(parser)
-    return plots.main
-
-
-def _monitor(parser):
-    from mmldlm.observe import monitor
-
-    monitor.add_arguments(parser)
-    return monitor.main
-
-
+# Verb -> (who fills its parser and runs it, help). A module's name stands for its add_arguments and main.
 VERBS = {
-    "prepare": (_prepare, "encode a corpus into a store"),
-    "verify-data": (_verify_data, "check a store: checksums, dims, norms, leakage"),
+    "prepare": ("mmldlm.data.prepare", "encode a corpus into a store"),
+    "verify-data": ("mmldlm.data.verify", "check a store: checksums, dims, norms, leakage"),
     "config": (_config, "print the resolved config and parameter counts"),
     "train": (_train, "check everything, then train on this machine"),
-    "convert": (_convert, "turn a checkpoint into one safetensors file"),
-    "sample": (_sample, "l2t, t2l or unconditional samples from a converted checkpoint"),
-    "evaluate": (_evaluate, "conditioning gain, retrieval and F1 on unseen text"),
-    "plot": (_plot, "draw a run's loss curve"),
-    "monitor": (_monitor, "follow a run's log and judge its health"),
+    "convert": ("mmldlm.checkpoints.convert", "turn a checkpoint into one safetensors file"),
+    "sample": ("mmldlm.sampling.run", "l2t, t2l or unconditional samples from a converted checkpoint"),
+    "evaluate": ("mmldlm.evaluation.run", "conditioning gain, retrieval and F1 on unseen text"),
+    "plot": ("mmldlm.observe.plots", "draw a run's loss curve"),
+    "monitor": ("mmldlm.observe.monitor", "follow a run's log and judge its health"),
 }
+
+
+def _fill(parser: argparse.ArgumentParser, verb: str):
+    """Add a verb's options to its parser; returns what runs it. Imports only what the verb needs."""
+    how = VERBS[verb][0]
+    if callable(how):
+        return how(parser)
+    module = importlib.import_module(how)
+    module.add_arguments(parser)
+    return module.main
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -143,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_USAGE
     own = argparse.ArgumentParser(prog=f"mmldlm {verb}", description=VERBS[verb][1])
     try:
-        run = VERBS[verb][0](own)
+        run = _fill(own, verb)
         return run(own.parse_intermixed_args(argv[1:])) or EXIT_DONE
     except MmldlmError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -118,7 +118,6 @@ def measure_l2t(
         latents,
         partner,
         diffusion=pretrained.text_diffusion,
-        t_min=pretrained.text_config.t_min,
         draws=settings.num_draws,
         seed=settings.seed,
     )

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from mmldlm.data.encoders import token_budget_batches
 from mmldlm.diffusion import MaskedDiffusion
-from mmldlm.diffusion.timesteps import stretch
 from mmldlm.errors import MmldlmError
 from mmldlm.sampling.draws import uniforms
 from mmldlm.sampling.latents import pad_texts
@@ -46,16 +45,15 @@ def measure(
     partner: np.ndarray,
     *,
     diffusion: MaskedDiffusion,
-    t_min: float,
     draws: int = 4,
     seed: int = 0,
     batch_tokens: int = 2048,
     progress: Callable[[int], None] | None = None,
 ) -> Likelihood:
-    """Monte Carlo NELBO of every text (MDLM, arXiv 2406.07524), with the exact weight of the schedule.
+    """Monte Carlo NELBO of every text, by counted masks (`MaskedDiffusion.corrupt_count`): exact for every schedule.
 
-    Every text gets `draws` timesteps, one in each of as many equal strata of (t_min, 1); the part below t_min is left
-    out, at most t_min * log V nats a token. All conditions see the same masks, so their differences are paired.
+    Every text gets `draws` mask counts, one in each of as many equal strata of 1 .. length. All conditions see the same
+    masks, so their differences are paired.
 
     Args:
         texts: N lists of ids without EOS. latents: [N, D] as the encoder gives them. partner: [N] whose latent stands
@@ -83,11 +81,14 @@ def measure(
         # One column more than positions: the last holds the sample's offset inside the strata.
         uniform = uniforms(seed, _MASKS, rows, (draws, config.max_seq_len + 1)).to(device)
         for draw in range(draws):
-            t = stretch((draw + uniform[:, 0, -1]) / draws, t_min)
-            noised, masked = diffusion.corrupt(tokens, t, uniform[:, draw, :width], real)
+            strata = (draw + uniform[:, 0, -1]) / draws
+            noised, masked, share = diffusion.corrupt_count(
+                tokens, strata, uniform[:, draw, :width], real, config.mask_token_id
+            )
+            t = diffusion.time_of(share)
             positions = masked.flatten().nonzero()[:, 0]
             owner = positions // width
-            weight = diffusion.nelbo_weight(t)[owner]
+            weight = (1 / share)[owner]
             targets = tokens.flatten()[positions]
             masked_count[rows] += masked.sum(1).cpu().numpy()
             for name in CONDITIONS:

@@ -51,7 +51,7 @@ def run_measure(make, nll, texts, schedule="loglinear", draws=4, seed=0, **optio
     latents = torch.arange(len(texts)).float()[:, None].repeat(1, make.DIM)
     return measure(
         Known(make, nll), texts, latents, derangement(len(texts), 0), diffusion=MaskedDiffusion(make.MASK, schedule),
-        t_min=1e-3, draws=draws, seed=seed, **options,
+        draws=draws, seed=seed, **options,
     )  # fmt: skip
 
 

@@ -1,0 +1,46 @@
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from mmldlm.data.encoders import find_model_folder
+from mmldlm.data.store import Store
+from mmldlm.data.warm_start import encoder_token_embeddings
+from mmldlm.errors import UserError
+
+
+def edited(store, folder, section, key, value):
+    copy = folder / "store"
+    shutil.copytree(store, copy)
+    manifest = json.loads((copy / "manifest.json").read_text())
+    manifest[section][key] = value
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    return Store(copy)
+
+
+def test_geometry_of_the_encoder_is_kept(store):
+    from safetensors import safe_open
+
+    with safe_open(find_model_folder("minilm")[0] / "model.safetensors", framework="numpy") as file:
+        table = file.get_tensor(next(key for key in file.keys() if key.endswith("word_embeddings.weight")))
+    wide = encoder_token_embeddings(Store(store), 400)
+    assert wide.shape == (len(table), 400) and wide.dtype == np.float32
+    assert not wide[:, table.shape[1] :].any()
+    rows = np.arange(2000, 2400)
+    centred = (table - table.mean(0))[rows]
+    ours, theirs = wide[rows] @ wide[rows].T, centred @ centred.T
+    np.testing.assert_allclose(ours / ours.max(), theirs / theirs.max(), atol=1e-4)
+    narrow = encoder_token_embeddings(Store(store), 64)
+    assert narrow.std() == pytest.approx(0.02, rel=1e-3)
+    # the first components of the same rotation, and the same at every call
+    scale = narrow[0, 0] / wide[0, 0]
+    np.testing.assert_allclose(narrow, wide[:, :64] * scale, rtol=1e-3, atol=1e-5)
+    assert np.array_equal(narrow, encoder_token_embeddings(Store(store), 64))
+
+
+def test_another_tokenizer_or_encoder_is_refused(store, tmp_path):
+    with pytest.raises(UserError, match="--tokenizer minilm"):
+        encoder_token_embeddings(edited(store, tmp_path / "a", "tokenizer", "name", "other"), 32)
+    with pytest.raises(UserError, match="same release"):
+        encoder_token_embeddings(edited(store, tmp_path / "b", "encoder", "weights_sha256", "0" * 64), 32)
