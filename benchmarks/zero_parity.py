@@ -36,6 +36,8 @@ def overrides(args: argparse.Namespace, folder: str, name: str, world_size: int)
         f"training.num_train_steps={args.steps}",
         f"training.dtype={args.dtype}",
         "optimizer.warmup_steps=5",
+        "model.tie_embeddings=true",  # a weight shared by two modules is where partitioning goes wrong first
+        "model.token_embedding_init=encoder",
         f"logging.log_freq={args.steps}",
         f"logging.save_freq={args.steps}",
         f"logging.eval_freq={args.steps}",

@@ -16,7 +16,7 @@ from mmldlm.checkpoints import commit
 from mmldlm.config.load import to_yaml
 from mmldlm.data.resolve import RunData
 from mmldlm.engines.base import Engine, StepResult
-from mmldlm.errors import UserError
+from mmldlm.errors import MmldlmError, UserError
 from mmldlm.observe.plots import plot_run
 from mmldlm.observe.progress import Progress, train_log_path
 from mmldlm.observe.records import JsonlLog
@@ -117,7 +117,27 @@ class RunFolder:
                 setattr(self.state, name, value)
 
     def open(self, trainable: dict[str, tuple[int, int]], resumed_from: Path | None) -> None:
-        """Start the logs and say what is about to happen."""
+        """Start the logs and say what is about to happen. Collective.
+
+        Raises:
+            MmldlmError: on every rank, when rank 0 could not open the logs or wandb.
+        """
+        failure: Exception | None = None
+        try:
+            self._open(trainable, resumed_from)
+        except (MmldlmError, OSError) as error:  # the ranks vote: one that left alone would leave the others waiting
+            failure = error
+        if self.engine.all_ok(failure is None):
+            return
+        if isinstance(failure, MmldlmError):
+            raise failure
+        raise UserError(
+            f"a folder for the run at {self.run_dir}",
+            str(failure or "rank 0 could not open it (its message says why)"),
+            "set logging.save_dir to a folder that can be written to",
+        )
+
+    def _open(self, trainable: dict[str, tuple[int, int]], resumed_from: Path | None) -> None:
         config, state = self.config, self.state
         node = int(os.environ.get("GROUP_RANK", 0))
         self.progress = Progress(
@@ -274,8 +294,10 @@ class RunFolder:
         """Draw the plots and close the logs."""
         if not self.is_main:
             return
-        path = plot_run(self.run_dir)
-        self.progress.message(f"plot     {path}")
+        try:
+            self.progress.message(f"plot     {plot_run(self.run_dir)}")
+        except (MmldlmError, OSError) as error:  # the run is done and saved; its picture can be drawn again
+            self.progress.warning(f"no plot: {error}")
         self.event("end", step=self.state.step)
         self.progress.close()
         for log in (self.log, self.evaluations, self.events):

@@ -274,3 +274,11 @@ def test_a_used_folder_is_not_overwritten(store, tmp_path, capsys):
     (tmp_path / "run" / "checkpoints" / "step_00000010").mkdir(parents=True)
     assert main(train_words(store, tmp_path, "run", "engine.kind=single")) == 2
     assert "training.resume=auto" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_made_is_said_by_all_ranks(store, tmp_path, capsys):
+    from mmldlm.train import main
+
+    (tmp_path / "runs").write_text("a file where the folder should be")
+    assert main(train_words(store, tmp_path / "runs", "run", "engine.kind=single")) == 2
+    assert "logging.save_dir" in capsys.readouterr().err

@@ -32,12 +32,14 @@ def test_a_missing_libmpi_is_said(monkeypatch):
         adopt_mpi_environment()
 
 
-def test_ranks_under_mpirun_keep_a_given_master():
+def test_ranks_under_mpirun_keep_a_given_master(tmp_path):
     if shutil.which("mpirun") is None:
         pytest.skip("mpirun is not installed (Debian: openmpi-bin)")
     code = (
         "import os; from mmldlm.engines.mpi import adopt_mpi_environment; adopt_mpi_environment(); "
-        f"print('FOUND', *(os.environ[n] for n in {NAMES!r}), flush=True)"
+        # A file a rank: mpirun mixes the ranks' lines.
+        f"file = open(os.path.join({str(tmp_path)!r}, os.environ['RANK']), 'w'); "
+        f"file.write(' '.join(os.environ[n] for n in {NAMES!r}))"
     )
     environment = {key: value for key, value in os.environ.items() if key not in NAMES}
     environment |= {
@@ -48,6 +50,6 @@ def test_ranks_under_mpirun_keep_a_given_master():
     }
     command = ["mpirun", "--oversubscribe", "-n", "2", sys.executable, "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    found = sorted(line.split()[1:] for line in done.stdout.splitlines() if line.startswith("FOUND"))
+    found = [(tmp_path / rank).read_text().split() for rank in ("0", "1") if (tmp_path / rank).exists()]
     assert [row[:4] for row in found] == [["0", "0", "2", "10.9.9.9"], ["1", "1", "2", "10.9.9.9"]], done.stderr
     assert found[0][4] == found[1][4]
