@@ -19,7 +19,7 @@ from mmldlm.evaluation.statistics import Estimate, derangement, mean, ratio, sha
 from mmldlm.models import MultimodalMMDiT
 from mmldlm.sampling.latents import sample_latents
 from mmldlm.sampling.pretrained import Pretrained
-from mmldlm.sampling.text import TextSamples, sample_text
+from mmldlm.sampling.text import PRESENCE_PENALTY, TextSamples, sample_text
 
 NATS = "nats/token"
 
@@ -31,7 +31,8 @@ class Settings:
     Attributes:
         num_samples: unseen sentences; None is 1,000, or all there are. num_steps: confidence steps of l2t.
         latent_steps: denoising steps of t2l. num_draws: timesteps a sentence in the NELBO. control_samples: sentences
-            (of the same) the two untrained controls see. guidance: of both samplers. seed: of every draw.
+            (of the same) the two untrained controls see. guidance: of both samplers. presence_penalty: of l2t
+            (`sample_text`). seed: of every draw.
     """
 
     num_samples: int | None = None
@@ -40,6 +41,7 @@ class Settings:
     num_draws: int = 2
     control_samples: int = 100
     guidance: float = 1.0
+    presence_penalty: float = PRESENCE_PENALTY
     seed: int = 0
 
 
@@ -129,6 +131,7 @@ def measure_l2t(
         diffusion=pretrained.text_diffusion,
         steps=settings.num_steps,
         guidance=settings.guidance,
+        presence_penalty=settings.presence_penalty,
         seed=settings.seed,
     )
     result.estimates.update(text_estimates(samples, sentences.tokens, partner, found.num_tokens, settings.seed))
@@ -306,6 +309,7 @@ def evaluate(
         "text_sampler": "confidence, greedy, lengths from the model (median of p(length | latent))",
         "latent_steps": settings.latent_steps,
         "guidance": settings.guidance,
+        "presence_penalty": settings.presence_penalty,
         "seed": settings.seed,
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
         "seconds": round(time.perf_counter() - started, 1),

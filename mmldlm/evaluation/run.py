@@ -18,6 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-draws", type=int, default=2, help="timesteps a sentence in the NELBO (default %(default)s)")
     add("--control-samples", type=int, default=100, help="sentences of the untrained controls (default %(default)s)")
     add("--guidance", type=float, default=1.0, help="classifier-free guidance of both samplers (default 1: none)")
+    add("--presence-penalty", type=float, default=1.0, help="of l2t, against repetition (default %(default)s)")
     add("--seed", type=int, default=0, help="of every draw (default %(default)s)")
     add("--json", metavar="FILE", help="also write the figures here")
     add("--eval-dataset", choices=("gain", "stsb"), default="gain", help="what is evaluated (default %(default)s)")

@@ -17,7 +17,7 @@ from mmldlm.errors import EXIT_DONE, UserError
 from mmldlm.sampling.joint import WAYS, choose_way, sample_joint
 from mmldlm.sampling.latents import METHODS, sample_latents
 from mmldlm.sampling.pretrained import Pretrained, load_pretrained
-from mmldlm.sampling.text import SAMPLERS, TextSamples, sample_text
+from mmldlm.sampling.text import PRESENCE_PENALTY, SAMPLERS, TextSamples, sample_text
 
 # Norms further from 1 than this are not vectors of an encoder that normalises.
 _NORM_SLACK = 0.05
@@ -36,6 +36,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "temperature": {"l2t": None, "unconditional": None},
     "top_p": {"l2t": 1.0, "unconditional": 1.0},
     "guidance": {"l2t": 1.0, "t2l": 1.0},
+    "presence_penalty": {"l2t": None},
     "method": {"t2l": "ddim"},
     "eta": {"t2l": 0.0},
     "way": {"unconditional": None},
@@ -64,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--top-p", type=float, help="nucleus of the draws of words (default 1)")
     add("--guidance", type=float, help="classifier-free guidance of l2t and t2l (default 1: none)")
+    add("--presence-penalty", type=float, help="l2t: nats off words already there (default: confidence 1, ancestral 0)")
     add("--method", choices=METHODS, help="t2l: ddim, or heun for a rectified-flow model (default ddim)")
     add("--eta", type=float, help="t2l: noise of DDIM: 0 none, 1 ancestral (default 0)")
     add("--way", choices=WAYS, help="unconditional: joint or chain (default: what the model was trained for)")
@@ -138,6 +140,9 @@ def _l2t(pretrained: Pretrained, args: argparse.Namespace):
     temperature = args.temperature
     if temperature is None and count > len(latents):
         temperature = 1.0
+    penalty = args.presence_penalty
+    if penalty is None:
+        penalty = PRESENCE_PENALTY if args.sampler == "confidence" else 0.0
     samples = sample_text(
         pretrained.model,
         torch.from_numpy(latents[source]),
@@ -147,6 +152,7 @@ def _l2t(pretrained: Pretrained, args: argparse.Namespace):
         temperature=temperature,
         top_p=args.top_p,
         guidance=args.guidance,
+        presence_penalty=penalty,
         seed=args.seed,
     )
     records = text_records(pretrained, samples)

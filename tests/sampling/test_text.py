@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from mmldlm.config.schema import ModelConfig
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.masked import SCHEDULES
 from mmldlm.errors import MmldlmError
@@ -249,3 +250,27 @@ def test_length_rules():
     assert choose_lengths(probability.log(), "sample", uniform).tolist() == [1, 3]
     with pytest.raises(ValueError, match="length rule"):
         choose_lengths(probability, "true")
+
+
+def test_presence_penalty_takes_what_is_there_already_off_the_table():
+    """Two tokens of nearly the same probability everywhere: greedy decoding repeats one, the penalty alternates."""
+
+    class Flat(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(1))
+            self.config = ModelConfig(
+                max_seq_len=8, latent_dim=2, vocab_size=8, mask_token_id=3, pad_token_id=0, eos_token_id=2
+            )
+
+        def scale_latents(self, latents):
+            return latents
+
+        def forward(self, tokens, latents, text_t, latent_t, mask, *, text_positions, **_):
+            logits = torch.tensor([0.0, 0, 0, 0, 5.0, 4.5, 4.0, 0]).repeat(len(text_positions), 1)
+            return {"text_logits": logits}
+
+    options = dict(diffusion=MaskedDiffusion(3), steps=8, lengths=torch.tensor([4]))
+    latents = torch.zeros(1, 2)
+    assert sample_text(Flat(), latents, **options).tokens == [[4, 4, 4]]
+    assert sorted(sample_text(Flat(), latents, presence_penalty=10.0, **options).tokens[0]) == [4, 5, 6]
