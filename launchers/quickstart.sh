@@ -9,7 +9,7 @@
 #                 installed Python packages, which need no download)
 #   OUT           folder for everything it makes                                  (default: runs/quickstart-<corpus>)
 #   MAX_SAMPLES   sentences of the corpus to use                                  (default: 32000)
-#   STEPS         optimizer steps  (default: 1300; 2400 for your own corpus, which is rarely as narrow as docstrings)
+#   STEPS         optimizer steps  (default: 1300; 3200 for your own corpus, which is rarely as narrow as docstrings)
 #   NPROC         ranks                                                           (default: 2 on a CPU, else all GPUs)
 # Words after the script's name are config overrides, e.g. training.num_train_steps=5000
 set -euo pipefail
@@ -23,7 +23,7 @@ installed=$SECONDS
 corpus=${CORPUS:-docstrings}
 name=$(basename "${corpus%.*}")
 [ "$name" = docstrings ] || name=$(basename "$(dirname "$corpus")")-$name
-[ "$name" = docstrings ] && steps=${STEPS:-1300} || steps=${STEPS:-2400}
+[ "$name" = docstrings ] && steps=${STEPS:-1300} || steps=${STEPS:-3200}
 out=${OUT:-runs/quickstart-$name}
 store=$out/store
 mkdir -p "$out"
