@@ -31,7 +31,7 @@ class TrainingState:
     """Where a run stands; everything else follows from it, the config and the weights.
 
     Attributes:
-        global_batch, num_samples: what the order of samples depends on beside the seed.
+        global_batch, num_samples, seed: what the order of samples and the noise depend on.
         step: optimizer steps taken, skipped ones included. applied_steps: those that moved the weights (the schedule's
             clock). consumed_samples: training samples seen. skipped_steps: refused steps. consecutive_skips: since
             the last applied one.
@@ -39,6 +39,7 @@ class TrainingState:
 
     global_batch: int
     num_samples: int
+    seed: int = 0
     step: int = 0
     applied_steps: int = 0
     consumed_samples: int = 0
@@ -75,14 +76,22 @@ class RunFolder:
             return None
         if resume != "auto":
             return commit.resolve(resume)
-        found = [None]
+        found: list[str | None] = [
+            None,
+            None,
+        ]  # path, failure: rank 0 must not leave alone while the others wait for it
         if self.is_main:
-            path = commit.find_latest_whole(
-                self.run_dir, on_damaged=lambda message: print(f"warning: {message}", flush=True)
-            )
-            found = [None if path is None else str(path.resolve())]
+            try:
+                path = commit.find_latest_whole(
+                    self.run_dir, on_damaged=lambda message: print(f"warning: {message}", flush=True)
+                )
+                found[0] = None if path is None else str(path.resolve())
+            except (MmldlmError, OSError) as error:
+                found[1] = str(error)
         if self.engine.world_size > 1:
             torch.distributed.broadcast_object_list(found, src=0)
+        if found[1] is not None:
+            raise UserError(f"readable checkpoints in {self.run_dir}", found[1], "mend that, or name a step folder")
         return None if found[0] is None else Path(found[0])
 
     def load(self, checkpoint: Path) -> None:
@@ -100,12 +109,12 @@ class RunFolder:
                     f"{what} {now}",
                     "start with the same number of ranks, engine.kind and ZeRO stage",
                 )
-        for what in ("global_batch", "num_samples"):
+        for what in ("global_batch", "num_samples", "seed"):
             if saved[what] != getattr(self.state, what):
                 raise UserError(
                     f"{what}={saved[what]} as in {checkpoint} (the order of samples depends on it)",
                     f"{what}={getattr(self.state, what)}",
-                    "keep training.train_batch_size * training.grad_accum_steps * world size, and the data, unchanged",
+                    "keep micro-batch * accumulation * world size, training.seed and the data as they were",
                 )
         self.engine.load(checkpoint / ENGINE_FOLDER)
         rng = torch.load(checkpoint / f"rng_state_rank{self.engine.rank}.pt", weights_only=True)
@@ -213,7 +222,10 @@ class RunFolder:
             "samples": self.state.consumed_samples,
             "skipped": not result.applied,
         }
-        self.log.write(record)
+        try:
+            self.log.write(record)
+        except OSError as error:  # a full disk, seen by rank 0 alone: training goes on, the lost line is said
+            self.progress.warning(f"step {self.state.step} could not be written to training_log.jsonl: {error}")
         self.progress.update(record)
         if self.wandb is not None:
             self.wandb.log(record)

@@ -116,7 +116,7 @@ def train(data) -> None:
     dataset = MicroBatches(data.train, plan, noiser, engine.rank, engine.world_size, training.grad_accum_steps)
     objective, validation = TranslationObjective(config), Validation(data, engine)
 
-    state = TrainingState(global_batch=global_batch, num_samples=len(data.train_lengths))
+    state = TrainingState(global_batch=global_batch, num_samples=len(data.train_lengths), seed=training.seed)
     folder = RunFolder(config, data, engine, state)
     resume_from = folder.find_resume()
     if resume_from is not None:

@@ -282,3 +282,27 @@ def test_a_folder_that_cannot_be_made_is_said_by_all_ranks(store, tmp_path, caps
     (tmp_path / "runs").write_text("a file where the folder should be")
     assert main(train_words(store, tmp_path / "runs", "run", "engine.kind=single")) == 2
     assert "logging.save_dir" in capsys.readouterr().err
+
+
+def test_too_many_skips_in_a_row_exit_4_and_another_seed_is_no_resume(store, tmp_path, capsys, monkeypatch):
+    from mmldlm.data import loader
+    from mmldlm.train import main
+
+    words = train_words(
+        store, tmp_path, "run", "engine.kind=single", "training.num_train_steps=12", "logging.save_freq=2"
+    )
+    make = loader.MicroBatches.__getitem__
+
+    def poisoned(self, item):
+        batch = make(self, item)
+        if self.plan.shuffle and item >= 4:
+            batch.tensors["latents"][:, 0] = float("nan")
+        return batch
+
+    monkeypatch.setattr(loader.MicroBatches, "__getitem__", poisoned)
+    assert main([*words, "stability.max_consecutive_skips=3"]) == 4
+    assert "3 steps in a row" in capsys.readouterr().err
+    assert [r["skipped"] for r in read_log(tmp_path, "run")] == [False] * 4 + [True] * 3
+    monkeypatch.setattr(loader.MicroBatches, "__getitem__", make)
+    assert main([*words, "training.resume=auto", "training.seed=9"]) == 2
+    assert "seed=0" in capsys.readouterr().err
