@@ -1,18 +1,11 @@
-"""The folder of a run: its logs, events and checkpoints, written while the loop runs."""
+"""The folder of a run: its logs and events, written while the loop runs (its checkpoints: run_checkpoints.py)."""
 
 from __future__ import annotations
 
-import json
 import os
-import socket
-import time
-from dataclasses import asdict, dataclass, field
-from importlib import metadata
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
-from mmldlm.checkpoints import commit
 from mmldlm.config.load import to_yaml
 from mmldlm.data.resolve import RunData
 from mmldlm.engines.base import Engine, StepResult
@@ -21,9 +14,6 @@ from mmldlm.observe.plots import plot_run
 from mmldlm.observe.progress import Progress, train_log_path
 from mmldlm.observe.records import JsonlLog
 from mmldlm.observe.wandb import open_wandb
-
-ENGINE_FOLDER = "engine"
-STATE_FILE = "training_state.json"
 
 
 @dataclass
@@ -57,7 +47,7 @@ class TrainingState:
 
 
 class RunFolder:
-    """Everything a run writes. Rank 0 owns the logs; checkpoints are collective."""
+    """The logs of a run. Rank 0 owns them."""
 
     def __init__(self, config, data: RunData, engine: Engine, state: TrainingState):
         self.config, self.data, self.engine, self.state = config, data, engine, state
@@ -66,74 +56,18 @@ class RunFolder:
 
     # -- opening -----------------------------------------------------------------------------------------------------
 
-    def _peers(self) -> commit.Peers:
-        return commit.Peers(self.engine.rank, self.engine.world_size, self.engine.barrier, self.engine.all_ok)
-
-    def find_resume(self) -> Path | None:
-        """training.resume as a checkpoint folder: PATH, or for `auto` what rank 0 finds, told to all. Collective."""
-        resume = self.config.training.resume
-        if resume is None:
-            return None
-        if resume != "auto":
-            return commit.resolve(resume)
-        found: list[str | None] = [
-            None,
-            None,
-        ]  # path, failure: rank 0 must not leave alone while the others wait for it
-        if self.is_main:
-            try:
-                path = commit.find_latest_whole(
-                    self.run_dir, on_damaged=lambda message: print(f"warning: {message}", flush=True)
-                )
-                found[0] = None if path is None else str(path.resolve())
-            except (MmldlmError, OSError) as error:
-                found[1] = str(error)
-        if self.engine.world_size > 1:
-            torch.distributed.broadcast_object_list(found, src=0)
-        if found[1] is not None:
-            raise UserError(f"readable checkpoints in {self.run_dir}", found[1], "mend that, or name a step folder")
-        return None if found[0] is None else Path(found[0])
-
-    def load(self, checkpoint: Path) -> None:
-        """Continue from a committed step folder. Collective.
-
-        Raises:
-            UserError: another engine, stage, world size, or global batch than the checkpoint's.
-        """
-        manifest = commit.read_manifest(checkpoint)
-        saved = json.loads((checkpoint / STATE_FILE).read_text())
-        for what, now in (("world_size", self.engine.world_size), ("engine", self.engine.describe())):
-            if manifest[what] != now:
-                raise UserError(
-                    f"{what} {manifest[what]}, with which {checkpoint} was saved",
-                    f"{what} {now}",
-                    "start with the same number of ranks, engine.kind and ZeRO stage",
-                )
-        for what in ("global_batch", "num_samples", "seed"):
-            if saved[what] != getattr(self.state, what):
-                raise UserError(
-                    f"{what}={saved[what]} as in {checkpoint} (the order of samples depends on it)",
-                    f"{what}={getattr(self.state, what)}",
-                    "keep micro-batch * accumulation * world size, training.seed and the data as they were",
-                )
-        self.engine.load(checkpoint / ENGINE_FOLDER)
-        rng = torch.load(checkpoint / f"rng_state_rank{self.engine.rank}.pt", weights_only=True)
-        torch.set_rng_state(rng["torch"])
-        if torch.cuda.is_available() and rng["cuda"] is not None:
-            torch.cuda.set_rng_state(rng["cuda"])
-        for name, value in saved.items():
-            if name != "versions":
-                setattr(self.state, name, value)
-
-    def open(self, trainable: dict[str, tuple[int, int]], resumed_from: Path | None) -> None:
+    def open(self, trainable: dict[str, tuple[int, int]], resumed_from: Path | None, taken=None) -> None:
         """Start the logs and say what is about to happen. Collective.
+
+        Args:
+            trainable: group -> (trainable, all) parameters. taken: InitReport of training.init_from.
 
         Raises:
             MmldlmError: on every rank, when rank 0 could not open the logs or wandb.
         """
         failure: Exception | None = None
         try:
-            self._open(trainable, resumed_from)
+            self._open(trainable, resumed_from, taken)
         except (MmldlmError, OSError) as error:  # the ranks vote: one that left alone would leave the others waiting
             failure = error
         if self.engine.all_ok(failure is None):
@@ -146,7 +80,7 @@ class RunFolder:
             "set logging.save_dir to a folder that can be written to",
         )
 
-    def _open(self, trainable: dict[str, tuple[int, int]], resumed_from: Path | None) -> None:
+    def _open(self, trainable: dict[str, tuple[int, int]], resumed_from: Path | None, taken) -> None:
         config, state = self.config, self.state
         node = int(os.environ.get("GROUP_RANK", 0))
         self.progress = Progress(
@@ -196,6 +130,8 @@ class RunFolder:
             f"accumulated x {self.engine.world_size} rank(s); {training.num_train_steps:,} steps = "
             f"{training.num_train_steps * state.global_batch / len(lengths):.2f} epochs; {training.dtype}"
         )
+        for line in [] if taken is None else taken.lines():
+            say(f"weights  {line}")
         if resumed_from is not None:
             say(f"resumed  at step {state.step} from {resumed_from}")
         self.event("start" if resumed_from is None else "resume", step=state.step, source=str(resumed_from or ""))
@@ -222,10 +158,7 @@ class RunFolder:
             "samples": self.state.consumed_samples,
             "skipped": not result.applied,
         }
-        try:
-            self.log.write(record)
-        except OSError as error:  # a full disk, seen by rank 0 alone: training goes on, the lost line is said
-            self.progress.warning(f"step {self.state.step} could not be written to training_log.jsonl: {error}")
+        self._write(self.log, record)
         self.progress.update(record)
         if self.wandb is not None:
             self.wandb.log(record)
@@ -237,7 +170,7 @@ class RunFolder:
         """Write and show the validation metrics of the present step."""
         if not self.is_main:
             return
-        self.evaluations.write({"step": self.state.step, **values})
+        self._write(self.evaluations, {"step": self.state.step, **values})
         if self.wandb is not None:
             self.wandb.log({"step": self.state.step, **values}, prefix="eval/")
         self.progress.message(
@@ -247,60 +180,13 @@ class RunFolder:
     def event(self, kind: str, **values) -> None:
         """One line in events.jsonl (rank 0)."""
         if self.is_main:
-            self.events.write({"event": kind, **values})
+            self._write(self.events, {"event": kind, **values})
 
-    # -- checkpoints -------------------------------------------------------------------------------------------------
-
-    def save(self) -> None:
-        """Commit a checkpoint of the present step, or say why it could not be; the run goes on either way.
-        Collective."""
-        started, state, engine = time.perf_counter(), self.state, self.engine
+    def _write(self, log: JsonlLog, record: dict) -> None:
         try:
-            pending = commit.begin(self.run_dir, state.step, self._peers())
-            failure = None
-            try:
-                self._write_rank_files(pending.path)
-            except Exception as error:  # the ranks vote on it in commit(): raising alone would leave the others waiting
-                failure = error
-            step_dir = pending.commit(failure, engine=engine.describe())
-        except commit.CommitFailed as error:
-            self.event("save_failed", step=state.step, reason=str(error))
-            if self.is_main:
-                self.progress.warning(str(error))
-            return
-        seconds = time.perf_counter() - started
-        if self.is_main:
-            self._prune()
-            self.event("save", step=state.step, path=str(step_dir), seconds=round(seconds, 3))
-            self.progress.message(f"saved    {step_dir} ({seconds:.1f} s)")
-
-    def _prune(self) -> None:
-        keep = self.config.checkpoints
-        try:
-            commit.prune(self.run_dir, keep.keep_last, keep.keep_every or 0)
-        except OSError as error:  # on rank 0 alone: the others are already on their way to the next step
-            self.event("prune_failed", step=self.state.step, reason=str(error))
-            self.progress.warning(f"old checkpoints could not be deleted: {error}")
-
-    def _write_rank_files(self, folder: Path) -> None:
-        self.engine.save(folder / ENGINE_FOLDER)
-        cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-        torch.save({"torch": torch.get_rng_state(), "cuda": cuda}, folder / f"rng_state_rank{self.engine.rank}.pt")
-        if not self.is_main:
-            return
-        self.state.versions = {
-            name: _version(name) for name in ("mmldlm", "torch", "deepspeed", "transformers", "numpy")
-        }
-        (folder / STATE_FILE).write_text(
-            json.dumps(asdict(self.state) | {"host": socket.gethostname()}, indent=2) + "\n"
-        )
-        (folder / "config.yaml").write_text(to_yaml(self.config))
-        (folder / "model_config.json").write_text(json.dumps(model_config(self.config, self.data), indent=2) + "\n")
-        source = self.data.train.root / "tokenizer"
-        target = folder / "tokenizer"
-        target.mkdir(exist_ok=True)
-        for path in source.iterdir():
-            (target / path.name).write_bytes(path.read_bytes())
+            log.write(record)
+        except OSError as error:  # a full disk, seen by rank 0 alone: training goes on, the lost line is said
+            self.progress.warning(f"step {self.state.step}: a line of {log.path.name} could not be written: {error}")
 
     def close(self) -> None:
         """Draw the plots and close the logs."""
@@ -316,27 +202,3 @@ class RunFolder:
             log.close()
         if self.wandb is not None:
             self.wandb.finish()
-
-
-def model_config(config, data: RunData) -> dict:
-    """What config.json of the exported model holds: the model, its diffusion, and which encoder its latents
-    belong to."""
-    return {
-        "architecture": "MultimodalMMDiT",
-        **config.model.model_dump(),
-        "text_diffusion": config.text_diffusion.model_dump(),
-        "latent_diffusion": config.latent_diffusion.model_dump(),
-        "training": {
-            "mode_weights": config.training.mode_weights(),
-            "condition_dropout": config.training.condition_dropout,
-        },
-        "encoder": data.train.manifest["encoder"],
-        "tokenizer": data.train.manifest["tokenizer"],
-    }
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"

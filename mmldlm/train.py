@@ -4,12 +4,14 @@ python."""
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import signal
 import sys
 import time
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import NoReturn
 
 if __package__ in (None, ""):  # `deepspeed mmldlm/train.py` puts the package's own folder first on the path
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -49,22 +51,9 @@ def check_run(config: Config, world_size: int):
     """
     from mmldlm.checkpoints.commit import list_checkpoints, resolve
     from mmldlm.data.resolve import open_data
-    from mmldlm.engines.deepspeed_config import merged_config
+    from mmldlm.engines.build import check_engine
 
-    if config.engine.kind == "deepspeed":
-        merged_config(config, world_size)
-    elif config.engine.deepspeed_config is not None or config.engine.zero_stage is not None:
-        raise UserError(
-            "DeepSpeed settings only with engine.kind=deepspeed",
-            f"engine.kind={config.engine.kind} with engine.deepspeed_config or engine.zero_stage",
-            "drop them, or set engine.kind=deepspeed",
-        )
-    elif world_size != 1:
-        raise UserError(
-            "one process for engine.kind=single",
-            f"{world_size} processes",
-            "set engine.kind=deepspeed, or start one process",
-        )
+    check_engine(config, world_size)
     data = open_data(config)
     run_dir = config.run_dir()
     if config.training.resume is None and list_checkpoints(run_dir):
@@ -75,6 +64,12 @@ def check_run(config: Config, world_size: int):
         )
     if config.training.resume not in (None, "auto"):
         resolve(config.training.resume)
+        if config.training.init_from is not None:
+            raise UserError(
+                "training.resume (continue a run) or training.init_from (a new run from its weights)",
+                f"training.resume={config.training.resume} and training.init_from={config.training.init_from}",
+                "drop one of them",
+            )
     return data
 
 
@@ -82,11 +77,13 @@ def train(data) -> None:
     """Train to the end of training.num_train_steps; `data` is what check_run returned. Collective over all ranks."""
     import torch
 
+    from mmldlm.checkpoints.init_from import init_weights
     from mmldlm.data.loader import MicroBatches, iterate_steps
     from mmldlm.data.noising import Noiser
     from mmldlm.data.plan import BatchPlan
     from mmldlm.data.warm_start import encoder_token_embeddings
     from mmldlm.engines.build import build_engine
+    from mmldlm.engines.ema import WeightAverage
     from mmldlm.engines.optimizer import learning_rate
     from mmldlm.evaluation.validation import Validation
     from mmldlm.models import MultimodalMMDiT
@@ -94,6 +91,7 @@ def train(data) -> None:
     from mmldlm.objectives.freezing import apply_freezing, verify_parameter_freezing
     from mmldlm.objectives.translation import METRICS
     from mmldlm.run import RunFolder, TrainingState
+    from mmldlm.run_checkpoints import RunCheckpoints
 
     config = data.config
     training = config.training
@@ -103,11 +101,13 @@ def train(data) -> None:
     if config.model.token_embedding_init == "encoder":
         embeddings = encoder_token_embeddings(data.train, config.model.hidden_size)
         model.text_encoder.token_embedding.weight.data.copy_(torch.from_numpy(embeddings))
+    taken = None if training.init_from is None else init_weights(model, training.init_from)
     apply_freezing(model, training.loss_type, training.freeze)
     trainable = verify_parameter_freezing(model, training.loss_type, training.freeze)
     if training.compile_model:
         model.compile_blocks()
     engine = build_engine(model, config)
+    average = None if config.optimizer.ema_decay is None else WeightAverage(engine, config.optimizer.ema_decay)
     global_batch = training.train_batch_size * training.grad_accum_steps * engine.world_size
 
     plan = BatchPlan(data.train_lengths, global_batch, training.seed, config.data.bucket_batches)
@@ -118,10 +118,11 @@ def train(data) -> None:
 
     state = TrainingState(global_batch=global_batch, num_samples=len(data.train_lengths), seed=training.seed)
     folder = RunFolder(config, data, engine, state)
-    resume_from = folder.find_resume()
+    checkpoints = RunCheckpoints(folder, average)
+    resume_from = checkpoints.find_resume()
     if resume_from is not None:
-        folder.load(resume_from)
-    folder.open(trainable, resume_from)
+        checkpoints.load(resume_from)
+    folder.open(trainable, resume_from, None if resume_from is not None else taken)
     stop = StopSignal()
     stream = iterate_steps(
         dataset, state.step, training.num_train_steps, config.data.num_workers, config.data.prefetch_factor
@@ -132,17 +133,19 @@ def train(data) -> None:
     while state.step < training.num_train_steps and not interrupted:
         batches = next(stream)
         lr = learning_rate(state.applied_steps, training.num_train_steps, config.optimizer)
-        sums = torch.zeros(len(METRICS) + 2, dtype=torch.float64, device=engine.device)
+        sums = torch.zeros(len(METRICS) + 1, dtype=torch.float64, device=engine.device)
         for batch in batches:
             loss, metrics = objective(engine.module, batch.to(engine.device))
             engine.backward(loss)
             num_tokens = torch.tensor(float(batch.num_tokens), device=engine.device)
-            sums += torch.stack(
-                [*(metrics[key].double() for key in METRICS), num_tokens.double(), stop.as_tensor(engine.device)]
-            )
+            sums += torch.stack([*(metrics[key].double() for key in METRICS), num_tokens.double()])
         result = engine.step(lr)
-        # The step's one host sync: metrics, token count and whether any rank was told to stop travel in one vector.
-        *values, num_tokens, num_stops = engine.all_reduce_sum(sums).tolist()
+        if average is not None and result.applied:
+            average.update()
+        # The step's one host sync: metrics, token count and what the ranks must agree on travel in one vector.
+        told = [float(flag) for flag in (stop.received, checkpoints.is_writing, checkpoints.is_asked)]
+        vector = torch.cat([sums, torch.tensor(told, dtype=torch.float64, device=engine.device)])
+        *values, num_tokens, num_stops, num_writing, num_asks = engine.all_reduce_sum(vector).tolist()
         interrupted = num_stops > 0
 
         state.advance(result.applied, num_samples=len(plan.batch(state.step).ids))
@@ -150,6 +153,7 @@ def train(data) -> None:
         folder.log_step(dict(zip(METRICS, values, strict=True)), batches[0], result, lr, num_tokens / (now - started))
         started = now
         if state.consecutive_skips >= config.stability.max_consecutive_skips:
+            checkpoints.finish_save()
             folder.event(
                 "stability_stop", reason=f"{state.consecutive_skips} steps in a row had a non-finite gradient norm"
             )
@@ -158,12 +162,16 @@ def train(data) -> None:
                 f"skipped step moved the weights. Last checkpoint: {folder.run_dir / 'latest'}. Lower optimizer.lr "
                 "or optimizer.grad_clip_norm, check the data with `mmldlm verify-data`, then add training.resume=auto."
             )
+        if checkpoints.is_pending and not num_writing:
+            checkpoints.finish_save()
         last = state.step == training.num_train_steps
         if last or state.step % config.logging.eval_freq == 0:
             folder.log_evaluation(validation.run())
             started = time.perf_counter()
-        if last or interrupted or state.step % config.logging.save_freq == 0:
-            folder.save()
+        if last or interrupted:
+            checkpoints.save_before_end()
+        elif num_asks or state.step % config.logging.save_freq == 0:
+            checkpoints.save()
             started = time.perf_counter()
     folder.close()
     if interrupted and state.step < training.num_train_steps:
@@ -182,11 +190,6 @@ class StopSignal:
 
     def _receive(self, number, frame) -> None:
         self.received = True
-
-    def as_tensor(self, device):
-        import torch
-
-        return torch.tensor(float(self.received), dtype=torch.float64, device=device)
 
 
 def _say(message: str) -> None:
@@ -222,5 +225,14 @@ def leave_process_group() -> None:
         torch.distributed.destroy_process_group()
 
 
+def end_process(code: int) -> NoReturn:
+    """Leave without tearing the interpreter down: by then the result is on the disk, and native threads of gloo and
+    ZeRO-3 now and then abort in the teardown (seen: exit -6 of a run that was done)."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

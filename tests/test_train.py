@@ -17,6 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from helpers import ROOT, environment, launch, read_log, torchrun, train_words  # noqa: E402
+from worker import ENGINES, UNEVEN  # noqa: E402
 
 SCRIPT = str(ROOT / "mmldlm" / "train.py")
 WORKER = str(ROOT / "tests" / "worker.py")
@@ -107,8 +108,8 @@ def test_a_nan_on_one_rank_skips_the_step_on_all_and_never_reaches_the_weights(s
     done = launch(torchrun(2, WORKER, "nonfinite", str(store), str(tmp_path)), timeout=400)
     assert done.returncode == 0, done.stdout[-4000:]
     for dtype in ("fp32", "bf16"):
-        for stage in range(4):
-            name = f"{dtype}_zero{stage}"
+        for engine in ENGINES:
+            name = f"{dtype}_{engine}"
             records = read_log(tmp_path, name)
             assert [r["skipped"] for r in records] == [False, False, True, False, False], name
             assert records[2]["loss"] is None and records[2]["loss_nonfinite"] == "nan"
@@ -119,7 +120,8 @@ def test_a_nan_on_one_rank_skips_the_step_on_all_and_never_reaches_the_weights(s
             convert(tmp_path / name / "latest", tmp_path / f"{name}_out")  # refuses non-finite weights
 
 
-def test_frozen_groups_stay_and_survive_conversion(store, tmp_path):
+def test_uneven_batches_and_frozen_groups_are_the_same_on_every_engine(store, tmp_path):
+    """Short and empty micro-batches, micro-batches with nothing masked, frozen groups: the losses of one process."""
     from safetensors.torch import load_file
 
     from mmldlm.checkpoints.convert import convert
@@ -127,14 +129,20 @@ def test_frozen_groups_stay_and_survive_conversion(store, tmp_path):
     from mmldlm.models import MultimodalMMDiT
     from mmldlm.objectives.freezing import frozen_names
 
-    done = launch(torchrun(2, WORKER, "freezing", str(store), str(tmp_path)), timeout=400)
-    assert done.returncode == 0, done.stdout[-4000:]
+    for world in (1, 2):
+        done = launch(torchrun(world, WORKER, "uneven", str(store), str(tmp_path)), timeout=500)
+        assert done.returncode == 0, done.stdout[-4000:]
+    for case in UNEVEN:
+        expected = [record["loss"] for record in read_log(tmp_path, f"{case}_single")]
+        assert len(expected) == 5
+        for engine in ENGINES:
+            found = [record["loss"] for record in read_log(tmp_path, f"{case}_{engine}")]
+            assert found == pytest.approx(expected, rel=2e-5), (case, engine)
     for mode in ("l2t", "t2l"):
         results = []
-        for stage in (1, 2, 3):
-            name = f"{mode}_zero{stage}"
-            out = tmp_path / f"{name}_out"
-            convert(tmp_path / name / "latest", out)
+        for engine in ENGINES:
+            out = tmp_path / f"{mode}_{engine}_out"
+            convert(tmp_path / f"frozen_{mode}_{engine}" / "latest", out)
             results.append(load_file(out / "model.safetensors"))
         values = json.loads((out / "config.json").read_text())
         torch.manual_seed(0)
@@ -146,7 +154,35 @@ def test_frozen_groups_stay_and_survive_conversion(store, tmp_path):
                     assert torch.equal(tensors[key], start), (mode, key)
                 elif key.startswith("blocks.0.") and key.endswith("to_qkv.weight"):
                     assert not torch.equal(tensors[key], start), (mode, key)
-            torch.testing.assert_close(results[0][key], results[2][key], rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(tensors[key], results[0][key], rtol=1e-4, atol=1e-5)
+
+
+def test_save_now_init_from_and_resume_are_told_apart(store, tmp_path, capsys):
+    """A file `save_now` saves without stopping; init_from takes weights alone, reports what did not fit."""
+    from mmldlm.train import main
+
+    folder = tmp_path / "first"
+    folder.mkdir()
+    (folder / "save_now").touch()
+    words = ["engine.kind=single", "training.num_train_steps=4", "logging.save_freq=100"]
+    assert main(train_words(store, tmp_path, "first", *words, "checkpoints.keep_last=5")) == 0
+    steps = sorted(path.name for path in (folder / "checkpoints").glob("step_*"))
+    assert steps == ["step_00000001", "step_00000004"] and not (folder / "save_now").exists()
+    capsys.readouterr()
+
+    second = ["training.init_from=" + str(folder / "latest"), "training.loss_type=l2t", "training.freeze=mode"]
+    assert main(train_words(store, tmp_path, "second", *words, *second, "model.latent_tokens=3")) == 0
+    said = capsys.readouterr().out
+    assert "kept as initialised, of another shape: latent_encoder." in said
+    first_loss = [read_log(tmp_path, name)[0]["step"] for name in ("first", "second")]
+    assert first_loss == [1, 1]
+
+    assert main(train_words(store, tmp_path, "third", *words, "training.init_from=" + str(store))) == 2
+    resume = f"training.resume={folder / 'latest'}"
+    assert main(train_words(store, tmp_path, "third", *words, *second, resume)) == 2
+    assert main(train_words(store, tmp_path, "third", *words, *second[1:], resume)) == 2
+    said = capsys.readouterr().err
+    assert "drop one of them" in said and "frozen in one and trained in the other" in said
 
 
 def test_from_training_to_text_again(store, tmp_path):

@@ -15,7 +15,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from mmldlm.config.load import load_config  # noqa: E402
 from mmldlm.train import check_run, leave_process_group, train  # noqa: E402
 
-STAGES = (0, 1, 2, 3)
+ENGINES = {
+    "ddp": ["engine.kind=ddp"],
+    "fsdp": ["engine.kind=fsdp"],
+    **{f"zero{stage}": [f"engine.zero_stage={stage}"] for stage in range(4)},
+}
+# What the last batch of an epoch, a mode without masked tokens, or frozen groups do to some ranks.
+UNEVEN = {
+    # 21 samples in global batches of 8: the last has 5, so two of its four micro-batches of 2 are short or empty.
+    "short_epoch": ["data.max_train_samples=21", "training.grad_accum_steps=2", "model.gradient_checkpointing=true"],
+    # Whole micro-batches of rows whose text is given: nothing is masked there.
+    "sparse_modes": ["training.loss_type_weights={t2l: 0.8, l2t: 0.2}"],
+    "frozen_l2t": ["training.freeze=mode", "training.loss_type=l2t"],
+    "frozen_t2l": ["training.freeze=mode", "training.loss_type=t2l"],
+}
 BAD_STEP = 3
 
 
@@ -33,7 +46,7 @@ def run(store: str, folder: str, name: str, *words: str) -> None:
 
 
 def nonfinite(store: str, folder: str) -> None:
-    """At one step, one rank has a NaN in each latent of its micro-batch: under every stage, in fp32 and in bf16."""
+    """At one step, one rank has a NaN in each latent of its micro-batch: under every engine, in fp32 and in bf16."""
     from mmldlm.data import loader
 
     make = loader.MicroBatches.__getitem__
@@ -47,23 +60,23 @@ def nonfinite(store: str, folder: str) -> None:
 
     loader.MicroBatches.__getitem__ = poisoned
     for dtype in ("fp32", "bf16"):
-        for stage in STAGES:
+        for name, engine in ENGINES.items():
             words = ["training.num_train_steps=5", "logging.save_freq=5", f"training.dtype={dtype}"]
-            run(store, folder, f"{dtype}_zero{stage}", f"engine.zero_stage={stage}", *words)
+            run(store, folder, f"{dtype}_{name}", *engine, *words)
 
 
-def freezing(store: str, folder: str) -> None:
-    """l2t and t2l with MM-LDLM's freezing under the stages that keep frozen weights in different places."""
-    for stage in (1, 2, 3):
-        for mode in ("l2t", "t2l"):
-            words = ["training.freeze=mode", "training.num_train_steps=3", "logging.save_freq=3"]
-            run(
-                store, folder, f"{mode}_zero{stage}", f"engine.zero_stage={stage}", f"training.loss_type={mode}", *words
-            )
+def uneven(store: str, folder: str) -> None:
+    """Every uneven case on every engine (or, alone, on the single process they are compared with)."""
+    world = int(os.environ["WORLD_SIZE"])
+    for case, words in UNEVEN.items():
+        micro = 8 // world // (2 if case == "short_epoch" else 1)
+        sizes = [f"training.train_batch_size={micro}", "training.num_train_steps=5", "logging.save_freq=5"]
+        for name, engine in ENGINES.items() if world > 1 else [("single", ["engine.kind=single"])]:
+            run(store, folder, f"{case}_{name}", *engine, *words, *sizes)
 
 
 if __name__ == "__main__":
     case, *arguments = sys.argv[1:]
-    {"nonfinite": nonfinite, "freezing": freezing}[case](*arguments)
+    {"nonfinite": nonfinite, "uneven": uneven}[case](*arguments)
     leave_process_group()
     print(json.dumps({"done": case}))

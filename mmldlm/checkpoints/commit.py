@@ -78,12 +78,13 @@ class PendingCheckpoint:
         self.final = run_dir / CHECKPOINTS / step_name(step)
         self.path = self.final.with_name(f".partial_{self.final.name}")
 
-    def commit(self, saved: BaseException | None = None, **facts: Any) -> Path:
+    def commit(self, saved: BaseException | None = None, *, sealed: bool = False, **facts: Any) -> Path:
         """Makes the checkpoint real, or removes it, on all ranks alike. Collective.
 
         Args:
             saved: the exception that writing the files ended with on this rank, None if it went well. Passing it here
                 instead of raising keeps the ranks together.
+            sealed: True where seal() was called already (in the thread that wrote the files).
             **facts: what else the manifest should say, e.g. engine="deepspeed", stage=2.
 
         Returns:
@@ -92,10 +93,10 @@ class PendingCheckpoint:
         Raises:
             CommitFailed: on every rank, if anything failed on any rank.
         """
-        error = saved
-        self._agree("writing its files", error)
-        error = _try(self._list_own_files)
-        self._agree("flushing its files to the disk", error)
+        self._agree("writing its files", saved)
+        if not sealed:
+            error = _try(self.seal)
+            self._agree("flushing its files to the disk", error)
         error = _try(self._publish, facts) if self.peers.rank == 0 else None
         self._agree("publishing the checkpoint", error)
         return self.final
@@ -118,7 +119,8 @@ class PendingCheckpoint:
             f"The previous checkpoint in {self.run_dir} is untouched."
         ) from error
 
-    def _list_own_files(self) -> None:
+    def seal(self) -> None:
+        """Flushes this rank's files to the disk and lists them with sizes and checksums. No collective."""
         mine = [name for name in list_files(self.path) if owner_of(name, self.peers.world_size) == self.peers.rank]
         # Rank lists start with a dot and belong to rank 0's clean-up; a stale one cannot exist, begin() saw to that.
         mine = [name for name in mine if not name.startswith(".files_rank")]

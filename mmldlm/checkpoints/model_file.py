@@ -1,12 +1,14 @@
-"""Reader of `model.pt`: a torch.save'd dict name -> tensor, as the single and ddp engines write it."""
+"""Reader of `model.pt`: a torch.save'd dict name -> tensor, and of the `optimizer.pt` that mmldlm writes beside it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from mmldlm.checkpoints.moments import group_names, moments_by_name, states_by_index
 from mmldlm.checkpoints.torch_file import TorchFile
 from mmldlm.checkpoints.weights import Part, TensorInfo, WeightSource
+from mmldlm.checkpoints.zero_files import load_dict
 from mmldlm.checkpoints.zero_pickle import TensorRef
 from mmldlm.errors import UserError
 
@@ -49,17 +51,55 @@ class ModelFile(WeightSource):
     engine = "model.pt"
 
     @classmethod
-    def open(cls, path: Path | str, allow_nonfinite: bool = False) -> ModelFile:
-        """Raises UserError where the file is damaged, unsafe, or holds no tensors."""
-        source = cls(Path(path), allow_nonfinite)
-        file = TorchFile(path)
-        source.files.append(file)
+    def open(
+        cls,
+        path: Path | str,
+        allow_nonfinite: bool = False,
+        optimizer: Path | None = None,
+        with_moments: bool = False,
+        is_ranged: bool = False,
+    ) -> ModelFile:
+        """Opens a file of weights.
+
+        Args:
+            optimizer: the optimizer.pt saved with it: {"state", "param_groups"} of torch's AdamW, and "param_names",
+                [[names of group 0], ...]; optionally "buffer_names", and "aliases" {second name: name} of tied weights.
+                It tells which weights are trained.
+            with_moments: find AdamW's moments in it too.
+            is_ranged: see torch_file.
+
+        Raises:
+            UserError: a file is damaged, unsafe, or holds no tensors, or the two do not fit each other.
+        """
+        source = cls(Path(path), allow_nonfinite, is_ranged)
         try:
+            file = source._open(source.path)
             state = tensors_of(file.load(), source.path, "the file", source.notes)
             if not state:
                 raise UserError(f"weights in {path}", "a dict without a single tensor", "give a model.pt of mmldlm")
             add_plain_tensors(source, file, state, {})
+            if optimizer is not None:
+                source._read_optimizer(source._open(optimizer), with_moments)
         except BaseException:
             source.close()
             raise
         return source
+
+    def _open(self, path: Path) -> TorchFile:
+        file = TorchFile(path, self.is_ranged)
+        self.files.append(file)
+        return file
+
+    def _read_optimizer(self, file: TorchFile, with_moments: bool) -> None:
+        state = load_dict(file)
+        if "param_names" not in state and not with_moments:
+            return  # of an mmldlm that did not save the names: the weights alone are all there
+        aliases = state.get("aliases")
+        self.mark_aliases(aliases if isinstance(aliases, dict) else {}, file.path)
+        names = self.owners_of(group_names(file, state.get("param_names")), file)
+        buffers = state.get("buffer_names") or []
+        self.set_kinds(set(names), set(buffers))
+        if with_moments:
+            states = states_by_index(file, state, len(names))
+            shapes = {name: info.shape for name, info in self.tensors.items()}
+            self.moments = moments_by_name(file, states, names, shapes) if states else {}

@@ -1,20 +1,27 @@
-"""From a path a user gives to a readable source of weights: a run, a checkpoint, a DeepSpeed folder or a model.pt."""
+"""From a path a user gives to a readable source: a run, a checkpoint of any engine, the file or folder of a model."""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from mmldlm.checkpoints.commit import CHECKPOINTS, LATEST, resolve
-from mmldlm.checkpoints.manifest import MANIFEST, verify
+from mmldlm.checkpoints.dcp_reader import METADATA, DcpCheckpoint, is_dcp_folder
+from mmldlm.checkpoints.ema_files import add_ema, list_ema
+from mmldlm.checkpoints.manifest import MANIFEST, read_manifest, verify
 from mmldlm.checkpoints.model_file import ModelFile
+from mmldlm.checkpoints.safetensors_reader import SafetensorsModel, find_safetensors
 from mmldlm.checkpoints.weights import WeightSource
 from mmldlm.checkpoints.zero_files import find_zero_folder, is_zero_folder
 from mmldlm.checkpoints.zero_reader import ZeroCheckpoint
 from mmldlm.errors import UserError
 
-MODEL_FILE = "model.pt"
+MODEL_FILE, OPTIMIZER_FILE = "model.pt", "optimizer.pt"
+# Where accelerate and the Hugging Face Trainer put the DCP folder of a model.
+_DCP_FOLDERS = (".", "dcp", "pytorch_model_fsdp_0")
 
 
 @dataclass(frozen=True)
@@ -30,63 +37,108 @@ class Opened:
             return None
         return hashlib.sha256((self.checkpoint / MANIFEST).read_bytes()).hexdigest()
 
+    @cached_property
+    def _manifest(self) -> dict[str, Any]:
+        return {} if self.checkpoint is None else read_manifest(self.checkpoint)
 
-def open_source(path: Path | str, allow_nonfinite: bool = False) -> Opened:
-    """Opens RUN, RUN/latest, a step folder, a DeepSpeed folder (the tag folder or the one above), or a model.pt.
+    @property
+    def engine(self) -> str:
+        """Who saved it: the engine's kind, or the kind of file."""
+        return str(self._manifest.get("engine", self.weights.engine))
+
+    @property
+    def step(self) -> int | None:
+        """Training step, None where nothing records it."""
+        return self._manifest.get("step", self.weights.step)
+
+    @property
+    def world_size(self) -> int | None:
+        """Ranks that saved it, None where nothing records it."""
+        return self._manifest.get("world_size", self.weights.world_size)
+
+
+def open_source(path: Path | str, allow_nonfinite: bool = False, with_ema: bool = False) -> Opened:
+    """Opens a run, RUN/latest, a step folder, a DeepSpeed folder (the tag folder or the one above), a DCP folder, a
+    model.pt, a safetensors file or a Hugging Face folder.
 
     For an mmldlm checkpoint, presence, size and end of every file are compared with the manifest first.
+
+    Args:
+        with_ema: find the moving average of the weights too, where one was saved.
 
     Raises:
         UserError: nothing readable there, or a damaged checkpoint; the file is named.
     """
     path = Path(path)
-    if path.is_file() and path.name != LATEST:
-        return Opened(ModelFile.open(path, allow_nonfinite), None)
-    if is_zero_folder(path):
-        return Opened(ZeroCheckpoint.open(path, allow_nonfinite), None)
     if _is_ours(path):
-        return _open_checkpoint(resolve(path), allow_nonfinite)
-    if path.is_dir() and find_zero_folder(path) is not None:
-        return Opened(ZeroCheckpoint.open(path, allow_nonfinite), None)
-    if (path / MODEL_FILE).is_file():
-        return Opened(ModelFile.open(path / MODEL_FILE, allow_nonfinite), None)
-    found = "nothing" if not path.exists() else f"a folder with {_inside(path)}" if path.is_dir() else "a file"
-    raise UserError(
-        f"a run, a checkpoint, a DeepSpeed folder or a model.pt at {path}",
-        found,
-        "give e.g. RUN/latest, or the folder that holds the *_states.pt files",
-    )
+        checkpoint = resolve(path)
+        problems = verify(checkpoint, checksums=False, tails=True)
+        if problems:
+            fix = "use an older checkpoint of the run"
+            raise UserError(f"a whole checkpoint in {checkpoint}", "; ".join(problems[:3]), fix)
+        folder = checkpoint / "engine"
+        weights = _open_folder(folder, allow_nonfinite)
+        if weights is None:
+            expected = f"DeepSpeed files, {METADATA} or {MODEL_FILE} in {folder}"
+            raise UserError(expected, _inside(folder), "was it saved by a newer mmldlm?")
+        return Opened(_with_ema(weights, folder, with_ema), checkpoint)
+    opened = _open_file(path, allow_nonfinite) if path.is_file() else _open_folder(path, allow_nonfinite)
+    if opened is None:
+        found = "nothing" if not path.exists() else f"a folder with {_inside(path)}" if path.is_dir() else "a file"
+        raise UserError(
+            f"a run, a checkpoint, a DeepSpeed or DCP folder, a model.pt or safetensors at {path}",
+            found,
+            "give e.g. RUN/latest, or the folder that holds the *_states.pt files",
+        )
+    return Opened(_with_ema(opened, path if path.is_dir() else path.parent, with_ema), None)
 
 
 def _is_ours(path: Path) -> bool:
+    # A plain file `latest` is ours or DeepSpeed's; DeepSpeed's lies in a folder that nobody names by that file.
+    if path.name == LATEST and (path.is_symlink() or path.is_file()):
+        return True
+    if is_zero_folder(path) or not path.is_dir():
+        return False
     return (
-        path.name == LATEST
-        or (path / MANIFEST).exists()
+        (path / MANIFEST).exists()
         or (path / CHECKPOINTS).is_dir()
         or path.name == CHECKPOINTS
-        or (path.parent.name == CHECKPOINTS and path.is_dir())
+        or path.parent.name == CHECKPOINTS
     )
 
 
-def _open_checkpoint(folder: Path, allow_nonfinite: bool) -> Opened:
-    problems = verify(folder, checksums=False, tails=True)
-    if problems:
-        raise UserError(
-            f"a whole checkpoint in {folder}", "; ".join(problems[:3]), "use an older checkpoint of the run"
-        )
-    engine = folder / "engine"
-    weights: WeightSource
-    if find_zero_folder(engine) is not None:
-        weights = ZeroCheckpoint.open(engine, allow_nonfinite)
-    elif (engine / MODEL_FILE).is_file():
-        weights = ModelFile.open(engine / MODEL_FILE, allow_nonfinite)
-    else:
-        raise UserError(
-            f"DeepSpeed files or {MODEL_FILE} in {engine}",
-            _inside(engine),
-            "this version converts checkpoints of the engines deepspeed, ddp and single",
-        )
-    return Opened(weights, folder)
+def _open_file(path: Path, allow_nonfinite: bool) -> WeightSource:
+    if path.name == METADATA:
+        return DcpCheckpoint.open(path.parent, allow_nonfinite)
+    if find_safetensors(path) is not None:
+        return SafetensorsModel.open(path, allow_nonfinite)
+    return ModelFile.open(path, allow_nonfinite)
+
+
+def _open_folder(path: Path, allow_nonfinite: bool) -> WeightSource | None:
+    if not path.is_dir():
+        return None
+    if find_zero_folder(path) is not None:
+        return ZeroCheckpoint.open(path, allow_nonfinite)
+    for name in _DCP_FOLDERS:
+        if is_dcp_folder(path / name):
+            return DcpCheckpoint.open(path / name, allow_nonfinite)
+    if (path / MODEL_FILE).is_file():
+        optimizer = path / OPTIMIZER_FILE
+        return ModelFile.open(path / MODEL_FILE, allow_nonfinite, optimizer if optimizer.is_file() else None)
+    if find_safetensors(path) is not None:
+        return SafetensorsModel.open(path, allow_nonfinite)
+    return None
+
+
+def _with_ema(weights: WeightSource, folder: Path, with_ema: bool) -> WeightSource:
+    try:
+        if with_ema:
+            add_ema(weights, folder if list_ema(folder) else weights.path)
+    except BaseException:
+        weights.close()
+        raise
+    return weights
 
 
 def _inside(path: Path) -> str:

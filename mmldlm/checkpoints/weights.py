@@ -1,4 +1,4 @@
-"""What every readable source of weights offers the converter: named tensors in chunks, checked on the way."""
+"""What every readable source of weights offers: named tensors in chunks, checked on the way."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from mmldlm.checkpoints.dtypes import DTYPES, bf16_to_fp32, cast, nonfinite_count
-from mmldlm.checkpoints.torch_file import CHUNK_BYTES, TorchFile
+from mmldlm.checkpoints.torch_file import CHUNK_BYTES, TorchFile, damaged
 from mmldlm.checkpoints.zero_pickle import TensorRef
 from mmldlm.errors import UserError
 
@@ -52,16 +52,21 @@ class Part:
 
 def read_parts(parts: list[Part], start: int, count: int) -> np.ndarray:
     """Elements [start, start + count) of the concatenation of `parts`, which all have one dtype."""
-    pieces = []
-    position = 0
+    out = np.empty(count, DTYPES[parts[0].ref.dtype].raw)
+    read_parts_into(parts, start, out)
+    return out
+
+
+def read_parts_into(parts: list[Part], start: int, out: np.ndarray) -> None:
+    """Fills `out`, of the parts' raw dtype, with the elements from `start` of the concatenation of `parts`."""
+    position, end, done = 0, start + out.size, 0
     for part in parts:
-        low, high = max(start, position), min(start + count, position + part.count)
+        low, high = max(start, position), min(end, position + part.count)
         if low < high:
-            pieces.append(part.file.read_elements(part.ref, part.start + low - position, high - low))
+            part.file.read_elements_into(part.ref, part.start + low - position, out[low - start : high - start])
+            done += high - low
         position += part.count
-    if len(pieces) == 1:
-        return pieces[0]
-    return np.concatenate(pieces) if pieces else np.empty(0, DTYPES[parts[0].ref.dtype].raw)
+    assert done == out.size, f"elements {start}..{end} of a tensor of {position}"
 
 
 class WeightSource:
@@ -73,13 +78,19 @@ class WeightSource:
         stage, world_size, step: None where the source does not record them.
         tensors: name -> TensorInfo, in the order of the model's state_dict; aliases included.
         notes: facts a user should see (tensors of the checkpoint that are not weights, ...).
+        moments: "exp_avg" and "exp_avg_sq" -> trainable name -> parts. Filled where opened `with_moments`; empty where
+            the optimizer has not stepped yet.
+        ema: trainable name -> parts of its moving average (ema_files.add_ema); empty where there is none.
     """
 
     engine = ""
 
-    def __init__(self, path: Path, allow_nonfinite: bool = False):
+    def __init__(self, path: Path, allow_nonfinite: bool = False, is_ranged: bool = False):
         self.path = path
         self.allow_nonfinite = allow_nonfinite
+        self.is_ranged = is_ranged  # see torch_file
+        self.moments: dict[str, dict[str, list[Part]]] = {}
+        self.ema: dict[str, list[Part]] = {}
         self.stage: int | None = None
         self.world_size: int | None = None
         self.step: int | None = None
@@ -96,11 +107,78 @@ class WeightSource:
         for file in self.files:
             file.close()
 
-    def __enter__(self) -> WeightSource:
+    def __enter__(self):
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    # -- names ----------------------------------------------------------------------------------------------------
+
+    def owners_of(self, names: list[str], told_by: TorchFile) -> list[str]:
+        """The names that store these parameters: of two tied names a file may have kept the other.
+
+        Raises:
+            UserError: a name that is not in the checkpoint, or two of one tensor; `told_by` is the file named.
+        """
+        unknown = [name for name in names if name not in self.tensors]
+        if unknown:
+            raise damaged(told_by.path, f"it names {unknown[0]} as a parameter, which the weights do not have")
+        owners = [self.tensors[name].alias_of or name for name in names]
+        if len(set(owners)) != len(owners):
+            raise damaged(told_by.path, "it names one and the same parameter twice")
+        return owners
+
+    def set_kinds(self, trained: set[str], buffers: set[str]) -> None:
+        """Sorts tensors of unknown kind: trained ones, buffers (integers can be nothing else), and frozen ones."""
+        for name, info in self.tensors.items():
+            if info.kind == "parameter":
+                is_buffer = name in buffers or not DTYPES[info.dtype].is_float
+                self.retype(name, "trainable" if name in trained else "buffer" if is_buffer else "frozen")
+
+    def mark_aliases(self, aliases: dict[str, str], told_by: Path) -> None:
+        """Makes second names of what were tensors of their own: {second name: name}.
+
+        Raises:
+            UserError: two tensors of different shapes; `told_by` is the file named.
+        """
+        for alias, owner in aliases.items():
+            mine, other = self.tensors.get(alias), self.tensors.get(owner)
+            if mine is None or other is None or mine.alias_of or other.alias_of:
+                continue
+            if (mine.dtype, mine.shape) != (other.dtype, other.shape):
+                raise damaged(told_by, f"it says that {alias} {mine.shape} is tied to {owner} {other.shape}")
+            self.tensors[alias] = TensorInfo(alias, other.dtype, other.shape, "alias", owner)
+
+    def retype(self, name: str, kind: str, dtype: str | None = None) -> None:
+        """Says what a tensor is, once the checkpoint has told."""
+        info = self.tensors[name]
+        self.tensors[name] = TensorInfo(name, dtype or info.dtype, info.shape, kind)
+
+    def retype_aliases(self) -> None:
+        """Aliases may have been found among 16-bit weights; what they give is what their owner gives."""
+        for name, info in self.tensors.items():
+            if info.alias_of:
+                owner = self.tensors[info.alias_of]
+                self.tensors[name] = TensorInfo(name, owner.dtype, owner.shape, "alias", owner.name)
+
+    def use_ema(self) -> None:
+        """From now on the trainable weights read as their moving average.
+
+        Raises:
+            UserError: the checkpoint has none.
+        """
+        if not self.ema:
+            raise UserError(
+                f"a moving average of the weights beside {self.path} (ema_rank*.pt)",
+                "none: the run kept none",
+                "leave --ema out; a run keeps one with optimizer.ema_decay=0.999",
+            )
+        for name, parts in self.ema.items():
+            self._parts[name] = parts
+            self._mirrors.pop(name, None)
+            self.retype(name, self.tensors[name].kind, "float32")
+        self.retype_aliases()
 
     # -- reading --------------------------------------------------------------------------------------------------
 
@@ -111,8 +189,7 @@ class WeightSource:
 
         def place(name: str) -> tuple[int, int]:
             first = self._parts[name][0]
-            offset = (first.ref.offset + first.start) * DTYPES[first.ref.dtype].itemsize
-            return rank[id(first.file)], first.file.records[f"data/{first.ref.key}"].start + offset
+            return rank[id(first.file)], first.file.position_of(first.ref, first.start)
 
         stored = [name for name, info in self.tensors.items() if info.kind != "alias" and self._parts[name]]
         empty = [name for name, info in self.tensors.items() if info.kind != "alias" and not self._parts[name]]
@@ -139,16 +216,16 @@ class WeightSource:
             chunks = ((low, read_parts(parts, low, min(step, info.numel - low))) for low in ranges)
         for low, chunk in chunks:
             self._check_finite(info, chunk, stored.dtype)
-            if self._mirrors.get(name):
+            if self._mirrors.get(name) and not self.is_ranged:
                 self._check_mirror(name, low, chunk, stored.dtype)
             yield cast(chunk, stored.dtype, info.dtype)
 
     def read(self, name: str) -> np.ndarray:
-        """The whole tensor in its shape, as DTYPES[info.dtype].raw, with every byte's CRC compared."""
+        """The whole tensor in its shape, as DTYPES[info.dtype].raw; its CRC is compared, except in ranged mode."""
         info = self.tensors[name]
         chunks = list(self.iter_chunks(name))
-        for part in self._parts[info.alias_of or name] + self._mirrors.get(name, []):
-            part.file.check_record(f"data/{part.ref.key}")
+        for part in [] if self.is_ranged else self._parts[info.alias_of or name] + self._mirrors.get(name, []):
+            part.file.check_ref_crc(part.ref)
         flat = np.concatenate(chunks) if chunks else np.empty(0, DTYPES[info.dtype].raw)
         return flat.reshape(info.shape)
 

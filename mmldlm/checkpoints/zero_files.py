@@ -87,9 +87,9 @@ def missing(folder: Path, expected: str, found: str) -> UserError:
     return UserError(f"{expected} in {folder}", found, "copy the checkpoint again with all of its files")
 
 
-def open_named(path: Path) -> TorchFile:
+def open_named(path: Path, is_ranged: bool = False) -> TorchFile:
     """Opens a rank's file and refuses one that was renamed since it was saved."""
-    file = TorchFile(path)
+    file = TorchFile(path, is_ranged)
     # torch names the zip's top folder after the file; writers that go through a buffer say "archive".
     if file.top not in (path.stem, "archive"):
         file.close()

@@ -207,6 +207,12 @@ _INERT = {
     ("numpy", "dtype"), ("numpy", "ndarray"),
     ("numpy.core.multiarray", "scalar"), ("numpy._core.multiarray", "scalar"),
     ("numpy.core.multiarray", "_reconstruct"), ("numpy._core.multiarray", "_reconstruct"),
+    # The .metadata of torch.distributed.checkpoint (dcp_reader); Python 3.13 moved pathlib's classes.
+    *(("torch.distributed.checkpoint.metadata", name) for name in (
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"), ("pathlib._local", "PosixPath"),
 }  # fmt: skip
 
 
@@ -228,6 +234,11 @@ class _Reader(pickle.Unpickler):
         if not (isinstance(key, str) and type(num_elements) is int and num_elements >= 0):
             raise RefusedPickle(f"a storage reference of an unknown form: {str(pid)[:80]}")
         return StorageRef(kind.dtype, key, num_elements)
+
+
+def dtype_name(value: Any) -> str | None:
+    """The name of a torch.dtype in what read_pickle gave; None for anything else."""
+    return value.name if isinstance(value, _DType) else None
 
 
 def _inert_maker(kind: str) -> type:

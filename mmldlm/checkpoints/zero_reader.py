@@ -17,6 +17,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mmldlm.checkpoints.model_file import add_plain_tensors, tensors_of
+from mmldlm.checkpoints.moments import flat_moments, group_names, moments_by_name, states_by_index, stepped_alike
 from mmldlm.checkpoints.torch_file import TorchFile, damaged
 from mmldlm.checkpoints.weights import Part, TensorInfo, WeightSource
 from mmldlm.checkpoints.zero0_masters import match_masters
@@ -48,10 +49,17 @@ class ZeroCheckpoint(WeightSource):
     """A DeepSpeed checkpoint opened for reading; see WeightSource for what it offers."""
 
     engine = "deepspeed"
+    with_moments = False
 
     @classmethod
-    def open(cls, path: Path | str, allow_nonfinite: bool = False) -> ZeroCheckpoint:
+    def open(
+        cls, path: Path | str, allow_nonfinite: bool = False, with_moments: bool = False, is_ranged: bool = False
+    ) -> ZeroCheckpoint:
         """Opens a folder of *_states.pt files, or one that contains it (`latest`, zero/, engine/zero/).
+
+        Args:
+            with_moments: find AdamW's moments too, and refuse a checkpoint that does not fit AdamW.
+            is_ranged: see torch_file.
 
         Raises:
             UserError: missing, extra, renamed, damaged or mismatched files; layouts that are not supported
@@ -64,7 +72,8 @@ class ZeroCheckpoint(WeightSource):
                 "no *_states.pt files there or under its `latest`",
                 "give the folder that holds the mp_rank_* and zero_pp_rank_* files",
             )
-        source = cls(folder, allow_nonfinite)
+        source = cls(folder, allow_nonfinite, is_ranged)
+        source.with_moments = with_moments
         try:
             source._open_folder()
         except BaseException:
@@ -108,41 +117,48 @@ class ZeroCheckpoint(WeightSource):
             self._read_zero12(model_files[0], models[0], optim_files, inners)
 
     def _open(self, path: Path) -> TorchFile:
-        file = open_named(path)
+        file = open_named(path, self.is_ranged)
         self.files.append(file)
         return file
+
+    def _mark_aliases(self, file: TorchFile, state: dict) -> None:
+        """Tied weights that were copied apart before they were saved (mmldlm writes a copy while training goes on)."""
+        shared = state.get("shared_params")
+        self.mark_aliases(shared if isinstance(shared, dict) else {}, file.path)
 
     def _add_trainable(self, name: str, shape: tuple[int, ...], parts: list[Part]) -> None:
         self.tensors[name] = TensorInfo(name, "float32", shape, "trainable")
         self._parts[name] = [part for part in parts if part.count]
-
-    def _retype_aliases(self) -> None:
-        """Aliases were found among the 16-bit weights; what they give is their owner's master."""
-        for name, info in self.tensors.items():
-            if info.alias_of:
-                owner = self.tensors[info.alias_of]
-                self.tensors[name] = TensorInfo(name, owner.dtype, owner.shape, "alias", owner.name)
 
     # -- ZeRO-0 -----------------------------------------------------------------------------------------------------
 
     def _read_zero0(self, file: TorchFile, state: dict) -> None:
         module = tensors_of(state.get("module"), file.path, "module", self.notes)
         add_plain_tensors(self, file, module, dict.fromkeys(buffer_names(state), "buffer"))
+        self._mark_aliases(file, state)
         optimizer = state.get("optimizer")
         if not isinstance(optimizer, dict):
             return
         mirrors = {name: parts for name, parts in self._parts.items() if self.tensors[name].kind == "parameter"}
         shapes = {name: self.tensors[name].shape for name in mirrors}
-        masters = match_masters(file, optimizer, state.get("optimizer_param_names"), mirrors, shapes)
-        if masters is None:
-            return  # an fp32 engine: the module is the master
+        names = state.get("optimizer_param_names")
+        masters = match_masters(file, optimizer, names, mirrors, shapes)
+        if masters is None and names is None:
+            return  # an fp32 engine: the module is the master; which of it was trained is not told
+        trained = list(masters) if masters is not None else self.owners_of(group_names(file, names), file)
         for name in mirrors:
-            if name in masters:
+            if name not in trained:
+                self.retype(name, "frozen")
+            elif masters is None:
+                self.retype(name, "trainable")
+            else:
                 self._mirrors[name] = self._parts[name]
                 self._add_trainable(name, shapes[name], [masters[name]])
-            else:
-                self.tensors[name] = TensorInfo(name, self.tensors[name].dtype, shapes[name], "frozen")
-        self._retype_aliases()
+        self.retype_aliases()
+        if self.with_moments:
+            in_order = trained if masters is None else _order_of_masters(optimizer, masters)
+            states = states_by_index(file, optimizer.get("optimizer_state_dict", optimizer), len(trained))
+            self.moments = moments_by_name(file, states, in_order, shapes) if states else {}
 
     # -- ZeRO-1 and 2 -----------------------------------------------------------------------------------------------
 
@@ -154,36 +170,49 @@ class ZeroCheckpoint(WeightSource):
         # Trainable names first: of two tied names, the one that param_shapes has must own the weights.
         names = [*(name for name in module if name in trainable), *(name for name in module if name not in trainable)]
         add_plain_tensors(self, file, {name: module[name] for name in names}, kinds)
+        self._mark_aliases(file, state)
         for name, shape in trainable.items():
             if name not in self._parts or module[name].shape != shape:
                 found = module[name].shape if name in module else "nothing of that name"
                 raise damaged(file.path, f"param_shapes has {name} {shape}, module has {found}")
         ranks = list(zip(optim, inners))
+        states = self._states(optim, inners, "base_optimizer_state", len(groups))
         all_flats = [flat_groups(f, i, "single_partition_of_fp32_groups", len(groups)) for f, i in ranks]
         for number, group in enumerate(groups):
             flats = [flats[number] for flats in all_flats]
             pads = inner_paddings(optim[0], inners[0], number, len(group))
-            self._check_slices(optim, flats, sum(map(numel, group.values())) + sum(pads), number)
+            needed = sum(map(numel, group.values())) + sum(pads)
+            self._check_slices(optim, flats, needed, number)
+            sizes = _slice_sizes(needed, len(optim))
+            moments = flat_moments(optim, states, number, sizes) if states else {}
             offset = 0
             for (name, shape), pad in zip(group.items(), pads):
                 self._mirrors[name] = self._parts[name]
                 self._add_trainable(name, shape, _slice(optim, flats, offset, numel(shape)))
+                for key, flat in moments.items():
+                    self.moments.setdefault(key, {})[name] = _slice(optim, flat, offset, numel(shape))
                 offset += numel(shape) + pad
-        self._retype_aliases()
+        self.retype_aliases()
         self.tensors = {name: self.tensors[name] for name in module}
 
     def _check_slices(self, optim: list[TorchFile], flats: list[TensorRef], needed: int, group: int) -> None:
         """Every rank must hold its equal slice, the tail stripped or not; sums that fit are not enough."""
-        world = len(flats)
-        size = -(-needed // (2 * world)) * 2
-        is_padded = sum(flat.numel for flat in flats) == size * world
+        sizes = _slice_sizes(needed, len(flats))
+        is_padded = sum(flat.numel for flat in flats) == sum(padded for padded, _ in sizes)
         for rank, (file, flat) in enumerate(zip(optim, flats)):
-            expected = size if is_padded else max(0, min(size, needed - rank * size))
+            expected = sizes[rank][0 if is_padded else 1]
             if flat.numel != expected or flat.dtype != flats[0].dtype:
                 found = (
                     f"rank {rank} holds {flat.numel} {flat.dtype} elements of group {group}, its slice is {expected}"
                 )
                 raise damaged(file.path, found, SAME_SAVE)
+
+    def _states(self, optim: list[TorchFile], inners: list[dict], key: str, count: int) -> list[list[dict]]:
+        """The inner optimizers' states on every rank; [] where nobody wants them, or none has stepped."""
+        if not self.with_moments:
+            return []
+        states = [states_by_index(file, inner.get(key), count) for file, inner in zip(optim, inners)]
+        return states if stepped_alike(optim, states) else []
 
     # -- ZeRO-3 -----------------------------------------------------------------------------------------------------
 
@@ -199,6 +228,7 @@ class ZeroCheckpoint(WeightSource):
         buffers = {name: ref for name, ref in module.items() if name in buffer_names(state)}
         add_plain_tensors(self, file, buffers, dict.fromkeys(buffers, "buffer"))
         world = len(optim)
+        states = self._states(optim, inners, "optimizer_state_dict", len(groups))
         all_flats = [flat_groups(f, i, "fp32_flat_groups", len(groups)) for f, i in zip(optim, inners)]
         for number, group in enumerate(groups):
             flats = [flats[number] for flats in all_flats]
@@ -207,9 +237,12 @@ class ZeroCheckpoint(WeightSource):
                 if flat.numel != needed or flat.dtype != flats[0].dtype:
                     found = f"{flat.numel} {flat.dtype} elements of sub-group {number}, its parameters need {needed}"
                     raise damaged(rank_file.path, found, SAME_SAVE)
+            moments = flat_moments(optim, states, number, [[needed]] * world) if states else {}
             offset = 0
             for name, shape in group.items():
                 self._add_trainable(name, shape, _gather(optim, flats, offset, numel(shape)))
+                for key, flat in moments.items():
+                    self.moments.setdefault(key, {})[name] = _gather(optim, flat, offset, numel(shape))
                 offset += -(-numel(shape) // world)
         self._add_frozen3(model_files, models)
         self._add_shared3(file, state)
@@ -244,6 +277,25 @@ class ZeroCheckpoint(WeightSource):
                 raise damaged(file.path, found)
             info = self.tensors[owner]
             self.tensors[alias] = TensorInfo(alias, info.dtype, info.shape, "alias", owner)
+
+
+def _order_of_masters(optimizer: dict, masters: dict[str, Part]) -> list[str]:
+    """Names of the masters in the order in which the optimizer counts them."""
+    names = {id(part.ref): name for name, part in masters.items()}
+    groups = optimizer.get("fp32_groups")
+    if groups is None:  # FP16_Optimizer counts one flat tensor a group, and no engine of ours saves that
+        raise UserError(
+            "AdamW's moments of every parameter in the checkpoint",
+            "fp32_groups_flat (FusedAdam under ZeRO-0), whose moments are flat too",
+            "take the weights alone with training.init_from, or save under ZeRO-1",
+        )
+    return [names[id(ref)] for group in groups for ref in group]
+
+
+def _slice_sizes(needed: int, world: int) -> list[list[int]]:
+    """Per rank, the elements of its slice of a flat group with the tail's padding and without it (ZeRO-1 and 2)."""
+    size = -(-needed // (2 * world)) * 2
+    return [[size, max(0, min(size, needed - rank * size))] for rank in range(world)]
 
 
 def _slice(files: list[TorchFile], flats: list[TensorRef], offset: int, count: int) -> list[Part]:

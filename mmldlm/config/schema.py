@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
 Mode = Literal["unconditional", "l2t", "t2l", "mixed"]
 PURE_MODES = ("unconditional", "l2t", "t2l")
@@ -195,6 +195,8 @@ class TrainingConfig(Section):
     resume: str | None = None
     """A run's `latest`, a step folder, or `auto` (newest whole checkpoint of this run, a fresh start if
     there is none)."""
+    init_from: str | None = None
+    """Start from the weights (and nothing else) of a run, checkpoint or exported model: another mode, fine-tuning."""
     freeze: Literal["mode", "none"] = "mode"
     """mode: l2t freezes the latent encoder and head, t2l the text encoder and head. none: train from scratch."""
     condition_dropout: float = Field(0.1, ge=0, lt=1)
@@ -242,17 +244,21 @@ class OptimizerConfig(Section):
     """Decoupled weight decay of matrices; norms, biases, embeddings and learned tokens have none."""
     grad_clip_norm: float | None = Field(1.0, gt=0)
     """Clip gradients to this global norm. None: no clipping."""
+    ema_decay: float | None = Field(None, gt=0, lt=1)
+    """Keep an exponential moving average of the weights with this decay (`mmldlm convert --ema`). None: none."""
 
 
 class EngineConfig(Section):
     """What runs the step."""
 
-    kind: Literal["deepspeed", "single"] = "deepspeed"
-    """deepspeed (ZeRO 0-3), or single (one process, plain PyTorch)."""
+    kind: Literal["deepspeed", "fsdp", "ddp", "single"] = "deepspeed"
+    """deepspeed (ZeRO 0-3), fsdp (PyTorch FSDP2), ddp (every rank holds the whole model), or single (one process)."""
     zero_stage: int | None = Field(None, ge=0, le=3)
     """ZeRO stage. None: that of the DeepSpeed JSON, or 2 without one."""
     deepspeed_config: str | None = None
     """DeepSpeed JSON file (also --deepspeed_config)."""
+    replicas: int = Field(1, ge=1)
+    """FSDP2: groups of ranks that each hold the whole model between them (HSDP; e.g. the number of nodes)."""
     timeout: float = Field(600.0, gt=0)
     """Seconds a collective may take before the job ends."""
 
@@ -264,13 +270,24 @@ class StabilityConfig(Section):
     """Steps skipped in a row for a non-finite gradient norm before all ranks stop with exit 4."""
 
 
-class CheckpointsConfig(Section):
-    """How many checkpoints stay."""
+class _Checkpoints(Section):
+    """How checkpoints are written and how many stay."""
 
     keep_last: int = Field(2, ge=1)
     """Newest checkpoints to keep."""
     keep_every: int | None = Field(None, ge=1)
     """Also keep every checkpoint whose step is a multiple of this. None: none besides keep_last."""
+
+    @property
+    def in_background(self) -> bool:
+        """checkpoints.async, whose name Python reserves."""
+        return getattr(self, "async")
+
+
+_ASYNC = "Training waits only for the copy off the device; a thread writes it, and it is committed some steps later."
+CheckpointsConfig = create_model(
+    "CheckpointsConfig", __base__=_Checkpoints, **{"async": (bool, Field(True, description=_ASYNC))}
+)
 
 
 class WandbConfig(Section):

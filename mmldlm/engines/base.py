@@ -6,9 +6,13 @@ import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from mmldlm.engines.fragments import Fragment
+from mmldlm.engines.host_copy import HostCopy
 
 
 @dataclass
@@ -33,6 +37,7 @@ class Engine(ABC):
     Attributes:
         kind: name in the config. rank, world_size: of this process. device: where its tensors live.
         model: the bare model (parameters may be sharded). module: what to call for a forward pass.
+        saves_shards: whether this rank's fragments belong into a checkpoint (False where another rank holds the same).
     """
 
     kind: str
@@ -41,6 +46,7 @@ class Engine(ABC):
     device: torch.device
     model: nn.Module
     module: nn.Module
+    saves_shards: bool = True
 
     @abstractmethod
     def backward(self, loss: Tensor) -> None:
@@ -50,13 +56,78 @@ class Engine(ABC):
     def step(self, lr: float) -> StepResult:
         """Clip, and update the weights with this learning rate, or refuse a non-finite norm. Collective."""
 
-    @abstractmethod
-    def save(self, folder: Path) -> None:
-        """Write this rank's files of the weights and optimizer state into folder. Collective."""
+    # -- what this rank holds ----------------------------------------------------------------------------------------
 
     @abstractmethod
-    def load(self, folder: Path) -> None:
-        """Read what `save` wrote on the same kind of engine, stage and world size. Collective."""
+    def fragments(self) -> list[Fragment]:
+        """The pieces of fp32 master weights that this rank updates; over all ranks they cover every trainable one."""
+
+    @abstractmethod
+    def frozen_fragments(self) -> list[Fragment]:
+        """The pieces of frozen weights that this rank holds, in the dtype the engine keeps them."""
+
+    @abstractmethod
+    def optimizer_state(self) -> dict[Tensor, dict[str, Any]]:
+        """The inner AdamW's state by the tensor that it updates (Fragment.owner)."""
+
+    @abstractmethod
+    def masters_written(self) -> None:
+        """Bring the weights that the model computes with up to date with changed masters. Collective."""
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def state_to_save(self, folder: Path, step: int) -> Any:
+        """What this rank must write below folder, for `write`; its tensors may be live ones. Collective."""
+
+    def copy_to_host(self, state: Any) -> Any:
+        """state with its tensors copied into host memory of our own, so that training can go on while it is written."""
+        if not hasattr(self, "_host_copy"):
+            self._host_copy = HostCopy()
+        return self._host_copy(state)
+
+    def write(self, state: Any, folder: Path) -> None:
+        """Write what state_to_save gave; touches no live tensor, so it may run in a thread of its own."""
+        for name, values in state:
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(values, path)
+
+    def load(self, reader, applied_steps: int) -> None:
+        """Take weights, moments and buffers from a checkpoint of any engine, stage and world size.
+
+        Reads only what this rank holds; call masters_written() on every rank when all ranks have read.
+
+        Args:
+            reader: mmldlm.checkpoints.training_state.TrainingStateReader. applied_steps: AdamW's step count.
+
+        Raises:
+            UserError: a damaged file.
+        """
+        fragments = self.fragments()
+        with torch.no_grad():
+            for fragment in [*fragments, *self.frozen_fragments()]:
+                values = reader.read(fragment.name, "weight", fragment.start, fragment.count)
+                fragment.of(fragment.owner).copy_(torch.from_numpy(values))
+            for name, buffer in persistent_buffers(self.model).items():
+                values = torch.from_numpy(reader.read(name, "weight", 0, buffer.numel()))
+                buffer.copy_(values.view(buffer.shape))
+            states = self.optimizer_state()
+            for owner in {id(fragment.owner): fragment.owner for fragment in fragments}.values():
+                states[owner] = self._fresh_state(owner, applied_steps) if applied_steps else {}
+            if applied_steps:
+                for fragment in fragments:
+                    for what in ("exp_avg", "exp_avg_sq"):
+                        values = reader.read(fragment.name, what, fragment.start, fragment.count)
+                        fragment.of(states[fragment.owner][what]).copy_(torch.from_numpy(values))
+
+    @staticmethod
+    def _fresh_state(owner: Tensor, applied_steps: int) -> dict[str, Tensor]:
+        """AdamW's state of one tensor; fused AdamW keeps its step count beside the tensor."""
+        step = torch.tensor(float(applied_steps), dtype=torch.float32, device=owner.device)
+        return {"step": step, "exp_avg": torch.zeros_like(owner), "exp_avg_sq": torch.zeros_like(owner)}
+
+    # -- agreement ---------------------------------------------------------------------------------------------------
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
         """Sum a small tensor over the ranks, in place."""
@@ -90,6 +161,16 @@ class Autocast(nn.Module):
     def forward(self, *args, **kwargs):
         with torch.autocast(self.device_type, torch.bfloat16):
             return self.module(*args, **kwargs)
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that belong into a checkpoint, by name."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
 
 
 def rank_environment() -> tuple[int, int, int]:

@@ -6,14 +6,54 @@ from torch import nn
 
 from mmldlm.config.schema import Config
 from mmldlm.engines.base import Engine
+from mmldlm.engines.deepspeed_config import merged_config
+from mmldlm.errors import UserError
 
 
 def build_engine(model: nn.Module, config: Config) -> Engine:
     """Wrap the model (freezing already decided) in the engine that config.engine.kind names. Collective."""
-    if config.engine.kind == "single":
-        from mmldlm.engines.single import SingleEngine
+    kind = config.engine.kind
+    if kind == "single":
+        from mmldlm.engines.single import SingleEngine as Kind
+    elif kind == "ddp":
+        from mmldlm.engines.ddp import DdpEngine as Kind
+    elif kind == "fsdp":
+        from mmldlm.engines.fsdp import FsdpEngine as Kind
+    else:
+        from mmldlm.engines.deepspeed import DeepSpeedEngine as Kind
+    return Kind(model, config)
 
-        return SingleEngine(model, config)
-    from mmldlm.engines.deepspeed import DeepSpeedEngine
 
-    return DeepSpeedEngine(model, config)
+def check_engine(config: Config, world_size: int) -> None:
+    """Everything about the engine that can be wrong and be seen before a rank starts.
+
+    Raises:
+        UserError: DeepSpeed settings that disagree or are for another engine, ranks that do not fit the engine.
+    """
+    engine = config.engine
+    if engine.kind == "deepspeed":
+        merged_config(config, world_size)
+    elif engine.deepspeed_config is not None or engine.zero_stage is not None:
+        raise UserError(
+            "DeepSpeed settings only with engine.kind=deepspeed",
+            f"engine.kind={engine.kind} with engine.deepspeed_config or engine.zero_stage",
+            "drop them, or set engine.kind=deepspeed",
+        )
+    if engine.kind == "single" and world_size != 1:
+        raise UserError(
+            "one process for engine.kind=single",
+            f"{world_size} processes",
+            "set engine.kind=deepspeed, fsdp or ddp, or start one process",
+        )
+    if engine.kind != "fsdp" and engine.replicas != 1:
+        raise UserError(
+            "engine.replicas only with engine.kind=fsdp (HSDP)",
+            f"engine.replicas={engine.replicas} with engine.kind={engine.kind}",
+            "drop engine.replicas, or set engine.kind=fsdp",
+        )
+    if world_size % engine.replicas:
+        raise UserError(
+            "engine.replicas that divides the number of ranks",
+            f"engine.replicas={engine.replicas} with {world_size} rank(s)",
+            "choose a divisor, e.g. the number of nodes",
+        )

@@ -8,6 +8,7 @@ import os
 import warnings
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 from mmldlm.config.schema import Config
 from mmldlm.engines.base import Autocast, Engine, StepResult, pick_device, rank_environment
 from mmldlm.engines.deepspeed_config import merged_config, resolve_stage
+from mmldlm.engines.fragments import Fragment, whole
 from mmldlm.engines.optimizer import build_optimizer
+from mmldlm.engines.zero_layout import master_fragments, push_masters, share_of
 from mmldlm.errors import UserError
 
 MINIMUM_VERSION = (0, 19, 8)
@@ -33,21 +36,35 @@ class DeepSpeedEngine(Engine):
         self.device = pick_device(local_rank)
         self.stage = resolve_stage(config)
         ds_config = merged_config(config, self.world_size)
+        if self.stage == 0:
+            ds_config["gradient_clipping"] = 0.0  # see _guard_plain_step
         start_process_group(self.device, config.engine.timeout)
         deepspeed.init_distributed(dist_backend=backend_of(self.device), verbose=False)
         self.model = model
+        self.saves_shards = self.stage > 0 or self.rank == 0
         optimizer = build_optimizer(model, config.optimizer)
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         # DeepSpeed replaces the optimizer's parameters by its masters; ZeRO-0 saves those without their names.
         self._own_groups = [{"params": list(group["params"])} for group in optimizer.param_groups]
+        bf16 = config.training.dtype == "bf16" and self.stage > 0
+        exact = {name: p.detach().clone() for name, p in model.named_parameters()} if bf16 else {}
         self._engine, self._optimizer, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
+        self._start_from(exact)
         # ZeRO-0 has no bf16 optimizer with fp32 accumulation; fp32 weights under autocast are the same arithmetic.
         autocast = self.stage == 0 and config.training.dtype == "bf16"
         self.module = Autocast(self._engine, self.device.type) if autocast else self._engine
         self._refused = False
         if self.stage == 0:
-            self._guard_plain_step()
+            self._guard_plain_step(config.optimizer.grad_clip_norm)
         # DeepSpeed averages over ranks and accumulated micro-batches; our losses are shares of a sum.
         self._undo_averaging = self.world_size * config.training.grad_accum_steps
+
+    def _start_from(self, exact: dict[str, Tensor]) -> None:
+        """DeepSpeed makes its fp32 masters from weights already rounded to bf16: put the exact ones there, as every
+        other engine starts from them."""
+        for fragment in self.fragments() if exact else ():
+            values = exact[fragment.name].view(-1)[fragment.start : fragment.start + fragment.count]
+            fragment.of(fragment.owner).copy_(values)
 
     def backward(self, loss: Tensor) -> None:
         self._engine.backward(loss * self._undo_averaging)
@@ -62,8 +79,9 @@ class DeepSpeedEngine(Engine):
         norm = self._plain_norm if self.stage == 0 else float(self._engine.get_global_grad_norm())
         return StepResult(norm, self._engine.skipped_steps == skipped_before and not self._refused)
 
-    def _guard_plain_step(self) -> None:
-        """Under ZeRO-0 in fp32 DeepSpeed calls the plain optimizer and would let Inf into the weights.
+    def _guard_plain_step(self, clip: float | None) -> None:
+        """Under ZeRO-0 in fp32 DeepSpeed calls the plain optimizer, would let Inf into the weights, and forgets the
+        norm before clipping: clip and judge here.
 
         The gradients are already reduced, so every rank sees the same norm and takes the same branch.
         """
@@ -71,45 +89,56 @@ class DeepSpeedEngine(Engine):
         parameters = [parameter for group in self._own_groups for parameter in group["params"]]
 
         def step_if_finite(*args, **kwargs):
-            norm = self._engine.get_global_grad_norm()
-            if norm is None:  # DeepSpeed takes the norm only where it clips
-                norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+            norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
             self._plain_norm = float(norm)
             self._refused = not math.isfinite(self._plain_norm)
             if not self._refused:
+                if clip is not None:
+                    nn.utils.clip_grads_with_norm_(parameters, clip, norm)
                 plain_step(*args, **kwargs)
 
         self._optimizer.step = step_if_finite
 
-    def save(self, folder: Path) -> None:
-        # DeepSpeed's save is full of barriers: a rank whose disk is full must go through all of them before it raises,
-        # or its peers wait for it.
-        writer, failures = self._engine.checkpoint_engine, []
-        write = writer.save
+    # -- what this rank holds ----------------------------------------------------------------------------------------
 
-        def write_or_remember(*args, **kwargs):
-            try:
-                return write(*args, **kwargs)
-            except Exception as error:
-                failures.append(error)
+    def fragments(self) -> list[Fragment]:
+        if self.stage == 0:
+            return [whole(self._names[id(p)], p) for group in self._own_groups for p in group["params"]]
+        return master_fragments(self._optimizer, self._engine.param_names, self.stage, self.rank)
 
-        writer.save = write_or_remember
+    def frozen_fragments(self) -> list[Fragment]:
+        frozen = [(name, p) for name, p in self.model.named_parameters() if not p.requires_grad]
+        if self.stage < 3:
+            return [whole(name, parameter) for name, parameter in frozen]
+        return [share_of(name, parameter, parameter.ds_tensor, 0, self.rank) for name, parameter in frozen]
+
+    def optimizer_state(self) -> dict[Tensor, dict[str, Any]]:
+        return self._optimizer.state if self.stage == 0 else self._optimizer.optimizer.state
+
+    def masters_written(self) -> None:
+        if self.stage > 0:
+            push_masters(self._optimizer, self.stage)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def state_to_save(self, folder: Path, step: int) -> Any:
+        """What DeepSpeed's own save_checkpoint would write: (file below folder, values).
+
+        Its save is full of barriers and writes in between; here nothing is written until all ranks are through them,
+        so a rank whose disk is full cannot leave the others waiting.
+        """
+        writer, files = self._engine.checkpoint_engine, []
+        writer.save = lambda state_dict, path: files.append((str(Path(path).relative_to(folder)), state_dict))
+        # Scripts of DeepSpeed that rank 0 would copy beside the files; `mmldlm convert` reads them without.
+        self._engine._copy_recovery_script = lambda save_path: None
+        self._engine.global_steps = step
         try:
-            names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-            groups = [[names.get(id(p), "") for p in group["params"]] for group in self._own_groups]
+            groups = [[self._names[id(p)] for p in group["params"]] for group in self._own_groups]
             state = {"optimizer_param_names": groups} if self.stage == 0 else {}
             self._engine.save_checkpoint(str(folder), tag=TAG, client_state=state, save_latest=False)
         finally:
-            del writer.save
-        if failures:
-            raise failures[0]
-
-    def load(self, folder: Path) -> None:
-        path, _ = self._engine.load_checkpoint(str(folder), tag=TAG)
-        if path is None:
-            raise UserError(
-                f"a DeepSpeed checkpoint in {folder / TAG}", "DeepSpeed loaded nothing", "pass a whole checkpoint"
-            )
+            del writer.save, self._engine._copy_recovery_script
+        return files
 
     def describe(self) -> str:
         return f"deepspeed ZeRO-{self.stage}"
@@ -133,11 +162,15 @@ def import_deepspeed():
             "pip install -c constraints.txt deepspeed",
         )
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # torch renames a collective that DeepSpeed calls: nothing that a user of mmldlm could change.
-    warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*deprecated", category=FutureWarning)
+    # torch renames collectives that DeepSpeed calls: nothing that a user of mmldlm could change.
+    renamed = ".*(all_gather_into|reduce_scatter)_tensor.*deprecated"
+    warnings.filterwarnings("ignore", message=renamed, category=FutureWarning)
     from deepspeed.utils import logger
 
     logger.setLevel(logging.WARNING)
+    from deepspeed.runtime import bf16_optimizer
+
+    bf16_optimizer.see_memory_usage = lambda *args, **kwargs: None  # it prints, whatever the log level
     return deepspeed
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmldlm.models.layers import apply_rotary, modulate
+from mmldlm.models.layers import RMSNorm, apply_rotary, modulate
 
 
 class Stream(nn.Module):
@@ -30,8 +30,8 @@ class Stream(nn.Module):
         self.norm_mlp = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
         self.to_qkv = nn.Linear(hidden_size, 3 * hidden_size, bias=False)
         self.to_out = nn.Linear(hidden_size, hidden_size, bias=False)
-        self.query_norm = nn.RMSNorm(head_dim, eps=1e-6) if qk_rmsnorm else None
-        self.key_norm = nn.RMSNorm(head_dim, eps=1e-6) if qk_rmsnorm else None
+        self.query_norm = RMSNorm(head_dim, eps=1e-6) if qk_rmsnorm else None
+        self.key_norm = RMSNorm(head_dim, eps=1e-6) if qk_rmsnorm else None
         self.mlp_in = nn.Linear(hidden_size, mlp_width)
         self.mlp_out = nn.Linear(mlp_width, hidden_size)
 

@@ -5,11 +5,20 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 # t in [0, 1] is stretched before the sinusoids: unscaled, t=0 and t=0.01 are 0.027 apart and nearly all of the 256
 # dimensions are constant (facts: earlier-system 7.A.5).
 TIMESTEP_SCALE = 1000.0
+
+
+class RMSNorm(nn.RMSNorm):
+    """nn.RMSNorm whose weight follows its input's dtype: under autocast torch otherwise leaves the fused kernel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., H] -> [..., H], in x's dtype."""
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class TimestepEmbedding(nn.Module):

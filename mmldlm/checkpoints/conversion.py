@@ -1,0 +1,303 @@
+"""A training checkpoint becomes model.safetensors + config.json + tokenizer, tensor by tensor in bounded memory.
+
+Nothing is unpickled but descriptions, torch and deepspeed are not imported, and OUT appears only when it is whole.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import shutil
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mmldlm import __version__
+from mmldlm.checkpoints.dtypes import DTYPES, cast, nonfinite_count
+from mmldlm.checkpoints.output_folder import check_space, check_target, move_into_place, partial_of, start_partial
+from mmldlm.checkpoints.safetensors_file import SafetensorsWriter
+from mmldlm.checkpoints.safetensors_reader import INDEX, SINGLE, SafetensorsModel
+from mmldlm.checkpoints.sources import Opened, open_source
+from mmldlm.checkpoints.weights import TensorInfo, WeightSource
+from mmldlm.errors import MmldlmError, UserError
+
+DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "keep": None}
+WIDE_FLOATS = ("float64", "float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What one conversion wrote. `num_parameters` counts stored elements of parameters, not buffers or aliases."""
+
+    num_tensors: int
+    num_aliases: int
+    num_parameters: int
+    num_bytes: int
+    num_files: int
+    seconds: float
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One tensor to write: its name in the source, its name and dtype in the output."""
+
+    info: TensorInfo
+    name: str
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return self.info.numel * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Source name -> what to write, in the model's order; `aliases` are second names in the output -> names."""
+
+    tensors: dict[str, Planned]
+    aliases: dict[str, str]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(planned.nbytes for planned in self.tensors.values())
+
+
+def convert(
+    source: Path | str,
+    out: Path | str,
+    dtype: str = "fp32",
+    force: bool = False,
+    allow_nonfinite: bool = False,
+    on_bytes: Callable[[int, int], None] = lambda done, total: None,
+    ema: bool = False,
+    shard_bytes: int | None = None,
+    only: Sequence[str] = (),
+    verify: bool = False,
+) -> Summary:
+    """Converts a checkpoint into the folder `out`.
+
+    Args:
+        source: whatever open_source takes.
+        dtype: fp32, bf16, fp16 or keep (the dtype of each tensor in the source; masters are fp32). Applies to
+            parameters; buffers keep their dtype, integers always do.
+        force: replace `out` if it is an earlier conversion.
+        on_bytes: called with bytes written so far and in all.
+        ema: write the moving average of the weights instead of the weights.
+        shard_bytes: cut the output into files of at most this many bytes of tensors (a larger tensor has one of its
+            own), with model.safetensors.index.json; None: one file.
+        only: names to write, as shell patterns (`blocks.0.*`); empty: all.
+        verify: read the output back and compare every byte with what was written.
+
+    Raises:
+        UserError: the source is damaged or unsafe, `out` exists, there is no space, or values do not fit `dtype`.
+        MmldlmError: writing failed. In both cases `out` is as it was before.
+    """
+    started = time.monotonic()
+    out = Path(os.path.abspath(out))
+    opened = open_source(source, allow_nonfinite, with_ema=ema)
+    with opened.weights as weights:
+        check_target(opened.checkpoint or weights.path, out, force)
+        if ema:
+            weights.use_ema()
+        plan = plan_tensors(weights, dtype, only)
+        check_space(out.parent, plan.nbytes)
+        try:
+            partial = start_partial(out)
+            files = _shards(plan, shard_bytes)
+            sums = _write_model(opened, plan, files, partial, ema, on_bytes)
+            notes = [*weights.notes, *_copy_companions(opened, plan, partial)]
+            if verify:
+                _verify(partial, sums)
+            num_bytes = sum((partial / name).stat().st_size for name in files)
+            move_into_place(out)
+        except OSError as error:
+            shutil.rmtree(partial_of(out), ignore_errors=True)
+            raise MmldlmError(f"writing {out} failed: {error}") from error
+        except BaseException:
+            shutil.rmtree(partial_of(out), ignore_errors=True)
+            raise
+        infos = [planned.info for planned in plan.tensors.values()]
+        return Summary(
+            num_tensors=len(infos),
+            num_aliases=len(plan.aliases),
+            num_parameters=sum(info.numel for info in infos if info.kind != "buffer"),
+            num_bytes=num_bytes,
+            num_files=len(files),
+            seconds=time.monotonic() - started,
+            notes=notes,
+        )
+
+
+# -- the plan ---------------------------------------------------------------------------------------------------------
+
+
+def plan_tensors(weights: WeightSource, dtype: str, only: Sequence[str] = ()) -> Plan:
+    """What to write of a source.
+
+    Raises:
+        UserError: an unknown dtype, a source without tensors, or patterns that nothing fits.
+    """
+    if dtype not in DTYPE_NAMES:
+        raise UserError(f"--dtype one of {', '.join(DTYPE_NAMES)}", dtype, "choose one of them")
+    if all(info.alias_of for info in weights.tensors.values()):
+        raise UserError(f"weights in {weights.path}", "a checkpoint without a single tensor", "check what was saved")
+    # DistributedDataParallel puts "module." before every name; a model may have a child of that name, so all or none.
+    prefix = "module." if all(name.startswith("module.") for name in weights.tensors) else ""
+    bare = {name: name.removeprefix(prefix) for name in weights.tensors}
+    chosen = {name for name in bare if not only or any(fnmatch.fnmatchcase(bare[name], pattern) for pattern in only)}
+    # A tied weight is stored under its first name: it is wanted where any of its names is.
+    wanted = {weights.tensors[name].alias_of or name for name in chosen}
+    if not wanted:
+        raise UserError(f"a tensor that fits {' or '.join(only)}", "none", "see `mmldlm convert inspect` for the names")
+    target = DTYPE_NAMES[dtype]
+    tensors, aliases = {}, {}
+    for name, info in weights.tensors.items():
+        if info.alias_of:
+            if info.alias_of in wanted and name in chosen:
+                aliases[bare[name]] = bare[info.alias_of]
+        elif name in wanted:
+            is_cast = target is not None and info.kind != "buffer" and info.dtype in WIDE_FLOATS
+            tensors[name] = Planned(info, bare[name], target if is_cast and target else info.dtype)
+    return Plan(tensors, aliases)
+
+
+def _shards(plan: Plan, shard_bytes: int | None) -> dict[str, list[str]]:
+    """File name -> source names in it, in the model's order, filled greedily."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, planned in plan.tensors.items():
+        if shard_bytes is not None and groups[-1] and size + planned.nbytes > shard_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += planned.nbytes
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{number:05d}-of-{len(groups):05d}.safetensors": group for number, group in enumerate(groups, 1)}
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def converted_chunks(weights: WeightSource, plan: Plan) -> Iterator[tuple[Planned, np.ndarray]]:
+    """Every planned tensor in chunks of its output dtype, in the order in which the source is read in one sweep.
+
+    Raises:
+        UserError: a damaged source, or values that do not fit the output dtype.
+    """
+    for name in weights.reading_order():
+        planned = plan.tensors.get(name)
+        for chunk in weights.iter_chunks(name) if planned else ():
+            converted = cast(chunk, planned.info.dtype, planned.dtype)
+            _check_fits(weights, planned, converted)
+            yield planned, converted
+    weights.finish()
+
+
+def _write_model(
+    opened: Opened,
+    plan: Plan,
+    files: dict[str, list[str]],
+    folder: Path,
+    ema: bool,
+    on_bytes: Callable[[int, int], None],
+) -> dict[str, int]:
+    """Writes the files and their index; returns the CRC-32 of every tensor."""
+    metadata = _metadata(opened, plan, ema)
+    writers: list[SafetensorsWriter] = []
+    writer_of: dict[str, SafetensorsWriter] = {}
+    sums = {planned.name: 0 for planned in plan.tensors.values()}
+    try:
+        for name, members in files.items():
+            tensors = [plan.tensors[member] for member in members]
+            entries = [(planned.name, planned.dtype, planned.info.shape) for planned in tensors]
+            writers.append(SafetensorsWriter(folder / name, entries, metadata))
+            writer_of.update({planned.name: writers[-1] for planned in tensors})
+        done, total = 0, plan.nbytes
+        for planned, converted in converted_chunks(opened.weights, plan):
+            writer_of[planned.name].append(planned.name, converted)
+            sums[planned.name] = zlib.crc32(np.ascontiguousarray(converted).view(np.uint8), sums[planned.name])
+            done += converted.nbytes
+            on_bytes(done, total)
+        for writer in writers:
+            writer.finish()
+    finally:
+        for writer in writers:
+            writer.close()
+    if len(files) > 1:
+        weight_map = {plan.tensors[member].name: name for name, members in files.items() for member in members}
+        index = {"metadata": {"total_size": plan.nbytes}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return sums
+
+
+def _metadata(opened: Opened, plan: Plan, ema: bool) -> dict[str, str]:
+    weights = opened.weights
+    facts = {
+        "format": "pt",
+        "mmldlm_version": __version__,
+        "source": str(opened.checkpoint or weights.path),
+        "source_manifest_sha256": opened.manifest_sha256(),
+        "engine": opened.engine,
+        "stage": weights.stage,
+        "world_size": opened.world_size,
+        "step": opened.step,
+        "ema": "true" if ema else None,
+        "aliases": json.dumps(plan.aliases) if plan.aliases else None,
+    }
+    return {key: str(value) for key, value in facts.items() if value is not None}
+
+
+def _check_fits(weights: WeightSource, planned: Planned, converted: np.ndarray) -> None:
+    if planned.dtype == planned.info.dtype or weights.allow_nonfinite:
+        return
+    lost = nonfinite_count(converted, planned.dtype)
+    if lost:
+        raise UserError(
+            f"the weights to fit {planned.dtype}",
+            f"{lost} elements of {planned.name} that overflow it",
+            "use --dtype fp32 or bf16, or --allow-nonfinite",
+        )
+
+
+def _verify(folder: Path, sums: dict[str, int]) -> None:
+    """Reads the written tensors back; MmldlmError where one is not what was written."""
+    with SafetensorsModel.open(folder, allow_nonfinite=True) as written:
+        for name, expected in sums.items():
+            found = 0
+            for chunk in written.iter_chunks(name):
+                found = zlib.crc32(chunk.view(np.uint8), found)
+            if found != expected:
+                raise MmldlmError(f"{name} read back from {folder} differs from what was written: the disk is failing")
+
+
+def _copy_companions(opened: Opened, plan: Plan, folder: Path) -> list[str]:
+    """config.json, the run's config.yaml and tokenizer/, as far as the checkpoint has them. Returns notes."""
+    if opened.checkpoint is None:
+        return ["no mmldlm checkpoint around these weights: no config.json and no tokenizer were written"]
+    notes = []
+    config_path = opened.checkpoint / "model_config.json"
+    if config_path.is_file():
+        config = json.loads(config_path.read_text())
+        sizes: dict[str, int] = {}
+        for planned in plan.tensors.values():
+            if planned.dtype in WIDE_FLOATS and planned.info.kind != "buffer":
+                sizes[planned.dtype] = sizes.get(planned.dtype, 0) + planned.info.numel
+        if sizes:
+            config["torch_dtype"] = max(sizes, key=lambda name: sizes[name])
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    else:
+        notes.append(f"{config_path.name} is not in the checkpoint: no config.json was written")
+    if (opened.checkpoint / "config.yaml").is_file():
+        shutil.copyfile(opened.checkpoint / "config.yaml", folder / "config.yaml")
+    if (opened.checkpoint / "tokenizer").is_dir():
+        shutil.copytree(opened.checkpoint / "tokenizer", folder / "tokenizer")
+    else:
+        notes.append("the checkpoint has no tokenizer/: none was written")
+    return notes

@@ -1,0 +1,102 @@
+"""training.init_from: the weights of another run or exported model, and nothing else of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from mmldlm.checkpoints.sources import open_source
+from mmldlm.errors import UserError
+
+EXPORTED = "model.safetensors"
+
+
+@dataclass
+class InitReport:
+    """What of a model was taken from where.
+
+    Attributes:
+        taken: names of parameters that were copied. missing: those of the model that the source does not have.
+        unfit: name -> (shape there, shape here). unused: tensors of the source that the model does not have.
+    """
+
+    source: str
+    taken: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unfit: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    unused: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """For the screen: one line of counts, one for each kind of mismatch."""
+        total = len(self.taken) + len(self.missing) + len(self.unfit)
+        found = [f"{len(self.taken)} of {total} parameters from {self.source}"]
+        if self.missing:
+            found.append(f"kept as initialised, not in the source: {_some(self.missing)}")
+        if self.unfit:
+            told = [f"{name} {there} there, {here} here" for name, (there, here) in self.unfit.items()]
+            found.append(f"kept as initialised, of another shape: {_some(told)}")
+        if self.unused:
+            found.append(f"not used, not in this model: {_some(self.unused)}")
+        return found
+
+
+def init_weights(model: nn.Module, path: str) -> InitReport:
+    """Copy every parameter of the same name and shape into model (before an engine wraps it).
+
+    Buffers (the latent statistics) stay those of the present data. Every rank reads for itself.
+
+    Args:
+        path: a run, a checkpoint of any engine, a DeepSpeed folder, a model.pt, or an exported model's folder.
+
+    Raises:
+        UserError: nothing readable there, or no parameter that fits.
+    """
+    parameters = dict(model.named_parameters())
+    report = InitReport(path)
+    buffers = {name for name, _ in model.named_buffers()}
+    with torch.no_grad():
+        for name, shape, read in _tensors(Path(path)):
+            if name in buffers:
+                continue
+            if name not in parameters:
+                report.unused.append(name)
+            elif tuple(shape) != tuple(parameters[name].shape):
+                report.unfit[name] = (tuple(shape), tuple(parameters[name].shape))
+            else:
+                parameters[name].copy_(read())
+                report.taken.append(name)
+    report.missing = [name for name in parameters if name not in report.taken and name not in report.unfit]
+    if not report.taken:
+        raise UserError(
+            f"weights for this model in training.init_from={path}",
+            "; ".join(report.lines()),
+            "check the path, and model.* against its config.json",
+        )
+    return report
+
+
+def _tensors(path: Path):
+    """(name, shape, function that reads it as a torch tensor) of every stored tensor."""
+    exported = path / EXPORTED if path.is_dir() else path
+    if exported.suffix == ".safetensors" and exported.is_file():
+        from safetensors import safe_open
+
+        with safe_open(exported, framework="pt") as file:
+            for name in file.keys():
+                yield name, file.get_slice(name).get_shape(), lambda name=name: file.get_tensor(name)
+        return
+    with open_source(path).weights as source:
+        for name, info in source.tensors.items():
+            yield name, info.shape, lambda name=name, info=info: _as_torch(source.read(name), info.dtype)
+
+
+def _as_torch(values, dtype: str) -> torch.Tensor:
+    tensor = torch.from_numpy(values.copy())
+    return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -1,0 +1,96 @@
+"""The folder that a conversion writes: checked before, written beside, renamed when it is whole."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from mmldlm.checkpoints.commit import fsync_path
+from mmldlm.errors import UserError
+
+# What a conversion may consist of: only a folder of nothing else is ever deleted by --force.
+_OUTPUTS = re.compile(
+    r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|config\.json|config\.yaml|tokenizer"
+)
+
+
+def check_target(origin: Path, out: Path, force: bool) -> None:
+    """Raises UserError where `out` cannot be written: inside `origin` or around it, or in the way of something."""
+    origin, real = origin.resolve(), out.resolve()
+    if real == origin or origin in real.parents or real in origin.parents:
+        raise UserError(
+            "an output folder apart from the checkpoint",
+            f"{out}, which holds or lies in {origin}",
+            "give another folder",
+        )
+    if os.path.lexists(out):
+        if not force:
+            raise UserError(
+                f"no file or folder at {out}", "one that exists", "give another folder, or --force to replace it"
+            )
+        check_replaceable(out)
+    check_replaceable(partial_of(out))
+
+
+def check_replaceable(path: Path) -> None:
+    """Raises UserError unless `path` is absent or a folder in which nothing but a conversion lies."""
+    if not os.path.lexists(path):
+        return
+    if path.is_symlink() or not path.is_dir():
+        raise UserError(
+            f"a folder that mmldlm convert made at {path}", "something else", "move it away or give another folder"
+        )
+    others = sorted(child.name for child in path.iterdir() if not _OUTPUTS.fullmatch(child.name))
+    if others:
+        raise UserError(
+            f"only files of an earlier conversion in {path}",
+            ", ".join(others[:4]),
+            "it will not be deleted: move it away or give another folder",
+        )
+
+
+def check_space(parent: Path, needed: int) -> None:
+    """Raises UserError where the disk of `parent` has less than `needed` bytes free."""
+    while not parent.exists():
+        parent = parent.parent
+    free = shutil.disk_usage(parent).free
+    if needed > free:
+        raise UserError(
+            f"{needed / 2**20:.0f} MiB of free space on the disk of {parent}",
+            f"{free / 2**20:.0f} MiB",
+            "free some space, give a folder on another disk, or use --dtype bf16",
+        )
+
+
+def partial_of(out: Path) -> Path:
+    """Where `out` is written before it is whole."""
+    return out.with_name(out.name + ".partial")
+
+
+def start_partial(out: Path) -> Path:
+    """An empty folder beside `out`; what an interrupted conversion left there is removed."""
+    partial = partial_of(out)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def move_into_place(out: Path) -> None:
+    """Flushes the partial folder to the disk and gives it its name."""
+    partial = partial_of(out)
+    for base, _, names in os.walk(partial, topdown=False):
+        for name in names:
+            fsync_path(Path(base) / name)
+        fsync_path(Path(base))
+    if os.path.lexists(out):
+        aside = out.with_name(out.name + ".replaced")
+        check_replaceable(aside)
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(out, aside)
+        os.rename(partial, out)
+        shutil.rmtree(aside)
+    else:
+        os.rename(partial, out)
+    fsync_path(out.parent)

@@ -1,0 +1,39 @@
+"""DistributedDataParallel: every rank holds the whole model and optimizer."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mmldlm.config.schema import Config
+from mmldlm.engines.base import Autocast, pick_device, rank_environment
+from mmldlm.engines.deepspeed import start_process_group
+from mmldlm.engines.plain import PlainEngine
+
+
+class DdpEngine(PlainEngine):
+    """fp32 weights and gradients, autocast to bf16 when asked; gradients are reduced once an optimizer step."""
+
+    kind = "ddp"
+
+    def __init__(self, model: nn.Module, config: Config):
+        self.rank, local_rank, self.world_size = rank_environment()
+        self.device = pick_device(local_rank)
+        start_process_group(self.device, config.engine.timeout)
+        self.saves_shards = self.rank == 0
+        model.to(self.device)
+        inner = Autocast(model, self.device.type) if config.training.dtype == "bf16" else model
+        # Buffers are constants (latent statistics), and every rank computed the same ones. torch 2.13 warns of the
+        # argument's new name, which 2.6 does not know.
+        warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
+        self.module = DistributedDataParallel(inner, broadcast_buffers=False, gradient_as_bucket_view=True)
+        self._take(model, config)
+
+    def _sync_gradients(self, sync: bool) -> None:
+        # What DDP.no_sync sets; as an attribute it needs no `with` around the loop's forward pass.
+        self.module.require_backward_grad_sync = sync
+
+    def describe(self) -> str:
+        return "ddp"

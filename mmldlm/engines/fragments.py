@@ -1,0 +1,49 @@
+"""Which elements of which parameter a rank holds: what makes a checkpoint of one engine readable by every other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Elements [start, start + count) of the flattened parameter `name`.
+
+    Attributes:
+        shape: of the whole parameter. owner: the tensor that the optimizer updates, in which the elements stand from
+            `offset` on (a parameter, a shard of it, or a flat group of many).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    count: int
+    owner: Tensor
+    offset: int = 0
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The elements as a flat view of the owner, or of a tensor laid out like it (a moment, a gradient). [count]"""
+        return local(tensor).detach().view(-1)[self.offset : self.offset + self.count]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(name: str, parameter: Tensor) -> Fragment:
+    """The fragment of a parameter that this rank holds wholly."""
+    return Fragment(name, tuple(parameter.shape), 0, parameter.numel(), parameter)
+
+
+def sharded(name: str, parameter: DTensor) -> Fragment:
+    """This rank's rows of a parameter that FSDP2 cut along dimension 0."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    count, row = parameter.to_local().numel(), parameter.numel() // max(parameter.shape[0], 1)
+    assert tuple(shape[1:]) == tuple(parameter.shape[1:]), f"{name} is cut along another dimension than 0"
+    return Fragment(name, tuple(parameter.shape), offset[0] * row if count else 0, count, parameter)

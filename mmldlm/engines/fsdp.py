@@ -1,0 +1,82 @@
+"""PyTorch FSDP2 (fully_shard): weights, gradients and optimizer cut over the ranks, block by block."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from mmldlm.config.schema import Config
+from mmldlm.engines.base import pick_device, rank_environment
+from mmldlm.engines.deepspeed import start_process_group
+from mmldlm.engines.fragments import Fragment, sharded
+from mmldlm.engines.plain import PlainEngine
+
+TRAINABLE = "trainable.json"
+
+
+class FsdpEngine(PlainEngine):
+    """fp32 shards; each block's weights are gathered (in bf16 when asked) while it runs, gradients reduced in fp32.
+
+    With engine.replicas = R, groups of world size / R ranks shard the model and R groups hold copies (HSDP).
+    """
+
+    kind = "fsdp"
+
+    def __init__(self, model: nn.Module, config: Config):
+        self.rank, local_rank, self.world_size = rank_environment()
+        self.device, self.replicas = pick_device(local_rank), config.engine.replicas
+        start_process_group(self.device, config.engine.timeout)
+        shards = self.world_size // self.replicas
+        if self.replicas == 1:
+            mesh = init_device_mesh(self.device.type, (shards,), mesh_dim_names=("shard",))
+        else:
+            mesh = init_device_mesh(self.device.type, (self.replicas, shards), mesh_dim_names=("replicate", "shard"))
+        self.saves_shards = self.rank < shards
+        # Timesteps come in fp32 and stay so until the model casts its sinusoids: inputs are not FSDP's to cast.
+        policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+        if config.training.dtype == "bf16":
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        # The model returns slices of larger tensors; nobody changes them in place.
+        warnings.filterwarnings("ignore", message=".*returned a view tensor", category=UserWarning)
+        model.to(self.device)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        self.module = model
+        self._take(model, config)
+        # A checkpoint may be written in a thread while training goes on: its collectives need a group of their own.
+        self._writers = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=config.engine.timeout))
+
+    def _sync_gradients(self, sync: bool) -> None:
+        self.module.set_requires_gradient_sync(sync)
+        self.module.set_is_last_backward(sync)
+
+    @staticmethod
+    def _fragment(name: str, parameter: Tensor) -> Fragment:
+        return sharded(name, parameter)
+
+    def state_to_save(self, folder: Path, step: int) -> Any:
+        state = self.optimizer.state
+        names = {self._names[id(p)]: p for p in self._parameters()}
+        moments = {
+            what: {name: state[p][what] for name, p in names.items() if state[p]} for what in ("exp_avg", "exp_avg_sq")
+        }
+        return {"trainable": list(names), "tensors": {"model": dict(self.model.state_dict()), "optim": moments}}
+
+    def write(self, state: Any, folder: Path) -> None:
+        """A torch.distributed.checkpoint folder, and the names of the trainable parameters beside it."""
+        if self.rank == 0:
+            (folder / TRAINABLE).write_text(json.dumps({"trainable": state["trainable"]}) + "\n")
+        dcp.save(state["tensors"], checkpoint_id=folder, process_group=self._writers)
+
+    def describe(self) -> str:
+        return "fsdp" if self.replicas == 1 else f"fsdp {self.replicas} replicas"

@@ -1,0 +1,79 @@
+"""What the engines that run torch's own AdamW on the model's parameters share: single, ddp, fsdp."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from mmldlm.config.schema import Config
+from mmldlm.engines.base import Engine, StepResult
+from mmldlm.engines.fragments import Fragment, whole
+from mmldlm.engines.optimizer import build_optimizer
+
+
+class PlainEngine(Engine):
+    """Clip by the true global norm, judge it, step. Subclasses wrap the model and say when gradients are reduced."""
+
+    def _take(self, model: nn.Module, config: Config) -> None:
+        """Build the optimizer over the (wrapped) model's parameters."""
+        self.model = model
+        self.optimizer = build_optimizer(model, config.optimizer)
+        self.clip = config.optimizer.grad_clip_norm
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._accum, self._micro = config.training.grad_accum_steps, 0
+        self._sync_gradients(self._accum == 1)
+
+    def _sync_gradients(self, sync: bool) -> None:
+        """Whether the next backward pass adds the gradients up over the ranks."""
+
+    def backward(self, loss: Tensor) -> None:
+        # torch averages over the ranks; our losses are shares of a sum.
+        (loss * self.world_size).backward()
+        self._micro = (self._micro + 1) % self._accum
+        if self._accum > 1:
+            self._sync_gradients(self._micro == self._accum - 1)
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def step(self, lr: float) -> StepResult:
+        parameters = self._parameters()
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # a shard's norm is only its part
+        grad_norm = float(norm)
+        applied = math.isfinite(grad_norm)
+        if applied:
+            if self.clip is not None:
+                nn.utils.clip_grads_with_norm_(parameters, self.clip, norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return StepResult(grad_norm, applied)
+
+    def fragments(self) -> list[Fragment]:
+        return [self._fragment(self._names[id(parameter)], parameter) for parameter in self._parameters()]
+
+    def frozen_fragments(self) -> list[Fragment]:
+        frozen = [(name, p) for name, p in self.model.named_parameters() if not p.requires_grad]
+        return [self._fragment(name, parameter) for name, parameter in frozen]
+
+    @staticmethod
+    def _fragment(name: str, parameter: Tensor) -> Fragment:
+        return whole(name, parameter)
+
+    def optimizer_state(self) -> dict[Tensor, dict[str, Any]]:
+        return self.optimizer.state
+
+    def masters_written(self) -> None:
+        """The masters are the weights."""
+
+    def state_to_save(self, folder: Path, step: int) -> Any:
+        if self.rank != 0:  # every rank holds the same
+            return []
+        names = [[self._names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
+        optimizer = {**self.optimizer.state_dict(), "param_names": names}
+        return [("model.pt", dict(self.model.state_dict())), ("optimizer.pt", optimizer)]
