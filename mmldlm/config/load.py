@@ -7,7 +7,7 @@ import json
 import re
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -98,9 +98,20 @@ def parse_override(word: str) -> dict[str, Any]:
         raise UserError(
             f"a YAML value for {key}", value, "quote it for the shell, e.g. 'key={l2t: 0.7, t2l: 0.3}'"
         ) from error
+    if nested is not None and not isinstance(nested, str) and _takes_text(key):
+        nested = value  # a run may be called 7 or off
     for part in reversed(key.split(".")):
         nested = {part: nested}
     return nested
+
+
+def _takes_text(key: str) -> bool:
+    """Whether a key's value is free text (or null)."""
+    section: Any = Config
+    for part in key.split("."):
+        field = section.model_fields.get(part) if hasattr(section, "model_fields") else None
+        section = None if field is None else field.annotation
+    return section is str or (str in get_args(section) and set(get_args(section)) <= {str, type(None)})
 
 
 def all_keys() -> list[tuple[str, str, str]]:

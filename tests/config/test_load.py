@@ -108,3 +108,11 @@ def test_every_key_has_a_description_and_is_read_somewhere():
         assert len(text) > 10, f"{key} has no description"
         assert f".{leaf}" in source or f".{leaf}" in schema, f"nobody reads {key}"
     assert isinstance(Config(), Config)
+
+
+def test_text_may_look_like_another_yaml_value():
+    config = load_config("tiny", None, ["logging.run_name=off", "data.latent_data_root=1e5", "training.resume=null"])
+    assert config.logging.run_name == "off" and config.data.latent_data_root == "1e5"
+    assert config.training.resume is None
+    with pytest.raises(UserError, match="batch"):
+        load_config("tiny", None, ["training.train_batch_size=off"])
