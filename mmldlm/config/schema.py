@@ -264,10 +264,22 @@ class EngineConfig(Section):
 
 
 class StabilityConfig(Section):
-    """When a run of bad steps ends the job."""
+    """What counts as a bad step, and what happens then. A step that is not finite is always skipped on all ranks."""
 
+    spike_action: Literal["skip", "log", "off"] = "log"
+    """What to do with a finite loss or gradient norm far above the last ones: skip the step, only say so, or nothing."""
+    spike_sigma: float = Field(6.0, gt=0)
+    """A spike lies this many standard deviations above the mean of the window."""
+    spike_window: int = Field(128, ge=4)
+    """Applied steps in the window of losses and norms; spikes are judged once it is half full."""
+    audit_every: int = Field(500, ge=1)
+    """Steps between two audits of all weights and moments for non-finite values (each checkpoint is audited, too)."""
     max_consecutive_skips: int = Field(20, ge=1)
-    """Steps skipped in a row for a non-finite gradient norm before all ranks stop with exit 4."""
+    """Steps skipped in a row before the run goes back to its last good checkpoint (a bad audit does so at once)."""
+    max_rollbacks: int = Field(2, ge=0)
+    """Rollbacks before all ranks stop with exit 4."""
+    rollback_lr_factor: float = Field(0.5, gt=0, le=1)
+    """Every rollback multiplies the learning rate of the rest of the run by this."""
 
 
 class _Checkpoints(Section):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,6 @@ from torch import Tensor, nn
 
 from mmldlm.engines.fragments import Fragment
 from mmldlm.engines.host_copy import HostCopy
-
-
-@dataclass
-class StepResult:
-    """What an optimizer step did, the same on every rank.
-
-    Attributes:
-        grad_norm: global norm before clipping (float; inf or nan when the step was refused).
-        applied: False when the step was skipped for a non-finite norm; weights and moments are then untouched.
-    """
-
-    grad_norm: float
-    applied: bool
 
 
 class Engine(ABC):
@@ -50,11 +36,20 @@ class Engine(ABC):
 
     @abstractmethod
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of this micro-batch; call once for each of the accumulated micro-batches, then `step`."""
+        """Add the gradients of this micro-batch; call once for each of the accumulated micro-batches, then grad_norm."""
 
     @abstractmethod
-    def step(self, lr: float) -> StepResult:
-        """Clip, and update the weights with this learning rate, or refuse a non-finite norm. Collective."""
+    def grad_norm(self) -> Tensor:
+        """Global L2 norm of the accumulated gradients before clipping: 0-d, on the device, the same on every rank, not
+        finite where any element is not. Costs no host sync. Collective; call once, then `apply` or `discard`."""
+
+    @abstractmethod
+    def apply(self, lr: float, grad_norm: float) -> None:
+        """Clip by this (finite) norm and update the weights with this learning rate. Collective."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Throw the accumulated gradients away; weights and moments stay as they are. Collective."""
 
     # -- what this rank holds ----------------------------------------------------------------------------------------
 

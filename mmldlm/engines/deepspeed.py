@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from mmldlm.config.schema import Config
-from mmldlm.engines.base import Autocast, Engine, StepResult, pick_device, rank_environment
+from mmldlm.engines.base import Autocast, Engine, pick_device, rank_environment
 from mmldlm.engines.deepspeed_config import merged_config, resolve_stage
 from mmldlm.engines.fragments import Fragment, whole
 from mmldlm.engines.optimizer import build_optimizer
+from mmldlm.engines.zero_gate import ZeroGate
 from mmldlm.engines.zero_layout import master_fragments, push_masters, share_of
 from mmldlm.errors import UserError
 
@@ -37,7 +38,7 @@ class DeepSpeedEngine(Engine):
         self.stage = resolve_stage(config)
         ds_config = merged_config(config, self.world_size)
         if self.stage == 0:
-            ds_config["gradient_clipping"] = 0.0  # see _guard_plain_step
+            ds_config["gradient_clipping"] = 0.0  # apply() clips: DeepSpeed would forget the norm before clipping
         start_process_group(self.device, config.engine.timeout)
         deepspeed.init_distributed(dist_backend=backend_of(self.device), verbose=False)
         self.model = model
@@ -53,9 +54,9 @@ class DeepSpeedEngine(Engine):
         # ZeRO-0 has no bf16 optimizer with fp32 accumulation; fp32 weights under autocast are the same arithmetic.
         autocast = self.stage == 0 and config.training.dtype == "bf16"
         self.module = Autocast(self._engine, self.device.type) if autocast else self._engine
-        self._refused = False
-        if self.stage == 0:
-            self._guard_plain_step(config.optimizer.grad_clip_norm)
+        self._clip = config.optimizer.grad_clip_norm
+        self._own_parameters = [parameter for group in self._own_groups for parameter in group["params"]]
+        self._gate = ZeroGate(self._optimizer, self.stage) if self.stage > 0 else None
         # DeepSpeed averages over ranks and accumulated micro-batches; our losses are shares of a sum.
         self._undo_averaging = self.world_size * config.training.grad_accum_steps
 
@@ -71,33 +72,32 @@ class DeepSpeedEngine(Engine):
         if not self._engine.is_gradient_accumulation_boundary():
             self._engine.step()
 
-    def step(self, lr: float) -> StepResult:
+    def grad_norm(self) -> Tensor:
+        if self._gate is not None:
+            return self._gate.grad_norm()
+        return nn.utils.get_total_norm([p.grad for p in self._own_parameters if p.grad is not None])
+
+    def apply(self, lr: float, grad_norm: float) -> None:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        skipped_before, self._refused = self._engine.skipped_steps, False
+        if self._gate is not None:
+            self._gate.decide(False, grad_norm)
+        elif self._clip is not None:
+            norm = torch.tensor(grad_norm, device=self.device)
+            nn.utils.clip_grads_with_norm_(self._own_parameters, self._clip, norm)
         self._engine.step()
-        norm = self._plain_norm if self.stage == 0 else float(self._engine.get_global_grad_norm())
-        return StepResult(norm, self._engine.skipped_steps == skipped_before and not self._refused)
 
-    def _guard_plain_step(self, clip: float | None) -> None:
-        """Under ZeRO-0 in fp32 DeepSpeed calls the plain optimizer, would let Inf into the weights, and forgets the
-        norm before clipping: clip and judge here.
-
-        The gradients are already reduced, so every rank sees the same norm and takes the same branch.
-        """
-        plain_step = self._optimizer.step
-        parameters = [parameter for group in self._own_groups for parameter in group["params"]]
-
-        def step_if_finite(*args, **kwargs):
-            norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-            self._plain_norm = float(norm)
-            self._refused = not math.isfinite(self._plain_norm)
-            if not self._refused:
-                if clip is not None:
-                    nn.utils.clip_grads_with_norm_(parameters, clip, norm)
-                plain_step(*args, **kwargs)
-
-        self._optimizer.step = step_if_finite
+    def discard(self) -> None:
+        if self._gate is not None:
+            self._gate.decide(True, math.inf)
+            self._engine.step()
+            return
+        # ZeRO-0 runs the plain optimizer, which knows no refusal.
+        plain_step, self._optimizer.step = self._optimizer.step, lambda *args, **kwargs: None
+        try:
+            self._engine.step()
+        finally:
+            self._optimizer.step = plain_step
 
     # -- what this rank holds ----------------------------------------------------------------------------------------
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mmldlm.config.schema import Config
-from mmldlm.engines.base import Engine, StepResult
+from mmldlm.engines.base import Engine
 from mmldlm.engines.fragments import Fragment, whole
 from mmldlm.engines.optimizer import build_optimizer
 
@@ -39,20 +39,20 @@ class PlainEngine(Engine):
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
-    def step(self, lr: float) -> StepResult:
-        parameters = self._parameters()
-        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # a shard's norm is only its part
-        grad_norm = float(norm)
-        applied = math.isfinite(grad_norm)
-        if applied:
-            if self.clip is not None:
-                nn.utils.clip_grads_with_norm_(parameters, self.clip, norm)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
+    def grad_norm(self) -> Tensor:
+        norm = nn.utils.get_total_norm([p.grad for p in self._parameters() if p.grad is not None])
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # a shard's norm is only its part
+
+    def apply(self, lr: float, grad_norm: float) -> None:
+        if self.clip is not None:
+            nn.utils.clip_grads_with_norm_(self._parameters(), self.clip, torch.tensor(grad_norm, device=self.device))
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.discard()
+
+    def discard(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        return StepResult(grad_norm, applied)
 
     def fragments(self) -> list[Fragment]:
         return [self._fragment(self._names[id(parameter)], parameter) for parameter in self._parameters()]

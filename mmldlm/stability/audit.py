@@ -1,0 +1,46 @@
+"""Are the weights and the optimizer's state finite? Asked every audit_every steps and before every checkpoint."""
+
+from __future__ import annotations
+
+import torch
+
+from mmldlm.engines.base import Engine
+
+STATES = ("exp_avg", "exp_avg_sq")
+
+
+def nonfinite_tensors(engine: Engine) -> dict[str, int]:
+    """Names of trainable parameters ("name" or "name.exp_avg") -> non-finite elements that this rank holds.
+
+    One host sync when all is well, whatever the number of parameters. No collective.
+    """
+    fragments = [fragment for fragment in engine.fragments() if fragment.count]
+    states = engine.optimizer_state()
+    views = [(fragment.name, fragment.of(fragment.owner)) for fragment in fragments]
+    for fragment in fragments:
+        state = states.get(fragment.owner) or {}
+        views += [(f"{fragment.name}.{what}", fragment.of(state[what])) for what in STATES if what in state]
+    if not views:
+        return {}
+    # The sum of a tensor is non-finite where an element is (or where it overflows fp64, which a weight cannot).
+    sums = torch.stack([view.sum(dtype=torch.float64).to(engine.device) for _, view in views])
+    if bool(torch.isfinite(sums).all()):
+        return {}
+    bad = [(name, int((~torch.isfinite(view)).sum())) for name, view in views]
+    return {name: count for name, count in bad if count}
+
+
+def audit(engine: Engine) -> dict[str, int]:
+    """nonfinite_tensors over all ranks, the same dict on each. Collective."""
+    own = nonfinite_tensors(engine)
+    if engine.all_ok(not own):
+        return {}
+    if engine.world_size == 1:
+        return own
+    gathered: list[dict[str, int] | None] = [None] * engine.world_size
+    torch.distributed.all_gather_object(gathered, own)
+    total: dict[str, int] = {}
+    for part in gathered:
+        for name, count in (part or {}).items():
+            total[name] = total.get(name, 0) + count
+    return total

@@ -1,0 +1,70 @@
+"""Judges every step before the optimizer moves a weight: on numbers that all ranks share, so all judge alike."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mmldlm.config.schema import StabilityConfig
+from mmldlm.stability.window import Window
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a step may be applied, and why not.
+
+    Attributes:
+        apply: False: the gradients are thrown away on all ranks.
+        reason: "" for an ordinary step; else what was found, also where spike_action=log applies the step all the same.
+    """
+
+    apply: bool
+    reason: str = ""
+
+
+class Guard:
+    """Windows of loss and gradient norm, and the rule over them."""
+
+    def __init__(self, config: StabilityConfig):
+        self.action = config.spike_action
+        self.loss = Window(config.spike_window, config.spike_sigma)
+        self.norm = Window(config.spike_window, config.spike_sigma)
+
+    def judge(self, loss: float, num_bad_losses: int, grad_norm: float) -> Verdict:
+        """Look at a step whose gradients are ready.
+
+        Args:
+            loss: of the global batch. num_bad_losses: micro-batches, over all ranks, whose loss was not finite.
+            grad_norm: global norm before clipping.
+        """
+        if num_bad_losses:
+            return Verdict(False, f"non-finite loss in {num_bad_losses} micro-batch(es)")
+        if not math.isfinite(loss):
+            return Verdict(False, "non-finite loss")
+        if not math.isfinite(grad_norm):
+            return Verdict(False, "non-finite gradient norm")
+        spikes = []
+        if self.action != "off":
+            for name, value, window in (("loss", loss, self.loss), ("gradient norm", grad_norm, self.norm)):
+                if window.is_spike(value):
+                    spikes.append(f"spike: {name} {value:.4g} above {window.limit():.4g}")
+        if spikes:
+            # A spike that is skipped must not widen the window; one that is only logged is the new ordinary.
+            if self.action == "log":
+                self._admit(loss, grad_norm)
+            return Verdict(self.action == "log", "; ".join(spikes))
+        self._admit(loss, grad_norm)
+        return Verdict(True)
+
+    def _admit(self, loss: float, grad_norm: float) -> None:
+        self.loss.admit(loss)
+        self.norm.admit(grad_norm)
+
+    def state(self) -> dict[str, list[float]]:
+        """For the checkpoint."""
+        return {"loss": self.loss.state(), "norm": self.norm.state()}
+
+    def restore(self, state: dict[str, list[float]]) -> None:
+        """From a checkpoint; {} (an older one) starts with empty windows."""
+        self.loss.restore(state.get("loss", []))
+        self.norm.restore(state.get("norm", []))
