@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -45,25 +44,12 @@ def _launch_local(args, train) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // nproc, 1)))
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    launcher = shutil.which("deepspeed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
-    assert launcher is not None, "deepspeed is a dependency and installs its launcher beside python"
-    port = _free_port()
-    # Quiet: the launcher's own notes (no hostfile, no GPU, its command lines) are about what was asked for here.
-    command = [launcher, "--log_level", "error", "--num_gpus", str(nproc), "--master_port", str(port)]
-    command += [str(script), *words]
-    os.execv(sys.executable, [sys.executable, *command])
+    # Not the deepspeed launcher: a signal to it ends the ranks unsaved, or not at all (mmldlm/launch/local.py).
+    os.execv(sys.executable, [sys.executable, "-m", "mmldlm.launch.local", str(nproc), str(script), *words])
 
 
 def _option(name: str, value) -> list[str]:
     return [] if value is None else [name, str(value)]
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 # Verb -> (who fills its parser and runs it, help). A module's name stands for its add_arguments and main.

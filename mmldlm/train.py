@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import math
 import os
 import signal
 import sys
 import time
+import traceback
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import NoReturn
@@ -19,7 +21,9 @@ if __package__ in (None, ""):  # `deepspeed mmldlm/train.py` puts the package's 
 from mmldlm.config.load import load_config, preset_names
 from mmldlm.config.schema import Config
 from mmldlm.engines.mpi import adopt_mpi_environment
-from mmldlm.errors import Interrupted, MmldlmError, StabilityStop, UserError
+from mmldlm.errors import EXIT_FAILED, Interrupted, MmldlmError, StabilityStop, UserError
+
+COMPILE_PATIENCE = 3.0  # times engine.timeout for the first step under torch.compile, which cannot beat
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,23 +82,18 @@ def train(data) -> None:
     import torch
 
     from mmldlm.checkpoints.init_from import init_weights
-    from mmldlm.data.loader import MicroBatches, iterate_steps
-    from mmldlm.data.noising import Noiser
-    from mmldlm.data.plan import BatchPlan
     from mmldlm.data.warm_start import encoder_token_embeddings
     from mmldlm.engines.build import build_engine
-    from mmldlm.engines.ema import WeightAverage
-    from mmldlm.engines.optimizer import learning_rate
-    from mmldlm.evaluation.validation import Validation
+    from mmldlm.engines.liveness import Liveness
+    from mmldlm.engines.process_group import prepare_environment
     from mmldlm.models import MultimodalMMDiT
-    from mmldlm.objectives import TranslationObjective
     from mmldlm.objectives.freezing import apply_freezing, verify_parameter_freezing
-    from mmldlm.objectives.translation import METRICS
-    from mmldlm.run import RunFolder, TrainingState
-    from mmldlm.run_checkpoints import RunCheckpoints
 
     config = data.config
     training = config.training
+    logs = config.run_dir() / "logs"
+    for note in prepare_environment(config.engine.timeout, logs):
+        _say(f"warning: {note}")
     torch.manual_seed(training.seed)
     model = MultimodalMMDiT(config.model)
     model.set_latent_statistics(data.latent_mean, data.latent_std)
@@ -107,6 +106,31 @@ def train(data) -> None:
     if training.compile_model:
         model.compile_blocks()
     engine = build_engine(model, config)
+    with Liveness(engine.rank, engine.world_size, config.engine.timeout, logs=logs) as alive:
+        train_steps(engine, alive, data, trainable, taken)
+
+
+def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], taken) -> None:
+    """The loop. Collective over all ranks.
+
+    Args:
+        engine: mmldlm.engines.base.Engine. alive: Liveness, told where this rank is before anything that may take long.
+        data: RunData. trainable: group -> (trainable, all) parameters. taken: InitReport of training.init_from or None.
+    """
+    import torch
+
+    from mmldlm.data.loader import MicroBatches, iterate_steps
+    from mmldlm.data.noising import Noiser
+    from mmldlm.data.plan import BatchPlan
+    from mmldlm.engines.ema import WeightAverage
+    from mmldlm.engines.optimizer import learning_rate
+    from mmldlm.evaluation.validation import Validation
+    from mmldlm.objectives import TranslationObjective
+    from mmldlm.objectives.translation import METRICS
+    from mmldlm.run import RunFolder, TrainingState
+    from mmldlm.run_checkpoints import RunCheckpoints
+
+    config, training = data.config, data.config.training
     average = None if config.optimizer.ema_decay is None else WeightAverage(engine, config.optimizer.ema_decay)
     global_batch = training.train_batch_size * training.grad_accum_steps * engine.world_size
 
@@ -121,6 +145,7 @@ def train(data) -> None:
     checkpoints = RunCheckpoints(folder, average)
     resume_from = checkpoints.find_resume()
     if resume_from is not None:
+        alive.beat(state.step, "load")
         checkpoints.load(resume_from)
     folder.open(trainable, resume_from, None if resume_from is not None else taken)
     stop = StopSignal()
@@ -130,8 +155,11 @@ def train(data) -> None:
 
     engine.module.train()
     started, interrupted = time.perf_counter(), False
+    patience = COMPILE_PATIENCE if training.compile_model else 1.0
     while state.step < training.num_train_steps and not interrupted:
+        alive.beat(state.step, "data")
         batches = next(stream)
+        alive.beat(state.step, "step", patience)
         lr = learning_rate(state.applied_steps, training.num_train_steps, config.optimizer)
         sums = torch.zeros(len(METRICS) + 1, dtype=torch.float64, device=engine.device)
         for batch in batches:
@@ -162,17 +190,21 @@ def train(data) -> None:
                 f"skipped step moved the weights. Last checkpoint: {folder.run_dir / 'latest'}. Lower optimizer.lr "
                 "or optimizer.grad_clip_norm, check the data with `mmldlm verify-data`, then add training.resume=auto."
             )
+        patience = 1.0
         if checkpoints.is_pending and not num_writing:
             checkpoints.finish_save()
         last = state.step == training.num_train_steps
         if last or state.step % config.logging.eval_freq == 0:
-            folder.log_evaluation(validation.run())
+            alive.beat(state.step, "evaluate")
+            folder.log_evaluation(validation.run(lambda: alive.beat(state.step, "evaluate")))
             started = time.perf_counter()
+        alive.beat(state.step, "save")
         if last or interrupted:
             checkpoints.save_before_end()
         elif num_asks or state.step % config.logging.save_freq == 0:
             checkpoints.save()
             started = time.perf_counter()
+    alive.beat(state.step, "close", math.inf)  # rank 0 draws and uploads; nobody waits for it
     folder.close()
     if interrupted and state.step < training.num_train_steps:
         raise Interrupted(
@@ -213,6 +245,11 @@ def main(argv: list[str] | None = None) -> int:
     except MmldlmError as error:
         _say(f"{'error' if not isinstance(error, Interrupted) else 'stopped'}: {error}")
         return error.exit_code
+    except (
+        Exception
+    ):  # by here Liveness has said which rank is to blame; the teardown would wait for those who are gone
+        traceback.print_exc()
+        return EXIT_FAILED
     leave_process_group()
     return 0
 

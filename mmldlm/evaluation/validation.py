@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from mmldlm.config.schema import PURE_MODES
@@ -55,8 +57,11 @@ class Validation:
                     add("l2t_null", "l2t", 1.0)
 
     @torch.no_grad()
-    def run(self) -> dict[str, float]:
+    def run(self, on_batch: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Metrics over the whole validation split, equal on every rank. Collective.
+
+        Args:
+            on_batch: called before every batch (a sign of life).
 
         Returns:
             {mode}_nelbo (nats per token, EOS counted), {mode}_token_accuracy (at masked positions), {mode}_latent_mse,
@@ -67,6 +72,7 @@ class Validation:
         for name, dataset in self.passes:
             sums = torch.zeros(len(METRICS), dtype=torch.float64, device=self.engine.device)
             for batches in iterate_steps(dataset, 0, self.plan.batches_per_epoch):
+                on_batch()
                 for batch in batches:
                     _, metrics = self.objective(self.engine.module, batch.to(self.engine.device))
                     sums += torch.stack([metrics[key].double() for key in METRICS])
