@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from mmldlm.config.load import to_yaml
 from mmldlm.data.resolve import RunData
-from mmldlm.engines.base import Engine, StepResult
+from mmldlm.engines.base import Engine
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.observe.plots import plot_run
 from mmldlm.observe.progress import Progress, train_log_path
 from mmldlm.observe.records import JsonlLog
 from mmldlm.observe.wandb import open_wandb
+from mmldlm.stability.guard import Verdict
 
 
 @dataclass
@@ -24,7 +28,8 @@ class TrainingState:
         global_batch, num_samples, seed: what the order of samples and the noise depend on.
         step: optimizer steps taken, skipped ones included. applied_steps: those that moved the weights (the schedule's
             clock). consumed_samples: training samples seen. skipped_steps: refused steps. consecutive_skips: since
-            the last applied one.
+            the last applied one. num_rollbacks, lr_scale: returns to a checkpoint, and what they did to the rate.
+        passed_over: [first, end) steps, counted from 0, whose batches are not trained on. guard: its windows.
     """
 
     global_batch: int
@@ -35,6 +40,10 @@ class TrainingState:
     consumed_samples: int = 0
     skipped_steps: int = 0
     consecutive_skips: int = 0
+    num_rollbacks: int = 0
+    lr_scale: float = 1.0
+    passed_over: list[list[int]] = field(default_factory=list)
+    guard: dict = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
 
     def advance(self, applied: bool, num_samples: int) -> None:
@@ -45,6 +54,16 @@ class TrainingState:
         self.skipped_steps += not applied
         self.consecutive_skips = 0 if applied else self.consecutive_skips + 1
 
+    def is_passed_over(self) -> bool:
+        """Whether the next step's batch is not to be trained on."""
+        return any(first <= self.step < end for first, end in self.passed_over)
+
+    def pass_over(self, num_samples: int) -> None:
+        """Count one step whose batch is not trained on."""
+        self.step += 1
+        self.consumed_samples += num_samples
+        self.skipped_steps += 1
+
 
 class RunFolder:
     """The logs of a run. Rank 0 owns them."""
@@ -53,6 +72,7 @@ class RunFolder:
         self.config, self.data, self.engine, self.state = config, data, engine, state
         self.run_dir = config.run_dir()
         self.is_main = engine.rank == 0
+        self.last_reasons: list[str] = []
 
     # -- opening -----------------------------------------------------------------------------------------------------
 
@@ -138,8 +158,12 @@ class RunFolder:
 
     # -- while it runs -----------------------------------------------------------------------------------------------
 
-    def log_step(self, sums: dict[str, float], batch, result: StepResult, lr: float, tokens_per_second: float) -> None:
+    def log_step(
+        self, sums: dict[str, float], batch, verdict: Verdict, grad_norm: float, lr: float, tokens_per_second: float
+    ) -> None:
         """Write the record of the step that state counted last; sums are over all ranks and micro-batches."""
+        if not verdict.apply:
+            self.last_reasons = [*self.last_reasons[-4:], verdict.reason]
         if not self.is_main:
             return
         record = {
@@ -153,18 +177,46 @@ class RunFolder:
             "length_loss": sums["length_nll_sum"] / batch.num_lengths if batch.num_lengths else None,
             "text_accuracy": sums["text_correct"] / sums["text_masked"] if sums["text_masked"] else None,
             "latent_cosine": sums["latent_cosine_sum"] / batch.num_latents if batch.num_latents else None,
-            "grad_norm": result.grad_norm,
+            "grad_norm": grad_norm,
             "tokens_per_second": tokens_per_second,
             "samples": self.state.consumed_samples,
-            "skipped": not result.applied,
+            "skipped": not verdict.apply,
         }
         self._write(self.log, record)
         self.progress.update(record)
         if self.wandb is not None:
             self.wandb.log(record)
-        if not result.applied:
-            self.event("skip", step=self.state.step, reason="non-finite gradient norm", grad_norm=str(result.grad_norm))
-            self.progress.warning(f"step {self.state.step} skipped on all ranks: gradient norm {result.grad_norm}")
+        if verdict.reason:
+            kind = "spike" if verdict.apply else "skip"
+            self.event(
+                kind, step=self.state.step, reason=verdict.reason, grad_norm=str(grad_norm), loss=str(sums["loss"])
+            )
+            done = "seen" if verdict.apply else "skipped on all ranks"
+            self.progress.warning(f"step {self.state.step} {done}: {verdict.reason}")
+
+    def log_bad_samples(self, batches) -> None:
+        """An event for every sample that any rank masked out of this step. Collective."""
+        found = [
+            {**bad, "rank": self.engine.rank, "host": socket.gethostname()} for batch in batches for bad in batch.bad
+        ]
+        gathered = [found]
+        if self.engine.world_size > 1:
+            gathered = [None] * self.engine.world_size
+            torch.distributed.all_gather_object(gathered, found)
+        file = str(self.data.train.root / "train")
+        for bad in (bad for part in gathered for bad in part):
+            self.event("bad_sample", step=self.state.step, file=file, row=bad["id"], **bad)
+            if self.is_main:
+                self.progress.warning(f"sample {bad['id']} left out of step {self.state.step}: {bad['reason']}")
+
+    def rewind(self) -> None:
+        """After a rollback: the logs go on from the state's step."""
+        self.last_reasons = []
+        if self.is_main:
+            for log in (self.log, self.evaluations):
+                log.close()
+            self.log = JsonlLog(self.run_dir / "training_log.jsonl", self.state.step)
+            self.evaluations = JsonlLog(self.run_dir / "eval_log.jsonl", self.state.step)
 
     def log_evaluation(self, values: dict[str, float]) -> None:
         """Write and show the validation metrics of the present step."""

@@ -21,6 +21,8 @@ from mmldlm.data.resolve import RunData
 from mmldlm.engines.ema import WeightAverage
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.run import RunFolder
+from mmldlm.stability.guard import Guard
+from mmldlm.stability.recovery import Trouble, stop
 
 ENGINE_FOLDER = "engine"
 STATE_FILE = "training_state.json"
@@ -31,8 +33,8 @@ LAST_TRIES, LAST_PAUSE = 3, 20.0  # a run that must end tries to save this often
 class RunCheckpoints:
     """Saves and loads over all ranks; everything public here is collective unless it says otherwise."""
 
-    def __init__(self, folder: RunFolder, average: WeightAverage | None):
-        self.folder, self.average = folder, average
+    def __init__(self, folder: RunFolder, average: WeightAverage | None, guard: Guard):
+        self.folder, self.average, self.guard = folder, average, guard
         self.config, self.data, self.engine, self.state = folder.config, folder.data, folder.engine, folder.state
         self.run_dir, self.is_main = folder.run_dir, folder.is_main
         self._saving: _Saving | None = None
@@ -48,7 +50,13 @@ class RunCheckpoints:
         Raises:
             UserError: on every rank, when rank 0 finds none or a damaged one.
         """
-        resume = self.config.training.resume
+        return self._agree_on(self.config.training.resume)
+
+    def find_newest(self) -> Path | None:
+        """The newest whole checkpoint of this run, every byte of it checked; None when there is none."""
+        return self._agree_on("auto")
+
+    def _agree_on(self, resume: str | None) -> Path | None:
         if resume is None:
             return None
         found: list[str | None] = [None, None]  # path, failure: rank 0 must not leave alone while the others wait
@@ -113,6 +121,7 @@ class RunCheckpoints:
         for name, value in saved.items():
             if hasattr(self.state, name) and name != "versions":
                 setattr(self.state, name, value)
+        self.guard.restore(self.state.guard)
 
     def _read(self, checkpoint: Path, applied_steps: int) -> None:
         with open_training_state(checkpoint / ENGINE_FOLDER) as reader:
@@ -143,6 +152,33 @@ class RunCheckpoints:
         torch.set_rng_state(rng["torch"])
         if torch.cuda.is_available() and rng["cuda"] is not None:
             torch.cuda.set_rng_state(rng["cuda"])
+
+    def roll_back(self, trouble: Trouble) -> None:
+        """Return to the newest whole checkpoint with a lower learning rate, passing over the batches to blame.
+
+        Raises:
+            StabilityStop: on every rank, when no rollback is left or there is no checkpoint.
+        """
+        self.finish_save()
+        state, config = self.state, self.config.stability
+        num_rollbacks, found_at = state.num_rollbacks, state.step
+        bad = {} if trouble.tensors is None else {"tensors": dict(list(trouble.tensors.items())[:50])}
+        path = self.find_newest() if num_rollbacks < config.max_rollbacks else None
+        if path is None:
+            self.folder.event("stability_stop", step=found_at, reason=trouble.reason, **bad)
+            raise stop(trouble, num_rollbacks, self.run_dir, self.folder.last_reasons)
+        passed_over = [*state.passed_over, *([] if trouble.first_bad is None else [[trouble.first_bad, found_at]])]
+        lr_scale = state.lr_scale * config.rollback_lr_factor
+        self.load(path)
+        state.num_rollbacks, state.lr_scale, state.passed_over = num_rollbacks + 1, lr_scale, passed_over
+        state.consecutive_skips = 0
+        self.folder.rewind()
+        told = {"from_step": found_at, "to_step": state.step, "lr_scale": lr_scale, "passed_over": passed_over}
+        self.folder.event("rollback", step=state.step, reason=trouble.reason, path=str(path), **told, **bad)
+        if self.is_main:
+            self.folder.progress.warning(
+                f"rollback from step {found_at} to {state.step}: {trouble.reason}; learning rate x {lr_scale:g}"
+            )
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
@@ -264,6 +300,7 @@ class RunCheckpoints:
         ]
         if self.average is not None:
             work.append(lambda: self.average.write(state["average"], folder))
+        self.state.guard = self.guard.state()
         if self.is_main:
             self.state.versions = {
                 name: _version(name) for name in ("mmldlm", "torch", "deepspeed", "transformers", "numpy")

@@ -21,7 +21,7 @@ if __package__ in (None, ""):  # `deepspeed mmldlm/train.py` puts the package's 
 from mmldlm.config.load import load_config, preset_names
 from mmldlm.config.schema import Config
 from mmldlm.engines.mpi import adopt_mpi_environment
-from mmldlm.errors import EXIT_FAILED, Interrupted, MmldlmError, StabilityStop, UserError
+from mmldlm.errors import EXIT_FAILED, Interrupted, MmldlmError, UserError
 
 COMPILE_PATIENCE = 3.0  # times engine.timeout for the first step under torch.compile, which cannot beat
 
@@ -129,6 +129,9 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
     from mmldlm.objectives.translation import METRICS
     from mmldlm.run import RunFolder, TrainingState
     from mmldlm.run_checkpoints import RunCheckpoints
+    from mmldlm.stability.audit import audit
+    from mmldlm.stability.guard import Guard
+    from mmldlm.stability.recovery import find_trouble
 
     config, training = data.config, data.config.training
     average = None if config.optimizer.ema_decay is None else WeightAverage(engine, config.optimizer.ema_decay)
@@ -136,22 +139,27 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
 
     plan = BatchPlan(data.train_lengths, global_batch, training.seed, config.data.bucket_batches)
     special_ids = (config.model.mask_token_id, config.model.pad_token_id, config.model.eos_token_id)
-    noiser = Noiser(config, *special_ids, data.latent_mean, data.latent_std)
+    noiser = Noiser(config, *special_ids, data.latent_mean, data.latent_std, max_norm=data.max_latent_norm())
     dataset = MicroBatches(data.train, plan, noiser, engine.rank, engine.world_size, training.grad_accum_steps)
     objective, validation = TranslationObjective(config), Validation(data, engine)
+    guard = Guard(config.stability)
 
     state = TrainingState(global_batch=global_batch, num_samples=len(data.train_lengths), seed=training.seed)
     folder = RunFolder(config, data, engine, state)
-    checkpoints = RunCheckpoints(folder, average)
+    checkpoints = RunCheckpoints(folder, average, guard)
     resume_from = checkpoints.find_resume()
     if resume_from is not None:
         alive.beat(state.step, "load")
         checkpoints.load(resume_from)
     folder.open(trainable, resume_from, None if resume_from is not None else taken)
     stop = StopSignal()
-    stream = iterate_steps(
-        dataset, state.step, training.num_train_steps, config.data.num_workers, config.data.prefetch_factor
-    )
+
+    def batches_from(step: int):
+        return iterate_steps(
+            dataset, step, training.num_train_steps, config.data.num_workers, config.data.prefetch_factor
+        )
+
+    stream = batches_from(state.step)
 
     engine.module.train()
     started, interrupted = time.perf_counter(), False
@@ -160,40 +168,58 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
         alive.beat(state.step, "data")
         batches = next(stream)
         alive.beat(state.step, "step", patience)
-        lr = learning_rate(state.applied_steps, training.num_train_steps, config.optimizer)
-        sums = torch.zeros(len(METRICS) + 1, dtype=torch.float64, device=engine.device)
+        if state.is_passed_over():
+            state.pass_over(num_samples=len(plan.batch(state.step).ids))
+            folder.event("passed_over", step=state.step)
+            continue
+        lr = state.lr_scale * learning_rate(state.applied_steps, training.num_train_steps, config.optimizer)
+        sums = torch.zeros(len(METRICS) + 2, dtype=torch.float64, device=engine.device)
         for batch in batches:
             loss, metrics = objective(engine.module, batch.to(engine.device))
+            # A bad loss goes through backward like any other: every rank must meet the others in the same collectives.
             engine.backward(loss)
             num_tokens = torch.tensor(float(batch.num_tokens), device=engine.device)
-            sums += torch.stack([*(metrics[key].double() for key in METRICS), num_tokens.double()])
-        result = engine.step(lr)
-        if average is not None and result.applied:
-            average.update()
-        # The step's one host sync: metrics, token count and what the ranks must agree on travel in one vector.
-        told = [float(flag) for flag in (stop.received, checkpoints.is_writing, checkpoints.is_asked)]
-        vector = torch.cat([sums, torch.tensor(told, dtype=torch.float64, device=engine.device)])
-        *values, num_tokens, num_stops, num_writing, num_asks = engine.all_reduce_sum(vector).tolist()
+            is_bad = ~torch.isfinite(loss.detach())
+            sums += torch.stack([*(metrics[key].double() for key in METRICS), num_tokens.double(), is_bad.double()])
+        norm = engine.grad_norm().to(sums)
+        # The step's one host sync: losses, the norm and what the ranks must agree on travel in one vector.
+        flags = (stop.received, checkpoints.is_writing, checkpoints.is_asked, sum(len(batch.bad) for batch in batches))
+        told = torch.tensor([float(flag) for flag in flags], dtype=torch.float64, device=engine.device)
+        norm = norm if engine.rank == 0 else torch.zeros_like(norm)  # it is the same on every rank
+        vector = engine.all_reduce_sum(torch.cat([sums, norm.view(1), told])).tolist()
+        *values, num_tokens, num_bad_losses, grad_norm, num_stops, num_writing, num_asks, num_bad_samples = vector
         interrupted = num_stops > 0
 
-        state.advance(result.applied, num_samples=len(plan.batch(state.step).ids))
+        verdict = guard.judge(values[METRICS.index("loss")], int(num_bad_losses), grad_norm)
+        if verdict.apply:
+            engine.apply(lr, grad_norm)
+            if average is not None:
+                average.update()
+        else:
+            engine.discard()
+        state.advance(verdict.apply, num_samples=len(plan.batch(state.step).ids))
         now = time.perf_counter()
-        folder.log_step(dict(zip(METRICS, values, strict=True)), batches[0], result, lr, num_tokens / (now - started))
+        sums_by_name = dict(zip(METRICS, values, strict=True))
+        folder.log_step(sums_by_name, batches[0], verdict, grad_norm, lr, num_tokens / (now - started))
         started = now
-        if state.consecutive_skips >= config.stability.max_consecutive_skips:
-            checkpoints.finish_save()
-            folder.event(
-                "stability_stop", reason=f"{state.consecutive_skips} steps in a row had a non-finite gradient norm"
-            )
-            raise StabilityStop(
-                f"{state.consecutive_skips} steps in a row had a non-finite gradient norm (the last: {state.step}). No "
-                f"skipped step moved the weights. Last checkpoint: {folder.run_dir / 'latest'}. Lower optimizer.lr "
-                "or optimizer.grad_clip_norm, check the data with `mmldlm verify-data`, then add training.resume=auto."
-            )
+        if num_bad_samples:
+            folder.log_bad_samples(batches)
+
+        last = state.step == training.num_train_steps
+        save_due = last or interrupted or num_asks > 0 or state.step % config.logging.save_freq == 0
+        audit_due = save_due or state.step % config.stability.audit_every == 0
+        trouble = find_trouble(
+            config.stability, state.step, state.consecutive_skips, audit(engine) if audit_due else {}
+        )
+        if trouble is not None:
+            alive.beat(state.step, "load")
+            checkpoints.roll_back(trouble)
+            stream = batches_from(state.step)
+            started = time.perf_counter()
+            continue
         patience = 1.0
         if checkpoints.is_pending and not num_writing:
             checkpoints.finish_save()
-        last = state.step == training.num_train_steps
         if last or state.step % config.logging.eval_freq == 0:
             alive.beat(state.step, "evaluate")
             folder.log_evaluation(validation.run(lambda: alive.beat(state.step, "evaluate")))
@@ -201,7 +227,7 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
         alive.beat(state.step, "save")
         if last or interrupted:
             checkpoints.save_before_end()
-        elif num_asks or state.step % config.logging.save_freq == 0:
+        elif save_due:
             checkpoints.save()
             started = time.perf_counter()
     alive.beat(state.step, "close", math.inf)  # rank 0 draws and uploads; nobody waits for it

@@ -336,7 +336,7 @@ def test_too_many_skips_in_a_row_exit_4_and_another_seed_is_no_resume(store, tmp
         return batch
 
     monkeypatch.setattr(loader.MicroBatches, "__getitem__", poisoned)
-    assert main([*words, "stability.max_consecutive_skips=3"]) == 4
+    assert main([*words, "stability.max_consecutive_skips=3", "stability.max_rollbacks=0"]) == 4
     assert "3 steps in a row" in capsys.readouterr().err
     assert [r["skipped"] for r in read_log(tmp_path, "run")] == [False] * 4 + [True] * 3
     monkeypatch.setattr(loader.MicroBatches, "__getitem__", make)

@@ -106,12 +106,13 @@ def parse_override(word: str) -> dict[str, Any]:
 
 
 def _takes_text(key: str) -> bool:
-    """Whether a key's value is free text (or null)."""
+    """Whether a key's value is free text (or null), or a word that YAML takes for false."""
     section: Any = Config
     for part in key.split("."):
         field = section.model_fields.get(part) if hasattr(section, "model_fields") else None
         section = None if field is None else field.annotation
-    return section is str or (str in get_args(section) and set(get_args(section)) <= {str, type(None)})
+    choices = get_args(section)
+    return section is str or (str in choices and set(choices) <= {str, type(None)}) or "off" in choices
 
 
 def all_keys() -> list[tuple[str, str, str]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ class NoisedBatch:
             length_weights [B] fp32.
         ids: [B] sample ids. modes: [B]. real: [B] False for placeholders of an incomplete batch.
         num_text_tokens, num_latents, num_lengths: counts over the whole GLOBAL batch that normalise the three losses.
-        num_tokens: real text tokens of this micro-batch.
+        num_tokens: real text tokens of this micro-batch. bad: {id, reason} of samples that were masked out as unusable.
     """
 
     tensors: dict[str, Tensor]
@@ -47,6 +48,7 @@ class NoisedBatch:
     num_tokens: int
     epoch: int
     index: int
+    bad: list[dict] = field(default_factory=list)
 
     def to(self, device, non_blocking: bool = True) -> NoisedBatch:
         """Move the tensors to a device."""
@@ -74,6 +76,7 @@ class Noiser:
         mode_weights: shares of the modes; None: those of training.
         seed: None: training.seed. Evaluation passes its own, so that it never sees training noise.
         condition_dropout: None: training.condition_dropout.
+        max_norm: a latent beyond this norm is a corrupted row; it is masked out and reported.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class Noiser:
         mode_weights: dict[str, float] | None = None,
         seed: int | None = None,
         condition_dropout: float | None = None,
+        max_norm: float = math.inf,
     ):
         self.text = MaskedDiffusion(mask_token_id, config.text_diffusion.schedule, config.text_diffusion.eps)
         latent = config.latent_diffusion
@@ -94,6 +98,8 @@ class Noiser:
         self.text_config, self.latent_config = config.text_diffusion, latent
         self.pad_token_id, self.eos_token_id = pad_token_id, eos_token_id
         self.latent_mean, self.latent_std = latent_mean, latent_std
+        self.max_norm = max_norm
+        self.vocab_size = config.model.vocab_size or np.iinfo(np.int64).max
         weights = mode_weights or config.training.mode_weights()
         self.mode_edges = np.cumsum([weights[mode] for mode in PURE_MODES])
         self.seed = config.training.seed if seed is None else seed
@@ -134,6 +140,18 @@ class Noiser:
         ids = batch.ids[np.where(real, slots, 0)]
         modes = modes_all[slots]
         rows = store.get(ids)
+        reasons = [
+            self._unusable(rows.tokens[row], rows.latents[row], lengths[sample]) for row, sample in enumerate(ids)
+        ]
+        # A bad sample becomes a placeholder of weight 0, like one past the end of the batch: the same shapes and the
+        # same collectives on every rank. The losses' denominators still count it: other ranks do not know.
+        is_bad = np.array([reason is not None for reason in reasons])
+        real = real & ~is_bad
+        if is_bad.any():
+            rows = rows._replace(
+                tokens=[tokens[:0] if bad else tokens for tokens, bad in zip(rows.tokens, is_bad, strict=True)],
+                latents=np.where(is_bad[:, None], self.latent_mean, rows.latents),
+            )
         num_rows, width = len(ids), int(max(len(tokens) for tokens in rows.tokens)) + 1
         tokens = np.full((num_rows, width), self.pad_token_id, dtype=np.int64)
         attention = np.zeros((num_rows, width), dtype=bool)
@@ -203,7 +221,25 @@ class Noiser:
             num_tokens=int(attention[real].sum()),
             epoch=batch.epoch,
             index=batch.index,
+            bad=[
+                {"id": int(sample), "reason": reason}
+                for sample, slot, reason in zip(ids, slots, reasons, strict=True)
+                if reason is not None and slot < num_real
+            ],
         )
+
+    def _unusable(self, tokens: np.ndarray, latent: np.ndarray, length: int) -> str | None:
+        """Why a sample must not be trained on, None for a sound one."""
+        if not np.isfinite(latent).all():
+            return f"{int((~np.isfinite(latent)).sum())} non-finite values in its latent"
+        norm = float(np.linalg.norm(latent))
+        if not 0 < norm <= self.max_norm:
+            return f"a latent of norm {norm:.4g}, expected above 0 and at most {self.max_norm:.4g}"
+        if len(tokens) + 1 != length:
+            return f"{len(tokens)} tokens where the index says {length - 1}"
+        if len(tokens) and (tokens.min() < 0 or tokens.max() >= self.vocab_size):
+            return f"a token id outside 0..{self.vocab_size - 1}"
+        return None
 
     def _mask(self, tokens: Tensor, strata: Tensor, uniform: Tensor, maskable: Tensor) -> tuple[Tensor, ...]:
         """Noised tokens, masked, timesteps [B] and NELBO weight [B] of a masked token."""

@@ -12,6 +12,7 @@ from mmldlm.errors import UserError
 
 # Rows whose latents are looked at when a run opens a store; prepare and verify-data look at all of them.
 ROWS_CHECKED = 50_000
+MAX_NORM_RATIO = 20.0  # times the root mean square norm of the training latents
 
 
 @dataclass
@@ -31,6 +32,11 @@ class RunData:
     validation_lengths: np.ndarray
     latent_mean: np.ndarray
     latent_std: np.ndarray
+
+    def max_latent_norm(self) -> float:
+        """Beyond this norm a latent is a corrupted row, not an unusual one."""
+        mean, std = self.train.latent_mean, self.train.latent_std
+        return MAX_NORM_RATIO * float(np.sqrt((np.square(mean) + np.square(std)).sum()))
 
 
 def open_data(config: Config) -> RunData:

@@ -36,7 +36,7 @@ class Engine(ABC):
 
     @abstractmethod
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of this micro-batch; call once for each of the accumulated micro-batches, then grad_norm."""
+        """Add the gradients of this micro-batch; call once for each accumulated micro-batch, then `grad_norm`."""
 
     @abstractmethod
     def grad_norm(self) -> Tensor:

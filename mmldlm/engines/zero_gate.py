@@ -1,8 +1,8 @@
 """One judge for ZeRO-1, 2 and 3: the norm is known before DeepSpeed steps, and DeepSpeed does what was decided.
 
 DeepSpeed 0.19.8 judges for itself inside step(), in a way that depends on version, stage and settings (older releases
-stepped on NaN). Its three optimizers ask themselves two questions there, "is there an overflow?" and "what is the norm?";
-here both are answered with what all ranks agreed on, which also saves their host syncs.
+stepped on NaN). Its three optimizers ask themselves two questions there, "is there an overflow?" and "what is the
+norm?"; here both are answered with what all ranks agreed on, which also saves their host syncs.
 """
 
 from __future__ import annotations

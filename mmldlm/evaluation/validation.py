@@ -46,6 +46,7 @@ class Validation:
                 mode_weights={other: float(other == mode) for other in PURE_MODES},
                 seed=seed,
                 condition_dropout=dropout,
+                max_norm=data.max_latent_norm(),
             )
             dataset = MicroBatches(data.validation, self.plan, noiser, engine.rank, engine.world_size, accum=1)
             self.passes.append((name, dataset))

@@ -114,5 +114,6 @@ def test_text_may_look_like_another_yaml_value():
     config = load_config("tiny", None, ["logging.run_name=off", "data.latent_data_root=1e5", "training.resume=null"])
     assert config.logging.run_name == "off" and config.data.latent_data_root == "1e5"
     assert config.training.resume is None
+    assert load_config("tiny", None, ["stability.spike_action=off"]).stability.spike_action == "off"
     with pytest.raises(UserError, match="batch"):
         load_config("tiny", None, ["training.train_batch_size=off"])

@@ -1,0 +1,88 @@
+"""Rollback, bad samples and audits in real runs of one process (many ranks: tests/test_train.py)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from helpers import read_log, train_words  # noqa: E402
+
+
+def events(folder, name: str, kind: str) -> list[dict]:
+    return [event for event in read_log(folder, name, "events.jsonl") if event["event"] == kind]
+
+
+def words(store, folder, name: str, *more: str) -> list[str]:
+    common = ["engine.kind=single", "training.num_train_steps=12", "logging.save_freq=2", "logging.eval_freq=100"]
+    return train_words(store, folder, name, *common, *more)
+
+
+def test_skips_in_a_row_roll_back_and_pass_the_batches_over(store, tmp_path, monkeypatch):
+    from mmldlm.data import loader
+    from mmldlm.train import main
+
+    make = loader.MicroBatches.__getitem__
+
+    def poisoned(self, item):
+        batch = make(self, item)
+        if self.plan.shuffle and 4 <= item < 7:
+            batch.tensors["latents"][:, 0] = float("nan")
+        return batch
+
+    monkeypatch.setattr(loader.MicroBatches, "__getitem__", poisoned)
+    assert main(words(store, tmp_path, "run", "stability.max_consecutive_skips=3", "optimizer.warmup_steps=0")) == 0
+    (rollback,) = events(tmp_path, "run", "rollback")
+    assert (rollback["from_step"], rollback["to_step"], rollback["passed_over"]) == (7, 6, [[4, 7]])
+    assert [event["step"] for event in events(tmp_path, "run", "passed_over")] == [7]
+    records = read_log(tmp_path, "run")
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 12]
+    assert [record["skipped"] for record in records] == [False] * 4 + [True] * 2 + [False] * 5
+    assert all(record["loss"] is not None for record in records[6:])
+    assert records[6]["lr"] < 0.51 * records[3]["lr"]
+
+
+def test_a_corrupted_row_is_left_out_and_named(store, tmp_path, monkeypatch):
+    from mmldlm.data.store import Store
+    from mmldlm.train import main
+
+    get, bad_row = Store.get, 17
+
+    def corrupted(self, indices):
+        rows = get(self, indices)
+        for place, index in enumerate(indices):
+            if index == bad_row and len(indices) <= 16:  # not yet when the run opens its data, which would refuse it
+                rows.latents[place, 3] = np.nan
+        return rows
+
+    monkeypatch.setattr(Store, "get", corrupted)
+    more = ["data.max_train_samples=48", "training.num_train_steps=6"]
+    assert main(words(store, tmp_path, "run", *more)) == 0
+    (bad,) = events(tmp_path, "run", "bad_sample")
+    assert bad["id"] == bad["row"] == bad_row and "1 non-finite" in bad["reason"]
+    records = read_log(tmp_path, "run")
+    assert not any(record["skipped"] for record in records) and all(np.isfinite(r["loss"]) for r in records)
+
+
+def test_a_bad_weight_is_found_before_it_is_saved_and_the_run_returns(store, tmp_path, monkeypatch):
+    from mmldlm.engines import plain
+    from mmldlm.train import main
+
+    apply, count = plain.PlainEngine.apply, [0]
+
+    def flip(self, lr, grad_norm):
+        apply(self, lr, grad_norm)
+        count[0] += 1
+        if count[0] == 5:
+            with torch.no_grad():
+                self.optimizer.state[self._parameters()[3]]["exp_avg_sq"].view(-1)[0] = float("inf")
+
+    monkeypatch.setattr(plain.PlainEngine, "apply", flip)
+    assert main(words(store, tmp_path, "run", "stability.audit_every=1")) == 0
+    (rollback,) = events(tmp_path, "run", "rollback")
+    assert (rollback["from_step"], rollback["to_step"]) == (5, 4)
+    assert len(rollback["tensors"]) == 1 and next(iter(rollback["tensors"])).endswith(".exp_avg_sq")
+    assert rollback["passed_over"] == []
