@@ -42,5 +42,6 @@ def stop(trouble: Trouble, num_rollbacks: int, run_dir, last_reasons: list[str])
     return StabilityStop(
         f"stopped at step {trouble.step}: {trouble.reason}, {tried}. The last skips: {seen}. No skipped step moved the "
         f"weights. Last checkpoint: {run_dir / 'latest'}; what happened: {run_dir / 'events.jsonl'}. Lower "
-        "optimizer.lr or optimizer.grad_clip_norm, check the data with `mmldlm verify-data`, then add training.resume=auto."
+        "optimizer.lr or optimizer.grad_clip_norm, check the data with `mmldlm verify-data`, then add "
+        "training.resume=auto."
     )
