@@ -267,7 +267,7 @@ class StabilityConfig(Section):
     """What counts as a bad step, and what happens then. A step that is not finite is always skipped on all ranks."""
 
     spike_action: Literal["skip", "log", "off"] = "log"
-    """What to do with a finite loss or gradient norm far above the last ones: skip the step, only log it, or nothing."""
+    """What to do with a finite loss or gradient norm far above the last ones: skip it, only log it, or nothing."""
     spike_sigma: float = Field(6.0, gt=0)
     """A spike lies this many standard deviations above the mean of the window."""
     spike_window: int = Field(128, ge=4)
