@@ -1,0 +1,261 @@
+"""The faults of benchmarks/faults.py, planted into the product's own loop on the ranks of one launch."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+STEPS, FAULT_STEP, SAVE_EVERY = 8, 5, 2
+ENGINES = {
+    "ddp": ["engine.kind=ddp"],
+    "fsdp": ["engine.kind=fsdp"],
+    **{f"zero{stage}": [f"engine.zero_stage={stage}"] for stage in range(4)},
+}
+# What a fault must lead to: the step skipped; the sample left out; a rollback; nothing; the end of the job.
+SKIPPED, LEFT_OUT, ROLLED_BACK, UNHARMED, ENDED = "skipped", "left out", "rolled back", "unharmed", "ended"
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+@contextlib.contextmanager
+def in_batch(change: Callable[[dict], None], on_all: bool = False):
+    """Change the tensors of the fault step's first micro-batch, on rank 1 or on all ranks."""
+    from mmldlm.data import loader
+
+    make = loader.MicroBatches.__getitem__
+
+    def changed(self, item):
+        batch = make(self, item)
+        if self.plan.shuffle and item == (FAULT_STEP - 1) * self.accum and (on_all or self.rank == 1):
+            change(batch.tensors)
+        return batch
+
+    with mock.patch.object(loader.MicroBatches, "__getitem__", changed):
+        yield
+
+
+@contextlib.contextmanager
+def in_row(change: Callable | None):
+    """Corrupt one sample of the fault step as it is read (or, for the reference, only leave it out)."""
+    from mmldlm.data import noising
+
+    make = noising.Noiser.make
+
+    def corrupted(self, batch, slots, store, lengths):
+        if batch.step != FAULT_STEP - 1 or self.seed != 0:  # evaluation has a seed of its own
+            return make(self, batch, slots, store, lengths)
+        victim = int(batch.ids[-1])
+        if change is not None:
+            return make(self, batch, slots, _Rows(store, change, victim), lengths)
+        judge, victims = self._unusable, []
+
+        def refuse(tokens, latent, length):
+            return "the reference" if any((latent == row).all() for row in victims) else judge(tokens, latent, length)
+
+        rows = _Rows(store, lambda rows, place: victims.append(rows.latents[place].copy()), victim)
+        with mock.patch.object(self, "_unusable", refuse):
+            return make(self, batch, slots, rows, lengths)
+
+    with mock.patch.object(noising.Noiser, "make", corrupted):
+        yield
+
+
+class _Rows:
+    """A store whose rows are changed on their way out."""
+
+    def __init__(self, store, change, victim: int):
+        self.store, self.change, self.victim = store, change, victim
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+    def get(self, indices):
+        rows = self.store.get(indices)
+        for place, index in enumerate(indices):
+            if int(index) == self.victim:
+                self.change(rows, place)
+        return rows
+
+
+@contextlib.contextmanager
+def in_gradient():
+    """One element of the gradient that flows into the first block becomes Inf on rank 1."""
+    from mmldlm.models.mmdit import MultimodalMMDiT
+
+    forward, calls = MultimodalMMDiT.forward, [0]
+
+    def planted(self, *args, **kwargs):
+        out = forward(self, *args, **kwargs)
+        if self.training:
+            calls[0] += 1
+            accum = int(os.environ["FAULT_ACCUM"])
+            if rank() == 1 and calls[0] == (FAULT_STEP - 1) * accum + 1:
+                out["latent_pred"].register_hook(_one_inf)
+        return out
+
+    with mock.patch.object(MultimodalMMDiT, "forward", planted):
+        yield
+
+
+def _one_inf(grad):
+    grad = grad.clone()
+    grad.view(-1)[0] = math.inf
+    return grad
+
+
+@contextlib.contextmanager
+def in_state(what: str):
+    """NaN in one element of a weight or of Adam's second moment, on rank 1, right after the step before the fault's."""
+    from mmldlm.stability.guard import Guard
+
+    judge, engines = Guard.judge, []
+    from mmldlm.engines import build
+
+    build_engine = build.build_engine
+
+    def remember(*args, **kwargs):
+        engines.append(build_engine(*args, **kwargs))
+        return engines[-1]
+
+    calls = [0]
+
+    def judged(self, *args):
+        calls[0] += 1
+        if calls[0] == FAULT_STEP and rank() == 1:
+            import torch
+
+            engine = engines[-1]
+            fragment = next(fragment for fragment in engine.fragments() if fragment.count > 10)
+            state = engine.optimizer_state()[fragment.owner]
+            with torch.no_grad():
+                fragment.of(fragment.owner if what == "weight" else state[what])[3] = math.nan
+        return judge(self, *args)
+
+    with mock.patch.object(build, "build_engine", remember), mock.patch.object(Guard, "judge", judged):
+        yield
+
+
+@contextlib.contextmanager
+def on_rank_1(act: Callable[[], None]):
+    """Rank 1 does something else than its data loading at the fault step."""
+    from mmldlm.data import loader
+
+    make = loader.MicroBatches.__getitem__
+
+    def acting(self, item):
+        if self.plan.shuffle and item == (FAULT_STEP - 1) * self.accum and self.rank == 1:
+            act()
+        return make(self, item)
+
+    with mock.patch.object(loader.MicroBatches, "__getitem__", acting):
+        yield
+
+
+@contextlib.contextmanager
+def passed_over():
+    """The reference of a skipped step: the same batches without it."""
+    from mmldlm import run
+
+    state_of = run.TrainingState
+
+    def made(**values):
+        return state_of(**values, passed_over=[[FAULT_STEP - 1, FAULT_STEP]])
+
+    with mock.patch.object(run, "TrainingState", made):
+        yield
+
+
+def scale(names: tuple[str, ...], factor: float) -> Callable[[dict], None]:
+    def change(tensors: dict) -> None:
+        for name in names:
+            tensors[name] = tensors[name] * factor
+
+    return change
+
+
+def set_latent(rows, place: int) -> None:
+    rows.latents[place, 3] = math.nan
+
+
+def set_token(rows, place: int) -> None:
+    rows.tokens[place][0] = 99_999
+
+
+WEIGHTS = ("text_weights", "latent_weights", "length_weights")
+# name -> (what it must lead to, how it is planted)
+FAULTS: dict[str, tuple[str, Callable]] = {
+    "NaN loss on one rank": (SKIPPED, lambda: in_batch(scale(("length_weights",), math.nan))),
+    "Inf loss on all ranks": (SKIPPED, lambda: in_batch(scale(("length_weights",), math.inf), on_all=True)),
+    "Inf in one gradient element on one rank": (SKIPPED, in_gradient),
+    "loss spike x 1000": (SKIPPED, lambda: in_batch(scale(WEIGHTS, 1000.0))),
+    "NaN in one latent of one sample": (LEFT_OUT, lambda: in_row(set_latent)),
+    "token id out of range": (LEFT_OUT, lambda: in_row(set_token)),
+    "micro-batch with nothing scored": (UNHARMED, lambda: in_batch(scale(WEIGHTS, 0.0))),
+    "NaN in a weight": (ROLLED_BACK, lambda: in_state("weight")),
+    "NaN in Adam's second moment": (ROLLED_BACK, lambda: in_state("exp_avg_sq")),
+    "a rank that sleeps": (ENDED, lambda: on_rank_1(lambda: time.sleep(600))),
+    "a rank that exits": (ENDED, lambda: on_rank_1(lambda: os._exit(7))),
+}
+REFERENCES = {
+    UNHARMED: contextlib.nullcontext,
+    ROLLED_BACK: contextlib.nullcontext,
+    SKIPPED: passed_over,
+    LEFT_OUT: lambda: in_row(None),
+}
+
+
+def slug(text: str) -> str:
+    return "".join(letter if letter.isalnum() else "_" for letter in text)
+
+
+def train_once(store: str, folder: str, name: str, accum: int, words: list[str], plant: Callable) -> None:
+    """One run of the product's loop on this rank, with a fault planted."""
+    from mmldlm.config.load import load_config
+    from mmldlm.train import check_run, train
+
+    os.environ["FAULT_ACCUM"] = str(accum)
+    common = [
+        f"data.latent_data_root={store}", f"logging.save_dir={folder}", f"logging.run_name={name}",
+        "data.max_validation_samples=4", "data.max_train_samples=480", "training.train_batch_size=4",
+        f"training.grad_accum_steps={accum}", f"training.num_train_steps={STEPS}", f"logging.save_freq={SAVE_EVERY}",
+        "logging.eval_freq=1000", "logging.log_freq=1000", "checkpoints.async=false", "optimizer.warmup_steps=0",
+        "stability.audit_every=1", "stability.rollback_lr_factor=1.0", "stability.spike_action=skip",
+        "stability.spike_window=6", "stability.spike_sigma=50", "engine.timeout=15",
+    ]  # fmt: skip
+    with plant():
+        train(check_run(load_config("tiny", None, [*common, *words]), int(os.environ["WORLD_SIZE"])))
+
+
+def main() -> None:
+    """STORE FOLDER ENGINE ACCUM [FAULT]: every reference and every fault that a rank survives, or the one named."""
+    store, folder, engine, accum, *only = sys.argv[1:]
+    words, accum = ENGINES[engine], int(accum)
+    if only:
+        train_once(store, folder, slug(f"{engine} {accum} {only[0]}"), accum, words, FAULTS[only[0]][1])
+        return
+    for kind, plant in REFERENCES.items():
+        if kind != UNHARMED:
+            train_once(store, folder, slug(f"{engine} {accum} ref {kind}"), accum, words, plant)
+    for fault, (kind, plant) in FAULTS.items():
+        if kind != ENDED:
+            train_once(store, folder, slug(f"{engine} {accum} {fault}"), accum, words, plant)
+    from mmldlm.train import leave_process_group
+
+    leave_process_group()
+
+
+if __name__ == "__main__":
+    main()
+    from mmldlm.train import end_process
+
+    end_process(0)

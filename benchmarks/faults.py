@@ -1,0 +1,186 @@
+"""What a fault does to a run: planted on real ranks, in every engine, with and without accumulation.
+
+    python benchmarks/faults.py --data STORE [--quick] [--json FILE]
+
+For each of 11 faults x 6 engines x accumulation 1 and 3, two gloo ranks train 8 steps with the fault at step 5. A cell
+holds when nothing hangs, all ranks took the same way, the event names the right step, sample, tensor or rank, the saved
+state is finite, and every later loss equals, bit for bit, that of a run of the same engine that was given the same
+batches without the faulty step (a skip), without the sample (a corrupted row), or without the fault (after a rollback).
+--quick: three engines, no accumulation, and dying ranks under one of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import _faults
+import _report
+from _faults import ENDED, ENGINES, FAULT_STEP, FAULTS, LEFT_OUT, ROLLED_BACK, SKIPPED, STEPS, UNHARMED, slug
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT = 300.0  # seconds in which a launch must have ended
+LIMIT_ENDED = 120.0  # the same for a job of which one rank is gone; engine.timeout is 15 s
+
+
+def launch(words: list[str], limit: float) -> tuple[list[int | None], str, str]:
+    """Two ranks as plain processes, so that no launcher ends them: exit codes (None: killed at the limit), outputs."""
+    port = _free_port()
+    processes = []
+    for rank in range(2):
+        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "DS_ACCELERATOR": "cpu",
+            "MASTER_ADDR": "127.0.0.1",
+            **{name: str(value) for name, value in numbers.items()},
+        }
+        command = [sys.executable, str(ROOT / "benchmarks" / "_faults.py"), *words]
+        processes.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
+    deadline, codes, outputs = time.monotonic() + limit, [], []
+    for process in processes:
+        try:
+            output, _ = process.communicate(timeout=max(deadline - time.monotonic(), 1.0))
+            codes.append(process.returncode)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, _ = process.communicate()
+            codes.append(None)
+        outputs.append(output)
+    return codes, *outputs
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def records(folder: str, name: str, file: str = "training_log.jsonl") -> list[dict]:
+    path = Path(folder) / slug(name) / file
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def events(folder: str, name: str, kind: str) -> list[dict]:
+    return [event for event in records(folder, name, "events.jsonl") if event["event"] == kind]
+
+
+def judge_survived(
+    folder: str, engine: str, accum: int, fault: str, reference_losses: dict[int, dict[int, float]]
+) -> str:
+    """ "" when the cell holds, else what is wrong."""
+    kind, name = FAULTS[fault][0], f"{engine} {accum} {fault}"
+    log = records(folder, name)
+    later = {record["step"]: record["loss"] for record in log if record["step"] > FAULT_STEP}
+    if set(later) != set(range(FAULT_STEP + 1, STEPS + 1)) or not all(isinstance(x, float) for x in later.values()):
+        return f"later losses {later}"
+    skipped = [record["step"] for record in log if record["skipped"]]
+    if skipped != ([FAULT_STEP] if kind == SKIPPED else []):
+        return f"skipped steps {skipped}"
+    if kind == SKIPPED and [event["step"] for event in events(folder, name, "skip")] != [FAULT_STEP]:
+        return "no skip event of the step"
+    if kind == LEFT_OUT:
+        bad = events(folder, name, "bad_sample")
+        if len(bad) != 1 or bad[0]["step"] != FAULT_STEP or bad[0]["row"] != bad[0]["id"]:
+            return f"bad_sample events {bad}"
+        reference = events(folder, f"{engine} {accum} ref {kind}", "bad_sample")
+        if [event["id"] for event in reference] != [bad[0]["id"]]:
+            return f"named sample {bad[0]['id']}, planted in {[event['id'] for event in reference]}"
+    if kind == ROLLED_BACK:
+        back = events(folder, name, "rollback")
+        named = [tuple(event.get("tensors", {})) for event in back]
+        # A NaN second moment reaches its weight in the same step: that one is named beside it.
+        planted = ".exp_avg_sq" if "moment" in fault else ""
+        if len(named) != 1 or not any(name.endswith(planted) for name in named[0]) or len(named[0]) > 1 + bool(planted):
+            return f"rollback events {back}"
+    bad_state = nonfinite(Path(folder) / slug(name) / "latest")
+    if bad_state:
+        return f"saved non-finite {bad_state}"
+    if kind == UNHARMED:  # the other engines are its reference
+        expected = reference_losses.setdefault(accum, later)
+        far = {step: (loss, expected[step]) for step, loss in later.items() if abs(loss / expected[step] - 1) > 1e-4}
+        return f"losses unlike the first engine's: {far}" if far else ""
+    reference = f"{engine} {accum} ref {kind}"
+    expected = {record["step"]: record["loss"] for record in records(folder, reference) if record["step"] > FAULT_STEP}
+    return "" if later == expected else f"later losses {later}, reference {expected}"
+
+
+def nonfinite(checkpoint: Path) -> str:
+    """The first tensor of a checkpoint with a NaN or Inf in weights or moments, "" without."""
+    sys.path.insert(0, str(ROOT))
+    import numpy as np
+
+    from mmldlm.checkpoints.training_state import open_training_state
+
+    with open_training_state(checkpoint / "engine") as reader:
+        for name in reader.names:
+            count = int(np.prod(reader.shape(name), dtype=np.int64))
+            trained = ("weight", "exp_avg", "exp_avg_sq") if reader.kind(name) == "trainable" else ("weight",)
+            for what in trained:
+                if not np.isfinite(reader.read(name, what, 0, count)).all():
+                    return f"{name}.{what}"
+    return ""
+
+
+def judge_ended(codes: list[int | None], outputs: list[str]) -> str:
+    """The other rank must have ended by itself, with a word on which rank was to blame."""
+    if codes[0] is None:
+        return f"rank 0 still ran after {LIMIT_ENDED:.0f} s"
+    if codes[0] == 0:
+        return "rank 0 ended well"
+    if "rank 1 on" not in outputs[0] and "rank 1 on" not in outputs[1]:
+        return f"rank 1 not named: {outputs[0][-300:]}"
+    return ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", required=True, help="a store made by `mmldlm prepare`, of at least 480 samples")
+    parser.add_argument("--quick", action="store_true", help="three engines, no accumulation")
+    parser.add_argument("--json", help="write conditions and claims here")
+    args = parser.parse_args()
+    store = str(Path(args.data).resolve())
+    engines = ("ddp", "fsdp", "zero2") if args.quick else tuple(ENGINES)
+    accums = (1,) if args.quick else (1, 3)
+    failed, cells, reference_losses = [], 0, {}
+    with tempfile.TemporaryDirectory() as folder:
+        for engine in engines:
+            for accum in accums:
+                codes, *outputs = launch([store, folder, engine, str(accum)], LIMIT)
+                row = {}
+                for fault, (kind, _) in FAULTS.items():
+                    if kind != ENDED:
+                        row[fault] = judge_survived(folder, engine, accum, fault, reference_losses)
+                        if row[fault] and codes != [0, 0]:
+                            row[fault] += f" (ranks ended with {codes}: {outputs[0][-400:]})"
+                    elif not args.quick or engine == "zero2":
+                        ended, *said = launch([store, folder, engine, str(accum), fault], LIMIT_ENDED)
+                        row[fault] = judge_ended(ended, said)
+                cells += len(row)
+                failed += [f"{engine}, accumulation {accum}, {fault}: {why}" for fault, why in row.items() if why]
+                marks = "".join("." if not why else "F" for why in row.values())
+                held = len(row) - marks.count("F")
+                print(f"{engine:6s} accumulation {accum}  {marks}  {held} of {len(row)} hold", flush=True)
+    for line in failed:
+        print(f"FAILED {line}")
+    print("faults, in the order of the marks: " + "; ".join(FAULTS))
+    claims = [_report.claim("cells_failed", len(failed), "<=", 0)]
+    if not args.quick:
+        claims.append(_report.claim("cells", cells, ">=", 120))
+    return _report.write(args.json, claims, cells=cells, steps=STEPS, fault_step=FAULT_STEP)
+
+
+if __name__ == "__main__":
+    assert _faults.FAULT_STEP < STEPS
+    sys.exit(main())
