@@ -1,0 +1,177 @@
+"""What the guard costs: CPU time of a step with it and without, and how often a step makes the host wait.
+
+    python benchmarks/guard.py --data STORE [--quick] [--json FILE]
+
+One process runs the product's loop on the `base` preset's shapes (--quick: `tiny`) with the guard on and off in turns
+(A B A B); off means that every step is applied unseen: no verdict, no windows, no audit. The share of an audit that
+falls on one step (1 / stability.audit_every) is added to "on". Host syncs are counted at the seam, between the arrival
+of the batch and the end of the optimizer step: every scalar read from a tensor, every tolist(), every index by a mask.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from unittest import mock
+
+import _report
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+
+class Meter:
+    """CPU seconds and host syncs of each step, from the batch's arrival to the end of engine.apply."""
+
+    def __init__(self):
+        self.seconds: list[float] = []
+        self.syncs: list[int] = []
+        self._started: float | None = None
+        self.count = 0
+
+    def arrive(self) -> None:
+        self._started, self.count = time.process_time(), 0
+
+    def leave(self) -> None:
+        assert self._started is not None
+        self.seconds.append(time.process_time() - self._started)
+        self.syncs.append(self.count)
+        self._started = None
+
+
+def counting_mode(meter: Meter):
+    """A dispatch mode that counts what would wait for a GPU."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    aten = torch.ops.aten
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            packet = function.overloadpacket
+            by_mask = packet in (aten.index, aten.index_put, aten.index_put_) and any(
+                index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+            )
+            if by_mask or packet in (aten._local_scalar_dense, aten.nonzero, aten.masked_select):
+                meter.count += 1
+            return function(*args, **(kwargs or {}))
+
+    return Count()
+
+
+def run(args, folder: str, name: str, guarded: bool, count_syncs: bool) -> Meter:
+    """One short training; returns what its steps cost."""
+    import torch
+
+    from mmldlm.config.load import load_config
+    from mmldlm.engines.liveness import Liveness
+    from mmldlm.engines.plain import PlainEngine
+    from mmldlm.stability.guard import Guard, Verdict
+    from mmldlm.train import check_run, train
+
+    meter = Meter()
+    beat, apply, tolist = Liveness.beat, PlainEngine.apply, torch.Tensor.tolist
+
+    def beaten(self, step, phase, *rest):
+        if phase == "step":
+            meter.arrive()
+        return beat(self, step, phase, *rest)
+
+    def applied(self, lr, grad_norm):
+        apply(self, lr, grad_norm)
+        meter.leave()
+
+    def listed(self):
+        meter.count += 1
+        return tolist(self)
+
+    words = [
+        f"data.latent_data_root={args.data}", f"logging.save_dir={folder}", f"logging.run_name={name}",
+        "engine.kind=single", f"training.num_train_steps={args.steps}", f"training.train_batch_size={args.micro}",
+        "training.dtype=fp32", "data.max_validation_samples=2", "logging.save_freq=100000", "logging.eval_freq=100000",
+        "logging.log_freq=100000", "stability.audit_every=100000", "stability.spike_window=4",
+        "checkpoints.async=false", "training.freeze=none", "training.grad_accum_steps=1", "stability.spike_action=log",
+    ]  # fmt: skip
+    patches = [
+        mock.patch.object(Liveness, "beat", beaten),
+        mock.patch.object(PlainEngine, "apply", applied),
+        mock.patch.object(torch.Tensor, "tolist", listed),
+    ]
+    if not guarded:
+        patches.append(mock.patch.object(Guard, "judge", lambda self, *values: Verdict(True)))
+    for patch in patches:
+        patch.start()
+    try:
+        config = load_config("tiny" if args.quick else "base", None, words)
+        if count_syncs:
+            with counting_mode(meter):
+                train(check_run(config, 1))
+        else:
+            train(check_run(config, 1))
+    finally:
+        for patch in reversed(patches):
+            patch.stop()
+    return meter
+
+
+def audit_seconds(args, folder: str) -> float:
+    """CPU seconds of one audit of the whole training state."""
+    import torch
+
+    from mmldlm.config.load import load_config
+    from mmldlm.data.resolve import open_data
+    from mmldlm.engines.build import build_engine
+    from mmldlm.models import MultimodalMMDiT
+    from mmldlm.stability.audit import audit
+
+    words = [f"data.latent_data_root={args.data}", "engine.kind=single", f"logging.save_dir={folder}"]
+    data = open_data(load_config("tiny" if args.quick else "base", None, words))
+    engine = build_engine(MultimodalMMDiT(data.config.model), data.config)
+    states = engine.optimizer_state()
+    for fragment in engine.fragments():
+        states[fragment.owner] = {key: torch.zeros_like(fragment.owner) for key in ("exp_avg", "exp_avg_sq")}
+    times = []
+    for _ in range(3):
+        started = time.process_time()
+        assert audit(engine) == {}
+        times.append(time.process_time() - started)
+    return statistics.median(times)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", required=True, help="a store made by `mmldlm prepare`")
+    parser.add_argument("--quick", action="store_true", help="the tiny preset")
+    parser.add_argument("--steps", type=int, default=6, help="steps of one run (the first is not counted)")
+    parser.add_argument("--pairs", type=int, help="runs with and without the guard (default 3, --quick 2)")
+    parser.add_argument("--micro", type=int, default=4, help="samples of a step")
+    parser.add_argument("--json", help="write conditions and claims here")
+    args = parser.parse_args()
+    args.data = str(Path(args.data).resolve())
+    pairs = args.pairs or (2 if args.quick else 3)
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    with tempfile.TemporaryDirectory() as folder:
+        for pair in range(pairs):
+            for guarded in (True, False):
+                name = f"pair{pair}_{'on' if guarded else 'off'}"
+                seconds[guarded] += run(args, folder, name, guarded, count_syncs=False).seconds[1:]
+        syncs = run(args, folder, "syncs", True, count_syncs=True).syncs[1:]
+        audit_share = audit_seconds(args, folder) / 500
+    on, off = statistics.median(seconds[True]), statistics.median(seconds[False])
+    print(f"CPU seconds a step: guard on {on:.4f}, off {off:.4f}; a 500th of an audit {audit_share:.6f}")
+    print(f"host syncs a step: {syncs}")
+    claims = [
+        _report.claim("guard_cpu_ratio", (on + audit_share) / off, "<=", 1.02),
+        _report.claim("host_syncs_per_step", max(syncs), "<=", 1),
+    ]
+    return _report.write(
+        args.json, claims, preset="tiny" if args.quick else "base", micro_batch=args.micro, pairs=pairs
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
