@@ -342,3 +342,40 @@ def test_too_many_skips_in_a_row_exit_4_and_another_seed_is_no_resume(store, tmp
     monkeypatch.setattr(loader.MicroBatches, "__getitem__", make)
     assert main([*words, "training.resume=auto", "training.seed=9"]) == 2
     assert "seed=0" in capsys.readouterr().err
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 80 MB: one checkpoint of the tiny preset (53 MB) fits, a second beside it does not."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=80m", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a small tmpfs needs root")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("background", ["true", "false"])
+def test_a_full_disk_is_an_event_and_the_last_checkpoint_stays(store, small_disk, monkeypatch, capsys, background):
+    from mmldlm import run_checkpoints
+    from mmldlm.checkpoints.commit import find_latest_whole
+    from mmldlm.train import main
+
+    monkeypatch.setattr(run_checkpoints, "LAST_PAUSE", 0.0)
+    words = [
+        "engine.kind=single",
+        "training.num_train_steps=6",
+        "logging.save_freq=2",
+        f"checkpoints.async={background}",
+    ]
+    assert main(train_words(store, small_disk, "run", *words)) == 1
+    said = capsys.readouterr().err
+    assert "the last checkpoint (step 6) could not be saved" in said and "step_00000002" in said
+    events = read_log(small_disk, "run", "events.jsonl")
+    assert [e["step"] for e in events if e["event"] == "save"] == [2]
+    failed = [e for e in events if e["event"] == "save_failed"]
+    assert [e["step"] for e in failed] == [4, 6, 6, 6] and all("MiB free on its disk" in e["reason"] for e in failed)
+    assert find_latest_whole(small_disk / "run").name == "step_00000002"
+    assert not list((small_disk / "run" / "checkpoints").glob(".partial*"))
+    assert len(read_log(small_disk, "run")) == 6

@@ -112,10 +112,11 @@ class PendingCheckpoint:
     def _agree(self, doing: str, error: BaseException | None) -> None:
         if self.peers.all_ok(error is None):
             return
+        free = _free_space(self.run_dir)  # before the partial files go: torch does not say that the disk is full
         self.abandon()
         where = f"rank {self.peers.rank}: {type(error).__name__}: {error}" if error else "on another rank, see its log"
         raise CommitFailed(
-            f"checkpoint of step {self.step} was not saved: {doing} failed ({where}). "
+            f"checkpoint of step {self.step} was not saved: {doing} failed ({where}; {free} free on its disk). "
             f"The previous checkpoint in {self.run_dir} is untouched."
         ) from error
 
@@ -335,6 +336,13 @@ def _try(work: Callable[..., None], *args: Any) -> Exception | None:
     except Exception as error:  # any failure must reach the vote; raising here would leave the peers waiting
         return error
     return None
+
+
+def _free_space(path: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(path).free / 2**20:,.0f} MiB"
+    except OSError:
+        return "an unknown amount"
 
 
 def _write_synced(path: Path, text: str) -> None:
