@@ -353,7 +353,8 @@ def small_disk(tmp_path):
     if mounted.returncode:
         pytest.skip("mounting a small tmpfs needs root")
     yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    # Lazily: the run in this process ended in an error and has its logs still open.
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @pytest.mark.parametrize("background", ["true", "false"])
