@@ -19,7 +19,8 @@ import numpy as np
 
 from mmldlm import __version__
 from mmldlm.checkpoints.dtypes import DTYPES, cast, nonfinite_count
-from mmldlm.checkpoints.output_folder import check_space, check_target, move_into_place, partial_of, start_partial
+from mmldlm.checkpoints.output_folder import write_beside
+from mmldlm.checkpoints.overlap import ahead
 from mmldlm.checkpoints.safetensors_file import SafetensorsWriter
 from mmldlm.checkpoints.safetensors_reader import INDEX, SINGLE, SafetensorsModel
 from mmldlm.checkpoints.sources import Opened, open_source
@@ -102,26 +103,22 @@ def convert(
     out = Path(os.path.abspath(out))
     opened = open_source(source, allow_nonfinite, with_ema=ema)
     with opened.weights as weights:
-        check_target(opened.checkpoint or weights.path, out, force)
         if ema:
             weights.use_ema()
         plan = plan_tensors(weights, dtype, only)
-        check_space(out.parent, plan.nbytes)
-        try:
-            partial = start_partial(out)
-            files = _shards(plan, shard_bytes)
-            sums = _write_model(opened, plan, files, partial, ema, on_bytes)
-            notes = [*weights.notes, *_copy_companions(opened, plan, partial)]
+        files = _shards(plan, shard_bytes)
+        notes: list[str] = []
+        num_bytes = 0
+
+        def write(folder: Path) -> None:
+            nonlocal num_bytes
+            sums = _write_model(opened, plan, files, folder, ema, verify, on_bytes)
+            notes.extend([*weights.notes, *_copy_companions(opened, plan, folder)])
             if verify:
-                _verify(partial, sums)
-            num_bytes = sum((partial / name).stat().st_size for name in files)
-            move_into_place(out)
-        except OSError as error:
-            shutil.rmtree(partial_of(out), ignore_errors=True)
-            raise MmldlmError(f"writing {out} failed: {error}") from error
-        except BaseException:
-            shutil.rmtree(partial_of(out), ignore_errors=True)
-            raise
+                _verify(folder, sums)
+            num_bytes = sum((folder / name).stat().st_size for name in files)
+
+        write_beside(opened.checkpoint or weights.path, out, force, plan.nbytes, write)
         infos = [planned.info for planned in plan.tensors.values()]
         return Summary(
             num_tensors=len(infos),
@@ -206,9 +203,10 @@ def _write_model(
     files: dict[str, list[str]],
     folder: Path,
     ema: bool,
+    verify: bool,
     on_bytes: Callable[[int, int], None],
 ) -> dict[str, int]:
-    """Writes the files and their index; returns the CRC-32 of every tensor."""
+    """Writes the files and their index; returns the CRC-32 of every tensor where they are to be verified."""
     metadata = _metadata(opened, plan, ema)
     writers: list[SafetensorsWriter] = []
     writer_of: dict[str, SafetensorsWriter] = {}
@@ -220,9 +218,10 @@ def _write_model(
             writers.append(SafetensorsWriter(folder / name, entries, metadata))
             writer_of.update({planned.name: writers[-1] for planned in tensors})
         done, total = 0, plan.nbytes
-        for planned, converted in converted_chunks(opened.weights, plan):
+        for planned, converted in ahead(converted_chunks(opened.weights, plan)):
             writer_of[planned.name].append(planned.name, converted)
-            sums[planned.name] = zlib.crc32(np.ascontiguousarray(converted).view(np.uint8), sums[planned.name])
+            if verify:
+                sums[planned.name] = zlib.crc32(np.ascontiguousarray(converted).view(np.uint8), sums[planned.name])
             done += converted.nbytes
             on_bytes(done, total)
         for writer in writers:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import time
 from pathlib import Path
 
 from mmldlm.checkpoints.conversion import DTYPE_NAMES, convert, converted_chunks, plan_tensors
 from mmldlm.checkpoints.inspection import diff, facts, inspect, print_rows
 from mmldlm.checkpoints.safetensors_reader import SINGLE
 from mmldlm.checkpoints.sources import open_source
+from mmldlm.checkpoints.universal_writer import convert_to_universal
 from mmldlm.errors import MmldlmError, UserError
 
 __all__ = ["add_arguments", "convert", "inspect", "main"]
@@ -34,6 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=list(DTYPE_NAMES),
         default="fp32",
         help="dtype of the written parameters; buffers and integers keep theirs (default fp32)",
+    )
+    add(
+        "--to",
+        choices=("safetensors", "universal"),
+        default="safetensors",
+        help="safetensors (the weights, for from_pretrained), or DeepSpeed's universal checkpoint (weights "
+        "and optimizer of ZeRO-1, 2 or 3, to go on with at another world size); default safetensors",
     )
     add("--ema", action="store_true", help="write (or compare) the moving average of the weights")
     add("--shard-size", metavar="SIZE", help="cut the output into files of at most this size, e.g. 5GB, with an index")
@@ -60,6 +69,8 @@ def main(args: argparse.Namespace) -> int:
         return _dry_run(args)
     if args.out is None:
         raise UserError("an output folder", "none", "mmldlm convert SRC OUT")
+    if args.to == "universal":
+        return _to_universal(args)
     with _Progress() as progress:
         summary = convert(
             args.src,
@@ -86,6 +97,22 @@ def main(args: argparse.Namespace) -> int:
     ])  # fmt: skip
     for note in summary.notes:
         print(f"note: {note}")
+    return 0
+
+
+def _to_universal(args: argparse.Namespace) -> int:
+    for option in ("ema", "shard_size", "only", "verify"):
+        if getattr(args, option):
+            name = "--" + option.replace("_", "-")
+            raise UserError("--to universal alone: it keeps all weights and the optimizer", name, f"leave {name} out")
+    started = time.monotonic()
+    with _Progress() as progress:
+        num_bytes = convert_to_universal(args.src, args.out, args.force, args.allow_nonfinite, progress)
+    print_rows([
+        ("wrote", str(Path(args.out) / "universal")),
+        ("bytes", f"{num_bytes:,} ({num_bytes / 2**20:.1f} MiB)"),
+        ("seconds", f"{time.monotonic() - started:.2f}"),
+    ])  # fmt: skip
     return 0
 
 

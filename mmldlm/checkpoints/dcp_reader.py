@@ -138,6 +138,7 @@ class DcpCheckpoint(WeightSource):
         metadata = read_metadata(self.path / METADATA)
         tensors = metadata["state_dict_metadata"]
         places = _places(self.path / METADATA, metadata["storage_data"])
+        self._open_files(places)
         names = [name for name, entry in tensors.items() if _kind_of(entry) == "TensorStorageMetadata"]
         of_model = [name for name in names if not name.startswith(_OPTIMIZER)]
         prefix = _MODEL if of_model and all(name.startswith(_MODEL) for name in of_model) else ""
@@ -160,6 +161,16 @@ class DcpCheckpoint(WeightSource):
         if with_moments:
             self._read_moments(names, tensors, places)
         self.files.sort(key=lambda item: (item.path.name, item._offset))
+
+    def _open_files(self, places: dict) -> None:
+        """Every file must hold all that .metadata puts into it, also what nobody will read."""
+        ends: dict[str, int] = {}
+        for relative, offset, length in places.values():
+            ends[relative] = max(ends.get(relative, 0), offset + length)
+        for relative, end in ends.items():
+            file = self._distcp[relative] = DcpFile(self.path / relative)
+            if file.size < end:
+                raise damaged(file.path, f"it ends at byte {file.size}, its last part at {end}: cut off")
 
     def _sort(self, facts: dict[str, Any]) -> None:
         path = self.path / TRAINABLE
@@ -212,12 +223,7 @@ class DcpCheckpoint(WeightSource):
         if place is None:
             raise damaged(self.path / METADATA, f"it does not say in which file a chunk of {name} lies")
         relative, offset, length = place
-        file = self._distcp.get(relative)
-        if file is None:
-            file = self._distcp[relative] = DcpFile(self.path / relative)
-        if offset + length > file.size:
-            found = f"it ends at byte {file.size}, and {name} in it at {offset + length}: cut off"
-            raise damaged(file.path, found)
+        file = self._distcp[relative]
         ref = TensorRef(dtype, sizes, _row_major(sizes), "", 0, numel(sizes))
         item = DcpItem(file, offset, length, ref, name, self.is_ranged)
         self.files.append(item)

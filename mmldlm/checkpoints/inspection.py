@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mmldlm.checkpoints.dtypes import DTYPES, cast
+from mmldlm.checkpoints.dtypes import DTYPES, bf16_to_fp32
 from mmldlm.checkpoints.sources import Opened, open_source
 from mmldlm.checkpoints.weights import WeightSource
 
@@ -146,11 +146,15 @@ def _paired(one: Iterator[np.ndarray], two: Iterator[np.ndarray]) -> Iterator[tu
 
 
 def _difference(x: np.ndarray, x_dtype: str, y: np.ndarray, y_dtype: str) -> tuple[int, float]:
-    if x_dtype == y_dtype and np.array_equal(x.view(np.uint8), y.view(np.uint8)):
-        return 0, 0.0
+    """How many elements differ, and by how much at most. NaNs equal each other; 0.0 and -0.0 do not."""
+    if x_dtype == y_dtype:
+        if np.array_equal(x.view(np.uint8), y.view(np.uint8)):
+            return 0, 0.0
+        # Also right for integers beyond 2^53; of two NaNs with other bits the widened values decide below.
+        same = x == y
     x, y = _widened(x, x_dtype), _widened(y, y_dtype)
-    same = (x == y) & (np.signbit(x) == np.signbit(y))
-    same |= np.isnan(x) & np.isnan(y)
+    if DTYPES[x_dtype].is_float or x_dtype != y_dtype:
+        same = (x == y) & (np.signbit(x) == np.signbit(y)) | (np.isnan(x) & np.isnan(y))
     if same.all():
         return 0, 0.0
     with np.errstate(invalid="ignore"):
@@ -158,11 +162,8 @@ def _difference(x: np.ndarray, x_dtype: str, y: np.ndarray, y_dtype: str) -> tup
 
 
 def _widened(values: np.ndarray, dtype: str) -> np.ndarray:
-    if dtype == "bfloat16":
-        return cast(values, dtype, "float32").astype(np.float64)
-    if DTYPES[dtype].is_float and DTYPES[dtype].itemsize == 1:
-        return values.astype(np.float64)  # float8: no arithmetic, only whether the bits differ
-    return values.astype(np.float64)
+    """float64; of float8 the bits, which is enough to see whether two are equal."""
+    return (bf16_to_fp32(values) if dtype == "bfloat16" else values).astype(np.float64)
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -12,6 +12,8 @@ from mmldlm.checkpoints.zero_files import load_dict
 from mmldlm.checkpoints.zero_pickle import TensorRef
 from mmldlm.errors import UserError
 
+_NESTED = ("model", "state_dict", "model_state_dict", "module")
+
 
 def add_plain_tensors(
     source: WeightSource, file: TorchFile, state: dict[str, TensorRef], kinds: dict[str, str]
@@ -45,6 +47,17 @@ def tensors_of(value: Any, path: Path, what: str, notes: list[str]) -> dict[str,
     return tensors
 
 
+def _state_dict(value: Any, notes: list[str]) -> Any:
+    """What a file holds, or the state_dict under a key of it that trainers use where it holds no tensor itself."""
+    if not isinstance(value, dict) or any(isinstance(item, TensorRef) for item in value.values()):
+        return value
+    for key in _NESTED:
+        if isinstance(value.get(key), dict) and any(isinstance(item, TensorRef) for item in value[key].values()):
+            notes.append(f"the weights are those under {key!r} in the file")
+            return value[key]
+    return value
+
+
 class ModelFile(WeightSource):
     """A `model.pt` file opened for reading; see WeightSource."""
 
@@ -74,7 +87,7 @@ class ModelFile(WeightSource):
         source = cls(Path(path), allow_nonfinite, is_ranged)
         try:
             file = source._open(source.path)
-            state = tensors_of(file.load(), source.path, "the file", source.notes)
+            state = tensors_of(_state_dict(file.load(), source.notes), source.path, "the file", source.notes)
             if not state:
                 raise UserError(f"weights in {path}", "a dict without a single tensor", "give a model.pt of mmldlm")
             add_plain_tensors(source, file, state, {})

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from mmldlm.checkpoints.commit import fsync_path
-from mmldlm.errors import UserError
+from mmldlm.errors import MmldlmError, UserError
 
 # What a conversion may consist of: only a folder of nothing else is ever deleted by --force.
 _OUTPUTS = re.compile(
     r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|config\.json|config\.yaml|tokenizer"
+    r"|universal|latest_universal"
 )
 
 
@@ -69,12 +71,32 @@ def partial_of(out: Path) -> Path:
     return out.with_name(out.name + ".partial")
 
 
-def start_partial(out: Path) -> Path:
-    """An empty folder beside `out`; what an interrupted conversion left there is removed."""
+def write_beside(origin: Path, out: Path, force: bool, needed: int, write: Callable[[Path], None]) -> None:
+    """Calls write(folder beside `out`) and gives the folder its name when it is whole.
+
+    Args:
+        origin: what is converted; `out` must lie apart from it. force: replace `out` if it is a conversion.
+        needed: bytes that will be written.
+
+    Raises:
+        UserError: `out` cannot be written, or there is no space. MmldlmError: writing failed. In both cases, and where
+            `write` raises, `out` is as it was before.
+    """
+    check_target(origin, out, force)
+    check_space(out.parent, needed)
     partial = partial_of(out)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    return partial
+    try:
+        # What an interrupted conversion left there; check_target has seen that it is nothing else.
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        write(partial)
+        move_into_place(out)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise MmldlmError(f"writing {out} failed: {error}") from error
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def move_into_place(out: Path) -> None:

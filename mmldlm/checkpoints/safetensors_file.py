@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from mmldlm.checkpoints.dtypes import DTYPES
+from mmldlm.checkpoints.overlap import WRITEBACK_BYTES, start_writeback
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -56,6 +57,7 @@ class SafetensorsWriter:
             raise ValueError(f"a header of {len(text)} bytes, safetensors allows {MAX_HEADER_BYTES}")
         self._base = 8 + len(text)
         self.total_bytes = self._base + position
+        self._unsent = 0
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
             self._reserve()
@@ -78,6 +80,10 @@ class SafetensorsWriter:
         while view:
             done = os.pwrite(self._fd, view, position)
             view, position = view[done:], position + done
+            self._unsent += done
+        if self._unsent >= WRITEBACK_BYTES:
+            start_writeback(self._fd)
+            self._unsent = 0
 
     def append(self, name: str, chunk: np.ndarray) -> None:
         """Writes the next elements of tensor `name`."""

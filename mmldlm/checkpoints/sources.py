@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,11 +16,12 @@ from mmldlm.checkpoints.manifest import MANIFEST, read_manifest, verify
 from mmldlm.checkpoints.model_file import ModelFile
 from mmldlm.checkpoints.safetensors_reader import SafetensorsModel, find_safetensors
 from mmldlm.checkpoints.weights import WeightSource
-from mmldlm.checkpoints.zero_files import find_zero_folder, is_zero_folder
+from mmldlm.checkpoints.zero_files import find_zero_folder
 from mmldlm.checkpoints.zero_reader import ZeroCheckpoint
 from mmldlm.errors import UserError
 
 MODEL_FILE, OPTIMIZER_FILE = "model.pt", "optimizer.pt"
+_STEP = re.compile(r"step_\d{8,}")
 # Where accelerate and the Hugging Face Trainer put the DCP folder of a model.
 _DCP_FOLDERS = (".", "dcp", "pytorch_model_fsdp_0")
 
@@ -57,7 +59,9 @@ class Opened:
         return self._manifest.get("world_size", self.weights.world_size)
 
 
-def open_source(path: Path | str, allow_nonfinite: bool = False, with_ema: bool = False) -> Opened:
+def open_source(
+    path: Path | str, allow_nonfinite: bool = False, with_ema: bool = False, with_moments: bool = False
+) -> Opened:
     """Opens a run, RUN/latest, a step folder, a DeepSpeed folder (the tag folder or the one above), a DCP folder, a
     model.pt, a safetensors file or a Hugging Face folder.
 
@@ -65,6 +69,7 @@ def open_source(path: Path | str, allow_nonfinite: bool = False, with_ema: bool 
 
     Args:
         with_ema: find the moving average of the weights too, where one was saved.
+        with_moments: find AdamW's moments too, in a DeepSpeed checkpoint.
 
     Raises:
         UserError: nothing readable there, or a damaged checkpoint; the file is named.
@@ -77,12 +82,13 @@ def open_source(path: Path | str, allow_nonfinite: bool = False, with_ema: bool 
             fix = "use an older checkpoint of the run"
             raise UserError(f"a whole checkpoint in {checkpoint}", "; ".join(problems[:3]), fix)
         folder = checkpoint / "engine"
-        weights = _open_folder(folder, allow_nonfinite)
+        weights = _open_folder(folder, allow_nonfinite, with_moments)
         if weights is None:
             expected = f"DeepSpeed files, {METADATA} or {MODEL_FILE} in {folder}"
             raise UserError(expected, _inside(folder), "was it saved by a newer mmldlm?")
         return Opened(_with_ema(weights, folder, with_ema), checkpoint)
-    opened = _open_file(path, allow_nonfinite) if path.is_file() else _open_folder(path, allow_nonfinite)
+    is_file = path.is_file()
+    opened = _open_file(path, allow_nonfinite) if is_file else _open_folder(path, allow_nonfinite, with_moments)
     if opened is None:
         found = "nothing" if not path.exists() else f"a folder with {_inside(path)}" if path.is_dir() else "a file"
         raise UserError(
@@ -97,14 +103,15 @@ def _is_ours(path: Path) -> bool:
     # A plain file `latest` is ours or DeepSpeed's; DeepSpeed's lies in a folder that nobody names by that file.
     if path.name == LATEST and (path.is_symlink() or path.is_file()):
         return True
-    if is_zero_folder(path) or not path.is_dir():
+    if not path.is_dir():
         return False
-    return (
-        (path / MANIFEST).exists()
-        or (path / CHECKPOINTS).is_dir()
-        or path.name == CHECKPOINTS
-        or path.parent.name == CHECKPOINTS
-    )
+    if (path / MANIFEST).exists() or (path / CHECKPOINTS).is_dir():
+        return True
+    if path.parent.name == CHECKPOINTS and _STEP.fullmatch(path.name):
+        return True  # also without its manifest, which then is what is wrong with it
+    # Other programs too call a folder "checkpoints".
+    is_foreign = find_zero_folder(path) is not None or is_dcp_folder(path) or find_safetensors(path) is not None
+    return CHECKPOINTS in (path.name, path.parent.name) and not is_foreign
 
 
 def _open_file(path: Path, allow_nonfinite: bool) -> WeightSource:
@@ -115,11 +122,11 @@ def _open_file(path: Path, allow_nonfinite: bool) -> WeightSource:
     return ModelFile.open(path, allow_nonfinite)
 
 
-def _open_folder(path: Path, allow_nonfinite: bool) -> WeightSource | None:
+def _open_folder(path: Path, allow_nonfinite: bool, with_moments: bool) -> WeightSource | None:
     if not path.is_dir():
         return None
     if find_zero_folder(path) is not None:
-        return ZeroCheckpoint.open(path, allow_nonfinite)
+        return ZeroCheckpoint.open(path, allow_nonfinite, with_moments)
     for name in _DCP_FOLDERS:
         if is_dcp_folder(path / name):
             return DcpCheckpoint.open(path / name, allow_nonfinite)

@@ -11,8 +11,10 @@ whole file must have been checked before, by the manifest's checksums (manifest.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
+import resource
 import struct
 import zipfile
 import zlib
@@ -26,7 +28,8 @@ from mmldlm.checkpoints.dtypes import DTYPES
 from mmldlm.checkpoints.zero_pickle import RefusedPickle, TensorRef, read_pickle
 from mmldlm.errors import UserError
 
-CHUNK_BYTES = 4 << 20
+# A chunk and what is worked out from it should stay in the processor's cache: 4 MiB took a third more CPU time.
+CHUNK_BYTES = 1 << 20
 # Flat weights are padded by a few elements a rank, which nobody asks for: reading over them keeps the CRC running.
 PADDING_BYTES = 4096
 # Descriptions of tensors are small; a larger one is a trick or not a checkpoint of weights.
@@ -43,7 +46,15 @@ def damaged(
 def open_for_reading(path: Path) -> int:
     """A file descriptor; UserError naming the file where it cannot be opened."""
     try:
-        return os.open(path, os.O_RDONLY)
+        try:
+            return os.open(path, os.O_RDONLY)
+        except OSError as error:
+            if error.errno != errno.EMFILE:
+                raise
+            # A checkpoint of many ranks has more files than the usual soft limit of 1024 allows at once.
+            _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            return os.open(path, os.O_RDONLY)
     except OSError as error:
         raise damaged(path, f"it cannot be opened: {error.strerror}") from error
 

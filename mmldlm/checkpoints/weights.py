@@ -174,11 +174,36 @@ class WeightSource:
                 "none: the run kept none",
                 "leave --ema out; a run keeps one with optimizer.ema_decay=0.999",
             )
+        self._find_tied()
         for name, parts in self.ema.items():
             self._parts[name] = parts
             self._mirrors.pop(name, None)
             self.retype(name, self.tensors[name].kind, "float32")
         self.retype_aliases()
+
+    def _find_tied(self) -> None:
+        """A matrix that was not trained and holds the very values of one that was is its second name, saved apart.
+
+        Where the checkpoint does not say so, the two names would otherwise part: one averaged, one not.
+        """
+        for name, info in list(self.tensors.items()):
+            if info.kind == "frozen" and len(info.shape) > 1:
+                twins = [owner for owner in self.ema if self.tensors[owner].shape == info.shape]
+                tied = next((owner for owner in twins if self._same_values(name, owner)), None)
+                if tied is not None:
+                    self.notes.append(f"{name} holds the values of {tied} and was taken as tied to it")
+                    self.tensors[name] = TensorInfo(name, self.tensors[tied].dtype, info.shape, "alias", tied)
+
+    def _same_values(self, name: str, other: str) -> bool:
+        """Whether two tensors hold the same bytes, and not one value throughout (as freshly initialised ones may)."""
+        if self.tensors[name].dtype != self.tensors[other].dtype:
+            return False
+        varies = False
+        for one, two in zip(self.iter_chunks(name), self.iter_chunks(other)):
+            if not np.array_equal(one.view(np.uint8), two.view(np.uint8)):
+                return False
+            varies = varies or bool((one != one[0]).any())
+        return varies
 
     # -- reading --------------------------------------------------------------------------------------------------
 

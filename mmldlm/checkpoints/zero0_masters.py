@@ -53,6 +53,19 @@ def match_masters(
     return _by_value(file, flat, mirrors, shapes)
 
 
+def order_of_masters(optimizer: dict, masters: dict[str, Part]) -> list[str]:
+    """Names of the masters in the order in which the optimizer counts them."""
+    names = {id(part.ref): name for name, part in masters.items()}
+    groups = optimizer.get("fp32_groups")
+    if groups is None:  # FP16_Optimizer counts one flat tensor a group, and no engine of ours saves that
+        raise UserError(
+            "AdamW's moments of every parameter in the checkpoint",
+            "fp32_groups_flat (FusedAdam under ZeRO-0), whose moments are flat too",
+            "take the weights alone with training.init_from, or save under ZeRO-1",
+        )
+    return [names[id(ref)] for group in groups for ref in group]
+
+
 def _are_names(names: Any, counts: list[int]) -> bool:
     return isinstance(names, list) and all(isinstance(n, list) for n in names) and [len(n) for n in names] == counts
 

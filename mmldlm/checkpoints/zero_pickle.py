@@ -175,7 +175,7 @@ def _ordered_dict(items=()):
     return _Dict(items)
 
 
-_STORAGES = {
+STORAGES = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
     "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
     "ByteStorage": "uint8", "BoolStorage": "bool",
@@ -190,7 +190,7 @@ _GLOBALS: dict[tuple[str, str], Any] = {
     ("torch._tensor", "_rebuild_from_type_v2"): _Call(_rebuild_from_type_v2),
     ("torch.storage", "UntypedStorage"): _StorageType("uint8"),
     ("torch", "UntypedStorage"): _StorageType("uint8"),
-    **{("torch", name): _StorageType(dtype) for name, dtype in _STORAGES.items()},
+    **{("torch", name): _StorageType(dtype) for name, dtype in STORAGES.items()},
     **{("torch", name): _DType(name) for name in DTYPES},
 }
 

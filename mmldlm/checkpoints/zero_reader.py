@@ -20,7 +20,7 @@ from mmldlm.checkpoints.model_file import add_plain_tensors, tensors_of
 from mmldlm.checkpoints.moments import flat_moments, group_names, moments_by_name, states_by_index, stepped_alike
 from mmldlm.checkpoints.torch_file import TorchFile, damaged
 from mmldlm.checkpoints.weights import Part, TensorInfo, WeightSource
-from mmldlm.checkpoints.zero0_masters import match_masters
+from mmldlm.checkpoints.zero0_masters import match_masters, order_of_masters
 from mmldlm.checkpoints.zero_files import (
     SAME_SAVE,
     buffer_names,
@@ -42,6 +42,8 @@ from mmldlm.checkpoints.zero_files import (
     short,
 )
 from mmldlm.checkpoints.zero_pickle import TensorRef
+from mmldlm.checkpoints.zero_slices import gather_parts, slice_parts, slice_sizes
+from mmldlm.checkpoints.zero_universal import add_universal, is_universal
 from mmldlm.errors import UserError
 
 
@@ -92,6 +94,10 @@ class ZeroCheckpoint(WeightSource):
                 if state.get(key) != models[0].get(key):
                     first = f"{models[0].get(key)!r} in {model_files[0].path.name}"
                     raise damaged(file.path, f"{key} = {state.get(key)!r}, but {first}", SAME_SAVE)
+        if not optim and is_universal(self.path):
+            self.stage = configured_stage(models[0])
+            self._read_universal(model_files, models)
+            return
         if not optim:
             stage = configured_stage(models[0]) or (3 if model3 else 0)
             if stage != 0:
@@ -116,14 +122,44 @@ class ZeroCheckpoint(WeightSource):
         else:
             self._read_zero12(model_files[0], models[0], optim_files, inners)
 
+    def _read_universal(self, model_files: list[TorchFile], models: list[dict]) -> None:
+        """Masters and moments by name; frozen parameters and buffers are where the source had them."""
+        file, state = model_files[0], models[0]
+        module = tensors_of(state.get("module"), file.path, "module", self.notes)
+        groups = param_shapes(file, state)
+        trainable = {name for group in groups for name in group}
+        if self.stage == 3:
+            plain = {name: module[name] for name in module if name in buffer_names(state)}
+        else:
+            plain = {name: ref for name, ref in module.items() if name not in trainable}
+        kinds = {**dict.fromkeys(plain, "frozen"), **dict.fromkeys(buffer_names(state), "buffer")}
+        add_universal(self, groups, self.with_moments)
+        shared = state.get("shared_params") or {}
+        add_plain_tensors(self, file, {name: ref for name, ref in plain.items() if name not in shared}, kinds)
+        self._add_frozen3(model_files, models if self.stage == 3 else [{}])
+        self._add_shared3(file, state)
+        self._order_like(module)
+
+    def _order_like(self, module: dict) -> None:
+        """The model's order, and nothing that is named but nowhere stored."""
+        unknown = [name for name in module if name not in self.tensors]
+        if unknown:
+            found = f"module names {short(unknown)}, whose weights are nowhere in the checkpoint"
+            raise damaged(self.files[0].path, found)
+        order = [*module, *(name for name in self.tensors if name not in module)]
+        self.tensors = {name: self.tensors[name] for name in order}
+
     def _open(self, path: Path) -> TorchFile:
         file = open_named(path, self.is_ranged)
         self.files.append(file)
         return file
 
     def _mark_aliases(self, file: TorchFile, state: dict) -> None:
-        """Tied weights that were copied apart before they were saved (mmldlm writes a copy while training goes on)."""
-        shared = state.get("shared_params")
+        """Tied weights that were copied apart before they were saved (mmldlm writes a copy while training goes on).
+
+        DeepSpeed names them from ZeRO-1 on; under ZeRO-0 mmldlm does, in the client state.
+        """
+        shared = state.get("shared_params") or state.get("aliases")
         self.mark_aliases(shared if isinstance(shared, dict) else {}, file.path)
 
     def _add_trainable(self, name: str, shape: tuple[int, ...], parts: list[Part]) -> None:
@@ -156,7 +192,7 @@ class ZeroCheckpoint(WeightSource):
                 self._add_trainable(name, shapes[name], [masters[name]])
         self.retype_aliases()
         if self.with_moments:
-            in_order = trained if masters is None else _order_of_masters(optimizer, masters)
+            in_order = trained if masters is None else order_of_masters(optimizer, masters)
             states = states_by_index(file, optimizer.get("optimizer_state_dict", optimizer), len(trained))
             self.moments = moments_by_name(file, states, in_order, shapes) if states else {}
 
@@ -183,21 +219,21 @@ class ZeroCheckpoint(WeightSource):
             pads = inner_paddings(optim[0], inners[0], number, len(group))
             needed = sum(map(numel, group.values())) + sum(pads)
             self._check_slices(optim, flats, needed, number)
-            sizes = _slice_sizes(needed, len(optim))
+            sizes = slice_sizes(needed, len(optim))
             moments = flat_moments(optim, states, number, sizes) if states else {}
             offset = 0
             for (name, shape), pad in zip(group.items(), pads):
                 self._mirrors[name] = self._parts[name]
-                self._add_trainable(name, shape, _slice(optim, flats, offset, numel(shape)))
+                self._add_trainable(name, shape, slice_parts(optim, flats, offset, numel(shape)))
                 for key, flat in moments.items():
-                    self.moments.setdefault(key, {})[name] = _slice(optim, flat, offset, numel(shape))
+                    self.moments.setdefault(key, {})[name] = slice_parts(optim, flat, offset, numel(shape))
                 offset += numel(shape) + pad
         self.retype_aliases()
         self.tensors = {name: self.tensors[name] for name in module}
 
     def _check_slices(self, optim: list[TorchFile], flats: list[TensorRef], needed: int, group: int) -> None:
         """Every rank must hold its equal slice, the tail stripped or not; sums that fit are not enough."""
-        sizes = _slice_sizes(needed, len(flats))
+        sizes = slice_sizes(needed, len(flats))
         is_padded = sum(flat.numel for flat in flats) == sum(padded for padded, _ in sizes)
         for rank, (file, flat) in enumerate(zip(optim, flats)):
             expected = sizes[rank][0 if is_padded else 1]
@@ -240,17 +276,13 @@ class ZeroCheckpoint(WeightSource):
             moments = flat_moments(optim, states, number, [[needed]] * world) if states else {}
             offset = 0
             for name, shape in group.items():
-                self._add_trainable(name, shape, _gather(optim, flats, offset, numel(shape)))
+                self._add_trainable(name, shape, gather_parts(optim, flats, offset, numel(shape)))
                 for key, flat in moments.items():
-                    self.moments.setdefault(key, {})[name] = _gather(optim, flat, offset, numel(shape))
+                    self.moments.setdefault(key, {})[name] = gather_parts(optim, flat, offset, numel(shape))
                 offset += -(-numel(shape) // world)
         self._add_frozen3(model_files, models)
         self._add_shared3(file, state)
-        unknown = [name for name in module if name not in self.tensors]
-        if unknown:
-            raise damaged(file.path, f"module names {short(unknown)}, whose weights are nowhere in the checkpoint")
-        order = [*module, *(name for name in self.tensors if name not in module)]
-        self.tensors = {name: self.tensors[name] for name in order}
+        self._order_like(module)
 
     def _add_frozen3(self, files: list[TorchFile], models: list[dict]) -> None:
         shapes = models[0].get("frozen_param_shapes") or {}
@@ -268,7 +300,7 @@ class ZeroCheckpoint(WeightSource):
             if len({flat.dtype for flat in flats}) > 1:
                 raise damaged(files[0].path, f"fragments of frozen {name} have different dtypes over the ranks")
             self.tensors[name] = TensorInfo(name, flats[0].dtype, tuple(shape), "frozen")
-            self._parts[name] = [part for part in _gather(files, flats, 0, numel(shape)) if part.count]
+            self._parts[name] = [part for part in gather_parts(files, flats, 0, numel(shape)) if part.count]
 
     def _add_shared3(self, file: TorchFile, state: dict) -> None:
         for alias, owner in (state.get("shared_params") or {}).items():
@@ -277,41 +309,3 @@ class ZeroCheckpoint(WeightSource):
                 raise damaged(file.path, found)
             info = self.tensors[owner]
             self.tensors[alias] = TensorInfo(alias, info.dtype, info.shape, "alias", owner)
-
-
-def _order_of_masters(optimizer: dict, masters: dict[str, Part]) -> list[str]:
-    """Names of the masters in the order in which the optimizer counts them."""
-    names = {id(part.ref): name for name, part in masters.items()}
-    groups = optimizer.get("fp32_groups")
-    if groups is None:  # FP16_Optimizer counts one flat tensor a group, and no engine of ours saves that
-        raise UserError(
-            "AdamW's moments of every parameter in the checkpoint",
-            "fp32_groups_flat (FusedAdam under ZeRO-0), whose moments are flat too",
-            "take the weights alone with training.init_from, or save under ZeRO-1",
-        )
-    return [names[id(ref)] for group in groups for ref in group]
-
-
-def _slice_sizes(needed: int, world: int) -> list[list[int]]:
-    """Per rank, the elements of its slice of a flat group with the tail's padding and without it (ZeRO-1 and 2)."""
-    size = -(-needed // (2 * world)) * 2
-    return [[size, max(0, min(size, needed - rank * size))] for rank in range(world)]
-
-
-def _slice(files: list[TorchFile], flats: list[TensorRef], offset: int, count: int) -> list[Part]:
-    """[offset, offset + count) of the concatenation of all ranks' flats (ZeRO-1 and 2)."""
-    parts = []
-    base = 0
-    for file, flat in zip(files, flats):
-        low, high = max(offset, base), min(offset + count, base + flat.numel)
-        if low < high:
-            parts.append(Part(file, flat, low - base, high - low))
-        base += flat.numel
-    return parts
-
-
-def _gather(files: list[TorchFile], flats: list[TensorRef], offset: int, count: int) -> list[Part]:
-    """A parameter of `count` elements cut into equal shares that start at `offset` on every rank (ZeRO-3)."""
-    share = -(-count // len(files))
-    counts = [max(0, min(share, count - rank * share)) for rank in range(len(files))]
-    return [Part(file, flat, offset, held) for file, flat, held in zip(files, flats, counts)]

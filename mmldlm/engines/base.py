@@ -168,6 +168,13 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Second name -> first name of parameters that several modules share."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
+
+
 def rank_environment() -> tuple[int, int, int]:
     """rank, local rank and world size that the launcher put into the environment (0, 0, 1 without one)."""
     return tuple(

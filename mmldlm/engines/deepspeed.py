@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mmldlm.config.schema import Config
-from mmldlm.engines.base import Autocast, Engine, pick_device, rank_environment
+from mmldlm.engines.base import Autocast, Engine, pick_device, rank_environment, tied_names
 from mmldlm.engines.deepspeed_config import merged_config, resolve_stage
 from mmldlm.engines.fragments import Fragment, whole
 from mmldlm.engines.optimizer import build_optimizer
@@ -134,7 +134,7 @@ class DeepSpeedEngine(Engine):
         self._engine.global_steps = step
         try:
             groups = [[self._names[id(p)] for p in group["params"]] for group in self._own_groups]
-            state = {"optimizer_param_names": groups} if self.stage == 0 else {}
+            state = {"optimizer_param_names": groups, "aliases": tied_names(self.model)} if self.stage == 0 else {}
             self._engine.save_checkpoint(str(folder), tag=TAG, client_state=state, save_latest=False)
         finally:
             del writer.save, self._engine._copy_recovery_script

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from mmldlm.config.schema import Config
-from mmldlm.engines.base import pick_device, rank_environment
+from mmldlm.engines.base import persistent_buffers, pick_device, rank_environment, tied_names
 from mmldlm.engines.deepspeed import start_process_group
 from mmldlm.engines.fragments import Fragment, sharded
 from mmldlm.engines.plain import PlainEngine
@@ -70,12 +70,17 @@ class FsdpEngine(PlainEngine):
         moments = {
             what: {name: state[p][what] for name, p in names.items() if state[p]} for what in ("exp_avg", "exp_avg_sq")
         }
-        return {"trainable": list(names), "tensors": {"model": dict(self.model.state_dict()), "optim": moments}}
+        told = {
+            "trainable": list(names),
+            "buffers": list(persistent_buffers(self.model)),
+            "aliases": tied_names(self.model),
+        }
+        return {"names": told, "tensors": {"model": dict(self.model.state_dict()), "optim": moments}}
 
     def write(self, state: Any, folder: Path) -> None:
-        """A torch.distributed.checkpoint folder, and the names of the trainable parameters beside it."""
+        """A torch.distributed.checkpoint folder, and beside it which names are trainable, buffers, or tied."""
         if self.rank == 0:
-            (folder / TRAINABLE).write_text(json.dumps({"trainable": state["trainable"]}) + "\n")
+            (folder / TRAINABLE).write_text(json.dumps(state["names"]) + "\n")
         dcp.save(state["tensors"], checkpoint_id=folder, process_group=self._writers)
 
     def describe(self) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mmldlm.config.schema import Config
-from mmldlm.engines.base import Engine
+from mmldlm.engines.base import Engine, persistent_buffers, tied_names
 from mmldlm.engines.fragments import Fragment, whole
 from mmldlm.engines.optimizer import build_optimizer
 
@@ -75,5 +75,7 @@ class PlainEngine(Engine):
         if self.rank != 0:  # every rank holds the same
             return []
         names = [[self._names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
-        optimizer = {**self.optimizer.state_dict(), "param_names": names}
+        # A copy on the host stores tied weights twice: the names say what is one tensor.
+        told = {"param_names": names, "buffer_names": list(persistent_buffers(self.model))}
+        optimizer = {**self.optimizer.state_dict(), **told, "aliases": tied_names(self.model)}
         return [("model.pt", dict(self.model.state_dict())), ("optimizer.pt", optimizer)]

@@ -3,47 +3,67 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-REPO = Path(__file__).resolve().parents[2]
+from tests.helpers import launch, torchrun
+
 # make_zero.py is a script beside the tests, and they read its table of cases; pytest's import mode does not find it.
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+# Layouts that depend on the number of ranks: one element may straddle two slices, or a rank hold padding alone.
+OTHER_WORLDS = (
+    "z0_bf16_named",
+    "z1_bf16",
+    "z1_bf16opt",
+    "z2_bf16",
+    "z2_robin",
+    "z2_elastic",
+    "z3_bf16",
+    "z3_subgroups",
+)
+
+
+def launch_maker(script: str, world_size: int, *words: str) -> None:
+    """Runs a make_*.py script of this folder on some CPU ranks."""
+    for module in ("torch", "deepspeed"):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"{module} is not installed: no real checkpoints to read")
+    done = launch(torchrun(world_size, str(Path(__file__).with_name(script)), *words), timeout=300)
+    assert done.returncode == 0, done.stdout[:4000] + done.stdout[-2000:]
 
 
 @pytest.fixture(scope="session")
 def zero_dir(tmp_path_factory) -> Path:
     """A folder with one sub-folder for each case of make_zero.CASES, saved by DeepSpeed on two CPU ranks."""
-    for module in ("torch", "deepspeed"):
-        if importlib.util.find_spec(module) is None:
-            pytest.skip(f"{module} is not installed: no real checkpoints to read")
     out = tmp_path_factory.mktemp("zero")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node",
-        "2",
-        "--master_addr",
-        "127.0.0.1",
-        "--master_port",
-        str(port),
-        str(Path(__file__).with_name("make_zero.py")),
-        "--out",
-        str(out),
-    ]
-    env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and (out / "COMPLETE").exists(), done.stderr[-3000:]
+    launch_maker("make_zero.py", 2, "--out", str(out))
+    return out
+
+
+@pytest.fixture(scope="session")
+def zero_world_dir(tmp_path_factory):
+    """(world size) -> a folder with the cases OTHER_WORLDS, saved by that many ranks; each made once."""
+    made: dict[int, Path] = {}
+
+    def folder(world_size: int) -> Path:
+        if world_size not in made:
+            made[world_size] = tmp_path_factory.mktemp(f"zero_world{world_size}")
+            launch_maker("make_zero.py", world_size, "--out", str(made[world_size]), "--cases", ",".join(OTHER_WORLDS))
+        return made[world_size]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def fsdp_dir(tmp_path_factory) -> Path:
+    """Folders saved by make_fsdp.py on two CPU ranks: see there."""
+    out = tmp_path_factory.mktemp("fsdp")
+    launch_maker("make_fsdp.py", 2, "--out", str(out))
     return out
 
 

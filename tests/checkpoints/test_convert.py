@@ -12,7 +12,7 @@ import sys
 import numpy as np
 import pytest
 
-from mmldlm.checkpoints import convert as convert_module
+from mmldlm.checkpoints import output_folder
 from mmldlm.checkpoints.commit import begin
 from mmldlm.checkpoints.convert import add_arguments, convert, main
 from mmldlm.checkpoints.dtypes import bf16_to_fp32, fp32_to_bf16
@@ -185,7 +185,7 @@ def test_failed_write_leaves_nothing(zero_dir, tmp_path, monkeypatch):
 
 def test_no_space(zero_dir, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(convert_module.shutil, "disk_usage", lambda path: usage._replace(free=100))
+    monkeypatch.setattr(output_folder.shutil, "disk_usage", lambda path: usage._replace(free=100))
     with pytest.raises(UserError, match="free space"):
         convert(zero_dir / "z2_bf16", tmp_path / "out")
 

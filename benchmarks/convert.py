@@ -1,0 +1,309 @@
+"""`mmldlm convert` beside the tools that people use: exact, fast, small, and never a wrong file.
+
+    python benchmarks/convert.py [--quick] [--rounds N] [--large] [--keep DIR] [--json FILE]
+
+Real checkpoints of two ranks are made first (benchmarks/_checkpoints.py): ZeRO-2, ZeRO-3 and FSDP2 of a model of about
+98M parameters (1.4M with --quick). Then, in turns:
+
+* speed: `mmldlm convert` (as `python -m`, start-up included, output flushed to the disk, every CRC checked) against
+  DeepSpeed's zero_to_fp32 and ds_to_universal, torch's dcp_to_torch, and `dd conv=fsync` of a file as large as the
+  output. Medians; CPU seconds are printed beside, because wall time on a shared machine is noisy.
+* peak_mib: the largest resident set of any of these conversions; with --large also of a ZeRO-2 checkpoint of 8 ranks
+  and 1,000M parameters, written by mmldlm's own writer (6 GB, and 4 GB of output).
+* tensors_unequal: converted weights against the live engines' values, dumped before saving; also on the awkward small
+  checkpoints of tests/checkpoints/make_zero.py (stages 0 to 3, world sizes 1, 2, 4; 2 alone with --quick).
+* fuzz_wrong_files: flipped bits, cut files, swapped, mixed, renamed rank files, hostile pickles: conversions that gave
+  other weights than the intact checkpoint, or ran what a pickle asked for. DCP's own .metadata has no checksum, so that
+  checkpoint is fuzzed inside an mmldlm checkpoint, whose manifest has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import _report
+
+ROOT = Path(__file__).resolve().parent.parent
+HERE = Path(__file__).resolve().parent
+SMALL_CASES = (
+    "z0_fp32", "z0_bf16", "z1_bf16", "z1_bf16opt", "z2_bf16", "z2_robin", "z2_elastic", "z3_bf16", "z3_subgroups",
+)  # fmt: skip
+LATER = ("z2_later", "z3_later")
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "2"}
+
+
+def python(*words: str | Path) -> list[str]:
+    return [sys.executable, *map(str, words)]
+
+
+def torchrun(world_size: int, *words: str | Path) -> list[str]:
+    return python("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}", *words)
+
+
+def check(command: list[str]) -> str:
+    """Runs a command that must succeed; its output."""
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command[:6])} ... failed:\n{done.stdout[-2000:]}{done.stderr[-3000:]}")
+    return done.stdout
+
+
+def measure(command: list[str]) -> tuple[float, float, float]:
+    """Wall seconds, CPU seconds and peak resident MiB of a command that must succeed.
+
+    The peak counts this process too, whose memory a child starts from; so nothing large is imported here.
+    """
+    started = time.perf_counter()
+    process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    errors = process.stderr.read()
+    _, status, used = os.wait4(process.pid, 0)
+    wall = time.perf_counter() - started
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command[:6])} ... failed:\n{errors.decode()[-3000:]}")
+    return wall, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
+
+
+def convert(source: Path, out: Path) -> list[str]:
+    return python("-m", "mmldlm.checkpoints.convert", source, out, "--force")
+
+
+# -- speed and memory -------------------------------------------------------------------------------------------------
+
+
+def peers(name: str, folder: Path, scratch: Path) -> dict[str, list[str]]:
+    """Tool -> command, ours first: zero2, zero3 and fsdp to weights, universal2 and universal3 with the optimizer."""
+    other = scratch / f"{name}_peer"
+    if name.startswith("universal"):
+        source = folder / f"zero{name[-1]}"
+        words = ("--input_folder", source / "step", "--output_folder", other / "universal", "--inject_missing_state")
+        theirs = python("-m", "deepspeed.checkpoint.ds_to_universal", *words)
+        return {"mmldlm": [*convert(source, scratch / name), "--to", "universal"], "ds_to_universal": theirs}
+    source, ours = folder / name, convert(folder / name, scratch / name)
+    if name == "fsdp":
+        code = "torch.distributed.checkpoint.format_utils"
+        return {"mmldlm": ours, "dcp_to_torch": python("-m", code, "dcp_to_torch", source, other)}
+    return {"mmldlm": ours, "zero_to_fp32": python("-m", "deepspeed.utils.zero_to_fp32", source, other, "-t", "step")}
+
+
+def time_all(folder: Path, scratch: Path, rounds: int) -> tuple[dict[str, float], float, list[dict]]:
+    """Speed-ups by checkpoint (and dd, the worst ratio), the largest peak of ours, and the rows of the table."""
+    ratios, peak, rows, against_dd = {}, 0.0, [], []
+    for name in ("zero2", "zero3", "fsdp", "universal2", "universal3"):
+        commands, other = peers(name, folder, scratch), scratch / f"{name}_peer"
+        if name in ("zero2", "zero3"):
+            copied = scratch / name / "model.safetensors"
+            commands["dd"] = ["dd", f"if={copied}", f"of={scratch / 'copy'}", "bs=4M", "conv=fsync"]
+        found: dict[str, list] = {tool: [] for tool in commands}
+        for _ in range(rounds):
+            for tool, command in commands.items():
+                found[tool].append(measure(command))
+                shutil.rmtree(other) if other.is_dir() else other.unlink(missing_ok=True)
+        middle = {tool: [median(column) for column in zip(*runs)] for tool, runs in found.items()}
+        for tool, (wall, cpu, mib) in middle.items():
+            rows.append({"checkpoint": name, "tool": tool, "wall_s": wall, "cpu_s": cpu, "peak_mib": mib})
+        ours, theirs = (middle[tool][0] for tool in list(commands)[:2])
+        ratios[name] = theirs / ours
+        if "dd" in commands:
+            against_dd.append(ours / middle["dd"][0])
+        peak = max(peak, *(mib for _, _, mib in found["mmldlm"]))
+    ratios["dd"] = max(against_dd)
+    ratios["universal"] = min(ratios["universal2"], ratios["universal3"])
+    return ratios, peak, rows
+
+
+def measure_large(scratch: Path) -> tuple[dict, tuple[int, int]]:
+    """Row of the table, and (tensors, unequal), of 1,000M parameters."""
+    check(python(HERE / "_checkpoints.py", "synthetic", scratch / "large", "--params", "1000000000", "--ranks", "8"))
+    wall, cpu, mib = measure(convert(scratch / "large", scratch / "large_out"))
+    answer = json.loads(check(python(HERE / "_checkpoints.py", "judge-synthetic", scratch / "large_out")))
+    row = {"checkpoint": "1000M", "tool": "mmldlm", "wall_s": wall, "cpu_s": cpu, "peak_mib": mib}
+    return row, (answer["tensors"], answer["unequal"])
+
+
+# -- exactness --------------------------------------------------------------------------------------------------------
+
+
+def judge(out: Path, truth: Path, *more: str) -> tuple[int, int]:
+    answer = json.loads(check(python(HERE / "_checkpoints.py", "judge", out, truth, *more)).splitlines()[-1])
+    if answer["unequal"]:
+        print(f"unequal in {truth.parent.name}: {answer['names']}")
+    return answer["tensors"], answer["unequal"]
+
+
+def small_checkpoints(folder: Path, world_sizes: tuple[int, ...]) -> None:
+    script = ROOT / "tests" / "checkpoints" / "make_zero.py"
+    for world_size in world_sizes:
+        cases = ",".join([*SMALL_CASES, *(LATER if world_size == 2 else ())])
+        check(torchrun(world_size, script, "--out", folder / f"world{world_size}", "--cases", cases))
+    check(torchrun(2, script.with_name("make_fsdp.py"), "--out", folder / "small_fsdp"))
+
+
+def compare_all(folder: Path, scratch: Path, world_sizes: tuple[int, ...]) -> tuple[int, int]:
+    """Tensors compared, and those that are not the live engine's."""
+    results = [judge(scratch / name, folder / name / "truth.pt") for name in ("zero2", "zero3", "fsdp")]
+    for world_size in world_sizes:
+        for case in SMALL_CASES:
+            source = folder / f"world{world_size}" / case
+            check(convert(source, scratch / "small"))
+            # Under round robin DeepSpeed's own getter of masters is wrong: there the model's weights are the truth.
+            results.append(judge(scratch / "small", source / "truth.npz", *(["--rounded"] if "robin" in case else [])))
+    return sum(count for count, _ in results), sum(unequal for _, unequal in results)
+
+
+# -- fuzz -------------------------------------------------------------------------------------------------------------
+
+
+class _Hostile:
+    """Pickles into a call that leaves a mark."""
+
+    def __init__(self, mark: Path):
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.mark),)
+
+
+def damage(folder: Path, later: Path | None, mark: Path, chooser: random.Random) -> str:
+    """Damages a copy of a checkpoint in one way; says how."""
+    import zipfile
+
+    files = sorted(path for path in folder.rglob("*") if path.suffix in (".pt", ".distcp") or path.name == ".metadata")
+    path = chooser.choice(files)
+    data = path.read_bytes()
+    twins = [other for other in files if other != path and other.stat().st_size == len(data)]
+    kind = chooser.choice(["flip"] * 5 + ["cut", "swap", "mix", "rename", "hostile"])
+    if kind == "cut":
+        path.write_bytes(data[: chooser.randrange(len(data))])
+    elif kind == "swap" and twins:
+        other = chooser.choice(twins)
+        path.write_bytes(other.read_bytes())
+        other.write_bytes(data)
+    elif kind == "mix" and later is not None and (later / path.name).is_file():
+        shutil.copy(later / path.name, path)
+    elif kind == "rename":
+        path.rename(path.with_name(path.name.replace("rank_0", "rank_7").replace("__0", "__7")))
+    elif kind == "hostile" and path.suffix == ".pt":
+        with zipfile.ZipFile(path) as archive:
+            entries = [(name, archive.read(name)) for name in archive.namelist()]
+        with zipfile.ZipFile(path, "w") as archive:
+            for name, record in entries:
+                archive.writestr(name, pickle.dumps(_Hostile(mark)) if name.endswith("data.pkl") else record)
+    elif kind == "hostile" and path.name == ".metadata":
+        path.write_bytes(pickle.dumps(_Hostile(mark)))
+    else:
+        place = chooser.randrange(len(data))
+        path.write_bytes(data[:place] + bytes([data[place] ^ (1 << chooser.randrange(8))]) + data[place + 1 :])
+        kind = "flip"
+    return f"{kind} {path.name}"
+
+
+def fuzz(folder: Path, scratch: Path, count: int) -> tuple[int, int]:
+    """Damaged checkpoints that were refused, and those that gave a wrong file or ran code."""
+    sys.path.insert(0, str(ROOT))
+    from mmldlm.checkpoints import begin
+    from mmldlm.checkpoints.conversion import convert as convert_here
+    from mmldlm.errors import UserError
+
+    pending = begin(scratch / "run", 1)
+    shutil.copytree(folder / "small_fsdp" / "fsdp", pending.path / "engine")
+    whole = pending.commit(engine="fsdp")
+    small = folder / "world2"
+    sources = [(small / case / "zero", None) for case in ("z0_bf16", "z1_bf16")]
+    sources += [(small / f"z{stage}_bf16" / "zero", small / f"z{stage}_later" / "zero") for stage in (2, 3)]
+    sources += [(whole, None)]
+    chooser, refused, wrong, mark = random.Random(13), 0, 0, scratch / "ran"
+    expected = {}
+    for source, _ in sources:
+        convert_here(source, scratch / "clean", force=True)
+        expected[source] = _weights(scratch / "clean")
+    for number in range(count):
+        source, later = sources[number % len(sources)]
+        victim = scratch / "victim" / "checkpoints" / "step_00000001" if later is None else scratch / "victim" / "zero"
+        shutil.copytree(source, victim)
+        how = damage(victim, later, mark, chooser)
+        try:
+            convert_here(victim, scratch / "fuzzed", force=True)
+            if _weights(scratch / "fuzzed") != expected[source]:
+                wrong += 1
+                print(f"wrong file after: {how} in {source}")
+        except UserError as error:
+            refused += 1
+            if "victim" not in str(error):
+                wrong += 1
+                print(f"refused without the file's name after: {how}: {error}")
+        if mark.exists():
+            wrong += 1
+            print(f"code was run: {how}")
+            mark.rmdir()
+        shutil.rmtree(scratch / "victim")
+    return refused, wrong
+
+
+def _weights(out: Path) -> tuple[str, bytes]:
+    """The written tensors without the header's metadata, which names the source."""
+    data = (out / "model.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header.pop("__metadata__")
+    return json.dumps(header, sort_keys=True), data[8 + length :]
+
+
+# -- the whole --------------------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a small model, one round: the form, not the figures")
+    parser.add_argument("--rounds", type=int, help="how often each tool runs (default 3, 1 with --quick)")
+    parser.add_argument("--large", action="store_true", help="also convert 1,000M parameters (10 GB of disk)")
+    parser.add_argument("--keep", type=Path, help="make the checkpoints in this folder, or use those that are there")
+    parser.add_argument("--json", help="write the claims here")
+    args = parser.parse_args()
+    world_sizes = (2,) if args.quick else (1, 2, 4)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, scratch = args.keep or Path(temporary) / "made", Path(temporary) / "scratch"
+        scratch.mkdir()
+        if not (folder / "COMPLETE").exists():
+            sizes = ("--hidden", "64", "--blocks", "4") if args.quick else ("--hidden", "768", "--blocks", "17")
+            check(torchrun(2, HERE / "_checkpoints.py", "make", folder, *sizes))
+            small_checkpoints(folder, world_sizes)
+            (folder / "COMPLETE").write_text("")
+        ratios, peak, rows = time_all(folder, scratch, args.rounds or (1 if args.quick else 3))
+        compared, unequal = compare_all(folder, scratch, world_sizes)
+        if args.large:
+            row, (more, wrong_there) = measure_large(scratch)
+            rows.append(row)
+            peak, compared, unequal = max(peak, row["peak_mib"]), compared + more, unequal + wrong_there
+        tried = 40 if args.quick else 1000
+        refused, wrong = fuzz(folder, scratch, tried)
+    for row in rows:
+        figures = f"{row['wall_s']:7.2f} s wall  {row['cpu_s']:7.2f} s CPU  {row['peak_mib']:6.0f} MiB"
+        print(f"{row['checkpoint']:<10} {row['tool']:<15} {figures}")
+    print(f"{compared} tensors compared with the live engines; {tried} damaged checkpoints, {refused} refused")
+    claims = [
+        _report.claim("speedup_zero2", ratios["zero2"], ">=", 8),
+        _report.claim("speedup_zero3", ratios["zero3"], ">=", 8),
+        _report.claim("speedup_dcp", ratios["fsdp"], ">=", 15),
+        _report.claim("speedup_reshard_universal", ratios["universal"], ">=", 8),
+        _report.claim("times_dd", ratios["dd"], "<=", 3.5),
+        _report.claim("peak_mib", peak, "<=", 100),
+        _report.claim("tensors_unequal", unequal, "==", 0),
+        _report.claim("fuzz_wrong_files", wrong, "==", 0),
+    ]
+    return _report.write(args.json, claims, quick=args.quick, runs=rows, fuzzed=tried, compared=compared)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

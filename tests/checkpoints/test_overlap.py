@@ -1,0 +1,57 @@
+"""A reader that runs ahead: the same items in order, its errors where they belong, no thread left behind."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from mmldlm.checkpoints.overlap import ahead
+
+
+def readers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "reader"]
+
+
+def test_the_same_items_in_order():
+    assert list(ahead(range(1000))) == list(range(1000)) and list(ahead([])) == []
+    assert not readers()
+
+
+def test_it_runs_ahead_but_not_without_bound():
+    seen = []
+
+    def items():
+        for number in range(100):
+            seen.append(number)
+            yield number
+
+    stream = ahead(items())
+    assert next(stream) == 0
+    deadline = threading.Event()
+    while len(seen) < 9 and not deadline.wait(0.01):
+        pass
+    deadline.wait(0.05)
+    assert 9 <= len(seen) <= 11
+    stream.close()
+    assert not readers()
+
+
+def test_an_error_comes_after_the_items_before_it():
+    def items():
+        yield 1
+        yield 2
+        raise ValueError("the third")
+
+    got = []
+    with pytest.raises(ValueError, match="the third"):
+        for item in ahead(items()):
+            got.append(item)
+    assert got == [1, 2] and not readers()
+
+
+def test_an_error_of_the_consumer_ends_the_reader():
+    with pytest.raises(KeyError):
+        for _ in ahead(iter(int, 1)):  # zeros without end
+            raise KeyError
+    assert not readers()

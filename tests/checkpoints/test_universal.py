@@ -1,0 +1,239 @@
+"""Universal checkpoints: those of DeepSpeed's own tool are read right, and ours are what DeepSpeed loads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mmldlm.checkpoints.dtypes import DTYPES
+from mmldlm.checkpoints.model_file import ModelFile
+from mmldlm.checkpoints.torch_writer import NewTensor, write_torch
+from mmldlm.checkpoints.training_state import open_training_state
+from mmldlm.checkpoints.universal_writer import convert_to_universal
+from mmldlm.checkpoints.zero_reader import ZeroCheckpoint
+from mmldlm.errors import UserError
+from tests.helpers import environment
+
+CASES = ("z2_bf16", "z3_bf16")
+CODE = """
+import sys
+from deepspeed.checkpoint import ds_to_universal
+source, out, cases = sys.argv[1], sys.argv[2], sys.argv[3].split(",")
+for case in cases:
+    sys.argv = ["x", "--input_folder", f"{source}/{case}/zero", "--output_folder", f"{out}/{case}/universal",
+                "--inject_missing_state", "--num_extract_workers", "1", "--num_merge_workers", "1"]
+    ds_to_universal.main(ds_to_universal.parse_arguments())
+"""
+
+
+@pytest.fixture(scope="module")
+def universal_dir(zero_dir, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("universal")
+    command = [sys.executable, "-c", CODE, str(zero_dir), str(out), ",".join(CASES)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return out
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_frozen_and_buffers(zero_dir, universal_dir, case):
+    truth = np.load(zero_dir / case / "truth.npz")
+    index = json.loads((zero_dir / case / "truth.json").read_text())
+    with (
+        ZeroCheckpoint.open(universal_dir / case / "universal") as universal,
+        ZeroCheckpoint.open(zero_dir / case) as source,
+    ):
+        assert list(universal.tensors.values()) == list(source.tensors.values())
+        assert universal.step == source.step and universal.stage == source.stage
+        for name, expected in index.items():
+            assert universal.tensors[name].dtype == expected["dtype"]
+            assert universal.read(name).tobytes() == truth[name].tobytes(), name
+        universal.finish()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_moments(zero_dir, universal_dir, case):
+    with (
+        open_training_state(universal_dir / case / "universal") as universal,
+        open_training_state(zero_dir / case) as source,
+    ):
+        assert universal.has_moments
+        for name in source.names:
+            count = int(np.prod(source.shape(name)))
+            if source.kind(name) == "trainable":
+                for what in ("weight", "exp_avg", "exp_avg_sq"):
+                    expected = source.read(name, what, 0, count)
+                    assert np.array_equal(universal.read(name, what, 0, count), expected), (name, what)
+
+
+@pytest.mark.parametrize("gone", ["fp32.pt", "exp_avg_sq.pt"])
+def test_a_missing_state_is_named(universal_dir, tmp_path, gone):
+    folder = tmp_path / "universal"
+    shutil.copytree(universal_dir / "z2_bf16" / "universal", folder)
+    (folder / "zero" / "wide.weight" / gone).unlink()
+    with pytest.raises(UserError, match=gone) as caught:
+        open_training_state(folder)
+    assert "wide.weight" in str(caught.value)
+
+
+# -- our own writer ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def written_dir(zero_dir, tmp_path_factory) -> Path:
+    """The same checkpoints, and others that DeepSpeed's tool gets wrong, through `mmldlm convert --to universal`."""
+    out = tmp_path_factory.mktemp("written")
+    for case in (*CASES, "z1_bf16opt", "z2_robin", "z3_subgroups"):
+        convert_to_universal(zero_dir / case, out / case)
+    return out
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_writes_what_ds_to_universal_writes(zero_dir, universal_dir, written_dir, case):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    theirs, ours = universal_dir / case / "universal", written_dir / case / "universal"
+    names = sorted(path.relative_to(theirs) for path in theirs.rglob("*.pt"))
+    assert names == sorted(path.relative_to(ours) for path in ours.rglob("*.pt"))
+    for name in names:
+        if name.name.endswith("model_states.pt"):
+            assert (ours / name).read_bytes() == (theirs / name).read_bytes()
+        elif name.name != "optimizer_state.pt":
+            expected = torch.load(theirs / name, weights_only=True)
+            found = torch.load(ours / name, weights_only=True, mmap=True)
+            if name.parent.name == "head.weight":  # theirs is the tied weight rounded to bf16, ours the master
+                expected = {"param": torch.load(theirs / "zero" / "embed.weight" / "fp32.pt")["param"]}
+            pairs = (
+                zip(expected.items(), found.items()) if isinstance(expected, dict) else [((0, expected), (0, found))]
+            )
+            for (key, one), (other_key, two) in pairs:
+                assert key == other_key
+                assert torch.equal(one, two) and one.shape == two.shape if torch.is_tensor(one) else one == two, name
+    known = torch.load(theirs / "zero" / "optimizer_state.pt", weights_only=False)  # DeepSpeed's own file
+    state = torch.load(ours / "zero" / "optimizer_state.pt", weights_only=True)
+    assert state["param_groups"] == known["param_groups"] and state["ds_version"]
+    if case.startswith("z3"):
+        assert state["optimizer_state_dict"]["state"][0]["step"] == 2
+    assert (written_dir / case / "latest_universal").read_text() == "universal"
+
+
+@pytest.mark.parametrize("case", [*CASES, "z1_bf16opt", "z2_robin", "z3_subgroups"])
+def test_written_state_reads_back(zero_dir, written_dir, case):
+    with (
+        open_training_state(written_dir / case / "universal") as written,
+        open_training_state(zero_dir / case) as source,
+    ):
+        assert set(written.names) == set(source.names)
+        for name in source.names:
+            assert written.kind(name) == source.kind(name)
+            if source.kind(name) != "trainable":
+                assert written.read_tensor(name)[0].tobytes() == source.read_tensor(name)[0].tobytes()
+                continue
+            count = int(np.prod(source.shape(name)))
+            for what in ("weight", "exp_avg", "exp_avg_sq"):
+                expected = source.read(name, what, 0, count)
+                assert np.array_equal(written.read(name, what, 0, count), expected), (name, what)
+
+
+LOADER = """
+import sys
+import deepspeed, torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+sys.path[:0] = [sys.argv[1]]
+from make_zero import build_model
+from mmldlm.checkpoints.training_state import open_training_state
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+deepspeed.init_distributed(dist_backend="gloo")
+for case in sys.argv[3].split(","):
+    stage = int(case[1])
+    torch.manual_seed(99)  # with the seed of the source lost weights would look restored
+    model = build_model(torch)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": [p for p in trainable if p.ndim >= 2]}, {"params": [p for p in trainable if p.ndim < 2]}]
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True, "bf16": {"enabled": True},
+              "zero_force_ds_cpu_optimizer": False, "checkpoint": {"load_universal": True},
+              "zero_optimization": {"stage": stage, "overlap_comm": False}}
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    path, _ = engine.load_checkpoint(f"{sys.argv[2]}/{case}", load_lr_scheduler_states=False)
+    assert path is not None
+    with open_training_state(f"{sys.argv[2]}/{case}/universal") as state:
+        for name, p in engine.module.named_parameters():
+            if p.requires_grad:
+                found = safe_get_full_fp32_param(p).flatten()
+                expected = torch.from_numpy(state.read(name, "weight", 0, found.numel()))
+                assert torch.equal(found, expected), name
+        inner = engine.optimizer.optimizer.state
+        total = sum(values["exp_avg_sq"].double().sum() for values in inner.values())
+        wanted = sum(float(state.read(name, "exp_avg_sq", 0, p.numel() if stage < 3 else p.ds_numel).astype("f8").sum())
+                     for name, p in engine.module.named_parameters() if p.requires_grad)
+        assert abs(float(total) - wanted) < 1e-6 * abs(wanted), (float(total), wanted)
+    print("loaded", case)
+"""
+
+
+def test_deepspeed_loads_it_at_another_world_size(written_dir):
+    """One rank instead of two, another seed: every master is the source's, the moments are in."""
+    here = str(Path(__file__).resolve().parent)
+    command = [sys.executable, "-c", LOADER, here, str(written_dir), ",".join(CASES)]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    done = subprocess.run(command, env=environment(**ranks), capture_output=True, text=True, timeout=300)
+    assert done.stdout.count("loaded") == len(CASES), done.stdout[-1000:] + done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("case, word", [("z0_fp32", "ZeRO-0"), ("z2_step0", "stepped"), ("z2_elastic", "elastic")])
+def test_sources_that_cannot_become_universal(zero_dir, tmp_path, case, word):
+    with pytest.raises(UserError, match=word):
+        convert_to_universal(zero_dir / case, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_flipped_bit_in_the_optimizer_is_refused(zero_copy, tmp_path):
+    folder = zero_copy("z3_bf16")
+    with ZeroCheckpoint.open(folder, with_moments=True) as source:
+        part = source.moments["exp_avg_sq"]["wide.weight"][0]
+        place = part.file.position_of(part.ref, part.start)
+    data = bytearray(part.file.path.read_bytes())
+    data[place] ^= 1
+    part.file.path.write_bytes(data)
+    with pytest.raises(UserError, match=part.file.path.name):
+        convert_to_universal(folder, tmp_path / "out")
+
+
+def test_torch_reads_every_dtype_and_shape_we_write(tmp_path):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    tensors = {
+        "matrix": torch.arange(6.0).reshape(2, 3),
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+        "empty": torch.zeros(0, 4),
+        "half": torch.tensor([1.5, -2.0], dtype=torch.float16),
+        "low": torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+        "flags": torch.tensor([True, False]),
+        "large": torch.tensor([2**60 + 1, -(2**60)]),
+    }
+    value = {"plain": [1, -300, 2**70, 0.5, "ü", None, True, (1, ("a",))], 3: {}}
+    for name, tensor in tensors.items():
+        raw = tensor.reshape(-1).view(torch.uint8).numpy()
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        elements = raw.view(DTYPES[dtype].raw)
+        value[name] = NewTensor(dtype, tuple(tensor.shape), [elements[:1], elements[1:]])
+    path = tmp_path / "file.pt"
+    write_torch(path, value)
+    for mmap in (False, True):
+        read = torch.load(path, weights_only=True, mmap=mmap)
+        assert read["plain"] == value["plain"] and read[3] == {}
+        for name, tensor in tensors.items():
+            assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor), name
+    with ModelFile.open(path) as source:
+        assert source.read("matrix").tobytes() == tensors["matrix"].numpy().tobytes()
+    with pytest.raises(TypeError, match="set"):
+        write_torch(tmp_path / "other.pt", {1})
