@@ -366,21 +366,17 @@ class MultimodalMMDiT(nn.Module):
         Raises:
             UserError: when files are missing or tensors do not fit the config; nothing is loaded partly.
         """
-        from safetensors import safe_open
-
         folder = Path(path)
         if not folder.is_dir():
             folder = _download(str(path))
-        for name in ("config.json", "model.safetensors"):
-            if not (folder / name).is_file():
-                raise UserError(
-                    f"{name} in {folder}", "no such file", "make the folder with `mmldlm convert RUN/latest OUT`"
-                )
+        if not (folder / "config.json").is_file():
+            raise UserError(
+                f"config.json in {folder}", "no such file", "make the folder with `mmldlm convert RUN/latest OUT`"
+            )
         known = ModelConfig.model_fields
         values = json.loads((folder / "config.json").read_text())
         model = cls(ModelConfig(**{key: value for key, value in values.items() if key in known}))
-        with safe_open(folder / "model.safetensors", framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        tensors = _read_tensors(folder)
         if model.config.tie_embeddings:
             tensors.setdefault("text_head.weight", tensors.get("text_encoder.token_embedding.weight"))
         own = model.state_dict()
@@ -414,3 +410,22 @@ def _download(repository: str) -> Path:
             f"no such folder, and the hub answered: {error}",
             "check the path; a run's checkpoint must be converted first (`mmldlm convert RUN/latest OUT`)",
         ) from error
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of model.safetensors, or of the shards that its index names."""
+    from safetensors import safe_open
+
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    files = [single]
+    if not single.is_file() and index.is_file():
+        files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    tensors: dict[str, Tensor] = {}
+    for path in files:
+        if not path.is_file():
+            raise UserError(
+                f"{path.name} in {folder}", "no such file", "make the folder with `mmldlm convert RUN/latest OUT`"
+            )
+        with safe_open(path, framework="pt") as file:
+            tensors.update({name: file.get_tensor(name) for name in file.keys()})
+    return tensors

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 import torch
 
@@ -236,3 +238,23 @@ def test_compiled_blocks_give_the_same():
     with torch.no_grad():
         a, b = (m(tokens, latents, text_t, latent_t)["latent_pred"] for m in (model, compiled))
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_from_pretrained_reads_shards_and_names_a_missing_one(tmp_path):
+    from safetensors.torch import save_file
+
+    model = make()
+    model.save_pretrained(tmp_path)
+    tensors = dict(model.state_dict())
+    names = sorted(tensors)
+    halves = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, part in halves.items():
+        save_file({name: tensors[name].contiguous() for name in part}, tmp_path / file)
+    weight_map = {name: file for file, part in halves.items() for name in part}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / "model.safetensors").unlink()
+    loaded = MultimodalMMDiT.from_pretrained(tmp_path)
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in loaded.state_dict().items())
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(UserError, match="00002-of-00002"):
+        MultimodalMMDiT.from_pretrained(tmp_path)
