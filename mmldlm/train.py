@@ -23,7 +23,7 @@ from mmldlm.config.schema import Config
 from mmldlm.engines.mpi import adopt_mpi_environment
 from mmldlm.errors import EXIT_FAILED, Interrupted, MmldlmError, UserError
 
-COMPILE_PATIENCE = 3.0  # times engine.timeout for the first step under torch.compile, which cannot beat
+FIRST_STEP_PATIENCE = 3.0  # times engine.timeout: it compiles, builds groups and imports, and cannot beat meanwhile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -163,7 +163,7 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
 
     engine.module.train()
     started, interrupted = time.perf_counter(), False
-    patience = COMPILE_PATIENCE if training.compile_model else 1.0
+    patience = FIRST_STEP_PATIENCE
     while state.step < training.num_train_steps and not interrupted:
         alive.beat(state.step, "data")
         batches = next(stream)

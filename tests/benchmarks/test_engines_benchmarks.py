@@ -1,0 +1,108 @@
+"""The benchmarks of the engines in their short forms: what they claim about correctness holds, and they can fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2] / "benchmarks")]
+import _runs  # noqa: E402
+from helpers import ROOT, launch  # noqa: E402
+
+
+def run_script(name: str, store, tmp_path, *words: str, codes=(0,)) -> tuple[dict[str, dict], str]:
+    """Claims by id, and what was printed."""
+    report = tmp_path / "report.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / name), "--data", str(store), "--json", str(report), *words]
+    done = launch(command, timeout=900)
+    assert done.returncode in codes, done.stdout[-4000:]
+    answer = json.loads(report.read_text())
+    assert {"torch", "deepspeed", "cpus"} <= set(answer["conditions"])
+    return {claim["id"]: claim for claim in answer["claims"]}, done.stdout
+
+
+def test_every_engine_gives_the_losses_of_one_process(store, tmp_path):
+    """Uneven too: 37 samples in global batches of 8 leave ranks with empty micro-batches."""
+    claims, output = run_script("parity.py", store, tmp_path, "--quick")
+    assert set(claims) == {"loss_rel_diff_fp32", "loss_rel_diff_bf16"}
+    assert all(claim["value"] <= claim["bound"] for claim in claims.values()), output
+    for row in ("single x1", "ddp x2", "fsdp x2", "zero0 x2", "zero3_offload x2", "zero2 x4", "zero3 x4"):
+        assert row in output
+
+
+def test_ten_kills(store, tmp_path):
+    """Each engine is killed twice, once while it saves in the background and once while it saves in the loop."""
+    claims, output = run_script("kill.py", store, tmp_path, "--kills", "10")
+    assert set(claims) == {"kills_lost"} and claims["kills_lost"]["value"] == 0, output
+    assert output.count("killed at step") == 10 and output.count("as if nobody had killed it") == 5
+
+
+def test_the_cost_of_saving_is_measured(store, tmp_path):
+    """Its form; a time is never asserted."""
+    claims, output = run_script("save.py", store, tmp_path, "--quick", codes=(0, 1))
+    assert set(claims) == {"save_stall_share"} and claims["save_stall_share"]["value"] < 1
+    for engine in ("zero2", "fsdp"):
+        for kind in ("none", "async", "sync"):
+            assert f"{engine:8} {kind:12}" in output
+
+
+# -- what the scripts stand on -----------------------------------------------------------------------------------------
+
+
+def test_a_missing_step_is_no_agreement():
+    assert _runs.loss_difference({1: 2.0, 2: 4.0}, {1: 2.0, 2: 5.0}, 1, 2) == pytest.approx(0.2)
+    assert _runs.loss_difference({1: 2.0}, {1: 2.0, 2: 5.0}, 1, 2) == float("inf")
+    assert _runs.loss_difference({1: 2.0, 2: None}, {1: 2.0, 2: 5.0}, 1, 2) == float("inf")
+
+
+def test_a_line_being_written_is_left_out(tmp_path):
+    (tmp_path / "training_log.jsonl").write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "lo')
+    assert _runs.losses(tmp_path) == {1: 3.0}
+    assert _runs.read_log(tmp_path, "events.jsonl") == []
+
+
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory):
+    with _runs.Launcher(tmp_path_factory.mktemp("ranks")) as opened:
+        yield opened
+
+
+def test_ranks_get_their_environment(launcher, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\n"
+        "names = 'RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT'.split()\n"
+        "print(sys.argv[1:], [os.environ[n] for n in names])\n"
+        "sys.exit(int(os.environ['RANK']))\n"
+    )
+    ranks = launcher.start(2, ["a", 5], script)
+    assert ranks.wait(60) == [0, 1]
+    assert "['a', '5'] ['1', '1', '2', '127.0.0.1'" in ranks.output()
+
+
+def test_a_rank_that_stays_behind_is_ended(launcher, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys, time\nif os.environ['RANK'] == '0': sys.exit(3)\ntime.sleep(600)\n")
+    assert launcher.start(3, [], script).wait(120, grace=0.2) == [3, -9, -9]
+    assert launcher.start(1, [], script).wait(120) == [3]
+
+
+def test_a_failed_run_ends_the_script_with_its_output(launcher, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("raise ValueError('the reason')\n")
+    with pytest.raises(SystemExit, match="the reason"):
+        launcher.run(2, [], script)
+
+
+def test_ranks_end_with_the_launcher(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import time\ntime.sleep(600)\n")
+    with _runs.Launcher(tmp_path / "ranks") as opened:
+        (pid,) = opened.start(1, [], script).pids
+        os.kill(pid, 0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
