@@ -111,12 +111,13 @@ def test_a_nan_on_one_rank_skips_the_step_on_all_and_never_reaches_the_weights(s
         for engine in ENGINES:
             name = f"{dtype}_{engine}"
             records = read_log(tmp_path, name)
-            assert [r["skipped"] for r in records] == [False, False, True, False, False], name
+            assert [r["skipped"] for r in records] == [False, False, True, True, False, False], name
             assert records[2]["loss"] is None and records[2]["loss_nonfinite"] == "nan"
-            assert all(r["loss"] is not None for r in records[3:]), name
+            assert all(r["loss"] is not None for r in records[3:]) and records[3]["grad_norm"] is None, name
             # The schedule's clock stands still on a skip.
-            assert records[3]["lr"] == records[2]["lr"] != records[4]["lr"]
-            assert [e["step"] for e in read_log(tmp_path, name, "events.jsonl") if e["event"] == "skip"] == [3]
+            assert records[4]["lr"] == records[3]["lr"] == records[2]["lr"] != records[5]["lr"]
+            skips = [e for e in read_log(tmp_path, name, "events.jsonl") if e["event"] == "skip"]
+            assert [e["step"] for e in skips] == [3, 4] and "gradient norm" in skips[1]["reason"]
             convert(tmp_path / name / "latest", tmp_path / f"{name}_out")  # refuses non-finite weights
 
 

@@ -46,8 +46,10 @@ def run(store: str, folder: str, name: str, *words: str) -> None:
 
 
 def nonfinite(store: str, folder: str) -> None:
-    """At one step, one rank has a NaN in each latent of its micro-batch: under every engine, in fp32 and in bf16."""
+    """At one step, one rank has a NaN in each latent of its micro-batch, at the next an Inf in one row of a gradient
+    behind a finite loss: under every engine, in fp32 and in bf16."""
     from mmldlm.data import loader
+    from mmldlm.models import MultimodalMMDiT
 
     make = loader.MicroBatches.__getitem__
 
@@ -59,9 +61,23 @@ def nonfinite(store: str, folder: str) -> None:
         return batch
 
     loader.MicroBatches.__getitem__ = poisoned
+    forward, calls = MultimodalMMDiT.forward, [0]
+
+    def planted(self, *args, **kwargs):
+        out = forward(self, *args, **kwargs)
+        if self.training:
+            calls[0] += 1
+            if calls[0] == BAD_STEP + 1 and int(os.environ["RANK"]) == 1:
+                out["latent_pred"].register_hook(
+                    lambda grad: grad.index_fill(0, grad.new_zeros(1).long(), float("inf"))
+                )
+        return out
+
+    MultimodalMMDiT.forward = planted
     for dtype in ("fp32", "bf16"):
         for name, engine in ENGINES.items():
-            words = ["training.num_train_steps=5", "logging.save_freq=5", f"training.dtype={dtype}"]
+            words = ["training.num_train_steps=6", "logging.save_freq=6", f"training.dtype={dtype}"]
+            calls[0] = 0
             run(store, folder, f"{dtype}_{name}", *engine, *words)
 
 

@@ -43,7 +43,9 @@ class ZeroGate:
         from deepspeed.runtime.utils import get_global_norm_of_tensors
 
         grads, _ = self._grads_for_norm()
-        return torch.as_tensor(get_global_norm_of_tensors(input_tensors=grads, mpu=self.optimizer.mpu))
+        norm = torch.as_tensor(get_global_norm_of_tensors(input_tensors=grads, mpu=self.optimizer.mpu))
+        # DeepSpeed says -1 for a norm that is not finite; combine_grad_norm_groups above turns that into inf.
+        return torch.where(norm < 0, torch.inf, norm)
 
     def decide(self, refuse: bool, norm: float) -> None:
         """What the next step() of the optimizer will find."""

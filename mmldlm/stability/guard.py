@@ -41,7 +41,7 @@ class Guard:
             return Verdict(False, f"non-finite loss in {num_bad_losses} micro-batch(es)")
         if not math.isfinite(loss):
             return Verdict(False, "non-finite loss")
-        if not math.isfinite(grad_norm):
+        if not math.isfinite(grad_norm) or grad_norm < 0:  # DeepSpeed says -1 for a norm that is not finite
             return Verdict(False, "non-finite gradient norm")
         spikes = []
         if self.action != "off":
