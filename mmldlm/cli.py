@@ -20,6 +20,15 @@ def _config(parser):
     return lambda args: show.main(args, train.parse_config)
 
 
+def _sanity(parser):
+    from mmldlm import train
+    from mmldlm.stability import sanity
+
+    train.add_arguments(parser)
+    sanity.add_arguments(parser)
+    return lambda args: sanity.main(args, train.parse_config)
+
+
 def _train(parser):
     from mmldlm import train
 
@@ -57,6 +66,9 @@ VERBS = {
     "prepare": ("mmldlm.data.prepare", "encode a corpus into a store"),
     "verify-data": ("mmldlm.data.verify", "check a store: checksums, dims, norms, leakage"),
     "config": (_config, "print the resolved config and parameter counts"),
+    "sanity": (_sanity, "a few real steps in one process, every part of them checked"),
+    "preflight": ("mmldlm.preflight.command", "will this run start on these hosts, fit and finish?"),
+    "launch": ("mmldlm.launch.command", "preflight, then the launcher, then a watcher"),
     "train": (_train, "check everything, then train on this machine"),
     "convert": ("mmldlm.checkpoints.convert", "turn a checkpoint into one safetensors file"),
     "sample": ("mmldlm.sampling.run", "l2t, t2l or unconditional samples from a converted checkpoint"),

@@ -17,6 +17,7 @@ from mmldlm.observe.plots import plot_run
 from mmldlm.observe.progress import Progress, train_log_path
 from mmldlm.observe.records import JsonlLog
 from mmldlm.observe.wandb import open_wandb
+from mmldlm.stability.diagnostics import Look
 from mmldlm.stability.guard import Verdict
 
 
@@ -116,6 +117,7 @@ class RunFolder:
         (self.run_dir / "config.yaml").write_text(to_yaml(config))
         self.log = JsonlLog(self.run_dir / "training_log.jsonl", state.step)
         self.evaluations = JsonlLog(self.run_dir / "eval_log.jsonl", state.step)
+        self.gradients = JsonlLog(self.run_dir / "gradient_log.jsonl", state.step)
         self.events = JsonlLog(self.run_dir / "events.jsonl")
         wandb = config.logging.wandb
         self.wandb = open_wandb(
@@ -194,6 +196,18 @@ class RunFolder:
             done = "seen" if verdict.apply else "skipped on all ranks"
             self.progress.warning(f"step {self.state.step} {done}: {verdict.reason}")
 
+    def log_look(self, look: Look) -> None:
+        """Write what the layers showed at the present step; name parameters that never had a gradient, once."""
+        if not self.is_main:
+            return
+        self._write(self.gradients, look.record())
+        if self.wandb is not None:
+            self.wandb.log(look.flat_record(), prefix="layers/")
+        if look.dead:
+            self.event("dead_parameters", step=look.step, names=look.dead)
+            shown = ", ".join(look.dead[:4]) + (f" and {len(look.dead) - 4} more" if len(look.dead) > 4 else "")
+            self.progress.warning(f"step {look.step}: these parameters never had a gradient: {shown}")
+
     def log_bad_samples(self, batches) -> None:
         """An event for every sample that any rank masked out of this step. Collective."""
         found = [
@@ -213,10 +227,11 @@ class RunFolder:
         """After a rollback: the logs go on from the state's step."""
         self.last_reasons = []
         if self.is_main:
-            for log in (self.log, self.evaluations):
+            for log in (self.log, self.evaluations, self.gradients):
                 log.close()
             self.log = JsonlLog(self.run_dir / "training_log.jsonl", self.state.step)
             self.evaluations = JsonlLog(self.run_dir / "eval_log.jsonl", self.state.step)
+            self.gradients = JsonlLog(self.run_dir / "gradient_log.jsonl", self.state.step)
 
     def log_evaluation(self, values: dict[str, float]) -> None:
         """Write and show the validation metrics of the present step."""
@@ -250,7 +265,7 @@ class RunFolder:
             self.progress.warning(f"no plot: {error}")
         self.event("end", step=self.state.step)
         self.progress.close()
-        for log in (self.log, self.evaluations, self.events):
+        for log in (self.log, self.evaluations, self.gradients, self.events):
             log.close()
         if self.wandb is not None:
             self.wandb.finish()

@@ -130,6 +130,7 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
     from mmldlm.run import RunFolder, TrainingState
     from mmldlm.run_checkpoints import RunCheckpoints
     from mmldlm.stability.audit import audit
+    from mmldlm.stability.diagnostics import Diagnostics
     from mmldlm.stability.guard import Guard
     from mmldlm.stability.recovery import find_trouble
 
@@ -143,6 +144,7 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
     dataset = MicroBatches(data.train, plan, noiser, engine.rank, engine.world_size, training.grad_accum_steps)
     objective, validation = TranslationObjective(config), Validation(data, engine)
     guard = Guard(config.stability)
+    diagnostics = Diagnostics(engine, config.logging.grad_log_interval)
 
     state = TrainingState(global_batch=global_batch, num_samples=len(data.train_lengths), seed=training.seed)
     folder = RunFolder(config, data, engine, state)
@@ -173,6 +175,7 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
             folder.event("passed_over", step=state.step)
             continue
         lr = state.lr_scale * learning_rate(state.applied_steps, training.num_train_steps, config.optimizer)
+        diagnostics.before_forward(state.step + 1)
         sums = torch.zeros(len(METRICS) + 2, dtype=torch.float64, device=engine.device)
         for batch in batches:
             loss, metrics = objective(engine.module, batch.to(engine.device))
@@ -182,6 +185,7 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
             is_bad = ~torch.isfinite(loss.detach())
             sums += torch.stack([*(metrics[key].double() for key in METRICS), num_tokens.double(), is_bad.double()])
         norm = engine.grad_norm().to(sums)
+        diagnostics.before_step()
         # The step's one host sync: losses, the norm and what the ranks must agree on travel in one vector.
         flags = (stop.received, checkpoints.is_writing, checkpoints.is_asked, sum(len(batch.bad) for batch in batches))
         told = torch.tensor([float(flag) for flag in flags], dtype=torch.float64, device=engine.device)
@@ -197,11 +201,14 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
                 average.update()
         else:
             engine.discard()
+        look = diagnostics.after_step(lr, verdict.apply)
         state.advance(verdict.apply, num_samples=len(plan.batch(state.step).ids))
         now = time.perf_counter()
         sums_by_name = dict(zip(METRICS, values, strict=True))
         folder.log_step(sums_by_name, batches[0], verdict, grad_norm, lr, num_tokens / (now - started))
         started = now
+        if look is not None:
+            folder.log_look(look)
         if num_bad_samples:
             folder.log_bad_samples(batches)
 
@@ -291,6 +298,8 @@ def leave_process_group() -> None:
 def end_process(code: int) -> NoReturn:
     """Leave without tearing the interpreter down: by then the result is on the disk, and native threads of gloo and
     ZeRO-3 now and then abort in the teardown (seen: exit -6 of a run that was done)."""
+    if code == 0 and "mpi4py.MPI" in sys.modules:  # mpirun takes a rank that ends without it for a failed one
+        sys.modules["mpi4py.MPI"].Finalize()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

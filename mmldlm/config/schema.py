@@ -324,6 +324,9 @@ class LoggingConfig(Section):
     """Steps between two checkpoints; one is always saved at the end."""
     eval_freq: int = Field(1000, ge=1)
     """Steps between two evaluations on validation data; one is always made at the end."""
+    grad_log_interval: int = Field(0, ge=0)
+    """Steps between two looks at every layer's gradients, updates and activations (gradient_log.jsonl, wandb); costs
+    one host sync on those steps. 0: never."""
     wandb: WandbConfig = Field(default_factory=WandbConfig)
     """Weights & Biases."""
 

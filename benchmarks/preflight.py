@@ -1,0 +1,171 @@
+"""Preflight and the watcher, measured on three real hosts (network namespaces with sshd; root is needed).
+
+    python benchmarks/preflight.py [--quick] [--json FILE] [--data STORE] [--names 256]
+
+Injects every fault of tests/multinode/faults.py alone and looks whether its check, and nothing else, says so on the
+right node; measures levels 0 to 2 on three healthy hosts; lets every accident of tests/multinode/accidents.py happen to
+a running launch and measures how long the rest of it lives. --quick injects faults together where they allow it, and
+lets one accident happen. --names N shows how the fan-out grows up to N nodes, with a transport that only answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "multinode"), str(Path(__file__).resolve().parent)]
+
+from _report import claim, write  # noqa: E402
+from accidents import ACCIDENTS, play  # noqa: E402
+from bed import Bed, reason_to_skip  # noqa: E402
+from faults import FAULTS, TOGETHER, Scene, said, verdicts  # noqa: E402
+
+
+def make_store(folder: Path) -> Path:
+    """A small store of real sentences (the docstrings of the standard library's argparse, ast and logging)."""
+    import argparse as one
+    import ast as two
+    import logging as three
+
+    texts = {line.strip() for module in (one, two, three) for line in Path(module.__file__).read_text().splitlines()}
+    sentences = sorted(text for text in texts if 30 < len(text) < 90 and text.isascii())
+    (folder / "corpus.txt").write_text("\n".join(sentences[:300]) + "\n")
+    command = [sys.executable, "-m", "mmldlm.cli", "prepare", str(folder / "corpus.txt")]
+    command += ["--output-dir", str(folder / "store"), "--validation-samples", "40"]
+    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    return folder / "store"
+
+
+def save_run(store: Path, folder: Path) -> Path:
+    """A finished run to resume from: one rank, global batch 12."""
+    words = ["--config-name", "tiny", f"data.latent_data_root={store}", f"logging.save_dir={folder}"]
+    words += [
+        "logging.run_name=saved",
+        "engine.kind=single",
+        "training.train_batch_size=12",
+        "training.num_train_steps=2",
+    ]
+    words += ["data.max_validation_samples=16", "logging.save_freq=2"]
+    command = [sys.executable, str(ROOT / "mmldlm" / "train.py"), *words]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return folder / "saved"
+
+
+def inject(scene: Scene, faults) -> tuple[set[str], set[tuple[str, str]], dict]:
+    """Faults at once -> (names found with the right node and remedy, verdicts that none of them explains, receipt)."""
+    with contextlib.ExitStack() as stack:
+        for fault in faults:
+            fault.inject(scene, stack)
+        receipt = scene.run()
+    seen = verdicts(receipt)
+    found = {f.name for f in faults if f.expected <= seen and all(word in said(receipt, f.id) for word in f.words)}
+    return found, seen - set().union(*(fault.expected for fault in faults)), receipt
+
+
+def fan_out(names: int, folder: Path) -> float:
+    """Seconds of starting, asking and stopping agents on N names whose ssh answers after 0.3 s, as a network's does."""
+    from mmldlm.preflight.transport import Agent, Fleet
+
+    programs = folder / "bin"
+    programs.mkdir(exist_ok=True)
+    # Answers every request with the facts of one node; sh, because N interpreters would measure this machine's cores.
+    answer = json.dumps({"identity": {"value": {"machine": "m", "hostname": "h"}}, "filler": {"value": "x" * 4000}})
+    (programs / "ssh").write_text(
+        "#!/bin/sh\nsleep 0.3\necho '@mmldlm {\"hello\": 1}'\nn=0\nwhile read -r line; do n=$((n + 1)); sleep 0.3\n"
+        f"echo '@mmldlm {{\"id\": '$n', \"value\": {answer}}}'\ndone\n"
+    )
+    (programs / "ssh").chmod(0o755)
+    before = os.environ["PATH"]
+    os.environ["PATH"] = f"{programs}:{before}"
+    try:
+        started = time.perf_counter()
+        fleet = Fleet([Agent(f"node{number}") for number in range(names)])
+        fleet.start()
+        answers = fleet.ask("facts", {"probes": []})
+        fleet.stop()
+        assert len(answers) == names, fleet.failures
+        return time.perf_counter() - started
+    finally:
+        os.environ["PATH"] = before
+
+
+def measure_faults(bed: Bed, store: Path, folder: Path, quick: bool) -> tuple[int, int, int]:
+    """(found, missed, false alarms), with the healthy hosts' alarms."""
+    saved = save_run(store, folder)
+    by_name = {fault.name: fault for fault in FAULTS}
+    groups = [[by_name[name] for name in group] for group in TOGETHER] if quick else [[fault] for fault in FAULTS]
+    num_found, num_missed, num_false = 0, 0, 0
+    for number, group in enumerate(groups):
+        found, unexplained, receipt = inject(Scene(bed, store, folder / f"scene{number}", saved), group)
+        missed = [fault.name for fault in group if fault.name not in found]
+        num_found, num_missed, num_false = (
+            num_found + len(found),
+            num_missed + len(missed),
+            num_false + len(unexplained),
+        )
+        print(f"{receipt['seconds']:6.1f} s  found {', '.join(sorted(found))}", flush=True)
+        if missed or unexplained:
+            print(f"          MISSED {missed}, unexplained {sorted(unexplained)}\n{receipt['screen']}", flush=True)
+    for launcher in ("deepspeed",) if quick else ("deepspeed", "torchrun", "mpi"):
+        scene = Scene(bed, store, folder / f"healthy_{launcher}")
+        scene.words += ["--launcher", launcher]
+        alarms = verdicts(scene.run())
+        num_false += len(alarms)
+        print(f"          healthy, {launcher}: {len(alarms)} alarm(s) {sorted(alarms) or ''}", flush=True)
+    return num_found, num_missed, num_false
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--data", metavar="STORE", help="a prepared store (default: one is made of a few docstrings)")
+    parser.add_argument("--names", type=int, default=256, help="largest number of nodes of the fan-out's table")
+    args = parser.parse_args()
+    reason = reason_to_skip()
+    if reason is not None:
+        print(f"cannot be measured here: {reason}", file=sys.stderr)
+        return 3
+    with tempfile.TemporaryDirectory(prefix="mmldlm_preflight_") as temporary, Bed(Path(temporary) / "bed") as bed:
+        folder = Path(temporary)
+        store = Path(args.data).absolute() if args.data else make_store(folder)
+        found, missed, alarms = measure_faults(bed, store, folder, args.quick)
+        seconds = []
+        for number in range(1 if args.quick else 5):
+            scene = Scene(bed, store, folder / f"timed{number}")
+            started = time.perf_counter()
+            scene.run()
+            seconds.append(time.perf_counter() - started)
+        print(f"levels 0 to 2 on 3 hosts: {', '.join(f'{s:.1f}' for s in seconds)} s")
+        stops = []
+        for number, accident in enumerate(ACCIDENTS[1:2] if args.quick else ACCIDENTS):
+            stop, code, output, left = play(bed, store, folder / f"accident{number}", accident)
+            well = code != 0 and not left and any(words in output for words in accident.words)
+            print(
+                f"{stop:6.1f} s  {accident.name}: exit {code}{'' if well else ', NOT handled: ' + output[-800:]}",
+                flush=True,
+            )
+            stops.append(stop if well else float("nan"))
+        growth = {n: fan_out(n, folder) for n in (4, 16, 64, 256, 1024) if n <= args.names}
+        print("fan-out: " + ", ".join(f"{n} nodes {s:.1f} s" for n, s in growth.items()))
+    claims = [
+        claim("faults_found", found, ">=", 30),
+        claim("faults_missed", missed, "==", 0),
+        claim("false_alarms", alarms, "==", 0),
+        claim("levels_0_to_2_seconds_3_hosts", statistics.median(seconds), "<=", 30),
+        claim("watcher_seconds_worst", max(stops, key=lambda s: (s != s, s)), "<=", 15),
+    ]
+    return write(args.json, claims, quick=args.quick, hosts=3, fan_out_seconds=growth, load=os.getloadavg()[0])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Train with Open MPI's mpirun, from one machine over ssh or inside an allocation:
+#   HOSTFILE=hostfiles/two_nodes bash launchers/mpi.sh data.latent_data_root=STORE [key=value ...]
+#
+#   HOSTFILE         a DeepSpeed hostfile (NAME slots=N); without it, this machine with NPROC_PER_NODE ranks
+#   MASTER_ADDR, MASTER_PORT   only where the first node's own name is not its address on the training network
+#   CARRY            further variables that ranks need, for instance "NCCL_SOCKET_IFNAME HF_HOME": mpirun takes none by itself
+#   CONFIG_NAME, DS_CONFIG, LEARNING_RATE ...: as in launchers/single_node.sh
+#
+# Ranks find their numbers through mpi4py (mmldlm/engines/mpi.py). Checkout, virtual environment and data lie at the same
+# path on every node.
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+. "$here/_env.sh"
+. "$here/_words.sh"
+
+mmldlm_words
+command -v mpirun >/dev/null || mmldlm_fail "no mpirun in PATH" "apt-get install openmpi-bin, or load the site's MPI module"
+mmldlm_env
+if [ -n "${HOSTFILE:-}" ]; then
+    [ -r "$HOSTFILE" ] || mmldlm_fail "HOSTFILE=$HOSTFILE cannot be read" "see hostfiles/ for examples"
+    # mpirun's own hostfiles allow more than DeepSpeed's; the hosts are handed over by name and number.
+    hosts=$(sed -nE 's/^([^#[:space:]]+)[[:space:]]+slots=([0-9]+)[[:space:]]*$/\1:\2/p' "$HOSTFILE" | paste -sd, -)
+    ranks=$(($(sed -nE 's/^[^#[:space:]]+[[:space:]]+slots=([0-9]+)[[:space:]]*$/\1/p' "$HOSTFILE" | paste -sd+ -)))
+    where=(--host "$hosts")
+else
+    ranks=${NPROC_PER_NODE:-$(mmldlm_default_procs)}
+    where=(--host "localhost:$ranks")
+    mmldlm_share_cores "$ranks"
+fi
+mmldlm_check "$ranks" "$@"
+carry=()
+for name in OMP_NUM_THREADS DS_ACCELERATOR MASTER_ADDR MASTER_PORT ${CARRY:-}; do
+    [ -n "${!name:-}" ] && carry+=(-x "$name")
+done
+[ "$(id -u)" = 0 ] && carry+=(--allow-run-as-root)
+exec mpirun -np "$ranks" "${where[@]}" --bind-to none --map-by slot "${carry[@]}" \
+    "$PYTHON" -u "$MMLDLM_ROOT/mmldlm/train.py" "${MMLDLM_WORDS[@]}" "$@"

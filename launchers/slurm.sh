@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=mmldlm
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=8
+#SBATCH --signal=USR1@300
+# Train under Slurm:  sbatch launchers/slurm.sh data.latent_data_root=STORE [key=value ...]   (from the checkout's folder)
+#
+#   MASTER_PORT      default 29500
+#   CONFIG_NAME, DS_CONFIG, LEARNING_RATE ...: as in launchers/single_node.sh
+#
+# Nodes, tasks and time are the #SBATCH lines' (or sbatch's options). Five minutes before the time is up Slurm sends
+# SIGUSR1: the ranks save a checkpoint and end with 5; add training.resume=auto to go on in another job.
+# Run `bash launchers/single_node.sh` or `mmldlm config` once before, so that the virtual environment is there.
+set -euo pipefail
+root=${SLURM_SUBMIT_DIR:-$(cd "$(dirname "$0")/.." && pwd)}
+. "$root/launchers/_env.sh"
+. "$root/launchers/_words.sh"
+[ -n "${SLURM_JOB_ID:-}" ] || mmldlm_fail "this is not a Slurm job" "start it with: sbatch launchers/slurm.sh ..."
+
+mmldlm_words
+mmldlm_env
+mmldlm_check "$SLURM_NTASKS" "$@"
+# One address for all: each task taking its own would leave every one waiting for the others.
+MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}
+export MASTER_ADDR MASTER_PORT="${MASTER_PORT:-29500}"
+# All five variables that DeepSpeed and torch read, from Slurm's own: no task has to discover anything.
+exec srun --kill-on-bad-exit=1 --label bash -c '
+    export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
+    exec "$0" -u "$@"' "$PYTHON" "$MMLDLM_ROOT/mmldlm/train.py" "${MMLDLM_WORDS[@]}" "$@"

@@ -1,0 +1,107 @@
+"""`mmldlm launch`: preflight, then the launcher, then the watcher."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+
+from mmldlm.errors import EXIT_DONE
+from mmldlm.launch.watcher import AGREED, Outcome, Watcher
+from mmldlm.preflight import command as preflight
+from mmldlm.preflight.context import Context
+from mmldlm.preflight.report import exit_code, show
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `mmldlm launch`."""
+    preflight.add_run_arguments(parser)
+    parser.add_argument("--level", type=int, choices=range(5), default=2, help="preflight up to this level (default 2)")
+    parser.add_argument("--retries", type=int, default=0, metavar="N", help="start again from the newest checkpoint")
+    parser.add_argument("--elastic", action="store_true", help="a retry leaves out the nodes that failed")
+    parser.add_argument("--grace", type=float, default=120.0, metavar="S", help="seconds to save in after Ctrl-C")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run; returns 0, or the worst exit code of any rank, or that of the preflight."""
+    args.carries_all = True  # rank.py carries the variables itself, whatever the launcher does
+    started = time.perf_counter()
+    context, results = preflight.run(args)
+    code = exit_code(results, args.strict)
+    seconds = time.perf_counter() - started
+    show(context, results, seconds, sys.stdout)
+    preflight.record(context, results, code, seconds, None)
+    if code != EXIT_DONE:
+        return code
+    words = train_words(args)
+    for attempt in range(args.retries + 1):
+        if attempt:
+            print(f"\nattempt {attempt + 1} of {args.retries + 1}", flush=True)
+        outcome = Watcher(context, words, log_folder(context), args.grace).run()
+        tell(outcome)
+        if outcome.code == EXIT_DONE or outcome.code in AGREED or "interrupted" in outcome.reason:
+            return outcome.code
+        if attempt == args.retries:
+            break
+        words = [*train_words(args), "training.resume=auto"]
+        if args.elastic and outcome.bad_nodes:
+            more = without(context, outcome.bad_nodes)
+            if more is None:
+                return outcome.code
+            words += more
+    return outcome.code
+
+
+def train_words(args: argparse.Namespace) -> list[str]:
+    """The words of train.py that stand for this command line."""
+    given = (
+        ("--config-name", args.config_name),
+        ("--config", args.config),
+        ("--deepspeed_config", args.deepspeed_config),
+    )
+    return [word for option, value in given if value for word in (option, value)] + list(args.overrides)
+
+
+def log_folder(context: Context) -> Path:
+    """A folder for this attempt's logs in the run's folder."""
+    stamp = datetime.now(timezone.utc).strftime("%Y%m%d_%H%M%S")
+    return context.config.run_dir() / "logs" / f"launch_{stamp}"
+
+
+def tell(outcome: Outcome) -> None:
+    """Say how it ended, and show the last lines of the rank that ended first."""
+    if outcome.code == EXIT_DONE:
+        return
+    print(f"\nended: {outcome.reason} (exit {outcome.code})", file=sys.stderr)
+    for line in outcome.last:
+        print(f"    {line}", file=sys.stderr)
+    sys.stderr.flush()
+
+
+def without(context: Context, bad: list[str]) -> list[str] | None:
+    """Take nodes out of the run; the words that keep its global batch, or None when that cannot be."""
+    training = context.config.training
+    batch = training.train_batch_size * training.grad_accum_steps * context.world_size
+    left = [node for node in context.nodes if node.name not in bad]
+    ranks = sum(node.slots for node in left)
+    if not left or batch % (ranks * training.train_batch_size):
+        print(
+            f"cannot go on with {ranks} rank(s): the global batch of {batch} is no multiple of {ranks} x "
+            f"training.train_batch_size={training.train_batch_size}, and the order of samples rests on it",
+            file=sys.stderr,
+        )
+        return None
+    print(f"going on without {', '.join(bad)}: {ranks} rank(s)", file=sys.stderr)
+    context.nodes = left
+    address = context.master.get("address")
+    if left[0].name in context.facts and context.value(left[0].name, "network"):
+        from mmldlm.preflight.gather import data_address
+
+        address = "127.0.0.1" if context.local else data_address(context, left[0].name)
+    context.master["address"] = address
+    path = context.config.run_dir() / "logs" / "hostfile_left"
+    path.write_text("".join(f"{node.name} slots={node.slots}\n" for node in left))
+    context.options.hostfile = str(path)
+    return [f"training.grad_accum_steps={batch // (ranks * training.train_batch_size)}"]

@@ -1,0 +1,173 @@
+"""The watcher's agent on a node: tells how the node's ranks stand, starts torchrun there, stops what is of the run.
+
+Whatever it touches carries the launch's id in its command line or environment. When the head is gone (its input ends,
+or nothing is asked for LEASE seconds) and no other agent takes over, it ends the node's part of the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+from mmldlm.launch.rank import TOKEN, state_folder
+from mmldlm.preflight.agent import ACTIONS, serve
+
+LEASE = 25.0
+TAKE_OVER = 10.0  # seconds for another agent to take over, after a broken session
+_WATCHED = "watched"
+_launches: set[str] = set()
+_children: list[subprocess.Popen] = []
+
+
+def own_processes(launch: str) -> list[int]:
+    """Processes of this node that belong to a launch, this agent and its ancestors left out."""
+    kept, pid = set(), os.getpid()
+    while pid > 0:
+        kept.add(pid)
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                pid = int(file.read().rpartition(") ")[2].split()[1])
+        except OSError:
+            break
+    token, found = f"{TOKEN}={launch}".encode(), []
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit() or int(entry) in kept:
+            continue
+        try:
+            with open(f"/proc/{entry}/stat") as file:
+                if file.read().rpartition(") ")[2][0] == "Z":
+                    continue
+            with open(f"/proc/{entry}/cmdline", "rb") as file:
+                ours = launch.encode() in file.read()
+            if not ours:
+                with open(f"/proc/{entry}/environ", "rb") as file:
+                    ours = token in file.read().split(b"\0")
+        except OSError:
+            continue  # it ended, or belongs to another user
+        if ours:
+            found.append(int(entry))
+    return found
+
+
+def _parent(pid: int) -> int | None:
+    """Parent of a living process; None when it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            state, parent, *_ = file.read().rpartition(") ")[2].split()
+    except OSError:
+        return None
+    return None if state == "Z" else int(parent)
+
+
+def watch(args: dict) -> dict:
+    """{"ranks": states of the node's ranks, "processes": number of the launch's, "ended": statuses of torchrun}.
+
+    A rank is "alive" while rank.py is; "orphan" when the launcher that started it is gone.
+    """
+    launch = args["launch"]
+    _launches.add(launch)
+    ranks, folder, host = [], state_folder(launch), socket.gethostname()
+    folder.mkdir(mode=0o700, exist_ok=True)
+    (folder / f"{_WATCHED}_{host}").write_text(f"{os.getpid()} {time.monotonic()}")
+    # Processes first and states last: what ended in between must not seem to have ended without a status.
+    processes = len(own_processes(launch))
+    for path in sorted(folder.glob("rank*.json")):
+        state = json.loads(path.read_text())
+        if state["host"] == host:
+            parent = _parent(state["pid"]) if state["exit"] is None else None
+            if parent is None:
+                state = json.loads(path.read_text())
+            state["alive"], state["orphan"] = parent is not None, parent not in (None, state["parent"])
+            ranks.append(state)
+    ended = [child.returncode for child in _children if child.poll() is not None]
+    return {"ranks": ranks, "processes": processes, "ended": ended}
+
+
+def start(args: dict) -> int:
+    """Start a launcher on this node (torchrun) with its output in args["log"]; its pid."""
+    _launches.add(args["launch"])
+    with open(args["log"], "ab") as log:
+        environment = {**os.environ, **args["environment"]}
+        child = subprocess.Popen(
+            args["command"], env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+    _children.append(child)
+    return child.pid
+
+
+def signal_ranks(args: dict) -> int:
+    """Send args["signal"] to train.py of every rank here (a request to save and end); how many there were."""
+    states = [state for state in watch(args)["ranks"] if state["alive"]]
+    for state in states:
+        with contextlib.suppress(OSError):
+            os.kill(state["child"], getattr(signal, args["signal"]))
+    return len(states)
+
+
+def stop(args: dict) -> int:
+    """End all processes of the launch here: SIGTERM, and SIGKILL after args["grace"] seconds. How many there were."""
+    pids = own_processes(args["launch"])
+    _send(pids, signal.SIGTERM)
+    deadline = time.monotonic() + args["grace"]
+    while time.monotonic() < deadline and own_processes(args["launch"]):
+        time.sleep(0.1)
+    for _ in range(20):  # a killed launcher may have started another meanwhile
+        left = own_processes(args["launch"])
+        if not left:
+            break
+        _send(left, signal.SIGKILL)
+        time.sleep(0.05)
+    return len(pids)
+
+
+def _send(pids: list[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            os.kill(pid, number)
+
+
+def forget(args: dict) -> None:
+    """Delete the states of a launch that is over."""
+    _launches.discard(args["launch"])
+    folder = state_folder(args["launch"])
+    for path in folder.glob("*") if folder.is_dir() else ():
+        path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+def _taken_over(launch: str) -> bool:
+    """Whether another agent of this node watches the launch, or starts to within TAKE_OVER seconds."""
+    path, deadline = state_folder(launch) / f"{_WATCHED}_{socket.gethostname()}", time.monotonic() + TAKE_OVER
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError, ValueError):
+            pid, when = path.read_text().split()
+            if int(pid) != os.getpid() and time.monotonic() - float(when) < TAKE_OVER:
+                return True
+        if not own_processes(launch):
+            return False
+        time.sleep(0.2)
+    return False
+
+
+def main() -> int:
+    """Serve; then, if a launch is still watched, its head is gone: end the node's part of it."""
+    actions = {**ACTIONS, **{action.__name__: action for action in (watch, start, signal_ranks, stop, forget)}}
+    try:
+        serve(actions, LEASE)
+    finally:
+        for launch in list(_launches):
+            if not _taken_over(launch):
+                stop({"launch": launch, "grace": 3})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,283 @@
+"""One attempt of a launch: start it, watch every node, end all of it when a part dies, and say which part was first."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STABILITY, EXIT_USAGE
+from mmldlm.launch import rank as rank_module
+from mmldlm.preflight.carried import wanted
+from mmldlm.preflight.context import Context
+from mmldlm.preflight.lines import TRAIN, deepspeed_line, mpi_line, srun_line, torchrun_line
+from mmldlm.preflight.transport import CONNECT_SECONDS, Agent, AgentFailure, Fleet
+
+POLL_SECONDS = 1.0
+ANSWER_SECONDS = 5.0  # a node that says nothing for so long is called anew
+CALL_SECONDS = 3  # and is lost when ssh does not reach it within so many
+START_SECONDS = 60.0  # from the launcher's start to the first sign of it on every node
+SETTLE_SECONDS = 3.0  # after the first failure: the others may be ending by themselves, with a better message
+AGREED_SECONDS = 30.0  # the same, where all end by agreement: rank 0 has more to write than the others
+STOP_GRACE = 2.0
+# DeepSpeed's launcher tells its own plans, several lines a node: kept in launcher.log, not on the screen.
+_CHATTER = re.compile(r"\[(INFO|WARNING)\] \[(launch|runner|multinode_runner|real_accelerator)\.py")
+# Ends that all ranks reach together and by their own decision.
+AGREED = (EXIT_USAGE, EXIT_STABILITY, EXIT_INTERRUPTED)
+
+
+@dataclass
+class Outcome:
+    """How an attempt ended: exit code, one sentence, the first failing rank's last lines, nodes that are to blame."""
+
+    code: int
+    reason: str = ""
+    last: list[str] = field(default_factory=list)
+    bad_nodes: list[str] = field(default_factory=list)
+    seconds_to_stop: float = 0.0
+
+
+class Watcher:
+    """Start and watch one attempt.
+
+    Args:
+        context: of the preflight: nodes, launcher, the master's address. words: of train.py.
+        logs: folder that all nodes see; gets a log a rank, the launcher's own, and the launch file.
+    """
+
+    def __init__(self, context: Context, words: list[str], logs: Path, grace: float = 120.0):
+        self.context, self.words, self.logs, self.grace = context, words, logs, grace
+        self.id = uuid.uuid4().hex
+        self.fleet = Fleet([self._agent(name) for name in context.names])
+        self.process: subprocess.Popen | None = None
+        self.interrupts = 0
+        self._seen: set[str] = set()
+
+    def _agent(self, name: str, connect: int = CONNECT_SECONDS) -> Agent:
+        context, options = self.context, self.context.options
+        return Agent(name, context.local, options.ssh_port, options.ssh_option, "mmldlm.launch.node", connect)
+
+    # -- starting ----------------------------------------------------------------------------------------------------
+
+    def run(self) -> Outcome:
+        """Start, watch to the end, clean up; never leaves a process of the run behind on a node that answers."""
+        handlers = {n: signal.signal(n, self._interrupt) for n in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            self.fleet.start()
+            if self.fleet.failures:
+                name, failure = next(iter(self.fleet.failures.items()))
+                return Outcome(EXIT_FAILED, f"{name}: no watcher there ({failure})", bad_nodes=[name])
+            self._start()
+            return self._watch()
+        finally:
+            self._end_all(STOP_GRACE)
+            self.fleet.ask("forget", {"launch": self.id}, timeout=10)
+            self.fleet.stop()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def _interrupt(self, number, frame) -> None:
+        self.interrupts += 1
+
+    def _start(self) -> None:
+        context, options = self.context, self.context.options
+        self.logs.mkdir(parents=True, exist_ok=True)
+        environment = wanted()
+        if not context.has_gpus():
+            environment.setdefault("DS_ACCELERATOR", "cpu")
+            environment.setdefault("OMP_NUM_THREADS", str(self._threads()))
+        launch_file = self.logs / f"launch_{self.id}.json"
+        values = {"id": self.id, "script": TRAIN, "words": self.words, "logs": str(self.logs.absolute())}
+        # Variables may be secrets: the file is the user's alone, and no command line shows them.
+        with open(os.open(launch_file, os.O_CREAT | os.O_WRONLY, 0o600), "w") as file:
+            json.dump({**values, "environment": environment}, file)
+        script = [rank_module.__file__, str(launch_file.absolute())]
+        address = context.master.get("address") or "127.0.0.1"
+        port = options.master_port
+        if context.launcher == "torchrun":
+            self._start_torchrun(address, port, script, environment)
+            return
+        if context.launcher == "mpi":
+            line = mpi_line(context.nodes, context.local, {}, options.ssh_port, script)
+        elif context.launcher == "slurm":
+            line = srun_line(context.nodes, address, options.master_port, script)
+        else:
+            line = deepspeed_line(
+                context.nodes, context.local, options.hostfile, address, port, options.ssh_port, script
+            )
+        # In a session of its own: Ctrl-C must reach the ranks through us, not pdsh, whose answer is `pkill -f`.
+        self.process = subprocess.Popen(
+            line,
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        threading.Thread(target=self._copy_output, daemon=True).start()
+
+    def _threads(self) -> int:
+        cores = [found["cores"] // self.context.slots(n) for n, found in self.context.answered("memory").items()]
+        return max(min(cores, default=1), 1)
+
+    def _start_torchrun(self, address: str, port: int, script: list[str], environment: dict[str, str]) -> None:
+        nodes, names = self.context.nodes, self.context.names
+
+        def asked(node: str) -> dict:
+            command = torchrun_line(nodes, names.index(node), address, port, script)
+            log = str((self.logs / f"{node}_torchrun.log").absolute())
+            return {"launch": self.id, "command": command, "environment": environment, "log": log}
+
+        self.fleet.ask("start", asked, timeout=20)
+
+    def _copy_output(self) -> None:
+        with open(self.logs / "launcher.log", "a") as log:
+            for line in self.process.stdout:
+                log.write(line)
+                log.flush()
+                if _CHATTER.search(line):
+                    continue
+                with contextlib.suppress(OSError):
+                    sys.stdout.write(line)
+                    sys.stdout.flush()
+
+    # -- watching ----------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> Outcome:
+        started = time.monotonic()
+        asked_to_save = 0
+        interrupted_at = None
+        while True:
+            before = time.monotonic()
+            # Looked at before the ranks: a launcher that ends after them must not seem to have ended before them.
+            ended = self.process is not None and self.process.poll() is not None
+            views = self.fleet.ask("watch", {"launch": self.id}, timeout=ANSWER_SECONDS)
+            self._call_again()
+            if self.interrupts > asked_to_save:
+                asked_to_save = self.interrupts
+                if asked_to_save > 1:
+                    return Outcome(EXIT_FAILED, "interrupted twice: ended without a checkpoint")
+                print("interrupted: the ranks save a checkpoint and end (again: end at once)", flush=True)
+                interrupted_at = time.monotonic()
+                self.fleet.ask("signal_ranks", {"launch": self.id, "signal": "SIGTERM"}, timeout=10)
+            outcome = self._judge(views, ended, time.monotonic() - started)
+            if outcome is not None:
+                return outcome
+            if interrupted_at is not None and time.monotonic() - interrupted_at > self.grace:
+                return Outcome(EXIT_FAILED, f"the ranks did not end within {self.grace:.0f} s of the interruption")
+            time.sleep(max(POLL_SECONDS - (time.monotonic() - before), 0))
+
+    def _call_again(self) -> None:
+        """A session that broke, or a node that was slow to answer, is no dead node: it is one when ssh fails too."""
+        silent = list(self.fleet.failures)
+        if not silent:
+            return
+        with ThreadPoolExecutor(len(silent)) as pool:
+            found = dict(zip(silent, pool.map(self._new_session, silent), strict=True))
+        for name, agent in found.items():
+            if agent is not None:
+                self.fleet.agents[name].stop()
+                self.fleet.agents[name] = agent
+                del self.fleet.failures[name]
+
+    def _new_session(self, name: str) -> Agent | None:
+        agent = self._agent(name, CALL_SECONDS)
+        try:
+            agent.start()
+            agent.request("watch", {"launch": self.id}, ANSWER_SECONDS)
+        except (AgentFailure, RuntimeError):
+            agent.stop()
+            return None
+        return agent
+
+    def _judge(self, views: dict[str, dict], launcher_ended: bool, age: float) -> Outcome | None:
+        """None while all is well; how it ended otherwise."""
+        if self.fleet.failures:
+            name, failure = next(iter(self.fleet.failures.items()))
+            return self._failed(f"{name} is lost: {failure.said}", views, [name])
+        ranks = [state for view in views.values() for state in view["ranks"]]
+        if any(
+            state["exit"] not in (None, EXIT_DONE) or (state["exit"] is None and not state["alive"]) for state in ranks
+        ):
+            return self._failed_rank(views)
+        done = [state for state in ranks if state["exit"] == EXIT_DONE]
+        if len(done) == self.context.world_size and (self.process is None or launcher_ended):
+            return Outcome(EXIT_DONE)
+        if launcher_ended and len(done) < self.context.world_size:
+            code = self.process.returncode
+            how = f"signal {-code}" if code < 0 else f"status {code}"
+            return self._failed(f"the launcher ended with {how} before its ranks", views, [])
+        for name, view in views.items():
+            finished = sum(state["exit"] == EXIT_DONE for state in view["ranks"]) == self.context.slots(name)
+            if any(code != 0 for code in view["ended"]) and not view["ranks"]:
+                return self._failed(f"{name}: torchrun ended before any rank started", views, [name])
+            if any(state["orphan"] for state in view["ranks"]):
+                return self._failed(f"{name}: its launcher ended before its ranks", views, [name])
+            if view["processes"]:
+                self._seen.add(name)
+            elif not finished and name in self._seen:
+                return self._failed(f"{name}: its launcher ended before its ranks", views, [name])
+            elif not finished and age > START_SECONDS:
+                return self._failed(f"{name}: nothing was started there within {START_SECONDS:.0f} s", views, [name])
+        return None
+
+    def _failed_rank(self, views: dict[str, dict]) -> Outcome:
+        """A rank failed: give the others a moment, then find who was first."""
+        noticed, patience = time.monotonic(), SETTLE_SECONDS
+        while time.monotonic() - noticed < patience:
+            # A node that is lost meanwhile keeps what it said last.
+            views = {**views, **self.fleet.ask("watch", {"launch": self.id}, timeout=ANSWER_SECONDS)}
+            ranks = [state for view in views.values() for state in view["ranks"]]
+            if len(ranks) == self.context.world_size and not any(state["alive"] for state in ranks):
+                break
+            if all(state["alive"] or state["exit"] in (EXIT_DONE, *AGREED) for state in ranks):
+                patience = AGREED_SECONDS
+            time.sleep(0.3)
+        failed = []
+        for name, view in views.items():
+            offset = self.context.clocks.get(name, (0.0, 0.0))[0]
+            for state in view["ranks"]:
+                if state["exit"] is None and not state["alive"]:
+                    failed.append((0.0, name, {**state, "exit": 128 + signal.SIGKILL, "last": self._last_of(state)}))
+                elif state["exit"] not in (None, EXIT_DONE):
+                    failed.append((state["ended"] - offset, name, state))
+        _, name, first = min(failed, key=lambda entry: entry[0])
+        codes = [state["exit"] for _, _, state in failed]
+        killed = f" (signal {first['exit'] - 128})" if first["exit"] > 128 else ""
+        reason = f"rank {first['rank']} on {name} ended first, with status {first['exit']}{killed}"
+        code = codes[0] if len(set(codes)) == 1 else max(codes)
+        return Outcome(code, reason, first.get("last") or [], [] if code in AGREED else [name])
+
+    @staticmethod
+    def _last_of(state: dict) -> list[str]:
+        with contextlib.suppress(OSError):
+            return Path(state["log"]).read_text(errors="replace").splitlines()[-rank_module.LAST_LINES :]
+        return []
+
+    def _failed(self, reason: str, views: dict[str, dict], nodes: list[str]) -> Outcome:
+        last: list[str] = []
+        states = [state for name in nodes or views for state in views.get(name, {}).get("ranks", ())]
+        for state in states:
+            last = state.get("last") or self._last_of(state)
+        return Outcome(EXIT_FAILED, reason, last, nodes)
+
+    def _end_all(self, grace: float) -> None:
+        """Stop the run on every node that answers, then the launcher here."""
+        self.fleet.ask("stop", {"launch": self.id, "grace": grace}, timeout=grace + 8)
+        if self.process is not None and self.process.poll() is None:
+            # Not SIGTERM: DeepSpeed's handler runs `pkill -f` on every node, which ends other runs too.
+            with contextlib.suppress(OSError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()

@@ -1,0 +1,92 @@
+"""Which variables of the head's environment a launcher takes to the other nodes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from mmldlm.preflight.probes.system import PREFIXES
+
+# deepspeed/launcher/runner.py (0.19.8): EXPORT_ENVS, and what its CUDA accelerator adds; on CPUs it adds nothing.
+_DEEPSPEED_PREFIXES = ("MLFLOW", "PYTHON", "MV2", "UCX")
+_DEEPSPEED_CUDA = ("NCCL",)
+# Set anew by every launcher, meant for the head alone, or of no consequence.
+_OWN = (
+    "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "DS_ENV_FILE", "PYTHONPATH", "PYTHONUNBUFFERED",
+    "PYTHONDONTWRITEBYTECODE",
+)  # fmt: skip
+# Without these ranks take other interfaces than the user chose, and wait for one another.
+DECISIVE = (
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+    "NCCL_IB_HCA",
+    "NCCL_SOCKET_FAMILY",
+    "NCCL_IB_DISABLE",
+    "LD_PRELOAD",
+)
+_SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+
+
+def wanted(environment: dict[str, str] | None = None) -> dict[str, str]:
+    """The head's variables that a run should see on every node."""
+    environment = dict(os.environ) if environment is None else environment
+    return {k: v for k, v in environment.items() if k.startswith(PREFIXES) and k not in _OWN}
+
+
+def is_secret(name: str) -> bool:
+    """Whether a variable's name says that its value must not be shown or written to a file."""
+    words = name.upper().replace("TOKENIZERS", "")
+    return any(mark in words for mark in _SECRET)
+
+
+def env_files() -> list[Path]:
+    """The .deepspeed_env files that DeepSpeed reads, in its order (the later one wins)."""
+    name = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+    paths = [Path(folder, name) for folder in (os.path.expanduser("~"), ".")]
+    found = [path for path in paths if path.is_file()]
+    return found[:1] if len(found) == 2 and found[0].samefile(found[1]) else found
+
+
+def read_env_file(path: Path) -> tuple[dict[str, str], list[str]]:
+    """(variables, problems) of a .deepspeed_env, as DeepSpeed 0.19.8 and the remote shell read it."""
+    values, problems = {}, []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        name, equals, value = line.partition("=")
+        if not equals or line.lstrip().startswith("#"):
+            problems.append(f"{path}:{number}: DeepSpeed stops at a blank line, a comment, or a line without '='")
+        else:
+            values[name.strip()] = value.strip("\"'") if " " not in value else value.split()[0]
+    return values, problems
+
+
+def carried(launcher: str, has_gpus: bool) -> dict[str, str] | None:
+    """The variables (of those wanted) that arrive; None where the launcher starts ranks in shells of their own."""
+    if launcher == "slurm":
+        return wanted()  # srun exports all unless told otherwise
+    if launcher == "torchrun":
+        return None
+    if launcher == "mpi":
+        return {}  # mpirun takes only what -x names
+    prefixes = _DEEPSPEED_PREFIXES + (_DEEPSPEED_CUDA if has_gpus else ())
+    found = {k: v for k, v in wanted().items() if k.startswith(prefixes)}
+    for path in env_files():
+        found.update(read_env_file(path)[0])
+    return found
+
+
+def write_env_file(path: Path, names: list[str]) -> list[str]:
+    """Add variables of this environment to a .deepspeed_env; returns the names that could not be written.
+
+    DeepSpeed pastes the values unquoted into a shell line, so only plain ones can travel; secrets are left out.
+    """
+    lines = path.read_text().splitlines() if path.exists() else []
+    kept = [line for line in lines if "=" in line and line.split("=", 1)[0].strip() not in names]
+    refused = []
+    for name in names:
+        value = os.environ[name]
+        if is_secret(name) or not value or any(not (c.isalnum() or c in "_./:,@%+=^-") for c in value):
+            refused.append(name)
+        else:
+            kept.append(f"{name}={value}")
+    path.write_text("".join(line + "\n" for line in kept))
+    return refused

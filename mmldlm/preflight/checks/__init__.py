@@ -1,0 +1,1 @@
+"""The checks: one short function each, found by reading this folder (result.all_checks). New file, new checks."""

@@ -1,0 +1,121 @@
+"""What the checks judge: the plan of the run, and what was measured of it."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field
+from typing import Any
+
+from mmldlm.config.schema import Config
+from mmldlm.errors import UserError
+from mmldlm.preflight.hostfile import Node
+from mmldlm.preflight.transport import AgentFailure
+
+Facts = dict[str, dict[str, Any]]
+
+
+@dataclass
+class Context:
+    """Everything known when the checks run. Nothing here is judged yet.
+
+    Attributes:
+        options: the command line. nodes: of the hostfile, in order. local: one node, this machine, without ssh.
+        config, config_error: the resolved config, or why there is none. plan: what plan_child found.
+        head: facts of this machine. facts: node -> probe -> {"value"} or {"error"}.
+        failures: nodes whose agent gave no (more) answer. clocks: node -> (offset, half round trip) in seconds.
+        master: {"address", "port", "listening", "candidates", "reach"}. matrix: (from, to) -> {"ms"} or {"error"}.
+        shared: (writer, reader) -> whether the reader saw the writer's token. launched: level 3 and 4.
+    """
+
+    options: argparse.Namespace
+    nodes: list[Node] = field(default_factory=list)
+    local: bool = False
+    hostfile_error: UserError | None = None
+    config: Config | None = None
+    config_error: UserError | None = None
+    plan: dict[str, Any] = field(default_factory=dict)
+    plan_error: str | None = None
+    head: Facts = field(default_factory=dict)
+    facts: dict[str, Facts] = field(default_factory=dict)
+    failures: dict[str, AgentFailure] = field(default_factory=dict)
+    errors: dict[tuple[str, str], str] = field(default_factory=dict)
+    clocks: dict[str, tuple[float, float]] = field(default_factory=dict)
+    master: dict[str, Any] = field(default_factory=dict)
+    matrix: dict[tuple[str, str], dict] = field(default_factory=dict)
+    shared: dict[tuple[str, str], bool] = field(default_factory=dict)
+    collectives: dict[str, Any] = field(default_factory=dict)
+    dry_run: dict[str, Any] = field(default_factory=dict)
+    fixed: list[str] = field(default_factory=list)
+
+    @property
+    def level(self) -> int:
+        return self.options.level
+
+    @property
+    def launcher(self) -> str:
+        return self.options.launcher
+
+    @property
+    def world_size(self) -> int:
+        return sum(node.slots for node in self.nodes)
+
+    @property
+    def names(self) -> list[str]:
+        return [node.name for node in self.nodes]
+
+    def slots(self, name: str) -> int:
+        return next(node.slots for node in self.nodes if node.name == name)
+
+    def value(self, name: str, probe: str) -> Any:
+        """What a probe measured on a node; None where it gave no value."""
+        return self.facts.get(name, {}).get(probe, {}).get("value")
+
+    def head_value(self, probe: str) -> Any:
+        """What a probe measured on this machine."""
+        return self.head.get(probe, {}).get("value")
+
+    def answered(self, probe: str) -> dict[str, Any]:
+        """node -> value, of the nodes where the probe gave one."""
+        found = {name: self.value(name, probe) for name in self.names}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def unanswered(self, probe: str) -> dict[str, str]:
+        """node -> why the probe gave no value there, of nodes whose agent did answer."""
+        return {
+            name: facts[probe].get("error", "no value")
+            for name, facts in self.facts.items()
+            if probe in facts and "value" not in facts[probe]
+        }
+
+    def has_gpus(self) -> bool:
+        """Whether any node (or this machine, when none was asked) has a GPU."""
+        found = list(self.answered("gpus").values()) or [self.head_value("gpus") or {}]
+        return any(entry.get("gpus") for entry in found)
+
+    def engine_plan(self) -> str:
+        """The row of sizes.PLANS that the config asks for."""
+        from mmldlm.engines.deepspeed_config import resolve_stage
+
+        kind = self.config.engine.kind
+        if kind == "deepspeed":
+            return f"zero{resolve_stage(self.config)}"
+        return {"ddp": "zero0"}.get(kind, kind)
+
+    def arriving(self, name: str) -> dict[str, str] | None:
+        """Variables as a rank on this node will have them: the login's, and over them what the launcher carries.
+
+        None where the launcher starts ranks in shells that preflight does not see.
+        """
+        from mmldlm.preflight.carried import carried, wanted
+
+        own = self.value(name, "environment")
+        taken = wanted() if self.options.carries_all else carried(self.launcher, self.has_gpus())
+        if self.local:
+            return wanted()
+        return None if own is None or taken is None else {**own, **taken}
+
+
+def majority(values: dict[str, Any]) -> Any:
+    """The value that most nodes have; of equally many, the first node's."""
+    counted = list(values.values())
+    return max(counted, key=counted.count) if counted else None

@@ -1,0 +1,124 @@
+"""GPUs through NVML's C library, without torch and without nvidia-smi (which hangs when a driver does)."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pwd
+
+_MAX_PROCESSES = 64
+_VOLATILE, _UNCORRECTED = 0, 1
+_NOT_SUPPORTED = 3
+# nvmlClocksEventReasons that mean the GPU is slowed down by heat or power supply, not by idling or its power cap.
+SLOWED = {0x8: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal", 0x80: "power brake"}
+RECOVERY = {0: None, 1: "reset the GPU", 2: "reboot the node", 3: "drain peer-to-peer traffic", 4: "drain and reset"}
+_FIELD_RECOVERY_ACTION = 274
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
+
+
+class _Process(ctypes.Structure):
+    _fields_ = [
+        ("pid", ctypes.c_uint),
+        ("used", ctypes.c_ulonglong),
+        ("gpu_instance", ctypes.c_uint),
+        ("compute_instance", ctypes.c_uint),
+    ]
+
+
+class _Field(ctypes.Structure):
+    _fields_ = [
+        ("field", ctypes.c_uint),
+        ("scope", ctypes.c_uint),
+        ("timestamp", ctypes.c_longlong),
+        ("latency", ctypes.c_longlong),
+        ("value_type", ctypes.c_uint),
+        ("status", ctypes.c_int),
+        ("value", ctypes.c_ulonglong),
+    ]
+
+
+def gpus(args: dict) -> dict:
+    """{"gpus": [...], "driver": ...}, or {"absent": reason} on a node without an NVIDIA driver.
+
+    Of each GPU: name, memory in bytes, ECC errors, row remapping, slow-down reasons, recovery action, and the
+    processes on it. A field that this GPU or driver does not know is None.
+    """
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return {"absent": "no NVIDIA driver on this node (libnvidia-ml.so.1 is not there)"}
+    code = nvml.nvmlInit_v2()
+    if code != 0:
+        return {"absent": f"NVML does not start (code {code})", "broken": True}
+    try:
+        text = ctypes.create_string_buffer(96)
+        driver = text.value.decode() if nvml.nvmlSystemGetDriverVersion(text, 96) == 0 else None
+        driver = text.value.decode() or driver
+        count = ctypes.c_uint()
+        _expect(nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)), "nvmlDeviceGetCount")
+        return {"driver": driver, "gpus": [_gpu(nvml, index) for index in range(count.value)]}
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _expect(code: int, what: str) -> None:
+    if code != 0:
+        raise RuntimeError(f"{what} answers with NVML code {code}")
+
+
+def _gpu(nvml, index: int) -> dict:
+    device = ctypes.c_void_p()
+    code = nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device))
+    if code != 0:
+        return {"index": index, "lost": f"NVML code {code}"}
+    name, uuid = ctypes.create_string_buffer(96), ctypes.create_string_buffer(96)
+    nvml.nvmlDeviceGetName(device, name, 96)
+    nvml.nvmlDeviceGetUUID(device, uuid, 96)
+    memory = _Memory()
+    _expect(nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)), "nvmlDeviceGetMemoryInfo")
+    ecc, reasons = ctypes.c_ulonglong(), ctypes.c_ulonglong()
+    has_ecc = nvml.nvmlDeviceGetTotalEccErrors(device, _UNCORRECTED, _VOLATILE, ctypes.byref(ecc)) == 0
+    has_reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(device, ctypes.byref(reasons)) == 0
+    remapped = [ctypes.c_uint() for _ in range(4)]  # correctable, uncorrectable, pending, failed
+    has_remap = nvml.nvmlDeviceGetRemappedRows(device, *(ctypes.byref(cell) for cell in remapped)) == 0
+    return {
+        "index": index,
+        "name": name.value.decode(),
+        "uuid": uuid.value.decode(),
+        "memory_total": memory.total,
+        "memory_free": memory.free,
+        "ecc_uncorrected": ecc.value if has_ecc else None,
+        "remap_pending": bool(remapped[2].value) if has_remap else None,
+        "remap_failed": bool(remapped[3].value) if has_remap else None,
+        "slowed": [text for bit, text in SLOWED.items() if reasons.value & bit] if has_reasons else None,
+        "recovery": _recovery(nvml, device),
+        "processes": _processes(nvml, device),
+    }
+
+
+def _recovery(nvml, device) -> str | None:
+    field = _Field(field=_FIELD_RECOVERY_ACTION)
+    if nvml.nvmlDeviceGetFieldValues(device, 1, ctypes.byref(field)) != 0 or field.status != 0:
+        return None
+    number = field.value & 0xFFFFFFFF
+    return RECOVERY.get(number, f"recovery action {number}")
+
+
+def _processes(nvml, device) -> list[dict]:
+    count = ctypes.c_uint(_MAX_PROCESSES)
+    found = (_Process * _MAX_PROCESSES)()
+    if nvml.nvmlDeviceGetComputeRunningProcesses_v3(device, ctypes.byref(count), found) != 0:
+        return []
+    return [{"pid": p.pid, "memory": p.used, **_who(p.pid)} for p in found[: count.value]]
+
+
+def _who(pid: int) -> dict:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            command = file.read().replace(b"\0", b" ").decode(errors="replace").strip()[:120]
+        return {"command": command, "user": pwd.getpwuid(os.stat(f"/proc/{pid}").st_uid).pw_name}
+    except (OSError, KeyError):
+        return {"command": None, "user": None}  # of another container or user

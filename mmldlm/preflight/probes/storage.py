@@ -1,0 +1,121 @@
+"""Data and checkpoint folders as one node sees them."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+
+READ_BUDGET = 256 << 20  # bytes of the store that a node reads; a larger store is sampled
+SECONDS_BUDGET = 12.0
+_BLOCK = 1 << 20
+WRITE_BYTES = 32 << 20
+
+
+def data(args: dict) -> dict:
+    """Manifest and files of the store at args["data_root"]: sizes, and hashes of what the budget lets it read.
+
+    A file that is read whole gets its SHA-256, which the store's manifest knows; of a larger store, blocks at places
+    that are the same on every node are hashed together.
+    """
+    root = Path(args["data_root"])
+    manifest_path = root / "manifest.json"
+    text = manifest_path.read_bytes()
+    entries = json.loads(text)["files"]
+    total = sum(entry["bytes"] for entry in entries.values())
+    share = min(1.0, READ_BUDGET / max(total, 1))
+    deadline = time.monotonic() + SECONDS_BUDGET
+    files: dict[str, dict] = {}
+    read = 0
+    for name in entries:
+        path = root / name
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            files[name] = {"error": error.strerror or str(error)}
+            continue
+        found = {"bytes": size}
+        if share == 1.0 and time.monotonic() < deadline:
+            found["sha256"], done = _hash(path, [(0, size)])
+            read += done
+        elif time.monotonic() < deadline:
+            count = max(2, int(size * share) // _BLOCK)
+            starts = sorted({i * max(size - _BLOCK, 0) // (count - 1) for i in range(count)})
+            found["blocks"], done = _hash(path, [(start, _BLOCK) for start in starts])
+            read += done
+        files[name] = found
+    return {
+        "manifest_sha256": hashlib.sha256(text).hexdigest(),
+        "files": files,
+        "bytes_total": total,
+        "bytes_read": read,
+        "num_samples": {k: v.get("num_samples") for k, v in json.loads(text).get("splits", {}).items()},
+    }
+
+
+def _hash(path: Path, spans: list[tuple[int, int]]) -> tuple[str, int]:
+    digest, done = hashlib.sha256(), 0
+    with open(path, "rb", buffering=0) as file:
+        for start, length in spans:
+            file.seek(start)
+            left = length
+            while left and (chunk := file.read(min(left, 1 << 20))):
+                digest.update(chunk)
+                left -= len(chunk)
+                done += len(chunk)
+    return digest.hexdigest(), done
+
+
+def checkpoints(args: dict) -> dict:
+    """Whether a checkpoint could be written to args["save_dir"]: free space, a measured write, an atomic rename.
+
+    The nearest existing parent is used where the folder is not there yet; all that is written is removed.
+    """
+    wanted = Path(args["save_dir"])
+    folder = wanted
+    while not folder.exists():
+        folder = folder.parent
+    space = os.statvfs(folder)
+    found: dict = {
+        "folder": str(folder),
+        "exists": folder == wanted,
+        "free": space.f_bavail * space.f_frsize,
+        "total": space.f_blocks * space.f_frsize,
+        "free_inodes": space.f_favail if space.f_files else None,
+        "file_system": file_system(folder),
+    }
+    probe = folder / f".mmldlm_preflight_{os.uname().nodename}_{os.getpid()}"
+    try:
+        block = os.urandom(1 << 20)
+        size = max(min(WRITE_BYTES, found["free"] // 2), 1)
+        started, written = time.perf_counter(), 0
+        with open(probe, "wb") as file:
+            while written < size and time.perf_counter() - started < 5:
+                written += file.write(block[: size - written])
+            file.flush()
+            os.fsync(file.fileno())
+        found["bytes_per_second"] = written / (time.perf_counter() - started)
+        renamed = probe.with_name(probe.name + "_renamed")
+        os.rename(probe, renamed)
+        found["rename"] = renamed.exists() and not probe.exists()
+        renamed.unlink()
+    except OSError as error:
+        found["write_error"] = error.strerror or str(error)
+    finally:
+        with contextlib.suppress(OSError):  # a read-only file system refuses even this
+            probe.unlink(missing_ok=True)
+    return found
+
+
+def file_system(folder: Path) -> str:
+    """Type of the mount a folder lies on."""
+    best, kind = "", "unknown"
+    real = str(folder.resolve())
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, point, found, *_ = line.split()
+        if (real == point or real.startswith(point.rstrip("/") + "/")) and len(point) >= len(best):
+            best, kind = point, found
+    return kind

@@ -1,0 +1,114 @@
+"""Identity, versions, code, limits, memory and environment of a node."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+
+PACKAGES = ("torch", "deepspeed", "transformers", "numpy", "pydantic", "mpi4py", "mmldlm")
+# Variables that change how a run behaves; what a launcher leaves behind of them is worth a word.
+PREFIXES = (
+    "NCCL_", "GLOO_", "TORCH", "CUDA_", "OMP_", "MKL_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "DS_",
+    "DEEPSPEED_", "MMLDLM_", "FI_", "UCX_", "RDMAV_", "TRITON_", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHON",
+    "MASTER_", "PYTORCH_",
+)  # fmt: skip
+
+
+def identity(args: dict) -> dict:
+    """Who this is: two names of one machine have one boot id and one network namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid", "uts") if Path("/proc/self/ns").is_dir()]
+    return {
+        "hostname": socket.gethostname(),
+        "machine": "/".join([boot.read_text().strip() if boot.exists() else platform.node(), *spaces]),
+        "uptime": float(Path("/proc/uptime").read_text().split()[0]) if Path("/proc/uptime").exists() else None,
+        "user": os.environ.get("USER") or str(os.getuid()),
+        "time": time.time(),
+    }
+
+
+def versions(args: dict) -> dict:
+    """Versions as pip recorded them: importing torch to ask would take seconds."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    return {"packages": found, "kernel": platform.release(), "nccl": _nccl_version(), "machine": platform.machine()}
+
+
+def _nccl_version() -> str | None:
+    """Version of the NCCL library that torch's wheels load; None where there is none."""
+    import ctypes
+
+    for folder in sys.path:
+        for library in Path(folder or ".").glob("nvidia/nccl/lib/libnccl.so.2"):
+            number = ctypes.c_int()
+            if ctypes.CDLL(str(library)).ncclGetVersion(ctypes.byref(number)) == 0:
+                return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
+    return None
+
+
+def code(args: dict) -> dict:
+    """Which mmldlm lies here: a hash over its sources, and the commit where git knows one."""
+    package = Path(__file__).resolve().parents[2]
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    commit = None
+    if shutil.which("git"):
+        done = subprocess.run(["git", "-C", package.parent, "rev-parse", "HEAD"], capture_output=True, text=True)
+        commit = done.stdout.strip() or None if done.returncode == 0 else None
+    return {"folder": str(package), "sources": digest.hexdigest()[:16], "commit": commit}
+
+
+def limits(args: dict) -> dict:
+    """Soft limits as a rank would inherit them (-1: unlimited), and /dev/shm in bytes."""
+    found = {
+        name: resource.getrlimit(number)[0]
+        for name, number in (("memlock", resource.RLIMIT_MEMLOCK), ("nofile", resource.RLIMIT_NOFILE))
+    }
+    shm = os.statvfs("/dev/shm")
+    found["shm_total"], found["shm_free"] = shm.f_blocks * shm.f_frsize, shm.f_bavail * shm.f_frsize
+    probe = Path("/dev/shm") / f".mmldlm_preflight_{os.getpid()}"
+    try:
+        probe.write_bytes(b"x")
+        found["shm_writable"] = True
+    except OSError as error:
+        found["shm_writable"], found["shm_error"] = False, error.strerror
+    finally:
+        with contextlib.suppress(OSError):  # a read-only file system refuses even this
+            probe.unlink(missing_ok=True)
+    return found
+
+
+def memory(args: dict) -> dict:
+    """Bytes of host memory, a container's limit counted; cores this process may use."""
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    total, available = (int(lines[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
+    limit = None
+    for name, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        path = Path(name)
+        if path.exists() and (text := path.read_text().strip()).isdigit() and int(text) < total:
+            limit = int(text)
+            available = min(available, limit - int(Path(used).read_text()))
+    return {"total": limit or total, "available": available, "cores": len(os.sched_getaffinity(0))}
+
+
+def environment(args: dict) -> dict:
+    """The variables that matter to a run, as a process that ssh starts here has them."""
+    return {name: value for name, value in os.environ.items() if name.startswith(PREFIXES)}

@@ -1,0 +1,97 @@
+"""`mmldlm launch` on this machine alone: real ranks, no ssh; and the arithmetic of a retry with fewer nodes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mmldlm.config.load import load_config
+from mmldlm.launch.command import without
+from mmldlm.preflight.context import Context
+from mmldlm.preflight.hostfile import Node
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def start(store, folder, *words, launcher="torchrun"):
+    command = [sys.executable, "-m", "mmldlm.launch", "--launcher", launcher, "--nproc", "2"]
+    command += ["--config-name", "tiny"]
+    command += ["--skip", "PROC001,LIM003", "--master_port", "29533", f"data.latent_data_root={store}"]
+    command += [f"logging.save_dir={folder}", "logging.run_name=run", "data.max_validation_samples=16"]
+    command += ["training.train_batch_size=4", "logging.eval_freq=1000000", *words]
+    hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    environment = {k: v for k, v in os.environ.items() if k not in hidden} | {"OMP_NUM_THREADS": "1"}
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes)
+
+
+def ranks_of(process) -> list[int]:
+    """Processes of train.py below a launch."""
+    below, found = {process.pid}, []
+    for entry in sorted((e for e in os.listdir("/proc") if e.isdigit()), key=int):
+        try:
+            parent = int(Path(f"/proc/{entry}/stat").read_text().rpartition(") ")[2].split()[1])
+            command = Path(f"/proc/{entry}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if parent in below:
+            below.add(int(entry))
+            if b"mmldlm/train.py" in command:
+                found.append(int(entry))
+    return found
+
+
+def steps(folder) -> int:
+    log = folder / "run" / "training_log.jsonl"
+    return len(log.read_text().splitlines()) if log.exists() else 0
+
+
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+def test_a_run_to_its_end(store, tmp_path, launcher):
+    process = start(store, tmp_path, "training.num_train_steps=3", launcher=launcher)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output[-3000:]
+    assert steps(tmp_path) == 3
+    (logs,) = (tmp_path / "run" / "logs").glob("launch_*")
+    assert len(list(logs.glob("*_rank*.log"))) == 2
+    assert (logs / next(logs.glob("launch_*.json")).name).stat().st_mode & 0o077 == 0
+
+
+def test_a_killed_rank_ends_the_other_and_its_status_is_returned(store, tmp_path):
+    process = start(store, tmp_path, "training.num_train_steps=1000000", "logging.save_freq=1000000")
+    deadline = time.monotonic() + 200
+    while steps(tmp_path) < 2 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    ranks = ranks_of(process)
+    assert len(ranks) == 2, process.stdout.read() if process.poll() is not None else ranks
+    os.kill(ranks[1], signal.SIGKILL)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode != 0 and "ended first, with status 137 (signal 9)" in output, output[-3000:]
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+
+
+def test_a_failed_preflight_starts_nothing(store, tmp_path):
+    process = start(store, tmp_path, "model.latent_dim=7")
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1 and "DATA001" in output
+    assert not (tmp_path / "run" / "logs").exists()
+
+
+@pytest.mark.parametrize(("bad", "words"), [(["c"], ["training.grad_accum_steps=3"]), (["b", "c"], None)])
+def test_fewer_nodes_keep_the_global_batch_or_the_run_ends(tmp_path, bad, words):
+    config = load_config("tiny", None, [f"logging.save_dir={tmp_path}", "training.train_batch_size=4",
+                                        "training.grad_accum_steps=2"])  # fmt: skip
+    (config.run_dir() / "logs").mkdir(parents=True)
+    nodes = [Node("a", 2), Node("b", 2), Node("c", 2)] if words else [Node("a", 5), Node("b", 1), Node("c", 1)]
+    context = Context(argparse.Namespace(hostfile="h"), nodes, config=config)
+    assert without(context, bad) == words
+    if words:
+        assert [node.name for node in context.nodes] == ["a", "b"]
+        assert Path(context.options.hostfile).read_text() == "a slots=2\nb slots=2\n"

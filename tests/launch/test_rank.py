@@ -1,0 +1,116 @@
+"""rank.py and the node's agent with real processes on this machine; no launcher, no ssh."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+
+import pytest
+
+from mmldlm.launch import node, rank
+
+SLEEPER = "import sys, time; print('started', flush=True); time.sleep(1000)"
+FAILING = "import sys; [print('line', i) for i in range(100)]; sys.exit(3)"
+
+
+@pytest.fixture
+def launched(tmp_path):
+    """Starts rank.py around a small program; ends it and what it left at the end."""
+    id = uuid.uuid4().hex
+    started = []
+
+    def start(program: str, number: int = 0, **environment: str) -> subprocess.Popen:
+        (tmp_path / "train.py").write_text(program)
+        values = {"id": id, "script": str(tmp_path / "train.py"), "words": ["a=b c"], "logs": str(tmp_path)}
+        path = tmp_path / f"launch_{id}.json"
+        path.write_text(json.dumps({**values, "environment": {"CARRIED": "yes"}}))
+        process = subprocess.Popen(
+            [sys.executable, rank.__file__, str(path)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "RANK": str(number), "PYTHONPATH": os.getcwd(), **environment},
+        )
+        started.append(process)
+        return process
+
+    yield id, start
+    node.stop({"launch": id, "grace": 0})
+    for process in started:
+        process.wait()
+        process.stdout.close()
+    node.forget({"launch": id})
+    assert not rank.state_folder(id).exists()
+
+
+def states(id: str, count: int = 1, until=lambda states: True) -> list[dict]:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        found = node.watch({"launch": id})["ranks"]
+        if len(found) == count and until(found):
+            return found
+        time.sleep(0.05)
+    raise AssertionError(found)
+
+
+def test_status_last_lines_and_log_of_a_failing_rank(launched, tmp_path):
+    id, start = launched
+    process = start(FAILING, number=0)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 3 and "line 99" in output
+    (state,) = states(id)
+    assert (state["exit"], state["alive"], state["rank"]) == (3, False, 0)
+    assert state["last"][-1] == "line 99" and len(state["last"]) == rank.LAST_LINES
+    assert (tmp_path / f"{state['host']}_rank0.log").read_text().count("\n") == 100
+
+
+def test_words_and_variables_arrive_unchanged_and_only_rank_0_speaks(launched, tmp_path):
+    id, start = launched
+    process = start("import os, sys; print(sys.argv[1:], os.environ['CARRIED'])", number=1)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and output == ""
+    (state,) = states(id)
+    assert (tmp_path / f"{state['host']}_rank1.log").read_text() == "['a=b c'] yes\n"
+
+
+def test_a_killed_wrapper_takes_its_rank_along_and_is_seen(launched):
+    id, start = launched
+    process = start(SLEEPER)
+    assert process.stdout.readline() == "started\n"
+    (state,) = states(id)
+    assert state["alive"] and state["exit"] is None
+    process.kill()
+    (state,) = states(id, until=lambda found: not found[0]["alive"])
+    assert state["exit"] is None
+    deadline = time.monotonic() + 30
+    while node.own_processes(id) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert node.own_processes(id) == []
+
+
+def test_signals_reach_the_rank_and_its_death_by_one_is_a_status(launched):
+    id, start = launched
+    process = start(SLEEPER)
+    process.stdout.readline()
+    states(id)
+    assert node.signal_ranks({"launch": id, "signal": "SIGTERM"}) == 1
+    assert process.wait(60) == 128 + signal.SIGTERM
+    assert states(id)[0]["exit"] == 128 + signal.SIGTERM
+
+
+def test_stop_ends_what_ignores_sigterm_and_nothing_else(launched):
+    id, start = launched
+    process = start("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEPER)
+    process.stdout.readline()
+    stranger = subprocess.Popen([sys.executable, "-c", SLEEPER], stdout=subprocess.DEVNULL)
+    try:
+        assert node.stop({"launch": id, "grace": 0.2}) >= 2
+        process.wait(30)
+        assert node.own_processes(id) == [] and stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()

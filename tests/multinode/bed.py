@@ -1,0 +1,312 @@
+"""Three hosts on one machine: namespaces with their own network, processes, mounts, /etc/hosts, /dev/shm and sshd.
+
+A host is a process in new net, pid, mount, uts and ipc namespaces; a bridge in one more net namespace is the switch.
+Nothing is set up outside these namespaces, so that ending the processes ends the bed. Root is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = {"sshd": "openssh-server", "pdsh": "pdsh", "nft": "nftables", "mpirun": "openmpi-bin", "ip": "iproute2"}
+SBIN = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+_PR_SET_PDEATHSIG = 1
+
+
+def reason_to_skip() -> str | None:
+    """Why no bed can be built here; None when it can. Missing programs are installed with apt-get."""
+    if os.geteuid() != 0:
+        return "the bed of network namespaces needs root"
+    if subprocess.run(["unshare", "--net", "--pid", "--fork", "--mount", "true"], capture_output=True).returncode:
+        return "this machine allows no namespaces"
+    missing = [package for program, package in PACKAGES.items() if shutil.which(program, path=SBIN) is None]
+    if missing and shutil.which("apt-get"):
+        quiet = {"capture_output": True, "env": {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}}
+        subprocess.run(["apt-get", "update", "-qq"], **quiet)
+        subprocess.run(["apt-get", "install", "-qq", "-y", "--no-install-recommends", *missing], **quiet)
+        missing = [package for program, package in PACKAGES.items() if shutil.which(program, path=SBIN) is None]
+    return f"the bed needs {', '.join(missing)}" if missing else None
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def sh(*command, timeout: float = 30) -> str:
+    """Run a command of the set-up; its output, or an AssertionError that shows what it said."""
+    done = subprocess.run(
+        [str(word) for word in command],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, "PATH": SBIN},
+    )
+    assert done.returncode == 0, f"{' '.join(map(str, command))}: {done.stderr or done.stdout}"
+    return done.stdout
+
+
+class Host:
+    """One host of the bed. Its name is its hostname; `pid` is its init, as seen from outside."""
+
+    def __init__(self, name: str, address: str, folder: Path):
+        self.name, self.address, self.folder = name, address, folder
+        self.pid = 0
+
+    def enter(self, *command) -> list[str]:
+        """The command line that runs a command on this host."""
+        return ["nsenter", "--target", str(self.pid), "--all", "--wd=" + os.getcwd(), *map(str, command)]
+
+    def sh(self, *command, timeout: float = 30) -> str:
+        """Run a command of the set-up on this host."""
+        return sh(*self.enter(*command), timeout=timeout)
+
+    def popen(self, *command, cwd=ROOT, env: dict | None = None, **more) -> subprocess.Popen:
+        """Start a command on this host with a login's environment and `env`."""
+        line = ["nsenter", "--target", str(self.pid), "--all", f"--wd={cwd}", *map(str, command)]
+        return subprocess.Popen(line, env={**base_environment(), **(env or {})}, text=True, **more)
+
+    def run(self, *command, timeout: float = 120, **more) -> subprocess.CompletedProcess:
+        """Run a command to its end; stdout and stderr are one text."""
+        process = self.popen(
+            *command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **more
+        )
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            end(process)
+            output, _ = process.communicate()
+            raise AssertionError(f"no end after {timeout} s on {self.name}:\n{output[-4000:]}") from None
+        return subprocess.CompletedProcess(command, process.returncode, output)
+
+    def start_sshd(self, *prefix: str) -> None:
+        """`prefix` wraps the daemon, so that its sessions inherit what it sets (prlimit)."""
+        self.sh(*prefix, shutil.which("sshd", path=SBIN), "-f", self.folder / "sshd_config")
+
+    def stop_sshd(self) -> None:
+        """Ends the listening daemon; sessions that are open go on."""
+        pid = (self.folder / "sshd.pid").read_text().strip()
+        self.sh("kill", pid)
+        (self.folder / "sshd.pid").unlink(missing_ok=True)
+
+    # -- faults: each holds while its context is open ------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def bound(self, source, target):
+        """`source` lies over `target` (file over file, folder over folder) on this host alone."""
+        self.sh("mount", "--bind", source, target)
+        try:
+            yield
+        finally:
+            self.sh("umount", "--lazy", target)
+
+    @contextlib.contextmanager
+    def tmpfs(self, target, options: str):
+        """A fresh tmpfs over a folder on this host alone (options: size=64k, ro ...)."""
+        self.sh("mount", "-t", "tmpfs", "-o", options, "none", target)
+        try:
+            yield
+        finally:
+            self.sh("umount", "--lazy", target)
+
+    @contextlib.contextmanager
+    def changed(self, path, text: str):
+        """A file with another text on this host alone."""
+        other = self.folder / f"changed_{Path(path).name}"
+        other.write_text(text)
+        with self.bound(other, path):
+            yield
+
+    @contextlib.contextmanager
+    def firewall(self, rule: str):
+        """One nft rule on what comes in."""
+        self.sh("nft", "add table inet bed; add chain inet bed in { type filter hook input priority 0; }")
+        self.sh("nft", f"add rule inet bed in {rule}")
+        try:
+            yield
+        finally:
+            self.sh("nft", "delete table inet bed")
+
+    @contextlib.contextmanager
+    def process(self, *command, **more):
+        """A process that runs on this host meanwhile."""
+        child = self.popen(*command, stdin=subprocess.DEVNULL, **more)
+        try:
+            yield child
+        finally:
+            end(child)
+
+
+def end(process: subprocess.Popen) -> None:
+    """Kill nsenter and all that came of it on the host; whoever lived on would hold the pipe of its output open."""
+    parents = {}
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            parents[int(entry)] = int(Path(f"/proc/{entry}/stat").read_text().rpartition(") ")[2].split()[1])
+    below = [process.pid]
+    for pid in below:
+        below += [child for child, parent in parents.items() if parent == pid]
+    for pid in below[1:]:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+    process.kill()
+    process.wait()
+
+
+def base_environment() -> dict[str, str]:
+    """What a login on a CPU node would have; none of the variables that a test session sets."""
+    keep = {name: os.environ[name] for name in ("LANG", "LC_ALL", "TMPDIR") if name in os.environ}
+    return {
+        "HOME": os.path.expanduser("~"),
+        "PATH": f"{Path(sys.executable).parent}:{SBIN}",
+        "SHELL": "/bin/bash",
+        **keep,
+    }
+
+
+class Bed:
+    """`num_hosts` hosts n1, n2 ... with addresses 10.77.0.1, 10.77.0.2 ... that log in to one another with keys."""
+
+    def __init__(self, folder: Path, num_hosts: int = 3):
+        self.folder = folder
+        self.hosts = [Host(f"n{i}", f"10.77.0.{i}", folder / f"n{i}") for i in range(1, num_hosts + 1)]
+        self._processes: list[subprocess.Popen] = []
+        self._home_ssh, self._home_cache = Path.home() / ".ssh", Path.home() / ".cache"
+        self._made = [path for path in (self._home_ssh, self._home_cache) if not path.exists()]
+
+    def __enter__(self) -> Bed:
+        try:
+            self._up()
+        except BaseException:
+            self.down()
+            raise
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.down()
+
+    def __getitem__(self, name: str) -> Host:
+        return next(host for host in self.hosts if host.name == name)
+
+    def hosts_file(self, own: Host) -> str:
+        """/etc/hosts of one host."""
+        return "127.0.0.1 localhost\n" + "".join(f"{host.address} {host.name}\n" for host in self.hosts)
+
+    def _up(self) -> None:
+        for path in self._made:
+            path.mkdir(mode=0o700)
+        self._write_files()
+        self.switch = self._spawn("unshare", "--net", "sleep", "infinity")
+        time.sleep(0.1)
+        self.in_switch("ip", "link", "add", "br0", "type", "bridge")
+        self.in_switch("ip", "link", "set", "br0", "up")
+        for number, host in enumerate(self.hosts, 1):
+            self._start_host(host, number)
+
+    def _write_files(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        key = self.folder / "id_ed25519"
+        sh("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "bed", "-f", key)
+        known = []
+        for host in self.hosts:
+            ssh = host.folder / "ssh"
+            ssh.mkdir(parents=True, mode=0o700)
+            (host.folder / "cache").mkdir()
+            sh("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", host.name, "-f", host.folder / "host_key")
+            algorithm, public = (host.folder / "host_key.pub").read_text().split()[:2]
+            known.append(f"{host.name},{host.address} {algorithm} {public}\n")
+        for host in self.hosts:
+            for name in ("id_ed25519", "id_ed25519.pub"):
+                shutil.copy(self.folder / name, host.folder / "ssh" / name)
+            shutil.copy(self.folder / "id_ed25519.pub", host.folder / "ssh" / "authorized_keys")
+            (host.folder / "ssh" / "known_hosts").write_text("".join(known))
+            (host.folder / "etc_hosts").write_text(self.hosts_file(host))
+            (host.folder / "resolv.conf").write_text("")
+            # sshd without PAM refuses an account whose password field begins with "!".
+            shadow = [line.split(":") for line in Path("/etc/shadow").read_text().splitlines()]
+            text = "\n".join(":".join([f[0], "*" if f[0] == "root" else f[1], *f[2:]]) for f in shadow)
+            (host.folder / "shadow").write_text(text + "\n")
+            (host.folder / "sshd_config").write_text(
+                f"Port 22\nHostKey {host.folder}/host_key\nPidFile {host.folder}/sshd.pid\nUsePAM no\nUseDNS no\n"
+                "StrictModes no\nPermitRootLogin yes\nPasswordAuthentication no\nPrintMotd no\nMaxStartups 200\n"
+                "MaxSessions 200\n"
+            )
+
+    def _spawn(self, *command: str) -> subprocess.Popen:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            preexec_fn=_die_with_parent,
+            start_new_session=True,
+            env={**os.environ, "PATH": SBIN},
+        )
+        self._processes.append(process)
+        return process
+
+    def _start_host(self, host: Host, number: int) -> None:
+        f = host.folder
+        script = f"""
+            hostname {host.name}
+            mount -t sysfs none /sys
+            mount -t tmpfs -o mode=755 none /run && mkdir -p /run/sshd /run/lock
+            mount -t tmpfs -o size=4g,mode=1777 none /dev/shm
+            for name in hosts:etc_hosts resolv.conf:resolv.conf shadow:shadow; do
+                mount --bind {f}/${{name#*:}} /etc/${{name%:*}}
+            done
+            mount --bind {f}/ssh {self._home_ssh}
+            mount --bind {f}/cache {self._home_cache}
+            touch {f}/ready
+            while :; do sleep 1000 & wait $!; done
+        """
+        words = ("--mount", "--uts", "--net", "--ipc", "--pid", "--fork", "--mount-proc", "--kill-child")
+        outer = self._spawn("unshare", *words, "bash", "-c", script)
+        deadline = time.monotonic() + 10
+        while not (f / "ready").exists():
+            assert outer.poll() is None and time.monotonic() < deadline, f"{host.name} did not start"
+            time.sleep(0.02)
+        host.pid = int(Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split()[0])
+        # A high index, so that an interface added by a test comes first in `hostname -I`.
+        veth = ("type", "veth", "peer", "name", f"port{number}", "netns", self.switch.pid)
+        sh("nsenter", "--target", host.pid, "--net", "ip", "link", "add", "eth0", "index", 100, *veth)
+        self.in_switch("ip", "link", "set", f"port{number}", "master", "br0", "up")
+        host.sh("ip", "link", "set", "lo", "up")
+        host.sh("ip", "address", "add", f"{host.address}/24", "dev", "eth0")
+        host.sh("ip", "link", "set", "eth0", "up")
+        host.start_sshd()
+
+    def in_switch(self, *command) -> str:
+        """Run a command in the switch's network namespace."""
+        return sh("nsenter", "--target", self.switch.pid, "--net", *command)
+
+    @contextlib.contextmanager
+    def cable_pulled(self, host: Host):
+        """The host's link is down at the switch."""
+        port = f"port{self.hosts.index(host) + 1}"
+        self.in_switch("ip", "link", "set", port, "down")
+        try:
+            yield
+        finally:
+            self.in_switch("ip", "link", "set", port, "up")
+
+    def down(self) -> None:
+        """End every host with all of its processes, and the switch with its network."""
+        for process in reversed(self._processes):
+            process.kill()
+            process.wait()
+        deadline = time.monotonic() + 10  # a host's init, and with it all of the host, ends after what started it
+        while (
+            any(Path(f"/proc/{host.pid}").exists() for host in self.hosts if host.pid) and time.monotonic() < deadline
+        ):
+            time.sleep(0.02)
+        for path in self._made:
+            with contextlib.suppress(OSError):
+                path.rmdir()

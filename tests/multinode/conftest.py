@@ -1,0 +1,47 @@
+"""The bed, once a session, and what runs on it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bed import Bed, reason_to_skip  # noqa: E402
+from helpers import ROOT, environment, train_words  # noqa: E402
+
+
+def pytest_collection_modifyitems(items):
+    """What has not yet held as a whole does not run with the suite (issue 5)."""
+    if os.environ.get("MMLDLM_MULTINODE") == "1":
+        return
+    reason = "several hosts for about 6 minutes, not all of it shown to hold yet: run with MMLDLM_MULTINODE=1"
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.parent == here and item.path.name != "test_bed.py":
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def bed(tmp_path_factory):
+    reason = reason_to_skip()
+    if reason is not None:
+        pytest.skip(reason)
+    with Bed(tmp_path_factory.mktemp("bed") / "hosts") as bed:
+        yield bed
+
+
+@pytest.fixture(scope="session")
+def saved_run(store, tmp_path_factory):
+    """Folder of a finished run: one rank, global batch 12, two steps."""
+    folder = tmp_path_factory.mktemp("saved")
+    words = ["engine.kind=single", "training.train_batch_size=12", "training.num_train_steps=2", "logging.save_freq=2"]
+    command = [sys.executable, str(ROOT / "mmldlm" / "train.py"), *train_words(store, folder, "saved", *words)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "saved"

@@ -1,0 +1,92 @@
+"""Preflight on three real hosts: no false alarm on healthy ones, and every injected fault found where it is.
+
+Faults that do not touch one another share a run; benchmarks/preflight.py injects each alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from faults import ALL, FAULTS, TOGETHER, Scene, said, verdicts
+
+BY_NAME = {fault.name: fault for fault in FAULTS}
+HEAD_ALONE = ("hostfile missing", "typo in slots", "uneven slots", "one host that is not this one", "unknown key")
+ALONE = [name for name in BY_NAME if name not in HEAD_ALONE and all(name not in group for group in TOGETHER)]
+
+
+@pytest.fixture
+def scene(bed, store, saved_run, tmp_path):
+    return Scene(bed, store, tmp_path / "scene", saved_run)
+
+
+def inject(scene, names):
+    """Run with some faults; every one must be found, and nothing else."""
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            BY_NAME[name].inject(scene, stack)
+        receipt = scene.run()
+    expected = set().union(*(BY_NAME[name].expected for name in names))
+    assert verdicts(receipt) == expected, receipt["screen"]
+    for name in names:
+        fault = BY_NAME[name]
+        text = said(receipt, fault.id)
+        assert [word for word in fault.words if word not in text] == [], text
+    return receipt
+
+
+@pytest.mark.parametrize("names", TOGETHER, ids=lambda names: names[0])
+def test_faults_are_found_where_they_are_and_nothing_else(scene, names):
+    receipt = inject(scene, names)
+    assert receipt["exit_code"] == 1
+    blamed = {node for name in names for _, node in BY_NAME[name].expected if node in ALL}
+    assert set(receipt["failing_nodes"]) <= blamed
+    assert all(node in receipt["screen"] for node in blamed)
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_fault_alone(scene, name):
+    inject(scene, [name])
+
+
+@pytest.mark.parametrize("name", HEAD_ALONE)
+def test_what_the_head_sees_without_its_nodes(scene, name):
+    scene.level = 0
+    receipt = inject(scene, [name])
+    usage = name in ("hostfile missing", "typo in slots", "unknown key")
+    assert receipt["exit_code"] == {True: 2, False: 1}[usage] or name == "one host that is not this one"
+
+
+@pytest.mark.parametrize("launcher", ["deepspeed", "mpi"])
+def test_healthy_hosts_raise_no_alarm(scene, launcher):
+    scene.words += ["--launcher", launcher]
+    receipt = scene.run()
+    assert (verdicts(receipt), receipt["exit_code"]) == (set(), 0), receipt["screen"]
+    assert receipt["exclude"] == "" and set(receipt["nodes"]) == set(ALL)
+
+
+def test_fix_writes_what_stays_behind_and_then_it_arrives(scene):
+    scene.env_file("OMP_NUM_THREADS=1\n")
+    scene.environment.update(GLOO_SOCKET_IFNAME="eth0", HF_TOKEN="not to be written")
+    scene.words.append("--fix")
+    receipt = scene.run()
+    written = (scene.folder / "deepspeed_env").read_text()
+    assert written == "OMP_NUM_THREADS=1\nGLOO_SOCKET_IFNAME=eth0\n"
+    # A secret is named, never shown or written.
+    assert verdicts(receipt) == {("ENV002", name) for name in ALL}
+    assert "HF_TOKEN" in receipt["screen"] and "not to be written" not in receipt["screen"]
+    assert "GLOO_SOCKET_IFNAME" not in said(receipt, "ENV002")
+
+
+def test_collectives_and_two_training_steps_through_the_launcher(scene):
+    scene.hostfile_text = "n1 slots=1\nn2 slots=1\n"
+    scene.words += ["data.max_validation_samples=16"]
+    scene.level = 4
+    receipt = scene.run()
+    assert verdicts(receipt) == set(), receipt["screen"]
+    passed = {r["id"]: r["measured"] for r in receipt["results"] if r["status"] == "PASS" and r["level"] >= 3}
+    assert set(passed) == {"COLL001", "COLL002", "COLL003", "DRY001", "DRY002"}
+    assert "gloo" in passed["COLL002"] and "a step" in passed["DRY001"]
+    # The rehearsal leaves nothing but the receipt.
+    assert [path.name for path in scene.save_dir.iterdir()] == ["mmldlm"]
+    assert [path.name for path in (scene.save_dir / "mmldlm").iterdir()] == ["preflight.json"]

@@ -1,0 +1,60 @@
+"""`mmldlm launch` on real hosts: whatever dies, the rest is stopped, the reason shown, and nothing left behind."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+from accidents import ACCIDENTS, play, ranks_on, start, steps_of, wait_for
+from bed import end
+
+# A killed rank is in the retry's test below; benchmarks/preflight.py plays all eight and measures them.
+PLAYED = ("launcher killed before the group forms", "host cut off after the group forms")
+
+
+@pytest.mark.parametrize("accident", [a for a in ACCIDENTS if a.name in PLAYED], ids=lambda accident: accident.name)
+def test_an_accident_ends_the_whole_run_and_nothing_else(bed, store, tmp_path, accident):
+    with bed["n1"].process("sleep", "1000") as stranger:
+        _, code, output, left = play(bed, store, tmp_path, accident)
+        assert stranger.poll() is None
+    assert code != 0 and left == [], output[-3000:]
+    assert any(words in output for words in accident.words), output[-3000:]
+    (logs,) = (tmp_path / "runs" / "run" / "logs").glob("launch_*")
+    assert "deepspeed.launcher.launch" in (logs / "launcher.log").read_text()
+
+
+def test_when_the_head_is_killed_every_node_ends_its_part(bed, store, tmp_path):
+    process = start(bed, store, tmp_path, "training.num_train_steps=100000", "logging.save_freq=100000")
+    wait_for(lambda: steps_of(tmp_path) >= 2, process)
+    end(process)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and (ranks_on(bed["n1"]) or ranks_on(bed["n2"])):
+        time.sleep(0.5)
+    assert ranks_on(bed["n1"]) == ranks_on(bed["n2"]) == []
+
+
+def test_a_broken_session_is_opened_anew_and_an_interrupt_saves_and_ends_cleanly(bed, store, tmp_path):
+    words = ["training.num_train_steps=100000", "logging.save_freq=100000"]
+    process = start(bed, store, tmp_path, *words, launcher="torchrun")
+    wait_for(lambda: steps_of(tmp_path) >= 2, process)
+    bed["n1"].sh("pkill", "-KILL", "-f", "^ssh .*mmldlm.launch.node")
+    time.sleep(15)  # longer than the agents wait for another to take over
+    seen = steps_of(tmp_path)
+    wait_for(lambda: steps_of(tmp_path) > seen, process)
+    bed["n1"].sh("pkill", "-INT", "-f", "python -m mmldlm.launch --hostfile")
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 5, output[-3000:]
+    assert list((tmp_path / "runs" / "run" / "checkpoints").glob("step_*/manifest.json"))
+    assert ranks_on(bed["n1"]) == ranks_on(bed["n2"]) == []
+
+
+def test_a_retry_goes_on_from_the_newest_checkpoint(bed, store, tmp_path):
+    words = ["--retries", "1", "training.num_train_steps=40", "logging.save_freq=5", "logging.eval_freq=1000"]
+    process = start(bed, store, tmp_path, *words, launcher="torchrun")
+    wait_for(lambda: list((tmp_path / "runs" / "run").glob("checkpoints/step_*5/manifest.json")) != [], process)
+    bed["n2"].sh("pkill", "-KILL", "-f", "mmldlm/train.py")
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output[-4000:]
+    assert "attempt 2 of 2" in output and steps_of(tmp_path) == 40
+    assert signal.SIGKILL + 128 == 137 and "status 137" in output

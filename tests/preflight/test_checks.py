@@ -1,0 +1,238 @@
+"""Checks on facts written by hand: verdicts that no test machine can produce (GPUs, many nodes, old versions)."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from mmldlm.preflight.context import Context, majority
+from mmldlm.preflight.hostfile import Node
+from mmldlm.preflight.report import exit_code, failing_nodes
+from mmldlm.preflight.result import ERROR, FAIL, PASS, SKIP, WARN, Check, Result, all_checks, check, run_check
+
+CHECKS = {found.id: found for found in all_checks()}
+GIB = 1 << 30
+
+
+def context_of(nodes=("a", "b", "c"), launcher="deepspeed", slots=1, **facts) -> Context:
+    """A context with the same facts on every node; facts[probe] may be a dict by node."""
+    options = argparse.Namespace(
+        level=2, launcher=launcher, carries_all=False, ssh_port=None, hostfile="h", master_addr=None, master_port=29500
+    )
+    context = Context(options, [Node(name, slots) for name in nodes])
+    for probe, value in facts.items():
+        for name in nodes:
+            own = value[name] if isinstance(value, dict) and set(value) == set(nodes) else value
+            context.facts.setdefault(name, {})[probe] = {"value": own}
+    return context
+
+
+def judge(id: str, context: Context) -> dict[str, Result]:
+    return {result.node: result for result in run_check(CHECKS[id], context)}
+
+
+def gpu(**changes) -> dict:
+    sound = {
+        "index": 0, "name": "H100", "memory_total": 80 * GIB, "memory_free": 79 * GIB, "ecc_uncorrected": 0,
+        "remap_pending": False, "remap_failed": False, "slowed": [], "recovery": None, "processes": [],
+    }  # fmt: skip
+    return {**sound, **changes}
+
+
+def gpus(*entries, driver="570.1") -> dict:
+    return {"driver": driver, "gpus": list(entries)}
+
+
+def test_ids_are_unique_and_every_check_explains_itself():
+    assert len(CHECKS) == len(all_checks()) >= 45
+    assert all(found.function.__doc__.strip() for found in CHECKS.values())
+
+
+def test_a_broken_check_is_an_error_of_the_tool_not_a_bad_node():
+    def breaks(context):
+        """Breaks."""
+        raise KeyError("facts")
+
+    (result,) = run_check(Check("TST001", 0, "node", "t", breaks), context_of())
+    assert result.status == ERROR and exit_code([result]) == 3
+
+
+def test_an_id_cannot_be_taken_twice():
+    with pytest.raises(AssertionError, match="taken"):
+
+        @check("HOST001", 0, "head", "again")
+        def again(context):
+            """Again."""
+
+
+@pytest.mark.parametrize(
+    ("statuses", "strict", "code"),
+    [
+        ([("X", PASS)], False, 0),
+        ([("X", PASS), ("Y", SKIP)], False, 0),
+        ([("X", WARN)], False, 0),
+        ([("X", WARN)], True, 1),
+        ([("X", FAIL), ("Y", ERROR)], False, 1),
+        ([("X", ERROR)], False, 3),
+        ([("HOST001", FAIL)], False, 2),
+        ([("CFG001", FAIL), ("X", FAIL)], False, 2),
+    ],
+)
+def test_exit_codes(statuses, strict, code):
+    assert exit_code([Result(status, id=id) for id, status in statuses], strict) == code
+
+
+def test_majority_prefers_the_first_node_of_a_tie():
+    assert majority({"a": 1, "b": 2}) == 1 and majority({"a": 1, "b": 2, "c": 2}) == 2
+
+
+def test_sound_gpus_pass_and_a_cpu_run_skips_with_its_reason():
+    sound = context_of(gpus=gpus(gpu()))
+    for id in ("GPU001", "GPU002", "GPU003", "GPU004", "GPU005"):
+        assert {r.status for r in judge(id, sound).values()} == {PASS}, id
+    cpu = context_of(gpus={"absent": "no NVIDIA driver"})
+    for id in ("GPU001", "GPU002", "GPU003", "GPU004"):
+        assert {r.status for r in judge(id, cpu).values()} == {SKIP}, id
+        assert all("no NVIDIA driver" in r.why for r in judge(id, cpu).values())
+
+
+@pytest.mark.parametrize(
+    ("id", "status", "changes", "words"),
+    [
+        ("GPU002", FAIL, {"ecc_uncorrected": 2}, "2 uncorrected"),
+        ("GPU002", FAIL, {"remap_failed": True}, "remapping failed"),
+        ("GPU002", FAIL, {"remap_pending": True}, "pending"),
+        ("GPU002", FAIL, {"recovery": "reset the GPU"}, "reset the GPU"),
+        ("GPU002", FAIL, {"lost": "NVML code 15"}, "NVML code 15"),
+        ("GPU003", WARN, {"slowed": ["hardware thermal"]}, "hardware thermal"),
+        ("GPU004", FAIL, {"processes": [{"pid": 7, "user": "eve", "command": "python x.py"}]}, "pid 7 eve"),
+        ("GPU004", FAIL, {"memory_free": 60 * GIB}, "no visible process"),
+    ],
+)
+def test_a_bad_gpu_is_named_on_its_node_alone(id, status, changes, words):
+    found = judge(id, context_of(gpus={"a": gpus(gpu()), "b": gpus(gpu(**changes)), "c": gpus(gpu())}))
+    assert found["b"].status == status and words in found["b"].measured and found["b"].fix
+    assert found["a"].status == found["c"].status == PASS
+
+
+def test_a_node_without_gpus_among_others_fails_it_is_no_cpu_run():
+    found = judge("GPU001", context_of(gpus={"a": gpus(gpu()), "b": {"absent": "no driver"}, "c": gpus(gpu())}))
+    assert found["b"].status == FAIL and "delete b" in found["b"].fix
+
+
+def test_more_slots_than_gpus_names_both_numbers():
+    found = judge("GPU001", context_of(slots=8, gpus=gpus(*[gpu()] * 4)))
+    assert found["a"].status == FAIL and "4 GPU(s) for 8 slots" in found["a"].measured
+
+
+def test_another_driver_warns_on_the_odd_node():
+    found = judge("GPU005", context_of(gpus={"a": gpus(gpu()), "b": gpus(gpu(), driver="535.1"), "c": gpus(gpu())}))
+    assert found["b"].status == WARN and "535.1" in found["b"].measured and found["a"].status == PASS
+
+
+def versions(nccl=None, **changes) -> dict:
+    packages = {"python": "3.11.7", "torch": "2.13.0", "deepspeed": "0.19.8", "numpy": "2.4.6", **changes}
+    return {"packages": packages, "nccl": nccl, "machine": "x86_64"}
+
+
+def test_nccl_as_loaded_counts_as_a_version():
+    found = judge("VER001", context_of(versions={n: versions(nccl="2.20.5" if n == "c" else "2.19.3") for n in "abc"}))
+    assert found["c"].status == FAIL and "2.20.5 (others 2.19.3)" in found["c"].measured
+
+
+def test_a_lesser_package_only_warns():
+    found = judge("VER001", context_of(versions={n: versions(numpy="2.0.0" if n == "c" else "2.4.6") for n in "abc"}))
+    assert found["c"].status == WARN and found["a"].status == PASS
+
+
+@pytest.mark.parametrize(("offset", "status"), [(0.1, PASS), (5.0, WARN), (-300.0, FAIL)])
+def test_clocks(offset, status):
+    context = context_of()
+    context.clocks = {"a": (0.0, 0.01), "b": (0.02, 0.01), "c": (offset, 0.01)}
+    found = judge("CLK001", context)
+    assert found["c"].status == status and found["a"].status == PASS
+
+
+def test_a_slow_answer_is_not_a_wrong_clock():
+    context = context_of()
+    context.clocks = {"a": (0.0, 0.01), "b": (0.0, 0.01), "c": (6.0, 6.0)}
+    assert judge("CLK001", context)["c"].status == PASS
+
+
+def test_a_one_way_pair_names_its_direction_and_both_ways_down_does_not():
+    context = context_of(network={"ephemeral_ports": [1, 2]})
+    context.matrix = {(x, y): {"ms": 1.0} for x in "abc" for y in "abc" if x != y}
+    assert {r.status for r in judge("NET006", context).values()} == {PASS}
+    context.matrix[("a", "b")] = {"error": "timed out"}
+    (bad,) = [r for r in judge("NET006", context).values() if r.status == FAIL]
+    assert bad.node == "a->b" and "but b can to a" in bad.measured and "on b" in bad.fix
+    context.matrix[("b", "a")] = {"error": "timed out"}
+    assert all("but" not in r.measured for r in judge("NET006", context).values())
+
+
+def test_the_node_in_most_bad_pairs_is_the_one_to_leave_out():
+    context = context_of()
+    pairs = [Result(FAIL, node=f"{x}->{y}", scope="pair") for x, y in ("ac", "bc", "ca")]
+    assert failing_nodes(context, pairs) == ["c"]
+
+
+def network(**changes) -> dict:
+    eth = {"name": "eth0", "address": "10.0.0.1", "up": True, "loopback": False, "virtual": False}
+    lo = {"name": "lo", "address": "127.0.0.1", "up": True, "loopback": True, "virtual": False}
+    sound = {
+        "interfaces": [lo, eth], "hostname": "h", "hostname_addresses": ["10.0.0.1"], "hostname_error": None,
+        "route_to_master": {"source": "10.0.0.1", "interface": "eth0"}, "ephemeral_ports": [32768, 60999],
+    }  # fmt: skip
+    return {**sound, **changes}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "status"),
+    [
+        ("NCCL_SOCKET_IFNAME", "eth", PASS),
+        ("NCCL_SOCKET_IFNAME", "=eth0", PASS),
+        ("NCCL_SOCKET_IFNAME", "^lo,docker", PASS),
+        ("NCCL_SOCKET_IFNAME", "^eth", FAIL),
+        ("NCCL_SOCKET_IFNAME", "ib", FAIL),
+        ("GLOO_SOCKET_IFNAME", "eth0", PASS),
+        ("GLOO_SOCKET_IFNAME", "eth", FAIL),
+        ("GLOO_SOCKET_IFNAME", "^lo", FAIL),
+        ("GLOO_SOCKET_IFNAME", "lo", FAIL),
+    ],
+)
+def test_interface_names_in_the_syntax_of_nccl_and_of_gloo(name, value, status, monkeypatch):
+    monkeypatch.delenv("DS_ENV_FILE", raising=False)
+    found = judge("NET001", context_of(network=network(), environment={name: value}))
+    assert {r.status for r in found.values()} == {status}
+
+
+def test_slots_that_differ_fail_under_deepspeed_and_warn_elsewhere():
+    for launcher, status in (("deepspeed", FAIL), ("torchrun", WARN)):
+        context = context_of(launcher=launcher)
+        context.nodes[2] = Node("c", 2)
+        assert judge("HOST002", context)[""].status == status
+
+
+def test_a_check_that_hangs_on_one_node_fails_there_by_its_name():
+    context = context_of(checkpoints={"folder": "/x", "free": 1 << 40, "free_inodes": None, "file_system": "nfs",
+                                      "bytes_per_second": 1e9, "rename": True})  # fmt: skip
+    context.facts["b"]["checkpoints"] = {"error": "no answer within 15 s", "timeout": True}
+    found = judge("CKPT001", context)
+    assert found["b"].status == FAIL and "hangs on b" in found["b"].fix and found["a"].status == PASS
+
+
+def test_a_build_cache_on_a_network_file_system_warns():
+    place = {"TORCH_EXTENSIONS_DIR": {"folder": "/home/x", "file_system": "ext4"}}
+    found = judge("JIT002", context_of(caches={n: place | ({"TRITON_CACHE_DIR": {"folder": "/h", "file_system": "nfs4"}}
+                                                           if n == "b" else {}) for n in "abc"}))  # fmt: skip
+    assert found["b"].status == WARN and "TRITON_CACHE_DIR" in found["b"].fix and found["a"].status == PASS
+
+
+def test_a_measurement_that_broke_is_no_verdict_on_the_node_and_one_that_hung_is():
+    context = context_of(limits={}, memory={})
+    context.facts["a"]["limits"] = {"error": "KeyError: x"}
+    context.facts["b"]["memory"] = {"error": "no answer within 5 s", "timeout": True}
+    found = judge("SSH006", context)
+    assert (found["a"].status, found["b"].status, found["c"].status) == (ERROR, FAIL, PASS)
+    assert exit_code([found["a"]]) == 3

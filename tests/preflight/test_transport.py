@@ -1,0 +1,86 @@
+"""ssh's many ways to fail, and an agent as a real process."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from mmldlm.preflight.transport import Agent, AgentFailure, Fleet, classify
+
+
+@pytest.mark.parametrize(
+    ("code", "stderr", "cause"),
+    [
+        (255, "ssh: Could not resolve hostname n9: Name or service not known", "name"),
+        (255, "No ED25519 host key is known for n2 and you have requested strict checking.\nHost key "
+              "verification failed.", "key_unknown"),
+        (255, "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.", "key_changed"),
+        (255, "root@n2: Permission denied (publickey).", "denied"),
+        (255, "ssh: connect to host n2 port 22: Connection refused", "refused"),
+        (255, "ssh: connect to host n2 port 22: Connection timed out", "unreachable"),
+        (255, "ssh: connect to host n2 port 22: No route to host", "unreachable"),
+        (255, "kex_exchange_identification: Connection closed by remote host", "closed"),
+        (255, "something new", "ended"),
+        (70, "", "cwd"),
+        (71, "", "python"),
+        (1, "Traceback ...\nModuleNotFoundError: No module named 'mmldlm'", "import"),
+    ],
+)  # fmt: skip
+def test_causes(code, stderr, cause):
+    failure = classify(code, stderr)
+    assert failure.cause == cause and failure.said
+
+
+def local(name: str, command: list[str] | None = None) -> Agent:
+    agent = Agent(name, local=True)
+    if command is not None:
+        agent._command = command
+    return agent
+
+
+def test_a_fleet_answers_around_nodes_that_do_not():
+    greeting = """print('motd'); print('@mmldlm {"hello": 1}', flush=True); """
+    silent = [sys.executable, "-c", greeting + "import time; time.sleep(1000)"]
+    broken = [sys.executable, "-c", "import nothing_of_this_name"]
+    fleet = Fleet([local("good"), local("silent", silent), local("broken", broken)])
+    try:
+        fleet.start()
+        assert set(fleet.failures) == {"broken"} and fleet.failures["broken"].cause == "import"
+        answers = fleet.ask("facts", {"probes": ["identity", "limits"]}, timeout=8)
+        assert set(answers) == {"good"} and answers["good"]["identity"]["value"]["hostname"]
+        assert fleet.failures["silent"].cause == "silent"
+        offset, slack = fleet.clocks()["good"]
+        assert abs(offset) <= slack + 1.0
+    finally:
+        fleet.stop()
+
+
+def test_a_fault_in_an_action_is_told_and_the_agent_lives_on():
+    agent = local("here")
+    agent.start()
+    try:
+        with pytest.raises(RuntimeError, match="KeyError"):
+            agent.request("connect", {})
+        (answer,) = agent.request("run", {"commands": [{"command": ["sh", "-c", "echo hi; exit 3"]}], "seconds": 20})
+        assert (answer["code"], answer["output"]) == (3, "hi\n")
+        (late,) = agent.request("run", {"commands": [{"command": ["sleep", "1000"]}], "seconds": 0.3})
+        assert late["timeout"] and late["code"] is None
+    finally:
+        agent.stop()
+    with pytest.raises(AgentFailure):
+        agent.request("clock", timeout=5)
+
+
+def test_a_held_port_names_its_holder():
+    agent = local("here")
+    agent.start()
+    try:
+        port = agent.request("listen", {"ports": [0]})["ports"][0]["port"]
+        (again,) = agent.request("listen", {"ports": [port]})["ports"]
+        assert "in use" in again["error"] and "mmldlm.preflight.agent" in again["holder"]["command"]
+        assert "ms" in agent.request("connect", {"to": [["127.0.0.1", port]]})[0]
+        agent.request("close")
+        assert "error" in agent.request("connect", {"to": [["127.0.0.1", port]]})[0]
+    finally:
+        agent.stop()
