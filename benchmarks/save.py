@@ -27,7 +27,7 @@ import _report
 import _runs
 
 KINDS = {"none": [], "async": ["checkpoints.async=true"], "sync": ["checkpoints.async=false"]}
-CYCLES = 5  # of N steps a run; the first one is left out
+CYCLES = 5  # of N steps a run (--cycles); the first one is left out
 
 
 def rank_main(report: str, words: list[str]) -> None:
@@ -68,9 +68,10 @@ def rank_main(report: str, words: list[str]) -> None:
 class Measurement:
     """Runs of each kind on one engine."""
 
-    def __init__(self, launcher: _runs.Launcher, data: str, folder: Path, engine: str, every: int, quick: bool):
-        self.launcher, self.data, self.folder, self.engine, self.every = launcher, data, folder, engine, every
-        self.quick, self._number = quick, 0
+    def __init__(self, launcher: _runs.Launcher, folder: Path, engine: str, args: argparse.Namespace):
+        self.launcher, self.folder, self.engine = launcher, folder, engine
+        self.data, self.every, self.quick = str(Path(args.data).resolve()), args.every, args.quick
+        self.num_cycles, self._number = args.cycles, 0
         self.cycles: dict[str, list[float]] = {kind: [] for kind in KINDS}
         self.cpu: dict[str, list[float]] = {kind: [] for kind in KINDS}
         self.blocked: dict[str, list[float]] = {kind: [] for kind in KINDS}
@@ -78,7 +79,7 @@ class Measurement:
     def run(self, kind: str) -> None:
         self._number += 1
         name = f"{self.engine}_{kind}_{self._number}"
-        num_steps = CYCLES * self.every
+        num_steps = self.num_cycles * self.every
         words = [
             "--config-name",
             "tiny" if self.quick else "quickstart",
@@ -122,17 +123,17 @@ def main() -> int:
     parser.add_argument("--data", required=True, help="a store made by `mmldlm prepare`")
     parser.add_argument("--quick", action="store_true", help="the tiny model, few steps")
     parser.add_argument("--every", type=int, help="steps between two checkpoints (25)")
+    parser.add_argument("--cycles", type=int, default=CYCLES, help=f"times that many steps a run ({CYCLES})")
     parser.add_argument("--json", help="write conditions and claims here")
     args = parser.parse_args()
-    every = args.every or (4 if args.quick else 25)
+    every = args.every = args.every or (4 if args.quick else 25)
     order = ["none", "async", "sync"] if args.quick else ["none", "async", "none", "async", "sync"]
     shares, figures = [], {}
     head = f"seconds a {every} steps"
     print(f"{'engine':8} {'checkpoints':12} {head:>20} {'time lost':>10} {'CPU time':>9} {'blocked':>8}")
     with tempfile.TemporaryDirectory() as folder, _runs.Launcher(f"{folder}/output") as launcher:
         for engine in ("zero2", "fsdp"):
-            data = str(Path(args.data).resolve())
-            measured = Measurement(launcher, data, Path(folder), engine, every, args.quick)
+            measured = Measurement(launcher, Path(folder), engine, args)
             for kind in order:
                 measured.run(kind)
             for kind in KINDS:
@@ -145,7 +146,9 @@ def main() -> int:
             shares.append(measured.share_lost("async"))
     claims = [_report.claim("save_stall_share", max(shares), "<=", 0.05)]
     preset = "tiny" if args.quick else "quickstart"
-    return _report.write(args.json, claims, save_freq=every, preset=preset, ranks=2, figures=figures)
+    return _report.write(
+        args.json, claims, save_freq=every, cycles=args.cycles, preset=preset, ranks=2, figures=figures
+    )
 
 
 if __name__ == "__main__":

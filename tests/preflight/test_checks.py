@@ -223,7 +223,7 @@ def test_a_check_that_hangs_on_one_node_fails_there_by_its_name():
 
 
 def test_a_build_cache_on_a_network_file_system_warns():
-    place = {"TORCH_EXTENSIONS_DIR": {"folder": "/home/x", "file_system": "ext4"}}
+    place = {"TORCH_EXTENSIONS_DIR": {"folder": "/data/x", "file_system": "ext4"}}
     found = judge("JIT002", context_of(caches={n: place | ({"TRITON_CACHE_DIR": {"folder": "/h", "file_system": "nfs4"}}
                                                            if n == "b" else {}) for n in "abc"}))  # fmt: skip
     assert found["b"].status == WARN and "TRITON_CACHE_DIR" in found["b"].fix and found["a"].status == PASS
