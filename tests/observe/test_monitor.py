@@ -127,7 +127,13 @@ def test_ctrl_c_ends_following_with_the_last_verdict(tmp_path):
         "import argparse, sys; from mmldlm.observe import monitor; p = argparse.ArgumentParser(); "
         f"monitor.add_arguments(p); sys.exit(monitor.main(p.parse_args([{str(tmp_path)!r}, '--interval', '0.05'])))"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    # A shell that starts the tests in the background has them ignore SIGINT, which a child would inherit.
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     assert process.stdout.readline().startswith("step 5/1000")
     os.kill(process.pid, signal.SIGINT)
     assert process.wait(timeout=30) == 0
