@@ -58,12 +58,6 @@ def rotary_table(length: int, head_dim: int, device, theta: float = 1e4) -> tupl
     return angles.cos(), angles.sin()
 
 
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [B, heads, S, head_dim] by its positions; cos and sin [S, head_dim / 2] in x's dtype."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """x [B, T, H] * (1 + scale [B, 1, H]) + shift [B, 1, H]."""
+    """x [..., H] * (1 + scale) + shift; both [..., H], of x's shape or broadcast to it."""
     return torch.addcmul(shift, x, 1 + scale)
