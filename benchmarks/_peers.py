@@ -251,11 +251,8 @@ class Gemms:
             layers += shape.depth * [(rows, 4 * width, width)]
         layers.append((batch.num_masked, width, shape.vocab))
         make = lambda *size: torch.randn(*size, dtype=dtype, device=device)  # noqa: E731
-        kept: dict[tuple, tuple] = {}
-        for rows, inner, outer in layers:
-            key = (rows, inner, outer)
-            kept.setdefault(key, (make(rows, inner), make(outer, inner), make(rows, outer)))
-        self.layers = [kept[layer] for layer in layers]
+        # Every layer has its own weight and rows: in a step none of them is still in the cache.
+        self.layers = [(make(rows, inner), make(outer, inner), make(rows, outer)) for rows, inner, outer in layers]
         self.attention = []
         if attention:
             for length in shape.lengths().tolist():

@@ -156,7 +156,7 @@ class BeforeAttention(torch.autograd.Function):
             d_rows = _grad_rows(d_qkv, n, text_weight.to(low), latent_weight.to(low), d_modulation[:, 0])
             _mul_into(d_rows, hat, d_modulation[:, 1])
             d_x = _norm_backward(d_rows * scale, x, mean, rstd)
-            d_table = torch.mm(layout.to_samples, d_modulation.view(num_rows, -1)).view(modulation.shape)
+            d_table = layout.sum_by_sample(d_modulation.view(num_rows, -1)).view(modulation.shape)
         return d_x, d_table, None, None, d_text, d_latent, *d_scales
 
 
@@ -225,7 +225,7 @@ class AfterAttention(torch.autograd.Function):
                 d_mixed = d_rows.index_select(0, layout.order)
             else:  # padded positions are nobody's output
                 d_mixed = d_rows.new_zeros(layout.order.shape[0], width).index_copy_(0, layout.back, d_rows)
-            d_table = torch.mm(layout.to_samples, d_modulation.view(num_rows, -1)).view(modulation.shape)
+            d_table = layout.sum_by_sample(d_modulation.view(num_rows, -1)).view(modulation.shape)
         return (
             d_middle, d_mixed.to(mixed.dtype), d_table, None,
             *d_out, *d_in, *d_in_bias, *d_mlp, *d_mlp_bias,

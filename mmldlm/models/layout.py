@@ -47,7 +47,8 @@ class Layout(NamedTuple):
     back: Tensor
     cos: Tensor
     sin: Tensor
-    to_samples: Tensor
+    to_samples: Tensor | None
+    zeros: Tensor
     to_streams: Tensor
     first: Tensor
     eps: Tensor
@@ -57,6 +58,13 @@ class Layout(NamedTuple):
     starts: Tensor | None
     batch: int
     longest: int
+
+    def sum_by_sample(self, rows: Tensor) -> Tensor:
+        """[R, K] -> [2 B, K] sums over the rows of each sample's stream."""
+        if self.to_samples is None:  # 3 to 10 times as fast on a CPU as the product
+            return torch.index_add(self.zeros.expand(-1, rows.shape[1]), 0, self.sample, rows)
+        # Elsewhere additions would race, and in bf16 each would round.
+        return torch.mm(self.to_samples, rows)
 
 
 def make_layout(
@@ -116,6 +124,7 @@ def make_layout(
             lengths = tuple(counts.tolist())
         else:
             starts = F.pad(counts.cumsum(0), (1, 0)).int()
+    adds = device.type == "cpu" and dtype in (torch.float32, torch.float64)
     return Layout(
         num_text=num_text,
         sample=sample,
@@ -124,7 +133,8 @@ def make_layout(
         back=back,
         cos=torch.cat([cos, cos], -1)[:, None, None].to(dtype),
         sin=torch.cat([-sin, sin], -1)[:, None, None].to(dtype),
-        to_samples=(rows[:, None] == sample).to(dtype),
+        to_samples=None if adds else (rows[:, None] == sample).to(dtype),
+        zeros=cos.new_zeros(2 * batch, 1, dtype=dtype),
         to_streams=(rows[:2, None] == stream).to(dtype),
         first=torch.searchsorted(place, rows[:batch] * length),
         eps=torch.full((1,), QK_EPS, dtype=torch.promote_types(dtype, torch.float32), device=device),
@@ -146,9 +156,9 @@ def attend(qkv: Tensor, layout: Layout) -> Tensor:
         mixed = varlen_attn(*qkv.unbind(1), layout.starts, layout.starts, longest, longest)
         return mixed.flatten(1)
     if layout.lengths is not None:
-        parts = [part.permute(1, 2, 0, 3).unsqueeze(1) for part in qkv.split(layout.lengths)]
-        mixed = [F.scaled_dot_product_attention(*part.unbind(0)) for part in parts]
-        return torch.cat([part[0].transpose(0, 1) for part in mixed]).flatten(1)
-    query, key, value = qkv.unflatten(0, (layout.batch, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        samples = zip(*(part.transpose(0, 1)[None].split(layout.lengths, dim=2) for part in qkv.unbind(1)))
+        mixed = [F.scaled_dot_product_attention(*sample) for sample in samples]
+        return torch.cat(mixed, dim=2)[0].transpose(0, 1).flatten(1)
+    query, key, value = (part.unflatten(0, (layout.batch, -1)).transpose(1, 2) for part in qkv.unbind(1))
     mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=layout.key_mask)
     return mixed.transpose(1, 2).flatten(0, 1).flatten(1)

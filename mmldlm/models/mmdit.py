@@ -355,7 +355,7 @@ class MultimodalMMDiT(nn.Module):
     @staticmethod
     def _rows_at(place: Tensor, positions: Tensor) -> Tensor:
         """[M] rows of positions in B * S, all of which must be places of computed text."""
-        rows = torch.searchsorted(place, positions)
+        rows = torch.searchsorted(place, positions.contiguous())
         if place.device.type == "cpu" and not torch.equal(place[rows.clamp_max(len(place) - 1)], positions):
             raise ValueError("text_positions names padding: only real tokens are computed")
         return rows
