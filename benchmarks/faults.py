@@ -88,8 +88,14 @@ def judge_survived(
     skipped = [record["step"] for record in log if record["skipped"]]
     if skipped != ([FAULT_STEP] if kind == SKIPPED else []):
         return f"skipped steps {skipped}"
-    if kind == SKIPPED and [event["step"] for event in events(folder, name, "skip")] != [FAULT_STEP]:
-        return "no skip event of the step"
+    if kind == SKIPPED:
+        skips = events(folder, name, "skip")
+        if [event["step"] for event in skips] != [FAULT_STEP]:
+            return f"skip events {skips}"
+        ranks = [entry["rank"] for entry in skips[0]["bad_micro_batches"]]
+        expected = {"NaN loss on one rank": [1], "Inf loss on all ranks": [0, 1]}.get(fault, [])
+        if ranks != expected or not (Path(folder) / slug(name) / skips[0]["case"]).is_file():
+            return f"the event names ranks {ranks}, not {expected}, and case {skips[0].get('case')}"
     if kind == LEFT_OUT:
         bad = events(folder, name, "bad_sample")
         if len(bad) != 1 or bad[0]["step"] != FAULT_STEP or bad[0]["row"] != bad[0]["id"]:
