@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
-from mmldlm.models.fused import AfterAttention, BeforeAttention, Modulation
-from mmldlm.models.layers import RMSNorm
+from mmldlm.models.fused import NORM_EPS, AfterAttention, BeforeAttention, Modulation
+from mmldlm.models.layers import RMSNorm, modulate
 from mmldlm.models.layout import QK_EPS, Layout, attend
 
 
@@ -59,6 +62,25 @@ class MMDiTBlock(nn.Module):
         Returns:
             The rows after the block, [R, H].
         """
+        # Under torch.compile the compiler fuses and chooses what to keep. A layer that somebody hooks (ZeRO-3,
+        # diagnostics) or replaces must really be called.
+        if torch.compiler.is_compiling() or not self._is_bare():
+            return self._through_layers(rows, condition, layout)
+        return self._fused(rows, condition, layout)
+
+    def _is_bare(self) -> bool:
+        """Whether every layer is still nn.Linear or RMSNorm, and nobody hooks it or all modules."""
+        return not _has_any_global_hook() and all(
+            type(layer) in (nn.Linear, RMSNorm)
+            and "forward" not in vars(layer)
+            and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks)
+            and not layer._backward_pre_hooks
+            for stream in (self.text, self.latent)
+            for layer in stream._modules.values()
+            if layer is not None
+        )
+
+    def _fused(self, rows: Tensor, condition: Tensor, layout: Layout) -> Tensor:
         text, latent = self.text, self.latent
         modulations = [stream.modulation for stream in (text, latent)]
         table = Modulation.apply(condition, layout.unit, *(p for m in modulations for p in (m.weight, m.bias)))
@@ -74,6 +96,34 @@ class MMDiTBlock(nn.Module):
             text.mlp_in.bias, latent.mlp_in.bias, text.mlp_out.weight, latent.mlp_out.weight,
             text.mlp_out.bias, latent.mlp_out.bias,
         )  # fmt: skip
+
+    def _through_layers(self, rows: Tensor, condition: Tensor, layout: Layout) -> Tensor:
+        """The same with one call a layer, under autograd."""
+        n, width = layout.num_text, rows.shape[-1]
+        streams = ((self.text, rows[:n], layout.sample[:n]), (self.latent, rows[n:], layout.sample[n:] - layout.batch))
+        modulations, projected = [], []
+        for stream, x, sample in streams:
+            shift, scale, *rest = stream.modulation(condition).index_select(0, sample).chunk(6, dim=-1)
+            modulations.append(rest)
+            hidden = modulate(F.layer_norm(x, (width,), eps=NORM_EPS), shift, scale)
+            query, key, value = stream.to_qkv(hidden).view(len(x), 3, self.n_heads, -1).unbind(1)
+            if stream.query_norm is not None:
+                query, key = stream.query_norm(query), stream.key_norm(key)
+            projected.append(torch.stack([query, key, value], dim=1))
+        joint = torch.cat(projected)
+        turned = joint[:, :2]
+        turned = turned * layout.cos.to(joint.dtype) + turned.roll(width // self.n_heads // 2, -1) * layout.sin.to(
+            joint.dtype
+        )
+        joint = torch.cat([turned, joint[:, 2:]], dim=1).index_select(0, layout.order)
+        mixed = attend(joint, layout).index_select(0, layout.back)
+        out = []
+        for (stream, x, _), (gate, shift, scale, mlp_gate), given in zip(streams, modulations, (mixed[:n], mixed[n:])):
+            x = torch.addcmul(x, gate, stream.to_out(given))
+            hidden = modulate(F.layer_norm(x, (width,), eps=NORM_EPS), shift, scale)
+            inner = F.gelu(stream.mlp_in(hidden), approximate="tanh")
+            out.append(torch.addcmul(x, mlp_gate, stream.mlp_out(inner)))
+        return torch.cat(out)
 
     @staticmethod
     def streams(output: Tensor, rows: Tensor, condition: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:

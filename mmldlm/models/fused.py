@@ -1,7 +1,7 @@
 """The two halves of a block around attention as autograd Functions: few operations, few saved tensors.
 
 What autograd would keep of a block (norms, modulated rows, GELU's output, rotated queries) is cheap to compute again,
-so it is: saved are the products of matrices only. Both streams' rows stand in one tensor (layout.py), so every
+so it is: saved are products of matrices only. Both streams' rows stand in one tensor (layout.py), so every
 elementwise operation runs once for both; only the products with their own weights run twice.
 
 Rows keep the dtype they come in (fp32 under autocast); matrix products run in `compute_dtype`. The plain form of the
@@ -28,17 +28,13 @@ def compute_dtype(weight: Tensor) -> torch.dtype:
 
 def _pair(x: Tensor, n: int, text: Tensor, latent: Tensor, biases=(None, None), out: Tensor | None = None) -> Tensor:
     """rows [R, I] times the text weight [I, O] for the first n, the latent weight for the rest: [R, O]."""
-    pairs = ((x[:n], text, biases[0]), (x[n:], latent, biases[1]))
-    if torch.compiler.is_compiling():
-        parts = [torch.mm(rows, w) if b is None else torch.addmm(b, rows, w) for rows, w, b in pairs]
-        return torch.cat(parts) if out is None else out.copy_(torch.cat(parts))
     if out is None:
         out = x.new_empty(x.shape[0], text.shape[1])
-    for (rows, w, b), place in zip(pairs, (out[:n], out[n:])):
-        if b is None:
+    for rows, w, bias, place in ((x[:n], text, biases[0], out[:n]), (x[n:], latent, biases[1], out[n:])):
+        if bias is None:
             torch.mm(rows, w, out=place)
         else:
-            torch.addmm(b, rows, w, out=place)
+            torch.addmm(bias, rows, w, out=place)
     return out
 
 
@@ -120,11 +116,9 @@ class BeforeAttention(torch.autograd.Function):
                 inverse = torch.addcmul(layout.eps, norm, norm, value=heads / width).rsqrt_()
                 normal = (queries_keys * inverse).to(low)
                 scales = torch.cat(qk_weights).view(2, 2, 1, -1).index_select(0, layout.stream).to(low)
-                rotated = normal * scales
-            else:
-                rotated = queries_keys
-            rotated = rotated * layout.cos.to(low) + rotated.roll(width // heads // 2, -1) * layout.sin.to(low)
-            queries_keys.copy_(rotated)
+                torch.mul(normal, scales, out=queries_keys)
+            turned = queries_keys.roll(width // heads // 2, -1)
+            queries_keys.mul_(layout.cos.to(low)).addcmul_(turned, layout.sin.to(low))
             ordered = qkv.index_select(0, layout.order)
         ctx.save_for_backward(x, modulation, text_weight, latent_weight, normal, inverse, scales)
         ctx.layout, ctx.heads, ctx.low, ctx.with_qk = layout, heads, low, qk_weights[0] is not None
@@ -242,7 +236,7 @@ def _grad_rows(grad: Tensor, n: int, text: Tensor, latent: Tensor, out: Tensor |
 
 
 def _mul_into(a: Tensor, b: Tensor, out: Tensor) -> None:
-    if torch.compiler.is_compiling() or b.dtype != out.dtype:
+    if b.dtype != out.dtype:
         out.copy_(a * b)
     else:
         torch.mul(a, b, out=out)

@@ -36,6 +36,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             nll = torch.empty(num_rows, dtype=exact, device=hidden.device)
             correct = torch.empty(num_rows, dtype=torch.bool, device=hidden.device)
             logits = rows_low.new_empty(min(chunk_rows, num_rows), weight.shape[0])
+            shares = logits if low == exact else torch.empty_like(logits, dtype=exact)
             grad_hidden = torch.empty_like(rows_low) if needs[0] else None
             grad_weight = torch.empty(weight.shape, dtype=exact, device=weight.device) if needs[1] else None
             grad_bias = torch.zeros(bias.shape, dtype=exact, device=bias.device) if needs[2] else None
@@ -46,13 +47,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 largest, where = scores.max(-1, keepdim=True)
                 target_score = scores.gather(1, target[:, None])
                 correct[rows] = (target_score >= largest)[:, 0]
-                share = torch.softmax(scores, -1, out=scores) if low == exact else torch.softmax(scores, -1, exact)
+                share = torch.softmax(scores, -1, exact, out=shares[: len(chunk)])
                 # log of the normaliser from the largest share, which is at least 1 / V
                 log_normaliser = largest - share.gather(1, where).log_()
                 nll[rows] = (log_normaliser - target_score)[:, 0]
                 if not any(needs):
                     continue
-                share_low = share.to(low)
+                share_low = share if low == exact else scores.copy_(share)
                 if needs[0]:
                     torch.mm(share_low, weight_low, out=grad_hidden[rows])
                     grad_hidden[rows].sub_(weight_low.index_select(0, target)).mul_(row_weights)
@@ -68,7 +69,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                         grad_weight.add_(torch.mm(share_low.t(), weighted))
                     grad_weight.index_add_(0, target, weighted.to(exact), alpha=-1)
                 if needs[2]:
-                    grad_bias.addmv_(share_low.t().to(exact), row_weights[:, 0])
+                    grad_bias.addmv_(share.t(), row_weights[:, 0])
                     grad_bias.index_add_(0, target, row_weights[:, 0], alpha=-1)
             if num_rows == 0 and needs[1]:
                 grad_weight.zero_()

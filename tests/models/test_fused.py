@@ -92,6 +92,21 @@ def test_equals_the_plain_path_with_all_gradients(case, qk_rmsnorm):
     assert error < RELATIVE, f"{name}: {error}"
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_a_hook_or_a_replaced_layer_is_called_and_changes_nothing(case):
+    """Diagnostics, ZeRO-3 and whoever wraps a layer see their layer called; the result stays the same."""
+    given = batch(*CASES[case])
+    fast, hooked = make(), make()
+    called = []
+    hooked.blocks[0].text.mlp_in.register_forward_hook(lambda *_: called.append("hook"))
+    layer = hooked.blocks[1].latent.to_qkv
+    forward = layer.forward
+    layer.forward = lambda x: (called.append("replaced"), forward(x))[1]
+    error, name = largest_error(gradients(fast, given), gradients(hooked, given))
+    assert error < RELATIVE, f"{name}: {error}"
+    assert called == ["hook", "replaced"]
+
+
 def test_the_comparison_sees_a_small_mistake():
     given = batch([16, 3, 9, 1])
     fast, plain = make(), make()

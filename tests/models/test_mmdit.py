@@ -6,6 +6,7 @@ import torch
 from mmldlm.config.schema import ModelConfig
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
+from mmldlm.models.layout import make_layout
 
 BASE = dict(
     hidden_size=32, n_blocks=2, n_heads=4, cond_dim=24, max_seq_len=16, latent_dim=12, latent_tokens=3,
@@ -138,11 +139,9 @@ def test_close_timesteps_are_told_apart():
 
 def test_blocks_start_as_the_identity():
     model = make(awake=False)
-    tokens, latents, _, _ = inputs()
-    text, latent = torch.randn(4, 10, 32), torch.randn(4, 3, 32)
-    cos, sin = torch.ones(10, 4), torch.zeros(10, 4)
-    out = model.blocks[0](text, latent, torch.randn(4, 24), cos, sin, None)
-    assert torch.equal(out[0], text) and torch.equal(out[1], latent)
+    layout = make_layout(None, None, 4, 10, 3, 8, torch.float32, torch.device("cpu"))
+    rows = torch.randn(4 * 13, 32)
+    assert torch.equal(model.blocks[0](rows, torch.randn(4, 24), layout), rows)
 
 
 def test_length_logits_use_only_clean_latents():
