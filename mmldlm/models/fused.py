@@ -171,42 +171,48 @@ class AfterAttention(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             gate, shift, scale, mlp_gate = modulation.index_select(0, layout.sample).unbind(1)
             rows = mixed.to(low).index_select(0, layout.back)
-            attended = _pair(rows, n, text_out.to(low).t(), latent_out.to(low).t())
+            width, inside = x.shape[1], text_in.shape[0]
+            kept = rows.new_empty(x.shape[0], 2 * width + inside)
+            attended, inner, outer = kept.split((width, inside, width), dim=1)
+            _pair(rows, n, text_out.to(low).t(), latent_out.to(low).t(), out=attended)
             middle = torch.addcmul(x, gate, attended.to(x.dtype))
             rows = torch.addcmul(shift, _norm(middle)[0], scale).to(low)
-            inner = _pair(rows, n, text_in.to(low).t(), latent_in.to(low).t(),
-                          (text_in_bias.to(low), latent_in_bias.to(low)))  # fmt: skip
+            biases = (text_in_bias.to(low), latent_in_bias.to(low))
+            _pair(rows, n, text_in.to(low).t(), latent_in.to(low).t(), biases, out=inner)
             act = F.gelu(inner, approximate="tanh")
-            outer = _pair(act, n, text_mlp.to(low).t(), latent_mlp.to(low).t(),
-                          (text_mlp_bias.to(low), latent_mlp_bias.to(low)))  # fmt: skip
+            biases = (text_mlp_bias.to(low), latent_mlp_bias.to(low))
+            _pair(act, n, text_mlp.to(low).t(), latent_mlp.to(low).t(), biases, out=outer)
             out = torch.addcmul(middle, mlp_gate, outer.to(x.dtype))
         weights = (text_out, latent_out, text_in, latent_in, text_mlp, latent_mlp)
-        ctx.save_for_backward(x, mixed, modulation, attended, inner, outer, *weights)
+        ctx.save_for_backward(x, mixed, modulation, kept, *weights)
         ctx.layout, ctx.low, ctx.bias_dtype = layout, low, text_in_bias.dtype
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        x, mixed, modulation, attended, inner, outer, *weights = ctx.saved_tensors
+        x, mixed, modulation, kept, *weights = ctx.saved_tensors
         layout, low = ctx.layout, ctx.low
         text_out, latent_out, text_in, latent_in, text_mlp, latent_mlp = weights
-        n, (num_rows, width) = layout.num_text, x.shape
+        n, (num_rows, width), inside = layout.num_text, x.shape, text_in.shape[0]
+        attended, inner, outer = kept.split((width, inside, width), dim=1)
+        # One buffer: what the biases sum up stands side by side.
+        work = kept.new_empty(num_rows, 2 * (width + inside))
+        d_outer, d_inner, d_act, d_rows_out = work.split((width, inside, inside, width), dim=1)
         with torch.autocast(x.device.type, enabled=False):
             gate, shift, scale, mlp_gate = modulation.index_select(0, layout.sample).unbind(1)
             d_modulation = x.new_empty(num_rows, 4, width)
             _mul_into(grad, outer, d_modulation[:, 3])
-            d_outer = (grad * mlp_gate).to(low)
+            _mul_into(grad, mlp_gate, d_outer)
             act = F.gelu(inner, approximate="tanh")
             d_mlp = _weight_grads(ctx, 10, d_outer, act, n, (text_mlp, latent_mlp))
-            streams = layout.to_streams.to(low)
-            d_mlp_bias = torch.mm(streams, d_outer).to(ctx.bias_dtype).unbind(0)
-            d_act = _grad_rows(d_outer, n, text_mlp.to(low), latent_mlp.to(low))
-            d_inner = aten.gelu_backward(d_act, inner, approximate="tanh")
+            _pair(d_outer, n, text_mlp.to(low), latent_mlp.to(low), out=d_act)
+            aten.gelu_backward.grad_input(d_act, inner, approximate="tanh", grad_input=d_inner)
+            d_biases = torch.mm(layout.to_streams.to(low), work[:, : width + inside]).to(ctx.bias_dtype)
+            d_mlp_bias, d_in_bias = d_biases[:, :width].unbind(0), d_biases[:, width:].unbind(0)
             middle = torch.addcmul(x, gate, attended.to(x.dtype))
             hat, mean, rstd = _norm(middle)
             rows = torch.addcmul(shift, hat, scale).to(low)
             d_in = _weight_grads(ctx, 6, d_inner, rows, n, (text_in, latent_in))
-            d_in_bias = torch.mm(streams, d_inner).to(ctx.bias_dtype).unbind(0)
             d_rows = _grad_rows(d_inner, n, text_in.to(low), latent_in.to(low), d_modulation[:, 1])
             _mul_into(d_rows, hat, d_modulation[:, 2])
             d_middle = _norm_backward(d_rows * scale, middle, mean, rstd).add_(grad)
@@ -214,7 +220,7 @@ class AfterAttention(torch.autograd.Function):
             d_attended = (d_middle * gate).to(low)
             rows = mixed.to(low).index_select(0, layout.back)
             d_out = _weight_grads(ctx, 4, d_attended, rows, n, (text_out, latent_out))
-            d_rows = _grad_rows(d_attended, n, text_out.to(low), latent_out.to(low))
+            d_rows = _pair(d_attended, n, text_out.to(low), latent_out.to(low), out=d_rows_out)
             if layout.order.shape[0] == num_rows:
                 d_mixed = d_rows.index_select(0, layout.order)
             else:  # padded positions are nobody's output
@@ -226,17 +232,15 @@ class AfterAttention(torch.autograd.Function):
         )  # fmt: skip
 
 
-def _grad_rows(grad: Tensor, n: int, text: Tensor, latent: Tensor, out: Tensor | None = None) -> Tensor:
-    """Gradient of the rows that a pair of products read, in out's dtype where given (a slice may be strided)."""
-    if out is None:
-        return _pair(grad, n, text, latent)
+def _grad_rows(grad: Tensor, n: int, text: Tensor, latent: Tensor, out: Tensor) -> Tensor:
+    """Gradient of the rows that a pair of products read, in out's dtype (out may be a slice of a wider tensor)."""
     if out.dtype != grad.dtype:
         return out.copy_(_pair(grad, n, text, latent))
     return _pair(grad, n, text, latent, out=out)
 
 
 def _mul_into(a: Tensor, b: Tensor, out: Tensor) -> None:
-    if b.dtype != out.dtype:
+    if not a.dtype == b.dtype == out.dtype:
         out.copy_(a * b)
     else:
         torch.mul(a, b, out=out)

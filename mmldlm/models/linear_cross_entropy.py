@@ -30,7 +30,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             rows_low, weight_low = hidden.to(low), weight.to(low)
             # A forbidden id has no probability and so no gradient: its logit is -inf by its bias.
-            bias_low = bias.to(low).index_fill(0, torch.tensor(forbidden_id, device=bias.device), float("-inf"))
+            bias_low = bias.to(low, copy=True)
+            bias_low[forbidden_id] = float("-inf")
             exact = torch.promote_types(low, torch.float32)
             weights = loss_weights.to(exact)[:, None]
             nll = torch.empty(num_rows, dtype=exact, device=hidden.device)
