@@ -161,6 +161,17 @@ def step_memory(name: str, shape: Shape) -> float:
     return float(done.stdout.split()[-1])
 
 
+def predicted_memory(shape: Shape) -> float:
+    """MiB that preflight's model gives for what step_memory measures: activations, logits, gradients (fp32)."""
+    from mmldlm.config.schema import Config
+    from mmldlm.preflight.plan_child import model_sizes
+
+    model = Ours(shape, torch.float32).model.config.model_dump()
+    config = Config(model=model, training={"train_batch_size": shape.batch, "dtype": "fp32", "freeze": "none"})
+    sizes = model_sizes(config, shape.length)
+    return (sizes["activations"] + sizes["logits"]["cpu"] + 4 * sizes["trainable"]) / 2**20
+
+
 def print_memory(name: str, shape: Shape) -> None:
     def status(key: str) -> float:
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -213,6 +224,9 @@ def cpu_claims(args) -> tuple[list[dict], dict]:
     claims.append(
         _report.claim("step_memory_ratio_mmldlm_padded", memory["ours"] / memory["mmldlm_wiring"], "<=", 0.25)
     )
+    found, expected = step_memory("ours", dense[0]), predicted_memory(dense[0])
+    print(f"MiB of a step beyond the model, {dense[0].name}: measured {found:.0f}, preflight's model {expected:.0f}")
+    claims.append(_report.claim("memory_model_error", abs(expected / found - 1), "<=", 0.15))
     tiny = replace(TINY, depth=4) if args.quick else TINY
     ops = {name: count_ops(build(name, tiny, torch.float32), True) for name in ("ours", *PEERS)}
     ops["ours without QK norm"] = count_ops(Ours(tiny, torch.float32, qk_rmsnorm=False), True)

@@ -14,16 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmldlm.models.layers import compute_dtype, without_autocast
 from mmldlm.models.layout import Layout
 
 NORM_EPS = 1e-6
 aten = torch.ops.aten
-
-
-def compute_dtype(weight: Tensor) -> torch.dtype:
-    """The dtype of matrix products: autocast's where it is on, else the weights'."""
-    kind = weight.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
 
 
 def _pair(x: Tensor, n: int, text: Tensor, latent: Tensor, biases=(None, None), out: Tensor | None = None) -> Tensor:
@@ -67,7 +62,7 @@ class Modulation(torch.autograd.Function):
         low = compute_dtype(text_weight)
         ctx.save_for_backward(condition, text_weight, latent_weight)
         ctx.low, ctx.bias_dtype = low, text_bias.dtype
-        with torch.autocast(condition.device.type, enabled=False):
+        with without_autocast(condition):
             given = condition.to(low)
             table = torch.cat(
                 [
@@ -81,7 +76,7 @@ class Modulation(torch.autograd.Function):
     def backward(ctx, grad):
         condition, text_weight, latent_weight = ctx.saved_tensors
         batch, low = condition.shape[0], ctx.low
-        with torch.autocast(grad.device.type, enabled=False):
+        with without_autocast(grad):
             given = condition.to(low)
             flat = grad.reshape(2 * batch, -1)
             biases = flat.view(2, batch, -1).sum(1).to(ctx.bias_dtype).unbind(0)
@@ -105,7 +100,7 @@ class BeforeAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, modulation, layout: Layout, heads: int, text_weight, latent_weight, *qk_weights):
         low, n, (num_rows, width) = compute_dtype(text_weight), layout.num_text, x.shape
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             shift, scale = modulation.index_select(0, layout.sample).unbind(1)
             rows = torch.addcmul(shift, _norm(x)[0], scale).to(low)
             qkv = _pair(rows, n, text_weight.to(low).t(), latent_weight.to(low).t())
@@ -130,7 +125,7 @@ class BeforeAttention(torch.autograd.Function):
         x, modulation, text_weight, latent_weight, normal, inverse, scales = ctx.saved_tensors
         layout, heads, low = ctx.layout, ctx.heads, ctx.low
         n, (num_rows, width) = layout.num_text, x.shape
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             d_qkv = grad.reshape(-1, 3 * width).index_select(0, layout.back)
             d_qk = d_qkv[:, : 2 * width].view(num_rows, 2, heads, -1)
             turned = d_qk.roll(width // heads // 2, -1)
@@ -168,7 +163,7 @@ class AfterAttention(torch.autograd.Function):
         text_mlp, latent_mlp, text_mlp_bias, latent_mlp_bias,
     ):  # fmt: skip
         low, n = compute_dtype(text_out), layout.num_text
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             gate, shift, scale, mlp_gate = modulation.index_select(0, layout.sample).unbind(1)
             rows = mixed.to(low).index_select(0, layout.back)
             width, inside = x.shape[1], text_in.shape[0]
@@ -198,7 +193,7 @@ class AfterAttention(torch.autograd.Function):
         # One buffer: what the biases sum up stands side by side.
         work = kept.new_empty(num_rows, 2 * (width + inside))
         d_outer, d_inner, d_act, d_rows_out = work.split((width, inside, inside, width), dim=1)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             gate, shift, scale, mlp_gate = modulation.index_select(0, layout.sample).unbind(1)
             d_modulation = x.new_empty(num_rows, 4, width)
             _mul_into(grad, outer, d_modulation[:, 3])

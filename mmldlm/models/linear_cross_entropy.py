@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mmldlm.models.layers import compute_dtype, without_autocast
+
 # Logits that exist at once. On a CPU, 8 M fp32 values are below the size from
 # which malloc asks the kernel for fresh (zeroed) pages every time; a GPU wants large products.
-CHUNK_ELEMENTS = {"cpu": 8 << 20, "other": 64 << 20}
+CHUNK_ELEMENTS = {"cpu": 8 << 20, "cuda": 64 << 20}
 MIN_ROWS = 64
 
 
@@ -26,8 +28,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, targets, loss_weights, forbidden_id, chunk_rows, want_grads):
         needs = [want_grads and ctx.needs_input_grad[i] for i in range(3)]
         num_rows = hidden.shape[0]
-        low = torch.get_autocast_dtype(hidden.device.type) if _autocast(hidden) else hidden.dtype
-        with torch.autocast(hidden.device.type, enabled=False):
+        low = compute_dtype(hidden)
+        with without_autocast(hidden):
             rows_low, weight_low = hidden.to(low), weight.to(low)
             # A forbidden id has no probability and so no gradient: its logit is -inf by its bias.
             bias_low = bias.to(low, copy=True)
@@ -90,8 +92,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (*grads, None, None, None, None, None)
 
 
-def _autocast(hidden: Tensor) -> bool:
-    return torch.is_autocast_enabled(hidden.device.type)
+def rows_of_a_chunk(vocab_size: int, device_type: str) -> int:
+    """Rows whose logits exist at once."""
+    return max(CHUNK_ELEMENTS.get(device_type, CHUNK_ELEMENTS["cuda"]) // vocab_size, MIN_ROWS)
+
+
+def logits_bytes(num_rows: int, vocab_size: int, device_type: str, low_bytes: int) -> int:
+    """Most bytes of logits and shares that exist at once; bounded, however many rows are scored.
+
+    low_bytes: of an element in the compute dtype; below 4 the shares stand beside the logits in fp32.
+    """
+    elements = min(rows_of_a_chunk(vocab_size, device_type), num_rows) * vocab_size
+    return elements * (4 if low_bytes == 4 else low_bytes + 4)
 
 
 def linear_cross_entropy(
@@ -117,8 +129,7 @@ def linear_cross_entropy(
         sum of loss_weights * nll (fp32 scalar, differentiable once), nll [M] fp32 and correct [M] bool (both detached).
     """
     if chunk_rows is None:
-        elements = CHUNK_ELEMENTS["cpu" if hidden.device.type == "cpu" else "other"]
-        chunk_rows = max(elements // weight.shape[0], MIN_ROWS)
+        chunk_rows = rows_of_a_chunk(weight.shape[0], hidden.device.type)
     # Inside a Function's forward grad mode is always off, so whether gradients are wanted is asked here.
     want_grads = torch.is_grad_enabled()
     return _LinearCrossEntropy.apply(hidden, weight, bias, targets, loss_weights, forbidden_id, chunk_rows, want_grads)

@@ -12,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from mmldlm.config.schema import ModelConfig
 from mmldlm.errors import UserError
 from mmldlm.models.blocks import MMDiTBlock
-from mmldlm.models.fused import compute_dtype
-from mmldlm.models.layers import TimestepEmbedding, modulate
+from mmldlm.models.layers import TimestepEmbedding, compute_dtype, modulate
 from mmldlm.models.layout import RECTANGLE_FILL, make_layout
 from mmldlm.models.linear_cross_entropy import linear_cross_entropy
 

@@ -42,6 +42,7 @@ def model_sizes(config, length: int) -> dict:
     import torch
 
     from mmldlm.models import MultimodalMMDiT
+    from mmldlm.models.linear_cross_entropy import logits_bytes
     from mmldlm.objectives.freezing import apply_freezing
 
     with torch.device("meta"):
@@ -53,6 +54,8 @@ def model_sizes(config, length: int) -> dict:
     sizes["largest_block"] = max(sum(p.numel() for p in child.parameters()) for child in _blocks(model))
     sizes["buffers"] = sum(buffer.numel() for buffer in model.buffers())
     sizes["activations"] = activation_bytes(model, config, length)
+    masked, low = num_masked(config, length), 4 if config.training.dtype == "fp32" else 2
+    sizes["logits"] = {device: logits_bytes(masked, config.model.vocab_size, device, low) for device in ("cpu", "cuda")}
     return sizes
 
 
@@ -60,16 +63,21 @@ def _blocks(model):
     return [*model.blocks, model.text_encoder, model.text_head, model.latent_encoder]
 
 
+def num_masked(config, length: int) -> int:
+    """Scored text positions of a micro-batch of `length` tokens a text."""
+    return max(config.training.train_batch_size * length // 2, 1)
+
+
 def activation_bytes(model, config, length: int) -> int:
     """Bytes of the tensors that autograd keeps for one micro-batch, each storage counted once.
 
-    Weights and inputs are not counted. With half of the text masked, as on average in training.
+    Weights, their gradients and inputs are not counted. With half of the text masked, as on average in training.
     """
     import torch
 
-    dtype = torch.bfloat16 if config.training.dtype == "bf16" else torch.float32
-    model = model.to(dtype)
-    batch, masked = config.training.train_batch_size, max(config.training.train_batch_size * length // 2, 1)
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    model = model.to(dtypes[config.training.dtype])
+    batch, masked = config.training.train_batch_size, num_masked(config, length)
     with torch.device("meta"):
         tokens = torch.zeros(batch, length, dtype=torch.int64)
         inputs = {

@@ -33,9 +33,13 @@ def state_bytes(plan: str, sizes: dict, world_size: int, dtype: str, bucket: int
 
 
 def rank_bytes(plan: str, sizes: dict, world_size: int, dtype: str, on_gpu: bool) -> int:
-    """Bytes one rank needs in all: states, activations of a micro-batch, and what any process needs."""
+    """Bytes one rank needs in all: states, activations and logits of a micro-batch, and what any process needs.
+
+    benchmarks/step.py compares the activations and logits with measured peaks.
+    """
     base = BASE_GPU if on_gpu else BASE_CPU
-    return state_bytes(plan, sizes, world_size, dtype) + int(sizes["activations"] * 1.1) + base
+    passes = int(sizes["activations"] * 1.1) + sizes["logits"]["cuda" if on_gpu else "cpu"]
+    return state_bytes(plan, sizes, world_size, dtype) + passes + base
 
 
 def checkpoint_bytes(plan: str, sizes: dict, dtype: str) -> int:
