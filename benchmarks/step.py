@@ -12,6 +12,7 @@ Counts need no clock: operations are those a dispatch mode sees, views left out.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import statistics
 import subprocess
 import sys
@@ -181,6 +182,7 @@ def print_memory(name: str, shape: Shape) -> None:
     variant.forward_backward()  # libraries are loaded, thread pools made
     del variant
     variant = build(name, shape, torch.float32)
+    ctypes.CDLL(None).malloc_trim(0)  # freed pages that malloc still holds would hide a part of the step's
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     variant.forward_backward()

@@ -105,24 +105,24 @@ class BeforeAttention(torch.autograd.Function):
             rows = torch.addcmul(shift, _norm(x)[0], scale).to(low)
             qkv = _pair(rows, n, text_weight.to(low).t(), latent_weight.to(low).t())
             queries_keys = qkv[:, : 2 * width].view(num_rows, 2, heads, -1)
-            normal = inverse = scales = None
+            normal = inverse = both = None
             if qk_weights[0] is not None:
                 norm = torch.linalg.vector_norm(queries_keys, dim=-1, keepdim=True, dtype=layout.eps.dtype)
                 inverse = torch.addcmul(layout.eps, norm, norm, value=heads / width).rsqrt_()
                 normal = (queries_keys * inverse).to(low)
-                scales = torch.cat(qk_weights).view(2, 2, 1, -1).index_select(0, layout.stream).to(low)
-                torch.mul(normal, scales, out=queries_keys)
+                both = torch.cat(qk_weights).view(2, 2, 1, -1).to(low)
+                torch.mul(normal, both.index_select(0, layout.stream), out=queries_keys)
             turned = queries_keys.roll(width // heads // 2, -1)
             queries_keys.mul_(layout.cos.to(low)).addcmul_(turned, layout.sin.to(low))
             ordered = qkv.index_select(0, layout.order)
-        ctx.save_for_backward(x, modulation, text_weight, latent_weight, normal, inverse, scales)
+        ctx.save_for_backward(x, modulation, text_weight, latent_weight, normal, inverse, both)
         ctx.layout, ctx.heads, ctx.low, ctx.with_qk = layout, heads, low, qk_weights[0] is not None
         ctx.qk_dtype = None if qk_weights[0] is None else qk_weights[0].dtype
         return ordered.view(-1, 3, heads, width // heads)
 
     @staticmethod
     def backward(ctx, grad):
-        x, modulation, text_weight, latent_weight, normal, inverse, scales = ctx.saved_tensors
+        x, modulation, text_weight, latent_weight, normal, inverse, both = ctx.saved_tensors
         layout, heads, low = ctx.layout, ctx.heads, ctx.low
         n, (num_rows, width) = layout.num_text, x.shape
         with without_autocast(x):
@@ -135,6 +135,7 @@ class BeforeAttention(torch.autograd.Function):
                 along = d_qk * normal
                 d_scales = torch.mm(layout.to_streams.to(low), along.view(num_rows, -1)).view(4, heads, -1).sum(1)
                 d_scales = d_scales.to(ctx.qk_dtype).unbind(0)
+                scales = both.index_select(0, layout.stream)
                 along = (along * scales).sum(-1, keepdim=True)
                 d_qk.mul_(scales).addcmul_(normal, along, value=-heads / width).mul_(inverse)
             shift, scale = modulation.index_select(0, layout.sample).unbind(1)
