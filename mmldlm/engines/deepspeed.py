@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -94,7 +95,8 @@ class DeepSpeedEngine(Engine):
     def discard(self) -> None:
         if self._gate is not None:
             self._gate.decide(True, math.inf)
-            self._engine.step()
+            with _quiet():  # it would report the skip once more, in words of its own
+                self._engine.step()
             return
         # ZeRO-0 runs the plain optimizer, which knows no refusal.
         plain_step, self._optimizer.step = self._optimizer.step, lambda *args, **kwargs: None
@@ -146,6 +148,18 @@ class DeepSpeedEngine(Engine):
 
     def describe(self) -> str:
         return f"deepspeed ZeRO-{self.stage}"
+
+
+@contextlib.contextmanager
+def _quiet():
+    from deepspeed.utils import logger
+
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def import_deepspeed():
