@@ -23,7 +23,7 @@ PLAN_IDLE_SECONDS = 30
 
 
 def start_plan(context: Context) -> subprocess.Popen | None:
-    """Start the child that opens the data and builds the meta-device model; it needs seconds to import torch."""
+    """Start the child that opens the data; the nodes are asked meanwhile."""
     if context.config is None:
         return None
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", delete=False) as file:
