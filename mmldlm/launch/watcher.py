@@ -102,7 +102,7 @@ class Watcher:
         with open(os.open(launch_file, os.O_CREAT | os.O_WRONLY, 0o600), "w") as file:
             json.dump({**values, "environment": environment}, file)
         script = [rank_module.__file__, str(launch_file.absolute())]
-        address = context.master.get("address") or "127.0.0.1"
+        address = context.master_address()
         port = options.master_port
         if context.launcher == "torchrun":
             self._start_torchrun(address, port, script, environment)

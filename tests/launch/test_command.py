@@ -84,14 +84,25 @@ def test_a_failed_preflight_starts_nothing(store, tmp_path):
     assert not (tmp_path / "run" / "logs").exists()
 
 
-@pytest.mark.parametrize(("bad", "words"), [(["c"], ["training.grad_accum_steps=3"]), (["b", "c"], None)])
-def test_fewer_nodes_keep_the_global_batch_or_the_run_ends(tmp_path, bad, words):
+def three_nodes(tmp_path, slots):
     config = load_config("tiny", None, [f"logging.save_dir={tmp_path}", "training.train_batch_size=4",
                                         "training.grad_accum_steps=2"])  # fmt: skip
     (config.run_dir() / "logs").mkdir(parents=True)
-    nodes = [Node("a", 2), Node("b", 2), Node("c", 2)] if words else [Node("a", 5), Node("b", 1), Node("c", 1)]
-    context = Context(argparse.Namespace(hostfile="h"), nodes, config=config)
-    assert without(context, bad) == words
-    if words:
-        assert [node.name for node in context.nodes] == ["a", "b"]
-        assert Path(context.options.hostfile).read_text() == "a slots=2\nb slots=2\n"
+    nodes = [Node(name, count) for name, count in zip("abc", slots, strict=True)]
+    return Context(argparse.Namespace(hostfile="h", master_addr=None), nodes, config=config)
+
+
+def test_fewer_nodes_keep_the_global_batch(tmp_path):
+    context = three_nodes(tmp_path, (2, 2, 2))
+    assert without(context, ["c"], 48) == ["training.grad_accum_steps=3"]
+    assert context.names == ["a", "b"] and context.master_address() == "a"
+    assert Path(context.options.hostfile).read_text() == "a slots=2\nb slots=2\n"
+    # Another one is lost later: it is still the batch that the run began with; and another node is the first.
+    assert without(context, ["a"], 48) == ["training.grad_accum_steps=6"]
+    assert context.names == ["b"] and context.master_address() == "b"
+
+
+@pytest.mark.parametrize(("slots", "bad"), [((5, 1, 1), ["b", "c"]), ((1, 1, 1), ["a", "b", "c"])])
+def test_a_batch_that_cannot_be_kept_ends_the_run(tmp_path, slots, bad, capsys):
+    assert without(three_nodes(tmp_path, slots), bad, 8 * sum(slots)) is None
+    assert "cannot go on" in capsys.readouterr().err

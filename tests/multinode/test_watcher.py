@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 
@@ -47,6 +48,21 @@ def test_a_broken_session_is_opened_anew_and_an_interrupt_saves_and_ends_cleanly
     assert process.returncode == 5, output[-3000:]
     assert list((tmp_path / "runs" / "run" / "checkpoints").glob("step_*/manifest.json"))
     assert ranks_on(bed["n1"]) == ranks_on(bed["n2"]) == []
+
+
+def test_an_elastic_retry_goes_on_without_the_host_that_was_lost(bed, store, tmp_path):
+    words = ["--retries", "1", "--elastic", "training.num_train_steps=30", "logging.save_freq=5"]
+    process = start(bed, store, tmp_path, *words, "logging.eval_freq=1000")
+    run = tmp_path / "runs" / "run"
+    wait_for(lambda: list(run.glob("checkpoints/step_*5/manifest.json")) != [], process)
+    with bed.cable_pulled(bed["n2"]):
+        output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output[-4000:]
+    assert "n2 is lost" in output and "going on without n2: 1 rank(s)" in output
+    steps = [json.loads(line)["step"] for line in (run / "training_log.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 31))
+    manifest = json.loads((run / "latest" / "manifest.json").read_text())
+    assert manifest["world_size"] == 1
 
 
 def test_a_retry_goes_on_from_the_newest_checkpoint(bed, store, tmp_path):
