@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bed import Bed, reason_to_skip  # noqa: E402
 from helpers import ROOT, environment, train_words  # noqa: E402
+from short_run import losses, words_of  # noqa: E402
 
 
 def pytest_collection_modifyitems(items):
@@ -45,3 +46,19 @@ def saved_run(store, tmp_path_factory):
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "saved"
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """Where the launchers' runs go, side by side."""
+    return tmp_path_factory.mktemp("launchers")
+
+
+@pytest.fixture(scope="session")
+def one_host(bed, store, folder):
+    """Losses of ZeRO-2 on one host with two ranks."""
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    line += [ROOT / "mmldlm" / "train.py", *words_of(store, folder, "one_host", 2)]
+    done = bed["n1"].run(*line, env={"OMP_NUM_THREADS": "1"}, timeout=280)
+    assert done.returncode == 0, done.stdout[-3000:]
+    return losses(folder, "one_host")
