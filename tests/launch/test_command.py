@@ -18,6 +18,9 @@ from mmldlm.preflight.context import Context
 from mmldlm.preflight.hostfile import Node
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from helpers import LONG  # noqa: E402
 
 
 def start(store, folder, *words, launcher="torchrun"):
@@ -53,7 +56,7 @@ def steps(folder) -> int:
     return len(log.read_text().splitlines()) if log.exists() else 0
 
 
-@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+@pytest.mark.parametrize("launcher", ["deepspeed", pytest.param("torchrun", marks=LONG)])
 def test_a_run_to_its_end(store, tmp_path, launcher):
     process = start(store, tmp_path, "training.num_train_steps=3", launcher=launcher)
     output, _ = process.communicate(timeout=240)

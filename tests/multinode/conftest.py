@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,17 +14,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bed import Bed, reason_to_skip  # noqa: E402
 from helpers import ROOT, environment, train_words  # noqa: E402
 from short_run import losses, words_of  # noqa: E402
-
-
-def pytest_collection_modifyitems(items):
-    """What has not yet held as a whole does not run with the suite (issue 5)."""
-    if os.environ.get("MMLDLM_MULTINODE") == "1":
-        return
-    reason = "several hosts for about 6 minutes, not all of it shown to hold yet: run with MMLDLM_MULTINODE=1"
-    here = Path(__file__).parent
-    for item in items:
-        if item.path.parent == here and item.path.name != "test_bed.py":
-            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session")

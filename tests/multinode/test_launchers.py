@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from helpers import ROOT
+from helpers import LONG, ROOT
 from short_run import NODES, close, losses, words_of
 
 TRAIN = str(ROOT / "mmldlm" / "train.py")
@@ -22,6 +22,7 @@ def test_deepspeed_with_pdsh(bed, store, folder, one_host, stage):
     close(losses(folder, f"pdsh{stage}"), one_host)
 
 
+@LONG
 def test_torchrun_on_each_host(bed, store, folder, one_host):
     def start(host, rank):
         line = [PYTHON, "-m", "torch.distributed.run", "--nnodes", "2", "--node_rank", rank, "--nproc_per_node", "1"]

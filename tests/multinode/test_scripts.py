@@ -7,9 +7,10 @@ import sys
 
 import pytest
 import slurm
-from helpers import ROOT
+from helpers import LONG, ROOT
 from short_run import NODES, close, losses, more_words
 
+pytestmark = LONG
 PROGRAMS = {"mmldlm": "mmldlm.cli", "deepspeed": "deepspeed.launcher.runner", "torchrun": "torch.distributed.run"}
 
 
