@@ -90,8 +90,10 @@ def launcher_starts_processes(context):
     if through["code"] is None and not context.arrived:
         yield skip("the launcher took too long to start anything (an import from a slow disk?)")
         return
-    last = (through["lines"] or ["no message"])[-1].strip()
     for name in context.names:
+        # pdsh puts the node's name before each line of it, and its own sum of them last.
+        about = [line for line in through["lines"] if line.startswith(f"{name}: ")] or through["lines"]
+        last = (about or ["no message"])[-1].strip()
         if name in context.arrived:
             yield ok(f"rank {context.arrived[name]['rank']} through {context.launcher}", name)
         else:
