@@ -32,6 +32,9 @@ def reason_not_to(context: Context) -> str | None:
         return "torchrun is started on each node by a shell of its own: set variables there"
     if context.failures or len(context.facts) < len(context.nodes):
         return "a node does not answer, so the launcher would not reach it either"
+    machines = [found["machine"] for found in context.answered("identity").values()]
+    if len(set(machines)) < len(machines):
+        return "two names are one machine (see HOST004)"
     if context.launcher == "deepspeed" and any(read_env_file(path)[1] for path in env_files()):
         return "DeepSpeed stops at its .deepspeed_env (see ENV001)"
     return None
