@@ -15,8 +15,10 @@ from helpers import LONG
 PLAYED = ("launcher killed before the group forms", "host cut off after the group forms")
 
 
-@LONG
-@pytest.mark.parametrize("accident", [a for a in ACCIDENTS if a.name in PLAYED], ids=lambda accident: accident.name)
+@pytest.mark.parametrize(
+    "accident",
+    [pytest.param(a, marks=() if a.name == PLAYED[1] else LONG, id=a.name) for a in ACCIDENTS if a.name in PLAYED],
+)
 def test_an_accident_ends_the_whole_run_and_nothing_else(bed, store, tmp_path, accident):
     with bed["n1"].process("sleep", "1000") as stranger:
         _, code, output, left = play(bed, store, tmp_path, accident)
@@ -54,6 +56,7 @@ def test_a_broken_session_is_opened_anew_and_an_interrupt_saves_and_ends_cleanly
     assert ranks_on(bed["n1"]) == ranks_on(bed["n2"]) == []
 
 
+@LONG
 def test_an_elastic_retry_goes_on_without_the_host_that_was_lost(bed, store, tmp_path):
     words = ["--retries", "1", "--elastic", "training.num_train_steps=30", "logging.save_freq=5"]
     process = start(bed, store, tmp_path, *words, "logging.eval_freq=1000")
