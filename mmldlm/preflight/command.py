@@ -129,20 +129,28 @@ def measure(context: Context) -> None:
         if context.level >= 1 and context.nodes:
             fleet = gather.open_fleet(context)
             try:
+                _say(f"asking {len(context.nodes)} node(s) ...")
                 gather.measure_nodes(context, fleet)
                 if context.level >= 2:
                     gather.measure_together(context, fleet)
                 if context.level >= 3:
+                    _say("collectives on all ranks (at most 2 minutes) ...")
                     rehearse.rehearse_collectives(context, fleet)
                 if context.level >= 4 and context.config is not None and len(fleet.failures) == 0:
                     gather.finish_plan(context, child)
                     child = None
                     if "data_error" not in context.plan:
+                        _say("two training steps, a save and a resume (at most 5 minutes) ...")
                         rehearse.rehearse_training(context, fleet)
             finally:
                 fleet.stop()
     finally:
         gather.finish_plan(context, child)
+
+
+def _say(what: str) -> None:
+    """What takes the time; not on stdout, which is the report."""
+    print(f"preflight: {what}", file=sys.stderr, flush=True)
 
 
 def apply_fix(context: Context) -> None:

@@ -67,7 +67,7 @@ def show(context: Context, results: list[Result], seconds: float, out: TextIO) -
         exclude = f"nodes to leave out: --exclude {'@'.join(bad)}"
         print(f"\n  {exclude if len(bad) < len(context.nodes) else 'every node has a fault'}", file=out)
     counts = Counter(r.status for r in results)
-    print(f"\n{worst(results)}: {_sum(counts)} ({seconds:.1f} s)", file=out)
+    print(f"\n{worst(results)}: {_sum(counts)} ({seconds:.1f} s)", file=out, flush=True)
 
 
 def _sum(counts: Counter) -> str:
