@@ -127,17 +127,20 @@ def measure_faults(bed: Bed, store: Path, folder: Path, quick: bool) -> tuple[in
 
 
 def measure_levels(bed: Bed, store: Path, folder: Path, times: int) -> dict[str, float]:
-    """Median seconds of `mmldlm preflight` on three healthy hosts: of level 0, and of levels 0 to 2."""
+    """Median seconds of `mmldlm preflight` on three healthy hosts: of level 0, and of levels 0 to 2; and CPU seconds of
+    this command and its children, which do not depend on what else runs (what ssh started on the hosts is not in it)."""
     medians = {}
     for name, level in (("level_0", 0), ("levels_0_to_2", 2)):
-        seconds = []
+        seconds, busy = [], []
         for number in range(times):
             scene = Scene(bed, store, folder / f"timed{level}_{number}", level=level)
-            started = time.perf_counter()
+            started, used = time.perf_counter(), os.times()
             scene.run()
+            now = os.times()
             seconds.append(time.perf_counter() - started)
-        medians[name] = statistics.median(seconds)
-        print(f"{name} on 3 hosts: {', '.join(f'{s:.1f}' for s in seconds)} s", flush=True)
+            busy.append(now.children_user + now.children_system - used.children_user - used.children_system)
+        medians[name], medians[f"{name}_cpu"] = statistics.median(seconds), statistics.median(busy)
+        print(f"{name} on 3 hosts: {', '.join(f'{s:.1f}' for s in seconds)} s; CPU {medians[f'{name}_cpu']:.1f} s")
     return medians
 
 
@@ -179,7 +182,7 @@ def main() -> int:
             print("fan-out: " + ", ".join(f"{n} nodes {s:.1f} s" for n, s in growth.items()), flush=True)
             claims.append(claim("levels_0_to_2_seconds_3_hosts", medians["levels_0_to_2"], "<=", 30))
             claims.append(claim("watcher_seconds_worst", worst, "<=", 15))
-            more = {"level_0_seconds": medians["level_0"], "fan_out_seconds": growth}
+            more = {"seconds": medians, "fan_out_seconds": growth}
         if args.part != "times":
             found, missed, alarms = measure_faults(bed, store, folder, args.quick)
             claims.append(claim("faults_found", found, ">=", 30))
