@@ -127,8 +127,8 @@ def measure_faults(bed: Bed, store: Path, folder: Path, quick: bool) -> tuple[in
 
 
 def measure_levels(bed: Bed, store: Path, folder: Path, times: int) -> dict[str, float]:
-    """Median seconds of `mmldlm preflight` on three healthy hosts: of level 0, and of levels 0 to 2; and CPU seconds of
-    this command and its children, which do not depend on what else runs (what ssh started on the hosts is not in it)."""
+    """Median seconds of `mmldlm preflight` on three healthy hosts: of level 0, and of levels 0 to 2. CPU seconds of
+    this command and its children beside them, which other load does not change (what ssh started is not in it)."""
     medians = {}
     for name, level in (("level_0", 0), ("levels_0_to_2", 2)):
         seconds, busy = [], []
