@@ -74,7 +74,7 @@ def activation_bytes(config: Config, length: int) -> int:
     whole of the one block that is being computed again.
     """
     model, batch = config.model, config.training.train_batch_size
-    size = 2 if config.training.dtype == "bf16" else 4
+    size = 4 if config.training.dtype == "fp32" else 2
     width, mlp, heads = model.hidden_size, int(model.hidden_size * model.mlp_ratio), model.n_heads
     tokens = length + model.latent_tokens
     # A token in a block: 6 H of modulation and norms and 3 H around the projections, the MLP twice; queries and keys
@@ -96,7 +96,7 @@ def state_bytes(plan: str, sizes: dict, world_size: int, dtype: str, bucket: int
     """
     trainable, weights = sizes["trainable"], sizes["trainable"] + sizes["frozen"]
     share = trainable / world_size
-    low = 2 if dtype == "bf16" else 4
+    low = 4 if dtype == "fp32" else 2
     buckets = min(bucket, trainable) * 4 * 2  # two with overlap_comm
     if plan in ("single", "zero0"):  # fp32 weights under autocast
         return 4 * weights + 4 * trainable + 8 * trainable + (buckets if plan == "zero0" else 0)
@@ -120,7 +120,7 @@ def rank_bytes(plan: str, sizes: dict, world_size: int, dtype: str, on_gpu: bool
 def checkpoint_bytes(plan: str, sizes: dict, dtype: str) -> int:
     """Bytes of one checkpoint of the whole job: weights, fp32 masters where they are beside them, two moments."""
     weights, trainable = sizes["trainable"] + sizes["frozen"], sizes["trainable"]
-    low = 2 if dtype == "bf16" else 4
+    low = 4 if dtype == "fp32" else 2
     if plan in ("single", "zero0", "fsdp"):
         return 4 * weights + 8 * trainable
     return low * weights + 12 * trainable
