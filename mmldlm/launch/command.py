@@ -41,8 +41,9 @@ def main(args: argparse.Namespace) -> int:
     for attempt in range(args.retries + 1):
         if attempt:
             print(f"\nattempt {attempt + 1} of {args.retries + 1}", flush=True)
-        outcome = Watcher(context, words, log_folder(context), args.grace).run()
-        tell(outcome)
+        logs = log_folder(context)
+        outcome = Watcher(context, words, logs, args.grace).run()
+        tell(outcome, logs)
         if outcome.code == EXIT_DONE or outcome.code in AGREED or "interrupted" in outcome.reason:
             break
         if attempt == args.retries:
@@ -73,14 +74,16 @@ def log_folder(context: Context) -> Path:
     return context.config.run_dir() / "logs" / f"launch_{stamp}"
 
 
-def tell(outcome: Outcome) -> None:
-    """Say how it ended, and show the last lines of the rank that ended first."""
+def tell(outcome: Outcome, logs: Path) -> None:
+    """Say how it ended, show the last lines of the rank that ended first, and where the rest is."""
+    sys.stdout.flush()
     if outcome.code == EXIT_DONE:
+        print(f"done; logs of all ranks: {logs}", file=sys.stderr, flush=True)
         return
     print(f"\nended: {outcome.reason} (exit {outcome.code})", file=sys.stderr)
     for line in outcome.last:
         print(f"    {line}", file=sys.stderr)
-    sys.stderr.flush()
+    print(f"logs of all ranks: {logs}", file=sys.stderr, flush=True)
 
 
 def without(context: Context, bad: list[str], batch: int) -> list[str] | None:

@@ -70,6 +70,7 @@ def test_a_run_to_its_end(store, tmp_path, launcher):
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output[-3000:]
     assert steps(tmp_path) == 3
+    assert output.count("step 3/3 |") == 1  # what rank 0 says is on the screen, once
     (logs,) = (tmp_path / "run" / "logs").glob("launch_*")
     assert len(list(logs.glob("*_rank*.log"))) == 2
     assert (logs / next(logs.glob("launch_*.json")).name).stat().st_mode & 0o077 == 0
