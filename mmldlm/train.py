@@ -121,6 +121,7 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
     from mmldlm.evaluation.validation import Validation
     from mmldlm.objectives import TranslationObjective
     from mmldlm.objectives.translation import METRICS
+    from mmldlm.preflight import receipt
     from mmldlm.run import RunFolder, TrainingState
     from mmldlm.run_checkpoints import RunCheckpoints
     from mmldlm.stability import forensics
@@ -149,6 +150,8 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
         alive.beat(state.step, "load")
         checkpoints.load(resume_from)
     folder.open(trainable, resume_from, None if resume_from is not None else taken)
+    if engine.rank == 0:
+        receipt.tell(config, engine.world_size, folder)
     stop = StopSignal()
 
     def batches_from(step: int):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from mmldlm.data.checksum import sha256_of
 from mmldlm.errors import UserError
 
 
@@ -103,15 +103,6 @@ def _no_loading_bar():
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-def sha256_of(path: Path) -> str:
-    """SHA-256 of a file's bytes, as hexadecimal."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 class Encoder:

@@ -21,8 +21,9 @@ from rich.table import Table
 
 import mmldlm
 from mmldlm.data import tokenizers
+from mmldlm.data.checksum import sha256_of
 from mmldlm.data.corpora import DEFAULT_CORPUS, Corpus, open_corpus
-from mmldlm.data.encoders import ENCODERS, Encoder, sha256_of
+from mmldlm.data.encoders import ENCODERS, Encoder
 from mmldlm.data.store import FORMAT, MANIFEST, TOKENIZER_FOLDER, VERSION, Store, check_latents
 from mmldlm.data.text import content_hash
 from mmldlm.errors import EXIT_DONE, UserError

@@ -49,7 +49,7 @@ def open_data(config: Config) -> RunData:
     if root is None:
         raise UserError(
             "data.latent_data_root: the folder of a prepared store",
-            "it is not set",
+            "no data.latent_data_root",
             "make one with `mmldlm prepare --output-dir DIR`, then add data.latent_data_root=DIR",
         )
     train = Store(root, "train", config.data.verify)
