@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mmldlm.data.encoders import sha256_of
+from mmldlm.data.files import sha256_of
 from mmldlm.errors import UserError
 
 FORMAT = "mmldlm-store"
