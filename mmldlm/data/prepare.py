@@ -120,6 +120,7 @@ class _Preparation:
         corpora = {"train": self.corpora, "validation": [self.held_out] if self.held_out else []}
         return {
             "options": self.options.identity(),
+            "shards": [tokenizing.SHARD, encoding.SHARD],
             "corpus": {
                 name: [f"{corpus.source} {unit.name}" for corpus in part for unit in corpus.units]
                 for name, part in corpora.items()
@@ -133,7 +134,7 @@ class _Preparation:
             self.work.remove()
             self.peers.add("whole already")
             return
-        _refuse_other_folders(self.root, options.force)
+        refuse_other_folders(self.root, options.force)
         self.encoder = self._make_encoder()  # before hours of reading: its weights may be missing
         goes_on = self.work.open(plan, options.force)
         if goes_on:
@@ -228,6 +229,7 @@ class _Preparation:
         from transformers import AutoTokenizer
 
         self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        self.tokenizer.split_special_tokens = True  # "[MASK]" in a text is six characters of it, no mask
 
     def _tokenize(self, name: str, texts: Texts, rows: np.ndarray, limit: int | None, counts: Counter) -> Samples:
         options = self.options
@@ -284,7 +286,12 @@ class _Preparation:
         return encoded
 
 
-def _refuse_other_folders(root: Path, force: bool) -> None:
+def refuse_other_folders(root: Path, force: bool) -> None:
+    """An output folder that is there is only replaced when it is one of ours and ``force`` says so.
+
+    Raises:
+        UserError: otherwise.
+    """
     if root.exists() and not force and (not root.is_dir() or any(root.iterdir())):
         raise UserError(
             f"an --output-dir that does not exist yet: {root}",
