@@ -2,21 +2,22 @@
 
     python benchmarks/data.py [--corpus FILE] [--samples N] [--quick] [--json FILE]
 
-Real text: whole docstrings of the installed packages (or the lines of --corpus), each cut to 510 tokens, 20,000 of them.
+Real text: 20,000 whole docstrings of the installed packages (or the lines of --corpus), each cut to 510 tokens.
 Latents are random unit vectors of 1,024 components: no reader looks at their values. The same samples are written as
 
-    seed      train_data.json with every text, latents/train/*.npy; a text is tokenized when it is read (BERT's tokenizer,
-              padded to 512), which is how MM-LDLM's users have their data
+    seed      train_data.json with every text, latents/train/*.npy; a text is tokenized when it is read (BERT's, padded
+              to 512), which is how MM-LDLM's users have their data
     pairs     X_tokens.npz (padded to 512) and X.npy: MM-LDLM's faster layout
     store     ours, tokens cached, read in the order of the batch plan with data.batching=tokens
 
-and read by turns, each time by a process of its own: one epoch in batches of 32, as the tensors input_ids, attention_mask
-and latents. CPU-seconds are those of reading alone; memory is the growth of the process's peak from before opening.
-`noised` reads the store through the training loader, noise and masks drawn; its positions give `real_position_share`.
+and read by turns, each time by a process of its own: one epoch in batches of 32, as the tensors input_ids,
+attention_mask and latents. CPU-seconds are those of reading alone; memory is the growth of the process's peak from
+before opening. `noised` reads the store through the training loader, noise and masks drawn; its positions give
+`real_position_share`.
 
 Ten million rows (random tokens, latents of 32): a run opens them as it does at its start, then asks for the batch that
-follows 9,000,000 samples. Last, the preset `small` trains some steps on the real text, and the share of the time that it
-waits for `next(batches)` with data.num_workers=0 is taken.
+follows 9,000,000 samples. Last, the preset `small` trains some steps on the real text, and the share of the time that
+it waits for `next(batches)` with data.num_workers=0 is taken.
 """
 
 from __future__ import annotations
@@ -379,9 +380,8 @@ def main() -> int:
             mib = statistics.median(run["mib"] for run in runs)
             assert {run["samples"] for run in runs} == {len(texts)}
             print(f"{kind:8} {rate[kind]:14,.0f} {mib:9.1f} {runs[0]['share']:15.3f}", flush=True)
-        print(
-            f"store against seed {rate['store'] / rate['seed']:.0f} x, against pairs {rate['store'] / rate['pairs']:.0f} x"
-        )
+        ratios = (rate["store"] / rate[kind] for kind in ("seed", "pairs"))
+        print("store against seed {:.0f} x, against pairs {:.0f} x".format(*ratios))
         wait = child("wait", folder, "--steps", "2" if args.quick else "5")
         wait_share = sum(wait["wait"]) / sum(wait["step"])
         print(

@@ -14,14 +14,19 @@ from datetime import timedelta
 from mmldlm.errors import EXIT_FAILED, MmldlmError
 
 _POLL = 0.05  # seconds
-_FAILED = "failed"
+_FAILED, _GONE = "failed", "gone"
+_LINGER = 3.0  # seconds that a failing rank 0 keeps the store for those who still have to read why
 
 
 class PeerFailed(MmldlmError):
-    """Another rank failed; it has said why."""
+    """Another rank failed.
 
-    def __init__(self, message: str, exit_code: int):
-        self.exit_code = exit_code
+    Attributes:
+        is_told: that rank reports it itself.
+    """
+
+    def __init__(self, message: str, exit_code: int, is_told: bool):
+        self.exit_code, self.is_told = exit_code, is_told
         super().__init__(message)
 
 
@@ -57,6 +62,10 @@ class Peers:
     def failed(self, error: BaseException) -> None:
         """Tell the waiting ranks that this one will not come."""
 
+    def speaks(self) -> bool:
+        """Whether this rank reports its failure: of several that found the same mistake only the first does."""
+        return True
+
     def close(self) -> None:
         """Rank 0 keeps the store until the others have read what they wait for."""
 
@@ -73,6 +82,7 @@ class StorePeers(Peers):
 
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        self._has_failed = False
         self._store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
 
     def add(self, key: str, amount: int = 1) -> int:
@@ -91,30 +101,44 @@ class StorePeers(Peers):
         self.barrier(stage)
 
     def failed(self, error: BaseException) -> None:
+        if self._has_failed:
+            return
+        self._has_failed = True
         code = getattr(error, "exit_code", EXIT_FAILED)
         first = (str(error).splitlines() or [type(error).__name__])[0]
         try:
             self._store.set(_FAILED, f"{code} rank {self.rank}: {first}")
+            self._store.add(_GONE, 1)
+            deadline = time.monotonic() + _LINGER
+            while self.rank == 0 and self._store.add(_GONE, 0) < self.world_size and time.monotonic() < deadline:
+                time.sleep(_POLL)
         except Exception:  # rank 0, which keeps the store, is gone: the others see that by themselves
             pass
 
+    def speaks(self) -> bool:
+        try:
+            return self._store.add("spoke", 1) == 1
+        except Exception:
+            return True
+
     def close(self) -> None:
-        gone = self.add("gone")
+        gone = self.add(_GONE)
         while self.rank == 0 and gone < self.world_size:
             self._raise_if_failed()
             time.sleep(_POLL)
-            gone = self.add("gone", 0)
+            gone = self.add(_GONE, 0)
 
     def _raise_if_failed(self) -> None:
         if self._ask(lambda: self._store.check([_FAILED])):
             code, message = self._ask(lambda: self._store.get(_FAILED)).decode().split(" ", 1)
-            raise PeerFailed(message, int(code))
+            self.add(_GONE)
+            raise PeerFailed(message, int(code), is_told=True)
 
     def _ask(self, question: Callable):
         try:
             return question()
         except Exception as error:  # the store's errors are of many kinds, all of them mean this
-            raise PeerFailed(f"rank 0 is gone ({type(error).__name__})", EXIT_FAILED) from error
+            raise PeerFailed(f"rank 0 is gone ({type(error).__name__})", EXIT_FAILED, is_told=False) from error
 
 
 def join() -> Peers:

@@ -111,7 +111,8 @@ class _Preparation:
                 print_summary(self.console, self.root, manifest, time.perf_counter() - started)
 
             peers.first_alone("write", write)
-        except UserError:
+        except UserError as error:
+            peers.failed(error)  # and the others gone, before the ground goes
             if peers.rank == 0 and not list(self.work.folder.glob("encode-*/*")):
                 self.work.remove()  # nothing that took long is lost, and other options may follow
             raise
@@ -315,10 +316,13 @@ def main(args: argparse.Namespace) -> int:
     peers = join()
     try:
         prepare(options, peers=peers)
-    except PeerFailed as failure:
-        if peers.rank == 0 or "rank 0" in str(failure):
-            print(f"error: {failure}", file=sys.stderr)
-        return failure.exit_code
+    except MmldlmError as error:
+        if peers.world_size == 1:
+            raise
+        # Who was told of a failure leaves the telling to the rank that failed, unless that one can tell no more.
+        if not getattr(error, "is_told", False) and peers.speaks():
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
     return EXIT_DONE
 
 
