@@ -2,13 +2,15 @@
 
     python benchmarks/data.py [--corpus FILE] [--samples N] [--quick] [--json FILE]
 
-Real text: 20,000 whole docstrings of the installed packages (or the lines of --corpus), each cut to 510 tokens.
-Latents are random unit vectors of 1,024 components: no reader looks at their values. The same samples are written as
+Real text: the prose of 20,000 docstrings of at least 50 words in the installed packages (or the lines of --corpus),
+each cut to 510 tokens. Latents are random unit vectors of 1,024 components: no reader looks at their values. The same
+samples are written as
 
     seed      train_data.json with every text, latents/train/*.npy; a text is tokenized when it is read (BERT's, padded
               to 512), which is how MM-LDLM's users have their data
     pairs     X_tokens.npz (padded to 512) and X.npy: MM-LDLM's faster layout
-    store     ours, tokens cached, read in the order of the batch plan with data.batching=tokens
+    store     ours, tokens cached, read in the order of the batch plan with data.batching=tokens and windows of
+              8,192 samples
 
 and read by turns, each time by a process of its own: one epoch in batches of 32, as the tensors input_ids,
 attention_mask and latents. CPU-seconds are those of reading alone; memory is the growth of the process's peak from
@@ -36,7 +38,8 @@ from pathlib import Path
 import _report
 
 ROOT = Path(__file__).resolve().parents[1]
-MAX_TOKENS, DIM, BATCH = 510, 1024, 32
+MAX_TOKENS, MIN_WORDS, DIM, BATCH = 510, 50, 1024, 32
+BUCKETS = 256  # global batches of 32 in a window, as many samples as 32 batches of 256
 ROWS, ROW_DIM, RESUME_AT = 10_000_000, 32, 9_000_000
 WORDS = ["training.dtype=fp32", "training.train_batch_size=8", "model.max_seq_len=512", "engine.kind=single"]
 
@@ -55,7 +58,7 @@ def reset_peak() -> None:
 
 
 def real_texts(corpus: str | None, num: int) -> list[str]:
-    """Different texts of at least three words."""
+    """Different texts: prose of docstrings, or the lines of a file."""
     from mmldlm.data.docstrings import _source_files, docstrings_of, prose_paragraphs
 
     if corpus is not None:
@@ -67,7 +70,7 @@ def real_texts(corpus: str | None, num: int) -> list[str]:
             continue
         for docstring in docstrings_of(source) or []:
             text = " ".join(prose_paragraphs(docstring))
-            if len(text.split()) >= 20:
+            if len(text.split()) >= MIN_WORDS:
                 found[text] = None
         if len(found) >= num:
             break
@@ -216,7 +219,7 @@ def read_store(folder: Path):
 
     yield "ready"
     store = Store(folder / "store")
-    plan = make_plan("tokens", store.lengths, BATCH, 0)
+    plan = make_plan("tokens", store.lengths, BATCH, 0, BUCKETS)
     for step in range(plan.batches_per_epoch):
         batch = store.get(plan.batch(step).ids)
         lengths = np.array([len(ids) for ids in batch.tokens])
@@ -231,7 +234,12 @@ def read_noised(folder: Path):
     from mmldlm.config.load import load_config
     from mmldlm.data.loader import iterate_steps
 
-    words = [f"data.latent_data_root={folder / 'store'}", "data.batching=tokens", *WORDS]
+    words = [
+        f"data.latent_data_root={folder / 'store'}",
+        "data.batching=tokens",
+        f"data.bucket_batches={BUCKETS}",
+        *WORDS,
+    ]
     config = load_config("small", None, [*words, f"training.train_batch_size={BATCH}"])
     yield "ready"
     dataset = open_dataset(config)
@@ -295,8 +303,8 @@ def measure_rows(folder: Path) -> dict:
     return {"open": opened, "mib": mib, "first": seconds, "rows": rows, "ids": len(batch.ids)}
 
 
-def measure_wait(folder: Path, steps: int) -> dict:
-    """Seconds waited for batches, and of whole steps, of the preset `small`."""
+def measure_wait(folder: Path, steps: int, preset: str) -> dict:
+    """Seconds waited for batches, and of whole steps, of a preset."""
     import torch
 
     from mmldlm.config.load import load_config
@@ -304,7 +312,7 @@ def measure_wait(folder: Path, steps: int) -> dict:
     from mmldlm.models import MultimodalMMDiT
     from mmldlm.objectives.translation import TranslationObjective
 
-    config = load_config("small", None, [f"data.latent_data_root={folder / 'store'}", *WORDS])
+    config = load_config(preset, None, [f"data.latent_data_root={folder / 'store'}", *WORDS])
     dataset = open_dataset(config)
     config = dataset.noiser.config
     torch.manual_seed(0)
@@ -347,23 +355,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", help="a text file, one text a line (default: docstrings of installed packages)")
     parser.add_argument("--samples", type=int, help="samples of real text (20000)")
-    parser.add_argument("--quick", action="store_true", help="600 samples, 200,000 rows, one turn, two steps")
+    parser.add_argument("--quick", action="store_true", help="300 samples, 100,000 rows, one turn, two steps of tiny")
     parser.add_argument("--json", help="write conditions and claims here")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=5, help=argparse.SUPPRESS)
+    parser.add_argument("--preset", default="small", help=argparse.SUPPRESS)
     args = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     if args.part:
         if args.part == "rows":
             print(json.dumps(measure_rows(args.folder)))
         elif args.part == "wait":
-            print(json.dumps(measure_wait(args.folder, args.steps)))
+            print(json.dumps(measure_wait(args.folder, args.steps, args.preset)))
         else:
             print(json.dumps(measure_reading(args.part, args.folder)))
         return 0
-    num, turns = args.samples or (600 if args.quick else 20_000), 1 if args.quick else 3
-    rows = 200_000 if args.quick else ROWS
+    num, turns = args.samples or (300 if args.quick else 20_000), 1 if args.quick else 3
+    rows = 100_000 if args.quick else ROWS
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         texts = real_texts(args.corpus, num)
@@ -382,7 +391,7 @@ def main() -> int:
             print(f"{kind:8} {rate[kind]:14,.0f} {mib:9.1f} {runs[0]['share']:15.3f}", flush=True)
         ratios = (rate["store"] / rate[kind] for kind in ("seed", "pairs"))
         print("store against seed {:.0f} x, against pairs {:.0f} x".format(*ratios))
-        wait = child("wait", folder, "--steps", "2" if args.quick else "5")
+        wait = child("wait", folder, *(["--steps", "2", "--preset", "tiny"] if args.quick else []))
         wait_share = sum(wait["wait"]) / sum(wait["step"])
         print(
             f"small, batch 8: step {statistics.median(wait['step']):.2f} s, of it waiting {wait_share:.2%}", flush=True
