@@ -13,7 +13,7 @@ from mmldlm.data.mixture import MixedStore
 from mmldlm.data.prepare import PrepareOptions, prepare
 from mmldlm.data.resolve import open_data
 from mmldlm.data.store import MANIFEST, Store
-from mmldlm.errors import UserError
+from mmldlm.errors import MmldlmError, UserError
 
 
 @pytest.fixture(scope="module")
@@ -132,3 +132,33 @@ def test_blocks_of_latents_are_those_of_the_map(made_store, tmp_path):
     shutil.copytree(made_store, tmp_path / "cut")
     cut = Store(tmp_path / "cut", max_tokens=5)
     assert cut.lengths.max() == 5 and cut.num_truncated == int((store.lengths > 5).sum())
+
+
+def test_a_run_goes_on_with_its_own_plan_only(tmp_path):
+    """Checkpoints from before plans had names were written under the one that is still the default."""
+    from types import SimpleNamespace
+
+    from mmldlm.run import TrainingState
+    from mmldlm.run_checkpoints import RunCheckpoints
+
+    def load(saved, plan):
+        checkpoints = RunCheckpoints.__new__(RunCheckpoints)
+        checkpoints.state, checkpoints.config = TrainingState(8, 100, 0, plan=plan), _config()
+        checkpoints.engine = SimpleNamespace(all_ok=lambda ok: ok)
+
+        def reached(*args):
+            raise MmldlmError("the plan was accepted")
+
+        checkpoints._read = reached
+        (tmp_path / "training_state.json").write_text(json.dumps(saved))
+        checkpoints.load(tmp_path)
+
+    old = {"global_batch": 8, "num_samples": 100, "seed": 0, "applied_steps": 3}
+    for saved, plan, found in (
+        (old, "samples-1:64", "was accepted"),
+        (old, "tokens-1:64", "plan=samples-1:64"),
+        ({**old, "plan": "tokens-1:64"}, "tokens-1:64", "was accepted"),
+        ({**old, "plan": "samples-1:32"}, "samples-1:64", "plan=samples-1:32"),
+    ):
+        with pytest.raises(MmldlmError, match=found):
+            load(saved, plan)
