@@ -242,13 +242,13 @@ def read_noised(folder: Path):
     ]
     config = load_config("small", None, [*words, f"training.train_batch_size={BATCH}"])
     yield "ready"
-    dataset = open_dataset(config)
+    dataset, _ = open_dataset(config)
     for (batch,) in iterate_steps(dataset, 0, dataset.plan.batches_per_epoch):
         yield batch.tensors["text_tokens"], batch.tensors["attention_mask"], batch.tensors["latents"]
 
 
 def open_dataset(config):
-    """What training reads from, for one rank."""
+    """What training reads from, for one rank, and the config that the store has completed."""
     from mmldlm.data.loader import MicroBatches
     from mmldlm.data.noising import Noiser
     from mmldlm.data.resolve import open_data
@@ -258,7 +258,7 @@ def open_dataset(config):
     ids = (model.mask_token_id, model.pad_token_id, model.eos_token_id)
     noiser = Noiser(data.config, *ids, data.latent_mean, data.latent_std, max_norm=data.max_latent_norm())
     plan = data.training_plan(config.training.train_batch_size)
-    return MicroBatches(data.train, plan, noiser, 0, 1, 1)
+    return MicroBatches(data.train, plan, noiser, 0, 1, 1), data.config
 
 
 READERS = {"seed": read_seed, "pairs": read_pairs, "store": read_store, "noised": read_noised}
@@ -296,7 +296,7 @@ def measure_rows(folder: Path) -> dict:
     assert len(data.train_lengths) == rows
     del data
     started = time.perf_counter()
-    dataset = open_dataset(config)
+    dataset, _ = open_dataset(config)
     step = rows * RESUME_AT // ROWS // config.training.train_batch_size
     (batch,) = next(iter(loader.iterate_steps(dataset, step, step + 1)))
     seconds = time.perf_counter() - started
@@ -313,8 +313,7 @@ def measure_wait(folder: Path, steps: int, preset: str) -> dict:
     from mmldlm.objectives.translation import TranslationObjective
 
     config = load_config(preset, None, [f"data.latent_data_root={folder / 'store'}", *WORDS])
-    dataset = open_dataset(config)
-    config = dataset.noiser.config
+    dataset, config = open_dataset(config)
     torch.manual_seed(0)
     model, objective = MultimodalMMDiT(config.model), TranslationObjective(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
