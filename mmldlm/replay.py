@@ -18,7 +18,6 @@ from mmldlm.checkpoints.training_state import open_training_state
 from mmldlm.config.load import build_config
 from mmldlm.data.loader import MicroBatches
 from mmldlm.data.noising import NoisedBatch, Noiser
-from mmldlm.data.plan import BatchPlan, local_slots
 from mmldlm.data.resolve import RunData, open_data
 from mmldlm.engines.base import Autocast, compute_dtype, pick_device
 from mmldlm.engines.deepspeed_config import resolve_stage
@@ -106,9 +105,7 @@ class Replay:
         self.config = build_config(case["config"])
         self.data: RunData = open_data(self.config)
         self.device = pick_device(0)
-        self.plan = BatchPlan(
-            self.data.train_lengths, case["global_batch"], self.config.training.seed, self.config.data.bucket_batches
-        )
+        self.plan = self.data.training_plan(case["global_batch"])
         model = self.config.model
         special = (model.mask_token_id, model.pad_token_id, model.eos_token_id)
         scaling = (self.data.latent_mean, self.data.latent_std)
@@ -134,7 +131,7 @@ class Replay:
 
     def _slots(self, entry: dict) -> np.ndarray:
         case = self.case
-        return local_slots(case["global_batch"], case["world_size"], case["accum"], entry["rank"], entry["micro"])
+        return self.plan.slots(self.batch, case["world_size"], case["accum"], entry["rank"], entry["micro"])
 
     # -- weights -----------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ import torch
 
 from mmldlm.data.loader import MicroBatches, iterate_steps
 from mmldlm.data.noising import NoisedBatch, Noiser
-from mmldlm.data.plan import BatchPlan
 from mmldlm.data.resolve import RunData
 from mmldlm.engines.build import build_engine
 from mmldlm.engines.gradients import gradient_fragments
@@ -104,12 +103,7 @@ class Sanity:
     def _micro_batches(self) -> MicroBatches:
         config, data = self.config, self.data
         training, model = config.training, config.model
-        plan = BatchPlan(
-            data.train_lengths,
-            training.train_batch_size * training.grad_accum_steps,
-            training.seed,
-            config.data.bucket_batches,
-        )
+        plan = data.training_plan(training.train_batch_size * training.grad_accum_steps)
         special_ids = (model.mask_token_id, model.pad_token_id, model.eos_token_id)
         noiser = Noiser(config, *special_ids, data.latent_mean, data.latent_std, max_norm=data.max_latent_norm())
         return MicroBatches(data.train, plan, noiser, 0, 1, training.grad_accum_steps)
