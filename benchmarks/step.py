@@ -165,12 +165,12 @@ def step_memory(name: str, shape: Shape) -> float:
 def predicted_memory(shape: Shape) -> float:
     """MiB that preflight's model gives for what step_memory measures: activations, logits, gradients (fp32)."""
     from mmldlm.config.schema import Config
-    from mmldlm.preflight.plan_child import model_sizes
+    from mmldlm.preflight.sizes import model_sizes
 
     model = Ours(shape, torch.float32).model.config.model_dump()
     config = Config(model=model, training={"train_batch_size": shape.batch, "dtype": "fp32", "freeze": "none"})
     sizes = model_sizes(config, shape.length)
-    return (sizes["activations"] + sizes["logits"]["cpu"] + 4 * sizes["trainable"]) / 2**20
+    return (sizes["activations"] + sizes["logits_cpu"] + 4 * sizes["trainable"]) / 2**20
 
 
 def print_memory(name: str, shape: Shape) -> None:

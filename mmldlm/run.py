@@ -27,7 +27,7 @@ class TrainingState:
     """Where a run stands; everything else follows from it, the config and the weights.
 
     Attributes:
-        global_batch, num_samples, seed: what the order of samples and the noise depend on.
+        global_batch, num_samples, seed: what the order of samples and the noise depend on; plan: and in which way.
         step: optimizer steps taken, skipped ones included. applied_steps: those that moved the weights (the schedule's
             clock). consumed_samples: training samples seen. skipped_steps: refused steps. consecutive_skips: since
             the last applied one. num_rollbacks, lr_scale: returns to a checkpoint, and what they did to the rate.
@@ -46,6 +46,7 @@ class TrainingState:
     lr_scale: float = 1.0
     passed_over: list[list[int]] = field(default_factory=list)
     guard: dict = field(default_factory=dict)
+    plan: str = ""
     versions: dict[str, str] = field(default_factory=dict)
 
     def advance(self, verdict: Verdict, num_samples: int) -> None:
@@ -144,10 +145,13 @@ class RunFolder:
             + f" (mode {config.training.loss_type}, freeze={config.training.freeze})"
         )
         lengths = self.data.train_lengths
+        source = " + ".join(config.data.mixture or [str(config.data.latent_data_root)])
         say(
             f"data     {len(lengths):,} training and {len(self.data.validation_lengths):,} validation texts from "
-            f"{config.data.latent_data_root}, {int(lengths.sum()):,} tokens, latents of {config.model.latent_dim}"
+            f"{source}, {int(lengths.sum()):,} tokens, latents of {config.model.latent_dim}"
         )
+        for note in self.data.notes:
+            say(f"data     {note}")
         training = config.training
         say(
             f"batch    {state.global_batch} = {training.train_batch_size} a rank x {training.grad_accum_steps} "
@@ -253,9 +257,9 @@ class RunFolder:
         if self.engine.world_size > 1:
             gathered = [None] * self.engine.world_size
             torch.distributed.all_gather_object(gathered, found)
-        file = str(self.data.train.root / "train")
         for bad in (bad for part in gathered for bad in part):
-            self.event("bad_sample", step=self.state.step, file=file, row=bad["id"], **bad)
+            file, row = self.data.train.place(bad["id"])
+            self.event("bad_sample", step=self.state.step, file=str(file), row=row, **bad)
             if self.is_main:
                 self.progress.warning(f"sample {bad['id']} left out of step {self.state.step}: {bad['reason']}")
 

@@ -114,7 +114,6 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
 
     from mmldlm.data.loader import MicroBatches, iterate_steps
     from mmldlm.data.noising import Noiser
-    from mmldlm.data.plan import BatchPlan
     from mmldlm.engines.ema import WeightAverage
     from mmldlm.engines.optimizer import learning_rate
     from mmldlm.evaluation.validation import Validation
@@ -122,6 +121,7 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
     from mmldlm.objectives.translation import METRICS
     from mmldlm.observe.meter import StepMeter
     from mmldlm.observe.profile import StepProfiler
+    from mmldlm.preflight import receipt
     from mmldlm.run import RunFolder, TrainingState
     from mmldlm.run_checkpoints import RunCheckpoints
     from mmldlm.stability import forensics
@@ -134,7 +134,7 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
     average = None if config.optimizer.ema_decay is None else WeightAverage(engine, config.optimizer.ema_decay)
     global_batch = training.train_batch_size * training.grad_accum_steps * engine.world_size
 
-    plan = BatchPlan(data.train_lengths, global_batch, training.seed, config.data.bucket_batches)
+    plan = data.training_plan(global_batch)
     special_ids = (config.model.mask_token_id, config.model.pad_token_id, config.model.eos_token_id)
     noiser = Noiser(config, *special_ids, data.latent_mean, data.latent_std, max_norm=data.max_latent_norm())
     dataset = MicroBatches(data.train, plan, noiser, engine.rank, engine.world_size, training.grad_accum_steps)
@@ -142,7 +142,7 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
     guard = Guard(config.stability, training.dtype)
     diagnostics = Diagnostics(engine, config.logging.grad_log_interval, training.dtype)
 
-    state = TrainingState(global_batch=global_batch, num_samples=len(data.train_lengths), seed=training.seed)
+    state = TrainingState(global_batch, len(data.train_lengths), training.seed, plan=plan.version)
     folder = RunFolder(config, data, engine, state)
     checkpoints = RunCheckpoints(folder, average, guard)
     resume_from = checkpoints.find_resume()
@@ -150,6 +150,8 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
         alive.beat(state.step, "load")
         checkpoints.load(resume_from)
     folder.open(trainable, resume_from, None if resume_from is not None else taken)
+    if engine.rank == 0:
+        receipt.tell(config, engine.world_size, folder)
     stop = StopSignal()
 
     def batches_from(step: int):

@@ -88,6 +88,15 @@ class DataConfig(Section):
 
     latent_data_root: str | None = None
     """Folder of the store that `mmldlm prepare` wrote."""
+    mixture: dict[str, float] | None = None
+    """Several stores instead of latent_data_root: folder -> weight. Of every 4,096 samples each store has its share, in
+    epochs of its own; they must have one tokenizer and one encoder."""
+    batching: Literal["samples", "tokens"] = "samples"
+    """samples: every optimizer step has as many samples. tokens: as many tokens, so that a step of long texts has fewer
+    samples and none takes more memory than another; on average as many samples as the former."""
+    overlong: Literal["error", "truncate"] = "error"
+    """What to do with texts longer than model.max_seq_len. truncate cuts them when they are read (the number is
+    reported; their latents are of the whole texts). `mmldlm prepare --overlong chunk` drops nothing."""
     num_workers: int = Field(0, ge=0)
     """Worker processes that build batches; 0 builds them in the training process (a packed store needs no more)."""
     prefetch_factor: int = Field(4, ge=1)
@@ -100,6 +109,19 @@ class DataConfig(Section):
     """Use only the first samples of the training split. None: all."""
     max_validation_samples: int | None = Field(None, ge=1)
     """Use only the first samples of the validation split. None: all."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataConfig:
+        if self.mixture is not None:
+            if self.latent_data_root is not None:
+                raise ValueError("data.latent_data_root and data.mixture are both set: one of them names the data")
+            if not self.mixture or min(self.mixture.values()) <= 0:
+                raise ValueError(f"data.mixture={self.mixture}: at least one folder, each with a weight above 0")
+            if self.max_train_samples is not None or self.max_validation_samples is not None:
+                raise ValueError(
+                    "data.max_train_samples and data.max_validation_samples are for one store, not a mixture"
+                )
+        return self
 
 
 class TextDiffusionConfig(Section):

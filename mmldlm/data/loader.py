@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from mmldlm.data.noising import NoisedBatch, Noiser
-from mmldlm.data.plan import BatchPlan, local_slots
+from mmldlm.data.plan import BatchPlan
 
 
 class MicroBatches(Dataset):
@@ -20,8 +20,9 @@ class MicroBatches(Dataset):
 
     def __getitem__(self, item: int) -> NoisedBatch:
         step, micro = divmod(item, self.accum)
-        slots = local_slots(self.plan.global_batch, self.world_size, self.accum, self.rank, micro)
-        return self.noiser.make(self.plan.batch(step), slots, self.store, self.plan.lengths)
+        batch = self.plan.batch(step)
+        slots = self.plan.slots(batch, self.world_size, self.accum, self.rank, micro)
+        return self.noiser.make(batch, slots, self.store, self.plan.lengths)
 
 
 def iterate_steps(

@@ -140,7 +140,8 @@ class Noiser:
 
         real = slots < num_real
         ids = batch.ids[np.where(real, slots, 0)]
-        modes = modes_all[slots]
+        places = np.minimum(slots, batch.size - 1)  # of placeholders, any will do
+        modes = modes_all[places]
         rows = store.get(ids)
         rows, mended = self._mend(rows)
         reasons = [
@@ -176,13 +177,15 @@ class Noiser:
             uniform[row, :length] = generator.random(length)
 
         mode = torch.from_numpy(modes)
-        latent_t = self._latent_timesteps(latent_u[slots], torch.from_numpy(own_latent_u))
+        latent_t = self._latent_timesteps(latent_u[places], torch.from_numpy(own_latent_u))
         latent_t = torch.where(mode == L2T, 0.0, latent_t)
         dropped = torch.from_numpy(drop < self.dropout)
         latent_is_null, text_is_null = dropped & (mode == L2T), dropped & (mode == T2L)
 
         clean_tokens, real_tokens = torch.from_numpy(tokens), torch.from_numpy(attention)
-        text_strata = text_u[slots] if self.text_config.timesteps == "low_discrepancy" else torch.from_numpy(own_text_u)
+        text_strata = (
+            text_u[places] if self.text_config.timesteps == "low_discrepancy" else torch.from_numpy(own_text_u)
+        )
         noised, masked, text_t, weights = self._mask(clean_tokens, text_strata, torch.from_numpy(uniform), real_tokens)
         is_t2l = mode == T2L
         noised = torch.where(is_t2l[:, None], clean_tokens, noised)
