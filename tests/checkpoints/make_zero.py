@@ -3,8 +3,9 @@
     DS_ACCELERATOR=cpu torchrun --nproc_per_node 2 tests/checkpoints/make_zero.py --out DIR --cases z2_bf16,z3_fp32
 
 One launch makes every case, because importing DeepSpeed costs more than all of them. Each case is a folder
-DIR/CASE/{zero/..., truth.npz, truth.json}: truth holds, per state_dict name, the raw bytes of what a converter must
-give (fp32 master of a trainable parameter, stored dtype of frozen parameters and buffers), read from the live engine.
+DIR/CASE/{zero/..., truth.npz, truth.json, losses.json}: truth holds, per state_dict name, the raw bytes of what a
+converter must give (fp32 master of a trainable parameter, stored dtype of frozen parameters and buffers), read from the
+live engine; losses are those of the steps that the engine made after it was saved.
 """
 
 from __future__ import annotations
@@ -113,14 +114,15 @@ def live_values(torch, engine, case: dict) -> dict:
 
 
 def mark_moments(engine, case: dict) -> None:
-    """Sets every second moment to 2 * master + 1 in the live optimizer, so that where it was saved is known exactly.
+    """Sets every second moment to master^2 + 1/4 in the live optimizer, so that where it was saved is known exactly.
 
     The first moments stay what training made them.
     """
     optimizer = engine.optimizer
     plain = case["stage"] == 0 and case["dtype"] == "fp32"
     for parameter, state in (optimizer if plain else optimizer.optimizer).state.items():
-        state["exp_avg_sq"].copy_(parameter.detach().reshape(state["exp_avg_sq"].shape) * 2 + 1)
+        values = parameter.detach().reshape(state["exp_avg_sq"].shape)
+        state["exp_avg_sq"].copy_(values * values + 0.25)
 
 
 def save_truth(torch, folder: Path, values: dict) -> None:
@@ -130,15 +132,32 @@ def save_truth(torch, folder: Path, values: dict) -> None:
     (folder / "truth.json").write_text(json.dumps(index))
 
 
+def next_losses(torch, engine, steps: int = 3) -> list[float]:
+    """Losses of further steps on one batch, the same on every rank, so that the number of ranks does not matter."""
+    losses = []
+    for _ in range(steps):
+        tokens = torch.randint(0, 7, (2, 6), generator=torch.Generator().manual_seed(12345))
+        loss = torch.nn.functional.cross_entropy(engine(tokens).flatten(0, 1), tokens.roll(1, 1).flatten())
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def parameter_groups(model) -> list[dict]:
+    """Matrices with weight decay, the rest without."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
 def make_case(torch, deepspeed, name: str, out: Path) -> None:
     case = CASES[name]
     torch.manual_seed(7)
     model = build_model(torch)
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": 0.1},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    groups = parameter_groups(model)
     names = {id(p): name for name, p in model.named_parameters()}
     named = [[names[id(p)] for p in group["params"]] for group in groups]
     optimizer = torch.optim.AdamW(groups, lr=1e-2)
@@ -162,8 +181,10 @@ def make_case(torch, deepspeed, name: str, out: Path) -> None:
         save_latest=False,
         exclude_frozen_parameters=case.get("exclude_frozen", False),
     )
+    losses = next_losses(torch, engine) if case["stage"] else []
     if rank == 0:
         save_truth(torch, folder, values)
+        (folder / "losses.json").write_text(json.dumps(losses))
     deepspeed.comm.barrier()
     engine.destroy()
 
