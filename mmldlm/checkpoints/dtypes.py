@@ -74,7 +74,7 @@ def _rounded(values: np.ndarray) -> np.ndarray:
     rounded &= 1
     rounded += 0x7FFF
     rounded += bits
-    return rounded.view(np.uint16)[1::2]
+    return rounded.view(np.uint16)[..., 1::2]
 
 
 def nonfinite_count(chunk: np.ndarray, dtype: str) -> int:

@@ -9,6 +9,7 @@ goes on from OUT. Of other programs' OUT holds the files alone: DeepSpeed's `lat
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -20,12 +21,13 @@ from mmldlm.checkpoints.conversion import DTYPE_NAMES, Summary, copy_companions,
 from mmldlm.checkpoints.dcp_writer import plan_dcp, write_descriptions
 from mmldlm.checkpoints.ema_files import list_ema
 from mmldlm.checkpoints.inspection import compare, facts
-from mmldlm.checkpoints.manifest import MANIFEST
+from mmldlm.checkpoints.manifest import describe_file, read_manifest
 from mmldlm.checkpoints.output_folder import write_beside
 from mmldlm.checkpoints.pickle_writer import NewTensor
 from mmldlm.checkpoints.plain_writer import plan_model_file, plan_plain
 from mmldlm.checkpoints.sources import MODEL_FILE, Opened, open_folder, open_source
 from mmldlm.checkpoints.sweep import Plan, read_plan, write_plan
+from mmldlm.checkpoints.torch_file import damaged
 from mmldlm.checkpoints.training_facts import TrainingFacts, training_facts
 from mmldlm.checkpoints.universal_writer import plan_universal, write_rest
 from mmldlm.checkpoints.weights import WeightSource
@@ -35,6 +37,7 @@ from mmldlm.errors import MmldlmError, UserError
 TARGETS = ("model.pt", "dcp", "universal", "zero1", "zero2", "zero3", "fsdp", "ddp")
 TAG = "zero"  # the tag folder of DeepSpeed files, as mmldlm's own engine names it
 
+_RNG = re.compile(r"rng_state_rank(\d+)\.pt")
 _Writer = Callable[[Path], object]
 
 
@@ -232,18 +235,22 @@ def _begin(opened: Opened, folder: Path) -> tuple[Path, commit.PendingCheckpoint
 
 
 def _copy_run(opened: Opened, folder: Path, world: int) -> None:
-    """Everything of an mmldlm checkpoint that no engine wrote, and the moving average, whose parts fit any engine."""
-    assert opened.checkpoint is not None
-    for path in sorted(opened.checkpoint.iterdir()):
-        rank = path.name.removeprefix("rng_state_rank").removesuffix(".pt")
-        if path.name in ("engine", MANIFEST) or (rank != path.name and rank.isdigit() and int(rank) >= world):
+    """Everything of an mmldlm checkpoint that no engine wrote, and the moving average, whose parts fit any engine.
+
+    The new manifest vouches for it, so it is compared with the old one.
+    """
+    source = opened.checkpoint
+    assert source is not None
+    listed = read_manifest(source)["files"]
+    averages = {path.relative_to(source).as_posix() for path in list_ema(source / "engine").values()}
+    for name in listed:
+        found = _RNG.fullmatch(name)
+        if (name.startswith("engine/") and name not in averages) or (found and int(found[1]) >= world):
             continue
-        if path.is_dir():
-            shutil.copytree(path, folder / path.name)
-        else:
-            shutil.copyfile(path, folder / path.name)
-    for path in list_ema(opened.checkpoint / "engine").values():
-        shutil.copyfile(path, folder / "engine" / path.name)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / name, folder / name)
+        if describe_file(folder / name)["crc32"] != listed[name]["crc32"]:
+            raise damaged(source / name, "it has changed since it was saved (its CRC-32 is not the manifest's)")
 
 
 def _describe(to: str) -> str:

@@ -238,7 +238,7 @@ class WeightSource:
 
     def iter_moment(self, what: str, name: str) -> Iterator[np.ndarray]:
         """A moment's elements in order, flat float32; see iter_chunks."""
-        return (chunk for chunk, _ in self.moment_pieces(what, name))
+        return (chunk.copy() for chunk, _ in self.moment_pieces(what, name))
 
     def moment_pieces(
         self, what: str, name: str, low: int = 0, high: int | None = None
@@ -254,18 +254,22 @@ class WeightSource:
         step = CHUNK_BYTES // DTYPES[dtype].itemsize
         info = TensorInfo(f"{what} of {name}", dtype, (count,), "trainable")
         high = count if high is None else high
+        buffer = np.empty(min(step, high - low), DTYPES[dtype].raw)
         for start in range(low, high, step):
-            chunk = np.empty(min(step, high - start), DTYPES[dtype].raw)
+            chunk = buffer[: high - start]
             crc = read_parts_into(parts, start, chunk)
             self._check_finite(info, chunk, dtype)
             yield cast(chunk, dtype, "float32"), crc if dtype == "float32" else None
 
     def iter_chunks(self, name: str) -> Iterator[np.ndarray]:
         """The tensor's elements in order, flat, as DTYPES[info.dtype].raw (bfloat16 as uint16 bits); see pieces."""
-        return (chunk for chunk, _ in self.pieces(name))
+        return (chunk.copy() for chunk, _ in self.pieces(name))
 
     def pieces(self, name: str, low: int = 0, high: int | None = None) -> Iterator[tuple[np.ndarray, int | None]]:
         """The tensor's elements [low, high) in order, as in iter_chunks; each with its CRC-32, where that is known.
+
+        An array is valid until the next one is asked for: they share their memory, because new memory for every chunk
+        costs as much as reading it.
 
         The CRC of what was read is proven only once finish() has been called.
 
@@ -280,9 +284,10 @@ class WeightSource:
         high = info.numel if high is None else high
         is_cast = stored.dtype != info.dtype
         step = CHUNK_BYTES // DTYPES[stored.dtype].itemsize
+        buffer = np.empty(min(step, high - low) if stored.is_contiguous else 0, DTYPES[stored.dtype].raw)
         for start in range(low, high, step if stored.is_contiguous else max(high - low, 1)):
             if stored.is_contiguous:
-                chunk = np.empty(min(step, high - start), DTYPES[stored.dtype].raw)
+                chunk = buffer[: high - start]
                 crc = read_parts_into(parts, start, chunk)
             else:
                 chunk, crc = parts[0].file.read_strided(stored, name)[low:high], None

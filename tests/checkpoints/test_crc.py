@@ -7,6 +7,7 @@ import zlib
 
 import pytest
 
+from mmldlm.checkpoints import crc
 from mmldlm.checkpoints.crc import CrcRuns, combine
 from mmldlm.checkpoints.overlap import in_threads
 
@@ -17,6 +18,14 @@ DATA = random.Random(3).randbytes(100_000)
 def test_combine_is_the_crc_of_both(cut):
     first, second = DATA[:cut], DATA[cut:]
     assert combine(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(DATA)
+
+
+@pytest.mark.parametrize("has_library", [True, False])
+@pytest.mark.parametrize("data", [b"", DATA[:10], DATA[1:5000], DATA, memoryview(bytearray(DATA))[3:]])
+def test_the_crc_is_zlibs_with_and_without_the_other_library(monkeypatch, data, has_library):
+    if not has_library:
+        monkeypatch.setattr(crc, "_fast", None)
+    assert crc.crc32(data) == zlib.crc32(data)
 
 
 def pieces(seed: int) -> list[tuple[int, int]]:

@@ -236,6 +236,17 @@ def test_a_run_stays_a_run(fsdp_dir, tmp_path):
     assert (told["to"], told["from"]["step"]) == ("zero3", 7)
 
 
+def test_a_changed_file_beside_the_weights_is_not_vouched_for(fsdp_dir, tmp_path):
+    run = run_of(tmp_path / "run", fsdp_dir / "fsdp", {"applied_steps": 3})
+    path = resolve(run) / "engine" / "ema_rank0.pt"
+    data = bytearray(path.read_bytes())
+    data[200] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(UserError, match="ema_rank0.pt"):
+        convert_state(run, tmp_path / "out", "zero3", 1)
+    assert not list(tmp_path.glob("out*"))
+
+
 OTHER_INIT = """
 import runpy, sys, torch
 from mmldlm.models.mmdit import MultimodalMMDiT
