@@ -110,9 +110,9 @@ class Ranks:
             time.sleep(0.02)
         return codes
 
-    def output(self) -> str:
-        """The end of what each rank printed."""
-        return "\n".join(f"--- rank {rank}\n{path.read_text()[-3000:]}" for rank, path in enumerate(self._logs))
+    def output(self, most: int = 3000) -> str:
+        """The end of what each rank printed, in characters at most."""
+        return "\n".join(f"--- rank {rank}\n{path.read_text()[-most:]}" for rank, path in enumerate(self._logs))
 
 
 class Launcher:

@@ -6,65 +6,30 @@ For each of 11 faults x 6 engines x accumulation 1 and 3, two gloo ranks train 8
 holds when nothing hangs, all ranks took the same way, the event names the right step, sample, tensor or rank, the saved
 state is finite, and every later loss equals, bit for bit, that of a run of the same engine that was given the same
 batches without the faulty step (a skip), without the sample (a corrupted row), or without the fault (after a rollback).
---quick: three engines, no accumulation, and dying ranks under one of them.
+--quick: every engine once, half of them with accumulation, and dying ranks under two of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import _faults
 import _report
+import _runs
 from _faults import ENDED, ENGINES, FAULT_STEP, FAULTS, LEFT_OUT, ROLLED_BACK, SKIPPED, STEPS, UNHARMED, slug
 
 ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "benchmarks" / "_faults.py"
 LIMIT = 300.0  # seconds in which a launch must have ended
 LIMIT_ENDED = 120.0  # the same for a job of which one rank is gone; engine.timeout is 15 s
-
-
-def launch(words: list[str], limit: float) -> tuple[list[int | None], str, str]:
-    """Two ranks as plain processes, so that no launcher ends them: exit codes (None: killed at the limit), outputs."""
-    port = _free_port()
-    processes = []
-    for rank in range(2):
-        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "DS_ACCELERATOR": "cpu",
-            "MASTER_ADDR": "127.0.0.1",
-            **{name: str(value) for name, value in numbers.items()},
-        }
-        command = [sys.executable, str(ROOT / "benchmarks" / "_faults.py"), *words]
-        processes.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        )
-    deadline, codes, outputs = time.monotonic() + limit, [], []
-    for process in processes:
-        try:
-            output, _ = process.communicate(timeout=max(deadline - time.monotonic(), 1.0))
-            codes.append(process.returncode)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            output, _ = process.communicate()
-            codes.append(None)
-        outputs.append(output)
-    return codes, *outputs
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+AT_ONCE = 3  # jobs of which one rank is gone: they mostly wait
+QUICK = {"ddp": (3,), "fsdp": (1,), "zero0": (1,), "zero1": (3,), "zero2": (1,), "zero3": (3,)}
+QUICK_ENDED = ("fsdp", "zero3")
 
 
 def records(folder: str, name: str, file: str = "training_log.jsonl") -> list[dict]:
@@ -88,8 +53,14 @@ def judge_survived(
     skipped = [record["step"] for record in log if record["skipped"]]
     if skipped != ([FAULT_STEP] if kind == SKIPPED else []):
         return f"skipped steps {skipped}"
-    if kind == SKIPPED and [event["step"] for event in events(folder, name, "skip")] != [FAULT_STEP]:
-        return "no skip event of the step"
+    if kind == SKIPPED:
+        skips = events(folder, name, "skip")
+        if [event["step"] for event in skips] != [FAULT_STEP]:
+            return f"skip events {skips}"
+        ranks = [entry["rank"] for entry in skips[0]["bad_micro_batches"]]
+        expected = {"NaN loss on one rank": [1], "Inf loss on all ranks": [0, 1]}.get(fault, [])
+        if ranks != expected or not (Path(folder) / slug(name) / skips[0]["case"]).is_file():
+            return f"the event names ranks {ranks}, not {expected}, and case {skips[0].get('case')}"
     if kind == LEFT_OUT:
         bad = events(folder, name, "bad_sample")
         if len(bad) != 1 or bad[0]["step"] != FAULT_STEP or bad[0]["row"] != bad[0]["id"]:
@@ -133,45 +104,46 @@ def nonfinite(checkpoint: Path) -> str:
     return ""
 
 
-def judge_ended(codes: list[int | None], outputs: list[str]) -> str:
+def judge_ended(launcher: _runs.Launcher, words: list[str]) -> str:
     """The other rank must have ended by itself, with a word on which rank was to blame."""
-    if codes[0] is None:
+    ranks = launcher.start(2, words, SCRIPT)
+    codes = ranks.wait(LIMIT_ENDED, grace=LIMIT_ENDED)
+    if codes[0] == -9:
         return f"rank 0 still ran after {LIMIT_ENDED:.0f} s"
     if codes[0] == 0:
         return "rank 0 ended well"
-    if "rank 1 on" not in outputs[0] and "rank 1 on" not in outputs[1]:
-        return f"rank 1 not named: {outputs[0][-300:]}"
-    return ""
+    return "" if "rank 1 on" in ranks.output(1_000_000) else f"rank 1 not named: {ranks.output()[-600:]}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True, help="a store made by `mmldlm prepare`, of at least 480 samples")
-    parser.add_argument("--quick", action="store_true", help="three engines, no accumulation")
+    parser.add_argument("--quick", action="store_true", help="every engine once, dying ranks under two")
     parser.add_argument("--json", help="write conditions and claims here")
     args = parser.parse_args()
     store = str(Path(args.data).resolve())
-    engines = ("ddp", "fsdp", "zero2") if args.quick else tuple(ENGINES)
-    accums = (1,) if args.quick else (1, 3)
+    chosen = QUICK if args.quick else {engine: (1, 3) for engine in ENGINES}
     failed, cells, reference_losses = [], 0, {}
-    with tempfile.TemporaryDirectory() as folder:
-        for engine in engines:
-            for accum in accums:
-                codes, *outputs = launch([store, folder, engine, str(accum)], LIMIT)
-                row = {}
-                for fault, (kind, _) in FAULTS.items():
-                    if kind != ENDED:
-                        row[fault] = judge_survived(folder, engine, accum, fault, reference_losses)
-                        if row[fault] and codes != [0, 0]:
-                            row[fault] += f" (ranks ended with {codes}: {outputs[0][-400:]})"
-                    elif not args.quick or engine == "zero2":
-                        ended, *said = launch([store, folder, engine, str(accum), fault], LIMIT_ENDED)
-                        row[fault] = judge_ended(ended, said)
-                cells += len(row)
-                failed += [f"{engine}, accumulation {accum}, {fault}: {why}" for fault, why in row.items() if why]
-                marks = "".join("." if not why else "F" for why in row.values())
-                held = len(row) - marks.count("F")
-                print(f"{engine:6s} accumulation {accum}  {marks}  {held} of {len(row)} hold", flush=True)
+    ending = [fault for fault, (kind, _) in FAULTS.items() if kind == ENDED]
+    with tempfile.TemporaryDirectory() as folder, _runs.Launcher(f"{folder}/output") as launcher:
+        for engine, accum in ((engine, accum) for engine, accums in chosen.items() for accum in accums):
+            words = [store, folder, engine, str(accum)]
+            ranks = launcher.start(2, words, SCRIPT)
+            codes, row = ranks.wait(LIMIT), {}
+            for fault, (kind, _) in FAULTS.items():
+                if kind != ENDED:
+                    row[fault] = judge_survived(folder, engine, accum, fault, reference_losses)
+                    if row[fault] and codes != [0, 0]:
+                        row[fault] += f" (ranks ended with {codes}: {ranks.output()[-600:]})"
+            if not args.quick or engine in QUICK_ENDED:
+                with ThreadPoolExecutor(AT_ONCE) as pool:
+                    ended = pool.map(lambda fault: judge_ended(launcher, [*words, fault]), ending)  # noqa: B023
+                    row |= dict(zip(ending, ended, strict=True))
+            cells += len(row)
+            failed += [f"{engine}, accumulation {accum}, {fault}: {why}" for fault, why in row.items() if why]
+            marks = "".join("." if not why else "F" for why in row.values())
+            held = len(row) - marks.count("F")
+            print(f"{engine:6s} accumulation {accum}  {marks}  {held} of {len(row)} hold", flush=True)
     for line in failed:
         print(f"FAILED {line}")
     print("faults, in the order of the marks: " + "; ".join(FAULTS))

@@ -1,14 +1,14 @@
 """What saving costs: the share of the training time that is lost to checkpoints.
 
-    python benchmarks/save.py --data STORE [--quick] [--every N] [--json FILE]
+    python benchmarks/save.py --data STORE [--quick] [--every N] [--pairs P] [--json FILE]
 
-The quickstart's model (12M parameters, 148 MB of masters and moments) on two ranks under ZeRO-2 and FSDP2: runs without
-checkpoints, runs that save every N steps (default 25) in the background (checkpoints.async=true), and one that waits
-for the disk, in turns. The time of N steps, from the log's timestamps, is compared by its median over all runs of a
-kind; the first N steps, which warm up, do not count. `CPU time` compares the processor time of all ranks likewise: the
-better figure on a busy machine. `blocked` is what the loop itself spent in saving, measured around it: under async the
-copy off the device, the agreement on the folder and the commit. The rest of the loss is the writing thread, which on
-CPUs takes cores from training; on GPUs it takes none.
+The quickstart's model (12M parameters, 148 MB of masters and moments) on two ranks under ZeRO-2 and FSDP2. A run saves
+every 2 N steps (default N: 25), so that windows of N steps that begin with a save alternate with windows without one;
+each is compared with the one after it (`time lost`: 1 - median of without / with). `CPU time` compares the processor
+time of all ranks likewise: the better figure on a busy machine. `blocked` is what the loop itself spent in saving,
+measured around it: under checkpoints.async the copy off the device, the agreement on the folder and the commit. The
+rest of the loss is the writing thread, which on CPUs takes cores from training; on GPUs it takes none. All shares are
+of a window of N steps, so of a run that saves every N steps; the first two windows, which warm up, do not count.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from statistics import median
 import _report
 import _runs
 
-KINDS = {"none": [], "async": ["checkpoints.async=true"], "sync": ["checkpoints.async=false"]}
-CYCLES = 5  # of N steps a run (--cycles); the first one is left out
+KINDS = {"async": ["checkpoints.async=true"], "sync": ["checkpoints.async=false"]}
+PAIRS = 4  # of windows with and without a save (--pairs), after a pair that is left out
 
 
 def rank_main(report: str, words: list[str]) -> None:
@@ -66,88 +66,86 @@ def rank_main(report: str, words: list[str]) -> None:
 
 
 class Measurement:
-    """Runs of each kind on one engine."""
+    """One run of a kind on an engine: windows with and without a save in turns."""
 
-    def __init__(self, launcher: _runs.Launcher, folder: Path, engine: str, args: argparse.Namespace):
-        self.launcher, self.folder, self.engine = launcher, folder, engine
-        self.data, self.every, self.quick = str(Path(args.data).resolve()), args.every, args.quick
-        self.num_cycles, self._number = args.cycles, 0
-        self.cycles: dict[str, list[float]] = {kind: [] for kind in KINDS}
-        self.cpu: dict[str, list[float]] = {kind: [] for kind in KINDS}
-        self.blocked: dict[str, list[float]] = {kind: [] for kind in KINDS}
-
-    def run(self, kind: str) -> None:
-        self._number += 1
-        name = f"{self.engine}_{kind}_{self._number}"
-        num_steps = self.num_cycles * self.every
+    def __init__(self, launcher: _runs.Launcher, folder: Path, engine: str, kind: str, args: argparse.Namespace):
+        name = f"{engine}_{kind}"
+        every, num_steps = args.every, 2 * args.every * (1 + args.pairs) + 1
         words = [
             "--config-name",
-            "tiny" if self.quick else "quickstart",
-            f"data.latent_data_root={self.data}",
+            "tiny" if args.quick else "quickstart",
+            f"data.latent_data_root={Path(args.data).resolve()}",
             "data.max_validation_samples=16",
-            f"logging.save_dir={self.folder}",
+            f"logging.save_dir={folder}",
             f"logging.run_name={name}",
             "logging.log_freq=1000000",
-            f"logging.save_freq={1000000 if kind == 'none' else self.every}",
+            f"logging.save_freq={2 * every}",
             "logging.eval_freq=1000000",
             f"training.num_train_steps={num_steps}",
             "model.token_embedding_init=random",
             *KINDS[kind],
-            *_runs.ENGINES[self.engine],
+            *_runs.ENGINES[engine],
         ]
-        report = self.folder / f"report_{name}"
-        self.launcher.run(2, [report, *words], Path(__file__), timeout=7200)
-        log = _runs.read_log(self.folder / name)
-        times = {r["step"]: datetime.fromisoformat(r["time"]).timestamp() for r in log}
-        # A cycle begins at a step with a save and ends before the next one.
-        starts = range(self.every, num_steps, self.every)
-        self.cycles[kind] += [times[start + self.every] - times[start] for start in starts]
+        report = folder / f"report_{name}"
+        launcher.run(2, [report, *words], Path(__file__), timeout=7200)
+        times = {r["step"]: datetime.fromisoformat(r["time"]).timestamp() for r in _runs.read_log(folder / name)}
         told = [json.loads(Path(f"{report}_rank{rank}.json").read_text()) for rank in range(2)]
         clocks = [{int(step): seconds for step, seconds in answer["cpu"].items()} for answer in told]
-        self.cpu[kind] += [sum(clock[start + self.every] - clock[start] for clock in clocks) for start in starts]
-        within = [seconds for step, seconds in told[0]["blocked"].items() if self.every <= int(step) < num_steps]
-        self.blocked[kind].append(sum(within) / len(starts))
+        saves = range(2 * every, num_steps - 1, 2 * every)
+        # The record of a step is written before its save: a window from it to the next one holds the save.
+        self.seconds = [self._pair(times, step, every) for step in saves]
+        self.cpu = [
+            [sum(part) for part in zip(*(self._pair(clock, step, every) for clock in clocks))] for step in saves
+        ]
+        spans = [range(step, step + every) for step in saves]
+        blocked = {int(step): seconds for step, seconds in told[0]["blocked"].items()}
+        self.blocked = [sum(blocked.get(step, 0.0) for step in span) for span in spans]
 
-    def share_lost(self, kind: str) -> float:
-        return 1 - median(self.cycles["none"]) / median(self.cycles[kind])
+    @staticmethod
+    def _pair(clock: dict[int, float], step: int, every: int) -> list[float]:
+        """Seconds of the window that begins with a save, and of the one after it."""
+        return [clock[step + every] - clock[step], clock[step + 2 * every] - clock[step + every]]
 
-    def share_of_cpu(self, kind: str) -> float:
-        return 1 - median(self.cpu["none"]) / median(self.cpu[kind])
+    @property
+    def share_lost(self) -> float:
+        return 1 - median(without / saved for saved, without in self.seconds)
 
-    def share_blocked(self, kind: str) -> float:
-        return median(self.blocked[kind]) / median(self.cycles[kind])
+    @property
+    def share_of_cpu(self) -> float:
+        return 1 - median(without / saved for saved, without in self.cpu)
+
+    @property
+    def share_blocked(self) -> float:
+        return median(blocked / saved for blocked, (saved, _) in zip(self.blocked, self.seconds, strict=True))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True, help="a store made by `mmldlm prepare`")
     parser.add_argument("--quick", action="store_true", help="the tiny model, few steps")
-    parser.add_argument("--every", type=int, help="steps between two checkpoints (25)")
-    parser.add_argument("--cycles", type=int, default=CYCLES, help=f"times that many steps a run ({CYCLES})")
+    parser.add_argument("--every", type=int, help="steps of a window (25)")
+    parser.add_argument("--pairs", type=int, help=f"windows with and without a save ({PAIRS})")
     parser.add_argument("--json", help="write conditions and claims here")
     args = parser.parse_args()
-    every = args.every = args.every or (4 if args.quick else 25)
-    order = ["none", "async", "sync"] if args.quick else ["none", "async", "none", "async", "sync"]
+    args.every = args.every or (4 if args.quick else 25)
+    args.pairs = args.pairs or (1 if args.quick else PAIRS)
     shares, figures = [], {}
-    head = f"seconds a {every} steps"
+    head = f"seconds a {args.every} steps"
     print(f"{'engine':8} {'checkpoints':12} {head:>20} {'time lost':>10} {'CPU time':>9} {'blocked':>8}")
     with tempfile.TemporaryDirectory() as folder, _runs.Launcher(f"{folder}/output") as launcher:
         for engine in ("zero2", "fsdp"):
-            measured = Measurement(launcher, Path(folder), engine, args)
-            for kind in order:
-                measured.run(kind)
             for kind in KINDS:
-                lost, cpu, blocked = (
-                    f(kind) for f in (measured.share_lost, measured.share_of_cpu, measured.share_blocked)
-                )
-                seconds = median(measured.cycles[kind])
+                measured = Measurement(launcher, Path(folder), engine, kind, args)
+                lost, cpu, blocked = measured.share_lost, measured.share_of_cpu, measured.share_blocked
+                seconds = median(without for _, without in measured.seconds)
                 figures[f"{engine}_{kind}"] = {"seconds": seconds, "lost": lost, "cpu": cpu, "blocked": blocked}
                 print(f"{engine:8} {kind:12} {seconds:20.2f} {lost:10.1%} {cpu:9.1%} {blocked:8.1%}", flush=True)
-            shares.append(measured.share_lost("async"))
+                if kind == "async":
+                    shares.append(lost)
     claims = [_report.claim("save_stall_share", max(shares), "<=", 0.05)]
     preset = "tiny" if args.quick else "quickstart"
     return _report.write(
-        args.json, claims, save_freq=every, cycles=args.cycles, preset=preset, ranks=2, figures=figures
+        args.json, claims, save_freq=args.every, pairs=args.pairs, preset=preset, ranks=2, figures=figures
     )
 
 

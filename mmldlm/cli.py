@@ -69,6 +69,7 @@ VERBS = {
     "sanity": (_sanity, "a few real steps in one process, every part of them checked"),
     "preflight": ("mmldlm.preflight.command", "will this run start on these hosts, fit and finish?"),
     "launch": ("mmldlm.launch.command", "preflight, then the launcher, then a watcher"),
+    "replay": ("mmldlm.replay", "run a skipped step again and name where its bad numbers were made"),
     "train": (_train, "check everything, then train on this machine"),
     "convert": ("mmldlm.checkpoints.convert", "turn a checkpoint into one safetensors file"),
     "sample": ("mmldlm.sampling.run", "l2t, t2l or unconditional samples from a converted checkpoint"),

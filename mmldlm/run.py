@@ -18,6 +18,7 @@ from mmldlm.observe.progress import Progress, train_log_path
 from mmldlm.observe.records import JsonlLog
 from mmldlm.observe.wandb import open_wandb
 from mmldlm.stability.diagnostics import Look
+from mmldlm.stability.forensics import bad_micro_batches, save_case
 from mmldlm.stability.guard import Verdict
 
 
@@ -47,13 +48,14 @@ class TrainingState:
     guard: dict = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
 
-    def advance(self, applied: bool, num_samples: int) -> None:
-        """Count one step of `num_samples` samples."""
+    def advance(self, verdict: Verdict, num_samples: int) -> None:
+        """Count one step of `num_samples` samples; an fp16 overflow mends itself and is no reason to roll back."""
+        applied = verdict.apply
         self.step += 1
         self.consumed_samples += num_samples
         self.applied_steps += applied
         self.skipped_steps += not applied
-        self.consecutive_skips = 0 if applied else self.consecutive_skips + 1
+        self.consecutive_skips = 0 if applied else self.consecutive_skips + (not verdict.is_overflow)
 
     def is_passed_over(self) -> bool:
         """Whether the next step's batch is not to be trained on."""
@@ -183,18 +185,48 @@ class RunFolder:
             "tokens_per_second": tokens_per_second,
             "samples": self.state.consumed_samples,
             "skipped": not verdict.apply,
+            **({"loss_scale": self.engine.loss_scale} if self.config.training.dtype == "fp16" else {}),
         }
         self._write(self.log, record)
         self.progress.update(record)
         if self.wandb is not None:
             self.wandb.log(record)
-        if verdict.reason:
-            kind = "spike" if verdict.apply else "skip"
-            self.event(
-                kind, step=self.state.step, reason=verdict.reason, grad_norm=str(grad_norm), loss=str(sums["loss"])
-            )
-            done = "seen" if verdict.apply else "skipped on all ranks"
-            self.progress.warning(f"step {self.state.step} {done}: {verdict.reason}")
+        if verdict.apply and verdict.reason:
+            told = {"grad_norm": str(grad_norm), "loss": str(sums["loss"])}
+            self.event("spike", step=self.state.step, reason=verdict.reason, **told)
+            self.progress.warning(f"step {self.state.step} seen: {verdict.reason}")
+
+    def log_skip(self, verdict: Verdict, loss: float, grad_norm: float, micro_batches: list[dict], batch) -> None:
+        """The event of a skipped step, and the case that `mmldlm replay` runs again (rank 0).
+
+        Args:
+            micro_batches: forensics.gather's. batch: any of the step's micro-batches.
+        """
+        if not self.is_main:
+            return
+        state, training, reason = self.state, self.config.training, verdict.reason
+        bad = [
+            {key: entry[key] for key in ("rank", "host", "micro", "ids")} for entry in bad_micro_batches(micro_batches)
+        ]
+        case = {
+            "step": state.step, "reason": reason, "loss": loss, "grad_norm": grad_norm, "epoch": batch.epoch,
+            "batch_in_epoch": batch.index, "global_batch": state.global_batch, "world_size": self.engine.world_size,
+            "accum": training.grad_accum_steps, "dtype": training.dtype, "loss_scale": self.engine.loss_scale,
+            "lr_scale": state.lr_scale, "passed_over": state.passed_over, "micro_batches": micro_batches,
+            "config": self.config.model_dump(mode="json"),
+        }  # fmt: skip
+        path = None
+        try:
+            path = None if verdict.is_overflow else save_case(self.run_dir, case)
+        except OSError as error:
+            self.progress.warning(f"step {state.step}: its case could not be kept for replay: {error}")
+        kept = {} if path is None else {"case": str(path.relative_to(self.run_dir))}
+        told = {"grad_norm": str(grad_norm), "loss": str(loss), "bad_micro_batches": bad, **kept}
+        self.event("overflow" if verdict.is_overflow else "skip", step=state.step, reason=reason, **told)
+        ranks = sorted({entry["rank"] for entry in bad})
+        whose = f" (rank {', '.join(map(str, ranks))})" if ranks else ""
+        how = f"; `mmldlm replay {self.run_dir} {state.step}` says where it was made" if path is not None else ""
+        self.progress.warning(f"step {state.step} skipped on all ranks: {reason}{whose}{how}")
 
     def log_look(self, look: Look) -> None:
         """Write what the layers showed at the present step; name parameters that never had a gradient, once."""

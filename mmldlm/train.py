@@ -79,33 +79,27 @@ def check_run(config: Config, world_size: int):
 
 def train(data) -> None:
     """Train to the end of training.num_train_steps; `data` is what check_run returned. Collective over all ranks."""
-    import torch
-
     from mmldlm.checkpoints.init_from import init_weights
-    from mmldlm.data.warm_start import encoder_token_embeddings
     from mmldlm.engines.build import build_engine
     from mmldlm.engines.liveness import Liveness
     from mmldlm.engines.process_group import prepare_environment
-    from mmldlm.models import MultimodalMMDiT
     from mmldlm.objectives.freezing import apply_freezing, verify_parameter_freezing
+    from mmldlm.stability.initial import initial_model
+    from mmldlm.stability.precision import check_precision
 
     config = data.config
     training = config.training
     logs = config.run_dir() / "logs"
     for note in prepare_environment(config.engine.timeout, logs):
         _say(f"warning: {note}")
-    torch.manual_seed(training.seed)
-    model = MultimodalMMDiT(config.model)
-    model.set_latent_statistics(data.latent_mean, data.latent_std)
-    if config.model.token_embedding_init == "encoder":
-        embeddings = encoder_token_embeddings(data.train, config.model.hidden_size)
-        model.text_encoder.token_embedding.weight.data.copy_(torch.from_numpy(embeddings))
+    model = initial_model(data)
     taken = None if training.init_from is None else init_weights(model, training.init_from)
     apply_freezing(model, training.loss_type, training.freeze)
     trainable = verify_parameter_freezing(model, training.loss_type, training.freeze)
     if training.compile_model:
         model.compile_blocks()
     engine = build_engine(model, config)
+    check_precision(engine, config)
     with Liveness(engine.rank, engine.world_size, config.engine.timeout, logs=logs) as alive:
         train_steps(engine, alive, data, trainable, taken)
 
@@ -129,6 +123,7 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
     from mmldlm.objectives.translation import METRICS
     from mmldlm.run import RunFolder, TrainingState
     from mmldlm.run_checkpoints import RunCheckpoints
+    from mmldlm.stability import forensics
     from mmldlm.stability.audit import audit
     from mmldlm.stability.diagnostics import Diagnostics
     from mmldlm.stability.guard import Guard
@@ -143,8 +138,8 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
     noiser = Noiser(config, *special_ids, data.latent_mean, data.latent_std, max_norm=data.max_latent_norm())
     dataset = MicroBatches(data.train, plan, noiser, engine.rank, engine.world_size, training.grad_accum_steps)
     objective, validation = TranslationObjective(config), Validation(data, engine)
-    guard = Guard(config.stability)
-    diagnostics = Diagnostics(engine, config.logging.grad_log_interval)
+    guard = Guard(config.stability, training.dtype)
+    diagnostics = Diagnostics(engine, config.logging.grad_log_interval, training.dtype)
 
     state = TrainingState(global_batch=global_batch, num_samples=len(data.train_lengths), seed=training.seed)
     folder = RunFolder(config, data, engine, state)
@@ -177,12 +172,14 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
         lr = state.lr_scale * learning_rate(state.applied_steps, training.num_train_steps, config.optimizer)
         diagnostics.before_forward(state.step + 1)
         sums = torch.zeros(len(METRICS) + 2, dtype=torch.float64, device=engine.device)
+        engine.loss_scale, losses = guard.loss_scale.value, []
         for batch in batches:
             loss, metrics = objective(engine.module, batch.to(engine.device))
             # A bad loss goes through backward like any other: every rank must meet the others in the same collectives.
             engine.backward(loss)
+            losses.append(loss.detach())
             num_tokens = torch.tensor(float(batch.num_tokens), device=engine.device)
-            is_bad = ~torch.isfinite(loss.detach())
+            is_bad = ~torch.isfinite(losses[-1])
             sums += torch.stack([*(metrics[key].double() for key in METRICS), num_tokens.double(), is_bad.double()])
         norm = engine.grad_norm().to(sums)
         diagnostics.before_step()
@@ -194,7 +191,8 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
         *values, num_tokens, num_bad_losses, grad_norm, num_stops, num_writing, num_asks, num_bad_samples = vector
         interrupted = num_stops > 0
 
-        verdict = guard.judge(values[METRICS.index("loss")], int(num_bad_losses), grad_norm)
+        step_loss = values[METRICS.index("loss")]
+        verdict = guard.judge(step_loss, int(num_bad_losses), grad_norm)
         if verdict.apply:
             engine.apply(lr, grad_norm)
             if average is not None:
@@ -202,11 +200,13 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
         else:
             engine.discard()
         look = diagnostics.after_step(lr, verdict.apply)
-        state.advance(verdict.apply, num_samples=len(plan.batch(state.step).ids))
+        state.advance(verdict, num_samples=len(plan.batch(state.step).ids))
         now = time.perf_counter()
         sums_by_name = dict(zip(METRICS, values, strict=True))
         folder.log_step(sums_by_name, batches[0], verdict, grad_norm, lr, num_tokens / (now - started))
         started = now
+        if not verdict.apply:
+            folder.log_skip(verdict, step_loss, grad_norm, forensics.gather(engine, batches, losses), batches[0])
         if look is not None:
             folder.log_look(look)
         if num_bad_samples:

@@ -139,6 +139,8 @@ class LatentDiffusionConfig(Section):
     """Smallest timestep."""
     scaling: Literal["standardise", "sqrt_d", "none"] = "standardise"
     """Per-dimension mean and std of the training data, a factor sqrt(D) for unit-norm latents, or raw latents."""
+    l2_normalise: bool = False
+    """Divide every latent by its norm before scaling (MM-LDLM). The norm is lost: samples are unit vectors."""
     renormalise_x0: bool = True
     """Sampling puts x0 predictions back on the sphere when the encoder's latents are unit vectors."""
 
@@ -148,6 +150,11 @@ class LatentDiffusionConfig(Section):
             raise ValueError(
                 f"latent_diffusion.prediction={self.prediction} does not go with latent_diffusion.path={self.path}: "
                 "flow belongs to rectified_flow, v to cosine, linear and sigmoid; x0 and epsilon go with all"
+            )
+        if self.l2_normalise and self.scaling == "standardise":
+            raise ValueError(
+                "latent_diffusion.l2_normalise does not go with latent_diffusion.scaling=standardise, whose mean and "
+                "std are those of the latents as stored: set latent_diffusion.scaling=sqrt_d"
             )
         return self
 
@@ -169,6 +176,14 @@ class LossConfig(Section):
     """Clamp each sample's text NELBO per token (MM-LDLM: 100). Above it the gradient is zero. None: off."""
     latent_loss_clamp: float | None = Field(None, gt=0)
     """Clamp each sample's latent loss (MM-LDLM: 10). Above it the gradient is zero. None: off."""
+    text_weight_clip: float | None = Field(None, gt=0)
+    """Largest weight of a masked token (1 / t under MDLM). Clipped, the loss bounds no likelihood. None: off."""
+    latent_weight_clip: float | None = Field(None, gt=0)
+    """Largest weight of a sample's latent error (RadioDiff's weight clipping). None: off."""
+    latent_prediction_clamp: float | None = Field(None, gt=0)
+    """Clamp every element of the latent prediction to [-c, c] in the loss. Beyond it there is no gradient."""
+    latent_target_clamp: float | None = Field(None, gt=0)
+    """Clamp every element of the latent target to [-c, c]. Larger values are then never learnt. None: off."""
     allow_unsound: bool = False
     """Permit normalised_mse with a noise or velocity target, which cannot learn the latent's scale."""
 
@@ -188,8 +203,9 @@ class TrainingConfig(Section):
     """Micro-batches a rank adds up before an optimizer step."""
     num_train_steps: int = Field(1000, ge=1)
     """Optimizer steps, skipped ones included."""
-    dtype: Literal["fp32", "bf16"] = "bf16"
-    """Compute precision; master weights, moments and reduction are fp32 in either case."""
+    dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
+    """Compute precision; master weights, moments and reduction are fp32 in every case. fp16 (for GPUs without bf16) has
+    a dynamic loss scale, stability.loss_scale; bf16 needs none."""
     compile_model: bool = False
     """torch.compile every block."""
     resume: str | None = None
@@ -280,6 +296,13 @@ class StabilityConfig(Section):
     """Rollbacks before all ranks stop with exit 4."""
     rollback_lr_factor: float = Field(0.5, gt=0, le=1)
     """Every rollback multiplies the learning rate of the rest of the run by this."""
+    nan_to_num: bool = False
+    """Replace non-finite values of a latent by the mean instead of leaving the sample out (it is named either way).
+    The model then learns from a damaged sample."""
+    loss_scale: float | None = Field(None, ge=1)
+    """First loss scale of fp16; it halves on an overflow. None: 65536."""
+    loss_scale_window: int | None = Field(None, ge=1)
+    """Steps without an overflow after which the loss scale of fp16 doubles. None: 1000."""
 
 
 class _Checkpoints(Section):
@@ -355,6 +378,12 @@ class Config(Section):
                 f"loss.latent_loss=normalised_mse with latent_diffusion.prediction={self.latent_diffusion.prediction} "
                 "cannot learn the scale of the noise, which every sampler needs (docs/objectives.md); use "
                 "latent_diffusion.prediction=x0, or loss.latent_loss=mse, or loss.allow_unsound=true to do it anyway"
+            )
+        scaled = self.stability.loss_scale is not None or self.stability.loss_scale_window is not None
+        if scaled and self.training.dtype != "fp16":
+            raise ValueError(
+                f"stability.loss_scale and loss_scale_window are read only with training.dtype=fp16 (it is "
+                f"{self.training.dtype}, which needs no loss scaling)"
             )
         if self.optimizer.min_lr > self.optimizer.lr:
             raise ValueError(f"optimizer.min_lr={self.optimizer.min_lr} is above optimizer.lr={self.optimizer.lr}")

@@ -99,6 +99,7 @@ class Noiser:
         self.pad_token_id, self.eos_token_id = pad_token_id, eos_token_id
         self.latent_mean, self.latent_std = latent_mean, latent_std
         self.max_norm = max_norm
+        self.nan_to_num = config.stability.nan_to_num
         self.vocab_size = config.model.vocab_size or np.iinfo(np.int64).max
         weights = mode_weights or config.training.mode_weights()
         self.mode_edges = np.cumsum([weights[mode] for mode in PURE_MODES])
@@ -140,6 +141,7 @@ class Noiser:
         ids = batch.ids[np.where(real, slots, 0)]
         modes = modes_all[slots]
         rows = store.get(ids)
+        rows, mended = self._mend(rows)
         reasons = [
             self._unusable(rows.tokens[row], rows.latents[row], lengths[sample]) for row, sample in enumerate(ids)
         ]
@@ -156,7 +158,10 @@ class Noiser:
         tokens = np.full((num_rows, width), self.pad_token_id, dtype=np.int64)
         attention = np.zeros((num_rows, width), dtype=bool)
         uniform = np.zeros((num_rows, width))
-        latents = (rows.latents.astype(np.float32) - self.latent_mean) / self.latent_std
+        latents = rows.latents.astype(np.float32)
+        if self.latent_config.l2_normalise:
+            latents = latents / np.maximum(np.linalg.norm(latents, axis=1, keepdims=True), np.float32(1e-12))
+        latents = (latents - self.latent_mean) / self.latent_std
         noise = np.empty_like(latents)
         own_text_u, own_latent_u, drop = np.empty(num_rows), np.empty(num_rows), np.empty(num_rows)
         for row, (sample, slot) in enumerate(zip(ids.tolist(), slots.tolist(), strict=True)):
@@ -223,10 +228,25 @@ class Noiser:
             index=batch.index,
             bad=[
                 {"id": int(sample), "reason": reason}
-                for sample, slot, reason in zip(ids, slots, reasons, strict=True)
+                for sample, slot, reason in zip(
+                    ids, slots, [reason or mended.get(row) for row, reason in enumerate(reasons)], strict=True
+                )
                 if reason is not None and slot < num_real
             ],
         )
+
+    def _mend(self, rows):
+        """stability.nan_to_num: rows whose non-finite latent values are the mean's, and what was done by row."""
+        if not self.nan_to_num or np.isfinite(rows.latents).all():
+            return rows, {}
+        bad = ~np.isfinite(rows.latents)
+        mended = {
+            int(
+                row
+            ): f"{int(bad[row].sum())} non-finite values in its latent, replaced by the mean (stability.nan_to_num)"
+            for row in np.flatnonzero(bad.any(axis=1))
+        }
+        return rows._replace(latents=np.where(bad, self.latent_mean.astype(rows.latents.dtype), rows.latents)), mended
 
     def _unusable(self, tokens: np.ndarray, latent: np.ndarray, length: int) -> str | None:
         """Why a sample must not be trained on, None for a sound one."""

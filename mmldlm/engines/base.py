@@ -24,6 +24,8 @@ class Engine(ABC):
         kind: name in the config. rank, world_size: of this process. device: where its tensors live.
         model: the bare model (parameters may be sharded). module: what to call for a forward pass.
         saves_shards: whether this rank's fragments belong into a checkpoint (False where another rank holds the same).
+        loss_scale: what backward multiplies the loss by (fp16); set it before a step's first backward. grad_norm and
+            apply take it out again.
     """
 
     kind: str
@@ -33,6 +35,7 @@ class Engine(ABC):
     model: nn.Module
     module: nn.Module
     saves_shards: bool = True
+    loss_scale: float = 1.0
 
     @abstractmethod
     def backward(self, loss: Tensor) -> None:
@@ -147,15 +150,20 @@ class Engine(ABC):
 
 
 class Autocast(nn.Module):
-    """Calls a module under torch.autocast to bf16: fp32 weights, bf16 matrix products, fp32 gradients."""
+    """Calls a module under torch.autocast: fp32 weights, matrix products in dtype, fp32 gradients."""
 
-    def __init__(self, module: nn.Module, device_type: str):
+    def __init__(self, module: nn.Module, device_type: str, dtype: torch.dtype):
         super().__init__()
-        self.module, self.device_type = module, device_type
+        self.module, self.device_type, self.dtype = module, device_type, dtype
 
     def forward(self, *args, **kwargs):
-        with torch.autocast(self.device_type, torch.bfloat16):
+        with torch.autocast(self.device_type, self.dtype):
             return self.module(*args, **kwargs)
+
+
+def compute_dtype(name: str) -> torch.dtype:
+    """training.dtype as torch's."""
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:

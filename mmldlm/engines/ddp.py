@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import warnings
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mmldlm.config.schema import Config
-from mmldlm.engines.base import Autocast, pick_device, rank_environment
+from mmldlm.engines.base import Autocast, compute_dtype, pick_device, rank_environment
 from mmldlm.engines.deepspeed import start_process_group
 from mmldlm.engines.plain import PlainEngine
 
 
 class DdpEngine(PlainEngine):
-    """fp32 weights and gradients, autocast to bf16 when asked; gradients are reduced once an optimizer step."""
+    """fp32 weights and gradients, autocast to bf16 or fp16 when asked; gradients are reduced once an optimizer step."""
 
     kind = "ddp"
 
@@ -24,7 +25,8 @@ class DdpEngine(PlainEngine):
         start_process_group(self.device, config.engine.timeout)
         self.saves_shards = self.rank == 0
         model.to(self.device)
-        inner = Autocast(model, self.device.type) if config.training.dtype == "bf16" else model
+        dtype = compute_dtype(config.training.dtype)
+        inner = model if dtype == torch.float32 else Autocast(model, self.device.type, dtype)
         # Buffers are constants (latent statistics), and every rank computed the same ones. torch 2.13 warns of the
         # argument's new name, which 2.6 does not know.
         warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from mmldlm.config.schema import Config
-from mmldlm.engines.base import Autocast, Engine, pick_device, rank_environment, tied_names
+from mmldlm.engines.base import Autocast, Engine, compute_dtype, pick_device, rank_environment, tied_names
 from mmldlm.engines.deepspeed_config import merged_config, resolve_stage
 from mmldlm.engines.fragments import Fragment, whole
-from mmldlm.engines.optimizer import build_optimizer
+from mmldlm.engines.optimizer import build_optimizer, scale_gradients
 from mmldlm.engines.zero_gate import ZeroGate
 from mmldlm.engines.zero_layout import master_fragments, push_masters, share_of
 from mmldlm.errors import UserError
@@ -47,13 +47,14 @@ class DeepSpeedEngine(Engine):
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         # DeepSpeed replaces the optimizer's parameters by its masters; ZeRO-0 saves those without their names.
         self._own_groups = [{"params": list(group["params"])} for group in optimizer.param_groups]
-        bf16 = config.training.dtype == "bf16" and self.stage > 0
-        exact = {name: p.detach().clone() for name, p in model.named_parameters()} if bf16 else {}
+        dtype = compute_dtype(config.training.dtype)
+        rounded = dtype != torch.float32 and self.stage > 0
+        exact = {name: p.detach().clone() for name, p in model.named_parameters()} if rounded else {}
         self._engine, self._optimizer, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
         self._start_from(exact)
-        # ZeRO-0 has no bf16 optimizer with fp32 accumulation; fp32 weights under autocast are the same arithmetic.
-        autocast = self.stage == 0 and config.training.dtype == "bf16"
-        self.module = Autocast(self._engine, self.device.type) if autocast else self._engine
+        # ZeRO-0 has no 16-bit optimizer with fp32 accumulation; fp32 weights under autocast are the same arithmetic.
+        autocast = self.stage == 0 and dtype != torch.float32
+        self.module = Autocast(self._engine, self.device.type, dtype) if autocast else self._engine
         self._clip = config.optimizer.grad_clip_norm
         self._own_parameters = [parameter for group in self._own_groups for parameter in group["params"]]
         self._gate = ZeroGate(self._optimizer, self.stage) if self.stage > 0 else None
@@ -61,30 +62,33 @@ class DeepSpeedEngine(Engine):
         self._undo_averaging = self.world_size * config.training.grad_accum_steps
 
     def _start_from(self, exact: dict[str, Tensor]) -> None:
-        """DeepSpeed makes its fp32 masters from weights already rounded to bf16: put the exact ones there, as every
+        """DeepSpeed makes its fp32 masters from weights already rounded to 16 bits: put the exact ones there, as every
         other engine starts from them."""
         for fragment in self.fragments() if exact else ():
             values = exact[fragment.name].view(-1)[fragment.start : fragment.start + fragment.count]
             fragment.of(fragment.owner).copy_(values)
 
     def backward(self, loss: Tensor) -> None:
-        self._engine.backward(loss * self._undo_averaging)
+        if self._gate is not None:
+            self._optimizer.loss_scale = self.loss_scale  # its backward multiplies by it, its step divides
+            self._engine.backward(loss * self._undo_averaging)
+        else:
+            self._engine.backward(loss * (self._undo_averaging * self.loss_scale))
         if not self._engine.is_gradient_accumulation_boundary():
             self._engine.step()
 
     def grad_norm(self) -> Tensor:
         if self._gate is not None:
-            return self._gate.grad_norm()
-        return nn.utils.get_total_norm([p.grad for p in self._own_parameters if p.grad is not None])
+            return self._gate.grad_norm() / self.loss_scale
+        return nn.utils.get_total_norm([p.grad for p in self._own_parameters if p.grad is not None]) / self.loss_scale
 
     def apply(self, lr: float, grad_norm: float) -> None:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         if self._gate is not None:
-            self._gate.decide(False, grad_norm)
-        elif self._clip is not None:
-            norm = torch.tensor(grad_norm, device=self.device)
-            nn.utils.clip_grads_with_norm_(self._own_parameters, self._clip, norm)
+            self._gate.decide(False, grad_norm * self.loss_scale)
+        else:
+            scale_gradients(self._own_parameters, self._clip, grad_norm, self.loss_scale)
         self._engine.step()
 
     def discard(self) -> None:

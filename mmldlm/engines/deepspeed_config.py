@@ -61,9 +61,9 @@ def merged_config(config: Config, world_size: int) -> dict[str, Any]:
             training.train_batch_size * training.grad_accum_steps * world_size,
         ),
         ("gradient_clipping", "optimizer.grad_clip_norm", optimizer.grad_clip_norm or 0.0),
-        # Under ZeRO-0 bf16 is autocast around fp32 weights (engines/deepspeed.py), so DeepSpeed itself runs in fp32.
+        # Under ZeRO-0 it is autocast around fp32 weights (engines/deepspeed.py), so DeepSpeed itself runs in fp32.
         ("bf16.enabled", "training.dtype and ZeRO stage > 0", training.dtype == "bf16" and stage > 0),
-        ("fp16.enabled", "training.dtype", False),
+        ("fp16.enabled", "training.dtype and ZeRO stage > 0", training.dtype == "fp16" and stage > 0),
         ("zero_optimization.stage", "engine.zero_stage", stage),
     ]
     merged = json.loads(json.dumps(values))
@@ -83,8 +83,14 @@ def merged_config(config: Config, world_size: int) -> dict[str, Any]:
                 f"a section {forbidden!r} in {config.engine.deepspeed_config}",
                 f"delete that section from the JSON and set {ours}.*",
             )
-    if merged["bf16"]["enabled"]:
-        # DeepSpeed's bf16 accumulates and reduces in bf16 unless told otherwise (facts: trainers.md 0.5).
+    if merged["fp16"]["enabled"]:
+        # A fixed scale for DeepSpeed: ours (stability/loss_scale.py) is set on its optimizer before every step.
+        if merged["fp16"].get("loss_scale", "auto") not in ("auto", 1.0):
+            found = merged["fp16"]["loss_scale"]
+            raise _disagree("stability.loss_scale", config.stability.loss_scale, "fp16.loss_scale", found, config)
+        merged["fp16"]["loss_scale"] = 1.0
+    if merged["bf16"]["enabled"] or merged["fp16"]["enabled"]:
+        # DeepSpeed accumulates and reduces in 16 bits unless told otherwise (facts: trainers.md 0.5).
         for path in (("data_types", "grad_accum_dtype"), (None, "communication_data_type")):
             section = merged if path[0] is None else merged.setdefault(path[0], {})
             if section.get(path[1], "auto") not in ("auto", "fp32"):

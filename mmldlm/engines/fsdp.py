@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from mmldlm.config.schema import Config
-from mmldlm.engines.base import persistent_buffers, pick_device, rank_environment, tied_names
+from mmldlm.engines.base import compute_dtype, persistent_buffers, pick_device, rank_environment, tied_names
 from mmldlm.engines.deepspeed import start_process_group
 from mmldlm.engines.fragments import Fragment, sharded
 from mmldlm.engines.plain import PlainEngine
@@ -43,8 +43,9 @@ class FsdpEngine(PlainEngine):
         self.saves_shards = self.rank < shards
         # Timesteps come in fp32 and stay so until the model casts its sinusoids: inputs are not FSDP's to cast.
         policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-        if config.training.dtype == "bf16":
-            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        dtype = compute_dtype(config.training.dtype)
+        if dtype != torch.float32:
+            policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
         # The model returns slices of larger tensors; nobody changes them in place.
         warnings.filterwarnings("ignore", message=".*returned a view tensor", category=UserWarning)
         model.to(self.device)

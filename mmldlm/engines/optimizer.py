@@ -54,3 +54,18 @@ def learning_rate(applied_steps: int, num_train_steps: int, config: OptimizerCon
     progress = min((applied_steps - config.warmup_steps) / span, 1.0)
     share = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
     return config.min_lr + (config.lr - config.min_lr) * share
+
+
+def scale_gradients(parameters: list[torch.Tensor], max_norm: float | None, norm: float, loss_scale: float) -> None:
+    """Take the loss scale out of gradients and clip them to max_norm (None: no clipping), in place, without a sync.
+
+    The rule of torch.nn.utils.clip_grad_norm_: times max_norm / (norm + 1e-6), at most 1.
+
+    Args:
+        norm: their global norm, loss scale taken out.
+    """
+    clip = 1.0 if max_norm is None else min(max_norm / (norm + 1e-6), 1.0)
+    factor = clip / loss_scale
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if factor != 1.0 and gradients:
+        torch._foreach_mul_(gradients, factor)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from mmldlm.config.schema import Config
 from mmldlm.engines.base import Engine, persistent_buffers, tied_names
 from mmldlm.engines.fragments import Fragment, whole
-from mmldlm.engines.optimizer import build_optimizer
+from mmldlm.engines.optimizer import build_optimizer, scale_gradients
 
 
 class PlainEngine(Engine):
@@ -31,7 +30,7 @@ class PlainEngine(Engine):
 
     def backward(self, loss: Tensor) -> None:
         # torch averages over the ranks; our losses are shares of a sum.
-        (loss * self.world_size).backward()
+        (loss * (self.world_size * self.loss_scale)).backward()
         self._micro = (self._micro + 1) % self._accum
         if self._accum > 1:
             self._sync_gradients(self._micro == self._accum - 1)
@@ -41,11 +40,11 @@ class PlainEngine(Engine):
 
     def grad_norm(self) -> Tensor:
         norm = nn.utils.get_total_norm([p.grad for p in self._parameters() if p.grad is not None])
-        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # a shard's norm is only its part
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # a shard's norm is only its part
+        return norm / self.loss_scale
 
     def apply(self, lr: float, grad_norm: float) -> None:
-        if self.clip is not None:
-            nn.utils.clip_grads_with_norm_(self._parameters(), self.clip, torch.tensor(grad_norm, device=self.device))
+        scale_gradients(self._parameters(), self.clip, grad_norm, self.loss_scale)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()

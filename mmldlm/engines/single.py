@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from mmldlm.config.schema import Config
-from mmldlm.engines.base import Autocast, pick_device, rank_environment
+from mmldlm.engines.base import Autocast, compute_dtype, pick_device, rank_environment
 from mmldlm.engines.plain import PlainEngine
 from mmldlm.errors import UserError
 
 
 class SingleEngine(PlainEngine):
-    """fp32 weights, autocast to bf16 when asked."""
+    """fp32 weights, autocast to bf16 or fp16 when asked."""
 
     kind = "single"
 
@@ -25,4 +26,5 @@ class SingleEngine(PlainEngine):
             )
         self.device = pick_device(local_rank)
         self._take(model.to(self.device), config)
-        self.module = Autocast(model, self.device.type) if config.training.dtype == "bf16" else model
+        dtype = compute_dtype(config.training.dtype)
+        self.module = model if dtype == torch.float32 else Autocast(model, self.device.type, dtype)

@@ -165,6 +165,7 @@ class MultimodalMMDiT(nn.Module):
             nn.SiLU(), nn.Linear(cond, cond), nn.SiLU(), nn.Linear(cond, config.max_seq_len)
         )
         # Statistics of the training latents travel with the weights: without them samples are in no known space.
+        self.normalises_latents = False  # trained with latent_diffusion.l2_normalise
         self.register_buffer("latent_mean", torch.zeros(config.latent_dim))
         self.register_buffer("latent_std", torch.ones(config.latent_dim))
         self._initialise()
@@ -196,6 +197,8 @@ class MultimodalMMDiT(nn.Module):
 
     def scale_latents(self, raw: Tensor) -> Tensor:
         """Encoder's latents [..., D] -> model space, fp32."""
+        if self.normalises_latents:
+            raw = nn.functional.normalize(raw.float(), dim=-1)
         return (raw.float() - self.latent_mean.float()) / self.latent_std.float()
 
     def unscale_latents(self, latents: Tensor) -> Tensor:

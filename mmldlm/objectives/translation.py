@@ -48,15 +48,20 @@ class TranslationObjective:
         """
         tensors = batch.tensors
         weights = tensors["text_weights"]
+        if self.loss.text_weight_clip is not None:
+            weights = weights.clamp_max(self.loss.text_weight_clip)
         if self.loss.text_loss_clamp is not None:
-            weights = self._clamped_text_weights(model, batch)
+            weights = self._clamped_text_weights(model, batch, weights)
         out = self._forward(model, tensors, weights)
 
         text_sum = out["text_loss_sum"]
         error = self._latent_error(out["latent_pred"], tensors["latent_targets"])
-        latent_sum = (error * tensors["latent_weights"]).sum()
+        scored, latent_weights = error, tensors["latent_weights"]
         if self.loss.latent_loss_clamp is not None:
-            latent_sum = (error.clamp_max(self.loss.latent_loss_clamp) * tensors["latent_weights"]).sum()
+            scored = error.clamp_max(self.loss.latent_loss_clamp)
+        if self.loss.latent_weight_clip is not None:
+            latent_weights = latent_weights.clamp_max(self.loss.latent_weight_clip)
+        latent_sum = (scored * latent_weights).sum()
         length_nll = F.cross_entropy(out["length_logits"], tensors["length_targets"], reduction="none")
         length_sum = (length_nll * tensors["length_weights"]).sum()
 
@@ -89,6 +94,10 @@ class TranslationObjective:
     def _latent_error(self, prediction: Tensor, target: Tensor) -> Tensor:
         """[B] mean squared error over D in fp32 (or MM-LDLM's, between L2-normalised vectors, summed over D)."""
         prediction, target = prediction.float(), target.float()
+        if self.loss.latent_prediction_clamp is not None:
+            prediction = prediction.clamp(-self.loss.latent_prediction_clamp, self.loss.latent_prediction_clamp)
+        if self.loss.latent_target_clamp is not None:
+            target = target.clamp(-self.loss.latent_target_clamp, self.loss.latent_target_clamp)
         if self.loss.latent_loss == "normalised_mse":
             prediction = prediction / (prediction.norm(dim=-1, keepdim=True) + self.loss.normalise_eps)
             target = target / (target.norm(dim=-1, keepdim=True) + self.loss.normalise_eps)
@@ -96,18 +105,16 @@ class TranslationObjective:
         return (prediction - target).square().mean(-1)
 
     @torch.no_grad()
-    def _clamped_text_weights(self, model, batch) -> Tensor:
+    def _clamped_text_weights(self, model, batch, weights: Tensor) -> Tensor:
         """Weights with the samples above text_loss_clamp set to 0: the gradient a clamp leaves.
 
         Costs a second forward pass.
         """
         tensors = batch.tensors
-        nll = self._forward(model, tensors, tensors["text_weights"])["text_nll"]
-        sums = torch.zeros(len(batch.ids), device=nll.device).index_add_(
-            0, tensors["text_rows"], nll * tensors["text_weights"]
-        )
+        nll = self._forward(model, tensors, weights)["text_nll"]
+        sums = torch.zeros(len(batch.ids), device=nll.device).index_add_(0, tensors["text_rows"], nll * weights)
         kept = sums / tensors["attention_mask"].sum(1) <= self.loss.text_loss_clamp
-        return tensors["text_weights"] * kept[tensors["text_rows"]]
+        return weights * kept[tensors["text_rows"]]
 
     def _metrics(self, loss, out, tensors, error, length_sum) -> dict[str, Tensor]:
         scored = tensors["latent_weights"] > 0

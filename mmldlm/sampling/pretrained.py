@@ -54,6 +54,8 @@ class Pretrained:
     @property
     def unit_norm(self) -> bool:
         """Whether the latents it was trained on are unit vectors: as its encoder says, else by their statistics."""
+        if self.latent_config.l2_normalise:
+            return True
         if self.encoder is not None and "normalize" in self.encoder:
             return bool(self.encoder["normalize"])
         return latents_are_unit(self.model.latent_mean, self.model.latent_std)
@@ -109,6 +111,7 @@ def load_pretrained(folder: str | Path, device: str = "cpu", dtype: torch.dtype 
             sections[key] = section(**values[key])
         except ValidationError as error:
             raise UserError(f'a valid "{key}" in {folder}/config.json', str(error), _CONVERT) from error
+    model.normalises_latents = sections["latent_diffusion"].l2_normalise
     training = values.get("training") or {}
     return Pretrained(
         model,

@@ -74,7 +74,8 @@ class Look:
 
     Attributes:
         step: 1-based. applied: whether the step moved the weights. parameters, layers: name -> Figures. dead:
-            parameters named now, and only now, as never having had a gradient.
+            parameters named now, and only now, as never having had a gradient. underflow_share: under fp16, share of
+            zeros among the gradient elements of the parameters (but embeddings) that have a gradient; else None.
     """
 
     step: int
@@ -82,15 +83,18 @@ class Look:
     parameters: dict[str, Figures]
     layers: dict[str, Figures]
     dead: list[str]
+    underflow_share: float | None = None
 
     def record(self) -> dict:
         """One line of the log."""
         layers = {name: figures.record() for name, figures in self.layers.items()}
-        return {"step": self.step, "skipped": not self.applied, "layers": layers}
+        underflow = {} if self.underflow_share is None else {"underflow_share": self.underflow_share}
+        return {"step": self.step, "skipped": not self.applied, **underflow, "layers": layers}
 
     def flat_record(self) -> dict[str, float]:
         """The same without nesting, for wandb: "blocks.0.text/grad_norm"."""
         flat = {f"{layer}/{key}": v for layer, figures in self.layers.items() for key, v in figures.record().items()}
+        flat["underflow_share"] = self.underflow_share
         return {"step": self.step, **{key: value for key, value in flat.items() if value is not None}}
 
 
@@ -99,11 +103,11 @@ class Diagnostics:
     grad_norm), before_step, (apply or discard), after_step.
 
     Args:
-        engine: the engine. interval: logging.grad_log_interval; 0 never looks.
+        engine: the engine. interval: logging.grad_log_interval; 0 never looks. dtype: training.dtype.
     """
 
-    def __init__(self, engine: Engine, interval: int):
-        self.engine, self.interval = engine, interval
+    def __init__(self, engine: Engine, interval: int, dtype: str = "fp32"):
+        self.engine, self.interval, self._scales = engine, interval, dtype == "fp16"
         self._numel: dict[str, int] = {}
         self._activations = _Activations(engine.model) if interval else None
         self._sums: Tensor | None = None  # of the step being looked at
@@ -145,7 +149,8 @@ class Diagnostics:
             if gradient is None:
                 row[1] += fragment.count
                 continue
-            row[0] += torch.linalg.vector_norm(gradient, dtype=torch.float64).square().to(row.device)
+            norm = torch.linalg.vector_norm(gradient, dtype=torch.float64) / self.engine.loss_scale
+            row[0] += norm.square().to(row.device)
             row[1] += (gradient.numel() - torch.count_nonzero(gradient)).to(row.device)
             row[2] += (~torch.isfinite(gradient)).sum().to(row.device)
 
@@ -194,7 +199,11 @@ class Diagnostics:
             own = [name for name in names if layer_of(name) == layer]
             summed = [math.fsum(values) for values in zip(*(rows[name] for name in own))] or [0.0] * width
             layers[layer] = _figures(sum(self._numel[name] for name in own), summed, applied, rms.get(layer))
-        return Look(step, applied, parameters, layers, dead)
+        # Rows of an embedding that a batch does not use are zero without any underflow.
+        dense = (figures for name, figures in parameters.items() if "embedding" not in name)
+        used = [figures for figures in dense if 0 < figures.grad_norm] if self._scales else []
+        underflow = sum(f.num_zeros for f in used) / max(sum(f.numel for f in used), 1) if self._scales else None
+        return Look(step, applied, parameters, layers, dead, underflow)
 
 
 def layer_of(name: str) -> str:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from mmldlm.config.schema import StabilityConfig
+from mmldlm.stability.loss_scale import LossScale
 from mmldlm.stability.window import Window
 
 
@@ -16,17 +17,24 @@ class Verdict:
     Attributes:
         apply: False: the gradients are thrown away on all ranks.
         reason: "" for an ordinary step; else what was found, also where spike_action=log applies the step all the same.
+        is_overflow: fp16 gradients were too large for the loss scale, which has been lowered: nothing is wrong yet.
     """
 
     apply: bool
     reason: str = ""
+    is_overflow: bool = False
 
 
 class Guard:
-    """Windows of loss and gradient norm, and the rule over them."""
+    """Windows of loss and gradient norm, the loss scale of fp16, and the rule over them.
 
-    def __init__(self, config: StabilityConfig):
+    Args:
+        config: the section. dtype: training.dtype.
+    """
+
+    def __init__(self, config: StabilityConfig, dtype: str = "fp32"):
         self.action = config.spike_action
+        self.loss_scale = LossScale(config, dtype)
         self.loss = Window(config.spike_window, config.spike_sigma)
         self.norm = Window(config.spike_window, config.spike_sigma)
 
@@ -42,7 +50,12 @@ class Guard:
         if not math.isfinite(loss):
             return Verdict(False, "non-finite loss")
         if not math.isfinite(grad_norm) or grad_norm < 0:  # DeepSpeed says -1 for a norm that is not finite
+            if self.loss_scale.can_fall:
+                scale = self.loss_scale.value
+                reason = f"fp16 overflow at loss scale {scale:g}, now {self.loss_scale.overflowed():g}"
+                return Verdict(False, reason, is_overflow=True)
             return Verdict(False, "non-finite gradient norm")
+        self.loss_scale.passed()
         spikes = []
         if self.action != "off":
             for name, value, window in (("loss", loss, self.loss), ("gradient norm", grad_norm, self.norm)):
@@ -62,9 +75,10 @@ class Guard:
 
     def state(self) -> dict[str, list[float]]:
         """For the checkpoint."""
-        return {"loss": self.loss.state(), "norm": self.norm.state()}
+        return {"loss": self.loss.state(), "norm": self.norm.state(), "loss_scale": self.loss_scale.state()}
 
     def restore(self, state: dict[str, list[float]]) -> None:
         """From a checkpoint; {} (an older one) starts with empty windows."""
+        self.loss_scale.restore(state.get("loss_scale", []))
         self.loss.restore(state.get("loss", []))
         self.norm.restore(state.get("norm", []))

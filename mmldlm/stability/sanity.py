@@ -58,12 +58,6 @@ def main(args: argparse.Namespace, parse_config: Callable[[argparse.Namespace], 
     Raises:
         UserError: a config that cannot be run, or more than one process.
     """
-    if args.amp_dtype == "fp16":
-        raise UserError(
-            "--amp_dtype bf16 or fp32",
-            "fp16, which no engine of mmldlm trains in (it needs loss scaling; bf16 does not)",
-            "use --amp_dtype bf16",
-        )
     if int(os.environ.get("WORLD_SIZE", 1)) != 1:
         raise UserError("one process", f"WORLD_SIZE={os.environ['WORLD_SIZE']}", "run `mmldlm sanity` by itself")
     words = {"training.dtype": args.amp_dtype, "optimizer.grad_clip_norm": args.clip_grad_norm}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mmldlm.config.schema import Config
 from mmldlm.data.noising import NoisedBatch
 from mmldlm.data.resolve import RunData
-from mmldlm.engines.base import Engine
+from mmldlm.engines.base import Engine, compute_dtype
 from mmldlm.engines.deepspeed import DeepSpeedEngine
 from mmldlm.engines.gradients import gradient_fragments, optimizer_groups
 from mmldlm.stability.audit import STATES
@@ -183,7 +183,10 @@ def _store_faults(batch: NoisedBatch, data: RunData) -> list[str]:
     if positions.numel() and not 0 <= int(positions.min()) <= int(positions.max()) < clean.numel():
         return [f"text_positions outside 0..{clean.numel() - 1}"]
     clean.view(-1)[positions] = tensors["text_targets"]
-    latents = (torch.from_numpy(rows.latents) - torch.as_tensor(data.latent_mean)) / torch.as_tensor(data.latent_std)
+    latents = torch.from_numpy(rows.latents)
+    if data.config.latent_diffusion.l2_normalise:
+        latents = torch.nn.functional.normalize(latents.float(), dim=-1)
+    latents = (latents - torch.as_tensor(data.latent_mean)) / torch.as_tensor(data.latent_std)
     faults = []
     for row in batch.real.nonzero()[0].tolist():
         text = torch.tensor([*rows.tokens[row].tolist(), data.config.model.eos_token_id])
@@ -202,7 +205,7 @@ def _store_faults(batch: NoisedBatch, data: RunData) -> list[str]:
 
 def check_dtypes(engine: Engine, config: Config, products: dict[str, torch.dtype], findings: Findings) -> None:
     """After the first applied step. products: Linear layer -> dtype it put out."""
-    expected = torch.bfloat16 if config.training.dtype == "bf16" else torch.float32
+    expected = compute_dtype(config.training.dtype)
     wrong = [f"{name} ({str(dtype)[6:]})" for name, dtype in products.items() if dtype != expected]
     if wrong:
         findings.fault(

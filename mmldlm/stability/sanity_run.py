@@ -14,16 +14,16 @@ from mmldlm.data.loader import MicroBatches, iterate_steps
 from mmldlm.data.noising import NoisedBatch, Noiser
 from mmldlm.data.plan import BatchPlan
 from mmldlm.data.resolve import RunData
-from mmldlm.data.warm_start import encoder_token_embeddings
 from mmldlm.engines.build import build_engine
 from mmldlm.engines.gradients import gradient_fragments
 from mmldlm.engines.optimizer import learning_rate
-from mmldlm.models import MultimodalMMDiT
 from mmldlm.objectives import TranslationObjective
 from mmldlm.objectives.freezing import apply_freezing, verify_parameter_freezing
 from mmldlm.stability import sanity_checks as checks
 from mmldlm.stability.audit import nonfinite_tensors
 from mmldlm.stability.diagnostics import Diagnostics, Look
+from mmldlm.stability.initial import initial_model
+from mmldlm.stability.loss_scale import LossScale
 from mmldlm.stability.sanity_checks import Findings
 
 OVERFIT_STEPS = 10
@@ -55,19 +55,15 @@ class Sanity:
         self._connected: set[str] = set()
         self._null_rows = {"text": False, "latent": False}
         self._applied = 0
-        torch.manual_seed(self.config.training.seed)
-        model = MultimodalMMDiT(self.config.model)
-        model.set_latent_statistics(data.latent_mean, data.latent_std)
-        if self.config.model.token_embedding_init == "encoder":
-            embeddings = encoder_token_embeddings(data.train, self.config.model.hidden_size)
-            model.text_encoder.token_embedding.weight.data.copy_(torch.from_numpy(embeddings))
+        self._loss_scale = LossScale(self.config.stability, self.config.training.dtype)
+        model = initial_model(data)
         apply_freezing(model, self.config.training.loss_type, self.config.training.freeze)
         self.trainable = verify_parameter_freezing(model, self.config.training.loss_type, self.config.training.freeze)
         # Blocks stay uncompiled under training.compile_model: hooks inside them see what eager code does.
         self.engine = build_engine(model, self.config)
         self.objective = TranslationObjective(self.config)
         # Sanity needs every step's figures to know which parameters a gradient reached; `interval` is what it shows.
-        self.interval, self._diagnostics = interval, Diagnostics(self.engine, 1)
+        self.interval, self._diagnostics = interval, Diagnostics(self.engine, 1, self.config.training.dtype)
 
     def run(self, max_steps: int, overfit_steps: int = OVERFIT_STEPS) -> None:
         """Checks before the steps, max_steps steps on the run's own batches, overfit_steps on one of them."""
@@ -143,11 +139,19 @@ class Sanity:
         """
         engine, findings = self.engine, self.findings
         with self._faults_are_findings(step):
-            self._watch.fired.clear()
-            self._diagnostics.before_forward(step)
-            loss = math.fsum(self._micro_batch(step, batch) for batch in batches)
-            norm = float(engine.grad_norm())
-            self._diagnostics.before_step()
+            while True:
+                engine.loss_scale = self._loss_scale.value
+                self._watch.fired.clear()
+                self._diagnostics.before_forward(step)
+                loss = math.fsum(self._micro_batch(step, batch) for batch in batches)
+                norm = float(engine.grad_norm())
+                self._diagnostics.before_step()
+                if math.isfinite(norm) or not math.isfinite(loss) or not self._loss_scale.can_fall:
+                    break
+                # fp16: what a run skips until the loss scale fits is taken again here, on the same batch.
+                self._diagnostics.after_step(lr, False)
+                engine.discard()
+                self._loss_scale.overflowed()
             self._check_gradients()
             finite = math.isfinite(loss) and math.isfinite(norm)
             if not math.isfinite(loss):
@@ -247,7 +251,7 @@ class Sanity:
 
     def _check_scale(self, batches: list[NoisedBatch]) -> None:
         """A small step straight down the gradient must lower the loss by its length times the gradient's norm."""
-        engine, fall = self.engine, 0.005 if self.config.training.dtype == "bf16" else 0.001
+        engine, fall = self.engine, 0.001 if self.config.training.dtype == "fp32" else 0.005
         with self._faults_are_findings(len(self.steps) + 1):
             before = 0.0
             for batch in batches:
@@ -263,7 +267,8 @@ class Sanity:
             with torch.no_grad():
                 for fragment, gradient in gradient_fragments(engine):
                     if gradient is not None and fragment.count:
-                        fragment.of(fragment.owner).add_(gradient, alpha=-expected / norm**2)
+                        alpha = -expected / norm**2 / engine.loss_scale
+                        fragment.of(fragment.owner).add_(gradient, alpha=alpha)
             with _quiet_deepspeed():
                 engine.discard()
             engine.masters_written()
@@ -273,8 +278,12 @@ class Sanity:
         told = f"a step down the gradient lowers the loss by {ratio:.2f} times what its norm says"
         if not 1 / 1.5 < ratio < 1.5:
             self.findings.fault("scale", f"{told} (expected about 1)")
-        scaler = "bf16 has the range of fp32" if self.config.training.dtype == "bf16" else "fp32 needs none"
-        self.findings.ran("scale", f"{told}; no loss scaling: {scaler}")
+        scaler = {
+            "bf16": "no loss scaling: bf16 has the range of fp32",
+            "fp32": "no loss scaling: fp32 needs none",
+            "fp16": f"loss scale {engine.loss_scale:g}",
+        }
+        self.findings.ran("scale", f"{told}; {scaler[self.config.training.dtype]}")
 
     # -- at the end --------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from mmldlm.data.loader import MicroBatches, iterate_steps
 from mmldlm.data.noising import L2T, T2L, UNCONDITIONAL, Noiser
 from mmldlm.data.plan import BatchPlan
 from mmldlm.data.store import Batch
+from mmldlm.errors import UserError
 
 MASK, PAD, EOS, DIM, SIZE = 3, 0, 2, 6, 101
 
@@ -132,3 +133,31 @@ def test_fully_masked_only_is_the_named_option():
     noiser = Noiser(config, MASK, PAD, EOS, np.zeros(DIM, np.float32), np.ones(DIM, np.float32))
     t = MicroBatches(rows, BatchPlan(rows.lengths, 12, 0), noiser, 0, 1, 1)[0].tensors
     assert (t["text_timesteps"] == 1).all() and len(t["text_targets"]) == int(t["attention_mask"].sum())
+
+
+def noised(rows, **sections):
+    config = build_config(sections)
+    noiser = Noiser(
+        config, MASK, PAD, EOS, np.zeros(DIM, np.float32), np.full(DIM, DIM**-0.5, np.float32), max_norm=9.0
+    )
+    return MicroBatches(rows, BatchPlan(rows.lengths, 12, 0), noiser, 0, 1, 1)[0]
+
+
+def test_l2_normalise_makes_unit_vectors_before_scaling():
+    batch = noised(Rows(), latent_diffusion={"l2_normalise": True, "scaling": "sqrt_d"})
+    norms = batch.tensors["latent_clean"].norm(dim=1)
+    assert torch.allclose(norms, torch.full_like(norms, DIM**0.5), rtol=1e-5)
+    with pytest.raises(UserError, match="scaling=sqrt_d"):
+        build_config({"latent_diffusion": {"l2_normalise": True}})
+
+
+def test_nan_to_num_keeps_the_sample_and_names_it():
+    rows = Rows()
+    victim = int(noised(rows).ids[3])
+    rows.latents[victim, 2] = np.nan
+    left_out, mended = noised(rows), noised(rows, stability={"nan_to_num": True})
+    place = left_out.ids.tolist().index(victim)
+    assert not left_out.real[place] and mended.real[place]
+    assert [bad["id"] for bad in left_out.bad] == [bad["id"] for bad in mended.bad] == [victim]
+    assert "replaced by the mean" in mended.bad[0]["reason"]
+    assert mended.tensors["latent_clean"][place, 2] == 0 and torch.isfinite(mended.tensors["latents"]).all()

@@ -170,3 +170,33 @@ def test_wrong_freezing_is_named():
     net.latent_head.to_latent.bias.requires_grad_(True)
     with pytest.raises(UserError, match="latent_head.to_latent.bias"):
         verify_parameter_freezing(net, "l2t", "mode")
+
+
+# -- MM-LDLM's measures ------------------------------------------------------------------------------------------------
+
+
+def loss_of(batch, **loss):
+    return TranslationObjective(build_config({"loss": loss}))(model(), batch)[0]
+
+
+def test_clipped_weights_are_those_of_the_batch_cut_off():
+    (batch,) = micro_batches(build_config({"text_diffusion": {"masking": "independent"}}))
+    limit = float(batch.tensors["text_weights"].median())
+    clipped = loss_of(batch, text_weight_clip=limit, latent_weight_clip=0.25)
+    batch.tensors["text_weights"] = batch.tensors["text_weights"].clamp_max(limit)
+    batch.tensors["latent_weights"] = batch.tensors["latent_weights"].clamp_max(0.25)
+    assert torch.equal(clipped, loss_of(batch)) and not torch.equal(
+        clipped, loss_of(micro_batches(build_config({}))[0])
+    )
+
+
+def test_a_clamped_prediction_has_no_gradient_beyond_and_a_clamped_target_is_another():
+    (batch,) = micro_batches(build_config({"training": {"loss_type": "t2l"}}))
+    tight = dict(latent_prediction_clamp=1e-6, length_loss_weight=0.0)
+    net = model()
+    TranslationObjective(build_config({"loss": tight}))(net, batch)[0].backward()
+    assert all(not p.grad.any() for p in net.parameters() if p.grad is not None)
+    tensors = batch.tensors
+    clamped = loss_of(batch, latent_target_clamp=0.5)
+    tensors["latent_targets"] = tensors["latent_targets"].clamp(-0.5, 0.5)
+    assert torch.equal(clamped, loss_of(batch))

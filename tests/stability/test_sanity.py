@@ -320,9 +320,18 @@ def test_a_buffer_on_another_device_is_named(store):
     assert failed(examined(store, plant=move)) == {"device": "latent_mean on meta, the engine on cpu"}
 
 
-def test_fp16_and_several_processes_are_refused(store, monkeypatch):
-    with pytest.raises(UserError, match="loss scaling"):
-        command(store, "--amp_dtype", "fp16")
+def test_fp16_finds_its_loss_scale(store, tmp_path):
+    """The first scale is far too large: the overflows it causes are no faults."""
+    file, words = tmp_path / "report.json", ("engine.kind=single", "stability.loss_scale=16777216")
+    command(store, *words, "--amp_dtype", "fp16", "--overfit_steps", "4", "--json", str(file))
+    report = json.loads(file.read_text())
+    assert {name: status for name, status in statuses(report).items() if status == FAIL} == {}
+    assert all(step["applied"] for step in report["steps"])
+    scale = next(row["reason"] for row in report["checks"] if "loss scale" in row["reason"])
+    assert float(scale.split("loss scale ")[1]) < 16777216
+
+
+def test_several_processes_are_refused(store, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="one process"):
         command(store)

@@ -1,0 +1,293 @@
+"""`mmldlm replay RUN EVENT`: run a skipped step again on one process and name where its bad numbers were made."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from torch import nn
+
+from mmldlm.checkpoints import commit
+from mmldlm.checkpoints.init_from import init_weights
+from mmldlm.checkpoints.training_state import open_training_state
+from mmldlm.config.load import build_config
+from mmldlm.data.loader import MicroBatches
+from mmldlm.data.noising import NoisedBatch, Noiser
+from mmldlm.data.plan import BatchPlan, local_slots
+from mmldlm.data.resolve import RunData, open_data
+from mmldlm.engines.base import Autocast, compute_dtype, pick_device
+from mmldlm.engines.deepspeed_config import resolve_stage
+from mmldlm.engines.optimizer import learning_rate
+from mmldlm.engines.single import SingleEngine
+from mmldlm.errors import UserError
+from mmldlm.objectives import TranslationObjective
+from mmldlm.objectives.freezing import apply_freezing
+from mmldlm.run_checkpoints import ENGINE_FOLDER, STATE_FILE
+from mmldlm.stability.forensics import bad_micro_batches, load_case
+from mmldlm.stability.guard import Guard
+from mmldlm.stability.initial import initial_model
+from mmldlm.stability.origin import FindOrigin, Origin, fault, faults_of_weights
+
+DTYPES = ("bf16", "fp16", "fp32")
+
+
+@dataclass
+class Outcome:
+    """What one forward and backward pass gave.
+
+    Attributes:
+        ids: the samples. loss: this micro-batch's share. grad_norm: of its gradients alone. origins: first the weights
+            and inputs that are not finite, then the first operation of the forward and of the backward pass that made
+            such a number. bad_gradients: parameters whose gradient is not finite.
+    """
+
+    ids: list[int]
+    loss: float
+    grad_norm: float
+    origins: list[Origin] = field(default_factory=list)
+    bad_gradients: list[str] = field(default_factory=list)
+
+    @property
+    def is_clean(self) -> bool:
+        return not self.origins and not self.bad_gradients and math.isfinite(self.loss)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the verb."""
+    parser.add_argument("run", metavar="RUN", help="the run's folder")
+    parser.add_argument("event", metavar="EVENT", help="step number of a skip in events.jsonl, or `last`")
+    parser.add_argument(
+        "--exact", action="store_true", help="train from the checkpoint to the step first, on this process"
+    )
+    parser.add_argument("--checkpoint", metavar="PATH", help="take the weights from here")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, help="default: the run's and fp32")
+    parser.add_argument("--samples", type=int, default=256, metavar="N", help="most samples run one by one (256)")
+    parser.add_argument("--json", metavar="FILE", help="also write the findings as JSON")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print what was found; returns 0 (also when nothing was).
+
+    Raises:
+        UserError: no such run or event, or data that is no longer what the run saw.
+    """
+    run_dir = Path(args.run)
+    case = load_case(run_dir, args.event)
+    replay = Replay(run_dir, case, args.checkpoint, args.exact)
+    print(f"step {case['step']} was skipped: {case['reason']}")
+    print(f"weights  {replay.weights}")
+    entries = bad_micro_batches(case["micro_batches"]) or case["micro_batches"]
+    which = "with a bad loss" if len(entries) < len(case["micro_batches"]) else "of the step"
+    print(f"running  {len(entries)} micro-batch(es) {which}, of {len(case['micro_batches'])}")
+    report = {"step": case["step"], "reason": case["reason"], "weights": replay.weights, "dtypes": {}}
+    for dtype in dict.fromkeys(args.dtypes or [case["dtype"], "bf16", "fp32"]):
+        report["dtypes"][dtype] = replay.run(dtype, entries, args.samples)
+    if not replay.is_exact and all(found["clean"] for found in report["dtypes"].values()):
+        print("nothing found with these weights, which are older than the step's: add --exact to train up to it first")
+    if args.json:
+        Path(args.json).write_text(json.dumps(report, indent=2) + "\n")
+    return 0
+
+
+class Replay:
+    """One skipped step: its data, its weights, its micro-batches.
+
+    Attributes:
+        weights: where they come from, in words. is_exact: whether they are those of the step.
+    """
+
+    def __init__(self, run_dir: Path, case: dict, checkpoint: str | None, exact: bool):
+        self.case, self.run_dir = case, run_dir
+        self.config = build_config(case["config"])
+        self.data: RunData = open_data(self.config)
+        self.device = pick_device(0)
+        self.plan = BatchPlan(
+            self.data.train_lengths, case["global_batch"], self.config.training.seed, self.config.data.bucket_batches
+        )
+        model = self.config.model
+        special = (model.mask_token_id, model.pad_token_id, model.eos_token_id)
+        scaling = (self.data.latent_mean, self.data.latent_std)
+        self.noiser = Noiser(self.config, *special, *scaling, max_norm=self.data.max_latent_norm())
+        self.objective = TranslationObjective(self.config)
+        self.batch = self.plan.batch(case["step"] - 1)
+        self._check_samples()
+        self.model = initial_model(self.data)
+        training = self.config.training
+        apply_freezing(self.model, training.loss_type, training.freeze)
+        self.weights, self.is_exact = self._take_weights(checkpoint, exact)
+
+    def _check_samples(self) -> None:
+        for entry in self.case["micro_batches"]:
+            slots = self._slots(entry)
+            ids = self.batch.ids[np.where(slots < len(self.batch.ids), slots, 0)]
+            if ids.tolist() != entry["ids"]:
+                raise UserError(
+                    f"the samples of step {self.case['step']} as the run saw them",
+                    f"{self.config.data.latent_data_root} gives others",
+                    "restore the store that the run was trained on",
+                )
+
+    def _slots(self, entry: dict) -> np.ndarray:
+        case = self.case
+        return local_slots(case["global_batch"], case["world_size"], case["accum"], entry["rank"], entry["micro"])
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    def _take_weights(self, given: str | None, exact: bool) -> tuple[str, bool]:
+        before = self.case["step"] - 1
+        if given is not None:
+            init_weights(self.model, given)
+            return given, False
+        there = [(step, path) for step, path in commit.list_checkpoints(self.run_dir) if step <= before]
+        there = [(step, path) for step, path in there if not commit.verify(path)]
+        start, path = there[-1] if there else (0, None)
+        if exact and start < before:
+            self._train(path, start, before)
+            return f"trained from {path or 'the start'} (step {start}) to step {before} on this process", True
+        source = path or self.config.training.init_from
+        if source is not None:
+            init_weights(self.model, str(source))
+        told = str(path) if path is not None else "as the run started"
+        if start == before:
+            return f"{told}: those of the step", True
+        return f"{told}: those of step {start}, {before - start} step(s) before", False
+
+    def _train(self, path: Path | None, start: int, end: int) -> None:
+        """Steps start .. end - 1 again, all ranks' micro-batches one after the other (losses equal to rounding)."""
+        case, config = self.case, copy.deepcopy(self.config)
+        if path is None and config.training.init_from is not None:
+            init_weights(self.model, config.training.init_from)
+        shares = case["world_size"] * case["accum"]
+        config.training.grad_accum_steps = shares
+        engine = SingleEngine(self.model, config)
+        saved = {} if path is None else json.loads((path / STATE_FILE).read_text())
+        applied = saved.get("applied_steps", 0)
+        if path is not None:
+            with open_training_state(path / ENGINE_FOLDER) as reader:
+                engine.load(reader, applied if reader.has_moments else 0)
+            engine.masters_written()
+        guard = Guard(config.stability)
+        guard.restore(saved.get("guard", {}))
+        batches = MicroBatches(self.data.train, self.plan, self.noiser, 0, 1, shares)
+        for step in range(start, end):
+            if any(first <= step < last for first, last in case["passed_over"]):
+                continue
+            total, num_bad = 0.0, 0
+            for micro in range(shares):
+                loss, _ = self.objective(engine.module, batches[step * shares + micro].to(self.device))
+                engine.backward(loss)
+                total, num_bad = total + loss.item(), num_bad + (not math.isfinite(loss.item()))
+            norm = engine.grad_norm().item()
+            if guard.judge(total, num_bad, norm).apply:
+                schedule = learning_rate(applied, config.training.num_train_steps, config.optimizer)
+                engine.apply(case["lr_scale"] * schedule, norm)
+                applied += 1
+            else:
+                engine.discard()
+            print(f"trained  step {step + 1} of {end}", end="\r", flush=True)
+        print()
+
+    # -- running -----------------------------------------------------------------------------------------------------
+
+    def run(self, dtype: str, entries: list[dict], most_samples: int) -> dict:
+        """All entries in one dtype, then the samples of those that are not clean one by one; prints and returns it."""
+        model, module = self._in_dtype(dtype)
+        unfit = faults_of_weights(model)
+        found = {"clean": not unfit, "weights": [str(origin) for origin in unfit], "micro_batches": []}
+        for origin in unfit[:8]:
+            print(f"{dtype}     {origin}")
+        norms, left = [], most_samples
+        for entry in entries:
+            slots = self._slots(entry)
+            outcome = self.pass_once(model, module, slots)
+            norms.append(outcome.grad_norm)
+            told = {"rank": entry["rank"], "micro": entry["micro"], **_told(outcome), "samples": []}
+            place = f"{dtype}     rank {entry['rank']} micro-batch {entry['micro']}"
+            if not outcome.is_clean:
+                found["clean"] = False
+                print(f"{place}: {_sentence(outcome)}")
+            if not outcome.is_clean or self.case["reason"].startswith("spike"):
+                for slot in slots[slots < len(self.batch.ids)][:left]:
+                    alone = self.pass_once(model, module, np.array([slot]))
+                    told["samples"].append(_told(alone))
+                    left -= 1
+                self._say_samples(told["samples"])
+            found["micro_batches"].append(told)
+        if found["clean"]:
+            total = math.sqrt(math.fsum(norm * norm for norm in norms))
+            print(
+                f"{dtype}     clean: every output and gradient is finite (norms of micro-batches add up to {total:.4g})"
+            )
+        return found
+
+    def _say_samples(self, samples: list[dict]) -> None:
+        bad = [sample for sample in samples if not sample["clean"]]
+        for sample in bad[:16]:
+            print(f"         sample {sample['ids'][0]}: {sample['sentence']}")
+        if len(bad) > 16:
+            print(f"         and {len(bad) - 16} more samples")
+        sound = sorted((s for s in samples if s["clean"]), key=lambda s: -s["grad_norm"])
+        if sound:
+            top = ", ".join(f"{s['ids'][0]} ({s['grad_norm']:.3g})" for s in sound[:4])
+            print(f"         {len(sound)} sample(s) clean by themselves; largest gradient norms: {top}")
+
+    def _in_dtype(self, dtype: str) -> tuple[nn.Module, nn.Module]:
+        """The model, and what to call, as the run's engine computes in this dtype."""
+        model = copy.deepcopy(self.model).to(self.device)
+        if dtype == "fp32":
+            return model, model
+        config = self.config
+        keeps_fp32 = config.engine.kind in ("single", "ddp") or (
+            config.engine.kind == "deepspeed" and resolve_stage(config) == 0
+        )
+        if keeps_fp32:
+            return model, Autocast(model, self.device.type, compute_dtype(dtype))
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(compute_dtype(dtype))
+        return model, model
+
+    def pass_once(self, model: nn.Module, module: nn.Module, slots: np.ndarray) -> Outcome:
+        """Forward and backward over some places of the global batch."""
+        batch = self.noiser.make(self.batch, slots, self.data.train, self.data.train_lengths).to(self.device)
+        origins = _faults_of_batch(batch)
+        model.zero_grad(set_to_none=True)
+        module.train()
+        with FindOrigin(model) as finder:
+            loss, _ = self.objective(module, batch)
+            loss.backward()
+        origins += [origin for origin in (finder.forward, finder.backward) if origin is not None]
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        bad = [name for name, grad in gradients.items() if fault(grad)]
+        norm = nn.utils.get_total_norm([grad.float() for grad in gradients.values()])
+        return Outcome(batch.ids.tolist(), loss.item(), norm.item(), origins, bad)
+
+
+def _faults_of_batch(batch: NoisedBatch) -> list[Origin]:
+    return [Origin("input", kind, name) for name, tensor in batch.tensors.items() if (kind := fault(tensor))]
+
+
+def _sentence(outcome: Outcome) -> str:
+    parts = [str(origin) for origin in outcome.origins]
+    if outcome.bad_gradients:
+        shown = ", ".join(outcome.bad_gradients[:3])
+        more = f" and {len(outcome.bad_gradients) - 3} more" if len(outcome.bad_gradients) > 3 else ""
+        parts.append(f"non-finite gradients of {shown}{more}")
+    return "; ".join(parts) or f"loss {outcome.loss}"
+
+
+def _told(outcome: Outcome) -> dict:
+    """For --json: strict JSON has no NaN."""
+    figures = {"loss": outcome.loss, "grad_norm": outcome.grad_norm}
+    return {
+        "ids": outcome.ids,
+        "clean": outcome.is_clean,
+        "sentence": _sentence(outcome),
+        "origins": [vars(origin) for origin in outcome.origins],
+        "bad_gradients": outcome.bad_gradients,
+        **{key: value if math.isfinite(value) else str(value) for key, value in figures.items()},
+    }

@@ -1,0 +1,112 @@
+"""Where non-finite values come from: the first operation, forward or backward, that made one from finite inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+from torch.utils.module_tracker import ModuleTracker
+
+_aten = torch.ops.aten
+# Memory that nobody has written yet may hold anything.
+_UNWRITTEN = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
+# These write infinities only where the program says so (masks).
+_DELIBERATE = {
+    _aten.fill, _aten.fill_, _aten.full, _aten.full_like, _aten.new_full, _aten.masked_fill, _aten.masked_fill_,
+    _aten.scalar_tensor, _aten.lift_fresh, _aten.lift_fresh_copy, _aten.constant_pad_nd,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Origin:
+    """One operation that turned finite numbers into others.
+
+    Attributes:
+        phase: "weights" (the dtype cannot hold them), "input", "forward" or "backward". kind: "NaN" or "Inf".
+        module: name of the innermost module at work, "" outside of all. operation: aten's name. parameters: names of
+            the parameters that it read.
+    """
+
+    phase: str
+    kind: str
+    module: str
+    operation: str = ""
+    parameters: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        read = f", reading {', '.join(self.parameters)}" if self.parameters else ""
+        where = self.module or "the objective"
+        if self.phase in ("weights", "input"):
+            return f"{self.kind} in the {self.phase}: {where}"
+        return f"{self.kind} first in the {self.phase} of {where} ({self.operation}{read})"
+
+
+class FindOrigin(TorchDispatchMode):
+    """`with FindOrigin(model) as found:` around forward and backward; found.forward and found.backward are the first
+    Origins, or None. Reads every result of every operation: for one batch, not for training."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.forward: Origin | None = None
+        self.backward: Origin | None = None
+        self._roots = (type(model).__name__, "Autocast.module", "Autocast")
+        self._tracker = ModuleTracker()
+        self._names = {p.untyped_storage().data_ptr(): name for name, p in model.named_parameters() if p.numel()}
+
+    def __enter__(self) -> FindOrigin:
+        self._tracker.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *args) -> None:
+        super().__exit__(*args)
+        self._tracker.__exit__(*args)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        backward = self._tracker.is_bw
+        packet = function.overloadpacket
+        known = self.backward if backward else self.forward
+        if known is not None or packet in _UNWRITTEN or packet in _DELIBERATE:
+            return function(*args, **kwargs)
+        inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        # An operation in place overwrites what it read.
+        before = [fault(leaf) for leaf in inputs] if function._schema.is_mutable else None
+        result = function(*args, **kwargs)
+        made = {fault(leaf) for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)} - {""}
+        if made:
+            seen = set(before if before is not None else [fault(leaf) for leaf in inputs]) - {""}
+            if made - seen - ({"Inf"} if "NaN" in seen else set()):
+                self._remember(backward, "NaN" if "NaN" in made - seen else "Inf", packet, inputs)
+        return result
+
+    def _remember(self, backward: bool, kind: str, packet, inputs: list[Tensor]) -> None:
+        module = max((name for name in self._tracker.parents if name != "Global"), key=len, default="")
+        root = next((root for root in self._roots if module == root or module.startswith(f"{root}.")), "")
+        module = module.removeprefix(root).removeprefix(".")
+        read = dict.fromkeys(self._names.get(leaf.untyped_storage().data_ptr(), "") for leaf in inputs)
+        origin = Origin(
+            "backward" if backward else "forward", kind, module, str(packet), tuple(name for name in read if name)
+        )
+        if backward:
+            self.backward = origin
+        else:
+            self.forward = origin
+
+
+def fault(tensor: Tensor) -> str:
+    """ "NaN" or "Inf" when a floating-point tensor holds one (NaN goes before), else ""."""
+    if not tensor.is_floating_point() or not tensor.numel() or tensor.is_meta:
+        return ""
+    if bool(torch.isnan(tensor).any()):
+        return "NaN"
+    return "Inf" if bool(torch.isinf(tensor).any()) else ""
+
+
+def faults_of_weights(model: nn.Module) -> list[Origin]:
+    """Parameters and buffers with a non-finite element, as they are in the model's present dtype."""
+    every = [*model.named_parameters(), *model.named_buffers()]
+    return [Origin("weights", kind, name) for name, tensor in every if (kind := fault(tensor.detach()))]

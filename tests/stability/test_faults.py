@@ -1,0 +1,21 @@
+"""The fault matrix on two real ranks: every engine once, half of them with accumulation (benchmarks/faults.py)."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from helpers import ROOT, launch  # noqa: E402
+
+
+def test_no_fault_reaches_the_weights_hangs_a_rank_or_goes_unnamed(store, tmp_path):
+    report = tmp_path / "report.json"
+    script = str(ROOT / "benchmarks" / "faults.py")
+    done = launch([sys.executable, script, "--data", str(store), "--quick", "--json", str(report)], timeout=900)
+    assert done.returncode == 0, done.stdout[-6000:]
+    answer = json.loads(report.read_text())
+    assert answer["conditions"]["cells"] == 6 * 9 + 2 * 2
+    (claim,) = answer["claims"]
+    assert (claim["id"], claim["value"]) == ("cells_failed", 0)
