@@ -16,7 +16,7 @@ from mmldlm.checkpoints.moments import MOMENTS
 from mmldlm.checkpoints.pickle_writer import Global, NewObject, NewTensor, PickleWriter, Size
 from mmldlm.checkpoints.sweep import WEIGHT, Plan, Segment
 from mmldlm.checkpoints.torch_writer import TorchLayout, TorchOutput
-from mmldlm.checkpoints.training_facts import TrainingFacts
+from mmldlm.checkpoints.training_facts import KEPT, PLAIN_SCALER, TrainingFacts, plain_scaler
 from mmldlm.checkpoints.weights import TensorInfo, WeightSource
 from mmldlm.checkpoints.zero_files import numel
 
@@ -77,6 +77,10 @@ def trainable_of(source: WeightSource, facts: TrainingFacts) -> dict[str, Any]:
         "groups": [{"names": group.names, "settings": group.settings} for group in facts.groups],
         "steps": facts.steps,
         "compute_dtype": facts.compute_dtype,
+        "deepspeed": {
+            **{key: facts.optimizer[key] for key in KEPT if key in facts.optimizer},
+            PLAIN_SCALER: plain_scaler(facts.optimizer["loss_scaler"]),
+        },
     }
 
 

@@ -24,6 +24,9 @@ from mmldlm.checkpoints.zero_universal import FOLDER
 from mmldlm.errors import UserError
 
 _SCALER = "deepspeed.runtime.fp16.loss_scaler"
+_SCALERS = ("LossScaler", "DynamicLossScaler")
+KEPT = ("dynamic_loss_scale", "overflow", "clip_grad")  # beside it in DeepSpeed's optimizer files
+PLAIN_SCALER = "plain_loss_scaler"
 _PLAIN = (str, int, float, bool, type(None))
 # What the writers of model_states files work out anew.
 _OWN = {
@@ -135,11 +138,22 @@ def carried(file: TorchFile, value: Any, what: str) -> Any:
 
 def loss_scaler(value: Any) -> NewObject:
     """DeepSpeed's loss scaler as it was saved, or the static one of scale 1, which bf16 and fp32 engines have."""
-    if isinstance(value, Inert) and value.kind.startswith(_SCALER) and isinstance(value.state, dict):
+    if (
+        isinstance(value, Inert)
+        and value.kind.removeprefix(_SCALER + ".") in _SCALERS
+        and isinstance(value.state, dict)
+    ):
         state = {key: item for key, item in value.state.items() if isinstance(key, str)}
         if all(isinstance(item, _PLAIN) for item in state.values()):
             return NewObject(Global(_SCALER, value.kind.rpartition(".")[2]), state=state)
+    if isinstance(value, dict) and value.get("class") in _SCALERS and isinstance(value.get("state"), dict):
+        return NewObject(Global(_SCALER, value["class"]), state=value["state"])
     return NewObject(Global(_SCALER, "LossScaler"), state={"cur_scale": 1.0, "dynamic": False})
+
+
+def plain_scaler(scaler: NewObject) -> dict[str, Any]:
+    """A loss scaler for a file that holds no objects; loss_scaler() makes it one again."""
+    return {"class": scaler.type.name, "state": scaler.state}
 
 
 def _first(source: WeightSource, ending: str) -> TorchFile | None:
@@ -185,9 +199,8 @@ def _of_zero(source: ZeroCheckpoint) -> TrainingFacts:
         settings = [{} for _ in names_of]
     if not all(settings):
         notes.append("the optimizer's settings are not in the checkpoint: DeepSpeed's own loader would miss them")
-    kept = ("dynamic_loss_scale", "overflow", "clip_grad")
-    facts = {key: inner[key] for key in kept if key in inner and type(inner[key]) in _PLAIN}
-    scaled = {"loss_scaler": loss_scaler(inner.get("loss_scaler")), **facts}
+    facts = {key: inner[key] for key in KEPT if key in inner and type(inner[key]) in _PLAIN}
+    scaled = {"loss_scaler": loss_scaler(inner.get("loss_scaler", inner.get(PLAIN_SCALER))), **facts}
     try:
         config = carried(model, config, "ds_config")
     except ValueError:
@@ -286,7 +299,11 @@ def _of_dcp(opened: Opened, source: DcpCheckpoint) -> TrainingFacts:
     groups = [Group(source.owners_of(group.names, source), group.settings) for group in groups]
     steps = _applied_steps(opened) if told.get("steps") is None else float(told["steps"])
     dtype = told.get("compute_dtype") or _configured_dtype(opened)
-    return TrainingFacts(groups, steps, dtype, _counters(source, opened), _scaler_of_none(), notes=notes)
+    kept = told.get("deepspeed")
+    kept = kept if isinstance(kept, dict) else {}
+    scaled = _scaler_of_none() | {key: kept[key] for key in KEPT if type(kept.get(key)) in _PLAIN and key in kept}
+    scaled["loss_scaler"] = loss_scaler(kept.get(PLAIN_SCALER))
+    return TrainingFacts(groups, steps, dtype, _counters(source, opened), scaled, notes=notes)
 
 
 def _of_model_file(opened: Opened, source: ModelFile) -> TrainingFacts:

@@ -22,7 +22,7 @@ from mmldlm.checkpoints.pickle_writer import NewTensor
 from mmldlm.checkpoints.sweep import WEIGHT, Plan, Segment
 from mmldlm.checkpoints.torch_file import TorchFile
 from mmldlm.checkpoints.torch_writer import TorchLayout, TorchOutput, write_torch
-from mmldlm.checkpoints.training_facts import TrainingFacts
+from mmldlm.checkpoints.training_facts import PLAIN_SCALER, TrainingFacts, plain_scaler
 from mmldlm.checkpoints.weights import WeightSource
 from mmldlm.checkpoints.zero_files import load_dict, param_shapes
 from mmldlm.checkpoints.zero_reader import ZeroCheckpoint
@@ -89,6 +89,7 @@ def model_files(source: WeightSource) -> list[TorchFile]:
 
 def _optimizer_state(source: WeightSource, facts: TrainingFacts, stage: int) -> dict[str, Any]:
     kept = {key: value for key, value in facts.optimizer.items() if key != "loss_scaler"}
+    kept[PLAIN_SCALER] = plain_scaler(facts.optimizer["loss_scaler"])
     owner = {name: number for number, group in enumerate(facts.groups) for name in group.names}
     owners = [owner[next(iter(names))] for names in _flat_groups(source, facts, stage)]
     groups = [

@@ -23,8 +23,13 @@ CASES = {
     "z1_bf16opt": {"stage": 1, "dtype": "bf16", "grad_accum_dtype": "fp32"},
     "z2_robin": {"stage": 2, "dtype": "bf16", "zero": {"round_robin_gradients": True}},
     "z3_subgroups": {"stage": 3, "dtype": "bf16", "zero": {"sub_group_size": 20}},
+    # A second, node-local partition of the 16-bit weights (hpZ); the masters are cut as ever.
+    "z3_hpz": {"stage": 3, "dtype": "bf16", "zero": {"zero_hpz_partition_size": 2}},
     "z2_elastic": {"stage": 2, "dtype": "bf16", "zero": {"elastic_checkpoint": True}},
     "z2_nofrozen": {"stage": 2, "dtype": "bf16", "exclude_frozen": True},
+    # A dynamic loss scaler, which DeepSpeed pickles as an object.
+    "z2_fp16": {"stage": 2, "dtype": "fp16"},
+    "z3_fp16": {"stage": 3, "dtype": "fp16"},
     # The same model two steps later: a source of rank files of another step.
     "z2_later": {"stage": 2, "dtype": "bf16", "steps": 4},
     "z3_later": {"stage": 3, "dtype": "bf16", "steps": 4},
@@ -78,6 +83,7 @@ def ds_config(case: dict) -> dict:
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {"stage": case["stage"], "overlap_comm": False, **case.get("zero", {})},
         "bf16": {"enabled": case["dtype"] == "bf16"},
+        "fp16": {"enabled": case["dtype"] == "fp16", "initial_scale_power": 6},
     }
     if "grad_accum_dtype" in case:
         config["data_types"] = {"grad_accum_dtype": case["grad_accum_dtype"]}
@@ -201,6 +207,8 @@ def main() -> None:
     torch.set_num_threads(1)
     # Without this the first init compiles a C++ operator for minutes.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # DeepSpeed refuses fp16 on CPUs without fp16 instructions; torch computes it there all the same, slowly.
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     deepspeed.init_distributed(dist_backend="gloo")
     for name in args.cases.split(","):
         make_case(torch, deepspeed, name, args.out)

@@ -25,7 +25,17 @@ from tests.helpers import ROOT, launch, torchrun
 
 HERE = Path(__file__).resolve().parent
 CHAIN = [("zero3", 4), ("dcp", 1), ("universal", None), ("zero2", 2)]
-SOURCES = ["z2_bf16", "z1_bf16opt", "z2_robin", "z2_elastic", "z3_bf16", "z3_subgroups", "z2_fp32", "z0_bf16_named"]
+SOURCES = [
+    "z2_bf16",
+    "z1_bf16opt",
+    "z2_robin",
+    "z2_elastic",
+    "z3_bf16",
+    "z3_subgroups",
+    "z2_fp32",
+    "z3_fp16",
+    "z0_bf16_named",
+]
 
 
 def command(*words) -> int:
@@ -75,6 +85,8 @@ def test_round_trip(zero_dir, tmp_path, case):
     assert (before.steps, before.compute_dtype) == (after.steps, after.compute_dtype)
     assert [group.settings for group in before.groups] == [group.settings for group in after.groups]
     assert [group.names for group in before.groups] == [group.names for group in after.groups]
+    if case != "z0_bf16_named":  # ZeRO-0's optimizer has no scaler of that kind
+        assert before.optimizer["loss_scaler"] == after.optimizer["loss_scaler"]
     assert not list(tmp_path.glob("*.partial"))
 
 
@@ -155,6 +167,8 @@ def test_deepspeed_goes_on_from_them(zero_dir, tmp_path):
     job("z2_bf16", 2, is_universal=True)
     job("z3_bf16", 3, is_universal=True)
     job("z2_bf16", 2, ("dcp", 1), is_universal=True)
+    job("z2_fp16", 3)
+    job("z3_fp16", 2, ("dcp", 1), ("universal", None))
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
     done = launch(torchrun(4, str(HERE / "load_zero.py"), str(tmp_path / "jobs.json")), timeout=300)
     assert done.stdout.count("loaded") == len(jobs), done.stdout[-3000:]
