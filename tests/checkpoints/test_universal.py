@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from mmldlm.checkpoints.dtypes import DTYPES
 from mmldlm.checkpoints.model_file import ModelFile
 from mmldlm.checkpoints.pickle_writer import NewTensor
 from mmldlm.checkpoints.reshard import convert_state
-from mmldlm.checkpoints.torch_writer import write_torch
+from mmldlm.checkpoints.torch_writer import TorchLayout, write_torch
 from mmldlm.checkpoints.training_state import open_training_state
 from mmldlm.checkpoints.zero_reader import ZeroCheckpoint
 from mmldlm.errors import UserError
@@ -188,3 +189,29 @@ def test_torch_reads_every_dtype_and_shape_we_write(tmp_path):
         assert source.read("matrix").tobytes() == tensors["matrix"].numpy().tobytes()
     with pytest.raises(TypeError, match="set"):
         write_torch(tmp_path / "other.pt", {1})
+
+
+def test_records_beyond_4_gib(tmp_path):
+    """Headers and directory of a file whose tensors were never written: 5 GiB of a sparse file, then one behind it."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    large, behind = NewTensor("float32", (1280 << 20,)), NewTensor("float32", (3,))
+    layout = TorchLayout({"large": large, "behind": behind}, "file")
+    values = np.arange(3, dtype=np.float32)
+    with open(tmp_path / "file.pt", "wb") as file:
+        file.truncate(layout.size)
+        for record, data in [*layout.small, (layout.records[1], values.tobytes())]:
+            record.written.add(0, data)
+            file.seek(record.start)
+            file.write(data)
+        layout.records[0].written._runs = {large.nbytes: (0, 7)}
+        for place, data in layout.headers():
+            file.seek(place)
+            file.write(data)
+    with zipfile.ZipFile(tmp_path / "file.pt") as archive:
+        entry = archive.getinfo("file/data/0")
+        assert (entry.file_size, entry.CRC) == (large.nbytes, 7)
+        assert archive.read("file/data/1") == values.tobytes()
+    state = torch.load(tmp_path / "file.pt", weights_only=True, mmap=True)
+    assert state["large"].shape == large.shape and state["behind"].tolist() == [0, 1, 2]
+    with ModelFile.open(tmp_path / "file.pt") as source:
+        assert source.tensors["large"].shape == large.shape and source.read("behind").tolist() == [0, 1, 2]
