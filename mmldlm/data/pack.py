@@ -27,8 +27,7 @@ from mmldlm.data import selecting, tokenizers
 from mmldlm.data.chunking import truncate
 from mmldlm.data.encoder_table import ENCODERS
 from mmldlm.data.files import list_files, write_json
-from mmldlm.data.prepare import refuse_other_folders
-from mmldlm.data.publish import commit, versions
+from mmldlm.data.publish import commit, refuse_other_folders, versions
 from mmldlm.data.report import print_summary
 from mmldlm.data.statistics import LatentStatistics
 from mmldlm.data.store import FORMAT, MANIFEST, SPLITS, TOKENIZER_FOLDER, VERSION, Store
