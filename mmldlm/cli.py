@@ -44,7 +44,8 @@ def _prepare_by_ranks(args, prepare, options) -> int:
     if nproc == 1 or "RANK" in os.environ:
         return prepare.main(args)
     words = options.to_words(options.from_arguments(args))
-    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // nproc, 1)))
+    for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS"):  # the encoder's threads, and the tokenizer's
+        os.environ.setdefault(name, str(max((os.cpu_count() or 1) // nproc, 1)))
     launcher = [sys.executable, "-m", "mmldlm.launch.local", str(nproc), "-m", "mmldlm.data.prepare"]
     os.execv(sys.executable, [*launcher, *words])
 

@@ -134,7 +134,7 @@ def _check_quarantine(output: Output) -> list[dict[str, Any]]:
     for name, samples in output.splits.items():
         num_bad = 0
         for number, path in enumerate(output.encoded[name]):
-            for place, reason in encoding.read_encoded(path).reasons.items():
+            for place, reason in encoding.read_reasons(path).items():
                 row = number * encoding.SHARD + place
                 text = samples.read(output.texts[name], row, row + 1)[0][0]
                 found.append({"split": name, "row": int(samples.rows[row]), "reason": reason, "text": text})
@@ -186,6 +186,26 @@ def versions() -> dict[str, str]:
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in packages},
     }
+
+
+def refuse_other_folders(root: Path, force: bool) -> None:
+    """An output folder that is there is only replaced when it is one of ours and ``force`` says so.
+
+    Raises:
+        UserError: otherwise.
+    """
+    if root.exists() and not force and (not root.is_dir() or any(root.iterdir())):
+        raise UserError(
+            f"an --output-dir that does not exist yet: {root}",
+            "something is there already",
+            "choose another folder, or add --force to replace it once the new store is whole",
+        )
+    if root.is_dir() and force and any(root.iterdir()) and not (root / MANIFEST).is_file():
+        raise UserError(
+            f"a store to replace at {root}",
+            f"a folder with other things in it (no {MANIFEST})",
+            "choose another --output-dir; --force only replaces stores",
+        )
 
 
 def commit(partial: Path, root: Path, force: bool) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from mmldlm.data import encoders, encoding, options, prepare, tokenizers, verify
 from mmldlm.data.peers import Peers
@@ -175,6 +176,22 @@ class TestWithTheEncoder:
         with pytest.raises(MmldlmError, match="fails on every text: RuntimeError: device-side assert"):
             prepare.prepare(PrepareOptions(str(tmp_path / "s"), str(corpus_file)))
         assert (tmp_path / "s.work" / "plan.json").is_file() and not (tmp_path / "s").exists()
+
+    def test_a_device_without_memory_gets_smaller_batches(self, made_store, corpus_file, tmp_path, monkeypatch):
+        encode, budgets = encoders.Encoder.encode, []
+
+        def small_device(self, texts, progress=None):
+            budgets.append(self.batch_tokens)
+            if self.batch_tokens > 2000:
+                raise torch.cuda.OutOfMemoryError("out of memory")
+            return encode(self, texts, progress)
+
+        monkeypatch.setattr(encoders.Encoder, "encode", small_device)
+        options = PrepareOptions(str(tmp_path / "s"), str(corpus_file), validation_samples=10, batch_tokens=4096)
+        root = prepare.prepare(options)
+        assert budgets == [4096, 2048, 1024] * 2 and not (root / "quarantine.jsonl").exists()
+        rows = range(len(Store(root)))
+        np.testing.assert_allclose(Store(root).get(rows).latents, Store(made_store).get(rows).latents, atol=2e-6)
 
     def test_what_is_done_is_kept_and_not_done_again(self, made_store, corpus_file, tmp_path, monkeypatch):
         encode, calls = encoders.Encoder.encode, []
