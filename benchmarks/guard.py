@@ -3,9 +3,10 @@
     python benchmarks/guard.py --data STORE [--quick] [--json FILE]
 
 One process runs the product's loop on the `base` preset's shapes (--quick: `tiny`) with the guard on and off in turns
-(A B A B); off means that every step is applied unseen: no verdict, no windows, no audit. The share of an audit that
-falls on one step (1 / stability.audit_every) is added to "on". The ratio is the median over steps of the same batch. Host syncs are counted at the seam, between the arrival
-of the batch and the end of the optimizer step: every scalar read from a tensor, every tolist(), every index by a mask.
+(A B B A); off means that every step is applied unseen: no verdict, no windows, no audit. The ratio is the median over
+steps, each compared with that of the same batch. The share of an audit that falls on one step (1 /
+stability.audit_every) is added to "on". Host syncs are counted at the seam, between the arrival of the batch and the
+end of the optimizer step: every scalar read from a tensor, every tolist(), every index by a mask.
 """
 
 from __future__ import annotations
