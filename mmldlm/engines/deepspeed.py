@@ -51,6 +51,9 @@ class DeepSpeedEngine(Engine):
         dtype = compute_dtype(config.training.dtype)
         rounded = dtype != torch.float32 and self.stage > 0
         exact = {name: p.detach().clone() for name, p in model.named_parameters()} if rounded else {}
+        if self.stage == 3:  # a block reads its layers' weights itself: they are gathered together, for the block
+            for block in model.blocks:
+                deepspeed.utils.set_z3_leaf_module(block, True)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
         self._start_from(exact)
         # ZeRO-0 has no 16-bit optimizer with fp32 accumulation; fp32 weights under autocast are the same arithmetic.

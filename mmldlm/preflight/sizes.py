@@ -13,7 +13,6 @@ GIB = 1 << 30
 # A rank's interpreter with torch loaded (measured: 0.35 GiB resident on CPU); on a GPU, its context and NCCL's buffers.
 BASE_CPU, BASE_GPU = int(0.4 * GIB), int(1.2 * GIB)
 PLANS = ("single", "zero0", "zero1", "zero2", "zero3", "fsdp")  # from most to least memory a rank
-UNFUSED = 2.6  # times the activations of a fused block, attention's weights aside
 _FREQUENCIES = 256  # models/layers.py: sinusoids of a timestep
 _CHUNK_ELEMENTS, _CHUNK_ROWS = (8 << 20, 64 << 20), 64  # models/linear_cross_entropy.py: on a CPU, on a GPU
 _TEXT, _LATENT = ("text_encoder", "text_head", "length_head"), ("latent_encoder", "latent_head")
@@ -131,9 +130,7 @@ def rank_bytes(plan: str, sizes: dict, world_size: int, dtype: str, on_gpu: bool
     benchmarks/step.py compares the activations and logits with measured peaks.
     """
     base = BASE_GPU if on_gpu else BASE_CPU
-    # ZeRO-3 hooks every layer, so blocks run layer by layer and keep what each of them reads (tests/preflight).
-    layers = UNFUSED if plan == "zero3" else 1.0
-    passes = int(sizes["activations"] * 1.1 * layers) + sizes["logits_gpu" if on_gpu else "logits_cpu"]
+    passes = int(sizes["activations"] * 1.1) + sizes["logits_gpu" if on_gpu else "logits_cpu"]
     return state_bytes(plan, sizes, world_size, dtype) + passes + base
 
 
