@@ -62,8 +62,8 @@ class MMDiTBlock(nn.Module):
         Returns:
             The rows after the block, [R, H].
         """
-        # Under torch.compile the compiler fuses and chooses what to keep. A layer that somebody hooks (ZeRO-3,
-        # diagnostics) or replaces must really be called.
+        # Under torch.compile the compiler fuses and chooses what to keep. A layer that somebody hooks or
+        # replaces must really be called.
         if torch.compiler.is_compiling() or not self._is_bare():
             return self._through_layers(rows, condition, layout)
         return self._fused(rows, condition, layout)

@@ -133,8 +133,7 @@ class BeforeAttention(torch.autograd.Function):
             d_scales = [None] * 4
             if ctx.with_qk:
                 along = d_qk * normal
-                d_scales = torch.mm(layout.to_streams.to(low), along.view(num_rows, -1)).view(4, heads, -1).sum(1)
-                d_scales = d_scales.to(ctx.qk_dtype).unbind(0)
+                d_scales = [d for part in (along[:n], along[n:]) for d in part.sum((0, 2)).to(ctx.qk_dtype).unbind(0)]
                 scales = both.index_select(0, layout.stream)
                 along = (along * scales).sum(-1, keepdim=True)
                 d_qk.mul_(scales).addcmul_(normal, along, value=-heads / width).mul_(inverse)
@@ -203,8 +202,9 @@ class AfterAttention(torch.autograd.Function):
             d_mlp = _weight_grads(ctx, 10, d_outer, act, n, (text_mlp, latent_mlp))
             _pair(d_outer, n, text_mlp.to(low), latent_mlp.to(low), out=d_act)
             aten.gelu_backward.grad_input(d_act, inner, approximate="tanh", grad_input=d_inner)
-            d_biases = torch.mm(layout.to_streams.to(low), work[:, : width + inside]).to(ctx.bias_dtype)
-            d_mlp_bias, d_in_bias = d_biases[:, :width].unbind(0), d_biases[:, width:].unbind(0)
+            # Sums, not a product with ones and zeros: 0 times a NaN of one stream would reach the other's biases.
+            sums = [part[:, : width + inside].sum(0).to(ctx.bias_dtype) for part in (work[:n], work[n:])]
+            d_mlp_bias, d_in_bias = [d[:width] for d in sums], [d[width:] for d in sums]
             middle = torch.addcmul(x, gate, attended.to(x.dtype))
             hat, mean, rstd = _norm(middle)
             rows = torch.addcmul(shift, hat, scale).to(low)

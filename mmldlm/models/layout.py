@@ -31,7 +31,7 @@ class Layout(NamedTuple):
         back: [R] attention position of each row.
         cos, sin: [R, 1, 1, head_dim] rotary factors of the rows (1 and 0 for latent rows); sin carries the sign of the
             rotation's two halves.
-        to_samples: [2 B, R], to_streams: [2, R] ones where a row belongs to a sample's stream, to a stream.
+        to_samples: [2 B, R] ones where a row belongs to a sample's stream; on a CPU in fp32 None. zeros: [2 B, 1].
         first: [B] row of each sample's first text token.
         eps: [1] added to the mean square of queries and keys. unit: [6, 1], 1 where a modulation is a scale.
         key_mask: [B, 1, 1, S + L] keys that may be attended to, None when all may.
@@ -49,7 +49,6 @@ class Layout(NamedTuple):
     sin: Tensor
     to_samples: Tensor | None
     zeros: Tensor
-    to_streams: Tensor
     first: Tensor
     eps: Tensor
     unit: Tensor
@@ -102,6 +101,7 @@ def make_layout(
     sin = torch.cat([sin[at], sin.new_zeros(batch * latents, head_dim // 2)])
     rows = torch.arange(2 * batch, device=device)
     stream = (sample >= batch).long()
+    first = torch.searchsorted(place, rows[:batch] * length)
 
     lengths = starts = key_mask = None
     if positions is None or ragged is None:
@@ -113,7 +113,9 @@ def make_layout(
         if num_text == batch * length:
             order = back.argsort()
         else:  # what stands at a padded position is masked as a key and dropped as a query
-            order = back.new_zeros(batch * width).index_copy_(0, back, indices[: num_text + batch * latents])
+            # (of its own sample: a value that is not finite must not reach a neighbour)
+            order = first.repeat_interleave(width, output_size=batch * width)
+            order = order.index_copy(0, back, indices[: num_text + batch * latents])
         if mask is not None:
             key_mask = torch.cat([mask, mask.new_ones(batch, latents)], dim=1)[:, None, None]
     else:
@@ -135,8 +137,7 @@ def make_layout(
         sin=torch.cat([-sin, sin], -1)[:, None, None].to(dtype),
         to_samples=None if adds else (rows[:, None] == sample).to(dtype),
         zeros=cos.new_zeros(2 * batch, 1, dtype=dtype),
-        to_streams=(rows[:2, None] == stream).to(dtype),
-        first=torch.searchsorted(place, rows[:batch] * length),
+        first=first,
         eps=torch.full((1,), QK_EPS, dtype=torch.promote_types(dtype, torch.float32), device=device),
         unit=(torch.arange(6, device=device) % 3 == 1)[:, None].to(dtype),
         key_mask=key_mask,

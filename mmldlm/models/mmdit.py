@@ -346,7 +346,7 @@ class MultimodalMMDiT(nn.Module):
         """How attention leaves padding out (layout.make_layout)."""
         if place is None:
             return None
-        low = compute_dtype(self.text_head.weight)
+        low = compute_dtype(latent)  # of an activation: under ZeRO-3, looking at a weight gathers it
         if place.device.type == "cuda":
             return "varlen" if low in (torch.bfloat16, torch.float16) else None
         rows = latent.shape[0] * latent.shape[1]

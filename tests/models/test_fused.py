@@ -94,7 +94,7 @@ def test_equals_the_plain_path_with_all_gradients(case, qk_rmsnorm):
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_hook_or_a_replaced_layer_is_called_and_changes_nothing(case):
-    """Diagnostics, ZeRO-3 and whoever wraps a layer see their layer called; the result stays the same."""
+    """Replay, the sanity check and whoever wraps a layer see their layer called; the result stays the same."""
     given = batch(*CASES[case])
     fast, hooked = make(), make()
     called = []
