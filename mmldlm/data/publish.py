@@ -175,6 +175,8 @@ def _counted(counts: Counter, summaries: dict[str, dict[str, int]], both: bool) 
     more = {key: counts[key] for key in kinds if counts[key]}
     dropped = {key[5:]: value for key, value in sorted(counts.items()) if key.startswith("drop_") and value}
     kept = sum(summary["num_samples"] for name, summary in summaries.items() if both or name == "train")
+    lost = counts["read"] - kept - sum(dropped.values()) - counts["chunked"] + counts["chunks"]
+    assert lost == 0, f"{lost} texts are not accounted for: {counts}, {kept} kept"
     return {"read": counts["read"], "kept": kept, "dropped": dropped, **more}
 
 

@@ -257,6 +257,20 @@ class TestWithTheEncoder:
         assert corpus["chunked"] == corpus["read"] == 6 and corpus["kept"] == corpus["chunks"] > 12
         assert verify.verify(root) == []
 
+    def test_pieces_repeats_and_a_limit_are_accounted_for(self, sentences, tmp_path):
+        path = tmp_path / "documents.jsonl"
+        documents = [" ".join(sentences[start : start + 6]) for start in range(0, 40)]  # each shares five sentences
+        documents += ["Hi", documents[0].upper()]
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+        options = PrepareOptions(
+            str(tmp_path / "s"), str(path), overlong="chunk", max_tokens=16, validation_samples=4, max_samples=60
+        )
+        corpus = Store(prepare.prepare(options)).manifest["corpus"]
+        dropped = corpus["dropped"]
+        assert dropped["duplicate"] > 1 and dropped["not_sampled"] > 0 and corpus["chunks"] == 60
+        assert corpus["kept"] == 60 - (dropped["duplicate"] - 1)
+        assert 42 == corpus["read"] == corpus["kept"] + sum(dropped.values()) + corpus["chunked"] - corpus["chunks"]
+
     def test_words_of_special_tokens_in_a_text_are_text(self, sentences, tmp_path):
         path = tmp_path / "marks.txt"
         path.write_text("\n".join(f"{text} [MASK] [PAD] [SEP]" for text in sentences[:8]))
