@@ -44,7 +44,8 @@ def _prepare_by_ranks(args, prepare, options) -> int:
     if nproc == 1 or "RANK" in os.environ:
         return prepare.main(args)
     words = options.to_words(options.from_arguments(args))
-    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // nproc, 1)))
+    for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS"):  # the encoder's threads, and the tokenizer's
+        os.environ.setdefault(name, str(max((os.cpu_count() or 1) // nproc, 1)))
     launcher = [sys.executable, "-m", "mmldlm.launch.local", str(nproc), "-m", "mmldlm.data.prepare"]
     os.execv(sys.executable, [*launcher, *words])
 
@@ -92,7 +93,7 @@ VERBS = {
     "launch": ("mmldlm.launch.command", "preflight, then the launcher, then a watcher"),
     "replay": ("mmldlm.replay", "run a skipped step again and name where its bad numbers were made"),
     "train": (_train, "check everything, then train on this machine"),
-    "convert": ("mmldlm.checkpoints.convert", "turn a checkpoint into one safetensors file"),
+    "convert": ("mmldlm.checkpoints.convert", "turn a checkpoint into safetensors, or into one of another engine and world size"),
     "sample": ("mmldlm.sampling.run", "l2t, t2l or unconditional samples from a converted checkpoint"),
     "evaluate": ("mmldlm.evaluation.run", "conditioning gain, retrieval and F1 on unseen text"),
     "plot": ("mmldlm.observe.plots", "draw a run's loss curve"),

@@ -17,6 +17,7 @@ from mmldlm.errors import MmldlmError, UserError
 SHARD = 4096
 # So many texts failing one by one, and none that does not, is a broken encoder (or a broken GPU), not bad texts.
 _HOPELESS = 16
+_SMALLEST_BUDGET = 1024  # tokens
 
 
 @dataclass
@@ -46,7 +47,7 @@ def encode(
     """
     reasons: dict[int, str] = {}
     try:
-        latents = encoder.encode(texts, progress)
+        latents = _encode_all(encoder, texts, progress)
         again = [int(place) for place in np.flatnonzero(unusable(latents))]
     except UserError:
         raise
@@ -69,6 +70,23 @@ def encode(
     is_ok = np.ones(len(texts), dtype=bool)
     is_ok[list(reasons)] = False
     return Encoded(is_ok, latents[is_ok], reasons)
+
+
+def _encode_all(encoder: Encoder, texts: Sequence[str], progress: Callable[[int], None] | None) -> np.ndarray:
+    """All texts; where the device has no memory for a batch, in smaller ones."""
+    budget = encoder.batch_tokens
+    try:
+        while True:
+            try:
+                return encoder.encode(texts, progress)
+            except torch.cuda.OutOfMemoryError as error:
+                if encoder.batch_tokens <= _SMALLEST_BUDGET:
+                    raise
+                _free(error)
+                encoder.batch_tokens //= 2
+                progress = None  # these texts were counted in part
+    finally:
+        encoder.batch_tokens = budget
 
 
 def unusable(latents: np.ndarray) -> np.ndarray:
@@ -107,5 +125,13 @@ def write_encoded(path: Path, encoded: Encoded) -> None:
 def read_encoded(path: Path) -> Encoded:
     """Reads what write_encoded wrote; every byte is checked against its CRC."""
     file = read_npz(path)
-    reasons = json.loads(file["reasons"].tobytes())
-    return Encoded(file["is_ok"], file["latents"], {int(place): reason for place, reason in reasons.items()})
+    return Encoded(file["is_ok"], file["latents"], _reasons(file))
+
+
+def read_reasons(path: Path) -> dict[int, str]:
+    """Which texts of a shard have no latent, and why, without reading the latents."""
+    return _reasons(read_npz(path, "reasons"))
+
+
+def _reasons(file: dict[str, np.ndarray]) -> dict[int, str]:
+    return {int(place): reason for place, reason in json.loads(file["reasons"].tobytes()).items()}

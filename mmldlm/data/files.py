@@ -54,15 +54,15 @@ def write_npz(path: Path, **arrays: np.ndarray) -> None:
     write_bytes(path, buffer.getvalue())
 
 
-def read_npz(path: Path) -> dict[str, np.ndarray]:
-    """What write_npz wrote, every byte checked.
+def read_npz(path: Path, *names: str) -> dict[str, np.ndarray]:
+    """What write_npz wrote (or some arrays of it), every byte that is read checked.
 
     Raises:
         MmldlmError: the file is damaged.
     """
     try:
-        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
-            return {name: file[name] for name in file.files}
+        with np.load(path, allow_pickle=False) as file:
+            return {name: file[name] for name in names or file.files}
     except (ValueError, EOFError, zipfile.BadZipFile) as error:
         raise MmldlmError(f"{path} is damaged ({error}): delete it and start again, it will be made anew") from error
 

@@ -13,7 +13,7 @@ from datetime import timedelta
 
 from mmldlm.errors import EXIT_FAILED, MmldlmError
 
-_POLL = 0.05  # seconds
+_POLL = 0.1  # seconds
 _FAILED, _GONE = "failed", "gone"
 _LINGER = 3.0  # seconds that a failing rank 0 keeps the store for those who still have to read why
 

@@ -155,16 +155,17 @@ class BatchPlan:
         assert self.order.count == len(lengths)
         self.batches_per_epoch = -(-len(lengths) // global_batch)
         self.version = f"{self._KIND}:{bucket_batches}{self.order.name}"
-        self._window_key: tuple[int, int] | None = None
-        self._window: list[np.ndarray] = []
+        self._cached: tuple[tuple[int, int] | None, list[np.ndarray]] = (None, [])
 
     def batch(self, step: int) -> GlobalBatch:
         """The global batch of a 0-based step, in time independent of the step."""
         epoch, index = divmod(step, self.batches_per_epoch)
         window, place = divmod(index, self.bucket_batches)
-        if self._window_key != (epoch, window):
-            self._window, self._window_key = self._make_window(epoch, window), (epoch, window)
-        ids = self._window[place]
+        key, batches = self._cached  # one tuple: the thread that makes batches asks for later steps meanwhile
+        if key != (epoch, window):
+            batches = self._make_window(epoch, window)
+            self._cached = ((epoch, window), batches)
+        ids = batches[place]
         return GlobalBatch(step, epoch, index, ids, self._size(ids))
 
     def slots(self, batch: GlobalBatch, world_size: int, accum: int, rank: int, micro: int) -> np.ndarray:

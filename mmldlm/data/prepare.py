@@ -26,12 +26,12 @@ from mmldlm.data.encoders import Encoder
 from mmldlm.data.files import whole_folder, write_json
 from mmldlm.data.options import PrepareOptions, add_arguments, check_options, from_arguments
 from mmldlm.data.peers import PeerFailed, Peers, join
-from mmldlm.data.publish import TOKENIZER_IDENTITY, Output, existing_output, publish
+from mmldlm.data.publish import TOKENIZER_IDENTITY, Output, existing_output, publish, refuse_other_folders
 from mmldlm.data.reading import Texts, read_unit
 from mmldlm.data.report import Progress, print_summary
 from mmldlm.data.selecting import Samples
 from mmldlm.data.statistics import LatentStatistics
-from mmldlm.data.store import MANIFEST, TOKENIZER_FOLDER
+from mmldlm.data.store import TOKENIZER_FOLDER
 from mmldlm.data.work import Work
 from mmldlm.errors import EXIT_DONE, MmldlmError, UserError
 
@@ -285,26 +285,6 @@ class _Preparation:
 
                 self.work.run(f"encode-{name}", paths, do, done)
         return encoded
-
-
-def refuse_other_folders(root: Path, force: bool) -> None:
-    """An output folder that is there is only replaced when it is one of ours and ``force`` says so.
-
-    Raises:
-        UserError: otherwise.
-    """
-    if root.exists() and not force and (not root.is_dir() or any(root.iterdir())):
-        raise UserError(
-            f"an --output-dir that does not exist yet: {root}",
-            "something is there already",
-            "choose another folder, or add --force to replace it once the new store is whole",
-        )
-    if root.is_dir() and force and any(root.iterdir()) and not (root / MANIFEST).is_file():
-        raise UserError(
-            f"a store to replace at {root}",
-            f"a folder with other things in it (no {MANIFEST})",
-            "choose another --output-dir; --force only replaces stores",
-        )
 
 
 # The command -----------------------------------------------------------------------------------------------------

@@ -134,7 +134,7 @@ def _check_quarantine(output: Output) -> list[dict[str, Any]]:
     for name, samples in output.splits.items():
         num_bad = 0
         for number, path in enumerate(output.encoded[name]):
-            for place, reason in encoding.read_encoded(path).reasons.items():
+            for place, reason in encoding.read_reasons(path).items():
                 row = number * encoding.SHARD + place
                 text = samples.read(output.texts[name], row, row + 1)[0][0]
                 found.append({"split": name, "row": int(samples.rows[row]), "reason": reason, "text": text})
@@ -175,6 +175,8 @@ def _counted(counts: Counter, summaries: dict[str, dict[str, int]], both: bool) 
     more = {key: counts[key] for key in kinds if counts[key]}
     dropped = {key[5:]: value for key, value in sorted(counts.items()) if key.startswith("drop_") and value}
     kept = sum(summary["num_samples"] for name, summary in summaries.items() if both or name == "train")
+    lost = counts["read"] - kept - sum(dropped.values()) - counts["chunked"] + counts["chunks"]
+    assert lost == 0, f"{lost} texts are not accounted for: {counts}, {kept} kept"
     return {"read": counts["read"], "kept": kept, "dropped": dropped, **more}
 
 
@@ -186,6 +188,26 @@ def versions() -> dict[str, str]:
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in packages},
     }
+
+
+def refuse_other_folders(root: Path, force: bool) -> None:
+    """An output folder that is there is only replaced when it is one of ours and ``force`` says so.
+
+    Raises:
+        UserError: otherwise.
+    """
+    if root.exists() and not force and (not root.is_dir() or any(root.iterdir())):
+        raise UserError(
+            f"an --output-dir that does not exist yet: {root}",
+            "something is there already",
+            "choose another folder, or add --force to replace it once the new store is whole",
+        )
+    if root.is_dir() and force and any(root.iterdir()) and not (root / MANIFEST).is_file():
+        raise UserError(
+            f"a store to replace at {root}",
+            f"a folder with other things in it (no {MANIFEST})",
+            "choose another --output-dir; --force only replaces stores",
+        )
 
 
 def commit(partial: Path, root: Path, force: bool) -> None:

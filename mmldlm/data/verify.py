@@ -97,6 +97,8 @@ def _examine_split(store: Store, checks: dict[str, list[str]]) -> SplitFindings:
     checks["shape"] += [
         f"{where}: {key} is {own[key]}, the manifest says {summary[key]}" for key in own if own[key] != summary.get(key)
     ]
+    if store.documents is not None and len(store.documents) != len(store):
+        checks["shape"].append(f"{where}/documents.npy has {len(store.documents)} rows")
     if store.lengths.min() == 0:
         checks["shape"].append(f"{where}: {int((store.lengths == 0).sum())} samples without tokens")
     _examine_tokens(store, checks["token ids"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -50,6 +51,13 @@ def test_the_files_layout_is_mm_ldlms_and_packs_to_the_same_store(files, made_st
     manifest, known = Store(root).manifest, Store(made_store).manifest
     assert manifest["encoder"] == known["encoder"] and manifest["latent_stats"] == known["latent_stats"]
     assert manifest["corpus"]["read"] == manifest["corpus"]["kept"] == 48
+
+
+def test_a_latent_that_the_list_forgot_is_counted(files, tmp_path):
+    shutil.copytree(files, tmp_path / "files")
+    np.save(tmp_path / "files" / "latents" / "train" / "forgotten.npy", np.ones(384, np.float32))
+    corpus = Store(pack.pack(PackOptions(str(tmp_path / "files"), str(tmp_path / "s")))).manifest["corpus"]
+    assert corpus["read"] == 49 and corpus["kept"] == 48 and corpus["dropped"] == {"not_in_json": 1}
 
 
 def _write(folder, name, text, latent):

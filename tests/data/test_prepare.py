@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from mmldlm.data import encoders, encoding, options, prepare, tokenizers, verify
 from mmldlm.data.peers import Peers
@@ -176,6 +177,22 @@ class TestWithTheEncoder:
             prepare.prepare(PrepareOptions(str(tmp_path / "s"), str(corpus_file)))
         assert (tmp_path / "s.work" / "plan.json").is_file() and not (tmp_path / "s").exists()
 
+    def test_a_device_without_memory_gets_smaller_batches(self, made_store, corpus_file, tmp_path, monkeypatch):
+        encode, budgets = encoders.Encoder.encode, []
+
+        def small_device(self, texts, progress=None):
+            budgets.append(self.batch_tokens)
+            if self.batch_tokens > 2000:
+                raise torch.cuda.OutOfMemoryError("out of memory")
+            return encode(self, texts, progress)
+
+        monkeypatch.setattr(encoders.Encoder, "encode", small_device)
+        options = PrepareOptions(str(tmp_path / "s"), str(corpus_file), validation_samples=10, batch_tokens=4096)
+        root = prepare.prepare(options)
+        assert budgets == [4096, 2048, 1024] * 2 and not (root / "quarantine.jsonl").exists()
+        rows = range(len(Store(root)))
+        np.testing.assert_allclose(Store(root).get(rows).latents, Store(made_store).get(rows).latents, atol=2e-6)
+
     def test_what_is_done_is_kept_and_not_done_again(self, made_store, corpus_file, tmp_path, monkeypatch):
         encode, calls = encoders.Encoder.encode, []
 
@@ -239,6 +256,20 @@ class TestWithTheEncoder:
         corpus = Store(root).manifest["corpus"]
         assert corpus["chunked"] == corpus["read"] == 6 and corpus["kept"] == corpus["chunks"] > 12
         assert verify.verify(root) == []
+
+    def test_pieces_repeats_and_a_limit_are_accounted_for(self, sentences, tmp_path):
+        path = tmp_path / "documents.jsonl"
+        documents = [" ".join(sentences[start : start + 6]) for start in range(0, 40)]  # each shares five sentences
+        documents += ["Hi", documents[0].upper()]
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+        options = PrepareOptions(
+            str(tmp_path / "s"), str(path), overlong="chunk", max_tokens=16, validation_samples=4, max_samples=60
+        )
+        corpus = Store(prepare.prepare(options)).manifest["corpus"]
+        dropped = corpus["dropped"]
+        assert dropped["duplicate"] > 1 and dropped["not_sampled"] > 0 and corpus["chunks"] == 60
+        assert corpus["kept"] == 60 - (dropped["duplicate"] - 1)
+        assert 42 == corpus["read"] == corpus["kept"] + sum(dropped.values()) + corpus["chunked"] - corpus["chunks"]
 
     def test_words_of_special_tokens_in_a_text_are_text(self, sentences, tmp_path):
         path = tmp_path / "marks.txt"
