@@ -31,7 +31,7 @@ EXTRAS = {
     # Corpora in parquet, Zstandard and on the Hugging Face hub; tokenizers that ship as sentencepiece models only (t5).
     "data": ["pyarrow>=16", "zstandard>=0.22", "datasets>=3", "sentencepiece>=0.2"],
     # The peers that benchmarks/ measures against.
-    "bench": ["mmdit>=0.2.2", "diffusers>=0.30"],
+    "bench": ["mmdit==0.3.0", "diffusers>=0.30"],
 }
 
 setup(

@@ -6,7 +6,7 @@
     python benchmarks/_checkpoints.py judge-synthetic OUT
 
 `make` trains a model for two steps on each of DeepSpeed ZeRO-2, ZeRO-3 (bf16) and FSDP2 (fp32) and saves DIR/{zero2,
-zero3}/{latest, step/...} and DIR/fsdp (a DCP folder of the model), each with the live values beside it in truth.pt.
+zero3}/{latest, step/...} and DIR/fsdp (DCP, weights and moments), each with the live values beside it in truth.pt.
 `judge` compares a converted folder with such a file, or with the truth.npz of tests/checkpoints/make_zero.py, by torch
 and the safetensors library alone; it prints {"tensors", "unequal", "names"}.
 
@@ -130,7 +130,10 @@ def make_fsdp(out: Path, hidden: int, blocks: int) -> None:
         loss_of(model(tokens)).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    dcp.save({"model": model.state_dict()}, checkpoint_id=out)
+    # As a training saves it: dcp_to_torch has no filter, and turns the optimizer over too.
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    moments = {key: {name: optimizer.state[p][key] for name, p in trained.items()} for key in ("exp_avg", "exp_avg_sq")}
+    dcp.save({"model": model.state_dict(), "optim": moments}, checkpoint_id=out)
     truth = {}
     for name, value in model.state_dict().items():
         whole = value.full_tensor() if hasattr(value, "full_tensor") else value
@@ -161,7 +164,8 @@ PATTERN = 251
 def synthetic(args: argparse.Namespace) -> None:
     import numpy as np
 
-    from mmldlm.checkpoints.torch_writer import NewTensor, write_torch
+    from mmldlm.checkpoints.pickle_writer import NewTensor
+    from mmldlm.checkpoints.torch_writer import write_torch
 
     def values(start: int, count: int, dtype: str):
         for low in range(start, start + count, 1 << 20):

@@ -167,9 +167,13 @@ class RunFolder:
     # -- while it runs -----------------------------------------------------------------------------------------------
 
     def log_step(
-        self, sums: dict[str, float], batch, verdict: Verdict, grad_norm: float, lr: float, tokens_per_second: float
+        self, sums: dict[str, float], batch, verdict: Verdict, grad_norm: float, lr: float, cost: dict
     ) -> None:
-        """Write the record of the step that state counted last; sums are over all ranks and micro-batches."""
+        """Write the record of the step that state counted last.
+
+        Args:
+            sums: over all ranks and micro-batches. cost: StepMeter.step's.
+        """
         if not verdict.apply:
             self.last_reasons = [*self.last_reasons[-4:], verdict.reason]
         if not self.is_main:
@@ -186,7 +190,7 @@ class RunFolder:
             "text_accuracy": sums["text_correct"] / sums["text_masked"] if sums["text_masked"] else None,
             "latent_cosine": sums["latent_cosine_sum"] / batch.num_latents if batch.num_latents else None,
             "grad_norm": grad_norm,
-            "tokens_per_second": tokens_per_second,
+            **{key: value for key, value in cost.items() if value is not None},
             "samples": self.state.consumed_samples,
             "skipped": not verdict.apply,
             **({"loss_scale": self.engine.loss_scale} if self.config.training.dtype == "fp16" else {}),

@@ -9,7 +9,6 @@ import math
 import os
 import signal
 import sys
-import time
 import traceback
 from datetime import datetime, timezone
 from pathlib import Path
@@ -120,6 +119,9 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
     from mmldlm.evaluation.validation import Validation
     from mmldlm.objectives import TranslationObjective
     from mmldlm.objectives.translation import METRICS
+    from mmldlm.observe.meter import StepMeter
+    from mmldlm.observe.profile import StepProfiler
+    from mmldlm.preflight import receipt
     from mmldlm.run import RunFolder, TrainingState
     from mmldlm.run_checkpoints import RunCheckpoints
     from mmldlm.stability import forensics
@@ -148,6 +150,8 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
         alive.beat(state.step, "load")
         checkpoints.load(resume_from)
     folder.open(trainable, resume_from, None if resume_from is not None else taken)
+    if engine.rank == 0:
+        receipt.tell(config, engine.world_size, folder)
     stop = StopSignal()
 
     def batches_from(step: int):
@@ -158,11 +162,15 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
     stream = batches_from(state.step)
 
     engine.module.train()
-    started, interrupted = time.perf_counter(), False
+    profiled = training.profile if engine.rank == 0 else None
+    profiler = StepProfiler(profiled, config.run_dir() / "profile", engine.rank)
+    meter, interrupted = StepMeter(config, engine.world_size, engine.device), False
     patience = FIRST_STEP_PATIENCE
     while state.step < training.num_train_steps and not interrupted:
         alive.beat(state.step, "data")
-        batches = next(stream)
+        profiler.before(state.step + 1)
+        with meter.part("data"):
+            batches = next(stream)
         alive.beat(state.step, "step", patience)
         if state.is_passed_over():
             state.pass_over(num_samples=len(plan.batch(state.step).ids))
@@ -199,11 +207,13 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
         else:
             engine.discard()
         look = diagnostics.after_step(lr, verdict.apply)
-        state.advance(verdict, num_samples=len(plan.batch(state.step).ids))
-        now = time.perf_counter()
+        num_samples = len(plan.batch(state.step).ids)
+        state.advance(verdict, num_samples)
         sums_by_name = dict(zip(METRICS, values, strict=True))
-        folder.log_step(sums_by_name, batches[0], verdict, grad_norm, lr, num_tokens / (now - started))
-        started = now
+        cost = meter.step(num_samples, num_tokens, sums_by_name["text_masked"])
+        folder.log_step(sums_by_name, batches[0], verdict, grad_norm, lr, cost)
+        if (trace := profiler.after(state.step)) is not None:
+            folder.progress.message(f"profile  {trace}")
         if not verdict.apply:
             folder.log_skip(verdict, step_loss, grad_norm, forensics.gather(engine, batches, losses), batches[0])
         if look is not None:
@@ -219,23 +229,24 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
         )
         if trouble is not None:
             alive.beat(state.step, "load")
-            checkpoints.roll_back(trouble)
+            with meter.part("checkpoint"):
+                checkpoints.roll_back(trouble)
             stream = batches_from(state.step)
-            started = time.perf_counter()
             continue
         patience = 1.0
         if checkpoints.is_pending and not num_writing:
-            checkpoints.finish_save()
+            with meter.part("checkpoint"):
+                checkpoints.finish_save()
         if last or state.step % config.logging.eval_freq == 0:
             alive.beat(state.step, "evaluate")
-            folder.log_evaluation(validation.run(lambda: alive.beat(state.step, "evaluate")))
-            started = time.perf_counter()
+            with meter.part("evaluation"):
+                folder.log_evaluation(validation.run(lambda: alive.beat(state.step, "evaluate")))
         alive.beat(state.step, "save")
         if last or interrupted:
             checkpoints.save_before_end()
         elif save_due:
-            checkpoints.save()
-            started = time.perf_counter()
+            with meter.part("checkpoint"):
+                checkpoints.save()
     alive.beat(state.step, "close", math.inf)  # rank 0 draws and uploads; nobody waits for it
     folder.close()
     if interrupted and state.step < training.num_train_steps:

@@ -9,20 +9,23 @@ import fnmatch
 import json
 import os
 import shutil
+import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from mmldlm import __version__
+from mmldlm.checkpoints.config_check import MODEL_CONFIG, check_config
+from mmldlm.checkpoints.crc import CrcRuns
 from mmldlm.checkpoints.dtypes import DTYPES, cast, nonfinite_count
 from mmldlm.checkpoints.output_folder import write_beside
-from mmldlm.checkpoints.overlap import ahead
+from mmldlm.checkpoints.overlap import in_threads
+from mmldlm.checkpoints.places import INDEX, SINGLE
 from mmldlm.checkpoints.safetensors_file import SafetensorsWriter
-from mmldlm.checkpoints.safetensors_reader import INDEX, SINGLE, SafetensorsModel
 from mmldlm.checkpoints.sources import Opened, open_source
 from mmldlm.checkpoints.weights import TensorInfo, WeightSource
 from mmldlm.errors import MmldlmError, UserError
@@ -59,10 +62,14 @@ class Planned:
 
 @dataclass(frozen=True)
 class Plan:
-    """Source name -> what to write, in the model's order; `aliases` are second names in the output -> names."""
+    """Source name -> what to write, in the model's order; `aliases` are second names in the output -> names.
+
+    `names` are all names in the output, in the model's order.
+    """
 
     tensors: dict[str, Planned]
     aliases: dict[str, str]
+    names: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -103,6 +110,7 @@ def convert(
     out = Path(os.path.abspath(out))
     opened = open_source(source, allow_nonfinite, with_ema=ema)
     with opened.weights as weights:
+        check_config(weights, opened.checkpoint)
         if ema:
             weights.use_ema()
         plan = plan_tensors(weights, dtype, only)
@@ -113,7 +121,7 @@ def convert(
         def write(folder: Path) -> None:
             nonlocal num_bytes
             sums = _write_model(opened, plan, files, folder, ema, verify, on_bytes)
-            notes.extend([*weights.notes, *_copy_companions(opened, plan, folder)])
+            notes.extend([*weights.notes, *copy_companions(opened, plan.tensors, folder)])
             if verify:
                 _verify(folder, sums)
             num_bytes = sum((folder / name).stat().st_size for name in files)
@@ -161,7 +169,8 @@ def plan_tensors(weights: WeightSource, dtype: str, only: Sequence[str] = ()) ->
         elif name in wanted:
             is_cast = target is not None and info.kind != "buffer" and info.dtype in WIDE_FLOATS
             tensors[name] = Planned(info, bare[name], target if is_cast and target else info.dtype)
-    return Plan(tensors, aliases)
+    names = tuple(bare[name] for name in weights.tensors if name in tensors or bare[name] in aliases)
+    return Plan(tensors, aliases, names)
 
 
 def _shards(plan: Plan, shard_bytes: int | None) -> dict[str, list[str]]:
@@ -182,18 +191,26 @@ def _shards(plan: Plan, shard_bytes: int | None) -> dict[str, list[str]]:
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def converted_chunks(weights: WeightSource, plan: Plan) -> Iterator[tuple[Planned, np.ndarray]]:
-    """Every planned tensor in chunks of its output dtype, in the order in which the source is read in one sweep.
+def copy_planned(weights: WeightSource, plan: Plan, write: Callable[[Planned, int, np.ndarray], None]) -> None:
+    """Calls write(planned, first element, elements) for every planned tensor, chunk by chunk in its output dtype.
+
+    Several threads do; the source is read in one sweep, and all of it is proven when this returns.
 
     Raises:
         UserError: a damaged source, or values that do not fit the output dtype.
     """
-    for name in weights.reading_order():
-        planned = plan.tensors.get(name)
-        for chunk in weights.iter_chunks(name) if planned else ():
+
+    def copy(item: tuple[str, int, int]) -> None:
+        name, low, high = item
+        planned = plan.tensors[name]
+        for chunk, _ in weights.pieces(name, low, high):
             converted = cast(chunk, planned.info.dtype, planned.dtype)
             _check_fits(weights, planned, converted)
-            yield planned, converted
+            write(planned, low, converted)
+            low += chunk.size
+
+    wanted = (name for name in weights.reading_order() if name in plan.tensors)
+    in_threads(copy, ((name, *span) for name in wanted for span in weights.spans(name)))
     weights.finish()
 
 
@@ -210,7 +227,7 @@ def _write_model(
     metadata = _metadata(opened, plan, ema)
     writers: list[SafetensorsWriter] = []
     writer_of: dict[str, SafetensorsWriter] = {}
-    sums = {planned.name: 0 for planned in plan.tensors.values()}
+    sums = {planned.name: CrcRuns() for planned in plan.tensors.values()}
     try:
         for name, members in files.items():
             tensors = [plan.tensors[member] for member in members]
@@ -218,12 +235,18 @@ def _write_model(
             writers.append(SafetensorsWriter(folder / name, entries, metadata))
             writer_of.update({planned.name: writers[-1] for planned in tensors})
         done, total = 0, plan.nbytes
-        for planned, converted in ahead(converted_chunks(opened.weights, plan)):
-            writer_of[planned.name].append(planned.name, converted)
+        counting = threading.Lock()
+
+        def write(planned: Planned, start: int, values: np.ndarray) -> None:
+            nonlocal done
+            writer_of[planned.name].write(planned.name, start, values)
             if verify:
-                sums[planned.name] = zlib.crc32(np.ascontiguousarray(converted).view(np.uint8), sums[planned.name])
-            done += converted.nbytes
-            on_bytes(done, total)
+                sums[planned.name].add(start * values.itemsize, np.ascontiguousarray(values).view(np.uint8).data)
+            with counting:
+                done += values.nbytes
+                on_bytes(done, total)
+
+        copy_planned(opened.weights, plan, write)
         for writer in writers:
             writer.finish()
     finally:
@@ -233,24 +256,30 @@ def _write_model(
         weight_map = {plan.tensors[member].name: name for name, members in files.items() for member in members}
         index = {"metadata": {"total_size": plan.nbytes}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    return sums
+    return {name: runs.value()[1] for name, runs in sums.items()}
 
 
 def _metadata(opened: Opened, plan: Plan, ema: bool) -> dict[str, str]:
-    weights = opened.weights
     facts = {
         "format": "pt",
-        "mmldlm_version": __version__,
-        "source": str(opened.checkpoint or weights.path),
-        "source_manifest_sha256": opened.manifest_sha256(),
-        "engine": opened.engine,
-        "stage": weights.stage,
-        "world_size": opened.world_size,
-        "step": opened.step,
+        **source_facts(opened),
         "ema": "true" if ema else None,
         "aliases": json.dumps(plan.aliases) if plan.aliases else None,
     }
     return {key: str(value) for key, value in facts.items() if value is not None}
+
+
+def source_facts(opened: Opened) -> dict[str, object]:
+    """What a conversion says of where it came from."""
+    return {
+        "mmldlm_version": __version__,
+        "source": str(opened.checkpoint or opened.weights.path),
+        "source_manifest_sha256": opened.manifest_sha256(),
+        "engine": opened.engine,
+        "stage": opened.weights.stage,
+        "world_size": opened.world_size,
+        "step": opened.step,
+    }
 
 
 def _check_fits(weights: WeightSource, planned: Planned, converted: np.ndarray) -> None:
@@ -267,6 +296,8 @@ def _check_fits(weights: WeightSource, planned: Planned, converted: np.ndarray) 
 
 def _verify(folder: Path, sums: dict[str, int]) -> None:
     """Reads the written tensors back; MmldlmError where one is not what was written."""
+    from mmldlm.checkpoints.safetensors_reader import SafetensorsModel
+
     with SafetensorsModel.open(folder, allow_nonfinite=True) as written:
         for name, expected in sums.items():
             found = 0
@@ -276,16 +307,16 @@ def _verify(folder: Path, sums: dict[str, int]) -> None:
                 raise MmldlmError(f"{name} read back from {folder} differs from what was written: the disk is failing")
 
 
-def _copy_companions(opened: Opened, plan: Plan, folder: Path) -> list[str]:
+def copy_companions(opened: Opened, tensors: dict[str, Planned], folder: Path) -> list[str]:
     """config.json, the run's config.yaml and tokenizer/, as far as the checkpoint has them. Returns notes."""
     if opened.checkpoint is None:
         return ["no mmldlm checkpoint around these weights: no config.json and no tokenizer were written"]
     notes = []
-    config_path = opened.checkpoint / "model_config.json"
+    config_path = opened.checkpoint / MODEL_CONFIG
     if config_path.is_file():
         config = json.loads(config_path.read_text())
         sizes: dict[str, int] = {}
-        for planned in plan.tensors.values():
+        for planned in tensors.values():
             if planned.dtype in WIDE_FLOATS and planned.info.kind != "buffer":
                 sizes[planned.dtype] = sizes.get(planned.dtype, 0) + planned.info.numel
         if sizes:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-import time
 from pathlib import Path
 
-from mmldlm.checkpoints.conversion import DTYPE_NAMES, convert, converted_chunks, plan_tensors
-from mmldlm.checkpoints.inspection import diff, facts, inspect, print_rows
-from mmldlm.checkpoints.safetensors_reader import SINGLE
+from mmldlm.checkpoints.conversion import DTYPE_NAMES, Summary, convert, copy_planned, plan_tensors
+from mmldlm.checkpoints.places import SINGLE
+from mmldlm.checkpoints.rows import print_rows
 from mmldlm.checkpoints.sources import open_source
-from mmldlm.checkpoints.universal_writer import convert_to_universal
 from mmldlm.errors import MmldlmError, UserError
 
-__all__ = ["add_arguments", "convert", "inspect", "main"]
+# What --to takes beside safetensors (reshard.TARGETS, which is not imported for it: its imports cost start-up time).
+TARGETS = ("model.pt", "dcp", "universal", "zero1", "zero2", "zero3", "fsdp", "ddp")
+SUB_GROUP_SIZE = 10**9
+
+__all__ = ["add_arguments", "convert", "main"]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
@@ -34,16 +36,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--dtype",
         choices=list(DTYPE_NAMES),
-        default="fp32",
-        help="dtype of the written parameters; buffers and integers keep theirs (default fp32)",
+        help="dtype of the written parameters; buffers and integers keep theirs (default fp32). For zero1, 2, 3 and "
+        "universal: of the copy that the forward pass uses, beside fp32 masters (default: the source's)",
     )
     add(
         "--to",
-        choices=("safetensors", "universal"),
+        choices=("safetensors", *TARGETS),
         default="safetensors",
-        help="safetensors (the weights, for from_pretrained), or DeepSpeed's universal checkpoint (weights "
-        "and optimizer of ZeRO-1, 2 or 3, to go on with at another world size); default safetensors",
+        help="safetensors: the weights, for from_pretrained (default); model.pt: the weights for torch.load; with the "
+        "optimizer, to go on training: zero1, zero2, zero3, fsdp, ddp, dcp (a bare DCP folder), universal",
     )
+    add("--world", metavar="N", type=int, help="ranks of the new checkpoint (default: as many as it was saved by)")
+    add(
+        "--sub-group-size",
+        metavar="N",
+        type=int,
+        default=SUB_GROUP_SIZE,
+        help="zero3: as in the DeepSpeed config that will load it (default 1e9; mmldlm itself does not care)",
+    )
+    add("--optimizer", action="store_true", help="diff: compare AdamW's moments too")
     add("--ema", action="store_true", help="write (or compare) the moving average of the weights")
     add("--shard-size", metavar="SIZE", help="cut the output into files of at most this size, e.g. 5GB, with an index")
     add("--only", metavar="PATTERN", action="append", default=[], help="write only these tensors, e.g. 'blocks.0.*'")
@@ -56,39 +67,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Runs the command; returns the exit code. Raises MmldlmError for the caller to print."""
     if args.src == "inspect":
+        from mmldlm.checkpoints.inspection import inspect
+
         if args.out is None:
             raise UserError("a path after `mmldlm convert inspect`", "none", "give a run, a checkpoint or a model.pt")
         return inspect(args.out)
     if args.src == "diff":
+        from mmldlm.checkpoints.inspection import diff
+
         if args.out is None or args.other is None:
             raise UserError("two paths after `mmldlm convert diff`", "fewer", "mmldlm convert diff A B")
-        return diff(args.out, args.other, args.ema)
+        return diff(args.out, args.other, args.ema, args.optimizer)
     if args.other is not None:
         raise UserError("SRC and OUT", f"a third path {args.other}", "mmldlm convert SRC OUT")
+    _check_options(args)
     if args.dry_run:
         return _dry_run(args)
     if args.out is None:
         raise UserError("an output folder", "none", "mmldlm convert SRC OUT")
-    if args.to == "universal":
-        return _to_universal(args)
     with _Progress() as progress:
-        summary = convert(
-            args.src,
-            args.out,
-            args.dtype,
-            args.force,
-            args.allow_nonfinite,
-            progress,
-            ema=args.ema,
-            shard_bytes=parse_size(args.shard_size),
-            only=args.only,
-            verify=args.verify,
-        )
+        flags = {"force": args.force, "allow_nonfinite": args.allow_nonfinite, "on_bytes": progress, "ema": args.ema}
+        if args.to == "safetensors":
+            shard_bytes = parse_size(args.shard_size)
+            dtype = args.dtype or "fp32"
+            summary = convert(
+                args.src, args.out, dtype, **flags, shard_bytes=shard_bytes, only=args.only, verify=args.verify
+            )
+        else:
+            from mmldlm.checkpoints.reshard import convert_state
+
+            flags |= {"only": args.only, "sub_group_size": args.sub_group_size, "verify": args.verify}
+            summary = convert_state(args.src, args.out, args.to, args.world, args.dtype, **flags)
     mib = summary.num_bytes / 2**20
     aliases = f" + {summary.num_aliases} tied" if summary.num_aliases else ""
-    several = f" ({summary.num_files} files)" if summary.num_files > 1 else ""
     print_rows([
-        ("wrote", str(Path(args.out) / ("" if several else SINGLE)) + several),
+        ("wrote", _written(args, summary)),
         ("tensors", f"{summary.num_tensors}{aliases}"),
         ("parameters", f"{summary.num_parameters:,}"),
         ("bytes", f"{summary.num_bytes:,} ({mib:.1f} MiB)"),
@@ -100,20 +113,26 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _to_universal(args: argparse.Namespace) -> int:
-    for option in ("ema", "shard_size", "only", "verify"):
+def _check_options(args: argparse.Namespace) -> None:
+    """Raises UserError for an option that this target would not heed."""
+    weights_alone = ("ema", "only")
+    unheeded = {
+        "safetensors": ("world",),
+        "model.pt": ("world", "shard_size", "verify"),
+        "dcp": ("shard_size", *weights_alone),
+        "universal": ("world", "shard_size", *weights_alone),
+        "ddp": ("world", "shard_size", *weights_alone),
+    }
+    for option in unheeded.get(args.to, ("shard_size", *weights_alone)):
         if getattr(args, option):
             name = "--" + option.replace("_", "-")
-            raise UserError("--to universal alone: it keeps all weights and the optimizer", name, f"leave {name} out")
-    started = time.monotonic()
-    with _Progress() as progress:
-        num_bytes = convert_to_universal(args.src, args.out, args.force, args.allow_nonfinite, progress)
-    print_rows([
-        ("wrote", str(Path(args.out) / "universal")),
-        ("bytes", f"{num_bytes:,} ({num_bytes / 2**20:.1f} MiB)"),
-        ("seconds", f"{time.monotonic() - started:.2f}"),
-    ])  # fmt: skip
-    return 0
+            raise UserError(f"options that --to {args.to} heeds", name, f"leave {name} out")
+
+
+def _written(args: argparse.Namespace, summary: Summary) -> str:
+    if summary.num_files > 1:
+        return f"{args.out} ({summary.num_files} files)"
+    return str(Path(args.out) / SINGLE) if args.to == "safetensors" else args.out
 
 
 def parse_size(text: str | None) -> int | None:
@@ -134,13 +153,21 @@ def parse_size(text: str | None) -> int | None:
 
 def _dry_run(args: argparse.Namespace) -> int:
     """Reads and checks every weight, as a conversion would."""
+    if args.to != "safetensors":
+        from mmldlm.checkpoints.reshard import dry_run
+
+        flags = {"allow_nonfinite": args.allow_nonfinite, "only": args.only, "sub_group_size": args.sub_group_size}
+        rows, num_files, nbytes = dry_run(args.src, args.to, args.world, args.dtype, **flags)
+        print_rows([*rows, ("would write", f"{num_files} files, {nbytes:,} bytes ({nbytes / 2**20:.1f} MiB)")])
+        return 0
+    from mmldlm.checkpoints.inspection import facts
+
     opened = open_source(args.src, args.allow_nonfinite, with_ema=args.ema)
     with opened.weights as weights:
         if args.ema:
             weights.use_ema()
-        plan = plan_tensors(weights, args.dtype, args.only)
-        for _ in converted_chunks(weights, plan):
-            pass
+        plan = plan_tensors(weights, args.dtype or "fp32", args.only)
+        copy_planned(weights, plan, lambda planned, start, values: None)
         size = f"{plan.nbytes:,} bytes ({plan.nbytes / 2**20:.1f} MiB)"
         print_rows([*facts(opened), ("would write", f"{len(plan.tensors)} tensors, {size}")])
     return 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +18,17 @@ import numpy as np
 
 from mmldlm.checkpoints.dtypes import DTYPES
 from mmldlm.checkpoints.moments import MOMENTS
+from mmldlm.checkpoints.places import METADATA, is_dcp_folder
 from mmldlm.checkpoints.torch_file import MAX_PICKLE_BYTES, TorchFile, damaged, open_for_reading
 from mmldlm.checkpoints.weights import Part, TensorInfo, WeightSource
 from mmldlm.checkpoints.zero_files import numel, short
 from mmldlm.checkpoints.zero_pickle import Inert, RefusedPickle, TensorRef, dtype_name, read_pickle
 from mmldlm.errors import UserError
 
-METADATA = ".metadata"
 TRAINABLE = "trainable.json"
 _MODEL = "model."
+__all__ = ["METADATA", "TRAINABLE", "DcpCheckpoint", "is_dcp_folder", "read_metadata"]
 _OPTIMIZER = ("optim.", "optimizer.", "optimizers.")
-
-
-def is_dcp_folder(folder: Path) -> bool:
-    """Whether a torch.distributed.checkpoint lies directly in `folder`."""
-    return (folder / METADATA).is_file()
 
 
 class DcpFile:
@@ -61,8 +58,13 @@ class DcpItem:
         self.ref = ref
         self._zip: TorchFile | None = None
         self._stored = ref
+        self._lock = threading.Lock()
 
     def _open(self) -> TorchFile:
+        with self._lock:
+            return self._opened()
+
+    def _opened(self) -> TorchFile:
         if self._zip is None:
             window = (self._offset, self._length)
             item = TorchFile(self.path, self._is_ranged, window, self._file.fd)
@@ -85,9 +87,9 @@ class DcpItem:
         """Where element `start` lies, nearly: good enough to read in one sweep without opening."""
         return self._offset + start * DTYPES[ref.dtype].itemsize
 
-    def read_elements_into(self, ref: TensorRef, start: int, out: np.ndarray) -> None:
+    def read_elements_into(self, ref: TensorRef, start: int, out: np.ndarray) -> int | None:
         item = self._open()
-        item.read_elements_into(self._stored, start, out)
+        return item.read_elements_into(self._stored, start, out)
 
     def check_ref_crc(self, ref: TensorRef) -> None:
         self._open().check_ref_crc(self._stored)
@@ -292,7 +294,8 @@ def _description(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...
 
 def _places(path: Path, storage: dict) -> dict[tuple[str, tuple[int, ...]], tuple[str, int, int]]:
     """(name, offsets) -> (file, first byte, number of bytes)."""
-    places = {}
+    places: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]] = {}
+    inside: set[str] = set()
     for index, info in storage.items():
         key, held = _fields(path, index, "MetadataIndex"), _fields(path, info, "_StorageInfo")
         name, offsets = key.get("fqn"), key.get("offset")
@@ -302,9 +305,11 @@ def _places(path: Path, storage: dict) -> dict[tuple[str, tuple[int, ...]], tupl
         if held.get("transform_descriptors"):
             found = f"{name} written through {held['transform_descriptors']}"
             raise UserError(f"chunks as they are in {path.parent}", found, "save without compression")
-        is_inside = isinstance(relative, str) and relative and not Path(relative).is_absolute()
-        if not is_inside or ".." in Path(relative).parts:
-            raise damaged(path, f"{name} lies in a file {str(relative)[:80]!r} outside the checkpoint")
+        if relative not in inside:
+            is_inside = isinstance(relative, str) and relative and not Path(relative).is_absolute()
+            if not is_inside or ".." in Path(relative).parts:
+                raise damaged(path, f"{name} lies in a file {str(relative)[:80]!r} outside the checkpoint")
+            inside.add(relative)
         if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
             raise damaged(path, f"{name} lies at bytes {offset!r} + {length!r} of {relative}")
         places[name, _sizes(path, offsets)] = (relative, offset, length)

@@ -55,17 +55,26 @@ def bf16_to_fp32(bits: np.ndarray) -> np.ndarray:
 
 def fp32_to_bf16(values: np.ndarray) -> np.ndarray:
     """float32 -> bfloat16 bits (uint16), rounding to nearest even as torch and CUDA do; NaN stays NaN."""
-    bits = np.ascontiguousarray(values).view(np.uint32)
-    rounded = bits >> 16
-    rounded &= 1
-    rounded += 0x7FFF
-    rounded += bits  # wraps only for NaN payloads, repaired below
-    rounded >>= 16
-    result = rounded.astype(np.uint16)
+    result = _rounded(values).copy()
     nan = np.isnan(values)
     if nan.any():
         result[nan] = 0x7FC0
     return result
+
+
+def is_rounded(values: np.ndarray, bits: np.ndarray) -> bool:
+    """Whether bfloat16 `bits` are float32 `values` rounded; False also where it takes a closer look (NaN, -0.0)."""
+    return np.array_equal(_rounded(values), bits)
+
+
+def _rounded(values: np.ndarray) -> np.ndarray:
+    """The upper halves of float32 values rounded to nearest even, as a view; wrong for NaN payloads that wrap."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    rounded = bits >> 16
+    rounded &= 1
+    rounded += 0x7FFF
+    rounded += bits
+    return rounded.view(np.uint16)[..., 1::2]
 
 
 def nonfinite_count(chunk: np.ndarray, dtype: str) -> int:

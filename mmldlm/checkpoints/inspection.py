@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from mmldlm.checkpoints.dtypes import DTYPES, bf16_to_fp32
+from mmldlm.checkpoints.moments import MOMENTS
+from mmldlm.checkpoints.rows import print_rows
 from mmldlm.checkpoints.sources import Opened, open_source
 from mmldlm.checkpoints.weights import WeightSource
 
@@ -70,9 +72,22 @@ class Differences:
         """Whether a tensor is missing or has other values; another dtype alone does not count."""
         return bool(self.values or self.shapes or self.only_a or self.only_b)
 
+    def add(
+        self, name: str, a: Iterator[np.ndarray], b: Iterator[np.ndarray], in_a: str = "float32", in_b: str = "float32"
+    ) -> None:
+        """Compares the chunks of one tensor, of dtype `in_a` and `in_b`."""
+        count, largest = 0, 0.0
+        for x, y in _paired(a, b):
+            differ, most = _difference(x, in_a, y, in_b)
+            count, largest = count + differ, float(np.maximum(largest, most))
+        if count:
+            self.values[name] = (count, largest)
+        else:
+            self.equal += 1
+
 
 def compare(a: WeightSource, b: WeightSource) -> Differences:
-    """Compares two sources tensor by tensor, in chunks.
+    """Compares two sources tensor by tensor, in chunks, and the moments that they were opened with.
 
     Raises:
         UserError: one of them is damaged.
@@ -90,24 +105,24 @@ def compare(a: WeightSource, b: WeightSource) -> Differences:
             continue
         if one.dtype != two.dtype:
             found.dtypes[name] = (one.dtype, two.dtype)
-        count, largest = 0, 0.0
-        for x, y in _paired(a.iter_chunks(one.name), b.iter_chunks(two.name)):
-            differ, most = _difference(x, one.dtype, y, two.dtype)
-            count, largest = count + differ, float(np.maximum(largest, most))
-        if count:
-            found.values[name] = (count, largest)
-        else:
-            found.equal += 1
+        found.add(name, a.iter_chunks(one.name), b.iter_chunks(two.name), one.dtype, two.dtype)
+    for what in MOMENTS:
+        of_a, of_b = a.moments.get(what, {}), b.moments.get(what, {})
+        for name in of_a:
+            if name in of_b:
+                found.add(f"{what} of {name}", a.iter_moment(what, name), b.iter_moment(what, name))
+        found.only_a += [f"{what} of {name}" for name in of_a if name not in of_b]
+        found.only_b += [f"{what} of {name}" for name in of_b if name not in of_a]
     a.finish()
     b.finish()
     return found
 
 
-def diff(path_a: Path | str, path_b: Path | str, with_ema: bool = False) -> int:
+def diff(path_a: Path | str, path_b: Path | str, with_ema: bool = False, with_moments: bool = False) -> int:
     """Prints where two checkpoints differ; returns 0 where all tensors are equal, else 1."""
-    opened_a = open_source(path_a, allow_nonfinite=True, with_ema=with_ema)
+    opened_a = open_source(path_a, allow_nonfinite=True, with_ema=with_ema, with_moments=with_moments)
     with opened_a.weights as a:
-        opened_b = open_source(path_b, allow_nonfinite=True, with_ema=with_ema)
+        opened_b = open_source(path_b, allow_nonfinite=True, with_ema=with_ema, with_moments=with_moments)
         with opened_b.weights as b:
             if with_ema:
                 a.use_ema()
@@ -168,10 +183,3 @@ def _widened(values: np.ndarray, dtype: str) -> np.ndarray:
 
 def _shape(shape: tuple[int, ...]) -> str:
     return "x".join(str(size) for size in shape) or "scalar"
-
-
-def print_rows(rows: list[tuple[str, str]]) -> None:
-    """Two columns."""
-    width = max(len(label) for label, _ in rows)
-    for label, value in rows:
-        print(f"{label:<{width}}  {value}")

@@ -51,11 +51,26 @@ def _state_dict(value: Any, notes: list[str]) -> Any:
     """What a file holds, or the state_dict under a key of it that trainers use where it holds no tensor itself."""
     if not isinstance(value, dict) or any(isinstance(item, TensorRef) for item in value.values()):
         return value
-    for key in _NESTED:
-        if isinstance(value.get(key), dict) and any(isinstance(item, TensorRef) for item in value[key].values()):
-            notes.append(f"the weights are those under {key!r} in the file")
-            return value[key]
-    return value
+    nested = {
+        key: item
+        for key, item in value.items()
+        if isinstance(item, dict) and any(isinstance(entry, TensorRef) for entry in item.values())
+    }
+    key = next((key for key in _NESTED if key in nested), next(iter(nested), None) if len(nested) == 1 else None)
+    if key is None:
+        return value
+    notes.append(f"the weights are those under {key!r} in the file")
+    return nested[key]
+
+
+def _of_trainer(tensors: dict[str, TensorRef], notes: list[str]) -> dict[str, TensorRef]:
+    """MM-LDLM saves its trainer: the model under `model.`, and beside it the tables of its noise schedules."""
+    schedules = [name for name in tensors if "noise_schedule" in name.partition(".")[0]]
+    rest = [name for name in tensors if name not in schedules]
+    if not schedules or not rest or not all(name.startswith("model.") for name in rest):
+        return tensors
+    notes.append(f"the trainer's noise schedules ({len(schedules)} tensors) are no weights and were left out")
+    return {name.removeprefix("model."): tensors[name] for name in rest}
 
 
 class ModelFile(WeightSource):
@@ -88,6 +103,7 @@ class ModelFile(WeightSource):
         try:
             file = source._open(source.path)
             state = tensors_of(_state_dict(file.load(), source.notes), source.path, "the file", source.notes)
+            state = _of_trainer(state, source.notes)
             if not state:
                 raise UserError(f"weights in {path}", "a dict without a single tensor", "give a model.pt of mmldlm")
             add_plain_tensors(source, file, state, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mmldlm.checkpoints.commit import fsync_path
+from mmldlm.checkpoints.overlap import sync_file_system
 from mmldlm.errors import MmldlmError, UserError
 
 # What a conversion may consist of: only a folder of nothing else is ever deleted by --force.
@@ -16,6 +18,10 @@ _OUTPUTS = re.compile(
     r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|config\.json|config\.yaml|tokenizer"
     r"|universal|latest_universal"
 )
+# These could be somebody's training: they are deleted only beside the marker, which a conversion writes first of all.
+_STATES = re.compile(r"model\.pt|optimizer\.pt|\.metadata|trainable\.json|__\d+_0\.distcp|zero|latest|checkpoints")
+MARKER = "converted.json"
+_MANY = 32  # files
 
 
 def check_target(origin: Path, out: Path, force: bool) -> None:
@@ -44,7 +50,11 @@ def check_replaceable(path: Path) -> None:
         raise UserError(
             f"a folder that mmldlm convert made at {path}", "something else", "move it away or give another folder"
         )
-    others = sorted(child.name for child in path.iterdir() if not _OUTPUTS.fullmatch(child.name))
+    names = {child.name for child in path.iterdir()}
+    is_marked = MARKER in names
+    others = sorted(
+        name for name in names - {MARKER} if not (_OUTPUTS.fullmatch(name) or is_marked and _STATES.fullmatch(name))
+    )
     if others:
         raise UserError(
             f"only files of an earlier conversion in {path}",
@@ -71,12 +81,15 @@ def partial_of(out: Path) -> Path:
     return out.with_name(out.name + ".partial")
 
 
-def write_beside(origin: Path, out: Path, force: bool, needed: int, write: Callable[[Path], None]) -> None:
+def write_beside(
+    origin: Path, out: Path, force: bool, needed: int, write: Callable[[Path], None], marker: dict | None = None
+) -> None:
     """Calls write(folder beside `out`) and gives the folder its name when it is whole.
 
     Args:
         origin: what is converted; `out` must lie apart from it. force: replace `out` if it is a conversion.
         needed: bytes that will be written.
+        marker: what converted.json will say; None: no such file.
 
     Raises:
         UserError: `out` cannot be written, or there is no space. MmldlmError: writing failed. In both cases, and where
@@ -89,6 +102,8 @@ def write_beside(origin: Path, out: Path, force: bool, needed: int, write: Calla
         # What an interrupted conversion left there; check_target has seen that it is nothing else.
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
+        if marker is not None:
+            (partial / MARKER).write_text(json.dumps(marker, indent=1) + "\n")
         write(partial)
         move_into_place(out)
     except OSError as error:
@@ -102,10 +117,7 @@ def write_beside(origin: Path, out: Path, force: bool, needed: int, write: Calla
 def move_into_place(out: Path) -> None:
     """Flushes the partial folder to the disk and gives it its name."""
     partial = partial_of(out)
-    for base, _, names in os.walk(partial, topdown=False):
-        for name in names:
-            fsync_path(Path(base) / name)
-        fsync_path(Path(base))
+    flush(partial)
     if os.path.lexists(out):
         aside = out.with_name(out.name + ".replaced")
         check_replaceable(aside)
@@ -116,3 +128,16 @@ def move_into_place(out: Path) -> None:
     else:
         os.rename(partial, out)
     fsync_path(out.parent)
+
+
+def flush(folder: Path) -> None:
+    """Flushes a folder and all in it to the disk.
+
+    Many files: their file system as a whole, because an fsync of each would wait for the journal as often.
+    """
+    paths = [Path(base) / name for base, folders, names in os.walk(folder) for name in (*names, *folders)]
+    paths = [path for path in paths if not path.is_symlink()]
+    if len(paths) > _MANY and sync_file_system(folder):
+        return
+    for path in [*paths, folder]:
+        fsync_path(path)

@@ -1,17 +1,22 @@
-"""Reading, writing and the disk at the same time: a reader one step ahead, and write-back that starts early."""
+"""Reading, writing and the disk at the same time: threads, space reserved at once, write-back that starts early."""
 
 from __future__ import annotations
 
 import ctypes
+import errno
+import os
 import queue
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 _DEPTH = 8  # chunks of CHUNK_BYTES that wait between the two threads
 _SYNC_FILE_RANGE_WRITE = 2
 WRITEBACK_BYTES = 32 << 20
+# More than a few only help a file system far away, and each holds some chunks.
+_WORKERS = max(2, min(4, os.cpu_count() or 1))
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def ahead(items: Iterable[T]) -> Iterator[T]:
@@ -53,16 +58,48 @@ def ahead(items: Iterable[T]) -> Iterator[T]:
         thread.join()
 
 
-def _find_sync_file_range():
+def in_threads(work: Callable[[T], None], items: Iterable[T]) -> None:
+    """Calls work(item) for all items, in their order but a few at a time.
+
+    Reading, CRCs, numpy and writing let go of Python's lock; and one thread that does all of it to a chunk finds it in
+    its processor's cache. The first exception of any is raised when all threads have stopped, and ends the rest.
+    """
+    lock, waiting = threading.Lock(), iter(items)
+    failures: list[BaseException] = []
+    ended: Any = object()
+
+    def loop() -> None:
+        while not failures:
+            try:
+                with lock:
+                    item = next(waiting, ended)
+                if item is ended:
+                    return
+                work(item)
+            except BaseException as error:  # whatever it is, it belongs to the thread that asked
+                failures.append(error)
+
+    threads = [threading.Thread(target=loop, name="worker", daemon=True) for _ in range(_WORKERS - 1)]
+    for thread in threads:
+        thread.start()
+    loop()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def _find(name: str, *types: Any) -> Any:
     try:
-        function = ctypes.CDLL(None).sync_file_range
-    except (AttributeError, OSError):  # only Linux has it
+        function = ctypes.CDLL(None, use_errno=True)[name]
+    except (AttributeError, OSError):  # only Linux has them
         return None
-    function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    function.argtypes = types
     return function
 
 
-_sync_file_range = _find_sync_file_range()
+_sync_file_range = _find("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_syncfs = _find("syncfs", ctypes.c_int)
 
 
 def start_writeback(fd: int) -> None:
@@ -72,3 +109,34 @@ def start_writeback(fd: int) -> None:
     """
     if _sync_file_range is not None:
         _sync_file_range(fd, 0, 0, _SYNC_FILE_RANGE_WRITE)
+
+
+def reserve(fd: int, size: int) -> None:
+    """Reserves a new file's space at once; a sparse file of that size where the file system cannot.
+
+    Raises:
+        OSError: the disk has no room for it.
+    """
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except (AttributeError, OSError) as error:
+        if getattr(error, "errno", None) in _NO_SPACE:
+            raise
+        os.truncate(fd, size)
+
+
+def sync_file_system(folder: os.PathLike) -> bool:
+    """Flushes all of a folder's file system to the disk; False where there is no such call.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    if _syncfs is None:
+        return False
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        if _syncfs(fd):
+            raise OSError(ctypes.get_errno(), f"syncfs of {folder}: {os.strerror(ctypes.get_errno())}")
+    finally:
+        os.close(fd)
+    return True

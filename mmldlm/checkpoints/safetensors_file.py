@@ -6,18 +6,17 @@ then the tensors without gaps. safetensors' own save_file wants every tensor in 
 
 from __future__ import annotations
 
-import errno
 import json
 import os
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
 from mmldlm.checkpoints.dtypes import DTYPES
-from mmldlm.checkpoints.overlap import WRITEBACK_BYTES, start_writeback
+from mmldlm.checkpoints.overlap import WRITEBACK_BYTES, reserve, start_writeback
 
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
@@ -37,8 +36,9 @@ class SafetensorsWriter:
     def __init__(self, path: Path, tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str]):
         self.path = path
         header: dict[str, object] = {"__metadata__": metadata}
-        self._next: dict[str, int] = {}
-        self._end: dict[str, int] = {}
+        self._spans: dict[str, tuple[int, int]] = {}  # name -> first byte, end
+        self._missing: dict[str, int] = {}
+        self._lock = threading.Lock()
         position = 0
         for name, dtype, shape in sorted(tensors, key=lambda item: -DTYPES[item[1]].itemsize):
             count = DTYPES[dtype].itemsize
@@ -49,7 +49,7 @@ class SafetensorsWriter:
                 "shape": list(shape),
                 "data_offsets": [position, position + count],
             }
-            self._next[name], self._end[name] = position, position + count
+            self._spans[name], self._missing[name] = (position, position + count), count
             position += count
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
@@ -60,20 +60,11 @@ class SafetensorsWriter:
         self._unsent = 0
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
-            self._reserve()
+            reserve(self._fd, self.total_bytes)
             self._pwrite(len(text).to_bytes(8, "little") + text, 0)
         except BaseException:
             self.close()
             raise
-
-    def _reserve(self) -> None:
-        try:
-            os.posix_fallocate(self._fd, 0, self.total_bytes)
-        except (AttributeError, OSError) as error:
-            # ENOSPC must stop the work now. File systems without fallocate get a sparse file of the right size.
-            if getattr(error, "errno", None) in _NO_SPACE:
-                raise
-            os.truncate(self._fd, self.total_bytes)
 
     def _pwrite(self, data: bytes | memoryview, position: int) -> None:
         view = memoryview(data)
@@ -85,17 +76,19 @@ class SafetensorsWriter:
             start_writeback(self._fd)
             self._unsent = 0
 
-    def append(self, name: str, chunk: np.ndarray) -> None:
-        """Writes the next elements of tensor `name`."""
+    def write(self, name: str, start: int, chunk: np.ndarray) -> None:
+        """Writes elements of tensor `name`, from element `start` on. Several threads may write at once."""
         view = memoryview(np.ascontiguousarray(chunk).reshape(-1).view(np.uint8))
-        start = self._next[name]
-        assert start + len(view) <= self._end[name], f"more bytes for {name} than its shape holds"
-        self._pwrite(view, self._base + start)
-        self._next[name] = start + len(view)
+        first, end = self._spans[name]
+        position = first + start * chunk.itemsize
+        assert position + len(view) <= end, f"more bytes for {name} than its shape holds"
+        self._pwrite(view, self._base + position)
+        with self._lock:
+            self._missing[name] -= len(view)
 
     def finish(self) -> None:
         """Flushes to the disk and closes. Every tensor must be complete by now."""
-        short = [name for name, position in self._next.items() if position != self._end[name]]
+        short = [name for name, count in self._missing.items() if count]
         assert not short, f"unfinished tensors: {short[:3]}"
         os.fsync(self._fd)
         self.close()

@@ -13,22 +13,15 @@ from typing import Any
 import numpy as np
 
 from mmldlm.checkpoints.dtypes import DTYPES
+from mmldlm.checkpoints.places import INDEX, SINGLE, find_safetensors
 from mmldlm.checkpoints.safetensors_file import MAX_HEADER_BYTES
 from mmldlm.checkpoints.torch_file import damaged, open_for_reading
 from mmldlm.checkpoints.weights import Part, TensorInfo, WeightSource
 from mmldlm.checkpoints.zero_files import numel
 from mmldlm.checkpoints.zero_pickle import TensorRef
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+__all__ = ["INDEX", "SINGLE", "SafetensorsFile", "SafetensorsModel", "find_safetensors"]
 _BY_CODE = {dtype.safetensors: name for name, dtype in DTYPES.items()}
-
-
-def find_safetensors(path: Path) -> Path | None:
-    """The file or index of a model at `path`, a file or a folder; None if there is none."""
-    if path.is_file():
-        return path if path.suffix == ".safetensors" or path.name == INDEX else None
-    return next((path / name for name in (SINGLE, INDEX) if (path / name).is_file()), None)
 
 
 class SafetensorsFile:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,14 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.checkpoints.commit import CHECKPOINTS, LATEST, resolve
-from mmldlm.checkpoints.dcp_reader import METADATA, DcpCheckpoint, is_dcp_folder
-from mmldlm.checkpoints.ema_files import add_ema, list_ema
 from mmldlm.checkpoints.manifest import MANIFEST, read_manifest, verify
-from mmldlm.checkpoints.model_file import ModelFile
-from mmldlm.checkpoints.safetensors_reader import SafetensorsModel, find_safetensors
+from mmldlm.checkpoints.places import METADATA, find_safetensors, is_dcp_folder
 from mmldlm.checkpoints.weights import WeightSource
 from mmldlm.checkpoints.zero_files import find_zero_folder
-from mmldlm.checkpoints.zero_reader import ZeroCheckpoint
 from mmldlm.errors import UserError
 
 MODEL_FILE, OPTIMIZER_FILE = "model.pt", "optimizer.pt"
@@ -37,6 +32,8 @@ class Opened:
         """Identity of the mmldlm checkpoint: its manifest lists the checksum of every file."""
         if self.checkpoint is None:
             return None
+        import hashlib
+
         return hashlib.sha256((self.checkpoint / MANIFEST).read_bytes()).hexdigest()
 
     @cached_property
@@ -69,7 +66,7 @@ def open_source(
 
     Args:
         with_ema: find the moving average of the weights too, where one was saved.
-        with_moments: find AdamW's moments too, in a DeepSpeed checkpoint.
+        with_moments: find AdamW's moments too, where there are any.
 
     Raises:
         UserError: nothing readable there, or a damaged checkpoint; the file is named.
@@ -82,13 +79,13 @@ def open_source(
             fix = "use an older checkpoint of the run"
             raise UserError(f"a whole checkpoint in {checkpoint}", "; ".join(problems[:3]), fix)
         folder = checkpoint / "engine"
-        weights = _open_folder(folder, allow_nonfinite, with_moments)
+        weights = open_folder(folder, allow_nonfinite, with_moments)
         if weights is None:
             expected = f"DeepSpeed files, {METADATA} or {MODEL_FILE} in {folder}"
             raise UserError(expected, _inside(folder), "was it saved by a newer mmldlm?")
         return Opened(_with_ema(weights, folder, with_ema), checkpoint)
     is_file = path.is_file()
-    opened = _open_file(path, allow_nonfinite) if is_file else _open_folder(path, allow_nonfinite, with_moments)
+    opened = _open_file(path, allow_nonfinite) if is_file else open_folder(path, allow_nonfinite, with_moments)
     if opened is None:
         found = "nothing" if not path.exists() else f"a folder with {_inside(path)}" if path.is_dir() else "a file"
         raise UserError(
@@ -116,24 +113,42 @@ def _is_ours(path: Path) -> bool:
 
 def _open_file(path: Path, allow_nonfinite: bool) -> WeightSource:
     if path.name == METADATA:
+        from mmldlm.checkpoints.dcp_reader import DcpCheckpoint
+
         return DcpCheckpoint.open(path.parent, allow_nonfinite)
     if find_safetensors(path) is not None:
+        from mmldlm.checkpoints.safetensors_reader import SafetensorsModel
+
         return SafetensorsModel.open(path, allow_nonfinite)
+    from mmldlm.checkpoints.model_file import ModelFile
+
     return ModelFile.open(path, allow_nonfinite)
 
 
-def _open_folder(path: Path, allow_nonfinite: bool, with_moments: bool) -> WeightSource | None:
+def open_folder(path: Path, allow_nonfinite: bool, with_moments: bool) -> WeightSource | None:
+    """The files of an engine, or of a model, directly in a folder or where programs put them below it; None without."""
     if not path.is_dir():
         return None
     if find_zero_folder(path) is not None:
+        from mmldlm.checkpoints.zero_reader import ZeroCheckpoint
+
         return ZeroCheckpoint.open(path, allow_nonfinite, with_moments)
     for name in _DCP_FOLDERS:
         if is_dcp_folder(path / name):
-            return DcpCheckpoint.open(path / name, allow_nonfinite)
+            from mmldlm.checkpoints.dcp_reader import DcpCheckpoint
+
+            return DcpCheckpoint.open(path / name, allow_nonfinite, with_moments)
     if (path / MODEL_FILE).is_file():
         optimizer = path / OPTIMIZER_FILE
-        return ModelFile.open(path / MODEL_FILE, allow_nonfinite, optimizer if optimizer.is_file() else None)
+        from mmldlm.checkpoints.model_file import ModelFile
+
+        has_optimizer = optimizer.is_file()
+        return ModelFile.open(
+            path / MODEL_FILE, allow_nonfinite, optimizer if has_optimizer else None, with_moments and has_optimizer
+        )
     if find_safetensors(path) is not None:
+        from mmldlm.checkpoints.safetensors_reader import SafetensorsModel
+
         return SafetensorsModel.open(path, allow_nonfinite)
     return None
 
@@ -141,6 +156,8 @@ def _open_folder(path: Path, allow_nonfinite: bool, with_moments: bool) -> Weigh
 def _with_ema(weights: WeightSource, folder: Path, with_ema: bool) -> WeightSource:
     try:
         if with_ema:
+            from mmldlm.checkpoints.ema_files import add_ema, list_ema
+
             add_ema(weights, folder if list_ema(folder) else weights.path)
     except BaseException:
         weights.close()

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from mmldlm.checkpoints.dtypes import DTYPES, bf16_to_fp32, cast, nonfinite_count
+from mmldlm.checkpoints.dtypes import DTYPES, bf16_to_fp32, cast, is_rounded, nonfinite_count
 from mmldlm.checkpoints.torch_file import CHUNK_BYTES, TorchFile, damaged
 from mmldlm.checkpoints.zero_pickle import TensorRef
 from mmldlm.errors import UserError
 
 # trainable: given as its fp32 master. frozen, buffer: in their stored dtype. parameter: the file does not say which.
 # alias: another name of a tensor that is stored once (tied weights).
+SPAN_ELEMENTS = 4 << 20
 KINDS = ("trainable", "frozen", "buffer", "parameter", "alias")
 
 
@@ -57,16 +58,21 @@ def read_parts(parts: list[Part], start: int, count: int) -> np.ndarray:
     return out
 
 
-def read_parts_into(parts: list[Part], start: int, out: np.ndarray) -> None:
-    """Fills `out`, of the parts' raw dtype, with the elements from `start` of the concatenation of `parts`."""
-    position, end, done = 0, start + out.size, 0
+def read_parts_into(parts: list[Part], start: int, out: np.ndarray) -> int | None:
+    """Fills `out`, of the parts' raw dtype, with the elements from `start` of the concatenation of `parts`.
+
+    Returns the CRC-32 of its bytes, where it is known: when they came from one part.
+    """
+    position, end, done, crc = 0, start + out.size, 0, None
     for part in parts:
         low, high = max(start, position), min(end, position + part.count)
         if low < high:
-            part.file.read_elements_into(part.ref, part.start + low - position, out[low - start : high - start])
+            crc = part.file.read_elements_into(part.ref, part.start + low - position, out[low - start : high - start])
+            crc = crc if high - low == out.size else None
             done += high - low
         position += part.count
     assert done == out.size, f"elements {start}..{end} of a tensor of {position}"
+    return crc
 
 
 class WeightSource:
@@ -209,19 +215,61 @@ class WeightSource:
 
     def reading_order(self) -> list[str]:
         """Stored names in the order in which their bytes lie in the files, so that reading is one sweep."""
+        stored = [name for name, info in self.tensors.items() if info.kind != "alias"]
+        return self.in_file_order({name: self._parts[name] for name in stored})
 
+    def in_file_order(self, table: dict[str, list[Part]]) -> list[str]:
+        """The names of `table` in the order in which their parts lie in the files, empty ones last."""
         rank = {id(file): number for number, file in enumerate(self.files)}
 
         def place(name: str) -> tuple[int, int]:
-            first = self._parts[name][0]
+            first = table[name][0]
             return rank[id(first.file)], first.file.position_of(first.ref, first.start)
 
-        stored = [name for name, info in self.tensors.items() if info.kind != "alias" and self._parts[name]]
-        empty = [name for name, info in self.tensors.items() if info.kind != "alias" and not self._parts[name]]
-        return sorted(stored, key=place) + empty
+        empty = [name for name, parts in table.items() if not parts]
+        return sorted((name for name, parts in table.items() if parts), key=place) + empty
+
+    def spans(self, name: str) -> Iterator[tuple[int, int]]:
+        """(first element, end) of the ranges in which a tensor and its moments may be read by several threads."""
+        parts, count = self._parts[name], self.tensors[name].numel
+        # What is not contiguous is read whole, and an empty tensor not at all.
+        step = SPAN_ELEMENTS if parts and parts[0].ref.is_contiguous else max(count, 1)
+        return ((low, min(low + step, count)) for low in range(0, count, step))
+
+    def iter_moment(self, what: str, name: str) -> Iterator[np.ndarray]:
+        """A moment's elements in order, flat float32; see iter_chunks."""
+        return (chunk.copy() for chunk, _ in self.moment_pieces(what, name))
+
+    def moment_pieces(
+        self, what: str, name: str, low: int = 0, high: int | None = None
+    ) -> Iterator[tuple[np.ndarray, int | None]]:
+        """Elements [low, high) of a moment in order, flat float32; see pieces.
+
+        Raises:
+            UserError: a damaged file, or an element that is not finite.
+        """
+        parts = self.moments[what][name]
+        count = sum(part.count for part in parts)
+        dtype = parts[0].ref.dtype if parts else "float32"
+        step = CHUNK_BYTES // DTYPES[dtype].itemsize
+        info = TensorInfo(f"{what} of {name}", dtype, (count,), "trainable")
+        high = count if high is None else high
+        buffer = np.empty(min(step, high - low), DTYPES[dtype].raw)
+        for start in range(low, high, step):
+            chunk = buffer[: high - start]
+            crc = read_parts_into(parts, start, chunk)
+            self._check_finite(info, chunk, dtype)
+            yield cast(chunk, dtype, "float32"), crc if dtype == "float32" else None
 
     def iter_chunks(self, name: str) -> Iterator[np.ndarray]:
-        """The tensor's elements in order, flat, as DTYPES[info.dtype].raw (bfloat16 as uint16 bits).
+        """The tensor's elements in order, flat, as DTYPES[info.dtype].raw (bfloat16 as uint16 bits); see pieces."""
+        return (chunk.copy() for chunk, _ in self.pieces(name))
+
+    def pieces(self, name: str, low: int = 0, high: int | None = None) -> Iterator[tuple[np.ndarray, int | None]]:
+        """The tensor's elements [low, high) in order, as in iter_chunks; each with its CRC-32, where that is known.
+
+        An array is valid until the next one is asked for: they share their memory, because new memory for every chunk
+        costs as much as reading it.
 
         The CRC of what was read is proven only once finish() has been called.
 
@@ -233,17 +281,20 @@ class WeightSource:
         if not parts:
             return
         stored = parts[0].ref
-        if not stored.is_contiguous:
-            chunks = iter([(0, parts[0].file.read_strided(stored, name))])
-        else:
-            step = CHUNK_BYTES // DTYPES[stored.dtype].itemsize
-            ranges = range(0, info.numel, step)
-            chunks = ((low, read_parts(parts, low, min(step, info.numel - low))) for low in ranges)
-        for low, chunk in chunks:
+        high = info.numel if high is None else high
+        is_cast = stored.dtype != info.dtype
+        step = CHUNK_BYTES // DTYPES[stored.dtype].itemsize
+        buffer = np.empty(min(step, high - low) if stored.is_contiguous else 0, DTYPES[stored.dtype].raw)
+        for start in range(low, high, step if stored.is_contiguous else max(high - low, 1)):
+            if stored.is_contiguous:
+                chunk = buffer[: high - start]
+                crc = read_parts_into(parts, start, chunk)
+            else:
+                chunk, crc = parts[0].file.read_strided(stored, name)[low:high], None
             self._check_finite(info, chunk, stored.dtype)
             if self._mirrors.get(name) and not self.is_ranged:
-                self._check_mirror(name, low, chunk, stored.dtype)
-            yield cast(chunk, stored.dtype, info.dtype)
+                self._check_mirror(name, start, chunk, stored.dtype)
+            yield cast(chunk, stored.dtype, info.dtype), None if is_cast else crc
 
     def read(self, name: str) -> np.ndarray:
         """The whole tensor in its shape, as DTYPES[info.dtype].raw; its CRC is compared, except in ranged mode."""
@@ -275,6 +326,8 @@ class WeightSource:
         mirror_parts = self._mirrors[name]
         mirror_dtype = mirror_parts[0].ref.dtype
         mirror = read_parts(mirror_parts, low, master.size)
+        if (dtype, mirror_dtype) == ("float32", "bfloat16") and is_rounded(master, mirror):
+            return
         rounded = cast(master, dtype, mirror_dtype)
         if np.array_equal(rounded.view(np.uint8), mirror.view(np.uint8)):
             return

@@ -42,7 +42,9 @@ def find_zero_folder(path: Path) -> Path | None:
                 f"give the folder of the checkpoint itself, one of those in {path}",
             )
         return path / tag
-    for candidate in (path / "zero", path / "engine", path / "engine" / "zero"):
+    # The last two are as `mmldlm convert --to universal` leaves them.
+    for name in ("zero", "engine", "engine/zero", "universal", "engine/universal"):
+        candidate = path / name
         if is_zero_folder(candidate):
             return candidate
     return None

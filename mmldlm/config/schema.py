@@ -45,7 +45,8 @@ class ModelConfig(Section):
     """encoder: start from the input embeddings of the encoder that made the latents, cut to hidden_size by their
     principal components (the store must use that encoder's tokenizer)."""
     gradient_checkpointing: bool = False
-    """Recompute each block in the backward pass instead of storing its activations."""
+    """Keep only the rows between blocks and run each block again in the backward pass: a third more work for about a
+    tenth of the memory. Off, blocks still recompute what is cheap (norms, modulation, GELU, rotation)."""
     vocab_size: int | None = Field(None, ge=3)
     """Vocabulary V. None: taken from the tokenizer."""
     mask_token_id: int | None = None
@@ -230,6 +231,8 @@ class TrainingConfig(Section):
     a dynamic loss scale, stability.loss_scale; bf16 needs none."""
     compile_model: bool = False
     """torch.compile every block."""
+    profile: tuple[int, int] | None = None
+    """First and last step of a torch profiler trace of rank 0, written to the run's profile/ (slows these steps)."""
     resume: str | None = None
     """A run's `latest`, a step folder, or `auto` (newest whole checkpoint of this run, a fresh start if
     there is none)."""
@@ -241,6 +244,12 @@ class TrainingConfig(Section):
     """Share of l2t and t2l samples whose condition is replaced by the learned null (classifier-free guidance)."""
     seed: int = Field(0, ge=0)
     """Seed of weights, order, modes, timesteps, masks and noise."""
+
+    @model_validator(mode="after")
+    def _profile_is_a_range(self) -> TrainingConfig:
+        if self.profile is not None and not 1 <= self.profile[0] <= self.profile[1]:
+            raise ValueError(f"training.profile={list(self.profile)}: [first, last] steps, counted from 1")
+        return self
 
     @model_validator(mode="after")
     def _weights_belong_to_mixed(self) -> TrainingConfig:
@@ -372,6 +381,9 @@ class LoggingConfig(Section):
     grad_log_interval: int = Field(0, ge=0)
     """Steps between two looks at every layer's gradients, updates and activations (gradient_log.jsonl, wandb); costs
     one host sync on those steps. 0: never."""
+    peak_tflops: float | None = Field(None, gt=0)
+    """Peak TFLOP/s of one device in training.dtype, for the share of it that training reaches (mfu). None: from a table
+    of GPUs; without an entry there (and on CPUs) no mfu is shown."""
     wandb: WandbConfig = Field(default_factory=WandbConfig)
     """Weights & Biases."""
 

@@ -28,6 +28,7 @@ class NoisedBatch:
     Attributes:
         tensors: text_tokens [B, S] int64 (noised), attention_mask [B, S] bool, latents [B, D] fp32 (noised, model
             space), text_timesteps [B], latent_timesteps [B] fp32, text_is_null and latent_is_null [B] bool,
+            token_positions [N] int64 in B * S (the text to compute: real tokens, of a null text the first position),
             text_positions [M] int64 in B * S, text_targets [M] int64, text_weights [M] fp32 (NELBO weight), text_rows
             [M]
             int64 (sample of each scored position), latent_targets [B, D] fp32, latent_clean [B, D] fp32,
@@ -191,6 +192,8 @@ class Noiser:
         text_t = torch.where(is_t2l, 0.0, text_t)
         masked &= (torch.from_numpy(real) & ~is_t2l)[:, None]
         positions = masked.flatten().nonzero()[:, 0]
+        first = torch.arange(width) == 0
+        computed = torch.where(text_is_null[:, None], first, real_tokens)
         text_rows = positions // width
 
         clean, noise_tensor = torch.from_numpy(latents), torch.from_numpy(noise)
@@ -204,6 +207,7 @@ class Noiser:
             "latents": z,
             "text_timesteps": text_t.float(),
             "latent_timesteps": latent_t.float(),
+            "token_positions": computed.flatten().nonzero()[:, 0],
             "text_positions": positions,
             "text_targets": clean_tokens.flatten()[positions],
             "text_weights": weights[text_rows].float(),

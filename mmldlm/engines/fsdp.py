@@ -75,6 +75,14 @@ class FsdpEngine(PlainEngine):
             "trainable": list(names),
             "buffers": list(persistent_buffers(self.model)),
             "aliases": tied_names(self.model),
+            # For `mmldlm convert`: DeepSpeed wants the groups again, DCP keeps no order of them.
+            "groups": [
+                {
+                    "names": [self._names[id(p)] for p in group["params"]],
+                    "settings": {key: value for key, value in group.items() if key != "params"},
+                }
+                for group in self.optimizer.param_groups
+            ],
         }
         return {"names": told, "tensors": {"model": dict(self.model.state_dict()), "optim": moments}}
 

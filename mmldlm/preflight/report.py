@@ -64,13 +64,14 @@ def show(context: Context, results: list[Result], seconds: float, out: TextIO) -
         print(f"  SKIP  {ids}{f' on {nodes}' if nodes else ''}: {why}", file=out)
     bad = failing_nodes(context, results)
     if bad and len(context.nodes) > 1:
-        print(f"\n  nodes to leave out: --exclude {'@'.join(bad)}", file=out)
+        exclude = f"nodes to leave out: --exclude {'@'.join(bad)}"
+        print(f"\n  {exclude if len(bad) < len(context.nodes) else 'every node has a fault'}", file=out)
     counts = Counter(r.status for r in results)
-    print(f"\n{worst(results)}: {_sum(counts)} ({seconds:.1f} s)", file=out)
+    print(f"\n{worst(results)}: {_sum(counts)} ({seconds:.1f} s)", file=out, flush=True)
 
 
 def _sum(counts: Counter) -> str:
-    words = {PASS: "passed", WARN: "warnings", FAIL: "failed", ERROR: "could not be checked", SKIP: "skipped"}
+    words = {PASS: "passed", WARN: "warned", FAIL: "failed", ERROR: "could not be checked", SKIP: "skipped"}
     return ", ".join(
         f"{counts[status]} {words[status]}" for status in (FAIL, ERROR, WARN, PASS, SKIP) if counts[status]
     )

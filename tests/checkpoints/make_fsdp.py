@@ -116,6 +116,14 @@ def save_fsdp(folder: Path, model, trainable, optimizer) -> None:
     dcp.save({"model": model.state_dict(), "optim": moments}, checkpoint_id=folder)
     if dist.get_rank() == 0:
         names = {"trainable": list(trainable), "buffers": [name for name, _ in model.named_buffers()]}
+        name_of = {id(p): name for name, p in trainable.items()}
+        names["groups"] = [
+            {
+                "names": [name_of[id(p)] for p in group["params"]],
+                "settings": {key: value for key, value in group.items() if key != "params"},
+            }
+            for group in optimizer.param_groups
+        ]
         (folder / "trainable.json").write_text(json.dumps({**names, "aliases": {"head.weight": "embed.weight"}}))
     entries = {name: ema_entry(p) for name, p in trainable.items()}
     kept = {name: entry for name, entry in entries.items() if entry}

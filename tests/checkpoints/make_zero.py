@@ -3,8 +3,9 @@
     DS_ACCELERATOR=cpu torchrun --nproc_per_node 2 tests/checkpoints/make_zero.py --out DIR --cases z2_bf16,z3_fp32
 
 One launch makes every case, because importing DeepSpeed costs more than all of them. Each case is a folder
-DIR/CASE/{zero/..., truth.npz, truth.json}: truth holds, per state_dict name, the raw bytes of what a converter must
-give (fp32 master of a trainable parameter, stored dtype of frozen parameters and buffers), read from the live engine.
+DIR/CASE/{zero/..., truth.npz, truth.json, losses.json}: truth holds, per state_dict name, the raw bytes of what a
+converter must give (fp32 master of a trainable parameter, stored dtype of frozen parameters and buffers), read from the
+live engine; losses are those of the steps that the engine made after it was saved.
 """
 
 from __future__ import annotations
@@ -22,8 +23,13 @@ CASES = {
     "z1_bf16opt": {"stage": 1, "dtype": "bf16", "grad_accum_dtype": "fp32"},
     "z2_robin": {"stage": 2, "dtype": "bf16", "zero": {"round_robin_gradients": True}},
     "z3_subgroups": {"stage": 3, "dtype": "bf16", "zero": {"sub_group_size": 20}},
+    # A second, node-local partition of the 16-bit weights (hpZ); the masters are cut as ever.
+    "z3_hpz": {"stage": 3, "dtype": "bf16", "zero": {"zero_hpz_partition_size": 2}},
     "z2_elastic": {"stage": 2, "dtype": "bf16", "zero": {"elastic_checkpoint": True}},
     "z2_nofrozen": {"stage": 2, "dtype": "bf16", "exclude_frozen": True},
+    # A dynamic loss scaler, which DeepSpeed pickles as an object.
+    "z2_fp16": {"stage": 2, "dtype": "fp16"},
+    "z3_fp16": {"stage": 3, "dtype": "fp16"},
     # The same model two steps later: a source of rank files of another step.
     "z2_later": {"stage": 2, "dtype": "bf16", "steps": 4},
     "z3_later": {"stage": 3, "dtype": "bf16", "steps": 4},
@@ -77,6 +83,7 @@ def ds_config(case: dict) -> dict:
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {"stage": case["stage"], "overlap_comm": False, **case.get("zero", {})},
         "bf16": {"enabled": case["dtype"] == "bf16"},
+        "fp16": {"enabled": case["dtype"] == "fp16", "initial_scale_power": 6},
     }
     if "grad_accum_dtype" in case:
         config["data_types"] = {"grad_accum_dtype": case["grad_accum_dtype"]}
@@ -113,14 +120,15 @@ def live_values(torch, engine, case: dict) -> dict:
 
 
 def mark_moments(engine, case: dict) -> None:
-    """Sets every second moment to 2 * master + 1 in the live optimizer, so that where it was saved is known exactly.
+    """Sets every second moment to master^2 + 1/4 in the live optimizer, so that where it was saved is known exactly.
 
     The first moments stay what training made them.
     """
     optimizer = engine.optimizer
     plain = case["stage"] == 0 and case["dtype"] == "fp32"
     for parameter, state in (optimizer if plain else optimizer.optimizer).state.items():
-        state["exp_avg_sq"].copy_(parameter.detach().reshape(state["exp_avg_sq"].shape) * 2 + 1)
+        values = parameter.detach().reshape(state["exp_avg_sq"].shape)
+        state["exp_avg_sq"].copy_(values * values + 0.25)
 
 
 def save_truth(torch, folder: Path, values: dict) -> None:
@@ -130,15 +138,32 @@ def save_truth(torch, folder: Path, values: dict) -> None:
     (folder / "truth.json").write_text(json.dumps(index))
 
 
+def next_losses(torch, engine, steps: int = 3) -> list[float]:
+    """Losses of further steps on one batch, the same on every rank, so that the number of ranks does not matter."""
+    losses = []
+    for _ in range(steps):
+        tokens = torch.randint(0, 7, (2, 6), generator=torch.Generator().manual_seed(12345))
+        loss = torch.nn.functional.cross_entropy(engine(tokens).flatten(0, 1), tokens.roll(1, 1).flatten())
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def parameter_groups(model) -> list[dict]:
+    """Matrices with weight decay, the rest without."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
 def make_case(torch, deepspeed, name: str, out: Path) -> None:
     case = CASES[name]
     torch.manual_seed(7)
     model = build_model(torch)
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": 0.1},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    groups = parameter_groups(model)
     names = {id(p): name for name, p in model.named_parameters()}
     named = [[names[id(p)] for p in group["params"]] for group in groups]
     optimizer = torch.optim.AdamW(groups, lr=1e-2)
@@ -162,8 +187,10 @@ def make_case(torch, deepspeed, name: str, out: Path) -> None:
         save_latest=False,
         exclude_frozen_parameters=case.get("exclude_frozen", False),
     )
+    losses = next_losses(torch, engine) if case["stage"] else []
     if rank == 0:
         save_truth(torch, folder, values)
+        (folder / "losses.json").write_text(json.dumps(losses))
     deepspeed.comm.barrier()
     engine.destroy()
 
@@ -180,6 +207,8 @@ def main() -> None:
     torch.set_num_threads(1)
     # Without this the first init compiles a C++ operator for minutes.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # DeepSpeed refuses fp16 on CPUs without fp16 instructions; torch computes it there all the same, slowly.
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     deepspeed.init_distributed(dist_backend="gloo")
     for name in args.cases.split(","):
         make_case(torch, deepspeed, name, args.out)

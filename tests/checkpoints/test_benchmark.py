@@ -42,7 +42,7 @@ def test_quick(made, tmp_path):
         assert claims[name]["holds"], done.stdout
     assert answer["conditions"]["compared"] > 100 and answer["conditions"]["fuzzed"] == 40
     tools = {(row["checkpoint"], row["tool"]) for row in answer["conditions"]["runs"]}
-    assert {("zero2", "zero_to_fp32"), ("fsdp", "dcp_to_torch"), ("universal3", "ds_to_universal")} <= tools
+    assert {("zero2", "zero_to_fp32"), ("fsdp", "dcp_to_torch"), ("reshard3", "ds_to_universal")} <= tools
 
 
 def test_the_judge_sees_one_wrong_element(made, tmp_path):

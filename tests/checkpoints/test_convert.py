@@ -38,7 +38,7 @@ def run_of(folder, zero_case, step: int = 7):
     """An mmldlm run with one committed checkpoint around a case's DeepSpeed files."""
     pending = begin(folder, step)
     shutil.copytree(zero_case / "zero", pending.path / "engine" / "zero")
-    (pending.path / "model_config.json").write_text(json.dumps({"architecture": "MultimodalMMDiT", "hidden": 5}))
+    (pending.path / "model_config.json").write_text(json.dumps({"architecture": "Odd", "hidden": 5}))
     (pending.path / "config.yaml").write_text("model: {}\n")
     (pending.path / "tokenizer").mkdir()
     (pending.path / "tokenizer" / "tokenizer.json").write_text("{}")
@@ -92,7 +92,7 @@ def test_a_run_becomes_a_model_folder(zero_dir, tmp_path, spelling):
     out = tmp_path / "out"
     assert sorted(p.name for p in out.iterdir()) == ["config.json", "config.yaml", "model.safetensors", "tokenizer"]
     config = json.loads((out / "config.json").read_text())
-    assert config == {"architecture": "MultimodalMMDiT", "hidden": 5, "torch_dtype": "float32"}
+    assert config == {"architecture": "Odd", "hidden": 5, "torch_dtype": "float32"}
     metadata, _, _ = read_safetensors(out / "model.safetensors")
     assert metadata["step"] == "7" and len(metadata["source_manifest_sha256"]) == 64
 

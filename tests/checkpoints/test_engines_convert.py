@@ -180,7 +180,7 @@ def test_weights_beside_other_things(tmp_path, key):
     torch.save({"step": 3, key: {"w": torch.ones(2)}, "optimizer": {"state": {}}}, tmp_path / "checkpoint.pt")
     with open_source(tmp_path / "checkpoint.pt").weights as source:
         assert set(source.tensors) == {"w"} and key in source.notes[0]
-    torch.save({"step": 3, "other": {"w": torch.ones(2)}}, tmp_path / "checkpoint.pt")
+    torch.save({"step": 3, "one": {"w": torch.ones(2)}, "other": {"w": torch.ones(2)}}, tmp_path / "checkpoint.pt")
     with pytest.raises(UserError, match="without a single tensor"):
         open_source(tmp_path / "checkpoint.pt")
 

@@ -1,4 +1,4 @@
-"""A reader that runs ahead: the same items in order, its errors where they belong, no thread left behind."""
+"""Threads: every item once, errors where they belong, none left behind."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from mmldlm.checkpoints.overlap import ahead
+from mmldlm.checkpoints.overlap import ahead, in_threads
 
 
 def readers() -> list[threading.Thread]:
@@ -55,3 +55,39 @@ def test_an_error_of_the_consumer_ends_the_reader():
         for _ in ahead(iter(int, 1)):  # zeros without end
             raise KeyError
     assert not readers()
+
+
+def workers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "worker"]
+
+
+def test_threads_do_every_item_once():
+    done = []
+    in_threads(done.append, range(1000))
+    assert sorted(done) == list(range(1000)) and not workers()
+    in_threads(done.append, [])
+
+
+@pytest.mark.parametrize("error", [ValueError("the seventh"), StopIteration(), KeyboardInterrupt()])
+def test_the_first_error_ends_all_threads(error):
+    done = []
+
+    def work(number: int) -> None:
+        if number == 7:
+            raise error
+        done.append(number)
+
+    with pytest.raises(type(error)):
+        in_threads(work, iter(range(10**9)))
+    assert len(done) < 10**6 and not workers()
+
+
+def test_an_error_of_the_items_is_raised():
+    def items():
+        yield 1
+        raise UserWarning("no more")
+
+    done = []
+    with pytest.raises(UserWarning, match="no more"):
+        in_threads(done.append, items())
+    assert done == [1] and not workers()

@@ -59,7 +59,7 @@ def check_zero(folder, case: str) -> None:
             if not CASES[case].get("zero", {}).get("round_robin_gradients"):  # see make_zero.live_values
                 assert weight.tobytes() == truth[name].tobytes(), name
             check_ranges(reader, name, "weight", weight)
-            check_ranges(reader, name, "exp_avg_sq", weight * np.float32(2) + np.float32(1))
+            check_ranges(reader, name, "exp_avg_sq", weight * weight + np.float32(0.25))
             first = whole(reader, name, "exp_avg")
             assert np.isfinite(first).all() and first.any(), name
             check_ranges(reader, name, "exp_avg", first)

@@ -404,6 +404,11 @@ def _(scene, stack):
     scene.environment["GLOO_SOCKET_IFNAME"] = "eth0"
 
 
+@fault("pdsh goes to another port", *everywhere("LNCH003"), words=("Connection refused", "pdsh -w n1 hostname"))
+def _(scene, stack):
+    scene.environment["PDSH_SSH_ARGS_APPEND"] = "-p 2222"
+
+
 @fault("comment in .deepspeed_env", ("ENV001", ""), words=("deepspeed_env:1", "delete that line"))
 def _(scene, stack):
     scene.env_file("# interfaces\nGLOO_SOCKET_IFNAME=eth0\n")

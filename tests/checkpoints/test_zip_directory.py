@@ -1,0 +1,77 @@
+"""Zip directories as zipfile and torch write them, large ones, and damaged ones."""
+
+from __future__ import annotations
+
+import io
+import random
+import struct
+import zipfile
+
+import pytest
+
+from mmldlm.checkpoints.zip_directory import BadZip, read_directory
+
+
+def zipped(count: int = 3, comment: bytes = b"", compression: int = zipfile.ZIP_STORED) -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", compression) as archive:
+        for number in range(count):
+            archive.writestr(f"top/data/{number}ü", bytes([number % 256]) * (number % 50))
+        archive.comment = comment
+    return stream.getvalue()
+
+
+def directory(data: bytes):
+    return read_directory(len(data), lambda at, count: data[max(at, 0) : max(at, 0) + count])
+
+
+@pytest.mark.parametrize("data", [zipped(), zipped(0), zipped(300), zipped(3, b"a comment")])
+def test_as_the_standard_library_reads_them(data):
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        expected = [(i.filename, i.CRC, i.compress_size, i.file_size, i.header_offset) for i in archive.infolist()]
+    assert [tuple(entry)[:5] for entry in directory(data)] == expected
+
+
+def test_as_torch_writes_them():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    stream = io.BytesIO()
+    torch.save({"a": torch.arange(5), "b": [torch.zeros(0)]}, stream)
+    names = {entry.name for entry in directory(stream.getvalue())}
+    assert {"archive/data.pkl", "archive/data/0", "archive/data/1"} <= names
+
+
+def test_compression_is_told():
+    assert {entry.method for entry in directory(zipped(compression=zipfile.ZIP_DEFLATED))} == {zipfile.ZIP_DEFLATED}
+
+
+def test_sizes_beyond_32_bits():
+    """An entry of 5 GB at 6 GB, without its 11 GB."""
+    size, at, end = 5 << 30, 6 << 30, 11 << 30
+    extra = struct.pack("<HHQQQ", 1, 24, size, size, at)
+    fields = (0x02014B50, 45, 45, 0, 0, 0, 0, 7, 0xFFFFFFFF, 0xFFFFFFFF, 1, len(extra), 0, 0, 0, 0, 0xFFFFFFFF)
+    entry = struct.pack("<IHHHHHHIIIHHHHHII", *fields) + b"n" + extra
+    tail = entry + struct.pack("<IQHHIIQQQQ", 0x06064B50, 44, 45, 45, 0, 0, 1, 1, len(entry), end)
+    tail += struct.pack("<IIQI", 0x07064B50, 0, end + len(entry), 1)
+    tail += struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, 1, 1, 0xFFFFFFFF, 0xFFFFFFFF, 0)
+
+    def read(place: int, count: int) -> bytes:
+        return (bytes(max(end - place, 0)) + tail[max(place - end, 0) :])[:count]
+
+    [found] = read_directory(end + len(tail), read)
+    assert (found.name, found.crc, found.stored, found.size, found.header_at) == ("n", 7, size, size, at)
+
+
+def test_damaged_ones_are_refused_or_the_same():
+    """Whatever byte is changed or cut: BadZip, or entries; never another exception."""
+    data, chooser, refused = zipped(20), random.Random(1), 0
+    for number in range(3000):
+        place = chooser.randrange(len(data))
+        damaged = data[:place] + bytes([chooser.randrange(256)]) + data[place + 1 :]
+        try:
+            directory(data[:place] if number % 3 == 0 else damaged)
+        except BadZip:
+            refused += 1
+    assert refused > 1000
+    for data in (b"", b"PK", b"x" * 100):
+        with pytest.raises(BadZip):
+            directory(data)
