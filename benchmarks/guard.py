@@ -3,9 +3,10 @@
     python benchmarks/guard.py --data STORE [--quick] [--json FILE]
 
 One process runs the product's loop on the `base` preset's shapes (--quick: `tiny`) with the guard on and off in turns
-(A B A B); off means that every step is applied unseen: no verdict, no windows, no audit. The share of an audit that
-falls on one step (1 / stability.audit_every) is added to "on". Host syncs are counted at the seam, between the arrival
-of the batch and the end of the optimizer step: every scalar read from a tensor, every tolist(), every index by a mask.
+(A B B A); off means that every step is applied unseen: no verdict, no windows, no audit. The ratio is the median over
+steps, each compared with that of the same batch. The share of an audit that falls on one step (1 /
+stability.audit_every) is added to "on". Host syncs are counted at the seam, between the arrival of the batch and the
+end of the optimizer step: every scalar read from a tensor, every tolist(), every index by a mask.
 """
 
 from __future__ import annotations
@@ -156,16 +157,18 @@ def main() -> int:
     seconds: dict[bool, list[float]] = {True: [], False: []}
     with tempfile.TemporaryDirectory() as folder:
         for pair in range(pairs):
-            for guarded in (True, False):
+            for guarded in (True, False) if pair % 2 == 0 else (False, True):
                 name = f"pair{pair}_{'on' if guarded else 'off'}"
                 seconds[guarded] += run(args, folder, name, guarded, count_syncs=False).seconds[1:]
         syncs = run(args, folder, "syncs", True, count_syncs=True).syncs[1:]
         audit_share = audit_seconds(args, folder) / 500
     on, off = statistics.median(seconds[True]), statistics.median(seconds[False])
     print(f"CPU seconds a step: guard on {on:.4f}, off {off:.4f}; a 500th of an audit {audit_share:.6f}")
+    # The same step of two runs has the same batch.
+    ratio = statistics.median(a / b for a, b in zip(seconds[True], seconds[False], strict=True))
     print(f"host syncs a step: {syncs}")
     claims = [
-        _report.claim("guard_cpu_ratio", (on + audit_share) / off, "<=", 1.02),
+        _report.claim("guard_cpu_ratio", ratio + audit_share / off, "<=", 1.02),
         _report.claim("host_syncs_per_step", max(syncs), "<=", 1),
     ]
     return _report.write(

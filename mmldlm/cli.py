@@ -29,6 +29,27 @@ def _sanity(parser):
     return lambda args: sanity.main(args, train.parse_config)
 
 
+def _prepare(parser):
+    from mmldlm.data import options, prepare
+
+    options.add_arguments(parser)
+    return lambda args: _prepare_by_ranks(args, prepare, options)
+
+
+def _prepare_by_ranks(args, prepare, options) -> int:
+    """Alone in this process, or become the launcher of several ranks."""
+    import torch
+
+    nproc = args.num_procs or (1 if "RANK" in os.environ else max(torch.cuda.device_count(), 1))
+    if nproc == 1 or "RANK" in os.environ:
+        return prepare.main(args)
+    words = options.to_words(options.from_arguments(args))
+    for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS"):  # the encoder's threads, and the tokenizer's
+        os.environ.setdefault(name, str(max((os.cpu_count() or 1) // nproc, 1)))
+    launcher = [sys.executable, "-m", "mmldlm.launch.local", str(nproc), "-m", "mmldlm.data.prepare"]
+    os.execv(sys.executable, [*launcher, *words])
+
+
 def _train(parser):
     from mmldlm import train
 
@@ -63,7 +84,8 @@ def _option(name: str, value) -> list[str]:
 
 # Verb -> (who fills its parser and runs it, help). A module's name stands for its add_arguments and main.
 VERBS = {
-    "prepare": ("mmldlm.data.prepare", "encode a corpus into a store"),
+    "prepare": (_prepare, "encode a corpus into a store"),
+    "pack": ("mmldlm.data.pack", "make a store of MM-LDLM's folders of text or token files and latents"),
     "verify-data": ("mmldlm.data.verify", "check a store: checksums, dims, norms, leakage"),
     "config": (_config, "print the resolved config and parameter counts"),
     "sanity": (_sanity, "a few real steps in one process, every part of them checked"),
@@ -71,7 +93,7 @@ VERBS = {
     "launch": ("mmldlm.launch.command", "preflight, then the launcher, then a watcher"),
     "replay": ("mmldlm.replay", "run a skipped step again and name where its bad numbers were made"),
     "train": (_train, "check everything, then train on this machine"),
-    "convert": ("mmldlm.checkpoints.convert", "turn a checkpoint into safetensors, or into another engine's"),
+    "convert": ("mmldlm.checkpoints.convert", "a checkpoint as safetensors, or for another engine and world size"),
     "sample": ("mmldlm.sampling.run", "l2t, t2l or unconditional samples from a converted checkpoint"),
     "evaluate": ("mmldlm.evaluation.run", "conditioning gain, retrieval and F1 on unseen text"),
     "plot": ("mmldlm.observe.plots", "draw a run's loss curve"),

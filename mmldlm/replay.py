@@ -18,7 +18,6 @@ from mmldlm.checkpoints.training_state import open_training_state
 from mmldlm.config.load import build_config
 from mmldlm.data.loader import MicroBatches
 from mmldlm.data.noising import NoisedBatch, Noiser
-from mmldlm.data.plan import BatchPlan, local_slots
 from mmldlm.data.resolve import RunData, open_data
 from mmldlm.engines.base import Autocast, compute_dtype, pick_device
 from mmldlm.engines.deepspeed_config import resolve_stage
@@ -87,8 +86,8 @@ def main(args: argparse.Namespace) -> int:
     report = {"step": case["step"], "reason": case["reason"], "weights": replay.weights, "dtypes": {}}
     for dtype in dict.fromkeys(args.dtypes or [case["dtype"], "bf16", "fp32"]):
         report["dtypes"][dtype] = replay.run(dtype, entries, args.samples)
-    if not replay.is_exact and all(found["clean"] for found in report["dtypes"].values()):
-        print("nothing found with these weights, which are older than the step's: add --exact to train up to it first")
+    if all(found["clean"] for found in report["dtypes"].values()):
+        print(_when_clean(replay, bad_micro_batches(case["micro_batches"])))
     if args.json:
         Path(args.json).write_text(json.dumps(report, indent=2) + "\n")
     return 0
@@ -106,9 +105,7 @@ class Replay:
         self.config = build_config(case["config"])
         self.data: RunData = open_data(self.config)
         self.device = pick_device(0)
-        self.plan = BatchPlan(
-            self.data.train_lengths, case["global_batch"], self.config.training.seed, self.config.data.bucket_batches
-        )
+        self.plan = self.data.training_plan(case["global_batch"])
         model = self.config.model
         special = (model.mask_token_id, model.pad_token_id, model.eos_token_id)
         scaling = (self.data.latent_mean, self.data.latent_std)
@@ -134,16 +131,17 @@ class Replay:
 
     def _slots(self, entry: dict) -> np.ndarray:
         case = self.case
-        return local_slots(case["global_batch"], case["world_size"], case["accum"], entry["rank"], entry["micro"])
+        return self.plan.slots(self.batch, case["world_size"], case["accum"], entry["rank"], entry["micro"])
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
     def _take_weights(self, given: str | None, exact: bool) -> tuple[str, bool]:
-        before = self.case["step"] - 1
+        # The step was skipped, so a checkpoint saved right after it holds the very weights.
+        before, after = self.case["step"] - 1, self.case["step"]
         if given is not None:
             init_weights(self.model, given)
             return given, False
-        there = [(step, path) for step, path in commit.list_checkpoints(self.run_dir) if step <= before]
+        there = [(step, path) for step, path in commit.list_checkpoints(self.run_dir) if step <= after]
         there = [(step, path) for step, path in there if not commit.verify(path)]
         start, path = there[-1] if there else (0, None)
         if exact and start < before:
@@ -153,7 +151,7 @@ class Replay:
         if source is not None:
             init_weights(self.model, str(source))
         told = str(path) if path is not None else "as the run started"
-        if start == before:
+        if start in (before, after):
             return f"{told}: those of the step", True
         return f"{told}: those of step {start}, {before - start} step(s) before", False
 
@@ -265,6 +263,16 @@ class Replay:
         bad = [name for name, grad in gradients.items() if fault(grad)]
         norm = nn.utils.get_total_norm([grad.float() for grad in gradients.values()])
         return Outcome(batch.ids.tolist(), loss.item(), norm.item(), origins, bad)
+
+
+def _when_clean(replay: Replay, bad: list[dict]) -> str:
+    if not replay.is_exact:
+        return "nothing found with these weights, which are older than the step's: add --exact to train up to it first"
+    ranks = ", ".join(sorted({f"rank {entry['rank']} on {entry['host']}" for entry in bad})) or "the step's ranks"
+    return (
+        "nothing found: data, weights and model give finite numbers here. What differs is the machine and the engine: "
+        f"look at the hardware of {ranks} (ECC, other jobs' memory errors), or run the step under engine.kind=single"
+    )
 
 
 def _faults_of_batch(batch: NoisedBatch) -> list[Origin]:

@@ -27,7 +27,7 @@ class TrainingState:
     """Where a run stands; everything else follows from it, the config and the weights.
 
     Attributes:
-        global_batch, num_samples, seed: what the order of samples and the noise depend on.
+        global_batch, num_samples, seed: what the order of samples and the noise depend on; plan: and in which way.
         step: optimizer steps taken, skipped ones included. applied_steps: those that moved the weights (the schedule's
             clock). consumed_samples: training samples seen. skipped_steps: refused steps. consecutive_skips: since
             the last applied one. num_rollbacks, lr_scale: returns to a checkpoint, and what they did to the rate.
@@ -46,6 +46,7 @@ class TrainingState:
     lr_scale: float = 1.0
     passed_over: list[list[int]] = field(default_factory=list)
     guard: dict = field(default_factory=dict)
+    plan: str = ""
     versions: dict[str, str] = field(default_factory=dict)
 
     def advance(self, verdict: Verdict, num_samples: int) -> None:
@@ -144,10 +145,13 @@ class RunFolder:
             + f" (mode {config.training.loss_type}, freeze={config.training.freeze})"
         )
         lengths = self.data.train_lengths
+        source = " + ".join(config.data.mixture or [str(config.data.latent_data_root)])
         say(
             f"data     {len(lengths):,} training and {len(self.data.validation_lengths):,} validation texts from "
-            f"{config.data.latent_data_root}, {int(lengths.sum()):,} tokens, latents of {config.model.latent_dim}"
+            f"{source}, {int(lengths.sum()):,} tokens, latents of {config.model.latent_dim}"
         )
+        for note in self.data.notes:
+            say(f"data     {note}")
         training = config.training
         say(
             f"batch    {state.global_batch} = {training.train_batch_size} a rank x {training.grad_accum_steps} "
@@ -163,9 +167,13 @@ class RunFolder:
     # -- while it runs -----------------------------------------------------------------------------------------------
 
     def log_step(
-        self, sums: dict[str, float], batch, verdict: Verdict, grad_norm: float, lr: float, tokens_per_second: float
+        self, sums: dict[str, float], batch, verdict: Verdict, grad_norm: float, lr: float, cost: dict
     ) -> None:
-        """Write the record of the step that state counted last; sums are over all ranks and micro-batches."""
+        """Write the record of the step that state counted last.
+
+        Args:
+            sums: over all ranks and micro-batches. cost: StepMeter.step's.
+        """
         if not verdict.apply:
             self.last_reasons = [*self.last_reasons[-4:], verdict.reason]
         if not self.is_main:
@@ -182,7 +190,7 @@ class RunFolder:
             "text_accuracy": sums["text_correct"] / sums["text_masked"] if sums["text_masked"] else None,
             "latent_cosine": sums["latent_cosine_sum"] / batch.num_latents if batch.num_latents else None,
             "grad_norm": grad_norm,
-            "tokens_per_second": tokens_per_second,
+            **{key: value for key, value in cost.items() if value is not None},
             "samples": self.state.consumed_samples,
             "skipped": not verdict.apply,
             **({"loss_scale": self.engine.loss_scale} if self.config.training.dtype == "fp16" else {}),
@@ -249,9 +257,9 @@ class RunFolder:
         if self.engine.world_size > 1:
             gathered = [None] * self.engine.world_size
             torch.distributed.all_gather_object(gathered, found)
-        file = str(self.data.train.root / "train")
         for bad in (bad for part in gathered for bad in part):
-            self.event("bad_sample", step=self.state.step, file=file, row=bad["id"], **bad)
+            file, row = self.data.train.place(bad["id"])
+            self.event("bad_sample", step=self.state.step, file=str(file), row=row, **bad)
             if self.is_main:
                 self.progress.warning(f"sample {bad['id']} left out of step {self.state.step}: {bad['reason']}")
 

@@ -94,12 +94,15 @@ class RunCheckpoints:
             UserError: on every rank: another global batch, seed, data or model than the checkpoint's; unreadable files.
         """
         saved = json.loads((checkpoint / STATE_FILE).read_text())
-        for what in ("global_batch", "num_samples", "seed"):
+        # Checkpoints from before there was a choice do not name their plan: it was the one that is still the default.
+        saved.setdefault("plan", f"samples-1:{self.config.data.bucket_batches}")
+        for what in ("global_batch", "num_samples", "seed", "plan"):
             if saved[what] != getattr(self.state, what):
                 raise UserError(
                     f"{what}={saved[what]} as in {checkpoint} (the order of samples depends on it)",
                     f"{what}={getattr(self.state, what)}",
-                    "keep micro-batch * accumulation * world size, training.seed and the data as they were "
+                    "keep micro-batch * accumulation * world size, training.seed, data.batching, "
+                    "data.bucket_batches and the data as they were "
                     "(on fewer ranks: more training.grad_accum_steps)",
                 )
         failure: Exception | None = None

@@ -21,7 +21,7 @@ def main(args: argparse.Namespace, parse_config: Callable) -> int:
             print(f"{key} = {default}\n    {' '.join(text.split())}")
         return 0
     config = parse_config(args)
-    if config.data.latent_data_root is not None:
+    if config.data.latent_data_root is not None or config.data.mixture is not None:
         from mmldlm.data.resolve import open_data
 
         config = open_data(config).config

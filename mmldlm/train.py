@@ -9,7 +9,6 @@ import math
 import os
 import signal
 import sys
-import time
 import traceback
 from datetime import datetime, timezone
 from pathlib import Path
@@ -115,12 +114,14 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
 
     from mmldlm.data.loader import MicroBatches, iterate_steps
     from mmldlm.data.noising import Noiser
-    from mmldlm.data.plan import BatchPlan
     from mmldlm.engines.ema import WeightAverage
     from mmldlm.engines.optimizer import learning_rate
     from mmldlm.evaluation.validation import Validation
     from mmldlm.objectives import TranslationObjective
     from mmldlm.objectives.translation import METRICS
+    from mmldlm.observe.meter import StepMeter
+    from mmldlm.observe.profile import StepProfiler
+    from mmldlm.preflight import receipt
     from mmldlm.run import RunFolder, TrainingState
     from mmldlm.run_checkpoints import RunCheckpoints
     from mmldlm.stability import forensics
@@ -133,7 +134,7 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
     average = None if config.optimizer.ema_decay is None else WeightAverage(engine, config.optimizer.ema_decay)
     global_batch = training.train_batch_size * training.grad_accum_steps * engine.world_size
 
-    plan = BatchPlan(data.train_lengths, global_batch, training.seed, config.data.bucket_batches)
+    plan = data.training_plan(global_batch)
     special_ids = (config.model.mask_token_id, config.model.pad_token_id, config.model.eos_token_id)
     noiser = Noiser(config, *special_ids, data.latent_mean, data.latent_std, max_norm=data.max_latent_norm())
     dataset = MicroBatches(data.train, plan, noiser, engine.rank, engine.world_size, training.grad_accum_steps)
@@ -141,7 +142,7 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
     guard = Guard(config.stability, training.dtype)
     diagnostics = Diagnostics(engine, config.logging.grad_log_interval, training.dtype)
 
-    state = TrainingState(global_batch=global_batch, num_samples=len(data.train_lengths), seed=training.seed)
+    state = TrainingState(global_batch, len(data.train_lengths), training.seed, plan=plan.version)
     folder = RunFolder(config, data, engine, state)
     checkpoints = RunCheckpoints(folder, average, guard)
     resume_from = checkpoints.find_resume()
@@ -149,6 +150,8 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
         alive.beat(state.step, "load")
         checkpoints.load(resume_from)
     folder.open(trainable, resume_from, None if resume_from is not None else taken)
+    if engine.rank == 0:
+        receipt.tell(config, engine.world_size, folder)
     stop = StopSignal()
 
     def batches_from(step: int):
@@ -159,11 +162,15 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
     stream = batches_from(state.step)
 
     engine.module.train()
-    started, interrupted = time.perf_counter(), False
+    profiled = training.profile if engine.rank == 0 else None
+    profiler = StepProfiler(profiled, config.run_dir() / "profile", engine.rank)
+    meter, interrupted = StepMeter(config, engine.world_size, engine.device), False
     patience = FIRST_STEP_PATIENCE
     while state.step < training.num_train_steps and not interrupted:
         alive.beat(state.step, "data")
-        batches = next(stream)
+        profiler.before(state.step + 1)
+        with meter.part("data"):
+            batches = next(stream)
         alive.beat(state.step, "step", patience)
         if state.is_passed_over():
             state.pass_over(num_samples=len(plan.batch(state.step).ids))
@@ -200,11 +207,13 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
         else:
             engine.discard()
         look = diagnostics.after_step(lr, verdict.apply)
-        state.advance(verdict, num_samples=len(plan.batch(state.step).ids))
-        now = time.perf_counter()
+        num_samples = len(plan.batch(state.step).ids)
+        state.advance(verdict, num_samples)
         sums_by_name = dict(zip(METRICS, values, strict=True))
-        folder.log_step(sums_by_name, batches[0], verdict, grad_norm, lr, num_tokens / (now - started))
-        started = now
+        cost = meter.step(num_samples, num_tokens, sums_by_name["text_masked"])
+        folder.log_step(sums_by_name, batches[0], verdict, grad_norm, lr, cost)
+        if (trace := profiler.after(state.step)) is not None:
+            folder.progress.message(f"profile  {trace}")
         if not verdict.apply:
             folder.log_skip(verdict, step_loss, grad_norm, forensics.gather(engine, batches, losses), batches[0])
         if look is not None:
@@ -220,23 +229,24 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
         )
         if trouble is not None:
             alive.beat(state.step, "load")
-            checkpoints.roll_back(trouble)
+            with meter.part("checkpoint"):
+                checkpoints.roll_back(trouble)
             stream = batches_from(state.step)
-            started = time.perf_counter()
             continue
         patience = 1.0
         if checkpoints.is_pending and not num_writing:
-            checkpoints.finish_save()
+            with meter.part("checkpoint"):
+                checkpoints.finish_save()
         if last or state.step % config.logging.eval_freq == 0:
             alive.beat(state.step, "evaluate")
-            folder.log_evaluation(validation.run(lambda: alive.beat(state.step, "evaluate")))
-            started = time.perf_counter()
+            with meter.part("evaluation"):
+                folder.log_evaluation(validation.run(lambda: alive.beat(state.step, "evaluate")))
         alive.beat(state.step, "save")
         if last or interrupted:
             checkpoints.save_before_end()
         elif save_due:
-            checkpoints.save()
-            started = time.perf_counter()
+            with meter.part("checkpoint"):
+                checkpoints.save()
     alive.beat(state.step, "close", math.inf)  # rank 0 draws and uploads; nobody waits for it
     folder.close()
     if interrupted and state.step < training.num_train_steps:

@@ -9,7 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
+# Whole launches are dear: what stands for all of them runs always, the rest of them when it is asked for.
+LONG = pytest.mark.skipif(
+    os.environ.get("MMLDLM_MULTINODE") != "1", reason="one of many whole launches: run with MMLDLM_MULTINODE=1"
+)
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -45,7 +45,8 @@ class ModelConfig(Section):
     """encoder: start from the input embeddings of the encoder that made the latents, cut to hidden_size by their
     principal components (the store must use that encoder's tokenizer)."""
     gradient_checkpointing: bool = False
-    """Recompute each block in the backward pass instead of storing its activations."""
+    """Keep only the rows between blocks and run each block again in the backward pass: a third more work for about a
+    tenth of the memory. Off, blocks still recompute what is cheap (norms, modulation, GELU, rotation)."""
     vocab_size: int | None = Field(None, ge=3)
     """Vocabulary V. None: taken from the tokenizer."""
     mask_token_id: int | None = None
@@ -87,6 +88,15 @@ class DataConfig(Section):
 
     latent_data_root: str | None = None
     """Folder of the store that `mmldlm prepare` wrote."""
+    mixture: dict[str, float] | None = None
+    """Several stores instead of latent_data_root: folder -> weight. Of every 4,096 samples each store has its share, in
+    epochs of its own; they must have one tokenizer and one encoder."""
+    batching: Literal["samples", "tokens"] = "samples"
+    """samples: every optimizer step has as many samples. tokens: as many tokens, so that a step of long texts has fewer
+    samples and none takes more memory than another; on average as many samples as the former."""
+    overlong: Literal["error", "truncate"] = "error"
+    """What to do with texts longer than model.max_seq_len. truncate cuts them when they are read (the number is
+    reported; their latents are of the whole texts). `mmldlm prepare --overlong chunk` drops nothing."""
     num_workers: int = Field(0, ge=0)
     """Worker processes that build batches; 0 builds them in the training process (a packed store needs no more)."""
     prefetch_factor: int = Field(4, ge=1)
@@ -99,6 +109,19 @@ class DataConfig(Section):
     """Use only the first samples of the training split. None: all."""
     max_validation_samples: int | None = Field(None, ge=1)
     """Use only the first samples of the validation split. None: all."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataConfig:
+        if self.mixture is not None:
+            if self.latent_data_root is not None:
+                raise ValueError("data.latent_data_root and data.mixture are both set: one of them names the data")
+            if not self.mixture or min(self.mixture.values()) <= 0:
+                raise ValueError(f"data.mixture={self.mixture}: at least one folder, each with a weight above 0")
+            if self.max_train_samples is not None or self.max_validation_samples is not None:
+                raise ValueError(
+                    "data.max_train_samples and data.max_validation_samples are for one store, not a mixture"
+                )
+        return self
 
 
 class TextDiffusionConfig(Section):
@@ -208,6 +231,8 @@ class TrainingConfig(Section):
     a dynamic loss scale, stability.loss_scale; bf16 needs none."""
     compile_model: bool = False
     """torch.compile every block."""
+    profile: tuple[int, int] | None = None
+    """First and last step of a torch profiler trace of rank 0, written to the run's profile/ (slows these steps)."""
     resume: str | None = None
     """A run's `latest`, a step folder, or `auto` (newest whole checkpoint of this run, a fresh start if
     there is none)."""
@@ -219,6 +244,12 @@ class TrainingConfig(Section):
     """Share of l2t and t2l samples whose condition is replaced by the learned null (classifier-free guidance)."""
     seed: int = Field(0, ge=0)
     """Seed of weights, order, modes, timesteps, masks and noise."""
+
+    @model_validator(mode="after")
+    def _profile_is_a_range(self) -> TrainingConfig:
+        if self.profile is not None and not 1 <= self.profile[0] <= self.profile[1]:
+            raise ValueError(f"training.profile={list(self.profile)}: [first, last] steps, counted from 1")
+        return self
 
     @model_validator(mode="after")
     def _weights_belong_to_mixed(self) -> TrainingConfig:
@@ -350,6 +381,9 @@ class LoggingConfig(Section):
     grad_log_interval: int = Field(0, ge=0)
     """Steps between two looks at every layer's gradients, updates and activations (gradient_log.jsonl, wandb); costs
     one host sync on those steps. 0: never."""
+    peak_tflops: float | None = Field(None, gt=0)
+    """Peak TFLOP/s of one device in training.dtype, for the share of it that training reaches (mfu). None: from a table
+    of GPUs; without an entry there (and on CPUs) no mfu is shown."""
     wandb: WandbConfig = Field(default_factory=WandbConfig)
     """Weights & Biases."""
 

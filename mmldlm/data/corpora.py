@@ -1,140 +1,177 @@
-"""Corpora: where texts come from. Each is one ordered, repeatable pass over Unicode texts.
+"""Corpora: where texts come from. Each is an ordered, repeatable pass over Unicode texts, cut into units of reading.
 
-A corpus is named by a word: a ``.txt`` file, a ``.jsonl`` file, a folder of ``.txt`` files, or ``docstrings``, the
-English sentences in the documentation of the Python packages installed here (real text that needs no download).
+A corpus is named by a word: a file (.txt, .jsonl or .parquet, the first two also as .gz or .zst), a folder of such
+files, ``docstrings`` (the English sentences in the documentation of the Python packages installed here: real text that
+needs no download), or the name of a Hugging Face dataset, which is streamed.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 from mmldlm.data.docstrings import docstrings_source, read_docstrings
+from mmldlm.data.readers import KINDS, FileUnit, file_units, kind_of, parquet_units
 from mmldlm.data.text import split_sentences
 from mmldlm.errors import UserError
 
 DEFAULT_CORPUS = "docstrings"
+_GROUP_BYTES, _GROUP_FILES = 32 << 20, 2048  # small files of a folder are read together
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A part of a corpus that one rank reads.
+
+    Attributes:
+        name: equal names mean equal texts, as far as can be seen without reading them.
+        read: starts the pass; given ``counts``, yields texts.
+    """
+
+    name: str
+    read: Callable[[Counter], Iterator[str]]
 
 
 @dataclass
 class Corpus:
-    """One pass over texts.
+    """One pass over texts, in the order of its units.
 
     Attributes:
-        source: what it is, for the manifest.
-        read: starts the pass; given ``counts``, yields texts.
-        counts: filled while reading: ``read`` (candidate texts), ``drop_<reason>``, and numbers of files.
+        source: what it is, for the manifest. units: its parts, a function of what lies there.
+        counts: filled by iterating: ``read`` (candidate texts), ``drop_<reason>``, and numbers of files.
+        has_documents: whether texts are documents of any length rather than sentences.
     """
 
     source: str
-    read: Callable[[Counter], Iterator[str]]
+    units: list[Unit]
     counts: Counter = field(default_factory=Counter)
+    has_documents: bool = False
 
     def __iter__(self) -> Iterator[str]:
         self.counts.clear()
-        return self.read(self.counts)
+        for unit in self.units:
+            yield from unit.read(self.counts)
 
 
-def open_corpus(name: str | os.PathLike, text_field: str = "text") -> Corpus:
+def open_corpus(
+    name: str | os.PathLike,
+    text_field: str | None = None,
+    max_documents: int | None = None,
+    sentences: bool = False,
+) -> Corpus:
     """The corpus that ``name`` stands for.
 
     Args:
-        name: ``docstrings``, or the path of a .txt file, a .jsonl file or a folder.
-        text_field: the field of each .jsonl object that holds the text.
+        name: see the module. text_field: the field of a record that holds the text; None: ``text``, or what is known
+            of the dataset. max_documents: read only the first so many texts. sentences: split every text into
+            sentences.
 
     Raises:
         UserError: nothing lies there, it has no text files, or its kind is not known.
     """
+    corpus = _open(name, text_field, max_documents)
+    if max_documents is not None:
+        corpus.units = [_first(corpus.units, max_documents)]
+    if sentences:
+        corpus.units = [_split(unit) for unit in corpus.units]
+        corpus.has_documents = False
+    return corpus
+
+
+def _open(name: str | os.PathLike, text_field: str | None, max_documents: int | None) -> Corpus:
     path = Path(name)
-    if str(name) == DEFAULT_CORPUS and not path.exists():
-        return Corpus(source=docstrings_source(), read=read_docstrings)
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*.txt") if file.is_file())
-        if not files:
+        return _open_folder(path, text_field or "text")
+    if str(name) == DEFAULT_CORPUS and not path.exists():
+        source = docstrings_source()
+        return Corpus(source, [Unit(source, read_docstrings)])
+    if path.exists():
+        kind = kind_of(path)
+        if kind is None:
             raise UserError(
-                f"a folder with .txt files, one document each, at {path}",
-                "no .txt file in it or below it",
-                "give the folder that holds the documents, or a .txt or .jsonl file",
+                f"a corpus that ends in {', '.join(KINDS)}, or a folder of such files",
+                f"{path.name} (suffix {path.suffix or 'none'!r})",
+                "rename the file if its content is one of these, or convert it",
             )
-        return Corpus(source=f"folder:{path.name}", read=lambda counts: _read_folder(files, counts))
-    if not path.exists():
-        raise UserError(
-            f"a corpus at {path}: a .txt file (one sentence a line), a .jsonl file, or a folder of .txt files",
-            "nothing there",
-            f"check the path, or leave it out to use the default corpus '{DEFAULT_CORPUS}'",
-        )
-    if path.suffix == ".jsonl":
-        return Corpus(source=f"jsonl:{path.name}", read=lambda counts: _read_jsonl(path, text_field, counts))
-    if path.suffix == ".txt":
-        return Corpus(source=f"txt:{path.name}", read=lambda counts: _read_txt(path, counts))
+        return Corpus(f"{kind}:{path.name}", _units_of(path, path.name, kind, text_field or "text"))
+    if kind_of(path) is None and not path.is_absolute() and len(path.parts) <= 2 and not str(name).startswith("."):
+        from mmldlm.data.hub_datasets import open_dataset
+
+        source, parts = open_dataset(str(name), text_field, max_documents)
+        return Corpus(source, [Unit(*part) for part in parts], has_documents=True)
     raise UserError(
-        "a corpus that ends in .txt or .jsonl, or a folder of .txt files",
-        f"{path.name} (suffix {path.suffix or 'none'!r})",
-        "rename the file if its content is one of these, or convert it",
+        f"a corpus at {path}: a file that ends in {', '.join(KINDS)}, or a folder of such files",
+        "nothing there",
+        f"check the path, or leave it out to use the default corpus '{DEFAULT_CORPUS}'",
     )
 
 
-# Texts as content ------------------------------------------------------------------------------------------------
+def _open_folder(folder: Path, text_field: str) -> Corpus:
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and kind_of(path))
+    kinds = sorted({kind_of(path) for path in files})
+    if len(kinds) != 1:
+        found = f"files of the kinds {', '.join(kinds)}" if kinds else "no such file in it or below it"
+        raise UserError(
+            f"a folder with files of one kind ({', '.join(KINDS)}) at {folder}",
+            found,
+            "give the folder that holds the documents, or one of the files",
+        )
+    source = f"folder:{folder.name}" if kinds == ["txt"] else f"{kinds[0]}:{folder.name}"
+    if kinds != ["txt"]:
+        named = [(path, path.relative_to(folder).as_posix()) for path in files]
+        return Corpus(source, [unit for path, name in named for unit in _units_of(path, name, kinds[0], text_field)])
+    groups: list[list[Path]] = [[]]
+    size = 0
+    for path in files:
+        if groups[-1] and (size >= _GROUP_BYTES or len(groups[-1]) >= _GROUP_FILES):
+            groups.append([])
+            size = 0
+        groups[-1].append(path)
+        size += path.stat().st_size
+    units = []
+    for group in groups:
+        name = ";".join(f"{path.relative_to(folder).as_posix()}:{path.stat().st_size}" for path in group)
+        units.append(Unit(name, lambda counts, group=group: _read_documents(group, counts)))
+    return Corpus(source, units)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    with open(path, "rb") as file:
-        for number, raw in enumerate(file, start=1):
-            try:
-                line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise UserError(
-                    f"UTF-8 text in {path}",
-                    f"byte 0x{raw[error.start]:02x} at column {error.start + 1} of line {number}",
-                    "convert the file to UTF-8 (for instance with iconv)",
-                ) from None
-            yield number, line.strip()
+def _units_of(path: Path, name: str, kind: str, text_field: str) -> list[Unit]:
+    if kind == "parquet":
+        return [Unit(f"{name}#{part}", read) for part, read in parquet_units(path, text_field)]
+    return [Unit(f"{name}#{part.start}-{part.end}", part.read) for part in file_units(path, kind, text_field)]
 
 
-def _read_txt(path: Path, counts: Counter) -> Iterator[str]:
-    for _, line in _lines(path):
-        if line:
-            counts["read"] += 1
-            yield line
-
-
-def _read_jsonl(path: Path, text_field: str, counts: Counter) -> Iterator[str]:
-    for number, line in _lines(path):
-        if not line:
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(
-                f"one JSON object a line in {path}", f"line {number}: {error}", "repair or remove that line"
-            ) from None
-        text = record.get(text_field) if isinstance(record, dict) else None
-        if not isinstance(text, str):
-            known = ", ".join(sorted(record)) if isinstance(record, dict) else type(record).__name__
-            raise UserError(
-                f"a string in field '{text_field}' of every line of {path}",
-                f"line {number} has {known or 'no field'}",
-                "name the field with --text-field, or repair that line",
-            )
-        counts["read"] += 1
-        if text.strip():
-            yield " ".join(text.split())
-        else:
-            counts["drop_empty"] += 1
-
-
-def _read_folder(files: list[Path], counts: Counter) -> Iterator[str]:
+def _read_documents(files: list[Path], counts: Counter) -> Iterator[str]:
     for path in files:
         counts["files"] += 1
-        paragraphs = "\n".join(line for _, line in _lines(path)).split("\n\n")
+        lines = FileUnit(path, "txt", 0, None).lines()
+        paragraphs = "\n".join(line for _, line in lines).split("\n\n")
         for paragraph in paragraphs:
             for sentence in split_sentences(" ".join(paragraph.split())):
                 counts["read"] += 1
                 yield sentence
 
 
-# Sentences -------------------------------------------------------------------------------------------------------
+def _first(units: list[Unit], max_documents: int) -> Unit:
+    def read(counts: Counter) -> Iterator[str]:
+        return islice((text for unit in units for text in unit.read(counts)), max_documents)
+
+    return Unit(f"first {max_documents} of {';'.join(unit.name for unit in units)}", read)
+
+
+def _split(unit: Unit) -> Unit:
+    def read(counts: Counter) -> Iterator[str]:
+        own: Counter = Counter()
+        for text in unit.read(own):
+            for sentence in split_sentences(text):
+                counts["read"] += 1
+                yield sentence
+        counts["documents"] += own.pop("read", 0)
+        counts.update(own)
+        counts["read"] += sum(number for key, number in own.items() if key.startswith("drop_"))
+
+    return Unit(f"sentences of {unit.name}", read)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import queue
+import threading
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from mmldlm.data.noising import NoisedBatch, Noiser
-from mmldlm.data.plan import BatchPlan, local_slots
+from mmldlm.data.plan import BatchPlan
 
 
 class MicroBatches(Dataset):
@@ -20,8 +22,9 @@ class MicroBatches(Dataset):
 
     def __getitem__(self, item: int) -> NoisedBatch:
         step, micro = divmod(item, self.accum)
-        slots = local_slots(self.plan.global_batch, self.world_size, self.accum, self.rank, micro)
-        return self.noiser.make(self.plan.batch(step), slots, self.store, self.plan.lengths)
+        batch = self.plan.batch(step)
+        slots = self.plan.slots(batch, self.world_size, self.accum, self.rank, micro)
+        return self.noiser.make(batch, slots, self.store, self.plan.lengths)
 
 
 def iterate_steps(
@@ -41,6 +44,47 @@ def iterate_steps(
         persistent_workers=False,
         pin_memory=torch.cuda.is_available(),
     )
-    batches = iter(loader)
+    # Without workers a GPU would idle while its process builds a batch; on a CPU a thread would only take its core.
+    batches = ahead(loader, prefetch_factor) if num_workers == 0 and torch.cuda.is_available() else iter(loader)
     for _ in range(first_step, last_step):
         yield [next(batches) for _ in range(dataset.accum)]
+
+
+def ahead(batches: Iterable, depth: int) -> Iterator:
+    """The same items in the same order, made by a thread up to ``depth`` ahead; its errors are raised here."""
+    made: queue.Queue = queue.Queue(depth)
+    stop = threading.Event()
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def put(kind: str, value: object) -> None:
+        while not stop.is_set():
+            try:
+                return made.put((kind, value), timeout=0.1)
+            except queue.Full:
+                continue
+
+    def make() -> None:
+        try:
+            if device is not None:
+                torch.cuda.set_device(device)  # a thread begins on device 0, and pinning would open a context there
+            for item in batches:
+                put("item", item)
+                if stop.is_set():
+                    return
+            put("end", None)
+        except BaseException as error:
+            put("error", error)
+
+    thread = threading.Thread(target=make, name="batches", daemon=True)
+    thread.start()
+    try:
+        while True:
+            kind, value = made.get()
+            if kind == "error":
+                raise value
+            if kind == "end":
+                return
+            yield value
+    finally:  # also when the loop above goes back to a checkpoint and drops this iterator
+        stop.set()
+        thread.join()

@@ -28,6 +28,7 @@ class NoisedBatch:
     Attributes:
         tensors: text_tokens [B, S] int64 (noised), attention_mask [B, S] bool, latents [B, D] fp32 (noised, model
             space), text_timesteps [B], latent_timesteps [B] fp32, text_is_null and latent_is_null [B] bool,
+            token_positions [N] int64 in B * S (the text to compute: real tokens, of a null text the first position),
             text_positions [M] int64 in B * S, text_targets [M] int64, text_weights [M] fp32 (NELBO weight), text_rows
             [M]
             int64 (sample of each scored position), latent_targets [B, D] fp32, latent_clean [B, D] fp32,
@@ -139,7 +140,8 @@ class Noiser:
 
         real = slots < num_real
         ids = batch.ids[np.where(real, slots, 0)]
-        modes = modes_all[slots]
+        places = np.minimum(slots, batch.size - 1)  # of placeholders, any will do
+        modes = modes_all[places]
         rows = store.get(ids)
         rows, mended = self._mend(rows)
         reasons = [
@@ -175,19 +177,23 @@ class Noiser:
             uniform[row, :length] = generator.random(length)
 
         mode = torch.from_numpy(modes)
-        latent_t = self._latent_timesteps(latent_u[slots], torch.from_numpy(own_latent_u))
+        latent_t = self._latent_timesteps(latent_u[places], torch.from_numpy(own_latent_u))
         latent_t = torch.where(mode == L2T, 0.0, latent_t)
         dropped = torch.from_numpy(drop < self.dropout)
         latent_is_null, text_is_null = dropped & (mode == L2T), dropped & (mode == T2L)
 
         clean_tokens, real_tokens = torch.from_numpy(tokens), torch.from_numpy(attention)
-        text_strata = text_u[slots] if self.text_config.timesteps == "low_discrepancy" else torch.from_numpy(own_text_u)
+        text_strata = (
+            text_u[places] if self.text_config.timesteps == "low_discrepancy" else torch.from_numpy(own_text_u)
+        )
         noised, masked, text_t, weights = self._mask(clean_tokens, text_strata, torch.from_numpy(uniform), real_tokens)
         is_t2l = mode == T2L
         noised = torch.where(is_t2l[:, None], clean_tokens, noised)
         text_t = torch.where(is_t2l, 0.0, text_t)
         masked &= (torch.from_numpy(real) & ~is_t2l)[:, None]
         positions = masked.flatten().nonzero()[:, 0]
+        first = torch.arange(width) == 0
+        computed = torch.where(text_is_null[:, None], first, real_tokens)
         text_rows = positions // width
 
         clean, noise_tensor = torch.from_numpy(latents), torch.from_numpy(noise)
@@ -201,6 +207,7 @@ class Noiser:
             "latents": z,
             "text_timesteps": text_t.float(),
             "latent_timesteps": latent_t.float(),
+            "token_positions": computed.flatten().nonzero()[:, 0],
             "text_positions": positions,
             "text_targets": clean_tokens.flatten()[positions],
             "text_weights": weights[text_rows].float(),

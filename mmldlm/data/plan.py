@@ -3,6 +3,7 @@ step)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,7 +56,7 @@ class GlobalBatch:
     Attributes:
         step: 0-based step. epoch, index: epoch and place in it.
         ids: [n] int64 sample ids sorted by length; n is the global batch size, less at an epoch's end.
-        size: the configured global batch size.
+        size: the configured global batch size, or that of ids under data.batching=tokens.
     """
 
     step: int
@@ -63,6 +64,59 @@ class GlobalBatch:
     index: int
     ids: np.ndarray
     size: int
+
+
+class Shuffled:
+    """The samples of one store, in another order every epoch."""
+
+    def __init__(self, count: int, seed: int):
+        self.count, self.seed, self.name = count, seed, ""
+
+    def ids(self, positions: np.ndarray, epoch: int) -> np.ndarray:
+        """[P] ids at positions of an epoch."""
+        return permute(positions, self.count, self.seed, epoch)
+
+
+class Mixed:
+    """The samples of several stores by weight: of every _BLOCK positions each store has its fixed share.
+
+    A store is passed over in its own epochs, each in another order, however often it comes round in one epoch of the
+    mixture, which is as long as all stores together. Ids count through the stores in the order given.
+
+    Args:
+        counts: samples of each store. weights: share of each store, any positive numbers. seed: of the order.
+    """
+
+    _BLOCK = 4096
+
+    def __init__(self, counts: Sequence[int], weights: Sequence[float], seed: int):
+        self.counts, self.seed, self.count = np.asarray(counts, np.int64), seed, int(sum(counts))
+        exact = np.asarray(weights, np.float64) / sum(weights) * self._BLOCK
+        shares = np.floor(exact).astype(np.int64)
+        shares[np.argsort(shares - exact, kind="stable")[: self._BLOCK - shares.sum()]] += 1
+        assert shares.min() > 0, "a weight too small to be drawn"
+        self.shares, self.offsets = shares, np.concatenate([[0], np.cumsum(self.counts)[:-1]])
+        self.name = ":mixed" + "".join(f":{count}x{share}" for count, share in zip(counts, shares.tolist()))
+        # Which store each place of a block belongs to, and the how-many-th of that store in the block it is.
+        self._store = np.repeat(np.arange(len(shares)), shares)[permute(np.arange(self._BLOCK), self._BLOCK, seed, 0)]
+        self._number = np.empty(self._BLOCK, np.int64)
+        for store, share in enumerate(shares):
+            self._number[self._store == store] = np.arange(share)
+
+    def ids(self, positions: np.ndarray, epoch: int) -> np.ndarray:
+        """[P] ids at positions of an epoch."""
+        blocks, places = np.divmod(epoch * self.count + np.asarray(positions, np.int64), self._BLOCK)
+        stores = self._store[places]
+        numbers = blocks * self.shares[stores] + self._number[places]
+        ids = np.empty(len(numbers), np.int64)
+        for store, count in enumerate(self.counts.tolist()):
+            own = np.flatnonzero(stores == store)
+            epochs, rows = np.divmod(numbers[own], count)
+            for own_epoch in np.unique(epochs).tolist():
+                chosen = epochs == own_epoch
+                found = permute(rows[chosen], count, self.seed + 0x51ED * store, own_epoch)
+                ids[own[chosen]] = self.offsets[store] + found
+        return ids
 
 
 class BatchPlan:
@@ -77,38 +131,116 @@ class BatchPlan:
         global_batch: samples of one optimizer step over all ranks.
         seed: of the order. bucket_batches: global batches in a window.
         shuffle: False keeps the stored order before sorting (evaluation).
+        order: of the samples; None: Shuffled.
+
+    Attributes:
+        version: what the order depends on besides seed, global batch and lengths; a run that continues must keep it.
     """
 
+    _KIND = "samples-1"
+
     def __init__(
-        self, lengths: np.ndarray, global_batch: int, seed: int, bucket_batches: int = 64, shuffle: bool = True
+        self,
+        lengths: np.ndarray,
+        global_batch: int,
+        seed: int,
+        bucket_batches: int = 64,
+        shuffle: bool = True,
+        order: Shuffled | Mixed | None = None,
     ):
         assert len(lengths) > 0 and global_batch > 0
         self.lengths, self.global_batch, self.seed = lengths, global_batch, seed
         self.bucket_batches, self.shuffle = bucket_batches, shuffle
+        self.order = order or Shuffled(len(lengths), seed)
+        assert self.order.count == len(lengths)
         self.batches_per_epoch = -(-len(lengths) // global_batch)
-        self._window_key: tuple[int, int] | None = None
-        self._window: list[np.ndarray] = []
+        self.version = f"{self._KIND}:{bucket_batches}{self.order.name}"
+        self._cached: tuple[tuple[int, int] | None, list[np.ndarray]] = (None, [])
 
     def batch(self, step: int) -> GlobalBatch:
         """The global batch of a 0-based step, in time independent of the step."""
         epoch, index = divmod(step, self.batches_per_epoch)
         window, place = divmod(index, self.bucket_batches)
-        if self._window_key != (epoch, window):
-            self._window, self._window_key = self._make_window(epoch, window), (epoch, window)
-        return GlobalBatch(step, epoch, index, self._window[place], self.global_batch)
+        key, batches = self._cached  # one tuple: the thread that makes batches asks for later steps meanwhile
+        if key != (epoch, window):
+            batches = self._make_window(epoch, window)
+            self._cached = ((epoch, window), batches)
+        ids = batches[place]
+        return GlobalBatch(step, epoch, index, ids, self._size(ids))
+
+    def slots(self, batch: GlobalBatch, world_size: int, accum: int, rank: int, micro: int) -> np.ndarray:
+        """Places in the global batch that one rank computes in one micro-batch."""
+        return local_slots(self.global_batch, world_size, accum, rank, micro)
+
+    def _size(self, ids: np.ndarray) -> int:
+        return self.global_batch
 
     def _make_window(self, epoch: int, window: int) -> list[np.ndarray]:
         span = self.global_batch * self.bucket_batches
         positions = np.arange(window * span, min((window + 1) * span, len(self.lengths)))
-        ids = permute(positions, len(self.lengths), self.seed, epoch) if self.shuffle else positions
+        ids = self.order.ids(positions, epoch) if self.shuffle else positions
         ids = ids[np.lexsort((ids, self.lengths[ids]))]
-        batches = [ids[start : start + self.global_batch] for start in range(0, len(ids), self.global_batch)]
+        batches = self._cut(ids)
         if not self.shuffle or len(batches) == 1:
             return batches
         # A short batch stays last, so that every other step of the epoch has the full batch size.
-        short = batches.pop() if len(batches[-1]) < self.global_batch else None
+        short = batches.pop() if self._is_short(batches[-1]) else None
         order = permute(np.arange(len(batches)), len(batches), self.seed + 0x5EED, epoch * 1_000_003 + window)
         return [batches[i] for i in order] + ([short] if short is not None else [])
+
+    def _cut(self, ids: np.ndarray) -> list[np.ndarray]:
+        return [ids[start : start + self.global_batch] for start in range(0, len(ids), self.global_batch)]
+
+    def _is_short(self, batch: np.ndarray) -> bool:
+        return len(batch) < self.global_batch
+
+
+class TokenBatchPlan(BatchPlan):
+    """As BatchPlan, but the batches of a window have equal numbers of tokens instead of samples.
+
+    A window has as many batches as there, so that a step is found in the same constant time, and a batch has on average
+    `global_batch` samples: many short texts, or few long ones. Ranks and micro-batches share its tokens evenly, too.
+    """
+
+    _KIND = "tokens-1"
+
+    def slots(self, batch: GlobalBatch, world_size: int, accum: int, rank: int, micro: int) -> np.ndarray:
+        bounds = _even_cuts(self.lengths[batch.ids], world_size * accum)
+        part = micro * world_size + rank
+        return np.arange(bounds[part], bounds[part + 1])
+
+    def _size(self, ids: np.ndarray) -> int:
+        return len(ids)
+
+    def _cut(self, ids: np.ndarray) -> list[np.ndarray]:
+        bounds = _even_cuts(self.lengths[ids], -(-len(ids) // self.global_batch))
+        return [ids[start:end] for start, end in zip(bounds, bounds[1:])]
+
+    def _is_short(self, batch: np.ndarray) -> bool:
+        return False
+
+
+def _even_cuts(lengths: np.ndarray, num_parts: int) -> np.ndarray:
+    """[num_parts + 1] bounds of parts of nearly equal sums, each of at least one sample; with fewer samples than parts
+    the last parts lie beyond them."""
+    num = len(lengths)
+    if num <= num_parts:
+        return np.arange(num_parts + 1)
+    ends = np.cumsum(lengths, dtype=np.int64)
+    targets = ends[-1] * np.arange(1, num_parts) / num_parts
+    cuts = np.searchsorted(ends, targets) + 1
+    # The nearer of the two ends around a target.
+    nearer = np.abs(ends[np.maximum(cuts - 2, 0)] - targets) < np.abs(ends[np.minimum(cuts - 1, num - 1)] - targets)
+    cuts = cuts - (nearer & (cuts > 1))
+    places = np.arange(1, num_parts)
+    cuts = np.maximum.accumulate(np.maximum(cuts, places) - places) + places
+    cuts = np.minimum(cuts, num - num_parts + places)
+    return np.concatenate([[0], cuts, [num]])
+
+
+def make_plan(batching: str, *arguments, **more) -> BatchPlan:
+    """The plan that data.batching names; further arguments are BatchPlan's."""
+    return {"samples": BatchPlan, "tokens": TokenBatchPlan}[batching](*arguments, **more)
 
 
 def local_slots(global_batch: int, world_size: int, accum: int, rank: int, micro: int) -> np.ndarray:

@@ -1,577 +1,316 @@
-"""``mmldlm prepare``: a corpus becomes a packed store of texts, tokens and latents."""
+"""``mmldlm prepare``: a corpus becomes a store of texts, tokens and latents. Also torchrun -m mmldlm.data.prepare.
+
+read -> candidates -> tokenize -> samples and splits -> encode -> write. Reading, tokenizing and encoding are cut into
+tasks that ranks claim; each task's result is one file or folder that appears whole. So a preparation may be killed at
+any time and started again with any number of ranks: what is there is kept, and the bytes that come out are the same.
+"""
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import json
 import os
-import platform
 import shutil
+import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
-import mmldlm
-from mmldlm.data import tokenizers
-from mmldlm.data.corpora import DEFAULT_CORPUS, Corpus, open_corpus
-from mmldlm.data.encoders import ENCODERS, Encoder, sha256_of
-from mmldlm.data.store import FORMAT, MANIFEST, TOKENIZER_FOLDER, VERSION, Store, check_latents
-from mmldlm.data.text import content_hash
-from mmldlm.errors import EXIT_DONE, UserError
+from mmldlm.data import encoding, selecting, tokenizers, tokenizing
+from mmldlm.data.corpora import Corpus, open_corpus
+from mmldlm.data.encoders import Encoder
+from mmldlm.data.files import whole_folder, write_json
+from mmldlm.data.options import PrepareOptions, add_arguments, check_options, from_arguments
+from mmldlm.data.peers import PeerFailed, Peers, join
+from mmldlm.data.publish import TOKENIZER_IDENTITY, Output, existing_output, publish, refuse_other_folders
+from mmldlm.data.reading import Texts, read_unit
+from mmldlm.data.report import Progress, print_summary
+from mmldlm.data.selecting import Samples
+from mmldlm.data.statistics import LatentStatistics
+from mmldlm.data.store import TOKENIZER_FOLDER
+from mmldlm.data.work import Work
+from mmldlm.errors import EXIT_DONE, MmldlmError, UserError
 
-_TOKENIZE_CHUNK = 4096
-_ENCODE_CHUNK = 4096
-
-
-@dataclass
-class PrepareOptions:
-    """What ``prepare`` is asked for; each field is the flag of the same name."""
-
-    output_dir: str
-    corpus: str = DEFAULT_CORPUS
-    validation_corpus: str | None = None
-    encoder: str = "minilm"
-    tokenizer: str = "minilm"
-    cache_dir: str | None = None
-    vocab_size: int = 8192
-    add_mask_token: bool = False
-    text_field: str = "text"
-    max_samples: int | None = None
-    validation_samples: int | None = None
-    min_tokens: int = 3
-    max_tokens: int = 62
-    overlong: str = "drop"
-    keep_duplicates: bool = False
-    batch_tokens: int | None = None
-    seed: int = 0
-    force: bool = False
+__all__ = ["LatentStatistics", "PrepareOptions", "add_arguments", "main", "prepare"]
 
 
-@dataclass
-class Samples:
-    """The texts of one split in corpus order, with their content hashes and token ids."""
-
-    texts: list[str]
-    hashes: list[int]
-    tokens: list[np.ndarray]
-
-
-def prepare(options: PrepareOptions, console: Console | None = None) -> Path:
+def prepare(options: PrepareOptions, console: Console | None = None, peers: Peers | None = None) -> Path:
     """Reads, filters, tokenizes, splits, encodes and writes; the store appears whole or not at all.
+
+    Args:
+        peers: the ranks that do it together; every one of them calls this.
 
     Returns:
         The folder of the store.
 
     Raises:
         UserError: bad options, a missing or empty corpus, an output folder that exists, weights or a tokenizer that
-            cannot be had, or latents that are not finite or zero.
+            cannot be had, or too many texts that the encoder makes nothing of.
     """
-    console = console or Console()
-    started = time.perf_counter()
-    root = _check_options(options)
-    corpus = open_corpus(options.corpus, options.text_field)
-    held_out = open_corpus(options.validation_corpus, options.text_field) if options.validation_corpus else None
-    encoder = Encoder(options.encoder, options.batch_tokens)
-    counts: Counter = Counter()
-
-    with console.status(f"reading {corpus.source}"):
-        texts, hashes = _read(corpus, options, counts)
-    console.print(f"read {counts['read']:,} texts of {corpus.source}, {len(texts):,} different", soft_wrap=True)
-    validation_texts: list[str] = []
-    validation_hashes: list[int] = []
-    if held_out is not None:
-        validation_texts, validation_hashes = _read(held_out, options, validation_counts := Counter())
-        held = set(validation_hashes)
-        kept = [row for row, hash_ in enumerate(hashes) if hash_ not in held]
-        counts["drop_in_validation_corpus"] = len(hashes) - len(kept)
-        texts, hashes = [texts[row] for row in kept], [hashes[row] for row in kept]
-
-    # The texts whose split hash is smallest become validation, so a tokenizer must not be trained on them.
-    num_reserved = 0 if held_out else 2 * _num_validation(len(texts), options)
-    reserved = set(sorted(_split_keys(hashes, options.seed))[:num_reserved])
-    tokenizer = tokenizers.load(
-        options.tokenizer,
-        options.cache_dir,
-        options.add_mask_token,
-        texts=(text for text, key in zip(texts, _split_keys(hashes, options.seed)) if key not in reserved),
-        vocab_size=options.vocab_size,
-    )
-    tokenizer_identity = tokenizers.identity(tokenizer, options.tokenizer)
-
-    samples = _tokenize(texts, hashes, tokenizer, options, counts, options.max_samples)
-    del texts, hashes
-    if held_out is not None:
-        limit = options.validation_samples
-        validation = _tokenize(validation_texts, validation_hashes, tokenizer, options, validation_counts, limit)
-        held = set(validation.hashes)  # again: truncation can make texts equal that were not
-        kept = [row for row, hash_ in enumerate(samples.hashes) if hash_ not in held]
-        counts["drop_in_validation_corpus"] += len(samples.texts) - len(kept)
-        samples = _take(samples, kept)
-        splits = {"train": samples, "validation": validation}
-    else:
-        splits = _split(samples, options)
-    for name, part in splits.items():
-        if len(part.texts) < 2:
-            dropped = {key: value for key, value in counts.items() if key.startswith("drop_")}
-            raise UserError(
-                f"at least 2 samples for the {name} split",
-                f"{len(part.texts)} left of {counts['read']} texts read ({dropped or 'nothing dropped'})",
-                "give a larger corpus, or loosen --min-tokens, --max-tokens, --max-samples or --validation-samples",
-            )
-    _assert_disjoint(splits)
-
-    partial = root.with_name(f"{root.name}.partial-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    peers = peers or Peers()
+    console = (console or Console()) if peers.rank == 0 else Console(quiet=True)
     try:
-        statistics = _write_splits(partial, splits, encoder, tokenizer_identity["vocab_size"], console)
-        tokenizer.save_pretrained(partial / TOKENIZER_FOLDER)
-        manifest = {
-            "format": FORMAT,
-            "version": VERSION,
-            "latent_dim": encoder.latent_dim,
-            "encoder": encoder.identity(),
-            "latent_stats": statistics,
-            "tokenizer": tokenizer_identity,
-            "splits": {name: _split_summary(part) for name, part in splits.items()},
-            "corpus": {"source": corpus.source, **_counted(counts, samples)},
-            "options": {key: value for key, value in asdict(options).items() if key not in ("output_dir", "force")},
-            "files": _list_files(partial),
-            "created_with": _versions(),
-        }
-        for key in ("corpus", "validation_corpus", "cache_dir", "tokenizer"):
-            value = manifest["options"][key]
-            if value and Path(value).exists():  # where it lay on this machine says nothing about the data
-                manifest["options"][key] = Path(value).resolve().name
-        if held_out is not None:
-            manifest["validation_corpus"] = {
-                "source": held_out.source,
-                **_counted(validation_counts, splits["validation"]),
-            }
-        _write_synced(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
-        for name in splits:  # what was written opens, and says what was meant
-            assert len(Store(partial, name)) == len(splits[name].texts)
-        _commit(partial, root, options.force)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        root = check_options(options)
+        corpora, held_out = _open_corpora(options)
+        if options.overlong is None:
+            options = replace(options, overlong="chunk" if any(c.has_documents for c in corpora) else "drop")
+        _Preparation(options, root, corpora, held_out, peers, console).run()
+    except BaseException as error:
+        if not isinstance(error, PeerFailed):
+            peers.failed(error)
         raise
-    _print_summary(console, root, manifest, time.perf_counter() - started)
+    peers.close()
     return root
 
 
-def _check_options(options: PrepareOptions) -> Path:
-    root = Path(os.path.abspath(options.output_dir))
-    if root.exists() and not options.force and (not root.is_dir() or any(root.iterdir())):
-        raise UserError(
-            f"an --output-dir that does not exist yet: {root}",
-            "something is there already",
-            "choose another folder, or add --force to replace it once the new store is whole",
-        )
-    if root.is_dir() and options.force and any(root.iterdir()) and not (root / MANIFEST).is_file():
-        raise UserError(
-            f"a store to replace at {root}",
-            f"a folder with other things in it (no {MANIFEST})",
-            "choose another --output-dir; --force only replaces stores",
-        )
-    if options.encoder not in ENCODERS:
-        raise UserError(f"--encoder among: {', '.join(ENCODERS)}", options.encoder, "choose one of these encoders")
-    if not 1 <= options.min_tokens <= options.max_tokens:
-        raise UserError(
-            "1 <= --min-tokens <= --max-tokens", f"{options.min_tokens} and {options.max_tokens}", "change one of them"
-        )
-    if options.overlong not in ("drop", "truncate"):
-        raise UserError("--overlong drop or truncate", options.overlong, "choose one of the two")
-    for name in ("max_samples", "validation_samples", "batch_tokens"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} of at least 1", str(value), "give a positive number")
-    return root
+def _open_corpora(options: PrepareOptions) -> tuple[list[Corpus], Corpus | None]:
+    def opened(name: str) -> Corpus:
+        return open_corpus(name, options.text_field, options.max_documents, options.sentences)
+
+    held_out = options.validation_corpus
+    return [opened(name) for name in options.datasets or [options.corpus]], opened(held_out) if held_out else None
 
 
-def _read(corpus: Corpus, options: PrepareOptions, counts: Counter) -> tuple[list[str], list[int]]:
-    """Different texts and their content hashes, in corpus order."""
-    texts: list[str] = []
-    hashes: list[int] = []
-    seen: set[int] = set()
-    for text in corpus:
-        hash_ = content_hash(text)
-        if hash_ in seen and not options.keep_duplicates:
-            counts["drop_duplicate"] += 1
-            continue
-        seen.add(hash_)
-        texts.append(text)
-        hashes.append(hash_)
-    counts.update(corpus.counts)
-    if not texts:
-        raise UserError(
-            f"texts in {corpus.source}",
-            f"none kept of {counts['read']} read: {dict(counts)}" if counts["read"] else "none (the corpus is empty)",
-            f"check the file, or use the default corpus '{DEFAULT_CORPUS}'",
-        )
-    return texts, hashes
+@dataclass
+class _Preparation:
+    """One launch's share of a preparation."""
 
+    options: PrepareOptions
+    root: Path
+    corpora: list[Corpus]
+    held_out: Corpus | None
+    peers: Peers
+    console: Console
 
-def _mixed(values: Sequence[int], salt: int) -> np.ndarray:
-    """uint64 keys that order texts at random, as a function of content and salt (the SplitMix64 finaliser)."""
-    key = np.asarray(values, dtype=np.uint64) + np.uint64((salt * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) % 2**64)
-    key = (key ^ (key >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    key = (key ^ (key >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return key ^ (key >> np.uint64(31))
+    def run(self) -> None:
+        started = time.perf_counter()
+        peers = self.peers
+        self.work = Work(self.root, peers)
+        self.source = "+".join(corpus.source for corpus in self.corpora)
+        self.encoder: Encoder | None = None
+        plan = self._plan()
+        peers.first_alone("begin", lambda: self._begin(plan))
+        if peers.add("whole already", 0):
+            return
+        try:
+            texts = self._read("train", self.corpora)
+            held_texts = self._read("validation", [self.held_out]) if self.held_out else None
+            splits, counts, held_counts = self._make_samples(texts, held_texts)
+            sources = {name: held_texts if name == "validation" and held_texts else texts for name in splits}
+            encoded = self._encode_all(splits, sources)
 
+            def write() -> None:
+                output = Output(self.options, self.encoder, self.work, splits, sources, encoded)
+                held_source = None if self.held_out is None else self.held_out.source
+                manifest = publish(output, self.root, plan, self.source, held_source, counts, held_counts)
+                self.work.remove()
+                print_summary(self.console, self.root, manifest, time.perf_counter() - started)
 
-def _split_keys(hashes: Sequence[int], seed: int) -> list[int]:
-    return _mixed(hashes, 2 * seed).tolist()
+            peers.first_alone("write", write)
+        except UserError as error:
+            peers.failed(error)  # and the others gone, before the ground goes
+            if peers.rank == 0 and not list(self.work.folder.glob("encode-*/*")):
+                self.work.remove()  # nothing that took long is lost, and other options may follow
+            raise
 
-
-def _sample_keys(hashes: Sequence[int], seed: int) -> np.ndarray:
-    return _mixed(hashes, 2 * seed + 1)
-
-
-def _tokenize(
-    texts: list[str], hashes: list[int], tokenizer, options: PrepareOptions, counts: Counter, limit: int | None
-) -> Samples:
-    """Samples of an allowed length in corpus order; with a limit, the first ``limit`` of them in hash order."""
-    order = np.arange(len(texts)) if limit is None else np.argsort(_sample_keys(hashes, options.seed), kind="stable")
-    kept: list[tuple[int, np.ndarray]] = []
-    num_seen = 0
-    for chunk in _chunks(order, _TOKENIZE_CHUNK):
-        encoded = tokenizer(
-            [texts[row] for row in chunk],
-            add_special_tokens=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )["input_ids"]
-        for row, ids in zip(chunk, encoded):
-            num_seen += 1
-            if len(ids) < options.min_tokens:
-                counts["drop_too_short"] += 1
-                continue
-            if len(ids) > options.max_tokens:
-                if options.overlong == "drop":
-                    counts["drop_too_long"] += 1
-                    continue
-                # The stored text is the encoder's input too, so it must be cut where the tokens are.
-                ids, texts[row] = _truncate(tokenizer, texts[row], options.max_tokens)
-                counts["truncated"] += 1
-            kept.append((int(row), np.asarray(ids, dtype=np.int64)))
-            if limit is not None and len(kept) == limit:
-                break
-        if limit is not None and len(kept) == limit:
-            break
-    if num_seen < len(texts):
-        counts["drop_not_sampled"] += len(texts) - num_seen
-    kept.sort(key=lambda item: item[0])
-    rows = [row for row, _ in kept]
-    new_hashes = [content_hash(texts[row]) for row in rows] if counts["truncated"] else [hashes[row] for row in rows]
-    samples = Samples([texts[row] for row in rows], new_hashes, [ids for _, ids in kept])
-    return _without_repeats(samples, counts) if counts["truncated"] and not options.keep_duplicates else samples
-
-
-def _truncate(tokenizer, text: str, max_tokens: int) -> tuple[list[int], str]:
-    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    cut = text[: encoding["offset_mapping"][max_tokens - 1][1]].rstrip()
-    return encoding["input_ids"][:max_tokens], cut
-
-
-def _without_repeats(samples: Samples, counts: Counter) -> Samples:
-    """Texts that only differed after the cut are one text now."""
-    first: dict[int, int] = {}
-    for row, hash_ in enumerate(samples.hashes):
-        first.setdefault(hash_, row)
-    counts["drop_duplicate"] += len(samples.texts) - len(first)
-    return _take(samples, list(first.values()))
-
-
-def _take(samples: Samples, rows: Sequence[int]) -> Samples:
-    return Samples(*([column[row] for row in rows] for column in (samples.texts, samples.hashes, samples.tokens)))
-
-
-def _num_validation(num_texts: int, options: PrepareOptions) -> int:
-    if options.validation_samples is not None:
-        return options.validation_samples
-    return max(2, min(1000, num_texts // 20))
-
-
-def _split(samples: Samples, options: PrepareOptions) -> dict[str, Samples]:
-    """The smallest split keys are validation; equal texts have equal keys, so they never part."""
-    keys = _split_keys(samples.hashes, options.seed)
-    wanted = _num_validation(len(keys), options)
-    bound = sorted(keys)[wanted - 1] if wanted <= len(keys) else 2**64
-    chosen = [key <= bound for key in keys]
-    return {
-        "train": _take(samples, [row for row, inside in enumerate(chosen) if not inside]),
-        "validation": _take(samples, [row for row, inside in enumerate(chosen) if inside]),
-    }
-
-
-def _assert_disjoint(splits: dict[str, Samples]) -> None:
-    assert not set(splits["train"].hashes) & set(splits["validation"].hashes), "a text lies in both splits"
-
-
-# Writing ---------------------------------------------------------------------------------------------------------
-
-
-def _chunks(rows: Sequence, size: int) -> Iterator[Sequence]:
-    for start in range(0, len(rows), size):
-        yield rows[start : start + size]
-
-
-def _write_splits(
-    partial: Path, splits: dict[str, Samples], encoder: Encoder, vocab_size: int, console: Console
-) -> dict[str, Any]:
-    total = sum(len(part.texts) for part in splits.values())
-    statistics = LatentStatistics(encoder.latent_dim)
-    with _Progress(console, total, f"encoding with {encoder.name}") as progress:
-        for name, part in splits.items():
-            folder = partial / name
-            folder.mkdir()
-            raw = [text.encode("utf-8") for text in part.texts]
-            _save(folder / "text_offsets.npy", _offsets([len(text) for text in raw]))
-            _save(folder / "text.npy", np.frombuffer(b"".join(raw), dtype=np.uint8))
-            dtype = np.uint16 if vocab_size <= 2**16 else np.int32
-            flat = np.concatenate(part.tokens)
-            assert 0 <= flat.min() and flat.max() < vocab_size <= np.iinfo(dtype).max + 1
-            _save(folder / "token_offsets.npy", _offsets([len(ids) for ids in part.tokens]))
-            _save(folder / "tokens.npy", flat.astype(dtype))
-            latents = np.lib.format.open_memmap(
-                folder / "latents.npy", mode="w+", dtype=np.float32, shape=(len(raw), encoder.latent_dim)
-            )
-            for start in range(0, len(raw), _ENCODE_CHUNK):
-                block = encoder.encode(part.texts[start : start + _ENCODE_CHUNK], progress)
-                where = f"what {encoder.name} made of the {name} texts, counted from text {start}"
-                check_latents(block, where, encoder.latent_dim)
-                latents[start : start + len(block)] = block
-                if name == "train":
-                    statistics.add(block)
-            latents.flush()
-            del latents
-            _sync(folder / "latents.npy")
-    return statistics.result()
-
-
-class LatentStatistics:
-    """Mean, standard deviation, norms and effective rank of latents seen block by block, summed in float64."""
-
-    def __init__(self, latent_dim: int):
-        self._num, self._sum = 0, np.zeros(latent_dim)
-        self._products = np.zeros((latent_dim, latent_dim))
-        self._norms = [np.inf, 0.0, 0.0]
-
-    def add(self, latents: np.ndarray) -> None:
-        """Counts a block ``[N, D]`` in."""
-        block = latents.astype(np.float64)
-        norms = np.linalg.norm(block, axis=1)
-        self._num += len(block)
-        self._sum += block.sum(0)
-        self._products += block.T @ block
-        low, total, high = self._norms
-        self._norms = [min(low, norms.min()), total + norms.sum(), max(high, norms.max())]
-
-    def result(self) -> dict[str, Any]:
-        """The manifest's ``latent_stats``. Effective rank: exp of the entropy of the covariance's normalised
-        eigenvalues (Roy and Vetterli, 2007).
-        """
-        mean = self._sum / self._num
-        covariance = self._products / self._num - np.outer(mean, mean)
-        eigenvalues = np.clip(np.linalg.eigvalsh(covariance), 0, None)
-        total = eigenvalues.sum()
-        share = eigenvalues[eigenvalues > 0] / total if total > 0 else np.ones(1)
+    def _plan(self) -> dict[str, Any]:
+        corpora = {"train": self.corpora, "validation": [self.held_out] if self.held_out else []}
         return {
-            "mean": mean.tolist(),
-            "std": np.sqrt(np.clip(np.diag(covariance), 0, None)).tolist(),
-            "num_samples": self._num,
-            "norm": {"min": self._norms[0], "mean": self._norms[1] / self._num, "max": self._norms[2]},
-            "effective_rank": float(np.exp(-(share * np.log(share)).sum())),
+            "options": self.options.identity(),
+            "shards": [tokenizing.SHARD, encoding.SHARD],
+            "corpus": {
+                name: [f"{corpus.source} {unit.name}" for corpus in part for unit in corpus.units]
+                for name, part in corpora.items()
+            },
         }
 
+    def _begin(self, plan: dict[str, Any]) -> None:
+        options = self.options
+        if existing_output(self.root, plan) and not options.force:
+            self.console.print(f"{self.root} is whole already, of the same corpus and options", soft_wrap=True)
+            self.work.remove()
+            self.peers.add("whole already")
+            return
+        refuse_other_folders(self.root, options.force)
+        self.encoder = self._make_encoder()  # before hours of reading: its weights may be missing
+        goes_on = self.work.open(plan, options.force)
+        if goes_on:
+            self.console.print(f"going on with {self.work.folder}", soft_wrap=True)
 
-def _offsets(lengths: Sequence[int]) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
+    def _make_encoder(self) -> Encoder:
+        import torch
 
+        device = None
+        if torch.cuda.is_available():
+            device = f"cuda:{self.peers.local_rank % torch.cuda.device_count()}"
+        elif "OMP_NUM_THREADS" not in os.environ:
+            ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
+        return Encoder(self.options.encoder, device=device, **self.options.encoder_options())
 
-def _save(path: Path, array: np.ndarray) -> None:
-    with open(path, "wb") as file:
-        np.save(file, array, allow_pickle=False)
-        file.flush()
-        os.fsync(file.fileno())
+    # -- reading -----------------------------------------------------------------------------------------------------
 
-
-def _write_synced(path: Path, content: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _list_files(partial: Path) -> dict[str, dict[str, Any]]:
-    files = sorted(path for path in partial.rglob("*") if path.is_file())
-    return {
-        path.relative_to(partial).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-        for path in files
-    }
-
-
-def _commit(partial: Path, root: Path, force: bool) -> None:
-    for folder in (*(path for path in partial.rglob("*") if path.is_dir()), partial):
-        _sync(folder)
-    old = root.with_name(f"{root.name}.old-{os.getpid()}")
-    if root.is_dir() and not any(root.iterdir()):
-        root.rmdir()
-    if root.exists() and not force:
-        raise UserError(f"no folder yet at {root}", "another one appeared meanwhile", "choose another --output-dir")
-    if root.exists():
-        root.rename(old)
-    partial.rename(root)
-    _sync(root.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-# Reporting -------------------------------------------------------------------------------------------------------
-
-
-class _Progress:
-    """A bar with sentences/s and ETA on a terminal; elsewhere a plain line every ten seconds."""
-
-    def __init__(self, console: Console, total: int, what: str):
-        self._console, self._total, self._what = console, total, what
-        self._done, self._started, self._printed = 0, time.perf_counter(), time.perf_counter()
-        self._bar = None
-
-    def __enter__(self):
-        if self._console.is_terminal:
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[rate]:.0f} sentences/s"),
-                TimeRemainingColumn(),
-                console=self._console,
+    def _read(self, name: str, corpora: list[Corpus]) -> Texts:
+        units = [unit for corpus in corpora for unit in corpus.units]
+        paths = self.work.tasks(f"read-{name}", len(units))
+        with self.console.status(f"reading {name}"):
+            self.work.run(f"read-{name}", paths, lambda i: read_unit(units[i], paths[i]), lambda i: None)
+        texts = Texts(paths)
+        if not len(texts):
+            counts = texts.counts
+            raise UserError(
+                f"texts in {'+'.join(corpus.source for corpus in corpora)}",
+                f"none kept of {counts['read']} read: {dict(counts)}"
+                if counts["read"]
+                else "none (the corpus is empty)",
+                "check the file, or use the default corpus 'docstrings'",
             )
-            self._task = self._bar.add_task(self._what, total=self._total, rate=0.0)
-            self._bar.start()
-        return self
+        self.console.print(f"read {texts.counts['read']:,} texts ({name})", soft_wrap=True)
+        return texts
 
-    def __call__(self, num_done: int) -> None:
-        self._done += num_done
-        now = time.perf_counter()
-        rate = self._done / max(now - self._started, 1e-9)
-        if self._bar is not None:
-            self._bar.update(self._task, advance=num_done, rate=rate)
-        elif now - self._printed >= 10:
-            self._printed = now
-            left = (self._total - self._done) / rate
-            self._console.print(
-                f"{self._what}: {self._done:,} of {self._total:,}, {rate:.0f} sentences/s, {left:.0f} s left"
+    # -- tokenizing --------------------------------------------------------------------------------------------------
+
+    def _make_samples(self, texts: Texts, held_texts: Texts | None) -> tuple[dict[str, Samples], Counter, Counter]:
+        """Both splits, and what became of every text of the corpus and of the validation corpus."""
+        options, no_hashes = self.options, np.empty(0, np.uint64)
+        counts = Counter(texts.counts)
+        held_counts = Counter() if held_texts is None else Counter(held_texts.counts)
+        held = no_hashes if held_texts is None else held_texts.hashes
+        rows = selecting.candidates(texts, held, options.keep_duplicates, counts)
+        self._load_tokenizer(texts, rows)
+        samples = self._tokenize("train", texts, rows, options.max_samples, counts)
+        if held_texts is None:
+            splits = selecting.split(samples, options.validation_samples, options.seed)
+        else:
+            held_rows = selecting.candidates(held_texts, no_hashes, options.keep_duplicates, held_counts)
+            validation = self._tokenize("validation", held_texts, held_rows, options.validation_samples, held_counts)
+            kept = samples.take(~np.isin(samples.hashes, validation.hashes))  # cuts can make texts equal
+            counts["drop_in_validation_corpus"] += len(samples) - len(kept)
+            splits = {"train": kept, "validation": validation}
+        for name, part in splits.items():
+            if len(part) < 2:
+                dropped = {key: value for key, value in counts.items() if key.startswith("drop_") and value}
+                raise UserError(
+                    f"at least 2 samples for the {name} split",
+                    f"{len(part)} left of {counts['read']} texts read ({dropped or 'nothing dropped'})",
+                    "give a larger corpus, or loosen --min-tokens, --max-tokens, --max-samples or --validation-samples",
+                )
+        assert not np.isin(splits["train"].hashes, splits["validation"].hashes).any(), "a text lies in both splits"
+        return splits, counts, held_counts
+
+    def _load_tokenizer(self, texts: Texts, rows: np.ndarray) -> None:
+        """The tokenizer of every rank is the one that rank 0 made and saved."""
+        options = self.options
+        folder, identity_path = self.work.folder / TOKENIZER_FOLDER, self.work.folder / TOKENIZER_IDENTITY
+
+        def make() -> None:
+            if folder.is_dir() and identity_path.is_file():
+                return
+            keys = selecting.split_keys(texts.hashes[rows], options.seed)
+            # The texts with the smallest split keys become validation: a tokenizer must not be trained on them.
+            num_reserved = 2 * selecting.num_validation(len(keys), options.validation_samples)
+            reserved = np.sort(keys)[: 0 if self.held_out else num_reserved]
+            tokenizer = tokenizers.load(
+                options.tokenizer,
+                options.cache_dir,
+                options.add_mask_token,
+                texts=texts.iterate(rows[~np.isin(keys, reserved)]),
+                vocab_size=options.vocab_size,
             )
+            shutil.rmtree(folder, ignore_errors=True)
+            with whole_folder(folder) as partial:
+                tokenizer.save_pretrained(partial)
+            write_json(identity_path, tokenizers.identity(tokenizer, options.tokenizer))
 
-    def __exit__(self, *_):
-        if self._bar is not None:
-            self._bar.stop()
+        self.peers.first_alone("tokenizer", make)
+        from transformers import AutoTokenizer
 
+        self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        self.tokenizer.split_special_tokens = True  # "[MASK]" in a text is six characters of it, no mask
 
-def _counted(counts: Counter, samples: Samples) -> dict[str, Any]:
-    kinds = {key: counts[key] for key in ("files", "files_unreadable", "truncated") if counts[key]}
-    dropped = {key[5:]: value for key, value in sorted(counts.items()) if key.startswith("drop_") and value}
-    return {"read": counts["read"], "kept": len(samples.texts), "dropped": dropped, **kinds}
+    def _tokenize(self, name: str, texts: Texts, rows: np.ndarray, limit: int | None, counts: Counter) -> Samples:
+        options = self.options
+        waves = selecting.Waves(rows, texts.hashes, limit, options.seed)
+        how = (self.tokenizer, options.min_tokens, options.max_tokens, options.overlong)
+        shard_rows: list[np.ndarray] = []
+        paths: list[Path] = []
+        num_kept, number = 0, 0
+        with Progress(self.console, self.peers, f"tokenizing {name}", "texts") as progress:
+            while (wave := waves.next(num_kept)) is not None:
+                parts = [wave[start : start + tokenizing.SHARD] for start in range(0, len(wave), tokenizing.SHARD)]
+                stage = f"tokenize-{name}-{number}"
+                own = self.work.tasks(stage, len(parts))
+                progress.total += len(wave)
+                self.work.run(
+                    stage,
+                    own,
+                    lambda i, own=own, parts=parts: tokenizing.tokenize_shard(own[i], texts, parts[i], *how),
+                    lambda i, parts=parts: progress(len(parts[i])),
+                )
+                shard_rows, paths, number = shard_rows + parts, paths + own, number + 1
+                num_kept += sum(len(tokenizing.read_shard(path)["places"]) for path in own)
+        if not shard_rows:
+            shard_rows, paths = [np.empty(0, np.int64)], self.work.tasks(f"tokenize-{name}-0", 1)
+            tokenizing.tokenize_shard(paths[0], texts, shard_rows[0], *how)
+        samples = selecting.gather(texts, waves, shard_rows, paths, options.keep_duplicates, counts, options.seed)
+        return samples
 
+    # -- encoding ----------------------------------------------------------------------------------------------------
 
-def _split_summary(samples: Samples) -> dict[str, int]:
-    lengths = [len(ids) for ids in samples.tokens]
-    return {"num_samples": len(lengths), "num_tokens": sum(lengths), "max_tokens": max(lengths)}
+    def _encode_all(self, splits: dict[str, Samples], sources: dict[str, Texts]) -> dict[str, list[Path]]:
+        """The shards of latents of each split."""
+        encoder = self.encoder = self.encoder or self._make_encoder()
+        total = sum(map(len, splits.values()))
+        encoded: dict[str, list[Path]] = {}
+        with Progress(self.console, self.peers, f"encoding with {encoder.name}", "sentences", total) as progress:
+            for name, samples in splits.items():
+                starts = range(0, len(samples), encoding.SHARD)
+                paths = encoded[name] = self.work.tasks(f"encode-{name}", len(starts))
+                told: Counter = Counter()
 
+                def do(number: int, name=name, samples=samples, starts=starts, paths=paths, told=told) -> None:
+                    def tell(num_done: int) -> None:
+                        told[number] += num_done
+                        progress(num_done)
 
-def _versions() -> dict[str, str]:
-    packages = ("torch", "transformers", "tokenizers", "numpy")
-    return {
-        "mmldlm": mmldlm.__version__,
-        "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in packages},
-    }
+                    part, _ = samples.read(sources[name], starts[number], starts[number] + encoding.SHARD)
+                    encoding.write_encoded(paths[number], encoding.encode(encoder, part, self.options.retries, tell))
 
+                def done(number: int, samples=samples, starts=starts, told=told) -> None:
+                    progress(min(encoding.SHARD, len(samples) - starts[number]) - told[number])
 
-def _print_summary(console: Console, root: Path, manifest: dict[str, Any], seconds: float) -> None:
-    table = Table(title=f"store {root}", show_header=False)
-    corpus, statistics = manifest["corpus"], manifest["latent_stats"]
-    table.add_row("corpus", corpus["source"])
-    table.add_row("texts read", f"{corpus['read']:,}")
-    for reason, number in corpus["dropped"].items():
-        table.add_row(f"  dropped: {reason.replace('_', ' ')}", f"{number:,}")
-    table.add_row("kept", f"{corpus['kept']:,}")
-    if corpus.get("truncated"):
-        table.add_row("  of them truncated", f"{corpus['truncated']:,}")
-    for name, split in manifest["splits"].items():
-        lengths = f"mean {split['num_tokens'] / split['num_samples']:.1f}, max {split['max_tokens']}"
-        table.add_row(name, f"{split['num_samples']:,} samples, {split['num_tokens']:,} tokens ({lengths})")
-    table.add_row("tokenizer", f"{manifest['tokenizer']['key']}, {manifest['tokenizer']['vocab_size']:,} tokens")
-    norm = statistics["norm"]
-    encoder = manifest["encoder"]
-    table.add_row("latents", f"{encoder['name']} ({encoder['source']}), {manifest['latent_dim']} dimensions")
-    table.add_row("  norm", f"{norm['mean']:.4f} ({norm['min']:.4f} to {norm['max']:.4f})")
-    table.add_row("  effective rank", f"{statistics['effective_rank']:.1f} of {manifest['latent_dim']}")
-    table.add_row("size", f"{sum(entry['bytes'] for entry in manifest['files'].values()) / 2**20:.1f} MiB")
-    table.add_row("time", f"{seconds:.0f} s")
-    console.print(table)
-    console.print(f"next: mmldlm config --config-name quickstart data.latent_data_root={root}", soft_wrap=True)
+                self.work.run(f"encode-{name}", paths, do, done)
+        return encoded
 
 
 # The command -----------------------------------------------------------------------------------------------------
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of ``mmldlm prepare``."""
-    add = parser.add_argument
-    add(
-        "corpus",
-        nargs="?",
-        default=DEFAULT_CORPUS,
-        metavar="CORPUS",
-        help=".txt (one sentence a line), .jsonl, a folder of .txt, or 'docstrings' (default; needs no download)",
-    )
-    add("--output-dir", required=True, metavar="DIR", help="the folder of the store; must not exist yet")
-    add("--validation-corpus", metavar="PATH", help="take validation from here instead of holding out training texts")
-    add("--encoder", "--latent-model", default="minilm", help=f"one of: {', '.join(ENCODERS)}")
-    add(
-        "--tokenizer",
-        default="minilm",
-        metavar="NAME",
-        help="an encoder's name (its own tokenizer), a Hugging Face name or folder, or 'train'",
-    )
-    add("--cache-dir", metavar="DIR", help="where tokenizers from the hub are kept")
-    add("--vocab-size", type=int, default=8192, help="vocabulary of --tokenizer train (default %(default)s)")
-    add("--add-mask-token", action="store_true", help="add the special tokens that the tokenizer lacks")
-    add("--text-field", default="text", help="the field of .jsonl objects (default %(default)s)")
-    add("--max-samples", type=int, metavar="N", help="keep N texts, chosen by a hash of their content")
-    add("--validation-samples", type=int, metavar="N", help="default: 1000 or 5 %%, whichever is smaller")
-    add("--min-tokens", type=int, default=3, help="shorter texts are dropped (default %(default)s)")
-    add("--max-tokens", type=int, default=62, help="without the closing EOS (default %(default)s)")
-    add("--overlong", choices=("drop", "truncate"), default="drop", help="what to do with longer texts")
-    add("--keep-duplicates", action="store_true", help="keep texts that differ only in case, spaces or punctuation")
-    add("--batch-tokens", type=int, help="padded tokens in one encoder pass (default 1024, on a GPU 65536)")
-    add("--seed", type=int, default=0, help="of the sample and the split (default %(default)s)")
-    add("--force", action="store_true", help="replace an existing store once the new one is whole")
-
-
 def main(args: argparse.Namespace) -> int:
-    """Runs ``mmldlm prepare``; returns the exit code."""
-    names = PrepareOptions.__dataclass_fields__
-    prepare(PrepareOptions(**{name: value for name, value in vars(args).items() if name in names}))
+    """Runs ``mmldlm prepare`` in this process, one of several ranks or alone; returns the exit code."""
+    options = from_arguments(args)
+    peers = join()
+    try:
+        prepare(options, peers=peers)
+    except MmldlmError as error:
+        if peers.world_size == 1:
+            raise
+        # Who was told of a failure leaves the telling to the rank that failed, unless that one can tell no more.
+        if not getattr(error, "is_told", False) and peers.speaks():
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
     return EXIT_DONE
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="mmldlm.data.prepare", description=__doc__)
+    add_arguments(parser)
+    try:
+        sys.exit(main(parser.parse_intermixed_args()))
+    except MmldlmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

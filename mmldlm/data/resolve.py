@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from mmldlm.config.schema import Config
+from mmldlm.data.mixture import MixedStore
+from mmldlm.data.plan import BatchPlan, Mixed, make_plan
 from mmldlm.data.store import Store, check_latents
 from mmldlm.errors import UserError
 
@@ -22,21 +24,30 @@ class RunData:
     Attributes:
         config: with model.latent_dim, vocab_size and the token ids filled in.
         train, validation: the two splits. train_lengths, validation_lengths: [N] int32 tokens, EOS included, of the
-            rows in use. latent_mean, latent_std: [D] fp32 scaling into model space.
+            rows in use. latent_mean, latent_std: [D] fp32 scaling into model space. notes: what the user should read.
     """
 
     config: Config
-    train: Store
-    validation: Store
+    train: Store | MixedStore
+    validation: Store | MixedStore
     train_lengths: np.ndarray
     validation_lengths: np.ndarray
     latent_mean: np.ndarray
     latent_std: np.ndarray
+    notes: list[str] = field(default_factory=list)
 
     def max_latent_norm(self) -> float:
         """Beyond this norm a latent is a corrupted row, not an unusual one."""
         mean, std = self.train.latent_mean, self.train.latent_std
         return MAX_NORM_RATIO * float(np.sqrt((np.square(mean) + np.square(std)).sum()))
+
+    def training_plan(self, global_batch: int) -> BatchPlan:
+        """The batch plan of training."""
+        data, seed = self.config.data, self.config.training.seed
+        order = None
+        if isinstance(self.train, MixedStore):
+            order = Mixed([len(store) for store in self.train.stores], self.train.weights, seed)
+        return make_plan(data.batching, self.train_lengths, global_batch, seed, data.bucket_batches, order=order)
 
 
 def open_data(config: Config) -> RunData:
@@ -45,40 +56,51 @@ def open_data(config: Config) -> RunData:
     Raises:
         UserError: no store, damaged store, unusable latents, or a config that contradicts the data.
     """
-    root = config.data.latent_data_root
-    if root is None:
+    roots = config.data.mixture or {config.data.latent_data_root: 1.0}
+    if None in roots:
         raise UserError(
             "data.latent_data_root: the folder of a prepared store",
-            "it is not set",
+            "no data.latent_data_root",
             "make one with `mmldlm prepare --output-dir DIR`, then add data.latent_data_root=DIR",
         )
-    train = Store(root, "train", config.data.verify)
-    validation = Store(root, "validation", config.data.verify)
-    for store in (train, validation):
+    max_tokens = config.model.max_seq_len - 1 if config.data.overlong == "truncate" else None
+    splits = {
+        split: [Store(root, split, config.data.verify, max_tokens) for root in roots]
+        for split in ("train", "validation")
+    }
+    for store in (store for stores in splits.values() for store in stores):
         if len(store) == 0:
             raise UserError(
-                f"samples in split {store.split} of {root}", "none", "prepare the store from a larger corpus"
+                f"samples in split {store.split} of {store.root}", "none", "prepare the store from a larger corpus"
             )
-        rows = np.unique(np.linspace(0, len(store) - 1, min(len(store), ROWS_CHECKED)).astype(np.int64))
-        check_latents(store.get(rows).latents, f"{root}/{store.split} (rows {rows[0]}..{rows[-1]})", store.latent_dim)
+        for first, block in store.latent_blocks(ROWS_CHECKED):
+            check_latents(block, f"{store.root}/{store.split} from row {first}", store.latent_dim)
+    if config.data.mixture is None:
+        train, validation = splits["train"][0], splits["validation"][0]
+    else:
+        train, validation = (MixedStore(stores, list(roots.values())) for stores in splits.values())
     config = config.model_copy(deep=True)
     _fill_in(config, train)
-    lengths = [
-        store.lengths[:limit] + 1
-        for store, limit in ((train, config.data.max_train_samples), (validation, config.data.max_validation_samples))
-    ]
+    limits = (config.data.max_train_samples, config.data.max_validation_samples)
+    lengths = [store.lengths[:limit] + 1 for store, limit in zip((train, validation), limits)]
     longest = int(max(part.max() for part in lengths))
     if longest > config.model.max_seq_len:
         raise UserError(
             f"texts of at most model.max_seq_len={config.model.max_seq_len} tokens, EOS included",
-            f"one of {longest} in {root}",
-            f"set model.max_seq_len={longest} or more, or prepare with --max-tokens {config.model.max_seq_len - 1}",
+            f"one of {longest} in {train.root}",
+            f"set model.max_seq_len={longest} or more, data.overlong=truncate, or prepare with --max-tokens "
+            f"{config.model.max_seq_len - 1}",
         )
+    notes = [
+        f"{store.num_truncated:,} of {len(store):,} {name} texts cut to {max_tokens} tokens (data.overlong=truncate)"
+        for name, store in (("training", train), ("validation", validation))
+        if store.num_truncated
+    ]
     mean, std = _scaling(config, train)
-    return RunData(config, train, validation, lengths[0], lengths[1], mean, std)
+    return RunData(config, train, validation, lengths[0], lengths[1], mean, std, notes)
 
 
-def _fill_in(config: Config, store: Store) -> None:
+def _fill_in(config: Config, store: Store | MixedStore) -> None:
     model, tokenizer = config.model, store.manifest["tokenizer"]
     if model.latent_dim not in (None, store.latent_dim):
         raise UserError(
@@ -110,7 +132,7 @@ def _fill_in(config: Config, store: Store) -> None:
     model.vocab_size = model.vocab_size or tokenizer["vocab_size"]
 
 
-def _scaling(config: Config, store: Store) -> tuple[np.ndarray, np.ndarray]:
+def _scaling(config: Config, store: Store | MixedStore) -> tuple[np.ndarray, np.ndarray]:
     dim = store.latent_dim
     if config.latent_diffusion.scaling == "none":
         return np.zeros(dim, np.float32), np.ones(dim, np.float32)

@@ -6,6 +6,8 @@ ROOT/{train,validation}/text_offsets.npy   int64 [N + 1]   where each text start
 ROOT/{train,validation}/tokens.npy         uint16 or int32 token ids, end to end, without special tokens
 ROOT/{train,validation}/token_offsets.npy  int64 [N + 1]
 ROOT/{train,validation}/latents.npy        float32 [N, D]  as the encoder gave them
+ROOT/{train,validation}/documents.npy      int64 [N]       (only with --overlong chunk) the text a sample is a piece of
+ROOT/quarantine.jsonl                      (only where there were any) texts on which the encoder failed, with reasons
 ROOT/tokenizer/                            the tokenizer, as ``save_pretrained`` writes it
 """
 
@@ -13,13 +15,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mmldlm.data.encoders import sha256_of
+from mmldlm.data.files import sha256_of
 from mmldlm.errors import UserError
 
 FORMAT = "mmldlm-store"
@@ -27,6 +29,7 @@ VERSION = 1
 MANIFEST = "manifest.json"
 TOKENIZER_FOLDER = "tokenizer"
 SPLITS = ("train", "validation")
+_LENGTHS_BLOCK, _LATENT_BLOCK = 1 << 18, 4096
 ARRAYS = ("text", "text_offsets", "tokens", "token_offsets", "latents")
 _PREPARE = "make it with: mmldlm prepare --output-dir {root}"
 _REMAKE = "copy the store again, or make it again with: mmldlm prepare --force --output-dir {root}"
@@ -164,12 +167,22 @@ class Store:
         root: the folder that ``mmldlm prepare`` wrote.
         split: ``train`` or ``validation``.
         verify: ``sizes`` (every file is there and as long as it was), ``checksums`` (reads every byte), ``none``.
+        max_tokens: longer texts are cut to so many tokens when they are read; None: none is.
+
+    Attributes:
+        lengths: [N] int32 tokens of every sample, as ``get`` gives them. num_truncated: samples that are cut.
 
     Raises:
         UserError: not a store, no such split, damaged files, or arrays that contradict the manifest.
     """
 
-    def __init__(self, root: str | os.PathLike, split: str = "train", verify: str = "sizes"):
+    def __init__(
+        self,
+        root: str | os.PathLike,
+        split: str = "train",
+        verify: str = "sizes",
+        max_tokens: int | None = None,
+    ):
         self.root, self.split, self.manifest = Path(root), split, read_manifest(root)
         if split not in self.manifest["splits"]:
             raise UserError(
@@ -186,21 +199,50 @@ class Store:
                 f"text, token and latent arrays of shapes {shapes}, ending at {ends}",
                 _REMAKE.format(root=self.root),
             )
-        self.lengths = np.diff(self._token_offsets).astype(np.int32)
+        self.lengths, self._max_tokens, self.num_truncated = self._read_lengths(), max_tokens, 0
+        if max_tokens is not None:
+            self.num_truncated = int((self.lengths > max_tokens).sum())
+            np.minimum(self.lengths, max_tokens, out=self.lengths)
 
     def _map(self, name: str) -> np.ndarray:
         path = self.root / self.split / f"{name}.npy"
         try:
-            return np.load(path, mmap_mode="r", allow_pickle=False)
+            # A plain view of the map: slicing numpy's own class costs several times as much.
+            return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
         except (OSError, ValueError, EOFError) as error:
             raise UserError(f"an array in {path}", str(error), _REMAKE.format(root=self.root)) from None
+
+    def _read_lengths(self) -> np.ndarray:
+        """[N] int32, read block by block and not through the map, whose pages would stay with the process."""
+        num, path = len(self._token_offsets) - 1, self.root / self.split / "token_offsets.npy"
+        lengths, last = np.empty(num, np.int32), 0
+        with open(path, "rb") as file:
+            file.seek(-8 * num, os.SEEK_END)
+            for start in range(0, num, _LENGTHS_BLOCK):
+                offsets = np.fromfile(file, np.int64, min(_LENGTHS_BLOCK, num - start))
+                part = np.diff(offsets, prepend=last)
+                if part.min() < 0 or part.max() > np.iinfo(np.int32).max:
+                    raise UserError(
+                        f"offsets that rise in {path}",
+                        f"{part.min()} tokens in row {start + int(part.argmin())}",
+                        _REMAKE.format(root=self.root),
+                    )
+                lengths[start : start + len(part)] = part
+                last = int(offsets[-1])
+        return lengths
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __reduce__(self):
         # Workers open their own maps; the files were checked when the first one was opened.
-        return (type(self), (self.root, self.split, "none"))
+        return (type(self), (self.root, self.split, "none", self._max_tokens))
+
+    @property
+    def documents(self) -> np.ndarray | None:
+        """[N] int64: the text of the corpus that each sample is a piece of; None where texts were not cut in pieces."""
+        path = self.root / self.split / "documents.npy"
+        return np.load(path, mmap_mode="r") if path.is_file() else None
 
     @property
     def latent_dim(self) -> int:
@@ -226,9 +268,37 @@ class Store:
         rows = np.asarray(indices, dtype=np.int64).reshape(-1)
         if len(rows) and (rows.min() < 0 or rows.max() >= len(self)):
             raise IndexError(f"indices {rows.min()}..{rows.max()} of a split with {len(self)} samples")
-        starts, ends = self._token_offsets[rows], self._token_offsets[rows + 1]
-        tokens = [self._tokens[start:end].astype(np.int64) for start, end in zip(starts, ends)]
+        starts, lengths = self._token_offsets[rows], self._token_offsets[rows + 1] - self._token_offsets[rows]
+        if self._max_tokens is not None:
+            lengths = np.minimum(lengths, self._max_tokens)
+        ends = np.cumsum(lengths)
+        # All tokens of the batch in one gather: place in the batch -> place in the file.
+        places = np.arange(int(ends[-1]) if len(ends) else 0)
+        places += np.repeat(starts - (ends - lengths), lengths)
+        flat = self._tokens[places].astype(np.int64)
+        bounds = [0, *ends.tolist()]
+        tokens = [flat[start:end] for start, end in zip(bounds, bounds[1:])]
         return Batch(tokens, np.asarray(self._latents[rows], dtype=np.float32))
+
+    def latent_blocks(self, num_rows: int, num_blocks: int = 64) -> Iterator[tuple[int, np.ndarray]]:
+        """(first row, latents [n, D]) of blocks spread evenly over the split, of about num_rows rows together; all of
+        them where it has no more. Read by copying: pages of the map would stay with the process."""
+        if len(self) <= num_rows:
+            starts, size = range(0, len(self), _LATENT_BLOCK), _LATENT_BLOCK
+        else:
+            size = -(-num_rows // num_blocks)
+            starts = np.linspace(0, len(self) - size, num_blocks).astype(np.int64).tolist()
+        row_bytes = self.latent_dim * self._latents.dtype.itemsize
+        with open(self.root / self.split / "latents.npy", "rb") as file:
+            for start in starts:
+                num = min(size, len(self) - start)
+                file.seek(-row_bytes * (len(self) - start), os.SEEK_END)
+                block = np.fromfile(file, self._latents.dtype, num * self.latent_dim)
+                yield start, block.reshape(num, self.latent_dim).astype(np.float32, copy=False)
+
+    def place(self, index: int) -> tuple[Path, int]:
+        """The folder of the split and the row in it where a sample lies."""
+        return self.root / self.split, int(index)
 
     def text(self, index: int) -> str:
         """The text of one sample."""

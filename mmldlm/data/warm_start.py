@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from mmldlm.data.encoders import find_model_folder, sha256_of
+from mmldlm.data.encoders import find_model_folder
+from mmldlm.data.files import sha256_of
 from mmldlm.data.store import Store
 from mmldlm.errors import UserError
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import TYPE_CHECKING
 
 from mmldlm.config.schema import Config
-from mmldlm.engines.base import Engine
 from mmldlm.engines.deepspeed_config import merged_config
 from mmldlm.errors import UserError
+
+if TYPE_CHECKING:  # check_engine is asked by preflight, which starts without torch
+    from torch import nn
+
+    from mmldlm.engines.base import Engine
 
 
 def build_engine(model: nn.Module, config: Config) -> Engine:

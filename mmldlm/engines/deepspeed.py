@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -50,6 +51,9 @@ class DeepSpeedEngine(Engine):
         dtype = compute_dtype(config.training.dtype)
         rounded = dtype != torch.float32 and self.stage > 0
         exact = {name: p.detach().clone() for name, p in model.named_parameters()} if rounded else {}
+        if self.stage == 3:  # a block reads its layers' weights itself: they are gathered together, for the block
+            for block in model.blocks:
+                deepspeed.utils.set_z3_leaf_module(block, True)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
         self._start_from(exact)
         # ZeRO-0 has no 16-bit optimizer with fp32 accumulation; fp32 weights under autocast are the same arithmetic.
@@ -94,7 +98,8 @@ class DeepSpeedEngine(Engine):
     def discard(self) -> None:
         if self._gate is not None:
             self._gate.decide(True, math.inf)
-            self._engine.step()
+            with _quiet():  # it would report the skip once more, in words of its own
+                self._engine.step()
             return
         # ZeRO-0 runs the plain optimizer, which knows no refusal.
         plain_step, self._optimizer.step = self._optimizer.step, lambda *args, **kwargs: None
@@ -146,6 +151,18 @@ class DeepSpeedEngine(Engine):
 
     def describe(self) -> str:
         return f"deepspeed ZeRO-{self.stage}"
+
+
+@contextlib.contextmanager
+def _quiet():
+    from deepspeed.utils import logger
+
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def import_deepspeed():

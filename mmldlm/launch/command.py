@@ -12,6 +12,7 @@ from mmldlm.errors import EXIT_DONE
 from mmldlm.launch.watcher import AGREED, Outcome, Watcher
 from mmldlm.preflight import command as preflight
 from mmldlm.preflight.context import Context
+from mmldlm.preflight.gather import data_address
 from mmldlm.preflight.report import exit_code, show
 
 
@@ -35,22 +36,25 @@ def main(args: argparse.Namespace) -> int:
     preflight.record(context, results, code, seconds, None)
     if code != EXIT_DONE:
         return code
-    words = train_words(args)
+    words, training = train_words(args), context.config.training
+    batch = training.train_batch_size * training.grad_accum_steps * context.world_size
     for attempt in range(args.retries + 1):
         if attempt:
             print(f"\nattempt {attempt + 1} of {args.retries + 1}", flush=True)
-        outcome = Watcher(context, words, log_folder(context), args.grace).run()
-        tell(outcome)
+        logs = log_folder(context)
+        outcome = Watcher(context, words, logs, args.grace).run()
+        tell(outcome, logs)
         if outcome.code == EXIT_DONE or outcome.code in AGREED or "interrupted" in outcome.reason:
-            return outcome.code
+            break
         if attempt == args.retries:
             break
-        words = [*train_words(args), "training.resume=auto"]
-        if args.elastic and outcome.bad_nodes:
-            more = without(context, outcome.bad_nodes)
+        if attempt == 0:
+            words.append("training.resume=auto")
+        if args.elastic and outcome.bad_nodes and not context.local:
+            more = without(context, outcome.bad_nodes, batch)
             if more is None:
-                return outcome.code
-            words += more
+                break
+            words += more  # of words that set one key, the last one counts
     return outcome.code
 
 
@@ -70,20 +74,21 @@ def log_folder(context: Context) -> Path:
     return context.config.run_dir() / "logs" / f"launch_{stamp}"
 
 
-def tell(outcome: Outcome) -> None:
-    """Say how it ended, and show the last lines of the rank that ended first."""
+def tell(outcome: Outcome, logs: Path) -> None:
+    """Say how it ended, show the last lines of the rank that ended first, and where the rest is."""
+    sys.stdout.flush()
     if outcome.code == EXIT_DONE:
+        print(f"done; logs of all ranks: {logs}", file=sys.stderr, flush=True)
         return
     print(f"\nended: {outcome.reason} (exit {outcome.code})", file=sys.stderr)
     for line in outcome.last:
         print(f"    {line}", file=sys.stderr)
-    sys.stderr.flush()
+    print(f"logs of all ranks: {logs}", file=sys.stderr, flush=True)
 
 
-def without(context: Context, bad: list[str]) -> list[str] | None:
+def without(context: Context, bad: list[str], batch: int) -> list[str] | None:
     """Take nodes out of the run; the words that keep its global batch, or None when that cannot be."""
     training = context.config.training
-    batch = training.train_batch_size * training.grad_accum_steps * context.world_size
     left = [node for node in context.nodes if node.name not in bad]
     ranks = sum(node.slots for node in left)
     if not left or batch % (ranks * training.train_batch_size):
@@ -94,13 +99,10 @@ def without(context: Context, bad: list[str]) -> list[str] | None:
         )
         return None
     print(f"going on without {', '.join(bad)}: {ranks} rank(s)", file=sys.stderr)
-    context.nodes = left
-    address = context.master.get("address")
-    if left[0].name in context.facts and context.value(left[0].name, "network"):
-        from mmldlm.preflight.gather import data_address
-
-        address = "127.0.0.1" if context.local else data_address(context, left[0].name)
-    context.master["address"] = address
+    first, context.nodes = context.names[0], left
+    if left[0].name != first:  # its address was another's; what was tried of it are the pairs
+        known = context.value(left[0].name, "network")
+        context.master["address"] = data_address(context, left[0].name) if known else left[0].name
     path = context.config.run_dir() / "logs" / "hostfile_left"
     path.write_text("".join(f"{node.name} slots={node.slots}\n" for node in left))
     context.options.hostfile = str(path)

@@ -60,6 +60,8 @@ class Watcher:
         self.id = uuid.uuid4().hex
         self.fleet = Fleet([self._agent(name) for name in context.names])
         self.process: subprocess.Popen | None = None
+        self._follower: threading.Thread | None = None
+        self._over = threading.Event()
         self.interrupts = 0
         self._seen: set[str] = set()
 
@@ -83,6 +85,9 @@ class Watcher:
             self._end_all(STOP_GRACE)
             self.fleet.ask("forget", {"launch": self.id}, timeout=10)
             self.fleet.stop()
+            self._over.set()
+            if self._follower is not None:
+                self._follower.join(5)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
@@ -102,7 +107,7 @@ class Watcher:
         with open(os.open(launch_file, os.O_CREAT | os.O_WRONLY, 0o600), "w") as file:
             json.dump({**values, "environment": environment}, file)
         script = [rank_module.__file__, str(launch_file.absolute())]
-        address = context.master.get("address") or "127.0.0.1"
+        address = context.master_address()
         port = options.master_port
         if context.launcher == "torchrun":
             self._start_torchrun(address, port, script, environment)
@@ -141,6 +146,23 @@ class Watcher:
             return {"launch": self.id, "command": command, "environment": environment, "log": log}
 
         self.fleet.ask("start", asked, timeout=20)
+        # torchrun's output stays on its node; what rank 0 says is read from its log, which all nodes see.
+        self._follower = threading.Thread(target=self._follow_rank_0, daemon=True)
+        self._follower.start()
+
+    def _follow_rank_0(self) -> None:
+        seen = 0
+        while True:
+            last = self._over.wait(0.5)
+            for path in self.logs.glob("*_rank0.log"):
+                with contextlib.suppress(OSError), open(path, "rb") as file:
+                    file.seek(seen)
+                    text = file.read()
+                    seen += len(text)
+                    sys.stdout.write(text.decode(errors="replace"))
+                    sys.stdout.flush()
+            if last:
+                return
 
     def _copy_output(self) -> None:
         with open(self.logs / "launcher.log", "a") as log:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
-from mmldlm.models.layers import RMSNorm, apply_rotary, modulate
+from mmldlm.models.fused import NORM_EPS, AfterAttention, BeforeAttention, Modulation
+from mmldlm.models.layers import RMSNorm, modulate
+from mmldlm.models.layout import QK_EPS, Layout, attend
 
 
 class Stream(nn.Module):
-    """The weights of one modality in one block.
+    """The weights of one modality in one block; the block computes with both streams' at once (fused.py).
 
     Args:
         hidden_size: width H.
@@ -22,35 +25,21 @@ class Stream(nn.Module):
 
     def __init__(self, hidden_size: int, n_heads: int, cond_dim: int, mlp_ratio: float, qk_rmsnorm: bool):
         super().__init__()
-        self.n_heads = n_heads
         head_dim = hidden_size // n_heads
         mlp_width = int(hidden_size * mlp_ratio)
         self.modulation = nn.Linear(cond_dim, 6 * hidden_size)
-        self.norm_attention = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
-        self.norm_mlp = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
         self.to_qkv = nn.Linear(hidden_size, 3 * hidden_size, bias=False)
         self.to_out = nn.Linear(hidden_size, hidden_size, bias=False)
-        self.query_norm = RMSNorm(head_dim, eps=1e-6) if qk_rmsnorm else None
-        self.key_norm = RMSNorm(head_dim, eps=1e-6) if qk_rmsnorm else None
+        self.query_norm = RMSNorm(head_dim, eps=QK_EPS) if qk_rmsnorm else None
+        self.key_norm = RMSNorm(head_dim, eps=QK_EPS) if qk_rmsnorm else None
         self.mlp_in = nn.Linear(hidden_size, mlp_width)
         self.mlp_out = nn.Linear(mlp_width, hidden_size)
 
-    def modulations(self, condition: Tensor) -> tuple[Tensor, ...]:
-        """SiLU'd conditioning [B, C] -> shift, scale, gate of attention and of the MLP, each [B, 1, H]."""
-        return self.modulation(condition)[:, None].chunk(6, dim=-1)
-
-    def queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, T, H] -> three [B, heads, T, head_dim]."""
-        batch, length, _ = x.shape
-        qkv = self.to_qkv(x).view(batch, length, 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)
-        query, key, value = qkv.unbind(0)
-        if self.query_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
-        return query, key, value
-
-    def mlp(self, x: Tensor) -> Tensor:
-        """[B, T, H] -> [B, T, H]."""
-        return self.mlp_out(F.gelu(self.mlp_in(x), approximate="tanh"))
+    def qk_weights(self) -> tuple[Tensor | None, Tensor | None]:
+        """[head_dim] weights of the query and the key norm; None without qk_rmsnorm."""
+        if self.query_norm is None:
+            return None, None
+        return self.query_norm.weight, self.key_norm.weight
 
 
 class MMDiTBlock(nn.Module):
@@ -58,48 +47,85 @@ class MMDiTBlock(nn.Module):
 
     def __init__(self, hidden_size: int, n_heads: int, cond_dim: int, mlp_ratio: float, qk_rmsnorm: bool):
         super().__init__()
+        self.n_heads = n_heads
         self.text = Stream(hidden_size, n_heads, cond_dim, mlp_ratio, qk_rmsnorm)
         self.latent = Stream(hidden_size, n_heads, cond_dim, mlp_ratio, qk_rmsnorm)
 
-    def forward(
-        self, text: Tensor, latent: Tensor, condition: Tensor, cos: Tensor, sin: Tensor, key_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, rows: Tensor, condition: Tensor, layout: Layout) -> Tensor:
         """One block.
 
         Args:
-            text: [B, S, H] text stream.
-            latent: [B, L, H] latent stream.
+            rows: [R, H] real text tokens, then latent tokens (layout.py).
             condition: [B, C] SiLU'd conditioning vector.
-            cos, sin: [S, head_dim / 2] rotary table of the text positions.
-            key_mask: [B, 1, 1, S + L] bool, True where a key may be attended to; None when nothing is padded.
+            layout: where the rows stand.
 
         Returns:
-            The two streams, same shapes.
+            The rows after the block, [R, H].
         """
-        length = text.shape[1]
-        t_shift, t_scale, t_gate, t_mlp_shift, t_mlp_scale, t_mlp_gate = self.text.modulations(condition)
-        l_shift, l_scale, l_gate, l_mlp_shift, l_mlp_scale, l_mlp_gate = self.latent.modulations(condition)
+        # Under torch.compile the compiler fuses and chooses what to keep. A layer that somebody hooks or
+        # replaces must really be called.
+        if torch.compiler.is_compiling() or not self._is_bare():
+            return self._through_layers(rows, condition, layout)
+        return self._fused(rows, condition, layout)
 
-        t_query, t_key, t_value = self.text.queries_keys_values(
-            modulate(self.text.norm_attention(text), t_shift, t_scale)
+    def _is_bare(self) -> bool:
+        """Whether every layer is still nn.Linear or RMSNorm, and nobody hooks it or all modules."""
+        return not _has_any_global_hook() and all(
+            type(layer) in (nn.Linear, RMSNorm)
+            and "forward" not in vars(layer)
+            and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks)
+            and not layer._backward_pre_hooks
+            for stream in (self.text, self.latent)
+            for layer in stream._modules.values()
+            if layer is not None
         )
-        l_query, l_key, l_value = self.latent.queries_keys_values(
-            modulate(self.latent.norm_attention(latent), l_shift, l_scale)
-        )
-        mixed = F.scaled_dot_product_attention(
-            torch.cat([apply_rotary(t_query, cos, sin), l_query], dim=2),
-            torch.cat([apply_rotary(t_key, cos, sin), l_key], dim=2),
-            torch.cat([t_value, l_value], dim=2),
-            attn_mask=key_mask,
-        )
-        mixed = mixed.transpose(1, 2).flatten(2)
-        text = torch.addcmul(text, t_gate, self.text.to_out(mixed[:, :length]))
-        latent = torch.addcmul(latent, l_gate, self.latent.to_out(mixed[:, length:]))
 
-        text = torch.addcmul(
-            text, t_mlp_gate, self.text.mlp(modulate(self.text.norm_mlp(text), t_mlp_shift, t_mlp_scale))
+    def _fused(self, rows: Tensor, condition: Tensor, layout: Layout) -> Tensor:
+        text, latent = self.text, self.latent
+        modulations = [stream.modulation for stream in (text, latent)]
+        table = Modulation.apply(condition, layout.unit, *(p for m in modulations for p in (m.weight, m.bias)))
+        before, after = table.split((2, 4), dim=1)
+        qkv = BeforeAttention.apply(
+            rows, before, layout, self.n_heads, text.to_qkv.weight, latent.to_qkv.weight,
+            *text.qk_weights(), *latent.qk_weights(),
+        )  # fmt: skip
+        mixed = attend(qkv, layout)
+        return AfterAttention.apply(
+            rows, mixed, after, layout,
+            text.to_out.weight, latent.to_out.weight, text.mlp_in.weight, latent.mlp_in.weight,
+            text.mlp_in.bias, latent.mlp_in.bias, text.mlp_out.weight, latent.mlp_out.weight,
+            text.mlp_out.bias, latent.mlp_out.bias,
+        )  # fmt: skip
+
+    def _through_layers(self, rows: Tensor, condition: Tensor, layout: Layout) -> Tensor:
+        """The same with one call a layer, under autograd."""
+        n, width = layout.num_text, rows.shape[-1]
+        streams = ((self.text, rows[:n], layout.sample[:n]), (self.latent, rows[n:], layout.sample[n:] - layout.batch))
+        modulations, projected = [], []
+        for stream, x, sample in streams:
+            shift, scale, *rest = stream.modulation(condition).index_select(0, sample).chunk(6, dim=-1)
+            modulations.append(rest)
+            hidden = modulate(F.layer_norm(x, (width,), eps=NORM_EPS), shift, scale)
+            query, key, value = stream.to_qkv(hidden).view(len(x), 3, self.n_heads, -1).unbind(1)
+            if stream.query_norm is not None:
+                query, key = stream.query_norm(query), stream.key_norm(key)
+            projected.append(torch.stack([query, key, value], dim=1))
+        joint = torch.cat(projected)
+        turned = joint[:, :2]
+        turned = turned * layout.cos.to(joint.dtype) + turned.roll(width // self.n_heads // 2, -1) * layout.sin.to(
+            joint.dtype
         )
-        latent = torch.addcmul(
-            latent, l_mlp_gate, self.latent.mlp(modulate(self.latent.norm_mlp(latent), l_mlp_shift, l_mlp_scale))
-        )
-        return text, latent
+        joint = torch.cat([turned, joint[:, 2:]], dim=1).index_select(0, layout.order)
+        mixed = attend(joint, layout).index_select(0, layout.back)
+        out = []
+        for (stream, x, _), (gate, shift, scale, mlp_gate), given in zip(streams, modulations, (mixed[:n], mixed[n:])):
+            x = torch.addcmul(x, gate, stream.to_out(given))
+            hidden = modulate(F.layer_norm(x, (width,), eps=NORM_EPS), shift, scale)
+            inner = F.gelu(stream.mlp_in(hidden), approximate="tanh")
+            out.append(torch.addcmul(x, mlp_gate, stream.mlp_out(inner)))
+        return torch.cat(out)
+
+    @staticmethod
+    def streams(output: Tensor, rows: Tensor, condition: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+        """What forward(rows, condition, layout) gave, as text rows and latent rows."""
+        return output[: layout.num_text], output[layout.num_text :]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,20 @@ from torch import Tensor, nn
 # t in [0, 1] is stretched before the sinusoids: unscaled, t=0 and t=0.01 are 0.027 apart and nearly all of the 256
 # dimensions are constant (facts: earlier-system 7.A.5).
 TIMESTEP_SCALE = 1000.0
+
+
+def compute_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype of matrix products with this tensor: autocast's where it is on, else the tensor's."""
+    kind = tensor.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return tensor.dtype
+
+
+def without_autocast(tensor: Tensor):
+    """A context for code that casts by itself (the meta device has no autocast)."""
+    kind = tensor.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 class RMSNorm(nn.RMSNorm):
@@ -58,12 +73,6 @@ def rotary_table(length: int, head_dim: int, device, theta: float = 1e4) -> tupl
     return angles.cos(), angles.sin()
 
 
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [B, heads, S, head_dim] by its positions; cos and sin [S, head_dim / 2] in x's dtype."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """x [B, T, H] * (1 + scale [B, 1, H]) + shift [B, 1, H]."""
+    """x [..., H] * (1 + scale) + shift; both [..., H], of x's shape or broadcast to it."""
     return torch.addcmul(shift, x, 1 + scale)

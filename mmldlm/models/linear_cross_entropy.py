@@ -5,7 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-CHUNK_ROWS = 512
+from mmldlm.models.layers import compute_dtype, without_autocast
+
+# Logits that exist at once. On a CPU, 8 M fp32 values are below the size from
+# which malloc asks the kernel for fresh (zeroed) pages every time; a GPU wants large products.
+CHUNK_ELEMENTS = {"cpu": 8 << 20, "cuda": 64 << 20}
+MIN_ROWS = 64
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -13,44 +18,66 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     The loss is linear in the NLLs, so their gradients are known as soon as a chunk's softmax is: keeping them (as large
     as the inputs) replaces keeping the logits (V / H times as large). Idea: Cut Cross-Entropy, arXiv 2411.09009.
+
+    With P = softmax, t the target and w the row's weight, the gradient of the logits is w (P - onehot(t)). Neither w
+    nor the one-hot is ever written into [rows, V]: w scales the rows of the small factors, the one-hot is a row of the
+    weight (for the hidden rows) or a row added to its gradient.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, loss_weights, forbidden_id, chunk_rows, want_grads):
         needs = [want_grads and ctx.needs_input_grad[i] for i in range(3)]
         num_rows = hidden.shape[0]
-        nll = torch.empty(num_rows, dtype=torch.float32, device=hidden.device)
-        correct = torch.empty(num_rows, dtype=torch.bool, device=hidden.device)
-        grad_hidden = torch.empty_like(hidden) if needs[0] else None
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs[1] else None
-        grad_bias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device) if needs[2] else None
-        for start in range(0, num_rows, chunk_rows):
-            rows = slice(start, min(start + chunk_rows, num_rows))
-            chunk, target = hidden[rows], targets[rows, None]
-            logits = torch.addmm(bias, chunk, weight.t()).float()
-            logits[:, forbidden_id] = float("-inf")
-            # Few passes over [rows, V]: the maximum serves the softmax and the accuracy, the exponentials serve the
-            # normaliser and, scaled in place, the gradient.
-            target_logit, largest = logits.gather(1, target), logits.amax(-1, keepdim=True)
-            correct[rows] = (target_logit >= largest)[:, 0]
-            grad = logits.sub_(largest).exp_()
-            normaliser = grad.sum(-1, keepdim=True)
-            nll[rows] = (normaliser.log() + largest - target_logit)[:, 0]
-            if any(needs):
-                row_weights = loss_weights[rows, None]
-                grad.mul_(row_weights / normaliser).scatter_add_(1, target, -row_weights)
-                grad_low = grad.to(hidden.dtype)
+        low = compute_dtype(hidden)
+        with without_autocast(hidden):
+            rows_low, weight_low = hidden.to(low), weight.to(low)
+            # A forbidden id has no probability and so no gradient: its logit is -inf by its bias.
+            bias_low = bias.to(low, copy=True)
+            bias_low[forbidden_id] = float("-inf")
+            exact = torch.promote_types(low, torch.float32)
+            weights = loss_weights.to(exact)[:, None]
+            nll = torch.empty(num_rows, dtype=exact, device=hidden.device)
+            correct = torch.empty(num_rows, dtype=torch.bool, device=hidden.device)
+            logits = rows_low.new_empty(min(chunk_rows, num_rows), weight.shape[0])
+            shares = logits if low == exact else torch.empty_like(logits, dtype=exact)
+            grad_hidden = torch.empty_like(rows_low) if needs[0] else None
+            grad_weight = torch.empty(weight.shape, dtype=exact, device=weight.device) if needs[1] else None
+            grad_bias = torch.zeros(bias.shape, dtype=exact, device=bias.device) if needs[2] else None
+            for start in range(0, num_rows, chunk_rows):
+                rows = slice(start, min(start + chunk_rows, num_rows))
+                chunk, target, row_weights = rows_low[rows], targets[rows], weights[rows]
+                scores = torch.addmm(bias_low, chunk, weight_low.t(), out=logits[: len(chunk)])
+                largest, where = scores.max(-1, keepdim=True)
+                target_score = scores.gather(1, target[:, None])
+                correct[rows] = (target_score >= largest)[:, 0]
+                share = torch.softmax(scores, -1, exact, out=shares[: len(chunk)])
+                # log of the normaliser from the largest share, which is at least 1 / V
+                log_normaliser = largest - share.gather(1, where).log_()
+                nll[rows] = (log_normaliser - target_score)[:, 0]
+                if not any(needs):
+                    continue
+                share_low = share if low == exact else scores.copy_(share)
                 if needs[0]:
-                    torch.mm(grad_low, weight, out=grad_hidden[rows])
+                    torch.mm(share_low, weight_low, out=grad_hidden[rows])
+                    grad_hidden[rows].sub_(weight_low.index_select(0, target)).mul_(row_weights)
+                weighted = (chunk * row_weights).to(low)
                 if needs[1]:
-                    if grad_low.dtype == torch.float32:
-                        grad_weight.addmm_(grad_low.t(), chunk)
+                    if start == 0 and low == exact:
+                        torch.mm(share_low.t(), weighted, out=grad_weight)
+                    elif start == 0:
+                        grad_weight.copy_(torch.mm(share_low.t(), weighted))
+                    elif low == exact:
+                        grad_weight.addmm_(share_low.t(), weighted)
                     else:
-                        grad_weight.add_(torch.mm(grad_low.t(), chunk))
+                        grad_weight.add_(torch.mm(share_low.t(), weighted))
+                    grad_weight.index_add_(0, target, weighted.to(exact), alpha=-1)
                 if needs[2]:
-                    grad_bias.add_(grad.sum(0))
+                    grad_bias.addmv_(share.t(), row_weights[:, 0])
+                    grad_bias.index_add_(0, target, row_weights[:, 0], alpha=-1)
+            if num_rows == 0 and needs[1]:
+                grad_weight.zero_()
         ctx.grads = (
-            grad_hidden,
+            grad_hidden.to(hidden.dtype) if needs[0] else None,
             grad_weight.to(weight.dtype) if needs[1] else None,
             grad_bias.to(bias.dtype) if needs[2] else None,
         )
@@ -59,9 +86,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_sum, _nll, _correct):
-        grads = [None if g is None else g * grad_sum.to(g.dtype) for g in ctx.grads]
+        # In place: the weight's gradient is the largest tensor of a small model's step, and nobody else holds it.
+        grads = [None if g is None else g.mul_(grad_sum.to(g.dtype)) for g in ctx.grads]
         ctx.grads = None
         return (*grads, None, None, None, None, None)
+
+
+def rows_of_a_chunk(vocab_size: int, device_type: str) -> int:
+    """Rows whose logits exist at once."""
+    return max(CHUNK_ELEMENTS.get(device_type, CHUNK_ELEMENTS["cuda"]) // vocab_size, MIN_ROWS)
+
+
+def logits_bytes(num_rows: int, vocab_size: int, device_type: str, low_bytes: int) -> int:
+    """Most bytes of logits and shares that exist at once; bounded, however many rows are scored.
+
+    low_bytes: of an element in the compute dtype; below 4 the shares stand beside the logits in fp32.
+    """
+    elements = min(rows_of_a_chunk(vocab_size, device_type), num_rows) * vocab_size
+    return elements * (4 if low_bytes == 4 else low_bytes + 4)
 
 
 def linear_cross_entropy(
@@ -71,7 +113,7 @@ def linear_cross_entropy(
     targets: Tensor,
     loss_weights: Tensor,
     forbidden_id: int,
-    chunk_rows: int = CHUNK_ROWS,
+    chunk_rows: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """NLL of targets under softmax(hidden @ weight.T + bias) with one id given probability zero.
 
@@ -81,11 +123,13 @@ def linear_cross_entropy(
         targets: [M] int64 token ids, none of them forbidden_id.
         loss_weights: [M] fp32 weight of each row in the sum.
         forbidden_id: id that is never predicted ([MASK], the zero-mask-probability half of SUBS).
-        chunk_rows: rows whose logits exist at once.
+        chunk_rows: rows whose logits exist at once. None: as many as fit CHUNK_ELEMENTS.
 
     Returns:
         sum of loss_weights * nll (fp32 scalar, differentiable once), nll [M] fp32 and correct [M] bool (both detached).
     """
+    if chunk_rows is None:
+        chunk_rows = rows_of_a_chunk(weight.shape[0], hidden.device.type)
     # Inside a Function's forward grad mode is always off, so whether gradients are wanted is asked here.
     want_grads = torch.is_grad_enabled()
     return _LinearCrossEntropy.apply(hidden, weight, bias, targets, loss_weights, forbidden_id, chunk_rows, want_grads)

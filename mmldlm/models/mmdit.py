@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from mmldlm.config.schema import ModelConfig
 from mmldlm.errors import UserError
 from mmldlm.models.blocks import MMDiTBlock
-from mmldlm.models.layers import TimestepEmbedding, modulate, rotary_table
+from mmldlm.models.layers import TimestepEmbedding, compute_dtype, modulate
+from mmldlm.models.layout import RECTANGLE_FILL, make_layout
 from mmldlm.models.linear_cross_entropy import linear_cross_entropy
 
 GROUPS = ("text", "latent", "shared")
@@ -36,12 +37,15 @@ class TextEncoder(nn.Module):
         self.token_embedding = nn.Embedding(vocab_size, hidden_size)
         self.null_text = nn.Parameter(torch.randn(hidden_size) * 0.02)
 
-    def forward(self, tokens: Tensor, is_null: Tensor | None) -> Tensor:
-        """[B, S] ids, [B] bool -> [B, S, H]; a null row starts with the null text (the caller masks what follows)."""
+    def forward(self, tokens: Tensor, first: Tensor, is_null: Tensor | None) -> Tensor:
+        """[N] ids, [B] row of each sample's first token, [B] bool -> [N, H].
+
+        A null sample starts with the null text; what follows it is masked or left out by the caller.
+        """
         x = self.token_embedding(tokens)
         if is_null is not None:
-            first = torch.where(is_null[:, None], self.null_text.to(x.dtype), x[:, 0])
-            x = torch.cat([first[:, None], x[:, 1:]], dim=1)
+            starts = torch.where(is_null[:, None], self.null_text.to(x.dtype), x.index_select(0, first))
+            x = x.index_copy(0, first, starts)
         return x
 
 
@@ -82,14 +86,11 @@ class TextHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(vocab_size))
 
     def forward(
-        self, x: Tensor, condition: Tensor, positions: Tensor | None, targets: Tensor | None, weights: Tensor | None
+        self, rows: Tensor, sample: Tensor, condition: Tensor, targets: Tensor | None, weights: Tensor | None
     ) -> dict[str, Tensor]:
-        """Score rows of x [B, S, H]; see `MultimodalMMDiT.forward` for positions, targets, weights and the result."""
-        shift, scale = self.modulation(condition)[:, None].chunk(2, dim=-1)
-        x = modulate(self.norm(x), shift, scale)
-        rows = x.flatten(0, 1)
-        if positions is not None:
-            rows = rows.index_select(0, positions)
+        """Score rows [M, H] of samples [M]; see `MultimodalMMDiT.forward` for targets, weights and the result."""
+        shift, scale = self.modulation(condition).index_select(0, sample).chunk(2, dim=-1)
+        rows = modulate(self.norm(rows), shift, scale)
         if targets is not None:
             loss_sum, nll, correct = linear_cross_entropy(
                 rows, self.weight, self.bias, targets, weights, self.mask_token_id
@@ -97,7 +98,7 @@ class TextHead(nn.Module):
             return {"text_loss_sum": loss_sum, "text_nll": nll, "text_correct": correct}
         logits = torch.addmm(self.bias, rows, self.weight.t()).float()
         logits[:, self.mask_token_id] = float("-inf")
-        return {"text_logits": logits if positions is not None else logits.view(*x.shape[:2], -1)}
+        return {"text_logits": logits}
 
 
 class LatentHead(nn.Module):
@@ -150,6 +151,7 @@ class MultimodalMMDiT(nn.Module):
                     "use the vocabulary size and ids of the tokenizer the data was prepared with",
                 )
         self.config = config
+        self._blocks_are_compiled = False
         width, cond = config.hidden_size, config.cond_dim
         self.text_encoder = TextEncoder(config.vocab_size, width)
         self.latent_encoder = LatentEncoder(config.latent_dim, config.latent_tokens, config.max_latents, width, cond)
@@ -217,6 +219,7 @@ class MultimodalMMDiT(nn.Module):
         *,
         text_is_null: Tensor | None = None,
         latent_is_null: Tensor | None = None,
+        token_positions: Tensor | None = None,
         text_positions: Tensor | None = None,
         text_targets: Tensor | None = None,
         text_weights: Tensor | None = None,
@@ -231,7 +234,10 @@ class MultimodalMMDiT(nn.Module):
             attention_mask: [B, S] bool, True for real tokens. None: all real. What stands at a False position changes
                 nothing at a True one.
             text_is_null, latent_is_null: [B] bool, samples whose condition is replaced by the learned null.
-            text_positions: [M] int64 indices into B * S whose logits are wanted. None: all of them.
+            token_positions: [N] int64 indices into B * S, ascending, of the text that may be attended to (the real
+                tokens; of a null text its first position): with text_positions, only these are computed. None: found
+                from the mask on a CPU; on a GPU, where that would make the host wait, padding is computed, too.
+            text_positions: [M] int64 indices into B * S whose logits are wanted, real tokens. None: all of B * S.
             text_targets: [M] int64 clean tokens at text_positions; then no logits are returned but their NLLs.
             text_weights: [M] fp32 weight of each target in text_loss_sum.
 
@@ -243,7 +249,8 @@ class MultimodalMMDiT(nn.Module):
             Nothing of the text when text_tokens is None.
 
         Raises:
-            ValueError: on shapes that do not fit the config.
+            ValueError: on shapes that do not fit the config, token_positions of a part of the text without an
+                attention_mask, or (on a CPU) a scored position that is padding.
         """
         config = self.config
         dtype = self.text_encoder.null_text.dtype
@@ -272,7 +279,6 @@ class MultimodalMMDiT(nn.Module):
                 f"model.max_latents {config.max_latents}"
             )
 
-        text = self.text_encoder(tokens, text_is_null)
         latent, pooled = self.latent_encoder(points.to(dtype), latent_is_null)
         zero_t = torch.zeros(batch, device=device)
         raw_condition = (
@@ -282,24 +288,44 @@ class MultimodalMMDiT(nn.Module):
         )
         condition = nn.functional.silu(raw_condition)
 
-        key_mask = self._key_mask(
-            attention_mask, text_is_null if text_tokens is not None else None, batch, length, latent
-        )
-        cos, sin = rotary_table(length, config.hidden_size // config.n_heads, device)
-        cos, sin = cos.to(dtype), sin.to(dtype)
+        keys = self._text_keys(attention_mask, text_is_null if text_tokens is not None else None, batch, length, device)
+        # Without text_positions all logits are wanted, those of padding included: then nothing is left out.
+        place = None
+        if text_positions is not None:
+            place = self._places(token_positions, keys)
+        if place is not None and place.shape[0] == batch * length:
+            place = keys = None
+        if place is not None and keys is None:
+            raise ValueError("token_positions leaves text out, so attention_mask must name it as padding")
+        layout = make_layout(
+            place, keys, batch, length, latent.shape[1], config.hidden_size // config.n_heads, dtype, device,
+            self._ragged(place, batch * length, latent),
+        )  # fmt: skip
+        ids = tokens.flatten() if place is None else tokens.flatten().index_select(0, place)
+        text = self.text_encoder(ids, layout.first, text_is_null)
+        rows = torch.cat([text, latent.flatten(0, 1)])
         for block in self.blocks:
             if config.gradient_checkpointing and torch.is_grad_enabled():
-                text, latent = checkpoint(block, text, latent, condition, cos, sin, key_mask, use_reentrant=False)
+                rows = checkpoint(block, rows, condition, layout, use_reentrant=False)
             else:
-                text, latent = block(text, latent, condition, cos, sin, key_mask)
+                rows = block(rows, condition, layout)
 
-        latent_pred = self.latent_head(latent, condition).float()
+        latent_rows = rows[layout.num_text :].view(batch, latent.shape[1], -1)
+        latent_pred = self.latent_head(latent_rows, condition).float()
         out = {
             "latent_pred": latent_pred if latents is not None and latents.dim() == 3 else latent_pred[:, 0],
             "length_logits": self.length_head(self._known_pooled(pooled, latent_timesteps)).float(),
         }
         if text_tokens is not None:
-            out.update(self.text_head(text, condition, text_positions, text_targets, text_weights))
+            scored = text_positions
+            if place is not None:
+                scored = self._rows_at(place, scored)
+            chosen = rows[: layout.num_text] if scored is None else rows.index_select(0, scored)
+            sample = layout.sample[: layout.num_text] if scored is None else layout.sample.index_select(0, scored)
+            text_out = self.text_head(chosen, sample, condition, text_targets, text_weights)
+            if text_positions is None and text_targets is None:
+                text_out["text_logits"] = text_out["text_logits"].view(batch, length, -1)
+            out.update(text_out)
         return out
 
     def _known_pooled(self, pooled: Tensor, latent_timesteps: Tensor | None) -> Tensor:
@@ -309,20 +335,47 @@ class MultimodalMMDiT(nn.Module):
         return torch.where((latent_timesteps > 0)[:, None], self.latent_encoder.null_pooled, pooled)
 
     @staticmethod
-    def _key_mask(
-        attention_mask: Tensor | None, text_is_null: Tensor | None, batch: int, length: int, latent: Tensor
+    def _places(token_positions: Tensor | None, keys: Tensor | None) -> Tensor | None:
+        """[N] places in B * S of the text to compute, None for all. Found from the mask only where that is no sync."""
+        if token_positions is not None:
+            return token_positions
+        if keys is None or keys.device.type != "cpu":
+            return None
+        return keys.flatten().nonzero()[:, 0]
+
+    def _ragged(self, place: Tensor | None, num_positions: int, latent: Tensor) -> str | None:
+        """How attention leaves padding out (layout.make_layout)."""
+        if place is None:
+            return None
+        low = compute_dtype(latent)  # of an activation: under ZeRO-3, looking at a weight gathers it
+        if place.device.type == "cuda":
+            return "varlen" if low in (torch.bfloat16, torch.float16) else None
+        rows = latent.shape[0] * latent.shape[1]
+        filled = (place.shape[0] + rows) / (num_positions + rows)
+        # A loop over lengths would be compiled anew for every batch.
+        return "loop" if filled < RECTANGLE_FILL and not self._blocks_are_compiled else None
+
+    @staticmethod
+    def _rows_at(place: Tensor, positions: Tensor) -> Tensor:
+        """[M] rows of positions in B * S, all of which must be places of computed text."""
+        rows = torch.searchsorted(place, positions.contiguous())
+        if place.device.type == "cpu" and not torch.equal(place[rows.clamp_max(len(place) - 1)], positions):
+            raise ValueError("text_positions names padding: only real tokens are computed")
+        return rows
+
+    @staticmethod
+    def _text_keys(
+        attention_mask: Tensor | None, text_is_null: Tensor | None, batch: int, length: int, device: torch.device
     ) -> Tensor | None:
-        """[B, 1, 1, S + L] bool of the keys that may be attended to, or None when all may."""
+        """[B, S] bool of the text that may be attended to, or None when all may."""
         if attention_mask is None and text_is_null is None:
             return None
-        if attention_mask is None:
-            attention_mask = torch.ones(batch, length, dtype=torch.bool, device=latent.device)
-        text_keys = attention_mask.bool()
+        keys = attention_mask.bool() if attention_mask is not None else None
         if text_is_null is not None:
-            only_first = torch.arange(length, device=latent.device) == 0
-            text_keys = torch.where(text_is_null[:, None], only_first, text_keys)
-        latent_keys = text_keys.new_ones(batch, latent.shape[1])
-        return torch.cat([text_keys, latent_keys], dim=1)[:, None, None]
+            only_first = torch.arange(length, device=device) == 0
+            rest = torch.ones(batch, length, dtype=torch.bool, device=device) if keys is None else keys
+            keys = torch.where(text_is_null[:, None], only_first, rest)
+        return keys
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
@@ -335,6 +388,7 @@ class MultimodalMMDiT(nn.Module):
 
     def compile_blocks(self) -> None:
         """torch.compile every block by itself: compiling the whole model takes many minutes and gains nothing more."""
+        self._blocks_are_compiled = True
         for block in self.blocks:
             block.compile(dynamic=True)
 

@@ -86,6 +86,7 @@ class TranslationObjective:
             tensors["attention_mask"],
             text_is_null=tensors["text_is_null"],
             latent_is_null=tensors["latent_is_null"],
+            token_positions=tensors["token_positions"],
             text_positions=tensors["text_positions"],
             text_targets=tensors["text_targets"],
             text_weights=weights,

@@ -26,6 +26,8 @@ _FIELDS = (
     ("grad_norm", "grad_norm", "#.3g"),
     ("lr", "lr", ".1e"),
     ("tokens_per_second", "tok/s", ".0f"),
+    ("mfu", "mfu", ".1%"),
+    ("data_share", "data wait", ".0%"),
 )
 _WINDOW = 100  # steps over which the pace is taken
 _REFRESH_SECONDS = 0.1

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mmldlm.config.load import load_config, preset_names
 from mmldlm.errors import EXIT_DONE, UserError
-from mmldlm.preflight import gather, receipt, rehearse
+from mmldlm.preflight import gather, receipt, rehearse, through
 from mmldlm.preflight.context import Context
 from mmldlm.preflight.hostfile import LOCAL_NAMES, Node, read_hostfile
 from mmldlm.preflight.report import exit_code, show
@@ -72,6 +72,7 @@ def run(args: argparse.Namespace) -> tuple[Context, list[Result]]:
     args.carries_all = getattr(args, "carries_all", False)
     chosen = select(args.only, args.skip, args.level)
     context = plan_run(args)
+    context.chosen = {check.id for check in chosen}
     measure(context)
     if getattr(args, "fix", False):
         apply_fix(context)
@@ -128,15 +129,18 @@ def measure(context: Context) -> None:
         if context.level >= 1 and context.nodes:
             fleet = gather.open_fleet(context)
             try:
+                _say(f"asking {len(context.nodes)} node(s) ...")
                 gather.measure_nodes(context, fleet)
                 if context.level >= 2:
                     gather.measure_together(context, fleet)
                 if context.level >= 3:
+                    _say("collectives on all ranks (at most 2 minutes) ...")
                     rehearse.rehearse_collectives(context, fleet)
                 if context.level >= 4 and context.config is not None and len(fleet.failures) == 0:
                     gather.finish_plan(context, child)
                     child = None
                     if "data_error" not in context.plan:
+                        _say("two training steps, a save and a resume (at most 5 minutes) ...")
                         rehearse.rehearse_training(context, fleet)
             finally:
                 fleet.stop()
@@ -144,8 +148,13 @@ def measure(context: Context) -> None:
         gather.finish_plan(context, child)
 
 
+def _say(what: str) -> None:
+    """What takes the time; not on stdout, which is the report."""
+    print(f"preflight: {what}", file=sys.stderr, flush=True)
+
+
 def apply_fix(context: Context) -> None:
-    """Write the variables that stay behind on any node to ./.deepspeed_env, and count them as carried."""
+    """Write the variables that stay behind on any node to ./.deepspeed_env, and look again what arrives."""
     from mmldlm.preflight.carried import wanted, write_env_file
 
     here = wanted()
@@ -158,6 +167,9 @@ def apply_fix(context: Context) -> None:
         print(f"wrote {', '.join(written) or 'nothing'} to {path}")
         if refused:
             print(f"not written (secret, or not plain text): {', '.join(refused)}")
+        if written and (probe := through.start(context)) is not None:
+            context.arrived.clear()
+            probe.finish()
 
 
 def record(context: Context, results: list[Result], code: int, seconds: float, path: str | None) -> None:

@@ -24,7 +24,8 @@ class Context:
         head: facts of this machine. facts: node -> probe -> {"value"} or {"error"}.
         failures: nodes whose agent gave no (more) answer. clocks: node -> (offset, half round trip) in seconds.
         master: {"address", "port", "listening", "candidates", "reach"}. matrix: (from, to) -> {"ms"} or {"error"}.
-        shared: (writer, reader) -> whether the reader saw the writer's token. launched: level 3 and 4.
+        shared: (writer, reader) -> whether the reader saw the writer's token. arrived: node -> {"rank", "variables"}
+            of a process that the launcher itself started; through: how that went. chosen: ids of the checks to run.
     """
 
     options: argparse.Namespace
@@ -43,9 +44,11 @@ class Context:
     master: dict[str, Any] = field(default_factory=dict)
     matrix: dict[tuple[str, str], dict] = field(default_factory=dict)
     shared: dict[tuple[str, str], bool] = field(default_factory=dict)
+    arrived: dict[str, dict] = field(default_factory=dict)
+    through: dict[str, Any] = field(default_factory=dict)
+    chosen: set[str] = field(default_factory=set)
     collectives: dict[str, Any] = field(default_factory=dict)
     dry_run: dict[str, Any] = field(default_factory=dict)
-    fixed: list[str] = field(default_factory=list)
 
     @property
     def level(self) -> int:
@@ -101,13 +104,25 @@ class Context:
             return f"zero{resolve_stage(self.config)}"
         return {"ddp": "zero0"}.get(kind, kind)
 
-    def arriving(self, name: str) -> dict[str, str] | None:
-        """Variables as a rank on this node will have them: the login's, and over them what the launcher carries.
+    def master_address(self) -> str:
+        """Address of the first node that the launcher is given: the one that was tried (level 2), else --master_addr,
+        else what this machine knows of the first node."""
+        if self.local:
+            return "127.0.0.1"
+        known = (self.head_value("resolve") or {}).get(self.names[0])
+        named = [address for address in known if not address.startswith("127.")] if isinstance(known, list) else []
+        return self.master.get("address") or self.options.master_addr or next(iter(named), self.names[0])
 
-        None where the launcher starts ranks in shells that preflight does not see.
+    def arriving(self, name: str) -> dict[str, str] | None:
+        """Variables as a rank on this node will have them.
+
+        As the launcher was seen to bring them (level 2, through.py); before that, the login's, and over them what the
+        launcher is known to carry. None where the launcher starts ranks in shells that preflight does not see.
         """
         from mmldlm.preflight.carried import carried, wanted
 
+        if name in self.arrived:
+            return self.arrived[name]["variables"]
         own = self.value(name, "environment")
         taken = wanted() if self.options.carries_all else carried(self.launcher, self.has_gpus())
         if self.local:

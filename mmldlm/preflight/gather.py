@@ -12,6 +12,7 @@ import uuid
 from pathlib import Path
 
 from mmldlm.config.load import to_yaml
+from mmldlm.preflight import through
 from mmldlm.preflight.context import Context
 from mmldlm.preflight.limited import run_limited
 from mmldlm.preflight.probes import PROBES
@@ -23,7 +24,7 @@ PLAN_IDLE_SECONDS = 30
 
 
 def start_plan(context: Context) -> subprocess.Popen | None:
-    """Start the child that opens the data and builds the meta-device model; it needs seconds to import torch."""
+    """Start the child that opens the data; the nodes are asked meanwhile."""
     if context.config is None:
         return None
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", delete=False) as file:
@@ -125,11 +126,16 @@ def _take_failures(context: Context, fleet: Fleet) -> None:
 
 
 def measure_together(context: Context, fleet: Fleet) -> None:
-    """Level 2: clocks, the master's address and port, every pair, the shared folder."""
+    """Level 2: clocks, the master's address and port, every pair, the shared folder, what the launcher brings."""
     context.clocks = fleet.clocks()
     _measure_connections(context, fleet)
-    if context.config is not None and len(context.nodes) > 1:
-        _measure_shared_folder(context, fleet)
+    probe = through.start(context)  # it waits for the nodes' interpreters; the folder is looked at meanwhile
+    try:
+        if context.config is not None and len(context.nodes) > 1:
+            _measure_shared_folder(context, fleet)
+    finally:
+        if probe is not None:
+            probe.finish()
     _take_failures(context, fleet)
 
 

@@ -104,3 +104,25 @@ def stale(config: Config, world_size: int) -> list[str]:
     if receipt["exit_code"] != 0:
         reasons.append(f"it ended with status {receipt['exit_code']}")
     return reasons
+
+
+def tell(config: Config, world_size: int, folder) -> None:
+    """For train, on rank 0: the receipt goes into events.jsonl, and a warning is given where it is of another run.
+
+    Never raises, because the other ranks do not do this.
+
+    Args:
+        config, world_size: of the run that starts. folder: mmldlm.run.RunFolder, open.
+    """
+    try:
+        found = read(config.run_dir())
+        if found is None:
+            return
+        reasons = stale(config, world_size)
+        folder.event("preflight", level=found["level"], exit_code=found["exit_code"], made=found["time"], stale=reasons)
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        reasons = [f"it cannot be read ({type(error).__name__}: {error})"]
+    if reasons:
+        folder.progress.warning(
+            f"{NAME} here does not speak for this run: {'; '.join(reasons)}. `mmldlm preflight` makes a new one"
+        )

@@ -120,7 +120,7 @@ def _log(folder: Path) -> list[dict]:
 def _launch(context: Context, fleet: Fleet, words: list[str]) -> dict:
     """Run train.py with these words through the chosen launcher: {"code", "output", "seconds"}."""
     options = context.options
-    address = context.master.get("address") or "127.0.0.1"
+    address = context.master_address()
     script = [TRAIN, *words]
     environment = {**os.environ, "DEEPSPEED_TIMEOUT": "2"}
     if not context.has_gpus():

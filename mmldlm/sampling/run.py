@@ -228,15 +228,7 @@ def encode_texts(texts: Sequence[str], pretrained: Pretrained) -> np.ndarray:
             "no such key",
             "embed the texts yourself and pass --latent-file",
         )
-    encoder = Encoder(identity["name"])
-    own, known = encoder.identity()["weights_sha256"], identity.get("weights_sha256")
-    if known is not None and own != known:
-        raise UserError(
-            f"encoder {identity['name']} with the weights of training (sha256 {known[:12]})",
-            f"weights of sha256 {own[:12]} from {encoder.source}",
-            "install the encoder the data was prepared with, or pass --latent-file",
-        )
-    return encoder.encode(texts)
+    return Encoder.from_identity(identity).encode(texts)
 
 
 def _texts(args: argparse.Namespace) -> list[str]:

@@ -260,7 +260,9 @@ class _Activations:
         for module in self._names:
             compiled = module._compiled_call_impl
             if compiled is None:
-                self._undo.append(module.register_forward_hook(lambda m, _, output: self._record(m, output)).remove)
+                self._undo.append(
+                    module.register_forward_hook(lambda m, given, out: self._record(m, out, given)).remove
+                )
             else:  # a hook would be compiled into the block, and never leave it
                 module._compiled_call_impl = self._recording(module, compiled)
                 self._undo.append(lambda module=module, call=compiled: setattr(module, "_compiled_call_impl", call))
@@ -268,13 +270,15 @@ class _Activations:
     def _recording(self, module: nn.Module, call):
         def called(*args, **kwargs):
             output = call(*args, **kwargs)
-            self._record(module, output)
+            self._record(module, output, args)
             return output
 
         return called
 
     @torch.no_grad()
-    def _record(self, module: nn.Module, output) -> None:
+    def _record(self, module: nn.Module, output, given: tuple) -> None:
+        if hasattr(module, "streams"):  # a block puts its two streams out as the rows of one tensor
+            output = module.streams(output, *given)
         tensors, names = list(_float_tensors(output)), self._names[module]
         if len(names) != len(tensors):
             names = names[:1] * len(tensors)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import platform
 import resource
@@ -12,7 +11,6 @@ import torch
 
 from mmldlm.data.loader import MicroBatches, iterate_steps
 from mmldlm.data.noising import NoisedBatch, Noiser
-from mmldlm.data.plan import BatchPlan
 from mmldlm.data.resolve import RunData
 from mmldlm.engines.build import build_engine
 from mmldlm.engines.gradients import gradient_fragments
@@ -105,12 +103,7 @@ class Sanity:
     def _micro_batches(self) -> MicroBatches:
         config, data = self.config, self.data
         training, model = config.training, config.model
-        plan = BatchPlan(
-            data.train_lengths,
-            training.train_batch_size * training.grad_accum_steps,
-            training.seed,
-            config.data.bucket_batches,
-        )
+        plan = data.training_plan(training.train_batch_size * training.grad_accum_steps)
         special_ids = (model.mask_token_id, model.pad_token_id, model.eos_token_id)
         noiser = Noiser(config, *special_ids, data.latent_mean, data.latent_std, max_norm=data.max_latent_norm())
         return MicroBatches(data.train, plan, noiser, 0, 1, training.grad_accum_steps)
@@ -269,8 +262,7 @@ class Sanity:
                     if gradient is not None and fragment.count:
                         alpha = -expected / norm**2 / engine.loss_scale
                         fragment.of(fragment.owner).add_(gradient, alpha=alpha)
-            with _quiet_deepspeed():
-                engine.discard()
+            engine.discard()
             engine.masters_written()
             with torch.no_grad():
                 after = math.fsum(float(self.objective(engine.module, batch)[0]) for batch in batches)
@@ -322,18 +314,6 @@ class Sanity:
     def _check_memory(self) -> None:
         self.peak_bytes, kind = peak_memory(self.engine.device)
         self.findings.ran("memory", f"{self.peak_bytes / 2**30:.2f} GiB of {kind}")
-
-
-@contextlib.contextmanager
-def _quiet_deepspeed():
-    """It calls every discarded step an overflow; here nothing overflowed."""
-    logger = logging.getLogger("DeepSpeed")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def peak_memory(device: torch.device) -> tuple[int, str]:

@@ -46,7 +46,7 @@ def test_the_cost_of_saving_is_measured(store, tmp_path):
     claims, output = run_script("save.py", store, tmp_path, "--quick", codes=(0, 1))
     assert set(claims) == {"save_stall_share"} and claims["save_stall_share"]["value"] < 1
     for engine in ("zero2", "fsdp"):
-        for kind in ("none", "async", "sync"):
+        for kind in ("async", "sync"):
             assert f"{engine:8} {kind:12}" in output
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+from collections import Counter
 from itertools import islice
 
 import pytest
 
-from mmldlm.data import docstrings
+from mmldlm.data import docstrings, hub_datasets, readers
 from mmldlm.data.corpora import open_corpus
 from mmldlm.data.docstrings import docstrings_of, prose_paragraphs
 from mmldlm.data.text import content_hash, normalise, split_sentences
@@ -43,7 +45,7 @@ def test_folder_is_read_in_order_and_split(tmp_path):
     ("name", "content", "found"),
     [
         ("missing.txt", None, "nothing there"),
-        ("a.parquet", b"x", "a.parquet"),
+        ("a.doc", b"x", "a.doc"),
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', "line 2"),
         ("a.jsonl", b"[1]\n", "line 1 has list"),
         ("a.txt", b"good\nbad \xff byte\n", "byte 0xff at column 5 of line 2"),
@@ -58,8 +60,102 @@ def test_bad_corpora_are_refused_with_the_place(tmp_path, name, content, found):
     assert found in error.value.found and error.value.fix and error.value.exit_code == 2
 
 
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+@pytest.mark.parametrize("part_bytes", [1, 7, 30, 1000])
+def test_parts_of_a_file_hold_every_line_once(tmp_path, monkeypatch, kind, part_bytes):
+    texts = ["One.", "Two is longer, with \u00fc.", "", "Four.", "x" * 40, "Six"]
+    lines = texts if kind == "txt" else [json.dumps({"text": text}) for text in texts]
+    path = tmp_path / f"a.{kind}"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    monkeypatch.setattr(readers, "PART_BYTES", part_bytes)
+    corpus = open_corpus(path)
+    assert len(corpus.units) == -(-path.stat().st_size // part_bytes)
+    assert list(corpus) == [text for text in texts if text]
+
+
+def test_a_bad_line_of_a_later_part_has_its_number(tmp_path, monkeypatch):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n' * 5 + "{\n")
+    monkeypatch.setattr(readers, "PART_BYTES", 20)
+    with pytest.raises(UserError, match="line 6"):
+        list(open_corpus(path))
+
+
+def test_compressed_files_are_read_whole(tmp_path):
+    texts = [f"Text number {number}." for number in range(50)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines))
+    assert list(open_corpus(tmp_path / "a.jsonl.gz")) == texts
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines)[:-20])
+    with pytest.raises(UserError, match="whole compressed file"):
+        list(open_corpus(tmp_path / "b.jsonl.gz"))
+    zstandard = pytest.importorskip("zstandard")
+    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(lines))
+    assert list(open_corpus(tmp_path / "a.jsonl.zst")) == texts
+
+
+def test_parquet_by_row_groups(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    texts = [f"Text  {number}." for number in range(10)] + [None]
+    parquet.write_table(arrow.table({"body": texts, "id": range(11)}), path, row_group_size=4)
+    corpus = open_corpus(path, text_field="body")
+    assert len(corpus.units) == 3 and list(corpus) == [f"Text {number}." for number in range(10)]
+    assert corpus.counts == {"read": 11, "drop_empty": 1}
+    with pytest.raises(UserError, match="columns body, id"):
+        open_corpus(path)
+    with pytest.raises(UserError, match="of int64"):
+        open_corpus(path, text_field="id")
+    (tmp_path / "b.parquet").write_bytes(b"no parquet")
+    with pytest.raises(UserError, match="a parquet file"):
+        open_corpus(tmp_path / "b.parquet")
+
+
+def test_a_dataset_is_streamed_by_its_shards(tmp_path, monkeypatch):
+    pytest.importorskip("datasets")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "set").mkdir()
+    for shard in range(3):
+        lines = (json.dumps({"body": f"Text {shard} {number}.", "n": 1}) for number in range(4))
+        (tmp_path / "set" / f"train-{shard}.jsonl").write_text("\n".join(lines))
+    source, parts = hub_datasets.open_dataset("./set", "body")
+    counts = Counter()
+    assert source == "hub:./set:train" and len(parts) == 3
+    found = [text for _, read in parts for text in read(counts)]
+    assert found == [f"Text {shard} {number}." for shard in range(3) for number in range(4)] and counts["read"] == 12
+    (part,) = hub_datasets.open_dataset("./set", "body", max_documents=5)[1]
+    assert list(part[1](Counter())) == found[:5]
+    with pytest.raises(UserError, match="fields body, n"):
+        hub_datasets.open_dataset("./set")
+
+
+def test_names_of_datasets():
+    assert hub_datasets.parse("openwebtext").path == "Skylion007/openwebtext"
+    spec = hub_datasets.parse("owner/name:config@validation")
+    assert (spec.path, spec.name, spec.split) == ("owner/name", "config", "validation")
+
+
+def test_the_first_documents_and_their_sentences(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("One here. Two there.\nThree. Four!\nFive.")
+    corpus = open_corpus(path, max_documents=2, sentences=True)
+    assert list(corpus) == ["One here.", "Two there.", "Three.", "Four!"]
+    assert corpus.counts == {"read": 4, "documents": 2} and len(corpus.units) == 1
+
+
+def test_a_folder_of_two_kinds_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("One.")
+    (tmp_path / "b.jsonl").write_text('{"text": "Two."}')
+    with pytest.raises(UserError, match="jsonl, txt"):
+        open_corpus(tmp_path)
+    (tmp_path / "a.txt").unlink()
+    assert list(open_corpus(tmp_path)) == ["Two."]
+
+
 def test_folder_without_texts_is_refused(tmp_path):
-    with pytest.raises(UserError, match="no .txt file"):
+    with pytest.raises(UserError, match="no such file"):
         open_corpus(tmp_path)
 
 

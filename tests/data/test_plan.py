@@ -1,7 +1,9 @@
+import hashlib
+
 import numpy as np
 import pytest
 
-from mmldlm.data.plan import BatchPlan, local_slots, permute
+from mmldlm.data.plan import BatchPlan, Mixed, local_slots, make_plan, permute
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 17, 1000, 4097])
@@ -25,19 +27,69 @@ def lengths(count=1003):
 
 
 @pytest.mark.parametrize("bucket", [1, 4, 64])
-def test_an_epoch_holds_every_sample_once(bucket):
-    plan = BatchPlan(lengths(), 24, seed=3, bucket_batches=bucket)
+@pytest.mark.parametrize("kind", ["samples", "tokens"])
+def test_an_epoch_holds_every_sample_once(bucket, kind):
+    plan = make_plan(kind, lengths(), 24, seed=3, bucket_batches=bucket)
     for epoch in (0, 1):
         batches = [plan.batch(epoch * plan.batches_per_epoch + i) for i in range(plan.batches_per_epoch)]
         assert np.array_equal(np.sort(np.concatenate([b.ids for b in batches])), np.arange(1003))
-        assert {b.epoch for b in batches} == {epoch} and sum(len(b.ids) < 24 for b in batches) == 1
+        assert {b.epoch for b in batches} == {epoch}
+        if kind == "samples":
+            assert sum(len(b.ids) < 24 for b in batches) == 1
 
 
-def test_any_step_can_be_asked_first():
-    plan = BatchPlan(lengths(), 24, seed=3)
+@pytest.mark.parametrize("kind", ["samples", "tokens"])
+def test_any_step_can_be_asked_first(kind):
+    plan = make_plan(kind, lengths(), 24, seed=3)
     expected = [plan.batch(step).ids for step in range(100)]
     for step in (99, 41, 42, 0):
-        assert np.array_equal(BatchPlan(lengths(), 24, seed=3).batch(step).ids, expected[step])
+        assert np.array_equal(make_plan(kind, lengths(), 24, seed=3).batch(step).ids, expected[step])
+
+
+def test_the_order_of_runs_that_exist_does_not_change():
+    """A run that is resumed by a later release must see the samples that it would have seen."""
+    plan = BatchPlan(lengths(), 24, seed=3)
+    assert plan.version == "samples-1:64"
+    digest = hashlib.sha256(b"".join(plan.batch(step).ids.astype("<i8").tobytes() for step in range(100)))
+    assert digest.hexdigest()[:16] == "231c92b02cfd3615"
+
+
+def test_token_batches_have_equal_tokens_and_share_them_evenly():
+    sizes = np.random.default_rng(1).integers(2, 500, 20_000).astype(np.int32)
+    plan = make_plan("tokens", sizes, 64, seed=0)
+    real = padded = 0
+    for step in range(64):
+        batch = plan.batch(step)
+        assert sizes[batch.ids].sum() == pytest.approx(64 * sizes.mean(), rel=0.06)
+        parts = [plan.slots(batch, 2, 2, rank, micro) for micro in range(2) for rank in range(2)]
+        assert np.array_equal(np.concatenate(parts), np.arange(len(batch.ids)))
+        for part in parts:
+            own = sizes[batch.ids[part]]
+            real, padded = real + own.sum(), padded + own.max() * len(own)
+    assert real / padded > 0.98
+    assert len({len(plan.batch(step).ids) for step in range(64)}) > 10
+
+
+@pytest.mark.parametrize("num", range(1, 9))
+def test_every_rank_has_a_place_in_a_small_token_batch(num):
+    plan = make_plan("tokens", np.full(num, 5, np.int32), 64, seed=0)
+    parts = [plan.slots(plan.batch(0), 4, 1, rank, 0) for rank in range(4)]
+    assert min(map(len, parts)) >= 1
+    assert np.array_equal(np.concatenate(parts)[:num], np.arange(num)) and len(np.concatenate(parts)) == max(num, 4)
+
+
+def test_a_mixture_keeps_its_shares_and_every_store_its_epochs():
+    order = Mixed([1000, 50, 3000], [0.5, 0.2, 0.3], seed=7)
+    ids = np.concatenate([order.ids(np.arange(order.count), epoch) for epoch in range(3)])
+    counts = np.bincount(ids, minlength=order.count)
+    shares = np.array([part.sum() for part in np.split(counts, [1000, 1050])]) / len(ids)
+    np.testing.assert_allclose(shares, [0.5, 0.2, 0.3], atol=2e-3)
+    for part in np.split(counts, [1000, 1050]):
+        assert part.max() - part.min() <= 1  # no sample comes again before all others of its store have come
+    place = np.array([5, 4000, 77])
+    assert np.array_equal(order.ids(place, 2), order.ids(np.arange(order.count), 2)[place])
+    plan = make_plan("samples", lengths(order.count), 24, 3, order=order)
+    assert plan.version == "samples-1:64:mixed:1000x2048:50x819:3000x1229" and len(plan.batch(3).ids) == 24
 
 
 def test_buckets_hold_texts_of_one_length():

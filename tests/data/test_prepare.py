@@ -8,12 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from mmldlm.data import encoders, prepare, tokenizers, verify
+from mmldlm.data import encoders, encoding, options, prepare, tokenizers, verify
+from mmldlm.data.peers import Peers
 from mmldlm.data.prepare import LatentStatistics, PrepareOptions
 from mmldlm.data.store import Store, load_tokenizer
 from mmldlm.data.text import normalise
-from mmldlm.errors import UserError
+from mmldlm.data.work import Work
+from mmldlm.errors import MmldlmError, UserError
 
 WIKISPLIT = Path(__file__).resolve().parents[3] / "shared" / "data" / "wikisplit" / "validation.txt"
 
@@ -116,10 +119,8 @@ class TestWithTheEncoder:
         with pytest.raises(UserError, match="only replaces stores"):
             prepare.prepare(PrepareOptions(str(tmp_path / "thesis"), str(corpus_file), force=True))
 
-    @pytest.mark.parametrize(("value", "found"), [(np.nan, "NaN"), (0.0, "zero vectors")])
-    def test_bad_latents_leave_nothing_behind_and_the_old_store_whole(
-        self, store_copy, corpus_file, monkeypatch, value, found
-    ):
+    @pytest.mark.parametrize(("value", "found"), [(np.nan, "NaN"), (0.0, "a zero vector")])
+    def test_too_many_bad_latents_leave_the_old_store_whole(self, store_copy, corpus_file, monkeypatch, value, found):
         forward = encoders.Encoder._forward
 
         def broken(self, ids, mask):
@@ -130,8 +131,153 @@ class TestWithTheEncoder:
         monkeypatch.setattr(encoders.Encoder, "_forward", broken)
         with pytest.raises(UserError, match=found):
             prepare.prepare(PrepareOptions(str(store_copy), str(corpus_file), force=True))
-        assert sorted(path.name for path in store_copy.parent.iterdir()) == ["store"]
+        assert sorted(path.name for path in store_copy.parent.iterdir()) == ["store", "store.work"]
         assert verify.verify(store_copy) == []
+
+    @pytest.mark.parametrize("how", ["NaN or infinite values", "a zero vector", "RuntimeError: cannot encode this"])
+    def test_a_text_that_cannot_be_encoded_is_set_aside_with_the_reason(
+        self, made_store, corpus_file, sentences, tmp_path, monkeypatch, how
+    ):
+        """And only that one; the others are tried again and are what they would have been."""
+        encode, tries = encoders.Encoder.encode, []
+
+        def broken(self, texts, progress=None):
+            latents = encode(self, texts, progress)
+            if sentences[5] in texts:
+                tries.append(len(texts))
+                if how.startswith("RuntimeError"):
+                    raise RuntimeError("cannot encode this")
+                latents[texts.index(sentences[5])] = np.nan if how.startswith("NaN") else 0.0
+            return latents
+
+        monkeypatch.setattr(encoders.Encoder, "encode", broken)
+        options = PrepareOptions(
+            str(tmp_path / "s"), str(corpus_file), validation_samples=10, max_quarantined=0.05, retries=3
+        )
+        root = prepare.prepare(options)
+        assert tries[1:] == [1, 1, 1]
+        (line,) = (root / "quarantine.jsonl").read_text().splitlines()
+        assert json.loads(line)["text"] == sentences[5] and json.loads(line)["reason"] == how
+        corpus = Store(root).manifest["corpus"]
+        assert corpus["dropped"] == {"quarantined": 1} and corpus["kept"] == 47
+        for split in ("train", "validation"):
+            store, whole = Store(root, split), Store(made_store, split)
+            rows = {text: row for row, text in enumerate(_texts(made_store, split))}
+            assert set(_texts(root, split)) == set(rows) - {sentences[5]}
+            expected = whole.get([rows[text] for text in _texts(root, split)]).latents
+            np.testing.assert_allclose(store.get(range(len(store))).latents, expected, atol=2e-6)
+        assert verify.verify(root) == []
+
+    def test_an_encoder_that_always_fails_ends_it_and_keeps_the_work(self, corpus_file, tmp_path, monkeypatch):
+        def broken(self, texts, progress=None):
+            raise RuntimeError("device-side assert triggered")
+
+        monkeypatch.setattr(encoders.Encoder, "encode", broken)
+        with pytest.raises(MmldlmError, match="fails on every text: RuntimeError: device-side assert"):
+            prepare.prepare(PrepareOptions(str(tmp_path / "s"), str(corpus_file)))
+        assert (tmp_path / "s.work" / "plan.json").is_file() and not (tmp_path / "s").exists()
+
+    def test_a_device_without_memory_gets_smaller_batches(self, made_store, corpus_file, tmp_path, monkeypatch):
+        encode, budgets = encoders.Encoder.encode, []
+
+        def small_device(self, texts, progress=None):
+            budgets.append(self.batch_tokens)
+            if self.batch_tokens > 2000:
+                raise torch.cuda.OutOfMemoryError("out of memory")
+            return encode(self, texts, progress)
+
+        monkeypatch.setattr(encoders.Encoder, "encode", small_device)
+        options = PrepareOptions(str(tmp_path / "s"), str(corpus_file), validation_samples=10, batch_tokens=4096)
+        root = prepare.prepare(options)
+        assert budgets == [4096, 2048, 1024] * 2 and not (root / "quarantine.jsonl").exists()
+        rows = range(len(Store(root)))
+        np.testing.assert_allclose(Store(root).get(rows).latents, Store(made_store).get(rows).latents, atol=2e-6)
+
+    def test_what_is_done_is_kept_and_not_done_again(self, made_store, corpus_file, tmp_path, monkeypatch):
+        encode, calls = encoders.Encoder.encode, []
+
+        def counted(self, texts, progress=None):
+            calls.append(len(texts))
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+            return encode(self, texts, progress)
+
+        monkeypatch.setattr(encoders.Encoder, "encode", counted)
+        monkeypatch.setattr(encoding, "SHARD", 8)
+        options = PrepareOptions(str(tmp_path / "s"), str(corpus_file), validation_samples=10)
+        with pytest.raises(KeyboardInterrupt):
+            prepare.prepare(options)
+        with pytest.raises(UserError, match="options"):
+            prepare.prepare(PrepareOptions(str(tmp_path / "s"), str(corpus_file), validation_samples=11))
+        root = prepare.prepare(options)
+        assert calls == [8, 8, 8, 8, 8, 6, 8, 2]  # two shards, the one that was cut short, and the rest of both
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["s"]
+        for name in ("text", "tokens", "token_offsets"):
+            assert (root / "train" / f"{name}.npy").read_bytes() == (made_store / "train" / f"{name}.npy").read_bytes()
+        assert prepare.prepare(options) == root and len(calls) == 8  # it is whole already
+
+    def test_a_damaged_shard_is_named(self, corpus_file, tmp_path, monkeypatch):
+        write = prepare.publish
+
+        def stop(*args):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(prepare, "publish", stop)
+        options = PrepareOptions(str(tmp_path / "s"), str(corpus_file))
+        with pytest.raises(KeyboardInterrupt):
+            prepare.prepare(options)
+        shard = tmp_path / "s.work" / "encode-train" / "000000"
+        raw = bytearray(shard.read_bytes())
+        raw[len(raw) // 2] ^= 1
+        shard.write_bytes(raw)
+        monkeypatch.setattr(prepare, "publish", write)
+        with pytest.raises(MmldlmError, match="encode-train/000000 is damaged"):
+            prepare.prepare(options)
+        shard.unlink()
+        assert verify.verify(prepare.prepare(options)) == []
+
+    def test_long_texts_are_cut_at_sentence_ends_and_nothing_is_lost(self, sentences, tmp_path):
+        path = tmp_path / "documents.jsonl"
+        documents = [" ".join(sentences[start : start + 8]) for start in range(0, 48, 8)]
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+        options = PrepareOptions(
+            str(tmp_path / "s"), str(path), overlong="chunk", max_tokens=30, validation_samples=4, keep_duplicates=True
+        )
+        root = prepare.prepare(options)
+        pieces: dict[int, list[str]] = {}
+        for split in ("train", "validation"):
+            store = Store(root, split)
+            assert store.lengths.max() <= 30 and len(store.documents) == len(store)
+            for document, text in zip(store.documents.tolist(), _texts(root, split)):
+                pieces.setdefault(document, []).append(text)
+        for document, text in enumerate(documents):
+            assert sorted(" ".join(pieces[document]).split()) == sorted(text.split())
+            assert all(piece.endswith(".") for piece in pieces[document])
+        corpus = Store(root).manifest["corpus"]
+        assert corpus["chunked"] == corpus["read"] == 6 and corpus["kept"] == corpus["chunks"] > 12
+        assert verify.verify(root) == []
+
+    def test_pieces_repeats_and_a_limit_are_accounted_for(self, sentences, tmp_path):
+        path = tmp_path / "documents.jsonl"
+        documents = [" ".join(sentences[start : start + 6]) for start in range(0, 40)]  # each shares five sentences
+        documents += ["Hi", documents[0].upper()]
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+        options = PrepareOptions(
+            str(tmp_path / "s"), str(path), overlong="chunk", max_tokens=16, validation_samples=4, max_samples=60
+        )
+        corpus = Store(prepare.prepare(options)).manifest["corpus"]
+        dropped = corpus["dropped"]
+        assert dropped["duplicate"] > 1 and dropped["not_sampled"] > 0 and corpus["chunks"] == 60
+        assert corpus["kept"] == 60 - (dropped["duplicate"] - 1)
+        assert 42 == corpus["read"] == corpus["kept"] + sum(dropped.values()) + corpus["chunked"] - corpus["chunks"]
+
+    def test_words_of_special_tokens_in_a_text_are_text(self, sentences, tmp_path):
+        path = tmp_path / "marks.txt"
+        path.write_text("\n".join(f"{text} [MASK] [PAD] [SEP]" for text in sentences[:8]))
+        store = Store(prepare.prepare(PrepareOptions(str(tmp_path / "s"), str(path))))
+        identity = store.manifest["tokenizer"]
+        special = {identity["mask_token_id"], identity["pad_token_id"], identity["eos_token_id"]}
+        assert not special & set(np.concatenate(store.get(range(len(store))).tokens).tolist())
 
     def test_tokenizer_trained_on_the_corpus(self, corpus_file, tmp_path):
         options = PrepareOptions(str(tmp_path / "s"), str(corpus_file), tokenizer="train", vocab_size=300)
@@ -206,6 +352,33 @@ def test_unknown_tokenizer_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="--tokenizer minilm"):
         tokenizers.load(str(tmp_path / "empty"))
+
+
+@pytest.mark.usefixtures("need_minilm")
+def test_only_one_preparation_at_a_time(corpus_file, tmp_path):
+    work = Work(tmp_path / "s", Peers())
+    work.open({"options": {}}, force=False)
+    with pytest.raises(UserError, match="no other preparation"):
+        prepare.prepare(PrepareOptions(str(tmp_path / "s"), str(corpus_file), force=True))
+
+
+def test_options_survive_the_way_to_the_ranks():
+    given = PrepareOptions(
+        "out", "a b.jsonl", latent_dim=64, normalize=False, keep_duplicates=True, prefix="a: ", max_quarantined=0.5
+    )
+    other = PrepareOptions("out", datasets=["openwebtext", "lm1b"], encoder="e5", batch_size=256, normalize=True)
+    for wanted in (given, other):
+        parser = argparse.ArgumentParser()
+        options.add_arguments(parser)
+        assert options.from_arguments(parser.parse_intermixed_args(options.to_words(wanted))) == wanted
+
+
+def test_mm_ldlms_flags_are_understood():
+    parser = argparse.ArgumentParser()
+    options.add_arguments(parser)
+    words = "--datasets openwebtext --latent-model e5 --batch-size 256 --max-samples 10000000 --output-dir DIR".split()
+    found = options.from_arguments(parser.parse_intermixed_args(words))
+    assert (found.datasets, found.encoder, found.batch_size, found.max_samples) == (["openwebtext"], "e5", 256, 10**7)
 
 
 def test_statistics_do_not_depend_on_the_blocks():

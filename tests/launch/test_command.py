@@ -18,6 +18,9 @@ from mmldlm.preflight.context import Context
 from mmldlm.preflight.hostfile import Node
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from helpers import LONG  # noqa: E402
 
 
 def start(store, folder, *words, launcher="torchrun"):
@@ -48,17 +51,26 @@ def ranks_of(process) -> list[int]:
     return found
 
 
+def is_running(pid: int) -> bool:
+    """Not gone, and not only waiting for an init to take note of its end."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except OSError:
+        return False
+
+
 def steps(folder) -> int:
     log = folder / "run" / "training_log.jsonl"
     return len(log.read_text().splitlines()) if log.exists() else 0
 
 
-@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+@pytest.mark.parametrize("launcher", ["deepspeed", pytest.param("torchrun", marks=LONG)])
 def test_a_run_to_its_end(store, tmp_path, launcher):
     process = start(store, tmp_path, "training.num_train_steps=3", launcher=launcher)
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output[-3000:]
     assert steps(tmp_path) == 3
+    assert output.count("step 3/3 |") == 1  # what rank 0 says is on the screen, once
     (logs,) = (tmp_path / "run" / "logs").glob("launch_*")
     assert len(list(logs.glob("*_rank*.log"))) == 2
     assert (logs / next(logs.glob("launch_*.json")).name).stat().st_mode & 0o077 == 0
@@ -74,7 +86,7 @@ def test_a_killed_rank_ends_the_other_and_its_status_is_returned(store, tmp_path
     os.kill(ranks[1], signal.SIGKILL)
     output, _ = process.communicate(timeout=120)
     assert process.returncode != 0 and "ended first, with status 137 (signal 9)" in output, output[-3000:]
-    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    assert not any(is_running(pid) for pid in ranks)
 
 
 def test_a_failed_preflight_starts_nothing(store, tmp_path):
@@ -84,14 +96,25 @@ def test_a_failed_preflight_starts_nothing(store, tmp_path):
     assert not (tmp_path / "run" / "logs").exists()
 
 
-@pytest.mark.parametrize(("bad", "words"), [(["c"], ["training.grad_accum_steps=3"]), (["b", "c"], None)])
-def test_fewer_nodes_keep_the_global_batch_or_the_run_ends(tmp_path, bad, words):
+def three_nodes(tmp_path, slots):
     config = load_config("tiny", None, [f"logging.save_dir={tmp_path}", "training.train_batch_size=4",
                                         "training.grad_accum_steps=2"])  # fmt: skip
     (config.run_dir() / "logs").mkdir(parents=True)
-    nodes = [Node("a", 2), Node("b", 2), Node("c", 2)] if words else [Node("a", 5), Node("b", 1), Node("c", 1)]
-    context = Context(argparse.Namespace(hostfile="h"), nodes, config=config)
-    assert without(context, bad) == words
-    if words:
-        assert [node.name for node in context.nodes] == ["a", "b"]
-        assert Path(context.options.hostfile).read_text() == "a slots=2\nb slots=2\n"
+    nodes = [Node(name, count) for name, count in zip("abc", slots, strict=True)]
+    return Context(argparse.Namespace(hostfile="h", master_addr=None), nodes, config=config)
+
+
+def test_fewer_nodes_keep_the_global_batch(tmp_path):
+    context = three_nodes(tmp_path, (2, 2, 2))
+    assert without(context, ["c"], 48) == ["training.grad_accum_steps=3"]
+    assert context.names == ["a", "b"] and context.master_address() == "a"
+    assert Path(context.options.hostfile).read_text() == "a slots=2\nb slots=2\n"
+    # Another one is lost later: it is still the batch that the run began with; and another node is the first.
+    assert without(context, ["a"], 48) == ["training.grad_accum_steps=6"]
+    assert context.names == ["b"] and context.master_address() == "b"
+
+
+@pytest.mark.parametrize(("slots", "bad"), [((5, 1, 1), ["b", "c"]), ((1, 1, 1), ["a", "b", "c"])])
+def test_a_batch_that_cannot_be_kept_ends_the_run(tmp_path, slots, bad, capsys):
+    assert without(three_nodes(tmp_path, slots), bad, 8 * sum(slots)) is None
+    assert "cannot go on" in capsys.readouterr().err

@@ -59,7 +59,7 @@ def start(bed: Bed, store: Path, folder: Path, *words: str, launcher: str = "dee
     command += ["data.max_validation_samples=16", "logging.run_name=run", "training.train_batch_size=4", *words]
     return bed["n1"].popen(
         *command,
-        env={"PYTHONPATH": str(ROOT)},
+        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},  # the hosts share the cores of one machine
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

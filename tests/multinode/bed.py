@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -183,6 +185,9 @@ class Bed:
         self._made = [path for path in (self._home_ssh, self._home_cache) if not path.exists()]
 
     def __enter__(self) -> Bed:
+        # Held by every bed that stands: removing a folder ends the mounts on it, also those of another test session.
+        self._standing = open(Path(tempfile.gettempdir()) / "mmldlm_bed.lock", "a")
+        fcntl.flock(self._standing, fcntl.LOCK_SH)
         try:
             self._up()
         except BaseException:
@@ -202,7 +207,7 @@ class Bed:
 
     def _up(self) -> None:
         for path in self._made:
-            path.mkdir(mode=0o700)
+            path.mkdir(mode=0o700, exist_ok=True)
         self._write_files()
         self.switch = self._spawn("unshare", "--net", "sleep", "infinity")
         time.sleep(0.1)
@@ -307,6 +312,8 @@ class Bed:
             any(Path(f"/proc/{host.pid}").exists() for host in self.hosts if host.pid) and time.monotonic() < deadline
         ):
             time.sleep(0.02)
-        for path in self._made:
-            with contextlib.suppress(OSError):
-                path.rmdir()
+        with contextlib.suppress(BlockingIOError), self._standing:
+            fcntl.flock(self._standing, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for path in self._made:
+                with contextlib.suppress(OSError):
+                    path.rmdir()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,17 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bed import Bed, reason_to_skip  # noqa: E402
 from helpers import ROOT, environment, train_words  # noqa: E402
-
-
-def pytest_collection_modifyitems(items):
-    """What has not yet held as a whole does not run with the suite (issue 5)."""
-    if os.environ.get("MMLDLM_MULTINODE") == "1":
-        return
-    reason = "several hosts for about 6 minutes, not all of it shown to hold yet: run with MMLDLM_MULTINODE=1"
-    here = Path(__file__).parent
-    for item in items:
-        if item.path.parent == here and item.path.name != "test_bed.py":
-            item.add_marker(pytest.mark.skip(reason=reason))
+from short_run import losses, words_of  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -45,3 +34,19 @@ def saved_run(store, tmp_path_factory):
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "saved"
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """Where the launchers' runs go, side by side."""
+    return tmp_path_factory.mktemp("launchers")
+
+
+@pytest.fixture(scope="session")
+def one_host(bed, store, folder):
+    """Losses of ZeRO-2 on one host with two ranks."""
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    line += [ROOT / "mmldlm" / "train.py", *words_of(store, folder, "one_host", 2)]
+    done = bed["n1"].run(*line, env={"OMP_NUM_THREADS": "1"}, timeout=280)
+    assert done.returncode == 0, done.stdout[-3000:]
+    return losses(folder, "one_host")

@@ -382,9 +382,8 @@ def _(scene, stack):
 
 @fault("master port taken", ("NET004", "n1"), words=("29500 is held by pid", "holder", "--master_port 29501"))
 def _(scene, stack):
-    code = (
-        "import socket,time; s=socket.socket(); s.bind(('',29500)); s.listen(); print(1,flush=True); time.sleep(1000)"
-    )
+    # As launchers bind it: the port of a run that has just ended is free to them, and would not be to this one.
+    code = "import socket, time; s = socket.create_server(('', 29500)); print(1, flush=True); time.sleep(1000)"
     child = scene.bed["n1"].popen(PYTHON, "-c", code, "holder", stdout=-1)
     child.stdout.readline()
     stack.callback(end, child)
@@ -402,6 +401,11 @@ def _(scene, stack):
 @fault("variable stays behind", *everywhere("ENV002"), words=("GLOO_SOCKET_IFNAME", "--fix"))
 def _(scene, stack):
     scene.environment["GLOO_SOCKET_IFNAME"] = "eth0"
+
+
+@fault("pdsh goes to another port", *everywhere("LNCH003"), words=("Connection refused", "pdsh -w n1 hostname"))
+def _(scene, stack):
+    scene.environment["PDSH_SSH_ARGS_APPEND"] = "-p 2222"
 
 
 @fault("comment in .deepspeed_env", ("ENV001", ""), words=("deepspeed_env:1", "delete that line"))

@@ -5,39 +5,11 @@ from __future__ import annotations
 import sys
 
 import pytest
-from helpers import ROOT, read_log, train_words
+from helpers import LONG, ROOT
+from short_run import NODES, close, losses, words_of
 
 TRAIN = str(ROOT / "mmldlm" / "train.py")
 PYTHON = sys.executable
-NODES = "n1 slots=1\nn2 slots=1\n"
-
-
-def words_of(store, folder, name, stage):
-    more = ["training.num_train_steps=4", "training.train_batch_size=4", "logging.eval_freq=100"]
-    return train_words(store, folder, name, f"engine.zero_stage={stage}", *more)
-
-
-def losses(folder, name):
-    return [record["loss"] for record in read_log(folder, name)]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("launchers")
-
-
-@pytest.fixture(scope="module")
-def one_host(bed, store, folder):
-    """Losses of ZeRO-2 on one host with two ranks."""
-    line = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", TRAIN]
-    done = bed["n1"].run(*line, *words_of(store, folder, "one_host", 2), env={"OMP_NUM_THREADS": "1"}, timeout=280)
-    assert done.returncode == 0, done.stdout[-3000:]
-    return losses(folder, "one_host")
-
-
-def close(found, expected):
-    assert len(found) == len(expected) == 4
-    assert found == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -50,6 +22,7 @@ def test_deepspeed_with_pdsh(bed, store, folder, one_host, stage):
     close(losses(folder, f"pdsh{stage}"), one_host)
 
 
+@LONG
 def test_torchrun_on_each_host(bed, store, folder, one_host):
     def start(host, rank):
         line = [PYTHON, "-m", "torch.distributed.run", "--nnodes", "2", "--node_rank", rank, "--nproc_per_node", "1"]

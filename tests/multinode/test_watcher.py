@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 
 import pytest
 from accidents import ACCIDENTS, play, ranks_on, start, steps_of, wait_for
 from bed import end
+from helpers import LONG
 
 # A killed rank is in the retry's test below; benchmarks/preflight.py plays all eight and measures them.
 PLAYED = ("launcher killed before the group forms", "host cut off after the group forms")
 
 
-@pytest.mark.parametrize("accident", [a for a in ACCIDENTS if a.name in PLAYED], ids=lambda accident: accident.name)
+@pytest.mark.parametrize(
+    "accident",
+    [pytest.param(a, marks=() if a.name == PLAYED[1] else LONG, id=a.name) for a in ACCIDENTS if a.name in PLAYED],
+)
 def test_an_accident_ends_the_whole_run_and_nothing_else(bed, store, tmp_path, accident):
     with bed["n1"].process("sleep", "1000") as stranger:
         _, code, output, left = play(bed, store, tmp_path, accident)
@@ -24,6 +29,7 @@ def test_an_accident_ends_the_whole_run_and_nothing_else(bed, store, tmp_path, a
     assert "deepspeed.launcher.launch" in (logs / "launcher.log").read_text()
 
 
+@LONG
 def test_when_the_head_is_killed_every_node_ends_its_part(bed, store, tmp_path):
     process = start(bed, store, tmp_path, "training.num_train_steps=100000", "logging.save_freq=100000")
     wait_for(lambda: steps_of(tmp_path) >= 2, process)
@@ -34,6 +40,7 @@ def test_when_the_head_is_killed_every_node_ends_its_part(bed, store, tmp_path):
     assert ranks_on(bed["n1"]) == ranks_on(bed["n2"]) == []
 
 
+@LONG
 def test_a_broken_session_is_opened_anew_and_an_interrupt_saves_and_ends_cleanly(bed, store, tmp_path):
     words = ["training.num_train_steps=100000", "logging.save_freq=100000"]
     process = start(bed, store, tmp_path, *words, launcher="torchrun")
@@ -49,6 +56,23 @@ def test_a_broken_session_is_opened_anew_and_an_interrupt_saves_and_ends_cleanly
     assert ranks_on(bed["n1"]) == ranks_on(bed["n2"]) == []
 
 
+@LONG
+def test_an_elastic_retry_goes_on_without_the_host_that_was_lost(bed, store, tmp_path):
+    words = ["--retries", "1", "--elastic", "training.num_train_steps=30", "logging.save_freq=5"]
+    process = start(bed, store, tmp_path, *words, "logging.eval_freq=1000")
+    run = tmp_path / "runs" / "run"
+    wait_for(lambda: list(run.glob("checkpoints/step_*5/manifest.json")) != [], process)
+    with bed.cable_pulled(bed["n2"]):
+        output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output[-4000:]
+    assert "n2 is lost" in output and "going on without n2: 1 rank(s)" in output
+    steps = [json.loads(line)["step"] for line in (run / "training_log.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 31))
+    manifest = json.loads((run / "latest" / "manifest.json").read_text())
+    assert manifest["world_size"] == 1
+
+
+@LONG
 def test_a_retry_goes_on_from_the_newest_checkpoint(bed, store, tmp_path):
     words = ["--retries", "1", "training.num_train_steps=40", "logging.save_freq=5", "logging.eval_freq=1000"]
     process = start(bed, store, tmp_path, *words, launcher="torchrun")

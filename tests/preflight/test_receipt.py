@@ -1,16 +1,17 @@
-"""The receipt, the sizes, and the command on one machine without a node."""
+"""The receipt, and the command on one machine without a node."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 
 import pytest
 
 from mmldlm.config.load import load_config
 from mmldlm.errors import UserError
-from mmldlm.preflight import command, receipt, sizes
-from mmldlm.preflight.plan_child import model_sizes
+from mmldlm.preflight import command, receipt
 
 
 def run(tmp_path, *words, capsys=None):
@@ -67,30 +68,54 @@ def test_explain_prints_what_a_check_looks_at(tmp_path, capsys):
     assert code == 0 and "ephemeral ports" in capsys.readouterr().out
 
 
-def tiny(*words: str):
-    ids = ["model.latent_dim=384", "model.vocab_size=1000", "model.mask_token_id=1", "model.pad_token_id=0"]
-    return load_config("tiny", None, [*ids, "model.eos_token_id=2", *words])
+WITHOUT_TORCH = """
+import sys
+from mmldlm.preflight import __main__, plan_child
+sys.argv[1:] = sys.argv[1:] or {words!r}
+{call}
+slow = [name for name in ("torch", "transformers", "deepspeed") if name in sys.modules]
+assert not slow, slow
+"""
 
 
-def test_sizes_are_those_of_the_real_model():
-    from mmldlm.models import MultimodalMMDiT
-
-    config = tiny()
-    found = model_sizes(config, 64)
-    model = MultimodalMMDiT(config.model)
-    assert found["trainable"] == sum(p.numel() for p in model.parameters()) and found["frozen"] == 0
-    assert found["buffers"] == sum(b.numel() for b in model.buffers())
-
-
-def test_activations_grow_with_the_batch_and_shrink_with_checkpointing():
-    one, two = (model_sizes(tiny(f"training.train_batch_size={n}"), 64)["activations"] for n in (8, 16))
-    assert 1.8 < two / one < 2.05
-    assert model_sizes(tiny("model.gradient_checkpointing=true"), 64)["activations"] < one
+@pytest.mark.parametrize("part", ["command", "data"])
+def test_level_0_needs_no_torch(store, tmp_path, part):
+    words = ["--level", "0", "--config-name", "tiny", f"data.latent_data_root={store}", f"logging.save_dir={tmp_path}"]
+    call = "assert __main__.run() == 0"
+    if part == "data":  # its child process
+        (tmp_path / "c.yaml").write_text(f"data: {{latent_data_root: {store}}}\nengine: {{zero_stage: 3}}\n")
+        words, call = [str(tmp_path / "c.yaml"), "2"], "assert plan_child.main() == 0"
+    code = WITHOUT_TORCH.format(words=words, call=call)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert part == "command" or '"trainable"' in done.stdout
 
 
-def test_each_zero_stage_needs_less_and_more_ranks_help_where_they_shard():
-    large = {"trainable": 10**9, "frozen": 0, "largest_block": 10**7, "activations": 0}
-    need = [sizes.state_bytes(plan, large, 8, "bf16") for plan in sizes.PLANS]
-    assert need[1:5] == sorted(need[1:5], reverse=True) and need[0] == 16 * 10**9
-    assert sizes.state_bytes("zero3", large, 64, "bf16") < sizes.state_bytes("zero3", large, 8, "bf16")
-    assert sizes.state_bytes("zero0", large, 64, "bf16") == sizes.state_bytes("zero0", large, 8, "bf16")
+class Folder:
+    """What receipt.tell needs of RunFolder."""
+
+    def __init__(self):
+        self.said, self.events, self.progress = [], [], self
+
+    def warning(self, text):
+        self.said.append(text)
+
+    def event(self, kind, **values):
+        self.events.append((kind, values))
+
+
+def test_train_records_the_receipt_and_warns_when_it_is_of_another_run(store, tmp_path):
+    words = [f"data.latent_data_root={store}", f"logging.save_dir={tmp_path}"]
+    config, folder = load_config("tiny", None, words), Folder()
+    receipt.tell(config, 1, folder)
+    assert folder.said == folder.events == []  # no preflight was made: nothing to compare with
+    _, found = run(tmp_path, "--level", "0", "--config-name", "tiny", *words)
+    receipt.write(found, config.run_dir() / receipt.NAME)
+    receipt.tell(config, 1, folder)
+    ((kind, values),) = folder.events
+    assert (kind, values["level"], values["stale"], folder.said) == ("preflight", 0, [], [])
+    receipt.tell(config, 2, folder)
+    assert "this run has 2" in folder.said[0] and "mmldlm preflight" in folder.said[0]
+    (config.run_dir() / receipt.NAME).write_text('{"format": "mmldlm-preflight"}')
+    receipt.tell(config, 1, folder)  # cut short by a full disk: no reason to end a run
+    assert "cannot be read" in folder.said[-1]

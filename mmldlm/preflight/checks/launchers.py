@@ -77,12 +77,47 @@ def no_harmful_variables(context):
     yield ok("none")
 
 
+@check("LNCH003", 2, "node", "launcher reaches the node")
+def launcher_starts_processes(context):
+    """The launcher itself, with this hostfile, starts a process on the node.
+
+    One rank a node, in place of train.py: by `deepspeed` through pdsh, by mpirun, or by srun.
+    """
+    through = context.through
+    if "code" not in through:
+        yield skip(through.get("skipped", "the nodes were not asked"))
+        return
+    if through["code"] is None and not context.arrived:
+        yield skip("the launcher took too long to start anything (an import from a slow disk?)")
+        return
+    for name in context.names:
+        # pdsh puts the node's name before each line of it, and its own sum of them last.
+        about = [line for line in through["lines"] if line.startswith(f"{name}: ")] or through["lines"]
+        last = (about or ["no message"])[-1].strip()
+        if name in context.arrived:
+            yield ok(f"rank {context.arrived[name]['rank']} through {context.launcher}", name)
+        else:
+            how = "ran out of time" if through["code"] is None else f"status {through['code']}"
+            fix = f"try by hand: {_BY_HAND[context.launcher].format(name=name)}"
+            measured = f"no process of {context.launcher} there ({how}): {last[:200]}"
+            yield fail(measured, "a process that the launcher started", fix, name)
+
+
+_BY_HAND = {
+    "deepspeed": "PDSH_RCMD_TYPE=ssh pdsh -w {name} hostname",
+    "mpi": "mpirun --host {name} hostname",
+    "slurm": "srun --nodelist {name} hostname",
+}
+
+
 @check("ENV002", 2, "node", "variables that stay behind")
 def variables_arrive(context):
     """What is set here and matters to a run is the same for a rank on every node, through the chosen launcher.
 
-    Compares this shell with each node's own login plus what the launcher exports (DeepSpeed: names beginning with
-    PYTHON, MLFLOW, MV2, UCX, on GPUs NCCL, and .deepspeed_env). --fix adds what is missing to ./.deepspeed_env.
+    Compares this shell with what a process has that the launcher itself started on the node. Where it could not be
+    started (LNCH003), with the node's own login plus what the launcher is known to export. DeepSpeed takes along names
+    beginning with PYTHON, MLFLOW, MV2, UCX, on GPUs NCCL, and .deepspeed_env; mpirun what -x names; srun all. --fix
+    adds what is missing to ./.deepspeed_env.
     """
     here = wanted()
     for name in context.names:
@@ -92,9 +127,10 @@ def variables_arrive(context):
             continue
         if there is None:
             continue
+        seen = "" if name in context.arrived or context.local else " (reckoned)"
         behind = sorted(key for key, value in here.items() if there.get(key) != value)
         if not behind:
-            yield ok(f"{len(here)} variable(s) arrive", name)
+            yield ok(f"{len(here)} variable(s) arrive{seen}", name)
             continue
         shown = ", ".join(
             k if is_secret(k) else f"{k} (here {here[k]}, there {there.get(k, 'unset')})" for k in behind[:6]
@@ -105,4 +141,4 @@ def variables_arrive(context):
             "mpi": "mpirun " + " ".join(f"-x {key}" for key in behind) + " (or start with mmldlm launch)",
         }.get(context.launcher, "set them in the job script")
         verdict = fail if any(key in DECISIVE for key in behind) else warn
-        yield verdict(f"stay behind: {shown}{more}", "the same variables on every node", fix, name)
+        yield verdict(f"stay behind{seen}: {shown}{more}", "the same variables on every node", fix, name)

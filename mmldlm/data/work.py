@@ -1,0 +1,95 @@
+"""The folder beside the output in which a preparation keeps what is done, so that it can be killed and go on."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mmldlm.data.files import write_json
+from mmldlm.data.peers import Peers
+from mmldlm.errors import UserError
+
+PLAN = "plan.json"
+
+
+class Work:
+    """ROOT.work: finished tasks as files, and the plan that they belong to.
+
+    Args:
+        root: the folder that is being made. peers: of this launch.
+    """
+
+    def __init__(self, root: Path, peers: Peers):
+        self.root, self.peers = root, peers
+        self.folder = root.with_name(f"{root.name}.work")
+        self._lock = None
+
+    def open(self, plan: dict[str, Any], force: bool) -> bool:
+        """Start, or go on where an earlier launch stopped. Rank 0 only.
+
+        Returns:
+            Whether there was something to go on with.
+
+        Raises:
+            UserError: another launch is at work, or the folder belongs to other options or another corpus.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = open(self.folder / "lock", "a")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"no other preparation at work on {self.root}",
+                f"one holds {self.folder / 'lock'}",
+                "wait for it, or end it; the next one goes on where it stopped",
+            ) from None
+        except OSError:  # a file system without locks: the user keeps launches apart
+            pass
+        path = self.folder / PLAN
+        found = json.loads(path.read_text()) if path.is_file() else None
+        if found is not None and found != plan:
+            differing = sorted(key for key in {*found, *plan} if found.get(key) != plan.get(key))
+            if not force:
+                raise UserError(
+                    f"the options and corpus with which {self.folder} was begun",
+                    f"others: {', '.join(differing)}",
+                    "give the same to go on, or --force to throw away what was done so far, or another --output-dir",
+                )
+            self.clear()
+            found = None
+        if found is None:
+            write_json(path, plan)
+        return found is not None
+
+    def clear(self) -> None:
+        """Throw away what was done; the lock stays."""
+        for path in self.folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != "lock":
+                path.unlink()
+
+    def remove(self) -> None:
+        """The output is whole: nothing of this is needed any more."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def tasks(self, stage: str, count: int) -> list[Path]:
+        """The files (or folders) that the tasks of a stage end in."""
+        (self.folder / stage).mkdir(exist_ok=True)
+        return [self.folder / stage / f"{number:06d}" for number in range(count)]
+
+    def run(self, stage: str, paths: list[Path], do: Callable[[int], None], done: Callable[[int], None]) -> None:
+        """Do every task of a stage whose file is not there yet, shared by all ranks; ends when all of them are done.
+
+        Args:
+            do: makes paths[i], wholly or not at all. done: called for a task that needs nothing more.
+        """
+        for number in self.peers.claim(stage, len(paths)):
+            if not paths[number].exists():
+                do(number)
+            done(number)
+        self.peers.barrier(stage)

@@ -1,0 +1,46 @@
+"""benchmarks/step.py in its short form: what it says and counts; its times are the machine's."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2] / "benchmarks")]
+from _peers import missing_peers  # noqa: E402
+from helpers import ROOT, launch  # noqa: E402
+
+
+def run(tmp_path, *words: str) -> tuple[dict, str]:
+    report = tmp_path / "report.json"
+    done = launch([sys.executable, str(ROOT / "benchmarks" / "step.py"), *words, "--json", str(report)], timeout=240)
+    assert done.returncode in (0, 1), done.stdout[-3000:]
+    return json.loads(report.read_text()), done.stdout
+
+
+def test_the_gpu_part_and_growth_run_on_a_cpu(tmp_path):
+    """The script is ready for the day a GPU is lent; without one it claims no utilisation."""
+    report, output = run(tmp_path, "--gpu-form", "--rounds", "1")
+    (row,) = report["conditions"]["gpu_rows"]
+    assert report["claims"] == [] and row["mfu"] is None and row["tokens_per_second"] > 0 and row["saved_gib"] > 0
+    report, _ = run(tmp_path, "--gpu-form", "--rounds", "1", "--peak-tflops", "1")
+    assert report["claims"][0]["id"] == "mfu" and 0 < report["claims"][0]["value"] < 1
+    report, _ = run(tmp_path, "--growth", "--quick")
+    assert [claim["id"] for claim in report["claims"]] == ["growth_batch"]
+
+
+def test_quick(tmp_path):
+    report, output = run(tmp_path, "--quick", "--dtypes", "fp32")
+    if missing_peers():
+        assert report["claims"] == [] and report["conditions"]["skipped"] and "bench" in output
+        pytest.skip("the extra `bench` is not installed; the script said so")
+    claims = {claim["id"]: claim for claim in report["claims"]}
+    assert set(claims) == {
+        "speedup_mmldlm_padded", "speedup_mmldlm_dense", "speedup_sd3_dense", "times_gemm",
+        "step_memory_ratio_mmldlm_padded", "memory_model_error", "aten_ops_depth24", "saved_bytes_ratio_mmldlm",
+        "saved_bytes_ratio_sd3", "flop_model_error",
+    }  # fmt: skip
+    for name in ("saved_bytes_ratio_mmldlm", "saved_bytes_ratio_sd3", "flop_model_error"):
+        assert claims[name]["holds"], output

@@ -1,0 +1,47 @@
+"""Batches made ahead: the same ones in the same order, errors where they are waited for, no thread left behind."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from mmldlm.data.loader import ahead
+
+
+def _threads():
+    return [thread for thread in threading.enumerate() if thread.name == "batches"]
+
+
+def test_same_items_same_order():
+    assert list(ahead(range(100), 4)) == list(range(100)) and not _threads()
+
+
+def test_no_further_ahead_than_asked_for():
+    made, go = [], threading.Semaphore(0)
+
+    def items():
+        for number in range(50):
+            made.append(number)
+            go.release()
+            yield number
+
+    batches = ahead(items(), 3)
+    assert next(batches) == 0
+    for _ in range(5):  # one taken, three waiting, one in the thread's hand
+        assert go.acquire(timeout=10)
+    assert not go.acquire(timeout=0.3) and made == [0, 1, 2, 3, 4]
+    batches.close()
+    assert not _threads()
+
+
+def test_an_error_comes_in_its_turn():
+    def items():
+        yield 1
+        raise ValueError("a bad batch")
+
+    batches = ahead(items(), 4)
+    assert next(batches) == 1
+    with pytest.raises(ValueError, match="a bad batch"):
+        next(batches)
+    assert not _threads()

@@ -1,0 +1,172 @@
+"""The fast path equals the plain one, values and gradients, in fp64."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path[:0] = [str(Path(__file__).resolve().parent)]
+from plain import use_plain_blocks  # noqa: E402
+
+from mmldlm.config.schema import ModelConfig  # noqa: E402
+from mmldlm.models import MultimodalMMDiT  # noqa: E402
+
+RELATIVE = 1e-10  # of the largest element of a tensor; fp64 rounding through two blocks is about 1e-13
+
+
+def make(**more) -> MultimodalMMDiT:
+    settings = dict(
+        hidden_size=32, n_blocks=2, n_heads=4, cond_dim=24, max_seq_len=16, latent_dim=12, latent_tokens=3,
+        vocab_size=40, mask_token_id=3, pad_token_id=0, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = MultimodalMMDiT(ModelConfig(**{**settings, **more})).double().train()
+    for parameter in model.parameters():
+        if not parameter.any():
+            parameter.data = 0.3 * torch.randn_like(parameter)
+    return model
+
+
+def batch(lengths, null_text=()):
+    """tensors of a padded batch with every second real token scored."""
+    torch.manual_seed(1)
+    size, length = len(lengths), max(lengths)
+    real = torch.arange(length) < torch.tensor(lengths)[:, None]
+    is_null = torch.tensor([b in null_text for b in range(size)])
+    scored = (real & ~is_null[:, None]).flatten().nonzero()[:, 0][::2]
+    return {
+        "text_tokens": torch.randint(4, 40, (size, length)),
+        "latents": torch.randn(size, 12).double(),
+        "text_timesteps": torch.rand(size),
+        "latent_timesteps": torch.rand(size),
+        "attention_mask": real,
+        "text_is_null": is_null,
+        "text_positions": scored,
+        "text_targets": torch.randint(4, 40, (len(scored),)),
+        "text_weights": torch.rand(len(scored)),
+    }
+
+
+def losses(model, given) -> torch.Tensor:
+    out = model(**given)
+    nll = out["text_loss_sum"].double()
+    return nll + out["latent_pred"].double().square().sum() + out["length_logits"].double().logsumexp(-1).sum()
+
+
+def gradients(model, given) -> dict[str, torch.Tensor]:
+    loss = losses(model, given)
+    loss.backward()
+    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+
+
+def largest_error(found: dict, expected: dict) -> tuple[float, str]:
+    assert found.keys() == expected.keys()
+    errors = []
+    for name, truth in expected.items():
+        assert (truth is None) == (found[name] is None), name
+        if truth is not None:
+            scale = truth.abs().max().clamp_min(1e-12)
+            errors.append((float((found[name] - truth).abs().max() / scale), name))
+    return max(errors)
+
+
+CASES = {
+    "dense": ([10, 10, 10], ()),
+    "rectangle with a mask": ([16, 16, 15], ()),
+    "sample by sample": ([16, 3, 9, 1], ()),
+    "with null texts": ([12, 5, 12], (0, 2)),
+}
+
+
+@pytest.mark.parametrize("qk_rmsnorm", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_plain_path_with_all_gradients(case, qk_rmsnorm):
+    given = batch(*CASES[case])
+    fast, plain = make(qk_rmsnorm=qk_rmsnorm), make(qk_rmsnorm=qk_rmsnorm)
+    use_plain_blocks(plain)
+    error, name = largest_error(gradients(fast, given), gradients(plain, given))
+    assert error < RELATIVE, f"{name}: {error}"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_hook_or_a_replaced_layer_is_called_and_changes_nothing(case):
+    """Replay, the sanity check and whoever wraps a layer see their layer called; the result stays the same."""
+    given = batch(*CASES[case])
+    fast, hooked = make(), make()
+    called = []
+    hooked.blocks[0].text.mlp_in.register_forward_hook(lambda *_: called.append("hook"))
+    layer = hooked.blocks[1].latent.to_qkv
+    forward = layer.forward
+    layer.forward = lambda x: (called.append("replaced"), forward(x))[1]
+    error, name = largest_error(gradients(fast, given), gradients(hooked, given))
+    assert error < RELATIVE, f"{name}: {error}"
+    assert called == ["hook", "replaced"]
+
+
+def test_the_comparison_sees_a_small_mistake():
+    given = batch([16, 3, 9, 1])
+    fast, plain = make(), make()
+    use_plain_blocks(plain)
+    fast.blocks[1].text.key_norm.weight.data[0] += 1e-6
+    assert largest_error(gradients(fast, given), gradients(plain, given))[0] > RELATIVE
+
+
+def test_one_batch_in_all_layouts():
+    """Padding left out (loop), padding masked (all logits wanted), and given positions: one result."""
+    given = batch([16, 3, 9, 1])
+    model = make()
+    packed = gradients(model, given)
+    model.zero_grad()
+    positions = given["attention_mask"].flatten().nonzero()[:, 0]
+    assert largest_error(gradients(copy.deepcopy(model), {**given, "token_positions": positions}), packed)[0] < RELATIVE
+    everywhere = {key: value for key, value in given.items() if not key.startswith(("text_positions", "text_targets"))}
+    logits = model(**everywhere)["text_logits"].flatten(0, 1)[given["text_positions"]]
+    some = model(**{key: value for key, value in given.items() if key != "text_targets"})["text_logits"]
+    torch.testing.assert_close(some, logits, rtol=1e-5, atol=1e-6)
+
+
+def test_a_scored_position_of_padding_is_refused():
+    given = batch([16, 3])
+    given["text_positions"] = torch.tensor([0, 20])
+    with pytest.raises(ValueError, match="padding"):
+        make()(**given)
+    given = {**batch([16, 3]), "attention_mask": None, "text_is_null": None}
+    with pytest.raises(ValueError, match="attention_mask"):
+        make()(**given, token_positions=torch.arange(20))
+
+
+def test_a_bad_value_stays_in_its_sample():
+    """NaN in one sample's latent: no other sample's prediction, padded or not, sees it."""
+    for lengths in ([16, 16, 15], [16, 3, 9, 1], [10, 10]):
+        given = batch(lengths)
+        given["latents"][0] = float("nan")
+        model = make()
+        out = model(**{key: value for key, value in given.items() if key != "text_targets"})
+        rows = given["text_positions"] // max(lengths)
+        others = torch.isfinite(out["text_logits"][rows > 0][:, 4:]).all()
+        assert others and torch.isfinite(out["latent_pred"][1:]).all() and out["latent_pred"][0].isnan().all(), lengths
+
+
+@pytest.mark.parametrize("lengths", [[10, 10, 10], [16, 3, 9, 1]])
+def test_bf16_stays_close(lengths):
+    """Autocast over fp32 weights, and bf16 weights: every gradient points where the fp64 one does."""
+    given = batch(lengths)
+    exact = gradients(make(), given)
+    given["latents"] = given["latents"].float()
+    model = make().float()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = losses(model, given)
+    loss.backward()
+    low = make().bfloat16()
+    losses(low, given).backward()
+    for name, truth in exact.items():
+        if name == "loss" or truth is None or truth.norm() == 0:
+            continue
+        for found in (dict(model.named_parameters())[name], dict(low.named_parameters())[name]):
+            assert found.grad.dtype == found.dtype
+            cosine = torch.nn.functional.cosine_similarity(found.grad.double().flatten(), truth.flatten(), dim=0)
+            assert cosine > 0.97, (name, found.dtype, float(cosine))

@@ -1,0 +1,66 @@
+"""What a run tells of its cost: rate, utilisation, shares of the wall time, and a profiler trace when asked."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmldlm.config.schema import Config
+from mmldlm.observe.flops import step_flops
+from mmldlm.observe.meter import StepMeter
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from helpers import read_log, train_words  # noqa: E402
+
+
+def config(**logging) -> Config:
+    return Config(model={"latent_dim": 32, "vocab_size": 500}, logging=logging)
+
+
+def test_parts_are_shares_of_the_whole_and_start_anew(monkeypatch):
+    clock = iter([0.0, 1.0, 3.0, 4.0, 9.0, 10.0, 20.0])
+    monkeypatch.setattr("mmldlm.observe.meter.time.perf_counter", lambda: next(clock))
+    meter = StepMeter(config(peak_tflops=2.0), 4, torch.device("cpu"))
+    with meter.part("data"):  # 1 to 3
+        pass
+    with meter.part("checkpoint"):  # 4 to 9
+        pass
+    record = meter.step(num_samples=8, num_tokens=100.0, num_scored=50.0)  # at 10
+    assert record["data_share"] == 0.2 and record["checkpoint_share"] == 0.5
+    assert record["tokens_per_second"] == 100 / 5, "writing a checkpoint is not training"
+    assert record["mfu"] == pytest.approx(record["tflops"] / 2.0)
+    again = meter.step(num_samples=8, num_tokens=100.0, num_scored=50.0)
+    assert again["data_share"] == again["checkpoint_share"] == 0 and again["tokens_per_second"] == 10
+
+
+def test_utilisation_of_an_unknown_device_is_not_invented():
+    record = StepMeter(config(), 1, torch.device("cpu")).step(4, 40.0, 20.0)
+    assert record["mfu"] is None and record["tflops"] > 0 and record["peak_memory_gib"] > 0.05
+
+
+def test_a_run_logs_its_cost_and_writes_a_trace(store, tmp_path, capsys):
+    from mmldlm.train import main
+
+    more = ["engine.kind=single", "training.num_train_steps=4", "training.profile=[2,3]", "logging.peak_tflops=0.5"]
+    assert main(train_words(store, tmp_path, "run", *more, "logging.save_freq=2")) == 0
+    records = read_log(tmp_path, "run")
+    for record in records:
+        assert 0 <= record["data_share"] <= 1 and 0 < record["mfu"] < 1
+        assert record["mfu"] == pytest.approx(record["tflops"] / 0.5)
+    assert records[2]["checkpoint_share"] > 0 and records[1]["checkpoint_share"] == 0
+    assert "mfu: " in capsys.readouterr().out
+    trace = json.loads((tmp_path / "run" / "profile" / "steps_2_3_rank0.json").read_text())
+    names = {event.get("name") for event in trace["traceEvents"]}
+    assert {"aten::mm", "Optimizer.step#AdamW.step"} <= names
+
+
+def test_the_records_flops_are_those_of_the_batch():
+    """What the loop counts (samples, tokens, scored positions) suffices: equal to the count from every length."""
+    meter = StepMeter(config(peak_tflops=1.0), 1, torch.device("cpu"))
+    lengths, scored = [20, 21, 22, 23], 40
+    found = meter.rate.flops(4, float(sum(lengths)), float(scored))
+    assert found == pytest.approx(step_flops(config().model, lengths, scored).training, rel=1e-3)

@@ -1,0 +1,129 @@
+"""The arithmetic of sizes.py against the model itself: on the meta device nothing is allocated, however large."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mmldlm.config.load import load_config, preset_names
+from mmldlm.models import MultimodalMMDiT
+from mmldlm.models.linear_cross_entropy import logits_bytes
+from mmldlm.objectives.freezing import apply_freezing
+from mmldlm.preflight.sizes import PLANS, model_sizes, state_bytes
+
+FROM_DATA = [
+    "model.latent_dim=71", "model.vocab_size=1009", "model.mask_token_id=1", "model.pad_token_id=0",
+    "model.eos_token_id=2",
+]  # fmt: skip
+
+
+def configured(name, *words):
+    return load_config(name, None, [*FROM_DATA, *words])
+
+
+def meta_model(config):
+    with torch.device("meta"):
+        model = MultimodalMMDiT(config.model)
+    apply_freezing(model, config.training.loss_type, config.training.freeze)
+    return model
+
+
+@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("words", [(), ("model.tie_embeddings=true", "model.qk_rmsnorm=false", "model.max_latents=3")])
+def test_parameters_of_every_preset_to_the_element(name, words):
+    config = configured(name, *words)
+    model, sizes = meta_model(config), model_sizes(config, 16)
+    parts = [*model.blocks, model.text_encoder, model.text_head, model.latent_encoder]
+    assert sizes["trainable"] == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert sizes["frozen"] == sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    assert sizes["largest_block"] == max(sum(p.numel() for p in part.parameters()) for part in parts)
+    assert sizes["buffers"] == sum(buffer.numel() for buffer in model.buffers())
+
+
+@pytest.mark.parametrize("tied", ["true", "false"])
+@pytest.mark.parametrize("freeze", ["mode", "none"])
+@pytest.mark.parametrize("mode", ["unconditional", "mixed", "l2t", "t2l"])
+def test_what_a_mode_freezes(mode, freeze, tied):
+    words = [f"training.loss_type={mode}", f"training.freeze={freeze}", f"model.tie_embeddings={tied}"]
+    config = configured("tiny", *words)
+    model, sizes = meta_model(config), model_sizes(config, 16)
+    assert sizes["frozen"] == sum(p.numel() for p in model.parameters() if not p.requires_grad)
+
+
+def kept_for_backward(config, length) -> int:
+    """Bytes of the tensors that autograd keeps for a micro-batch, each storage once; weights and inputs not counted."""
+    model = meta_model(config).to(torch.bfloat16 if config.training.dtype == "bf16" else torch.float32)
+    batch, masked = config.training.train_batch_size, config.training.train_batch_size * length // 2
+    with torch.device("meta"):
+        flags = torch.zeros(batch, dtype=torch.bool)
+        inputs = {
+            "latents": torch.zeros(batch, config.model.latent_dim), "text_timesteps": torch.zeros(batch),
+            "latent_timesteps": torch.zeros(batch), "attention_mask": torch.ones(batch, length, dtype=torch.bool),
+            "text_is_null": flags, "latent_is_null": flags.clone(),
+            "text_positions": torch.zeros(masked, dtype=torch.int64),
+            "text_targets": torch.zeros(masked, dtype=torch.int64), "text_weights": torch.zeros(masked),
+        }  # fmt: skip
+        tokens = torch.zeros(batch, length, dtype=torch.int64)
+    weights = {p.untyped_storage()._cdata for p in model.parameters()}
+    kept, alive = {}, []  # alive: no address is used twice
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights:
+            kept[storage._cdata] = storage.nbytes()
+            alive.append(storage)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = model(tokens, **inputs)
+        loss = out["text_loss_sum"] + out["latent_pred"].sum() + out["length_logits"].sum()
+    del loss
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("tiny", 33),
+        ("tiny", 64, "training.train_batch_size=32", "model.hidden_size=192", "model.n_blocks=5"),
+        ("small", 64, "training.train_batch_size=4"),
+        ("mmdit", 128, "training.train_batch_size=2", "model.latent_tokens=9"),
+    ],
+    ids=lambda words: f"{words[0]}_{words[1]}",
+)
+def test_activations(words, dtype):
+    name, length, *more = words
+    config = configured(name, f"training.dtype={dtype}", "model.gradient_checkpointing=false", *more)
+    assert model_sizes(config, length)["activations"] == pytest.approx(kept_for_backward(config, length), rel=0.04)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["tiny", "mmdit"])
+def test_logits(name, dtype):
+    config = configured(name, f"training.dtype={dtype}")
+    found, scored = model_sizes(config, 64), config.training.train_batch_size * 32
+    for device, key in (("cpu", "logits_cpu"), ("cuda", "logits_gpu")):
+        assert found[key] == logits_bytes(scored, config.model.vocab_size, device, 4 if dtype == "fp32" else 2)
+
+
+def test_checkpointing_keeps_the_inputs_of_every_block_and_one_block_whole():
+    config = configured("mmdit", "model.n_blocks=10")
+    one = configured("mmdit", "model.n_blocks=1")
+    saving = configured("mmdit", "model.n_blocks=10", "model.gradient_checkpointing=true")
+    block = model_sizes(config, 64)["activations"] - model_sizes(one, 64)["activations"]
+    assert model_sizes(one, 64)["activations"] < model_sizes(saving, 64)["activations"] < block / 2
+
+
+def test_every_stage_needs_less_than_the_one_before_it():
+    sizes = model_sizes(configured("mmdit"), 64)
+    for dtype in ("fp32", "bf16"):
+        needs = [state_bytes(plan, sizes, 64, dtype) for plan in PLANS]
+        assert needs[1] > needs[2] > needs[3] > needs[4], needs
+
+
+def test_more_ranks_help_where_they_shard():
+    large = {"trainable": 10**9, "frozen": 0, "largest_block": 10**7, "activations": 0}
+    assert state_bytes("single", large, 8, "bf16") == 16 * 10**9
+    assert state_bytes("zero3", large, 64, "bf16") < state_bytes("zero3", large, 8, "bf16")
+    assert state_bytes("zero0", large, 64, "bf16") == state_bytes("zero0", large, 8, "bf16")
