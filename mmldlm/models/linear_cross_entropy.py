@@ -68,7 +68,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     elif start == 0:
                         grad_weight.copy_(torch.mm(share_low.t(), weighted))
                     elif low == exact:
-                        grad_weight.addmm_(share_low.t(), weighted)
+                        torch.addmm(grad_weight, share_low.t(), weighted, out=grad_weight)
                     else:
                         grad_weight.add_(torch.mm(share_low.t(), weighted))
                     grad_weight.index_add_(0, target, weighted.to(exact), alpha=-1)
