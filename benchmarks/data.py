@@ -2,7 +2,7 @@
 
     python benchmarks/data.py [--corpus FILE] [--samples N] [--quick] [--json FILE]
 
-Real text: the prose of 20,000 docstrings of at least 50 words in the installed packages (or the lines of --corpus),
+Real text: the prose of 20,000 docstrings of at least 35 words in the installed packages (or the lines of --corpus),
 each cut to 510 tokens. Latents are random unit vectors of 1,024 components: no reader looks at their values. The same
 samples are written as
 
@@ -38,7 +38,7 @@ from pathlib import Path
 import _report
 
 ROOT = Path(__file__).resolve().parents[1]
-MAX_TOKENS, MIN_WORDS, DIM, BATCH = 510, 50, 1024, 32
+MAX_TOKENS, MIN_WORDS, DIM, BATCH = 510, 35, 1024, 32
 BUCKETS = 256  # global batches of 32 in a window, as many samples as 32 batches of 256
 ROWS, ROW_DIM, RESUME_AT = 10_000_000, 32, 9_000_000
 WORDS = ["training.dtype=fp32", "training.train_batch_size=8", "model.max_seq_len=512", "engine.kind=single"]

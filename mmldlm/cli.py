@@ -93,10 +93,7 @@ VERBS = {
     "launch": ("mmldlm.launch.command", "preflight, then the launcher, then a watcher"),
     "replay": ("mmldlm.replay", "run a skipped step again and name where its bad numbers were made"),
     "train": (_train, "check everything, then train on this machine"),
-    "convert": (
-        "mmldlm.checkpoints.convert",
-        "turn a checkpoint into safetensors, or into one of another engine and world size",
-    ),
+    "convert": ("mmldlm.checkpoints.convert", "a checkpoint as safetensors, or for another engine and world size"),
     "sample": ("mmldlm.sampling.run", "l2t, t2l or unconditional samples from a converted checkpoint"),
     "evaluate": ("mmldlm.evaluation.run", "conditioning gain, retrieval and F1 on unseen text"),
     "plot": ("mmldlm.observe.plots", "draw a run's loss curve"),
