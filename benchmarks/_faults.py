@@ -168,8 +168,8 @@ def passed_over():
 
     state_of = run.TrainingState
 
-    def made(**values):
-        return state_of(**values, passed_over=[[FAULT_STEP - 1, FAULT_STEP]])
+    def made(*args, **values):
+        return state_of(*args, **values, passed_over=[[FAULT_STEP - 1, FAULT_STEP]])
 
     with mock.patch.object(run, "TrainingState", made):
         yield

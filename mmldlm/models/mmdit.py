@@ -249,7 +249,8 @@ class MultimodalMMDiT(nn.Module):
             Nothing of the text when text_tokens is None.
 
         Raises:
-            ValueError: on shapes that do not fit the config, or (on a CPU) a scored position that is padding.
+            ValueError: on shapes that do not fit the config, token_positions of a part of the text without an
+                attention_mask, or (on a CPU) a scored position that is padding.
         """
         config = self.config
         dtype = self.text_encoder.null_text.dtype
@@ -294,6 +295,8 @@ class MultimodalMMDiT(nn.Module):
             place = self._places(token_positions, keys)
         if place is not None and place.shape[0] == batch * length:
             place = keys = None
+        if place is not None and keys is None:
+            raise ValueError("token_positions leaves text out, so attention_mask must name it as padding")
         layout = make_layout(
             place, keys, batch, length, latent.shape[1], config.hidden_size // config.n_heads, dtype, device,
             self._ragged(place, batch * length, latent),
@@ -335,8 +338,6 @@ class MultimodalMMDiT(nn.Module):
     def _places(token_positions: Tensor | None, keys: Tensor | None) -> Tensor | None:
         """[N] places in B * S of the text to compute, None for all. Found from the mask only where that is no sync."""
         if token_positions is not None:
-            if keys is None and not token_positions.numel():
-                raise ValueError("token_positions is empty")
             return token_positions
         if keys is None or keys.device.type != "cpu":
             return None

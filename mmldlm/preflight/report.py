@@ -12,6 +12,8 @@ from mmldlm.preflight.result import ERROR, FAIL, PASS, SKIP, WARN, Result
 _WORST = (FAIL, ERROR, WARN, PASS, SKIP)
 # A run whose hostfile or config cannot be read is a usage error.
 _USAGE_IDS = ("HOST001", "CFG001")
+# What is well and still worth reading: what this run is, needs and will take.
+_TOLD = ("CFG003", "DATA001", "MEM001", "DISK001", "RES001", "COLL002", "DRY001")
 
 
 def worst(results: list[Result]) -> str:
@@ -56,6 +58,9 @@ def show(context: Context, results: list[Result], seconds: float, out: TextIO) -
         faults = ", ".join(dict.fromkeys(r.id for r in own if r.status in (FAIL, ERROR, WARN)))
         skipped = f", {counts[SKIP]} skipped" if counts[SKIP] else ""
         print(f"  {name:{width}}  {worst(own):5} {counts[PASS]} passed{skipped}  {faults}".rstrip(), file=out)
+    for r in results:
+        if r.id in _TOLD and r.status == PASS:
+            print(f"  {r.title:{max(width, 24)}}  {r.measured}", file=out)
     for group in _grouped([r for r in results if r.status in (FAIL, ERROR, WARN)]):
         _block(group, out)
     for why, group in _skips(results).items():

@@ -134,6 +134,21 @@ def test_a_scored_position_of_padding_is_refused():
     given["text_positions"] = torch.tensor([0, 20])
     with pytest.raises(ValueError, match="padding"):
         make()(**given)
+    given = {**batch([16, 3]), "attention_mask": None, "text_is_null": None}
+    with pytest.raises(ValueError, match="attention_mask"):
+        make()(**given, token_positions=torch.arange(20))
+
+
+def test_a_bad_value_stays_in_its_sample():
+    """NaN in one sample's latent: no other sample's prediction, padded or not, sees it."""
+    for lengths in ([16, 16, 15], [16, 3, 9, 1], [10, 10]):
+        given = batch(lengths)
+        given["latents"][0] = float("nan")
+        model = make()
+        out = model(**{key: value for key, value in given.items() if key != "text_targets"})
+        rows = given["text_positions"] // max(lengths)
+        others = torch.isfinite(out["text_logits"][rows > 0][:, 4:]).all()
+        assert others and torch.isfinite(out["latent_pred"][1:]).all() and out["latent_pred"][0].isnan().all(), lengths
 
 
 @pytest.mark.parametrize("lengths", [[10, 10, 10], [16, 3, 9, 1]])

@@ -382,9 +382,8 @@ def _(scene, stack):
 
 @fault("master port taken", ("NET004", "n1"), words=("29500 is held by pid", "holder", "--master_port 29501"))
 def _(scene, stack):
-    code = (
-        "import socket,time; s=socket.socket(); s.bind(('',29500)); s.listen(); print(1,flush=True); time.sleep(1000)"
-    )
+    # As launchers bind it: the port of a run that has just ended is free to them, and would not be to this one.
+    code = "import socket, time; s = socket.create_server(('', 29500)); print(1, flush=True); time.sleep(1000)"
     child = scene.bed["n1"].popen(PYTHON, "-c", code, "holder", stdout=-1)
     child.stdout.readline()
     stack.callback(end, child)

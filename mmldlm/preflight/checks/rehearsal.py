@@ -128,9 +128,10 @@ def two_steps_run(context):
         return fail("the loss is not finite", "a finite loss", "mmldlm verify-data; lower optimizer.lr")
     rate, step = log[1]["tokens_per_second"], _step_seconds(log)
     hours = step * context.config.training.num_train_steps / 3600
-    return ok(
-        f"{found['seconds']:.0f} s in all, {step:.2f} s a step, {rate:.0f} tokens/s: about {hours:.1f} h for the run"
-    )
+    wait = log[1].get("data_share")
+    waits = "" if wait is None else f", {wait:.0%} of it waiting for data"
+    pace = f"{step:.2f} s a step{waits}, {rate:.0f} tokens/s"
+    return ok(f"{found['seconds']:.0f} s in all, {pace}: about {hours:.1f} h for the run")
 
 
 def _step_seconds(log: list[dict]) -> float:
