@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.checkpoints.dcp_reader import TRAINABLE, DcpCheckpoint
+from mmldlm.checkpoints.dtypes import DTYPES
 from mmldlm.checkpoints.model_file import ModelFile
 from mmldlm.checkpoints.moments import MOMENTS, group_names
 from mmldlm.checkpoints.pickle_writer import Global, NewObject, NewTensor
@@ -18,7 +19,7 @@ from mmldlm.checkpoints.sources import Opened
 from mmldlm.checkpoints.torch_file import TorchFile, damaged
 from mmldlm.checkpoints.weights import WeightSource
 from mmldlm.checkpoints.zero_files import inner_optimizer, load_dict, param_shapes, short
-from mmldlm.checkpoints.zero_pickle import Inert, TensorRef
+from mmldlm.checkpoints.zero_pickle import Inert, TensorRef, dtype_name
 from mmldlm.checkpoints.zero_reader import ZeroCheckpoint
 from mmldlm.checkpoints.zero_universal import FOLDER
 from mmldlm.errors import UserError
@@ -143,17 +144,24 @@ def loss_scaler(value: Any) -> NewObject:
         and value.kind.removeprefix(_SCALER + ".") in _SCALERS
         and isinstance(value.state, dict)
     ):
-        state = {key: item for key, item in value.state.items() if isinstance(key, str)}
-        if all(isinstance(item, _PLAIN) for item in state.values()):
-            return NewObject(Global(_SCALER, value.kind.rpartition(".")[2]), state=state)
+        dtypes = {key: f"torch.{dtype_name(item)}" for key, item in value.state.items() if dtype_name(item)}
+        value = {"class": value.kind.rpartition(".")[2], "state": {**value.state, **dtypes}}
     if isinstance(value, dict) and value.get("class") in _SCALERS and isinstance(value.get("state"), dict):
-        return NewObject(Global(_SCALER, value["class"]), state=value["state"])
+        if all(isinstance(key, str) and isinstance(item, _PLAIN) for key, item in value["state"].items()):
+            state = {key: _dtype_or_plain(item) for key, item in value["state"].items()}
+            return NewObject(Global(_SCALER, value["class"]), state=state)
     return NewObject(Global(_SCALER, "LossScaler"), state={"cur_scale": 1.0, "dynamic": False})
+
+
+def _dtype_or_plain(item: Any) -> Any:
+    is_dtype = isinstance(item, str) and item.removeprefix("torch.") in DTYPES
+    return Global("torch", item.removeprefix("torch.")) if is_dtype else item
 
 
 def plain_scaler(scaler: NewObject) -> dict[str, Any]:
     """A loss scaler for a file that holds no objects; loss_scaler() makes it one again."""
-    return {"class": scaler.type.name, "state": scaler.state}
+    state = {key: f"torch.{item.name}" if isinstance(item, Global) else item for key, item in scaler.state.items()}
+    return {"class": scaler.type.name, "state": state}
 
 
 def _first(source: WeightSource, ending: str) -> TorchFile | None:

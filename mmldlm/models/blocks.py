@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from mmldlm.models.fused import NORM_EPS, AfterAttention, BeforeAttention, Modulation
-from mmldlm.models.layers import RMSNorm, modulate
+from mmldlm.models.layers import RMSNorm, is_bare, modulate
 from mmldlm.models.layout import QK_EPS, Layout, attend
 
 
@@ -70,15 +69,8 @@ class MMDiTBlock(nn.Module):
 
     def _is_bare(self) -> bool:
         """Whether every layer is still nn.Linear or RMSNorm, and nobody hooks it or all modules."""
-        return not _has_any_global_hook() and all(
-            type(layer) in (nn.Linear, RMSNorm)
-            and "forward" not in vars(layer)
-            and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks)
-            and not layer._backward_pre_hooks
-            for stream in (self.text, self.latent)
-            for layer in stream._modules.values()
-            if layer is not None
-        )
+        layers = [layer for stream in (self.text, self.latent) for layer in stream._modules.values()]
+        return all(layer is None or is_bare(layer, nn.Linear, RMSNorm) for layer in layers)
 
     def _fused(self, rows: Tensor, condition: Tensor, layout: Layout) -> Tensor:
         text, latent = self.text, self.latent

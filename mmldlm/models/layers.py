@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 # t in [0, 1] is stretched before the sinusoids: unscaled, t=0 and t=0.01 are 0.027 apart and nearly all of the 256
 # dimensions are constant (facts: earlier-system 7.A.5).
@@ -26,6 +27,19 @@ def without_autocast(tensor: Tensor):
     """A context for code that casts by itself (the meta device has no autocast)."""
     kind = tensor.device.type
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+
+
+def is_bare(layer: nn.Module, *kinds: type) -> bool:
+    """Whether a layer is just one of these classes: then what it computes may be computed in its place.
+
+    Nobody hooks it (or all modules), and nobody replaced its forward.
+    """
+    return (
+        type(layer) in kinds
+        and "forward" not in vars(layer)
+        and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
+        and not _has_any_global_hook()
+    )
 
 
 class RMSNorm(nn.RMSNorm):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mmldlm.models.kept_gradient import gradient_memory
 from mmldlm.models.layers import compute_dtype, without_autocast
 
 # Logits that exist at once. On a CPU, 8 M fp32 values are below the size from
@@ -41,7 +42,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = rows_low.new_empty(min(chunk_rows, num_rows), weight.shape[0])
             shares = logits if low == exact else torch.empty_like(logits, dtype=exact)
             grad_hidden = torch.empty_like(rows_low) if needs[0] else None
-            grad_weight = torch.empty(weight.shape, dtype=exact, device=weight.device) if needs[1] else None
+            grad_weight = gradient_memory(weight, exact) if needs[1] else None
             grad_bias = torch.zeros(bias.shape, dtype=exact, device=bias.device) if needs[2] else None
             for start in range(0, num_rows, chunk_rows):
                 rows = slice(start, min(start + chunk_rows, num_rows))
@@ -67,7 +68,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     elif start == 0:
                         grad_weight.copy_(torch.mm(share_low.t(), weighted))
                     elif low == exact:
-                        grad_weight.addmm_(share_low.t(), weighted)
+                        torch.addmm(grad_weight, share_low.t(), weighted, out=grad_weight)
                     else:
                         grad_weight.add_(torch.mm(share_low.t(), weighted))
                     grad_weight.index_add_(0, target, weighted.to(exact), alpha=-1)

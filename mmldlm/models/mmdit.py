@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from mmldlm.config.schema import ModelConfig
 from mmldlm.errors import UserError
 from mmldlm.models.blocks import MMDiTBlock
-from mmldlm.models.layers import TimestepEmbedding, compute_dtype, modulate
+from mmldlm.models.kept_gradient import embedding
+from mmldlm.models.layers import TimestepEmbedding, compute_dtype, is_bare, modulate
 from mmldlm.models.layout import RECTANGLE_FILL, make_layout
 from mmldlm.models.linear_cross_entropy import linear_cross_entropy
 
@@ -42,7 +43,8 @@ class TextEncoder(nn.Module):
 
         A null sample starts with the null text; what follows it is masked or left out by the caller.
         """
-        x = self.token_embedding(tokens)
+        table = self.token_embedding
+        x = embedding(table.weight, tokens) if is_bare(table, nn.Embedding) else table(tokens)
         if is_null is not None:
             starts = torch.where(is_null[:, None], self.null_text.to(x.dtype), x.index_select(0, first))
             x = x.index_copy(0, first, starts)
