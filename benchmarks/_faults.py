@@ -226,7 +226,7 @@ def train_once(store: str, folder: str, name: str, accum: int, words: list[str],
     os.environ["FAULT_ACCUM"] = str(accum)
     common = [
         f"data.latent_data_root={store}", f"logging.save_dir={folder}", f"logging.run_name={name}",
-        "model.hidden_size=16", "model.n_heads=2", "model.cond_dim=16",
+        "logging.plot=false", "model.hidden_size=16", "model.n_heads=2", "model.cond_dim=16",
         "data.max_validation_samples=4", "data.max_train_samples=480", "training.train_batch_size=4",
         f"training.grad_accum_steps={accum}", f"training.num_train_steps={STEPS}", f"logging.save_freq={SAVE_EVERY}",
         "logging.eval_freq=1000", "logging.log_freq=1000", "checkpoints.async=false", "optimizer.warmup_steps=0",

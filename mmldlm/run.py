@@ -300,7 +300,8 @@ class RunFolder:
         if not self.is_main:
             return
         try:
-            self.progress.message(f"plot     {plot_run(self.run_dir)}")
+            if self.config.logging.plot:
+                self.progress.message(f"plot     {plot_run(self.run_dir)}")
         except (MmldlmError, OSError) as error:  # the run is done and saved; its picture can be drawn again
             self.progress.warning(f"no plot: {error}")
         self.event("end", step=self.state.step)

@@ -384,6 +384,8 @@ class LoggingConfig(Section):
     peak_tflops: float | None = Field(None, gt=0)
     """Peak TFLOP/s of one device in training.dtype, for the share of it that training reaches (mfu). None: from a table
     of GPUs; without an entry there (and on CPUs) no mfu is shown."""
+    plot: bool = True
+    """Draw the loss curves into plots/ when the run ends (`mmldlm plot` does so at any time)."""
     wandb: WandbConfig = Field(default_factory=WandbConfig)
     """Weights & Biases."""
 

@@ -30,7 +30,8 @@ def main() -> None:
             "--config-name", "tiny", f"data.latent_data_root={store}", f"logging.save_dir={folder}",
             "data.max_validation_samples=4", "training.train_batch_size=4",
             "logging.save_freq=100", "logging.eval_freq=100", "training.dtype=fp16",
-            "optimizer.warmup_steps=0", "stability.loss_scale_window=3", "checkpoints.async=false",
+            "logging.plot=false", "optimizer.warmup_steps=0",
+            "stability.loss_scale_window=3", "checkpoints.async=false",
         ]  # fmt: skip
         from mmldlm import train as module
 

@@ -16,6 +16,6 @@ def test_no_fault_reaches_the_weights_hangs_a_rank_or_goes_unnamed(store, tmp_pa
     done = launch([sys.executable, script, "--data", str(store), "--quick", "--json", str(report)], timeout=900)
     assert done.returncode == 0, done.stdout[-6000:]
     answer = json.loads(report.read_text())
-    assert answer["conditions"]["cells"] == 6 * 9 + 2 * 2
+    assert answer["conditions"]["cells"] == 6 * 9 + 2
     (claim,) = answer["claims"]
     assert (claim["id"], claim["value"]) == ("cells_failed", 0)
