@@ -3,9 +3,9 @@
     python benchmarks/save.py --data STORE [--quick] [--every N] [--pairs P] [--json FILE]
 
 The quickstart's model (12M parameters, 148 MB of masters and moments) on two ranks under ZeRO-2 and FSDP2. A run saves
-every 2 N steps (default N: 25), so that windows of N steps that begin with a save alternate with windows without one;
-each is compared with the one after it (`time lost`: 1 - median of without / with). `CPU time` compares the processor
-time of all ranks likewise: the better figure on a busy machine. `blocked` is what the loop itself spent in saving,
+every 2 N steps (default N: 50, half a minute), so that windows of N steps that begin with a save alternate with windows
+without one; each is compared with the one after it (`time lost`: 1 - median of without / with). `CPU time` compares the
+processor time of all ranks likewise: the better figure on a busy machine. `blocked` is what the loop itself spent in saving,
 measured around it: under checkpoints.async the copy off the device, the agreement on the folder and the commit. The
 rest of the loss is the writing thread, which on CPUs takes cores from training; on GPUs it takes none. All shares are
 of a window of N steps, so of a run that saves every N steps; the first two windows, which warm up, do not count.
@@ -123,11 +123,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True, help="a store made by `mmldlm prepare`")
     parser.add_argument("--quick", action="store_true", help="the tiny model, few steps")
-    parser.add_argument("--every", type=int, help="steps of a window (25)")
+    parser.add_argument("--every", type=int, help="steps of a window (50)")
     parser.add_argument("--pairs", type=int, help=f"windows with and without a save ({PAIRS})")
     parser.add_argument("--json", help="write conditions and claims here")
     args = parser.parse_args()
-    args.every = args.every or (4 if args.quick else 25)
+    args.every = args.every or (4 if args.quick else 50)
     args.pairs = args.pairs or (1 if args.quick else PAIRS)
     shares, figures = [], {}
     head = f"seconds a {args.every} steps"
