@@ -193,7 +193,8 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
         # The step's one host sync: losses, the norm and what the ranks must agree on travel in one vector.
         flags = (stop.received, checkpoints.is_writing, checkpoints.is_asked, sum(len(batch.bad) for batch in batches))
         told = torch.tensor([float(flag) for flag in flags], dtype=torch.float64, device=engine.device)
-        norm = norm if engine.rank == 0 else torch.zeros_like(norm)  # it is the same on every rank
+        # The norm is the same on every rank, or one of them has gone astray: of the mean, a bad one leaves nothing.
+        norm = norm / engine.world_size
         vector = engine.all_reduce_sum(torch.cat([sums, norm.view(1), told])).tolist()
         *values, num_tokens, num_bad_losses, grad_norm, num_stops, num_writing, num_asks, num_bad_samples = vector
         interrupted = num_stops > 0
@@ -212,8 +213,8 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
         sums_by_name = dict(zip(METRICS, values, strict=True))
         cost = meter.step(num_samples, num_tokens, sums_by_name["text_masked"])
         folder.log_step(sums_by_name, batches[0], verdict, grad_norm, lr, cost)
-        if (trace := profiler.after(state.step)) is not None:
-            folder.progress.message(f"profile  {trace}")
+        if (told := profiler.after(state.step)) is not None:
+            folder.progress.message(f"profile  {told}")
         if not verdict.apply:
             folder.log_skip(verdict, step_loss, grad_norm, forensics.gather(engine, batches, losses), batches[0])
         if look is not None:
