@@ -249,6 +249,11 @@ class TrainingConfig(Section):
     def _profile_is_a_range(self) -> TrainingConfig:
         if self.profile is not None and not 1 <= self.profile[0] <= self.profile[1]:
             raise ValueError(f"training.profile={list(self.profile)}: [first, last] steps, counted from 1")
+        if self.profile is not None and self.profile[1] > self.num_train_steps:
+            raise ValueError(
+                f"training.profile={list(self.profile)} ends after training.num_train_steps={self.num_train_steps}, so "
+                "nothing would be written"
+            )
         return self
 
     @model_validator(mode="after")

@@ -28,13 +28,17 @@ class StepProfiler:
         self._profile = profile(activities=activities, record_shapes=True)
         self._profile.start()
 
-    def after(self, step: int) -> Path | None:
-        """Call after each step; returns the trace that was written, if one was."""
+    def after(self, step: int) -> str | None:
+        """Call after each step; says which trace was written, or why not: one rank must not end over its profile."""
         if self._profile is None or step < self.steps[1]:
             return None
-        self._profile.stop()
-        self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"steps_{self.steps[0]}_{self.steps[1]}_rank{self.rank}.json"
-        self._profile.export_chrome_trace(str(path))
-        self._profile = self.steps = None
-        return path
+        try:
+            self._profile.stop()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._profile.export_chrome_trace(str(path))
+            return str(path)
+        except (OSError, RuntimeError) as error:
+            return f"could not be written to {path}: {error}"
+        finally:
+            self._profile = self.steps = None
