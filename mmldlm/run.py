@@ -261,7 +261,8 @@ class RunFolder:
             file, row = self.data.train.place(bad["id"])
             self.event("bad_sample", step=self.state.step, file=str(file), row=row, **bad)
             if self.is_main:
-                self.progress.warning(f"sample {bad['id']} left out of step {self.state.step}: {bad['reason']}")
+                what = "mended in" if bad.get("mended") else "left out of"
+                self.progress.warning(f"sample {bad['id']} {what} step {self.state.step}: {bad['reason']}")
 
     def rewind(self) -> None:
         """After a rollback: the logs go on from the state's step."""

@@ -36,7 +36,8 @@ class NoisedBatch:
             length_weights [B] fp32.
         ids: [B] sample ids. modes: [B]. real: [B] False for placeholders of an incomplete batch.
         num_text_tokens, num_latents, num_lengths: counts over the whole GLOBAL batch that normalise the three losses.
-        num_tokens: real text tokens of this micro-batch. bad: {id, reason} of samples that were masked out as unusable.
+        num_tokens: real text tokens of this micro-batch.
+        bad: {id, reason} of samples masked out as unusable or, with "mended": True, mended (stability.nan_to_num).
     """
 
     tensors: dict[str, Tensor]
@@ -234,11 +235,9 @@ class Noiser:
             epoch=batch.epoch,
             index=batch.index,
             bad=[
-                {"id": int(sample), "reason": reason}
-                for sample, slot, reason in zip(
-                    ids, slots, [reason or mended.get(row) for row, reason in enumerate(reasons)], strict=True
-                )
-                if reason is not None and slot < num_real
+                {"id": int(sample), "reason": reason or mended[row], **({} if reason else {"mended": True})}
+                for row, (sample, slot, reason) in enumerate(zip(ids, slots, reasons, strict=True))
+                if (reason or row in mended) and slot < num_real
             ],
         )
 
@@ -247,12 +246,8 @@ class Noiser:
         if not self.nan_to_num or np.isfinite(rows.latents).all():
             return rows, {}
         bad = ~np.isfinite(rows.latents)
-        mended = {
-            int(
-                row
-            ): f"{int(bad[row].sum())} non-finite values in its latent, replaced by the mean (stability.nan_to_num)"
-            for row in np.flatnonzero(bad.any(axis=1))
-        }
+        told = "non-finite values in its latent, replaced by the mean (stability.nan_to_num)"
+        mended = {int(row): f"{int(bad[row].sum())} {told}" for row in np.flatnonzero(bad.any(axis=1))}
         return rows._replace(latents=np.where(bad, self.latent_mean.astype(rows.latents.dtype), rows.latents)), mended
 
     def _unusable(self, tokens: np.ndarray, latent: np.ndarray, length: int) -> str | None:
