@@ -42,7 +42,9 @@ class Outcome:
     Attributes:
         ids: the samples. loss: this micro-batch's share. grad_norm: of its gradients alone. origins: first the weights
             and inputs that are not finite, then the first operation of the forward and of the backward pass that made
-            such a number. bad_gradients: parameters whose gradient is not finite.
+            such a number.
+        bad_gradients: parameters whose gradient is not finite.
+        only_fused: the same pass run layer by layer is clean: the fused blocks (models/fused.py) make the bad numbers.
     """
 
     ids: list[int]
@@ -50,10 +52,11 @@ class Outcome:
     grad_norm: float
     origins: list[Origin] = field(default_factory=list)
     bad_gradients: list[str] = field(default_factory=list)
+    only_fused: bool = False
 
     @property
     def is_clean(self) -> bool:
-        return not self.origins and not self.bad_gradients and math.isfinite(self.loss)
+        return not self.bad_gradients and math.isfinite(self.loss)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +89,8 @@ def main(args: argparse.Namespace) -> int:
     report = {"step": case["step"], "reason": case["reason"], "weights": replay.weights, "dtypes": {}}
     for dtype in dict.fromkeys(args.dtypes or [case["dtype"], "bf16", "fp32"]):
         report["dtypes"][dtype] = replay.run(dtype, entries, args.samples)
-    if all(found["clean"] for found in report["dtypes"].values()):
+    is_spike = case["reason"].startswith("spike")  # finite numbers: the samples are listed by their gradients
+    if not is_spike and all(found["clean"] for found in report["dtypes"].values()):
         print(_when_clean(replay, bad_micro_batches(case["micro_batches"])))
     if args.json:
         Path(args.json).write_text(json.dumps(report, indent=2) + "\n")
@@ -141,8 +145,11 @@ class Replay:
         if given is not None:
             init_weights(self.model, given)
             return given, False
-        there = [(step, path) for step, path in commit.list_checkpoints(self.run_dir) if step <= after]
-        there = [(step, path) for step, path in there if not commit.verify(path)]
+        resumed = self.config.training.resume
+        there = [] if resumed in (None, "auto") else [commit.resolve(resumed)]
+        there += [path for step, path in commit.list_checkpoints(self.run_dir) if not commit.verify(path)]
+        steps = [(json.loads((path / STATE_FILE).read_text())["step"], path) for path in there]
+        there = [(step, path) for step, path in steps if step <= after]
         start, path = there[-1] if there else (0, None)
         if exact and start < before:
             self._train(path, start, before)
@@ -169,13 +176,13 @@ class Replay:
             with open_training_state(path / ENGINE_FOLDER) as reader:
                 engine.load(reader, applied if reader.has_moments else 0)
             engine.masters_written()
-        guard = Guard(config.stability)
+        guard = Guard(config.stability, config.training.dtype)
         guard.restore(saved.get("guard", {}))
         batches = MicroBatches(self.data.train, self.plan, self.noiser, 0, 1, shares)
         for step in range(start, end):
             if any(first <= step < last for first, last in case["passed_over"]):
                 continue
-            total, num_bad = 0.0, 0
+            total, num_bad, engine.loss_scale = 0.0, 0, guard.loss_scale.value
             for micro in range(shares):
                 loss, _ = self.objective(engine.module, batches[step * shares + micro].to(self.device))
                 engine.backward(loss)
@@ -195,6 +202,7 @@ class Replay:
     def run(self, dtype: str, entries: list[dict], most_samples: int) -> dict:
         """All entries in one dtype, then the samples of those that are not clean one by one; prints and returns it."""
         model, module = self._in_dtype(dtype)
+        self._loss_scale = self.case["loss_scale"] if dtype == "fp16" else 1.0
         unfit = faults_of_weights(model)
         found = {"clean": not unfit, "weights": [str(origin) for origin in unfit], "micro_batches": []}
         for origin in unfit[:8]:
@@ -250,19 +258,28 @@ class Replay:
         return model, model
 
     def pass_once(self, model: nn.Module, module: nn.Module, slots: np.ndarray) -> Outcome:
-        """Forward and backward over some places of the global batch."""
+        """Forward and backward over some places of the global batch: as in training, and where that gives bad numbers
+        once more under FindOrigin, whose hooks make the blocks run layer by layer."""
         batch = self.noiser.make(self.batch, slots, self.data.train, self.data.train_lengths).to(self.device)
-        origins = _faults_of_batch(batch)
+        outcome = self._outcome(model, module, batch)
+        if outcome.is_clean:
+            return outcome
+        with FindOrigin(model) as finder:
+            by_layers = self._outcome(model, module, batch)
+        outcome.origins = _faults_of_batch(batch)
+        outcome.origins += [origin for origin in (finder.forward, finder.backward) if origin is not None]
+        outcome.only_fused = by_layers.is_clean and not outcome.origins
+        return outcome
+
+    def _outcome(self, model: nn.Module, module: nn.Module, batch: NoisedBatch) -> Outcome:
         model.zero_grad(set_to_none=True)
         module.train()
-        with FindOrigin(model) as finder:
-            loss, _ = self.objective(module, batch)
-            loss.backward()
-        origins += [origin for origin in (finder.forward, finder.backward) if origin is not None]
+        loss, _ = self.objective(module, batch)
+        (loss * self._loss_scale).backward()
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         bad = [name for name, grad in gradients.items() if fault(grad)]
-        norm = nn.utils.get_total_norm([grad.float() for grad in gradients.values()])
-        return Outcome(batch.ids.tolist(), loss.item(), norm.item(), origins, bad)
+        norm = nn.utils.get_total_norm([grad.float() for grad in gradients.values()]) / self._loss_scale
+        return Outcome(batch.ids.tolist(), loss.item(), norm.item(), bad_gradients=bad)
 
 
 def _when_clean(replay: Replay, bad: list[dict]) -> str:
@@ -281,6 +298,8 @@ def _faults_of_batch(batch: NoisedBatch) -> list[Origin]:
 
 def _sentence(outcome: Outcome) -> str:
     parts = [str(origin) for origin in outcome.origins]
+    if outcome.only_fused:
+        parts.append("only where blocks run fused; layer by layer every number is finite")
     if outcome.bad_gradients:
         shown = ", ".join(outcome.bad_gradients[:3])
         more = f" and {len(outcome.bad_gradients) - 3} more" if len(outcome.bad_gradients) > 3 else ""
@@ -297,5 +316,6 @@ def _told(outcome: Outcome) -> dict:
         "sentence": _sentence(outcome),
         "origins": [vars(origin) for origin in outcome.origins],
         "bad_gradients": outcome.bad_gradients,
+        "only_fused": outcome.only_fused,
         **{key: value if math.isfinite(value) else str(value) for key, value in figures.items()},
     }
