@@ -271,7 +271,7 @@ class MultimodalMMDiT(nn.Module):
         if length > config.max_seq_len:
             raise ValueError(f"text of {length} tokens, but model.max_seq_len is {config.max_seq_len}")
         if latents is None:
-            points = torch.zeros(batch, 1, config.latent_dim, device=device)
+            points = torch.zeros(batch, config.max_latents, config.latent_dim, device=device)
             latent_is_null = torch.ones(batch, dtype=torch.bool, device=device)
         else:
             points = latents[:, None] if latents.dim() == 2 else latents
