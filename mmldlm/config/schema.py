@@ -36,7 +36,7 @@ class ModelConfig(Section):
     latent_tokens: int = Field(4, ge=1)
     """Chunk tokens K that present one latent; K * hidden_size >= D passes it without loss."""
     max_latents: int = Field(1, ge=1)
-    """Most latents N of one sample (long documents have several)."""
+    """Latents N of one sample. 1: as many as the data has (`mmldlm prepare --latents-per-text N`, for long texts)."""
     qk_rmsnorm: bool = True
     """RMS-normalise queries and keys in every head (keeps attention logits bounded in bf16)."""
     tie_embeddings: bool = False

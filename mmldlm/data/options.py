@@ -54,6 +54,7 @@ class PrepareOptions:
     layout: str = "store"
     retries: int = 2
     max_quarantined: float = 0.01
+    latents_per_text: int = 1
 
     def identity(self) -> dict[str, Any]:
         """The options that decide what comes out, for the manifest: those that were set, and those of every store."""
@@ -96,12 +97,18 @@ def check_options(options: PrepareOptions) -> Path:
         raise UserError(
             "1 <= --min-tokens <= --max-tokens", f"{options.min_tokens} and {options.max_tokens}", "change one of them"
         )
+    if options.latents_per_text > options.max_tokens:
+        raise UserError(
+            f"--latents-per-text of at most --max-tokens={options.max_tokens}",
+            str(options.latents_per_text),
+            "give fewer latents, or longer texts with --max-tokens",
+        )
     for name, known in (("overlong", (None, *OVERLONG)), ("layout", LAYOUTS), ("pooling", (None, *POOLINGS))):
         if getattr(options, name) not in known:
             words = ", ".join(word for word in known if word)
             raise UserError(f"--{name} among: {words}", str(getattr(options, name)), "choose one of these")
     positive = ("max_samples", "validation_samples", "batch_tokens", "batch_size", "max_documents", "max_length")
-    for name in (*positive, "latent_dim"):
+    for name in (*positive, "latent_dim", "latents_per_text"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} of at least 1", str(value), "give a positive number")
@@ -151,6 +158,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"one of: {', '.join(ENCODERS)}; or a folder or Hugging Face name (default %(default)s)",
     )
     add("--latent-dim", type=int, metavar="D", help="cut latents to D components, normalised again (qwen: 32 to 1024)")
+    add(
+        "--latents-per-text",
+        type=int,
+        default=1,
+        metavar="N",
+        help="latents of every text, of N pieces cut at sentence ends (default %(default)s; for long texts)",
+    )
     add("--pooling", choices=POOLINGS, help="for models that do not say it themselves")
     add("--prefix", help="put before every text, instead of what the encoder's card asks for")
     add(

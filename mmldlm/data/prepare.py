@@ -235,7 +235,7 @@ class _Preparation:
     def _tokenize(self, name: str, texts: Texts, rows: np.ndarray, limit: int | None, counts: Counter) -> Samples:
         options = self.options
         waves = selecting.Waves(rows, texts.hashes, limit, options.seed)
-        how = (self.tokenizer, options.min_tokens, options.max_tokens, options.overlong)
+        how = (self.tokenizer, options.min_tokens, options.max_tokens, options.overlong, options.latents_per_text)
         shard_rows: list[np.ndarray] = []
         paths: list[Path] = []
         num_kept, number = 0, 0
@@ -278,7 +278,8 @@ class _Preparation:
                         progress(num_done)
 
                     part, _ = samples.read(sources[name], starts[number], starts[number] + encoding.SHARD)
-                    encoding.write_encoded(paths[number], encoding.encode(encoder, part, self.options.retries, tell))
+                    made = encoding.encode(encoder, part, self.options.retries, tell, self.options.latents_per_text)
+                    encoding.write_encoded(paths[number], made)
 
                 def done(number: int, samples=samples, starts=starts, told=told) -> None:
                     progress(min(encoding.SHARD, len(samples) - starts[number]) - told[number])

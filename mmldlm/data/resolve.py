@@ -108,6 +108,12 @@ def _fill_in(config: Config, store: Store | MixedStore) -> None:
             f"model.latent_dim={model.latent_dim}",
             "leave model.latent_dim unset, or prepare the data with an encoder of that dimension",
         )
+    if model.max_latents not in (1, store.latents_per_text):  # 1 is what every config says
+        raise UserError(
+            f"model.max_latents={store.latents_per_text}, the latents of every text in {store.root}",
+            f"model.max_latents={model.max_latents}",
+            f"leave model.max_latents unset, or prepare with --latents-per-text {model.max_latents}",
+        )
     if config.tokenizer.name not in (None, tokenizer["name"], tokenizer.get("key")):
         raise UserError(
             f"tokenizer.name={tokenizer['name']}, with which {store.root} was prepared",
@@ -128,7 +134,7 @@ def _fill_in(config: Config, store: Store | MixedStore) -> None:
                 f"leave model.{key} unset",
             )
         setattr(model, key, tokenizer[key])
-    model.latent_dim = store.latent_dim
+    model.latent_dim, model.max_latents = store.latent_dim, store.latents_per_text
     model.vocab_size = model.vocab_size or tokenizer["vocab_size"]
 
 

@@ -23,6 +23,11 @@ METRICS = (
 )
 
 
+def _over_latents(samples: Tensor, like: Tensor) -> Tensor:
+    """[B] -> [B, 1] where `like` is [B, N]: a sample's latents share its timestep and weight."""
+    return samples if like.dim() == 1 else samples[:, None]
+
+
 class TranslationObjective:
     """(model, noised batch) -> loss and metric sums.
 
@@ -61,7 +66,7 @@ class TranslationObjective:
             scored = error.clamp_max(self.loss.latent_loss_clamp)
         if self.loss.latent_weight_clip is not None:
             latent_weights = latent_weights.clamp_max(self.loss.latent_weight_clip)
-        latent_sum = (scored * latent_weights).sum()
+        latent_sum = (scored * _over_latents(latent_weights, scored)).sum()
         length_nll = F.cross_entropy(out["length_logits"], tensors["length_targets"], reduction="none")
         length_sum = (length_nll * tensors["length_weights"]).sum()
 
@@ -93,7 +98,10 @@ class TranslationObjective:
         )
 
     def _latent_error(self, prediction: Tensor, target: Tensor) -> Tensor:
-        """[B] mean squared error over D in fp32 (or MM-LDLM's, between L2-normalised vectors, summed over D)."""
+        """[B] (of several latents a sample [B, N]) mean squared error over D in fp32.
+
+        Or MM-LDLM's, between L2-normalised vectors, summed over D.
+        """
         prediction, target = prediction.float(), target.float()
         if self.loss.latent_prediction_clamp is not None:
             prediction = prediction.clamp(-self.loss.latent_prediction_clamp, self.loss.latent_prediction_clamp)
@@ -118,7 +126,7 @@ class TranslationObjective:
         return weights * kept[tensors["text_rows"]]
 
     def _metrics(self, loss, out, tensors, error, length_sum) -> dict[str, Tensor]:
-        scored = tensors["latent_weights"] > 0
+        scored = _over_latents(tensors["latent_weights"] > 0, error).expand_as(error)
         x0 = self.latent.to_x0(out["latent_pred"], tensors["latents"], tensors["latent_timesteps"].clamp_max(0.999))
         cosine = F.cosine_similarity(x0, tensors["latent_clean"], dim=-1)
         return {

@@ -79,7 +79,7 @@ def activation_bytes(config: Config, length: int) -> int:
     model, batch = config.model, config.training.train_batch_size
     size = 4 if config.training.dtype == "fp32" else 2
     width, mlp, heads = model.hidden_size, int(model.hidden_size * model.mlp_ratio), model.n_heads
-    tokens = length + model.latent_tokens
+    tokens = length + model.max_latents * model.latent_tokens
     # A row in a block: itself, queries, keys and values, what attention mixed, both branches, the MLP's hidden layer;
     # queries and keys before the weights of their norms. In low precision unfused attention copies 3 H.
     token = size * ((7 + (2 if model.qk_rmsnorm else 0) + (0 if size == 4 else 3)) * width + mlp)
@@ -88,7 +88,7 @@ def activation_bytes(config: Config, length: int) -> int:
     inputs = batch * tokens * width * size
     blocks = model.n_blocks * inputs + block if model.gradient_checkpointing else model.n_blocks * block
     head = 2.5 * length * width + 8 * width  # rows of the scored half, their norm and modulation
-    outside = batch * size * (head + 12 * model.cond_dim + 2 * _FREQUENCIES + model.latent_dim)
+    outside = batch * size * (head + 12 * model.cond_dim + 2 * _FREQUENCIES + model.max_latents * model.latent_dim)
     return int(blocks + outside)
 
 
