@@ -1,6 +1,6 @@
 """The loader against the files it replaces: samples per CPU-second, memory, padding, ten million rows, waiting.
 
-    python benchmarks/data.py [--corpus FILE] [--samples N] [--quick] [--json FILE]
+    python benchmarks/data.py [--corpus FILE] [--samples N] [--work DIR] [--quick] [--json FILE]
 
 Real text: the prose of 20,000 docstrings of at least 35 words in the installed packages (or the lines of --corpus),
 each cut to 510 tokens. Latents are random unit vectors of 1,024 components: no reader looks at their values. The same
@@ -126,7 +126,7 @@ def write_store(root: Path, splits: dict, identity: dict, dim: int) -> None:
     root.mkdir()
     summaries, measured = {}, None
     for name, blocks in splits.items():
-        writer, seen = StoreSplit(root, name, dim, identity["vocab_size"]), LatentStatistics(dim, 10**9)
+        writer, seen = StoreSplit(root, name, (dim,), identity["vocab_size"]), LatentStatistics(dim, 10**9)
         for texts, tokens, latents in [blocks] if isinstance(blocks, tuple) else blocks:
             writer.add(texts, tokens, latents)
             seen.add(latents)

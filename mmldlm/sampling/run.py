@@ -341,6 +341,12 @@ def text_records(pretrained: Pretrained, samples: TextSamples) -> list[dict[str,
     ]
 
 
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(_shown, value))
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
 def _show(kind: str, records: list[dict[str, Any]], most: int = 20) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -350,7 +356,7 @@ def _show(kind: str, records: list[dict[str, Any]], most: int = 20) -> None:
     for key in columns:
         table.add_column(key, overflow="fold")
     for record in records[:most]:
-        table.add_row(*(f"{record[key]:.4f}" if key == "norm" else str(record[key]) for key in columns))
+        table.add_row(*(_shown(record[key]) for key in columns))
     Console(markup=False).print(table)
     if len(records) > most:
         print(f"(the first {most} of {len(records)})")
