@@ -110,6 +110,12 @@ class DataConfig(Section):
     max_validation_samples: int | None = Field(None, ge=1)
     """Use only the first samples of the validation split. None: all."""
 
+    @property
+    def roots(self) -> list[str]:
+        """Folders of all stores that a run reads."""
+        own = [] if self.latent_data_root is None else [self.latent_data_root]
+        return own if self.mixture is None else list(self.mixture)
+
     @model_validator(mode="after")
     def _one_source(self) -> DataConfig:
         if self.mixture is not None:
