@@ -27,7 +27,7 @@ from mmldlm.data.files import whole_folder, write_json
 from mmldlm.data.options import PrepareOptions, add_arguments, check_options, from_arguments
 from mmldlm.data.peers import PeerFailed, Peers, join
 from mmldlm.data.publish import TOKENIZER_IDENTITY, Output, existing_output, publish, refuse_other_folders
-from mmldlm.data.reading import Texts, read_unit
+from mmldlm.data.reading import Chosen, Texts, read_unit
 from mmldlm.data.report import Progress, print_summary
 from mmldlm.data.selecting import Samples
 from mmldlm.data.statistics import LatentStatistics
@@ -218,7 +218,7 @@ class _Preparation:
                 options.tokenizer,
                 options.cache_dir,
                 options.add_mask_token,
-                texts=texts.iterate(rows[~np.isin(keys, reserved)]),
+                texts=Chosen(texts, rows[~np.isin(keys, reserved)]),
                 vocab_size=options.vocab_size,
             )
             shutil.rmtree(folder, ignore_errors=True)
