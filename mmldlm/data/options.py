@@ -55,6 +55,7 @@ class PrepareOptions:
     retries: int = 2
     max_quarantined: float = 0.01
     latents_per_text: int = 1
+    whole_files: bool = False
 
     def identity(self) -> dict[str, Any]:
         """The options that decide what comes out, for the manifest: those that were set, and those of every store."""
@@ -139,6 +140,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--validation-corpus", metavar="PATH", help="take validation from here instead of holding out training texts")
     add("--text-field", help="the field of records that holds the text (default: text)")
     add("--sentences", action="store_true", help="split every text into sentences first")
+    add("--whole-files", action="store_true", help="a folder's .txt files are texts (default: cut into sentences)")
     add("--max-documents", type=int, metavar="N", help="read only the first N texts of the corpus")
     add("--max-samples", type=int, metavar="N", help="keep N samples, chosen by a hash of their content")
     add("--validation-samples", type=int, metavar="N", help="default: 1000 or 5 %%, whichever is smaller")

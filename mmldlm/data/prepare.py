@@ -69,7 +69,7 @@ def prepare(options: PrepareOptions, console: Console | None = None, peers: Peer
 
 def _open_corpora(options: PrepareOptions) -> tuple[list[Corpus], Corpus | None]:
     def opened(name: str) -> Corpus:
-        return open_corpus(name, options.text_field, options.max_documents, options.sentences)
+        return open_corpus(name, options.text_field, options.max_documents, options.sentences, options.whole_files)
 
     held_out = options.validation_corpus
     return [opened(name) for name in options.datasets or [options.corpus]], opened(held_out) if held_out else None

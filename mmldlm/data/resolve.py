@@ -74,7 +74,7 @@ def open_data(config: Config) -> RunData:
                 f"samples in split {store.split} of {store.root}", "none", "prepare the store from a larger corpus"
             )
         for first, block in store.latent_blocks(ROWS_CHECKED):
-            check_latents(block, f"{store.root}/{store.split} from row {first}", store.latent_dim)
+            check_latents(block, f"{store.root}/{store.split}", store.latent_dim, first)
     if config.data.mixture is None:
         train, validation = splits["train"][0], splits["validation"][0]
     else:

@@ -107,13 +107,13 @@ def check_files(root: str | os.PathLike, manifest: dict[str, Any], level: str, p
             )
 
 
-def check_latents(latents: np.ndarray, where: str, latent_dim: int | None = None) -> None:
+def check_latents(latents: np.ndarray, where: str, latent_dim: int | None = None, first_row: int = 0) -> None:
     """Refuses latents that no model should train on.
 
     Args:
         latents: ``[B, D]``, or ``[B, N, D]`` where a text has several.
         where: named in the error: a file, or an encoder.
-        latent_dim: the D that is expected, if known.
+        latent_dim: the D that is expected, if known. first_row: number of the first of these rows there.
 
     Raises:
         UserError: not a matrix, another dimension, NaN or Inf, or a zero vector; names the rows.
@@ -127,10 +127,10 @@ def check_latents(latents: np.ndarray, where: str, latent_dim: int | None = None
         )
     finite = np.isfinite(latents).all(axis=tuple(range(1, latents.ndim)))
     if not finite.all():
-        _refuse_rows(np.flatnonzero(~finite), "finite latents", "NaN or infinite values", where)
+        _refuse_rows(first_row + np.flatnonzero(~finite), "finite latents", "NaN or infinite values", where)
     zero = ~latents.any(axis=-1).all(axis=tuple(range(1, latents.ndim - 1)))
     if zero.any():
-        _refuse_rows(np.flatnonzero(zero), "latents of non-zero norm", "zero vectors", where)
+        _refuse_rows(first_row + np.flatnonzero(zero), "latents of non-zero norm", "zero vectors", where)
 
 
 def _refuse_rows(rows: np.ndarray, expected: str, found: str, where: str) -> None:

@@ -134,7 +134,7 @@ def _examine_latents(store: Store, checks: dict[str, list[str]], found: SplitFin
     statistics, norms = LatentStatistics(store.latent_dim, len(store) * store.latents_per_text), []
     is_sound = True
     for start, block in store.latent_blocks(len(store)):
-        is_sound &= _collect(checks["latents"], check_latents, block, f"{where} from row {start}", store.latent_dim)
+        is_sound &= _collect(checks["latents"], check_latents, block, str(where), store.latent_dim, start)
         norms.append(np.linalg.norm(block, axis=-1).ravel())
         if is_sound:
             statistics.add(block)

@@ -112,6 +112,23 @@ def test_the_store_holds_the_latents_of_the_pieces(store):
     np.testing.assert_array_equal(blocks[0][1], train.get(range(len(train))).latents)
 
 
+@pytest.mark.parametrize("max_samples", [None, 9])
+def test_pieces_of_a_document_too_short_to_be_cut_are_counted(sentences, tmp_path, need_minilm, max_samples):
+    path = tmp_path / "c.txt"
+    path.write_text("\n".join(f"{first} {second} A." for first, second in zip(sentences[:12:2], sentences[1:12:2])))
+    longest = max(len(text.split()) + 1 for text in sentences)
+    options = PrepareOptions(
+        str(tmp_path / "s"), str(path), validation_samples=3, latents_per_text=N, overlong="chunk", min_tokens=1,
+        max_tokens=longest, max_samples=max_samples, keep_duplicates=True,
+    )  # fmt: skip
+    corpus = Store(prepare.prepare(options)).manifest["corpus"]
+    short = corpus["dropped"].get("piece_too_short", 0)
+    assert short > 0 and corpus["kept"] <= (max_samples or 99)
+    assert (
+        corpus["read"] == 6 == corpus["kept"] + sum(corpus["dropped"].values()) + corpus["chunked"] - corpus["chunks"]
+    )
+
+
 def test_a_zero_vector_among_several_is_found(store, tmp_path):
     import shutil
 
