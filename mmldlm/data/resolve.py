@@ -96,6 +96,8 @@ def open_data(config: Config) -> RunData:
         for name, store in (("training", train), ("validation", validation))
         if store.num_truncated
     ]
+    if train.latents_per_text > 1:
+        notes.append(f"{train.latents_per_text} latents a text (model.max_latents)")
     mean, std = _scaling(config, train)
     return RunData(config, train, validation, lengths[0], lengths[1], mean, std, notes)
 

@@ -33,6 +33,7 @@ SPLITS = ("train", "validation")
 _LENGTHS_BLOCK, _LATENT_BLOCK = 1 << 18, 4096
 ARRAYS = ("text", "text_offsets", "tokens", "token_offsets", "latents")
 _PREPARE = "make it with: mmldlm prepare --output-dir {root}"
+_PACK = "these are files of single samples: make a store of them with mmldlm pack {root} --output-dir STORE"
 _REMAKE = "copy the store again, or make it again with: mmldlm prepare --force --output-dir {root}"
 
 
@@ -57,14 +58,16 @@ def read_manifest(root: str | os.PathLike) -> dict[str, Any]:
     path = root / MANIFEST
     if not path.is_file():
         found = "an empty folder" if not any(root.iterdir()) else f"a folder without {MANIFEST}"
-        raise UserError(expected, found, _PREPARE.format(root=root))
+        is_files = any((root / name).exists() for name in ("train_data.json", "latents"))
+        raise UserError(expected, found, (_PACK if is_files else _PREPARE).format(root=root))
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(expected, f"{MANIFEST} cannot be read: {error}", _REMAKE.format(root=root)) from None
     kind = manifest.get("format") if isinstance(manifest, dict) else None
     if kind != FORMAT:
-        raise UserError(expected, f"{MANIFEST} of format {kind!r}", _PREPARE.format(root=root))
+        fix = _PACK if kind == "mmldlm-files" else _PREPARE
+        raise UserError(expected, f"{MANIFEST} of format {kind!r}", fix.format(root=root))
     if manifest.get("version") != VERSION:
         raise UserError(
             f"a store of version {VERSION} at {root}",
