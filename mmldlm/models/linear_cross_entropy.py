@@ -94,7 +94,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_sum, _nll, _correct):
         # In place: the weight's gradient is the largest tensor of a small model's step, and nobody else holds it.
-        grads = [None if g is None else g.mul_(grad_sum.to(g.dtype)) for g in ctx.grads]
+        # Reading the factor makes nobody wait on a CPU.
+        is_one = grad_sum.device.type == "cpu" and grad_sum.item() == 1
+        grads = ctx.grads if is_one else [None if g is None else g.mul_(grad_sum.to(g.dtype)) for g in ctx.grads]
         ctx.grads = None
         return (*grads, None, None, None, None, None)
 
