@@ -14,7 +14,8 @@ GIB = 1 << 30
 BASE_CPU, BASE_GPU = int(0.4 * GIB), int(1.2 * GIB)
 PLANS = ("single", "zero0", "zero1", "zero2", "zero3", "fsdp")  # from most to least memory a rank
 _FREQUENCIES = 256  # models/layers.py: sinusoids of a timestep
-_CHUNK_ELEMENTS, _CHUNK_ROWS = (8 << 20, 64 << 20), 64  # models/linear_cross_entropy.py: on a CPU, on a GPU
+# Of models/linear_cross_entropy.py; elements on a CPU, on a GPU.
+_CHUNK_ELEMENTS, _CHUNK_ROWS, _ROW_ALIGNMENT = (8 << 20, 64 << 20), 64, 64
 _TEXT, _LATENT = ("text_encoder", "text_head", "length_head"), ("latent_encoder", "latent_head")
 _FROZEN = {"l2t": _LATENT, "t2l": _TEXT}  # under training.freeze=mode
 _UNREAD = {"l2t": ("latent_head",), "t2l": ("text_head", "length_head")}  # no loss of the mode reads them
@@ -95,9 +96,10 @@ def activation_bytes(config: Config, length: int) -> int:
 def logits_bytes(config: Config, length: int, on_gpu: bool) -> int:
     """Most bytes of logits that exist at once when half of the text is scored (models/linear_cross_entropy.py)."""
     model, low = config.model, 4 if config.training.dtype == "fp32" else 2
-    rows = max(_CHUNK_ELEMENTS[on_gpu] // model.vocab_size, _CHUNK_ROWS)
+    wide = -(-model.vocab_size // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+    rows = max(_CHUNK_ELEMENTS[on_gpu] // wide, _CHUNK_ROWS)
     scored = max(config.training.train_batch_size * length // 2, 1)
-    return min(rows, scored) * model.vocab_size * (4 if low == 4 else low + 4)
+    return min(rows, scored) * wide * (4 if low == 4 else low + 4)
 
 
 def state_bytes(plan: str, sizes: dict, world_size: int, dtype: str, bucket: int = 50_000_000) -> int:
