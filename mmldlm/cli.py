@@ -78,6 +78,15 @@ def _launch_local(args, train) -> int:
     os.execv(sys.executable, [sys.executable, "-m", "mmldlm.launch.local", str(nproc), str(script), *words])
 
 
+def _convert(parser):
+    # numpy's OpenBLAS starts a thread for every core, which takes as long as all other imports; nothing here uses it.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from mmldlm.checkpoints import convert
+
+    convert.add_arguments(parser)
+    return convert.main
+
+
 def _option(name: str, value) -> list[str]:
     return [] if value is None else [name, str(value)]
 
@@ -93,7 +102,7 @@ VERBS = {
     "launch": ("mmldlm.launch.command", "preflight, then the launcher, then a watcher"),
     "replay": ("mmldlm.replay", "run a skipped step again and name where its bad numbers were made"),
     "train": (_train, "check everything, then train on this machine"),
-    "convert": ("mmldlm.checkpoints.convert", "a checkpoint as safetensors, or for another engine and world size"),
+    "convert": (_convert, "a checkpoint as safetensors, or for another engine and world size"),
     "sample": ("mmldlm.sampling.run", "l2t, t2l or unconditional samples from a converted checkpoint"),
     "evaluate": ("mmldlm.evaluation.run", "conditioning gain, retrieval and F1 on unseen text"),
     "plot": ("mmldlm.observe.plots", "draw a run's loss curve"),

@@ -87,6 +87,7 @@ def convert(
     shard_bytes: int | None = None,
     only: Sequence[str] = (),
     verify: bool = False,
+    is_flushed: bool = True,
 ) -> Summary:
     """Converts a checkpoint into the folder `out`.
 
@@ -101,6 +102,7 @@ def convert(
             own), with model.safetensors.index.json; None: one file.
         only: names to write, as shell patterns (`blocks.0.*`); empty: all.
         verify: read the output back and compare every byte with what was written.
+        is_flushed: wait until all of it is on the disk, before it gets its name.
 
     Raises:
         UserError: the source is damaged or unsafe, `out` exists, there is no space, or values do not fit `dtype`.
@@ -120,13 +122,13 @@ def convert(
 
         def write(folder: Path) -> None:
             nonlocal num_bytes
-            sums = _write_model(opened, plan, files, folder, ema, verify, on_bytes)
+            sums = _write_model(opened, plan, files, folder, ema, verify, on_bytes, is_flushed)
             notes.extend([*weights.notes, *copy_companions(opened, plan.tensors, folder)])
             if verify:
                 _verify(folder, sums)
             num_bytes = sum((folder / name).stat().st_size for name in files)
 
-        write_beside(opened.checkpoint or weights.path, out, force, plan.nbytes, write)
+        write_beside(opened.checkpoint or weights.path, out, force, plan.nbytes, write, is_flushed=is_flushed)
         infos = [planned.info for planned in plan.tensors.values()]
         return Summary(
             num_tensors=len(infos),
@@ -222,6 +224,7 @@ def _write_model(
     ema: bool,
     verify: bool,
     on_bytes: Callable[[int, int], None],
+    is_flushed: bool,
 ) -> dict[str, int]:
     """Writes the files and their index; returns the CRC-32 of every tensor where they are to be verified."""
     metadata = _metadata(opened, plan, ema)
@@ -232,7 +235,7 @@ def _write_model(
         for name, members in files.items():
             tensors = [plan.tensors[member] for member in members]
             entries = [(planned.name, planned.dtype, planned.info.shape) for planned in tensors]
-            writers.append(SafetensorsWriter(folder / name, entries, metadata))
+            writers.append(SafetensorsWriter(folder / name, entries, metadata, is_flushed))
             writer_of.update({planned.name: writers[-1] for planned in tensors})
         done, total = 0, plan.nbytes
         counting = threading.Lock()
