@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--force", action="store_true", help="replace OUT if it is an earlier conversion")
     add("--allow-nonfinite", action="store_true", help="write NaN and infinite weights too")
     add("--dry-run", action="store_true", help="open and check the source, print the plan, write nothing")
-    add("--no-flush", action="store_true", help="do not wait until the disk has it: faster, but no match for a power cut")
+    add("--no-flush", action="store_true", help="do not wait until the disk has it: a power cut may then lose it")
     add("--verify", action="store_true", help="read the output back and compare it with what was written")
 
 
