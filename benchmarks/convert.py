@@ -5,7 +5,7 @@
 Real checkpoints of two ranks are made first (benchmarks/_checkpoints.py): ZeRO-2, ZeRO-3 and FSDP2 of a model of about
 98M parameters (1.4M with --quick), with their optimizers. Then, in turns:
 
-* speed: `mmldlm convert` (as `python -m`, start-up included, every CRC checked) against DeepSpeed's zero_to_fp32,
+* speed: `mmldlm convert` (start-up included, every CRC checked) against DeepSpeed's zero_to_fp32,
   torch's dcp_to_torch, and `dd conv=fsync` of a file as large as the output; and a re-shard with the optimizer, ZeRO-2
   to ZeRO-3 and ZeRO-3 to ZeRO-2 of four ranks, against ds_to_universal, which is what takes DeepSpeed to another world
   size (the universal form by mmldlm is timed too). Ours has its output on the disk when it returns; no peer has, so
@@ -87,7 +87,7 @@ def measure(command: list[str]) -> tuple[float, float, float]:
 
 
 def convert(source: Path, out: Path) -> list[str]:
-    return python("-m", "mmldlm.checkpoints.convert", source, out, "--force")
+    return python("-m", "mmldlm.cli", "convert", source, out, "--force")
 
 
 # -- speed and memory -------------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def round_trip(source: Path, scratch: Path) -> Path:
 def compare_round_trips(folder: Path, scratch: Path) -> tuple[int, int]:
     """Tensors and moments compared, and those that are not the same bits; a loss that is not is one more."""
     end = round_trip(folder / "zero2", scratch)
-    words = ("-m", "mmldlm.checkpoints.convert", "diff", folder / "zero2", end, "--optimizer")
+    words = ("-m", "mmldlm.cli", "convert", "diff", folder / "zero2", end, "--optimizer")
     said = subprocess.run(python(*words), env=ENVIRONMENT, capture_output=True, text=True).stdout.splitlines()[-1:]
     found = re.fullmatch(r"(\d+) tensors equal, (\d+) differ, (\d+) in one alone", "".join(said))
     if found is None:

@@ -120,9 +120,8 @@ def _fill(parser: argparse.ArgumentParser, verb: str):
     return module.main
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Entry of the console command; returns the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
+def _overview(argv: list[str]) -> int:
+    """What stands in for a verb: --help, --version, nothing, or a mistake."""
     parser = argparse.ArgumentParser(
         prog="mmldlm", description="Train and use an MMDiT between text and sentence embeddings."
     )
@@ -130,10 +129,17 @@ def main(argv: list[str] | None = None) -> int:
     verbs = parser.add_subparsers(dest="verb", metavar="VERB")
     for name, (_, text) in VERBS.items():
         verbs.add_parser(name, help=text, add_help=False)
-    verb = parser.parse_args(argv[:1]).verb
-    if verb is None:
-        parser.print_help()
-        return EXIT_USAGE
+    parser.parse_args(argv[:1])
+    parser.print_help()
+    return EXIT_USAGE
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry of the console command; returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] not in VERBS:
+        return _overview(argv)
+    verb = argv[0]
     own = argparse.ArgumentParser(prog=f"mmldlm {verb}", description=VERBS[verb][1])
     try:
         run = _fill(own, verb)
