@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mmldlm.checkpoints.commit import fsync_path
 from mmldlm.checkpoints.overlap import sync_file_system
+from mmldlm.checkpoints.places import COMPANIONS
 from mmldlm.errors import MmldlmError, UserError
 
 # What a conversion may consist of: only a folder of nothing else is ever deleted by --force.
@@ -18,7 +19,8 @@ _OUTPUTS = re.compile(
     r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|config\.json|config\.yaml|tokenizer"
     r"|universal|latest_universal"
 )
-# These could be somebody's training: they are deleted only beside the marker, which a conversion writes first of all.
+# These could be somebody's training, and COMPANIONS somebody's model: they are deleted only beside the marker, which a
+# conversion writes first of all.
 _STATES = re.compile(r"model\.pt|optimizer\.pt|\.metadata|trainable\.json|__\d+_0\.distcp|zero|latest|checkpoints")
 MARKER = "converted.json"
 _MANY = 32  # files
@@ -53,7 +55,9 @@ def check_replaceable(path: Path) -> None:
     names = {child.name for child in path.iterdir()}
     is_marked = MARKER in names
     others = sorted(
-        name for name in names - {MARKER} if not (_OUTPUTS.fullmatch(name) or is_marked and _STATES.fullmatch(name))
+        name
+        for name in names - {MARKER}
+        if not (_OUTPUTS.fullmatch(name) or is_marked and (_STATES.fullmatch(name) or COMPANIONS.fullmatch(name)))
     )
     if others:
         raise UserError(
