@@ -78,6 +78,15 @@ def _launch_local(args, train) -> int:
     os.execv(sys.executable, [sys.executable, "-m", "mmldlm.launch.local", str(nproc), str(script), *words])
 
 
+def _convert(parser):
+    # numpy's OpenBLAS starts a thread for every core, which takes as long as all other imports; nothing here uses it.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from mmldlm.checkpoints import convert
+
+    convert.add_arguments(parser)
+    return convert.main
+
+
 def _option(name: str, value) -> list[str]:
     return [] if value is None else [name, str(value)]
 
@@ -93,7 +102,7 @@ VERBS = {
     "launch": ("mmldlm.launch.command", "preflight, then the launcher, then a watcher"),
     "replay": ("mmldlm.replay", "run a skipped step again and name where its bad numbers were made"),
     "train": (_train, "check everything, then train on this machine"),
-    "convert": ("mmldlm.checkpoints.convert", "a checkpoint as safetensors, or for another engine and world size"),
+    "convert": (_convert, "a checkpoint as safetensors, or for another engine and world size"),
     "sample": ("mmldlm.sampling.run", "l2t, t2l or unconditional samples from a converted checkpoint"),
     "evaluate": ("mmldlm.evaluation.run", "conditioning gain, retrieval and F1 on unseen text"),
     "plot": ("mmldlm.observe.plots", "draw a run's loss curve"),
@@ -111,9 +120,8 @@ def _fill(parser: argparse.ArgumentParser, verb: str):
     return module.main
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Entry of the console command; returns the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
+def _overview(argv: list[str]) -> int:
+    """What stands in for a verb: --help, --version, nothing, or a mistake."""
     parser = argparse.ArgumentParser(
         prog="mmldlm", description="Train and use an MMDiT between text and sentence embeddings."
     )
@@ -121,10 +129,17 @@ def main(argv: list[str] | None = None) -> int:
     verbs = parser.add_subparsers(dest="verb", metavar="VERB")
     for name, (_, text) in VERBS.items():
         verbs.add_parser(name, help=text, add_help=False)
-    verb = parser.parse_args(argv[:1]).verb
-    if verb is None:
-        parser.print_help()
-        return EXIT_USAGE
+    parser.parse_args(argv[:1])
+    parser.print_help()
+    return EXIT_USAGE
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry of the console command; returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] not in VERBS:
+        return _overview(argv)
+    verb = argv[0]
     own = argparse.ArgumentParser(prog=f"mmldlm {verb}", description=VERBS[verb][1])
     try:
         run = _fill(own, verb)

@@ -24,7 +24,7 @@ from mmldlm.checkpoints.crc import CrcRuns
 from mmldlm.checkpoints.dtypes import DTYPES, cast, nonfinite_count
 from mmldlm.checkpoints.output_folder import write_beside
 from mmldlm.checkpoints.overlap import in_threads
-from mmldlm.checkpoints.places import INDEX, SINGLE
+from mmldlm.checkpoints.places import COMPANIONS, INDEX, SINGLE
 from mmldlm.checkpoints.safetensors_file import SafetensorsWriter
 from mmldlm.checkpoints.sources import Opened, open_source
 from mmldlm.checkpoints.weights import TensorInfo, WeightSource
@@ -87,6 +87,7 @@ def convert(
     shard_bytes: int | None = None,
     only: Sequence[str] = (),
     verify: bool = False,
+    is_flushed: bool = True,
 ) -> Summary:
     """Converts a checkpoint into the folder `out`.
 
@@ -101,6 +102,7 @@ def convert(
             own), with model.safetensors.index.json; None: one file.
         only: names to write, as shell patterns (`blocks.0.*`); empty: all.
         verify: read the output back and compare every byte with what was written.
+        is_flushed: wait until all of it is on the disk, before it gets its name.
 
     Raises:
         UserError: the source is damaged or unsafe, `out` exists, there is no space, or values do not fit `dtype`.
@@ -120,13 +122,15 @@ def convert(
 
         def write(folder: Path) -> None:
             nonlocal num_bytes
-            sums = _write_model(opened, plan, files, folder, ema, verify, on_bytes)
+            sums = _write_model(opened, plan, files, folder, ema, verify, on_bytes, is_flushed)
             notes.extend([*weights.notes, *copy_companions(opened, plan.tensors, folder)])
             if verify:
                 _verify(folder, sums)
             num_bytes = sum((folder / name).stat().st_size for name in files)
 
-        write_beside(opened.checkpoint or weights.path, out, force, plan.nbytes, write)
+        # A tokenizer's files could be anybody's: beside them the marker says that all of it may be replaced.
+        marker = {"to": "safetensors", "from": source_facts(opened)} if model_folder(opened) else None
+        write_beside(opened.checkpoint or weights.path, out, force, plan.nbytes, write, marker, is_flushed)
         infos = [planned.info for planned in plan.tensors.values()]
         return Summary(
             num_tensors=len(infos),
@@ -222,6 +226,7 @@ def _write_model(
     ema: bool,
     verify: bool,
     on_bytes: Callable[[int, int], None],
+    is_flushed: bool,
 ) -> dict[str, int]:
     """Writes the files and their index; returns the CRC-32 of every tensor where they are to be verified."""
     metadata = _metadata(opened, plan, ema)
@@ -232,7 +237,7 @@ def _write_model(
         for name, members in files.items():
             tensors = [plan.tensors[member] for member in members]
             entries = [(planned.name, planned.dtype, planned.info.shape) for planned in tensors]
-            writers.append(SafetensorsWriter(folder / name, entries, metadata))
+            writers.append(SafetensorsWriter(folder / name, entries, metadata, is_flushed))
             writer_of.update({planned.name: writers[-1] for planned in tensors})
         done, total = 0, plan.nbytes
         counting = threading.Lock()
@@ -308,20 +313,20 @@ def _verify(folder: Path, sums: dict[str, int]) -> None:
 
 
 def copy_companions(opened: Opened, tensors: dict[str, Planned], folder: Path) -> list[str]:
-    """config.json, the run's config.yaml and tokenizer/, as far as the checkpoint has them. Returns notes."""
+    """config.json, the run's config.yaml and the tokenizer, as far as the source has them. Returns notes."""
     if opened.checkpoint is None:
-        return ["no mmldlm checkpoint around these weights: no config.json and no tokenizer were written"]
+        beside = model_folder(opened)
+        if beside is None:
+            return ["no mmldlm checkpoint around these weights: no config.json and no tokenizer were written"]
+        _copy_config(beside / "config.json", tensors, folder)
+        for path in sorted(beside.iterdir()):
+            if COMPANIONS.fullmatch(path.name) and path.name != "config.json":
+                (shutil.copytree if path.is_dir() else shutil.copyfile)(path, folder / path.name)
+        return []
     notes = []
     config_path = opened.checkpoint / MODEL_CONFIG
     if config_path.is_file():
-        config = json.loads(config_path.read_text())
-        sizes: dict[str, int] = {}
-        for planned in tensors.values():
-            if planned.dtype in WIDE_FLOATS and planned.info.kind != "buffer":
-                sizes[planned.dtype] = sizes.get(planned.dtype, 0) + planned.info.numel
-        if sizes:
-            config["torch_dtype"] = max(sizes, key=lambda name: sizes[name])
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        _copy_config(config_path, tensors, folder)
     else:
         notes.append(f"{config_path.name} is not in the checkpoint: no config.json was written")
     if (opened.checkpoint / "config.yaml").is_file():
@@ -331,3 +336,29 @@ def copy_companions(opened: Opened, tensors: dict[str, Planned], folder: Path) -
     else:
         notes.append("the checkpoint has no tokenizer/: none was written")
     return notes
+
+
+def model_folder(opened: Opened) -> Path | None:
+    """The Hugging Face folder that the weights lie in; None for other sources."""
+    path = opened.weights.path
+    folder = path if path.is_dir() else path.parent
+    is_one = opened.checkpoint is None and opened.weights.engine == "safetensors" and (folder / "config.json").is_file()
+    return folder if is_one else None
+
+
+def _copy_config(path: Path, tensors: dict[str, Planned], folder: Path) -> None:
+    """A model's config as config.json, with the dtype that its weights have now."""
+    try:
+        config = json.loads(path.read_text())
+        if not isinstance(config, dict):
+            raise ValueError("no JSON object")
+    except ValueError as error:
+        raise UserError(f"the config of a model in {path}", str(error), "restore the file, or move it away") from error
+    sizes: dict[str, int] = {}
+    for planned in tensors.values():
+        if planned.dtype in WIDE_FLOATS and planned.info.kind != "buffer":
+            sizes[planned.dtype] = sizes.get(planned.dtype, 0) + planned.info.numel
+    if sizes:
+        # transformers has renamed it; it reads both.
+        config["dtype" if "dtype" in config else "torch_dtype"] = max(sizes, key=lambda name: sizes[name])
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

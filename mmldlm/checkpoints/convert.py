@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import gc
+import math
+import os
 import re
 import sys
+import time
 from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    # numpy's OpenBLAS starts a thread for every core, which takes as long as all other imports; nothing here uses it.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from mmldlm.checkpoints.conversion import DTYPE_NAMES, Summary, convert, copy_planned, plan_tensors
 from mmldlm.checkpoints.places import SINGLE
 from mmldlm.checkpoints.rows import print_rows
 from mmldlm.checkpoints.sources import open_source
-from mmldlm.errors import MmldlmError, UserError
+from mmldlm.errors import EXIT_FAILED, MmldlmError, UserError
 
 # What --to takes beside safetensors (reshard.TARGETS, which is not imported for it: its imports cost start-up time).
 TARGETS = ("model.pt", "dcp", "universal", "zero1", "zero2", "zero3", "fsdp", "ddp")
 SUB_GROUP_SIZE = 10**9
+_PATIENCE_S = 0.7
 
 __all__ = ["add_arguments", "convert", "main"]
 
@@ -61,11 +71,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--force", action="store_true", help="replace OUT if it is an earlier conversion")
     add("--allow-nonfinite", action="store_true", help="write NaN and infinite weights too")
     add("--dry-run", action="store_true", help="open and check the source, print the plan, write nothing")
+    add("--no-flush", action="store_true", help="do not wait until the disk has it: a power cut may then lose it")
     add("--verify", action="store_true", help="read the output back and compare it with what was written")
 
 
 def main(args: argparse.Namespace) -> int:
     """Runs the command; returns the exit code. Raises MmldlmError for the caller to print."""
+    was_enabled = gc.isenabled()
+    gc.disable()  # what a checkpoint's description builds has no cycles, and is all kept to the end
+    try:
+        return _main(args)
+    except BrokenPipeError:  # `inspect ... | head`: whoever read has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _main(args: argparse.Namespace) -> int:
     if args.src == "inspect":
         from mmldlm.checkpoints.inspection import inspect
 
@@ -87,6 +111,7 @@ def main(args: argparse.Namespace) -> int:
         raise UserError("an output folder", "none", "mmldlm convert SRC OUT")
     with _Progress() as progress:
         flags = {"force": args.force, "allow_nonfinite": args.allow_nonfinite, "on_bytes": progress, "ema": args.ema}
+        flags["is_flushed"] = not args.no_flush
         if args.to == "safetensors":
             shard_bytes = parse_size(args.shard_size)
             dtype = args.dtype or "fp32"
@@ -174,23 +199,28 @@ def _dry_run(args: argparse.Namespace) -> int:
 
 
 class _Progress:
-    """A bar of bytes on a terminal; nothing where nobody watches."""
+    """A bar of bytes on a terminal, for what takes longer than a moment; nothing where nobody watches."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        # What is over before anybody looks needs no bar, whose import would take as long.
+        self._starts_at = time.monotonic() + _PATIENCE_S if sys.stderr.isatty() else math.inf
 
     def __enter__(self) -> _Progress:
-        self._bar = None
-        if sys.stderr.isatty():
+        return self
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._bar is None:
+            if time.monotonic() < self._starts_at:
+                return
             from rich.console import Console
             from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
             columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
             self._bar = Progress(*columns, console=Console(stderr=True))
             self._bar.start()
-            self._task = self._bar.add_task("convert", total=None)
-        return self
-
-    def __call__(self, done: int, total: int) -> None:
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done, total=total)
+            self._task = self._bar.add_task("convert", total=total)
+        self._bar.update(self._task, completed=done, total=total)
 
     def __exit__(self, *exc: object) -> None:
         if self._bar is not None:
@@ -201,7 +231,7 @@ if __name__ == "__main__":
     _parser = argparse.ArgumentParser(prog="mmldlm convert")
     add_arguments(_parser)
     try:
-        sys.exit(main(_parser.parse_args()))
+        sys.exit(main(_parser.parse_intermixed_args()))
     except MmldlmError as _error:
         print(f"error: {_error}", file=sys.stderr)
         sys.exit(_error.exit_code)

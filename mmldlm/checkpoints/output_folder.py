@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mmldlm.checkpoints.commit import fsync_path
 from mmldlm.checkpoints.overlap import sync_file_system
+from mmldlm.checkpoints.places import COMPANIONS
 from mmldlm.errors import MmldlmError, UserError
 
 # What a conversion may consist of: only a folder of nothing else is ever deleted by --force.
@@ -18,7 +19,8 @@ _OUTPUTS = re.compile(
     r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|config\.json|config\.yaml|tokenizer"
     r"|universal|latest_universal"
 )
-# These could be somebody's training: they are deleted only beside the marker, which a conversion writes first of all.
+# These could be somebody's training, and COMPANIONS somebody's model: they are deleted only beside the marker, which a
+# conversion writes first of all.
 _STATES = re.compile(r"model\.pt|optimizer\.pt|\.metadata|trainable\.json|__\d+_0\.distcp|zero|latest|checkpoints")
 MARKER = "converted.json"
 _MANY = 32  # files
@@ -53,7 +55,9 @@ def check_replaceable(path: Path) -> None:
     names = {child.name for child in path.iterdir()}
     is_marked = MARKER in names
     others = sorted(
-        name for name in names - {MARKER} if not (_OUTPUTS.fullmatch(name) or is_marked and _STATES.fullmatch(name))
+        name
+        for name in names - {MARKER}
+        if not (_OUTPUTS.fullmatch(name) or is_marked and (_STATES.fullmatch(name) or COMPANIONS.fullmatch(name)))
     )
     if others:
         raise UserError(
@@ -82,7 +86,13 @@ def partial_of(out: Path) -> Path:
 
 
 def write_beside(
-    origin: Path, out: Path, force: bool, needed: int, write: Callable[[Path], None], marker: dict | None = None
+    origin: Path,
+    out: Path,
+    force: bool,
+    needed: int,
+    write: Callable[[Path], None],
+    marker: dict | None = None,
+    is_flushed: bool = True,
 ) -> None:
     """Calls write(folder beside `out`) and gives the folder its name when it is whole.
 
@@ -90,6 +100,7 @@ def write_beside(
         origin: what is converted; `out` must lie apart from it. force: replace `out` if it is a conversion.
         needed: bytes that will be written.
         marker: what converted.json will say; None: no such file.
+        is_flushed: flush it to the disk before it gets its name.
 
     Raises:
         UserError: `out` cannot be written, or there is no space. MmldlmError: writing failed. In both cases, and where
@@ -105,7 +116,7 @@ def write_beside(
         if marker is not None:
             (partial / MARKER).write_text(json.dumps(marker, indent=1) + "\n")
         write(partial)
-        move_into_place(out)
+        move_into_place(out, is_flushed)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise MmldlmError(f"writing {out} failed: {error}") from error
@@ -114,10 +125,11 @@ def write_beside(
         raise
 
 
-def move_into_place(out: Path) -> None:
-    """Flushes the partial folder to the disk and gives it its name."""
+def move_into_place(out: Path, is_flushed: bool = True) -> None:
+    """Flushes the partial folder to the disk, if it should, and gives it its name."""
     partial = partial_of(out)
-    flush(partial)
+    if is_flushed:
+        flush(partial)
     if os.path.lexists(out):
         aside = out.with_name(out.name + ".replaced")
         check_replaceable(aside)
@@ -127,7 +139,8 @@ def move_into_place(out: Path) -> None:
         shutil.rmtree(aside)
     else:
         os.rename(partial, out)
-    fsync_path(out.parent)
+    if is_flushed:
+        fsync_path(out.parent)
 
 
 def flush(folder: Path) -> None:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 METADATA = ".metadata"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# What lies beside the weights in a Hugging Face folder, and belongs to them whatever their form.
+COMPANIONS = re.compile(
+    r"config\.json|config\.yaml|generation_config\.json|tokenizer|tokenizer(_config)?\.json|tokenizer\.model"
+    r"|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt|spiece\.model"
+    r"|sentencepiece\.bpe\.model|chat_template\.(jinja|json)|(pre)?processor_config\.json"
+)
 
 
 def is_dcp_folder(folder: Path) -> bool:

@@ -54,6 +54,7 @@ def convert_state(
     only: Sequence[str] = (),
     sub_group_size: int = SUB_GROUP_SIZE,
     verify: bool = False,
+    is_flushed: bool = True,
 ) -> Summary:
     """Converts a checkpoint of any engine into another layout, with its optimizer.
 
@@ -65,6 +66,7 @@ def convert_state(
         ema, only: see conversion.convert; for model.pt alone.
         sub_group_size: ZeRO-3's, as in the DeepSpeed config that will load it.
         verify: read the output back and compare every element with the source.
+        is_flushed: see conversion.convert. A checkpoint that mmldlm will resume from is flushed in any case.
 
     Raises:
         UserError: the source is damaged or lacks what the target needs, `out` exists, there is no space.
@@ -95,7 +97,7 @@ def convert_state(
                 place, pending = _begin(opened, folder)
             plan, write_more = _plan(opened, training, to, world, dtype, only, place, sub_group_size)
             place.mkdir(parents=True, exist_ok=True)
-            total, num_files = write_plan(weights, plan, on_bytes), len(plan.files)
+            total, num_files = write_plan(weights, plan, on_bytes, is_flushed), len(plan.files)
             write_more(place)
             if verify:
                 _verify(weights, place)
@@ -108,7 +110,7 @@ def convert_state(
 
         origin = opened.checkpoint or weights.path
         marker = {"to": to, "world_size": world, "from": source_facts(opened)}
-        write_beside(origin, out, force, _bytes_needed(weights, to), write, marker)
+        write_beside(origin, out, force, _bytes_needed(weights, to), write, marker, is_flushed)
         stored = [info for info in weights.tensors.values() if not info.alias_of]
         return Summary(
             num_tensors=len(stored),

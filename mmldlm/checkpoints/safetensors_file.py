@@ -28,13 +28,20 @@ class SafetensorsWriter:
         tensors: (name, dtype name, shape) of every tensor. Wide elements are laid out first, so that every tensor
             starts at a multiple of its element size, as readers that map the file expect; otherwise in this order.
         metadata: strings for the header's `__metadata__`.
+        is_flushed: see to it that it is on the disk when finish() returns.
 
     Raises:
         OSError: no space for the whole file (reserved at once where the file system can), or a failed write.
     """
 
-    def __init__(self, path: Path, tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str]):
-        self.path = path
+    def __init__(
+        self,
+        path: Path,
+        tensors: Iterable[tuple[str, str, tuple[int, ...]]],
+        metadata: dict[str, str],
+        is_flushed: bool = True,
+    ):
+        self.path, self._is_flushed = path, is_flushed
         header: dict[str, object] = {"__metadata__": metadata}
         self._spans: dict[str, tuple[int, int]] = {}  # name -> first byte, end
         self._missing: dict[str, int] = {}
@@ -72,7 +79,7 @@ class SafetensorsWriter:
             done = os.pwrite(self._fd, view, position)
             view, position = view[done:], position + done
             self._unsent += done
-        if self._unsent >= WRITEBACK_BYTES:
+        if self._is_flushed and self._unsent >= WRITEBACK_BYTES:
             start_writeback(self._fd)
             self._unsent = 0
 
@@ -87,10 +94,11 @@ class SafetensorsWriter:
             self._missing[name] -= len(view)
 
     def finish(self) -> None:
-        """Flushes to the disk and closes. Every tensor must be complete by now."""
+        """Flushes to the disk, if it should, and closes. Every tensor must be complete by now."""
         short = [name for name, count in self._missing.items() if count]
         assert not short, f"unfinished tensors: {short[:3]}"
-        os.fsync(self._fd)
+        if self._is_flushed:
+            os.fsync(self._fd)
         self.close()
 
     def close(self) -> None:

@@ -52,15 +52,23 @@ class Plan:
 
 
 def write_plan(
-    source: WeightSource, plan: Plan, on_bytes: Callable[[int, int], None] = lambda done, total: None
+    source: WeightSource,
+    plan: Plan,
+    on_bytes: Callable[[int, int], None] = lambda done, total: None,
+    is_flushed: bool = True,
 ) -> int:
     """Writes all files of a plan; returns the bytes of the tensors in them.
+
+    Args:
+        is_flushed: they will be flushed to the disk, which may begin with it now.
 
     Raises:
         UserError: a damaged source, weights or moments that are not finite. OSError: a failed write.
     """
     done, total = 0, sum(file.tensor_bytes for file in plan.files)
     counting = threading.Lock()
+    for file in plan.files:
+        file.is_flushed = is_flushed
 
     def copy(item: tuple[str, str, str, int, int]) -> None:
         """One range of one tensor, chunk by chunk, to where it goes."""

@@ -32,6 +32,8 @@ from mmldlm.errors import UserError
 CHUNK_BYTES = 1 << 19
 # Flat weights are padded by a few elements a rank, which nobody asks for: reading over them keeps the CRC running.
 PADDING_BYTES = 4096
+# Of a file's head and tail, which hold all descriptions of a small one: DCP's files are hundreds of such back to back.
+_NEAR_BYTES = 4096
 # Descriptions of tensors are small; a larger one is a trick or not a checkpoint of weights.
 MAX_PICKLE_BYTES = 512 << 20
 
@@ -100,6 +102,7 @@ class TorchFile:
         self.path = path if isinstance(path, Path) else Path(path)
         self.is_ranged = is_ranged
         self._owns_fd = fd is None
+        self._near: list[tuple[int, bytes]] = []  # (first byte, bytes) read already, until load() is done
         self._fd = open_for_reading(self.path) if fd is None else fd
         try:
             size = os.fstat(self._fd).st_size
@@ -113,6 +116,7 @@ class TorchFile:
 
     def _index(self) -> None:
         try:
+            self._near.append((0, self._read_at(0, min(_NEAR_BYTES, self.file_size))))
             entries = read_directory(self.file_size, self._read_at)
         except (BadZip, OSError) as error:
             if self._starts_with(b"\x80"):
@@ -144,7 +148,19 @@ class TorchFile:
         return os.pread(self._fd, len(prefix), self._base) == prefix
 
     def _read_at(self, position: int, count: int) -> bytes:
-        return os.pread(self._fd, count, self._base + position)
+        """Bytes of the zip's directory and headers, fewer at its end."""
+        data = self._find_near(position, count)
+        if data is None:
+            data = os.pread(self._fd, count, self._base + position)
+            if position and count >= _NEAR_BYTES:
+                self._near.append((position, data))
+        return data
+
+    def _find_near(self, position: int, count: int) -> bytes | None:
+        for start, data in self._near:
+            if start <= position and position + count <= start + len(data):
+                return data[position - start : position - start + count]
+        return None
 
     def _payload_start(self, entry: Entry) -> int:
         # The central directory does not say how long the local header's extra field is; torch pads there to align.
@@ -171,6 +187,9 @@ class TorchFile:
     # -- reading ------------------------------------------------------------------------------------------------
 
     def _pread_into(self, view: memoryview, position: int) -> None:
+        if self._near and (data := self._find_near(position, len(view))) is not None:
+            view[:] = data
+            return
         done = 0
         while done < len(view):
             got = os.preadv(self._fd, [view[done:]], self._base + position + done)
@@ -241,7 +260,9 @@ class TorchFile:
         if self.records["data.pkl"].size > MAX_PICKLE_BYTES:
             raise damaged(self.path, f"a description of {self.records['data.pkl'].size} bytes, far too long for one")
         try:
-            return read_pickle(self.read_record("data.pkl"))
+            description = self.read_record("data.pkl")
+            self._near = []
+            return read_pickle(description)
         except RefusedPickle as error:
             raise UserError(
                 f"{self.path} to hold tensors and plain values only",

@@ -116,6 +116,7 @@ class TorchOutput:
 
     def __init__(self, path: Path, layouts: list[TorchLayout], padding: Sequence[tuple[NewTensor, int, int]] = ()):
         self.path, self._layouts, self._padding = path, layouts, padding
+        self.is_flushed = True  # who wrote it will flush it to the disk, which may begin early
         self.bases = [sum(layout.size for layout in layouts[:number]) for number in range(len(layouts))]
         self.size = sum(layout.size for layout in layouts)
         self.tensor_bytes = sum(layout.tensor_bytes for layout in layouts)
@@ -165,7 +166,8 @@ class TorchOutput:
         for layout, base in zip(self._layouts, self.bases):
             for at, data in layout.headers():
                 self._pwrite(memoryview(data), base + at)
-        start_writeback(self._fd)
+        if self.is_flushed:
+            start_writeback(self._fd)
         self._is_done = True
         self.close()
 
@@ -209,7 +211,7 @@ class TorchOutput:
         while view:
             done = os.pwrite(self._fd, view, position)
             view, position = view[done:], position + done
-        if self._unsent >= WRITEBACK_BYTES:
+        if self.is_flushed and self._unsent >= WRITEBACK_BYTES:
             start_writeback(self._fd)
             self._unsent = 0
 

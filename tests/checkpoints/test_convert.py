@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ import sys
 import numpy as np
 import pytest
 
+from mmldlm.checkpoints import convert as convert_module
 from mmldlm.checkpoints import output_folder
 from mmldlm.checkpoints.commit import begin
 from mmldlm.checkpoints.convert import add_arguments, convert, main
@@ -232,6 +234,42 @@ def test_command(zero_dir, tmp_path, capsys):
         command(source)
     with pytest.raises(UserError, match="nothing"):
         command(str(tmp_path / "absent"), str(tmp_path / "other"))
+
+
+@pytest.mark.parametrize("target", ["safetensors", "zero3", "universal"])
+def test_without_the_flush_the_bytes_are_the_same(zero_dir, tmp_path, monkeypatch, target):
+    source, words = str(zero_dir / "z2_bf16"), ("--to", target)
+    assert command(source, str(tmp_path / "flushed"), *words) == 0
+    flushed = []
+    for name in ("fsync_path", "sync_file_system"):
+        monkeypatch.setattr(output_folder, name, flushed.append)
+    monkeypatch.setattr(os, "fsync", flushed.append)
+    assert command(source, str(tmp_path / "loose"), *words, "--no-flush") == 0
+    assert not flushed
+    folders = (tmp_path / "flushed", tmp_path / "loose")
+    written = [{path.relative_to(folder): path for path in folder.rglob("*") if path.is_file()} for folder in folders]
+    assert written[0].keys() == written[1].keys() and written[0]
+    assert all(path.read_bytes() == written[1][name].read_bytes() for name, path in written[0].items())
+
+
+def test_a_bar_only_where_somebody_waits(zero_dir, tmp_path, monkeypatch):
+    pytest.importorskip("rich")
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", screen)
+    assert command(str(zero_dir / "z2_bf16"), str(tmp_path / "quick")) == 0 and not screen.getvalue()
+    monkeypatch.setattr(convert_module, "_PATIENCE_S", -1.0)
+    assert command(str(zero_dir / "z2_bf16"), str(tmp_path / "slow")) == 0
+    assert "957/957 bytes" in screen.getvalue()
+
+
+def test_a_reader_that_has_enough(zero_dir):
+    words = [sys.executable, "-m", "mmldlm.cli", "convert", "inspect", str(zero_dir / "z2_bf16")]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert done.returncode == 1 and not done.stderr
 
 
 def test_dry_run_reads_the_weights(zero_copy):

@@ -219,6 +219,30 @@ def test_only(fsdp_dir, tmp_path):
         convert(fsdp_dir / "fsdp", tmp_path / "other", only=["nothing.of.the.kind"])
 
 
+def test_a_hugging_face_folder_keeps_what_belongs_to_it(fsdp_dir, tmp_path):
+    model = tmp_path / "model"
+    convert(fsdp_dir / "plain", model)
+    (model / "config.json").write_text(json.dumps({"architectures": ["Odd"], "dtype": "float32"}))
+    for name in ("tokenizer.json", "merges.txt", "generation_config.json"):
+        (model / name).write_text(name)
+    (model / "notes.txt").write_text("mine")
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    for source in (model, model / "model.safetensors"):
+        assert command(source, tmp_path / "half", "--dtype", "bf16", "--force") == 0
+        names = {path.name for path in (tmp_path / "half").iterdir()}
+        assert names == {*before, "converted.json"} - {"notes.txt"}
+        assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+        assert (tmp_path / "half" / "merges.txt").read_text() == "merges.txt"
+    # Somebody's own model is never replaced, and an unreadable config is named.
+    with pytest.raises(UserError, match="only files of an earlier conversion"):
+        command(fsdp_dir / "plain", model, "--force")
+    assert before == {path.name: path.read_bytes() for path in model.iterdir()}
+    (model / "config.json").write_text("[")
+    with pytest.raises(UserError, match="config.json"):
+        command(model, tmp_path / "third")
+    assert not (tmp_path / "third").exists()
+
+
 @pytest.mark.parametrize("text, size", [("5GB", 5 * 10**9), ("1.5 KiB", 1536), ("7", 7), ("2m", 2 * 10**6)])
 def test_sizes(text, size):
     assert parse_size(text) == size
