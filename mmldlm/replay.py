@@ -129,8 +129,8 @@ class Replay:
             if ids.tolist() != entry["ids"]:
                 raise UserError(
                     f"the samples of step {self.case['step']} as the run saw them",
-                    f"{self.config.data.latent_data_root} gives others",
-                    "restore the store that the run was trained on",
+                    f"{', '.join(self.config.data.roots)} gives others",
+                    "restore what the run was trained on",
                 )
 
     def _slots(self, entry: dict) -> np.ndarray:
