@@ -116,6 +116,7 @@ class Ours(Variant):
         torch.manual_seed(0)
         network = awake(MultimodalMMDiT(config.model)).to(device)
         super().__init__(network, build_optimizer(network, config.optimizer), dtype == torch.bfloat16, device)
+        self.clip = config.optimizer.grad_clip_norm
         self.objective, batch = TranslationObjective(config), Batch(shape, device)
         rows = batch.positions // shape.length
         tensors = {
@@ -137,6 +138,13 @@ class Ours(Variant):
 
     def loss(self) -> Tensor:
         return self.objective(self.model, self.batch)[0]
+
+    def update(self) -> None:
+        """As the engine `single` does it: the host reads the norm (the loop's one sync), clips and steps."""
+        from mmldlm.engines.optimizer import clipped_step
+
+        norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        clipped_step(self.optimizer, self.clip, norm.item(), 1.0)
 
 
 def awake(model: nn.Module) -> nn.Module:

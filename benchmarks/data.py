@@ -1,6 +1,6 @@
 """The loader against the files it replaces: samples per CPU-second, memory, padding, ten million rows, waiting.
 
-    python benchmarks/data.py [--corpus FILE] [--samples N] [--quick] [--json FILE]
+    python benchmarks/data.py [--corpus FILE] [--samples N] [--work DIR] [--quick] [--json FILE]
 
 Real text: the prose of 20,000 docstrings of at least 35 words in the installed packages (or the lines of --corpus),
 each cut to 510 tokens. Latents are random unit vectors of 1,024 components: no reader looks at their values. The same
@@ -18,8 +18,10 @@ before opening. `noised` reads the store through the training loader, noise and 
 `real_position_share`.
 
 Ten million rows (random tokens, latents of 32): a run opens them as it does at its start, then asks for the batch that
-follows 9,000,000 samples. Last, the preset `small` trains some steps on the real text, and the share of the time that
+follows 9,000,000 samples. Then the preset `small` trains some steps on the real text, and the share of the time that
 it waits for `next(batches)` with data.num_workers=0 is taken.
+
+Writing all that (a few GiB) takes longer than measuring; --work DIR --write-only, then --work DIR, parts the two.
 """
 
 from __future__ import annotations
@@ -27,7 +29,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -126,7 +127,7 @@ def write_store(root: Path, splits: dict, identity: dict, dim: int) -> None:
     root.mkdir()
     summaries, measured = {}, None
     for name, blocks in splits.items():
-        writer, seen = StoreSplit(root, name, dim, identity["vocab_size"]), LatentStatistics(dim, 10**9)
+        writer, seen = StoreSplit(root, name, (dim,), identity["vocab_size"]), LatentStatistics(dim, 10**9)
         for texts, tokens, latents in [blocks] if isinstance(blocks, tuple) else blocks:
             writer.add(texts, tokens, latents)
             seen.add(latents)
@@ -356,6 +357,8 @@ def main() -> int:
     parser.add_argument("--samples", type=int, help="samples of real text (20000)")
     parser.add_argument("--quick", action="store_true", help="300 samples, 100,000 rows, one turn, two steps of tiny")
     parser.add_argument("--json", help="write conditions and claims here")
+    parser.add_argument("--work", type=Path, help="write the data here, keep it, and read what an earlier run wrote")
+    parser.add_argument("--write-only", action="store_true", help="with --work: write the data, measure another time")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=5, help=argparse.SUPPRESS)
@@ -373,10 +376,22 @@ def main() -> int:
     num, turns = args.samples or (300 if args.quick else 20_000), 1 if args.quick else 3
     rows = 100_000 if args.quick else ROWS
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        texts = real_texts(args.corpus, num)
-        mean = write_layouts(folder, texts)
-        print(f"{len(texts):,} texts of {mean:.0f} tokens on average", flush=True)
+        folder = args.work or Path(temporary)
+        kept = folder / "written.json"
+        if not kept.is_file():
+            if args.work is not None:
+                folder.mkdir(parents=True)
+            texts = real_texts(args.corpus, num)
+            mean = write_layouts(folder, texts)
+            write_rows(folder / "rows", rows)
+            kept.write_text(json.dumps({"asked": num, "texts": len(texts), "mean": mean, "rows": rows}))
+        written = json.loads(kept.read_text())
+        if (written["asked"], written["rows"]) != (num, rows):
+            raise SystemExit(f"{folder} holds data of another run: {written}")
+        num_texts, mean = written["texts"], written["mean"]
+        print(f"{num_texts:,} texts of {mean:.0f} tokens on average", flush=True)
+        if args.write_only:
+            return 0
         found: dict[str, list[dict]] = {kind: [] for kind in READERS}
         for _ in range(turns):
             for kind in READERS:
@@ -386,7 +401,7 @@ def main() -> int:
         for kind, runs in found.items():
             rate[kind] = statistics.median(run["samples"] / run["cpu"] for run in runs)
             mib = statistics.median(run["mib"] for run in runs)
-            assert {run["samples"] for run in runs} == {len(texts)}
+            assert {run["samples"] for run in runs} == {num_texts}
             print(f"{kind:8} {rate[kind]:14,.0f} {mib:9.1f} {runs[0]['share']:15.3f}", flush=True)
         ratios = (rate["store"] / rate[kind] for kind in ("seed", "pairs"))
         print("store against seed {:.0f} x, against pairs {:.0f} x".format(*ratios))
@@ -395,9 +410,6 @@ def main() -> int:
         print(
             f"small, batch 8: step {statistics.median(wait['step']):.2f} s, of it waiting {wait_share:.2%}", flush=True
         )
-        for name in ("seed", "pairs"):
-            shutil.rmtree(folder / name)
-        write_rows(folder / "rows", rows)
         warm = [child("rows", folder) for _ in range(turns)]
         forget_pages(folder / "rows")
         cold = child("rows", folder)
@@ -415,7 +427,7 @@ def main() -> int:
         _report.claim("resume_first_batch_seconds", best["first"], "<=", 2),
         _report.claim("loader_wait_share", wait_share, "<=", 0.01),
     ]
-    return _report.write(args.json, claims, samples=len(texts), mean_tokens=mean, rows=rows, turns=turns, rates=rate)
+    return _report.write(args.json, claims, samples=num_texts, mean_tokens=mean, rows=rows, turns=turns, rates=rate)
 
 
 if __name__ == "__main__":

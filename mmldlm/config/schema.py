@@ -36,7 +36,7 @@ class ModelConfig(Section):
     latent_tokens: int = Field(4, ge=1)
     """Chunk tokens K that present one latent; K * hidden_size >= D passes it without loss."""
     max_latents: int = Field(1, ge=1)
-    """Most latents N of one sample (long documents have several)."""
+    """Latents N of one sample. 1: as many as the data has (`mmldlm prepare --latents-per-text N`, for long texts)."""
     qk_rmsnorm: bool = True
     """RMS-normalise queries and keys in every head (keeps attention logits bounded in bf16)."""
     tie_embeddings: bool = False
@@ -109,6 +109,12 @@ class DataConfig(Section):
     """Use only the first samples of the training split. None: all."""
     max_validation_samples: int | None = Field(None, ge=1)
     """Use only the first samples of the validation split. None: all."""
+
+    @property
+    def roots(self) -> list[str]:
+        """Folders of all stores that a run reads."""
+        own = [] if self.latent_data_root is None else [self.latent_data_root]
+        return own if self.mixture is None else list(self.mixture)
 
     @model_validator(mode="after")
     def _one_source(self) -> DataConfig:

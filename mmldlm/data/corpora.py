@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 
 from mmldlm.data.docstrings import docstrings_source, read_docstrings
-from mmldlm.data.readers import KINDS, FileUnit, file_units, kind_of, parquet_units
+from mmldlm.data.readers import KINDS, FileUnit, clean, file_units, kind_of, parquet_units
 from mmldlm.data.text import split_sentences
 from mmldlm.errors import UserError
 
@@ -62,18 +62,19 @@ def open_corpus(
     text_field: str | None = None,
     max_documents: int | None = None,
     sentences: bool = False,
+    whole_files: bool = False,
 ) -> Corpus:
     """The corpus that ``name`` stands for.
 
     Args:
         name: see the module. text_field: the field of a record that holds the text; None: ``text``, or what is known
             of the dataset. max_documents: read only the first so many texts. sentences: split every text into
-            sentences.
+            sentences. whole_files: a .txt file of a folder is one text (else it is split into sentences).
 
     Raises:
         UserError: nothing lies there, it has no text files, or its kind is not known.
     """
-    corpus = _open(name, text_field, max_documents)
+    corpus = _open(name, text_field, max_documents, whole_files)
     if max_documents is not None:
         corpus.units = [_first(corpus.units, max_documents)]
     if sentences:
@@ -82,10 +83,12 @@ def open_corpus(
     return corpus
 
 
-def _open(name: str | os.PathLike, text_field: str | None, max_documents: int | None) -> Corpus:
+def _open(name: str | os.PathLike, text_field: str | None, max_documents: int | None, whole_files: bool) -> Corpus:
     path = Path(name)
     if path.is_dir():
-        return _open_folder(path, text_field or "text")
+        return _open_folder(path, text_field or "text", whole_files)
+    if whole_files:
+        raise UserError("a folder of .txt files, for --whole-files", str(name), "name a folder, or leave the flag out")
     if str(name) == DEFAULT_CORPUS and not path.exists():
         source = docstrings_source()
         return Corpus(source, [Unit(source, read_docstrings)])
@@ -98,7 +101,7 @@ def _open(name: str | os.PathLike, text_field: str | None, max_documents: int | 
                 "rename the file if its content is one of these, or convert it",
             )
         return Corpus(f"{kind}:{path.name}", _units_of(path, path.name, kind, text_field or "text"))
-    if kind_of(path) is None and not path.is_absolute() and len(path.parts) <= 2 and not str(name).startswith("."):
+    if not _is_meant_as_a_path(str(name)):
         from mmldlm.data.hub_datasets import open_dataset
 
         source, parts = open_dataset(str(name), text_field, max_documents)
@@ -110,7 +113,17 @@ def _open(name: str | os.PathLike, text_field: str | None, max_documents: int | 
     )
 
 
-def _open_folder(folder: Path, text_field: str) -> Corpus:
+def _is_meant_as_a_path(name: str) -> bool:
+    """Whether a name of nothing here is a mistyped path: the hub must not be asked for minutes about `corpus.csv`."""
+    path = Path(name)
+    if kind_of(path) or path.is_absolute() or len(path.parts) > 2 or name.startswith("."):
+        return True
+    if ":" in name or "@" in name:  # a configuration or a split
+        return False
+    return path.parent.is_dir() if len(path.parts) == 2 else bool(path.suffix)
+
+
+def _open_folder(folder: Path, text_field: str, whole_files: bool) -> Corpus:
     files = sorted(path for path in folder.rglob("*") if path.is_file() and kind_of(path))
     kinds = sorted({kind_of(path) for path in files})
     if len(kinds) != 1:
@@ -122,6 +135,10 @@ def _open_folder(folder: Path, text_field: str) -> Corpus:
         )
     source = f"folder:{folder.name}" if kinds == ["txt"] else f"{kinds[0]}:{folder.name}"
     if kinds != ["txt"]:
+        if whole_files:
+            raise UserError(
+                "a folder of .txt files, for --whole-files", f"{kinds[0]} in {folder}", "leave the flag out"
+            )
         named = [(path, path.relative_to(folder).as_posix()) for path in files]
         return Corpus(source, [unit for path, name in named for unit in _units_of(path, name, kinds[0], text_field)])
     groups: list[list[Path]] = [[]]
@@ -135,8 +152,8 @@ def _open_folder(folder: Path, text_field: str) -> Corpus:
     units = []
     for group in groups:
         name = ";".join(f"{path.relative_to(folder).as_posix()}:{path.stat().st_size}" for path in group)
-        units.append(Unit(name, lambda counts, group=group: _read_documents(group, counts)))
-    return Corpus(source, units)
+        units.append(Unit(name, lambda counts, group=group: _read_documents(group, counts, whole_files)))
+    return Corpus(source, units, has_documents=whole_files)
 
 
 def _units_of(path: Path, name: str, kind: str, text_field: str) -> list[Unit]:
@@ -145,11 +162,14 @@ def _units_of(path: Path, name: str, kind: str, text_field: str) -> list[Unit]:
     return [Unit(f"{name}#{part.start}-{part.end}", part.read) for part in file_units(path, kind, text_field)]
 
 
-def _read_documents(files: list[Path], counts: Counter) -> Iterator[str]:
+def _read_documents(files: list[Path], counts: Counter, whole: bool) -> Iterator[str]:
     for path in files:
         counts["files"] += 1
-        lines = FileUnit(path, "txt", 0, None).lines()
-        paragraphs = "\n".join(line for _, line in lines).split("\n\n")
+        text = "\n".join(line for _, line in FileUnit(path, "txt", 0, None).lines())
+        if whole:
+            yield from clean(text, counts)
+            continue
+        paragraphs = text.split("\n\n")
         for paragraph in paragraphs:
             for sentence in split_sentences(" ".join(paragraph.split())):
                 counts["read"] += 1

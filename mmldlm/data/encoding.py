@@ -12,6 +12,7 @@ import torch
 
 from mmldlm.data.encoders import Encoder, first_line
 from mmldlm.data.files import read_npz, write_npz
+from mmldlm.data.text import latent_parts
 from mmldlm.errors import MmldlmError, UserError
 
 SHARD = 4096
@@ -25,7 +26,7 @@ class Encoded:
     """A shard of latents.
 
     Attributes:
-        is_ok: [N] whether each text has a latent. latents: [number of those, D] float32.
+        is_ok: [N] whether each text has a latent. latents: [number of those, D] or [..., N, D] float32.
         reasons: place in the shard -> why it has none.
     """
 
@@ -35,16 +36,43 @@ class Encoded:
 
 
 def encode(
-    encoder: Encoder, texts: Sequence[str], retries: int, progress: Callable[[int], None] | None = None
+    encoder: Encoder,
+    texts: Sequence[str],
+    retries: int,
+    progress: Callable[[int], None] | None = None,
+    latents_per_text: int = 1,
 ) -> Encoded:
     """Encodes texts; those on which the encoder fails are tried again one by one.
 
     Args:
-        retries: tries of one text, after the batch it was in.
+        retries: tries of one text, after the batch it was in. latents_per_text: N; each text is cut in so many pieces
+            (``latent_parts``), and has a latent where every piece has one.
 
     Raises:
         MmldlmError: the encoder fails on everything.
     """
+    if latents_per_text == 1:
+        return _encode(encoder, texts, retries, progress)
+    pieces = [piece for text in texts for piece in latent_parts(text, latents_per_text)]
+    num_done = 0
+
+    def tell(num_pieces: int) -> None:
+        nonlocal num_done
+        before, num_done = num_done, num_done + num_pieces
+        progress(num_done // latents_per_text - before // latents_per_text)
+
+    found = _encode(encoder, pieces, retries, None if progress is None else tell)
+    latents = np.zeros((len(pieces), encoder.latent_dim), np.float32)
+    latents[found.is_ok] = found.latents
+    is_ok = found.is_ok.reshape(-1, latents_per_text).all(axis=1)
+    reasons: dict[int, str] = {}
+    for place, reason in found.reasons.items():
+        text, piece = divmod(place, latents_per_text)
+        reasons.setdefault(text, f"piece {piece + 1} of {latents_per_text}: {reason}")
+    return Encoded(is_ok, latents.reshape(len(texts), latents_per_text, -1)[is_ok], reasons)
+
+
+def _encode(encoder: Encoder, texts: Sequence[str], retries: int, progress: Callable[[int], None] | None) -> Encoded:
     reasons: dict[int, str] = {}
     try:
         latents = _encode_all(encoder, texts, progress)

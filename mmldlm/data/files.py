@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,19 +103,19 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 class NpyWriter:
-    """A one- or two-dimensional .npy file written block by block: memory of one block, any number of rows.
+    """A .npy file written block by block: memory of one block, any number of rows.
 
     Args:
-        path: the file. dtype: of its items. width: items of a row, None for one dimension.
+        path: the file. dtype: of its items. row: shape of a row; none for one dimension.
     """
 
-    def __init__(self, path: Path, dtype, width: int | None = None):
-        self.dtype, self.width, self.num_rows = np.dtype(dtype), width, 0
+    def __init__(self, path: Path, dtype, row: Sequence[int] = ()):
+        self.dtype, self.row, self.num_rows = np.dtype(dtype), tuple(row), 0
         self._file = open(path, "w+b")
         self._file.write(self._header())
 
     def _header(self) -> bytes:
-        shape = (self.num_rows,) if self.width is None else (self.num_rows, self.width)
+        shape = (self.num_rows, *self.row)
         buffer = io.BytesIO()
         # numpy leaves room for the largest count, so that the header's length does not depend on it
         np.lib.format.write_array_header_1_0(buffer, {"descr": self.dtype.str, "fortran_order": False, "shape": shape})
@@ -124,7 +124,7 @@ class NpyWriter:
     def append(self, block: np.ndarray) -> None:
         """Add the items (or rows) of a block."""
         block = np.ascontiguousarray(block, dtype=self.dtype)
-        assert block.ndim == 1 if self.width is None else block.shape[1] == self.width
+        assert block.shape[1:] == self.row
         self._file.write(block.tobytes())
         self.num_rows += len(block)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.data.store import Batch, Store
+from mmldlm.data.store import Batch, Store, latent_shape
 from mmldlm.errors import UserError
 
 # What must be equal for latents of two stores to be of one space.
@@ -32,6 +32,7 @@ class MixedStore:
             for what, own, known in (
                 ("the tokenizer", store.manifest["tokenizer"].get("sha256"), first["tokenizer"].get("sha256")),
                 ("the dimension of latents", store.latent_dim, first["latent_dim"]),
+                ("the number of latents a text", store.latents_per_text, first.get("latents_per_text", 1)),
                 ("the encoder", *(_encoder_of(manifest) for manifest in (store.manifest, first))),
             ):
                 if own != known:
@@ -52,6 +53,11 @@ class MixedStore:
     def latent_dim(self) -> int:
         """Number of components D of a latent."""
         return self.stores[0].latent_dim
+
+    @property
+    def latents_per_text(self) -> int:
+        """Number of latents N of every sample."""
+        return self.stores[0].latents_per_text
 
     def _moments(self) -> tuple[np.ndarray, np.ndarray]:
         shares = np.asarray(self.weights) / sum(self.weights)
@@ -75,7 +81,7 @@ class MixedStore:
         rows = np.asarray(indices, dtype=np.int64).reshape(-1)
         owners = np.searchsorted(self._starts, rows, side="right") - 1
         tokens: list = [None] * len(rows)
-        latents = np.empty((len(rows), self.latent_dim), np.float32)
+        latents = np.empty((len(rows), *latent_shape(self.manifest)), np.float32)
         for owner in np.unique(owners).tolist():
             if not 0 <= owner < len(self.stores):
                 raise IndexError(f"indices {rows.min()}..{rows.max()} of a mixture with {len(self)} samples")

@@ -27,15 +27,15 @@ class NoisedBatch:
 
     Attributes:
         tensors: text_tokens [B, S] int64 (noised), attention_mask [B, S] bool, latents [B, D] fp32 (noised, model
-            space), text_timesteps [B], latent_timesteps [B] fp32, text_is_null and latent_is_null [B] bool,
-            token_positions [N] int64 in B * S (the text to compute: real tokens, of a null text the first position),
-            text_positions [M] int64 in B * S, text_targets [M] int64, text_weights [M] fp32 (NELBO weight), text_rows
-            [M]
-            int64 (sample of each scored position), latent_targets [B, D] fp32, latent_clean [B, D] fp32,
-            latent_weights [B] fp32 (0 where the latent is not scored), length_targets [B] int64 (length - 1),
-            length_weights [B] fp32.
+            space; like latent_targets and latent_clean [B, N, D] where a text has N latents), text_timesteps [B],
+            latent_timesteps [B] fp32, text_is_null and latent_is_null [B] bool, token_positions [N] int64 in B * S (the
+            text to compute: real tokens, of a null text the first position), text_positions [M] int64 in B * S,
+            text_targets [M] int64, text_weights [M] fp32 (NELBO weight), text_rows [M] int64 (sample of each scored
+            position), latent_targets [B, D] fp32, latent_clean [B, D] fp32, latent_weights [B] fp32 (0 where the
+            latent is not scored), length_targets [B] int64 (length - 1), length_weights [B] fp32.
         ids: [B] sample ids. modes: [B]. real: [B] False for placeholders of an incomplete batch.
-        num_text_tokens, num_latents, num_lengths: counts over the whole GLOBAL batch that normalise the three losses.
+        num_text_tokens, num_latents, num_lengths: counts over the whole GLOBAL batch that normalise the three losses
+            (of N latents a text, every one).
         num_tokens: real text tokens of this micro-batch.
         bad: {id, reason} of samples masked out as unusable or, with "mended": True, mended (stability.nan_to_num).
     """
@@ -66,6 +66,11 @@ class NoisedBatch:
 def _generator(seed: int, epoch: int, *counter: int) -> np.random.Generator:
     """Philox4x64 (Salmon et al., SC 2011) at a place of its own: the low counter word is left to the draws."""
     return np.random.Generator(np.random.Philox(key=[seed, epoch], counter=[0, *counter]))
+
+
+def _over(rows, like):
+    """[B] shaped to broadcast over [B, ...]."""
+    return rows.reshape(rows.shape + (1,) * (like.ndim - 1))
 
 
 class Noiser:
@@ -155,7 +160,7 @@ class Noiser:
         if is_bad.any():
             rows = rows._replace(
                 tokens=[tokens[:0] if bad else tokens for tokens, bad in zip(rows.tokens, is_bad, strict=True)],
-                latents=np.where(is_bad[:, None], self.latent_mean, rows.latents),
+                latents=np.where(_over(is_bad, rows.latents), self.latent_mean, rows.latents),
             )
         num_rows, width = len(ids), int(max(len(tokens) for tokens in rows.tokens)) + 1
         tokens = np.full((num_rows, width), self.pad_token_id, dtype=np.int64)
@@ -163,14 +168,14 @@ class Noiser:
         uniform = np.zeros((num_rows, width))
         latents = rows.latents.astype(np.float32)
         if self.latent_config.l2_normalise:
-            latents = latents / np.maximum(np.linalg.norm(latents, axis=1, keepdims=True), np.float32(1e-12))
+            latents = latents / np.maximum(np.linalg.norm(latents, axis=-1, keepdims=True), np.float32(1e-12))
         latents = (latents - self.latent_mean) / self.latent_std
         noise = np.empty_like(latents)
         own_text_u, own_latent_u, drop = np.empty(num_rows), np.empty(num_rows), np.empty(num_rows)
         for row, (sample, slot) in enumerate(zip(ids.tolist(), slots.tolist(), strict=True)):
             generator = _generator(self.seed, batch.epoch, sample, slot, _SAMPLE_STREAM)
             drop[row], own_text_u[row], own_latent_u[row] = generator.random(3)
-            noise[row] = generator.standard_normal(latents.shape[1], dtype=np.float32)
+            noise[row] = generator.standard_normal(latents.shape[1:], dtype=np.float32)
             length = len(rows.tokens[row]) + 1
             tokens[row, : length - 1] = rows.tokens[row]
             tokens[row, length - 1] = self.eos_token_id
@@ -198,7 +203,7 @@ class Noiser:
         text_rows = positions // width
 
         clean, noise_tensor = torch.from_numpy(latents), torch.from_numpy(noise)
-        z = torch.where((mode == L2T)[:, None], clean, self.latent.add_noise(clean, noise_tensor, latent_t))
+        z = torch.where(_over(mode == L2T, clean), clean, self.latent.add_noise(clean, noise_tensor, latent_t))
         latent_scored = torch.from_numpy(real & (modes != L2T))
         latent_weights = torch.where(latent_scored, self.latent.loss_weight(latent_t.clamp_min(1e-6)), 0.0)
         length_scored = torch.from_numpy(real & (modes != T2L))
@@ -229,7 +234,7 @@ class Noiser:
             modes=modes,
             real=real,
             num_text_tokens=int(lengths_real[has_text].sum()),
-            num_latents=int((modes_real != L2T).sum()),
+            num_latents=int((modes_real != L2T).sum()) * math.prod(latents.shape[1:-1]),
             num_lengths=int(has_text.sum()),
             num_tokens=int(attention[real].sum()),
             epoch=batch.epoch,
@@ -247,15 +252,16 @@ class Noiser:
             return rows, {}
         bad = ~np.isfinite(rows.latents)
         told = "non-finite values in its latent, replaced by the mean (stability.nan_to_num)"
-        mended = {int(row): f"{int(bad[row].sum())} {told}" for row in np.flatnonzero(bad.any(axis=1))}
+        mended = {int(row): f"{int(bad[row].sum())} {told}" for row in np.unique(np.nonzero(bad)[0])}
         return rows._replace(latents=np.where(bad, self.latent_mean.astype(rows.latents.dtype), rows.latents)), mended
 
     def _unusable(self, tokens: np.ndarray, latent: np.ndarray, length: int) -> str | None:
         """Why a sample must not be trained on, None for a sound one."""
         if not np.isfinite(latent).all():
             return f"{int((~np.isfinite(latent)).sum())} non-finite values in its latent"
-        norm = float(np.linalg.norm(latent))
-        if not 0 < norm <= self.max_norm:
+        norms = np.linalg.norm(latent, axis=-1).reshape(-1).tolist()
+        norm = next((norm for norm in norms if not 0 < norm <= self.max_norm), None)
+        if norm is not None:
             return f"a latent of norm {norm:.4g}, expected above 0 and at most {self.max_norm:.4g}"
         if len(tokens) + 1 != length:
             return f"{len(tokens)} tokens where the index says {length - 1}"

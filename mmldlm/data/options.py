@@ -54,6 +54,8 @@ class PrepareOptions:
     layout: str = "store"
     retries: int = 2
     max_quarantined: float = 0.01
+    latents_per_text: int = 1
+    whole_files: bool = False
 
     def identity(self) -> dict[str, Any]:
         """The options that decide what comes out, for the manifest: those that were set, and those of every store."""
@@ -96,12 +98,18 @@ def check_options(options: PrepareOptions) -> Path:
         raise UserError(
             "1 <= --min-tokens <= --max-tokens", f"{options.min_tokens} and {options.max_tokens}", "change one of them"
         )
+    if options.latents_per_text > options.max_tokens:
+        raise UserError(
+            f"--latents-per-text of at most --max-tokens={options.max_tokens}",
+            str(options.latents_per_text),
+            "give fewer latents, or longer texts with --max-tokens",
+        )
     for name, known in (("overlong", (None, *OVERLONG)), ("layout", LAYOUTS), ("pooling", (None, *POOLINGS))):
         if getattr(options, name) not in known:
             words = ", ".join(word for word in known if word)
             raise UserError(f"--{name} among: {words}", str(getattr(options, name)), "choose one of these")
     positive = ("max_samples", "validation_samples", "batch_tokens", "batch_size", "max_documents", "max_length")
-    for name in (*positive, "latent_dim"):
+    for name in (*positive, "latent_dim", "latents_per_text"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} of at least 1", str(value), "give a positive number")
@@ -132,6 +140,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--validation-corpus", metavar="PATH", help="take validation from here instead of holding out training texts")
     add("--text-field", help="the field of records that holds the text (default: text)")
     add("--sentences", action="store_true", help="split every text into sentences first")
+    add("--whole-files", action="store_true", help="a folder's .txt files are texts (default: cut into sentences)")
     add("--max-documents", type=int, metavar="N", help="read only the first N texts of the corpus")
     add("--max-samples", type=int, metavar="N", help="keep N samples, chosen by a hash of their content")
     add("--validation-samples", type=int, metavar="N", help="default: 1000 or 5 %%, whichever is smaller")
@@ -151,6 +160,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"one of: {', '.join(ENCODERS)}; or a folder or Hugging Face name (default %(default)s)",
     )
     add("--latent-dim", type=int, metavar="D", help="cut latents to D components, normalised again (qwen: 32 to 1024)")
+    add(
+        "--latents-per-text",
+        type=int,
+        default=1,
+        metavar="N",
+        help="latents of every text, of N pieces cut at sentence ends (default %(default)s; for long texts)",
+    )
     add("--pooling", choices=POOLINGS, help="for models that do not say it themselves")
     add("--prefix", help="put before every text, instead of what the encoder's card asks for")
     add(

@@ -27,7 +27,7 @@ from mmldlm.data.chunking import truncate
 from mmldlm.data.encoder_table import ENCODERS
 from mmldlm.data.file_layouts import LAYOUTS, Sample, find_samples
 from mmldlm.data.files import list_files, write_json
-from mmldlm.data.publish import commit, refuse_other_folders, versions
+from mmldlm.data.publish import commit, refuse_other_folders, several_latents, versions
 from mmldlm.data.report import print_summary
 from mmldlm.data.statistics import LatentStatistics
 from mmldlm.data.store import FORMAT, MANIFEST, SPLITS, TOKENIZER_FOLDER, VERSION, Store
@@ -52,6 +52,7 @@ class PackOptions:
     keep_duplicates: bool = False
     seed: int = 0
     force: bool = False
+    latents_per_text: int | None = None
 
 
 def pack(options: PackOptions, console: Console | None = None) -> Path:
@@ -66,6 +67,7 @@ def pack(options: PackOptions, console: Console | None = None) -> Path:
     counts: Counter = Counter()
     splits = find_samples(source, counts)
     known = _known(source)
+    latents_per_text = options.latents_per_text or known.get("latents_per_text", 1)
     has_tokens = any(sample.tokens_path for part in splits.values() for sample in part)
     name = options.tokenizer or (None if has_tokens else "minilm")
     if name is None:
@@ -75,7 +77,7 @@ def pack(options: PackOptions, console: Console | None = None) -> Path:
     tokenizer = tokenizers.load(name, options.cache_dir, options.add_mask_token)
     identity = tokenizers.identity(tokenizer, name)
     tokenizer.split_special_tokens = True
-    packer = _Packer(options, tokenizer, identity["vocab_size"], counts)
+    packer = _Packer(options, tokenizer, identity["vocab_size"], counts, latents_per_text)
     texts, hashes = {}, {}
     for split, samples in splits.items():
         texts[split] = packer.look_at(samples)
@@ -94,8 +96,8 @@ def pack(options: PackOptions, console: Console | None = None) -> Path:
     try:
         summaries, statistics = {}, None
         for split, rows in chosen.items():
-            writer = StoreSplit(partial, split, packer.latent_dim, identity["vocab_size"])
-            seen = LatentStatistics(packer.latent_dim, len(rows))
+            writer = StoreSplit(partial, split, packer.latent_shape, identity["vocab_size"])
+            seen = LatentStatistics(packer.latent_dim, len(rows) * latents_per_text)
             for block in (rows[start : start + 4096] for start in range(0, len(rows), 4096)):
                 pairs = [texts[origin][place] for origin, place in block]
                 latents = np.stack([packer.latent(splits[origin][place].latent) for origin, place in block])
@@ -114,6 +116,7 @@ def pack(options: PackOptions, console: Console | None = None) -> Path:
             "format": FORMAT,
             "version": VERSION,
             "latent_dim": packer.latent_dim,
+            **several_latents(latents_per_text),
             "encoder": encoder,
             "latent_stats": statistics,
             "tokenizer": identity,
@@ -145,8 +148,9 @@ def pack(options: PackOptions, console: Console | None = None) -> Path:
 class _Packer:
     """Reads one sample's files; what cannot be used is counted and left out."""
 
-    def __init__(self, options: PackOptions, tokenizer, vocab_size: int, counts: Counter):
+    def __init__(self, options: PackOptions, tokenizer, vocab_size: int, counts: Counter, latents_per_text: int):
         self.options, self.tokenizer, self.vocab_size, self.counts = options, tokenizer, vocab_size, counts
+        self.latents_per_text = latents_per_text
         self.latent_dim = 0
         self.specials = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
 
@@ -169,30 +173,35 @@ class _Packer:
             found[place] = (text, np.asarray(ids, np.int64))
         return found
 
+    @property
+    def latent_shape(self) -> tuple[int, ...]:
+        """Of one sample: [D], or [N, D] with several latents a text."""
+        return (self.latent_dim,) if self.latents_per_text == 1 else (self.latents_per_text, self.latent_dim)
+
     def latent(self, path: Path) -> np.ndarray:
-        """[D] float32."""
-        vector = np.load(path, allow_pickle=False)
-        return vector.reshape(-1).astype(np.float32)
+        """[D] or [N, D] float32."""
+        return np.load(path, allow_pickle=False).reshape(self.latent_shape).astype(np.float32)
 
     def _latent_reason(self, path: Path) -> str | None:
         try:
-            vector = np.load(path, allow_pickle=False)
+            vectors = np.load(path, allow_pickle=False)
         except (OSError, ValueError, EOFError):
             return "unreadable_latent"
-        if vector.ndim == 2 and vector.shape[0] != 1 or vector.ndim not in (1, 2) or vector.dtype.kind != "f":
-            return "latent_not_one_vector"
-        vector = vector.reshape(-1)
-        self.latent_dim = self.latent_dim or len(vector)
-        if len(vector) != self.latent_dim:
+        count = self.latents_per_text
+        vectors = vectors[None] if vectors.ndim == 1 else vectors
+        if vectors.ndim != 2 or len(vectors) != count or vectors.dtype.kind != "f":
+            return "latent_not_one_vector" if count == 1 else f"latent_not_{count}_vectors"
+        self.latent_dim = self.latent_dim or vectors.shape[1]
+        if vectors.shape[1] != self.latent_dim:
             raise UserError(
                 f"latents of {self.latent_dim} dimensions, as the first one has",
-                f"{len(vector)} in {path}",
+                f"{vectors.shape[1]} in {path}",
                 "keep latents of one encoder in one folder",
             )
-        vector = vector.astype(np.float32)
-        if not np.isfinite(vector).all():
+        vectors = vectors.astype(np.float32)
+        if not np.isfinite(vectors).all():
             return "latent_not_finite"
-        return None if vector.any() else "latent_zero"
+        return None if vectors.any(axis=1).all() else "latent_zero"
 
     def _text_and_ids(self, sample: Sample) -> tuple[str | None, np.ndarray]:
         try:
@@ -272,6 +281,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-tokens", type=int, help="longer texts are cut (their latents are of the whole texts)")
     add("--validation-samples", type=int, metavar="N", help="where there is no validation split (1000 or 5 %%)")
     add("--keep-duplicates", action="store_true", help="keep texts that differ only in case, spaces or punctuation")
+    add(
+        "--latents-per-text", type=int, metavar="N", help="vectors in every .npy file (default: 1, or as prepare wrote)"
+    )
     add("--seed", type=int, default=0, help="of the split (default %(default)s)")
     add("--force", action="store_true", help="replace an existing store once the new one is whole")
 

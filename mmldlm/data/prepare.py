@@ -27,7 +27,7 @@ from mmldlm.data.files import whole_folder, write_json
 from mmldlm.data.options import PrepareOptions, add_arguments, check_options, from_arguments
 from mmldlm.data.peers import PeerFailed, Peers, join
 from mmldlm.data.publish import TOKENIZER_IDENTITY, Output, existing_output, publish, refuse_other_folders
-from mmldlm.data.reading import Texts, read_unit
+from mmldlm.data.reading import Chosen, Texts, read_unit
 from mmldlm.data.report import Progress, print_summary
 from mmldlm.data.selecting import Samples
 from mmldlm.data.statistics import LatentStatistics
@@ -69,7 +69,7 @@ def prepare(options: PrepareOptions, console: Console | None = None, peers: Peer
 
 def _open_corpora(options: PrepareOptions) -> tuple[list[Corpus], Corpus | None]:
     def opened(name: str) -> Corpus:
-        return open_corpus(name, options.text_field, options.max_documents, options.sentences)
+        return open_corpus(name, options.text_field, options.max_documents, options.sentences, options.whole_files)
 
     held_out = options.validation_corpus
     return [opened(name) for name in options.datasets or [options.corpus]], opened(held_out) if held_out else None
@@ -218,7 +218,7 @@ class _Preparation:
                 options.tokenizer,
                 options.cache_dir,
                 options.add_mask_token,
-                texts=texts.iterate(rows[~np.isin(keys, reserved)]),
+                texts=Chosen(texts, rows[~np.isin(keys, reserved)]),
                 vocab_size=options.vocab_size,
             )
             shutil.rmtree(folder, ignore_errors=True)
@@ -235,7 +235,7 @@ class _Preparation:
     def _tokenize(self, name: str, texts: Texts, rows: np.ndarray, limit: int | None, counts: Counter) -> Samples:
         options = self.options
         waves = selecting.Waves(rows, texts.hashes, limit, options.seed)
-        how = (self.tokenizer, options.min_tokens, options.max_tokens, options.overlong)
+        how = (self.tokenizer, options.min_tokens, options.max_tokens, options.overlong, options.latents_per_text)
         shard_rows: list[np.ndarray] = []
         paths: list[Path] = []
         num_kept, number = 0, 0
@@ -278,7 +278,8 @@ class _Preparation:
                         progress(num_done)
 
                     part, _ = samples.read(sources[name], starts[number], starts[number] + encoding.SHARD)
-                    encoding.write_encoded(paths[number], encoding.encode(encoder, part, self.options.retries, tell))
+                    made = encoding.encode(encoder, part, self.options.retries, tell, self.options.latents_per_text)
+                    encoding.write_encoded(paths[number], made)
 
                 def done(number: int, samples=samples, starts=starts, told=told) -> None:
                     progress(min(encoding.SHARD, len(samples) - starts[number]) - told[number])

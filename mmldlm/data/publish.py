@@ -48,6 +48,12 @@ class Output:
     texts: dict[str, Texts]
     encoded: dict[str, list[Path]]
 
+    @property
+    def latent_shape(self) -> tuple[int, ...]:
+        """Of one sample: [D], or [N, D] with several latents a text."""
+        count = self.options.latents_per_text
+        return (self.encoder.latent_dim,) if count == 1 else (count, self.encoder.latent_dim)
+
 
 def existing_output(root: Path, plan: dict[str, Any]) -> bool:
     """Whether the folder was made by a preparation of this very plan."""
@@ -88,11 +94,11 @@ def publish(
     summaries, statistics = {}, None
     for name, samples in output.splits.items():
         split = (
-            StoreSplit(partial, name, output.encoder.latent_dim, tokenizer["vocab_size"], bool(counts["chunked"]))
+            StoreSplit(partial, name, output.latent_shape, tokenizer["vocab_size"], bool(counts["chunked"]))
             if is_store
             else FilesSplit(partial, name, source, output.encoder.name)
         )
-        seen = LatentStatistics(output.encoder.latent_dim, len(samples))
+        seen = LatentStatistics(output.encoder.latent_dim, len(samples) * output.options.latents_per_text)
         for texts, tokens, latents, rows in _blocks(output, name):
             split.add(texts, tokens, latents, rows)
             seen.add(latents)
@@ -107,6 +113,7 @@ def publish(
         "format": FORMAT if is_store else FILES_FORMAT,
         "version": VERSION,
         "latent_dim": output.encoder.latent_dim,
+        **several_latents(output.options.latents_per_text),
         "encoder": output.encoder.identity(),
         "latent_stats": statistics,
         "tokenizer": tokenizer,
@@ -178,6 +185,11 @@ def _counted(counts: Counter, summaries: dict[str, dict[str, int]], both: bool) 
     lost = counts["read"] - kept - sum(dropped.values()) - counts["chunked"] + counts["chunks"]
     assert lost == 0, f"{lost} texts are not accounted for: {counts}, {kept} kept"
     return {"read": counts["read"], "kept": kept, "dropped": dropped, **more}
+
+
+def several_latents(count: int) -> dict[str, int]:
+    """What the manifest says of the latents of a text; nothing where each has one."""
+    return {} if count == 1 else {"latents_per_text": count}
 
 
 def versions() -> dict[str, str]:

@@ -6,6 +6,7 @@ import array
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +68,17 @@ class Texts:
             part = int(np.searchsorted(self._starts, row, side="right")) - 1
             start, end = self._offsets[part][row - self._starts[part] : row - self._starts[part] + 2].tolist()
             yield self._raw[part][start:end].tobytes().decode("utf-8")
+
+
+@dataclass
+class Chosen:
+    """The texts at some rows, to be read any number of times."""
+
+    texts: Texts
+    rows: Sequence[int]
+
+    def __iter__(self) -> Iterator[str]:
+        return self.texts.iterate(self.rows)
 
 
 def _map_bytes(path: Path) -> np.ndarray:

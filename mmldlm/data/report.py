@@ -82,6 +82,8 @@ def print_summary(console: Console, root: Path, manifest: dict[str, Any], second
     norm = statistics["norm"]
     encoder = manifest["encoder"]
     table.add_row("latents", f"{encoder['name']} ({encoder['source']}), {manifest['latent_dim']} dimensions")
+    if "latents_per_text" in manifest:
+        table.add_row("  of each text", f"{manifest['latents_per_text']}")
     table.add_row("  norm", f"{norm['mean']:.4f} ({norm['min']:.4f} to {norm['max']:.4f})")
     table.add_row("  effective rank", f"{statistics['effective_rank']:.1f} of {manifest['latent_dim']}")
     if manifest["files"]:

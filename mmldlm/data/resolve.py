@@ -74,7 +74,7 @@ def open_data(config: Config) -> RunData:
                 f"samples in split {store.split} of {store.root}", "none", "prepare the store from a larger corpus"
             )
         for first, block in store.latent_blocks(ROWS_CHECKED):
-            check_latents(block, f"{store.root}/{store.split} from row {first}", store.latent_dim)
+            check_latents(block, f"{store.root}/{store.split}", store.latent_dim, first)
     if config.data.mixture is None:
         train, validation = splits["train"][0], splits["validation"][0]
     else:
@@ -96,6 +96,8 @@ def open_data(config: Config) -> RunData:
         for name, store in (("training", train), ("validation", validation))
         if store.num_truncated
     ]
+    if train.latents_per_text > 1:
+        notes.append(f"{train.latents_per_text} latents a text (model.max_latents)")
     mean, std = _scaling(config, train)
     return RunData(config, train, validation, lengths[0], lengths[1], mean, std, notes)
 
@@ -107,6 +109,12 @@ def _fill_in(config: Config, store: Store | MixedStore) -> None:
             f"model.latent_dim={store.latent_dim}, the dimension of the latents in {store.root}",
             f"model.latent_dim={model.latent_dim}",
             "leave model.latent_dim unset, or prepare the data with an encoder of that dimension",
+        )
+    if model.max_latents not in (1, store.latents_per_text):  # 1 is what every config says
+        raise UserError(
+            f"model.max_latents={store.latents_per_text}, the latents of every text in {store.root}",
+            f"model.max_latents={model.max_latents}",
+            f"leave model.max_latents unset, or prepare with --latents-per-text {model.max_latents}",
         )
     if config.tokenizer.name not in (None, tokenizer["name"], tokenizer.get("key")):
         raise UserError(
@@ -128,7 +136,7 @@ def _fill_in(config: Config, store: Store | MixedStore) -> None:
                 f"leave model.{key} unset",
             )
         setattr(model, key, tokenizer[key])
-    model.latent_dim = store.latent_dim
+    model.latent_dim, model.max_latents = store.latent_dim, store.latents_per_text
     model.vocab_size = model.vocab_size or tokenizer["vocab_size"]
 
 

@@ -134,10 +134,11 @@ def gather(
 ) -> Samples:
     """All that tokenizing made, as samples in corpus order, what became of every candidate counted."""
     parts: list[list[np.ndarray]] = [[] for _ in _FIELDS]
-    statuses = []
+    statuses, num_short = [], []
     for number, (rows, path) in enumerate(zip(shard_rows, paths, strict=True)):
         shard = tokenizing.read_shard(path)
         statuses.append(shard["status"])
+        num_short.append(shard.get("num_short", np.zeros(len(rows), np.int32)))
         num = len(shard["places"])
         columns = (
             np.full(num, number, np.int32),
@@ -149,7 +150,8 @@ def gather(
         for part, column in zip(parts, columns):
             part.append(column)
     samples = Samples(list(paths), *map(np.concatenate, parts))
-    seen, status = np.concatenate(shard_rows), np.concatenate(statuses)
+    all_seen, status, shorts = np.concatenate(shard_rows), np.concatenate(statuses), np.concatenate(num_short)
+    seen = all_seen
     if waves.limit is not None:
         samples, seen, status = _first_by_key(texts, samples, seen, status, waves.limit, seed)
     counts["drop_too_short"] += int((status == tokenizing.TOO_SHORT).sum())
@@ -160,6 +162,9 @@ def gather(
     if num_chunked:
         counts["chunked"] += num_chunked
         counts["chunks"] += int(np.isin(samples.rows, seen[status == tokenizing.CHUNKED]).sum())
+        dropped = int(shorts[np.isin(all_seen, seen)].sum())
+        counts["chunks"] += dropped
+        counts["drop_piece_too_short"] += dropped
     samples = samples.take(np.lexsort((samples.pieces, samples.shards, samples.rows)))
     if not keep_duplicates and (counts["truncated"] or num_chunked):
         first = first_of_each(samples.hashes)  # texts that only differed after the cut are one text now

@@ -30,10 +30,10 @@ class LatentStatistics:
         self._norms = [np.inf, 0.0, 0.0]
 
     def add(self, latents: np.ndarray) -> None:
-        """Counts a block ``[N, D]`` in."""
+        """Counts a block ``[..., D]`` in, every vector by itself."""
         if not len(latents):
             return
-        block = latents.astype(np.float64)
+        block = latents.reshape(-1, latents.shape[-1]).astype(np.float64)
         norms = np.linalg.norm(block, axis=1)
         self._num += len(block)
         self._sum += block.sum(0)

@@ -5,7 +5,7 @@ ROOT/{train,validation}/text.npy           uint8 [bytes]   UTF-8 of all texts, e
 ROOT/{train,validation}/text_offsets.npy   int64 [N + 1]   where each text starts; the last is the end
 ROOT/{train,validation}/tokens.npy         uint16 or int32 token ids, end to end, without special tokens
 ROOT/{train,validation}/token_offsets.npy  int64 [N + 1]
-ROOT/{train,validation}/latents.npy        float32 [N, D]  as the encoder gave them
+ROOT/{train,validation}/latents.npy        float32 [N, D]  as the encoder gave them ([N, K, D] with K latents a text)
 ROOT/{train,validation}/documents.npy      int64 [N]       (only with --overlong chunk) the text a sample is a piece of
 ROOT/quarantine.jsonl                      (only where there were any) texts on which the encoder failed, with reasons
 ROOT/tokenizer/                            the tokenizer, as ``save_pretrained`` writes it
@@ -14,6 +14,7 @@ ROOT/tokenizer/                            the tokenizer, as ``save_pretrained``
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -32,11 +33,13 @@ SPLITS = ("train", "validation")
 _LENGTHS_BLOCK, _LATENT_BLOCK = 1 << 18, 4096
 ARRAYS = ("text", "text_offsets", "tokens", "token_offsets", "latents")
 _PREPARE = "make it with: mmldlm prepare --output-dir {root}"
+_PACK = "these are files of single samples: make a store of them with mmldlm pack {root} --output-dir STORE"
 _REMAKE = "copy the store again, or make it again with: mmldlm prepare --force --output-dir {root}"
 
 
 class Batch(NamedTuple):
-    """Samples as stored: ``tokens`` int64 arrays of their own lengths (no EOS), ``latents`` float32 ``[B, D]``."""
+    """Samples as stored: ``tokens`` int64 arrays of their own lengths (no EOS), ``latents`` float32 ``[B, D]``, or
+    ``[B, N, D]`` where a text has several."""
 
     tokens: list[np.ndarray]
     latents: np.ndarray
@@ -55,14 +58,16 @@ def read_manifest(root: str | os.PathLike) -> dict[str, Any]:
     path = root / MANIFEST
     if not path.is_file():
         found = "an empty folder" if not any(root.iterdir()) else f"a folder without {MANIFEST}"
-        raise UserError(expected, found, _PREPARE.format(root=root))
+        is_files = any((root / name).exists() for name in ("train_data.json", "latents"))
+        raise UserError(expected, found, (_PACK if is_files else _PREPARE).format(root=root))
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(expected, f"{MANIFEST} cannot be read: {error}", _REMAKE.format(root=root)) from None
     kind = manifest.get("format") if isinstance(manifest, dict) else None
     if kind != FORMAT:
-        raise UserError(expected, f"{MANIFEST} of format {kind!r}", _PREPARE.format(root=root))
+        fix = _PACK if kind == "mmldlm-files" else _PREPARE
+        raise UserError(expected, f"{MANIFEST} of format {kind!r}", fix.format(root=root))
     if manifest.get("version") != VERSION:
         raise UserError(
             f"a store of version {VERSION} at {root}",
@@ -73,6 +78,12 @@ def read_manifest(root: str | os.PathLike) -> dict[str, Any]:
     if absent:
         raise UserError(expected, f"{MANIFEST} without {', '.join(absent)}", _REMAKE.format(root=root))
     return manifest
+
+
+def latent_shape(manifest: dict[str, Any]) -> tuple[int, ...]:
+    """Shape of one sample's latents: (D,), or (N, D) where a text has several."""
+    count = manifest.get("latents_per_text", 1)
+    return (manifest["latent_dim"],) if count == 1 else (count, manifest["latent_dim"])
 
 
 def check_files(root: str | os.PathLike, manifest: dict[str, Any], level: str, prefix: str = "") -> None:
@@ -99,30 +110,30 @@ def check_files(root: str | os.PathLike, manifest: dict[str, Any], level: str, p
             )
 
 
-def check_latents(latents: np.ndarray, where: str, latent_dim: int | None = None) -> None:
+def check_latents(latents: np.ndarray, where: str, latent_dim: int | None = None, first_row: int = 0) -> None:
     """Refuses latents that no model should train on.
 
     Args:
-        latents: ``[N, D]``.
+        latents: ``[B, D]``, or ``[B, N, D]`` where a text has several.
         where: named in the error: a file, or an encoder.
-        latent_dim: the D that is expected, if known.
+        latent_dim: the D that is expected, if known. first_row: number of the first of these rows there.
 
     Raises:
         UserError: not a matrix, another dimension, NaN or Inf, or a zero vector; names the rows.
     """
-    if latents.ndim != 2 or (latent_dim is not None and latents.shape[1] != latent_dim):
+    if latents.ndim not in (2, 3) or (latent_dim is not None and latents.shape[-1] != latent_dim):
         wanted = "any number" if latent_dim is None else str(latent_dim)
         raise UserError(
             f"latents of shape [samples, {wanted}] in {where}",
             f"shape {list(latents.shape)}",
             "set model.latent_dim to the encoder's dimension, or prepare the data with the encoder you mean",
         )
-    finite = np.isfinite(latents).all(axis=1)
+    finite = np.isfinite(latents).all(axis=tuple(range(1, latents.ndim)))
     if not finite.all():
-        _refuse_rows(np.flatnonzero(~finite), "finite latents", "NaN or infinite values", where)
-    zero = ~latents.any(axis=1)
+        _refuse_rows(first_row + np.flatnonzero(~finite), "finite latents", "NaN or infinite values", where)
+    zero = ~latents.any(axis=-1).all(axis=tuple(range(1, latents.ndim - 1)))
     if zero.any():
-        _refuse_rows(np.flatnonzero(zero), "latents of non-zero norm", "zero vectors", where)
+        _refuse_rows(first_row + np.flatnonzero(zero), "latents of non-zero norm", "zero vectors", where)
 
 
 def _refuse_rows(rows: np.ndarray, expected: str, found: str, where: str) -> None:
@@ -192,10 +203,12 @@ class Store:
         self._text, self._text_offsets, self._tokens, self._token_offsets, self._latents = map(self._map, ARRAYS)
         num = self.manifest["splits"][split]["num_samples"]
         shapes = (len(self._text_offsets) - 1, len(self._token_offsets) - 1, *self._latents.shape)
+        rows = (num, *latent_shape(self.manifest))
         ends = (int(self._text_offsets[-1]), int(self._token_offsets[-1]))
-        if shapes != (num, num, num, self.latent_dim) or ends != (len(self._text), len(self._tokens)):
+        if shapes != (num, num, *rows) or ends != (len(self._text), len(self._tokens)):
             raise UserError(
-                f"{num} samples of latent_dim {self.latent_dim} in {self.root / split} (as its manifest says)",
+                f"{num} samples of {self.latents_per_text} x latent_dim {self.latent_dim} in {self.root / split} "
+                "(as its manifest says)",
                 f"text, token and latent arrays of shapes {shapes}, ending at {ends}",
                 _REMAKE.format(root=self.root),
             )
@@ -250,6 +263,11 @@ class Store:
         return self.manifest["latent_dim"]
 
     @property
+    def latents_per_text(self) -> int:
+        """Number of latents N of every sample."""
+        return self.manifest.get("latents_per_text", 1)
+
+    @property
     def latent_mean(self) -> np.ndarray:
         """float32 ``[D]``: mean of the training latents."""
         return np.asarray(self.manifest["latent_stats"]["mean"], dtype=np.float32)
@@ -281,20 +299,22 @@ class Store:
         return Batch(tokens, np.asarray(self._latents[rows], dtype=np.float32))
 
     def latent_blocks(self, num_rows: int, num_blocks: int = 64) -> Iterator[tuple[int, np.ndarray]]:
-        """(first row, latents [n, D]) of blocks spread evenly over the split, of about num_rows rows together; all of
-        them where it has no more. Read by copying: pages of the map would stay with the process."""
+        """(first row, latents [n, D] or [n, N, D]) of blocks spread evenly over the split, of about num_rows rows
+        together; all of them where it has no more. Read by copying: pages of the map would stay with the process."""
         if len(self) <= num_rows:
             starts, size = range(0, len(self), _LATENT_BLOCK), _LATENT_BLOCK
         else:
             size = -(-num_rows // num_blocks)
             starts = np.linspace(0, len(self) - size, num_blocks).astype(np.int64).tolist()
-        row_bytes = self.latent_dim * self._latents.dtype.itemsize
+        row = latent_shape(self.manifest)
+        row_items = math.prod(row)
+        row_bytes = row_items * self._latents.dtype.itemsize
         with open(self.root / self.split / "latents.npy", "rb") as file:
             for start in starts:
                 num = min(size, len(self) - start)
                 file.seek(-row_bytes * (len(self) - start), os.SEEK_END)
-                block = np.fromfile(file, self._latents.dtype, num * self.latent_dim)
-                yield start, block.reshape(num, self.latent_dim).astype(np.float32, copy=False)
+                block = np.fromfile(file, self._latents.dtype, num * row_items)
+                yield start, block.reshape(num, *row).astype(np.float32, copy=False)
 
     def place(self, index: int) -> tuple[Path, int]:
         """The folder of the split and the row in it where a sample lies."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 import unicodedata
 
@@ -63,6 +64,43 @@ def split_sentences(text: str) -> list[str]:
     if text[start:].strip():
         sentences.append(text[start:].strip())
     return sentences
+
+
+def latent_parts(text: str, count: int) -> list[str] | None:
+    """The pieces of a text that have a latent each: as even in length as sentence ends allow.
+
+    Where there are fewer sentences than pieces, the longest pieces are halved at the white space nearest to the middle,
+    and words without any in the middle. A function of the text alone: sampling cuts as preparation did. Joined by
+    spaces the pieces are the text, up to white space (and up to where a word was cut).
+
+    Returns:
+        ``count`` pieces, or None for a text of fewer characters (white space not counted).
+    """
+    if count == 1:
+        return [text]
+    if sum(map(len, text.split())) < count:
+        return None
+    parts = split_sentences(text)
+    if len(parts) <= count:
+        while len(parts) < count:
+            place = max(range(len(parts)), key=lambda i: (len(parts[i]), -i))
+            parts[place : place + 1] = _halved(parts[place])
+        return parts
+    ends = list(itertools.accumulate(map(len, parts)))
+    pieces, start = [], 0
+    for number in range(1, count):  # to the sentence end nearest to its even share; at least one for each piece
+        share = ends[-1] * number / count
+        end = min(range(start + 1, len(parts) - (count - number) + 1), key=lambda i: abs(ends[i - 1] - share))
+        pieces.append(" ".join(parts[start:end]))
+        start = end
+    return [*pieces, " ".join(parts[start:])]
+
+
+def _halved(text: str) -> list[str]:
+    middle = len(text) / 2
+    spaces = [match.start() for match in re.finditer(r"\s+", text)]
+    cut = min(spaces, key=lambda place: abs(place - middle), default=len(text) // 2)
+    return [text[:cut].strip(), text[cut:].strip()]
 
 
 # Docstrings ------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ def load(
             ``train`` (a lower-casing WordPiece trained on ``texts``).
         cache_dir: where hub files are kept.
         add_mask_token: add the special tokens that are missing instead of refusing the tokenizer.
-        texts: training texts, needed by ``train``.
+        texts: training texts, needed by ``train``, which reads them twice (no iterator).
         vocab_size: the largest vocabulary that ``train`` may make.
 
     Raises:
@@ -89,18 +89,36 @@ def _complete_special_tokens(tokenizer: PreTrainedTokenizerFast, name: str, add_
 
 
 def _train(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A WordPiece vocabulary that is a function of the texts, whatever their order.
+
+    The library breaks ties between merges by the ids of their parts, but numbers the characters inside words ("##e")
+    in the order of a hash table, which is another in every run. So these are found by a first pass without merges, and
+    numbered by the alphabet, as reserved tokens of the second.
+    """
     import tokenizers as hf
     from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
     specials = ["[PAD]", "[UNK]", "[EOS]", "[MASK]"]
     if vocab_size < 256:
         raise UserError("--vocab-size of at least 256", str(vocab_size), "give the size of vocabulary to train")
-    core = hf.Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    core.normalizer = normalizers.BertNormalizer(lowercase=True)
-    core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    core.decoder = decoders.WordPiece()
-    trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=specials, show_progress=False)
-    core.train_from_iterator(texts, trainer)
+
+    def with_vocabulary(ids: dict[str, int]) -> hf.Tokenizer:
+        core = hf.Tokenizer(models.WordPiece(ids, unk_token="[UNK]"))
+        core.normalizer = normalizers.BertNormalizer(lowercase=True)
+        core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        core.decoder = decoders.WordPiece()
+        return core
+
+    def vocabulary(reserved: list[str], size: int) -> dict[str, int]:
+        core = with_vocabulary({})
+        core.train_from_iterator(
+            texts, trainers.WordPieceTrainer(vocab_size=size, special_tokens=reserved, show_progress=False)
+        )
+        return core.get_vocab()
+
+    inside = sorted(token for token in vocabulary(specials, 0) if token.startswith("##") and len(token) == 3)
+    core = with_vocabulary(vocabulary(specials + inside, vocab_size))
+    core.add_special_tokens(specials)
     return PreTrainedTokenizerFast(
         tokenizer_object=core, pad_token="[PAD]", unk_token="[UNK]", eos_token="[EOS]", mask_token="[MASK]"
     )

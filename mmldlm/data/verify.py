@@ -131,11 +131,11 @@ def _examine_tokens(store: Store, problems: list[str]) -> None:
 
 def _examine_latents(store: Store, checks: dict[str, list[str]], found: SplitFindings) -> None:
     where, manifest = store.root / store.split, store.manifest
-    statistics, norms = LatentStatistics(store.latent_dim, len(store)), []
+    statistics, norms = LatentStatistics(store.latent_dim, len(store) * store.latents_per_text), []
     is_sound = True
     for start, block in store.latent_blocks(len(store)):
-        is_sound &= _collect(checks["latents"], check_latents, block, f"{where} from row {start}", store.latent_dim)
-        norms.append(np.linalg.norm(block, axis=1))
+        is_sound &= _collect(checks["latents"], check_latents, block, str(where), store.latent_dim, start)
+        norms.append(np.linalg.norm(block, axis=-1).ravel())
         if is_sound:
             statistics.add(block)
     found.norms = np.concatenate(norms)

@@ -18,11 +18,14 @@ class StoreSplit:
     """One split of a packed store, written block by block in the order of its samples.
 
     Args:
-        root: folder of the store. split: its name. latent_dim: D. vocab_size: token ids are below it.
+        root: folder of the store. split: its name. latent_shape: of a sample's latents, [D] or [N, D].
+        vocab_size: token ids are below it.
         with_documents: also write documents.npy, the document that each sample is a piece of.
     """
 
-    def __init__(self, root: Path, split: str, latent_dim: int, vocab_size: int, with_documents: bool = False):
+    def __init__(
+        self, root: Path, split: str, latent_shape: Sequence[int], vocab_size: int, with_documents: bool = False
+    ):
         folder = root / split
         folder.mkdir(parents=True)
         self.vocab_size = vocab_size
@@ -33,7 +36,7 @@ class StoreSplit:
         )
         self._text_offsets = NpyWriter(folder / "text_offsets.npy", np.int64)
         self._token_offsets = NpyWriter(folder / "token_offsets.npy", np.int64)
-        self._latents = NpyWriter(folder / "latents.npy", np.float32, latent_dim)
+        self._latents = NpyWriter(folder / "latents.npy", np.float32, latent_shape)
         self._documents = NpyWriter(folder / "documents.npy", np.int64) if with_documents else None
         for offsets in (self._text_offsets, self._token_offsets):
             offsets.append(np.zeros(1, np.int64))
@@ -47,7 +50,7 @@ class StoreSplit:
         latents: np.ndarray,
         documents: np.ndarray | None = None,
     ) -> None:
-        """Appends samples: N texts, their token ids, and their latents ``[N, D]``."""
+        """Appends samples: texts, their token ids, and their latents, one row a sample."""
         assert len(texts) == len(tokens) == len(latents)
         if not len(texts):
             return
@@ -112,7 +115,7 @@ class FilesSplit:
                 "dataset": self.dataset,
                 "doc_id": int(documents[place]) if documents is not None else number,
                 "model": self.model,
-                "embedding_dim": len(latent),
+                "embedding_dim": latent.shape[-1],
             }
             (self.root / record["text_path"]).write_text(text, encoding="utf-8")
             np.save(self.root / record["latent_path"], np.asarray(latent, dtype=np.float32))

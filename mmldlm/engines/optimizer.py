@@ -56,6 +56,11 @@ def learning_rate(applied_steps: int, num_train_steps: int, config: OptimizerCon
     return config.min_lr + (config.lr - config.min_lr) * share
 
 
+def _factor(max_norm: float | None, norm: float, loss_scale: float) -> float:
+    clip = 1.0 if max_norm is None else min(max_norm / (norm + 1e-6), 1.0)
+    return clip / loss_scale
+
+
 def scale_gradients(parameters: list[torch.Tensor], max_norm: float | None, norm: float, loss_scale: float) -> None:
     """Take the loss scale out of gradients and clip them to max_norm (None: no clipping), in place, without a sync.
 
@@ -64,8 +69,21 @@ def scale_gradients(parameters: list[torch.Tensor], max_norm: float | None, norm
     Args:
         norm: their global norm, loss scale taken out.
     """
-    clip = 1.0 if max_norm is None else min(max_norm / (norm + 1e-6), 1.0)
-    factor = clip / loss_scale
+    factor = _factor(max_norm, norm, loss_scale)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if factor != 1.0 and gradients:
         torch._foreach_mul_(gradients, factor)
+
+
+def clipped_step(optimizer: torch.optim.AdamW, max_norm: float | None, norm: float, loss_scale: float) -> None:
+    """`scale_gradients`, then AdamW's step; the fused kernel scales while it reads them, so no pass goes before it."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(hasattr(parameter, "full_tensor") for parameter in parameters):  # of a shard the kernel takes no scale
+        scale_gradients(parameters, max_norm, norm, loss_scale)
+    elif (factor := _factor(max_norm, norm, loss_scale)) != 1.0:
+        # What torch.amp.GradScaler hands over in this way; filled, not copied, so that a GPU is not waited for.
+        optimizer.grad_scale = torch.full((), 1 / factor, device=parameters[0].device)
+    try:
+        optimizer.step()
+    finally:
+        optimizer.grad_scale = None

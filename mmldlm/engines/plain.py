@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from mmldlm.config.schema import Config
 from mmldlm.engines.base import Engine, persistent_buffers, tied_names
 from mmldlm.engines.fragments import Fragment, whole
-from mmldlm.engines.optimizer import build_optimizer, scale_gradients
+from mmldlm.engines.optimizer import build_optimizer, clipped_step
 
 
 class PlainEngine(Engine):
@@ -44,10 +44,9 @@ class PlainEngine(Engine):
         return norm / self.loss_scale
 
     def apply(self, lr: float, grad_norm: float) -> None:
-        scale_gradients(self._parameters(), self.clip, grad_norm, self.loss_scale)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.optimizer.step()
+        clipped_step(self.optimizer, self.clip, grad_norm, self.loss_scale)
         self.discard()
 
     def discard(self) -> None:

@@ -17,7 +17,7 @@ from mmldlm.evaluation import inversion, retrieval
 from mmldlm.evaluation.likelihood import Likelihood, measure
 from mmldlm.evaluation.statistics import Estimate, derangement, mean, ratio, share
 from mmldlm.models import MultimodalMMDiT
-from mmldlm.sampling.latents import sample_latents
+from mmldlm.sampling.latents import check_latents_per_text, sample_latents
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.sampling.text import PRESENCE_PENALTY, TextSamples, sample_text
 
@@ -57,7 +57,7 @@ class Measured:
 
 @dataclass
 class Sentences:
-    """The unseen sentences: token ids without EOS, latents [N, D] fp32, texts, and the partner of each."""
+    """The unseen sentences: token ids without EOS, latents [N, D] (or [N, M, D]) fp32, texts, the partner of each."""
 
     tokens: list[list[int]]
     latents: np.ndarray
@@ -101,6 +101,7 @@ def choose_sentences(store: Store, model: nn.Module, num_samples: int | None, se
         )
     batch = store.get(ids)
     check_latents(batch.latents, where, config.latent_dim)
+    check_latents_per_text(store, config)
     return Sentences([row.tolist() for row in batch.tokens], batch.latents, store.texts(ids), derangement(count, seed))
 
 
@@ -196,22 +197,25 @@ def measure_t2l(
 
 
 def latent_estimates(made: np.ndarray, sentences: Sentences, pool: np.ndarray) -> dict[str, Estimate]:
-    """Cosine, recall among the pool and norm ratio of embeddings [Q, D]."""
-    places = retrieval.ranks(made, pool, np.arange(len(made)))
-    norm_ratio = np.linalg.norm(made, axis=1) / np.linalg.norm(sentences.latents, axis=1)
+    """Cosine, recall among the pool and norm ratio of embeddings [Q, D].
+
+    With several latents a text, [Q, M, D], cosine and norm ratio are means over them; retrieval is by their mean.
+    """
+    places = retrieval.ranks(retrieval.one_vector(made), retrieval.one_vector(pool), np.arange(len(made)))
+    norm_ratio = np.linalg.norm(made, axis=-1) / np.linalg.norm(sentences.latents, axis=-1)
     return {
         "cosine": mean(retrieval.cosines(made, sentences.latents), "cosine"),
         "cosine_shuffled": mean(retrieval.cosines(made[sentences.partner], sentences.latents), "cosine"),
         "recall_at_1": share(places < 1, f"share, of {len(pool)}"),
         "recall_at_10": share(places < 10, f"share, of {len(pool)}"),
-        "norm_ratio": mean(norm_ratio, "made / true"),
+        "norm_ratio": mean(retrieval.over_texts(norm_ratio), "made / true"),
     }
 
 
 def floors(sentences: Sentences, model: nn.Module) -> dict[str, Estimate]:
     """What t2l reaches without reading the text: the mean of the training latents for every sentence, and chance."""
     average = model.unscale_latents(torch.zeros(1, model.config.latent_dim, device=model.latent_mean.device))
-    constant = np.repeat(average.cpu().numpy(), len(sentences), axis=0)
+    constant = np.broadcast_to(average.cpu().numpy(), sentences.latents.shape)
     result = {
         f"mean_embedding_{name}": value
         for name, value in latent_estimates(constant, sentences, sentences.latents).items()

@@ -8,14 +8,24 @@ _BLOCK = 1024
 
 
 def unit(vectors: np.ndarray) -> np.ndarray:
-    """[N, D] scaled to norm 1; a zero vector stays zero (its cosine with anything is 0)."""
+    """[..., D] scaled to norm 1; a zero vector stays zero (its cosine with anything is 0)."""
     vectors = np.asarray(vectors, dtype=np.float64)
-    return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+    return vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
 
 
 def cosines(made: np.ndarray, truth: np.ndarray) -> np.ndarray:
-    """[N] cosine of each pair of rows of two [N, D]."""
-    return (unit(made) * unit(truth)).sum(1)
+    """[N] cosine of each pair of rows of two [N, D]; of two [N, M, D] the mean over the M latents of a text."""
+    return over_texts((unit(made) * unit(truth)).sum(-1))
+
+
+def over_texts(values: np.ndarray) -> np.ndarray:
+    """[N] of [N], or of [N, M] the mean over the latents of a text."""
+    return values if values.ndim == 1 else values.mean(1)
+
+
+def one_vector(latents: np.ndarray) -> np.ndarray:
+    """[N, D] that stand for texts in retrieval: their latents, or of [N, M, D] the mean over the latents of a text."""
+    return latents if latents.ndim == 2 else latents.mean(1)
 
 
 def ranks(made: np.ndarray, pool: np.ndarray, right: np.ndarray) -> np.ndarray:

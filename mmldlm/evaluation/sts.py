@@ -173,6 +173,7 @@ def evaluate(
     ).numpy()
 
     def similarities(vectors: np.ndarray) -> np.ndarray:
+        vectors = retrieval.one_vector(vectors)
         left, right = ([place[text] for text in side] for side in (pairs.first, pairs.second))
         return retrieval.cosines(vectors[left], vectors[right])
 

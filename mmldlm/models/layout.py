@@ -162,7 +162,7 @@ def attend(qkv: Tensor, layout: Layout) -> Tensor:
     if layout.lengths is not None:
         samples = zip(*(part.transpose(0, 1)[None].split(layout.lengths, dim=2) for part in qkv.unbind(1)))
         mixed = [F.scaled_dot_product_attention(*sample) for sample in samples]
-        return torch.cat(mixed, dim=2)[0].transpose(0, 1).flatten(1)
+        return torch.cat([part[0].transpose(0, 1) for part in mixed]).flatten(1)
     query, key, value = (part.unflatten(0, (layout.batch, -1)).transpose(1, 2) for part in qkv.unbind(1))
     mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=layout.key_mask)
     return mixed.transpose(1, 2).flatten(0, 1).flatten(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
@@ -11,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mmldlm.config.schema import ModelConfig
 from mmldlm.errors import UserError
+from mmldlm.models import files
 from mmldlm.models.blocks import MMDiTBlock
 from mmldlm.models.kept_gradient import embedding
 from mmldlm.models.layers import TimestepEmbedding, compute_dtype, is_bare, modulate
@@ -271,7 +271,7 @@ class MultimodalMMDiT(nn.Module):
         if length > config.max_seq_len:
             raise ValueError(f"text of {length} tokens, but model.max_seq_len is {config.max_seq_len}")
         if latents is None:
-            points = torch.zeros(batch, 1, config.latent_dim, device=device)
+            points = torch.zeros(batch, config.max_latents, config.latent_dim, device=device)
             latent_is_null = torch.ones(batch, dtype=torch.bool, device=device)
         else:
             points = latents[:, None] if latents.dim() == 2 else latents
@@ -398,15 +398,7 @@ class MultimodalMMDiT(nn.Module):
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write model.safetensors and config.json (Hugging Face layout) into folder."""
-        from safetensors.torch import save_file
-
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
-        if self.config.tie_embeddings:
-            del tensors["text_head.weight"]
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        (folder / "config.json").write_text(json.dumps(self.config_dict(), indent=2) + "\n")
+        files.write(self, Path(folder))
 
     def config_dict(self) -> dict:
         """What config.json holds: the model section plus the architecture's name."""
@@ -425,66 +417,4 @@ class MultimodalMMDiT(nn.Module):
         Raises:
             UserError: when files are missing or tensors do not fit the config; nothing is loaded partly.
         """
-        folder = Path(path)
-        if not folder.is_dir():
-            folder = _download(str(path))
-        if not (folder / "config.json").is_file():
-            raise UserError(
-                f"config.json in {folder}", "no such file", "make the folder with `mmldlm convert RUN/latest OUT`"
-            )
-        known = ModelConfig.model_fields
-        values = json.loads((folder / "config.json").read_text())
-        model = cls(ModelConfig(**{key: value for key, value in values.items() if key in known}))
-        tensors = _read_tensors(folder)
-        if model.config.tie_embeddings:
-            tensors.setdefault("text_head.weight", tensors.get("text_encoder.token_embedding.weight"))
-        own = model.state_dict()
-        found = {name: None if tensors.get(name) is None else tuple(tensors[name].shape) for name in own}
-        wrong = [
-            f"{name}: {found[name] or 'missing'}, expected {tuple(own[name].shape)}"
-            for name in own
-            if found[name] != tuple(own[name].shape)
-        ] + [f"{name}: not a tensor of this model" for name in tensors if name not in own]
-        if wrong:
-            raise UserError(
-                f"the tensors of the model in {folder}/config.json",
-                f"{len(wrong)} that differ: " + "; ".join(wrong[:5]),
-                "convert the checkpoint again; config.json and model.safetensors must come from the same conversion",
-            )
-        model.load_state_dict(tensors)
-        mean, std = model.latent_mean.clone(), model.latent_std.clone()
-        model.to(device=device, dtype=dtype)
-        model.latent_mean, model.latent_std = mean.to(device), std.to(device)
-        return model.eval()
-
-
-def _download(repository: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(repository, allow_patterns=["*.safetensors", "*.json", "tokenizer/*"]))
-    except Exception as error:
-        raise UserError(
-            f"a folder or a Hugging Face repository named {repository}",
-            f"no such folder, and the hub answered: {error}",
-            "check the path; a run's checkpoint must be converted first (`mmldlm convert RUN/latest OUT`)",
-        ) from error
-
-
-def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of model.safetensors, or of the shards that its index names."""
-    from safetensors import safe_open
-
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    files = [single]
-    if not single.is_file() and index.is_file():
-        files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    tensors: dict[str, Tensor] = {}
-    for path in files:
-        if not path.is_file():
-            raise UserError(
-                f"{path.name} in {folder}", "no such file", "make the folder with `mmldlm convert RUN/latest OUT`"
-            )
-        with safe_open(path, framework="pt") as file:
-            tensors.update({name: file.get_tensor(name) for name in file.keys()})
-    return tensors
+        return files.read(cls, path, device, dtype)

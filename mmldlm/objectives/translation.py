@@ -23,6 +23,11 @@ METRICS = (
 )
 
 
+def _over_latents(samples: Tensor, like: Tensor) -> Tensor:
+    """[B] -> [B, 1] where `like` is [B, N]: a sample's latents share its timestep and weight."""
+    return samples if like.dim() == 1 else samples[:, None]
+
+
 class TranslationObjective:
     """(model, noised batch) -> loss and metric sums.
 
@@ -36,6 +41,9 @@ class TranslationObjective:
 
     def __init__(self, config: Config):
         self.loss = config.loss
+        # The text's share of the loss is taken into the rows' weights, which saves a pass over the head's gradients;
+        # float16 lacks the range for that (its loss scale comes later).
+        self._weighs_inside = config.training.dtype != "fp16"
         latent = config.latent_diffusion
         self.latent = ContinuousDiffusion(latent.path, latent.prediction, latent.weighting, latent.min_snr_gamma)
 
@@ -52,25 +60,27 @@ class TranslationObjective:
             weights = weights.clamp_max(self.loss.text_weight_clip)
         if self.loss.text_loss_clamp is not None:
             weights = self._clamped_text_weights(model, batch, weights)
-        out = self._forward(model, tensors, weights)
-
-        text_sum = out["text_loss_sum"]
+        text_share = self.loss.text_loss_weight / max(batch.num_text_tokens, 1)
+        if self._weighs_inside:
+            text_loss = (out := self._forward(model, tensors, weights * text_share))["text_loss_sum"]
+        else:
+            text_loss = (out := self._forward(model, tensors, weights))["text_loss_sum"] * text_share
         error = self._latent_error(out["latent_pred"], tensors["latent_targets"])
         scored, latent_weights = error, tensors["latent_weights"]
         if self.loss.latent_loss_clamp is not None:
             scored = error.clamp_max(self.loss.latent_loss_clamp)
         if self.loss.latent_weight_clip is not None:
             latent_weights = latent_weights.clamp_max(self.loss.latent_weight_clip)
-        latent_sum = (scored * latent_weights).sum()
+        latent_sum = (scored * _over_latents(latent_weights, scored)).sum()
         length_nll = F.cross_entropy(out["length_logits"], tensors["length_targets"], reduction="none")
         length_sum = (length_nll * tensors["length_weights"]).sum()
 
         # Each term is in the graph even where this batch scores nothing of it: every parameter then has a (zero)
         # gradient on every rank, and no engine waits for one that never comes.
         loss = (
-            self.loss.text_loss_weight * text_sum / max(batch.num_text_tokens, 1)
-            + self.loss.latent_loss_weight * latent_sum / max(batch.num_latents, 1)
-            + self.loss.length_loss_weight * length_sum / max(batch.num_lengths, 1)
+            text_loss
+            + latent_sum * (self.loss.latent_loss_weight / max(batch.num_latents, 1))
+            + length_sum * (self.loss.length_loss_weight / max(batch.num_lengths, 1))
         )
         with torch.no_grad():
             metrics = self._metrics(loss, out, tensors, error, length_sum)
@@ -93,7 +103,10 @@ class TranslationObjective:
         )
 
     def _latent_error(self, prediction: Tensor, target: Tensor) -> Tensor:
-        """[B] mean squared error over D in fp32 (or MM-LDLM's, between L2-normalised vectors, summed over D)."""
+        """[B] (of several latents a sample [B, N]) mean squared error over D in fp32.
+
+        Or MM-LDLM's, between L2-normalised vectors, summed over D.
+        """
         prediction, target = prediction.float(), target.float()
         if self.loss.latent_prediction_clamp is not None:
             prediction = prediction.clamp(-self.loss.latent_prediction_clamp, self.loss.latent_prediction_clamp)
@@ -118,7 +131,7 @@ class TranslationObjective:
         return weights * kept[tensors["text_rows"]]
 
     def _metrics(self, loss, out, tensors, error, length_sum) -> dict[str, Tensor]:
-        scored = tensors["latent_weights"] > 0
+        scored = _over_latents(tensors["latent_weights"] > 0, error).expand_as(error)
         x0 = self.latent.to_x0(out["latent_pred"], tensors["latents"], tensors["latent_timesteps"].clamp_max(0.999))
         cosine = F.cosine_similarity(x0, tensors["latent_clean"], dim=-1)
         return {

@@ -71,7 +71,7 @@ class StepFlops:
         return self.training - self.inputs
 
 
-def step_flops(model: ModelConfig, lengths: Sequence[int], scored: int, num_latents: int = 1) -> StepFlops:
+def step_flops(model: ModelConfig, lengths: Sequence[int], scored: int, num_latents: int | None = None) -> StepFlops:
     """Forward FLOPs of one batch.
 
     Real work: `lengths` of the real tokens (EOS included) and `scored` masked positions. Nominal work, what a padded
@@ -79,8 +79,9 @@ def step_flops(model: ModelConfig, lengths: Sequence[int], scored: int, num_late
 
     Args:
         model: its shape; latent_dim and vocab_size set. lengths: text tokens of each sample.
-        scored: text positions that the head scores. num_latents: latents a sample.
+        scored: text positions that the head scores. num_latents: latents a sample (default: max_latents).
     """
+    num_latents = model.max_latents if num_latents is None else num_latents
     width, cond, inner = model.hidden_size, model.cond_dim, int(model.hidden_size * model.mlp_ratio)
     batch, tokens = len(lengths), sum(lengths)
     latent_tokens = num_latents * model.latent_tokens
@@ -123,7 +124,7 @@ class FlopRate:
             return 0.0
         one = step_flops(self.model, [1], 0)
         mean = num_tokens / num_samples
-        latents = self.model.latent_tokens
+        latents = self.model.max_latents * self.model.latent_tokens
         a_row = one.text_blocks  # at one token
         pairs = (mean + latents) ** 2 / (1 + latents) ** 2
         fixed = one.embeddings + one.modulation + one.latent_blocks + one.latent_head + one.length_head

@@ -77,13 +77,13 @@ def probe_arguments(context: Context) -> dict:
     arguments: dict = {"names": context.names, "master": _master_hint(context)}
     if config is not None:
         arguments["save_dir"] = os.path.abspath(config.logging.save_dir)
-        if config.data.latent_data_root is not None:
-            arguments["data_root"] = os.path.abspath(config.data.latent_data_root)
+        if config.data.roots:
+            arguments["data_roots"] = [os.path.abspath(root) for root in config.data.roots]
     return arguments
 
 
 def _usable(probes, arguments: dict) -> list[str]:
-    needs = {"checkpoints": "save_dir", "data": "data_root"}
+    needs = {"checkpoints": "save_dir", "data": "data_roots"}
     return [probe for probe in probes if needs.get(probe) is None or needs[probe] in arguments]
 
 

@@ -17,7 +17,7 @@ STALE_DAYS = 7
 
 
 # Settled by the data where they are not set; train knows them filled in.
-_FROM_DATA = ("latent_dim", "vocab_size", "mask_token_id", "pad_token_id", "eos_token_id")
+_FROM_DATA = ("latent_dim", "max_latents", "vocab_size", "mask_token_id", "pad_token_id", "eos_token_id")
 
 
 def config_hash(config: Config) -> str:

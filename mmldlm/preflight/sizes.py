@@ -14,7 +14,8 @@ GIB = 1 << 30
 BASE_CPU, BASE_GPU = int(0.4 * GIB), int(1.2 * GIB)
 PLANS = ("single", "zero0", "zero1", "zero2", "zero3", "fsdp")  # from most to least memory a rank
 _FREQUENCIES = 256  # models/layers.py: sinusoids of a timestep
-_CHUNK_ELEMENTS, _CHUNK_ROWS = (8 << 20, 64 << 20), 64  # models/linear_cross_entropy.py: on a CPU, on a GPU
+# Of models/linear_cross_entropy.py; elements on a CPU, on a GPU.
+_CHUNK_ELEMENTS, _CHUNK_ROWS, _ROW_ALIGNMENT = (8 << 20, 64 << 20), 64, 64
 _TEXT, _LATENT = ("text_encoder", "text_head", "length_head"), ("latent_encoder", "latent_head")
 _FROZEN = {"l2t": _LATENT, "t2l": _TEXT}  # under training.freeze=mode
 _UNREAD = {"l2t": ("latent_head",), "t2l": ("text_head", "length_head")}  # no loss of the mode reads them
@@ -79,7 +80,7 @@ def activation_bytes(config: Config, length: int) -> int:
     model, batch = config.model, config.training.train_batch_size
     size = 4 if config.training.dtype == "fp32" else 2
     width, mlp, heads = model.hidden_size, int(model.hidden_size * model.mlp_ratio), model.n_heads
-    tokens = length + model.latent_tokens
+    tokens = length + model.max_latents * model.latent_tokens
     # A row in a block: itself, queries, keys and values, what attention mixed, both branches, the MLP's hidden layer;
     # queries and keys before the weights of their norms. In low precision unfused attention copies 3 H.
     token = size * ((7 + (2 if model.qk_rmsnorm else 0) + (0 if size == 4 else 3)) * width + mlp)
@@ -88,16 +89,17 @@ def activation_bytes(config: Config, length: int) -> int:
     inputs = batch * tokens * width * size
     blocks = model.n_blocks * inputs + block if model.gradient_checkpointing else model.n_blocks * block
     head = 2.5 * length * width + 8 * width  # rows of the scored half, their norm and modulation
-    outside = batch * size * (head + 12 * model.cond_dim + 2 * _FREQUENCIES + model.latent_dim)
+    outside = batch * size * (head + 12 * model.cond_dim + 2 * _FREQUENCIES + model.max_latents * model.latent_dim)
     return int(blocks + outside)
 
 
 def logits_bytes(config: Config, length: int, on_gpu: bool) -> int:
     """Most bytes of logits that exist at once when half of the text is scored (models/linear_cross_entropy.py)."""
     model, low = config.model, 4 if config.training.dtype == "fp32" else 2
-    rows = max(_CHUNK_ELEMENTS[on_gpu] // model.vocab_size, _CHUNK_ROWS)
+    wide = -(-model.vocab_size // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+    rows = max(_CHUNK_ELEMENTS[on_gpu] // wide, _CHUNK_ROWS)
     scored = max(config.training.train_batch_size * length // 2, 1)
-    return min(rows, scored) * model.vocab_size * (4 if low == 4 else low + 4)
+    return min(rows, scored) * wide * (4 if low == 4 else low + 4)
 
 
 def state_bytes(plan: str, sizes: dict, world_size: int, dtype: str, bucket: int = 50_000_000) -> int:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from mmldlm.diffusion import ContinuousDiffusion, MaskedDiffusion
 from mmldlm.errors import UserError
 from mmldlm.sampling.draws import JOINT_LATENT, TEXT, normals, uniforms
-from mmldlm.sampling.latents import time_grid, to_sphere
+from mmldlm.sampling.latents import latent_shape, time_grid, to_sphere
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.sampling.text import TextSamples, TextState, device_of, predict_lengths
 
@@ -73,13 +73,13 @@ def sample_joint(
         The rest as in `sample_text` and `sample_latents`.
 
     Returns:
-        the texts, and the latents [N, D] in the encoder's space. Lengths are drawn from p(length).
+        the texts, and the latents [N, D] (or [N, M, D]) in the encoder's space. Lengths are drawn from p(length).
     """
     device, config = device_of(model), model.config
     lengths = predict_lengths(model, None, num_samples, "sample", seed)
     order = torch.argsort(lengths, stable=True)
     texts: list[list[int]] = [[] for _ in range(num_samples)]
-    latents = torch.empty(num_samples, config.latent_dim)
+    latents = torch.empty(num_samples, *latent_shape(config))
     grid = time_grid(latent_diffusion, steps).tolist()
     for index in order.split(batch_size):
         rows = index.tolist()
@@ -96,7 +96,7 @@ def sample_joint(
             pad_token_id=config.pad_token_id,
             common_clock=True,
         )
-        z = normals(seed, JOINT_LATENT, rows, (config.latent_dim,)).to(device)
+        z = normals(seed, JOINT_LATENT, rows, latent_shape(config)).to(device)
         for k, (t, s) in enumerate(zip(grid[:-1], grid[1:])):
             now, then = (torch.full((len(rows),), value, dtype=torch.float64, device=device) for value in (t, s))
             positions = state.wanted(k)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mmldlm.data.encoders import token_budget_batches
 from mmldlm.diffusion import ContinuousDiffusion
-from mmldlm.errors import MmldlmError
+from mmldlm.errors import MmldlmError, UserError
 from mmldlm.sampling.draws import LATENT, normals
 from mmldlm.sampling.text import device_of
 
@@ -45,6 +45,26 @@ def pad_texts(
     return torch.from_numpy(tokens).to(device), torch.from_numpy(real).to(device)
 
 
+def latent_shape(config) -> tuple[int, ...]:
+    """Shape of one sample's latents: (D,), or (M, D) of a model of M latents a text."""
+    count = getattr(config, "max_latents", 1)
+    return (config.latent_dim,) if count == 1 else (count, config.latent_dim)
+
+
+def check_latents_per_text(store, config) -> None:
+    """Refuses a store whose texts have another number of latents than the model's.
+
+    Raises:
+        UserError: so.
+    """
+    if store.latents_per_text != config.max_latents:
+        raise UserError(
+            f"a store of {config.max_latents} latents a text, as the model was trained on (model.max_latents)",
+            f"{store.latents_per_text} in {store.root}",
+            f"prepare one with --latents-per-text {config.max_latents}",
+        )
+
+
 @torch.inference_mode()
 def sample_latents(
     model: nn.Module,
@@ -62,7 +82,7 @@ def sample_latents(
     batch_tokens: int = 4096,
     progress: Callable[[int], None] | None = None,
 ) -> Tensor:
-    """One latent for every text, or num_samples latents from nothing (the learned null text).
+    """The latent of every text, or num_samples latents from nothing (the learned null text).
 
     Args:
         model: with the forward contract of MultimodalMMDiT. texts: N lists of ids without EOS, or None.
@@ -74,7 +94,8 @@ def sample_latents(
         batch_tokens: padded positions of one pass. progress: called with the number of latents just done.
 
     Returns:
-        [N, D] fp32 on the CPU, in the encoder's space. The last step returns its x0 estimate.
+        [N, D] fp32 on the CPU (or [N, M, D] of a model of M latents a text), in the encoder's space. The last step
+        returns its x0 estimate.
 
     Raises:
         MmldlmError: when the model gives NaN; nothing is put in its place. ValueError: a method the path has not.
@@ -85,12 +106,13 @@ def sample_latents(
     assert count is not None, "num_samples is needed without texts"
     device, config = device_of(model), model.config
     lengths = [len(text) + 1 for text in texts] if texts is not None else [1] * count
-    latents = torch.empty(count, config.latent_dim)
+    shape = latent_shape(config)
+    latents = torch.empty(count, *shape)
     for rows in token_budget_batches(lengths, batch_tokens):
         tokens = real = None
         if texts is not None:
             tokens, real = pad_texts([texts[row] for row in rows], config.eos_token_id, config.pad_token_id, device)
-        draws = normals(seed, LATENT, rows, (1 + (steps if eta > 0 else 0), config.latent_dim)).to(device)
+        draws = normals(seed, LATENT, rows, (1 + (steps if eta > 0 else 0), *shape)).to(device)
 
         def x0_at(z: Tensor, t: float, tokens=tokens, real=real) -> Tensor:
             return _x0(model, diffusion, tokens, real, z, t, guidance)

@@ -15,7 +15,7 @@ import torch
 
 from mmldlm.errors import EXIT_DONE, UserError
 from mmldlm.sampling.joint import WAYS, choose_way, sample_joint
-from mmldlm.sampling.latents import METHODS, sample_latents
+from mmldlm.sampling.latents import METHODS, check_latents_per_text, latent_shape, sample_latents
 from mmldlm.sampling.pretrained import Pretrained, load_pretrained
 from mmldlm.sampling.text import PRESENCE_PENALTY, SAMPLERS, TextSamples, sample_text
 
@@ -173,19 +173,22 @@ def _l2t_input(pretrained: Pretrained, args: argparse.Namespace) -> tuple[list[s
         ids = np.arange(min(args.num_samples or len(store), len(store)))
         latents = store.get(ids).latents
         check_latents(latents, f"{args.data}/validation", pretrained.model.config.latent_dim)
+        check_latents_per_text(store, pretrained.model.config)
         return store.texts(ids), latents
     texts = _texts(args)
     return texts, encode_texts(texts, pretrained)
 
 
 def read_latents(path: str, pretrained: Pretrained) -> np.ndarray:
-    """Embeddings [N, D] fp32 of a .npy file that holds [D] or [N, D].
+    """Embeddings [N, D] fp32 of a .npy file that holds [D] or [N, D]; of a model of M latents a text [N, M, D] of
+    [M, D] or [N, M, D].
 
     Raises:
         UserError: no such file, not an array, empty, of another dimension, NaN, infinite or zero vectors.
     """
-    dim = pretrained.model.config.latent_dim
-    expected = f"a .npy file of numbers [{dim}] or [N, {dim}] (the model's latent_dim) at {path}"
+    shape = latent_shape(pretrained.model.config)
+    one = ", ".join(map(str, shape))
+    expected = f"a .npy file of numbers [{one}] or [N, {one}] (the model's latents of a text) at {path}"
     fix = "save the encoder's vectors with numpy.save; nothing is filled in for missing or damaged ones"
     try:
         values = np.load(path, allow_pickle=False)
@@ -195,15 +198,15 @@ def read_latents(path: str, pretrained: Pretrained) -> np.ndarray:
         raise UserError(expected, f"not a .npy file: {error}", fix) from error
     if not isinstance(values, np.ndarray) or not np.issubdtype(values.dtype, np.floating):
         raise UserError(expected, f"{getattr(values, 'dtype', type(values).__name__)}", fix)
-    rows = values[None] if values.ndim == 1 else values
-    if rows.ndim != 2 or rows.shape[1] != dim or rows.size == 0:
+    rows = values[None] if values.ndim == len(shape) else values
+    if rows.shape[1:] != shape or rows.size == 0:
         raise UserError(expected, f"shape {list(values.shape)}", fix)
     rows = np.ascontiguousarray(rows, dtype=np.float32)
-    bad = np.flatnonzero(~np.isfinite(rows).all(1) | ~rows.any(1))
+    bad = np.unique(np.nonzero(~np.isfinite(rows).all(-1) | ~rows.any(-1))[0])
     if len(bad):
         named = ", ".join(map(str, bad[:10])) + (", ..." if len(bad) > 10 else "")
         raise UserError(f"finite, non-zero vectors in {path}", f"NaN, infinite or zero vectors in rows {named}", fix)
-    norm = float(np.median(np.linalg.norm(rows, axis=1)))
+    norm = float(np.median(np.linalg.norm(rows, axis=-1)))
     if pretrained.unit_norm and abs(norm - 1) > _NORM_SLACK:
         print(
             f"warning: the vectors in {path} have norm {norm:.3g}, those the model was trained on have norm 1; "
@@ -214,12 +217,14 @@ def read_latents(path: str, pretrained: Pretrained) -> np.ndarray:
 
 
 def encode_texts(texts: Sequence[str], pretrained: Pretrained) -> np.ndarray:
-    """Embeddings [N, D] of texts by the encoder the model was trained on.
+    """Embeddings [N, D] of texts by the encoder the model was trained on; [N, M, D] where it has M latents a text.
 
     Raises:
-        UserError: the checkpoint does not name its encoder, or the one at hand has other weights.
+        UserError: the checkpoint does not name its encoder, the one at hand has other weights, or a text is too short
+            for M pieces.
     """
     from mmldlm.data.encoders import Encoder
+    from mmldlm.data.text import latent_parts
 
     identity = pretrained.encoder
     if identity is None:
@@ -228,7 +233,17 @@ def encode_texts(texts: Sequence[str], pretrained: Pretrained) -> np.ndarray:
             "no such key",
             "embed the texts yourself and pass --latent-file",
         )
-    return Encoder.from_identity(identity).encode(texts)
+    count, pieces = pretrained.model.config.max_latents, []
+    for text in texts:  # cut as prepare cuts them
+        parts = latent_parts(text, count)
+        if parts is None:
+            raise UserError(
+                f"texts of at least {count} characters, which the model's {count} latents are of",
+                repr(text),
+                "leave it out",
+            )
+        pieces += parts
+    return Encoder.from_identity(identity).encode(pieces).reshape(len(texts), *latent_shape(pretrained.model.config))
 
 
 def _texts(args: argparse.Namespace) -> list[str]:
@@ -326,6 +341,12 @@ def text_records(pretrained: Pretrained, samples: TextSamples) -> list[dict[str,
     ]
 
 
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(_shown, value))
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
 def _show(kind: str, records: list[dict[str, Any]], most: int = 20) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -335,7 +356,7 @@ def _show(kind: str, records: list[dict[str, Any]], most: int = 20) -> None:
     for key in columns:
         table.add_column(key, overflow="fold")
     for record in records[:most]:
-        table.add_row(*(f"{record[key]:.4f}" if key == "norm" else str(record[key]) for key in columns))
+        table.add_row(*(_shown(record[key]) for key in columns))
     Console(markup=False).print(table)
     if len(records) > most:
         print(f"(the first {most} of {len(records)})")

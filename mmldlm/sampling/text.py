@@ -219,8 +219,8 @@ def predict_lengths(
     """[count] int64 lengths (EOS counted) from the model's length head; see `choose_lengths`.
 
     Args:
-        latents: [count, D] as the encoder gives them, or None. rule: None takes the median of p(length | latent), or a
-            draw from p(length) without a latent.
+        latents: [count, D] (or [count, M, D]) as the encoder gives them, or None. rule: None takes the median of
+            p(length | latent), or a draw from p(length) without a latent.
     """
     rule = rule or ("sample" if latents is None else "median")
     device = device_of(model)
@@ -258,7 +258,8 @@ def sample_text(
     """Write one text for every latent, or num_samples texts from nothing.
 
     Args:
-        model: with the forward contract of MultimodalMMDiT. latents: [N, D] as the encoder gives them, or None.
+        model: with the forward contract of MultimodalMMDiT. latents: [N, D] (or [N, M, D]) as the encoder gives them,
+            or None.
         diffusion: the masking process of training. steps: passes at most (a text of n tokens never needs more than n
             confidence steps). lengths: [N] with EOS; None: from the model's length head, by length_rule.
         sampler: confidence (best for a given latent) or ancestral (exact). temperature: of the draws; None is 0 for

@@ -300,3 +300,20 @@ def test_docstring_corpus_of_this_environment():
     texts = list(islice(open_corpus("docstrings"), 500))
     assert len(set(texts)) == 500
     assert all(text[0].isupper() and text[-1] in ".!?" and 5 <= len(text.split()) <= 40 for text in texts)
+
+
+def test_a_folders_files_may_be_texts_themselves(tmp_path):
+    (tmp_path / "a.txt").write_text("One sentence. Two\nsentences.\n\nA paragraph.\n")
+    (tmp_path / "b.txt").write_text(" \n")
+    corpus = open_corpus(tmp_path, whole_files=True)
+    assert list(corpus) == ["One sentence. Two sentences. A paragraph."] and corpus.has_documents
+    assert dict(corpus.counts) == {"files": 2, "read": 2, "drop_empty": 1}
+    with pytest.raises(UserError, match="whole-files"):
+        open_corpus(tmp_path / "a.txt", whole_files=True)
+
+
+@pytest.mark.parametrize("name", ["corpus.csv", "{folder}/corpus", "notes.tx"])
+def test_a_mistyped_path_is_no_dataset(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path.parent)
+    with pytest.raises(UserError, match="nothing there"):
+        open_corpus(name.format(folder=tmp_path.name))

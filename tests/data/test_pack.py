@@ -53,6 +53,14 @@ def test_the_files_layout_is_mm_ldlms_and_packs_to_the_same_store(files, made_st
     assert manifest["corpus"]["read"] == manifest["corpus"]["kept"] == 48
 
 
+def test_files_given_as_a_store_are_told_from_one(files, tmp_path):
+    with pytest.raises(UserError, match="mmldlm pack"):
+        Store(files)
+    (tmp_path / "latents").mkdir()
+    with pytest.raises(UserError, match="mmldlm pack"):
+        Store(tmp_path)
+
+
 def test_a_latent_that_the_list_forgot_is_counted(files, tmp_path):
     shutil.copytree(files, tmp_path / "files")
     np.save(tmp_path / "files" / "latents" / "train" / "forgotten.npy", np.ones(384, np.float32))

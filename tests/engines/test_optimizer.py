@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from mmldlm.config.schema import ModelConfig, OptimizerConfig
-from mmldlm.engines.optimizer import learning_rate, parameter_groups
+from mmldlm.engines.optimizer import build_optimizer, clipped_step, learning_rate, parameter_groups
 from mmldlm.models import MultimodalMMDiT
 
 
@@ -38,3 +38,24 @@ def test_weight_decay_only_where_it_belongs():
     trainable = [p for p in model.parameters() if p.requires_grad]
     assert len(decayed["params"]) + len(plain["params"]) == len(trainable) == len(set(map(id, trainable)))
     assert all(isinstance(p, torch.nn.Parameter) for p in trainable)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.1, 1e6])
+@pytest.mark.parametrize("loss_scale", [1.0, 1024.0])
+def test_a_clipped_step_is_torchs_clipping_and_step(max_norm, loss_scale):
+    torch.manual_seed(0)
+    models = [torch.nn.Linear(5, 7, dtype=torch.float64) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    ours, theirs = (build_optimizer(model, OptimizerConfig()) for model in models)
+    for _ in range(3):
+        gradients = [torch.randn_like(parameter) for parameter in models[0].parameters()]
+        for model, scale in zip(models, (loss_scale, 1.0), strict=True):
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.grad = gradient * scale
+        norm = torch.nn.utils.get_total_norm(gradients).item()
+        clipped_step(ours, max_norm, norm, loss_scale)
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(models[1].parameters(), max_norm)
+        theirs.step()
+    for found, expected in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)  # the scale is an fp32 number

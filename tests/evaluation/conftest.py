@@ -14,13 +14,14 @@ from torch import nn
 MASK, PAD, EOS, VOCAB, DIM = 0, 1, 2, 32, 6
 
 
-def write_store(root, num_samples: int, seed: int = 0, longest: int = 10):
+def write_store(root, num_samples: int, seed: int = 0, longest: int = 10, latents_per_text: int = 1):
     """The validation split of a packed store: words `word0` .. and random unit latents."""
+    shape = (DIM,) if latents_per_text == 1 else (latents_per_text, DIM)
     rng = np.random.default_rng(seed)
     texts = [rng.integers(4, VOCAB, size=rng.integers(2, longest + 1)) for _ in range(num_samples)]
     sentences = [" ".join(f"word{token - 4}" for token in text).encode() for text in texts]
-    latents = rng.standard_normal((num_samples, DIM)).astype(np.float32)
-    latents /= np.linalg.norm(latents, axis=1, keepdims=True)
+    latents = rng.standard_normal((num_samples, *shape)).astype(np.float32)
+    latents /= np.linalg.norm(latents, axis=-1, keepdims=True)
     arrays = {
         "text": np.frombuffer(b"".join(sentences), dtype=np.uint8),
         "text_offsets": np.cumsum([0, *map(len, sentences)]),
@@ -44,6 +45,8 @@ def write_store(root, num_samples: int, seed: int = 0, longest: int = 10):
                       "eos_token_id": EOS, "unk_token_id": 3, "sha256": "x"},
         "splits": {"validation": {"num_samples": num_samples}}, "files": files,
     }  # fmt: skip
+    if latents_per_text > 1:
+        manifest["latents_per_text"] = latents_per_text
     (root / "manifest.json").write_text(json.dumps(manifest))
     return root
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +16,7 @@ from mmldlm.data.store import Store
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.masked import SCHEDULES
 from mmldlm.errors import MmldlmError, UserError
-from mmldlm.evaluation.gain import Settings, choose_sentences, evaluate, measure_l2t, untrained
+from mmldlm.evaluation.gain import Settings, choose_sentences, evaluate, latent_estimates, measure_l2t, untrained
 from mmldlm.evaluation.likelihood import measure
 from mmldlm.evaluation.run import add_arguments, main
 from mmldlm.evaluation.statistics import derangement, ratio
@@ -181,3 +182,20 @@ def test_unusable_requests_are_refused(words, named):
     add_arguments(parser)
     with pytest.raises(UserError, match=named):
         main(parser.parse_intermixed_args(["--checkpoint", "absent", *words]))
+
+
+def test_several_latents_a_text_are_measured_together(pretrained, make, tmp_path):
+    """Cosines are means over a text's latents, retrieval is by their mean; another number of latents is refused."""
+    store = Store(make.store(tmp_path / "store", 12, latents_per_text=3), "validation")
+    pretrained.model = make.model(max_latents=3)
+    settings = Settings(num_steps=2, latent_steps=2, control_samples=4)
+    report = evaluate(pretrained, store, settings, lambda line: None)
+    assert set(report.arms["model"]) >= {"gain_null", "f1_right", "cosine", "recall_at_1", "norm_ratio"}
+    with pytest.raises(UserError, match="3 in"):
+        evaluate(replace(pretrained, model=make.model()), store, settings, lambda line: None)
+    sentences = choose_sentences(store, pretrained.model, None, 0)
+    found = latent_estimates(sentences.latents, sentences, sentences.latents)
+    assert found["cosine"].value == pytest.approx(1) and found["recall_at_1"].value == 1
+    half = sentences.latents.copy()
+    half[:, 0] *= -1
+    assert latent_estimates(half, sentences, sentences.latents)["cosine"].value == pytest.approx(1 / 3, abs=1e-6)

@@ -15,6 +15,7 @@ from _peers import Ours, Shape  # noqa: E402
 from step import count_ops, saved_bytes  # noqa: E402
 
 from mmldlm.models.linear_cross_entropy import (  # noqa: E402
+    ROW_ALIGNMENT,
     linear_cross_entropy,
     logits_bytes,
     rows_of_a_chunk,
@@ -23,7 +24,7 @@ from mmldlm.models.linear_cross_entropy import (  # noqa: E402
 SMALL = Shape("small", depth=2, width=64, length=24, batch=4, vocab=500, latent=32)
 
 
-@pytest.mark.parametrize("qk_rmsnorm, a_block, at_24", [(True, 104, 2800), (False, 88, 2420)])
+@pytest.mark.parametrize("qk_rmsnorm, a_block, at_24", [(True, 104, 2790), (False, 88, 2410)])
 def test_operations_of_a_whole_step(qk_rmsnorm, a_block, at_24):
     """Forward, objective, backward, clip and AdamW; views left out. The same for every batch and length."""
     counts = [
@@ -92,11 +93,11 @@ def test_the_heads_memory_does_not_grow_with_the_tokens():
         with Largest() as largest:
             linear_cross_entropy(hidden, weight, bias, targets, torch.ones(num_rows), 0, chunk_rows=64)[0].backward()
         found.append(largest.elements)
-    assert found == [64 * vocab] * 3
+    assert len(set(found)) == 1 and 64 * vocab <= found[0] < 64 * (vocab + ROW_ALIGNMENT)
 
 
 def test_a_chunk_is_bounded_on_every_device():
     for vocab in (500, 30_522, 250_000):
         assert logits_bytes(10**6, vocab, "cpu", 4) == logits_bytes(2 * 10**6, vocab, "cpu", 4)
         assert rows_of_a_chunk(vocab, "cuda") >= rows_of_a_chunk(vocab, "cpu") >= 64
-    assert logits_bytes(10, 500, "cpu", 4) == 10 * 500 * 4
+    assert logits_bytes(10, 512, "cpu", 4) == 10 * 512 * 4 < logits_bytes(10, 513, "cpu", 4)

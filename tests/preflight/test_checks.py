@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 
 import pytest
 
+from mmldlm.config.load import build_config
 from mmldlm.preflight.context import Context, majority
 from mmldlm.preflight.hostfile import Node
+from mmldlm.preflight.probes import storage
 from mmldlm.preflight.report import exit_code, failing_nodes
 from mmldlm.preflight.result import ERROR, FAIL, PASS, SKIP, WARN, Check, Result, all_checks, check, run_check
 
@@ -236,3 +240,50 @@ def test_a_measurement_that_broke_is_no_verdict_on_the_node_and_one_that_hung_is
     found = judge("SSH006", context)
     assert (found["a"].status, found["b"].status, found["c"].status) == (ERROR, FAIL, PASS)
     assert exit_code([found["a"]]) == 3
+
+
+def write_store(root, byte: bytes):
+    (root / "train").mkdir(parents=True)
+    (root / "train" / "tokens.npy").write_bytes(byte * 1000)
+    entry = {"bytes": 1000, "sha256": hashlib.sha256(byte * 1000).hexdigest()}
+    (root / "manifest.json").write_text(json.dumps({"files": {"train/tokens.npy": entry}}))
+
+
+def test_every_store_of_a_mixture_is_looked_at(tmp_path):
+    """As the probe finds them: one gone from a node, one cut short, one with another byte."""
+    stores = [tmp_path / "one", tmp_path / "two"]
+    for store, byte in zip(stores, (b"1", b"2")):
+        write_store(store, byte)
+    roots = [str(store) for store in stores]
+    sound = storage.data({"data_roots": roots})
+    path = stores[1] / "train" / "tokens.npy"
+    path.write_bytes(b"2" * 999)
+    short = storage.data({"data_roots": roots})
+    path.write_bytes(b"2" * 999 + b"3")
+    other = storage.data({"data_roots": roots})
+    path.write_bytes(b"2" * 1000)
+    context = context_of(data={"a": sound, "b": short, "c": other})
+    context.config = build_config({"data": {"mixture": {roots[0]: 1.0, roots[1]: 2.0}}})
+    present, same = judge("DATA002", context), judge("DATA003", context)
+    assert [present[name].status for name in "abc"] == [PASS, FAIL, PASS]
+    assert [same[name].status for name in "abc"] == [PASS, FAIL, FAIL]
+    for result in (present["b"], same["c"]):
+        assert f"{roots[1]}/train/tokens.npy" in result.measured and roots[0] not in result.measured
+    assert f"{roots[1]}/ b:" in present["b"].fix
+
+    stores[0].rename(tmp_path / "elsewhere")
+    with pytest.raises(FileNotFoundError) as gone:
+        storage.data({"data_roots": roots})
+    (tmp_path / "elsewhere").rename(stores[0])
+    context.facts["b"]["data"] = {"error": str(gone.value)}
+    result = judge("DATA002", context)["b"]
+    assert result.status == FAIL and f"b:{roots[0]}," in result.fix and roots[1] not in result.fix
+
+
+def test_a_store_is_named_by_its_own_files_where_it_is_alone(tmp_path):
+    write_store(tmp_path / "one", b"1")
+    found = storage.data({"data_roots": [str(tmp_path / "one")]})
+    assert set(found["files"]) == {"train/tokens.npy"}
+    context = context_of(data=found)
+    context.config = build_config({"data": {"latent_data_root": str(tmp_path / "one")}})
+    assert {result.status for result in judge("DATA003", context).values()} == {PASS}

@@ -8,6 +8,7 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 
 from mmldlm.errors import UserError
 from mmldlm.sampling.joint import choose_way, sample_joint
@@ -220,3 +221,30 @@ def test_unit_norm_is_known_from_encoder_or_statistics(checkpoint, tmp_path):
     pretrained = load_pretrained(checkpoint)
     pretrained.model.latent_std.fill_(1.0)
     assert not pretrained.unit_norm
+
+
+def test_a_model_of_several_latents_a_text_reads_and_writes_them_all(checkpoint, tmp_path):
+    from mmldlm.config.schema import ModelConfig
+    from mmldlm.models import MultimodalMMDiT
+
+    several = shutil.copytree(checkpoint, tmp_path / "several")
+    config = json.loads((checkpoint / "config.json").read_text())
+    known = {key: value for key, value in config.items() if key in ModelConfig.model_fields}
+    model = MultimodalMMDiT(ModelConfig(**{**known, "max_latents": 3}))
+    torch.nn.init.normal_(model.latent_head.to_latent.weight)
+    model.save_pretrained(several)
+    (several / "config.json").write_text(json.dumps({**config, "max_latents": 3}))
+    shared = ["--checkpoint", several, "--num-steps", 2, "--output-dir"]
+    assert run("t2l", "--text", "word1 word2", "word3", *shared, tmp_path / "a") == 0
+    made = np.load(tmp_path / "a" / "latents.npy")
+    assert made.shape == (2, 3, 6) and [len(line["norm"]) for line in lines(tmp_path / "a")] == [3, 3]
+    for way in ("joint", "chain"):
+        assert run("unconditional", "--num-samples", 2, "--way", way, *shared, tmp_path / way) == 0
+        assert np.load(tmp_path / way / "latents.npy").shape == (2, 3, 6)
+    for array, count in ((made, 2), (made[0], 1)):
+        np.save(tmp_path / "x.npy", array)
+        assert run("l2t", "--latent-file", tmp_path / "x.npy", *shared, tmp_path / "b") == 0
+        assert len(lines(tmp_path / "b")) == count
+    np.save(tmp_path / "x.npy", made[:, 0])
+    with pytest.raises(UserError, match=r"\[3, 6\]"):
+        run("l2t", "--latent-file", tmp_path / "x.npy", *shared, tmp_path / "b")

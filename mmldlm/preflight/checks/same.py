@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import os
 from pathlib import Path
 
 from mmldlm.preflight.context import majority
+from mmldlm.preflight.probes.storage import files_of
 from mmldlm.preflight.result import check, fail, ok, skip, warn
 from mmldlm.preflight.sizes import shown
 
@@ -16,16 +17,19 @@ _MUST_AGREE = ("torch", "deepspeed", "nccl", "python")
 @check("DATA002", 1, "node", "data present")
 def data_is_there(context):
     """The store is on the node, with every file as long as its manifest says."""
-    if context.config is None or context.config.data.latent_data_root is None:
+    if context.config is None or not context.config.data.roots:
         yield skip("no data.latent_data_root")
         return
-    root = context.config.data.latent_data_root
+    roots = context.config.data.roots
+    whole = [str(Path(root).absolute()) for root in roots]
+    what = f"the store {roots[0]}" if len(roots) == 1 else f"the stores {', '.join(roots)} (data.mixture)"
     for name, why in context.unanswered("data").items():
         if context.facts[name]["data"].get("timeout"):
             fix = f"the file system hangs on {name}: remount it, or exclude the node"
         else:
-            fix = f"copy the store to {name}:{Path(root).absolute()}, or mount it there"
-        yield fail(why, f"the store {root}", fix, name)
+            missing = [root for root in whole if f"{root}/" in why] or whole
+            fix = f"copy the store to {name}:{', '.join(missing)}, or mount it there"
+        yield fail(why, what, fix, name)
     entries = _manifest(context)
     for name, found in context.answered("data").items():
         wrong = [
@@ -34,15 +38,19 @@ def data_is_there(context):
             if file in entries and ("error" in seen or seen["bytes"] != entries[file]["bytes"])
         ]
         if wrong:
-            fix = f"copy the store to {name} again (rsync -a {root}/ {name}:{Path(root).absolute()}/)"
+            bad = [root for root in whole if len(whole) == 1 or any(file.startswith(f"{root}/") for file in wrong)]
+            fix = f"copy the store to {name} again (rsync -a {bad[0]}/ {name}:{bad[0]}/)"
             yield fail("; ".join(wrong[:3]), "files as long as the manifest says", fix, name)
         else:
             yield ok(f"{len(found['files'])} files", name)
 
 
 def _manifest(context) -> dict:
-    path = Path(context.config.data.latent_data_root) / "manifest.json"
-    return json.loads(path.read_text())["files"] if path.exists() else {}
+    """What this machine's manifests say of every file; nothing where one of them is missing (DATA001 tells)."""
+    paths = {root: Path(root, "manifest.json") for root in map(os.path.abspath, context.config.data.roots)}
+    if not all(path.exists() for path in paths.values()):
+        return {}
+    return files_of({root: path.read_bytes() for root, path in paths.items()})
 
 
 @check("DATA003", 2, "node", "same data")

@@ -16,22 +16,20 @@ WRITE_BYTES = 32 << 20
 
 
 def data(args: dict) -> dict:
-    """Manifest and files of the store at args["data_root"]: sizes, and hashes of what the budget lets it read.
+    """Manifests and files of the stores at args["data_roots"]: sizes, and hashes of what the budget lets it read.
 
-    A file that is read whole gets its SHA-256, which the store's manifest knows; of a larger store, blocks at places
-    that are the same on every node are hashed together.
+    The files of several stores are named with their folders. A file that is read whole gets its SHA-256, which the
+    store's manifest knows; of larger stores, blocks at places that are the same on every node are hashed together.
     """
-    root = Path(args["data_root"])
-    manifest_path = root / "manifest.json"
-    text = manifest_path.read_bytes()
-    entries = json.loads(text)["files"]
+    texts = {root: (Path(root) / "manifest.json").read_bytes() for root in args["data_roots"]}
+    entries = files_of(texts)
     total = sum(entry["bytes"] for entry in entries.values())
     share = min(1.0, READ_BUDGET / max(total, 1))
     deadline = time.monotonic() + SECONDS_BUDGET
     files: dict[str, dict] = {}
     read = 0
     for name in entries:
-        path = root / name
+        path = Path(args["data_roots"][0], name)  # of several stores, name is the whole path
         try:
             size = path.stat().st_size
         except OSError as error:
@@ -48,11 +46,20 @@ def data(args: dict) -> dict:
             read += done
         files[name] = found
     return {
-        "manifest_sha256": hashlib.sha256(text).hexdigest(),
+        "manifest_sha256": [hashlib.sha256(text).hexdigest() for text in texts.values()],
         "files": files,
         "bytes_total": total,
         "bytes_read": read,
-        "num_samples": {k: v.get("num_samples") for k, v in json.loads(text).get("splits", {}).items()},
+    }
+
+
+def files_of(manifests: dict[str, bytes]) -> dict[str, dict]:
+    """Name -> {bytes, sha256} of the files of one store, or of several by their whole paths. manifests: by folder."""
+    several = len(manifests) > 1
+    return {
+        os.path.join(root, name) if several else name: entry
+        for root, text in manifests.items()
+        for name, entry in json.loads(text)["files"].items()
     }
 
 
