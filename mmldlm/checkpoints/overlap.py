@@ -89,7 +89,8 @@ def in_threads(work: Callable[[T], None], items: Iterable[T]) -> None:
         raise failures[0]
 
 
-def _find(name: str, *types: Any) -> Any:
+def find_function(name: str, *types: Any) -> Any:
+    """A function of the C library that Python does not offer; None where the system has no such."""
     try:
         function = ctypes.CDLL(None, use_errno=True)[name]
     except (AttributeError, OSError):  # only Linux has them
@@ -98,8 +99,8 @@ def _find(name: str, *types: Any) -> Any:
     return function
 
 
-_sync_file_range = _find("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-_syncfs = _find("syncfs", ctypes.c_int)
+_sync_file_range = find_function("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_syncfs = find_function("syncfs", ctypes.c_int)
 
 
 def start_writeback(fd: int) -> None:

@@ -7,7 +7,6 @@ then the tensors without gaps. safetensors' own save_file wants every tensor in 
 from __future__ import annotations
 
 import json
-import os
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from mmldlm.checkpoints.dtypes import DTYPES
-from mmldlm.checkpoints.overlap import WRITEBACK_BYTES, reserve, start_writeback
+from mmldlm.checkpoints.output_file import OutputFile
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
@@ -41,7 +40,7 @@ class SafetensorsWriter:
         metadata: dict[str, str],
         is_flushed: bool = True,
     ):
-        self.path, self._is_flushed = path, is_flushed
+        self.path = path
         header: dict[str, object] = {"__metadata__": metadata}
         self._spans: dict[str, tuple[int, int]] = {}  # name -> first byte, end
         self._missing: dict[str, int] = {}
@@ -64,24 +63,12 @@ class SafetensorsWriter:
             raise ValueError(f"a header of {len(text)} bytes, safetensors allows {MAX_HEADER_BYTES}")
         self._base = 8 + len(text)
         self.total_bytes = self._base + position
-        self._unsent = 0
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        self._file = OutputFile(path, self.total_bytes, is_flushed)
         try:
-            reserve(self._fd, self.total_bytes)
-            self._pwrite(len(text).to_bytes(8, "little") + text, 0)
+            self._file.write(len(text).to_bytes(8, "little") + text, 0)
         except BaseException:
             self.close()
             raise
-
-    def _pwrite(self, data: bytes | memoryview, position: int) -> None:
-        view = memoryview(data)
-        while view:
-            done = os.pwrite(self._fd, view, position)
-            view, position = view[done:], position + done
-            self._unsent += done
-        if self._is_flushed and self._unsent >= WRITEBACK_BYTES:
-            start_writeback(self._fd)
-            self._unsent = 0
 
     def write(self, name: str, start: int, chunk: np.ndarray) -> None:
         """Writes elements of tensor `name`, from element `start` on. Several threads may write at once."""
@@ -89,7 +76,7 @@ class SafetensorsWriter:
         first, end = self._spans[name]
         position = first + start * chunk.itemsize
         assert position + len(view) <= end, f"more bytes for {name} than its shape holds"
-        self._pwrite(view, self._base + position)
+        self._file.write(view, self._base + position)
         with self._lock:
             self._missing[name] -= len(view)
 
@@ -97,11 +84,7 @@ class SafetensorsWriter:
         """Flushes to the disk, if it should, and closes. Every tensor must be complete by now."""
         short = [name for name, count in self._missing.items() if count]
         assert not short, f"unfinished tensors: {short[:3]}"
-        if self._is_flushed:
-            os.fsync(self._fd)
-        self.close()
+        self._file.finish()
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._file.close()
