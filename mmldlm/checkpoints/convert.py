@@ -17,6 +17,7 @@ if __name__ == "__main__":
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from mmldlm.checkpoints.conversion import DTYPE_NAMES, Summary, convert, copy_planned, plan_tensors
+from mmldlm.checkpoints.overlap import keep_freed_memory
 from mmldlm.checkpoints.places import SINGLE
 from mmldlm.checkpoints.rows import print_rows
 from mmldlm.checkpoints.sources import open_source
@@ -78,6 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Runs the command; returns the exit code. Raises MmldlmError for the caller to print."""
     was_enabled = gc.isenabled()
+    keep_freed_memory()
     gc.disable()  # what a checkpoint's description builds has no cycles, and is all kept to the end
     try:
         return _main(args)

@@ -99,8 +99,20 @@ def find_function(name: str, *types: Any) -> Any:
     return function
 
 
+_mallopt = find_function("mallopt", ctypes.c_int, ctypes.c_int)
 _sync_file_range = find_function("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 _syncfs = find_function("syncfs", ctypes.c_int)
+
+
+def keep_freed_memory() -> None:
+    """Lets this process keep the memory it frees, up to 256 MiB, instead of giving it back to the kernel at once.
+
+    Chunks come and go by the ten thousand, and each would be new pages that the kernel fills with zeros: at 1,000M
+    parameters 1.8 million page faults, 40 % of the time. Without glibc nothing happens.
+    """
+    if _mallopt is not None:
+        _mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, at its largest
+        _mallopt(-1, 256 << 20)  # M_TRIM_THRESHOLD
 
 
 def start_writeback(fd: int) -> None:
