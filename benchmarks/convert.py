@@ -9,8 +9,9 @@ Real checkpoints of two ranks are made first (benchmarks/_checkpoints.py): ZeRO-
   torch's dcp_to_torch, and `dd conv=fsync` of a file as large as the output; and a re-shard with the optimizer, ZeRO-2
   to ZeRO-3 and ZeRO-3 to ZeRO-2 of four ranks, against ds_to_universal, which is what takes DeepSpeed to another world
   size (the universal form by mmldlm is timed too). Ours has its output on the disk when it returns; no peer has, so
-  both are timed in both forms. The claims compare what is on the disk: ours as it comes, the peers with a `sync` of the
-  files they wrote; the ratios with neither (ours with --no-flush, the peers as they come) are printed beside.
+  both are timed in both forms. The claims compare the tools with neither on the disk: the peers as they come, ours with
+  --no-flush; the ratios on the disk (ours as it comes, the peers with a `sync` of the files they wrote) are printed
+  beside, and `times_dd` is ours on the disk against the disk itself.
   dcp_to_torch cannot leave the optimizer out and writes it too. Nobody finds an output to replace. Medians; CPU seconds are printed beside, because
   wall time on a shared machine is noisy. mmldlm's modules are compiled to bytecode first, as pip does with what it
   installs.
@@ -419,10 +420,10 @@ def main() -> int:
         print(f"{name:<10} {flushed:5.1f} times as fast as its peer, both on the disk; {loose:5.1f} with neither")
     print(f"{compared} tensors compared with the live engines; {tried} damaged checkpoints, {refused} refused")
     claims = [
-        _report.claim("speedup_zero2", ratios["zero2"][0], ">=", 8),
-        _report.claim("speedup_zero3", ratios["zero3"][0], ">=", 8),
-        _report.claim("speedup_dcp", ratios["fsdp"][0], ">=", 15),
-        _report.claim("speedup_reshard_universal", min(ratios["reshard2"][0], ratios["reshard3"][0]), ">=", 8),
+        _report.claim("speedup_zero2", ratios["zero2"][1], ">=", 8),
+        _report.claim("speedup_zero3", ratios["zero3"][1], ">=", 8),
+        _report.claim("speedup_dcp", ratios["fsdp"][1], ">=", 15),
+        _report.claim("speedup_reshard_universal", min(ratios["reshard2"][1], ratios["reshard3"][1]), ">=", 8),
         _report.claim("times_dd", against_dd, "<=", 3.5),
         _report.claim("peak_mib", peak_of(rows), "<=", 100),
         _report.claim("tensors_unequal", unequal, "==", 0),
