@@ -11,10 +11,9 @@ Real checkpoints of two ranks are made first (benchmarks/_checkpoints.py): ZeRO-
   size (the universal form by mmldlm is timed too). Ours has its output on the disk when it returns; no peer has, so
   both are timed in both forms. The claims compare the tools with neither on the disk: the peers as they come, ours with
   --no-flush; the ratios on the disk (ours as it comes, the peers with a `sync` of the files they wrote) are printed
-  beside, and `times_dd` is ours on the disk against the disk itself.
-  dcp_to_torch cannot leave the optimizer out and writes it too. Nobody finds an output to replace. Medians; CPU seconds are printed beside, because
-  wall time on a shared machine is noisy. mmldlm's modules are compiled to bytecode first, as pip does with what it
-  installs.
+  beside, and `times_dd` is ours on the disk against the disk itself. dcp_to_torch cannot leave the optimizer out and
+  writes it too. Nobody finds an output to replace. Medians; CPU seconds are printed beside, because wall time on a
+  shared machine is noisy. mmldlm's modules are compiled to bytecode first, as pip does with what it installs.
 * peak_mib: the largest resident set of any of these conversions; with --large also of a ZeRO-2 checkpoint of 8 ranks
   and 1,000M parameters, written by mmldlm's own writer (6 GB, and 4 GB for each output); zero_to_fp32 is timed there
   too, and its ratio printed.
