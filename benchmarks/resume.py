@@ -260,10 +260,9 @@ class Matrix:
             words = self._words(name, variant, place, f"logging.save_freq={SAVE_STEP}", "checkpoints.keep_every=4")
             kept = self.folder / "kept" / name
             self.launcher.run(place.world_size, ["--source", kept, "-", *words], Path(__file__))
-            if not (self.folder / name / "checkpoints" / f"step_{SAVE_STEP:08d}").is_dir():
-                raise SystemExit(
-                    f"{name} saved no step {SAVE_STEP}:\n{(self.folder / name / 'events.jsonl').read_text()}"
-                )
+            run = self.folder / name
+            if not (run / "checkpoints" / f"step_{SAVE_STEP:08d}").is_dir():
+                raise SystemExit(f"{name} saved no step {SAVE_STEP}:\n{(run / 'events.jsonl').read_text()}")
             self._sources[variant, place] = _runs.losses(self.folder / name)
         return name, self._sources[variant, place]
 
