@@ -26,7 +26,7 @@ from mmldlm.errors import MmldlmError, UserError
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"
 _STEP = re.compile(r"step_(\d{8,})")
-_OWNER = re.compile(r"(?:pp_rank_|rng_state_rank|^__)(\d+)")
+_OWNER = re.compile(r"(?:pp_rank_|rng_state_rank|ema_rank|^__)(\d+)")
 
 
 class CommitFailed(MmldlmError):
@@ -56,7 +56,7 @@ def step_name(step: int) -> str:
 
 
 def owner_of(name: str, world_size: int) -> int:
-    """The rank that wrote a file, by the name DeepSpeed, DCP and our RNG files give it; rank 0 for all others.
+    """The rank that wrote a file, by the name that DeepSpeed, DCP and our own files give it; else rank 0.
 
     The writer itself must fsync: on a network file system another host cannot flush its pages.
     """

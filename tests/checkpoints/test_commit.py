@@ -108,6 +108,8 @@ def test_all_ranks_files_are_listed(tmp_path):
 
 def test_owner_is_the_rank_that_wrote():
     names = {
+        "engine/ema_rank1.pt": 1,
+        "engine/ema_rank3.pt": 3,
         "engine/zero/bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt": 3,
         "engine/zero/mp_rank_00_model_states.pt": 0,
         "rng_state_rank2.pt": 2,
