@@ -12,9 +12,10 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
 from mmldlm.checkpoints import convert as convert_module
-from mmldlm.checkpoints import output_folder
+from mmldlm.checkpoints import output_file, output_folder
 from mmldlm.checkpoints.commit import begin
 from mmldlm.checkpoints.convert import add_arguments, convert, main
 from mmldlm.checkpoints.dtypes import bf16_to_fp32, fp32_to_bf16
@@ -250,6 +251,24 @@ def test_without_the_flush_the_bytes_are_the_same(zero_dir, tmp_path, monkeypatc
     written = [{path.relative_to(folder): path for path in folder.rglob("*") if path.is_file()} for folder in folders]
     assert written[0].keys() == written[1].keys() and written[0]
     assert all(path.read_bytes() == written[1][name].read_bytes() for name, path in written[0].items())
+
+
+def test_past_the_page_cache_the_bytes_are_the_same(tmp_path, monkeypatch):
+    source, sizes = str(tmp_path / "model.pt"), (30_001, 7, 9_000, 2_047, 12_345)
+    torch.save({f"w{number}": torch.randn(size) for number, size in enumerate(sizes)}, source)
+    assert command(source, str(tmp_path / "cached")) == 0
+    direct = []
+    monkeypatch.setattr(output_file, "DIRECT_BYTES", 0)
+    monkeypatch.setattr(output_file, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(output_file, "_pool", output_file._Pool())
+    finish = output_file.OutputFile.finish
+    monkeypatch.setattr(output_file.OutputFile, "finish", lambda file: (direct.append(file.is_direct), finish(file)))
+    assert command(source, str(tmp_path / "direct")) == 0
+    if not all(direct):
+        pytest.skip("this file system is not written past the page cache")
+    assert direct
+    name = "model.safetensors"
+    assert (tmp_path / "direct" / name).read_bytes() == (tmp_path / "cached" / name).read_bytes()
 
 
 def test_a_bar_only_where_somebody_waits(zero_dir, tmp_path, monkeypatch):
