@@ -48,14 +48,14 @@ _caches: dict = {}
 
 
 def kept(make):
-    """A function of hashable arguments that makes tensors: what it gave for the last few arguments is given again.
+    """A function of hashable arguments that makes tensors: what it gave for the last four arguments is given again.
 
     Not where tensors are fake or made under inference mode, for those are of no use elsewhere.
     """
     if torch.is_inference_mode_enabled() or torch._C._get_dispatch_mode(_FAKE) is not None:
         return make
     if make not in _caches:
-        _caches[make] = lru_cache(maxsize=32)(make)
+        _caches[make] = lru_cache(maxsize=4)(make)
     return _caches[make]
 
 

@@ -86,27 +86,26 @@ def make_layout(
         ragged: with positions, how attention leaves padding out: "loop" (sample by sample, which reads the lengths on
             the host), "varlen" (one kernel over ragged rows), None (a rectangle with the mask).
     """
-    dense = kept(_dense)(batch, length, latents, head_dim, dtype, device)
     if positions is None:
-        if mask is None:
-            return dense
-        return dense._replace(key_mask=torch.cat([mask, mask.new_ones(batch, latents)], dim=1)[:, None, None])
+        dense = kept(_dense)(batch, length, latents, head_dim, dtype, device)
+        return dense if mask is None else dense._replace(key_mask=_key_mask(mask, latents))
 
     num_text, width = positions.shape[0], length + latents
-    indices = torch.arange(num_text + batch * latents, device=device)
-    row = positions // length  # sample of each text row
-    of_latents = dense.sample[batch * length :]
+    row, at = positions // length, positions % length
+    of_latents = torch.arange(batch, device=device).repeat_interleave(latents, output_size=batch * latents)
     sample = torch.cat([row, of_latents])
     first = torch.searchsorted(positions, torch.arange(0, batch * length, length, device=device))
     lengths = starts = key_mask = None
     if ragged is None:
         # A rectangle: position b * (S + L) + s for text, then the latent tokens.
-        back = torch.cat([dense.back.index_select(0, positions), dense.back[batch * length :]])
+        back = sample * width
+        back[:num_text] += at
+        back[num_text:] += length + torch.arange(latents, device=device).repeat(batch)
         # What stands at a padded position is masked as a key and dropped as a query (it is a row of its own sample: a
         # value that is not finite must not reach a neighbour).
-        order = first.repeat_interleave(width, output_size=batch * width).index_copy(0, back, indices)
-        if mask is not None:
-            key_mask = torch.cat([mask, mask.new_ones(batch, latents)], dim=1)[:, None, None]
+        order = first.repeat_interleave(width, output_size=batch * width)
+        order = order.index_copy(0, back, torch.arange(len(back), device=device))
+        key_mask = None if mask is None else _key_mask(mask, latents)
     else:
         order = sample.argsort(stable=True)
         back = order.argsort()
@@ -115,21 +114,10 @@ def make_layout(
             lengths = tuple(map(int, counts.numpy()))  # on a CPU nobody waits for this
         else:
             starts = F.pad(counts.cumsum(0), (1, 0)).int()
-    owner = torch.cat([2 * row, dense.owner[batch * length :]])
-    return dense._replace(
-        num_text=num_text,
-        sample=sample,
-        owner=owner,
-        order=order,
-        back=back,
-        rotation=dense.rotation.index_select(0, positions),
-        to_owners=None if dense.to_owners is None else _to_owners(owner, batch, dtype),
-        first=first,
-        ends=None if dense.ends is None else torch.tensor([num_text, len(owner)], dtype=torch.int32, device=device),
-        key_mask=key_mask,
-        lengths=lengths,
-        starts=starts,
-    )
+    return _layout(
+        sample, num_text, back, order, at, first, batch, length, latents, head_dim, dtype,
+        key_mask=key_mask, lengths=lengths, starts=starts,
+    )  # fmt: skip
 
 
 def _dense(batch: int, length: int, latents: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Layout:
@@ -137,37 +125,55 @@ def _dense(batch: int, length: int, latents: int, head_dim: int, dtype: torch.dt
     width, num_text = length + latents, batch * length
     places = torch.arange(batch * width, device=device).view(batch, width)
     back = torch.cat([places[:, :length].flatten(), places[:, length:].flatten()])
-    sample = back // width
+    at = torch.arange(length, device=device).repeat(batch)
+    first = torch.arange(0, num_text, length, device=device)
+    return _layout(back // width, num_text, back, back.argsort(), at, first, batch, length, latents, head_dim, dtype)
+
+
+def _layout(
+    sample: Tensor, num_text: int, back: Tensor, order: Tensor, at: Tensor, first: Tensor,
+    batch: int, length: int, latents: int, head_dim: int, dtype: torch.dtype,
+    key_mask: Tensor | None = None, lengths: tuple[int, ...] | None = None, starts: Tensor | None = None,
+) -> Layout:  # fmt: skip
+    """A layout from its rows' places; at [N]: of each text row in its text."""
+    device = sample.device
+    on_cpu = device.type == "cpu"
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
     owner = 2 * sample
     owner[num_text:] += 1
-    exact = torch.float64 if dtype == torch.float64 else torch.float32
-    on_cpu = device.type == "cpu"
-    rotation = rotary_table(length, head_dim, device).to(exact).repeat(batch, 1, 1)
-    rotation = torch.stack([rotation, rotation * rotation.new_tensor([1.0, -1.0])], 1)
-    ends = torch.tensor([num_text, batch * width], dtype=torch.int32, device=device) if on_cpu else None
+    adds = on_cpu and dtype in (torch.float32, torch.float64)
     return Layout(
         num_text=num_text,
         sample=sample,
         owner=owner,
-        order=back.argsort(),
+        order=order,
         back=back,
-        rotation=rotation,
-        to_owners=None if on_cpu and dtype in (torch.float32, torch.float64) else _to_owners(owner, batch, dtype),
+        rotation=kept(_rotations)(length, head_dim, exact, device).index_select(0, at),
+        to_owners=None if adds else (torch.arange(2 * batch, device=device)[:, None] == owner).to(dtype),
         zeros=torch.zeros(2 * batch, 1, dtype=dtype, device=device),
-        first=torch.arange(0, num_text, length, device=device),
+        first=first,
         # mean square + QK_EPS = (length^2 + head_dim QK_EPS) / head_dim
         eps=torch.full((1,), (head_dim * QK_EPS) ** 0.5, dtype=exact, device=device),
-        ends=ends,
-        key_mask=None,
-        lengths=None,
-        starts=None,
+        ends=torch.tensor([num_text, len(sample)], dtype=torch.int32, device=device) if on_cpu else None,
+        key_mask=key_mask,
+        lengths=lengths,
+        starts=starts,
         batch=batch,
-        longest=width,
+        longest=length + latents,
     )
 
 
-def _to_owners(owner: Tensor, batch: int, dtype: torch.dtype) -> Tensor:
-    return (torch.arange(2 * batch, device=owner.device)[:, None] == owner).to(dtype)
+def _rotations(length: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[S, 2, head_dim / 2, 2] cos and sin of the turn, then of the turn back."""
+    turn = rotary_table(length, head_dim, device).to(dtype)
+    back = turn.clone()
+    back[..., 1].neg_()
+    return torch.stack([turn, back], 1)
+
+
+def _key_mask(mask: Tensor, latents: int) -> Tensor:
+    """[B, S] -> [B, 1, 1, S + L], all latents allowed."""
+    return torch.cat([mask, mask.new_ones(mask.shape[0], latents)], dim=1)[:, None, None]
 
 
 def attend(qkv: Tensor, layout: Layout, scale: float | None = None) -> Tensor:
