@@ -59,10 +59,25 @@ class _Kept(NamedTuple):
     outer: Tensor
 
 
+def _find_grouped_mm():
+    """torch's grouped product where it is known to work on a CPU: not in every version that is supported."""
+    function = getattr(F, "grouped_mm", None)
+    x, halves = torch.arange(12.0).view(3, 4), torch.arange(32.0).view(2, 4, 4)
+    try:
+        found = function(x, halves, offs=torch.tensor([2, 3], dtype=torch.int32))
+    except (TypeError, RuntimeError, NotImplementedError):
+        return None
+    return function if torch.equal(found, torch.cat([x[:2] @ halves[0], x[2:] @ halves[1]])) else None
+
+
+_grouped_mm = _find_grouped_mm()
+
+
 def _is_grouped(layout: Layout, x: Tensor, weight: Tensor) -> bool:
     """Whether grouped_mm takes this product: rows of both must start at multiples of 16 bytes."""
-    sizes = (x.shape[1], weight.shape[0] // 2, weight.shape[1])
-    return layout.ends is not None and x.dtype != torch.float64 and not any(s * x.element_size() % 16 for s in sizes)
+    if _grouped_mm is None or layout.ends is None or x.dtype == torch.float64:
+        return False
+    return not any(size * x.element_size() % 16 for size in (x.shape[1], weight.shape[0] // 2, weight.shape[1]))
 
 
 def _product(x: Tensor, weight: Tensor, layout: Layout, out: Tensor | None = None) -> Tensor:
@@ -81,7 +96,7 @@ def _by_stream(x: Tensor, halves: Tensor, layout: Layout, is_grouped: bool, out:
     if out is not None and out.dtype != x.dtype:
         return out.copy_(_by_stream(x, halves, layout, is_grouped, None))
     if out is None and is_grouped:
-        return F.grouped_mm(x, halves, offs=layout.ends)
+        return _grouped_mm(x, halves, offs=layout.ends)
     if out is None:
         out = x.new_empty(x.shape[0], halves.shape[2])
     n = layout.num_text
@@ -93,7 +108,7 @@ def _by_stream(x: Tensor, halves: Tensor, layout: Layout, is_grouped: bool, out:
 def _weight_grad(grad: Tensor, x: Tensor, weight: Tensor, layout: Layout) -> Tensor:
     """Gradient [2 x O, I] of a weight that took x [R, I] to where grad [R, O] stands, in the weight's dtype."""
     if _is_grouped(layout, x, weight):
-        found = F.grouped_mm(grad.t(), x, offs=layout.ends)
+        found = _grouped_mm(grad.t(), x, offs=layout.ends)
         return found.view(weight.shape).to(weight.dtype)
     found, n = grad.new_empty(2, grad.shape[1], x.shape[1]), layout.num_text
     torch.mm(grad[:n].t(), x[:n], out=found[0])
