@@ -215,6 +215,7 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
         folder.log_step(sums_by_name, batches[0], verdict, grad_norm, lr, cost)
         if (told := profiler.after(state.step)) is not None:
             folder.progress.message(f"profile  {told}")
+            folder.event("profile", **told.record())
         if not verdict.apply:
             folder.log_skip(verdict, step_loss, grad_norm, forensics.gather(engine, batches, losses), batches[0])
         if look is not None:

@@ -1,11 +1,43 @@
-"""training.profile=[a,b]: a torch profiler trace of steps a to b in the run's folder."""
+"""training.profile=[a,b]: a torch profiler trace of steps a to b in the run's folder, and what communication took."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
+
+_COLLECTIVES = ("nccl", "gloo:", "mpi:", "ucc:")  # what c10d and NCCL call theirs
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """What was found in steps first to last.
+
+    Attributes:
+        trace: the file. communication_share: share of the wall time in which a collective ran on this rank.
+        exposed_share: share in which a collective ran and nothing was computed beside it. error: why there is no trace.
+    """
+
+    steps: tuple[int, int]
+    trace: Path
+    communication_share: float | None = None
+    exposed_share: float | None = None
+    error: str | None = None
+
+    def __str__(self) -> str:
+        if self.error is not None:
+            return f"could not be written to {self.trace}: {self.error}"
+        shares = f"{self.communication_share:.1%} of the time, {self.exposed_share:.1%} with nothing computed beside it"
+        return f"{self.trace}; communication: {shares}"
+
+    def record(self) -> dict:
+        """For events.jsonl."""
+        shares = {"communication_share": self.communication_share, "exposed_communication_share": self.exposed_share}
+        return {"steps": list(self.steps), "path": str(self.trace), "error": self.error, **shares}
 
 
 class StepProfiler:
@@ -28,8 +60,9 @@ class StepProfiler:
         self._profile = profile(activities=activities, record_shapes=True)
         self._profile.start()
 
-    def after(self, step: int) -> str | None:
-        """Call after each step; says which trace was written, or why not: one rank must not end over its profile."""
+    def after(self, step: int) -> Profiled | None:
+        """Call after each step; what was found, once, after the last of them. One rank must not end over its profile:
+        what goes wrong is told there."""
         if self._profile is None or step < self.steps[1]:
             return None
         path = self.folder / f"steps_{self.steps[0]}_{self.steps[1]}_rank{self.rank}.json"
@@ -37,8 +70,46 @@ class StepProfiler:
             self._profile.stop()
             self.folder.mkdir(parents=True, exist_ok=True)
             self._profile.export_chrome_trace(str(path))
-            return str(path)
+            return Profiled(self.steps, path, *communication_shares(self._profile.events()))
         except (OSError, RuntimeError) as error:
-            return f"could not be written to {path}: {error}"
+            return Profiled(self.steps, path, error=str(error))
         finally:
             self._profile = self.steps = None
+
+
+def communication_shares(events: Iterable) -> tuple[float, float]:
+    """Shares of the profiled time in which collectives ran, and in which they ran alone.
+
+    On a GPU its kernels are looked at, on a CPU torch's operations.
+
+    Args:
+        events: `torch.autograd.profiler_util.FunctionEvent`s of one rank.
+    """
+    events = list(events)
+    spans = [(event, event.time_range.start, event.time_range.end) for event in events]
+    if not spans:
+        return 0.0, 0.0
+    wall = max(end for _, _, end in spans) - min(start for _, start, _ in spans)
+    on_gpu = any(event.device_type == DeviceType.CUDA for event in events)
+    device = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    collectives, work = [], []
+    for event, start, end in spans:
+        if event.device_type != device:
+            continue
+        if event.name.startswith(_COLLECTIVES):
+            collectives.append((start, end))
+        elif event.name.startswith("aten::") or (on_gpu and not event.is_user_annotation):
+            work.append((start, end))
+    taken, computed = _length(collectives), _length(work)
+    alone = _length(collectives + work) - computed
+    return taken / max(wall, 1e-9), alone / max(wall, 1e-9)
+
+
+def _length(spans: list[tuple[float, float]]) -> float:
+    """Length of the union of spans."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        if end > reached:
+            total += end - max(start, reached)
+            reached = end
+    return total

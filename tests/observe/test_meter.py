@@ -58,6 +58,33 @@ def test_a_run_logs_its_cost_and_writes_a_trace(store, tmp_path, capsys):
     assert {"aten::mm", "Optimizer.step#AdamW.step"} <= names
 
 
+def test_shares_of_communication():
+    """Collectives that overlap each other count once, operations inside operations too; annotations never."""
+    from torch.autograd import DeviceType
+    from torch.autograd.profiler_util import FunctionEvent
+
+    from mmldlm.observe.profile import communication_shares
+
+    def event(name, start, end, device=DeviceType.CPU, note=False):
+        found = FunctionEvent(0, name, 0, start, end, device_type=device)
+        found.is_user_annotation = note
+        return found
+
+    on_cpu = [
+        event("aten::mm", 0, 40), event("aten::copy_", 10, 20), event("c10d::allreduce_", 40, 90),
+        event("gloo:all_reduce", 30, 70, note=True), event("gloo:all_reduce", 60, 80, note=True),
+        event("aten::add", 75, 100),
+    ]  # fmt: skip
+    assert communication_shares(on_cpu) == pytest.approx((0.5, 0.35))
+    gpu = DeviceType.CUDA
+    on_gpu = [
+        event("aten::mm", 0, 100), event("step", 0, 100, gpu, note=True), event("gemm_kernel", 10, 50, gpu),
+        event("ncclDevKernel_AllGather_RING_LL", 40, 60, gpu), event("nccl:all_gather", 40, 60, gpu, note=True),
+    ]  # fmt: skip
+    assert communication_shares(on_gpu) == pytest.approx((0.2, 0.1))
+    assert communication_shares([]) == (0, 0)
+
+
 def test_the_records_flops_are_those_of_the_batch():
     """What the loop counts (samples, tokens, scored positions) suffices: equal to the count from every length."""
     meter = StepMeter(config(peak_tflops=1.0), 1, torch.device("cpu"))
