@@ -209,6 +209,8 @@ def copy_planned(weights: WeightSource, plan: Plan, write: Callable[[Planned, in
             write(planned, position, view)
             position += len(view)
 
+    if not all(weights.is_stored_as(name, planned.dtype) for name, planned in plan.tensors.items()):
+        np.ndarray  # noqa: B018  # imported now: in a thread it would hold up the others
     wanted = (name for name in weights.reading_order() if name in plan.tensors)
     in_threads(copy, ((name, *span) for name in wanted for span in weights.spans(name)))
     weights.finish()

@@ -301,9 +301,9 @@ class WeightSource:
     def is_stored_as(self, name: str, dtype: str) -> bool:
         """Whether its bytes can be copied as they are: nothing to cast, to gather or to compare; see copies()."""
         parts = self._parts[name]
-        if not parts or self._mirrors.get(name):
+        if self._mirrors.get(name) or self.tensors[name].dtype != dtype:
             return False
-        return parts[0].ref.dtype == self.tensors[name].dtype == dtype and parts[0].ref.is_contiguous
+        return not parts or parts[0].ref.dtype == dtype and parts[0].ref.is_contiguous
 
     def copies(self, name: str, low: int, high: int) -> Iterator[memoryview]:
         """The bytes of the tensor's elements [low, high) in order, of one that is_stored_as it should be; see pieces.
