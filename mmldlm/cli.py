@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from mmldlm import __version__
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, MmldlmError
@@ -135,7 +136,7 @@ def _overview(argv: list[str]) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry of the console command; returns the exit code."""
+    """Runs a command; returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] not in VERBS:
         return _overview(argv)
@@ -152,5 +153,28 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_FAILED
 
 
+def enter() -> NoReturn:
+    """Entry of the console command."""
+    code = main()
+    if sys.argv[1:2] == ["convert"]:
+        leave_at_once(code)
+    sys.exit(code)
+
+
+def leave_at_once(code: int) -> NoReturn:
+    """Ends the process without taking the interpreter apart, which takes a conversion of a second's quarter 15 ms.
+
+    For commands that leave no thread, child or exit handler behind.
+    """
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BrokenPipeError:  # whoever read has enough
+        code = code or EXIT_FAILED
+    except (OSError, ValueError):
+        sys.exit(code)  # the interpreter says what is wrong
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    enter()

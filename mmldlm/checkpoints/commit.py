@@ -16,9 +16,8 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mmldlm.checkpoints.manifest import FORMAT, MANIFEST, VERSION, describe_file, list_files, read_manifest, verify
 from mmldlm.errors import MmldlmError, UserError
@@ -33,8 +32,7 @@ class CommitFailed(MmldlmError):
     """A checkpoint could not be saved. Raised on every rank alike; the previous one and `latest` are as before."""
 
 
-@dataclass(frozen=True)
-class Peers:
+class Peers(NamedTuple):
     """How the ranks agree. Both callables are collective: every rank calls them the same number of times.
 
     Attributes:

@@ -12,16 +12,15 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-
-import numpy as np
+from typing import NamedTuple
 
 from mmldlm import __version__
 from mmldlm.checkpoints.config_check import MODEL_CONFIG, check_config
 from mmldlm.checkpoints.crc import CrcRuns
 from mmldlm.checkpoints.dtypes import DTYPES, cast, nonfinite_count
+from mmldlm.checkpoints.late_numpy import np
 from mmldlm.checkpoints.output_folder import write_beside
 from mmldlm.checkpoints.overlap import in_threads
 from mmldlm.checkpoints.places import COMPANIONS, INDEX, SINGLE
@@ -34,8 +33,7 @@ DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "keep":
 WIDE_FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
-@dataclass(frozen=True)
-class Summary:
+class Summary(NamedTuple):
     """What one conversion wrote. `num_parameters` counts stored elements of parameters, not buffers or aliases."""
 
     num_tensors: int
@@ -47,8 +45,7 @@ class Summary:
     notes: list[str]
 
 
-@dataclass(frozen=True)
-class Planned:
+class Planned(NamedTuple):
     """One tensor to write: its name in the source, its name and dtype in the output."""
 
     info: TensorInfo
@@ -60,8 +57,7 @@ class Planned:
         return self.info.numel * DTYPES[self.dtype].itemsize
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """Source name -> what to write, in the model's order; `aliases` are second names in the output -> names.
 
     `names` are all names in the output, in the model's order.
@@ -195,8 +191,8 @@ def _shards(plan: Plan, shard_bytes: int | None) -> dict[str, list[str]]:
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def copy_planned(weights: WeightSource, plan: Plan, write: Callable[[Planned, int, np.ndarray], None]) -> None:
-    """Calls write(planned, first element, elements) for every planned tensor, chunk by chunk in its output dtype.
+def copy_planned(weights: WeightSource, plan: Plan, write: Callable[[Planned, int, memoryview], None]) -> None:
+    """Calls write(planned, first byte, bytes) for every planned tensor, chunk by chunk in its output dtype.
 
     Several threads do; the source is read in one sweep, and all of it is proven when this returns.
 
@@ -207,15 +203,25 @@ def copy_planned(weights: WeightSource, plan: Plan, write: Callable[[Planned, in
     def copy(item: tuple[str, int, int]) -> None:
         name, low, high = item
         planned = plan.tensors[name]
-        for chunk, _ in weights.pieces(name, low, high):
-            converted = cast(chunk, planned.info.dtype, planned.dtype)
-            _check_fits(weights, planned, converted)
-            write(planned, low, converted)
-            low += chunk.size
+        position = low * DTYPES[planned.dtype].itemsize
+        is_copied = weights.is_stored_as(name, planned.dtype)
+        for view in weights.copies(name, low, high) if is_copied else _cast(weights, planned, low, high):
+            write(planned, position, view)
+            position += len(view)
 
+    if not all(weights.is_stored_as(name, planned.dtype) for name, planned in plan.tensors.items()):
+        np.ndarray  # noqa: B018  # imported now: in a thread it would hold up the others
     wanted = (name for name in weights.reading_order() if name in plan.tensors)
     in_threads(copy, ((name, *span) for name in wanted for span in weights.spans(name)))
     weights.finish()
+
+
+def _cast(weights: WeightSource, planned: Planned, low: int, high: int) -> Iterator[memoryview]:
+    """The bytes of a tensor's elements [low, high) in its output dtype, chunk by chunk."""
+    for chunk, _ in weights.pieces(planned.info.name, low, high):
+        converted = cast(chunk, planned.info.dtype, planned.dtype)
+        _check_fits(weights, planned, converted)
+        yield memoryview(np.ascontiguousarray(converted).view(np.uint8))
 
 
 def _write_model(
@@ -242,13 +248,13 @@ def _write_model(
         done, total = 0, plan.nbytes
         counting = threading.Lock()
 
-        def write(planned: Planned, start: int, values: np.ndarray) -> None:
+        def write(planned: Planned, position: int, view: memoryview) -> None:
             nonlocal done
-            writer_of[planned.name].write(planned.name, start, values)
+            writer_of[planned.name].write(planned.name, position, view)
             if verify:
-                sums[planned.name].add(start * values.itemsize, np.ascontiguousarray(values).view(np.uint8).data)
+                sums[planned.name].add(position, view)
             with counting:
-                done += values.nbytes
+                done += len(view)
                 on_bytes(done, total)
 
         copy_planned(opened.weights, plan, write)

@@ -194,7 +194,7 @@ def _dry_run(args: argparse.Namespace) -> int:
         if args.ema:
             weights.use_ema()
         plan = plan_tensors(weights, args.dtype or "fp32", args.only)
-        copy_planned(weights, plan, lambda planned, start, values: None)
+        copy_planned(weights, plan, lambda planned, position, view: None)
         size = f"{plan.nbytes:,} bytes ({plan.nbytes / 2**20:.1f} MiB)"
         print_rows([*facts(opened), ("would write", f"{len(plan.tensors)} tensors, {size}")])
     return 0

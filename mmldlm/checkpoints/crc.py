@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable
 from functools import lru_cache
 
-import numpy as np
+from mmldlm.checkpoints.finite import address_of
 
 _POLYNOMIAL = 0xEDB88320  # of CRC-32, lowest power in the highest bit
 
@@ -16,7 +16,7 @@ _POLYNOMIAL = 0xEDB88320  # of CRC-32, lowest power in the highest bit
 _LARGE = 4096  # bytes from which a call into another library is worth its while
 
 
-def _find_fast() -> Callable[[int, int, int], int] | None:
+def _find_fast() -> Callable[[int, int | bytes, int], int] | None:
     """libdeflate's CRC-32, three times as fast as zlib's, where the system has that library; it must give zlib's."""
     try:
         function = ctypes.CDLL("libdeflate.so.0").libdeflate_crc32
@@ -24,8 +24,8 @@ def _find_fast() -> Callable[[int, int, int], int] | None:
         return None
     function.argtypes = (ctypes.c_uint32, ctypes.c_void_p, ctypes.c_size_t)
     function.restype = ctypes.c_uint32
-    probe = np.arange(_LARGE, dtype=np.uint8)
-    return function if function(0, probe.ctypes.data, probe.nbytes) == zlib.crc32(probe) else None
+    probe = bytes(range(256)) * (_LARGE // 256)
+    return function if function(0, probe, len(probe)) == zlib.crc32(probe) else None
 
 
 _fast = _find_fast()
@@ -35,7 +35,9 @@ def crc32(data: memoryview | bytes) -> int:
     """CRC-32 of some bytes. Lets go of Python's lock."""
     if _fast is None or len(data) < _LARGE:
         return zlib.crc32(data)
-    return _fast(0, np.frombuffer(data, np.uint8).ctypes.data, len(data))
+    if isinstance(data, bytes):
+        return _fast(0, data, len(data))
+    return zlib.crc32(data) if data.readonly else _fast(0, address_of(data), len(data))
 
 
 def combine(first: int, second: int, second_bytes: int) -> int:

@@ -14,8 +14,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mmldlm.checkpoints.dtypes import DTYPES
 from mmldlm.checkpoints.moments import MOMENTS
 from mmldlm.checkpoints.places import METADATA, is_dcp_folder
@@ -87,9 +85,9 @@ class DcpItem:
         """Where element `start` lies, nearly: good enough to read in one sweep without opening."""
         return self._offset + start * DTYPES[ref.dtype].itemsize
 
-    def read_elements_into(self, ref: TensorRef, start: int, out: np.ndarray) -> int | None:
+    def read_elements_into(self, ref: TensorRef, start: int, view: memoryview) -> int | None:
         item = self._open()
-        return item.read_elements_into(self._stored, start, out)
+        return item.read_elements_into(self._stored, start, view)
 
     def check_ref_crc(self, ref: TensorRef) -> None:
         self._open().check_ref_crc(self._stored)

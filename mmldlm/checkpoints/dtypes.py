@@ -5,23 +5,19 @@ numpy has no bfloat16 and no float8: such elements travel as raw unsigned intege
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
-import numpy as np
+from mmldlm.checkpoints.late_numpy import np
 
 
-@dataclass(frozen=True)
-class DType:
-    """One element type: its torch name, the numpy type that carries its bytes, and its safetensors code."""
+class DType(NamedTuple):
+    """One element type: its torch name, the numpy type that carries its bytes, its safetensors code, its bytes."""
 
     name: str
-    raw: np.dtype
+    raw: str
     safetensors: str
     is_float: bool
-
-    @property
-    def itemsize(self) -> int:
-        return self.raw.itemsize
+    itemsize: int
 
 
 def _table() -> dict[str, DType]:
@@ -42,7 +38,7 @@ def _table() -> dict[str, DType]:
         ("uint8", "|u1", "U8", False),
         ("bool", "|b1", "BOOL", False),
     ]
-    return {name: DType(name, np.dtype(raw), code, is_float) for name, raw, code, is_float in rows}
+    return {name: DType(name, raw, code, is_float, int(raw[2:])) for name, raw, code, is_float in rows}
 
 
 DTYPES: dict[str, DType] = _table()

@@ -15,8 +15,7 @@ import os
 import threading
 from pathlib import Path
 
-import numpy as np
-
+from mmldlm.checkpoints.late_numpy import np
 from mmldlm.checkpoints.overlap import WRITEBACK_BYTES, find_function, reserve, start_writeback
 from mmldlm.checkpoints.torch_file import raise_file_limit
 

@@ -11,8 +11,6 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
-
 from mmldlm.checkpoints.dtypes import DTYPES
 from mmldlm.checkpoints.output_file import OutputFile
 
@@ -70,13 +68,11 @@ class SafetensorsWriter:
             self.close()
             raise
 
-    def write(self, name: str, start: int, chunk: np.ndarray) -> None:
-        """Writes elements of tensor `name`, from element `start` on. Several threads may write at once."""
-        view = memoryview(np.ascontiguousarray(chunk).reshape(-1).view(np.uint8))
+    def write(self, name: str, position: int, view: memoryview) -> None:
+        """Writes bytes of tensor `name`, from its byte `position` on. Several threads may write at once."""
         first, end = self._spans[name]
-        position = first + start * chunk.itemsize
-        assert position + len(view) <= end, f"more bytes for {name} than its shape holds"
-        self._file.write(view, self._base + position)
+        assert first + position + len(view) <= end, f"more bytes for {name} than its shape holds"
+        self._file.write(view, self._base + first + position)
         with self._lock:
             self._missing[name] -= len(view)
 

@@ -10,8 +10,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mmldlm.checkpoints.dtypes import DTYPES
 from mmldlm.checkpoints.places import INDEX, SINGLE, find_safetensors
 from mmldlm.checkpoints.safetensors_file import MAX_HEADER_BYTES
@@ -86,9 +84,9 @@ class SafetensorsFile:
         """Where element `start` of a tensor lies, in bytes from the file's start."""
         return self._base + self.tensors[ref.key][2] + start * DTYPES[ref.dtype].itemsize
 
-    def read_elements_into(self, ref: TensorRef, start: int, out: np.ndarray) -> None:
-        """Fills `out` (flat, DTYPES[ref.dtype].raw) with the elements from `start`."""
-        view, position = memoryview(out.view(np.uint8)), self.position_of(ref, start)
+    def read_elements_into(self, ref: TensorRef, start: int, view: memoryview) -> None:
+        """Fills `view` with the bytes of the elements from `start`."""
+        position = self.position_of(ref, start)
         while view:
             got = os.preadv(self._fd, [view], position)
             if got == 0:

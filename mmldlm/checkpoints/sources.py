@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,11 @@ _STEP = re.compile(r"step_\d{8,}")
 _DCP_FOLDERS = (".", "dcp", "pytorch_model_fsdp_0")
 
 
-@dataclass(frozen=True)
 class Opened:
     """An opened source. `checkpoint` is the mmldlm checkpoint folder around it, None for foreign weights."""
 
-    weights: WeightSource
-    checkpoint: Path | None
+    def __init__(self, weights: WeightSource, checkpoint: Path | None):
+        self.weights, self.checkpoint = weights, checkpoint
 
     def manifest_sha256(self) -> str | None:
         """Identity of the mmldlm checkpoint: its manifest lists the checksum of every file."""

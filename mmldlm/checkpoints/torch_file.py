@@ -15,14 +15,12 @@ import errno
 import os
 import resource
 import struct
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mmldlm.checkpoints.crc import CrcRuns
 from mmldlm.checkpoints.dtypes import DTYPES
+from mmldlm.checkpoints.late_numpy import np
 from mmldlm.checkpoints.zero_pickle import RefusedPickle, TensorRef, read_pickle
 from mmldlm.checkpoints.zip_directory import BadZip, Entry, read_directory
 from mmldlm.errors import UserError
@@ -68,15 +66,14 @@ def open_for_reading(path: Path) -> int:
         raise damaged(path, f"it cannot be opened: {error.strerror}") from error
 
 
-@dataclass
 class _Record:
-    start: int  # of the payload, in bytes from the zip's start
-    size: int
-    crc: int
-    # The CRC runs along with reading.
-    read: CrcRuns = field(default_factory=CrcRuns)
-    is_touched: bool = False
-    is_good: bool = False
+    __slots__ = ("start", "size", "crc", "read", "is_touched", "is_good")
+
+    def __init__(self, start: int, size: int, crc: int):
+        self.start = start  # of the payload, in bytes from the zip's start
+        self.size, self.crc = size, crc
+        self.read = CrcRuns()  # the CRC runs along with reading
+        self.is_touched = self.is_good = False
 
 
 class TorchFile:
@@ -292,20 +289,19 @@ class TorchFile:
         """check_record of the record that a tensor lies in."""
         self.check_record(f"data/{ref.key}")
 
-    def read_elements_into(self, ref: TensorRef, start: int, out: np.ndarray) -> int | None:
-        """Fills `out` (flat, DTYPES[ref.dtype].raw) with the elements from `start` of a contiguous tensor.
+    def read_elements_into(self, ref: TensorRef, start: int, view: memoryview) -> int | None:
+        """Fills `view` with the bytes of the elements from `start` of a contiguous tensor.
 
-        Returns the CRC-32 of their bytes, where it was worked out.
+        Returns their CRC-32, where it was worked out.
         """
-        if not out.size:
+        if not view:
             return None
-        view = memoryview(out.view(np.uint8))
         return self.read_into(f"data/{ref.key}", (ref.offset + start) * DTYPES[ref.dtype].itemsize, view)
 
     def read_elements(self, ref: TensorRef, start: int, count: int) -> np.ndarray:
         """Elements [start, start + count) of a contiguous tensor, flat, as DTYPES[ref.dtype].raw."""
         out = np.empty(count, DTYPES[ref.dtype].raw)
-        self.read_elements_into(ref, start, out)
+        self.read_elements_into(ref, start, memoryview(out.view(np.uint8)))
         return out
 
     def read_strided(self, ref: TensorRef, what: str) -> np.ndarray:

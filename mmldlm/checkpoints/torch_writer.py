@@ -190,7 +190,7 @@ class TorchOutput:
                         at += self._write(tensor, at, chunk)
         for tensor, first, count in self._padding:
             raw = DTYPES[tensor.dtype].raw
-            self._write(tensor, first * raw.itemsize, np.zeros(count, raw))
+            self._write(tensor, first * DTYPES[tensor.dtype].itemsize, np.zeros(count, raw))
 
     def _create(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)

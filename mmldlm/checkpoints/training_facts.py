@@ -6,7 +6,7 @@ A writer of another layout needs them; every kind of source keeps them elsewhere
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,8 @@ def plain(file: TorchFile, value: Any) -> Any:
         return {key: plain(file, item) for key, item in value.items()}
     if isinstance(value, TensorRef) and value.numel == 1 and value.dtype in ("float32", "float64", "int64", "int32"):
         file.check_ref(value, "a setting of the optimizer")
-        return file.read_elements(replace(value, shape=(1,), stride=(1,)), 0, 1)[0].item()
+        one = TensorRef(value.dtype, (1,), (1,), value.key, value.offset, value.storage_elements)
+        return file.read_elements(one, 0, 1)[0].item()
     raise damaged(file.path, f"{str(value)[:80]} among the settings of the optimizer, where a number should stand")
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
+from typing import NamedTuple
 
 from mmldlm.checkpoints.dtypes import DTYPES, bf16_to_fp32, cast, is_rounded, nonfinite_count
+from mmldlm.checkpoints.finite import are_finite
+from mmldlm.checkpoints.late_numpy import np
 from mmldlm.checkpoints.torch_file import CHUNK_BYTES, TorchFile, damaged
 from mmldlm.checkpoints.zero_pickle import TensorRef
 from mmldlm.errors import UserError
@@ -19,8 +19,7 @@ SPAN_ELEMENTS = 4 << 20
 KINDS = ("trainable", "frozen", "buffer", "parameter", "alias")
 
 
-@dataclass(frozen=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """One named tensor. `dtype` is what read() gives; `alias_of` names the stored tensor of an alias."""
 
     name: str
@@ -41,8 +40,7 @@ class TensorInfo:
         return self.numel * DTYPES[self.dtype].itemsize
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """`count` consecutive elements of a flat tensor, found from element `start` of a tensor in a file."""
 
     file: TorchFile
@@ -58,20 +56,24 @@ def read_parts(parts: list[Part], start: int, count: int) -> np.ndarray:
     return out
 
 
-def read_parts_into(parts: list[Part], start: int, out: np.ndarray) -> int | None:
-    """Fills `out`, of the parts' raw dtype, with the elements from `start` of the concatenation of `parts`.
+def read_parts_into(parts: list[Part], start: int, out: np.ndarray | memoryview) -> int | None:
+    """Fills `out` with the elements from `start` of the concatenation of `parts`; it is an array of their raw dtype, or
+    its bytes.
 
     Returns the CRC-32 of its bytes, where it is known: when they came from one part.
     """
-    position, end, done, crc = 0, start + out.size, 0, None
+    view = out if isinstance(out, memoryview) else memoryview(out.view(np.uint8))
+    size = DTYPES[parts[0].ref.dtype].itemsize if parts else 1
+    position, end, done, crc = 0, start + len(view) // size, 0, None
     for part in parts:
         low, high = max(start, position), min(end, position + part.count)
         if low < high:
-            crc = part.file.read_elements_into(part.ref, part.start + low - position, out[low - start : high - start])
-            crc = crc if high - low == out.size else None
+            piece = view[(low - start) * size : (high - start) * size]
+            crc = part.file.read_elements_into(part.ref, part.start + low - position, piece)
+            crc = crc if len(piece) == len(view) else None
             done += high - low
         position += part.count
-    assert done == out.size, f"elements {start}..{end} of a tensor of {position}"
+    assert done * size == len(view), f"elements {start}..{end} of a tensor of {position}"
     return crc
 
 
@@ -296,6 +298,29 @@ class WeightSource:
                 self._check_mirror(name, start, chunk, stored.dtype)
             yield cast(chunk, stored.dtype, info.dtype), None if is_cast else crc
 
+    def is_stored_as(self, name: str, dtype: str) -> bool:
+        """Whether its bytes can be copied as they are: nothing to cast, to gather or to compare; see copies()."""
+        parts = self._parts[name]
+        if self._mirrors.get(name) or self.tensors[name].dtype != dtype:
+            return False
+        return not parts or parts[0].ref.dtype == dtype and parts[0].ref.is_contiguous
+
+    def copies(self, name: str, low: int, high: int) -> Iterator[memoryview]:
+        """The bytes of the tensor's elements [low, high) in order, of one that is_stored_as it should be; see pieces.
+
+        numpy is not needed for them.
+        """
+        info, parts = self.tensors[name], self._parts[name]
+        itemsize = DTYPES[info.dtype].itemsize
+        step = CHUNK_BYTES // itemsize
+        buffer = memoryview(bytearray(min(step, high - low) * itemsize))
+        for start in range(low, high, step):
+            view = buffer[: (high - start) * itemsize]
+            read_parts_into(parts, start, view)
+            if info.dtype != "float32" or not are_finite(view):
+                self._check_finite(info, view, info.dtype)
+            yield view
+
     def read(self, name: str) -> np.ndarray:
         """The whole tensor in its shape, as DTYPES[info.dtype].raw; its CRC is compared, except in ranged mode."""
         info = self.tensors[name]
@@ -310,11 +335,11 @@ class WeightSource:
         for file in self.files:
             file.check_touched()
 
-    def _check_finite(self, info: TensorInfo, chunk: np.ndarray, dtype: str) -> None:
+    def _check_finite(self, info: TensorInfo, chunk: np.ndarray | memoryview, dtype: str) -> None:
         # Buffers may hold infinities by design (attention masks).
-        if self.allow_nonfinite or info.kind == "buffer":
+        if self.allow_nonfinite or info.kind == "buffer" or not DTYPES[dtype].is_float:
             return
-        count = nonfinite_count(chunk, dtype)
+        count = nonfinite_count(np.frombuffer(chunk, DTYPES[dtype].raw), dtype)
         if count:
             raise UserError(
                 f"finite weights in {self.path}",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from mmldlm.checkpoints.dtypes import DTYPES
@@ -29,19 +28,38 @@ class _Sealed:
         raise RefusedPickle("it tries to change the reader itself")
 
 
-@dataclass(frozen=True)
-class StorageRef(_Sealed):
+class _Fields(_Sealed):
+    """A value of some fields. No tuple, which whatever walks over a checkpoint's values would enter."""
+
+    __slots__ = ()
+
+    def __init__(self, *values: Any):
+        for name, value in zip(self.__slots__, values, strict=True):
+            setattr(self, name, value)
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and all(getattr(self, n) == getattr(other, n) for n in self.__slots__)
+
+    def __hash__(self) -> int:
+        return hash(tuple(getattr(self, name) for name in self.__slots__))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{n}={getattr(self, n)!r}' for n in self.__slots__)})"
+
+
+class StorageRef(_Fields):
     """A storage: `key` names the zip record data/<key>; `num_elements` counts elements of `dtype`."""
 
+    __slots__ = ("dtype", "key", "num_elements")
     dtype: str
     key: str
     num_elements: int
 
 
-@dataclass(frozen=True)
-class TensorRef(_Sealed):
+class TensorRef(_Fields):
     """A tensor that was not loaded. `offset` and `stride` count elements of `dtype`."""
 
+    __slots__ = ("dtype", "shape", "stride", "key", "offset", "storage_elements")
     dtype: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]

@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from mmldlm.checkpoints import convert as convert_module
-from mmldlm.checkpoints import output_file, output_folder
+from mmldlm.checkpoints import finite, output_file, output_folder
 from mmldlm.checkpoints.commit import begin
 from mmldlm.checkpoints.convert import add_arguments, convert, main
 from mmldlm.checkpoints.dtypes import bf16_to_fp32, fp32_to_bf16
+from mmldlm.checkpoints.finite import _find_dot
 from mmldlm.checkpoints.safetensors_file import SafetensorsWriter
 from mmldlm.checkpoints.zero_reader import ZeroCheckpoint
 from mmldlm.errors import MmldlmError, UserError
@@ -289,6 +290,46 @@ def test_a_reader_that_has_enough(zero_dir):
     done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert done.returncode == 1 and not done.stderr
+
+
+def test_a_process_that_leaves_at_once(zero_dir, tmp_path):
+    words = [sys.executable, "-m", "mmldlm.cli", "convert", str(zero_dir / "z3_fp32"), str(tmp_path / "out")]
+    done = [subprocess.run(words, capture_output=True, text=True) for _ in range(2)]
+    assert done[0].returncode == 0 and done[0].stdout.startswith("wrote") and "MiB/s" in done[0].stdout
+    assert done[1].returncode == 2 and done[1].stderr.startswith("error: expected no file or folder at")
+    with open("/dev/full", "w") as full:  # an output that cannot be written is no success
+        done = subprocess.run([*words, "--force"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode not in (0, 2) and "No space left" in done.stderr
+
+
+def test_a_copy_needs_no_numpy(fsdp_dir, tmp_path):
+    code = (
+        "import sys; from mmldlm.checkpoints.convert import convert\n"
+        "convert(sys.argv[1], sys.argv[2], dtype='keep')\n"
+        "print(*{'numpy', 'torch', 'dataclasses'}.intersection(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(fsdp_dir / "fsdp"), str(tmp_path / "out")],
+                          capture_output=True, text=True)  # fmt: skip
+    if _find_dot() is None:
+        pytest.skip("numpy comes with another BLAS than OpenBLAS: it looks itself")
+    assert done.stdout.strip() == "", done.stderr
+
+
+@pytest.mark.parametrize("has_library", [True, False])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_copied_must_be_finite(tmp_path, monkeypatch, bad, has_library):
+    if not has_library:
+        monkeypatch.setattr(finite, "_find_dot", lambda: None)
+    values = torch.full((300_001,), 1e30)  # the sum of squares overflows: a number to look at, and nothing wrong
+    torch.save({"w": values}, tmp_path / "model.pt")
+    convert(tmp_path / "model.pt", tmp_path / "out")
+    values[-1] = bad
+    torch.save({"w": values}, tmp_path / "model.pt")
+    with pytest.raises(UserError, match="1 NaN or infinite elements in w"):
+        convert(tmp_path / "model.pt", tmp_path / "out", force=True)
+    convert(tmp_path / "model.pt", tmp_path / "out", force=True, allow_nonfinite=True)
+    _, raw, _ = read_safetensors(tmp_path / "out" / "model.safetensors")
+    assert raw["w"] == values.numpy().tobytes()
 
 
 def test_dry_run_reads_the_weights(zero_copy):
