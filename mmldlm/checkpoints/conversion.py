@@ -191,7 +191,9 @@ def _shards(plan: Plan, shard_bytes: int | None) -> dict[str, list[str]]:
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def copy_planned(weights: WeightSource, plan: Plan, write: Callable[[Planned, int, memoryview], None]) -> None:
+def copy_planned(
+    weights: WeightSource, plan: Plan, write: Callable[[Planned, int, memoryview], None], is_direct: bool = False
+) -> None:
     """Calls write(planned, first byte, bytes) for every planned tensor, chunk by chunk in its output dtype.
 
     Several threads do; the source is read in one sweep, and all of it is proven when this returns.
@@ -212,7 +214,7 @@ def copy_planned(weights: WeightSource, plan: Plan, write: Callable[[Planned, in
     if not all(weights.is_stored_as(name, planned.dtype) for name, planned in plan.tensors.items()):
         np.ndarray  # noqa: B018  # imported now: in a thread it would hold up the others
     wanted = (name for name in weights.reading_order() if name in plan.tensors)
-    in_threads(copy, ((name, *span) for name in wanted for span in weights.spans(name)))
+    in_threads(copy, ((name, *span) for name in wanted for span in weights.spans(name)), is_direct)
     weights.finish()
 
 
@@ -257,7 +259,7 @@ def _write_model(
                 done += len(view)
                 on_bytes(done, total)
 
-        copy_planned(opened.weights, plan, write)
+        copy_planned(opened.weights, plan, write, any(writer.is_direct for writer in writers))
         for writer in writers:
             writer.finish()
     finally:

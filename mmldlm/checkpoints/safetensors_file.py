@@ -68,6 +68,11 @@ class SafetensorsWriter:
             self.close()
             raise
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether the file is written past the page cache."""
+        return self._file.is_direct
+
     def write(self, name: str, position: int, view: memoryview) -> None:
         """Writes bytes of tensor `name`, from its byte `position` on. Several threads may write at once."""
         first, end = self._spans[name]
