@@ -62,9 +62,10 @@ class _Kept(NamedTuple):
 def _find_grouped_mm():
     """torch's grouped product where it is known to work on a CPU: not in every version that is supported."""
     function = getattr(F, "grouped_mm", None)
-    x, halves = torch.arange(12.0).view(3, 4), torch.arange(32.0).view(2, 4, 4)
+    x = torch.arange(12, dtype=torch.float32, device="cpu").view(3, 4)
+    halves = torch.arange(32, dtype=torch.float32, device="cpu").view(2, 4, 4)
     try:
-        found = function(x, halves, offs=torch.tensor([2, 3], dtype=torch.int32))
+        found = function(x, halves, offs=torch.tensor([2, 3], dtype=torch.int32, device="cpu"))
     except (TypeError, RuntimeError, NotImplementedError):
         return None
     return function if torch.equal(found, torch.cat([x[:2] @ halves[0], x[2:] @ halves[1]])) else None
@@ -80,10 +81,10 @@ def _is_grouped(layout: Layout, x: Tensor, weight: Tensor) -> bool:
     return not any(size * x.element_size() % 16 for size in (x.shape[1], weight.shape[0] // 2, weight.shape[1]))
 
 
-def _product(x: Tensor, weight: Tensor, layout: Layout, out: Tensor | None = None) -> Tensor:
-    """x [R, I] @ weight [2 x O, I].T of each row's stream: [R, O]. With out, written there."""
+def _product(x: Tensor, weight: Tensor, layout: Layout) -> Tensor:
+    """x [R, I] @ weight [2 x O, I].T of each row's stream: [R, O]."""
     halves = weight.view(2, -1, weight.shape[1])
-    return _by_stream(x, halves.transpose(1, 2), layout, _is_grouped(layout, x, weight), out)
+    return _by_stream(x, halves.transpose(1, 2), layout, _is_grouped(layout, x, weight), None)
 
 
 def _product_back(grad: Tensor, weight: Tensor, layout: Layout, out: Tensor | None = None) -> Tensor:
