@@ -87,6 +87,7 @@ def communication_shares(events: Iterable) -> tuple[float, float]:
     """
     events = list(events)
     spans = [(event, event.time_range.start, event.time_range.end) for event in events]
+    spans = [span for span in spans if span[2] > span[1]]  # what had not ended with the profile has no length
     if not spans:
         return 0.0, 0.0
     wall = max(end for _, _, end in spans) - min(start for _, start, _ in spans)
