@@ -58,7 +58,7 @@ resume.rank_main(*sys.argv[1:4], sys.argv[4:])
 
 def test_a_parameter_that_is_not_loaded_is_seen(store, tmp_path):
     """The matrix can fail: an engine that forgets one parameter."""
-    script, name = tmp_path / "forgetful.py", "blocks.0.text.mlp_in.weight"
+    script, name = tmp_path / "forgetful.py", "blocks.0.mlp_in.weight"
     script.write_text(FORGETFUL.format(benchmarks=str(ROOT / "benchmarks"), name=name))
     place = resume.Place("ddp", 1)
     with _runs.Launcher(tmp_path / "ranks") as launcher:

@@ -13,7 +13,6 @@ from mmldlm.checkpoints.weights import WeightSource
 from mmldlm.errors import UserError
 
 MODEL_CONFIG = "model_config.json"
-_STREAMS = ("text", "latent")
 
 
 def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -31,12 +30,11 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "length_head.3.weight": (config["max_seq_len"], cond),
     }
     for block in range(config["n_blocks"]):
-        for stream in _STREAMS:
-            name = f"blocks.{block}.{stream}"
-            shapes[f"{name}.modulation.weight"] = (6 * width, cond)
-            shapes[f"{name}.mlp_in.weight"] = (mlp, width)
-            if config["qk_rmsnorm"]:
-                shapes[f"{name}.query_norm.weight"] = (width // heads,)
+        name = f"blocks.{block}"
+        shapes[f"{name}.modulation.weight"] = (12 * width, cond)
+        shapes[f"{name}.mlp_in.weight"] = (2 * mlp, width)
+        if config["qk_rmsnorm"]:
+            shapes[f"{name}.qk_norm.weight"] = (4 * (width // heads),)
     return shapes
 
 

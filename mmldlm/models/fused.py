@@ -1,8 +1,8 @@
-"""The two halves of a block around attention as autograd Functions: few operations, few saved tensors.
+"""A whole block as one autograd Function: few operations, few saved tensors.
 
 What autograd would keep of a block (norms, modulated rows, GELU's output, rotated queries) is cheap to compute again,
 so it is: saved are products of matrices only. Both streams' rows stand in one tensor (layout.py), so every
-elementwise operation runs once for both; only the products with their own weights run twice.
+elementwise operation runs once for both, and a product with their two weights is one grouped product on a CPU.
 
 Rows keep the dtype they come in (fp32 under autocast); matrix products run in `compute_dtype`. The plain form of the
 same arithmetic stands in tests/models/plain.py, and tests compare values and gradients in fp64.
@@ -10,36 +10,111 @@ same arithmetic stands in tests/models/plain.py, and tests compare values and gr
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from mmldlm.models.layers import compute_dtype, without_autocast
-from mmldlm.models.layout import Layout
+from mmldlm.models.layout import Layout, attend
 
 NORM_EPS = 1e-6
 aten = torch.ops.aten
 
 
-def _pair(x: Tensor, n: int, text: Tensor, latent: Tensor, biases=(None, None), out: Tensor | None = None) -> Tensor:
-    """rows [R, I] times the text weight [I, O] for the first n, the latent weight for the rest: [R, O]."""
+class BlockWeights(NamedTuple):
+    """Parameters of a block of width H under a condition of width C; text's half first in each.
+
+    modulation [2 x 6 H, C] and its bias [2 x 6 H] (shift, scale, gate of attention, then of the MLP), qkv [2 x 3 H, H],
+    qk_norm [2 x 2 x head_dim] (of queries, of keys; None without QK-RMSNorm), out [2 H, H], mlp_in [2 x 4 H, H],
+    mlp_out [2 H, 4 H].
+    """
+
+    modulation: Tensor
+    modulation_bias: Tensor
+    qkv: Tensor
+    qk_norm: Tensor | None
+    out: Tensor
+    mlp_in: Tensor
+    mlp_out: Tensor
+
+
+class _Kept(NamedTuple):
+    """What the backward pass needs of a block's forward pass beside its inputs.
+
+    table [2 B, 6 H]; unit [R, 2, heads, head_dim] queries and keys of length 1, length [R, 2, heads, 1] what they were
+    divided by; joint [P, 3, heads, head_dim] and mixed [P, H], attention's ends in a graph of its own; attended [R, H],
+    inner [R, 4 H], outer [R, H] results of to_out and the MLP's two layers.
+    """
+
+    table: Tensor
+    unit: Tensor | None
+    length: Tensor | None
+    joint: Tensor
+    mixed: Tensor
+    attended: Tensor
+    inner: Tensor
+    outer: Tensor
+
+
+def _find_grouped_mm():
+    """torch's grouped product where it is known to work on a CPU: not in every version that is supported."""
+    function = getattr(F, "grouped_mm", None)
+    x = torch.arange(12, dtype=torch.float32, device="cpu").view(3, 4)
+    halves = torch.arange(32, dtype=torch.float32, device="cpu").view(2, 4, 4)
+    try:
+        found = function(x, halves, offs=torch.tensor([2, 3], dtype=torch.int32, device="cpu"))
+    except (TypeError, RuntimeError, NotImplementedError):
+        return None
+    return function if torch.equal(found, torch.cat([x[:2] @ halves[0], x[2:] @ halves[1]])) else None
+
+
+_grouped_mm = _find_grouped_mm()
+
+
+def _is_grouped(layout: Layout, x: Tensor, weight: Tensor) -> bool:
+    """Whether grouped_mm takes this product: rows of both must start at multiples of 16 bytes."""
+    if _grouped_mm is None or layout.ends is None or x.dtype == torch.float64:
+        return False
+    return not any(size * x.element_size() % 16 for size in (x.shape[1], weight.shape[0] // 2, weight.shape[1]))
+
+
+def _product(x: Tensor, weight: Tensor, layout: Layout) -> Tensor:
+    """x [R, I] @ weight [2 x O, I].T of each row's stream: [R, O]."""
+    halves = weight.view(2, -1, weight.shape[1])
+    return _by_stream(x, halves.transpose(1, 2), layout, _is_grouped(layout, x, weight), None)
+
+
+def _product_back(grad: Tensor, weight: Tensor, layout: Layout, out: Tensor | None = None) -> Tensor:
+    """grad [R, O] @ weight [2 x O, I] of each row's stream: [R, I]. With out (in any dtype), written there."""
+    halves = weight.view(2, -1, weight.shape[1])
+    return _by_stream(grad, halves, layout, _is_grouped(layout, grad, weight), out)
+
+
+def _by_stream(x: Tensor, halves: Tensor, layout: Layout, is_grouped: bool, out: Tensor | None) -> Tensor:
+    if out is not None and out.dtype != x.dtype:
+        return out.copy_(_by_stream(x, halves, layout, is_grouped, None))
+    if out is None and is_grouped:
+        return _grouped_mm(x, halves, offs=layout.ends)
     if out is None:
-        out = x.new_empty(x.shape[0], text.shape[1])
-    for rows, w, bias, place in ((x[:n], text, biases[0], out[:n]), (x[n:], latent, biases[1], out[n:])):
-        if bias is None:
-            torch.mm(rows, w, out=place)
-        else:
-            torch.addmm(bias, rows, w, out=place)
+        out = x.new_empty(x.shape[0], halves.shape[2])
+    n = layout.num_text
+    torch.mm(x[:n], halves[0], out=out[:n])
+    torch.mm(x[n:], halves[1], out=out[n:])
     return out
 
 
-def _weight_grads(ctx, first: int, grad: Tensor, x: Tensor, n: int, like: tuple[Tensor, Tensor]) -> list:
-    """Gradients [O, I] of the two weights, in their own dtypes; None where none is wanted."""
-    halves = ((grad[:n], x[:n]), (grad[n:], x[n:]))
-    return [
-        torch.mm(g.t(), rows).to(weight.dtype) if ctx.needs_input_grad[first + i] else None
-        for i, ((g, rows), weight) in enumerate(zip(halves, like))
-    ]
+def _weight_grad(grad: Tensor, x: Tensor, weight: Tensor, layout: Layout) -> Tensor:
+    """Gradient [2 x O, I] of a weight that took x [R, I] to where grad [R, O] stands, in the weight's dtype."""
+    if _is_grouped(layout, x, weight):
+        found = _grouped_mm(grad.t(), x, offs=layout.ends)
+        return found.view(weight.shape).to(weight.dtype)
+    found, n = grad.new_empty(2, grad.shape[1], x.shape[1]), layout.num_text
+    torch.mm(grad[:n].t(), x[:n], out=found[0])
+    torch.mm(grad[n:].t(), x[n:], out=found[1])
+    return found.view(weight.shape).to(weight.dtype)
 
 
 def _norm(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -51,188 +126,10 @@ def _norm_backward(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Tenso
     return aten.native_layer_norm_backward(grad, x, [x.shape[-1]], mean, rstd, None, None, [True, False, False])[0]
 
 
-class Modulation(torch.autograd.Function):
-    """SiLU'd condition [B, C], the two streams' adaLN layers -> [2 B, 6, H], text samples first; 1 added to scales.
-
-    On 6: shift, scale, gate of attention, then of the MLP.
-    """
-
-    @staticmethod
-    def forward(ctx, condition, unit, text_weight, text_bias, latent_weight, latent_bias):
-        low = compute_dtype(text_weight)
-        ctx.save_for_backward(condition, text_weight, latent_weight)
-        ctx.low, ctx.bias_dtype = low, text_bias.dtype
-        with without_autocast(condition):
-            given = condition.to(low)
-            table = torch.cat(
-                [
-                    torch.addmm(bias.to(low), given, weight.to(low).t())
-                    for weight, bias in ((text_weight, text_bias), (latent_weight, latent_bias))
-                ]
-            )
-            return table.view(table.shape[0], 6, -1).to(unit.dtype) + unit
-
-    @staticmethod
-    def backward(ctx, grad):
-        condition, text_weight, latent_weight = ctx.saved_tensors
-        batch, low = condition.shape[0], ctx.low
-        with without_autocast(grad):
-            given = condition.to(low)
-            flat = grad.reshape(2 * batch, -1)
-            biases = flat.view(2, batch, -1).sum(1).to(ctx.bias_dtype).unbind(0)
-            flat = flat.to(low)
-            weights = [
-                torch.mm(part.t(), given).to(weight.dtype) if ctx.needs_input_grad[2 + 2 * i] else None
-                for i, (part, weight) in enumerate(((flat[:batch], text_weight), (flat[batch:], latent_weight)))
-            ]
-            to_condition = torch.mm(flat[:batch], text_weight.to(low))
-            to_condition = torch.addmm(to_condition, flat[batch:], latent_weight.to(low)).to(condition.dtype)
-        return to_condition, None, weights[0], biases[0], weights[1], biases[1]
-
-
-class BeforeAttention(torch.autograd.Function):
-    """Norm, modulate, project to queries, keys and values, normalise and rotate them, put them in attention's order.
-
-    x [R, H], modulation [2 B, 2, H] (shift, 1 + scale), weights [3 H, H] of the two streams, and of queries and keys
-    [head_dim] x 4 (text query, text key, latent query, latent key; None without QK-RMSNorm) -> [P, 3, heads, head_dim].
-    """
-
-    @staticmethod
-    def forward(ctx, x, modulation, layout: Layout, heads: int, text_weight, latent_weight, *qk_weights):
-        low, n, (num_rows, width) = compute_dtype(text_weight), layout.num_text, x.shape
-        with without_autocast(x):
-            shift, scale = modulation.index_select(0, layout.sample).unbind(1)
-            rows = torch.addcmul(shift, _norm(x)[0], scale).to(low)
-            qkv = _pair(rows, n, text_weight.to(low).t(), latent_weight.to(low).t())
-            queries_keys = qkv[:, : 2 * width].view(num_rows, 2, heads, -1)
-            normal = inverse = both = None
-            if qk_weights[0] is not None:
-                norm = torch.linalg.vector_norm(queries_keys, dim=-1, keepdim=True, dtype=layout.eps.dtype)
-                inverse = torch.addcmul(layout.eps, norm, norm, value=heads / width).rsqrt_()
-                normal = (queries_keys * inverse).to(low)
-                both = torch.cat(qk_weights).view(2, 2, 1, -1).to(low)
-                torch.mul(normal, both.index_select(0, layout.stream), out=queries_keys)
-            turned = queries_keys.roll(width // heads // 2, -1)
-            queries_keys.mul_(layout.cos.to(low)).addcmul_(turned, layout.sin.to(low))
-            ordered = qkv.index_select(0, layout.order)
-        ctx.save_for_backward(x, modulation, text_weight, latent_weight, normal, inverse, both)
-        ctx.layout, ctx.heads, ctx.low, ctx.with_qk = layout, heads, low, qk_weights[0] is not None
-        ctx.qk_dtype = None if qk_weights[0] is None else qk_weights[0].dtype
-        return ordered.view(-1, 3, heads, width // heads)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, modulation, text_weight, latent_weight, normal, inverse, both = ctx.saved_tensors
-        layout, heads, low = ctx.layout, ctx.heads, ctx.low
-        n, (num_rows, width) = layout.num_text, x.shape
-        with without_autocast(x):
-            d_qkv = grad.reshape(-1, 3 * width).index_select(0, layout.back)
-            d_qk = d_qkv[:, : 2 * width].view(num_rows, 2, heads, -1)
-            turned = d_qk.roll(width // heads // 2, -1)
-            d_qk.mul_(layout.cos.to(low)).addcmul_(turned, layout.sin.to(low), value=-1)
-            d_scales = [None] * 4
-            if ctx.with_qk:
-                along = d_qk * normal
-                d_scales = [d for part in (along[:n], along[n:]) for d in part.sum((0, 2)).to(ctx.qk_dtype).unbind(0)]
-                scales = both.index_select(0, layout.stream)
-                along = (along * scales).sum(-1, keepdim=True)
-                d_qk.mul_(scales).addcmul_(normal, along, value=-heads / width).mul_(inverse)
-            shift, scale = modulation.index_select(0, layout.sample).unbind(1)
-            hat, mean, rstd = _norm(x)
-            rows = torch.addcmul(shift, hat, scale).to(low)
-            d_text, d_latent = _weight_grads(ctx, 4, d_qkv, rows, n, (text_weight, latent_weight))
-            d_modulation = x.new_empty(num_rows, 2, width)
-            d_rows = _grad_rows(d_qkv, n, text_weight.to(low), latent_weight.to(low), d_modulation[:, 0])
-            _mul_into(d_rows, hat, d_modulation[:, 1])
-            d_x = _norm_backward(d_rows * scale, x, mean, rstd)
-            d_table = layout.sum_by_sample(d_modulation.view(num_rows, -1)).view(modulation.shape)
-        return d_x, d_table, None, None, d_text, d_latent, *d_scales
-
-
-class AfterAttention(torch.autograd.Function):
-    """Project what attention mixed, gate it onto the rows, then norm, modulate, MLP and its gated residual.
-
-    x [R, H], mixed [P, H], modulation [2 B, 4, H] (gate, shift, 1 + scale, gate); weights of the two streams: to_out
-    [H, H], mlp_in [4 H, H] and its bias, mlp_out [H, 4 H] and its bias -> [R, H].
-    """
-
-    @staticmethod
-    def forward(
-        ctx, x, mixed, modulation, layout: Layout,
-        text_out, latent_out, text_in, latent_in, text_in_bias, latent_in_bias,
-        text_mlp, latent_mlp, text_mlp_bias, latent_mlp_bias,
-    ):  # fmt: skip
-        low, n = compute_dtype(text_out), layout.num_text
-        with without_autocast(x):
-            gate, shift, scale, mlp_gate = modulation.index_select(0, layout.sample).unbind(1)
-            rows = mixed.to(low).index_select(0, layout.back)
-            width, inside = x.shape[1], text_in.shape[0]
-            kept = rows.new_empty(x.shape[0], 2 * width + inside)
-            attended, inner, outer = kept.split((width, inside, width), dim=1)
-            _pair(rows, n, text_out.to(low).t(), latent_out.to(low).t(), out=attended)
-            middle = torch.addcmul(x, gate, attended.to(x.dtype))
-            rows = torch.addcmul(shift, _norm(middle)[0], scale).to(low)
-            biases = (text_in_bias.to(low), latent_in_bias.to(low))
-            _pair(rows, n, text_in.to(low).t(), latent_in.to(low).t(), biases, out=inner)
-            act = F.gelu(inner, approximate="tanh")
-            biases = (text_mlp_bias.to(low), latent_mlp_bias.to(low))
-            _pair(act, n, text_mlp.to(low).t(), latent_mlp.to(low).t(), biases, out=outer)
-            out = torch.addcmul(middle, mlp_gate, outer.to(x.dtype))
-        weights = (text_out, latent_out, text_in, latent_in, text_mlp, latent_mlp)
-        ctx.save_for_backward(x, mixed, modulation, kept, *weights)
-        ctx.layout, ctx.low, ctx.bias_dtype = layout, low, text_in_bias.dtype
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, mixed, modulation, kept, *weights = ctx.saved_tensors
-        layout, low = ctx.layout, ctx.low
-        text_out, latent_out, text_in, latent_in, text_mlp, latent_mlp = weights
-        n, (num_rows, width), inside = layout.num_text, x.shape, text_in.shape[0]
-        attended, inner, outer = kept.split((width, inside, width), dim=1)
-        # One buffer: what the biases sum up stands side by side.
-        work = kept.new_empty(num_rows, 2 * (width + inside))
-        d_outer, d_inner, d_act, d_rows_out = work.split((width, inside, inside, width), dim=1)
-        with without_autocast(x):
-            gate, shift, scale, mlp_gate = modulation.index_select(0, layout.sample).unbind(1)
-            d_modulation = x.new_empty(num_rows, 4, width)
-            _mul_into(grad, outer, d_modulation[:, 3])
-            _mul_into(grad, mlp_gate, d_outer)
-            act = F.gelu(inner, approximate="tanh")
-            d_mlp = _weight_grads(ctx, 10, d_outer, act, n, (text_mlp, latent_mlp))
-            _pair(d_outer, n, text_mlp.to(low), latent_mlp.to(low), out=d_act)
-            aten.gelu_backward.grad_input(d_act, inner, approximate="tanh", grad_input=d_inner)
-            # Sums, not a product with ones and zeros: 0 times a NaN of one stream would reach the other's biases.
-            sums = [part[:, : width + inside].sum(0).to(ctx.bias_dtype) for part in (work[:n], work[n:])]
-            d_mlp_bias, d_in_bias = [d[:width] for d in sums], [d[width:] for d in sums]
-            middle = torch.addcmul(x, gate, attended.to(x.dtype))
-            hat, mean, rstd = _norm(middle)
-            rows = torch.addcmul(shift, hat, scale).to(low)
-            d_in = _weight_grads(ctx, 6, d_inner, rows, n, (text_in, latent_in))
-            d_rows = _grad_rows(d_inner, n, text_in.to(low), latent_in.to(low), d_modulation[:, 1])
-            _mul_into(d_rows, hat, d_modulation[:, 2])
-            d_middle = _norm_backward(d_rows * scale, middle, mean, rstd).add_(grad)
-            _mul_into(d_middle, attended, d_modulation[:, 0])
-            d_attended = (d_middle * gate).to(low)
-            rows = mixed.to(low).index_select(0, layout.back)
-            d_out = _weight_grads(ctx, 4, d_attended, rows, n, (text_out, latent_out))
-            d_rows = _pair(d_attended, n, text_out.to(low), latent_out.to(low), out=d_rows_out)
-            if layout.order.shape[0] == num_rows:
-                d_mixed = d_rows.index_select(0, layout.order)
-            else:  # padded positions are nobody's output
-                d_mixed = d_rows.new_zeros(layout.order.shape[0], width).index_copy_(0, layout.back, d_rows)
-            d_table = layout.sum_by_sample(d_modulation.view(num_rows, -1)).view(modulation.shape)
-        return (
-            d_middle, d_mixed.to(mixed.dtype), d_table, None,
-            *d_out, *d_in, *d_in_bias, *d_mlp, *d_mlp_bias,
-        )  # fmt: skip
-
-
-def _grad_rows(grad: Tensor, n: int, text: Tensor, latent: Tensor, out: Tensor) -> Tensor:
-    """Gradient of the rows that a pair of products read, in out's dtype (out may be a slice of a wider tensor)."""
-    if out.dtype != grad.dtype:
-        return out.copy_(_pair(grad, n, text, latent))
-    return _pair(grad, n, text, latent, out=out)
+def _rotate(rows: Tensor, layout: Layout, back: bool = False) -> None:
+    """RoPE on text rows [N, 2, heads, head_dim], in place: neighbouring dimensions turn together as complex numbers."""
+    turn = torch.view_as_complex(layout.rotation[:, int(back)])[:, None, None]
+    torch.view_as_complex(rows.unflatten(-1, (-1, 2))).mul_(turn)
 
 
 def _mul_into(a: Tensor, b: Tensor, out: Tensor) -> None:
@@ -240,3 +137,164 @@ def _mul_into(a: Tensor, b: Tensor, out: Tensor) -> None:
         out.copy_(a * b)
     else:
         torch.mul(a, b, out=out)
+
+
+def _forward(
+    x: Tensor, condition: Tensor, layout: Layout, heads: int, low: torch.dtype, weights: BlockWeights, keeps: bool
+) -> tuple[Tensor, _Kept]:
+    n, (num_rows, width) = layout.num_text, x.shape
+    bias = weights.modulation_bias.to(low)
+    table = torch.addmm(bias, condition.to(low), weights.modulation.to(low).t()).to(x.dtype).view(-1, 6 * width)
+    shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = _modulation_of_rows(table, layout)
+
+    qkv = _product(torch.addcmul(shift, _norm(x)[0], scale).to(low), weights.qkv.to(low), layout)
+    queries_keys = qkv[:, : 2 * width].view(num_rows, 2, heads, -1)
+    exact = layout.eps.dtype
+    unit = length = softmax_scale = None
+    turned = queries_keys if low == exact else torch.empty_like(queries_keys, dtype=exact)
+    if weights.qk_norm is not None:
+        # Of length 1 here, of mean square 1 in the model: the softmax's scale makes up for it.
+        softmax_scale = (width // heads) ** 0.5
+        length = torch.linalg.vector_norm(queries_keys, dim=-1, keepdim=True, dtype=exact).hypot(layout.eps)
+        unit = queries_keys / length
+        learned = weights.qk_norm.to(exact).view(2, 2, 1, -1)
+        torch.mul(unit[:n], learned[0], out=turned[:n])
+        torch.mul(unit[n:], learned[1], out=turned[n:])
+        unit = unit.to(low)
+    elif turned is not queries_keys:
+        turned.copy_(queries_keys)
+    _rotate(turned[:n], layout)
+    if turned is not queries_keys:
+        queries_keys.copy_(turned)
+
+    joint = qkv.index_select(0, layout.order).view(-1, 3, heads, width // heads)
+    with torch.set_grad_enabled(keeps):  # inside a Function nothing records but this
+        mixed = attend(joint.requires_grad_(keeps), layout, softmax_scale)
+
+    attended = _product(mixed.detach().to(low).index_select(0, layout.back), weights.out.to(low), layout)
+    middle = torch.addcmul(x, gate, attended.to(x.dtype))
+    rows = torch.addcmul(mlp_shift, _norm(middle)[0], mlp_scale).to(low)
+    inner = _product(rows, weights.mlp_in.to(low), layout)
+    outer = _product(F.gelu(inner, approximate="tanh"), weights.mlp_out.to(low), layout)
+    out = torch.addcmul(middle, mlp_gate, outer.to(x.dtype))
+    return out, _Kept(table, unit, length, joint, mixed, attended, inner, outer)
+
+
+def _modulation_of_rows(table: Tensor, layout: Layout) -> tuple[Tensor, ...]:
+    """[2 B, 6 H] -> six [R, H]: shift, scale, gate of attention, then of the MLP."""
+    return table.index_select(0, layout.owner).view(-1, 6, table.shape[1] // 6).unbind(1)
+
+
+class FusedBlock(torch.autograd.Function):
+    """x [R, H], condition [B, C] (SiLU'd), a layout, the number of heads, `BlockWeights` -> [R, H].
+
+    With recompute only the inputs are kept, and the backward pass begins with the forward pass.
+    """
+
+    @staticmethod
+    def forward(ctx, x, condition, layout: Layout, heads: int, recompute: bool, needs_grad: bool, *weights):
+        keeps, low = needs_grad and not recompute, compute_dtype(weights[2])
+        with without_autocast(x):
+            out, kept = _forward(x, condition, layout, heads, low, BlockWeights(*weights), keeps)
+        ctx.layout, ctx.heads, ctx.low, ctx.attention, tensors = layout, heads, low, None, ()
+        if keeps:
+            ctx.attention = kept.joint, torch.autograd.graph.get_gradient_edge(kept.mixed)
+            tensors = (kept.table, kept.unit, kept.length, kept.mixed.detach(), *kept[5:])
+        ctx.save_for_backward(x, condition, *weights, *tensors)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, condition, *saved = ctx.saved_tensors
+        num_weights = len(BlockWeights._fields)
+        weights, tensors = BlockWeights(*saved[:num_weights]), saved[num_weights:]
+        layout, heads, low = ctx.layout, ctx.heads, ctx.low
+        with without_autocast(x):
+            if tensors:
+                if ctx.attention is None:  # its graph is freed with the first pass, as torch frees any
+                    raise RuntimeError("a block's graph goes backward once: run the forward pass again")
+                (joint, edge), ctx.attention = ctx.attention, None
+                kept = _Kept(*tensors[:3], joint, *tensors[3:])
+            else:
+                kept = _forward(x, condition, layout, heads, low, weights, True)[1]
+                joint, edge = kept.joint, torch.autograd.graph.get_gradient_edge(kept.mixed)
+            needs = dict(zip(BlockWeights._fields, ctx.needs_input_grad[6:]))
+            return _backward(grad, x, condition, layout, low, weights, needs, kept, edge)
+
+
+def _backward(grad, x, condition, layout: Layout, low: torch.dtype, weights: BlockWeights, needs, kept: _Kept, edge):
+    """Gradients of FusedBlock's inputs."""
+    n, (num_rows, width) = layout.num_text, x.shape
+    heads = kept.joint.shape[2]
+    found: dict[str, Tensor | None] = dict.fromkeys(BlockWeights._fields)
+
+    def weight_grad(name: str, d: Tensor, rows: Tensor) -> None:
+        if needs[name]:
+            found[name] = _weight_grad(d, rows, getattr(weights, name), layout)
+
+    # What is summed over the rows of a sample stands side by side: six modulations, queries' and keys' norms.
+    with_norm = kept.unit is not None
+    columns = x.new_empty(num_rows, (8 if with_norm else 6) * width)
+    d_shift, d_scale, d_gate, d_mlp_shift, d_mlp_scale, d_mlp_gate, *d_norms = columns.split(
+        (*6 * (width,), *((2 * width,) if with_norm else ())), dim=1
+    )
+    shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = _modulation_of_rows(kept.table, layout)
+
+    # The MLP and its residual branch.
+    _mul_into(grad, kept.outer, d_mlp_gate)
+    d_outer = (grad * mlp_gate).to(low)
+    weight_grad("mlp_out", d_outer, F.gelu(kept.inner, approximate="tanh"))
+    d_inner = _product_back(d_outer, weights.mlp_out.to(low), layout)
+    d_inner = aten.gelu_backward(d_inner, kept.inner, approximate="tanh")
+    middle = torch.addcmul(x, gate, kept.attended.to(x.dtype))
+    hat, mean, rstd = _norm(middle)
+    weight_grad("mlp_in", d_inner, torch.addcmul(mlp_shift, hat, mlp_scale).to(low))
+    _product_back(d_inner, weights.mlp_in.to(low), layout, out=d_mlp_shift)
+    torch.mul(d_mlp_shift, hat, out=d_mlp_scale)
+    d_middle = _norm_backward(d_mlp_shift * mlp_scale, middle, mean, rstd).add_(grad)
+
+    # Attention's output.
+    _mul_into(d_middle, kept.attended, d_gate)
+    d_attended = (d_middle * gate).to(low)
+    weight_grad("out", d_attended, kept.mixed.to(low).index_select(0, layout.back))
+    d_rows = _product_back(d_attended, weights.out.to(low), layout)
+    if layout.order.shape[0] == num_rows:
+        d_mixed = d_rows.index_select(0, layout.order)
+    else:  # padded positions are nobody's output
+        d_mixed = d_rows.new_zeros(layout.order.shape[0], width).index_copy_(0, layout.back, d_rows)
+    (d_joint,) = torch.autograd.grad((edge,), (kept.joint,), (d_mixed.to(kept.mixed.dtype),))
+
+    # Queries, keys and values.
+    d_qkv = d_joint.view(-1, 3 * width).index_select(0, layout.back)
+    d_queries_keys = d_qkv[:, : 2 * width].view(num_rows, 2, heads, -1)
+    d = d_queries_keys.to(layout.eps.dtype)
+    _rotate(d[:n], layout, back=True)
+    if with_norm:
+        torch.mul(d, kept.unit, out=d_norms[0].view(d.shape))
+        learned = weights.qk_norm.to(d.dtype).view(2, 2, 1, -1)
+        d[:n].mul_(learned[0])
+        d[n:].mul_(learned[1])
+        along = (d * kept.unit).sum(-1, keepdim=True)
+        d.addcmul_(kept.unit.to(d.dtype), along, value=-1).div_(kept.length)
+    if d.dtype != d_queries_keys.dtype:
+        d_queries_keys.copy_(d)
+    hat, mean, rstd = _norm(x)
+    weight_grad("qkv", d_qkv, torch.addcmul(shift, hat, scale).to(low))
+    _product_back(d_qkv, weights.qkv.to(low), layout, out=d_shift)
+    torch.mul(d_shift, hat, out=d_scale)
+    d_x = _norm_backward(d_shift * scale, x, mean, rstd).add_(d_middle)
+
+    # Over samples.
+    sums = layout.sum_by_sample(columns).view(layout.batch, 2, -1)
+    d_table = sums[:, :, : 6 * width].contiguous().view(layout.batch, -1)
+    found["modulation_bias"] = d_table.sum(0).to(weights.modulation_bias.dtype)
+    if with_norm:
+        d_norm = sums[:, :, 6 * width :].view(layout.batch, 2, 2, heads, -1).sum((0, 3))
+        found["qk_norm"] = d_norm.view(-1).to(weights.qk_norm.dtype)
+    d_table = d_table.to(low)
+    if needs["modulation"]:
+        d_weight = torch.mm(d_table.t(), condition.to(low))
+        found["modulation"] = d_weight.to(weights.modulation.dtype)
+    d_condition = torch.mm(d_table, weights.modulation.to(low)).to(condition.dtype)
+    return d_x, d_condition, None, None, None, None, *found.values()

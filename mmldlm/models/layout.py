@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmldlm.models.layers import rotary_table
+from mmldlm.models.layers import kept, rotary_table
 
 QK_EPS = 1e-6
 # Below this share of real positions, attention runs sample by sample (or over ragged rows on a GPU) instead of over a
@@ -25,15 +25,16 @@ class Layout(NamedTuple):
 
     Attributes:
         num_text: N; rows [0, N) are text, [N, R) latent (sample by sample).
-        sample: [R] row of the modulation table [2 B, ...]: b for a text row of sample b, B + b for a latent row.
-        stream: [R] 0 for text rows, 1 for latent rows.
+        sample: [R] sample of each row.
+        owner: [R] row of the modulation table [2 B, ...]: 2 b for a text row of sample b, 2 b + 1 for a latent row.
         order: [P] row that stands at each attention position (sample by sample, text before latent tokens).
         back: [R] attention position of each row.
-        cos, sin: [R, 1, 1, head_dim] rotary factors of the rows (1 and 0 for latent rows); sin carries the sign of the
-            rotation's two halves.
-        to_samples: [2 B, R] ones where a row belongs to a sample's stream; on a CPU in fp32 None. zeros: [2 B, 1].
+        rotation: [N, 2, head_dim / 2, 2] rotary cos and sin of the text rows, of the turn and of the turn back, in fp32
+            at least.
+        to_owners: [2 B, R] ones where a row belongs to a sample's stream; on a CPU in fp32 None. zeros: [2 B, 1].
         first: [B] row of each sample's first text token.
-        eps: [1] added to the mean square of queries and keys. unit: [6, 1], 1 where a modulation is a scale.
+        eps: [1] what the length of a query or key is extended by (as a right angle's other side).
+        ends: [2] int32 rows after the text's and the latents' last, where grouped products are used (CPU); else None.
         key_mask: [B, 1, 1, S + L] keys that may be attended to, None when all may.
         lengths: rows of each sample, where attention runs sample by sample (CPU); else None.
         starts: [B + 1] int32 first position of each sample, where attention runs over ragged rows (GPU); else None.
@@ -42,16 +43,15 @@ class Layout(NamedTuple):
 
     num_text: int
     sample: Tensor
-    stream: Tensor
+    owner: Tensor
     order: Tensor
     back: Tensor
-    cos: Tensor
-    sin: Tensor
-    to_samples: Tensor | None
+    rotation: Tensor
+    to_owners: Tensor | None
     zeros: Tensor
     first: Tensor
     eps: Tensor
-    unit: Tensor
+    ends: Tensor | None
     key_mask: Tensor | None
     lengths: tuple[int, ...] | None
     starts: Tensor | None
@@ -60,10 +60,10 @@ class Layout(NamedTuple):
 
     def sum_by_sample(self, rows: Tensor) -> Tensor:
         """[R, K] -> [2 B, K] sums over the rows of each sample's stream."""
-        if self.to_samples is None:  # 3 to 10 times as fast on a CPU as the product
-            return torch.index_add(self.zeros.expand(-1, rows.shape[1]), 0, self.sample, rows)
+        if self.to_owners is None:  # 3 to 10 times as fast on a CPU as the product
+            return torch.index_add(self.zeros.expand(-1, rows.shape[1]), 0, self.owner, rows)
         # Elsewhere additions would race, and in bf16 each would round.
-        return torch.mm(self.to_samples, rows)
+        return torch.mm(self.to_owners, rows)
 
 
 def make_layout(
@@ -77,7 +77,7 @@ def make_layout(
     device: torch.device,
     ragged: str | None = None,
 ) -> Layout:
-    """The layout of a batch.
+    """The layout of a batch; of one without padding it is kept for the next of its shape.
 
     Args:
         positions: [N] int64 places in B * S of the text rows, ascending, at least one a sample; None: all of them.
@@ -86,60 +86,75 @@ def make_layout(
         ragged: with positions, how attention leaves padding out: "loop" (sample by sample, which reads the lengths on
             the host), "varlen" (one kernel over ragged rows), None (a rectangle with the mask).
     """
-    indices = torch.arange(batch * (length + latents), device=device)
-    latent_sample = (indices[: batch * latents] // latents) + batch
     if positions is None:
-        place = indices[: batch * length]
-    else:
-        place = positions
-    num_text = place.shape[0]
-    row = place // length  # sample of each text row
-    sample = torch.cat([row, latent_sample])
-    cos, sin = rotary_table(length, head_dim, device)
-    at = place % length
-    cos = torch.cat([cos[at], cos.new_ones(batch * latents, head_dim // 2)])
-    sin = torch.cat([sin[at], sin.new_zeros(batch * latents, head_dim // 2)])
-    rows = torch.arange(2 * batch, device=device)
-    stream = (sample >= batch).long()
-    first = torch.searchsorted(place, rows[:batch] * length)
+        dense = kept(_dense)(batch, length, latents, head_dim, dtype, device)
+        return dense if mask is None else dense._replace(key_mask=_key_mask(mask, latents))
 
+    num_text, width = positions.shape[0], length + latents
+    row, at = positions // length, positions % length
+    of_latents = torch.arange(batch, device=device).repeat_interleave(latents, output_size=batch * latents)
+    sample = torch.cat([row, of_latents])
+    first = torch.searchsorted(positions, torch.arange(0, batch * length, length, device=device))
     lengths = starts = key_mask = None
-    if positions is None or ragged is None:
+    if ragged is None:
         # A rectangle: position b * (S + L) + s for text, then the latent tokens.
-        width = length + latents
-        back = torch.cat(
-            [row * width + at, (latent_sample - batch) * width + length + indices[: batch * latents] % latents]
-        )
-        if num_text == batch * length:
-            order = back.argsort()
-        else:  # what stands at a padded position is masked as a key and dropped as a query
-            # (of its own sample: a value that is not finite must not reach a neighbour)
-            order = first.repeat_interleave(width, output_size=batch * width)
-            order = order.index_copy(0, back, indices[: num_text + batch * latents])
-        if mask is not None:
-            key_mask = torch.cat([mask, mask.new_ones(batch, latents)], dim=1)[:, None, None]
+        back = sample * width
+        back[:num_text] += at
+        back[num_text:] += length + torch.arange(latents, device=device).repeat(batch)
+        # What stands at a padded position is masked as a key and dropped as a query (it is a row of its own sample: a
+        # value that is not finite must not reach a neighbour).
+        order = first.repeat_interleave(width, output_size=batch * width)
+        order = order.index_copy(0, back, torch.arange(len(back), device=device))
+        key_mask = None if mask is None else _key_mask(mask, latents)
     else:
-        order = (sample % batch).argsort(stable=True)
+        order = sample.argsort(stable=True)
         back = order.argsort()
         counts = torch.zeros(batch, dtype=torch.int64, device=device).index_add_(0, row, torch.ones_like(row)) + latents
         if ragged == "loop":
             lengths = tuple(map(int, counts.numpy()))  # on a CPU nobody waits for this
         else:
             starts = F.pad(counts.cumsum(0), (1, 0)).int()
-    adds = device.type == "cpu" and dtype in (torch.float32, torch.float64)
+    return _layout(
+        sample, num_text, back, order, at, first, batch, length, latents, head_dim, dtype,
+        key_mask=key_mask, lengths=lengths, starts=starts,
+    )  # fmt: skip
+
+
+def _dense(batch: int, length: int, latents: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Layout:
+    """The layout of B texts that all have S tokens."""
+    width, num_text = length + latents, batch * length
+    places = torch.arange(batch * width, device=device).view(batch, width)
+    back = torch.cat([places[:, :length].flatten(), places[:, length:].flatten()])
+    at = torch.arange(length, device=device).repeat(batch)
+    first = torch.arange(0, num_text, length, device=device)
+    return _layout(back // width, num_text, back, back.argsort(), at, first, batch, length, latents, head_dim, dtype)
+
+
+def _layout(
+    sample: Tensor, num_text: int, back: Tensor, order: Tensor, at: Tensor, first: Tensor,
+    batch: int, length: int, latents: int, head_dim: int, dtype: torch.dtype,
+    key_mask: Tensor | None = None, lengths: tuple[int, ...] | None = None, starts: Tensor | None = None,
+) -> Layout:  # fmt: skip
+    """A layout from its rows' places; at [N]: of each text row in its text."""
+    device = sample.device
+    on_cpu = device.type == "cpu"
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    owner = 2 * sample
+    owner[num_text:] += 1
+    adds = on_cpu and dtype in (torch.float32, torch.float64)
     return Layout(
         num_text=num_text,
         sample=sample,
-        stream=stream,
+        owner=owner,
         order=order,
         back=back,
-        cos=torch.cat([cos, cos], -1)[:, None, None].to(dtype),
-        sin=torch.cat([-sin, sin], -1)[:, None, None].to(dtype),
-        to_samples=None if adds else (rows[:, None] == sample).to(dtype),
-        zeros=cos.new_zeros(2 * batch, 1, dtype=dtype),
+        rotation=kept(_rotations)(length, head_dim, exact, device).index_select(0, at),
+        to_owners=None if adds else (torch.arange(2 * batch, device=device)[:, None] == owner).to(dtype),
+        zeros=torch.zeros(2 * batch, 1, dtype=dtype, device=device),
         first=first,
-        eps=torch.full((1,), QK_EPS, dtype=torch.promote_types(dtype, torch.float32), device=device),
-        unit=(torch.arange(6, device=device) % 3 == 1)[:, None].to(dtype),
+        # mean square + QK_EPS = (length^2 + head_dim QK_EPS) / head_dim
+        eps=torch.full((1,), (head_dim * QK_EPS) ** 0.5, dtype=exact, device=device),
+        ends=torch.tensor([num_text, len(sample)], dtype=torch.int32, device=device) if on_cpu else None,
         key_mask=key_mask,
         lengths=lengths,
         starts=starts,
@@ -148,21 +163,37 @@ def make_layout(
     )
 
 
-def attend(qkv: Tensor, layout: Layout) -> Tensor:
-    """Bidirectional attention inside every sample: [P, 3, heads, head_dim] -> [P, heads * head_dim]."""
+def _rotations(length: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[S, 2, head_dim / 2, 2] cos and sin of the turn, then of the turn back."""
+    turn = rotary_table(length, head_dim, device).to(dtype)
+    back = turn.clone()
+    back[..., 1].neg_()
+    return torch.stack([turn, back], 1)
+
+
+def _key_mask(mask: Tensor, latents: int) -> Tensor:
+    """[B, S] -> [B, 1, 1, S + L], all latents allowed."""
+    return torch.cat([mask, mask.new_ones(mask.shape[0], latents)], dim=1)[:, None, None]
+
+
+def attend(qkv: Tensor, layout: Layout, scale: float | None = None) -> Tensor:
+    """Bidirectional attention inside every sample: [P, 3, heads, head_dim] -> [P, heads * head_dim].
+
+    scale: of queries times keys; None: 1 / sqrt(head_dim).
+    """
     if qkv.device.type == "cpu" and qkv.dtype in (torch.bfloat16, torch.float16):
         # torch's flash attention on a CPU needs five times as long for a bf16 backward pass as for an fp32 one.
-        return attend(qkv.float(), layout).to(qkv.dtype)
+        return attend(qkv.float(), layout, scale).to(qkv.dtype)
     if layout.starts is not None:
         from torch.nn.attention.varlen import varlen_attn
 
         longest = layout.longest
-        mixed = varlen_attn(*qkv.unbind(1), layout.starts, layout.starts, longest, longest)
+        mixed = varlen_attn(*qkv.unbind(1), layout.starts, layout.starts, longest, longest, scale=scale)
         return mixed.flatten(1)
     if layout.lengths is not None:
         samples = zip(*(part.transpose(0, 1)[None].split(layout.lengths, dim=2) for part in qkv.unbind(1)))
-        mixed = [F.scaled_dot_product_attention(*sample) for sample in samples]
+        mixed = [F.scaled_dot_product_attention(*sample, scale=scale) for sample in samples]
         return torch.cat([part[0].transpose(0, 1) for part in mixed]).flatten(1)
     query, key, value = (part.unflatten(0, (layout.batch, -1)).transpose(1, 2) for part in qkv.unbind(1))
-    mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=layout.key_mask)
+    mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=layout.key_mask, scale=scale)
     return mixed.transpose(1, 2).flatten(0, 1).flatten(1)

@@ -38,7 +38,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # A forbidden id has no probability and so no gradient: its logit is -inf by its bias.
             bias_low = bias.to(low, copy=True)
             bias_low[forbidden_id] = float("-inf")
-            exact = torch.promote_types(low, torch.float32)
+            exact = torch.float64 if low == torch.float64 else torch.float32
             weights = loss_weights.to(exact)[:, None]
             nll = torch.empty(num_rows, dtype=exact, device=hidden.device)
             correct = torch.empty(num_rows, dtype=torch.bool, device=hidden.device)
@@ -93,6 +93,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_sum, _nll, _correct):
+        if ctx.grads is None:
+            raise RuntimeError("the text head's graph goes backward once: run the forward pass again")
         # In place: the weight's gradient is the largest tensor of a small model's step, and nobody else holds it.
         # Reading the factor makes nobody wait on a CPU.
         is_one = grad_sum.device.type == "cpu" and grad_sum.item() == 1

@@ -13,7 +13,7 @@ from mmldlm.errors import UserError
 from mmldlm.models import files
 from mmldlm.models.blocks import MMDiTBlock
 from mmldlm.models.kept_gradient import embedding
-from mmldlm.models.layers import TimestepEmbedding, compute_dtype, is_bare, modulate
+from mmldlm.models.layers import Modulation, StreamLinear, TimestepEmbedding, compute_dtype, is_bare, modulate
 from mmldlm.models.layout import RECTANGLE_FILL, make_layout
 from mmldlm.models.linear_cross_entropy import linear_cross_entropy
 
@@ -83,7 +83,7 @@ class TextHead(nn.Module):
         super().__init__()
         self.mask_token_id = mask_token_id
         self.norm = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
-        self.modulation = nn.Linear(cond_dim, 2 * hidden_size)
+        self.modulation = Modulation(cond_dim, hidden_size, ("shift", "scale"))
         self.weight = nn.Parameter(torch.randn(vocab_size, hidden_size) * 0.02)
         self.bias = nn.Parameter(torch.zeros(vocab_size))
 
@@ -110,7 +110,7 @@ class LatentHead(nn.Module):
         super().__init__()
         self.latent_tokens = latent_tokens
         self.norm = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
-        self.modulation = nn.Linear(cond_dim, 2 * hidden_size)
+        self.modulation = Modulation(cond_dim, hidden_size, ("shift", "scale"))
         self.to_latent = nn.Linear(latent_tokens * hidden_size, latent_dim)
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
@@ -175,18 +175,16 @@ class MultimodalMMDiT(nn.Module):
         self._initialise()
 
     def _initialise(self) -> None:
+        # adaLN-Zero: every block starts as the identity, every head reads the unmodulated norm.
         for module in self.modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, (Modulation, StreamLinear)):
+                module.reset_parameters()
+            elif isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
             elif isinstance(module, nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
-        # adaLN-Zero: every block starts as the identity, every head reads the unmodulated norm.
-        for name, module in self.named_modules():
-            if name.endswith("modulation"):
-                nn.init.zeros_(module.weight)
-                nn.init.zeros_(module.bias)
         nn.init.zeros_(self.latent_head.to_latent.weight)
         if self.config.tie_embeddings:
             self.text_head.weight = self.text_encoder.token_embedding.weight
@@ -282,10 +280,11 @@ class MultimodalMMDiT(nn.Module):
             )
 
         latent, pooled = self.latent_encoder(points.to(dtype), latent_is_null)
-        zero_t = torch.zeros(batch, device=device)
+        if text_timesteps is None or latent_timesteps is None:
+            clean = torch.zeros(batch, device=device)
         raw_condition = (
-            self.text_timestep(zero_t if text_timesteps is None else text_timesteps)
-            + self.latent_timestep(zero_t if latent_timesteps is None else latent_timesteps)
+            self.text_timestep(clean if text_timesteps is None else text_timesteps)
+            + self.latent_timestep(clean if latent_timesteps is None else latent_timesteps)
             + pooled
         )
         condition = nn.functional.silu(raw_condition)
@@ -303,14 +302,17 @@ class MultimodalMMDiT(nn.Module):
             place, keys, batch, length, latent.shape[1], config.hidden_size // config.n_heads, dtype, device,
             self._ragged(place, batch * length, latent),
         )  # fmt: skip
+        if self._blocks_are_compiled:  # else a batch of head_dim / 2 samples would be taken for the same size
+            torch._dynamo.mark_static(layout.rotation, (1, 2, 3))
         ids = tokens.flatten() if place is None else tokens.flatten().index_select(0, place)
         text = self.text_encoder(ids, layout.first, text_is_null)
         rows = torch.cat([text, latent.flatten(0, 1)])
+        recompute = config.gradient_checkpointing and torch.is_grad_enabled()
         for block in self.blocks:
-            if config.gradient_checkpointing and torch.is_grad_enabled():
+            if recompute and (self._blocks_are_compiled or not block.runs_fused()):
                 rows = checkpoint(block, rows, condition, layout, use_reentrant=False)
             else:
-                rows = block(rows, condition, layout)
+                rows = block(rows, condition, layout, recompute)
 
         latent_rows = rows[layout.num_text :].view(batch, latent.shape[1], -1)
         latent_pred = self.latent_head(latent_rows, condition).float()

@@ -46,7 +46,7 @@ def block_elements(model: ModelConfig) -> int:
     """Parameters of one MMDiTBlock: two streams."""
     width, mlp = model.hidden_size, int(model.hidden_size * model.mlp_ratio)
     norms = 2 * (width // model.n_heads) if model.qk_rmsnorm else 0
-    return 2 * (6 * width * (model.cond_dim + 1) + 4 * width * width + norms + 2 * width * mlp + mlp + width)
+    return 2 * (6 * width * (model.cond_dim + 1) + 4 * width * width + norms + 2 * width * mlp)
 
 
 def model_sizes(config: Config, length: int) -> dict[str, int]:

@@ -20,6 +20,9 @@ DEAD_AFTER = 10
 """Looks before a parameter whose gradient was zero in all of them is called dead: adaLN-Zero and zero-initialised heads
 hide whole layers in the first steps, and a learned null waits for a sample that uses it."""
 
+STREAMS = ("text", "latent")
+"""Halves of a block's parameters and outputs."""
+
 # Of each parameter, over all ranks. update_sq is not finite where the step was not applied.
 _FIGURES = ("grad_sq", "num_zeros", "num_nonfinite", "weight_sq", "update_sq")
 
@@ -117,7 +120,15 @@ class Diagnostics:
             whole = {fragment.name: math.prod(fragment.shape) for fragment in engine.fragments()}
             # Every rank needs every name, also those of which it holds nothing.
             trainable = [name for name, parameter in engine.model.named_parameters() if parameter.requires_grad]
-            self._rows = {name: row for row, name in enumerate(trainable)}
+            # A block's parameters hold text's half, then the latents'; each has a row of its own.
+            inside = [f"{name}." for name, module in engine.model.named_modules() if hasattr(module, "streams")]
+            self._rows: dict[str, list[int]] = {}
+            count = 0
+            for name in trainable:
+                rows = len(STREAMS) if name.startswith(tuple(inside)) else 1
+                self._rows[name] = list(range(count, count + rows))
+                count += rows
+            self._num_rows = count
             sizes = torch.tensor([float(whole.get(name, 0)) for name in trainable], dtype=torch.float64)
             sizes = sizes.to(engine.device)
             if engine.world_size > 1:
@@ -139,20 +150,30 @@ class Diagnostics:
         """Sum the gradients up; after engine.grad_norm(), before apply or discard. No collective, no host sync."""
         if not self._step:
             return
-        self._sums = torch.zeros(len(self._rows), len(_FIGURES), dtype=torch.float64, device=self.engine.device)
+        self._sums = torch.zeros(self._num_rows, len(_FIGURES), dtype=torch.float64, device=self.engine.device)
         if not self.engine.saves_shards:  # another rank counts the same elements
             return
         for fragment, gradient in gradient_fragments(self.engine):
             if not fragment.count:
                 continue
-            row = self._sums[self._rows[fragment.name]]
-            if gradient is None:
-                row[1] += fragment.count
-                continue
-            norm = torch.linalg.vector_norm(gradient, dtype=torch.float64) / self.engine.loss_scale
-            row[0] += norm.square().to(row.device)
-            row[1] += (gradient.numel() - torch.count_nonzero(gradient)).to(row.device)
-            row[2] += (~torch.isfinite(gradient)).sum().to(row.device)
+            for row, part in self._parts(self._sums, fragment):
+                if gradient is None:
+                    row[1] += part.stop - part.start
+                    continue
+                piece = gradient[part]
+                norm = torch.linalg.vector_norm(piece, dtype=torch.float64) / self.engine.loss_scale
+                row[0] += norm.square().to(row.device)
+                row[1] += (piece.numel() - torch.count_nonzero(piece)).to(row.device)
+                row[2] += (~torch.isfinite(piece)).sum().to(row.device)
+
+    def _parts(self, sums: Tensor, fragment) -> list[tuple[Tensor, slice]]:
+        """The rows that a fragment's elements count into, each with the elements it counts."""
+        rows = self._rows[fragment.name]
+        size = self._numel[fragment.name] // len(rows)
+        # Where each row's elements begin, as seen from the fragment.
+        cuts = [min(max(place * size - fragment.start, 0), fragment.count) for place in range(len(rows))]
+        parts = zip(rows, cuts, [*cuts[1:], fragment.count])
+        return [(sums[row], slice(begin, end)) for row, begin, end in parts if begin < end]
 
     def after_step(self, lr: float, applied: bool) -> Look | None:
         """What the step showed, or None where it is not looked at. Collective on a step that is.
@@ -175,18 +196,20 @@ class Diagnostics:
         for fragment in self.engine.fragments():
             if not fragment.count:
                 continue
-            weight, row = fragment.of(fragment.owner), sums[self._rows[fragment.name]]
-            row[3] += torch.linalg.vector_norm(weight, dtype=torch.float64).square().to(row.device)
             state = states.get(fragment.owner)
-            if applied and state:  # torch's AdamW passes over a parameter that never had a gradient
-                moments = [fragment.of(state[key]) for key in ("exp_avg", "exp_avg_sq")]
-                update = adamw_update(weight, *moments, state["step"], lr, groups[fragment.owner])
-                row[4] += torch.linalg.vector_norm(update, dtype=torch.float64).square().to(row.device)
+            for row, part in self._parts(sums, fragment):
+                weight = fragment.of(fragment.owner)[part]
+                row[3] += torch.linalg.vector_norm(weight, dtype=torch.float64).square().to(row.device)
+                if applied and state:  # torch's AdamW passes over a parameter that never had a gradient
+                    moments = [fragment.of(state[key])[part] for key in ("exp_avg", "exp_avg_sq")]
+                    update = adamw_update(weight, *moments, state["step"], lr, groups[fragment.owner])
+                    row[4] += torch.linalg.vector_norm(update, dtype=torch.float64).square().to(row.device)
 
     def _report(self, step: int, applied: bool, total: list[float]) -> Look:
         width, names = len(_FIGURES), list(self._rows)
-        rows = {name: total[width * row : width * (row + 1)] for name, row in self._rows.items()}
-        rms = self._activations.rms(total[width * len(names) :])
+        halves = {name: [total[width * row : width * (row + 1)] for row in rows] for name, rows in self._rows.items()}
+        rows = {name: [math.fsum(values) for values in zip(*parts)] for name, parts in halves.items()}
+        rms = self._activations.rms(total[width * self._num_rows :])
         self._num_looks += 1
         self._has_gradient |= {name for name, row in rows.items() if row[1] < self._numel[name]}
         dead = []
@@ -194,11 +217,14 @@ class Diagnostics:
             dead = [name for name in names if name not in self._has_gradient and name not in self._dead]
             self._dead |= set(dead)
         parameters = {name: _figures(self._numel[name], row, applied) for name, row in rows.items()}
+        own: dict[str, list] = {}  # layer -> (elements, sums) of its parameters
+        for name, parts in halves.items():
+            for layer, part in zip(layers_of(name, len(parts)), parts, strict=True):
+                own.setdefault(layer, []).append((self._numel[name] // len(parts), part))
         layers = {}
-        for layer in dict.fromkeys([*map(layer_of, names), *rms]):
-            own = [name for name in names if layer_of(name) == layer]
-            summed = [math.fsum(values) for values in zip(*(rows[name] for name in own))] or [0.0] * width
-            layers[layer] = _figures(sum(self._numel[name] for name in own), summed, applied, rms.get(layer))
+        for layer in dict.fromkeys([*own, *rms]):
+            summed = [math.fsum(values) for values in zip(*(part for _, part in own.get(layer, [])))] or [0.0] * width
+            layers[layer] = _figures(sum(n for n, _ in own.get(layer, [])), summed, applied, rms.get(layer))
         # Rows of an embedding that a batch does not use are zero without any underflow.
         dense = (figures for name, figures in parameters.items() if "embedding" not in name)
         used = [figures for figures in dense if 0 < figures.grad_norm] if self._scales else []
@@ -206,10 +232,12 @@ class Diagnostics:
         return Look(step, applied, parameters, layers, dead, underflow)
 
 
-def layer_of(name: str) -> str:
-    """The layer a parameter belongs to: one stream of one block ("blocks.3.text"), or a part of the model."""
-    parts = name.split(".")
-    return ".".join(parts[:3]) if len(parts) > 3 and parts[1].isdigit() else parts[0]
+def layers_of(name: str, parts: int) -> list[str]:
+    """The layers a parameter of so many parts belongs to: the streams of a block ("blocks.3.text", "blocks.3.latent"),
+    or a part of the model."""
+    if parts == 1:
+        return [name.split(".")[0]]
+    return [".".join([*name.split(".")[:2], stream]) for stream in STREAMS]
 
 
 def adamw_update(weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step, lr: float, group: dict) -> Tensor:
@@ -244,8 +272,9 @@ class _Activations:
         for name, module in model.named_children():
             if isinstance(module, nn.ModuleList):
                 for number, block in enumerate(module):
-                    streams = [f"{name}.{number}.{stream}" for stream, _ in block.named_children()]
-                    self._names[block] = streams or [f"{name}.{number}"]
+                    block_name = f"{name}.{number}"
+                    streams = [f"{block_name}.{stream}" for stream in STREAMS]
+                    self._names[block] = streams if hasattr(block, "streams") else [block_name]
             elif name != "text_head":  # it returns losses
                 self._names[module] = [name]
         self._rows = {name: row for row, name in enumerate(n for names in self._names.values() for n in names)}

@@ -29,7 +29,7 @@ def test_weight_decay_only_where_it_belongs():
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
     names = {id(p): name for name, p in model.named_parameters()}
     decayed_names, plain_names = ({names[id(p)] for p in group["params"]} for group in (decayed, plain))
-    assert "blocks.0.text.to_qkv.weight" in decayed_names and "latent_encoder.to_tokens.weight" in decayed_names
+    assert "blocks.0.to_qkv.weight" in decayed_names and "latent_encoder.to_tokens.weight" in decayed_names
     for name in plain_names:
         assert name.endswith("bias") or "norm" in name or "embedding" in name or "null" in name or "position" in name, (
             name

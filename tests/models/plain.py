@@ -12,29 +12,36 @@ from torch import Tensor
 
 
 def rotary(x: Tensor, positions: Tensor, theta: float = 1e4) -> Tensor:
-    """RoPE on x [heads, T, D] at positions [T]: dimensions d and d + D / 2 turn together."""
+    """RoPE on x [heads, T, D] at positions [T]: dimensions 2 d and 2 d + 1 turn together."""
     half = x.shape[-1] // 2
     inverse = theta ** (-torch.arange(half, dtype=torch.float32) * 2 / x.shape[-1])
     angles = positions.float()[:, None] * inverse
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    first, second = x[..., :half], x[..., half:]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    first, second = x[..., 0::2], x[..., 1::2]
+    return torch.stack([first * cos - second * sin, second * cos + first * sin], -1).flatten(-2)
 
 
 def rms(x: Tensor, weight: Tensor) -> Tensor:
     return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
 
 
+def of_stream(layer, number: int) -> Tensor:
+    """A stream's weight [O, I]: 0 text, 1 latents."""
+    return layer.weight.chunk(2)[number]
+
+
 def plain_block(block, text: Tensor, latent: Tensor, condition: Tensor) -> tuple[Tensor, Tensor]:
     """One block on one sample: text [n, H] (all real), latent [L, H], condition [C]."""
-    streams = ((block.text, text), (block.latent, latent))
+    streams = ((0, text), (1, latent))
     parts, queries, keys, values = [], [], [], []
-    for number, (stream, x) in enumerate(streams):
-        shift, scale, gate, *rest = stream.modulation(condition).chunk(6)
-        hidden = F.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + shift
-        query, key, value = stream.to_qkv(hidden).view(len(x), 3, block.n_heads, -1).permute(1, 2, 0, 3)
-        if stream.query_norm is not None:
-            query, key = rms(query, stream.query_norm.weight), rms(key, stream.key_norm.weight)
+    for number, x in streams:
+        shift, scale, gate, *rest = block.modulation(condition).chunk(2)[number].chunk(6)
+        hidden = F.layer_norm(x, x.shape[-1:], eps=1e-6) * scale + shift
+        projected = hidden @ of_stream(block.to_qkv, number).T
+        query, key, value = projected.view(len(x), 3, block.n_heads, -1).permute(1, 2, 0, 3)
+        if block.qk_norm is not None:
+            of_query, of_key = block.qk_norm.weight.chunk(2)[number].chunk(2)
+            query, key = rms(query, of_query), rms(key, of_key)
         if number == 0:
             positions = torch.arange(len(x))
             query, key = rotary(query, positions), rotary(key, positions)
@@ -44,12 +51,13 @@ def plain_block(block, text: Tensor, latent: Tensor, condition: Tensor) -> tuple
     scores = query @ key.transpose(1, 2) / query.shape[-1] ** 0.5
     mixed = (scores.softmax(-1) @ value).transpose(0, 1).flatten(1)
     out = []
-    for (stream, x), (gate, shift, scale, mlp_gate), given in zip(
+    for (number, x), (gate, shift, scale, mlp_gate), given in zip(
         streams, parts, (mixed[: len(text)], mixed[len(text) :])
     ):
-        x = x + gate * stream.to_out(given)
-        hidden = F.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + shift
-        out.append(x + mlp_gate * stream.mlp_out(F.gelu(stream.mlp_in(hidden), approximate="tanh")))
+        x = x + gate * (given @ of_stream(block.to_out, number).T)
+        hidden = F.layer_norm(x, x.shape[-1:], eps=1e-6) * scale + shift
+        inner = F.gelu(hidden @ of_stream(block.mlp_in, number).T, approximate="tanh")
+        out.append(x + mlp_gate * (inner @ of_stream(block.mlp_out, number).T))
     return out[0], out[1]
 
 
@@ -73,4 +81,4 @@ def plain_forward(block, rows: Tensor, condition: Tensor, layout) -> Tensor:
 def use_plain_blocks(model) -> None:
     """Replace the forward pass of every block of a model."""
     for block in model.blocks:
-        block.forward = lambda rows, condition, layout, block=block: plain_forward(block, rows, condition, layout)
+        block.forward = lambda rows, condition, layout, *_, block=block: plain_forward(block, rows, condition, layout)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path[:0] = [str(Path(__file__).resolve().parent)]
 from plain import use_plain_blocks  # noqa: E402
@@ -98,20 +99,54 @@ def test_a_hook_or_a_replaced_layer_is_called_and_changes_nothing(case):
     given = batch(*CASES[case])
     fast, hooked = make(), make()
     called = []
-    hooked.blocks[0].text.mlp_in.register_forward_hook(lambda *_: called.append("hook"))
-    layer = hooked.blocks[1].latent.to_qkv
+    hooked.blocks[0].mlp_in.register_forward_hook(lambda *_: called.append("hook"))
+    layer = hooked.blocks[1].to_qkv
     forward = layer.forward
-    layer.forward = lambda x: (called.append("replaced"), forward(x))[1]
+    layer.forward = lambda *given: (called.append("replaced"), forward(*given))[1]
     error, name = largest_error(gradients(fast, given), gradients(hooked, given))
     assert error < RELATIVE, f"{name}: {error}"
     assert called == ["hook", "replaced"]
+
+
+@pytest.mark.parametrize("more", [{}, {"hidden_size": 24, "mlp_ratio": 2.3}, {"qk_rmsnorm": False}])
+@pytest.mark.parametrize("case", CASES)
+def test_fp32_with_its_grouped_products_equals_the_plain_path_in_fp64(case, more):
+    """Grouped products take rows of whole 16 bytes only (not those of 55 elements) and no fp64."""
+    given = batch(*CASES[case])
+    plain = make(**more)
+    use_plain_blocks(plain)
+    exact = gradients(plain, given)
+    grouped: list[str] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function.overloadpacket is torch.ops.aten._grouped_mm:
+                grouped.append(tuple(args[0].shape))
+            return function(*args, **(kwargs or {}))
+
+    given["latents"] = given["latents"].float()
+    model = make(**more).float()
+    with Seen():
+        found = gradients(model, given)
+    assert len(grouped) == 2 * (10 if "mlp_ratio" not in more else 5)
+    error, name = largest_error({key: None if g is None else g.double() for key, g in found.items()}, exact)
+    assert error < 2e-5, f"{name}: {error}"
+
+
+def test_a_second_backward_pass_is_refused():
+    """By the head and by a block: both use memory again that the first pass has used."""
+    for part in ("latent_pred", "text_loss_sum"):
+        loss = make()(**batch([10, 10]))[part].sum()
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="backward once"):
+            loss.backward()
 
 
 def test_the_comparison_sees_a_small_mistake():
     given = batch([16, 3, 9, 1])
     fast, plain = make(), make()
     use_plain_blocks(plain)
-    fast.blocks[1].text.key_norm.weight.data[0] += 1e-6
+    fast.blocks[1].qk_norm.weight.data[9] += 1e-6
     assert largest_error(gradients(fast, given), gradients(plain, given))[0] > RELATIVE
 
 

@@ -94,7 +94,7 @@ def test_logits_only_where_they_are_read():
 def test_qk_rmsnorm_switch_changes_parameters_and_output():
     with_norm, without = make(), make(qk_rmsnorm=False)
     names = {name for name, _ in with_norm.named_parameters()} - {name for name, _ in without.named_parameters()}
-    assert names and all("query_norm" in name or "key_norm" in name for name in names)
+    assert names and all("qk_norm" in name for name in names)
     without.load_state_dict({k: v for k, v in with_norm.state_dict().items() if k in without.state_dict()})
     tokens, latents, text_t, latent_t = inputs()
     a, b = (m(tokens, latents, text_t, latent_t)["text_logits"][..., 4:] for m in (with_norm, without))
@@ -102,8 +102,8 @@ def test_qk_rmsnorm_switch_changes_parameters_and_output():
     # and it bounds the attention logits: scaling all queries and keys changes nothing
     scaled = make()
     for block in scaled.blocks:
-        for stream in (block.text, block.latent):
-            stream.to_qkv.weight.data[:64] *= 1000
+        for weight in block.to_qkv.weight.data.chunk(2):
+            weight[:64] *= 1000
     torch.testing.assert_close(
         scaled(tokens, latents, text_t, latent_t)["text_logits"][..., 4:], a, rtol=1e-2, atol=1e-2
     )
@@ -202,7 +202,7 @@ def test_save_and_load_again(tmp_path, tie):
     x = torch.randn(3, 12)
     torch.testing.assert_close(loaded.unscale_latents(loaded.scale_latents(x)), x)
     half = MultimodalMMDiT.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    assert half.latent_mean.dtype == torch.float32 and half.blocks[0].text.to_out.weight.dtype == torch.bfloat16
+    assert half.latent_mean.dtype == torch.float32 and half.blocks[0].to_out.weight.dtype == torch.bfloat16
 
 
 def test_load_refuses_tensors_of_another_model(tmp_path):
@@ -249,8 +249,9 @@ def test_compiled_blocks_give_the_same_with_one_graph_for_all_lengths():
             (out["text_loss_sum"] + out["latent_pred"].square().sum()).backward()
         for (name, p), q in zip(model.named_parameters(), compiled.parameters()):
             if p.grad is not None:
+                largest = float(p.grad.abs().max())
                 torch.testing.assert_close(
-                    q.grad, p.grad, rtol=1e-3, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}"
+                    q.grad, p.grad, rtol=1e-3, atol=1e-6 * largest, msg=lambda m, name=name: f"{name}: {m}"
                 )
     assert counters["stats"]["unique_graphs"] == 1, counters["stats"]
 

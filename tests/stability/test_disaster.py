@@ -27,7 +27,7 @@ def with_an_inf(model, bad_step: int):
         grad.view(-1)[0] = math.inf
         return grad
 
-    model.blocks[0].text.mlp_in.weight.register_hook(planted)
+    model.blocks[0].mlp_in.weight.register_hook(planted)
 
 
 def test_the_plain_loop_dies_of_it_and_ours_skips_one_step(store, tmp_path, monkeypatch):

@@ -36,11 +36,11 @@ def test_an_inf_of_one_module_in_bf16_alone_is_found(store, tmp_path, monkeypatc
     def planted(self, config):
         make(self, config)
         # What fp32 still holds overflows in bf16: one element of the MLP's hidden layer.
-        faulty = self.blocks[3].text.mlp_in
+        faulty = self.blocks[3].mlp_in
         sound = faulty.forward
 
-        def forward(x):
-            out = sound(x)
+        def forward(*given):
+            out = sound(*given)
             return out if out.dtype == torch.float32 else out.abs() * 1e38 * 100
 
         faulty.forward = forward
@@ -55,10 +55,10 @@ def test_an_inf_of_one_module_in_bf16_alone_is_found(store, tmp_path, monkeypatc
     found = replayed(tmp_path / "run", "1", tmp_path)["dtypes"]
     assert not found["bf16"]["clean"] and found["fp32"]["clean"]
     first = found["bf16"]["micro_batches"][0]["origins"][0]
-    assert first["module"].startswith("blocks.3.text") and first["phase"] == "forward" and first["kind"] == "Inf"
+    assert first["module"].startswith("blocks.3.mlp_in") and first["phase"] == "forward" and first["kind"] == "Inf"
     assert all(not sample["clean"] for sample in found["bf16"]["micro_batches"][0]["samples"])
     said = capsys.readouterr().out
-    assert "blocks.3.text" in said and "fp32     clean" in said
+    assert "blocks.3.mlp_in" in said and "fp32     clean" in said
 
 
 def test_weights_that_bf16_cannot_hold_are_named(store, tmp_path):
@@ -70,7 +70,9 @@ def test_weights_that_bf16_cannot_hold_are_named(store, tmp_path):
     data = open_data(load_config("tiny", None, [f"data.latent_data_root={store}", "model.n_blocks=4"]))
     model = initial_model(data)
     with torch.no_grad():
-        model.blocks[1].latent.mlp_out.bias[5] = 3.4e38  # finite in fp32; bf16 ends at 3.39e38
+        block = model.blocks[1]
+        block.mlp_in.weight[0] *= 0.01  # what the large weight is multiplied with
+        block.mlp_out.weight[5, 0] = 3.4e38  # finite in fp32; bf16 ends at 3.39e38
     model.save_pretrained(tmp_path / "start")
     more = [f"training.init_from={tmp_path / 'start'}", "training.dtype=bf16", "training.num_train_steps=1"]
     assert main(words(store, tmp_path, *more)) == 0
@@ -78,8 +80,8 @@ def test_weights_that_bf16_cannot_hold_are_named(store, tmp_path):
     first = found["bf16"]["micro_batches"][0]["origins"][0]
     assert (first["kind"], first["module"], first["parameters"]) == (
         "Inf",
-        "blocks.1.latent.mlp_out",
-        ["blocks.1.latent.mlp_out.bias"],
+        "blocks.1.mlp_out",
+        ["blocks.1.mlp_out.weight"],
     )
     assert not found["fp32"]["micro_batches"][0]["origins"]
 
