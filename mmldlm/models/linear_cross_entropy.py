@@ -56,11 +56,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 scores = torch.addmm(bias_low, chunk, weight_low.t(), out=wide[:, :vocab])
                 largest = scores.amax(-1, keepdim=True)  # far cheaper than max, which finds the places, too
                 target_score = scores.gather(1, target[:, None])
-                correct[rows] = (target_score >= largest)[:, 0]
+                torch.ge(target_score, largest, out=correct[rows, None])
                 share = torch.softmax(wide, -1, exact, out=wide_share)[:, :vocab]
                 # log of the normaliser from the largest share, which is at least 1 / V
                 log_normaliser = largest - share.amax(-1, keepdim=True).log_()
-                nll[rows] = (log_normaliser - target_score)[:, 0]
+                torch.sub(log_normaliser, target_score, out=nll[rows, None])
                 if not any(needs):
                     continue
                 share_low = share if low == exact else scores.copy_(share)

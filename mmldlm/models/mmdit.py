@@ -16,6 +16,7 @@ from mmldlm.models.kept_gradient import embedding
 from mmldlm.models.layers import Modulation, StreamLinear, TimestepEmbedding, compute_dtype, is_bare, modulate
 from mmldlm.models.layout import RECTANGLE_FILL, make_layout
 from mmldlm.models.linear_cross_entropy import linear_cross_entropy
+from mmldlm.models.nulls import nulled
 
 GROUPS = ("text", "latent", "shared")
 _GROUP_OF_MODULE = {
@@ -45,10 +46,7 @@ class TextEncoder(nn.Module):
         """
         table = self.token_embedding
         x = embedding(table.weight, tokens) if is_bare(table, nn.Embedding) else table(tokens)
-        if is_null is not None:
-            starts = torch.where(is_null[:, None], self.null_text.to(x.dtype), x.index_select(0, first))
-            x = x.index_copy(0, first, starts)
-        return x
+        return x if is_null is None else nulled(x, self.null_text, is_null, first)
 
 
 class LatentEncoder(nn.Module):
@@ -68,10 +66,11 @@ class LatentEncoder(nn.Module):
         """[B, N, D], [B] bool -> tokens [B, N * K, H], pooled [B, C]."""
         batch, count, _ = latents.shape
         tokens = self.to_tokens(latents).view(batch, count, self.latent_tokens, self.hidden_size)
-        pooled = self.to_pooled(latents).mean(dim=1)
+        pooled = self.to_pooled(latents)
+        pooled = pooled.squeeze(1) if count == 1 else pooled.mean(dim=1)
         if is_null is not None:
-            tokens = torch.where(is_null[:, None, None, None], self.null_tokens, tokens)
-            pooled = torch.where(is_null[:, None], self.null_pooled, pooled)
+            tokens = nulled(tokens, self.null_tokens, is_null)
+            pooled = nulled(pooled, self.null_pooled, is_null)
         tokens = tokens + self.chunk_position + self.latent_position[:count]
         return tokens.flatten(1, 2), pooled
 
@@ -289,13 +288,15 @@ class MultimodalMMDiT(nn.Module):
         )
         condition = nn.functional.silu(raw_condition)
 
-        keys = self._text_keys(attention_mask, text_is_null if text_tokens is not None else None, batch, length, device)
+        keys = place = None
         # Without text_positions all logits are wanted, those of padding included: then nothing is left out.
-        place = None
-        if text_positions is not None:
-            place = self._places(token_positions, keys)
-        if place is not None and place.shape[0] == batch * length:
-            place = keys = None
+        chooses = text_positions is not None
+        if not (chooses and token_positions is not None and token_positions.shape[0] == batch * length):
+            is_null = text_is_null if text_tokens is not None else None
+            keys = self._text_keys(attention_mask, is_null, batch, length, device)
+            place = self._places(token_positions, keys) if chooses else None
+            if place is not None and place.shape[0] == batch * length:
+                place = keys = None
         if place is not None and keys is None:
             raise ValueError("token_positions leaves text out, so attention_mask must name it as padding")
         layout = make_layout(
@@ -316,8 +317,10 @@ class MultimodalMMDiT(nn.Module):
 
         latent_rows = rows[layout.num_text :].view(batch, latent.shape[1], -1)
         latent_pred = self.latent_head(latent_rows, condition).float()
+        if latents is None or latents.dim() == 2:
+            latent_pred = latent_pred.squeeze(1) if latent_pred.shape[1] == 1 else latent_pred[:, 0]
         out = {
-            "latent_pred": latent_pred if latents is not None and latents.dim() == 3 else latent_pred[:, 0],
+            "latent_pred": latent_pred,
             "length_logits": self.length_head(self._known_pooled(pooled, latent_timesteps)).float(),
         }
         if text_tokens is not None:
@@ -336,7 +339,7 @@ class MultimodalMMDiT(nn.Module):
         """[B, C] the pooled latent where it is clean, the null's elsewhere: p(length | latent) or p(length)."""
         if latent_timesteps is None:
             return pooled
-        return torch.where((latent_timesteps > 0)[:, None], self.latent_encoder.null_pooled, pooled)
+        return nulled(pooled, self.latent_encoder.null_pooled, latent_timesteps > 0)
 
     @staticmethod
     def _places(token_positions: Tensor | None, keys: Tensor | None) -> Tensor | None:

@@ -23,9 +23,15 @@ METRICS = (
 )
 
 
-def _over_latents(samples: Tensor, like: Tensor) -> Tensor:
-    """[B] -> [B, 1] where `like` is [B, N]: a sample's latents share its timestep and weight."""
-    return samples if like.dim() == 1 else samples[:, None]
+def _weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
+    """Sum of values [B] times weights [B]; of values [B, N], too: a sample's latents share its timestep and weight."""
+    return torch.dot(values if values.dim() == 1 else values.sum(1), weights.to(values.dtype))
+
+
+def _cosine(a: Tensor, b: Tensor) -> Tensor:
+    """[..., D] x 2 -> [...]; 0 of a zero vector."""
+    lengths = torch.linalg.vector_norm(a, dim=-1) * torch.linalg.vector_norm(b, dim=-1)
+    return (a * b).sum(-1) / lengths.clamp_min_(1e-8)
 
 
 class TranslationObjective:
@@ -71,17 +77,15 @@ class TranslationObjective:
             scored = error.clamp_max(self.loss.latent_loss_clamp)
         if self.loss.latent_weight_clip is not None:
             latent_weights = latent_weights.clamp_max(self.loss.latent_weight_clip)
-        latent_sum = (scored * _over_latents(latent_weights, scored)).sum()
+        latent_sum = _weighted_sum(scored, latent_weights)
         length_nll = F.cross_entropy(out["length_logits"], tensors["length_targets"], reduction="none")
-        length_sum = (length_nll * tensors["length_weights"]).sum()
+        length_sum = _weighted_sum(length_nll, tensors["length_weights"])
 
         # Each term is in the graph even where this batch scores nothing of it: every parameter then has a (zero)
         # gradient on every rank, and no engine waits for one that never comes.
-        loss = (
-            text_loss
-            + latent_sum * (self.loss.latent_loss_weight / max(batch.num_latents, 1))
-            + length_sum * (self.loss.length_loss_weight / max(batch.num_lengths, 1))
-        )
+        latent_share = self.loss.latent_loss_weight / max(batch.num_latents, 1)
+        length_share = self.loss.length_loss_weight / max(batch.num_lengths, 1)
+        loss = text_loss.add(latent_sum, alpha=latent_share).add(length_sum, alpha=length_share)
         with torch.no_grad():
             metrics = self._metrics(loss, out, tensors, error, length_sum)
         return loss, metrics
@@ -116,7 +120,7 @@ class TranslationObjective:
             prediction = prediction / (prediction.norm(dim=-1, keepdim=True) + self.loss.normalise_eps)
             target = target / (target.norm(dim=-1, keepdim=True) + self.loss.normalise_eps)
             return (prediction - target).square().sum(-1)
-        return (prediction - target).square().mean(-1)
+        return F.mse_loss(prediction, target, reduction="none").mean(-1)
 
     @torch.no_grad()
     def _clamped_text_weights(self, model, batch, weights: Tensor) -> Tensor:
@@ -131,17 +135,18 @@ class TranslationObjective:
         return weights * kept[tensors["text_rows"]]
 
     def _metrics(self, loss, out, tensors, error, length_sum) -> dict[str, Tensor]:
-        scored = _over_latents(tensors["latent_weights"] > 0, error).expand_as(error)
-        x0 = self.latent.to_x0(out["latent_pred"], tensors["latents"], tensors["latent_timesteps"].clamp_max(0.999))
-        cosine = F.cosine_similarity(x0, tensors["latent_clean"], dim=-1)
+        scored = (tensors["latent_weights"] > 0).float()
+        x0 = out["latent_pred"]
+        if self.latent.prediction != "x0":
+            x0 = self.latent.to_x0(x0, tensors["latents"], tensors["latent_timesteps"].clamp_max(0.999))
         return {
             "loss": loss.detach(),
-            "text_nelbo_sum": (out["text_nll"] * tensors["text_weights"]).sum(),
-            "text_correct": out["text_correct"].sum().float(),
+            "text_nelbo_sum": _weighted_sum(out["text_nll"], tensors["text_weights"]),
+            "text_correct": out["text_correct"].sum(dtype=torch.float32),
             "text_masked": torch.full_like(loss, float(len(tensors["text_targets"]))),
-            "latent_error_sum": (error * scored).sum(),
-            "latent_cosine_sum": (cosine * scored).sum(),
-            "latent_scored": scored.sum().float(),
+            "latent_error_sum": _weighted_sum(error, scored),
+            "latent_cosine_sum": _weighted_sum(_cosine(x0, tensors["latent_clean"]), scored),
+            "latent_scored": scored.sum() if error.dim() == 1 else scored.sum() * error.shape[1],
             "length_nll_sum": length_sum.detach(),
             "length_scored": tensors["length_weights"].sum(),
         }
