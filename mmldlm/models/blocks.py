@@ -88,7 +88,7 @@ class MMDiTBlock(nn.Module):
         mixed = attend(joint, layout).index_select(0, layout.back)
         rows = torch.addcmul(rows, gate, self.to_out(mixed, n))
         hidden = modulate(F.layer_norm(rows, (width,), eps=NORM_EPS), mlp_shift, mlp_scale)
-        inner = F.gelu(self.mlp_in(hidden, n), approximate="tanh")
+        inner = F.gelu(self.mlp_in(hidden, n))
         return torch.addcmul(rows, mlp_gate, self.mlp_out(inner, n))
 
     @staticmethod

@@ -175,7 +175,7 @@ def _forward(
     middle = torch.addcmul(x, gate, attended.to(x.dtype))
     rows = torch.addcmul(mlp_shift, _norm(middle)[0], mlp_scale).to(low)
     inner = _product(rows, weights.mlp_in.to(low), layout)
-    outer = _product(F.gelu(inner, approximate="tanh"), weights.mlp_out.to(low), layout)
+    outer = _product(F.gelu(inner), weights.mlp_out.to(low), layout)
     out = torch.addcmul(middle, mlp_gate, outer.to(x.dtype))
     return out, _Kept(table, unit, length, joint, mixed, attended, inner, outer)
 
@@ -244,9 +244,9 @@ def _backward(grad, x, condition, layout: Layout, low: torch.dtype, weights: Blo
     # The MLP and its residual branch.
     _mul_into(grad, kept.outer, d_mlp_gate)
     d_outer = (grad * mlp_gate).to(low)
-    weight_grad("mlp_out", d_outer, F.gelu(kept.inner, approximate="tanh"))
+    weight_grad("mlp_out", d_outer, F.gelu(kept.inner))
     d_inner = _product_back(d_outer, weights.mlp_out.to(low), layout)
-    d_inner = aten.gelu_backward(d_inner, kept.inner, approximate="tanh")
+    d_inner = aten.gelu_backward(d_inner, kept.inner)
     middle = torch.addcmul(x, gate, kept.attended.to(x.dtype))
     hat, mean, rstd = _norm(middle)
     weight_grad("mlp_in", d_inner, torch.addcmul(mlp_shift, hat, mlp_scale).to(low))

@@ -56,7 +56,7 @@ def plain_block(block, text: Tensor, latent: Tensor, condition: Tensor) -> tuple
     ):
         x = x + gate * (given @ of_stream(block.to_out, number).T)
         hidden = F.layer_norm(x, x.shape[-1:], eps=1e-6) * scale + shift
-        inner = F.gelu(hidden @ of_stream(block.mlp_in, number).T, approximate="tanh")
+        inner = F.gelu(hidden @ of_stream(block.mlp_in, number).T)
         out.append(x + mlp_gate * (inner @ of_stream(block.mlp_out, number).T))
     return out[0], out[1]
 
