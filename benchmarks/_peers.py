@@ -6,6 +6,7 @@ built by `build(name, shape, dtype)` and gives `forward_backward()` and `update(
 
 from __future__ import annotations
 
+import copy
 import importlib.metadata
 import warnings
 from dataclasses import dataclass
@@ -76,19 +77,16 @@ class Batch:
 class Variant:
     """A model with its optimizer on one batch."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, autocast: bool, device: str):
-        self.model, self.optimizer = model.train(), optimizer
-        self.autocast, self.device = autocast, device
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: str):
+        self.model, self.optimizer, self.device = model.train(), optimizer, device
 
     def loss(self) -> Tensor:
         raise NotImplementedError
 
     def forward_backward(self) -> None:
         """Forward and backward pass; gradients of the step before are dropped first, as every loop does."""
-        self.optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(self.device, torch.bfloat16, enabled=self.autocast):
-            loss = self.loss()
-        loss.backward()
+        self.model.zero_grad(set_to_none=True)
+        self.loss().backward()
 
     def update(self) -> None:
         """Clip and AdamW."""
@@ -97,7 +95,10 @@ class Variant:
 
 
 class Ours(Variant):
-    """mmldlm: its model, objective and optimizer as a run builds them; bf16 is autocast over fp32 weights."""
+    """mmldlm: its model, objective and optimizer as a run builds them.
+
+    bf16 as under ZeRO 1 to 3: weights and gradients in bf16, AdamW on fp32 copies of both.
+    """
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: str = "cpu", **model):
         from mmldlm.config.schema import Config
@@ -115,7 +116,13 @@ class Ours(Variant):
         config = Config(model=settings)
         torch.manual_seed(0)
         network = awake(MultimodalMMDiT(config.model)).to(device)
-        super().__init__(network, build_optimizer(network, config.optimizer), dtype == torch.bfloat16, device)
+        self.masters = []  # fp32 weights of a model in bf16
+        if dtype == torch.bfloat16:
+            exact, network = network, copy.deepcopy(network).bfloat16()
+            self.masters = list(exact.parameters())
+            super().__init__(network, build_optimizer(exact, config.optimizer), device)
+        else:
+            super().__init__(network, build_optimizer(network, config.optimizer), device)
         self.clip = config.optimizer.grad_clip_norm
         self.objective, batch = TranslationObjective(config), Batch(shape, device)
         rows = batch.positions // shape.length
@@ -143,8 +150,15 @@ class Ours(Variant):
         """As the engine `single` does it: the host reads the norm (the loop's one sync), clips and steps."""
         from mmldlm.engines.optimizer import clipped_step
 
-        norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        weights = list(self.model.parameters())
+        for master, weight in zip(self.masters, weights):
+            master.grad = weight.grad.float()
+        norm = nn.utils.get_total_norm([p.grad for p in self.masters or weights])
         clipped_step(self.optimizer, self.clip, norm.item(), 1.0)
+        if self.masters:
+            self.optimizer.zero_grad(set_to_none=True)
+            with torch.no_grad():
+                torch._foreach_copy_(weights, self.masters)
 
 
 def awake(model: nn.Module) -> nn.Module:
@@ -237,7 +251,7 @@ class Peer(Variant):
     def __init__(self, network: type[_Around], shape: Shape, dtype: torch.dtype, device: str = "cpu"):
         torch.manual_seed(0)
         model = awake(network(shape)).to(device=device, dtype=dtype)
-        super().__init__(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE), False, device)
+        super().__init__(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE), device)
         self.batch = Batch(shape, device)
 
     def loss(self) -> Tensor:

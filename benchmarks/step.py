@@ -109,10 +109,7 @@ def saved_bytes(variant) -> int:
             kept[storage._cdata] = storage
         return tensor
 
-    with (
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-        torch.autocast(variant.device, torch.bfloat16, enabled=variant.autocast),
-    ):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = variant.loss()
     total = sum(storage.nbytes() for storage in kept.values())
     return total + _gradients_kept(loss)

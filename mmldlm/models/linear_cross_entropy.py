@@ -23,9 +23,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     The loss is linear in the NLLs, so their gradients are known as soon as a chunk's softmax is: keeping them (as large
     as the inputs) replaces keeping the logits (V / H times as large). Idea: Cut Cross-Entropy, arXiv 2411.09009.
 
-    With P = softmax, t the target and w the row's weight, the gradient of the logits is w (P - onehot(t)). Neither w
-    nor the one-hot is ever written into [rows, V]: w scales the rows of the small factors, the one-hot is a row of the
-    weight (for the hidden rows) or a row added to its gradient.
+    With P = softmax, t the target and w the row's weight, the gradient of the logits is w (P - onehot(t)). P - onehot
+    is made in P's place; w scales the rows of the small factors and is never written into [rows, V].
     """
 
     @staticmethod
@@ -46,41 +45,47 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = rows_low.new_empty(min(chunk_rows, num_rows), _aligned(vocab))
             shares = logits if low == exact else torch.empty_like(logits, dtype=exact)
             grad_hidden = torch.empty_like(rows_low) if needs[0] else None
-            grad_weight = gradient_memory(weight, exact) if needs[1] else None
+            # Each chunk's part of the weight's gradient comes rounded to the compute dtype. Two of them are summed with
+            # one more rounding, more of them in fp32.
+            sums = low if weight.dtype == low and num_rows <= 2 * chunk_rows else exact
+            grad_weight = gradient_memory(weight, sums) if needs[1] else None
+            product = torch.empty_like(weight_low) if needs[1] and low != exact and sums == exact else None
             grad_bias = torch.zeros(bias.shape, dtype=exact, device=bias.device) if needs[2] else None
+            minus_one = weights.new_full((1, 1), -1.0)
             for start in range(0, num_rows, chunk_rows):
                 rows = slice(start, min(start + chunk_rows, num_rows))
-                chunk, target, row_weights = rows_low[rows], targets[rows], weights[rows]
+                chunk, target, row_weights = rows_low[rows], targets[rows, None], weights[rows]
                 wide, wide_share = logits[: len(chunk)], shares[: len(chunk)]
                 wide[:, vocab:] = float("-inf")
                 scores = torch.addmm(bias_low, chunk, weight_low.t(), out=wide[:, :vocab])
                 largest = scores.amax(-1, keepdim=True)  # far cheaper than max, which finds the places, too
-                target_score = scores.gather(1, target[:, None])
+                target_score = scores.gather(1, target)
                 torch.ge(target_score, largest, out=correct[rows, None])
+                if low != exact and hidden.device.type == "cpu":  # softmax would take memory for a copy of its own
+                    wide = wide_share.copy_(wide)
                 share = torch.softmax(wide, -1, exact, out=wide_share)[:, :vocab]
                 # log of the normaliser from the largest share, which is at least 1 / V
                 log_normaliser = largest - share.amax(-1, keepdim=True).log_()
                 torch.sub(log_normaliser, target_score, out=nll[rows, None])
                 if not any(needs):
                     continue
+                share.scatter_add_(1, target, minus_one.expand(len(chunk), 1))
                 share_low = share if low == exact else scores.copy_(share)
                 if needs[0]:
-                    torch.mm(share_low, weight_low, out=grad_hidden[rows])
-                    grad_hidden[rows].sub_(weight_low.index_select(0, target)).mul_(row_weights)
-                weighted = (chunk * row_weights).to(low)
+                    torch.mm(share_low, weight_low, out=grad_hidden[rows]).mul_(row_weights)
                 if needs[1]:
-                    if start == 0 and low == exact:
-                        torch.mm(share_low.t(), weighted, out=grad_weight)
+                    weighted = (chunk * row_weights).to(low)
+                    if product is not None:
+                        torch.mm(share_low.t(), weighted, out=product)
+                        grad_weight.copy_(product) if start == 0 else grad_weight.add_(product)
                     elif start == 0:
-                        grad_weight.copy_(torch.mm(share_low.t(), weighted))
+                        torch.mm(share_low.t(), weighted, out=grad_weight)
                     elif low == exact:
                         torch.addmm(grad_weight, share_low.t(), weighted, out=grad_weight)
                     else:
                         grad_weight.add_(torch.mm(share_low.t(), weighted))
-                    grad_weight.index_add_(0, target, weighted.to(exact), alpha=-1)
                 if needs[2]:
                     grad_bias.addmv_(share.t(), row_weights[:, 0])
-                    grad_bias.index_add_(0, target, row_weights[:, 0], alpha=-1)
             if num_rows == 0 and needs[1]:
                 grad_weight.zero_()
         ctx.grads = (
