@@ -76,9 +76,10 @@ class Look:
     """What one step showed, the same on every rank.
 
     Attributes:
-        step: 1-based. applied: whether the step moved the weights. parameters, layers: name -> Figures. dead:
-            parameters named now, and only now, as never having had a gradient. underflow_share: under fp16, share of
-            zeros among the gradient elements of the parameters (but embeddings) that have a gradient; else None.
+        step: 1-based. applied: whether the step moved the weights. parameters, layers: name -> Figures; a block's
+            parameters by streams, "blocks.0.to_out.weight[text]". dead: those named now, and only now, as never having
+            had a gradient. underflow_share: under fp16, share of zeros among the gradient elements of the parameters
+            (but embeddings) that have a gradient; else None.
     """
 
     step: int
@@ -112,6 +113,7 @@ class Diagnostics:
     def __init__(self, engine: Engine, interval: int, dtype: str = "fp32"):
         self.engine, self.interval, self._scales = engine, interval, dtype == "fp16"
         self._numel: dict[str, int] = {}
+        self._rows: dict[str, list[int]] = {}  # of a parameter's parts in the sums
         self._activations = _Activations(engine.model) if interval else None
         self._sums: Tensor | None = None  # of the step being looked at
         self._step = 0
@@ -122,7 +124,6 @@ class Diagnostics:
             trainable = [name for name, parameter in engine.model.named_parameters() if parameter.requires_grad]
             # A block's parameters hold text's half, then the latents'; each has a row of its own.
             inside = [f"{name}." for name, module in engine.model.named_modules() if hasattr(module, "streams")]
-            self._rows: dict[str, list[int]] = {}
             count = 0
             for name in trainable:
                 rows = len(STREAMS) if name.startswith(tuple(inside)) else 1
@@ -139,6 +140,11 @@ class Diagnostics:
     def names(self) -> list[str]:
         """The parameters that were trainable when this was made ([] with interval 0)."""
         return list(self._numel)
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """What Look.parameters names -> the parameter that it is, or is a stream's half of."""
+        return {part: name for name, rows in self._rows.items() for part in parts_of(name, len(rows))}
 
     def before_forward(self, step: int) -> None:
         """Whether this (1-based) step is looked at is decided here, alike on every rank."""
@@ -206,21 +212,22 @@ class Diagnostics:
                     row[4] += torch.linalg.vector_norm(update, dtype=torch.float64).square().to(row.device)
 
     def _report(self, step: int, applied: bool, total: list[float]) -> Look:
-        width, names = len(_FIGURES), list(self._rows)
-        halves = {name: [total[width * row : width * (row + 1)] for row in rows] for name, rows in self._rows.items()}
-        rows = {name: [math.fsum(values) for values in zip(*parts)] for name, parts in halves.items()}
+        width = len(_FIGURES)
+        sizes = {name: self._numel[name] // len(rows) for name, rows in self._rows.items()}
+        parts: dict[str, tuple[int, list[float]]] = {}  # part of a parameter -> elements, sums
+        own: dict[str, list] = {}  # layer -> those of its parts
+        for name, rows in self._rows.items():
+            for part, layer, row in zip(parts_of(name, len(rows)), layers_of(name, len(rows)), rows, strict=True):
+                parts[part] = sizes[name], total[width * row : width * (row + 1)]
+                own.setdefault(layer, []).append(parts[part])
         rms = self._activations.rms(total[width * self._num_rows :])
         self._num_looks += 1
-        self._has_gradient |= {name for name, row in rows.items() if row[1] < self._numel[name]}
+        self._has_gradient |= {part for part, (size, sums) in parts.items() if sums[1] < size}
         dead = []
         if self._num_looks >= DEAD_AFTER:
-            dead = [name for name in names if name not in self._has_gradient and name not in self._dead]
+            dead = [part for part in parts if part not in self._has_gradient and part not in self._dead]
             self._dead |= set(dead)
-        parameters = {name: _figures(self._numel[name], row, applied) for name, row in rows.items()}
-        own: dict[str, list] = {}  # layer -> (elements, sums) of its parameters
-        for name, parts in halves.items():
-            for layer, part in zip(layers_of(name, len(parts)), parts, strict=True):
-                own.setdefault(layer, []).append((self._numel[name] // len(parts), part))
+        parameters = {part: _figures(size, sums, applied) for part, (size, sums) in parts.items()}
         layers = {}
         for layer in dict.fromkeys([*own, *rms]):
             summed = [math.fsum(values) for values in zip(*(part for _, part in own.get(layer, [])))] or [0.0] * width
@@ -230,6 +237,11 @@ class Diagnostics:
         used = [figures for figures in dense if 0 < figures.grad_norm] if self._scales else []
         underflow = sum(f.num_zeros for f in used) / max(sum(f.numel for f in used), 1) if self._scales else None
         return Look(step, applied, parameters, layers, dead, underflow)
+
+
+def parts_of(name: str, parts: int) -> list[str]:
+    """What the parts of a parameter are called: its own name, or with each stream's after it."""
+    return [name] if parts == 1 else [f"{name}[{stream}]" for stream in STREAMS]
 
 
 def layers_of(name: str, parts: int) -> list[str]:

@@ -269,7 +269,7 @@ def check_look(look: Look, findings: Findings) -> None:
 
 
 def expected_zeros(model: nn.Module, mode: str, null_rows: dict[str, bool]) -> tuple[str, ...]:
-    """Prefixes of parameters that rightly have a zero gradient.
+    """Beginnings of the names of parameters (diagnostics.parts_of) that rightly have a zero gradient.
 
     In the last block the stream that no head of the mode reads still gives keys and values to the other one, the rest
     of it changes nothing. A learned null waits for a sample whose condition was dropped.
@@ -278,8 +278,8 @@ def expected_zeros(model: nn.Module, mode: str, null_rows: dict[str, bool]) -> t
         null_rows: "text", "latent" -> whether a batch had such a sample.
     """
     stream = {"l2t": "latent", "t2l": "text"}.get(mode)
-    last = f"blocks.{len(model.blocks) - 1}.{stream}"
-    unread = [f"{last}.{part}." for part in ("to_out", "query_norm", "mlp_in", "mlp_out")] if stream else []
+    last = f"blocks.{len(model.blocks) - 1}"
+    unread = [f"{last}.{layer}.weight[{stream}]" for layer in ("to_out", "mlp_in", "mlp_out")] if stream else []
     return (*unread, *(f"{side}_encoder.null_" for side, used in null_rows.items() if not used))
 
 

@@ -157,7 +157,7 @@ class Sanity:
             else:
                 engine.discard()
             look = self._diagnostics.after_step(lr, finite)
-            self._has_gradient |= {name for name, p in look.parameters.items() if p.num_zeros < p.numel}
+            self._has_gradient |= {part for part, p in look.parameters.items() if p.num_zeros < p.numel}
             checks.check_look(look, findings)
             if self.interval and step % self.interval == 0:
                 self.look = look
@@ -281,20 +281,21 @@ class Sanity:
 
     def _after_all(self, start: dict) -> None:
         engine, findings = self.engine, self.findings
-        names = self._diagnostics.names
+        names, parts = self._diagnostics.names, self._diagnostics.parts
         cut_off = [name for name in names if name not in self._connected]
         if cut_off:
             findings.fault("reached", f"no gradient, cut off from the loss: {checks.named(cut_off)}")
         excused = checks.expected_zeros(engine.model, self.config.training.loss_type, self._null_rows)
-        zero = [name for name in names if name in self._connected and name not in self._has_gradient]
-        unexcused = [name for name in zero if not name.startswith(excused)]
+        zero = [part for part, name in parts.items() if name in self._connected and part not in self._has_gradient]
+        unexcused = [part for part in zero if not part.startswith(excused)]
         if unexcused:
             findings.fault("reached", f"a zero gradient in each of {len(self.steps)} steps: {checks.named(unexcused)}")
         idle = f"; the mode and these batches do not use {checks.named(zero)}" if zero else ""
-        findings.ran("reached", f"{len(names) - len(zero)} of {len(names)} tensors{idle}")
+        findings.ran("reached", f"{len(parts) - len(zero)} of {len(parts)} tensors (a block's by streams){idle}")
 
         moved = checks.changed(start, checks.checksums(engine.fragments()))
-        still = [name for name in names if name in self._has_gradient and name not in moved]
+        used = {parts[part] for part in self._has_gradient}
+        still = [name for name in names if name in used and name not in moved]
         if still:
             findings.fault("moves", f"a gradient, but the weight stayed as it was: {checks.named(still)}")
         findings.ran("moves", f"{len(moved)} of {len(names)} tensors")

@@ -123,12 +123,28 @@ def test_a_module_whose_output_is_thrown_away_is_named(store, monkeypatch):
     assert set(found) == {"reached"} and "a zero gradient in each of 9 steps: text_timestep.mlp.0" in found["reached"]
 
 
+def test_a_stream_that_a_block_does_not_change_is_named(store, monkeypatch):
+    """Its weights are halves of parameters whose other halves do learn."""
+    forward = mmdit.MMDiTBlock.forward
+
+    def without_latents(self, rows, condition, layout, *more):
+        out = forward(self, rows, condition, layout, *more)
+        return torch.cat([out[: layout.num_text], rows[layout.num_text :]])
+
+    monkeypatch.setattr(mmdit.MMDiTBlock, "forward", without_latents)
+    found = failed(examined(store))
+    assert set(found) == {"reached"}
+    assert "a zero gradient in each of 9 steps" in found["reached"]
+    assert "blocks.0.to_out.weight[latent], blocks.0.mlp_in.weight[latent]" in found["reached"]
+
+
 def test_what_a_mode_cannot_train_is_no_fault_and_is_said(store):
     """In t2l nothing reads the last block's text stream; with a dropout of 0 the learned nulls have no sample."""
     words = ["training.loss_type=t2l", "training.freeze=none", "training.condition_dropout=0"]
     rows = {row.id: row for row in examined(store, *words).findings.rows()}
     assert {row.status for row in rows.values()} == {PASS}
     assert "do not use" in rows["reached"].reason and "text_encoder.null_text" in rows["reached"].reason
+    assert ".to_out.weight[text]" in rows["reached"].reason
 
 
 def test_a_loss_without_a_graph_ends_the_steps(store, monkeypatch):
