@@ -9,15 +9,12 @@ from torch import Tensor
 class _Nulled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, null, is_null, at):
-        ctx.null_shape, ctx.null_dtype = null.shape, null.dtype
-        null = null.to(x.dtype)
-        if at is None:
-            mask = is_null.view(-1, *(1,) * (x.dim() - 1))
-            ctx.save_for_backward(mask, at)
-            return torch.where(mask, null, x)
-        mask = is_null[:, None]
+        ctx.null_shape, ctx.null_dtype, ctx.dtype = null.shape, null.dtype, x.dtype
+        mask = is_null.view(-1, *(1,) * (x.dim() - 1))
         ctx.save_for_backward(mask, at)
-        return x.index_copy(0, at, torch.where(mask, null, x.index_select(0, at)))
+        if at is None:
+            return torch.where(mask, null, x)
+        return x.index_copy(0, at, torch.where(mask, null.to(x.dtype), x.index_select(0, at)))
 
     @staticmethod
     def backward(ctx, grad):
@@ -26,11 +23,11 @@ class _Nulled(torch.autograd.Function):
         given = of_samples.masked_fill(mask, 0)
         # Of the null: what the samples with it have more.
         of_null = (of_samples - given).sum_to_size(ctx.null_shape).to(ctx.null_dtype)
-        return given if at is None else grad.index_copy(0, at, given), of_null, None, None
+        return given.to(ctx.dtype) if at is None else grad.index_copy(0, at, given), of_null, None, None
 
 
 def nulled(x: Tensor, null: Tensor, is_null: Tensor, at: Tensor | None = None) -> Tensor:
-    """x with a null in the place of some samples' values.
+    """x with a null in the place of some samples' values, in the wider dtype of both (with `at` in x's).
 
     Args:
         x: [B, ...] values of samples; with `at` [N, H] rows.

@@ -40,3 +40,13 @@ def test_what_a_null_replaces_does_not_matter():
     out = nulled(x, null, torch.ones(3, dtype=torch.bool))
     out.sum().backward()
     assert torch.equal(out, torch.ones(3, 2)) and torch.equal(null.grad, torch.full((2,), 3.0)) and not x.grad.any()
+
+
+def test_the_dtypes_are_those_of_where():
+    """Under autocast a condition in bf16 meets a null in fp32, and goes on in fp32."""
+    x = torch.randn(3, 4).bfloat16().requires_grad_()
+    null = torch.randn(4, requires_grad=True)
+    out = nulled(x, null, torch.tensor([True, False, False]))
+    out.sum().backward()
+    assert out.dtype == torch.float32 and torch.equal(out[0], null) and torch.equal(out[1:], x[1:].float())
+    assert x.grad.dtype == torch.bfloat16 and null.grad.dtype == torch.float32
