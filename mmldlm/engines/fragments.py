@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -29,9 +33,15 @@ class Fragment:
         return local(tensor).detach().view(-1)[self.offset : self.offset + self.count]
 
 
+def is_sharded(value: Any) -> bool:
+    """Whether this is a DTensor. Whoever made one has imported them; other engines start a second sooner without."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a sharded tensor; any other tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def whole(name: str, parameter: Tensor) -> Fragment:

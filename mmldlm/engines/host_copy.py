@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from mmldlm.engines.fragments import is_sharded
 
 
 class HostCopy:
@@ -28,9 +29,9 @@ class HostCopy:
         return copied
 
     def _copy(self, value: Any) -> Any:
-        if isinstance(value, DTensor):
+        if is_sharded(value):
             part = self._tensor(value.to_local())
-            return DTensor.from_local(
+            return type(value).from_local(
                 part, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
             )
         if isinstance(value, Tensor):
