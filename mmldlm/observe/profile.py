@@ -102,7 +102,8 @@ def communication_shares(events: Iterable) -> tuple[float, float]:
         elif event.name.startswith("aten::") or (on_gpu and not event.is_user_annotation):
             work.append((start, end))
     taken, computed = _length(collectives), _length(work)
-    alone = _length(collectives + work) - computed
+    # Sums in another order round otherwise: alone may come out a little longer than the collectives themselves.
+    alone = min(max(_length(collectives + work) - computed, 0.0), taken)
     return taken / max(wall, 1e-9), alone / max(wall, 1e-9)
 
 

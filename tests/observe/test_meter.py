@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 from pathlib import Path
 
@@ -83,6 +84,16 @@ def test_shares_of_communication():
     ]  # fmt: skip
     assert communication_shares(on_gpu) == pytest.approx((0.2, 0.1))
     assert communication_shares([]) == (0, 0)
+    # Never beside work: all of it is exposed, and rounding must not make that more than all.
+    draw = random.Random(0)
+    for _ in range(50):
+        edges = [edge / 3 for edge in sorted(draw.uniform(0, 1e6) for _ in range(24))]
+        apart = [
+            event("gloo:all_reduce" if number % 2 else "aten::mm", start, end)
+            for number, (start, end) in enumerate(zip(edges[::2], edges[1::2]))
+        ]
+        share, alone = communication_shares(apart)
+        assert 0 < alone <= share < 1 and alone == pytest.approx(share)
 
 
 def test_the_records_flops_are_those_of_the_batch():
