@@ -34,7 +34,7 @@ class Fragment:
 
 
 def is_sharded(value: Any) -> bool:
-    """Whether this is a DTensor. Whoever made one has imported them; other engines start a second sooner without."""
+    """Whether this is a DTensor. Whoever made one has imported them; other engines start sooner without."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 

@@ -28,12 +28,6 @@ def _weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
     return torch.dot(values if values.dim() == 1 else values.sum(1), weights.to(values.dtype))
 
 
-def _cosine(a: Tensor, b: Tensor) -> Tensor:
-    """[..., D] x 2 -> [...]; 0 of a zero vector."""
-    lengths = torch.linalg.vector_norm(a, dim=-1) * torch.linalg.vector_norm(b, dim=-1)
-    return (a * b).sum(-1) / lengths.clamp_min_(1e-8)
-
-
 class TranslationObjective:
     """(model, noised batch) -> loss and metric sums.
 
@@ -145,7 +139,7 @@ class TranslationObjective:
             "text_correct": out["text_correct"].sum(dtype=torch.float32),
             "text_masked": torch.full_like(loss, float(len(tensors["text_targets"]))),
             "latent_error_sum": _weighted_sum(error, scored),
-            "latent_cosine_sum": _weighted_sum(_cosine(x0, tensors["latent_clean"]), scored),
+            "latent_cosine_sum": _weighted_sum(F.cosine_similarity(x0, tensors["latent_clean"], dim=-1), scored),
             "latent_scored": scored.sum() if error.dim() == 1 else scored.sum() * error.shape[1],
             "length_nll_sum": length_sum.detach(),
             "length_scored": tensors["length_weights"].sum(),

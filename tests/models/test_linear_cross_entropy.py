@@ -43,3 +43,19 @@ def test_forbidden_id_has_no_probability_and_no_gradient():
     loss.backward()
     assert torch.isfinite(nll).all() and nll.max() < 50
     assert torch.equal(weight.grad[2], torch.zeros(4)) and bias.grad[2] == 0
+
+
+@pytest.mark.parametrize("chunk_rows", [7, 20, 40])
+def test_bf16_is_as_near_to_fp32_as_its_rounding(chunk_rows):
+    """One chunk, two (summed in bf16) and six (summed in fp32); targets repeat, as frequent tokens do."""
+    torch.manual_seed(0)
+    given = [torch.randn(40, 32), torch.randn(50, 32) / 6, torch.randn(50) / 6]
+    targets, weights = torch.randint(1, 6, (40,)), torch.rand(40)
+    found = []
+    for dtype, rows in ((torch.float32, 40), (torch.bfloat16, chunk_rows)):
+        parameters = [tensor.bfloat16().to(dtype).requires_grad_() for tensor in given]
+        loss, *_ = linear_cross_entropy(*parameters, targets, weights, 0, rows)
+        loss.backward()
+        found.append([loss.detach(), *(parameter.grad.float() for parameter in parameters)])
+    for exact, low in zip(*found):
+        assert (low - exact).norm() / exact.norm() < 1e-2
