@@ -65,8 +65,8 @@ step "5/5 evaluate on unseen sentences"
 mmldlm evaluate --checkpoint "$out/model" --data "$store" --json "$out/evaluation.json"
 
 watch=()
-if [ "$name-$steps-${MAX_SAMPLES:-}-$*" = docstrings-1300-- ]; then
-    watch=(--nelbo-at-most 4.35) # what this corpus and this budget give, and a little (README.md)
+if [ "$name-$steps-${NPROC:-}-${MAX_SAMPLES:-}-$*" = docstrings-1300-2-- ]; then
+    watch=(--nelbo-at-most 4.35) # what this corpus, budget and batch give, and a little (README.md)
 fi
 "$PYTHON" launchers/quickstart_report.py "$out" --seconds $((SECONDS - installed)) \
     --setup-seconds $((installed - start)) "${watch[@]}"
