@@ -151,12 +151,13 @@ class Ours(Variant):
         from mmldlm.engines.optimizer import clipped_step
 
         weights = list(self.model.parameters())
-        for master, weight in zip(self.masters, weights):
-            master.grad = weight.grad.float()
+        if self.masters:
+            for master in self.masters:  # memory of gradients is taken once, as ZeRO takes its partition's
+                master.grad = torch.empty_like(master) if master.grad is None else master.grad
+            torch._foreach_copy_([master.grad for master in self.masters], [weight.grad for weight in weights])
         norm = nn.utils.get_total_norm([p.grad for p in self.masters or weights])
         clipped_step(self.optimizer, self.clip, norm.item(), 1.0)
         if self.masters:
-            self.optimizer.zero_grad(set_to_none=True)
             with torch.no_grad():
                 torch._foreach_copy_(weights, self.masters)
 
@@ -261,16 +262,17 @@ class Peer(Variant):
 class Gemms:
     """The matrix products that the real work needs: every linear layer's output, input gradient and weight gradient.
 
-    Real tokens only, the head at scored positions only. Attention's products are left out, as they are in
-    facts of the issue; `attention=True` adds them (two forward, four backward).
+    Real tokens only; the head, and the last block's layers behind attention, at scored positions only. Attention's
+    products are left out, as they are in facts of the issue; `attention=True` adds them (two forward, four backward).
     """
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: str = "cpu", attention: bool = False):
         batch = Batch(shape, device)
         width, layers = shape.width, []
-        for rows in (batch.num_tokens, shape.batch):
-            layers += shape.depth * [(rows, width, 3 * width), (rows, width, width), (rows, width, 4 * width)]
-            layers += shape.depth * [(rows, 4 * width, width)]
+        for rows, read in ((batch.num_tokens, batch.num_masked), (shape.batch, shape.batch)):
+            layers += shape.depth * [(rows, width, 3 * width)]
+            for size in (shape.depth - 1) * [rows] + [read]:
+                layers += [(size, width, width), (size, width, 4 * width), (size, 4 * width, width)]
         layers.append((batch.num_masked, width, shape.vocab))
         make = lambda *size: torch.randn(*size, dtype=dtype, device=device)  # noqa: E731
         # Every layer has its own weight and rows: in a step none of them is still in the cache.
