@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmldlm.models.fused import NORM_EPS, BlockWeights, FusedBlock
+from mmldlm.models.fused import NORM_EPS, BlockWeights, FusedBlock, modulation_of_rows, rows_read
 from mmldlm.models.layers import Modulation, QKNorm, StreamLinear, is_bare, modulate
 from mmldlm.models.layout import QK_EPS, Layout, attend
 
@@ -38,7 +38,9 @@ class MMDiTBlock(nn.Module):
         self.mlp_in = StreamLinear(hidden_size, mlp_width)
         self.mlp_out = StreamLinear(mlp_width, hidden_size)
 
-    def forward(self, rows: Tensor, condition: Tensor, layout: Layout, recompute: bool = False) -> Tensor:
+    def forward(
+        self, rows: Tensor, condition: Tensor, layout: Layout, recompute: bool = False, after: Layout | None = None
+    ) -> Tensor:
         """One block.
 
         Args:
@@ -46,19 +48,24 @@ class MMDiTBlock(nn.Module):
             condition: [B, C] SiLU'd conditioning vector.
             layout: where the rows stand.
             recompute: keep only the inputs for the backward pass (where `runs_fused`).
+            after: the Q rows that somebody reads of the last block (`Layout.reading`): behind attention, no others are
+                computed. None: all.
 
         Returns:
-            The rows after the block, [R, H].
+            The rows after the block, [R, H]; with after [Q, H], those that are read.
         """
+        after = layout if after is None else after
         if not self.runs_fused():
-            return self._through_layers(rows, condition, layout)
+            return self._through_layers(rows, condition, layout, after)
         weights = BlockWeights(
             self.modulation.weight, self.modulation.bias, self.to_qkv.weight,
             None if self.qk_norm is None else self.qk_norm.weight,
             self.to_out.weight, self.mlp_in.weight, self.mlp_out.weight,
         )  # fmt: skip
         # Inside a Function grad mode is always off, so whether gradients are wanted is asked here.
-        return FusedBlock.apply(rows, condition, layout, self.n_heads, recompute, torch.is_grad_enabled(), *weights)
+        return FusedBlock.apply(
+            rows, condition, layout, after, self.n_heads, recompute, torch.is_grad_enabled(), *weights
+        )
 
     def runs_fused(self) -> bool:
         """Whether the block computes as one operation.
@@ -70,12 +77,11 @@ class MMDiTBlock(nn.Module):
         kinds = (Modulation, StreamLinear, QKNorm)
         return not torch.compiler.is_compiling() and all(layer is None or is_bare(layer, *kinds) for layer in layers)
 
-    def _through_layers(self, rows: Tensor, condition: Tensor, layout: Layout) -> Tensor:
+    def _through_layers(self, rows: Tensor, condition: Tensor, layout: Layout, after: Layout) -> Tensor:
         """The same with one call a layer, under autograd."""
         n, (num_rows, width) = layout.num_text, rows.shape
         table = self.modulation(condition).unflatten(1, (2, -1)).flatten(0, 1)
-        modulation = table.index_select(0, layout.owner).chunk(6, dim=-1)
-        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = modulation
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = modulation_of_rows(table, layout, after)
         hidden = modulate(F.layer_norm(rows, (width,), eps=NORM_EPS), shift, scale)
         qkv = self.to_qkv(hidden, n).view(num_rows, 3, self.n_heads, -1)
         queries_keys, values = qkv[:, :2], qkv[:, 2:]
@@ -85,13 +91,18 @@ class MMDiTBlock(nn.Module):
         even, odd = queries_keys[:n].unflatten(-1, (-1, 2)).unbind(-1)
         turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
         joint = torch.cat([torch.cat([turned, queries_keys[n:]]), values], dim=1).index_select(0, layout.order)
-        mixed = attend(joint, layout).index_select(0, layout.back)
-        rows = torch.addcmul(rows, gate, self.to_out(mixed, n))
+        n = after.num_text
+        mixed = attend(joint, layout).index_select(0, after.back)
+        rows = torch.addcmul(rows_read(rows, after), gate, self.to_out(mixed, n))
         hidden = modulate(F.layer_norm(rows, (width,), eps=NORM_EPS), mlp_shift, mlp_scale)
         inner = F.gelu(self.mlp_in(hidden, n))
         return torch.addcmul(rows, mlp_gate, self.mlp_out(inner, n))
 
     @staticmethod
-    def streams(output: Tensor, rows: Tensor, condition: Tensor, layout: Layout, *_) -> tuple[Tensor, Tensor]:
-        """What forward(rows, condition, layout) gave, as text rows and latent rows."""
-        return output[: layout.num_text], output[layout.num_text :]
+    def streams(
+        output: Tensor, rows: Tensor, condition: Tensor, layout: Layout, recompute: bool = False,
+        after: Layout | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """What forward(...) of these arguments gave, as text rows and latent rows."""
+        num_text = (layout if after is None else after).num_text
+        return output[:num_text], output[num_text:]

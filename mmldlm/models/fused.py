@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mmldlm.models.layers import compute_dtype, without_autocast
-from mmldlm.models.layout import Layout, attend
+from mmldlm.models.layout import Layout, attend, attention_dtype
 
 NORM_EPS = 1e-6
 aten = torch.ops.aten
@@ -45,8 +45,8 @@ class _Kept(NamedTuple):
     """What the backward pass needs of a block's forward pass beside its inputs.
 
     table [2 B, 6 H]; unit [R, 2, heads, head_dim] queries and keys of length 1, length [R, 2, heads, 1] what they were
-    divided by; joint [P, 3, heads, head_dim] and mixed [P, H], attention's ends in a graph of its own; attended [R, H],
-    inner [R, 4 H], outer [R, H] results of to_out and the MLP's two layers.
+    divided by; joint [P, 3, heads, head_dim] and mixed [P, H], attention's ends in a graph of its own; attended [Q, H],
+    inner [Q, 4 H], outer [Q, H] results of to_out and the MLP's two layers, for the Q rows that are read.
     """
 
     table: Tensor
@@ -140,18 +140,20 @@ def _mul_into(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 
 def _forward(
-    x: Tensor, condition: Tensor, layout: Layout, heads: int, low: torch.dtype, weights: BlockWeights, keeps: bool
-) -> tuple[Tensor, _Kept]:
+    x: Tensor, condition: Tensor, layout: Layout, after: Layout, heads: int, low: torch.dtype, weights: BlockWeights,
+    keeps: bool,
+) -> tuple[Tensor, _Kept]:  # fmt: skip
     n, (num_rows, width) = layout.num_text, x.shape
     bias = weights.modulation_bias.to(low)
     table = torch.addmm(bias, condition.to(low), weights.modulation.to(low).t()).to(x.dtype).view(-1, 6 * width)
-    shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = _modulation_of_rows(table, layout)
+    shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = modulation_of_rows(table, layout, after)
 
     qkv = _product(torch.addcmul(shift, _norm(x)[0], scale).to(low), weights.qkv.to(low), layout)
+    qkv = qkv.to(attention_dtype(low, x.device))
     queries_keys = qkv[:, : 2 * width].view(num_rows, 2, heads, -1)
     exact = layout.eps.dtype
     unit = length = softmax_scale = None
-    turned = queries_keys if low == exact else torch.empty_like(queries_keys, dtype=exact)
+    turned = queries_keys if qkv.dtype == exact else torch.empty_like(queries_keys, dtype=exact)
     if weights.qk_norm is not None:
         # Of length 1 here, of mean square 1 in the model: the softmax's scale makes up for it.
         softmax_scale = (width // heads) ** 0.5
@@ -171,32 +173,43 @@ def _forward(
     with torch.set_grad_enabled(keeps):  # inside a Function nothing records but this
         mixed = attend(joint.requires_grad_(keeps), layout, softmax_scale)
 
-    attended = _product(mixed.detach().to(low).index_select(0, layout.back), weights.out.to(low), layout)
-    middle = torch.addcmul(x, gate, attended.to(x.dtype))
+    attended = _product(mixed.detach().to(low).index_select(0, after.back), weights.out.to(low), after)
+    middle = torch.addcmul(rows_read(x, after), gate, attended.to(x.dtype))
     rows = torch.addcmul(mlp_shift, _norm(middle)[0], mlp_scale).to(low)
-    inner = _product(rows, weights.mlp_in.to(low), layout)
-    outer = _product(F.gelu(inner), weights.mlp_out.to(low), layout)
+    inner = _product(rows, weights.mlp_in.to(low), after)
+    outer = _product(F.gelu(inner), weights.mlp_out.to(low), after)
     out = torch.addcmul(middle, mlp_gate, outer.to(x.dtype))
     return out, _Kept(table, unit, length, joint, mixed, attended, inner, outer)
 
 
-def _modulation_of_rows(table: Tensor, layout: Layout) -> tuple[Tensor, ...]:
-    """[2 B, 6 H] -> six [R, H]: shift, scale, gate of attention, then of the MLP."""
-    return table.index_select(0, layout.owner).view(-1, 6, table.shape[1] // 6).unbind(1)
+def modulation_of_rows(table: Tensor, layout: Layout, after: Layout) -> tuple[Tensor, ...]:
+    """[2 B, 6 H] -> shift, scale of attention [R, H]; its gate, the MLP's shift, scale and gate [Q, H]."""
+    if after is layout:
+        return table.index_select(0, layout.owner).view(-1, 6, table.shape[1] // 6).unbind(1)
+    before, behind = table.tensor_split((table.shape[1] // 3,), 1)
+    return *before.index_select(0, layout.owner).chunk(2, 1), *behind.index_select(0, after.owner).chunk(4, 1)
+
+
+def rows_read(x: Tensor, after: Layout) -> Tensor:
+    """[R, H] -> [Q, H]."""
+    return x if after.read is None else x.index_select(0, after.read)
 
 
 class FusedBlock(torch.autograd.Function):
-    """x [R, H], condition [B, C] (SiLU'd), a layout, the number of heads, `BlockWeights` -> [R, H].
+    """x [R, H], condition [B, C] (SiLU'd), layouts before and after, the number of heads, `BlockWeights` -> [Q, H].
 
+    The layout after is that of the Q rows that somebody reads (`Layout.reading`), or the one before: then Q = R.
     With recompute only the inputs are kept, and the backward pass begins with the forward pass.
     """
 
     @staticmethod
-    def forward(ctx, x, condition, layout: Layout, heads: int, recompute: bool, needs_grad: bool, *weights):
+    def forward(
+        ctx, x, condition, layout: Layout, after: Layout, heads: int, recompute: bool, needs_grad: bool, *weights
+    ):
         keeps, low = needs_grad and not recompute, compute_dtype(weights[2])
         with without_autocast(x):
-            out, kept = _forward(x, condition, layout, heads, low, BlockWeights(*weights), keeps)
-        ctx.layout, ctx.heads, ctx.low, ctx.attention, tensors = layout, heads, low, None, ()
+            out, kept = _forward(x, condition, layout, after, heads, low, BlockWeights(*weights), keeps)
+        ctx.layouts, ctx.heads, ctx.low, ctx.attention, tensors = (layout, after), heads, low, None, ()
         if keeps:
             ctx.attention = kept.joint, torch.autograd.graph.get_gradient_edge(kept.mixed)
             tensors = (kept.table, kept.unit, kept.length, kept.mixed.detach(), *kept[5:])
@@ -209,7 +222,7 @@ class FusedBlock(torch.autograd.Function):
         x, condition, *saved = ctx.saved_tensors
         num_weights = len(BlockWeights._fields)
         weights, tensors = BlockWeights(*saved[:num_weights]), saved[num_weights:]
-        layout, heads, low = ctx.layout, ctx.heads, ctx.low
+        low = ctx.low
         with without_autocast(x):
             if tensors:
                 if ctx.attention is None:  # its graph is freed with the first pass, as torch frees any
@@ -217,52 +230,61 @@ class FusedBlock(torch.autograd.Function):
                 (joint, edge), ctx.attention = ctx.attention, None
                 kept = _Kept(*tensors[:3], joint, *tensors[3:])
             else:
-                kept = _forward(x, condition, layout, heads, low, weights, True)[1]
+                kept = _forward(x, condition, *ctx.layouts, ctx.heads, low, weights, True)[1]
                 joint, edge = kept.joint, torch.autograd.graph.get_gradient_edge(kept.mixed)
-            needs = dict(zip(BlockWeights._fields, ctx.needs_input_grad[6:]))
-            return _backward(grad, x, condition, layout, low, weights, needs, kept, edge)
+            needs = dict(zip(BlockWeights._fields, ctx.needs_input_grad[7:]))
+            return _backward(grad, x, condition, *ctx.layouts, low, weights, needs, kept, edge)
 
 
-def _backward(grad, x, condition, layout: Layout, low: torch.dtype, weights: BlockWeights, needs, kept: _Kept, edge):
+def _backward(
+    grad, x, condition, layout: Layout, after: Layout, low: torch.dtype, weights: BlockWeights, needs, kept: _Kept, edge
+):
     """Gradients of FusedBlock's inputs."""
     n, (num_rows, width) = layout.num_text, x.shape
     heads = kept.joint.shape[2]
     found: dict[str, Tensor | None] = dict.fromkeys(BlockWeights._fields)
 
-    def weight_grad(name: str, d: Tensor, rows: Tensor) -> None:
+    def weight_grad(name: str, d: Tensor, rows: Tensor, where: Layout) -> None:
         if needs[name]:
-            found[name] = _weight_grad(d, rows, getattr(weights, name), layout)
+            found[name] = _weight_grad(d, rows, getattr(weights, name), where)
 
-    # What is summed over the rows of a sample stands side by side: six modulations, queries' and keys' norms.
+    # What is summed over the rows of a sample stands side by side: norms of queries and keys, attention's shift and
+    # scale, then the other four modulations (of another number of rows where not all are read).
     with_norm = kept.unit is not None
-    columns = x.new_empty(num_rows, (8 if with_norm else 6) * width)
-    d_shift, d_scale, d_gate, d_mlp_shift, d_mlp_scale, d_mlp_gate, *d_norms = columns.split(
-        (*6 * (width,), *((2 * width,) if with_norm else ())), dim=1
-    )
-    shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = _modulation_of_rows(kept.table, layout)
+    widths = ((4 if with_norm else 2) * width, 4 * width)
+    if after is layout:
+        columns = x.new_empty(num_rows, sum(widths))
+        before, behind = columns.split(widths, dim=1)
+    else:
+        before, behind = x.new_empty(num_rows, widths[0]), x.new_empty(grad.shape[0], widths[1])
+    *d_norms, d_shift, d_scale = before.split((*((2 * width,) if with_norm else ()), width, width), dim=1)
+    d_gate, d_mlp_shift, d_mlp_scale, d_mlp_gate = behind.chunk(4, dim=1)
+    shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = modulation_of_rows(kept.table, layout, after)
 
     # The MLP and its residual branch.
     _mul_into(grad, kept.outer, d_mlp_gate)
     d_outer = (grad * mlp_gate).to(low)
-    weight_grad("mlp_out", d_outer, F.gelu(kept.inner))
-    d_inner = _product_back(d_outer, weights.mlp_out.to(low), layout)
+    weight_grad("mlp_out", d_outer, F.gelu(kept.inner), after)
+    d_inner = _product_back(d_outer, weights.mlp_out.to(low), after)
     d_inner = aten.gelu_backward(d_inner, kept.inner)
-    middle = torch.addcmul(x, gate, kept.attended.to(x.dtype))
+    middle = torch.addcmul(rows_read(x, after), gate, kept.attended.to(x.dtype))
     hat, mean, rstd = _norm(middle)
-    weight_grad("mlp_in", d_inner, torch.addcmul(mlp_shift, hat, mlp_scale).to(low))
-    _product_back(d_inner, weights.mlp_in.to(low), layout, out=d_mlp_shift)
+    weight_grad("mlp_in", d_inner, torch.addcmul(mlp_shift, hat, mlp_scale).to(low), after)
+    _product_back(d_inner, weights.mlp_in.to(low), after, out=d_mlp_shift)
     torch.mul(d_mlp_shift, hat, out=d_mlp_scale)
     d_middle = _norm_backward(d_mlp_shift * mlp_scale, middle, mean, rstd).add_(grad)
 
     # Attention's output.
     _mul_into(d_middle, kept.attended, d_gate)
     d_attended = (d_middle * gate).to(low)
-    weight_grad("out", d_attended, kept.mixed.to(low).index_select(0, layout.back))
-    d_rows = _product_back(d_attended, weights.out.to(low), layout)
-    if layout.order.shape[0] == num_rows:
+    weight_grad("out", d_attended, kept.mixed.to(low).index_select(0, after.back), after)
+    d_rows = _product_back(d_attended, weights.out.to(low), after)
+    if layout.order.shape[0] == d_rows.shape[0] and after.read is None:
         d_mixed = d_rows.index_select(0, layout.order)
     else:  # padded positions are nobody's output
-        d_mixed = d_rows.new_zeros(layout.order.shape[0], width).index_copy_(0, layout.back, d_rows)
+        d_mixed = d_rows.new_zeros(layout.order.shape[0], width)
+        put = d_mixed.index_copy_ if after.read is None else d_mixed.index_add_  # a row may be read twice
+        put(0, after.back, d_rows)
     (d_joint,) = torch.autograd.grad((edge,), (kept.joint,), (d_mixed.to(kept.mixed.dtype),))
 
     # Queries, keys and values.
@@ -271,30 +293,38 @@ def _backward(grad, x, condition, layout: Layout, low: torch.dtype, weights: Blo
     d = d_queries_keys.to(layout.eps.dtype)
     _rotate(d[:n], layout, back=True)
     if with_norm:
-        torch.mul(d, kept.unit, out=d_norms[0].view(d.shape))
+        unit = kept.unit.to(d.dtype)
+        torch.mul(d, unit, out=d_norms[0].view(d.shape))
         learned = weights.qk_norm.to(d.dtype).view(2, 2, 1, -1)
         d[:n].mul_(learned[0])
         d[n:].mul_(learned[1])
-        along = (d * kept.unit).sum(-1, keepdim=True)
-        d.addcmul_(kept.unit.to(d.dtype), along, value=-1).div_(kept.length)
+        along = (d * unit).sum(-1, keepdim=True)
+        d.addcmul_(unit, along, value=-1).div_(kept.length)
     if d.dtype != d_queries_keys.dtype:
         d_queries_keys.copy_(d)
+    d_qkv = d_qkv.to(low)
     hat, mean, rstd = _norm(x)
-    weight_grad("qkv", d_qkv, torch.addcmul(shift, hat, scale).to(low))
+    weight_grad("qkv", d_qkv, torch.addcmul(shift, hat, scale).to(low), layout)
     _product_back(d_qkv, weights.qkv.to(low), layout, out=d_shift)
     torch.mul(d_shift, hat, out=d_scale)
-    d_x = _norm_backward(d_shift * scale, x, mean, rstd).add_(d_middle)
+    d_x = _norm_backward(d_shift * scale, x, mean, rstd)
+    d_x = d_x.add_(d_middle) if after.read is None else d_x.index_add_(0, after.read, d_middle)
 
     # Over samples.
-    sums = layout.sum_by_sample(columns).view(layout.batch, 2, -1)
-    d_table = sums[:, :, : 6 * width].contiguous().view(layout.batch, -1)
+    if after is layout:
+        sums = layout.sum_by_sample(columns)
+        d_table = sums[:, -6 * width :].contiguous()
+    else:
+        sums = layout.sum_by_sample(before)
+        d_table = torch.cat([sums[:, -2 * width :], after.sum_by_sample(behind)], dim=1)
+    d_table = d_table.view(layout.batch, -1)
     found["modulation_bias"] = d_table.sum(0).to(weights.modulation_bias.dtype)
     if with_norm:
-        d_norm = sums[:, :, 6 * width :].view(layout.batch, 2, 2, heads, -1).sum((0, 3))
+        d_norm = sums[:, : 2 * width].view(layout.batch, 2, 2, heads, -1).sum((0, 3))
         found["qk_norm"] = d_norm.view(-1).to(weights.qk_norm.dtype)
     d_table = d_table.to(low)
     if needs["modulation"]:
         d_weight = torch.mm(d_table.t(), condition.to(low))
         found["modulation"] = d_weight.to(weights.modulation.dtype)
     d_condition = torch.mm(d_table, weights.modulation.to(low)).to(condition.dtype)
-    return d_x, d_condition, None, None, None, None, *found.values()
+    return d_x, d_condition, None, None, None, None, None, *found.values()

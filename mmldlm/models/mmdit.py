@@ -12,7 +12,8 @@ from mmldlm.config.schema import ModelConfig
 from mmldlm.errors import UserError
 from mmldlm.models import files
 from mmldlm.models.blocks import MMDiTBlock
-from mmldlm.models.kept_gradient import embedding
+from mmldlm.models.fused import rows_read
+from mmldlm.models.kept_memory import embedding
 from mmldlm.models.layers import Modulation, StreamLinear, TimestepEmbedding, compute_dtype, is_bare, modulate
 from mmldlm.models.layout import RECTANGLE_FILL, make_layout
 from mmldlm.models.linear_cross_entropy import linear_cross_entropy
@@ -309,14 +310,24 @@ class MultimodalMMDiT(nn.Module):
         text = self.text_encoder(ids, layout.first, text_is_null)
         rows = torch.cat([text, latent.flatten(0, 1)])
         recompute = config.gradient_checkpointing and torch.is_grad_enabled()
+        after = layout  # of the rows that a head reads
+        if text_tokens is None:
+            after = layout.reading(layout.first[:0])
+        elif chooses:
+            after = layout.reading(text_positions if place is None else self._rows_at(place, text_positions))
+        # Compiled, the last block would need a graph of its own: minutes for a share of one block.
+        last = None if self._blocks_are_compiled else self.blocks[-1]
         for block in self.blocks:
+            given = (rows, condition, layout, recompute, after if block is last else None)
             if recompute and (self._blocks_are_compiled or not block.runs_fused()):
-                rows = checkpoint(block, rows, condition, layout, use_reentrant=False)
+                rows = checkpoint(block, *given, use_reentrant=False)
             else:
-                rows = block(rows, condition, layout, recompute)
+                rows = block(*given)
+        if last is None:
+            rows = rows_read(rows, after)
 
-        latent_rows = rows[layout.num_text :].view(batch, latent.shape[1], -1)
-        latent_pred = self.latent_head(latent_rows, condition).float()
+        text_rows, latent_rows = rows.split((after.num_text, batch * latent.shape[1]))
+        latent_pred = self.latent_head(latent_rows.view(batch, latent.shape[1], -1), condition).float()
         if latents is None or latents.dim() == 2:
             latent_pred = latent_pred.squeeze(1) if latent_pred.shape[1] == 1 else latent_pred[:, 0]
         out = {
@@ -324,12 +335,8 @@ class MultimodalMMDiT(nn.Module):
             "length_logits": self.length_head(self._known_pooled(pooled, latent_timesteps)).float(),
         }
         if text_tokens is not None:
-            scored = text_positions
-            if place is not None:
-                scored = self._rows_at(place, scored)
-            chosen = rows[: layout.num_text] if scored is None else rows.index_select(0, scored)
-            sample = layout.sample[: layout.num_text] if scored is None else layout.sample.index_select(0, scored)
-            text_out = self.text_head(chosen, sample, condition, text_targets, text_weights)
+            sample = after.sample[: after.num_text]
+            text_out = self.text_head(text_rows, sample, condition, text_targets, text_weights)
             if text_positions is None and text_targets is None:
                 text_out["text_logits"] = text_out["text_logits"].view(batch, length, -1)
             out.update(text_out)

@@ -75,7 +75,8 @@ def step_flops(model: ModelConfig, lengths: Sequence[int], scored: int, num_late
     """Forward FLOPs of one batch.
 
     Real work: `lengths` of the real tokens (EOS included) and `scored` masked positions. Nominal work, what a padded
-    batch with a dense head would cost: lengths [S] * B and scored B * S.
+    batch with a dense head would cost: lengths [S] * B and scored B * S. What the last block does behind attention is
+    work for scored positions only: nobody reads the others.
 
     Args:
         model: its shape; latent_dim and vocab_size set. lengths: text tokens of each sample.
@@ -86,6 +87,7 @@ def step_flops(model: ModelConfig, lengths: Sequence[int], scored: int, num_late
     batch, tokens = len(lengths), sum(lengths)
     latent_tokens = num_latents * model.latent_tokens
     a_row = 2 * width * (4 * width + 2 * inner)  # to_qkv, to_out, and the two MLP layers
+    behind_attention = 2 * width * (width + 2 * inner)
     pairs = sum((length + latent_tokens) ** 2 for length in lengths)
     timesteps = 2 * (2 * 256 * cond + 2 * cond * cond)
     latent_in = (
@@ -95,7 +97,7 @@ def step_flops(model: ModelConfig, lengths: Sequence[int], scored: int, num_late
     return StepFlops(
         embeddings=batch * (timesteps + latent_in),
         modulation=batch * (model.n_blocks * 2 * 2 * cond * 6 * width + 2 * 2 * cond * 2 * width),
-        text_blocks=model.n_blocks * tokens * a_row,
+        text_blocks=model.n_blocks * tokens * a_row - (tokens - scored) * behind_attention,
         latent_blocks=model.n_blocks * batch * latent_tokens * a_row,
         attention=model.n_blocks * 4 * pairs * width,
         text_head=2 * scored * width * model.vocab_size,
@@ -122,14 +124,15 @@ class FlopRate:
         """Training FLOPs of a global batch's real work (what is recomputed does not count)."""
         if not num_samples or not num_tokens:
             return 0.0
-        one = step_flops(self.model, [1], 0)
+        one, unread = step_flops(self.model, [1], 1), step_flops(self.model, [1], 0)
         mean = num_tokens / num_samples
         latents = self.model.max_latents * self.model.latent_tokens
         a_row = one.text_blocks  # at one token
+        saved = (num_tokens - num_scored) * (one.text_blocks - unread.text_blocks)
         pairs = (mean + latents) ** 2 / (1 + latents) ** 2
         fixed = one.embeddings + one.modulation + one.latent_blocks + one.latent_head + one.length_head
         head = 2 * num_scored * self.model.hidden_size * self.model.vocab_size
-        return 3 * (num_samples * (fixed + a_row * mean + one.attention * pairs) + head)
+        return 3 * (num_samples * (fixed + a_row * mean + one.attention * pairs) - saved + head)
 
     def mfu(self, flops: float, seconds: float) -> float | None:
         """Share of the devices' peak; None where the peak is not known."""

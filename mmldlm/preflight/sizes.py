@@ -15,7 +15,7 @@ BASE_CPU, BASE_GPU = int(0.4 * GIB), int(1.2 * GIB)
 PLANS = ("single", "zero0", "zero1", "zero2", "zero3", "fsdp")  # from most to least memory a rank
 _FREQUENCIES = 256  # models/layers.py: sinusoids of a timestep
 # Of models/linear_cross_entropy.py; elements on a CPU, on a GPU.
-_CHUNK_ELEMENTS, _CHUNK_ROWS, _ROW_ALIGNMENT = (8 << 20, 64 << 20), 64, 64
+_CHUNK_ELEMENTS, _CHUNK_ROWS, _SHARE_ROWS, _ROW_ALIGNMENT = (8 << 20, 64 << 20), 64, 64, 64
 _TEXT, _LATENT = ("text_encoder", "text_head", "length_head"), ("latent_encoder", "latent_head")
 _FROZEN = {"l2t": _LATENT, "t2l": _TEXT}  # under training.freeze=mode
 _UNREAD = {"l2t": ("latent_head",), "t2l": ("text_head", "length_head")}  # no loss of the mode reads them
@@ -87,7 +87,10 @@ def activation_bytes(config: Config, length: int) -> int:
     token += 4 * heads * (tokens + (2 if model.qk_rmsnorm else 0))
     block = batch * (tokens * token + size * 12 * width)
     inputs = batch * tokens * width * size
-    blocks = model.n_blocks * inputs + block if model.gradient_checkpointing else model.n_blocks * block
+    if model.gradient_checkpointing:
+        blocks = model.n_blocks * inputs + block
+    else:  # in the last one, both branches and the MLP of the scored half alone
+        blocks = model.n_blocks * block - batch * length / 2 * size * (2 * width + mlp)
     head = 2.5 * length * width + 8 * width  # rows of the scored half, their norm and modulation
     outside = batch * size * (head + 12 * model.cond_dim + 2 * _FREQUENCIES + model.max_latents * model.latent_dim)
     return int(blocks + outside)
@@ -97,9 +100,11 @@ def logits_bytes(config: Config, length: int, on_gpu: bool) -> int:
     """Most bytes of logits that exist at once when half of the text is scored (models/linear_cross_entropy.py)."""
     model, low = config.model, 4 if config.training.dtype == "fp32" else 2
     wide = -(-model.vocab_size // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
-    rows = max(_CHUNK_ELEMENTS[on_gpu] // wide, _CHUNK_ROWS)
+    elements = _CHUNK_ELEMENTS[on_gpu] * (1 if on_gpu or low == 4 else 2)
     scored = max(config.training.train_batch_size * length // 2, 1)
-    return min(rows, scored) * wide * (4 if low == 4 else low + 4)
+    rows = min(max(elements // wide, _CHUNK_ROWS), scored)
+    shares = 0 if low == 4 else 4 * (rows if on_gpu else min(rows, _SHARE_ROWS))
+    return wide * (rows * low + shares)
 
 
 def state_bytes(plan: str, sizes: dict, world_size: int, dtype: str, bucket: int = 50_000_000) -> int:

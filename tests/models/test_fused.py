@@ -133,6 +133,41 @@ def test_fp32_with_its_grouped_products_equals_the_plain_path_in_fp64(case, more
     assert error < 2e-5, f"{name}: {error}"
 
 
+@pytest.mark.parametrize("dtype, bound", [(torch.float64, RELATIVE), (torch.float32, 2e-5)])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("order", ["none", "backwards", "twice"])
+def test_whatever_rows_are_read_of_the_last_block(case, order, dtype, bound):
+    """No text at all (t2l), in any order, one twice: behind attention the last block computes these alone."""
+    given = batch(*CASES[case])
+    positions = given["text_positions"]
+    chosen = {"none": positions[:0], "backwards": positions.flip(0), "twice": positions[[0, 1, 1]]}[order]
+    given |= {"text_positions": chosen, "text_targets": 4 + chosen % 30, "text_weights": torch.rand(len(chosen))}
+    plain = make()
+    use_plain_blocks(plain)
+    exact = gradients(plain, given)
+    rows: list[int] = []
+    model = make().to(dtype)
+    model.text_head.register_forward_hook(lambda _, arguments, out: rows.append(len(arguments[0])))
+    found = gradients(model, {**given, "latents": given["latents"].to(dtype)})
+    assert rows == [len(chosen)]
+    error, name = largest_error({key: None if g is None else g.double() for key, g in found.items()}, exact)
+    assert error < bound, f"{name}: {error}"
+
+
+def test_the_last_block_computes_no_row_that_nobody_reads():
+    """Its results have as many rows as are read, recomputed or not, and through layers, too."""
+    given = batch([16, 3, 9, 1])
+    shapes: list[int] = []
+    for more in ({}, {"gradient_checkpointing": True}):
+        for hooked in (False, True):
+            model = make(**more)
+            if hooked:
+                model.blocks[1].mlp_in.register_forward_hook(lambda _, given, out: shapes.append(len(given[0])))
+            model.blocks[1].register_forward_hook(lambda _, given, out: shapes.append(len(out)))
+            losses(model, given).backward()
+    assert len(shapes) > 6 and set(shapes) == {len(given["text_positions"]) + 4 * 3}
+
+
 def test_a_second_backward_pass_is_refused():
     """By the head and by a block: both use memory again that the first pass has used."""
     for part in ("latent_pred", "text_loss_sum"):
