@@ -6,10 +6,21 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mmldlm.config.schema import Config
 from mmldlm.errors import UserError
 
 DEFAULT_ZERO_STAGE = 2
+# Buckets in elements, where the JSON says "auto" or nothing. DeepSpeed's own 500M (2 GB, twice) take memory and save no
+# time. 50M keep the links of many GPUs busy and gather one block of a 0.9B model ahead; on CPUs memory above 32 MiB is
+# new pages at every step, so there they stay below it (measured: benchmarks/communication.py, docs/performance.md).
+GPU_BUCKET, CPU_BUCKET = 50_000_000, 5_000_000
+_BUCKETS = {
+    1: ("reduce_bucket_size", "allgather_bucket_size"),
+    2: ("reduce_bucket_size", "allgather_bucket_size"),
+    3: ("reduce_bucket_size", "stage3_prefetch_bucket_size"),
+}
 
 
 def read_json(path: str | None) -> dict[str, Any]:
@@ -76,6 +87,12 @@ def merged_config(config: Config, world_size: int) -> dict[str, Any]:
         if theirs != "auto" and theirs != value:
             raise _disagree(ours, value, path, theirs, config)
         section[leaf] = value
+    zero = merged["zero_optimization"]
+    if stage:
+        bucket = GPU_BUCKET if torch.cuda.is_available() else CPU_BUCKET
+        # ZeRO-1 and 2 overlap communication only when told to.
+        defaults = {"overlap_comm": True, "contiguous_gradients": True, **dict.fromkeys(_BUCKETS[stage], bucket)}
+        zero.update({key: value for key, value in defaults.items() if zero.get(key, "auto") == "auto"})
     for forbidden, ours in (("optimizer", "optimizer"), ("scheduler", "optimizer.schedule"), ("amp", "training.dtype")):
         if merged.pop(forbidden, None) is not None:
             raise UserError(

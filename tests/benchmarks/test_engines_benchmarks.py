@@ -50,6 +50,14 @@ def test_the_cost_of_saving_is_measured(store, tmp_path):
             assert f"{engine:8} {kind:12}" in output
 
 
+def test_bucket_sizes_are_compared(store, tmp_path):
+    """Its form; a time is never asserted."""
+    claims, output = run_script("communication.py", store, tmp_path, "--quick", codes=(0, 1))
+    assert set(claims) == {"bucket_time_ratio_zero2"} and claims["bucket_time_ratio_zero2"]["value"] >= 1
+    rows = [line for line in output.splitlines() if line.startswith("zero2 ")]
+    assert [row.split()[1] for row in rows] == ["5,000,000", "50,000,000"] and all("%" in row for row in rows)
+
+
 # -- what the scripts stand on -----------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from mmldlm.config.load import load_config
 from mmldlm.engines.deepspeed_config import merged_config, resolve_stage
@@ -33,6 +34,30 @@ def test_ours_fill_auto_and_agree_with_repetition(tmp_path):
         3,
     )
     assert resolve_stage(load_config("tiny")) == 2
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("gpu", "bucket"), [(False, 5_000_000), (True, 50_000_000)])
+def test_communication_is_set_alike_with_and_without_a_shipped_file(stage, gpu, bucket, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    path = DS_CONFIGS[0].parent / f"zero{stage}.json"
+    bare, shipped = (
+        merged_config(load_config("tiny", None, [f"engine.{setting}"]), 2)["zero_optimization"]
+        for setting in (f"zero_stage={stage}", f"deepspeed_config={path}")
+    )
+    assert bare["overlap_comm"] is bare["contiguous_gradients"] is True
+    assert [value for key, value in shipped.items() if "bucket" in key] == [bucket] * 2
+    assert bare == {key: shipped[key] for key in bare} and sum("bucket" in key for key in bare) == 2
+
+
+def test_what_the_file_says_about_communication_holds(tmp_path):
+    zero = {"stage": 2, "reduce_bucket_size": 7_000, "overlap_comm": False, "contiguous_gradients": "auto"}
+    found = merged_config(config(tmp_path, {"zero_optimization": zero}), 2)["zero_optimization"]
+    assert (found["reduce_bucket_size"], found["overlap_comm"], found["contiguous_gradients"]) == (7_000, False, True)
+
+
+def test_zero_0_is_left_alone():
+    assert merged_config(load_config("tiny", None, ["engine.zero_stage=0"]), 2)["zero_optimization"] == {"stage": 0}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,109 @@
+"""What the communication settings cost: step time, exposed communication and memory over sizes of DeepSpeed's buckets.
+
+    python benchmarks/communication.py --data STORE [--quick] [--rounds R] [--json FILE]
+
+Real trainings on two ranks of this machine (gloo; NCCL where there are GPUs) of a model of about 90M parameters: DDP,
+FSDP2, and ZeRO-1, 2 and 3 with the settings of ds_configs/ but for the size of the buckets. Variants run in turns. Of
+each run, steps 4 to 9 are timed (median wall time between two records of the log, over all rounds), 10 to 12 profiled:
+the share of the time in which a collective ran with nothing computed beside it. Memory is a rank's peak in the log.
+The claims: the size that "auto" stands for on this machine is at most 10 % slower than the fastest one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from datetime import datetime
+from pathlib import Path
+from statistics import median
+
+import _report
+import _runs
+import torch
+
+from mmldlm.engines.deepspeed_config import CPU_BUCKET, GPU_BUCKET
+
+SIZES = (CPU_BUCKET, GPU_BUCKET, 500_000_000)  # elements; the last one is DeepSpeed's own default
+SHIPPED = GPU_BUCKET if torch.cuda.is_available() else CPU_BUCKET
+KEYS = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size")
+WARM, TIMED, PROFILED = 3, 6, 3
+LARGE = [
+    "model.hidden_size=512", "model.n_blocks=8", "model.n_heads=8", "model.cond_dim=512", "training.train_batch_size=4",
+]  # fmt: skip
+
+
+def variants(folder: Path, quick: bool) -> dict[str, list[str]]:
+    """Name -> the words of the command line that make it; DeepSpeed's settings are written to folder."""
+    found = {} if quick else {"ddp": ["engine.kind=ddp"], "fsdp": ["engine.kind=fsdp"]}
+    for stage in (2,) if quick else (1, 2, 3):
+        for size in SIZES[:2] if quick else SIZES:
+            values = json.loads((_runs.ROOT / "ds_configs" / f"zero{stage}.json").read_text())
+            zero = values["zero_optimization"]
+            zero.update({key: size for key in KEYS if key in zero})
+            path = folder / f"zero{stage}_{size}.json"
+            path.write_text(json.dumps(values))
+            found[f"zero{stage} {size:,}"] = [f"engine.deepspeed_config={path}"]
+    return found
+
+
+def measure(launcher: _runs.Launcher, args, folder: Path, words: list[str]) -> tuple[list[float], float, float]:
+    """Seconds of the timed steps, exposed share of the profiled ones, peak GiB of a rank."""
+    last = WARM + TIMED
+    words = _runs.settings(
+        args.data, folder, "run", 2, *([] if args.quick else LARGE), "logging.log_freq=1", "checkpoints.async=false",
+        f"training.num_train_steps={last + PROFILED}", f"training.profile=[{last + 1},{last + PROFILED}]", *words,
+    )  # fmt: skip
+    launcher.run(2, words)
+    log = _runs.read_log(folder / "run")
+    ends = [datetime.fromisoformat(record["time"]).timestamp() for record in log]
+    seconds = [after - before for before, after in zip(ends[WARM - 1 : last], ends[WARM:last])]
+    (told,) = (e for e in _runs.read_log(folder / "run", "events.jsonl") if e["event"] == "profile")
+    if told["error"] is not None or len(seconds) != TIMED:
+        sys.exit(f"a run has no profile or not {TIMED} timed steps: {told}, {len(log)} records")
+    memory = max(record["peak_memory_gib"] for record in log)
+    shutil.rmtree(folder / "run")
+    return seconds, told["exposed_communication_share"], memory
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", required=True, help="a store made by `mmldlm prepare`")
+    parser.add_argument("--quick", action="store_true", help="the tiny preset, ZeRO-2 with two sizes")
+    parser.add_argument("--rounds", type=int, help="runs of each variant (default 2, --quick 1)")
+    parser.add_argument("--json", help="write conditions, figures and claims here")
+    args = parser.parse_args()
+    args.data = str(Path(args.data).resolve())
+    rounds = args.rounds or (1 if args.quick else 2)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        words = variants(folder, args.quick)
+        found = {variant: ([], [], []) for variant in words}
+        with _runs.Launcher(folder / "logs") as launcher:
+            for turn in range(rounds):
+                for variant, more in words.items():
+                    seconds, exposed, memory = measure(launcher, args, folder, more)
+                    found[variant][0].extend(seconds)
+                    found[variant][1].append(exposed)
+                    found[variant][2].append(memory)
+                    print(f"round {turn + 1}: {variant:18} {median(seconds):.3f} s a step", flush=True)
+    rows = {
+        variant: {"step_seconds": median(s), "exposed_share": median(e), "peak_memory_gib": max(m)}
+        for variant, (s, e, m) in found.items()
+    }
+    print("\nbucket (elements)    s a step   exposed communication   peak GiB a rank")
+    for variant, row in rows.items():
+        print(f"{variant:20} {row['step_seconds']:8.3f} {row['exposed_share']:15.1%} {row['peak_memory_gib']:21.2f}")
+    claims = []
+    for stage in ("zero1", "zero2", "zero3"):
+        times = {variant: row["step_seconds"] for variant, row in rows.items() if variant.startswith(stage)}
+        if times:
+            ratio = times[f"{stage} {SHIPPED:,}"] / min(times.values())
+            claims.append(_report.claim(f"bucket_time_ratio_{stage}", ratio, "<=", 1.1))
+    return _report.write(args.json, claims, ranks=2, rounds=rounds, rows=rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
