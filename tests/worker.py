@@ -49,6 +49,8 @@ def nonfinite(store: str, folder: str) -> None:
     """At one step, one rank has a NaN in each latent of its micro-batch, at the next an Inf in one row of a gradient
     behind a finite loss: under every engine, in fp32 and in bf16."""
     from mmldlm.data import loader
+    from mmldlm.engines.deepspeed import DeepSpeedEngine
+    from mmldlm.engines.deepspeed_config import CPU_BUCKET
     from mmldlm.models import MultimodalMMDiT
 
     make = loader.MicroBatches.__getitem__
@@ -73,7 +75,13 @@ def nonfinite(store: str, folder: str) -> None:
                 )
         return out
 
-    MultimodalMMDiT.forward = planted
+    start = DeepSpeedEngine._start_from
+
+    def checked(self, exact):  # what DeepSpeed itself will do: its default buckets are gigabytes
+        assert self.stage == 0 or self._engine.zero_reduce_bucket_size() == CPU_BUCKET, self.stage
+        start(self, exact)
+
+    MultimodalMMDiT.forward, DeepSpeedEngine._start_from = planted, checked
     for dtype in ("fp32", "bf16"):
         for name, engine in ENGINES.items():
             words = ["training.num_train_steps=6", "logging.save_freq=6", f"training.dtype={dtype}"]

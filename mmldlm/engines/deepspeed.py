@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mmldlm.config.schema import Config
 from mmldlm.engines.base import Autocast, Engine, compute_dtype, pick_device, rank_environment, tied_names
-from mmldlm.engines.deepspeed_config import merged_config, resolve_stage
+from mmldlm.engines.deepspeed_config import CPU_BUCKET, GPU_BUCKET, merged_config, resolve_stage
 from mmldlm.engines.fragments import Fragment, whole
 from mmldlm.engines.optimizer import build_optimizer, scale_gradients
 from mmldlm.engines.zero_gate import ZeroGate
@@ -37,7 +37,8 @@ class DeepSpeedEngine(Engine):
         self.rank, local_rank, self.world_size = rank_environment()
         self.device = pick_device(local_rank)
         self.stage = resolve_stage(config)
-        ds_config = merged_config(config, self.world_size)
+        bucket = GPU_BUCKET if self.device.type == "cuda" else CPU_BUCKET
+        ds_config = merged_config(config, self.world_size, bucket)
         if self.stage == 0:
             ds_config["gradient_clipping"] = 0.0  # apply() clips: DeepSpeed would forget the norm before clipping
         start_process_group(self.device, config.engine.timeout)

@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mmldlm.config.schema import Config
 from mmldlm.errors import UserError
 
@@ -54,8 +52,11 @@ def resolve_stage(config: Config) -> int:
     return DEFAULT_ZERO_STAGE if in_json == "auto" else int(in_json)
 
 
-def merged_config(config: Config, world_size: int) -> dict[str, Any]:
+def merged_config(config: Config, world_size: int, bucket: int = GPU_BUCKET) -> dict[str, Any]:
     """The dict handed to deepspeed.initialize.
+
+    Args:
+        bucket: elements of a communication bucket where the JSON leaves that to us.
 
     Raises:
         UserError: where the JSON sets something our config owns to another value; both places are named.
@@ -89,7 +90,6 @@ def merged_config(config: Config, world_size: int) -> dict[str, Any]:
         section[leaf] = value
     zero = merged["zero_optimization"]
     if stage:
-        bucket = GPU_BUCKET if torch.cuda.is_available() else CPU_BUCKET
         # ZeRO-1 and 2 overlap communication only when told to.
         defaults = {"overlap_comm": True, "contiguous_gradients": True, **dict.fromkeys(_BUCKETS[stage], bucket)}
         zero.update({key: value for key, value in defaults.items() if zero.get(key, "auto") == "auto"})
