@@ -2,10 +2,11 @@
 
     python benchmarks/communication.py --data STORE [--quick] [--rounds R] [--json FILE]
 
-Real trainings on two ranks of this machine (gloo; NCCL where there are GPUs) of a model of about 90M parameters: DDP,
-FSDP2, and ZeRO-1, 2 and 3 with the settings of ds_configs/ but for the size of the buckets. Variants run in turns. Of
-each run, steps 4 to 9 are timed (median wall time between two records of the log, over all rounds), 10 to 12 profiled:
-the share of the time in which a collective ran with nothing computed beside it. Memory is a rank's peak in the log.
+Real trainings on two ranks of this machine (gloo; NCCL where there are GPUs) of a model of 80M to 95M parameters (with
+the store's vocabulary), two micro-batches a step: DDP, FSDP2, and ZeRO-1, 2 and 3 with the settings of ds_configs/ but
+for the size of the buckets. Variants run in turns. Of each run, steps 4 to 9 are timed (median wall time between two
+records of the log, over all rounds), 10 to 12 profiled: the share of the time in which a collective ran with nothing
+computed beside it. Memory is a rank's peak in the log.
 The claims: the size that "auto" stands for on this machine is at most 10 % slower than the fastest one.
 """
 

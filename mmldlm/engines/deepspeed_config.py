@@ -11,8 +11,8 @@ from mmldlm.errors import UserError
 
 DEFAULT_ZERO_STAGE = 2
 # Buckets in elements, where the JSON says "auto" or nothing. DeepSpeed's own 500M (2 GB, twice) take memory and save no
-# time. 50M keep the links of many GPUs busy and gather one block of a 0.9B model ahead; on CPUs memory above 32 MiB is
-# new pages at every step, so there they stay below it (measured: benchmarks/communication.py, docs/performance.md).
+# time. 50M keep the links of many GPUs busy and gather one block of a 0.9B model ahead; on CPUs 5M are the fastest
+# (benchmarks/communication.py), probably because malloc takes more than 32 MiB anew at every step, page by page.
 GPU_BUCKET, CPU_BUCKET = 50_000_000, 5_000_000
 _BUCKETS = {
     1: ("reduce_bucket_size", "allgather_bucket_size"),
