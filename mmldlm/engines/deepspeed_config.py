@@ -14,6 +14,7 @@ DEFAULT_ZERO_STAGE = 2
 # time. 50M keep the links of many GPUs busy and gather one block of a 0.9B model ahead; on CPUs 5M are the fastest
 # (benchmarks/communication.py), probably because malloc takes more than 32 MiB anew at every step, page by page.
 GPU_BUCKET, CPU_BUCKET = 50_000_000, 5_000_000
+ZERO0_BUCKET = 500_000_000  # engine.py: MEMORY_OPT_ALLREDUCE_SIZE, one flat copy of the gradients; no key sets it
 _BUCKETS = {
     1: ("reduce_bucket_size", "allgather_bucket_size"),
     2: ("reduce_bucket_size", "allgather_bucket_size"),
@@ -50,6 +51,23 @@ def resolve_stage(config: Config) -> int:
     if stage is not None:
         return stage
     return DEFAULT_ZERO_STAGE if in_json == "auto" else int(in_json)
+
+
+def bucket_elements(stage: int, on_gpu: bool, json_path: str | None = None) -> int:
+    """Elements of the largest communication bucket under a ZeRO stage: the JSON's own, or ours where it has none."""
+    if stage == 0:
+        return ZERO0_BUCKET
+    zero, ours = read_json(json_path).get("zero_optimization", {}), GPU_BUCKET if on_gpu else CPU_BUCKET
+    return max(int(ours if zero.get(key, "auto") == "auto" else zero[key]) for key in _BUCKETS[stage])
+
+
+def offloaded(stage: int, json_path: str | None) -> dict[str, str]:
+    """What the JSON moves out of the GPU's memory, and where to: "optimizer" (ZeRO-1 to 3), "param" (ZeRO-3) -> "cpu"
+    or "nvme"."""
+    zero = read_json(json_path).get("zero_optimization", {})
+    possible = {0: (), 3: ("optimizer", "param")}.get(stage, ("optimizer",))
+    devices = {what: (zero.get(f"offload_{what}") or {}).get("device", "none") for what in possible}
+    return {what: device for what, device in devices.items() if device != "none"}
 
 
 def merged_config(config: Config, world_size: int, bucket: int = GPU_BUCKET) -> dict[str, Any]:

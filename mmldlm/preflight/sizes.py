@@ -7,6 +7,8 @@ them against the model itself on the meta device, parameters to the element.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from mmldlm.config.schema import Config, ModelConfig
 
 GIB = 1 << 30
@@ -107,38 +109,51 @@ def logits_bytes(config: Config, length: int, on_gpu: bool) -> int:
     return wide * (rows * low + shares)
 
 
-def state_bytes(plan: str, sizes: dict, world_size: int, dtype: str, bucket: int = 50_000_000) -> int:
+def state_bytes(plan: str, sizes: dict, world_size: int, dtype: str, bucket: int, offload: Collection[str] = ()) -> int:
     """Bytes of weights, gradients, fp32 masters, AdamW's moments and communication buckets on one rank, at the peak.
 
     Args:
         plan: one of PLANS. sizes: of model_sizes (elements). dtype: training.dtype.
-        bucket: elements of DeepSpeed's reduce_bucket_size.
+        bucket: elements of a communication bucket of DeepSpeed (engines/deepspeed_config.py); DDP and FSDP have none.
+        offload: "optimizer", "param": what does not stay in this memory (see host_bytes).
     """
     trainable, weights = sizes["trainable"], sizes["trainable"] + sizes["frozen"]
     share = trainable / world_size
     low = 4 if dtype == "fp32" else 2
     buckets = min(bucket, trainable) * 4 * 2  # two with overlap_comm
     if plan in ("single", "zero0"):  # fp32 weights under autocast
-        return 4 * weights + 4 * trainable + 8 * trainable + (buckets if plan == "zero0" else 0)
+        return 4 * weights + 4 * trainable + 8 * trainable + (buckets // 2 if plan == "zero0" else 0)
+    # fp32 gradients, masters and two moments; gradients on their way to the host are in the low precision
+    gradients, states = (low * share, 0) if "optimizer" in offload else (4 * share, 12 * share)
     if plan == "zero1":  # gradients are kept whole, in the low precision and accumulated in fp32
-        return int(low * weights + (4 + (low if low == 2 else 0)) * trainable + 12 * share + buckets)
+        return int(low * weights + (4 + (low if low == 2 else 0)) * trainable + states + buckets)
     if plan == "zero2":
-        return int(low * weights + 4 * share + 12 * share + buckets)
+        return int(low * weights + gradients + states + buckets)
     gathered = 2 * sizes["largest_block"] * low  # the block in use and the one being fetched
     if plan == "zero3":
-        return int(low * weights / world_size + 4 * share + 12 * share + gathered + buckets)
+        kept = 0 if "param" in offload else low * weights / world_size
+        return int(kept + gradients + states + gathered + buckets)
     assert plan == "fsdp", plan
     return int(4 * weights / world_size + 4 * share + 8 * share + gathered)
 
 
-def rank_bytes(plan: str, sizes: dict, world_size: int, dtype: str, on_gpu: bool) -> int:
+def host_bytes(sizes: dict, world_size: int, dtype: str, offload: Collection[str]) -> int:
+    """Bytes of the host's memory that one GPU rank's process takes, with what it offloads there."""
+    low, weights = 4 if dtype == "fp32" else 2, sizes["trainable"] + sizes["frozen"]
+    optimizer = 16 * sizes["trainable"] / world_size if "optimizer" in offload else 0
+    return int(optimizer + (low * weights / world_size if "param" in offload else 0)) + BASE_CPU
+
+
+def rank_bytes(
+    plan: str, sizes: dict, world_size: int, dtype: str, on_gpu: bool, bucket: int, offload: Collection[str] = ()
+) -> int:
     """Bytes one rank needs in all: states, activations and logits of a micro-batch, and what any process needs.
 
     benchmarks/step.py compares the activations and logits with measured peaks.
     """
     base = BASE_GPU if on_gpu else BASE_CPU
     passes = int(sizes["activations"] * 1.1) + sizes["logits_gpu" if on_gpu else "logits_cpu"]
-    return state_bytes(plan, sizes, world_size, dtype) + passes + base
+    return state_bytes(plan, sizes, world_size, dtype, bucket, offload) + passes + base
 
 
 def checkpoint_bytes(plan: str, sizes: dict, dtype: str) -> int:

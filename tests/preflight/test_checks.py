@@ -9,6 +9,8 @@ import json
 import pytest
 
 from mmldlm.config.load import build_config
+from mmldlm.engines.deepspeed_config import GPU_BUCKET
+from mmldlm.preflight import sizes as size
 from mmldlm.preflight.context import Context, majority
 from mmldlm.preflight.hostfile import Node
 from mmldlm.preflight.probes import storage
@@ -287,3 +289,47 @@ def test_a_store_is_named_by_its_own_files_where_it_is_alone(tmp_path):
     context = context_of(data=found)
     context.config = build_config({"data": {"latent_data_root": str(tmp_path / "one")}})
     assert {result.status for result in judge("DATA003", context).values()} == {PASS}
+
+
+def test_memory_counts_the_buckets_that_the_json_asks_for(tmp_path):
+    """On a GPU that has room for our own buckets and not for those of DeepSpeed's default."""
+    path = tmp_path / "ds.json"
+    sizes = {"trainable": 10**9, "frozen": 0, "largest_block": 10**7, "activations": 0, "logits_gpu": 0}
+    free = size.rank_bytes("zero2", sizes, 3, "bf16", True, GPU_BUCKET) * 1.3
+
+    def verdict(zero: dict, kind: str = "deepspeed") -> Result:
+        path.write_text(json.dumps({"zero_optimization": zero}))
+        context = context_of(gpus=gpus(gpu(memory_free=free)))
+        context.plan, engine = sizes, {"kind": kind, "zero_stage": 2, "deepspeed_config": str(path)}
+        if kind != "deepspeed":
+            engine = {"kind": kind}
+        context.config = build_config({"engine": engine, "training": {"dtype": "bf16"}})
+        (result,) = judge("MEM001", context).values()
+        return result
+
+    assert verdict({"reduce_bucket_size": "auto"}).status == PASS
+    found = verdict({"reduce_bucket_size": 10**9})
+    assert found.status == FAIL and "use zero3" in found.fix  # advice is given for our own buckets
+    assert verdict({"reduce_bucket_size": GPU_BUCKET, "allgather_bucket_size": 10**9}).status == FAIL
+    assert "fsdp needs" in verdict({}, "fsdp").measured
+
+
+def test_what_is_offloaded_is_counted_on_the_host(tmp_path):
+    sizes = {"trainable": 10**10, "frozen": 0, "largest_block": 10**7, "activations": 0, "logits_gpu": 0}
+    path = tmp_path / "ds.json"
+
+    def verdicts(memory: float, **zero) -> tuple[Result, Result]:
+        path.write_text(json.dumps({"zero_optimization": {"stage": 3, **zero}}))
+        context = context_of(gpus=gpus(gpu(memory_free=20 * GIB)), memory={"available": memory})
+        context.plan = sizes
+        context.config = build_config({"engine": {"deepspeed_config": str(path)}, "training": {"dtype": "bf16"}})
+        return tuple(next(iter(judge(id, context).values())) for id in ("MEM001", "MEM002"))
+
+    on_gpu, on_host = verdicts(200 * GIB)
+    assert on_gpu.status == FAIL and on_host.status == SKIP
+    both = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    on_gpu, on_host = verdicts(200 * GIB, **both)
+    assert on_gpu.status == PASS and "zero3 with offload" in on_gpu.measured
+    assert on_host.status == PASS and "optimizer and param" in on_host.measured
+    assert verdicts(40 * GIB, **both)[1].status == FAIL  # 16 and 2 bytes of a third of the weights: 56 GiB
+    assert verdicts(40 * GIB, offload_optimizer={"device": "nvme"})[1].status == SKIP

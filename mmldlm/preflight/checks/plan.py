@@ -117,36 +117,85 @@ def memory_fits(context):
         return skip("no node told its memory")
     where, available, on_gpu = room
     dtype, world = context.config.training.dtype, context.world_size
-    need = {plan: size.rank_bytes(plan, context.plan, world, dtype, on_gpu) for plan in size.PLANS}
     chosen = context.engine_plan()
-    shown = f"{chosen} needs {size.shown(need[chosen])} a rank; {where} has {size.shown(available)}"
+    away = _offloaded(context) if on_gpu else {}  # from a CPU rank's memory into the same memory
+    need = {
+        plan: size.rank_bytes(
+            plan, context.plan, world, dtype, on_gpu, _bucket(context, plan, on_gpu), away if plan == chosen else ()
+        )
+        for plan in size.PLANS
+    }
+    named = f"{chosen} with offload" if away else chosen
+    shown = f"{named} needs {size.shown(need[chosen])} a rank; {where} has {size.shown(available)}"
     fits = [plan for plan in size.PLANS[1:] if need[plan] <= 0.95 * available]
     if need[chosen] <= 0.8 * available:
         return ok(shown)
     table = ", ".join(f"{plan} {size.shown(need[plan])}" for plan in size.PLANS[1:])
     if need[chosen] <= 0.95 * available:
         return warn(shown, "some room to spare (allocators fragment)", f"watch the first steps; a rank needs: {table}")
-    fix = (
-        f"use {fits[0]} (engine.zero_stage or engine.kind)" if fits else "lower training.train_batch_size, set "
-        f"model.gradient_checkpointing=true, or use more ranks{'' if on_gpu else ', fewer of them on a node'}"
-    )  # fmt: skip
+    if fits:
+        fix = f"use {fits[0]} (engine.zero_stage or engine.kind)"
+    else:
+        fix = "lower training.train_batch_size, set model.gradient_checkpointing=true, "
+        fix += "offload (ds_configs/zero3_offload.json), " if on_gpu and not away else ""
+        fix += f"or use more ranks{'' if on_gpu else ', fewer of them on a node'}"
     # Level 0 knows this machine alone; the nodes may be larger.
     verdict = fail if context.local or context.level > 0 else warn
     return verdict(shown, f"at most {size.shown(0.95 * available)} (a rank needs: {table})", fix)
 
 
-def _room(context) -> tuple[str, float, bool] | None:
-    """(where, bytes for one rank, whether that is a GPU's memory) on the node that has least."""
+@check("MEM002", 0, "cluster", "memory for offload")
+def hosts_hold_what_is_offloaded(context):
+    """What the DeepSpeed JSON offloads to CPU memory fits beside the processes of each node's ranks."""
+    if context.config is None or "trainable" not in context.plan:
+        return skip("no model sizes (see CFG001 and DATA001)")
+    away = [what for what, place in _offloaded(context).items() if place == "cpu"]
+    if not away:
+        return skip("nothing is offloaded to CPU memory")
+    room = _room(context, of_hosts=True)
+    if room is None:
+        return skip("no node told its memory and GPUs")
+    where, available, _ = room
+    need = size.host_bytes(context.plan, context.world_size, context.config.training.dtype, away)
+    shown = f"{' and '.join(away)}: {size.shown(need)} a rank; {where} has {size.shown(available)}"
+    if need <= 0.95 * available:
+        return ok(shown)
+    verdict = fail if context.local or context.level > 0 else warn
+    return verdict(shown, f"at most {size.shown(0.95 * available)}", "use more nodes, or offload less")
+
+
+def _offloaded(context) -> dict[str, str]:
+    from mmldlm.engines.deepspeed_config import offloaded
+
+    engine, plan = context.config.engine, context.engine_plan()
+    return offloaded(int(plan[4:]), engine.deepspeed_config) if engine.kind == "deepspeed" else {}
+
+
+def _bucket(context, plan: str, on_gpu: bool) -> int:
+    """Elements of a DeepSpeed bucket under a plan; the run's own JSON counts for the stage it is for."""
+    from mmldlm.engines.deepspeed_config import bucket_elements
+
+    engine, chosen = context.config.engine, plan == context.engine_plan()
+    if not plan.startswith("zero") or (chosen and engine.kind != "deepspeed"):
+        return 0  # DDP's buckets are the gradients themselves
+    return bucket_elements(int(plan[4:]), on_gpu, engine.deepspeed_config if chosen else None)
+
+
+def _room(context, of_hosts: bool = False) -> tuple[str, float, bool] | None:
+    """(where, bytes for one rank, whether that is a GPU's memory) on the node that has least.
+
+    of_hosts: the memory of nodes that have GPUs, instead of their GPUs' memory.
+    """
     found = []
     for node in context.nodes:
         facts = context.facts.get(node.name) or (context.head if context.level == 0 else {})
         where = node.name if context.level or context.local else "a node like this machine"
         gpus = [g for g in facts.get("gpus", {}).get("value", {}).get("gpus", ()) if "memory_free" in g]
         memory = facts.get("memory", {}).get("value")
-        if gpus:
+        if gpus and not of_hosts:
             free = min(gpu["memory_free"] for gpu in gpus[: node.slots])
             found.append((f"a GPU of {where}", free, True))
-        elif memory:
+        elif memory and (gpus or not of_hosts):
             found.append((f"{where} for each of {node.slots} rank(s)", memory["available"] / node.slots, False))
     return min(found, key=lambda entry: entry[1], default=None)
 
