@@ -1,12 +1,15 @@
-"""Starting real runs: one process, or several gloo ranks under torchrun."""
+"""Starting real runs: one process, several gloo ranks, or several under torchrun."""
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -45,6 +48,28 @@ def launch(command: list[str], timeout: float = 240, **more: str) -> subprocess.
         output, _ = process.communicate()
         raise AssertionError(f"no end after {timeout} s:\n{output[-4000:]}") from None
     return subprocess.CompletedProcess(command, process.returncode, output)
+
+
+def run_ranks(world_size: int, script: str | Path, *words: str, timeout: float = 300) -> subprocess.CompletedProcess:
+    """Run a script as some real ranks and wait for them.
+
+    Without a launcher: they are forked from one process that has imported torch and deepspeed (benchmarks/_runs.py),
+    which saves each launch seven seconds. returncode is that of the first rank that failed.
+    """
+    ranks = _rank_server().start(world_size, list(words), Path(script))
+    codes = ranks.wait(timeout)
+    return subprocess.CompletedProcess([str(script), *words], next(filter(None, codes), 0), ranks.output(1_000_000))
+
+
+@functools.cache
+def _rank_server():
+    import _runs  # of benchmarks/, which pyproject.toml puts in pytest's path
+
+    folder = tempfile.TemporaryDirectory(prefix="mmldlm_ranks_")
+    server = _runs.Launcher(folder.name)
+    server.__enter__()
+    atexit.register(lambda: (server.__exit__(), folder.cleanup()))
+    return server
 
 
 def train_words(store, folder, name: str, *more: str) -> list[str]:

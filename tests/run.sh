@@ -5,4 +5,5 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 . launchers/_env.sh
 mmldlm_env quickstart dev
+unset PYTHONDONTWRITEBYTECODE # hundreds of processes would compile mmldlm anew, a third of a second each
 exec "$PYTHON" -m pytest -ra "$@"

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
+import _runs
 import numpy as np
 import pytest
+import resume
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1] / "benchmarks")]
-import _runs  # noqa: E402
-import resume  # noqa: E402
-from helpers import ROOT, launch  # noqa: E402
+from tests.helpers import ROOT, launch
 
 
 def test_every_engine_is_left_and_reached(store, tmp_path):

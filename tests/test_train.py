@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from helpers import ROOT, environment, launch, read_log, torchrun, train_words  # noqa: E402
-from worker import ENGINES, UNEVEN  # noqa: E402
+from tests.helpers import ROOT, environment, launch, read_log, run_ranks, torchrun, train_words
+from tests.worker import ENGINES, UNEVEN
 
 SCRIPT = str(ROOT / "mmldlm" / "train.py")
 WORKER = str(ROOT / "tests" / "worker.py")
@@ -105,7 +104,7 @@ def test_sigterm_saves_and_exits_5(store, tmp_path):
 def test_a_nan_on_one_rank_skips_the_step_on_all_and_never_reaches_the_weights(store, tmp_path):
     from mmldlm.checkpoints.convert import convert
 
-    done = launch(torchrun(2, WORKER, "nonfinite", str(store), str(tmp_path)), timeout=400)
+    done = run_ranks(2, WORKER, "nonfinite", str(store), str(tmp_path), timeout=400)
     assert done.returncode == 0, done.stdout[-4000:]
     for dtype in ("fp32", "bf16"):
         for engine in ENGINES:
@@ -131,7 +130,7 @@ def test_uneven_batches_and_frozen_groups_are_the_same_on_every_engine(store, tm
     from mmldlm.objectives.freezing import frozen_names
 
     for world in (1, 2):
-        done = launch(torchrun(world, WORKER, "uneven", str(store), str(tmp_path)), timeout=500)
+        done = run_ranks(world, WORKER, "uneven", str(store), str(tmp_path), timeout=500)
         assert done.returncode == 0, done.stdout[-4000:]
     for case in UNEVEN:
         expected = [record["loss"] for record in read_log(tmp_path, f"{case}_single")]

@@ -12,6 +12,7 @@ thread never waits for the store while it trains.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import threading
@@ -31,6 +32,7 @@ _LONGEST_INTERVAL = 2.0  # seconds between two signs of life
 _INTERVALS_IN_TIMEOUT = 15  # of which six are left for the news to travel, so that the job ends within the timeout
 _REFUSALS = 3  # connections that the store's host refuses before the store counts as dead
 _WAY_OUT = 30.0  # seconds from the error to the end of the process
+_POLL = 0.02  # seconds between two looks at whether something awaited has come
 
 
 class Liveness:
@@ -143,10 +145,10 @@ class Liveness:
             self._note = "" if error is None else describe_error(error)
             self._state = LEFT
             number = self._published
-            self._wait(lambda: self._published > number + 1 or self._refusals > 0, intervals=2)
+            self._wait(lambda: self._published > number + 1 or self._refusals > 0, intervals=2, wake_every=_POLL)
             if self.rank == 0:
                 # Rank 0's process may hold the store: who comes later must find this last word in it.
-                self._wait(self._all_have_left, intervals=4)
+                self._wait(self._all_have_left, intervals=4, wake_every=_POLL * max(1, self.world_size // 32))
         self._stop_guard.set()
         self._end_talk()
         self._threads[1].join(self.interval)
@@ -306,14 +308,16 @@ class Liveness:
         others = [sighting.beat.state for rank, sighting in list(self._sightings.items()) if rank]
         return len(others) == self.world_size - 1 and RUNNING not in others
 
-    def _wait(self, done, intervals: float) -> None:
+    def _wait(self, done, intervals: float, wake_every: float = math.inf) -> None:
+        """Until done, some intervals at most; the talking thread is woken every so often, four times an interval or
+        oftener."""
         now = time.monotonic()
         end, wake = now + intervals * self.interval, now
         while not done() and now < end:
             if now >= wake:
                 self._wake.set()
-                wake = now + self.interval / 4
-            time.sleep(0.02)
+                wake = now + min(self.interval / 4, wake_every)
+            time.sleep(_POLL)
             now = time.monotonic()
 
     def _end_talk(self) -> None:

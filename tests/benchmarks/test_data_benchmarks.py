@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2] / "benchmarks")]
-from helpers import ROOT, launch  # noqa: E402
+from tests.helpers import ROOT, launch
 
 
 @pytest.fixture(scope="module")

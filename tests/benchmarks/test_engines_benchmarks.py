@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-from pathlib import Path
 
+import _runs
 import pytest
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2] / "benchmarks")]
-import _runs  # noqa: E402
-from helpers import ROOT, launch  # noqa: E402
+from tests.helpers import ROOT, launch
 
 
 def run_script(name: str, store, tmp_path, *words: str, codes=(0,)) -> tuple[dict[str, dict], str]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
+from _peers import missing_peers
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2] / "benchmarks")]
-from _peers import missing_peers  # noqa: E402
-from helpers import ROOT, launch  # noqa: E402
+from tests.helpers import ROOT, launch
 
 
 def run(tmp_path, *words: str) -> tuple[dict, str]:

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import launch, torchrun
+from tests.helpers import run_ranks
 
 # make_zero.py is a script beside the tests, and they read its table of cases; pytest's import mode does not find it.
 sys.path.insert(0, str(Path(__file__).parent))
-
 
 # Layouts that depend on the number of ranks: one element may straddle two slices, or a rank hold padding alone.
 OTHER_WORLDS = (
@@ -33,7 +32,7 @@ def launch_maker(script: str, world_size: int, *words: str) -> None:
     for module in ("torch", "deepspeed"):
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"{module} is not installed: no real checkpoints to read")
-    done = launch(torchrun(world_size, str(Path(__file__).with_name(script)), *words), timeout=300)
+    done = run_ranks(world_size, Path(__file__).with_name(script), *words)
     assert done.returncode == 0, done.stdout[:4000] + done.stdout[-2000:]
 
 

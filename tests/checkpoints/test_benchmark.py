@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.helpers import ROOT, launch, torchrun
+from tests.helpers import ROOT, launch, run_ranks
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 SCRIPTS = ROOT / "benchmarks"
@@ -18,7 +18,7 @@ def made(zero_dir, fsdp_dir, tmp_path_factory):
     """What the script would make first, with the small checkpoints that are there already."""
     folder = tmp_path_factory.mktemp("benchmark") / "made"
     words = ("make", str(folder), "--hidden", "32", "--blocks", "2")
-    done = launch(torchrun(2, str(SCRIPTS / "_checkpoints.py"), *words), timeout=300)
+    done = run_ranks(2, SCRIPTS / "_checkpoints.py", *words)
     assert done.returncode == 0, done.stdout[-3000:]
     (folder / "world2").symlink_to(zero_dir)
     (folder / "small_fsdp").symlink_to(fsdp_dir)

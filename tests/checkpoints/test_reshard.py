@@ -21,7 +21,7 @@ from mmldlm.checkpoints.sources import open_source
 from mmldlm.checkpoints.training_facts import training_facts
 from mmldlm.checkpoints.weights import WeightSource
 from mmldlm.errors import MmldlmError, UserError
-from tests.helpers import ROOT, launch, torchrun
+from tests.helpers import run_ranks
 
 HERE = Path(__file__).resolve().parent
 CHAIN = [("zero3", 4), ("dcp", 1), ("universal", None), ("zero2", 2)]
@@ -171,7 +171,7 @@ def test_deepspeed_goes_on_from_them(zero_dir, tmp_path):
     job("z2_fp16", 3)
     job("z3_fp16", 2, ("dcp", 1), ("universal", None))
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
-    done = launch(torchrun(4, str(HERE / "load_zero.py"), str(tmp_path / "jobs.json")), timeout=300)
+    done = run_ranks(4, HERE / "load_zero.py", str(tmp_path / "jobs.json"))
     assert done.stdout.count("loaded") == len(jobs), done.stdout[-3000:]
 
 
@@ -279,7 +279,6 @@ runpy.run_path({script!r}, run_name="__main__")
 
 def test_a_training_goes_on_from_the_end_of_the_chain(store, tmp_path):
     """zero2@2 -> zero3@4 -> fsdp@1 -> universal -> zero2@2: the very losses, from another initialisation."""
-    sys.path[:0] = [str(ROOT / "benchmarks")]
     import _runs
 
     common = ["training.num_train_steps=6", "logging.save_freq=3", "optimizer.ema_decay=0.9", *_runs.ENGINES["zero2"]]

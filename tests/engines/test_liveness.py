@@ -11,12 +11,10 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from helpers import launch, torchrun  # noqa: E402
-
-from mmldlm.engines.culprit import FAILED, HIT, LEFT, Beat, Limits, Sighting, judge  # noqa: E402
-from mmldlm.engines.liveness import Liveness  # noqa: E402
-from mmldlm.engines.process_group import FLIGHT_FILE, prepare_environment  # noqa: E402
+from mmldlm.engines.culprit import FAILED, HIT, LEFT, Beat, Limits, Sighting, judge
+from mmldlm.engines.liveness import Liveness
+from mmldlm.engines.process_group import FLIGHT_FILE, prepare_environment
+from tests.helpers import launch, torchrun
 
 WORKER = str(Path(__file__).with_name("liveness_worker.py"))
 CASES = [

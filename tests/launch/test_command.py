@@ -16,11 +16,7 @@ from mmldlm.config.load import load_config
 from mmldlm.launch.command import without
 from mmldlm.preflight.context import Context
 from mmldlm.preflight.hostfile import Node
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
-
-from helpers import LONG  # noqa: E402
+from tests.helpers import LONG, ROOT
 
 
 def start(store, folder, *words, launcher="torchrun"):

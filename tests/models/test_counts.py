@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from _peers import Ours, Shape
+from step import count_ops, saved_bytes
 from torch.utils._python_dispatch import TorchDispatchMode
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "benchmarks")]
-from _peers import Ours, Shape  # noqa: E402
-from step import count_ops, saved_bytes  # noqa: E402
-
-from mmldlm.models.linear_cross_entropy import (  # noqa: E402
+from mmldlm.models.linear_cross_entropy import (
     ROW_ALIGNMENT,
     linear_cross_entropy,
     logits_bytes,

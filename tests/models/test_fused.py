@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-sys.path[:0] = [str(Path(__file__).resolve().parent)]
-from plain import use_plain_blocks  # noqa: E402
-
-from mmldlm.config.schema import ModelConfig  # noqa: E402
-from mmldlm.models import MultimodalMMDiT  # noqa: E402
+from mmldlm.config.schema import ModelConfig
+from mmldlm.models import MultimodalMMDiT
+from tests.models.plain import use_plain_blocks
 
 RELATIVE = 1e-10  # of the largest element of a tensor; fp64 rounding through two blocks is about 1e-13
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bed import Bed, reason_to_skip  # noqa: E402
-from helpers import ROOT, environment, train_words  # noqa: E402
 from short_run import losses, words_of  # noqa: E402
+
+from tests.helpers import ROOT, environment, train_words
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 
 import pytest
-from helpers import LONG, ROOT
 from short_run import NODES, close, losses, words_of
+
+from tests.helpers import LONG, ROOT
 
 TRAIN = str(ROOT / "mmldlm" / "train.py")
 PYTHON = sys.executable

@@ -9,7 +9,8 @@ import contextlib
 
 import pytest
 from faults import ALL, FAULTS, TOGETHER, Scene, said, verdicts
-from helpers import LONG
+
+from tests.helpers import LONG
 
 BY_NAME = {fault.name: fault for fault in FAULTS}
 HEAD_ALONE = ("hostfile missing", "typo in slots", "uneven slots", "one host that is not this one", "unknown key")

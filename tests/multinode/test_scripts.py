@@ -7,8 +7,9 @@ import sys
 
 import pytest
 import slurm
-from helpers import LONG, ROOT
 from short_run import NODES, close, losses, more_words
+
+from tests.helpers import LONG, ROOT
 
 pytestmark = LONG
 PROGRAMS = {"mmldlm": "mmldlm.cli", "deepspeed": "deepspeed.launcher.runner", "torchrun": "torch.distributed.run"}

@@ -9,7 +9,8 @@ import time
 import pytest
 from accidents import ACCIDENTS, play, ranks_on, start, steps_of, wait_for
 from bed import end
-from helpers import LONG
+
+from tests.helpers import LONG
 
 # A killed rank is in the retry's test below; benchmarks/preflight.py plays all eight and measures them.
 PLAYED = ("launcher killed before the group forms", "host cut off after the group forms")

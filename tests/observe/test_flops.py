@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from _peers import Ours, Shape
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from mmldlm.config.schema import ModelConfig
 from mmldlm.models.blocks import MMDiTBlock
 from mmldlm.observe.flops import FlopRate, peak_flops, step_flops
-
-sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "benchmarks")]
-from _peers import Ours, Shape  # noqa: E402
 
 SHAPE = Shape("small", depth=2, width=128, length=48, batch=4, vocab=1500, latent=96)
 

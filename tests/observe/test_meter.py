@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +11,7 @@ import torch
 from mmldlm.config.schema import Config
 from mmldlm.observe.flops import step_flops
 from mmldlm.observe.meter import StepMeter
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from helpers import read_log, train_words  # noqa: E402
+from tests.helpers import read_log, train_words
 
 
 def config(**logging) -> Config:

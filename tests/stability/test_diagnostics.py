@@ -1,6 +1,6 @@
 """Figures of gradients, updates and activations: the same under every engine as in one process.
 
-As a script: what the ranks run. python -m torch.distributed.run --nproc_per_node=2 THIS STORE FOLDER
+As a script: what the ranks run, THIS STORE FOLDER.
 """
 
 from __future__ import annotations
@@ -15,20 +15,17 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from helpers import launch, torchrun  # noqa: E402
-
-from mmldlm.config.load import load_config  # noqa: E402
-from mmldlm.data.loader import MicroBatches  # noqa: E402
-from mmldlm.data.noising import Noiser  # noqa: E402
-from mmldlm.data.plan import BatchPlan  # noqa: E402
-from mmldlm.data.resolve import open_data  # noqa: E402
-from mmldlm.engines.build import build_engine  # noqa: E402
-from mmldlm.models import MultimodalMMDiT  # noqa: E402
-from mmldlm.objectives import TranslationObjective  # noqa: E402
-from mmldlm.objectives.freezing import apply_freezing  # noqa: E402
-from mmldlm.stability.diagnostics import DEAD_AFTER, Diagnostics, adamw_update, layers_of  # noqa: E402
+from mmldlm.config.load import load_config
+from mmldlm.data.loader import MicroBatches
+from mmldlm.data.noising import Noiser
+from mmldlm.data.plan import BatchPlan
+from mmldlm.data.resolve import open_data
+from mmldlm.engines.build import build_engine
+from mmldlm.models import MultimodalMMDiT
+from mmldlm.objectives import TranslationObjective
+from mmldlm.objectives.freezing import apply_freezing
+from mmldlm.stability.diagnostics import DEAD_AFTER, Diagnostics, adamw_update, layers_of
+from tests.helpers import run_ranks
 
 ENGINES = {
     "ddp": ["engine.kind=ddp"],
@@ -107,7 +104,7 @@ def main(store: str, folder: str) -> None:
 @pytest.fixture(scope="module")
 def two_ranks(store, tmp_path_factory):
     folder = tmp_path_factory.mktemp("diagnostics")
-    done = launch(torchrun(2, __file__, str(store), str(folder)), timeout=400)
+    done = run_ranks(2, __file__, str(store), str(folder), timeout=400)
     assert done.returncode == 0, done.stdout[-4000:]
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
 

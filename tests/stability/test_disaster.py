@@ -6,13 +6,10 @@ The same Inf is planted in the gradient of the same model: first into the loop t
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from helpers import read_log, train_words  # noqa: E402
+from tests.helpers import read_log, train_words
 
 
 def with_an_inf(model, bad_step: int):

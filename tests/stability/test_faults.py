@@ -6,10 +6,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from helpers import ROOT, launch  # noqa: E402
+from tests.helpers import ROOT, launch
 
 
 def test_no_fault_reaches_the_weights_hangs_a_rank_or_goes_unnamed(store, tmp_path):

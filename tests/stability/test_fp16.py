@@ -8,15 +8,13 @@ from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
-from fp16_ranks import ENGINES  # noqa: E402
-from helpers import launch, read_log, torchrun  # noqa: E402
-
-from mmldlm.config.load import load_config  # noqa: E402
-from mmldlm.config.schema import StabilityConfig  # noqa: E402
-from mmldlm.errors import UserError  # noqa: E402
-from mmldlm.stability.guard import Guard  # noqa: E402
-from mmldlm.stability.loss_scale import LossScale  # noqa: E402
+from mmldlm.config.load import load_config
+from mmldlm.config.schema import StabilityConfig
+from mmldlm.errors import UserError
+from mmldlm.stability.guard import Guard
+from mmldlm.stability.loss_scale import LossScale
+from tests.helpers import launch, read_log, run_ranks
+from tests.stability.fp16_ranks import ENGINES
 
 SCRIPT = str(Path(__file__).with_name("fp16_ranks.py"))
 RANKS = [engine for engine in ENGINES if engine != "single"]
@@ -27,7 +25,7 @@ def runs(store, tmp_path_factory):
     folder = tmp_path_factory.mktemp("fp16")
     alone = launch([sys.executable, SCRIPT, str(store), str(folder), "single"])
     assert alone.returncode == 0, alone.stdout[-3000:]
-    ranks = launch(torchrun(2, SCRIPT, str(store), str(folder), *RANKS))
+    ranks = run_ranks(2, SCRIPT, str(store), str(folder), *RANKS)
     assert ranks.returncode == 0, ranks.stdout[-3000:]
     return folder
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from helpers import read_log, train_words  # noqa: E402
+from tests.helpers import read_log, train_words
 
 
 def events(folder, name: str, kind: str) -> list[dict]:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from helpers import read_log, train_words  # noqa: E402
+from tests.helpers import read_log, train_words
 
 
 def replayed(run: Path, event: str, folder: Path, *more: str) -> dict:

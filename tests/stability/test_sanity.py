@@ -13,19 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from helpers import launch  # noqa: E402
-
-from mmldlm import train  # noqa: E402
-from mmldlm.config.load import load_config  # noqa: E402
-from mmldlm.data import loader  # noqa: E402
-from mmldlm.data.resolve import open_data  # noqa: E402
-from mmldlm.engines.gradients import gradient_fragments  # noqa: E402
-from mmldlm.errors import UserError  # noqa: E402
-from mmldlm.models import mmdit  # noqa: E402
-from mmldlm.stability import sanity, sanity_run  # noqa: E402
-from mmldlm.stability.sanity_checks import CHECKS, FAIL, NOT_RUN, PASS  # noqa: E402
+from mmldlm import train
+from mmldlm.config.load import load_config
+from mmldlm.data import loader
+from mmldlm.data.resolve import open_data
+from mmldlm.engines.gradients import gradient_fragments
+from mmldlm.errors import UserError
+from mmldlm.models import mmdit
+from mmldlm.stability import sanity, sanity_run
+from mmldlm.stability.sanity_checks import CHECKS, FAIL, NOT_RUN, PASS
+from tests.helpers import launch
 
 # ddp and ZeRO-0 keep gradients and state as one process does.
 ENGINES = {"fsdp": ["engine.kind=fsdp"], **{f"zero{stage}": [f"engine.zero_stage={stage}"] for stage in (1, 2, 3)}}
