@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parent
 VERSION = re.search(r'^__version__ = "([^"]+)"', (ROOT / "mmldlm" / "__init__.py").read_text(), re.M).group(1)
 
 INSTALL_REQUIRES = [
-    "torch>=2.6",  # 2.6 made torch.distributed.fsdp.fully_shard public
+    "torch>=2.12",  # varlen_attn with a scale; older releases would fail at the first padded batch on a GPU
     "deepspeed>=0.19.8",  # older releases treat a non-finite bf16 step differently and lose hosts of --include
     "transformers>=5,<6",
     "tokenizers>=0.22",

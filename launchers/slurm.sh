@@ -25,6 +25,8 @@ mmldlm_check "$SLURM_NTASKS" "$@"
 # One address for all: each task taking its own would leave every one waiting for the others.
 MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}
 export MASTER_ADDR MASTER_PORT="${MASTER_PORT:-29500}"
+# srun does not take --cpus-per-task from the batch job (Slurm 22.05 and later): every rank would get one core.
+export SRUN_CPUS_PER_TASK=${SRUN_CPUS_PER_TASK:-${SLURM_CPUS_PER_TASK:-1}}
 # All five variables that DeepSpeed and torch read, from Slurm's own: no task has to discover anything.
 exec srun --kill-on-bad-exit=1 --label bash -c '
     export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS

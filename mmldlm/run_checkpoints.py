@@ -218,7 +218,7 @@ class RunCheckpoints:
             work = self._rank_files(pending.path, self.config.checkpoints.in_background)
         except Exception as error:  # the ranks vote on it in commit(): raising alone would leave the others waiting
             failure = error
-        self._saving = _Saving(pending, step, [*work, pending.seal], failure)
+        self._saving = _Saving(pending, step, [*work, pending.seal], failure, self.engine.device)
         if self.config.checkpoints.in_background:
             self._saving.start()
             self._saving.stalled = time.perf_counter() - started
@@ -326,9 +326,14 @@ class _Saving:
     """One checkpoint on its way to the disk."""
 
     def __init__(
-        self, pending: commit.PendingCheckpoint, step: int, work: list[Callable[[], None]], failure: Exception | None
+        self,
+        pending: commit.PendingCheckpoint,
+        step: int,
+        work: list[Callable[[], None]],
+        failure: Exception | None,
+        device: torch.device,
     ):
-        self.pending, self.step, self.failure, self._work = pending, step, failure, work
+        self.pending, self.step, self.failure, self._work, self._device = pending, step, failure, work, device
         self.started, self.stalled = time.perf_counter(), None
         self._thread: threading.Thread | None = None
 
@@ -341,6 +346,8 @@ class _Saving:
         if self.failure is not None:
             return
         try:
+            if self._device.type == "cuda":  # a new thread's is GPU 0, whichever rank this is
+                torch.cuda.set_device(self._device)
             for part in self._work:
                 part()
         except Exception as error:  # carried to the vote in commit()

@@ -20,7 +20,7 @@ if __package__ in (None, ""):  # `deepspeed mmldlm/train.py` puts the package's 
 from mmldlm.config.load import load_config, preset_names
 from mmldlm.config.schema import Config
 from mmldlm.engines.mpi import adopt_mpi_environment
-from mmldlm.errors import EXIT_FAILED, Interrupted, MmldlmError, UserError
+from mmldlm.errors import EXIT_FAILED, Interrupted, MmldlmError, NodeError, UserError
 
 FIRST_STEP_PATIENCE = 3.0  # times engine.timeout: it compiles, builds groups and imports, and cannot beat meanwhile
 
@@ -178,25 +178,26 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
             continue
         lr = state.lr_scale * learning_rate(state.applied_steps, training.num_train_steps, config.optimizer)
         diagnostics.before_forward(state.step + 1)
-        sums = torch.zeros(len(METRICS) + 2, dtype=torch.float64, device=engine.device)
+        sums = torch.zeros(len(METRICS) + 1, dtype=torch.float64, device=engine.device)
         engine.loss_scale, losses = guard.loss_scale.value, []
         for batch in batches:
             loss, metrics = objective(engine.module, batch.to(engine.device))
             # A bad loss goes through backward like any other: every rank must meet the others in the same collectives.
             engine.backward(loss)
             losses.append(loss.detach())
-            num_tokens = torch.tensor(float(batch.num_tokens), device=engine.device)
             is_bad = ~torch.isfinite(losses[-1])
-            sums += torch.stack([*(metrics[key].double() for key in METRICS), num_tokens.double(), is_bad.double()])
+            sums += torch.stack([*(metrics[key].double() for key in METRICS), is_bad.double()])
         norm = engine.grad_norm().to(sums)
         diagnostics.before_step()
         # The step's one host sync: losses, the norm and what the ranks must agree on travel in one vector.
-        flags = (stop.received, checkpoints.is_writing, checkpoints.is_asked, sum(len(batch.bad) for batch in batches))
-        told = torch.tensor([float(flag) for flag in flags], dtype=torch.float64, device=engine.device)
+        num_tokens, num_bad_samples = (sum(each) for each in zip(*((b.num_tokens, len(b.bad)) for b in batches)))
+        told = engine.to_device(
+            [stop.received, checkpoints.is_writing, checkpoints.is_asked, num_tokens, num_bad_samples]
+        )
         # The norm is the same on every rank, or one of them has gone astray: of the mean, a bad one leaves nothing.
         norm = norm / engine.world_size
-        vector = engine.all_reduce_sum(torch.cat([sums, norm.view(1), told])).tolist()
-        *values, num_tokens, num_bad_losses, grad_norm, num_stops, num_writing, num_asks, num_bad_samples = vector
+        vector = engine.sum_on_host(torch.cat([sums, norm.view(1), told]))
+        *values, num_bad_losses, grad_norm, num_stops, num_writing, num_asks, num_tokens, num_bad_samples = vector
         interrupted = num_stops > 0
 
         step_loss = values[METRICS.index("loss")]
@@ -269,8 +270,8 @@ class StopSignal:
         self.received = True
 
 
-def _say(message: str) -> None:
-    if int(os.environ.get("RANK", 0)) == 0:
+def _say(message: str, rank: str = "RANK") -> None:
+    if int(os.environ.get(rank, 0)) == 0:
         print(f"[{datetime.now(timezone.utc):%H:%M:%S}] {message}", file=sys.stderr, flush=True)
 
 
@@ -288,7 +289,8 @@ def main(argv: list[str] | None = None) -> int:
         config = parse_config(args)
         train(check_run(config, int(os.environ.get("WORLD_SIZE", 1))))
     except MmldlmError as error:
-        _say(f"{'error' if not isinstance(error, Interrupted) else 'stopped'}: {error}")
+        rank = "LOCAL_RANK" if isinstance(error, NodeError) else "RANK"
+        _say(f"{'error' if not isinstance(error, Interrupted) else 'stopped'}: {error}", rank)
         return error.exit_code
     except (
         Exception

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 from mmldlm.engines.fragments import Fragment
 from mmldlm.engines.host_copy import HostCopy
+from mmldlm.errors import NodeError
 
 
 class Engine(ABC):
@@ -44,7 +47,8 @@ class Engine(ABC):
     @abstractmethod
     def grad_norm(self) -> Tensor:
         """Global L2 norm of the accumulated gradients before clipping: 0-d, on the device, the same on every rank, not
-        finite where any element is not. Costs no host sync. Collective; call once, then `apply` or `discard`."""
+        finite where any element is not. Adds no host sync to the engine's own. Collective; call once, then `apply`
+        or `discard`."""
 
     @abstractmethod
     def apply(self, lr: float, grad_norm: float) -> None:
@@ -133,12 +137,19 @@ class Engine(ABC):
             torch.distributed.all_reduce(values)
         return values
 
+    def sum_on_host(self, values: Tensor) -> list[float]:
+        """Sum a small vector over the ranks and read it. Makes the host wait: with NCCL this is where a rank stands
+        while others are late, and last_words.standing_place knows it by its name."""
+        return self.all_reduce_sum(values).tolist()
+
+    def to_device(self, numbers: Sequence[float]) -> Tensor:
+        """Numbers of the host as a float64 vector on the device, without waiting for the device."""
+        on_host = torch.tensor(numbers, dtype=torch.float64, pin_memory=self.device.type == "cuda")
+        return on_host.to(self.device, non_blocking=True)
+
     def all_ok(self, ok: bool) -> bool:
         """True when every rank says True."""
-        if self.world_size == 1:
-            return ok
-        flag = torch.tensor([0.0 if ok else 1.0], device=self.device)
-        return self.all_reduce_sum(flag).item() == 0
+        return ok if self.world_size == 1 else self.sum_on_host(self.to_device([not ok])) == [0]
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -190,9 +201,29 @@ def rank_environment() -> tuple[int, int, int]:
     )
 
 
+def ranks_here(local_rank: int) -> int:
+    """Ranks on this machine, as torchrun, DeepSpeed, Slurm or Open MPI tell; at least as many as this rank knows of."""
+    names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    told = (os.environ.get(name, "") for name in names if "RANK" in os.environ)  # not of a shell in an allocation
+    return max(next((int(number) for number in told if number.isdigit()), 1), local_rank + 1)
+
+
 def pick_device(local_rank: int) -> torch.device:
-    """This rank's GPU, or the CPU where there is none."""
+    """This rank's GPU, or the CPU where there is none.
+
+    Raises:
+        NodeError: on all ranks of a machine that shows its ranks fewer GPUs than they are.
+    """
     if torch.cuda.is_available():
+        ranks, found = ranks_here(local_rank), torch.cuda.device_count()
+        if ranks > found:
+            shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+            raise NodeError(
+                f"a GPU for each of the {ranks} ranks on {socket.gethostname()}",
+                f"{found} GPU(s) that this rank may use{'' if shown is None else f' (CUDA_VISIBLE_DEVICES={shown})'}",
+                "start fewer ranks on this machine, or let every rank see all its GPUs (Slurm: --gpus-per-node, not "
+                "--gpus-per-task)",
+            )
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)
     return torch.device("cpu")

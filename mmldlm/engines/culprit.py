@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
@@ -82,17 +83,19 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds: without a move; without a sign of life once a collective has failed; to look for a reason then."""
+    """Seconds: without a move; without a sign of life once a collective has failed; to look for a reason then; without
+    a sign of life though nothing has failed (of NCCL's collectives no error comes when a rank is gone)."""
 
     stand: float
     quiet: float
     inquiry: float
+    silent: float = math.inf
 
 
 def judge(sightings: Iterable[Sighting], now: float, limits: Limits, first_hit: float | None = None) -> Verdict | None:
     """Rank 0's judgement.
 
-    A rank is to blame when it failed by itself; when no sign of life came from it for `limits.stand` (`limits.quiet`
+    A rank is to blame when it failed by itself; when no sign of life came from it for `limits.silent` (`limits.quiet`
     once a collective has failed somewhere); or when it is furthest behind and stands for `limits.stand`. Those ahead
     of it merely wait for it, and while one of those furthest behind still beats, they all wait for a rank that works.
 
@@ -107,7 +110,12 @@ def judge(sightings: Iterable[Sighting], now: float, limits: Limits, first_hit: 
     gone = [
         s
         for s in running
-        if s.quiet(now) > limits.quiet and (first_hit is not None or s.stood(now) > limits.stand * s.beat.patience)
+        if s.quiet(now) > limits.quiet
+        and (
+            first_hit is not None
+            or s.stood(now) > limits.stand * s.beat.patience
+            or s.quiet(now) > limits.silent * s.beat.patience
+        )
     ]
     if gone:
         return _verdict(gone, lambda s: silence(s, now))

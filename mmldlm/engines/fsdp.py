@@ -90,7 +90,9 @@ class FsdpEngine(PlainEngine):
         """A torch.distributed.checkpoint folder, and beside it which names are trainable, buffers, or tied."""
         if self.rank == 0:
             (folder / TRAINABLE).write_text(json.dumps(state["names"]) + "\n")
-        dcp.save(state["tensors"], checkpoint_id=folder, process_group=self._writers)
+        # Nothing copied ahead: that loader waits for the present device's stream, and this may be a thread of its own.
+        writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
+        dcp.save(state["tensors"], storage_writer=writer, process_group=self._writers)
 
     def describe(self) -> str:
         return "fsdp" if self.replicas == 1 else f"fsdp {self.replicas} replicas"

@@ -30,10 +30,11 @@ class HostCopy:
 
     def _copy(self, value: Any) -> Any:
         if is_sharded(value):
-            part = self._tensor(value.to_local())
-            return type(value).from_local(
-                part, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
-            )
+            # Not DTensor.from_local: it would move the part back to the mesh's device. This is the protocol of tensor
+            # subclasses (torch.utils._python_dispatch).
+            names, told = value.detach().__tensor_flatten__()
+            inner = {name: getattr(value, name) for name in names} | {"_local_tensor": self._tensor(value.to_local())}
+            return type(value).__tensor_unflatten__(inner, told, value.shape, value.stride())
         if isinstance(value, Tensor):
             return self._tensor(value)
         if type(value) in (dict, OrderedDict):

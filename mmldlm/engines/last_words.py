@@ -14,6 +14,7 @@ from mmldlm.errors import EXIT_FAILED
 
 # What gloo, NCCL and the store write into the RuntimeErrors that torch does not give a type of their own.
 _COLLECTIVE_WORDS = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "broken pipe")
+_WAITING = {(("mmldlm", "engines"), "sum_on_host"), (("torch", "cuda"), "synchronize")}
 _TRACES_WITHIN = 3.0  # seconds
 
 
@@ -37,13 +38,16 @@ def describe_error(error: BaseException) -> str:
 def standing_place(thread: int) -> tuple[str, bool]:
     """Where a thread stands, as `folder/file.py:line in function`, and whether that is inside a collective.
 
-    The place is its innermost line in this package where there is one: that is what a user can look up.
+    With NCCL a collective returns at once, and the host waits for it later: where it reads a result
+    (Engine.sum_on_host) or lets the device finish (DeepSpeed, after each backward pass). The place is its innermost
+    line in this package where there is one: that is what a user can look up.
     """
     frame, places, waits = sys._current_frames().get(thread), [], False
     while frame is not None:
         name = Path(frame.f_code.co_filename)
         places.append((name, f"{name.parent.name}/{name.name}:{frame.f_lineno} in {frame.f_code.co_name}"))
         waits = waits or name.parts[-3:-1] == ("torch", "distributed")
+        waits = waits or (name.parts[-3:-1], frame.f_code.co_name) in _WAITING
         frame = frame.f_back
     if not places:
         return "", False

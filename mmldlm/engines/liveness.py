@@ -32,6 +32,7 @@ _LONGEST_INTERVAL = 2.0  # seconds between two signs of life
 _INTERVALS_IN_TIMEOUT = 15  # of which six are left for the news to travel, so that the job ends within the timeout
 _REFUSALS = 3  # connections that the store's host refuses before the store counts as dead
 _WAY_OUT = 30.0  # seconds from the error to the end of the process
+_SILENT = 120.0  # seconds without a beat of the talking thread, which waits for no other: its process is gone
 _POLL = 0.02  # seconds between two looks at whether something awaited has come
 
 
@@ -68,7 +69,8 @@ class Liveness:
         """
         self.rank, self.world_size, self.logs = rank, world_size, logs
         self.interval = min(_LONGEST_INTERVAL, timeout / _INTERVALS_IN_TIMEOUT)
-        self.limits = Limits(stand=timeout - 6 * self.interval, quiet=4 * self.interval, inquiry=7 * self.interval)
+        stand, quiet = timeout - 6 * self.interval, 4 * self.interval
+        self.limits = Limits(stand, quiet, inquiry=7 * self.interval, silent=min(stand, _SILENT))
         self.verdict: Verdict | None = None
         self._judged_at, self._alone = 0.0, False  # alone: judged by this rank without rank 0
         self._last = (0, "start", 0, 1.0, time.monotonic())  # step, phase, moves, patience, when

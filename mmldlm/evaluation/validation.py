@@ -77,7 +77,7 @@ class Validation:
                 for batch in batches:
                     _, metrics = self.objective(self.engine.module, batch.to(self.engine.device))
                     sums += torch.stack([metrics[key].double() for key in METRICS])
-            total = dict(zip(METRICS, self.engine.all_reduce_sum(sums).tolist(), strict=True))
+            total = dict(zip(METRICS, self.engine.sum_on_host(sums), strict=True))
             if not name.startswith("t2l"):
                 result[f"{name}_nelbo"] = total["text_nelbo_sum"] / self.num_tokens
                 result[f"{name}_token_accuracy"] = total["text_correct"] / max(total["text_masked"], 1)

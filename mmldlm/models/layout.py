@@ -6,6 +6,7 @@ for real tokens only, however long the longest text of the batch is. Attention a
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -201,6 +202,13 @@ def _rotations(length: int, head_dim: int, dtype: torch.dtype, device: torch.dev
 def _key_mask(mask: Tensor, latents: int) -> Tensor:
     """[B, S] -> [B, 1, 1, S + L], all latents allowed."""
     return torch.cat([mask, mask.new_ones(mask.shape[0], latents)], dim=1)[:, None, None]
+
+
+@functools.cache
+def has_varlen(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
+    """Whether this GPU's flash attention takes ragged rows of this kind: 16 bits, heads of 8 k elements up to 256."""
+    fits = dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256
+    return fits and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def attention_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -38,7 +38,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows_low, weight_low = hidden.to(low), weight.to(low)
             # A forbidden id has no probability and so no gradient: its logit is -inf by its bias.
             bias_low = bias.to(low, copy=True)
-            bias_low[forbidden_id] = float("-inf")
+            bias_low[forbidden_id].fill_(float("-inf"))  # an assignment would make the host wait for a GPU
             exact = torch.float64 if low == torch.float64 else torch.float32
             weights = loss_weights.to(exact)[:, None]
             nll = torch.empty(num_rows, dtype=exact, device=hidden.device)
@@ -67,7 +67,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     part = wide[first : first + part_rows]
                     here = slice(start + first, start + first + len(part))
                     target, wide_share = targets[here, None], part if low == exact else shares[: len(part)]
-                    if low != exact and on_cpu:  # softmax would take memory for a copy of its own
+                    if low != exact:  # softmax would take memory for a copy of its own
                         part = wide_share.copy_(part)
                     largest = part.amax(-1, keepdim=True)  # far cheaper than max, which finds the places, too
                     target_score = part.gather(1, target)

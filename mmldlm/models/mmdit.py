@@ -15,7 +15,7 @@ from mmldlm.models.blocks import MMDiTBlock
 from mmldlm.models.fused import rows_read
 from mmldlm.models.kept_memory import embedding
 from mmldlm.models.layers import Modulation, StreamLinear, TimestepEmbedding, compute_dtype, is_bare, modulate
-from mmldlm.models.layout import RECTANGLE_FILL, make_layout
+from mmldlm.models.layout import RECTANGLE_FILL, has_varlen, make_layout
 from mmldlm.models.linear_cross_entropy import linear_cross_entropy
 from mmldlm.models.nulls import nulled
 
@@ -363,7 +363,8 @@ class MultimodalMMDiT(nn.Module):
             return None
         low = compute_dtype(latent)  # of an activation: under ZeRO-3, looking at a weight gathers it
         if place.device.type == "cuda":
-            return "varlen" if low in (torch.bfloat16, torch.float16) else None
+            width = self.config.hidden_size // self.config.n_heads
+            return "varlen" if has_varlen(low, width, place.device) else None
         rows = latent.shape[0] * latent.shape[1]
         filled = (place.shape[0] + rows) / (num_positions + rows)
         # A loop over lengths would be compiled anew for every batch.

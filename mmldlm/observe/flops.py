@@ -18,6 +18,7 @@ from mmldlm.config.schema import ModelConfig
 # logging.peak_tflops names theirs.
 PEAK_TFLOPS = {
     "H200": (989.4, 66.9),
+    "H200 NVL": (835.5, 60.0),
     "H100 PCIe": (756.0, 51.2),
     "H100 NVL": (835.5, 60.0),
     "H100": (989.4, 66.9),
@@ -30,14 +31,15 @@ def peak_flops(device_name: str | None, dtype: str, override_tflops: float | Non
     """FLOP/s that one device could do; None where that is not known (a CPU, a device outside the table).
 
     Args:
-        device_name: as torch.cuda.get_device_name gives it, None for a CPU. dtype: "bf16" or "fp32".
+        device_name: as torch.cuda.get_device_name gives it, None for a CPU. dtype: training.dtype (bf16 and fp16
+            have one peak).
         override_tflops: logging.peak_tflops, in TFLOP/s.
     """
     if override_tflops is not None:
         return override_tflops * 1e12
     for name in sorted(PEAK_TFLOPS, key=len, reverse=True):
         if device_name is not None and name in device_name:
-            return PEAK_TFLOPS[name][dtype != "bf16"] * 1e12
+            return PEAK_TFLOPS[name][dtype == "fp32"] * 1e12
     return None
 
 

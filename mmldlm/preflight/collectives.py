@@ -1,7 +1,8 @@
 """Level 3, on one rank: rounds of process groups in which every collective is checked by value and timed.
 
-python -m mmldlm.preflight.collectives ROUNDS   (JSON: a list of {"name", "rank", "world", "address", "port"} or null)
-Prints one JSON object a round. NCCL where there is a GPU, gloo elsewhere; the same code.
+python -m mmldlm.preflight.collectives ROUNDS   (JSON: a list of {"name", "rank", "world", "address", "port", "seconds",
+"on_cpu"} or null)
+Prints one JSON object a round. NCCL where there is a GPU, gloo elsewhere and where on_cpu asks for it; the same code.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import sys
 import time
 from datetime import timedelta
 
-GROUP_SECONDS = 25
 BYTES = {"nccl": 256 << 20, "gloo": 4 << 20}
 REPEATS = 5
 
@@ -52,8 +52,7 @@ def bus_bandwidth(torch, world: int, device, size: int) -> tuple[float, float]:
     for _ in range(REPEATS + 2):
         dist.barrier()
         started = time.perf_counter()
-        dist.all_reduce(values)
-        values.mul_(1.0 / world)
+        dist.all_reduce(values)  # at most world ^ 7, which fp32 holds
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - started)
@@ -77,7 +76,8 @@ def compute_seconds(torch, device) -> float:
 
 
 def one_round(torch, place: dict, device) -> dict:
-    """Form the group, check, measure."""
+    """Form the group, check, measure; nothing of it may take longer than the place's seconds."""
+    device = torch.device("cpu") if place["on_cpu"] else device
     backend = "nccl" if device.type == "cuda" else "gloo"
     started = time.perf_counter()
     torch.distributed.init_process_group(
@@ -85,7 +85,7 @@ def one_round(torch, place: dict, device) -> dict:
         init_method=f"tcp://{place['address']}:{place['port']}",
         rank=place["rank"],
         world_size=place["world"],
-        timeout=timedelta(seconds=GROUP_SECONDS),
+        timeout=timedelta(seconds=place["seconds"]),
     )
     try:
         wrong = check_values(torch, place["rank"], place["world"], device)
@@ -98,6 +98,8 @@ def one_round(torch, place: dict, device) -> dict:
 
 
 def main() -> int:
+    # A round that times out must raise, so that the next one is tried: by default NCCL's watchdog ends the process.
+    os.environ.update(TORCH_NCCL_BLOCKING_WAIT="1", TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_DUMP_ON_TIMEOUT="0")
     import torch
 
     local_rank = int(os.environ.get("LOCAL_RANK", 0))

@@ -134,7 +134,7 @@ def measure(context: Context) -> None:
                 if context.level >= 2:
                     gather.measure_together(context, fleet)
                 if context.level >= 3:
-                    _say("collectives on all ranks (at most 2 minutes) ...")
+                    _say("collectives on all ranks (some minutes at most) ...")
                     rehearse.rehearse_collectives(context, fleet)
                 if context.level >= 4 and context.config is not None and len(fleet.failures) == 0:
                     gather.finish_plan(context, child)

@@ -77,4 +77,6 @@ def srun_line(nodes: Sequence[Node], address: str, port: int, script: list[str])
     """Slurm's `srun` inside an allocation; it exports the whole environment by default."""
     line = ["srun", "--nodes", str(len(nodes)), "--ntasks-per-node", str(nodes[0].slots), "--kill-on-bad-exit=1"]
     line += ["--nodelist", ",".join(node.name for node in nodes)]
+    if "SLURM_CPUS_PER_TASK" in os.environ:  # of the batch job; srun does not take it over (Slurm 22.05 and later)
+        line += ["--cpus-per-task", os.environ["SLURM_CPUS_PER_TASK"]]
     return [*line, "bash", "-c", _FROM_SLURM.format(address=address, port=port), sys.executable, "-u", *script]

@@ -12,14 +12,36 @@ import time
 import uuid
 from pathlib import Path
 
+from mmldlm.preflight.checks.rehearsal import CHECKPOINTS
 from mmldlm.preflight.context import Context
 from mmldlm.preflight.gather import data_address
 from mmldlm.preflight.lines import TRAIN, deepspeed_line, mpi_line, srun_line, torchrun_line
+from mmldlm.preflight.sizes import checkpoint_bytes
 from mmldlm.preflight.transport import ROOT, Fleet
 
-COLLECTIVE_SECONDS = 110
-DRY_SECONDS = 140
 DRY_STEPS = 2
+SLOW_DISK = 100e6  # bytes a second of a checkpoint on its way to a shared file system
+COMPILE_SECONDS = 600
+
+
+def group_seconds(world_size: int) -> int:
+    """Time limit of a process group in level 3: NCCL's start takes longer with many ranks."""
+    return 25 + world_size // 16
+
+
+def collective_seconds(world_size: int) -> int:
+    """Time limit of level 3: imports, up to four groups, and what they measure."""
+    return 110 + 4 * (group_seconds(world_size) - 25)
+
+
+def dry_seconds(context: Context) -> int:
+    """Time limit of a launch in level 4: imports, two steps, a compilation where it is asked for, a checkpoint."""
+    config, sizes = context.config, context.plan
+    seconds = 140 + 4 * (group_seconds(context.world_size) - 25)
+    seconds += COMPILE_SECONDS if config.training.compile_model else 0
+    if "trainable" in sizes:
+        seconds += checkpoint_bytes(context.engine_plan(), sizes, config.training.dtype) / SLOW_DISK
+    return int(seconds)
 
 
 def pairings(names: list[str]) -> list[list[list[str]]]:
@@ -46,6 +68,8 @@ def rehearse_collectives(context: Context, fleet: Fleet) -> None:
               for index, members in enumerate(found, 1)]  # fmt: skip
     if len(names) > 2:
         groups.append(("all", names))
+    if context.config is not None and context.config.engine.kind == "fsdp" and context.has_gpus():
+        groups.append((CHECKPOINTS, names))  # its writers agree over gloo, beside NCCL (engines/fsdp.py)
     places: dict[tuple[str, int], list] = {(n, r): [] for n in names for r in range(context.slots(n))}
     for name, members in groups:
         opened = fleet.agents[members[0]].request("listen", {"ports": [0]})
@@ -55,8 +79,11 @@ def rehearse_collectives(context: Context, fleet: Fleet) -> None:
         for member in members:
             for local_rank in range(context.slots(member)):
                 place = {"name": name, "rank": rank, "world": world, "address": address}
+                place |= {"seconds": group_seconds(world), "on_cpu": name == CHECKPOINTS}
                 places[(member, local_rank)].append({**place, "port": opened["ports"][0]["port"]})
                 rank += 1
+
+    limit = collective_seconds(context.world_size)
 
     def asked(node: str) -> dict:
         commands = []
@@ -64,9 +91,9 @@ def rehearse_collectives(context: Context, fleet: Fleet) -> None:
             command = [sys.executable, "-m", "mmldlm.preflight.collectives", json.dumps(places[(node, local_rank)])]
             environment = {"LOCAL_RANK": str(local_rank), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
             commands.append({"command": command, "environment": {**(context.arriving(node) or {}), **environment}})
-        return {"commands": commands, "seconds": COLLECTIVE_SECONDS}
+        return {"commands": commands, "seconds": limit}
 
-    answers = fleet.ask("run", asked, timeout=COLLECTIVE_SECONDS + 10)
+    answers = fleet.ask("run", asked, timeout=limit + 10)
     ranks = {}
     for node, outputs in answers.items():
         for local_rank, output in enumerate(outputs):
@@ -125,14 +152,14 @@ def _launch(context: Context, fleet: Fleet, words: list[str]) -> dict:
     environment = {**os.environ, "DEEPSPEED_TIMEOUT": "2"}
     if not context.has_gpus():
         environment.setdefault("DS_ACCELERATOR", "cpu")
-    started = time.monotonic()
+    started, limit = time.monotonic(), dry_seconds(context)
     if context.launcher == "torchrun":
 
         def asked(node: str) -> dict:
             line = torchrun_line(context.nodes, context.names.index(node), address, options.master_port, script)
-            return {"commands": [{"command": line, "environment": {"OMP_NUM_THREADS": "1"}}], "seconds": DRY_SECONDS}
+            return {"commands": [{"command": line, "environment": {"OMP_NUM_THREADS": "1"}}], "seconds": limit}
 
-        answers = fleet.ask("run", asked, timeout=DRY_SECONDS + 10)
+        answers = fleet.ask("run", asked, timeout=limit + 10)
         outputs = [answer[0] for answer in answers.values()]
         bad = next((o for o in outputs if o["code"] != 0), outputs[0] if outputs else {"code": None, "output": ""})
         return {**bad, "seconds": time.monotonic() - started}
@@ -148,7 +175,7 @@ def _launch(context: Context, fleet: Fleet, words: list[str]) -> dict:
         errors="replace", start_new_session=True,
     )  # fmt: skip
     try:
-        output, _ = process.communicate(timeout=DRY_SECONDS)
+        output, _ = process.communicate(timeout=limit)
         code = process.returncode
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)

@@ -194,7 +194,7 @@ class Diagnostics:
         if self.engine.saves_shards:
             self._add_updates(sums, lr, applied)
         activations = self._activations.take(self.engine.device)
-        total = self.engine.all_reduce_sum(torch.cat([sums.flatten(), activations.flatten()])).tolist()
+        total = self.engine.sum_on_host(torch.cat([sums.flatten(), activations.flatten()]))
         return self._report(step, applied, total)
 
     def _add_updates(self, sums: Tensor, lr: float, applied: bool) -> None:

@@ -140,7 +140,8 @@ def group_table(engine: Engine, lr: float) -> list[dict]:
 def check_pinned(batches: list[NoisedBatch], device: torch.device, findings: Findings) -> None:
     """What the loader gives goes to a GPU from pinned memory, or the copy is not asynchronous."""
     if device.type == "cuda":
-        unpinned = [name for batch in batches for name, tensor in batch.tensors.items() if not tensor.is_pinned()]
+        tensors = [item for batch in batches for item in batch.tensors.items()]
+        unpinned = [name for name, tensor in tensors if tensor.numel() and not tensor.is_pinned()]
         if unpinned:
             findings.fault("batches", f"not in pinned memory: {named(unpinned)}")
 

@@ -7,13 +7,20 @@ import math
 import os
 import socket
 import sys
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from mmldlm.engines.base import pick_device, ranks_here
 from mmldlm.engines.culprit import FAILED, HIT, LEFT, Beat, Limits, Sighting, judge
+from mmldlm.engines.last_words import standing_place
 from mmldlm.engines.liveness import Liveness
 from mmldlm.engines.process_group import FLIGHT_FILE, prepare_environment
+from mmldlm.engines.single import SingleEngine
+from mmldlm.errors import NodeError
 from tests.helpers import launch, torchrun
 
 WORKER = str(Path(__file__).with_name("liveness_worker.py"))
@@ -112,6 +119,49 @@ def test_silence_is_blamed_even_ahead_of_the_others_and_sooner_once_a_collective
     assert judge(beats, 100.0, LIMITS) is None
     assert judge(beats, 106.0, LIMITS).ranks == (1,)
     assert judge([sighting(0, 8, state=HIT), beats[1]], 100.0, LIMITS, first_hit=99.0).ranks == (1,)
+
+
+def test_long_silence_is_blamed_though_no_collective_failed_and_no_phase_took_too_long():
+    """NCCL raises nothing when a peer is gone; engine.timeout may be ten minutes."""
+    limits = replace(LIMITS, stand=600.0, silent=120.0)
+    beats = [sighting(0, 8), sighting(1, 9, seen=0.0)]
+    assert judge(beats, 119.0, limits) is None
+    assert judge(beats, 121.0, limits).ranks == (1,)
+    assert judge([beats[0], sighting(1, 9, seen=0.0, patience=3.0)], 121.0, limits) is None
+
+
+def test_a_rank_that_reads_the_sum_over_ranks_waits_in_a_collective():
+    class Stuck(SingleEngine):
+        def __init__(self):
+            self.entered, self.go_on = threading.Event(), threading.Event()
+
+        def all_reduce_sum(self, values):
+            self.entered.set()
+            self.go_on.wait(30)
+            return values
+
+    engine = Stuck()
+    thread = threading.Thread(target=lambda: engine.sum_on_host(torch.zeros(1)))
+    thread.start()
+    engine.entered.wait(30)
+    try:
+        assert standing_place(thread.ident)[1]
+    finally:
+        engine.go_on.set()
+        thread.join()
+    assert not standing_place(threading.get_ident())[1]
+
+
+def test_fewer_gpus_than_ranks_is_said_by_every_rank_of_the_machine(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name, value in {"RANK": "8", "LOCAL_WORLD_SIZE": "8", "CUDA_VISIBLE_DEVICES": "3"}.items():
+        monkeypatch.setenv(name, value)
+    for local_rank in (0, 7):
+        with pytest.raises(NodeError, match="each of the 8 ranks.*\n.*1 GPU.*CUDA_VISIBLE_DEVICES=3"):
+            pick_device(local_rank)
+    monkeypatch.delenv("RANK")  # a shell inside an allocation, not a rank
+    assert ranks_here(0) == 1
 
 
 def test_failure_and_leaving_are_blamed():

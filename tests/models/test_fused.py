@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmldlm.config.schema import ModelConfig
 from mmldlm.models import MultimodalMMDiT
+from mmldlm.models.layout import has_varlen
 from tests.models.plain import use_plain_blocks
 
 RELATIVE = 1e-10  # of the largest element of a tensor; fp64 rounding through two blocks is about 1e-13
@@ -236,3 +237,17 @@ def test_bf16_stays_close(lengths):
             assert found.grad.dtype == found.dtype
             cosine = torch.nn.functional.cosine_similarity(found.grad.double().flatten(), truth.flatten(), dim=0)
             assert cosine > 0.97, (name, found.dtype, float(cosine))
+
+
+def test_ragged_attention_is_taken_where_a_gpu_has_it(monkeypatch):
+    """Elsewhere a padded batch goes over the rectangle: every even width of a head trains on every GPU."""
+    gpu, low = torch.device("cuda", 0), torch.bfloat16
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    has_varlen.cache_clear()
+    found = [has_varlen(dtype, width, gpu) for dtype, width in [(low, 64), (low, 256), (low, 36), (low, 264)]]
+    assert found == [True, True, False, False]
+    assert has_varlen(torch.float16, 64, gpu) and not has_varlen(torch.float32, 64, gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    has_varlen.cache_clear()
+    assert not has_varlen(torch.float16, 64, gpu)
+    has_varlen.cache_clear()

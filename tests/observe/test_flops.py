@@ -73,6 +73,7 @@ def test_peaks_are_known_or_not_given():
     assert peak_flops("NVIDIA H200", "bf16") == 989.4e12
     assert peak_flops("NVIDIA H100 PCIe", "bf16") == 756e12
     assert peak_flops("NVIDIA A100-SXM4-80GB", "fp32") == 19.5e12
+    assert peak_flops("NVIDIA H200 NVL", "fp16") == peak_flops("NVIDIA H200 NVL", "bf16") == 835.5e12
     assert peak_flops(None, "bf16") is None and peak_flops("Some GPU 1", "bf16") is None
     assert peak_flops(None, "bf16", 2.5) == 2.5e12
     assert FlopRate(model(), 1, None).mfu(1e12, 1.0) is None

@@ -11,6 +11,7 @@ import pytest
 from mmldlm.config.load import build_config
 from mmldlm.engines.deepspeed_config import GPU_BUCKET
 from mmldlm.preflight import sizes as size
+from mmldlm.preflight.checks.rehearsal import CHECKPOINTS
 from mmldlm.preflight.context import Context, majority
 from mmldlm.preflight.hostfile import Node
 from mmldlm.preflight.probes import storage
@@ -289,6 +290,23 @@ def test_a_store_is_named_by_its_own_files_where_it_is_alone(tmp_path):
     context = context_of(data=found)
     context.config = build_config({"data": {"latent_data_root": str(tmp_path / "one")}})
     assert {result.status for result in judge("DATA003", context).values()} == {PASS}
+
+
+def test_the_group_of_the_writers_has_a_verdict_of_its_own():
+    def context(**writers):
+        found = context_of(nodes=("a", "b"))
+        sound = {"formed": 1.0, "wrong": [], "backend": "nccl"}
+        ranks = {(node, 0): {"1.1": sound, CHECKPOINTS: {**sound, "backend": "gloo", **writers.get(node, {})}}
+                 for node in "ab"}  # fmt: skip
+        found.collectives = {"rounds": [("1.1", ["a", "b"]), (CHECKPOINTS, ["a", "b"])], "ranks": ranks}
+        return found
+
+    assert [judge("COLL004", context())[""].status] == [PASS]
+    broken = context(b={"error": "RuntimeError: connectFullMesh failed"})
+    result = next(iter(judge("COLL004", broken).values()))
+    assert result.status == FAIL and "GLOO_SOCKET_IFNAME" in result.fix and "connectFullMesh" in result.measured
+    for id in ("COLL001", "COLL002"):
+        assert {found.status for found in judge(id, broken).values()} == {PASS}
 
 
 def test_memory_counts_the_buckets_that_the_json_asks_for(tmp_path):

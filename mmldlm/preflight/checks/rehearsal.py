@@ -7,6 +7,7 @@ from statistics import median
 from mmldlm.preflight.result import check, fail, ok, skip, warn
 from mmldlm.preflight.sizes import shown
 
+CHECKPOINTS = "checkpoints"  # the round of FSDP's writers
 SLOW = 2.0  # times the median (DLRover)
 
 
@@ -46,7 +47,7 @@ def pairs_compute_right(context):
     """
     bad: dict[str, list[str]] = {}
     good: set[str] = set()
-    for _, nodes, found in _rounds(context, lambda name: name != "all"):
+    for _, nodes, found in _rounds(context, lambda name: name not in ("all", CHECKPOINTS)):
         wrong = _judge_round("", nodes, found)
         for node in nodes:
             if wrong:
@@ -69,7 +70,9 @@ def pairs_compute_right(context):
 @check("COLL002", 3, "cluster", "collectives on all ranks")
 def all_ranks_compute_right(context):
     """All ranks together get right values; the bus bandwidth of all_reduce is shown."""
-    rounds = list(_rounds(context, lambda name: name == "all")) or list(_rounds(context, lambda name: True))
+    rounds = list(_rounds(context, lambda name: name == "all")) or list(
+        _rounds(context, lambda name: name != CHECKPOINTS)
+    )
     if not rounds:
         return skip("no node took part")
     name, nodes, found = rounds[-1]
@@ -102,6 +105,20 @@ def no_stragglers(context):
             )
         else:
             yield ok(f"{seconds * 1e3:.1f} ms", node)
+
+
+@check("COLL004", 3, "cluster", "group of FSDP's writers")
+def writers_form_their_group(context):
+    """On GPUs FSDP's checkpoints are written by a gloo group beside NCCL's: it forms on all ranks, too."""
+    rounds = list(_rounds(context, lambda name: name == CHECKPOINTS))
+    if not rounds:
+        return skip("only engine.kind=fsdp on GPUs has one")
+    wrong = _judge_round(*rounds[0])
+    if wrong:
+        node, why = next(iter(wrong.items()))
+        fix = "set GLOO_SOCKET_IFNAME to the interface between the nodes (is a host's own name 127.0.1.1 to it?)"
+        return fail(f"{node}, {why}", "a gloo group of all ranks", fix, node)
+    return ok(f"{len(rounds[0][2])} ranks, gloo")
 
 
 def _last_lines(output: str) -> str:

@@ -11,8 +11,17 @@ _VOLATILE, _UNCORRECTED = 0, 1
 _NOT_SUPPORTED = 3
 # nvmlClocksEventReasons that mean the GPU is slowed down by heat or power supply, not by idling or its power cap.
 SLOWED = {0x8: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal", 0x80: "power brake"}
-RECOVERY = {0: None, 1: "reset the GPU", 2: "reboot the node", 3: "drain peer-to-peer traffic", 4: "drain and reset"}
-_FIELD_RECOVERY_ACTION = 274
+RECOVERY = {
+    0: None,
+    1: "reset the GPU",
+    2: "reboot the node",
+    3: "drain peer-to-peer traffic",
+    4: "drain and reset",
+    5: "recover the IMEX domain",
+    6: "reset the bus",
+    7: "reboot the system",
+}
+_FIELD_RECOVERY_ACTION = 230  # nvml.h: NVML_FI_DEV_GET_GPU_RECOVERY_ACTION, drivers of 570 and later
 
 
 class _Memory(ctypes.Structure):
