@@ -61,7 +61,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 rows = slice(start, min(start + chunk_rows, num_rows))
                 chunk = rows_low[rows]
                 wide = logits[: len(chunk)]
-                wide[:, vocab:] = float("-inf")
+                wide[:, vocab:].fill_(float("-inf"))
                 scores = torch.addmm(bias_low, chunk, weight_low.t(), out=wide[:, :vocab])
                 for first in range(0, len(chunk), part_rows):
                     part = wide[first : first + part_rows]
