@@ -31,7 +31,9 @@ class TrainingState:
         step: optimizer steps taken, skipped ones included. applied_steps: those that moved the weights (the schedule's
             clock). consumed_samples: training samples seen. skipped_steps: refused steps. consecutive_skips: since
             the last applied one. num_rollbacks, lr_scale: returns to a checkpoint, and what they did to the rate.
+        rolled_back_to, applied_at_rollback: step and applied steps of the last return's checkpoint.
         passed_over: [first, end) steps, counted from 0, whose batches are not trained on. guard: its windows.
+        data: RunData.fingerprint().
     """
 
     global_batch: int
@@ -44,9 +46,12 @@ class TrainingState:
     consecutive_skips: int = 0
     num_rollbacks: int = 0
     lr_scale: float = 1.0
+    rolled_back_to: int = -1
+    applied_at_rollback: int = -1
     passed_over: list[list[int]] = field(default_factory=list)
     guard: dict = field(default_factory=dict)
     plan: str = ""
+    data: str = ""
     versions: dict[str, str] = field(default_factory=dict)
 
     def advance(self, verdict: Verdict, num_samples: int) -> None:
@@ -284,6 +289,12 @@ class RunFolder:
         self.progress.message(
             f"eval     step {self.state.step}: " + ", ".join(f"{k} {v:.3f}" for k, v in values.items())
         )
+
+    def note(self, text: str) -> None:
+        """A line on the screen and in its log (rank 0)."""
+        if self.is_main:
+            self.progress.message(f"note     {text}")
+            self.event("note", text=text)
 
     def event(self, kind: str, **values) -> None:
         """One line in events.jsonl (rank 0)."""

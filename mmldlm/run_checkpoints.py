@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -13,14 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from mmldlm.checkpoints import commit
 from mmldlm.checkpoints.training_state import open_training_state
 from mmldlm.config.load import to_yaml
 from mmldlm.data.resolve import RunData
+from mmldlm.engines.base import persistent_buffers
 from mmldlm.engines.ema import WeightAverage
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.run import RunFolder
+from mmldlm.run_saving import Background, Saving, await_all
+from mmldlm.run_unchanged import CONFIG_FILE, changes_since
 from mmldlm.stability.guard import Guard
 from mmldlm.stability.recovery import Trouble, stop
 
@@ -33,14 +36,27 @@ LAST_TRIES, LAST_PAUSE = 3, 20.0  # a run that must end tries to save this often
 class RunCheckpoints:
     """Saves and loads over all ranks; everything public here is collective unless it says otherwise."""
 
-    def __init__(self, folder: RunFolder, average: WeightAverage | None, guard: Guard):
-        self.folder, self.average, self.guard = folder, average, guard
+    def __init__(
+        self,
+        folder: RunFolder,
+        average: WeightAverage | None,
+        guard: Guard,
+        still: Callable[[], None] = lambda: None,
+    ):
+        """still: Liveness.still, called where this rank waits for a disk."""
+        self.folder, self.average, self.guard, self._still = folder, average, guard, still
         self.config, self.data, self.engine, self.state = folder.config, folder.data, folder.engine, folder.state
         self.run_dir, self.is_main = folder.run_dir, folder.is_main
-        self._saving: _Saving | None = None
+        self._saving: Saving | None = None
+        self._source: Path | None = None  # where a resumed run came from
+        self.saved_step: int | None = None  # of the newest committed (or loaded) checkpoint
 
     def _peers(self) -> commit.Peers:
-        return commit.Peers(self.engine.rank, self.engine.world_size, self.engine.barrier, self.engine.all_ok)
+        engine = self.engine
+        return commit.Peers(engine.rank, engine.world_size, engine.barrier, engine.all_ok, engine.gather_texts)
+
+    def _await(self, is_running: Callable[[], bool], what: str) -> None:
+        await_all(self.engine, is_running, what, self.config.checkpoints.timeout, self._still)
 
     # -- continuing --------------------------------------------------------------------------------------------------
 
@@ -50,33 +66,45 @@ class RunCheckpoints:
         Raises:
             UserError: on every rank, when rank 0 finds none or a damaged one.
         """
-        return self._agree_on(self.config.training.resume)
+        resume = self.config.training.resume
+        return None if resume is None else self._agree_on(lambda: self._find(resume))
 
-    def find_newest(self) -> Path | None:
-        """The newest whole checkpoint of this run, every byte of it checked; None when there is none."""
-        return self._agree_on("auto")
+    def find_rollback(self) -> Path | None:
+        """The newest whole checkpoint that a rollback may go to, every byte of it checked; None when there is none.
 
-    def _agree_on(self, resume: str | None) -> Path | None:
-        if resume is None:
-            return None
+        Where nothing could be trained since the last rollback, one from before its target. A run that came from another
+        one's checkpoint may go back to that.
+        """
+        state, below = self.state, None
+        if state.applied_steps <= state.applied_at_rollback:
+            below = state.rolled_back_to
+        own = self._agree_on(lambda: self._newest(for_rollback=True, below=below))
+        return own or (self._source if below is None else None)
+
+    def _agree_on(self, find: Callable[[], str | None]) -> Path | None:
+        """What rank 0 finds. It may take long: every byte is read."""
+        search = Background(find, self.engine.device) if self.is_main else None
+        self._await(lambda: search is not None and search.is_running(), "checking a checkpoint")
         found: list[str | None] = [None, None]  # path, failure: rank 0 must not leave alone while the others wait
-        if self.is_main:
-            try:
-                found[0] = self._find(resume)
-            except (MmldlmError, OSError) as error:
-                found[1] = str(error)
+        if search is not None:
+            if search.failure is not None and not isinstance(search.failure, (MmldlmError, OSError)):
+                raise search.failure
+            found = [search.result, None if search.failure is None else str(search.failure)]
         if self.engine.world_size > 1:
             torch.distributed.broadcast_object_list(found, src=0)
         if found[1] is not None:
             raise MmldlmError(found[1])
         return None if found[0] is None else Path(found[0])
 
+    def _newest(self, **which) -> str | None:
+        path = commit.find_latest_whole(
+            self.run_dir, on_damaged=lambda message: print(f"warning: {message}", flush=True), **which
+        )
+        return None if path is None else str(path.resolve())
+
     def _find(self, resume: str) -> str | None:
         if resume == "auto":
-            path = commit.find_latest_whole(
-                self.run_dir, on_damaged=lambda message: print(f"warning: {message}", flush=True)
-            )
-            return None if path is None else str(path.resolve())
+            return self._newest()
         path = commit.resolve(resume)
         problems = commit.verify(path, checksums=True)
         if problems:
@@ -87,12 +115,81 @@ class RunCheckpoints:
             )
         return str(path)
 
+    def resume(self, checkpoint: Path) -> list[str]:
+        """`load`, for a run that begins with it; its own later checkpoints, a future that it leaves, are moved aside.
+
+        Returns:
+            What the user should read.
+
+        Raises:
+            UserError: on every rank, see `load`; the config changes what the weights mean.
+        """
+        changes = self._voted(lambda: changes_since(checkpoint, self.config), checkpoint)
+        notes = [f"changed since the checkpoint: {change}" for change in changes]
+        self.load(checkpoint)
+        self._source = checkpoint
+        if self.config.training.resume != "auto":
+            notes += self._leave_later()
+        return notes
+
+    def _leave_later(self) -> list[str]:
+        """Move own checkpoints of steps after the present one aside. Collective."""
+        failure, dropped = None, []
+        if self.is_main:
+            try:
+                dropped = commit.drop_after(self.run_dir, self.state.step)
+            except OSError as error:
+                failure = error
+        if not self.engine.all_ok(failure is None):
+            said = self.engine.gather_texts(None if failure is None else str(failure))
+            raise UserError(
+                f"to move the checkpoints after step {self.state.step} of {self.run_dir} aside",
+                "; ".join(said),
+                "make the folder writable, or move them away by hand",
+            )
+        return [f"left behind: {path} (delete it when you no longer want it)" for path in dropped]
+
     def load(self, checkpoint: Path) -> None:
         """Continue from a committed step folder of any engine, ZeRO stage and world size.
 
         Raises:
             UserError: on every rank: another global batch, seed, data or model than the checkpoint's; unreadable files.
         """
+        saved = self._voted(lambda: self._read(checkpoint), checkpoint)
+        self.engine.masters_written()
+        self._set_rng(checkpoint / f"rng_state_rank{self.engine.rank}.pt")
+        for name, value in saved.items():
+            if hasattr(self.state, name) and name not in ("versions", "data"):
+                setattr(self.state, name, value)
+        self.guard.restore(self.state.guard)
+        self.saved_step = self.state.step
+
+    def _voted(self, read: Callable[[], Any], checkpoint: Path) -> Any:
+        """What read() returns; an error on any rank is one on all."""
+        failure: Exception | None = None
+        found = None
+        try:
+            found = read()
+        except (MmldlmError, OSError, ValueError, KeyError, yaml.YAMLError) as error:
+            failure = error
+        if not self.engine.all_ok(failure is None):
+            said = self.engine.gather_texts(None if failure is None else f"{type(failure).__name__}: {failure}")
+            if isinstance(failure, UserError):
+                raise failure
+            raise UserError(
+                f"a readable checkpoint in {checkpoint}",
+                "; ".join(said[:3]),
+                "training.resume=auto skips those whose files are damaged; training.init_from takes the weights alone",
+            )
+        return found
+
+    def _read(self, checkpoint: Path) -> dict[str, Any]:
+        """Weights, moments and average into the engine; the training state is returned."""
+        saved = self._read_state(checkpoint)
+        self._read_engine(checkpoint, saved["applied_steps"])
+        return saved
+
+    def _read_state(self, checkpoint: Path) -> dict[str, Any]:
         saved = json.loads((checkpoint / STATE_FILE).read_text())
         # Checkpoints from before there was a choice do not name their plan: it was the one that is still the default.
         saved.setdefault("plan", f"samples-1:{self.config.data.bucket_batches}")
@@ -105,38 +202,34 @@ class RunCheckpoints:
                     "data.bucket_batches and the data as they were "
                     "(on fewer ranks: more training.grad_accum_steps)",
                 )
-        failure: Exception | None = None
-        try:
-            self._read(checkpoint, saved["applied_steps"])
-        except (MmldlmError, OSError, ValueError) as error:
-            failure = error
-        if not self.engine.all_ok(failure is None):
-            said = str(failure or "another rank could not read it (its message says why)")
-            raise (
-                failure
-                if isinstance(failure, UserError)
-                else UserError(
-                    f"a readable checkpoint in {checkpoint}", said, "training.resume=auto skips damaged ones"
-                )
+        if saved.get("data", self.state.data) != self.state.data:
+            raise UserError(
+                f"the data that {checkpoint} was trained on (training split {saved['data'][:12]})",
+                f"other files (training split {self.state.data[:12]})",
+                f"name the store it had, or start a new run with training.init_from={checkpoint}",
             )
-        self.engine.masters_written()
-        self._set_rng(checkpoint / f"rng_state_rank{self.engine.rank}.pt")
-        for name, value in saved.items():
-            if hasattr(self.state, name) and name != "versions":
-                setattr(self.state, name, value)
-        self.guard.restore(self.state.guard)
+        return saved
 
-    def _read(self, checkpoint: Path, applied_steps: int) -> None:
+    def _read_engine(self, checkpoint: Path, applied_steps: int) -> None:
         with open_training_state(checkpoint / ENGINE_FOLDER) as reader:
             model = self.engine.model
-            ours = {name: p.requires_grad for name, p in model.named_parameters()}
-            theirs = {name: reader.kind(name) == "trainable" for name in reader.names if reader.kind(name) != "buffer"}
-            differing = [name for name, trainable in ours.items() if theirs.get(name) != trainable]
+            # Under ZeRO-3 a parameter itself is empty.
+            ours = {
+                name: (p.requires_grad, tuple(getattr(p, "ds_shape", p.shape)))
+                for name, p in model.named_parameters(remove_duplicate=False)
+            }
+            ours |= {name: ("buffer", tuple(buffer.shape)) for name, buffer in persistent_buffers(model).items()}
+            theirs = {
+                name: ("buffer" if reader.kind(name) == "buffer" else reader.kind(name) == "trainable",
+                       tuple(reader.shape(name)))
+                for name in reader.names
+            }  # fmt: skip
+            differing = [name for name in ours | theirs if theirs.get(name) != ours.get(name)]
             if differing:
                 raise UserError(
                     f"the model and frozen groups of {checkpoint}",
-                    f"{len(differing)} parameters that are absent, or frozen in one and trained in the other, "
-                    f"first {differing[0]}",
+                    f"{len(differing)} parameters that are absent in one, of another shape, or frozen in one and "
+                    f"trained in the other, first {differing[0]}",
                     "keep model.*, training.loss_type and training.freeze as they were; to change them start a new run "
                     f"with training.init_from={checkpoint}",
                 )
@@ -157,7 +250,9 @@ class RunCheckpoints:
             torch.cuda.set_rng_state(rng["cuda"])
 
     def roll_back(self, trouble: Trouble) -> None:
-        """Return to the newest whole checkpoint with a lower learning rate, passing over the batches to blame.
+        """Return to the newest good checkpoint with a lower learning rate, passing over the batches to blame.
+
+        The way back is saved at once: a run that ended before the next checkpoint would go the same way again.
 
         Raises:
             StabilityStop: on every rank, when no rollback is left or there is no checkpoint.
@@ -166,7 +261,7 @@ class RunCheckpoints:
         state, config = self.state, self.config.stability
         num_rollbacks, found_at = state.num_rollbacks, state.step
         bad = {} if trouble.tensors is None else {"tensors": dict(list(trouble.tensors.items())[:50])}
-        path = self.find_newest() if num_rollbacks < config.max_rollbacks else None
+        path = self.find_rollback() if num_rollbacks < config.max_rollbacks else None
         if path is None:
             self.folder.event("stability_stop", step=found_at, reason=trouble.reason, **bad)
             raise stop(trouble, num_rollbacks, self.run_dir, self.folder.last_reasons)
@@ -174,14 +269,18 @@ class RunCheckpoints:
         lr_scale = state.lr_scale * config.rollback_lr_factor
         self.load(path)
         state.num_rollbacks, state.lr_scale, state.passed_over = num_rollbacks + 1, lr_scale, passed_over
-        state.consecutive_skips = 0
+        state.consecutive_skips, state.rolled_back_to, state.applied_at_rollback = 0, state.step, state.applied_steps
         self.folder.rewind()
+        for note in self._leave_later():
+            self.folder.note(note)
         told = {"from_step": found_at, "to_step": state.step, "lr_scale": lr_scale, "passed_over": passed_over}
         self.folder.event("rollback", step=state.step, reason=trouble.reason, path=str(path), **told, **bad)
         if self.is_main:
             self.folder.progress.warning(
                 f"rollback from step {found_at} to {state.step}: {trouble.reason}; learning rate x {lr_scale:g}"
             )
+        if self.save() and self.is_pending:
+            self.finish_save()
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
@@ -200,45 +299,58 @@ class RunCheckpoints:
         """Whether a checkpoint waits for finish_save(); the same on every rank. Not collective."""
         return self._saving is not None
 
-    def save(self) -> None:
+    def save(self) -> bool:
         """Start a checkpoint of the present step; with checkpoints.async it is written while training goes on.
 
         One that cannot be saved is an event and a warning; the run goes on with the previous one.
+
+        Returns:
+            False where it failed already, on every rank alike.
         """
         self.finish_save()
         started, step = time.perf_counter(), self.state.step
         try:
             pending = commit.begin(self.run_dir, step, self._peers())
+            failure: Exception | None = None
+            work: list[Callable[[], None]] = []
+            try:
+                work = self._rank_files(pending.path, self.config.checkpoints.in_background)
+            except Exception as error:
+                failure = error
+            # Before any rank's thread enters a collective of its own: one that failed would never come.
+            pending.agree("taking hold of its state", failure)
         except commit.CommitFailed as error:
             self._say_failed(step, error)
-            return
-        failure: Exception | None = None
-        work: list[Callable[[], None]] = []
-        try:
-            work = self._rank_files(pending.path, self.config.checkpoints.in_background)
-        except Exception as error:  # the ranks vote on it in commit(): raising alone would leave the others waiting
-            failure = error
-        self._saving = _Saving(pending, step, [*work, pending.seal], failure, self.engine.device)
-        if self.config.checkpoints.in_background:
-            self._saving.start()
-            self._saving.stalled = time.perf_counter() - started
-        else:
-            self._saving.run()
-            self.finish_save()
+            return False
+        self._saving = Saving(pending, self.state, [*work, pending.seal], self.engine.device)
         if self.is_asked:
+            self._forget_request()
+        if not self.config.checkpoints.in_background:
+            return self.finish_save()
+        self._saving.stalled = time.perf_counter() - started
+        return True
+
+    def _forget_request(self) -> None:
+        """On rank 0 alone: that the file stays costs checkpoints, not the run."""
+        try:
             (self.run_dir / SAVE_NOW).unlink(missing_ok=True)
+        except OSError as error:
+            self.folder.progress.warning(f"{self.run_dir / SAVE_NOW} cannot be deleted, and asks again: {error}")
 
     def finish_save(self) -> bool:
         """Wait for the checkpoint being written and commit it on all ranks alike; False when it failed."""
-        saving, self._saving = self._saving, None
+        saving = self._saving
         if saving is None:
             return True
-        saving.wait()
+        self._await(saving.is_running, f"writing the checkpoint of step {saving.step}")
+        self._saving = None
+        skips = {"consecutive_skips": saving.consecutive_skips} if saving.consecutive_skips else {}
         try:
-            step_dir = saving.pending.commit(saving.failure, sealed=True, engine=self.engine.describe())
+            step_dir = saving.pending.commit(saving.failure, sealed=True, engine=self.engine.describe(), **skips)
         except commit.CommitFailed as error:
             self._say_failed(saving.step, error)
             return False
+        self.saved_step = saving.step
         if self.is_main:
             self._prune()
             seconds = time.perf_counter() - saving.started
@@ -254,27 +366,24 @@ class RunCheckpoints:
             MmldlmError: on every rank, when it could not be saved.
         """
         for attempt in range(LAST_TRIES):
-            self.save()
-            # save() itself says why it failed where it could not even begin.
-            if self.is_pending and self.finish_save() or self._is_saved():
+            if self.save() and self.finish_save():
                 return
             if attempt < LAST_TRIES - 1:
                 if self.is_main:
                     self.folder.progress.warning(f"trying again in {LAST_PAUSE:.0f} s: free the disk of {self.run_dir}")
-                time.sleep(LAST_PAUSE)
+                pause = Background(lambda: time.sleep(LAST_PAUSE), self.engine.device)
+                self._await(pause.is_running, "the pause before the next try")
+        newest = "there is none" if self.saved_step is None else f"the newest whole one is of step {self.saved_step}"
         raise MmldlmError(
-            f"the last checkpoint (step {self.state.step}) could not be saved; the newest whole one is "
-            f"{commit.read_latest(self.run_dir)}. Free the disk and continue it with training.resume=auto."
+            f"the last checkpoint (step {self.state.step}) could not be saved in {self.run_dir}; {newest}. Free the "
+            "disk and continue with training.resume=auto."
         )
-
-    def _is_saved(self) -> bool:
-        saved = (self.run_dir / commit.CHECKPOINTS / commit.step_name(self.state.step)).is_dir()
-        return self.engine.all_ok(saved)
 
     def _say_failed(self, step: int, error: Exception) -> None:
         if self.is_main:
             self.folder.event("save_failed", step=step, reason=str(error))
             self.folder.progress.warning(str(error))
+        self.engine.write_failed()
 
     def _prune(self) -> None:
         keep = self.config.checkpoints
@@ -314,51 +423,12 @@ class RunCheckpoints:
 
     def _write_descriptions(self, path: Path, training_state: str) -> None:
         (path / STATE_FILE).write_text(training_state)
-        (path / "config.yaml").write_text(to_yaml(self.config))
+        (path / CONFIG_FILE).write_text(to_yaml(self.config))
         (path / "model_config.json").write_text(json.dumps(model_config(self.config, self.data), indent=2) + "\n")
         target = path / "tokenizer"
         target.mkdir(exist_ok=True)
         for source in (self.data.train.root / "tokenizer").iterdir():
             (target / source.name).write_bytes(source.read_bytes())
-
-
-class _Saving:
-    """One checkpoint on its way to the disk."""
-
-    def __init__(
-        self,
-        pending: commit.PendingCheckpoint,
-        step: int,
-        work: list[Callable[[], None]],
-        failure: Exception | None,
-        device: torch.device,
-    ):
-        self.pending, self.step, self.failure, self._work, self._device = pending, step, failure, work, device
-        self.started, self.stalled = time.perf_counter(), None
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        # A daemon: a rank that dies of something else must not wait for its disk.
-        self._thread = threading.Thread(target=self.run, name="mmldlm-save", daemon=True)
-        self._thread.start()
-
-    def run(self) -> None:
-        if self.failure is not None:
-            return
-        try:
-            if self._device.type == "cuda":  # a new thread's is GPU 0, whichever rank this is
-                torch.cuda.set_device(self._device)
-            for part in self._work:
-                part()
-        except Exception as error:  # carried to the vote in commit()
-            self.failure = error
-
-    def is_running(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
-    def wait(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
 
 
 def model_config(config, data: RunData) -> dict:

@@ -66,7 +66,13 @@ def check_run(config: Config, world_size: int):
             "add training.resume=auto, choose another logging.run_name, or move the old run away",
         )
     if config.training.resume not in (None, "auto"):
-        resolve(config.training.resume)
+        source = resolve(config.training.resume)
+        if list_checkpoints(run_dir) and not source.is_relative_to(run_dir.resolve()):
+            raise UserError(
+                f"a new folder for a run that begins with {source}",
+                f"{run_dir} holds checkpoints of its own",
+                "add training.resume=auto to continue them, or choose another logging.run_name",
+            )
         if config.training.init_from is not None:
             raise UserError(
                 "training.resume (continue a run) or training.init_from (a new run from its weights)",
@@ -78,6 +84,7 @@ def check_run(config: Config, world_size: int):
 
 def train(data) -> None:
     """Train to the end of training.num_train_steps; `data` is what check_run returned. Collective over all ranks."""
+    from mmldlm.checkpoints.commit import list_checkpoints
     from mmldlm.checkpoints.init_from import init_weights
     from mmldlm.engines.build import build_engine
     from mmldlm.engines.liveness import Liveness
@@ -92,7 +99,9 @@ def train(data) -> None:
     for note in prepare_environment(config.engine.timeout, logs):
         _say(f"warning: {note}")
     model = initial_model(data)
-    taken = None if training.init_from is None else init_weights(model, training.init_from)
+    # A run that goes on needs its source no more, which may be gone.
+    goes_on = training.resume is not None and bool(list_checkpoints(config.run_dir()))
+    taken = None if training.init_from is None or goes_on else init_weights(model, training.init_from)
     apply_freezing(model, training.loss_type, training.freeze)
     trainable = verify_parameter_freezing(model, training.loss_type, training.freeze)
     if training.compile_model:
@@ -142,14 +151,24 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
     guard = Guard(config.stability, training.dtype)
     diagnostics = Diagnostics(engine, config.logging.grad_log_interval, training.dtype)
 
-    state = TrainingState(global_batch, len(data.train_lengths), training.seed, plan=plan.version)
+    state = TrainingState(
+        global_batch, len(data.train_lengths), training.seed, plan=plan.version, data=data.fingerprint()
+    )
     folder = RunFolder(config, data, engine, state)
-    checkpoints = RunCheckpoints(folder, average, guard)
-    resume_from = checkpoints.find_resume()
+    checkpoints = RunCheckpoints(folder, average, guard, alive.still)
+    resume_from, notes = checkpoints.find_resume(), []
     if resume_from is not None:
         alive.beat(state.step, "load")
-        checkpoints.load(resume_from)
+        notes = checkpoints.resume(resume_from)
+    elif training.init_from is not None and taken is None:
+        raise UserError(
+            f"a whole checkpoint in {config.run_dir()}, or none at all",
+            "only damaged ones",
+            "move them away to start anew from training.init_from",
+        )
     folder.open(trainable, resume_from, None if resume_from is not None else taken)
+    for note in notes:
+        folder.note(note)
     if engine.rank == 0:
         receipt.tell(config, engine.world_size, folder)
     stop = StopSignal()
@@ -159,6 +178,10 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
             dataset, step, training.num_train_steps, config.data.num_workers, config.data.prefetch_factor
         )
 
+    def evaluate() -> None:
+        alive.beat(state.step, "evaluate")
+        folder.log_evaluation(validation.run(lambda: alive.beat(state.step, "evaluate")))
+
     stream = batches_from(state.step)
 
     engine.module.train()
@@ -166,6 +189,7 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
     profiler = StepProfiler(profiled, config.run_dir() / "profile", engine.rank)
     meter, interrupted = StepMeter(config, engine.world_size, engine.device), False
     patience = FIRST_STEP_PATIENCE
+    overdue = False  # a checkpoint that skipped or passed over steps hold up
     while state.step < training.num_train_steps and not interrupted:
         alive.beat(state.step, "data")
         profiler.before(state.step + 1)
@@ -175,6 +199,7 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
         if state.is_passed_over():
             state.pass_over(num_samples=len(plan.batch(state.step).ids))
             folder.event("passed_over", step=state.step)
+            overdue = overdue or state.step % config.logging.save_freq == 0
             continue
         lr = state.lr_scale * learning_rate(state.applied_steps, training.num_train_steps, config.optimizer)
         diagnostics.before_forward(state.step + 1)
@@ -225,31 +250,38 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
             folder.log_bad_samples(batches)
 
         last = state.step == training.num_train_steps
-        save_due = last or interrupted or num_asks > 0 or state.step % config.logging.save_freq == 0
+        overdue = overdue or state.step % config.logging.save_freq == 0
+        # Not amid skips: the weights may be what makes them bad, and the checkpoint would push out a good one.
+        save_due = last or interrupted or num_asks > 0 or (overdue and state.consecutive_skips == 0)
         audit_due = save_due or state.step % config.stability.audit_every == 0
-        trouble = find_trouble(
-            config.stability, state.step, state.consecutive_skips, audit(engine) if audit_due else {}
-        )
+        bad_state = audit(engine, average) if audit_due else {}
+        trouble = find_trouble(config.stability, state.step, state.consecutive_skips, bad_state)
         if trouble is not None:
             alive.beat(state.step, "load")
             with meter.part("checkpoint"):
                 checkpoints.roll_back(trouble)
-            stream = batches_from(state.step)
+            stream, overdue = batches_from(state.step), False
             continue
         patience = 1.0
         if checkpoints.is_pending and not num_writing:
             with meter.part("checkpoint"):
                 checkpoints.finish_save()
-        if last or state.step % config.logging.eval_freq == 0:
-            alive.beat(state.step, "evaluate")
+        if (last or state.step % config.logging.eval_freq == 0) and not interrupted:
             with meter.part("evaluation"):
-                folder.log_evaluation(validation.run(lambda: alive.beat(state.step, "evaluate")))
+                evaluate()
         alive.beat(state.step, "save")
-        if last or interrupted:
+        if last or interrupted:  # who is told to stop has little time: it is saved first
             checkpoints.save_before_end()
         elif save_due:
             with meter.part("checkpoint"):
                 checkpoints.save()
+        overdue = overdue and not save_due
+        if last and interrupted:
+            evaluate()
+    if state.step == training.num_train_steps and checkpoints.saved_step != state.step:  # its last steps passed over
+        evaluate()
+        alive.beat(state.step, "save")
+        checkpoints.save_before_end()
     alive.beat(state.step, "close", math.inf)  # rank 0 draws and uploads; nobody waits for it
     folder.close()
     if interrupted and state.step < training.num_train_steps:

@@ -38,12 +38,14 @@ class Peers(NamedTuple):
     Attributes:
         all_ok: True on every rank if every rank passed True (an all-reduce AND).
         barrier: returns once every rank has called it.
+        gather: what every rank that has something to say says, on every rank.
     """
 
     rank: int
     world_size: int
     barrier: Callable[[], None]
     all_ok: Callable[[bool], bool]
+    gather: Callable[[str | None], list[str]] = lambda text: [] if text is None else [text]
 
 
 ALONE = Peers(rank=0, world_size=1, barrier=lambda: None, all_ok=lambda ok: ok)
@@ -91,12 +93,12 @@ class PendingCheckpoint:
         Raises:
             CommitFailed: on every rank, if anything failed on any rank.
         """
-        self._agree("writing its files", saved)
+        self.agree("writing its files", saved)
         if not sealed:
             error = _try(self.seal)
-            self._agree("flushing its files to the disk", error)
+            self.agree("flushing its files to the disk", error)
         error = _try(self._publish, facts) if self.peers.rank == 0 else None
-        self._agree("publishing the checkpoint", error)
+        self.agree("publishing the checkpoint", error)
         return self.final
 
     def abandon(self) -> None:
@@ -107,14 +109,22 @@ class PendingCheckpoint:
             heal(self.run_dir)
         self.peers.barrier()
 
-    def _agree(self, doing: str, error: BaseException | None) -> None:
+    def agree(self, doing: str, error: BaseException | None) -> None:
+        """Go on when all ranks did this without an error; else remove the checkpoint. Collective.
+
+        Raises:
+            CommitFailed: on every rank, naming those that had one.
+        """
         if self.peers.all_ok(error is None):
             return
-        free = _free_space(self.run_dir)  # before the partial files go: torch does not say that the disk is full
+        # Free space is asked for before the partial files go: torch does not say that the disk is full.
+        own = f"{type(error).__name__}: {error}; {_free_space(self.run_dir)} free on its disk" if error else None
+        said = self.peers.gather(own)
         self.abandon()
-        where = f"rank {self.peers.rank}: {type(error).__name__}: {error}" if error else "on another rank, see its log"
+        who = "; ".join(said[:3]) or "on another rank"
+        more = f", and {len(said) - 3} more ranks" if len(said) > 3 else ""
         raise CommitFailed(
-            f"checkpoint of step {self.step} was not saved: {doing} failed ({where}; {free} free on its disk). "
+            f"checkpoint of step {self.step} was not saved: {doing} failed ({who}{more}). "
             f"The previous checkpoint in {self.run_dir} is untouched."
         ) from error
 
@@ -174,9 +184,9 @@ def begin(run_dir: Path | str, step: int, peers: Peers = ALONE) -> PendingCheckp
     """
     pending = PendingCheckpoint(Path(run_dir), step, peers)
     error = _try(_prepare, pending) if peers.rank == 0 else None
-    pending._agree("making its folder", error)
+    pending.agree("making its folder", error)
     error = None if pending.path.is_dir() else FileNotFoundError(f"{pending.path} is not visible here")
-    pending._agree("seeing its folder (logging.save_dir must be shared by all hosts)", error)
+    pending.agree("seeing its folder (logging.save_dir must be shared by all hosts)", error)
     return pending
 
 
@@ -185,7 +195,12 @@ def _prepare(pending: PendingCheckpoint) -> None:
     parent.mkdir(parents=True, exist_ok=True)
     heal(pending.run_dir)
     for stale in [*parent.glob(".partial_*"), *parent.glob(".deleting_*"), *parent.glob(".replaced_*")]:
-        shutil.rmtree(stale)
+        try:
+            shutil.rmtree(stale)
+        except OSError:
+            # NFS keeps a file that some process still has open. Only a folder of this very name is in the way.
+            if stale == pending.path:
+                os.rename(stale, _free_name(stale.with_name(f".stale{stale.name}")))
     pending.path.mkdir()
     fsync_path(parent)
 
@@ -235,17 +250,51 @@ def list_checkpoints(run_dir: Path | str) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
+def drop_after(run_dir: Path | str, step: int) -> list[Path]:
+    """Moves the checkpoints of later steps aside (checkpoints/.dropped_step_N), and `latest` to the newest one left.
+
+    For a run that goes on from `step`: theirs is a future that it has left, and `auto` must not find it. Call it on one
+    rank. Returns where they are now.
+    """
+    run_dir, dropped = Path(run_dir), []
+    steps = list_checkpoints(run_dir)
+    later = [path for found, path in steps if found > step]
+    left = [path for found, path in steps if found <= step]
+    if later and left:  # first, so that a crash in between leaves a `latest` that exists
+        point_latest(run_dir, left[-1])
+    for path in later:
+        dropped.append(_free_name(path.with_name(f".dropped_{path.name}")))
+        os.rename(path, dropped[-1])
+    return dropped
+
+
+def is_fit(path: Path) -> bool:
+    """Whether a rollback may go there: saved amid skipped steps, the weights may be what made them bad."""
+    return not (read_manifest(path).get("consecutive_skips") or 0)
+
+
 def find_latest_whole(
-    run_dir: Path | str, on_damaged: Callable[[str], None] = lambda message: None, checksums: bool = True
+    run_dir: Path | str,
+    on_damaged: Callable[[str], None] = lambda message: None,
+    checksums: bool = True,
+    for_rollback: bool = False,
+    below: int | None = None,
 ) -> Path | None:
-    """The newest whole checkpoint of a run; None if there is none. `on_damaged` gets one line for each skipped one.
+    """The newest whole checkpoint of a run; None if there is none. `on_damaged` gets one line for each damaged one.
 
     Call it on one rank and tell the others: with `checksums` it reads every byte.
+
+    Args:
+        for_rollback: of those that are fit for it. below: of steps before this one.
     """
     run_dir = Path(run_dir)
     heal(run_dir)
-    for _, path in reversed(list_checkpoints(run_dir)):
+    for step, path in reversed(list_checkpoints(run_dir)):
+        if below is not None and step >= below:
+            continue
         problems = verify(path, checksums=checksums)
+        if not problems and for_rollback and not is_fit(path):
+            continue
         if not problems:
             return path
         more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
@@ -297,13 +346,14 @@ def resolve(path: Path | str) -> Path:
 def prune(run_dir: Path | str, keep_last: int, keep_every: int = 0) -> list[Path]:
     """Deletes old checkpoints; call on rank 0 only, after a commit. Returns what was deleted.
 
-    Kept: the `keep_last` newest whole ones (at least one), every step divisible by `keep_every` (if > 0), what `latest`
-    names, and damaged ones newer than the oldest whole one kept. "Whole" means present with the right sizes.
+    Kept: the `keep_last` newest whole ones that a rollback may go to (at least one), every step divisible by
+    `keep_every` (if > 0), what `latest` names, and others newer than the oldest of the former. "Whole" means present
+    with the right sizes.
     """
     run_dir = Path(run_dir)
     steps = list_checkpoints(run_dir)
     whole = [path for _, path in steps if not verify(path, checksums=False)]
-    newest = whole[-max(1, keep_last) :]
+    newest = [path for path in whole if is_fit(path)][-max(1, keep_last) :]
     if not newest:
         return []
     latest = read_latest(run_dir)
@@ -326,6 +376,15 @@ def delete(path: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
     os.rename(path, gone)
     shutil.rmtree(gone)
+
+
+def _free_name(path: Path) -> Path:
+    """This path, or with a number behind it the first that is not taken."""
+    taken, number = path, 1
+    while path.exists():
+        number += 1
+        path = taken.with_name(f"{taken.name}.{number}")
+    return path
 
 
 def _try(work: Callable[..., None], *args: Any) -> Exception | None:
@@ -364,6 +423,7 @@ def fsync_path(path: Path) -> None:
 
 
 __all__ = [
-    "ALONE", "CommitFailed", "Peers", "PendingCheckpoint", "begin", "delete", "find_latest_whole", "list_checkpoints",
-    "owner_of", "point_latest", "prune", "read_latest", "read_manifest", "resolve", "step_name", "verify",
+    "ALONE", "CommitFailed", "Peers", "PendingCheckpoint", "begin", "delete", "drop_after", "find_latest_whole",
+    "is_fit", "list_checkpoints", "owner_of", "point_latest", "prune", "read_latest", "read_manifest", "resolve",
+    "step_name", "verify",
 ]  # fmt: skip

@@ -354,6 +354,8 @@ class _Checkpoints(Section):
     """Newest checkpoints to keep."""
     keep_every: int | None = Field(None, ge=1)
     """Also keep every checkpoint whose step is a multiple of this. None: none besides keep_last."""
+    timeout: float = Field(1800.0, gt=0)
+    """Seconds that writing a checkpoint, or checking one before a resume, may take before the job ends."""
 
     @property
     def in_background(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -40,6 +42,16 @@ class RunData:
         """Beyond this norm a latent is a corrupted row, not an unusual one."""
         mean, std = self.train.latent_mean, self.train.latent_std
         return MAX_NORM_RATIO * float(np.sqrt((np.square(mean) + np.square(std)).sum()))
+
+    def fingerprint(self) -> str:
+        """SHA-256 of what the training split is made of, wherever it lies: a resume must find the same."""
+        stores = self.train.stores if isinstance(self.train, MixedStore) else [self.train]
+        files = [
+            {name: entry for name, entry in store.manifest["files"].items() if name.startswith("train/")}
+            for store in stores
+        ]
+        weights = list(map(float, self.train.weights)) if isinstance(self.train, MixedStore) else [1.0]
+        return hashlib.sha256(json.dumps([files, weights], sort_keys=True).encode()).hexdigest()
 
     def training_plan(self, global_batch: int) -> BatchPlan:
         """The batch plan of training."""

@@ -95,6 +95,10 @@ class Engine(ABC):
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.save(values, path)
 
+    def write_failed(self) -> None:
+        """After a checkpoint that some rank could not write: be ready for the next. Collective."""
+        return
+
     def load(self, reader, applied_steps: int) -> None:
         """Take weights, moments and buffers from a checkpoint of any engine, stage and world size.
 
@@ -146,6 +150,14 @@ class Engine(ABC):
         """Numbers of the host as a float64 vector on the device, without waiting for the device."""
         on_host = torch.tensor(numbers, dtype=torch.float64, pin_memory=self.device.type == "cuda")
         return on_host.to(self.device, non_blocking=True)
+
+    def gather_texts(self, text: str | None) -> list[str]:
+        """What the ranks that have something to say say, with rank and host, on every rank. Collective."""
+        found = [None if text is None else f"rank {self.rank} on {socket.gethostname()}: {text}"]
+        if self.world_size > 1:
+            own, found = found[0], [None] * self.world_size
+            torch.distributed.all_gather_object(found, own)
+        return [said for said in found if said is not None]
 
     def all_ok(self, ok: bool) -> bool:
         """True when every rank says True."""

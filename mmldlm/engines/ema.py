@@ -27,6 +27,10 @@ class WeightAverage:
         """Count in the weights of the step that was just applied."""
         torch._foreach_lerp_(self.values, self._weights, 1 - self.decay)
 
+    def named_values(self) -> list[tuple[str, torch.Tensor]]:
+        """Parameter's name and this rank's part of its average."""
+        return [(f.name, value) for f, value in zip(self._fragments, self.values, strict=True) if f.count]
+
     def load(self, reader) -> None:
         """Take the average from a checkpoint of any engine and world size."""
         for fragment, value in zip(self._fragments, self.values, strict=True):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -54,8 +55,13 @@ class FsdpEngine(PlainEngine):
         fully_shard(model, mesh=mesh, mp_policy=policy)
         self.module = model
         self._take(model, config)
-        # A checkpoint may be written in a thread while training goes on: its collectives need a group of their own.
-        self._writers = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=config.engine.timeout))
+        self._patience = timedelta(seconds=config.checkpoints.timeout)
+        self.write_failed()
+
+    def write_failed(self) -> None:
+        # A checkpoint is written in a thread while training goes on: its collectives need a group of their own. One in
+        # which a collective failed stays broken.
+        self._writers = torch.distributed.new_group(backend="gloo", timeout=self._patience)
 
     def _sync_gradients(self, sync: bool) -> None:
         self.module.set_requires_gradient_sync(sync)
@@ -88,11 +94,15 @@ class FsdpEngine(PlainEngine):
 
     def write(self, state: Any, folder: Path) -> None:
         """A torch.distributed.checkpoint folder, and beside it which names are trainable, buffers, or tied."""
-        if self.rank == 0:
-            (folder / TRAINABLE).write_text(json.dumps(state["names"]) + "\n")
         # Nothing copied ahead: that loader waits for the present device's stream, and this may be a thread of its own.
         writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
-        dcp.save(state["tensors"], storage_writer=writer, process_group=self._writers)
+        try:
+            dcp.save(state["tensors"], storage_writer=writer, process_group=self._writers)
+        except CheckpointException as error:  # a BaseException whose text hides what happened
+            rank, (first, _) = next(iter(error.failures.items()))
+            raise RuntimeError(f"rank {rank}: {type(first).__name__}: {first}") from error
+        if self.rank == 0:  # after it: a rank that failed before would leave the others in its collectives
+            (folder / TRAINABLE).write_text(json.dumps(state["names"]) + "\n")
 
     def describe(self) -> str:
         return "fsdp" if self.replicas == 1 else f"fsdp {self.replicas} replicas"

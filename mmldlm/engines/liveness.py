@@ -113,6 +113,11 @@ class Liveness:
         last_step, last_phase, moves, _, _ = self._last
         self._last = (step, phase, moves + ((step, phase) != (last_step, last_phase)), patience, time.monotonic())
 
+    def still(self) -> None:
+        """Say that the main thread moves, in the phase that it is in."""
+        step, phase, _, patience, _ = self._last
+        self.beat(step, phase, patience)
+
     def name_the_culprit(self, error: BaseException) -> str:
         """On the way out of an error: which rank is to blame, in one sentence with host, pid and last step.
 

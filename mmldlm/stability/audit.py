@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 
 from mmldlm.engines.base import Engine
+from mmldlm.engines.ema import WeightAverage
 
 STATES = ("exp_avg", "exp_avg_sq")
 
 
-def nonfinite_tensors(engine: Engine) -> dict[str, int]:
-    """Names of trainable parameters ("name" or "name.exp_avg") -> non-finite elements that this rank holds.
+def nonfinite_tensors(engine: Engine, average: WeightAverage | None = None) -> dict[str, int]:
+    """Names of parameters ("name", "name.exp_avg", "name.ema") -> non-finite elements that this rank holds.
 
     One host sync when all is well, whatever the number of parameters. No collective.
     """
@@ -20,6 +21,9 @@ def nonfinite_tensors(engine: Engine) -> dict[str, int]:
     for fragment in fragments:
         state = states.get(fragment.owner) or {}
         views += [(f"{fragment.name}.{what}", fragment.of(state[what])) for what in STATES if what in state]
+    views += [(frozen.name, frozen.of(frozen.owner)) for frozen in engine.frozen_fragments() if frozen.count]
+    if average is not None:
+        views += [(f"{name}.ema", value) for name, value in average.named_values()]
     if not views:
         return {}
     # The sum of a tensor is non-finite where an element is (or where it overflows fp64, which a weight cannot).
@@ -30,9 +34,9 @@ def nonfinite_tensors(engine: Engine) -> dict[str, int]:
     return {name: count for name, count in bad if count}
 
 
-def audit(engine: Engine) -> dict[str, int]:
+def audit(engine: Engine, average: WeightAverage | None = None) -> dict[str, int]:
     """nonfinite_tensors over all ranks, the same dict on each. Collective."""
-    own = nonfinite_tensors(engine)
+    own = nonfinite_tensors(engine, average)
     if engine.all_ok(not own):
         return {}
     if engine.world_size == 1:

@@ -144,12 +144,12 @@ def test_a_run_goes_on_with_its_own_plan_only(tmp_path):
     def load(saved, plan):
         checkpoints = RunCheckpoints.__new__(RunCheckpoints)
         checkpoints.state, checkpoints.config = TrainingState(8, 100, 0, plan=plan), _config()
-        checkpoints.engine = SimpleNamespace(all_ok=lambda ok: ok)
+        checkpoints.engine = SimpleNamespace(all_ok=lambda ok: ok, gather_texts=lambda text: [text])
 
         def reached(*args):
             raise MmldlmError("the plan was accepted")
 
-        checkpoints._read = reached
+        checkpoints._read_engine = reached
         (tmp_path / "training_state.json").write_text(json.dumps(saved))
         checkpoints.load(tmp_path)
 

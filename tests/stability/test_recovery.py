@@ -32,13 +32,15 @@ def test_skips_in_a_row_roll_back_and_pass_the_batches_over(store, tmp_path, mon
     monkeypatch.setattr(loader.MicroBatches, "__getitem__", poisoned)
     assert main(words(store, tmp_path, "run", "stability.max_consecutive_skips=3", "optimizer.warmup_steps=0")) == 0
     (rollback,) = events(tmp_path, "run", "rollback")
-    assert (rollback["from_step"], rollback["to_step"], rollback["passed_over"]) == (7, 6, [[4, 7]])
-    assert [event["step"] for event in events(tmp_path, "run", "passed_over")] == [7]
+    # None was saved at step 6, amid the skips.
+    assert (rollback["from_step"], rollback["to_step"], rollback["passed_over"]) == (7, 4, [[4, 7]])
+    assert [event["step"] for event in events(tmp_path, "run", "passed_over")] == [5, 6, 7]
     records = read_log(tmp_path, "run")
-    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 12]
-    assert [record["skipped"] for record in records] == [False] * 4 + [True] * 2 + [False] * 5
-    assert all(record["loss"] is not None for record in records[6:])
-    assert records[6]["lr"] < 0.51 * records[3]["lr"]
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 8, 9, 10, 11, 12]
+    assert not any(record["skipped"] or record["loss"] is None for record in records)
+    assert records[4]["lr"] < 0.51 * records[3]["lr"]
+    # The way back is saved at once, and the one that the passed-over steps held up right after them.
+    assert [event["step"] for event in events(tmp_path, "run", "save")] == [2, 4, 4, 8, 10, 12]
 
 
 def test_a_corrupted_row_is_left_out_and_named(store, tmp_path, monkeypatch):

@@ -1,0 +1,71 @@
+"""What a run must not change when it is resumed, and what it tells when it does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mmldlm.config.schema import Config
+from mmldlm.errors import UserError
+
+CONFIG_FILE = "config.yaml"
+# What the weights and the average of a checkpoint mean depends on these.
+_FIXED = {
+    "text_diffusion": ("schedule",),
+    "latent_diffusion": ("path", "prediction", "scaling", "l2_normalise"),
+    "training": ("loss_type",),
+}
+_FREE_OF_MEANING = ("gradient_checkpointing",)  # of the model
+# Where a run runs and what it writes; the data's own fingerprint stands in the training state.
+_UNTOLD_SECTIONS = ("engine", "checkpoints", "logging")
+_UNTOLD = {
+    "training": ("resume", "init_from", "train_batch_size", "eval_batch_size", "grad_accum_steps", "profile"),
+    "data": ("latent_data_root", "mixture", "num_workers", "prefetch_factor", "verify"),
+    "tokenizer": (),
+}
+
+
+def changes_since(checkpoint: Path, config: Config) -> list[str]:
+    """What the config says otherwise than the checkpoint's own, as `section.key: then -> now`.
+
+    Raises:
+        UserError: something differs on which the meaning of the weights depends.
+    """
+    path = checkpoint / CONFIG_FILE
+    if not path.is_file():  # made by a conversion, or by hand
+        return []
+    then, now = yaml.safe_load(path.read_text()), config.model_dump(mode="json")
+    told, refused = [], []
+    for section, values in now.items():
+        for key, value in values.items():
+            if key not in (then.get(section) or {}):
+                continue  # of before the key was there
+            before = then[section][key]
+            if before == value:
+                continue
+            line = f"{section}.{key}: {_shown(before)} -> {_shown(value)}"
+            if _is_fixed(section, key, value):
+                refused.append(line)
+            elif section not in _UNTOLD_SECTIONS and key not in _UNTOLD.get(section, ()):
+                told.append(line)
+    if refused:
+        raise UserError(
+            f"the model and the diffusion of {checkpoint}, whose weights mean nothing under others",
+            "; ".join(refused[:4]) + (f" and {len(refused) - 4} more" if len(refused) > 4 else ""),
+            f"set them back, or start a new run with training.init_from={checkpoint}",
+        )
+    return told
+
+
+def _is_fixed(section: str, key: str, value: Any) -> bool:
+    if section == "model":
+        return key not in _FREE_OF_MEANING
+    if (section, key) == ("optimizer", "ema_decay"):
+        return value is None  # the average would be dropped; another decay goes on with it
+    return key in _FIXED.get(section, ())
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value)
