@@ -17,13 +17,13 @@ import yaml
 from mmldlm.checkpoints import commit
 from mmldlm.checkpoints.training_state import open_training_state
 from mmldlm.config.load import to_yaml
+from mmldlm.config.unchanged import CONFIG_FILE, batch_fix, changes_since
 from mmldlm.data.resolve import RunData
 from mmldlm.engines.base import persistent_buffers
 from mmldlm.engines.ema import WeightAverage
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.run import RunFolder
 from mmldlm.run_saving import Background, Saving, await_all
-from mmldlm.run_unchanged import CONFIG_FILE, changes_since
 from mmldlm.stability.guard import Guard
 from mmldlm.stability.recovery import Trouble, stop
 
@@ -195,12 +195,15 @@ class RunCheckpoints:
         saved.setdefault("plan", f"samples-1:{self.config.data.bucket_batches}")
         for what in ("global_batch", "num_samples", "seed", "plan"):
             if saved[what] != getattr(self.state, what):
+                fix = None
+                if what == "global_batch":
+                    fix = batch_fix(saved[what], self.config.training.train_batch_size, self.engine.world_size)
                 raise UserError(
                     f"{what}={saved[what]} as in {checkpoint} (the order of samples depends on it)",
                     f"{what}={getattr(self.state, what)}",
-                    "keep micro-batch * accumulation * world size, training.seed, data.batching, "
-                    "data.bucket_batches and the data as they were "
-                    "(on fewer ranks: more training.grad_accum_steps)",
+                    fix
+                    or "keep micro-batch * accumulation * world size, training.seed, data.batching, "
+                    "data.bucket_batches and the data as they were",
                 )
         if saved.get("data", self.state.data) != self.state.data:
             raise UserError(

@@ -29,6 +29,7 @@ def measure(config, world_size: int) -> dict:
         return found
     config = data.config
     found["samples"] = {"train": len(data.train_lengths), "validation": len(data.validation_lengths)}
+    found["fingerprint"] = data.fingerprint()
     found["longest"] = int(max(data.train_lengths.max(), data.validation_lengths.max()))
     found["model"] = config.model.model_dump(mode="json")
     found.update(model_sizes(config, found["longest"]))

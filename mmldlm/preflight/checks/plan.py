@@ -7,6 +7,7 @@ import importlib.util
 import json
 from pathlib import Path
 
+from mmldlm.config.unchanged import batch_fix, compare
 from mmldlm.errors import UserError
 from mmldlm.preflight import sizes as size
 from mmldlm.preflight.result import check, fail, ok, skip, warn
@@ -261,16 +262,9 @@ def resume_plan(context):
     return ok(f"continues {folder} (saved on {saved}; now {context.engine_plan()}, {now})")
 
 
-_SHAPES = (
-    "hidden_size", "n_blocks", "n_heads", "cond_dim", "mlp_ratio", "max_seq_len", "latent_dim", "latent_tokens",
-    "max_latents", "vocab_size", "tie_embeddings",
-)  # fmt: skip
-
-
 def _resume_differences(context, folder: Path, manifest: dict) -> list[str]:
     config = context.config
     state = json.loads((folder / "training_state.json").read_text())
-    saved = json.loads((folder / "model_config.json").read_text())
     training = config.training
     batch = training.train_batch_size * training.grad_accum_steps * context.world_size
     found = []
@@ -284,22 +278,20 @@ def _resume_differences(context, folder: Path, manifest: dict) -> list[str]:
     samples = context.plan.get("samples", {}).get("train")
     if samples is not None and state.get("num_samples") not in (None, samples):
         found.append(f"{state['num_samples']} training samples, now {samples}")
-    model = context.plan.get("model") or {}
-    for key in _SHAPES:
-        if key in saved and key in model and saved[key] != model[key]:
-            found.append(f"model.{key} {saved[key]}, now {model[key]}")
+    if state.get("data", context.plan.get("fingerprint")) != context.plan.get("fingerprint"):
+        found.append("another training split")
+    # Of the model, what the data settles stands in the plan.
+    sections = {"model": context.plan["model"]} if "model" in context.plan else {}
+    _, refused = compare(folder, {**config.model_dump(mode="json", exclude={"model"}), **sections})
+    found += refused
     return found
 
 
 def _resume_fix(context, folder: Path) -> str:
     state = json.loads((folder / "training_state.json").read_text())
-    per_accum = context.config.training.train_batch_size * context.world_size
-    batch = state.get("global_batch") or 0
-    if batch and batch % per_accum == 0 and batch != per_accum * context.config.training.grad_accum_steps:
-        return f"set training.grad_accum_steps={batch // per_accum}: the order of samples rests on the global batch"
-    if batch and batch % context.world_size == 0 and batch != per_accum * context.config.training.grad_accum_steps:
-        return (
-            f"set training.train_batch_size={batch // context.world_size} training.grad_accum_steps=1: the order of "
-            "samples rests on the global batch"
-        )
+    training, batch = context.config.training, state.get("global_batch") or 0
+    if batch and batch != training.train_batch_size * training.grad_accum_steps * context.world_size:
+        fix = batch_fix(batch, training.train_batch_size, context.world_size)
+        if fix is not None:
+            return f"{fix}: the order of samples rests on the global batch"
     return "use the values it was saved with (its config.yaml), or start another run from its converted weights"

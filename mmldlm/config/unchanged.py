@@ -33,10 +33,26 @@ def changes_since(checkpoint: Path, config: Config) -> list[str]:
     Raises:
         UserError: something differs on which the meaning of the weights depends.
     """
+    told, refused = compare(checkpoint, config.model_dump(mode="json"))
+    if refused:
+        raise UserError(
+            f"the model and the diffusion of {checkpoint}, whose weights mean nothing under others",
+            "; ".join(refused[:4]) + (f" and {len(refused) - 4} more" if len(refused) > 4 else ""),
+            f"set them back, or start a new run with training.init_from={checkpoint}",
+        )
+    return told
+
+
+def compare(checkpoint: Path, now: dict[str, dict[str, Any]]) -> tuple[list[str], list[str]]:
+    """(what should be told, what must not be) of the differences to a checkpoint's config.
+
+    Args:
+        now: section -> key -> value, as Config.model_dump gives them.
+    """
     path = checkpoint / CONFIG_FILE
     if not path.is_file():  # made by a conversion, or by hand
-        return []
-    then, now = yaml.safe_load(path.read_text()), config.model_dump(mode="json")
+        return [], []
+    then = yaml.safe_load(path.read_text())
     told, refused = [], []
     for section, values in now.items():
         for key, value in values.items():
@@ -50,13 +66,16 @@ def changes_since(checkpoint: Path, config: Config) -> list[str]:
                 refused.append(line)
             elif section not in _UNTOLD_SECTIONS and key not in _UNTOLD.get(section, ()):
                 told.append(line)
-    if refused:
-        raise UserError(
-            f"the model and the diffusion of {checkpoint}, whose weights mean nothing under others",
-            "; ".join(refused[:4]) + (f" and {len(refused) - 4} more" if len(refused) > 4 else ""),
-            f"set them back, or start a new run with training.init_from={checkpoint}",
-        )
-    return told
+    return told, refused
+
+
+def batch_fix(global_batch: int, micro_batch: int, world_size: int) -> str | None:
+    """Settings that give a checkpoint's global batch on so many ranks; None where no micro-batch does."""
+    if global_batch % (micro_batch * world_size) == 0:
+        return f"set training.grad_accum_steps={global_batch // (micro_batch * world_size)}"
+    if global_batch % world_size == 0:
+        return f"set training.train_batch_size={global_batch // world_size} training.grad_accum_steps=1"
+    return None
 
 
 def _is_fixed(section: str, key: str, value: Any) -> bool:
