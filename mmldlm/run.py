@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from mmldlm.config.load import to_yaml
+from mmldlm.config.load import to_yaml, with_absolute_paths
 from mmldlm.data.resolve import RunData
 from mmldlm.engines.base import Engine
 from mmldlm.errors import MmldlmError, UserError
@@ -122,7 +122,7 @@ class RunFolder:
         if not self.is_main:
             return
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        (self.run_dir / "config.yaml").write_text(to_yaml(config))
+        (self.run_dir / "config.yaml").write_text(to_yaml(with_absolute_paths(config)))
         self.log = JsonlLog(self.run_dir / "training_log.jsonl", state.step)
         self.evaluations = JsonlLog(self.run_dir / "eval_log.jsonl", state.step)
         self.gradients = JsonlLog(self.run_dir / "gradient_log.jsonl", state.step)
@@ -226,7 +226,7 @@ class RunFolder:
             "batch_in_epoch": batch.index, "global_batch": state.global_batch, "world_size": self.engine.world_size,
             "accum": training.grad_accum_steps, "dtype": training.dtype, "loss_scale": self.engine.loss_scale,
             "lr_scale": state.lr_scale, "passed_over": state.passed_over, "micro_batches": micro_batches,
-            "config": self.config.model_dump(mode="json"),
+            "config": with_absolute_paths(self.config).model_dump(mode="json"),
         }  # fmt: skip
         path = None
         try:

@@ -16,7 +16,7 @@ import yaml
 
 from mmldlm.checkpoints import commit
 from mmldlm.checkpoints.training_state import open_training_state
-from mmldlm.config.load import to_yaml
+from mmldlm.config.load import to_yaml, with_absolute_paths
 from mmldlm.config.unchanged import CONFIG_FILE, batch_fix, changes_since
 from mmldlm.data.resolve import RunData
 from mmldlm.engines.base import persistent_buffers
@@ -130,6 +130,8 @@ class RunCheckpoints:
         self._source = checkpoint
         if self.config.training.resume != "auto":
             notes += self._leave_later()
+        if self.state.step >= (last := self.config.training.num_train_steps):
+            notes.append(f"nothing to do: {self.state.step} of {last} steps are done; raise training.num_train_steps")
         return notes
 
     def _leave_later(self) -> list[str]:
@@ -267,7 +269,7 @@ class RunCheckpoints:
         path = self.find_rollback() if num_rollbacks < config.max_rollbacks else None
         if path is None:
             self.folder.event("stability_stop", step=found_at, reason=trouble.reason, **bad)
-            raise stop(trouble, num_rollbacks, self.run_dir, self.folder.last_reasons)
+            raise stop(trouble, num_rollbacks, self.run_dir, self.folder.last_reasons, self.saved_step)
         passed_over = [*state.passed_over, *([] if trouble.first_bad is None else [[trouble.first_bad, found_at]])]
         lr_scale = state.lr_scale * config.rollback_lr_factor
         self.load(path)
@@ -426,7 +428,7 @@ class RunCheckpoints:
 
     def _write_descriptions(self, path: Path, training_state: str) -> None:
         (path / STATE_FILE).write_text(training_state)
-        (path / CONFIG_FILE).write_text(to_yaml(self.config))
+        (path / CONFIG_FILE).write_text(to_yaml(with_absolute_paths(self.config)))
         (path / "model_config.json").write_text(json.dumps(model_config(self.config, self.data), indent=2) + "\n")
         target = path / "tokenizer"
         target.mkdir(exist_ok=True)

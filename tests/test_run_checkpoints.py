@@ -212,6 +212,20 @@ def test_frozen_weights_and_the_average_are_audited(store, tmp_path, monkeypatch
     assert list(second["tensors"]) == ["text_head.weight"]
 
 
+def test_a_run_that_is_done_says_so(store, copy):
+    for steps in (6, 3):
+        assert main(words(store, copy, f"training.num_train_steps={steps}", "training.resume=auto")) == 0
+        told = events(copy, "note")[-1]["text"]
+        assert told == f"nothing to do: 6 of {steps} steps are done; raise training.num_train_steps"
+
+
+def test_a_stop_before_the_first_checkpoint_names_none(store, tmp_path, capsys):
+    more = ["optimizer.lr=1e20", "optimizer.grad_clip_norm=null", "stability.max_consecutive_skips=3"]
+    assert main(words(store, tmp_path, "logging.save_freq=100", "optimizer.warmup_steps=0", *more)) == 4
+    said = capsys.readouterr().err
+    assert "No checkpoint was saved yet" in said and "then start again" in said
+
+
 def test_a_save_request_that_cannot_be_deleted_costs_no_run(store, tmp_path):
     (tmp_path / "run" / "save_now").mkdir(parents=True)
     more = ["training.num_train_steps=3", "logging.save_freq=100"]

@@ -188,7 +188,7 @@ def test_save_now_init_from_and_resume_are_told_apart(store, tmp_path, capsys):
     assert main(train_words(store, tmp_path, "third", *words, *second, resume)) == 2
     assert main(train_words(store, tmp_path, "third", *words, *second[1:], resume)) == 2
     said = capsys.readouterr().err
-    assert "drop one of them" in said and "frozen in one and trained in the other" in said
+    assert "drop one of them" in said and "training.loss_type: mixed -> l2t" in said
 
 
 def test_from_training_to_text_again(store, tmp_path):

@@ -81,10 +81,40 @@ def build_config(values: dict[str, Any]) -> Config:
             key = ".".join(str(part) for part in item["loc"])
             shown = "" if isinstance(item.get("input"), dict) else f" (found {item.get('input')!r})"
             message = item["msg"].removeprefix("Value error, ")
-            lines.append(f"{key}: {message}{shown}" if key and "." in key else message)
+            lines.append(f"{key}: {message}{shown}{_hint(key, item)}" if key and "." in key else message)
         raise UserError(
             "values that fit together", "\n           ".join(lines), "change the keys named above"
         ) from error
+
+
+# What people write for what we call otherwise.
+_ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
+_ALIASES |= {f"zero{stage}": f"engine.kind=deepspeed engine.zero_stage={stage}" for stage in range(4)}
+
+
+def _hint(key: str, problem: Any) -> str:
+    """What the user may have meant; "" where nothing comes to mind."""
+    found, kind, context = problem.get("input"), problem["type"], problem.get("ctx") or {}
+    field = _field(key)
+    if kind == "literal_error" and isinstance(found, str):
+        choices = re.findall(r"'([^']*)'", str(context.get("expected", "")))
+        meant = _ALIASES.get(found.lower()) or next(iter(difflib.get_close_matches(found.lower(), choices, 1)), None)
+        return f"; did you mean {meant}?" if meant else ""
+    if kind == "model_type" and hasattr(field, "model_fields"):
+        return f"; it is a section: {', '.join(f'{key}.{name}=...' for name in field.model_fields)}"
+    if key.startswith("training.profile"):
+        return "; write the first and the last step as [100,105]"
+    none_is_meant = str(found).lower() in ("none", "off", "no", "false") or found == 0
+    return "; null switches it off" if none_is_meant and type(None) in get_args(field) else ""
+
+
+def _field(key: str) -> Any:
+    """Annotation of a key's value; None of an unknown key."""
+    section: Any = Config
+    for part in key.split("."):
+        field = section.model_fields.get(part) if hasattr(section, "model_fields") else None
+        section = None if field is None else field.annotation
+    return section
 
 
 def parse_override(word: str) -> dict[str, Any]:
@@ -107,10 +137,7 @@ def parse_override(word: str) -> dict[str, Any]:
 
 def _takes_text(key: str) -> bool:
     """Whether a key's value is free text (or null), or a word that YAML takes for false."""
-    section: Any = Config
-    for part in key.split("."):
-        field = section.model_fields.get(part) if hasattr(section, "model_fields") else None
-        section = None if field is None else field.annotation
+    section = _field(key)
     choices = get_args(section)
     return section is str or (str in choices and set(choices) <= {str, type(None)}) or "off" in choices
 
@@ -136,6 +163,24 @@ def all_keys() -> list[tuple[str, str, str]]:
 def to_yaml(config: Config) -> str:
     """The resolved config as YAML that `--config` reads back."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """The config for a file that is read from another folder one day."""
+
+    def absolute(path: str | None) -> str | None:
+        return None if path is None else str(Path(path).absolute())
+
+    data, training = config.data, config.training
+    mixture = data.mixture and {absolute(root): share for root, share in data.mixture.items()}
+    resume = training.resume if training.resume == "auto" else absolute(training.resume)
+    changed = {
+        "data": data.model_copy(update={"latent_data_root": absolute(data.latent_data_root), "mixture": mixture}),
+        "training": training.model_copy(update={"resume": resume, "init_from": absolute(training.init_from)}),
+        "engine": config.engine.model_copy(update={"deepspeed_config": absolute(config.engine.deepspeed_config)}),
+        "logging": config.logging.model_copy(update={"save_dir": absolute(config.logging.save_dir)}),
+    }
+    return config.model_copy(update=changed)
 
 
 def _parse(text: str, where: str) -> dict[str, Any]:

@@ -35,16 +35,24 @@ def find_trouble(config: StabilityConfig, step: int, consecutive_skips: int, bad
     return None
 
 
-def stop(trouble: Trouble, num_rollbacks: int, run_dir, last_reasons: list[str]) -> StabilityStop:
-    """The error that ends the run on every rank with exit 4: what happened, when, and what to try."""
+def stop(
+    trouble: Trouble, num_rollbacks: int, run_dir, last_reasons: list[str], saved_step: int | None
+) -> StabilityStop:
+    """The error that ends the run on every rank with exit 4: what happened, when, and what to try.
+
+    Args:
+        saved_step: of the run's newest checkpoint; None before the first.
+    """
     tried = f"after {num_rollbacks} rollback(s)" if num_rollbacks else "with no rollback left or no checkpoint to go to"
     seen = "; ".join(dict.fromkeys(last_reasons)) or "none"
     replay = (
         f" `mmldlm replay {run_dir} last` names the module and the samples of the last skip." if last_reasons else ""
     )
+    last = "No checkpoint was saved yet" if saved_step is None else f"The last checkpoint is of step {saved_step}"
+    go_on = "start again" if saved_step is None else "add training.resume=auto"
     return StabilityStop(
         f"stopped at step {trouble.step}: {trouble.reason}, {tried}. The last skips: {seen}. No skipped step moved the "
-        f"weights. Last checkpoint: {run_dir / 'latest'}; what happened, with samples and tensors: "
+        f"weights. {last}; what happened, with samples and tensors: "
         f"{run_dir / 'events.jsonl'}.{replay} Lower optimizer.lr or optimizer.grad_clip_norm, check the data with "
-        "`mmldlm verify-data`, then add training.resume=auto."
+        f"`mmldlm verify-data`, then {go_on}."
     )

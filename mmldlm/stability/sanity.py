@@ -64,9 +64,13 @@ def main(args: argparse.Namespace, parse_config: Callable[[argparse.Namespace], 
     args.overrides = [*args.overrides, *(f"{key}={value}" for key, value in words.items() if value is not None)]
     config = parse_config(args)
     check_engine(config, 1)
+    console = Console()
+    console.print(f"reading  {', '.join(config.data.roots)}", highlight=False, soft_wrap=True)
     sanity = Sanity(open_data(config), args.grad_log_interval, args.detect_anomaly)
+    sanity.say = lambda text: console.print(text, highlight=False, soft_wrap=True)
+    sanity.say(_heading(sanity))
     sanity.run(args.max_steps, args.overfit_steps)
-    show(sanity, Console())
+    show(sanity, console)
     report = as_dict(sanity)
     if args.json:
         Path(args.json).write_text(json.dumps(to_strict(report), indent=2, allow_nan=False) + "\n")
@@ -95,16 +99,18 @@ def as_dict(sanity: Sanity) -> dict:
     }
 
 
-def show(sanity: Sanity, console: Console) -> None:
-    """The tables."""
+def _heading(sanity: Sanity) -> str:
+    """What is about to be tried: a large model on a CPU takes minutes a step."""
     config, engine = sanity.config, sanity.engine
-    console.print(
+    return (
         f"sanity   {engine.describe()}, {engine.device}, {config.training.dtype}, mode {config.training.loss_type}; "
         + ", ".join(f"{group} {part:,} of {total:,}" for group, (part, total) in sanity.trainable.items())
-        + " parameters trainable",
-        highlight=False,
-        soft_wrap=True,
+        + f" parameters trainable; batches of {config.training.train_batch_size}"
     )
+
+
+def show(sanity: Sanity, console: Console) -> None:
+    """The tables."""
     if sanity.look is not None:
         console.print(_layer_table(sanity.look))
     if sanity.groups:

@@ -6,6 +6,7 @@ import contextlib
 import math
 import platform
 import resource
+from collections.abc import Callable
 
 import torch
 
@@ -49,6 +50,7 @@ class Sanity:
         self.data, self.config, self.detect_anomaly = data, data.config, detect_anomaly
         self.findings, self.steps, self.groups = Findings(), [], []
         self.look: Look | None = None
+        self.say: Callable[[str], None] = lambda text: None  # what is being tried, while it is tried
         self._has_gradient: set[str] = set()
         self._connected: set[str] = set()
         self._null_rows = {"text": False, "latent": False}
@@ -80,7 +82,9 @@ class Sanity:
                 for step in range(1, max_steps + 1):
                     own = next(batches)
                     checks.check_pinned(own, engine.device, findings)
-                    self._step(step, own, learning_rate(self._applied, max_steps, self.config.optimizer))
+                    loss = self._step(step, own, learning_rate(self._applied, max_steps, self.config.optimizer))
+                    self.say(f"step {step}/{max_steps}: loss {loss:.4g}")
+                self.say(f"{overfit_steps} more on one batch, which it must learn")
                 self._overfit(max_steps, overfit_steps)
             note = ", blocks not compiled" if self.config.training.compile_model else ""
             findings.ran("runs", f"{len(self.steps)} steps on {engine.describe()}, {engine.device}{note}")

@@ -1,6 +1,14 @@
 import pytest
 
-from mmldlm.config.load import all_keys, build_config, load_config, parse_override, preset_names, to_yaml
+from mmldlm.config.load import (
+    all_keys,
+    build_config,
+    load_config,
+    parse_override,
+    preset_names,
+    to_yaml,
+    with_absolute_paths,
+)
 from mmldlm.config.schema import Config
 from mmldlm.errors import UserError
 
@@ -117,3 +125,33 @@ def test_text_may_look_like_another_yaml_value():
     assert load_config("tiny", None, ["stability.spike_action=off"]).stability.spike_action == "off"
     with pytest.raises(UserError, match="batch"):
         load_config("tiny", None, ["training.train_batch_size=off"])
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("training.dtype=bfloat16", "did you mean bf16?"),
+        ("engine.kind=FSDP", "did you mean fsdp?"),
+        ("engine.kind=zero3", "did you mean engine.kind=deepspeed engine.zero_stage=3?"),
+        ("optimizer.grad_clip_norm=none", "null switches it off"),
+        ("optimizer.grad_clip_norm=0", "null switches it off"),
+        ("training.profile=3:5", "as [100,105]"),
+    ],
+)
+def test_a_value_in_other_words_is_told_in_ours(word, says):
+    with pytest.raises(UserError) as caught:
+        load_config("tiny", None, [word])
+    assert says in str(caught.value)
+
+
+def test_a_kept_config_is_read_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    paths = ["data.latent_data_root=S", "training.init_from=../old/latest", "logging.save_dir=runs"]
+    kept = with_absolute_paths(load_config("tiny", None, [*paths, "training.resume=auto"]))
+    (tmp_path / "config.yaml").write_text(to_yaml(kept))
+    monkeypatch.chdir("/")
+    found = load_config(None, str(tmp_path / "config.yaml"))
+    assert (found.data.latent_data_root, found.logging.save_dir) == (str(tmp_path / "S"), str(tmp_path / "runs"))
+    assert found.training.init_from == str(tmp_path / "../old/latest") and found.training.resume == "auto"
+    mixed = with_absolute_paths(load_config("tiny", None, ["data.mixture={/a: 1, b: 2}"]))
+    assert mixed.data.mixture == {"/a": 1.0, "/b": 2.0} and mixed.engine.deepspeed_config is None
