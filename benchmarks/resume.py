@@ -126,7 +126,7 @@ def keep_what_is_saved(folder: Path) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             arrays = {f"{key}|{start}": values for key, (start, values) in found.items()}
             np.savez(folder / f"rank{self.engine.rank}.npz", **arrays)
-        save(self)
+        return save(self)
 
     RunCheckpoints.save = keep_and_save
 

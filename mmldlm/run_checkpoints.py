@@ -378,7 +378,9 @@ class RunCheckpoints:
                     self.folder.progress.warning(f"trying again in {LAST_PAUSE:.0f} s: free the disk of {self.run_dir}")
                 pause = Background(lambda: time.sleep(LAST_PAUSE), self.engine.device)
                 self._await(pause.is_running, "the pause before the next try")
-        newest = "there is none" if self.saved_step is None else f"the newest whole one is of step {self.saved_step}"
+        newest = "there is none yet"
+        if self.saved_step is not None:
+            newest = f"the newest whole one is {commit.step_name(self.saved_step)}"
         raise MmldlmError(
             f"the last checkpoint (step {self.state.step}) could not be saved in {self.run_dir}; {newest}. Free the "
             "disk and continue with training.resume=auto."
