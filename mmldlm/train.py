@@ -262,8 +262,10 @@ class StopSignal:
     """Remembers SIGTERM, SIGINT or SIGUSR1 (Slurm's warning); the loop asks all ranks before it acts on it."""
 
     def __init__(self):
+        from mmldlm.data.loader import STOP_SIGNALS
+
         self.received = False
-        for name in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        for name in STOP_SIGNALS:
             signal.signal(name, self._receive)
 
     def _receive(self, number, frame) -> None:

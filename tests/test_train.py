@@ -81,19 +81,21 @@ def test_killed_and_resumed_it_has_the_very_losses(store, tmp_path, world, words
     assert evaluations[0] == evaluations[1]
 
 
-def test_sigterm_saves_and_exits_5(store, tmp_path):
-    words = train_words(
-        store, tmp_path, "run", "engine.kind=single", "training.num_train_steps=5000", "logging.save_freq=5000"
-    )
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_sigterm_saves_and_exits_5(store, tmp_path, num_workers):
+    """Sent to the process alone, and with workers to its whole group, as Slurm and systemd do."""
+    words = ["engine.kind=single", "training.num_train_steps=5000", "logging.save_freq=5000"]
+    words = train_words(store, tmp_path, "run", *words, f"data.num_workers={num_workers}")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     process = subprocess.Popen(
-        [sys.executable, SCRIPT, *words], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, SCRIPT, *words], env=environment(), text=True, start_new_session=True, **pipes
     )
     log = tmp_path / "run" / "training_log.jsonl"
     deadline = time.monotonic() + 120
     while not (log.exists() and len(log.read_text().splitlines()) >= 3):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
+    (os.killpg if num_workers else os.kill)(process.pid, signal.SIGTERM)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 5, output[-2000:]
     steps = len(log.read_text().splitlines())
