@@ -77,6 +77,7 @@ class RunFolder:
         self.run_dir = config.run_dir()
         self.is_main = engine.rank == 0
         self.last_reasons: list[str] = []
+        self._failing: set[str] = set()  # names of the logs whose last line could not be written
 
     # -- opening -----------------------------------------------------------------------------------------------------
 
@@ -268,11 +269,25 @@ class RunFolder:
         """After a rollback: the logs go on from the state's step."""
         self.last_reasons = []
         if self.is_main:
-            for log in (self.log, self.evaluations, self.gradients):
-                log.close()
-            self.log = JsonlLog(self.run_dir / "training_log.jsonl", self.state.step)
-            self.evaluations = JsonlLog(self.run_dir / "eval_log.jsonl", self.state.step)
-            self.gradients = JsonlLog(self.run_dir / "gradient_log.jsonl", self.state.step)
+            self.log, self.evaluations, self.gradients = map(
+                self._reopened, (self.log, self.evaluations, self.gradients)
+            )
+
+    def _reopened(self, log: JsonlLog) -> JsonlLog:
+        """The log without what came after the state's step; as it is, where the disk has no room to cut it."""
+        try:
+            cut = JsonlLog(log.path, self.state.step)
+        except OSError as error:
+            self.progress.warning(f"{log.path.name} keeps its lines of before the rollback: {error}")
+            return log
+        self._close(log)
+        return cut
+
+    def _close(self, log: JsonlLog) -> None:
+        try:
+            log.close()
+        except OSError as error:  # what a full disk kept waiting in memory
+            self.progress.warning(f"the last lines of {log.path.name} could not be written: {error}")
 
     def log_evaluation(self, values: dict[str, float]) -> None:
         """Write and show the validation metrics of the present step."""
@@ -293,8 +308,13 @@ class RunFolder:
     def _write(self, log: JsonlLog, record: dict) -> None:
         try:
             log.write(record)
-        except OSError as error:  # a full disk, seen by rank 0 alone: training goes on, the lost line is said
-            self.progress.warning(f"step {self.state.step}: a line of {log.path.name} could not be written: {error}")
+        except OSError as error:  # a full disk, seen by rank 0 alone: training goes on, the lost lines are said once
+            if log.path.name not in self._failing:
+                self._failing.add(log.path.name)
+                said = f"lines of {log.path.name} cannot be written (each line tries again): {error}"
+                self.progress.warning(f"step {self.state.step}: {said}")
+        else:
+            self._failing.discard(log.path.name)
 
     def close(self) -> None:
         """Draw the plots and close the logs."""
@@ -306,8 +326,8 @@ class RunFolder:
         except (MmldlmError, OSError) as error:  # the run is done and saved; its picture can be drawn again
             self.progress.warning(f"no plot: {error}")
         self.event("end", step=self.state.step)
-        self.progress.close()
         for log in (self.log, self.evaluations, self.gradients, self.events):
-            log.close()
+            self._close(log)
+        self.progress.close()
         if self.wandb is not None:
             self.wandb.finish()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -388,3 +389,34 @@ def test_a_full_disk_is_an_event_and_the_last_checkpoint_stays(store, small_disk
     assert find_latest_whole(small_disk / "run").name == "step_00000002"
     assert not list((small_disk / "run" / "checkpoints").glob(".partial*"))
     assert len(read_log(small_disk, "run")) == 6
+
+
+def test_a_full_disk_under_every_log_ends_no_run(store, tmp_path, monkeypatch, capsys):
+    """Only rank 0 writes logs: an error there would leave the others waiting. Also through a rollback and the end."""
+    from mmldlm import run
+    from mmldlm.stability import recovery
+    from mmldlm.train import main
+
+    def full(self, *_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    class Full(run.JsonlLog):
+        write = close = full
+
+        def __init__(self, path, resume_step=None):
+            if resume_step:
+                full(self)
+            super().__init__(path, resume_step)
+
+    troubles = [recovery.Trouble(3, "made up")]
+    monkeypatch.setattr(run, "JsonlLog", Full)
+    monkeypatch.setattr(run, "train_log_path", lambda *_: Path("/dev/full"))
+    find = lambda _, step, *__: troubles.pop() if step == 3 and troubles else None  # noqa: E731
+    monkeypatch.setattr(recovery, "find_trouble", find)
+    words = ["engine.kind=single", "training.num_train_steps=4", "logging.save_freq=2", "logging.plot=false"]
+    assert main(train_words(store, tmp_path, "run", *words)) == 0
+    said = capsys.readouterr().out
+    for name in ("training_log.jsonl", "eval_log.jsonl", "events.jsonl", "/dev/full"):
+        assert said.count(f"{name} cannot be written") == 1, name
+    assert "rollback from step 3 to 2" in said and "training_log.jsonl keeps its lines" in said
+    assert (tmp_path / "run" / "latest").resolve().name == "step_00000004"

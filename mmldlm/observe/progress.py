@@ -104,6 +104,7 @@ class Progress:
         self._pace: deque[tuple[int, float]] = deque([(start_step, time.monotonic())], maxlen=_WINDOW + 1)
         self._shown_at = 0.0
         self._file: TextIO | None = None
+        self._file_fails = False
         if log_file is not None:
             Path(log_file).parent.mkdir(parents=True, exist_ok=True)
             self._file = open(log_file, "a", encoding="utf-8", buffering=1)
@@ -129,8 +130,7 @@ class Progress:
             line = format_step(*shown)
             self._to_file(line)
             if self._console is not None and self._live is None:
-                self._console.print(line)
-                self._console.file.flush()
+                self._show(line)
         if self._live is not None and (due or time.monotonic() - self._shown_at >= _REFRESH_SECONDS):
             self._shown_at = time.monotonic()
             self._live.update(self._line(_format_live(*shown), step), refresh=True)
@@ -147,17 +147,13 @@ class Progress:
     def message(self, text: str) -> None:
         """Print a line of its own without breaking the live line."""
         self._to_file(text)
-        if self._console is not None:
-            self._console.print(text)
-            self._console.file.flush()
+        self._show(text)
 
     def warning(self, text: str) -> None:
         """A message that begins with `warning:` and stands out in a terminal."""
         text = f"warning: {text}"
         self._to_file(text)
-        if self._console is not None:
-            self._console.print(Text(text, style="yellow"))
-            self._console.file.flush()
+        self._show(Text(text, style="yellow"))
 
     def close(self) -> None:
         """Leave the last line standing and give the terminal back. May be called twice."""
@@ -165,9 +161,12 @@ class Progress:
             self._live.stop()
             self._live = None
             atexit.unregister(self.close)
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            try:
+                file.close()
+            except OSError as error:
+                self._say_lost(file, error)
 
     def __enter__(self) -> Progress:
         return self
@@ -176,8 +175,24 @@ class Progress:
         self.close()
 
     def _to_file(self, text: str) -> None:
-        if self._file is not None:
+        """A full disk must not end the run: only rank 0 writes here, and the others would wait for it."""
+        if self._file is None:
+            return
+        try:
             self._file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}\n")
+            self._file_fails = False
+        except OSError as error:
+            self._say_lost(self._file, error)
+
+    def _say_lost(self, file: TextIO, error: OSError) -> None:
+        if not self._file_fails:
+            self._file_fails = True
+            self._show(Text(f"warning: {file.name} cannot be written (each line tries again): {error}", style="yellow"))
+
+    def _show(self, text: str | Text) -> None:
+        if self._console is not None:
+            self._console.print(text)
+            self._console.file.flush()
 
     def _line(self, line: str, step: int) -> Table:
         table = Table.grid(padding=(0, 1))

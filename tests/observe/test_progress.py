@@ -65,6 +65,17 @@ def test_log_file_gets_plain_lines_and_messages_even_where_the_screen_is_off(tmp
     assert capsys.readouterr().out == ""
 
 
+def test_a_full_disk_under_the_log_file_is_said_once_and_ends_nothing():
+    out = io.StringIO()
+    with Progress(3, log_freq=1, log_file="/dev/full", stream=out) as progress:
+        for number in range(1, 4):
+            progress.update(step(number))
+        progress.warning("no room")
+    lines = out.getvalue().splitlines()
+    assert "/dev/full cannot be written" in lines[0] and "No space left" in lines[0]
+    assert len(lines) == 5 and lines[-1] == "warning: no room"
+
+
 def test_eta_is_none_before_the_first_step_and_zero_at_the_end():
     progress = Progress(20, enabled=False, start_step=10)
     assert progress.eta() is None
