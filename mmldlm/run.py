@@ -198,8 +198,7 @@ class RunFolder:
         }
         self._write(self.log, record)
         self.progress.update(record)
-        if self.wandb is not None:
-            self.wandb.log(record)
+        self._to_wandb(record)
         if verdict.apply and verdict.reason:
             told = {"grad_norm": str(grad_norm), "loss": str(sums["loss"])}
             self.event("spike", step=self.state.step, reason=verdict.reason, **told)
@@ -242,8 +241,7 @@ class RunFolder:
         if not self.is_main:
             return
         self._write(self.gradients, look.record())
-        if self.wandb is not None:
-            self.wandb.log(look.flat_record(), prefix="layers/")
+        self._to_wandb(look.flat_record(), prefix="layers/")
         if look.dead:
             self.event("dead_parameters", step=look.step, names=look.dead)
             shown = ", ".join(look.dead[:4]) + (f" and {len(look.dead) - 4} more" if len(look.dead) > 4 else "")
@@ -294,8 +292,7 @@ class RunFolder:
         if not self.is_main:
             return
         self._write(self.evaluations, {"step": self.state.step, **values})
-        if self.wandb is not None:
-            self.wandb.log({"step": self.state.step, **values}, prefix="eval/")
+        self._to_wandb({"step": self.state.step, **values}, prefix="eval/")
         self.progress.message(
             f"eval     step {self.state.step}: " + ", ".join(f"{k} {v:.3f}" for k, v in values.items())
         )
@@ -304,6 +301,21 @@ class RunFolder:
         """One line in events.jsonl (rank 0)."""
         if self.is_main:
             self._write(self.events, {"event": kind, **values})
+
+    def _to_wandb(self, record: dict, prefix: str = "") -> None:
+        """Errors of any kind are rank 0's alone; wandb's own process once gone, they would come at every step."""
+        if self.wandb is None:
+            return
+        try:
+            self.wandb.log(record, prefix)
+        except Exception as error:
+            self.wandb = None
+            self._say_wandb_failed(error)
+
+    def _say_wandb_failed(self, error: Exception) -> None:
+        reason = f"{type(error).__name__}: {error}"
+        self.event("wandb_failed", step=self.state.step, reason=reason)
+        self.progress.warning(f"step {self.state.step}: no more is logged to wandb ({reason}); the run goes on")
 
     def _write(self, log: JsonlLog, record: dict) -> None:
         try:
@@ -326,8 +338,11 @@ class RunFolder:
         except (MmldlmError, OSError) as error:  # the run is done and saved; its picture can be drawn again
             self.progress.warning(f"no plot: {error}")
         self.event("end", step=self.state.step)
+        if self.wandb is not None:
+            try:
+                self.wandb.finish()  # may upload for long: the run's own last words are said
+            except Exception as error:
+                self._say_wandb_failed(error)
         for log in (self.log, self.evaluations, self.gradients, self.events):
             self._close(log)
         self.progress.close()
-        if self.wandb is not None:
-            self.wandb.finish()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import math
 import os
 import signal
@@ -274,7 +275,8 @@ class StopSignal:
 
 def _say(message: str, rank: str = "RANK") -> None:
     if int(os.environ.get(rank, 0)) == 0:
-        print(f"[{datetime.now(timezone.utc):%H:%M:%S}] {message}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # nobody reads it: the exit code still says how the run ended
+            print(f"[{datetime.now(timezone.utc):%H:%M:%S}] {message}", file=sys.stderr, flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -297,7 +299,8 @@ def main(argv: list[str] | None = None) -> int:
     except (
         Exception
     ):  # by here Liveness has said which rank is to blame; the teardown would wait for those who are gone
-        traceback.print_exc()
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
         return EXIT_FAILED
     leave_process_group()
     return 0
@@ -317,8 +320,9 @@ def end_process(code: int) -> NoReturn:
     if code == 0 and "mpi4py.MPI" in sys.modules:  # mpirun takes a rank that ends without it for a failed one
         sys.modules["mpi4py.MPI"].Finalize()
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
     os._exit(code)
 
 

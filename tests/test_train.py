@@ -420,3 +420,36 @@ def test_a_full_disk_under_every_log_ends_no_run(store, tmp_path, monkeypatch, c
         assert said.count(f"{name} cannot be written") == 1, name
     assert "rollback from step 3 to 2" in said and "training_log.jsonl keeps its lines" in said
     assert (tmp_path / "run" / "latest").resolve().name == "step_00000004"
+
+
+def test_without_a_reader_and_without_wandb_a_run_goes_on(store, tmp_path, monkeypatch, capfd):
+    """`mmldlm train | head -3`, and wandb's process killed: each is said once; the exit code is that of a good run."""
+    from mmldlm import run
+    from mmldlm.train import main
+
+    words = ["engine.kind=single", "training.num_train_steps=4", "logging.log_freq=1", "logging.plot=false"]
+    words = train_words(store, tmp_path, "piped", *words)
+    reader, writer = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, SCRIPT, *words], env=environment(), stdout=writer, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writer)
+    with open(reader) as lines:
+        next(lines)
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 0, error
+    assert error.count("nothing more is shown here") == 1 and "Traceback" not in error
+    assert (tmp_path / "piped" / "latest").resolve().name == "step_00000004"
+
+    class Gone:
+        def log(self, *_):
+            raise ConnectionResetError("Connection lost")
+
+        finish = log
+
+    monkeypatch.setattr(run, "open_wandb", lambda *_: Gone())
+    words = ["engine.kind=single", "training.num_train_steps=4", "logging.plot=false"]
+    assert main(train_words(store, tmp_path, "alone", *words)) == 0
+    assert capfd.readouterr().out.count("no more is logged to wandb (ConnectionResetError") == 1
+    events = read_log(tmp_path, "alone", "events.jsonl")
+    assert [event["step"] for event in events if event["event"] == "wandb_failed"] == [1]

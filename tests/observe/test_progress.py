@@ -117,3 +117,21 @@ def test_a_terminal_gets_one_live_line_with_messages_above_it():
     assert "evaluation at step 50\r\n" in shown
     # A live line is redrawn in place: far fewer line ends than steps.
     assert shown.count("\n") < 10
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_without_a_reader_the_steps_go_on_in_the_log_file(tmp_path, capsys, terminal):
+    """`mmldlm train | head`, and a terminal that was closed."""
+    reader, writer = pty.openpty() if terminal else os.pipe()
+    stdout, stderr, path = sys.stdout, sys.stderr, tmp_path / "train.log"
+    with open(writer, "w") as stream:
+        with Progress(3, log_freq=1, log_file=path, stream=stream) as progress:
+            progress.update(step(1))
+            os.close(reader)
+            progress.update(step(2))
+            progress.update(step(3))
+        assert (sys.stdout, sys.stderr) == (stdout, stderr), "the terminal's redirection was not taken back"
+    said = "warning: nothing more is shown here"
+    text = path.read_text()
+    assert text.count(said) == 1 and "step 3/3" in text
+    assert capsys.readouterr().err.count(said) == 1
