@@ -77,6 +77,7 @@ class RunFolder:
         self.run_dir = config.run_dir()
         self.is_main = engine.rank == 0
         self.last_reasons: list[str] = []
+        self._bad_validation: set[int] = set()  # ids already told
         self._failing: set[str] = set()  # names of the logs whose last line could not be written
 
     # -- opening -----------------------------------------------------------------------------------------------------
@@ -247,21 +248,29 @@ class RunFolder:
             shown = ", ".join(look.dead[:4]) + (f" and {len(look.dead) - 4} more" if len(look.dead) > 4 else "")
             self.progress.warning(f"step {look.step}: these parameters never had a gradient: {shown}")
 
-    def log_bad_samples(self, batches) -> None:
-        """An event for every sample that any rank masked out of this step. Collective."""
-        found = [
-            {**bad, "rank": self.engine.rank, "host": socket.gethostname()} for batch in batches for bad in batch.bad
-        ]
+    def log_bad_samples(self, bad: list[dict], validation: bool = False) -> None:
+        """An event and a warning for every sample that any rank masked out of this step. Collective.
+
+        Args:
+            bad: NoisedBatch.bad of this rank. validation: of the evaluation, whose samples are told once a run only,
+                because they are the same every time.
+        """
+        found = [{**sample, "rank": self.engine.rank, "host": socket.gethostname()} for sample in bad]
         gathered = [found]
         if self.engine.world_size > 1:
             gathered = [None] * self.engine.world_size
             torch.distributed.all_gather_object(gathered, found)
-        for bad in (bad for part in gathered for bad in part):
-            file, row = self.data.train.place(bad["id"])
-            self.event("bad_sample", step=self.state.step, file=str(file), row=row, **bad)
-            if self.is_main:
-                what = "mended in" if bad.get("mended") else "left out of"
-                self.progress.warning(f"sample {bad['id']} {what} step {self.state.step}: {bad['reason']}")
+        for sample in (sample for part in gathered for sample in part) if self.is_main else ():
+            if validation and sample["id"] in self._bad_validation:
+                continue
+            split = self.data.validation if validation else self.data.train
+            file, row = split.place(sample["id"])
+            self.event("bad_sample", step=self.state.step, file=str(file), row=row, **sample)
+            what = "mended in" if sample.get("mended") else "left out of"
+            where = f"{'the evaluation at ' if validation else ''}step {self.state.step}"
+            self.progress.warning(f"sample {sample['id']} {what} {where}: {sample['reason']}")
+            if validation:
+                self._bad_validation.add(sample["id"])
 
     def rewind(self) -> None:
         """After a rollback: the logs go on from the state's step."""

@@ -223,7 +223,7 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
         if look is not None:
             folder.log_look(look)
         if num_bad_samples:
-            folder.log_bad_samples(batches)
+            folder.log_bad_samples([sample for batch in batches for sample in batch.bad])
 
         last = state.step == training.num_train_steps
         save_due = last or interrupted or num_asks > 0 or state.step % config.logging.save_freq == 0
@@ -244,7 +244,10 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
         if last or state.step % config.logging.eval_freq == 0:
             alive.beat(state.step, "evaluate")
             with meter.part("evaluation"):
-                folder.log_evaluation(validation.run(lambda: alive.beat(state.step, "evaluate")))
+                figures = validation.run(lambda: alive.beat(state.step, "evaluate"))
+                folder.log_evaluation(figures)
+            if "bad_samples" in figures:  # on every rank or on none
+                folder.log_bad_samples(validation.bad, validation=True)
         alive.beat(state.step, "save")
         if last or interrupted:
             checkpoints.save_before_end()

@@ -453,3 +453,37 @@ def test_without_a_reader_and_without_wandb_a_run_goes_on(store, tmp_path, monke
     assert capfd.readouterr().out.count("no more is logged to wandb (ConnectionResetError") == 1
     events = read_log(tmp_path, "alone", "events.jsonl")
     assert [event["step"] for event in events if event["event"] == "wandb_failed"] == [1]
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_bad_validation_samples_are_in_no_figure_and_are_told(store, tmp_path, monkeypatch, capsys, share):
+    """Rows read so from a failing disk: a store that lies there with them is refused at the start."""
+    from mmldlm.data.store import Store
+    from mmldlm.train import main
+
+    words = ["engine.kind=single", "training.num_train_steps=2", "logging.eval_freq=1", "logging.plot=false"]
+    get = Store.get
+    num_bad = int(16 * share)
+
+    def damaged(self, ids):
+        batch = get(self, ids)
+        if self.split == "validation":
+            batch.latents[np.asarray(ids) < num_bad] = np.nan
+        return batch
+
+    assert main(train_words(store, tmp_path, "sound", *words)) == 0
+    monkeypatch.setattr(Store, "get", damaged)
+    capsys.readouterr()
+    assert main(train_words(store, tmp_path, "bad", *words)) == 0
+    said = capsys.readouterr().out
+
+    (sound, _), (bad, again) = (read_log(tmp_path, name, "eval_log.jsonl") for name in ("sound", "bad"))
+    assert "bad_samples" not in sound and bad["bad_samples"] == again["bad_samples"] == num_bad
+    figures = [key for key in sound if key.endswith(("_nelbo", "_mse", "_length_nll"))]
+    assert len(figures) == 8
+    for key in figures:  # an untrained model gives every token about log(vocabulary), every latent about its variance
+        assert (key not in bad) if share == 1 else bad[key] == pytest.approx(sound[key], rel=0.1), key
+    told = [event for event in read_log(tmp_path, "bad", "events.jsonl") if event["event"] == "bad_sample"]
+    assert sorted(event["id"] for event in told) == list(range(num_bad)), "each once, at the first evaluation"
+    assert all(event["file"].endswith("validation") and event["step"] == 1 for event in told)
+    assert said.count("left out of the evaluation at step 1: 384 non-finite values") == num_bad
