@@ -166,6 +166,36 @@ def test_uneven_batches_and_frozen_groups_are_the_same_on_every_engine(store, tm
                 torch.testing.assert_close(tensors[key], results[0][key], rtol=1e-3, atol=5e-4)
 
 
+def poisoned_copy(checkpoint, target, kind) -> Path:
+    """The model of a checkpoint with one NaN, as `mmldlm convert` exports it, as others shard it, as files of torch."""
+    from safetensors.torch import load_file, save_file
+
+    from mmldlm.checkpoints.convert import convert
+
+    name = "text_head.weight"
+    target.mkdir()
+    if kind in ("pt", "checkpoint"):
+        source = next(checkpoint.resolve().rglob("model.pt"))
+        saved = torch.load(source, weights_only=True)
+        tensors = next((part for part in saved.values() if isinstance(part, dict) and name in part), saved)
+        tensors[name].view(-1)[3] = float("nan")
+        torch.save(saved, target / "model.pt")
+        return target / "model.pt" if kind == "pt" else target
+    convert(checkpoint, target / "export")
+    tensors = load_file(target / "export" / "model.safetensors")
+    tensors[name].view(-1)[3] = float("nan")
+    if kind == "safetensors":
+        save_file(tensors, target / "export" / "model.safetensors")
+        return target / "export"
+    names, shards = sorted(tensors), target / "sharded"
+    shards.mkdir()
+    files = {key: f"model-0000{1 + (place % 2)}-of-00002.safetensors" for place, key in enumerate(names)}
+    for file in set(files.values()):
+        save_file({key: tensors[key] for key in names if files[key] == file}, shards / file)
+    (shards / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    return shards
+
+
 def test_save_now_init_from_and_resume_are_told_apart(store, tmp_path, capsys):
     """A file `save_now` saves without stopping; init_from takes weights alone, reports what did not fit."""
     from mmldlm.train import main
@@ -186,6 +216,12 @@ def test_save_now_init_from_and_resume_are_told_apart(store, tmp_path, capsys):
     first_loss = [read_log(tmp_path, name)[0]["step"] for name in ("first", "second")]
     assert first_loss == [1, 1]
 
+    for kind in ("safetensors", "sharded", "pt", "checkpoint"):
+        source = poisoned_copy(folder / "latest", tmp_path / kind, kind)
+        assert main(train_words(store, tmp_path, "third", *words, f"training.init_from={source}")) == 2, kind
+        said = capsys.readouterr().err
+        assert "NaN or infinite values in text_head.weight" in said and "an older checkpoint" in said, kind
+        assert "--allow-nonfinite" not in said, kind
     assert main(train_words(store, tmp_path, "third", *words, "training.init_from=" + str(store))) == 2
     resume = f"training.resume={folder / 'latest'}"
     assert main(train_words(store, tmp_path, "third", *words, *second, resume)) == 2
