@@ -82,6 +82,8 @@ class RunFolder:
         self.run_dir = config.run_dir()
         self.is_main = engine.rank == 0
         self.last_reasons: list[str] = []
+        self._bad_validation: set[int] = set()  # ids already told
+        self._failing: set[str] = set()  # names of the logs whose last line could not be written
 
     # -- opening -----------------------------------------------------------------------------------------------------
 
@@ -202,8 +204,7 @@ class RunFolder:
         }
         self._write(self.log, record)
         self.progress.update(record)
-        if self.wandb is not None:
-            self.wandb.log(record)
+        self._to_wandb(record)
         if verdict.apply and verdict.reason:
             told = {"grad_norm": str(grad_norm), "loss": str(sums["loss"])}
             self.event("spike", step=self.state.step, reason=verdict.reason, **told)
@@ -246,46 +247,66 @@ class RunFolder:
         if not self.is_main:
             return
         self._write(self.gradients, look.record())
-        if self.wandb is not None:
-            self.wandb.log(look.flat_record(), prefix="layers/")
+        self._to_wandb(look.flat_record(), prefix="layers/")
         if look.dead:
             self.event("dead_parameters", step=look.step, names=look.dead)
             shown = ", ".join(look.dead[:4]) + (f" and {len(look.dead) - 4} more" if len(look.dead) > 4 else "")
             self.progress.warning(f"step {look.step}: these parameters never had a gradient: {shown}")
 
-    def log_bad_samples(self, batches) -> None:
-        """An event for every sample that any rank masked out of this step. Collective."""
-        found = [
-            {**bad, "rank": self.engine.rank, "host": socket.gethostname()} for batch in batches for bad in batch.bad
-        ]
+    def log_bad_samples(self, bad: list[dict], validation: bool = False) -> None:
+        """An event and a warning for every sample that any rank masked out of this step. Collective.
+
+        Args:
+            bad: NoisedBatch.bad of this rank. validation: of the evaluation, whose samples are told once a run only,
+                because they are the same every time.
+        """
+        found = [{**sample, "rank": self.engine.rank, "host": socket.gethostname()} for sample in bad]
         gathered = [found]
         if self.engine.world_size > 1:
             gathered = [None] * self.engine.world_size
             torch.distributed.all_gather_object(gathered, found)
-        for bad in (bad for part in gathered for bad in part):
-            file, row = self.data.train.place(bad["id"])
-            self.event("bad_sample", step=self.state.step, file=str(file), row=row, **bad)
-            if self.is_main:
-                what = "mended in" if bad.get("mended") else "left out of"
-                self.progress.warning(f"sample {bad['id']} {what} step {self.state.step}: {bad['reason']}")
+        for sample in (sample for part in gathered for sample in part) if self.is_main else ():
+            if validation and sample["id"] in self._bad_validation:
+                continue
+            split = self.data.validation if validation else self.data.train
+            file, row = split.place(sample["id"])
+            self.event("bad_sample", step=self.state.step, file=str(file), row=row, **sample)
+            what = "mended in" if sample.get("mended") else "left out of"
+            where = f"{'the evaluation at ' if validation else ''}step {self.state.step}"
+            self.progress.warning(f"sample {sample['id']} {what} {where}: {sample['reason']}")
+            if validation:
+                self._bad_validation.add(sample["id"])
 
     def rewind(self) -> None:
         """After a rollback: the logs go on from the state's step."""
         self.last_reasons = []
         if self.is_main:
-            for log in (self.log, self.evaluations, self.gradients):
-                log.close()
-            self.log = JsonlLog(self.run_dir / "training_log.jsonl", self.state.step)
-            self.evaluations = JsonlLog(self.run_dir / "eval_log.jsonl", self.state.step)
-            self.gradients = JsonlLog(self.run_dir / "gradient_log.jsonl", self.state.step)
+            self.log, self.evaluations, self.gradients = map(
+                self._reopened, (self.log, self.evaluations, self.gradients)
+            )
+
+    def _reopened(self, log: JsonlLog) -> JsonlLog:
+        """The log without what came after the state's step; as it is, where the disk has no room to cut it."""
+        try:
+            cut = JsonlLog(log.path, self.state.step)
+        except OSError as error:
+            self.progress.warning(f"{log.path.name} keeps its lines of before the rollback: {error}")
+            return log
+        self._close(log)
+        return cut
+
+    def _close(self, log: JsonlLog) -> None:
+        try:
+            log.close()
+        except OSError as error:  # what a full disk kept waiting in memory
+            self.progress.warning(f"the last lines of {log.path.name} could not be written: {error}")
 
     def log_evaluation(self, values: dict[str, float]) -> None:
         """Write and show the validation metrics of the present step."""
         if not self.is_main:
             return
         self._write(self.evaluations, {"step": self.state.step, **values})
-        if self.wandb is not None:
-            self.wandb.log({"step": self.state.step, **values}, prefix="eval/")
+        self._to_wandb({"step": self.state.step, **values}, prefix="eval/")
         self.progress.message(
             f"eval     step {self.state.step}: " + ", ".join(f"{k} {v:.3f}" for k, v in values.items())
         )
@@ -301,11 +322,31 @@ class RunFolder:
         if self.is_main:
             self._write(self.events, {"event": kind, **values})
 
+    def _to_wandb(self, record: dict, prefix: str = "") -> None:
+        """Errors of any kind are rank 0's alone; wandb's own process once gone, they would come at every step."""
+        if self.wandb is None:
+            return
+        try:
+            self.wandb.log(record, prefix)
+        except Exception as error:
+            self.wandb = None
+            self._say_wandb_failed(error)
+
+    def _say_wandb_failed(self, error: Exception) -> None:
+        reason = f"{type(error).__name__}: {error}"
+        self.event("wandb_failed", step=self.state.step, reason=reason)
+        self.progress.warning(f"step {self.state.step}: no more is logged to wandb ({reason}); the run goes on")
+
     def _write(self, log: JsonlLog, record: dict) -> None:
         try:
             log.write(record)
-        except OSError as error:  # a full disk, seen by rank 0 alone: training goes on, the lost line is said
-            self.progress.warning(f"step {self.state.step}: a line of {log.path.name} could not be written: {error}")
+        except OSError as error:  # a full disk, seen by rank 0 alone: training goes on, the lost lines are said once
+            if log.path.name not in self._failing:
+                self._failing.add(log.path.name)
+                said = f"lines of {log.path.name} cannot be written (each line tries again): {error}"
+                self.progress.warning(f"step {self.state.step}: {said}")
+        else:
+            self._failing.discard(log.path.name)
 
     def close(self) -> None:
         """Draw the plots and close the logs."""
@@ -317,8 +358,11 @@ class RunFolder:
         except (MmldlmError, OSError) as error:  # the run is done and saved; its picture can be drawn again
             self.progress.warning(f"no plot: {error}")
         self.event("end", step=self.state.step)
-        self.progress.close()
-        for log in (self.log, self.evaluations, self.gradients, self.events):
-            log.close()
         if self.wandb is not None:
-            self.wandb.finish()
+            try:
+                self.wandb.finish()  # may upload for long: the run's own last words are said
+            except Exception as error:
+                self._say_wandb_failed(error)
+        for log in (self.log, self.evaluations, self.gradients, self.events):
+            self._close(log)
+        self.progress.close()

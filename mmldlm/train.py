@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import math
 import os
 import signal
@@ -180,7 +181,10 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
 
     def evaluate() -> None:
         alive.beat(state.step, "evaluate")
-        folder.log_evaluation(validation.run(lambda: alive.beat(state.step, "evaluate")))
+        figures = validation.run(lambda: alive.beat(state.step, "evaluate"))
+        folder.log_evaluation(figures)
+        if "bad_samples" in figures:  # on every rank or on none
+            folder.log_bad_samples(validation.bad, validation=True)
 
     stream = batches_from(state.step)
 
@@ -247,7 +251,7 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
         if look is not None:
             folder.log_look(look)
         if num_bad_samples:
-            folder.log_bad_samples(batches)
+            folder.log_bad_samples([sample for batch in batches for sample in batch.bad])
 
         last = state.step == training.num_train_steps
         overdue = overdue or state.step % config.logging.save_freq == 0
@@ -294,8 +298,10 @@ class StopSignal:
     """Remembers SIGTERM, SIGINT or SIGUSR1 (Slurm's warning); the loop asks all ranks before it acts on it."""
 
     def __init__(self):
+        from mmldlm.data.loader import STOP_SIGNALS
+
         self.received = False
-        for name in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        for name in STOP_SIGNALS:
             signal.signal(name, self._receive)
 
     def _receive(self, number, frame) -> None:
@@ -304,7 +310,8 @@ class StopSignal:
 
 def _say(message: str, rank: str = "RANK") -> None:
     if int(os.environ.get(rank, 0)) == 0:
-        print(f"[{datetime.now(timezone.utc):%H:%M:%S}] {message}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # nobody reads it: the exit code still says how the run ended
+            print(f"[{datetime.now(timezone.utc):%H:%M:%S}] {message}", file=sys.stderr, flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -327,7 +334,8 @@ def main(argv: list[str] | None = None) -> int:
     except (
         Exception
     ):  # by here Liveness has said which rank is to blame; the teardown would wait for those who are gone
-        traceback.print_exc()
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
         return EXIT_FAILED
     leave_process_group()
     return 0
@@ -347,8 +355,9 @@ def end_process(code: int) -> NoReturn:
     if code == 0 and "mpi4py.MPI" in sys.modules:  # mpirun takes a rank that ends without it for a failed one
         sys.modules["mpi4py.MPI"].Finalize()
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
     os._exit(code)
 
 

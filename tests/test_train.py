@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -81,19 +82,21 @@ def test_killed_and_resumed_it_has_the_very_losses(store, tmp_path, world, words
     assert evaluations[0] == evaluations[1]
 
 
-def test_sigterm_saves_and_exits_5(store, tmp_path):
-    words = train_words(
-        store, tmp_path, "run", "engine.kind=single", "training.num_train_steps=5000", "logging.save_freq=5000"
-    )
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_sigterm_saves_and_exits_5(store, tmp_path, num_workers):
+    """Sent to the process alone, and with workers to its whole group, as Slurm and systemd do."""
+    words = ["engine.kind=single", "training.num_train_steps=5000", "logging.save_freq=5000"]
+    words = train_words(store, tmp_path, "run", *words, f"data.num_workers={num_workers}")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     process = subprocess.Popen(
-        [sys.executable, SCRIPT, *words], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, SCRIPT, *words], env=environment(), text=True, start_new_session=True, **pipes
     )
     log = tmp_path / "run" / "training_log.jsonl"
     deadline = time.monotonic() + 120
     while not (log.exists() and len(log.read_text().splitlines()) >= 3):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
+    (os.killpg if num_workers else os.kill)(process.pid, signal.SIGTERM)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 5, output[-2000:]
     steps = len(log.read_text().splitlines())
@@ -163,6 +166,36 @@ def test_uneven_batches_and_frozen_groups_are_the_same_on_every_engine(store, tm
                 torch.testing.assert_close(tensors[key], results[0][key], rtol=1e-3, atol=5e-4)
 
 
+def poisoned_copy(checkpoint, target, kind) -> Path:
+    """The model of a checkpoint with one NaN, as `mmldlm convert` exports it, as others shard it, as files of torch."""
+    from safetensors.torch import load_file, save_file
+
+    from mmldlm.checkpoints.convert import convert
+
+    name = "text_head.weight"
+    target.mkdir()
+    if kind in ("pt", "checkpoint"):
+        source = next(checkpoint.resolve().rglob("model.pt"))
+        saved = torch.load(source, weights_only=True)
+        tensors = next((part for part in saved.values() if isinstance(part, dict) and name in part), saved)
+        tensors[name].view(-1)[3] = float("nan")
+        torch.save(saved, target / "model.pt")
+        return target / "model.pt" if kind == "pt" else target
+    convert(checkpoint, target / "export")
+    tensors = load_file(target / "export" / "model.safetensors")
+    tensors[name].view(-1)[3] = float("nan")
+    if kind == "safetensors":
+        save_file(tensors, target / "export" / "model.safetensors")
+        return target / "export"
+    names, shards = sorted(tensors), target / "sharded"
+    shards.mkdir()
+    files = {key: f"model-0000{1 + (place % 2)}-of-00002.safetensors" for place, key in enumerate(names)}
+    for file in set(files.values()):
+        save_file({key: tensors[key] for key in names if files[key] == file}, shards / file)
+    (shards / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    return shards
+
+
 def test_save_now_init_from_and_resume_are_told_apart(store, tmp_path, capsys):
     """A file `save_now` saves without stopping; init_from takes weights alone, reports what did not fit."""
     from mmldlm.train import main
@@ -183,6 +216,12 @@ def test_save_now_init_from_and_resume_are_told_apart(store, tmp_path, capsys):
     first_loss = [read_log(tmp_path, name)[0]["step"] for name in ("first", "second")]
     assert first_loss == [1, 1]
 
+    for kind in ("safetensors", "sharded", "pt", "checkpoint"):
+        source = poisoned_copy(folder / "latest", tmp_path / kind, kind)
+        assert main(train_words(store, tmp_path, "third", *words, f"training.init_from={source}")) == 2, kind
+        said = capsys.readouterr().err
+        assert "NaN or infinite values in text_head.weight" in said and "an older checkpoint" in said, kind
+        assert "--allow-nonfinite" not in said, kind
     assert main(train_words(store, tmp_path, "third", *words, "training.init_from=" + str(store))) == 2
     resume = f"training.resume={folder / 'latest'}"
     assert main(train_words(store, tmp_path, "third", *words, *second, resume)) == 2
@@ -386,3 +425,101 @@ def test_a_full_disk_is_an_event_and_the_last_checkpoint_stays(store, small_disk
     assert find_latest_whole(small_disk / "run").name == "step_00000002"
     assert not list((small_disk / "run" / "checkpoints").glob(".partial*"))
     assert len(read_log(small_disk, "run")) == 6
+
+
+def test_a_full_disk_under_every_log_ends_no_run(store, tmp_path, monkeypatch, capsys):
+    """Only rank 0 writes logs: an error there would leave the others waiting. Also through a rollback and the end."""
+    from mmldlm import run
+    from mmldlm.stability import recovery
+    from mmldlm.train import main
+
+    def full(self, *_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    class Full(run.JsonlLog):
+        write = close = full
+
+        def __init__(self, path, resume_step=None):
+            if resume_step:
+                full(self)
+            super().__init__(path, resume_step)
+
+    troubles = [recovery.Trouble(3, "made up")]
+    monkeypatch.setattr(run, "JsonlLog", Full)
+    monkeypatch.setattr(run, "train_log_path", lambda *_: Path("/dev/full"))
+    find = lambda _, step, *__: troubles.pop() if step == 3 and troubles else None  # noqa: E731
+    monkeypatch.setattr(recovery, "find_trouble", find)
+    words = ["engine.kind=single", "training.num_train_steps=4", "logging.save_freq=2", "logging.plot=false"]
+    assert main(train_words(store, tmp_path, "run", *words)) == 0
+    said = capsys.readouterr().out
+    for name in ("training_log.jsonl", "eval_log.jsonl", "events.jsonl", "/dev/full"):
+        assert said.count(f"{name} cannot be written") == 1, name
+    assert "rollback from step 3 to 2" in said and "training_log.jsonl keeps its lines" in said
+    assert (tmp_path / "run" / "latest").resolve().name == "step_00000004"
+
+
+def test_without_a_reader_and_without_wandb_a_run_goes_on(store, tmp_path, monkeypatch, capfd):
+    """`mmldlm train | head -3`, and wandb's process killed: each is said once; the exit code is that of a good run."""
+    from mmldlm import run
+    from mmldlm.train import main
+
+    words = ["engine.kind=single", "training.num_train_steps=4", "logging.log_freq=1", "logging.plot=false"]
+    words = train_words(store, tmp_path, "piped", *words)
+    reader, writer = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, SCRIPT, *words], env=environment(), stdout=writer, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writer)
+    with open(reader) as lines:
+        next(lines)
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 0, error
+    assert error.count("nothing more is shown here") == 1 and "Traceback" not in error
+    assert (tmp_path / "piped" / "latest").resolve().name == "step_00000004"
+
+    class Gone:
+        def log(self, *_):
+            raise ConnectionResetError("Connection lost")
+
+        finish = log
+
+    monkeypatch.setattr(run, "open_wandb", lambda *_: Gone())
+    words = ["engine.kind=single", "training.num_train_steps=4", "logging.plot=false"]
+    assert main(train_words(store, tmp_path, "alone", *words)) == 0
+    assert capfd.readouterr().out.count("no more is logged to wandb (ConnectionResetError") == 1
+    events = read_log(tmp_path, "alone", "events.jsonl")
+    assert [event["step"] for event in events if event["event"] == "wandb_failed"] == [1]
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_bad_validation_samples_are_in_no_figure_and_are_told(store, tmp_path, monkeypatch, capsys, share):
+    """Rows read so from a failing disk: a store that lies there with them is refused at the start."""
+    from mmldlm.data.store import Store
+    from mmldlm.train import main
+
+    words = ["engine.kind=single", "training.num_train_steps=2", "logging.eval_freq=1", "logging.plot=false"]
+    get = Store.get
+    num_bad = int(16 * share)
+
+    def damaged(self, ids):
+        batch = get(self, ids)
+        if self.split == "validation":
+            batch.latents[np.asarray(ids) < num_bad] = np.nan
+        return batch
+
+    assert main(train_words(store, tmp_path, "sound", *words)) == 0
+    monkeypatch.setattr(Store, "get", damaged)
+    capsys.readouterr()
+    assert main(train_words(store, tmp_path, "bad", *words)) == 0
+    said = capsys.readouterr().out
+
+    (sound, _), (bad, again) = (read_log(tmp_path, name, "eval_log.jsonl") for name in ("sound", "bad"))
+    assert "bad_samples" not in sound and bad["bad_samples"] == again["bad_samples"] == num_bad
+    figures = [key for key in sound if key.endswith(("_nelbo", "_mse", "_length_nll"))]
+    assert len(figures) == 8
+    for key in figures:  # an untrained model gives every token about log(vocabulary), every latent about its variance
+        assert (key not in bad) if share == 1 else bad[key] == pytest.approx(sound[key], rel=0.1), key
+    told = [event for event in read_log(tmp_path, "bad", "events.jsonl") if event["event"] == "bad_sample"]
+    assert sorted(event["id"] for event in told) == list(range(num_bad)), "each once, at the first evaluation"
+    assert all(event["file"].endswith("validation") and event["step"] == 1 for event in told)
+    assert said.count("left out of the evaluation at step 1: 384 non-finite values") == num_bad

@@ -52,11 +52,12 @@ def init_weights(model: nn.Module, path: str) -> InitReport:
         path: a run, a checkpoint of any engine, a DeepSpeed folder, a model.pt, or an exported model's folder.
 
     Raises:
-        UserError: nothing readable there, or no parameter that fits.
+        UserError: nothing readable there, no parameter that fits, or a NaN or infinite value in one that does.
     """
     parameters = dict(model.named_parameters())
     report = InitReport(path)
     buffers = {name for name, _ in model.named_buffers()}
+    bad: dict[str, int] = {}
     with torch.no_grad():
         for name, shape, read in _tensors(Path(path)):
             if name in buffers:
@@ -68,6 +69,16 @@ def init_weights(model: nn.Module, path: str) -> InitReport:
             else:
                 parameters[name].copy_(read())
                 report.taken.append(name)
+                num_bad = int((~torch.isfinite(parameters[name])).sum())  # as taken: fp32 may not hold what fp64 did
+                if num_bad:
+                    bad[name] = num_bad
+    if bad:
+        told = [f"{num_bad} NaN or infinite values in {name}" for name, num_bad in bad.items()]
+        raise UserError(
+            f"finite weights in {path}",
+            _some(told),
+            "take an older checkpoint of that run (RUN/checkpoints/step_...), or an export of one",
+        )
     report.missing = [name for name in parameters if name not in report.taken and name not in report.unfit]
     if not report.taken:
         raise UserError(
@@ -88,7 +99,8 @@ def _tensors(path: Path):
             for name in file.keys():
                 yield name, file.get_slice(name).get_shape(), lambda name=name: file.get_tensor(name)
         return
-    with open_source(path).weights as source:
+    # The readers' own look at each number advises an option that only `convert` has; init_weights looks at all formats.
+    with open_source(path, allow_nonfinite=True).weights as source:
         for name, info in source.tensors.items():
             yield name, info.shape, lambda name=name, info=info: _as_torch(source.read(name), info.dtype)
 

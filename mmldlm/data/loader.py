@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
+import multiprocessing.util  # registers its own end of the children at exit: ours, registered later, runs before it
 import queue
+import signal
 import threading
 from collections.abc import Iterable, Iterator
 
@@ -11,6 +15,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from mmldlm.data.noising import NoisedBatch, Noiser
 from mmldlm.data.plan import BatchPlan
+
+# What asks a run to save and stop (train.StopSignal); SIGUSR1 is Slurm's warning.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class MicroBatches(Dataset):
@@ -43,11 +50,36 @@ def iterate_steps(
         prefetch_factor=prefetch_factor if num_workers else None,
         persistent_workers=False,
         pin_memory=torch.cuda.is_available(),
+        worker_init_fn=leave_stopping_to_the_loop,
     )
     # Without workers a GPU would idle while its process builds a batch; on a CPU a thread would only take its core.
-    batches = ahead(loader, prefetch_factor) if num_workers == 0 and torch.cuda.is_available() else iter(loader)
+    batches = ahead(loader, prefetch_factor) if num_workers == 0 and torch.cuda.is_available() else started(loader)
     for _ in range(first_step, last_step):
         yield [next(batches) for _ in range(dataset.accum)]
+
+
+def leave_stopping_to_the_loop(worker_id: int) -> None:
+    """What each worker does first: ignore the signals that ask the run to save and stop.
+
+    Slurm, systemd and a terminal send them to every process of the job. torch's workers die of SIGTERM, and the death
+    of a worker raises in the training loop, which would end without the checkpoint that the signal asked for.
+    """
+    for name in STOP_SIGNALS:
+        signal.signal(name, signal.SIG_IGN)
+
+
+def started(loader: DataLoader) -> Iterator:
+    """iter(loader); its workers begin with the stop signals blocked, so that none dies before it ignores them."""
+    others = set(multiprocessing.active_children())
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        batches = iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    # At exit multiprocessing ends its children with SIGTERM and waits for them: for ever, where they ignore it.
+    for worker in set(multiprocessing.active_children()) - others:
+        atexit.register(worker.kill)
+    return batches
 
 
 def ahead(batches: Iterable, depth: int) -> Iterator:

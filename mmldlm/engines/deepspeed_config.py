@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 from mmldlm.config.schema import Config
+from mmldlm.engines.deepspeed_keys import check_keys, check_stage
 from mmldlm.errors import UserError
 
 DEFAULT_ZERO_STAGE = 2
@@ -15,6 +17,7 @@ DEFAULT_ZERO_STAGE = 2
 # (benchmarks/communication.py), probably because malloc takes more than 32 MiB anew at every step, page by page.
 GPU_BUCKET, CPU_BUCKET = 50_000_000, 5_000_000
 ZERO0_BUCKET = 500_000_000  # engine.py: MEMORY_OPT_ALLREDUCE_SIZE, one flat copy of the gradients; no key sets it
+LOSS_SCALE, LOSS_SCALE_WINDOW = 65536.0, 1000  # where stability.* leaves them open (stability/loss_scale.py)
 _BUCKETS = {
     1: ("reduce_bucket_size", "allgather_bucket_size"),
     2: ("reduce_bucket_size", "allgather_bucket_size"),
@@ -38,6 +41,7 @@ def read_json(path: str | None) -> dict[str, Any]:
         raise UserError(
             "a JSON object", f"{path}: a {type(values).__name__}", "see ds_configs/ for files to start from"
         )
+    check_stage(values, path)
     return values
 
 
@@ -77,9 +81,11 @@ def merged_config(config: Config, world_size: int, bucket: int = GPU_BUCKET) -> 
         bucket: elements of a communication bucket where the JSON leaves that to us.
 
     Raises:
-        UserError: where the JSON sets something our config owns to another value; both places are named.
+        UserError: where the JSON has a key that is unknown or unsupported (deepspeed_keys.py), or sets something our
+            config owns to another value; both places are named.
     """
     values = read_json(config.engine.deepspeed_config)
+    check_keys(values, config.engine.deepspeed_config)
     training, optimizer = config.training, config.optimizer
     stage = resolve_stage(config)
     owned: list[tuple[str, str, Any]] = [
@@ -118,25 +124,42 @@ def merged_config(config: Config, world_size: int, bucket: int = GPU_BUCKET) -> 
                 f"a section {forbidden!r} in {config.engine.deepspeed_config}",
                 f"delete that section from the JSON and set {ours}.*",
             )
+    if training.dtype == "fp16":
+        _check_loss_scaling(config, merged["fp16"])
     if merged["fp16"]["enabled"]:
         # A fixed scale for DeepSpeed: ours (stability/loss_scale.py) is set on its optimizer before every step.
-        if merged["fp16"].get("loss_scale", "auto") not in ("auto", 1.0):
-            found = merged["fp16"]["loss_scale"]
-            raise _disagree("stability.loss_scale", config.stability.loss_scale, "fp16.loss_scale", found, config)
         merged["fp16"]["loss_scale"] = 1.0
     if merged["bf16"]["enabled"] or merged["fp16"]["enabled"]:
-        # DeepSpeed accumulates and reduces in 16 bits unless told otherwise (facts: trainers.md 0.5).
-        for path in (("data_types", "grad_accum_dtype"), (None, "communication_data_type")):
-            section = merged if path[0] is None else merged.setdefault(path[0], {})
-            if section.get(path[1], "auto") not in ("auto", "fp32"):
-                raise _disagree(
-                    "fp32 accumulation and reduction", "fp32", ".".join(filter(None, path)), section[path[1]], config
-                )
-            section[path[1]] = "fp32"
+        # DeepSpeed accumulates and reduces in 16 bits unless told otherwise (facts: trainers.md 0.5); where the JSON
+        # itself says another type, check_keys has refused it.
+        merged.setdefault("data_types", {})["grad_accum_dtype"] = "fp32"
+        merged["communication_data_type"] = "fp32"
     # Our AdamW is torch's own, which DeepSpeed calls untested; its CPUAdam would need a C++ build on every node.
     merged["zero_allow_untested_optimizer"] = True
     merged.setdefault("zero_force_ds_cpu_optimizer", False)
     return _without_auto(merged)
+
+
+def _check_loss_scaling(config: Config, section: dict[str, Any]) -> None:
+    """DeepSpeed's own scaling is off; ours halves at the first overflow and never goes below 1."""
+    first, window = config.stability.loss_scale or LOSS_SCALE, config.stability.loss_scale_window or LOSS_SCALE_WINDOW
+    if section.get("loss_scale", "auto") not in ("auto", 1.0):
+        found = section["loss_scale"]
+        raise _disagree("stability.loss_scale", config.stability.loss_scale, "fp16.loss_scale", found, config)
+    ours = {
+        "initial_scale_power": math.log2(first),
+        "loss_scale_window": window,
+        "hysteresis": 1,
+        "consecutive_hysteresis": False,
+        "min_loss_scale": 1,
+    }
+    for key, value in ours.items():
+        if section.get(key, "auto") not in ("auto", value):
+            raise UserError(
+                f"fp16.{key}={value:g}, as mmldlm scales the loss on every engine",
+                f"fp16.{key}={section[key]} in {config.engine.deepspeed_config}",
+                f"delete fp16.{key}; stability.loss_scale and stability.loss_scale_window are what can be set",
+            )
 
 
 def _without_auto(values: dict[str, Any]) -> dict[str, Any]:

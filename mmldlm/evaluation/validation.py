@@ -22,6 +22,9 @@ class Validation:
 
     Args:
         data: of the run. engine: whose model is evaluated; every rank must call.
+
+    Attributes:
+        bad: {id, reason} of the samples that this rank found unusable in the last call: they are in no figure.
     """
 
     def __init__(self, data: RunData, engine: Engine):
@@ -33,7 +36,7 @@ class Validation:
             data.validation_lengths, micro * engine.world_size, seed, bucket_batches=64, shuffle=False
         )
         self.passes: list[tuple[str, MicroBatches]] = []
-        self.num_tokens = int(data.validation_lengths.sum())
+        self.bad: list[dict] = []
 
         def add(name: str, mode: str, dropout: float) -> None:
             noiser = Noiser(
@@ -66,25 +69,39 @@ class Validation:
 
         Returns:
             {mode}_nelbo (nats per token, EOS counted), {mode}_token_accuracy (at masked positions), {mode}_latent_mse,
-            {mode}_latent_cosine, l2t_length_nll, and l2t_gain_null = NELBO with the null minus with the right latent.
+            {mode}_latent_cosine, l2t_length_nll, and l2t_gain_null = NELBO with the null minus with the right latent;
+            bad_samples, where any rank found some (of all ranks, the same number on each). Every figure is of what was
+            scored: one of which nothing was is left out.
         """
         self.engine.module.eval()
         result: dict[str, float] = {}
+        bad: dict[int, dict] = {}
+        num_bad = 0
         for name, dataset in self.passes:
             sums = torch.zeros(len(METRICS), dtype=torch.float64, device=self.engine.device)
+            num_tokens, found = 0, {}
             for batches in iterate_steps(dataset, 0, self.plan.batches_per_epoch):
                 on_batch()
                 for batch in batches:
                     _, metrics = self.objective(self.engine.module, batch.to(self.engine.device))
                     sums += torch.stack([metrics[key].double() for key in METRICS])
-            total = dict(zip(METRICS, self.engine.sum_on_host(sums), strict=True))
-            if not name.startswith("t2l"):
-                result[f"{name}_nelbo"] = total["text_nelbo_sum"] / self.num_tokens
+                    num_tokens += batch.num_tokens  # of the sound samples; the batch's own counts are the plan's
+                    found.update({sample["id"]: sample for sample in batch.bad})
+            bad.update(found)
+            told = self.engine.to_device([num_tokens, len(found)])
+            *values, num_tokens, num_found = self.engine.sum_on_host(torch.cat([sums, told]))
+            num_bad = max(num_bad, int(num_found))
+            total = dict(zip(METRICS, values, strict=True))
+            if not name.startswith("t2l") and num_tokens:
+                result[f"{name}_nelbo"] = total["text_nelbo_sum"] / num_tokens
                 result[f"{name}_token_accuracy"] = total["text_correct"] / max(total["text_masked"], 1)
                 result[f"{name}_length_nll"] = total["length_nll_sum"] / max(total["length_scored"], 1)
             if total["latent_scored"]:
                 result[f"{name}_latent_mse"] = total["latent_error_sum"] / total["latent_scored"]
                 result[f"{name}_latent_cosine"] = total["latent_cosine_sum"] / total["latent_scored"]
+        self.bad = list(bad.values())
+        if num_bad:
+            result["bad_samples"] = num_bad
         if "l2t_null_nelbo" in result:
             result["l2t_gain_null"] = result["l2t_null_nelbo"] - result["l2t_nelbo"]
         self.engine.module.train()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import math
+import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -37,6 +39,21 @@ _BAR_WIDTH = 16
 def train_log_path(run_dir: str | Path, node: int = 0) -> Path:
     """logs/train_YYYYMMDD_HHMMSS_node{n}.log under the run's folder, named by local time."""
     return Path(run_dir) / "logs" / f"train_{datetime.now():%Y%m%d_%H%M%S}_node{node}.log"
+
+
+class _Screen(Console):
+    """rich ends the process when nobody reads its output any more; here that is the caller's to decide."""
+
+    def on_broken_pipe(self) -> None:
+        raise  # the BrokenPipeError being handled
+
+
+def _drop_output(stream: TextIO) -> None:
+    """What the stream still holds would raise again when Python flushes it at exit: it goes to /dev/null."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 def format_duration(seconds: float) -> str:
@@ -104,17 +121,18 @@ class Progress:
         self._pace: deque[tuple[int, float]] = deque([(start_step, time.monotonic())], maxlen=_WINDOW + 1)
         self._shown_at = 0.0
         self._file: TextIO | None = None
+        self._file_fails = False
         if log_file is not None:
             Path(log_file).parent.mkdir(parents=True, exist_ok=True)
             self._file = open(log_file, "a", encoding="utf-8", buffering=1)
         self._console: Console | None = None
         self._live: Live | None = None
         if enabled:
-            self._console = Console(file=stream or sys.stdout, highlight=False, markup=False, soft_wrap=True)
+            self._console = _Screen(file=stream or sys.stdout, highlight=False, markup=False, soft_wrap=True)
             if self._console.is_terminal:
                 # Refreshed by hand: a refreshing thread would be copied into the data loader's forked workers.
                 self._live = Live(console=self._console, auto_refresh=False)
-                self._live.start()
+                self._try_screen(self._live.start)
                 # A run that ends by an error closes nothing, and would leave the terminal without its cursor.
                 atexit.register(self.close)
 
@@ -129,11 +147,11 @@ class Progress:
             line = format_step(*shown)
             self._to_file(line)
             if self._console is not None and self._live is None:
-                self._console.print(line)
-                self._console.file.flush()
+                self._show(line)
         if self._live is not None and (due or time.monotonic() - self._shown_at >= _REFRESH_SECONDS):
             self._shown_at = time.monotonic()
-            self._live.update(self._line(_format_live(*shown), step), refresh=True)
+            line = self._line(_format_live(*shown), step)
+            self._try_screen(lambda: self._live.update(line, refresh=True))
 
     def eta(self) -> float | None:
         """Seconds left at the pace of the last steps (pauses for evaluation and checkpoints count), None at first."""
@@ -147,27 +165,26 @@ class Progress:
     def message(self, text: str) -> None:
         """Print a line of its own without breaking the live line."""
         self._to_file(text)
-        if self._console is not None:
-            self._console.print(text)
-            self._console.file.flush()
+        self._show(text)
 
     def warning(self, text: str) -> None:
         """A message that begins with `warning:` and stands out in a terminal."""
         text = f"warning: {text}"
         self._to_file(text)
-        if self._console is not None:
-            self._console.print(Text(text, style="yellow"))
-            self._console.file.flush()
+        self._show(Text(text, style="yellow"))
 
     def close(self) -> None:
         """Leave the last line standing and give the terminal back. May be called twice."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        live, self._live = self._live, None
+        if live is not None:
+            self._try_screen(live.stop)
             atexit.unregister(self.close)
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            try:
+                file.close()
+            except OSError as error:
+                self._say_lost(file, error)
 
     def __enter__(self) -> Progress:
         return self
@@ -176,8 +193,41 @@ class Progress:
         self.close()
 
     def _to_file(self, text: str) -> None:
-        if self._file is not None:
+        """A full disk must not end the run: only rank 0 writes here, and the others would wait for it."""
+        if self._file is None:
+            return
+        try:
             self._file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}\n")
+            self._file_fails = False
+        except OSError as error:
+            self._say_lost(self._file, error)
+
+    def _say_lost(self, file: TextIO, error: OSError) -> None:
+        if not self._file_fails:
+            self._file_fails = True
+            self._show(Text(f"warning: {file.name} cannot be written (each line tries again): {error}", style="yellow"))
+
+    def _show(self, text: str | Text) -> None:
+        if self._console is not None:
+            self._try_screen(lambda: self._console.print(text))
+
+    def _try_screen(self, draw: Callable[[], object]) -> None:
+        """A reader that has left (`| head`), a closed terminal, a full disk under a batch job's output: rank 0 alone
+        sees them, and the run goes on without the screen."""
+        try:
+            draw()
+        except (OSError, ValueError) as error:
+            stream, self._console, live, self._live = self._console.file, None, self._live, None
+            _drop_output(stream)
+            if live is not None:
+                atexit.unregister(self.close)
+                with contextlib.suppress(OSError, ValueError):
+                    live.stop()  # gives back sys.stdout and sys.stderr
+            text = f"warning: nothing more is shown here ({type(error).__name__}: {error}); the run goes on"
+            self._to_file(text)
+            see = f", see {self._file.name}" if self._file is not None else ""
+            with contextlib.suppress(OSError, ValueError):  # standard error may have another reader
+                print(text + see, file=sys.stderr, flush=True)
 
     def _line(self, line: str, step: int) -> Table:
         table = Table.grid(padding=(0, 1))

@@ -46,7 +46,7 @@ def open_wandb(
         resume: continue the run whose id lies in `dir`, if there is one; otherwise a new id is made.
 
     Raises:
-        UserError: wandb is not installed, or online was refused (no login, no network).
+        UserError: wandb is not installed or does not start, or online was refused (no login, no network).
     """
     if mode == "disabled":
         return None
@@ -82,10 +82,10 @@ def open_wandb(
             config=dict(config),
             settings=settings,
         )
-    except wandb.errors.Error as error:
+        return WandbRun(run)
+    except Exception as error:  # wandb's own process may fail in many ways; the ranks wait for rank 0's answer
         raise UserError(
             f"a run at Weights & Biases (logging.wandb.mode={mode})",
-            str(error).strip(),
+            str(error).strip() or type(error).__name__,
             "`wandb login`, or logging.wandb.mode=offline and `wandb sync` later",
         ) from error
-    return WandbRun(run)

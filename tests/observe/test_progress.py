@@ -65,6 +65,17 @@ def test_log_file_gets_plain_lines_and_messages_even_where_the_screen_is_off(tmp
     assert capsys.readouterr().out == ""
 
 
+def test_a_full_disk_under_the_log_file_is_said_once_and_ends_nothing():
+    out = io.StringIO()
+    with Progress(3, log_freq=1, log_file="/dev/full", stream=out) as progress:
+        for number in range(1, 4):
+            progress.update(step(number))
+        progress.warning("no room")
+    lines = out.getvalue().splitlines()
+    assert "/dev/full cannot be written" in lines[0] and "No space left" in lines[0]
+    assert len(lines) == 5 and lines[-1] == "warning: no room"
+
+
 def test_eta_is_none_before_the_first_step_and_zero_at_the_end():
     progress = Progress(20, enabled=False, start_step=10)
     assert progress.eta() is None
@@ -106,3 +117,21 @@ def test_a_terminal_gets_one_live_line_with_messages_above_it():
     assert "evaluation at step 50\r\n" in shown
     # A live line is redrawn in place: far fewer line ends than steps.
     assert shown.count("\n") < 10
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_without_a_reader_the_steps_go_on_in_the_log_file(tmp_path, capsys, terminal):
+    """`mmldlm train | head`, and a terminal that was closed."""
+    reader, writer = pty.openpty() if terminal else os.pipe()
+    stdout, stderr, path = sys.stdout, sys.stderr, tmp_path / "train.log"
+    with open(writer, "w") as stream:
+        with Progress(3, log_freq=1, log_file=path, stream=stream) as progress:
+            progress.update(step(1))
+            os.close(reader)
+            progress.update(step(2))
+            progress.update(step(3))
+        assert (sys.stdout, sys.stderr) == (stdout, stderr), "the terminal's redirection was not taken back"
+    said = "warning: nothing more is shown here"
+    text = path.read_text()
+    assert text.count(said) == 1 and "step 3/3" in text
+    assert capsys.readouterr().err.count(said) == 1

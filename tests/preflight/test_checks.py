@@ -309,6 +309,17 @@ def test_the_group_of_the_writers_has_a_verdict_of_its_own():
         assert {found.status for found in judge(id, broken).values()} == {PASS}
 
 
+@pytest.mark.parametrize("text", ['{"zero_optimization": 3}', '{"zero_optimization": {"stage": 7}}', "{"])
+def test_a_json_without_a_stage_is_told_once(tmp_path, text):
+    (tmp_path / "ds.json").write_text(text)
+    context = context_of(gpus=gpus(gpu(memory_free=GIB)))
+    context.plan = {"trainable": 10**9}
+    context.config = build_config({"engine": {"deepspeed_config": str(tmp_path / "ds.json")}})
+    found = {id: next(iter(judge(id, context).values())) for id in ("CFG002", "MEM001", "MEM002", "DISK001")}
+    assert found["CFG002"].status == FAIL
+    assert all(found[id].status == SKIP and "CFG002" in found[id].why for id in ("MEM001", "MEM002", "DISK001"))
+
+
 def test_memory_counts_the_buckets_that_the_json_asks_for(tmp_path):
     """On a GPU that has room for our own buckets and not for those of DeepSpeed's default."""
     path = tmp_path / "ds.json"

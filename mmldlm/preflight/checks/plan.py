@@ -25,7 +25,7 @@ def config_is_valid(context):
 
 @check("CFG002", 0, "head", "DeepSpeed JSON")
 def deepspeed_json_agrees(context):
-    """The DeepSpeed JSON is readable, agrees with the config, and has no key that the installed version removed."""
+    """The DeepSpeed JSON agrees with the config, and has only keys that DeepSpeed knows and mmldlm supports."""
     from mmldlm.engines.deepspeed_config import merged_config, read_json
 
     config = context.config
@@ -104,6 +104,17 @@ def data_fits_config(context):
     return ok(f"{samples['train']:,} samples, D={model['latent_dim']}, V={model['vocab_size']}")
 
 
+def _nothing_to_size(context) -> str | None:
+    """Why neither memory nor disk can be counted."""
+    if context.config is None or "trainable" not in context.plan:
+        return "no model sizes (see CFG001 and DATA001)"
+    try:
+        context.engine_plan()
+    except UserError:
+        return "no ZeRO stage (see CFG002)"
+    return None
+
+
 @check("MEM001", 0, "cluster", "memory")
 def memory_fits(context):
     """Weights, gradients, optimizer and activations of a rank fit into the smallest node, under the chosen ZeRO stage.
@@ -111,8 +122,8 @@ def memory_fits(context):
     Elements are counted on the meta-device model; activations are what autograd keeps for one micro-batch at the data's
     longest text. When it does not fit, the message names the first ZeRO stage (or FSDP) that does.
     """
-    if context.config is None or "trainable" not in context.plan:
-        return skip("no model sizes (see CFG001 and DATA001)")
+    if (missing := _nothing_to_size(context)) is not None:
+        return skip(missing)
     room = _room(context)
     if room is None:
         return skip("no node told its memory")
@@ -148,8 +159,8 @@ def memory_fits(context):
 @check("MEM002", 0, "cluster", "memory for offload")
 def hosts_hold_what_is_offloaded(context):
     """What the DeepSpeed JSON offloads to CPU memory fits beside the processes of each node's ranks."""
-    if context.config is None or "trainable" not in context.plan:
-        return skip("no model sizes (see CFG001 and DATA001)")
+    if (missing := _nothing_to_size(context)) is not None:
+        return skip(missing)
     away = [what for what, place in _offloaded(context).items() if place == "cpu"]
     if not away:
         return skip("nothing is offloaded to CPU memory")
@@ -204,8 +215,8 @@ def _room(context, of_hosts: bool = False) -> tuple[str, float, bool] | None:
 @check("DISK001", 0, "cluster", "checkpoints fit")
 def checkpoints_fit(context):
     """The checkpoints that this run keeps, and one more while it is written, fit on the disk of logging.save_dir."""
-    if context.config is None or "trainable" not in context.plan:
-        return skip("no model sizes (see CFG001 and DATA001)")
+    if (missing := _nothing_to_size(context)) is not None:
+        return skip(missing)
     keep, steps = context.config.checkpoints, context.config.training.num_train_steps
     each = size.checkpoint_bytes(context.engine_plan(), context.plan, context.config.training.dtype)
     count = keep.keep_last + 1 + (steps // keep.keep_every if keep.keep_every else 0)

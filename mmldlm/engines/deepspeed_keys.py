@@ -1,0 +1,234 @@
+"""What a DeepSpeed JSON may say here: DeepSpeed itself ignores every key that it does not know, and obeys the others.
+
+The keys are those of DeepSpeed 0.19.8: runtime/config.py and what it calls, runtime/precision_config.py,
+runtime/zero/config.py and runtime/zero/offload_config.py. tests/engines/test_deepspeed_keys.py compares them with the
+installed DeepSpeed; here it is not imported, because preflight's level 0 reads the JSON and starts without torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from mmldlm.errors import UserError
+
+
+class Only(NamedTuple):
+    """A key that may stand there with the one value that changes nothing; `advice` says what to do instead."""
+
+    value: Any
+    advice: str
+
+
+class Never(NamedTuple):
+    """A key that has no place in the JSON; `advice` says what to do instead."""
+
+    advice: str
+
+
+SWITCH, SIZE, NUMBER, TEXT, SECTION = "true or false", "a whole number >= 0", "a number", "a word", "an object {...}"
+_MATHS = "it changes the numbers that mmldlm promises are the same on every engine: delete it"
+_UNTESTED = "mmldlm's checkpoints and steps were never tested with it: delete it"
+_OFF = 'delete it, or write {"enabled": false}; mmldlm has no use for it'
+_REMOVED = "DeepSpeed 0.19.8 removed it: delete it"
+
+TOP: dict[str, str | Only | Never] = {
+    # Our config owns them (deepspeed_config.merged_config compares).
+    "train_batch_size": NUMBER, "train_micro_batch_size_per_gpu": NUMBER, "gradient_accumulation_steps": NUMBER,
+    "gradient_clipping": NUMBER, "bf16": SECTION, "fp16": SECTION, "zero_optimization": SECTION,
+    "data_types": SECTION, "optimizer": SECTION, "scheduler": SECTION, "amp": SECTION,
+    # No bearing on the training.
+    **dict.fromkeys(
+        ("comms_logger", "flops_profiler", "tensorboard", "csv_monitor", "wandb", "comet", "timers", "aio"), SECTION
+    ),
+    **dict.fromkeys(("wall_clock_breakdown", "memory_breakdown", "dump_state", "disable_python_gc"), SWITCH),
+    "steps_per_print": NUMBER, "vocabulary_size": NUMBER, "log_level": TEXT,
+    # Only as they are.
+    "communication_data_type": Only("fp32", "gradients are reduced in fp32 on every engine"),
+    "seq_parallel_communication_data_type": Only("fp32", "gradients are reduced in fp32 on every engine"),
+    "prescale_gradients": Only(False, _UNTESTED), "gradient_predivide_factor": Only(1.0, _UNTESTED),
+    "gradient_allreduce_op": Only("mean", _MATHS), "managed_gradient_accumulation": Only(True, _MATHS),
+    "disable_allgather": Only(False, _MATHS),
+    "zero_allow_untested_optimizer": Only(True, "mmldlm brings its own AdamW"),
+    "zero_force_ds_cpu_optimizer": Only(False, "mmldlm brings its own AdamW"),
+    "dataloader_drop_last": Only(False, "mmldlm has its own data loader: delete it"),
+    "use_data_before_expert_parallelism": Only(False, "the model has no experts: delete it"),
+    "torch_autocast": Only({"enabled": False}, "it would scale and round what training.dtype says; set training.dtype"),
+    "autotuning": Only({"enabled": False}, _OFF), "data_efficiency": Only({"enabled": False}, _OFF),
+    "hybrid_engine": Only({"enabled": False}, _OFF), "expert_parallel": Only({"enabled": False}, _OFF),
+    # What we do not support.
+    "bfloat16": Never('the name is "bf16" now: rename it'),
+    "activation_checkpointing": Never("it has no effect on this model, whose memory model.* governs: delete it"),
+    "checkpoint": Never("mmldlm writes the checkpoints (checkpoints.*): delete it"),
+    "datastates_ckpt": Never("mmldlm writes the checkpoints (checkpoints.*): delete it"),
+    "compile": Never("training.compile_model compiles the model: delete it"),
+    "pipeline": Never("the model is not cut into pipeline stages: delete it"),
+    "tensor_parallel": Never("the model is not cut by tensors: delete it"),
+    "sequence_parallel_size": Never("the model is not cut by sequences: delete it"),
+    "data_parallel_size": Never("every rank is data-parallel here: delete it"),
+    "weight_quantization": Never(_MATHS),
+    "elasticity": Never("DeepSpeed 0.19.8 removed it: delete it; use torchrun's --nnodes MIN:MAX"),
+    **dict.fromkeys(
+        ("compression_training", "curriculum_learning", "eigenvalue", "graph_harvesting", "nebula",
+         "progressive_layer_drop", "quantize_training", "sparse_attention", "sparse_gradients"), Never(_REMOVED)
+    ),
+}  # fmt: skip
+
+_STAGE3_SIZES = (
+    "prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters",
+    "max_reuse_distance",
+)  # fmt: skip
+ZERO: dict[str, str | Only | Never] = {
+    "stage": NUMBER, "offload_param": SECTION, "offload_optimizer": SECTION,
+    # How memory and messages are cut: the sums stay the same.
+    **dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size", "sub_group_size"), SIZE),
+    **dict.fromkeys((*_STAGE3_SIZES, *(f"stage3_{name}" for name in _STAGE3_SIZES)), SIZE),
+    **dict.fromkeys(
+        ("contiguous_gradients", "reduce_scatter", "use_multi_rank_bucket_allreduce", "allgather_partitions",
+         "overlap_comm", "round_robin_gradients", "ignore_unused_parameters", "memory_efficient_linear",
+         "override_module_apply", "log_trace_cache_warnings", "enable_sanity_checks",
+         "gather_16bit_weights_on_model_save", "stage3_gather_16bit_weights_on_model_save",
+         "stage3_gather_fp16_weights_on_model_save", "load_from_fp32_weights", "pipeline_loading_checkpoint",
+         "use_all_reduce_for_fetch_params", "stage3_use_all_reduce_for_fetch_params", "allgather_sequential",
+         "stage3_allgather_sequential", "save_muon_momentum_buffer_in_memory"), SWITCH
+    ),
+    # Only as they are.
+    **dict.fromkeys(
+        ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"),
+        Only(False, _MATHS),
+    ),
+    **dict.fromkeys(("parameter_alignment", "legacy_stage1", "elastic_checkpoint"), Only(False, _UNTESTED)),
+    "compute_grad_norm": Only(True, "the guard judges every step by its gradient norm: delete it"),
+    "zero_hpz_partition_size": Only(1, _UNTESTED),
+    **dict.fromkeys(
+        ("module_granularity_threshold", "stage3_module_granularity_threshold"),
+        Only(0, "mmldlm tells ZeRO-3 which modules are whole, its blocks: delete it"),
+    ),
+    # What we do not support.
+    "leaf_module": Never("mmldlm tells ZeRO-3 which modules are whole, its blocks: delete it"),
+    "zenflow": Never(_MATHS),
+    "cpu_offload": Never('deprecated: write "offload_optimizer": {"device": "cpu"}'),
+    "cpu_offload_param": Never('deprecated: write "offload_param": {"device": "cpu"}'),
+    "cpu_offload_use_pin_memory": Never('deprecated: write "pin_memory" in offload_optimizer or offload_param'),
+    "mics_shard_size": Never(_REMOVED), "mics_hierarchical_params_gather": Never(_REMOVED),
+    "zeropp_loco_param": Never(_REMOVED),
+}  # fmt: skip
+
+OFFLOAD_PARAM: dict[str, str | Only | Never] = {
+    "device": TEXT, "pin_memory": SWITCH, "nvme_path": TEXT, "buffer_count": SIZE, "buffer_size": SIZE,
+    "max_in_cpu": SIZE,
+}  # fmt: skip
+OFFLOAD_OPTIMIZER: dict[str, str | Only | Never] = {
+    "device": TEXT, "pin_memory": SWITCH, "nvme_path": TEXT, "buffer_count": SIZE, "pipeline_read": SWITCH,
+    "pipeline_write": SWITCH, "fast_init": SWITCH, "ratio": Only(1.0, _UNTESTED),
+    "super_offload": Only(False, _UNTESTED), "cpuadam_cores_perc": NUMBER,
+}  # fmt: skip
+BF16: dict[str, str | Only | Never] = {
+    "enabled": SWITCH, "immediate_grad_update": Only(False, _UNTESTED),
+    "check_grad_overflow": Only(True, "mmldlm's guard judges every step: delete it"),
+    "bf16_master_weights_and_grads": Only(False, "masters are fp32 on every engine: delete it"),
+    "bf16_optimizer_states": Only(False, "masters and moments are fp32 on every engine: delete it"),
+}  # fmt: skip
+FP16: dict[str, str | Only | Never] = {
+    "enabled": SWITCH, "auto_cast": Only(False, "mmldlm casts its inputs itself: delete it"),
+    # Compared with stability.loss_scale in merged_config, where the run is one in fp16.
+    **dict.fromkeys(("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"), NUMBER),
+    "consecutive_hysteresis": SWITCH,
+    "fp16_master_weights_and_grads": Only(False, "masters are fp32 on every engine: delete it"),
+}  # fmt: skip
+DATA_TYPES: dict[str, str | Only | Never] = {
+    "grad_accum_dtype": Only("fp32", "gradients are added up in fp32 on every engine"),
+    "param_dtype": Never("training.dtype says it: delete it"),
+    "buffer_dtype": Never("buffers keep their dtype: delete it"),
+    "keep_in_fp32_modules": Never("training.dtype says it: delete it"),
+}  # fmt: skip
+
+SECTIONS: dict[str, dict[str, str | Only | Never]] = {
+    "zero_optimization": ZERO,
+    "zero_optimization.offload_param": OFFLOAD_PARAM,
+    "zero_optimization.offload_optimizer": OFFLOAD_OPTIMIZER,
+    "bf16": BF16,
+    "fp16": FP16,
+    "data_types": DATA_TYPES,
+}
+
+
+def check_keys(values: Mapping[str, Any], file: str | None) -> None:
+    """Refuse what DeepSpeed would ignore, or do to the training without our config knowing.
+
+    Args:
+        values: the JSON's. file: its name, for the message.
+
+    Raises:
+        UserError: an unknown key (the nearest one is named), a value of the wrong kind, or one that may not be there.
+    """
+    _check(values, TOP, "", file)
+    for name, known in SECTIONS.items():
+        section: Any = values
+        for part in name.split("."):
+            section = section.get(part) or {}
+        _check(section, known, f"{name}.", file)
+    check_stage(values, file)
+    for what in ("offload_param", "offload_optimizer"):
+        device = (values.get("zero_optimization", {}).get(what) or {}).get("device", "none")
+        if device not in ("none", "cpu", "auto"):
+            raise UserError(
+                f'zero_optimization.{what}.device "cpu" or "none"',
+                f"{device!r} in {file}",
+                'write "cpu" (mmldlm\'s checkpoints were never tested with another), or delete the section',
+            )
+
+
+def check_stage(values: Mapping[str, Any], file: str | None) -> None:
+    """The part of it that everything needs that asks for the stage.
+
+    Raises:
+        UserError: zero_optimization is no object, or its stage is none of 0 to 3.
+    """
+    zero = values.get("zero_optimization", {})
+    if not isinstance(zero, dict):
+        raise _wrong("zero_optimization", SECTION, zero, file)
+    stage = zero.get("stage", "auto")
+    if stage != "auto" and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)):
+        raise _wrong("zero_optimization.stage", 'a ZeRO stage 0, 1, 2 or 3, or "auto"', stage, file)
+
+
+def _check(section: Mapping[str, Any], known: Mapping[str, str | Only | Never], prefix: str, file: str | None) -> None:
+    for key, value in section.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            fix = f"write {prefix}{near[0]}, or delete it" if near else "delete it (docs/engines.md: what it may hold)"
+            raise UserError("keys that DeepSpeed 0.19.8 knows (it ignores others)", f"{prefix}{key} in {file}", fix)
+        rule = known[key]
+        if isinstance(rule, Never):
+            raise UserError(f"a DeepSpeed JSON without {prefix}{key}", f"{prefix}{key} in {file}", rule.advice)
+        if isinstance(rule, Only):
+            if value != "auto" and not _changes_nothing(value, rule.value):
+                found = f"{prefix}{key}={value} in {file}"
+                raise UserError(f"{prefix}{key}={rule.value}, or nothing", found, rule.advice)
+        elif not _fits(value, rule, optional=prefix != "" and rule == SECTION):
+            raise _wrong(f"{prefix}{key}", rule, value, file)
+
+
+def _changes_nothing(value: Any, only: Any) -> bool:
+    if isinstance(only, dict):  # a section that is switched off, whatever else it says
+        return isinstance(value, dict) and value.get("enabled", False) is False
+    return value == only and isinstance(value, bool) == isinstance(only, bool)  # 0 == False
+
+
+def _fits(value: Any, kind: str, optional: bool) -> bool:
+    if kind == SECTION:  # an offload section may be null
+        return isinstance(value, dict) or (optional and value is None)
+    if value == "auto" or value is None:
+        return True
+    if kind == SWITCH:
+        return isinstance(value, bool)
+    if kind == TEXT:
+        return isinstance(value, str)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and (kind == NUMBER or (value >= 0 and value == int(value)))
+
+
+def _wrong(key: str, expected: str, value: Any, file: str | None) -> UserError:
+    return UserError(f"{key}: {expected}", f"{value!r} in {file}", "mend it (ds_configs/ has files to start from)")
