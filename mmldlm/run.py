@@ -12,7 +12,7 @@ import torch
 from mmldlm.config.load import to_yaml
 from mmldlm.data.resolve import RunData
 from mmldlm.engines.base import Engine
-from mmldlm.errors import MmldlmError, UserError
+from mmldlm.errors import MmldlmError, StabilityStop, UserError
 from mmldlm.observe.plots import plot_run
 from mmldlm.observe.progress import Progress, train_log_path
 from mmldlm.observe.records import JsonlLog
@@ -167,12 +167,13 @@ class RunFolder:
     # -- while it runs -----------------------------------------------------------------------------------------------
 
     def log_step(
-        self, sums: dict[str, float], batch, verdict: Verdict, grad_norm: float, lr: float, cost: dict
+        self, sums: dict[str, float], batch, verdict: Verdict, grad_norm: float, lr: float, cost: dict, num_bad: int
     ) -> None:
         """Write the record of the step that state counted last.
 
         Args:
-            sums: over all ranks and micro-batches. cost: StepMeter.step's.
+            sums: over all ranks and micro-batches. cost: StepMeter.step's. num_bad: samples of all ranks that were left
+                out or mended.
         """
         if not verdict.apply:
             self.last_reasons = [*self.last_reasons[-4:], verdict.reason]
@@ -192,6 +193,7 @@ class RunFolder:
             "grad_norm": grad_norm,
             **{key: value for key, value in cost.items() if value is not None},
             "samples": self.state.consumed_samples,
+            "bad_samples": num_bad,
             "skipped": not verdict.apply,
             **({"loss_scale": self.engine.loss_scale} if self.config.training.dtype == "fp16" else {}),
         }
@@ -263,6 +265,15 @@ class RunFolder:
             if self.is_main:
                 what = "mended in" if bad.get("mended") else "left out of"
                 self.progress.warning(f"sample {bad['id']} {what} step {self.state.step}: {bad['reason']}")
+
+    def lost_data(self, reason: str) -> StabilityStop:
+        """The error that ends the run on every rank because too many samples are bad."""
+        self.event("stability_stop", step=self.state.step, reason=reason)
+        return StabilityStop(
+            f"stopped at step {self.state.step}: {reason}. Which samples, in which files and why: "
+            f"{self.run_dir / 'events.jsonl'} (bad_sample). Last checkpoint: {self.run_dir / 'latest'}. Check the "
+            f"storage of {', '.join(self.config.data.roots)} and `mmldlm verify-data`, then add training.resume=auto."
+        )
 
     def rewind(self) -> None:
         """After a rollback: the logs go on from the state's step."""

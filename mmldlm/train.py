@@ -190,18 +190,16 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
         norm = engine.grad_norm().to(sums)
         diagnostics.before_step()
         # The step's one host sync: losses, the norm and what the ranks must agree on travel in one vector.
-        num_tokens, num_bad_samples = (sum(each) for each in zip(*((b.num_tokens, len(b.bad)) for b in batches)))
-        told = engine.to_device(
-            [stop.received, checkpoints.is_writing, checkpoints.is_asked, num_tokens, num_bad_samples]
-        )
+        counts = [sum(each) for each in zip(*((b.num_tokens, len(b.bad), int(b.real.sum())) for b in batches))]
+        told = engine.to_device([stop.received, checkpoints.is_writing, checkpoints.is_asked, *counts])
         # The norm is the same on every rank, or one of them has gone astray: of the mean, a bad one leaves nothing.
         norm = norm / engine.world_size
         vector = engine.sum_on_host(torch.cat([sums, norm.view(1), told]))
-        *values, num_bad_losses, grad_norm, num_stops, num_writing, num_asks, num_tokens, num_bad_samples = vector
+        *values, num_bad_losses, grad_norm, num_stops, num_writing, num_asks, num_tokens, num_bad, num_usable = vector
         interrupted = num_stops > 0
 
         step_loss = values[METRICS.index("loss")]
-        verdict = guard.judge(step_loss, int(num_bad_losses), grad_norm)
+        verdict = guard.judge(step_loss, int(num_bad_losses), grad_norm, int(num_usable))
         if verdict.apply:
             engine.apply(lr, grad_norm)
             if average is not None:
@@ -210,10 +208,11 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
             engine.discard()
         look = diagnostics.after_step(lr, verdict.apply)
         num_samples = len(plan.batch(state.step).ids)
+        guard.bad_share.admit(int(num_bad), num_samples)
         state.advance(verdict, num_samples)
         sums_by_name = dict(zip(METRICS, values, strict=True))
         cost = meter.step(num_samples, num_tokens, sums_by_name["text_masked"])
-        folder.log_step(sums_by_name, batches[0], verdict, grad_norm, lr, cost)
+        folder.log_step(sums_by_name, batches[0], verdict, grad_norm, lr, cost, int(num_bad))
         if (told := profiler.after(state.step)) is not None:
             folder.progress.message(f"profile  {told}")
             folder.event("profile", **told.record())
@@ -221,8 +220,11 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
             folder.log_skip(verdict, step_loss, grad_norm, forensics.gather(engine, batches, losses), batches[0])
         if look is not None:
             folder.log_look(look)
-        if num_bad_samples:
+        if num_bad:
             folder.log_bad_samples(batches)
+        if (lost := guard.bad_share.trouble()) is not None:
+            checkpoints.finish_save()
+            raise folder.lost_data(lost)
 
         last = state.step == training.num_train_steps
         save_due = last or interrupted or num_asks > 0 or state.step % config.logging.save_freq == 0

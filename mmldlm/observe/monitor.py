@@ -71,7 +71,8 @@ def judge(
 
     Unhealthy is: no step yet; no step for `stall_seconds` (None: 20 usual steps, at least 2 minutes) although the run
     is not at its end; a non-finite loss or gradient norm in an applied step of the window; more than 5 % of the window
-    skipped; a gradient norm 10 times, or a loss 1.5 times, its usual height before; unreadable lines.
+    skipped, or of its samples bad; a gradient norm 10 times, or a loss 1.5 times, its usual height before; unreadable
+    lines.
     """
     health = Health()
     if num_unreadable:
@@ -103,8 +104,26 @@ def judge(
         health.lines.append(f"  skipped: {len(skipped)} of the last {len(recent)} steps")
     if len(skipped) > 0.05 * len(recent):
         health.faults.append(f"{len(skipped)} of the last {len(recent)} steps were skipped")
+    num_bad, num_samples = _bad_samples(recent, earlier)
+    if num_bad:
+        told = f"{num_bad} of the {num_samples} samples of the last {len(recent)} steps were bad"
+        health.lines.append(f"  {told} (bad_sample in events.jsonl names them)")
+        if num_bad > 0.05 * num_samples:
+            health.faults.append(told)
     health.faults += _stall(recent, now, stall_seconds, health)
     return health
+
+
+def _bad_samples(recent: Sequence[dict], earlier: Sequence[dict]) -> tuple[int, int]:
+    """Bad samples, and all samples, of the newest steps: `samples` counts them from the run's start."""
+    if earlier:
+        before = earlier[-1].get("samples", 0)
+    elif recent[0]["step"] == 1:
+        before = 0
+    else:  # the log begins in the middle of a run: how many its first step had is not known
+        before, recent = recent[0].get("samples", 0), recent[1:]
+    num_bad = sum(record.get("bad_samples", 0) for record in recent)
+    return num_bad, recent[-1].get("samples", 0) - before if recent else 0
 
 
 def _stall(recent: Sequence[dict], now: datetime, limit: float | None, health: Health) -> list[str]:

@@ -61,6 +61,20 @@ def test_skips_are_reported_and_many_are_a_fault():
     assert "6 of the last 100 steps were skipped" in faults(records(**bad(6)))
 
 
+def test_bad_samples_are_reported_and_many_are_a_fault():
+    def bad(count, **more):
+        return records(samples=lambda step: 8 * step, bad_samples=lambda step: count if step > 250 else 0, **more)
+
+    assert judge(bad(0), NOW).lines == judge(records(), NOW).lines
+    few = judge(bad(1), NOW, window=200)
+    assert few.faults == [] and any("50 of the 1600 samples of the last 200 steps were bad" in x for x in few.lines)
+    assert faults(bad(1)) == "50 of the 800 samples of the last 100 steps were bad"
+    assert faults(bad(8)) == "400 of the 800 samples of the last 100 steps were bad"
+    # A log that begins in the middle of a run, and a run's first steps.
+    assert faults(bad(8)[270:]) == "232 of the 232 samples of the last 30 steps were bad"
+    assert "8 of the 8 samples" in faults(records(steps=1, samples=lambda step: 8, bad_samples=lambda step: 8))
+
+
 def test_exploding_norm_and_rising_loss_are_faults():
     assert "grad_norm rose from 0.8 to 9" in faults(records(grad_norm=lambda step: 9.0 if step > 200 else 0.8))
     assert "loss rose from 2 to 3.5" in faults(records(loss=lambda step: 3.5 if step > 200 else 2.0))
