@@ -34,7 +34,7 @@ class UserError(MmldlmError, ValueError):
 
 
 class NodeError(UserError):
-    """What one machine lacks, not the run: each machine's first rank says it, for rank 0 may be on another."""
+    """What one machine lacks, not the run (engines/one_voice.py has a rank of that machine say it)."""
 
 
 class StabilityStop(MmldlmError):

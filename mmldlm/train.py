@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import traceback
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,7 +19,8 @@ if __package__ in (None, ""):  # `deepspeed mmldlm/train.py` puts the package's 
 from mmldlm.config.load import load_config, preset_names
 from mmldlm.config.schema import Config
 from mmldlm.engines.mpi import adopt_mpi_environment
-from mmldlm.errors import EXIT_FAILED, Interrupted, MmldlmError, NodeError, UserError
+from mmldlm.engines.one_voice import say, say_error
+from mmldlm.errors import EXIT_FAILED, Interrupted, MmldlmError, UserError
 
 FIRST_STEP_PATIENCE = 3.0  # times engine.timeout: it compiles, builds groups and imports, and cannot beat meanwhile
 
@@ -272,9 +272,9 @@ class StopSignal:
         self.received = True
 
 
-def _say(message: str, rank: str = "RANK") -> None:
-    if int(os.environ.get(rank, 0)) == 0:
-        print(f"[{datetime.now(timezone.utc):%H:%M:%S}] {message}", file=sys.stderr, flush=True)
+def _say(message: str) -> None:
+    if int(os.environ.get("RANK", 0)) == 0:
+        say(message)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -286,13 +286,12 @@ def main(argv: list[str] | None = None) -> int:
     )  # the deepspeed launcher adds it
     args = parser.parse_intermixed_args(argv)
     try:
-        # Every rank finds the same mistake by itself before any of them waits for another; rank 0 reports it.
+        # Every rank finds the same mistake by itself before any of them waits for another; one of them reports it.
         adopt_mpi_environment()
         config = parse_config(args)
         train(check_run(config, int(os.environ.get("WORLD_SIZE", 1))))
     except MmldlmError as error:
-        rank = "LOCAL_RANK" if isinstance(error, NodeError) else "RANK"
-        _say(f"{'error' if not isinstance(error, Interrupted) else 'stopped'}: {error}", rank)
+        say_error(error, "stopped" if isinstance(error, Interrupted) else "error")
         return error.exit_code
     except (
         Exception
