@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,12 +12,14 @@ import torch
 
 from mmldlm.config.load import to_yaml
 from mmldlm.data.resolve import RunData
+from mmldlm.engines import one_voice
 from mmldlm.engines.base import Engine
 from mmldlm.errors import MmldlmError, StabilityStop, UserError
 from mmldlm.observe.plots import plot_run
 from mmldlm.observe.progress import Progress, train_log_path
 from mmldlm.observe.records import JsonlLog
 from mmldlm.observe.wandb import open_wandb
+from mmldlm.run_lock import RunLock, check_unused
 from mmldlm.stability.diagnostics import Look
 from mmldlm.stability.forensics import bad_micro_batches, save_case
 from mmldlm.stability.guard import Verdict
@@ -77,6 +80,7 @@ class RunFolder:
         self.run_dir = config.run_dir()
         self.is_main = engine.rank == 0
         self.last_reasons: list[str] = []
+        self.lock, self._lock_lost = RunLock(self.run_dir), False
 
     # -- opening -----------------------------------------------------------------------------------------------------
 
@@ -89,9 +93,31 @@ class RunFolder:
         Raises:
             MmldlmError: on every rank, when rank 0 could not open the logs or wandb.
         """
+        self._together(lambda: self._open(trainable, resumed_from, taken))
+
+    def claim(self, beat: Callable[[], None]) -> None:
+        """Take the folder for this job alone, before anything is read of it. Collective.
+
+        Args:
+            beat: called by rank 0 while it waits for a job that may be gone.
+
+        Raises:
+            UserError: on every rank, when another job trains there, or did so and has saved what would be overwritten.
+        """
+        self._together(lambda: self._claim(beat))
+
+    def _claim(self, beat: Callable[[], None]) -> None:
+        if not self.is_main:
+            return
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        # The others wait for rank 0 in a collective, which has its own time limit.
+        self.lock.acquire(lambda note: one_voice.say(f"warning: {note}"), beat, patience=self.config.engine.timeout / 2)
+        check_unused(self.config)
+
+    def _together(self, work: Callable[[], None]) -> None:
         failure: Exception | None = None
         try:
-            self._open(trainable, resumed_from, taken)
+            work()
         except (MmldlmError, OSError) as error:  # the ranks vote: one that left alone would leave the others waiting
             failure = error
         if self.engine.all_ok(failure is None):
@@ -116,7 +142,6 @@ class RunFolder:
         )
         if not self.is_main:
             return
-        self.run_dir.mkdir(parents=True, exist_ok=True)
         (self.run_dir / "config.yaml").write_text(to_yaml(config))
         self.log = JsonlLog(self.run_dir / "training_log.jsonl", state.step)
         self.evaluations = JsonlLog(self.run_dir / "eval_log.jsonl", state.step)
@@ -301,7 +326,16 @@ class RunFolder:
         if self.is_main:
             self._write(self.events, {"event": kind, **values})
 
+    def renew_lock(self) -> None:
+        """Show other jobs that this one lives (rank 0); every line of a log does so, too."""
+        if self.is_main and not self.lock.renew() and not self._lock_lost:
+            self._lock_lost = True
+            self.progress.warning(
+                f"{self.lock.path} is no longer this job's: if another one trains in this folder, end one of them"
+            )
+
     def _write(self, log: JsonlLog, record: dict) -> None:
+        self.renew_lock()
         try:
             log.write(record)
         except OSError as error:  # a full disk, seen by rank 0 alone: training goes on, the lost line is said
@@ -322,3 +356,4 @@ class RunFolder:
             log.close()
         if self.wandb is not None:
             self.wandb.finish()
+        self.lock.release()

@@ -52,19 +52,14 @@ def check_run(config: Config, world_size: int):
     Raises:
         UserError: the first thing that is wrong.
     """
-    from mmldlm.checkpoints.commit import list_checkpoints, resolve
+    from mmldlm.checkpoints.commit import resolve
     from mmldlm.data.resolve import open_data
     from mmldlm.engines.build import check_engine
+    from mmldlm.run_lock import check_unused
 
     check_engine(config, world_size)
     data = open_data(config)
-    run_dir = config.run_dir()
-    if config.training.resume is None and list_checkpoints(run_dir):
-        raise UserError(
-            f"a new folder for the run, or training.resume to continue the one in {run_dir}",
-            f"{run_dir} already holds checkpoints",
-            "add training.resume=auto, choose another logging.run_name, or move the old run away",
-        )
+    check_unused(config)
     if config.training.resume not in (None, "auto"):
         resolve(config.training.resume)
         if config.training.init_from is not None:
@@ -145,6 +140,8 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
     state = TrainingState(global_batch, len(data.train_lengths), training.seed, plan=plan.version)
     folder = RunFolder(config, data, engine, state)
     checkpoints = RunCheckpoints(folder, average, guard)
+    alive.beat(state.step, "claim")
+    folder.claim(lambda: alive.beat(state.step, "claim"))
     resume_from = checkpoints.find_resume()
     if resume_from is not None:
         alive.beat(state.step, "load")
@@ -245,7 +242,7 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
         if last or state.step % config.logging.eval_freq == 0:
             alive.beat(state.step, "evaluate")
             with meter.part("evaluation"):
-                folder.log_evaluation(validation.run(lambda: alive.beat(state.step, "evaluate")))
+                folder.log_evaluation(validation.run(lambda: (alive.beat(state.step, "evaluate"), folder.renew_lock())))
         alive.beat(state.step, "save")
         if last or interrupted:
             checkpoints.save_before_end()
