@@ -33,10 +33,6 @@ class UserError(MmldlmError, ValueError):
         super().__init__(f"expected {expected}\n  found: {found}\n  fix:   {fix}")
 
 
-class NodeError(UserError):
-    """What one machine lacks, not the run: each machine's first rank says it, for rank 0 may be on another."""
-
-
 class StabilityStop(MmldlmError):
     """The stability guard ended the run on all ranks (exit 4)."""
 

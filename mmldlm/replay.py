@@ -182,13 +182,15 @@ class Replay:
         for step in range(start, end):
             if any(first <= step < last for first, last in case["passed_over"]):
                 continue
-            total, num_bad, engine.loss_scale = 0.0, 0, guard.loss_scale.value
+            total, num_bad, num_usable, engine.loss_scale = 0.0, 0, 0, guard.loss_scale.value
             for micro in range(shares):
-                loss, _ = self.objective(engine.module, batches[step * shares + micro].to(self.device))
+                batch = batches[step * shares + micro].to(self.device)
+                loss, _ = self.objective(engine.module, batch)
                 engine.backward(loss)
                 total, num_bad = total + loss.item(), num_bad + (not math.isfinite(loss.item()))
+                num_usable += int(batch.real.sum())
             norm = engine.grad_norm().item()
-            if guard.judge(total, num_bad, norm).apply:
+            if guard.judge(total, num_bad, norm, num_usable).apply:
                 schedule = learning_rate(applied, config.training.num_train_steps, config.optimizer)
                 engine.apply(case["lr_scale"] * schedule, norm)
                 applied += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,12 +12,14 @@ import torch
 
 from mmldlm.config.load import to_yaml, with_absolute_paths
 from mmldlm.data.resolve import RunData
+from mmldlm.engines import one_voice
 from mmldlm.engines.base import Engine
-from mmldlm.errors import MmldlmError, UserError
+from mmldlm.errors import MmldlmError, StabilityStop, UserError
 from mmldlm.observe.plots import plot_run
 from mmldlm.observe.progress import Progress, train_log_path
 from mmldlm.observe.records import JsonlLog
 from mmldlm.observe.wandb import open_wandb
+from mmldlm.run_lock import RunLock, check_unused
 from mmldlm.stability.diagnostics import Look
 from mmldlm.stability.forensics import bad_micro_batches, save_case
 from mmldlm.stability.guard import Verdict
@@ -84,6 +87,7 @@ class RunFolder:
         self.last_reasons: list[str] = []
         self._bad_validation: set[int] = set()  # ids already told
         self._failing: set[str] = set()  # names of the logs whose last line could not be written
+        self.lock, self._lock_lost = RunLock(self.run_dir), False
 
     # -- opening -----------------------------------------------------------------------------------------------------
 
@@ -96,9 +100,31 @@ class RunFolder:
         Raises:
             MmldlmError: on every rank, when rank 0 could not open the logs or wandb.
         """
+        self._together(lambda: self._open(trainable, resumed_from, taken))
+
+    def claim(self, beat: Callable[[], None]) -> None:
+        """Take the folder for this job alone, before anything is read of it. Collective.
+
+        Args:
+            beat: called by rank 0 while it waits for a job that may be gone.
+
+        Raises:
+            UserError: on every rank, when another job trains there, or did so and has saved what would be overwritten.
+        """
+        self._together(lambda: self._claim(beat))
+
+    def _claim(self, beat: Callable[[], None]) -> None:
+        if not self.is_main:
+            return
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        # The others wait for rank 0 in a collective, which has its own time limit.
+        self.lock.acquire(lambda note: one_voice.say(f"warning: {note}"), beat, patience=self.config.engine.timeout / 2)
+        check_unused(self.config)
+
+    def _together(self, work: Callable[[], None]) -> None:
         failure: Exception | None = None
         try:
-            self._open(trainable, resumed_from, taken)
+            work()
         except (MmldlmError, OSError) as error:  # the ranks vote: one that left alone would leave the others waiting
             failure = error
         if self.engine.all_ok(failure is None):
@@ -123,7 +149,6 @@ class RunFolder:
         )
         if not self.is_main:
             return
-        self.run_dir.mkdir(parents=True, exist_ok=True)
         (self.run_dir / "config.yaml").write_text(to_yaml(with_absolute_paths(config)))
         self.log = JsonlLog(self.run_dir / "training_log.jsonl", state.step)
         self.evaluations = JsonlLog(self.run_dir / "eval_log.jsonl", state.step)
@@ -174,12 +199,13 @@ class RunFolder:
     # -- while it runs -----------------------------------------------------------------------------------------------
 
     def log_step(
-        self, sums: dict[str, float], batch, verdict: Verdict, grad_norm: float, lr: float, cost: dict
+        self, sums: dict[str, float], batch, verdict: Verdict, grad_norm: float, lr: float, cost: dict, num_bad: int
     ) -> None:
         """Write the record of the step that state counted last.
 
         Args:
-            sums: over all ranks and micro-batches. cost: StepMeter.step's.
+            sums: over all ranks and micro-batches. cost: StepMeter.step's. num_bad: samples of all ranks that were left
+                out or mended.
         """
         if not verdict.apply:
             self.last_reasons = [*self.last_reasons[-4:], verdict.reason]
@@ -199,6 +225,7 @@ class RunFolder:
             "grad_norm": grad_norm,
             **{key: value for key, value in cost.items() if value is not None},
             "samples": self.state.consumed_samples,
+            "bad_samples": num_bad,
             "skipped": not verdict.apply,
             **({"loss_scale": self.engine.loss_scale} if self.config.training.dtype == "fp16" else {}),
         }
@@ -277,6 +304,15 @@ class RunFolder:
             if validation:
                 self._bad_validation.add(sample["id"])
 
+    def lost_data(self, reason: str) -> StabilityStop:
+        """The error that ends the run on every rank because too many samples are bad."""
+        self.event("stability_stop", step=self.state.step, reason=reason)
+        return StabilityStop(
+            f"stopped at step {self.state.step}: {reason}. Which samples, in which files and why: "
+            f"{self.run_dir / 'events.jsonl'} (bad_sample). Last checkpoint: {self.run_dir / 'latest'}. Check the "
+            f"storage of {', '.join(self.config.data.roots)} and `mmldlm verify-data`, then add training.resume=auto."
+        )
+
     def rewind(self) -> None:
         """After a rollback: the logs go on from the state's step."""
         self.last_reasons = []
@@ -337,7 +373,16 @@ class RunFolder:
         self.event("wandb_failed", step=self.state.step, reason=reason)
         self.progress.warning(f"step {self.state.step}: no more is logged to wandb ({reason}); the run goes on")
 
+    def renew_lock(self) -> None:
+        """Show other jobs that this one lives (rank 0); every line of a log does so, too."""
+        if self.is_main and not self.lock.renew() and not self._lock_lost:
+            self._lock_lost = True
+            self.progress.warning(
+                f"{self.lock.path} is no longer this job's: if another one trains in this folder, end one of them"
+            )
+
     def _write(self, log: JsonlLog, record: dict) -> None:
+        self.renew_lock()
         try:
             log.write(record)
         except OSError as error:  # a full disk, seen by rank 0 alone: training goes on, the lost lines are said once
@@ -366,3 +411,4 @@ class RunFolder:
         for log in (self.log, self.evaluations, self.gradients, self.events):
             self._close(log)
         self.progress.close()
+        self.lock.release()

@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import traceback
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,7 +20,8 @@ if __package__ in (None, ""):  # `deepspeed mmldlm/train.py` puts the package's 
 from mmldlm.config.load import load_config, preset_names
 from mmldlm.config.schema import Config
 from mmldlm.engines.mpi import adopt_mpi_environment
-from mmldlm.errors import EXIT_FAILED, Interrupted, MmldlmError, NodeError, UserError
+from mmldlm.engines.one_voice import say, say_error
+from mmldlm.errors import EXIT_FAILED, Interrupted, MmldlmError, UserError
 
 FIRST_STEP_PATIENCE = 3.0  # times engine.timeout: it compiles, builds groups and imports, and cannot beat meanwhile
 
@@ -56,18 +56,13 @@ def check_run(config: Config, world_size: int):
     from mmldlm.checkpoints.commit import list_checkpoints, resolve
     from mmldlm.data.resolve import open_data
     from mmldlm.engines.build import check_engine
+    from mmldlm.run_lock import check_unused
 
     check_engine(config, world_size)
     data = open_data(config)
-    run_dir = config.run_dir()
-    if config.training.resume is None and list_checkpoints(run_dir):
-        raise UserError(
-            f"a new folder for the run, or training.resume to continue the one in {run_dir}",
-            f"{run_dir} already holds checkpoints",
-            "add training.resume=auto, choose another logging.run_name, or move the old run away",
-        )
+    check_unused(config)
     if config.training.resume not in (None, "auto"):
-        source = resolve(config.training.resume)
+        source, run_dir = resolve(config.training.resume), config.run_dir()
         if list_checkpoints(run_dir) and not source.is_relative_to(run_dir.resolve()):
             raise UserError(
                 f"a new folder for a run that begins with {source}",
@@ -157,6 +152,8 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
     )
     folder = RunFolder(config, data, engine, state)
     checkpoints = RunCheckpoints(folder, average, guard, alive.still)
+    alive.beat(state.step, "claim")
+    folder.claim(alive.still)
     resume_from, notes = checkpoints.find_resume(), []
     if resume_from is not None:
         alive.beat(state.step, "load")
@@ -181,7 +178,7 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
 
     def evaluate() -> None:
         alive.beat(state.step, "evaluate")
-        figures = validation.run(lambda: alive.beat(state.step, "evaluate"))
+        figures = validation.run(lambda: (alive.still(), folder.renew_lock()))
         folder.log_evaluation(figures)
         if "bad_samples" in figures:  # on every rank or on none
             folder.log_bad_samples(validation.bad, validation=True)
@@ -219,18 +216,16 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
         norm = engine.grad_norm().to(sums)
         diagnostics.before_step()
         # The step's one host sync: losses, the norm and what the ranks must agree on travel in one vector.
-        num_tokens, num_bad_samples = (sum(each) for each in zip(*((b.num_tokens, len(b.bad)) for b in batches)))
-        told = engine.to_device(
-            [stop.received, checkpoints.is_writing, checkpoints.is_asked, num_tokens, num_bad_samples]
-        )
+        counts = [sum(each) for each in zip(*((b.num_tokens, len(b.bad), int(b.real.sum())) for b in batches))]
+        told = engine.to_device([stop.received, checkpoints.is_writing, checkpoints.is_asked, *counts])
         # The norm is the same on every rank, or one of them has gone astray: of the mean, a bad one leaves nothing.
         norm = norm / engine.world_size
         vector = engine.sum_on_host(torch.cat([sums, norm.view(1), told]))
-        *values, num_bad_losses, grad_norm, num_stops, num_writing, num_asks, num_tokens, num_bad_samples = vector
+        *values, num_bad_losses, grad_norm, num_stops, num_writing, num_asks, num_tokens, num_bad, num_usable = vector
         interrupted = num_stops > 0
 
         step_loss = values[METRICS.index("loss")]
-        verdict = guard.judge(step_loss, int(num_bad_losses), grad_norm)
+        verdict = guard.judge(step_loss, int(num_bad_losses), grad_norm, int(num_usable))
         if verdict.apply:
             engine.apply(lr, grad_norm)
             if average is not None:
@@ -239,10 +234,11 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
             engine.discard()
         look = diagnostics.after_step(lr, verdict.apply)
         num_samples = len(plan.batch(state.step).ids)
+        guard.bad_share.admit(int(num_bad), num_samples)
         state.advance(verdict, num_samples)
         sums_by_name = dict(zip(METRICS, values, strict=True))
         cost = meter.step(num_samples, num_tokens, sums_by_name["text_masked"])
-        folder.log_step(sums_by_name, batches[0], verdict, grad_norm, lr, cost)
+        folder.log_step(sums_by_name, batches[0], verdict, grad_norm, lr, cost, int(num_bad))
         if (told := profiler.after(state.step)) is not None:
             folder.progress.message(f"profile  {told}")
             folder.event("profile", **told.record())
@@ -250,8 +246,11 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
             folder.log_skip(verdict, step_loss, grad_norm, forensics.gather(engine, batches, losses), batches[0])
         if look is not None:
             folder.log_look(look)
-        if num_bad_samples:
+        if num_bad:
             folder.log_bad_samples([sample for batch in batches for sample in batch.bad])
+        if (lost := guard.bad_share.trouble()) is not None:
+            checkpoints.finish_save()
+            raise folder.lost_data(lost)
 
         last = state.step == training.num_train_steps
         overdue = overdue or state.step % config.logging.save_freq == 0
@@ -308,10 +307,9 @@ class StopSignal:
         self.received = True
 
 
-def _say(message: str, rank: str = "RANK") -> None:
-    if int(os.environ.get(rank, 0)) == 0:
-        with contextlib.suppress(OSError):  # nobody reads it: the exit code still says how the run ended
-            print(f"[{datetime.now(timezone.utc):%H:%M:%S}] {message}", file=sys.stderr, flush=True)
+def _say(message: str) -> None:
+    if int(os.environ.get("RANK", 0)) == 0:
+        say(message)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -323,13 +321,12 @@ def main(argv: list[str] | None = None) -> int:
     )  # the deepspeed launcher adds it
     args = parser.parse_intermixed_args(argv)
     try:
-        # Every rank finds the same mistake by itself before any of them waits for another; rank 0 reports it.
+        # Every rank finds the same mistake by itself before any of them waits for another; one of them reports it.
         adopt_mpi_environment()
         config = parse_config(args)
         train(check_run(config, int(os.environ.get("WORLD_SIZE", 1))))
     except MmldlmError as error:
-        rank = "LOCAL_RANK" if isinstance(error, NodeError) else "RANK"
-        _say(f"{'error' if not isinstance(error, Interrupted) else 'stopped'}: {error}", rank)
+        say_error(error, "stopped" if isinstance(error, Interrupted) else "error")
         return error.exit_code
     except (
         Exception

@@ -338,6 +338,9 @@ class StabilityConfig(Section):
     """Rollbacks before all ranks stop with exit 4."""
     rollback_lr_factor: float = Field(0.5, gt=0, le=1)
     """Every rollback multiplies the learning rate of the rest of the run by this."""
+    max_bad_share: float = Field(0.5, gt=0, le=1)
+    """All ranks stop with exit 4 when more than this share of the samples of the last 100 global batches was bad (left
+    out, or mended by nan_to_num); judged from the 20th batch on. 1: never."""
     nan_to_num: bool = False
     """Replace non-finite values of a latent by the mean instead of leaving the sample out (it is named either way).
     The model then learns from a damaged sample."""

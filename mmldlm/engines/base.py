@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mmldlm.engines.fragments import Fragment
 from mmldlm.engines.host_copy import HostCopy
-from mmldlm.errors import NodeError
+from mmldlm.errors import UserError
 
 
 class Engine(ABC):
@@ -224,13 +224,13 @@ def pick_device(local_rank: int) -> torch.device:
     """This rank's GPU, or the CPU where there is none.
 
     Raises:
-        NodeError: on all ranks of a machine that shows its ranks fewer GPUs than they are.
+        UserError: on all ranks of a machine that shows its ranks fewer GPUs than they are.
     """
     if torch.cuda.is_available():
         ranks, found = ranks_here(local_rank), torch.cuda.device_count()
         if ranks > found:
             shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-            raise NodeError(
+            raise UserError(
                 f"a GPU for each of the {ranks} ranks on {socket.gethostname()}",
                 f"{found} GPU(s) that this rank may use{'' if shown is None else f' (CUDA_VISIBLE_DEVICES={shown})'}",
                 "start fewer ranks on this machine, or let every rank see all its GPUs (Slurm: --gpus-per-node, not "

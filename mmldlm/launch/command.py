@@ -8,6 +8,8 @@ import time
 from datetime import datetime, timezone
 from pathlib import Path
 
+from mmldlm.checkpoints.commit import find_latest_whole
+from mmldlm.checkpoints.manifest import MANIFEST
 from mmldlm.errors import EXIT_DONE
 from mmldlm.launch.watcher import AGREED, Outcome, Watcher
 from mmldlm.preflight import command as preflight
@@ -20,7 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `mmldlm launch`."""
     preflight.add_run_arguments(parser)
     parser.add_argument("--level", type=int, choices=range(5), default=2, help="preflight up to this level (default 2)")
-    parser.add_argument("--retries", type=int, default=0, metavar="N", help="start again from the newest checkpoint")
+    parser.add_argument(
+        "--retries", type=int, default=0, metavar="N", help="start again, from the newest checkpoint if there is one"
+    )
     parser.add_argument("--elastic", action="store_true", help="a retry leaves out the nodes that failed")
     parser.add_argument("--grace", type=float, default=120.0, metavar="S", help="seconds to save in after Ctrl-C")
 
@@ -38,6 +42,8 @@ def main(args: argparse.Namespace) -> int:
         return code
     words, training = train_words(args), context.config.training
     batch = training.train_batch_size * training.grad_accum_steps * context.world_size
+    run_dir = context.config.run_dir()
+    before = newest(run_dir)
     for attempt in range(args.retries + 1):
         if attempt:
             print(f"\nattempt {attempt + 1} of {args.retries + 1}", flush=True)
@@ -48,7 +54,9 @@ def main(args: argparse.Namespace) -> int:
             break
         if attempt == args.retries:
             break
-        if attempt == 0:
+        # Where this launch has saved nothing, auto would be a fresh start, or another run's checkpoint, in place of the
+        # training.resume that was asked for.
+        if newest(run_dir) not in (None, before):
             words.append("training.resume=auto")
         if args.elastic and outcome.bad_nodes and not context.local:
             more = without(context, outcome.bad_nodes, batch)
@@ -66,6 +74,12 @@ def train_words(args: argparse.Namespace) -> list[str]:
         ("--deepspeed_config", args.deepspeed_config),
     )
     return [word for option, value in given if value for word in (option, value)] + list(args.overrides)
+
+
+def newest(run_dir: Path) -> tuple[Path, int] | None:
+    """The newest whole checkpoint of a run and when it was committed (ns); training checks its bytes again."""
+    path = find_latest_whole(run_dir, checksums=False)
+    return None if path is None else (path, (path / MANIFEST).stat().st_mtime_ns)
 
 
 def log_folder(context: Context) -> Path:

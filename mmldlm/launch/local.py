@@ -17,9 +17,10 @@ import time
 
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STABILITY, EXIT_USAGE
 
-# What all ranks end with together, by agreement: the slower ones are writing, and are waited for.
+# What all ranks end with together, by agreement: the slower ones are writing, and are waited for. One rank alone that
+# ends so (its node lacks the data) has agreed with nobody: what the others wait for will not come.
 AGREED = (EXIT_STABILITY, EXIT_INTERRUPTED, EXIT_USAGE)
-GRACE = 30.0  # seconds from a rank's failure until the others, which may be stuck waiting for it, are killed
+GRACE = 30.0  # seconds from a rank's failure until the others, which may be stuck waiting for it, are ended
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -28,9 +29,11 @@ def run_local(command: list[str], nproc: int, grace: float = GRACE) -> int:
 
     SIGTERM, SIGINT and SIGUSR1 go to every rank, which then save and exit 5; SIGHUP (the terminal is gone) is passed on
     as SIGTERM. There is no limit on how long they may save. When this process is killed, the ranks get a SIGTERM.
+    When a rank has ended with 2, 4 or 5, the others get a SIGTERM `grace` seconds later: one that is writing goes on,
+    one that waits for the rank that is gone ends. When a rank has failed, they are killed.
 
     Returns:
-        0 when every rank ended well; the code they agreed on (2, 4, 5); 1 when any rank ended otherwise.
+        0 when every rank ended well; the code of the first that ended with 2, 4 or 5; 1 when any rank failed.
     """
     ranks: list[subprocess.Popen] = []
 
@@ -54,10 +57,20 @@ def run_local(command: list[str], nproc: int, grace: float = GRACE) -> int:
 
 
 def _wait(ranks: list[subprocess.Popen], grace: float) -> int:
-    killed_at = None
+    killed_at, told_at, agreed, told = None, None, EXIT_DONE, set()
     while True:
         codes = [process.poll() for process in ranks]
-        failed = [(rank, code) for rank, code in enumerate(codes) if code not in (None, EXIT_DONE, *AGREED)]
+        if told_at is None and any(code in AGREED for code in codes):
+            agreed = next(code for code in AGREED if code in codes)
+            told_at = time.monotonic() + grace
+        if told_at is not None and not told and time.monotonic() > told_at:
+            told = {rank for rank, code in enumerate(codes) if code is None}
+            for rank in told:
+                print(f"rank {rank} still runs, another ended with {agreed}: SIGTERM", file=sys.stderr, flush=True)
+                ranks[rank].terminate()
+        # How one ends that was told to says nothing new.
+        ended = [(rank, code) for rank, code in enumerate(codes) if rank not in told]
+        failed = [(rank, code) for rank, code in ended if code not in (None, EXIT_DONE, *AGREED)]
         if failed and killed_at is None:
             rank, code = failed[0]
             how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
@@ -68,7 +81,7 @@ def _wait(ranks: list[subprocess.Popen], grace: float) -> int:
                 if process.poll() is None:
                     process.kill()  # SIGKILL also ends one that is stopped
         if None not in codes:
-            return EXIT_FAILED if failed else next((code for code in AGREED if code in codes), EXIT_DONE)
+            return EXIT_FAILED if failed else agreed
         time.sleep(0.1)
 
 

@@ -1,4 +1,4 @@
-"""`mmldlm monitor RUN`: follows a run's structured log and says whether it is well."""
+"""`mmldlm monitor RUN`: follows a run's structured log and its events, and says whether it is well."""
 
 from __future__ import annotations
 
@@ -66,22 +66,32 @@ def judge(
     window: int = 100,
     stall_seconds: float | None = None,
     num_unreadable: int = 0,
+    events: Sequence[dict[str, Any]] = (),
 ) -> Health:
     """Judge the newest `window` steps against those before them.
 
     Unhealthy is: no step yet; no step for `stall_seconds` (None: 20 usual steps, at least 2 minutes) although the run
     is not at its end; a non-finite loss or gradient norm in an applied step of the window; more than 5 % of the window
-    skipped; a gradient norm 10 times, or a loss 1.5 times, its usual height before; unreadable lines.
+    skipped, or of its samples bad; a gradient norm 10 times, or a loss 1.5 times, its usual height before; unreadable
+    lines; a save that failed since the last one that did not.
+
+    Args:
+        events: records of events.jsonl, which knows of saves and of steps that a rollback passes over.
     """
     health = Health()
     if num_unreadable:
         health.faults.append(f"{num_unreadable} unreadable lines in the log")
+    health.faults += _failed_saves(events)
     if not records:
         health.faults.append("no step has been logged yet")
         return health
     recent, earlier = records[-window:], records[:-window]
     last = records[-1]
-    health.finished = total_steps is not None and last["step"] >= total_steps
+    # A step that is passed over leaves no record of its own, only an event.
+    since = last.get("time", "")
+    passed = [e for e in events if e["event"] == "passed_over" and e["step"] > last["step"] and e["time"] > since]
+    reached = max((event["step"] for event in passed), default=last["step"])
+    health.finished = total_steps is not None and reached >= total_steps
     skipped = [record for record in recent if record.get("skipped")]
     applied = [record for record in recent if not record.get("skipped")]
     nonfinite = {key: sum(f"{key}_nonfinite" in record for record in applied) for key in _WATCHED}
@@ -103,8 +113,40 @@ def judge(
         health.lines.append(f"  skipped: {len(skipped)} of the last {len(recent)} steps")
     if len(skipped) > 0.05 * len(recent):
         health.faults.append(f"{len(skipped)} of the last {len(recent)} steps were skipped")
-    health.faults += _stall(recent, now, stall_seconds, health)
+    if passed:
+        health.lines.append(f"  passed over after a rollback: {len(passed)} steps since, up to {reached}")
+    num_bad, num_samples = _bad_samples(recent, earlier)
+    if num_bad:
+        told = f"{num_bad} of the {num_samples} samples of the last {len(recent)} steps were bad"
+        health.lines.append(f"  {told} (bad_sample in events.jsonl names them)")
+        if num_bad > 0.05 * num_samples:
+            health.faults.append(told)
+    health.faults += _stall([*recent, *passed], now, stall_seconds, health)
     return health
+
+
+def _failed_saves(events: Sequence[dict]) -> list[str]:
+    saves = [event for event in events if event["event"] in ("save", "save_failed")]
+    since = len(saves) - next((n for n, event in enumerate(reversed(saves)) if event["event"] == "save"), len(saves))
+    failed = saves[since:]
+    if not failed:
+        return []
+    times = "once" if len(failed) == 1 else f"{len(failed)} times"
+    return [
+        f"saving has failed {times} since the last checkpoint, at step {failed[-1]['step']}: {failed[-1]['reason']}"
+    ]
+
+
+def _bad_samples(recent: Sequence[dict], earlier: Sequence[dict]) -> tuple[int, int]:
+    """Bad samples, and all samples, of the newest steps: `samples` counts them from the run's start."""
+    if earlier:
+        before = earlier[-1].get("samples", 0)
+    elif recent[0]["step"] == 1:
+        before = 0
+    else:  # the log begins in the middle of a run: how many its first step had is not known
+        before, recent = recent[0].get("samples", 0), recent[1:]
+    num_bad = sum(record.get("bad_samples", 0) for record in recent)
+    return num_bad, recent[-1].get("samples", 0) - before if recent else 0
 
 
 def _stall(recent: Sequence[dict], now: datetime, limit: float | None, health: Health) -> list[str]:
@@ -146,14 +188,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Report until the run ends (or once); returns 0 healthy, 1 unhealthy at the last report."""
     run_dir = Path(args.run)
-    path = find_log(run_dir, LOG_NAME)
-    tail, health, shown = LogTail(path), Health(), None
+    tail, events = LogTail(find_log(run_dir, LOG_NAME)), LogTail(run_dir / "events.jsonl")
+    health, shown = Health(), None
     try:
         while True:
-            came = tail.read()
+            came = tail.read() + (events.read() if events.path.is_file() else 0)
             total = _total_steps(run_dir)
             now = datetime.now(timezone.utc)
-            health = judge(tail.records, now, total, args.window, args.stall_seconds, tail.num_unreadable)
+            unreadable = tail.num_unreadable + events.num_unreadable
+            health = judge(tail.records, now, total, args.window, args.stall_seconds, unreadable, events.records)
             # Without news only a change of the verdict is worth a line.
             if came or shown != bool(health.faults):
                 shown = bool(health.faults)

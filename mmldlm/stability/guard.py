@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from mmldlm.config.schema import StabilityConfig
+from mmldlm.stability.bad_share import BadShare
 from mmldlm.stability.loss_scale import LossScale
 from mmldlm.stability.window import Window
 
@@ -26,7 +27,7 @@ class Verdict:
 
 
 class Guard:
-    """Windows of loss and gradient norm, the loss scale of fp16, and the rule over them.
+    """Windows of loss, gradient norm and bad samples, the loss scale of fp16, and the rule over them.
 
     Args:
         config: the section. dtype: training.dtype.
@@ -37,14 +38,17 @@ class Guard:
         self.loss_scale = LossScale(config, dtype)
         self.loss = Window(config.spike_window, config.spike_sigma)
         self.norm = Window(config.spike_window, config.spike_sigma)
+        self.bad_share = BadShare(config.max_bad_share)
 
-    def judge(self, loss: float, num_bad_losses: int, grad_norm: float) -> Verdict:
+    def judge(self, loss: float, num_bad_losses: int, grad_norm: float, num_usable: int = 1) -> Verdict:
         """Look at a step whose gradients are ready.
 
         Args:
             loss: of the global batch. num_bad_losses: micro-batches, over all ranks, whose loss was not finite.
-            grad_norm: global norm before clipping.
+            grad_norm: global norm before clipping. num_usable: samples, over all ranks, that were not left out as bad.
         """
+        if not num_usable:  # its loss and gradients are exactly 0: applied, they would pass for a very good step
+            return Verdict(False, "no usable sample in the step")
         if num_bad_losses:
             return Verdict(False, f"non-finite loss in {num_bad_losses} micro-batch(es)")
         if not math.isfinite(loss):
@@ -73,12 +77,18 @@ class Guard:
         self.loss.admit(loss)
         self.norm.admit(grad_norm)
 
-    def state(self) -> dict[str, list[float]]:
+    def state(self) -> dict[str, list]:
         """For the checkpoint."""
-        return {"loss": self.loss.state(), "norm": self.norm.state(), "loss_scale": self.loss_scale.state()}
+        return {
+            "loss": self.loss.state(),
+            "norm": self.norm.state(),
+            "loss_scale": self.loss_scale.state(),
+            "bad_share": self.bad_share.state(),
+        }
 
-    def restore(self, state: dict[str, list[float]]) -> None:
+    def restore(self, state: dict[str, list]) -> None:
         """From a checkpoint; {} (an older one) starts with empty windows."""
         self.loss_scale.restore(state.get("loss_scale", []))
         self.loss.restore(state.get("loss", []))
         self.norm.restore(state.get("norm", []))
+        self.bad_share.restore(state.get("bad_share", []))

@@ -20,7 +20,7 @@ from mmldlm.engines.last_words import standing_place
 from mmldlm.engines.liveness import Liveness
 from mmldlm.engines.process_group import FLIGHT_FILE, prepare_environment
 from mmldlm.engines.single import SingleEngine
-from mmldlm.errors import NodeError
+from mmldlm.errors import UserError
 from tests.helpers import launch, torchrun
 
 WORKER = str(Path(__file__).with_name("liveness_worker.py"))
@@ -158,7 +158,7 @@ def test_fewer_gpus_than_ranks_is_said_by_every_rank_of_the_machine(monkeypatch)
     for name, value in {"RANK": "8", "LOCAL_WORLD_SIZE": "8", "CUDA_VISIBLE_DEVICES": "3"}.items():
         monkeypatch.setenv(name, value)
     for local_rank in (0, 7):
-        with pytest.raises(NodeError, match="each of the 8 ranks.*\n.*1 GPU.*CUDA_VISIBLE_DEVICES=3"):
+        with pytest.raises(UserError, match="each of the 8 ranks.*\n.*1 GPU.*CUDA_VISIBLE_DEVICES=3"):
             pick_device(local_rank)
     monkeypatch.delenv("RANK")  # a shell inside an allocation, not a rank
     assert ranks_here(0) == 1

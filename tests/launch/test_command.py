@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from mmldlm.checkpoints import commit
 from mmldlm.config.load import load_config
+from mmldlm.launch import command
 from mmldlm.launch.command import without
+from mmldlm.launch.watcher import Outcome
 from mmldlm.preflight.context import Context
 from mmldlm.preflight.hostfile import Node
 from tests.helpers import LONG, ROOT
@@ -114,3 +117,38 @@ def test_fewer_nodes_keep_the_global_batch(tmp_path):
 def test_a_batch_that_cannot_be_kept_ends_the_run(tmp_path, slots, bad, capsys):
     assert without(three_nodes(tmp_path, slots), bad, 8 * sum(slots)) is None
     assert "cannot go on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("resume", [["training.resume=/runs/old/latest"], []])
+def test_a_retry_resumes_only_what_this_launch_has_saved(tmp_path, monkeypatch, resume):
+    """With nothing saved, training.resume=auto would be a fresh start, or what another run left in the folder."""
+    context = three_nodes(tmp_path, (1, 1, 1))
+    run_dir, seen = context.config.run_dir(), []
+
+    def save(step):
+        pending = commit.begin(run_dir, step)
+        (pending.path / "model.pt").write_text("weights")
+        pending.commit()
+
+    class Fails:
+        def __init__(self, context, words, logs, grace):
+            seen.append(list(words))
+
+        def run(self):
+            if len(seen) == 2:
+                save(7)
+            return Outcome(1, "rank 3 ended first")
+
+    monkeypatch.setattr(command, "Watcher", Fails)
+    monkeypatch.setattr(command.preflight, "run", lambda args: (context, []))
+    monkeypatch.setattr(command.preflight, "record", lambda *args: None)
+    monkeypatch.setattr(command, "show", lambda *args: None)
+    if resume:
+        save(6)  # of an earlier run, which the explicit resume leaves aside
+    given = ["--config-name", "tiny", "logging.run_name=run", *resume]
+    args = argparse.Namespace(config_name="tiny", config=None, deepspeed_config=None, overrides=given[2:],
+                              retries=3, elastic=False, grace=1.0, strict=False)  # fmt: skip
+    assert command.main(args) == 1
+    auto = [*given, "training.resume=auto"]
+    assert seen[:3] == [given, given, auto]
+    assert load_config("tiny", None, seen[3][2:]).training.resume == "auto"

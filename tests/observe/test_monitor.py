@@ -61,6 +61,48 @@ def test_skips_are_reported_and_many_are_a_fault():
     assert "6 of the last 100 steps were skipped" in faults(records(**bad(6)))
 
 
+def test_bad_samples_are_reported_and_many_are_a_fault():
+    def bad(count, **more):
+        return records(samples=lambda step: 8 * step, bad_samples=lambda step: count if step > 250 else 0, **more)
+
+    assert judge(bad(0), NOW).lines == judge(records(), NOW).lines
+    few = judge(bad(1), NOW, window=200)
+    assert few.faults == [] and any("50 of the 1600 samples of the last 200 steps were bad" in x for x in few.lines)
+    assert faults(bad(1)) == "50 of the 800 samples of the last 100 steps were bad"
+    assert faults(bad(8)) == "400 of the 800 samples of the last 100 steps were bad"
+    # A log that begins in the middle of a run, and a run's first steps.
+    assert faults(bad(8)[270:]) == "232 of the 232 samples of the last 30 steps were bad"
+    assert "8 of the 8 samples" in faults(records(steps=1, samples=lambda step: 8, bad_samples=lambda step: 8))
+
+
+def event(kind, step, seconds=0.0, **more):
+    return {"event": kind, "step": step, "time": (NOW + timedelta(seconds=seconds)).isoformat(), **more}
+
+
+def test_saves_that_fail_are_a_fault_until_one_succeeds():
+    events = [
+        event("save", 100),
+        event("save_failed", 200, reason="full"),
+        event("save_failed", 250, reason="still full"),
+    ]
+    assert faults(records(), events=events) == (
+        "saving has failed 2 times since the last checkpoint, at step 250: still full"
+    )
+    assert "failed once" in faults(records(), events=events[1:2]), "there never was a checkpoint"
+    assert faults(records(), events=[*events, event("save", 300)]) == ""
+
+
+def test_steps_that_are_passed_over_are_no_stall():
+    later = NOW + timedelta(seconds=500)
+    events = [event("passed_over", step, seconds=step - 300) for step in range(301, 780)]
+    assert faults(records(), later, total_steps=1000, events=events) == ""
+    assert "STALLED: no step for 5m21s" in faults(records(), NOW + timedelta(seconds=800), events=events)
+    assert judge(records(), later, total_steps=779, events=events).finished
+    # Those of an earlier way through the same steps, before the run was taken up again, say nothing of the present.
+    old = [event("passed_over", 301, seconds=-50)]
+    assert "STALLED: no step for 8m20s" in faults(records(), later, total_steps=301, events=old)
+
+
 def test_exploding_norm_and_rising_loss_are_faults():
     assert "grad_norm rose from 0.8 to 9" in faults(records(grad_norm=lambda step: 9.0 if step > 200 else 0.8))
     assert "loss rose from 2 to 3.5" in faults(records(loss=lambda step: 3.5 if step > 200 else 2.0))
@@ -113,6 +155,14 @@ def test_exit_codes_of_once(tmp_path, capsys):
         file.write("not a record\n")
     assert main(arguments(tmp_path, "--once")) == 1
     assert capsys.readouterr().out.splitlines()[-1].startswith("UNHEALTHY: 1 unreadable")
+
+
+def test_once_reads_the_events(tmp_path, capsys):
+    write_run(tmp_path, total=1000, steps=50)
+    with JsonlLog(tmp_path / "events.jsonl") as log:
+        log.write({"event": "save_failed", "step": 40, "reason": "checkpoint of step 40 was not saved: no space"})
+    assert main(arguments(tmp_path, "--once")) == 1
+    assert "UNHEALTHY: saving has failed once" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_following_ends_with_the_run(tmp_path, capsys):

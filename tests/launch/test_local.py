@@ -1,0 +1,55 @@
+"""launch/local.py: ranks that end by agreement, and one that ends so alone."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import pytest
+
+from mmldlm.launch.local import run_local
+from tests.helpers import launch, train_words
+
+RANK = """
+import os, signal, sys, time
+def end(*_): sys.exit({on_sigterm})
+signal.signal(signal.SIGTERM, end if {on_sigterm} is not None else signal.SIG_DFL)
+time.sleep({seconds}[int(os.environ["RANK"])])
+sys.exit({codes}[int(os.environ["RANK"])])
+"""
+
+
+@pytest.mark.parametrize(
+    ("codes", "seconds", "on_sigterm", "expected"),
+    [
+        ([5, 5], [0.0, 1.0], 1, 5),  # agreed: the slower one is writing
+        ([0, 2], [600.0, 0.0], None, 2),  # it waits for the one that is gone
+        ([0, 2], [600.0, 0.0], 1, 2),  # how it ends then says nothing new
+        ([0, 1], [600.0, 0.0], None, 1),
+        ([0, 0], [0.0, 0.0], None, 0),
+    ],
+)
+def test_the_code_is_that_of_the_first_and_nobody_is_waited_for_in_vain(codes, seconds, on_sigterm, expected):
+    script, started = RANK.format(codes=codes, seconds=seconds, on_sigterm=on_sigterm), time.monotonic()
+    assert run_local([sys.executable, "-c", script], 2, grace=2.0) == expected
+    assert time.monotonic() - started < 30
+
+
+ONE_NODE_LACKS_THE_DATA = """
+import os, sys
+from mmldlm.launch.local import run_local
+if "RANK" not in os.environ:
+    sys.exit(run_local([sys.executable, *sys.argv], 2, grace=1.0))
+from mmldlm.train import end_process, main
+more = [] if os.environ["RANK"] == "0" else ["data.latent_data_root=/not/on/this/node"]
+end_process(main([*sys.argv[1:], *more]))
+"""
+
+
+def test_a_rank_that_lacks_the_data_says_so_and_ends_the_others(store, tmp_path):
+    script = tmp_path / "lacks.py"
+    script.write_text(ONE_NODE_LACKS_THE_DATA)
+    done = launch([sys.executable, str(script), *train_words(store, tmp_path, "run", "engine.kind=ddp")], timeout=90)
+    assert done.returncode == 2, done.stdout[-3000:]
+    assert "error on rank 1 (" in done.stdout and "found: nothing there" in done.stdout
+    assert done.stdout.count("error") == 1
