@@ -316,9 +316,9 @@ def main(argv: list[str] | None = None) -> int:
     """Entry of the script; returns the exit code."""
     parser = argparse.ArgumentParser(prog="mmldlm.train", description=__doc__)
     add_arguments(parser)
-    parser.add_argument(
-        "--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS
-    )  # the deepspeed launcher adds it
+    # The deepspeed launcher adds the first; people type the second, which deepspeed's own scripts take.
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_intermixed_args(argv)
     try:
         # Every rank finds the same mistake by itself before any of them waits for another; one of them reports it.
@@ -328,14 +328,28 @@ def main(argv: list[str] | None = None) -> int:
     except MmldlmError as error:
         say_error(error, "stopped" if isinstance(error, Interrupted) else "error")
         return error.exit_code
-    except (
-        Exception
-    ):  # by here Liveness has said which rank is to blame; the teardown would wait for those who are gone
-        with contextlib.suppress(OSError):
-            traceback.print_exc()
-        return EXIT_FAILED
+    except Exception as error:
+        _tell_trace(error, config)
+        return EXIT_FAILED  # without the teardown, which would wait for those who are gone
     leave_process_group()
     return 0
+
+
+def _tell_trace(error: Exception, config: Config) -> None:
+    """Print where the error comes from; of one that a lost peer makes, keep it in a file, so that what Liveness has
+    said of the rank to blame is the last on the screen."""
+    from mmldlm.engines.last_words import is_collective_error
+
+    text = "".join(traceback.format_exception(error))
+    with contextlib.suppress(OSError):
+        if is_collective_error(error):
+            path = config.run_dir() / "logs" / f"error_rank{os.environ.get('RANK', 0)}.txt"
+            try:
+                path.write_text(text)
+                return
+            except OSError:
+                pass  # then the screen has to hold it
+        sys.stderr.write(text)
 
 
 def leave_process_group() -> None:
