@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from mmldlm.errors import EXIT_DONE, UserError
+from mmldlm.utils import usable_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +42,8 @@ def main(args: argparse.Namespace) -> int:
         )
     if args.eval_dataset == "gain" and not args.data:
         raise UserError("--data STORE, whose validation split is evaluated", "none given", "name the prepared store")
+    if args.json:
+        usable_file(args.json, "--json")
 
     import torch
 

@@ -194,6 +194,14 @@ def test_no_space(zero_dir, tmp_path, monkeypatch):
         convert(zero_dir / "z2_bf16", tmp_path / "out")
 
 
+def test_an_output_that_cannot_be_made_is_no_lack_of_space(zero_dir, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("kept")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(output_folder.shutil, "disk_usage", lambda path: usage._replace(free=0))  # as /proc has
+    with pytest.raises(UserError, match="Not a directory"):
+        convert(zero_dir / "z2_bf16", tmp_path / "file" / "out")
+
+
 def test_interrupted_conversion_starts_clean(zero_dir, tmp_path):
     partial = tmp_path / "out.partial"
     partial.mkdir()

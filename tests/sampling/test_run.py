@@ -151,6 +151,13 @@ def test_missing_and_foreign_files_are_refused(checkpoint, tmp_path):
             run("l2t", "--checkpoint", checkpoint, "--latent-file", tmp_path / name, "--output-dir", tmp_path / "out")
 
 
+def test_a_folder_that_cannot_be_written_costs_no_samples(checkpoint, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("kept")
+    monkeypatch.setattr("mmldlm.sampling.run.sample_latents", lambda *a, **k: pytest.fail("the samples are lost"))
+    with pytest.raises(UserError, match="Not a directory"):
+        run("t2l", "--checkpoint", checkpoint, "--text", "word1", "--output-dir", tmp_path / "file" / "out")
+
+
 def test_scaled_embeddings_are_warned_about(checkpoint, tmp_path, capsys):
     np.save(tmp_path / "big.npy", np.full((1, 6), 5.0))
     run("l2t", "--checkpoint", checkpoint, "--latent-file", tmp_path / "big.npy", "--output-dir", tmp_path / "out")
