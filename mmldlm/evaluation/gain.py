@@ -243,11 +243,6 @@ def untrained(model: nn.Module, seed: int, random_gates: bool) -> MultimodalMMDi
     return fresh.to(device).eval()
 
 
-def can_do(pretrained: Pretrained, mode: str) -> bool:
-    """Whether a model was trained in a mode; True when its folder does not say."""
-    return pretrained.mode_weights is None or pretrained.mode_weights.get(mode, 0) > 0
-
-
 def evaluate(
     pretrained: Pretrained, store: Store, settings: Settings | None = None, say: Callable[[str], None] = print
 ):
@@ -285,7 +280,7 @@ def evaluate(
     def quietly(name: str) -> Callable[[str], None]:
         return lambda line: say(f"{name.replace('_', ' ')}: {line}")
 
-    if can_do(pretrained, "l2t"):
+    if pretrained.can_do("l2t"):
         found = measure_l2t(pretrained, model, sentences, settings, say)
         arms["model"].update(found.estimates)
         examples = example_records(pretrained, sentences, found)
@@ -293,7 +288,7 @@ def evaluate(
             arms[name].update(measure_l2t(pretrained, control, few, settings, quietly(name)).estimates)
     else:
         notes.append("the model was not trained in mode l2t: text from embeddings is not evaluated")
-    if can_do(pretrained, "t2l"):
+    if pretrained.can_do("t2l"):
         arms["model"].update(measure_t2l(pretrained, model, sentences, sentences.latents, settings, say).estimates)
         arms["floors"] = floors(sentences, model)
         for name, control in models.items():

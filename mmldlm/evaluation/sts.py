@@ -154,10 +154,7 @@ def evaluate(
     Raises:
         UserError: a sentence too long for the model; the model was not trained in t2l.
     """
-    if pretrained.mode_weights is not None and pretrained.mode_weights.get("t2l", 0) == 0:
-        raise UserError(
-            "a model trained in mode t2l", f"modes {pretrained.mode_weights}", "evaluate another checkpoint"
-        )
+    pretrained.check_mode("t2l")
     pretrained.check_guidance(guidance)
     texts = list(dict.fromkeys(pairs.first + pairs.second))
     place = {text: row for row, text in enumerate(texts)}

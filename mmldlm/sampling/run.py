@@ -105,6 +105,8 @@ def main(args: argparse.Namespace) -> int:
     settle_options(args)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     pretrained = load_pretrained(args.checkpoint, device)
+    if args.kind != "unconditional":  # choose_way knows what that needs
+        pretrained.check_mode(args.kind)
     pretrained.check_guidance(1.0 if args.guidance is None else args.guidance)
     out = usable_folder(args.output_dir, "--output-dir")
     started = time.perf_counter()

@@ -158,6 +158,16 @@ def test_a_folder_that_cannot_be_written_costs_no_samples(checkpoint, tmp_path, 
         run("t2l", "--checkpoint", checkpoint, "--text", "word1", "--output-dir", tmp_path / "file" / "out")
 
 
+@pytest.mark.parametrize(("kind", "other", "source"), [("t2l", "l2t", "--text"), ("l2t", "t2l", "--latent-file")])
+def test_a_mode_that_was_not_trained_is_refused(checkpoint, latent_file, tmp_path, kind, other, source):
+    weights = {"unconditional": 0.0, "l2t": 0.0, "t2l": 0.0, other: 1.0}
+    folder = changed(checkpoint, tmp_path / "one", training={"mode_weights": weights, "condition_dropout": 0.1})
+    words = ("--checkpoint", folder, source, latent_file if source == "--latent-file" else "word1", "--output-dir")
+    with pytest.raises(UserError, match=f"trained in mode {kind}") as error:
+        run(kind, *words, tmp_path / "out")
+    assert error.value.found.endswith(f"learned only {other}") and not (tmp_path / "out").exists()
+
+
 def test_scaled_embeddings_are_warned_about(checkpoint, tmp_path, capsys):
     np.save(tmp_path / "big.npy", np.full((1, 6), 5.0))
     run("l2t", "--checkpoint", checkpoint, "--latent-file", tmp_path / "big.npy", "--output-dir", tmp_path / "out")
