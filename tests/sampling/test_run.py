@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -229,6 +230,14 @@ def test_guidance_needs_trained_nulls(checkpoint, latent_file, tmp_path):
             "--guidance",
             2,
         )
+
+
+def test_the_documents_way_to_model_and_tokenizer(checkpoint):
+    text = (Path(__file__).resolve().parents[2] / "docs" / "convert.md").read_text()
+    code = [line.strip() for line in text.splitlines() if line.startswith("    ") and "mmldlm convert" not in line]
+    found = {}
+    exec("\n".join(filter(None, code)).replace('"OUT', f'"{checkpoint}'), found)
+    assert found["model"].config.vocab_size == 32 and found["tokenizer"].mask_token == "[MASK]"
 
 
 def test_unit_norm_is_known_from_encoder_or_statistics(checkpoint, tmp_path):
