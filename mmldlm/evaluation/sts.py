@@ -15,6 +15,7 @@ import numpy as np
 
 from mmldlm.errors import UserError
 from mmldlm.evaluation import retrieval
+from mmldlm.evaluation.gain import batch_budget
 from mmldlm.sampling.latents import sample_latents
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.sampling.run import encode_texts, tokenize_texts
@@ -146,6 +147,7 @@ def evaluate(
     guidance: float = 1.0,
     seed: int = 0,
     say: Callable[[str], None] = print,
+    batch_size: int | None = None,
 ) -> StsReport:
     """Embed both sentences of every pair with t2l and correlate their cosines with the scores.
 
@@ -167,6 +169,7 @@ def evaluate(
         guidance=guidance,
         renormalise=pretrained.renormalise,
         seed=seed,
+        **batch_budget(pretrained.model, batch_size),
     ).numpy()
 
     def similarities(vectors: np.ndarray) -> np.ndarray:
