@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import select
 import sys
 from pathlib import Path
 from typing import NoReturn
 
 from mmldlm import __version__
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, MmldlmError
+from mmldlm.utils import reason
 
 
 def _config(parser):
@@ -144,13 +146,32 @@ def main(argv: list[str] | None = None) -> int:
     own = argparse.ArgumentParser(prog=f"mmldlm {verb}", description=VERBS[verb][1])
     try:
         run = _fill(own, verb)
-        return run(own.parse_intermixed_args(argv[1:])) or EXIT_DONE
+        code = run(own.parse_intermixed_args(argv[1:])) or EXIT_DONE
+        sys.stdout.flush()
+        return code
     except MmldlmError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_FAILED
+    except OSError as error:  # a path or a disk that no room has foreseen: the system says what is wrong, no traceback
+        if isinstance(error, BrokenPipeError) and _reader_has_enough():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor must the interpreter complain of it
+            return EXIT_FAILED
+        where = "" if error.filename is None else f"{error.filename}: "
+        print(f"error: {where}{reason(error)}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def _reader_has_enough() -> bool:
+    """Whether the broken pipe is that of the output, as in `... | head`: any other is an error to be told."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), select.POLLOUT)
+        return any(event & select.POLLERR for _, event in poll.poll(0))
+    except (OSError, ValueError):  # an output without a number
+        return False
 
 
 def enter() -> NoReturn:

@@ -13,6 +13,7 @@ from mmldlm.checkpoints.weights import WeightSource
 from mmldlm.errors import UserError
 
 MODEL_CONFIG = "model_config.json"
+BUFFERS = ("latent_mean", "latent_std")  # of a MultimodalMMDiT; all else in it is trained
 
 
 def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -61,6 +62,22 @@ def check_config(weights: WeightSource, checkpoint: Path | None) -> None:
     blocks = {name.split(".")[1] for name in weights.tensors if name.startswith("blocks.")}
     if len(blocks) > config["n_blocks"]:
         raise _misfit(path, weights, f"{config['n_blocks']} blocks", f"{len(blocks)}")
+
+
+def mark_buffers(weights: WeightSource, folder: Path) -> None:
+    """Of a model of ours in a foreign form, tells the buffers by the config.json beside it.
+
+    The file itself calls all of them weights: --dtype would round them, and count them among the parameters,
+    unlike in the checkpoint that it came from.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return
+    if isinstance(config, dict) and config.get("architecture") == "MultimodalMMDiT":
+        for name in BUFFERS:
+            if name in weights.tensors and weights.tensors[name].kind == "parameter":
+                weights.retype(name, "buffer")
 
 
 def _misfit(path: Path, weights: WeightSource, expected: str, found: str) -> UserError:

@@ -347,11 +347,11 @@ def copy_companions(opened: Opened, tensors: dict[str, Planned], folder: Path) -
 
 
 def model_folder(opened: Opened) -> Path | None:
-    """The Hugging Face folder that the weights lie in; None for other sources."""
+    """The model's folder that the weights lie in, Hugging Face's or of `--to model.pt`; None for other sources."""
     path = opened.weights.path
     folder = path if path.is_dir() else path.parent
-    is_one = opened.checkpoint is None and opened.weights.engine == "safetensors" and (folder / "config.json").is_file()
-    return folder if is_one else None
+    is_file_of_weights = opened.checkpoint is None and opened.weights.engine in ("safetensors", "model.pt")
+    return folder if is_file_of_weights and (folder / "config.json").is_file() else None
 
 
 def _copy_config(path: Path, tensors: dict[str, Planned], folder: Path) -> None:

@@ -107,12 +107,15 @@ def write_beside(
             `write` raises, `out` is as it was before.
     """
     check_target(origin, out, force)
-    check_space(out.parent, needed)
     partial = partial_of(out)
+    # What an interrupted conversion left there; check_target has seen that it is nothing else.
+    shutil.rmtree(partial, ignore_errors=True)
     try:
-        # What an interrupted conversion left there; check_target has seen that it is nothing else.
-        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
+    except OSError as error:  # before the space is asked for: /proc has none, and that is not what is wrong with it
+        raise UserError("an OUT that can be written", f"{partial}: {error.strerror}", "give another folder") from error
+    try:
+        check_space(out.parent, needed)
         if marker is not None:
             (partial / MARKER).write_text(json.dumps(marker, indent=1) + "\n")
         write(partial)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.checkpoints.commit import CHECKPOINTS, LATEST, resolve
+from mmldlm.checkpoints.config_check import mark_buffers
 from mmldlm.checkpoints.manifest import MANIFEST, read_manifest, verify
 from mmldlm.checkpoints.places import METADATA, find_safetensors, is_dcp_folder
 from mmldlm.checkpoints.weights import WeightSource
@@ -91,7 +92,9 @@ def open_source(
             found,
             "give e.g. RUN/latest, or the folder that holds the *_states.pt files",
         )
-    return Opened(_with_ema(opened, path if path.is_dir() else path.parent, with_ema), None)
+    folder = path if path.is_dir() else path.parent
+    mark_buffers(opened, folder)
+    return Opened(_with_ema(opened, folder, with_ema), None)
 
 
 def _is_ours(path: Path) -> bool:

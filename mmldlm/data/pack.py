@@ -34,6 +34,7 @@ from mmldlm.data.store import FORMAT, MANIFEST, SPLITS, TOKENIZER_FOLDER, VERSIO
 from mmldlm.data.text import content_hash
 from mmldlm.data.writers import FILES_FORMAT, StoreSplit
 from mmldlm.errors import EXIT_DONE, UserError
+from mmldlm.utils import usable_folder
 
 
 @dataclass
@@ -64,6 +65,7 @@ def pack(options: PackOptions, console: Console | None = None) -> Path:
     console = console or Console()
     source, root = Path(options.source), Path(os.path.abspath(options.output_dir))
     refuse_other_folders(root, options.force)
+    usable_folder(root.parent, "--output-dir")
     counts: Counter = Counter()
     splits = find_samples(source, counts)
     known = _known(source)

@@ -73,7 +73,7 @@ def open_data(config: Config) -> RunData:
         raise UserError(
             "data.latent_data_root: the folder of a prepared store",
             "no data.latent_data_root",
-            "make one with `mmldlm prepare --output-dir DIR`, then add data.latent_data_root=DIR",
+            "make one with `mmldlm prepare CORPUS --output-dir DIR`, then add data.latent_data_root=DIR",
         )
     max_tokens = config.model.max_seq_len - 1 if config.data.overlong == "truncate" else None
     splits = {

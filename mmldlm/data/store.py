@@ -23,18 +23,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mmldlm.data.files import sha256_of
+from mmldlm.data.remake import MANIFEST, again, elsewhere
 from mmldlm.errors import UserError
 
 FORMAT = "mmldlm-store"
 VERSION = 1
-MANIFEST = "manifest.json"
 TOKENIZER_FOLDER = "tokenizer"
 SPLITS = ("train", "validation")
 _LENGTHS_BLOCK, _LATENT_BLOCK = 1 << 18, 4096
 ARRAYS = ("text", "text_offsets", "tokens", "token_offsets", "latents")
-_PREPARE = "make it with: mmldlm prepare --output-dir {root}"
 _PACK = "these are files of single samples: make a store of them with mmldlm pack {root} --output-dir STORE"
-_REMAKE = "copy the store again, or make it again with: mmldlm prepare --force --output-dir {root}"
 
 
 class Batch(NamedTuple):
@@ -54,29 +52,29 @@ def read_manifest(root: str | os.PathLike) -> dict[str, Any]:
     root = Path(root)
     expected = f"a store made by 'mmldlm prepare' at {root}"
     if not root.is_dir():
-        raise UserError(expected, "a file" if root.exists() else "nothing there", _PREPARE.format(root=root))
+        raise UserError(expected, "a file" if root.exists() else "nothing there", elsewhere(root))
     path = root / MANIFEST
     if not path.is_file():
         found = "an empty folder" if not any(root.iterdir()) else f"a folder without {MANIFEST}"
         is_files = any((root / name).exists() for name in ("train_data.json", "latents"))
-        raise UserError(expected, found, (_PACK if is_files else _PREPARE).format(root=root))
+        raise UserError(expected, found, _PACK.format(root=root) if is_files else elsewhere(root))
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(expected, f"{MANIFEST} cannot be read: {error}", _REMAKE.format(root=root)) from None
+        raise UserError(expected, f"{MANIFEST} cannot be read: {error}", again(root)) from None
     kind = manifest.get("format") if isinstance(manifest, dict) else None
     if kind != FORMAT:
-        fix = _PACK if kind == "mmldlm-files" else _PREPARE
-        raise UserError(expected, f"{MANIFEST} of format {kind!r}", fix.format(root=root))
+        fix = _PACK.format(root=root) if kind == "mmldlm-files" else elsewhere(root)
+        raise UserError(expected, f"{MANIFEST} of format {kind!r}", fix)
     if manifest.get("version") != VERSION:
         raise UserError(
             f"a store of version {VERSION} at {root}",
             f"version {manifest.get('version')!r}",
-            "use the mmldlm that wrote it, or make it again with --force",
+            f"use the mmldlm that wrote it; else {again(root, manifest)}",
         )
     absent = [key for key in ("latent_dim", "latent_stats", "tokenizer", "splits", "files") if key not in manifest]
     if absent:
-        raise UserError(expected, f"{MANIFEST} without {', '.join(absent)}", _REMAKE.format(root=root))
+        raise UserError(expected, f"{MANIFEST} without {', '.join(absent)}", again(root, manifest))
     return manifest
 
 
@@ -99,15 +97,13 @@ def check_files(root: str | os.PathLike, manifest: dict[str, Any], level: str, p
             continue
         expected = f"{root / name} of {entry['bytes']} bytes (as its manifest says)"
         if not (root / name).is_file():
-            raise UserError(expected, "the file is missing", _REMAKE.format(root=root))
+            raise UserError(expected, "the file is missing", again(root, manifest))
         size = (root / name).stat().st_size
         if size != entry["bytes"]:
             kind = "truncated" if size < entry["bytes"] else "too long"
-            raise UserError(expected, f"{size} bytes ({kind})", _REMAKE.format(root=root))
+            raise UserError(expected, f"{size} bytes ({kind})", again(root, manifest))
         if level == "checksums" and sha256_of(root / name) != entry["sha256"]:
-            raise UserError(
-                f"{root / name} with the SHA-256 of its manifest", "other content", _REMAKE.format(root=root)
-            )
+            raise UserError(f"{root / name} with the SHA-256 of its manifest", "other content", again(root, manifest))
 
 
 def check_latents(latents: np.ndarray, where: str, latent_dim: int | None = None, first_row: int = 0) -> None:
@@ -159,14 +155,14 @@ def load_tokenizer(root: str | os.PathLike):
         tokenizer = AutoTokenizer.from_pretrained(Path(root, TOKENIZER_FOLDER), local_files_only=True)
     except Exception as error:
         raise UserError(
-            f"a tokenizer in {Path(root, TOKENIZER_FOLDER)}", str(error).splitlines()[0], _REMAKE.format(root=root)
+            f"a tokenizer in {Path(root, TOKENIZER_FOLDER)}", str(error).splitlines()[0], again(root, manifest)
         ) from error
     for kind in ("mask_token_id", "pad_token_id", "eos_token_id"):
         if getattr(tokenizer, kind) != manifest["tokenizer"][kind]:
             raise UserError(
                 f"{kind} {manifest['tokenizer'][kind]} in {Path(root, TOKENIZER_FOLDER)} (as the manifest says)",
                 str(getattr(tokenizer, kind)),
-                _REMAKE.format(root=root),
+                again(root, manifest),
             )
     return tokenizer
 
@@ -210,7 +206,7 @@ class Store:
                 f"{num} samples of {self.latents_per_text} x latent_dim {self.latent_dim} in {self.root / split} "
                 "(as its manifest says)",
                 f"text, token and latent arrays of shapes {shapes}, ending at {ends}",
-                _REMAKE.format(root=self.root),
+                again(self.root, self.manifest),
             )
         self.lengths, self._max_tokens, self.num_truncated = self._read_lengths(), max_tokens, 0
         if max_tokens is not None:
@@ -223,7 +219,7 @@ class Store:
             # A plain view of the map: slicing numpy's own class costs several times as much.
             return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
         except (OSError, ValueError, EOFError) as error:
-            raise UserError(f"an array in {path}", str(error), _REMAKE.format(root=self.root)) from None
+            raise UserError(f"an array in {path}", str(error), again(self.root, self.manifest)) from None
 
     def _read_lengths(self) -> np.ndarray:
         """[N] int32, read block by block and not through the map, whose pages would stay with the process."""
@@ -238,7 +234,7 @@ class Store:
                     raise UserError(
                         f"offsets that rise in {path}",
                         f"{part.min()} tokens in row {start + int(part.argmin())}",
-                        _REMAKE.format(root=self.root),
+                        again(self.root, self.manifest),
                     )
                 lengths[start : start + len(part)] = part
                 last = int(offsets[-1])

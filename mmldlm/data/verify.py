@@ -18,6 +18,7 @@ from mmldlm.data.statistics import LatentStatistics
 from mmldlm.data.store import SPLITS, Store, check_files, check_latents, load_tokenizer, read_manifest
 from mmldlm.data.text import content_hash
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, UserError
+from mmldlm.utils import usable_file
 
 _BLOCK = 4096
 _TOKEN_BLOCK = 1 << 20
@@ -184,6 +185,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Prints tables and the problems; exit code 0 if there are none, 1 otherwise."""
+    if args.plot:
+        usable_file(args.plot, "--plot")
     report, console = examine(args.root), Console()
     manifest = read_manifest(args.root)
     table = Table("split", "samples", "tokens", "longest", "lengths", "norm", "rank", title=f"store {args.root}")

@@ -12,6 +12,7 @@ from typing import Any
 from mmldlm.data.files import write_json
 from mmldlm.data.peers import Peers
 from mmldlm.errors import UserError
+from mmldlm.utils import usable_folder
 
 PLAN = "plan.json"
 
@@ -37,6 +38,7 @@ class Work:
         Raises:
             UserError: another launch is at work, or the folder belongs to other options or another corpus.
         """
+        usable_folder(self.folder, "--output-dir")
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = open(self.folder / "lock", "a")
         try:

@@ -32,7 +32,8 @@ class Settings:
         num_samples: unseen sentences; None is 1,000, or all there are. num_steps: confidence steps of l2t.
         latent_steps: denoising steps of t2l. num_draws: timesteps a sentence in the NELBO. control_samples: sentences
             (of the same) the two untrained controls see. guidance: of both samplers. presence_penalty: of l2t
-            (`sample_text`). seed: of every draw.
+            (`sample_text`). seed: of every draw. batch_size: texts of full length in a pass; None: as many tokens as
+            each measurement takes by itself.
     """
 
     num_samples: int | None = None
@@ -43,6 +44,12 @@ class Settings:
     guidance: float = 1.0
     presence_penalty: float = PRESENCE_PENALTY
     seed: int = 0
+    batch_size: int | None = None
+
+
+def batch_budget(model: nn.Module, batch_size: int | None) -> dict[str, int]:
+    """`batch_tokens` of the samplers and the NELBO, whose batches are of tokens: short texts share a pass."""
+    return {} if batch_size is None else {"batch_tokens": batch_size * model.config.max_seq_len}
 
 
 @dataclass
@@ -123,6 +130,7 @@ def measure_l2t(
         diffusion=pretrained.text_diffusion,
         draws=settings.num_draws,
         seed=settings.seed,
+        **batch_budget(model, settings.batch_size),
     )
     result = Measured(likelihood_estimates(found))
     say(f"writing {len(sentences)} texts from their embeddings in {settings.num_steps} confidence steps")
@@ -134,6 +142,7 @@ def measure_l2t(
         guidance=settings.guidance,
         presence_penalty=settings.presence_penalty,
         seed=settings.seed,
+        **batch_budget(model, settings.batch_size),
     )
     result.estimates.update(text_estimates(samples, sentences.tokens, partner, found.num_tokens, settings.seed))
     result.written, result.f1 = samples.tokens, inversion.set_f1(samples.tokens, sentences.tokens)
@@ -192,6 +201,7 @@ def measure_t2l(
         guidance=settings.guidance,
         renormalise=pretrained.renormalise,
         seed=settings.seed,
+        **batch_budget(model, settings.batch_size),
     ).numpy()
     return Measured(latent_estimates(made, sentences, pool), latents=made)
 
@@ -243,11 +253,6 @@ def untrained(model: nn.Module, seed: int, random_gates: bool) -> MultimodalMMDi
     return fresh.to(device).eval()
 
 
-def can_do(pretrained: Pretrained, mode: str) -> bool:
-    """Whether a model was trained in a mode; True when its folder does not say."""
-    return pretrained.mode_weights is None or pretrained.mode_weights.get(mode, 0) > 0
-
-
 def evaluate(
     pretrained: Pretrained, store: Store, settings: Settings | None = None, say: Callable[[str], None] = print
 ):
@@ -285,7 +290,7 @@ def evaluate(
     def quietly(name: str) -> Callable[[str], None]:
         return lambda line: say(f"{name.replace('_', ' ')}: {line}")
 
-    if can_do(pretrained, "l2t"):
+    if pretrained.can_do("l2t"):
         found = measure_l2t(pretrained, model, sentences, settings, say)
         arms["model"].update(found.estimates)
         examples = example_records(pretrained, sentences, found)
@@ -293,7 +298,7 @@ def evaluate(
             arms[name].update(measure_l2t(pretrained, control, few, settings, quietly(name)).estimates)
     else:
         notes.append("the model was not trained in mode l2t: text from embeddings is not evaluated")
-    if can_do(pretrained, "t2l"):
+    if pretrained.can_do("t2l"):
         arms["model"].update(measure_t2l(pretrained, model, sentences, sentences.latents, settings, say).estimates)
         arms["floors"] = floors(sentences, model)
         for name, control in models.items():

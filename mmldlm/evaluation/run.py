@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from mmldlm.errors import EXIT_DONE, UserError
+from mmldlm.utils import usable_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--control-samples", type=int, default=100, help="sentences of the untrained controls (default %(default)s)")
     add("--guidance", type=float, default=1.0, help="classifier-free guidance of both samplers (default 1: none)")
     add("--presence-penalty", type=float, default=1.0, help="of l2t, against repetition (default %(default)s)")
+    add("--batch-size", type=int, metavar="N", help="texts of full length in one pass (default: some thousand tokens)")
     add("--seed", type=int, default=0, help="of every draw (default %(default)s)")
     add("--json", metavar="FILE", help="also write the figures here")
     add("--eval-dataset", choices=("gain", "stsb"), default="gain", help="what is evaluated (default %(default)s)")
@@ -29,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Runs `mmldlm evaluate`; returns the exit code (0 also where a claim does not hold: the report says so)."""
     for key, least in (("num_samples", 2), ("num_steps", 1), ("latent_steps", 1), ("num_draws", 1),
-                       ("control_samples", 2), ("seed", 0)):  # fmt: skip
+                       ("control_samples", 2), ("seed", 0), ("batch_size", 1)):  # fmt: skip
         value = getattr(args, key)
         if value is not None and value < least:
             raise UserError(f"--{key.replace('_', '-')} of at least {least}", str(value), "give a larger number")
@@ -41,6 +43,8 @@ def main(args: argparse.Namespace) -> int:
         )
     if args.eval_dataset == "gain" and not args.data:
         raise UserError("--data STORE, whose validation split is evaluated", "none given", "name the prepared store")
+    if args.json:
+        usable_file(args.json, "--json")
 
     import torch
 
@@ -61,7 +65,13 @@ def main(args: argparse.Namespace) -> int:
 
     if pairs is not None:
         report = sts.evaluate(
-            pretrained, pairs, steps=args.latent_steps, guidance=args.guidance, seed=args.seed, say=say
+            pretrained,
+            pairs,
+            steps=args.latent_steps,
+            guidance=args.guidance,
+            seed=args.seed,
+            say=say,
+            batch_size=args.batch_size,
         )
     else:
         names = Settings.__dataclass_fields__

@@ -15,6 +15,7 @@ import numpy as np
 
 from mmldlm.errors import UserError
 from mmldlm.evaluation import retrieval
+from mmldlm.evaluation.gain import batch_budget
 from mmldlm.sampling.latents import sample_latents
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.sampling.run import encode_texts, tokenize_texts
@@ -146,6 +147,7 @@ def evaluate(
     guidance: float = 1.0,
     seed: int = 0,
     say: Callable[[str], None] = print,
+    batch_size: int | None = None,
 ) -> StsReport:
     """Embed both sentences of every pair with t2l and correlate their cosines with the scores.
 
@@ -154,10 +156,7 @@ def evaluate(
     Raises:
         UserError: a sentence too long for the model; the model was not trained in t2l.
     """
-    if pretrained.mode_weights is not None and pretrained.mode_weights.get("t2l", 0) == 0:
-        raise UserError(
-            "a model trained in mode t2l", f"modes {pretrained.mode_weights}", "evaluate another checkpoint"
-        )
+    pretrained.check_mode("t2l")
     pretrained.check_guidance(guidance)
     texts = list(dict.fromkeys(pairs.first + pairs.second))
     place = {text: row for row, text in enumerate(texts)}
@@ -170,6 +169,7 @@ def evaluate(
         guidance=guidance,
         renormalise=pretrained.renormalise,
         seed=seed,
+        **batch_budget(pretrained.model, batch_size),
     ).numpy()
 
     def similarities(vectors: np.ndarray) -> np.ndarray:

@@ -10,6 +10,7 @@ from typing import Any
 
 from mmldlm.errors import UserError
 from mmldlm.observe.records import read_records
+from mmldlm.utils import usable_file
 
 LOG_NAME = "training_log.jsonl"
 EVAL_NAME = "eval_log.jsonl"
@@ -151,5 +152,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Draw, and print the path written."""
+    if args.out:
+        usable_file(args.out, "--out")
     print(plot_run(args.run, args.out, args.log_scale))
     return 0

@@ -65,6 +65,24 @@ class Pretrained:
         """Whether samplers put x0 estimates back on the unit sphere."""
         return self.latent_config.renormalise_x0 and self.unit_norm
 
+    def can_do(self, mode: str) -> bool:
+        """Whether it was trained in a mode; True when its folder does not say."""
+        return self.mode_weights is None or self.mode_weights.get(mode, 0) > 0
+
+    def check_mode(self, mode: str) -> None:
+        """Refuse a mode that was never trained: its output is noise, and looks like output.
+
+        Raises:
+            UserError: it was not trained in it.
+        """
+        if not self.can_do(mode):
+            learned = ", ".join(name for name, weight in (self.mode_weights or {}).items() if weight > 0)
+            raise UserError(
+                f"a model trained in mode {mode}",
+                f"{self.folder or 'it'} learned only {learned or 'nothing'}",
+                f"give another checkpoint, or train one with training.loss_type={mode} or mixed",
+            )
+
     def check_guidance(self, guidance: float) -> None:
         """Refuse guidance whose null was never trained.
 

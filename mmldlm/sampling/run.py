@@ -18,6 +18,7 @@ from mmldlm.sampling.joint import WAYS, choose_way, sample_joint
 from mmldlm.sampling.latents import METHODS, check_latents_per_text, latent_shape, sample_latents
 from mmldlm.sampling.pretrained import Pretrained, load_pretrained
 from mmldlm.sampling.text import PRESENCE_PENALTY, SAMPLERS, TextSamples, sample_text
+from mmldlm.utils import usable_folder
 
 # Norms further from 1 than this are not vectors of an encoder that normalises.
 _NORM_SLACK = 0.05
@@ -104,12 +105,14 @@ def main(args: argparse.Namespace) -> int:
     settle_options(args)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     pretrained = load_pretrained(args.checkpoint, device)
+    if args.kind != "unconditional":  # choose_way knows what that needs
+        pretrained.check_mode(args.kind)
     pretrained.check_guidance(1.0 if args.guidance is None else args.guidance)
+    out = usable_folder(args.output_dir, "--output-dir")
     started = time.perf_counter()
     records, latents, extra = {"l2t": _l2t, "t2l": _t2l, "unconditional": _unconditional}[args.kind](pretrained, args)
     seconds = time.perf_counter() - started
 
-    out = Path(args.output_dir)
     out.mkdir(parents=True, exist_ok=True)
     if latents is not None:
         np.save(out / "latents.npy", latents)

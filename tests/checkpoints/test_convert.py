@@ -137,6 +137,29 @@ def test_model_pt_in_a_checkpoint(tmp_path):
     assert set(raw) == {"module.a", "b"}
 
 
+def test_a_model_comes_back_whole_from_model_pt(tmp_path, capsys):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    folder, path = tmp_path / "model", str(tmp_path)
+    (folder / "tokenizer").mkdir(parents=True)
+    (folder / "tokenizer" / "tokenizer.json").write_text("{}")
+    (folder / "config.json").write_text(json.dumps({"architecture": "MultimodalMMDiT", "torch_dtype": "float32"}))
+    tensors = {
+        "head.weight": torch.full((3, 2), 0.1),
+        "latent_mean": torch.full((2,), 0.1),
+        "latent_std": torch.ones(2),
+    }
+    torch.save(tensors, folder / "model.pt")
+    before = [command(f"{path}/model", f"{path}/st"), capsys.readouterr().out]
+    assert command(f"{path}/st", f"{path}/pt", "--to", "model.pt") == before[0] == 0
+    assert command(f"{path}/pt", f"{path}/again", "--dtype", "bf16") == 0
+    after = capsys.readouterr().out
+    assert "parameters  6\n" in before[1] and after.count("parameters  6\n") == 2 and "note:" not in before[1] + after
+    assert (tmp_path / "again" / "tokenizer" / "tokenizer.json").is_file()
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    _, _, dtypes = read_safetensors(tmp_path / "again" / "model.safetensors")
+    assert dtypes == {"head.weight": "BF16", "latent_mean": "F32", "latent_std": "F32"}  # as of any checkpoint
+
+
 def test_values_that_do_not_fit(tmp_path):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     torch.save({"huge": torch.tensor([1e30])}, tmp_path / "model.pt")
@@ -192,6 +215,14 @@ def test_no_space(zero_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(output_folder.shutil, "disk_usage", lambda path: usage._replace(free=100))
     with pytest.raises(UserError, match="free space"):
         convert(zero_dir / "z2_bf16", tmp_path / "out")
+
+
+def test_an_output_that_cannot_be_made_is_no_lack_of_space(zero_dir, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("kept")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(output_folder.shutil, "disk_usage", lambda path: usage._replace(free=0))  # as /proc has
+    with pytest.raises(UserError, match="Not a directory"):
+        convert(zero_dir / "z2_bf16", tmp_path / "file" / "out")
 
 
 def test_interrupted_conversion_starts_clean(zero_dir, tmp_path):

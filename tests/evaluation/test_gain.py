@@ -146,6 +146,25 @@ def test_whole_evaluation_and_its_report(pretrained, store, tmp_path, capsys):
     assert "gain: none - right" in shown and "written from its embedding" in shown
 
 
+def test_the_batch_size_reaches_every_pass_and_changes_no_figure(pretrained, store, monkeypatch):
+    widest = []
+    forward = type(pretrained.model).forward
+
+    def watched(self, text, *rest, **more):
+        widest.append(0 if text is None else text.numel())
+        return forward(self, text, *rest, **more)
+
+    monkeypatch.setattr(type(pretrained.model), "forward", watched)
+    found = []
+    for size in (None, 2):
+        widest.clear()
+        settings = Settings(num_samples=20, num_steps=2, latent_steps=2, control_samples=4, batch_size=size)
+        found.append(evaluate(pretrained, store, settings, lambda line: None).arms["model"])
+        assert (max(widest) <= 2 * pretrained.model.config.max_seq_len) == (size is not None)
+    for name, estimate in found[0].items():
+        assert found[1][name].value == pytest.approx(estimate.value, abs=1e-4), name
+
+
 def test_only_trained_directions_are_evaluated(pretrained, store):
     pretrained.mode_weights = {"unconditional": 0, "l2t": 0, "t2l": 1}
     report = evaluate(pretrained, store, Settings(latent_steps=2, control_samples=5), lambda line: None)
@@ -175,6 +194,7 @@ def test_stores_that_do_not_fit_are_refused(pretrained, make, tmp_path, store):
         (["--data", "x", "--num-draws", "0"], "--num-draws"),
         (["--eval-dataset", "stsb", "--sts-file", "absent.csv"], "STS Benchmark"),
         (["--data", "absent"], "store"),
+        (["--data", "x", "--batch-size", "0"], "--batch-size"),
     ],
 )
 def test_unusable_requests_are_refused(words, named):

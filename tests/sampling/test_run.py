@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -151,6 +152,23 @@ def test_missing_and_foreign_files_are_refused(checkpoint, tmp_path):
             run("l2t", "--checkpoint", checkpoint, "--latent-file", tmp_path / name, "--output-dir", tmp_path / "out")
 
 
+def test_a_folder_that_cannot_be_written_costs_no_samples(checkpoint, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("kept")
+    monkeypatch.setattr("mmldlm.sampling.run.sample_latents", lambda *a, **k: pytest.fail("the samples are lost"))
+    with pytest.raises(UserError, match="Not a directory"):
+        run("t2l", "--checkpoint", checkpoint, "--text", "word1", "--output-dir", tmp_path / "file" / "out")
+
+
+@pytest.mark.parametrize(("kind", "other", "source"), [("t2l", "l2t", "--text"), ("l2t", "t2l", "--latent-file")])
+def test_a_mode_that_was_not_trained_is_refused(checkpoint, latent_file, tmp_path, kind, other, source):
+    weights = {"unconditional": 0.0, "l2t": 0.0, "t2l": 0.0, other: 1.0}
+    folder = changed(checkpoint, tmp_path / "one", training={"mode_weights": weights, "condition_dropout": 0.1})
+    words = ("--checkpoint", folder, source, latent_file if source == "--latent-file" else "word1", "--output-dir")
+    with pytest.raises(UserError, match=f"trained in mode {kind}") as error:
+        run(kind, *words, tmp_path / "out")
+    assert error.value.found.endswith(f"learned only {other}") and not (tmp_path / "out").exists()
+
+
 def test_scaled_embeddings_are_warned_about(checkpoint, tmp_path, capsys):
     np.save(tmp_path / "big.npy", np.full((1, 6), 5.0))
     run("l2t", "--checkpoint", checkpoint, "--latent-file", tmp_path / "big.npy", "--output-dir", tmp_path / "out")
@@ -212,6 +230,14 @@ def test_guidance_needs_trained_nulls(checkpoint, latent_file, tmp_path):
             "--guidance",
             2,
         )
+
+
+def test_the_documents_way_to_model_and_tokenizer(checkpoint):
+    text = (Path(__file__).resolve().parents[2] / "docs" / "convert.md").read_text()
+    code = [line.strip() for line in text.splitlines() if line.startswith("    ") and "mmldlm convert" not in line]
+    found = {}
+    exec("\n".join(filter(None, code)).replace('"OUT', f'"{checkpoint}'), found)
+    assert found["model"].config.vocab_size == 32 and found["tokenizer"].mask_token == "[MASK]"
 
 
 def test_unit_norm_is_known_from_encoder_or_statistics(checkpoint, tmp_path):

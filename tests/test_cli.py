@@ -1,0 +1,78 @@
+"""The command: no traceback for a path, a disk or a reader that has enough; outputs are tried before the work."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+
+import pytest
+
+from mmldlm import cli
+from mmldlm.data.peers import Peers
+from mmldlm.data.work import Work
+from mmldlm.errors import UserError
+from mmldlm.utils import usable_file, usable_folder
+
+
+@pytest.fixture
+def impossible(tmp_path):
+    """A path that nobody can write, root neither: below a file."""
+    (tmp_path / "file").write_text("kept")
+    return tmp_path / "file" / "out.png"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("evaluate", "--checkpoint", "none", "--data", "none", "--json"),
+        ("plot", "none", "--out"),
+        ("verify-data", "none", "--plot"),
+        ("pack", "none", "--output-dir"),
+    ],
+)
+def test_an_impossible_output_is_said_first(words, impossible, capsys):
+    assert cli.main([*words, str(impossible)]) == 2
+    said = capsys.readouterr().err
+    assert words[-1] in said and str(impossible.parent) in said and "Not a directory" in said
+
+
+def test_an_impossible_store_is_a_users_error(impossible):
+    with pytest.raises(UserError, match="Not a directory"):
+        Work(impossible, Peers()).open({}, force=False)
+
+
+def test_outputs_are_tried_and_not_changed(tmp_path):
+    assert usable_folder(tmp_path / "a" / "b", "--out") == tmp_path / "a" / "b" and not list(tmp_path.iterdir())
+    assert usable_folder(tmp_path, "--out") == tmp_path and tmp_path.is_dir()
+    (tmp_path / "there").write_text("kept")
+    assert usable_file(tmp_path / "there", "--out").read_text() == "kept"
+    assert not usable_file(tmp_path / "new", "--out").exists()
+    for bad in (tmp_path, "/dev/null"):  # a report that replaced /dev/null would cost more than itself
+        with pytest.raises(UserError, match="a file to write"):
+            usable_file(bad, "--json")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "/x/y"), "error: /x/y: No space left on device\n"),
+        (OSError("cannot load"), "error: cannot load\n"),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), "error: Broken pipe\n"),  # not that of the reader: not quiet
+    ],
+)
+def test_an_unforeseen_os_error_is_one_line(error, said, monkeypatch, capsys):
+    def fail(args):
+        raise error
+
+    monkeypatch.setitem(cli.VERBS, "plot", (lambda parser: fail, "fails"))
+    assert cli.main(["plot"]) == 1 and capsys.readouterr().err == said
+
+
+def test_a_reader_that_has_enough_meets_no_traceback():
+    code = "import sys; from mmldlm import cli; cli.VERBS['plot'] = (lambda p: lambda a: print('x' * 300000), ''); "
+    words = [sys.executable, "-c", code + "sys.exit(cli.main(['plot']))"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.read(10) == "x" * 10
+        process.stdout.close()
+        assert process.stderr.read() == "" and process.wait() == 1
