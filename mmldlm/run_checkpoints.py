@@ -56,7 +56,11 @@ class RunCheckpoints:
         return commit.Peers(engine.rank, engine.world_size, engine.barrier, engine.all_ok, engine.gather_texts)
 
     def _await(self, is_running: Callable[[], bool], what: str) -> None:
-        await_all(self.engine, is_running, what, self.config.checkpoints.timeout, self._still)
+        def live() -> None:
+            self._still()
+            self.folder.renew_lock()
+
+        await_all(self.engine, is_running, what, self.config.checkpoints.timeout, live)
 
     # -- continuing --------------------------------------------------------------------------------------------------
 
