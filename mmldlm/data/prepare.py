@@ -135,7 +135,7 @@ class _Preparation:
             self.work.remove()
             self.peers.add("whole already")
             return
-        refuse_other_folders(self.root, options.force)
+        refuse_other_folders(self.root, options.force, plan)
         self.encoder = self._make_encoder()  # before hours of reading: its weights may be missing
         goes_on = self.work.open(plan, options.force)
         if goes_on:
