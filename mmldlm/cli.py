@@ -160,8 +160,8 @@ def main(argv: list[str] | None = None) -> int:
     except MmldlmError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as error:  # a room that can go on later says so in it
+        print(": ".join(["interrupted", *map(str, error.args)]), file=sys.stderr)
         return EXIT_FAILED
     except OSError as error:  # a path or a disk that no room has foreseen: the system says what is wrong, no traceback
         if isinstance(error, BrokenPipeError) and _reader_has_enough():

@@ -236,6 +236,12 @@ def encode_texts(texts: Sequence[str], pretrained: Pretrained) -> np.ndarray:
             "no such key",
             "embed the texts yourself and pass --latent-file",
         )
+    if not pretrained.knows_encoder:
+        raise UserError(
+            "a model whose data names the encoder of its latents",
+            "its store was packed without --encoder",
+            "embed the texts yourself with that encoder and give the latents with --latent-file",
+        )
     count, pieces = pretrained.model.config.max_latents, []
     for text in texts:  # cut as prepare cuts them
         parts = latent_parts(text, count)

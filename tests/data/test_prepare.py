@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from mmldlm import cli
 from mmldlm.data import encoders, encoding, options, prepare, tokenizers, verify
 from mmldlm.data.peers import Peers
 from mmldlm.data.prepare import LatentStatistics, PrepareOptions
@@ -406,6 +407,21 @@ def test_a_finished_store_of_other_options_says_which(tmp_path):
     (tmp_path / "manifest.json").write_text("{}")
     with pytest.raises(UserError, match="something is there already"):
         refuse_other_folders(tmp_path, False, plan)
+
+
+def test_interrupted_it_says_how_to_go_on(need_minilm, corpus_file, tmp_path, capsys, monkeypatch):
+    words = ["prepare", str(corpus_file), "--output-dir", str(tmp_path / "s"), "--num-procs", "1"]
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(encoding, "encode", interrupt)
+        assert cli.main(words) == 1
+    said = capsys.readouterr().err
+    assert f"interrupted: the same command goes on with what is done, in {tmp_path / 's.work'}" in said
+    assert cli.main(words) == 0 and "going on with" in capsys.readouterr().out
+    assert verify.verify(tmp_path / "s") == []
 
 
 def test_options_survive_the_way_to_the_ranks():
