@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mmldlm import __version__
-from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, MmldlmError
+from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, MmldlmError, UserError
 from mmldlm.utils import reason
 
 
@@ -43,6 +43,7 @@ def _prepare_by_ranks(args, prepare, options) -> int:
     """Alone in this process, or become the launcher of several ranks."""
     import torch
 
+    _check_ranks("--num-procs", args.num_procs)
     nproc = args.num_procs or (1 if "RANK" in os.environ else max(torch.cuda.device_count(), 1))
     if nproc == 1 or "RANK" in os.environ:
         return prepare.main(args)
@@ -65,6 +66,7 @@ def _launch_local(args, train) -> int:
     """Check everything in this process, then become the launcher: a mistake is found before any rank starts."""
     import torch
 
+    _check_ranks("--nproc", args.nproc)
     nproc = args.nproc or max(torch.cuda.device_count(), 1)
     config = train.parse_config(args)
     train.check_run(config, nproc)
@@ -79,6 +81,11 @@ def _launch_local(args, train) -> int:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # Not the deepspeed launcher: a signal to it ends the ranks unsaved, or not at all (mmldlm/launch/local.py).
     os.execv(sys.executable, [sys.executable, "-m", "mmldlm.launch.local", str(nproc), str(script), *words])
+
+
+def _check_ranks(option: str, count: int | None) -> None:
+    if count is not None and count < 1:
+        raise UserError(f"{option} of at least 1", str(count), "give the number of ranks, or leave it out")
 
 
 def _convert(parser):
@@ -143,6 +150,7 @@ def main(argv: list[str] | None = None) -> int:
     if not argv or argv[0] not in VERBS:
         return _overview(argv)
     verb = argv[0]
+    _never_fail_to_print()
     own = argparse.ArgumentParser(prog=f"mmldlm {verb}", description=VERBS[verb][1])
     try:
         run = _fill(own, verb)
@@ -152,8 +160,8 @@ def main(argv: list[str] | None = None) -> int:
     except MmldlmError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as error:  # a room that can go on later says so in it
+        print(": ".join(["interrupted", *map(str, error.args)]), file=sys.stderr)
         return EXIT_FAILED
     except OSError as error:  # a path or a disk that no room has foreseen: the system says what is wrong, no traceback
         if isinstance(error, BrokenPipeError) and _reader_has_enough():
@@ -162,6 +170,13 @@ def main(argv: list[str] | None = None) -> int:
         where = "" if error.filename is None else f"{error.filename}: "
         print(f"error: {where}{reason(error)}", file=sys.stderr)
         return EXIT_FAILED
+
+
+def _never_fail_to_print() -> None:
+    """Where the terminal's encoding (LC_ALL=C) lacks a sign, its number stands for it: no text is worth a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure") and stream.encoding.lower().replace("-", "") != "utf8":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _reader_has_enough() -> bool:

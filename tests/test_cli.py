@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import sys
 
@@ -40,6 +41,22 @@ def test_an_impossible_output_is_said_first(words, impossible, capsys):
 def test_an_impossible_store_is_a_users_error(impossible):
     with pytest.raises(UserError, match="Not a directory"):
         Work(impossible, Peers()).open({}, force=False)
+
+
+@pytest.mark.parametrize("count", ["0", "-3"])
+@pytest.mark.parametrize("words", [("train", "--nproc"), ("prepare", "--output-dir", "none", "--num-procs")])
+def test_fewer_than_one_rank_is_refused(words, count, capsys):
+    assert cli.main([*words, count]) == 2
+    assert f"expected {words[-1]} of at least 1\n  found: {count}" in capsys.readouterr().err
+
+
+def test_a_terminal_of_ascii_is_no_reason_to_fail(store):
+    code = "import sys; from mmldlm import cli; code = cli.main(sys.argv[1:]); print('\u2581'); sys.exit(code)"
+    words = [sys.executable, "-c", code, "verify-data", str(store)]
+    done = subprocess.run(words, capture_output=True, env={**os.environ, "LC_ALL": "C", "PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    shown = done.stdout.decode("ascii")
+    assert "no problems" in shown and "8" in shown and shown.endswith("\\u2581\n")
 
 
 def test_outputs_are_tried_and_not_changed(tmp_path):

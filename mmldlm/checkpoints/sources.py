@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import json
 import re
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +18,7 @@ from mmldlm.checkpoints.zero_files import find_zero_folder
 from mmldlm.errors import UserError
 
 MODEL_FILE, OPTIMIZER_FILE = "model.pt", "optimizer.pt"
+_HEAD_BYTES = 512
 _STEP = re.compile(r"step_\d{8,}")
 # Where accelerate and the Hugging Face Trainer put the DCP folder of a model.
 _DCP_FOLDERS = (".", "dcp", "pytorch_model_fsdp_0")
@@ -71,6 +74,7 @@ def open_source(
         UserError: nothing readable there, or a damaged checkpoint; the file is named.
     """
     path = Path(path)
+    _refuse_a_store(path)
     if _is_ours(path):
         checkpoint = resolve(path)
         problems = verify(checkpoint, checksums=False, tails=True)
@@ -121,9 +125,33 @@ def _open_file(path: Path, allow_nonfinite: bool) -> WeightSource:
         from mmldlm.checkpoints.safetensors_reader import SafetensorsModel
 
         return SafetensorsModel.open(path, allow_nonfinite)
+    _refuse_text(path)
     from mmldlm.checkpoints.model_file import ModelFile
 
     return ModelFile.open(path, allow_nonfinite)
+
+
+def _refuse_a_store(path: Path) -> None:
+    """Raises UserError for a folder of prepared data: its manifest looks like that of a checkpoint, and is none."""
+    try:
+        kind = json.loads((path / MANIFEST).read_bytes())["format"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if kind in ("mmldlm-store", "mmldlm-files"):
+        raise UserError(f"a run or a checkpoint at {path}", "a store of prepared data", "give e.g. RUN/latest")
+
+
+def _refuse_text(path: Path) -> None:
+    """Raises UserError for a text file: no copy of it will be a checkpoint. (Also what git leaves of large files.)"""
+    try:
+        with open(path, "rb") as file:
+            head = file.read(_HEAD_BYTES)
+        text = codecs.getincrementaldecoder("utf-8")().decode(head)
+    except (OSError, UnicodeDecodeError):  # what cannot be read is said where it is read
+        return
+    if text and all(sign.isprintable() or sign.isspace() for sign in text):
+        line = text.strip().partition("\n")[0][:60]
+        raise UserError(f"a checkpoint or a model.pt at {path}", f"a text file ({line!r})", "give e.g. RUN/latest")
 
 
 def open_folder(path: Path, allow_nonfinite: bool, with_moments: bool) -> WeightSource | None:

@@ -82,6 +82,22 @@ class PrepareOptions:
         return {name: getattr(self, name) for name in names}
 
 
+def differing(found: dict[str, Any], asked: dict[str, Any]) -> list[str]:
+    """Each option in which two identities differ, with both values; what an identity leaves out is its default."""
+    defaults = PrepareOptions("")
+    lines = []
+    for key in dict.fromkeys([*found, *asked]):
+        before, now = (values.get(key, getattr(defaults, key, None)) for values in (found, asked))
+        if before != now:
+            name = "CORPUS" if key == "corpus" else f"--{key.replace('_', '-')}"
+            lines.append(f"{name} was {_shown(before)}, now {_shown(now)}")
+    return lines
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else "not given" if value is None else str(value)
+
+
 def check_options(options: PrepareOptions) -> Path:
     """The folder to make.
 

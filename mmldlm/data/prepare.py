@@ -32,8 +32,8 @@ from mmldlm.data.report import Progress, print_summary
 from mmldlm.data.selecting import Samples
 from mmldlm.data.statistics import LatentStatistics
 from mmldlm.data.store import TOKENIZER_FOLDER
-from mmldlm.data.work import Work
-from mmldlm.errors import EXIT_DONE, MmldlmError, UserError
+from mmldlm.data.work import PLAN, Work
+from mmldlm.errors import EXIT_DONE, EXIT_FAILED, MmldlmError, UserError
 
 __all__ = ["LatentStatistics", "PrepareOptions", "add_arguments", "main", "prepare"]
 
@@ -135,7 +135,7 @@ class _Preparation:
             self.work.remove()
             self.peers.add("whole already")
             return
-        refuse_other_folders(self.root, options.force)
+        refuse_other_folders(self.root, options.force, plan)
         self.encoder = self._make_encoder()  # before hours of reading: its weights may be missing
         goes_on = self.work.open(plan, options.force)
         if goes_on:
@@ -304,6 +304,11 @@ def main(args: argparse.Namespace) -> int:
         if not getattr(error, "is_told", False) and peers.speaks():
             print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+    except KeyboardInterrupt:
+        work = Work(Path(os.path.abspath(options.output_dir)), peers).folder
+        if (work / PLAN).is_file():
+            raise KeyboardInterrupt(f"the same command goes on with what is done, in {work}") from None
+        raise
     return EXIT_DONE
 
 
@@ -315,3 +320,7 @@ if __name__ == "__main__":
     except MmldlmError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except KeyboardInterrupt as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(": ".join(["interrupted", *map(str, error.args)]), file=sys.stderr)
+        sys.exit(EXIT_FAILED)

@@ -20,7 +20,7 @@ import mmldlm
 from mmldlm.data import encoding
 from mmldlm.data.encoders import Encoder
 from mmldlm.data.files import list_files, sync, write_json
-from mmldlm.data.options import PrepareOptions
+from mmldlm.data.options import PrepareOptions, differing
 from mmldlm.data.reading import Texts
 from mmldlm.data.selecting import Samples
 from mmldlm.data.statistics import LatentStatistics
@@ -202,8 +202,11 @@ def versions() -> dict[str, str]:
     }
 
 
-def refuse_other_folders(root: Path, force: bool) -> None:
+def refuse_other_folders(root: Path, force: bool, plan: dict[str, Any] | None = None) -> None:
     """An output folder that is there is only replaced when it is one of ours and ``force`` says so.
+
+    Args:
+        plan: that of the preparation that would write there, to be compared with that of a store.
 
     Raises:
         UserError: otherwise.
@@ -211,7 +214,7 @@ def refuse_other_folders(root: Path, force: bool) -> None:
     if root.exists() and not force and (not root.is_dir() or any(root.iterdir())):
         raise UserError(
             f"an --output-dir that does not exist yet: {root}",
-            "something is there already",
+            _what_is_there(root, plan),
             "choose another folder, or add --force to replace it once the new store is whole",
         )
     if root.is_dir() and force and any(root.iterdir()) and not (root / MANIFEST).is_file():
@@ -220,6 +223,19 @@ def refuse_other_folders(root: Path, force: bool) -> None:
             f"a folder with other things in it (no {MANIFEST})",
             "choose another --output-dir; --force only replaces stores",
         )
+
+
+def _what_is_there(root: Path, plan: dict[str, Any] | None) -> str:
+    try:
+        options = json.loads((root / MANIFEST).read_text(encoding="utf-8"))["options"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return "something is there already"
+    if (
+        plan is None or not isinstance(options, dict) or "corpus" not in options
+    ):  # one of the two was packed, which has other options
+        return "a store is there already"
+    others = differing(options, plan["options"])
+    return f"a store of others: {'; '.join(others) or 'the same options, but the files of the corpus have changed'}"
 
 
 def commit(partial: Path, root: Path, force: bool) -> None:

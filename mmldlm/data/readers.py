@@ -98,6 +98,12 @@ class FileUnit:
                 found = f"line {self.number(place)}: {error}"
                 raise self._error("one JSON object a line", found, "repair or remove that line") from None
             text = record.get(self.text_field) if isinstance(record, dict) else None
+            if isinstance(record, dict) and self.text_field in record and not isinstance(text, str):
+                raise self._error(
+                    f"a string in field '{self.text_field}' of every line",
+                    f"line {self.number(place)}: {self.text_field} is {_kind_of(text)}",
+                    "repair or remove that line, or name another field with --text-field",
+                )
             if not isinstance(text, str):
                 known = ", ".join(sorted(record)) if isinstance(record, dict) else type(record).__name__
                 raise self._error(
@@ -106,6 +112,13 @@ class FileUnit:
                     "name the field with --text-field, or repair that line",
                 )
             yield from clean(text, counts)
+
+
+def _kind_of(value: object) -> str:
+    """What JSON calls a value that is no string."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "true or false"
+    return {int: "a number", float: "a number", list: "a list"}.get(type(value), "an object")
 
 
 def clean(text: str, counts: Counter) -> Iterator[str]:

@@ -124,21 +124,23 @@ def check_latents(latents: np.ndarray, where: str, latent_dim: int | None = None
             f"shape {list(latents.shape)}",
             "set model.latent_dim to the encoder's dimension, or prepare the data with the encoder you mean",
         )
-    finite = np.isfinite(latents).all(axis=tuple(range(1, latents.ndim)))
-    if not finite.all():
-        _refuse_rows(first_row + np.flatnonzero(~finite), "finite latents", "NaN or infinite values", where)
+    bad = ~np.isfinite(latents).all(axis=tuple(range(1, latents.ndim)))
     zero = ~latents.any(axis=-1).all(axis=tuple(range(1, latents.ndim - 1)))
-    if zero.any():
-        _refuse_rows(first_row + np.flatnonzero(zero), "latents of non-zero norm", "zero vectors", where)
-
-
-def _refuse_rows(rows: np.ndarray, expected: str, found: str, where: str) -> None:
-    named = ", ".join(str(row) for row in rows[:10]) + (", ..." if len(rows) > 10 else "")
+    # Both are said at once: a NaN must not hide the rows of zeros, which would only come up in the next round.
+    kinds = [("finite latents", "NaN or infinite values", bad), ("latents of non-zero norm", "zero vectors", zero)]
+    kinds = [kind for kind in kinds if kind[2].any()]
+    if not kinds:
+        return
     raise UserError(
-        f"{expected} in {where}",
-        f"{found} in {len(rows)} row{'s' if len(rows) > 1 else ''}: {named}",
+        f"{' and '.join(expected for expected, _, _ in kinds)} in {where}",
+        "; ".join(f"{found} in {_rows_named(first_row + np.flatnonzero(rows))}" for _, found, rows in kinds),
         "look at these texts, remove them from the corpus, and prepare again (nothing is filled in for them)",
     )
+
+
+def _rows_named(rows: np.ndarray) -> str:
+    named = ", ".join(str(row) for row in rows[:10]) + (", ..." if len(rows) > 10 else "")
+    return f"{len(rows)} row{'s' if len(rows) > 1 else ''}: {named}"
 
 
 def load_tokenizer(root: str | os.PathLike):

@@ -20,6 +20,7 @@ from mmldlm.data.text import content_hash
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, UserError
 from mmldlm.utils import usable_file
 
+BARS, DIGITS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588", " 12345678"  # the second for terminals of ASCII
 _BLOCK = 4096
 _TOKEN_BLOCK = 1 << 20
 
@@ -188,6 +189,7 @@ def main(args: argparse.Namespace) -> int:
     if args.plot:
         usable_file(args.plot, "--plot")
     report, console = examine(args.root), Console()
+    marks = BARS if console.encoding.startswith("utf") else DIGITS
     manifest = read_manifest(args.root)
     table = Table("split", "samples", "tokens", "longest", "lengths", "norm", "rank", title=f"store {args.root}")
     for name, split in manifest["splits"].items():
@@ -196,7 +198,7 @@ def main(args: argparse.Namespace) -> int:
         statistics = None if found is None else found.statistics
         norm = "?" if statistics is None else f"{statistics['norm']['mean']:.4f}"
         rank = "?" if statistics is None else f"{statistics['effective_rank']:.0f}/{manifest['latent_dim']}"
-        table.add_row(name, *numbers, "?" if found is None else histogram(found.lengths), norm, rank)
+        table.add_row(name, *numbers, "?" if found is None else histogram(found.lengths, marks), norm, rank)
     console.print(table)
     checks = Table("check", "result")
     for name, problems in report.checks.items():
@@ -212,12 +214,11 @@ def main(args: argparse.Namespace) -> int:
     return EXIT_FAILED if num_problems else EXIT_DONE
 
 
-def histogram(lengths: np.ndarray, bins: int = 10) -> str:
-    """A line of blocks: the share of samples in equal ranges of length, from 0 to the longest."""
+def histogram(lengths: np.ndarray, marks: str = BARS, bins: int = 10) -> str:
+    """A line of nine kinds of marks: the share of samples in equal ranges of length, from 0 to the longest."""
     if not len(lengths):
         return ""
     counts, _ = np.histogram(lengths, bins=bins, range=(0, max(int(lengths.max()), 1)))
-    marks = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
     return "".join(marks[int(np.ceil(8 * count / counts.max()))] for count in counts)
 
 

@@ -10,11 +10,29 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.data.files import write_json
+from mmldlm.data.options import differing
 from mmldlm.data.peers import Peers
 from mmldlm.errors import UserError
 from mmldlm.utils import usable_folder
 
 PLAN = "plan.json"
+_MOST_NAMED = 3
+
+
+def differences(found: dict[str, Any], plan: dict[str, Any]) -> list[str]:
+    """What distinguishes two plans, with both values."""
+    lines = differing(found.get("options") or {}, plan["options"])
+    if found.get("corpus") != plan["corpus"]:
+        before, now = (dict.fromkeys(sum(side.values(), [])) for side in (found.get("corpus") or {}, plan["corpus"]))
+        lost = [unit for unit in before if unit not in now]
+        new = [unit for unit in now if unit not in before]
+        lines.append(f"the corpus had {_few(lost)}, has {_few(new)}")
+    return lines or [f"another cut of the work ({found.get('shards')}, now {plan['shards']})"]
+
+
+def _few(units: list[str]) -> str:
+    more = f" and {len(units) - _MOST_NAMED} more" if units[_MOST_NAMED:] else ""
+    return ", ".join(units[:_MOST_NAMED]) + more or "nothing more"
 
 
 class Work:
@@ -54,11 +72,10 @@ class Work:
         path = self.folder / PLAN
         found = json.loads(path.read_text()) if path.is_file() else None
         if found is not None and found != plan:
-            differing = sorted(key for key in {*found, *plan} if found.get(key) != plan.get(key))
             if not force:
                 raise UserError(
                     f"the options and corpus with which {self.folder} was begun",
-                    f"others: {', '.join(differing)}",
+                    "; ".join(differences(found, plan)),
                     "give the same to go on, or --force to throw away what was done so far, or another --output-dir",
                 )
             self.clear()

@@ -182,7 +182,7 @@ def evaluate(
         "floor: bag of words": bag_similarities(pairs, weighted=False),
         "floor: TF-IDF": bag_similarities(pairs, weighted=True),
     }
-    if pretrained.encoder is not None:
+    if pretrained.encoder is not None and pretrained.knows_encoder:
         say(f"embedding them with the encoder {pretrained.encoder['name']}")
         rows["ceiling: the encoder"] = similarities(encode_texts(texts, pretrained))
     conditions = {"file": pairs.name, "num_pairs": len(pairs.scores), "latent_steps": steps, "seed": seed}

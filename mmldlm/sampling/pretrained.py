@@ -65,6 +65,11 @@ class Pretrained:
         """Whether samplers put x0 estimates back on the unit sphere."""
         return self.latent_config.renormalise_x0 and self.unit_norm
 
+    @property
+    def knows_encoder(self) -> bool:
+        """Whether the encoder of its latents is named; `mmldlm pack` without --encoder calls it unknown."""
+        return self.encoder is not None and self.encoder.get("name") != "unknown"
+
     def can_do(self, mode: str) -> bool:
         """Whether it was trained in a mode; True when its folder does not say."""
         return self.mode_weights is None or self.mode_weights.get(mode, 0) > 0

@@ -18,7 +18,7 @@ from mmldlm.sampling.joint import WAYS, choose_way, sample_joint
 from mmldlm.sampling.latents import METHODS, check_latents_per_text, latent_shape, sample_latents
 from mmldlm.sampling.pretrained import Pretrained, load_pretrained
 from mmldlm.sampling.text import PRESENCE_PENALTY, SAMPLERS, TextSamples, sample_text
-from mmldlm.utils import usable_folder
+from mmldlm.utils import reason, usable_folder
 
 # Norms further from 1 than this are not vectors of an encoder that normalises.
 _NORM_SLACK = 0.05
@@ -236,6 +236,12 @@ def encode_texts(texts: Sequence[str], pretrained: Pretrained) -> np.ndarray:
             "no such key",
             "embed the texts yourself and pass --latent-file",
         )
+    if not pretrained.knows_encoder:
+        raise UserError(
+            "a model whose data names the encoder of its latents",
+            "its store was packed without --encoder",
+            "embed the texts yourself with that encoder and give the latents with --latent-file",
+        )
     count, pieces = pretrained.model.config.max_latents, []
     for text in texts:  # cut as prepare cuts them
         parts = latent_parts(text, count)
@@ -254,8 +260,15 @@ def _texts(args: argparse.Namespace) -> list[str]:
     if args.text_file:
         try:
             texts = Path(args.text_file).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError("a text file, one text a line", f"{args.text_file}: {error}", "check the path") from error
+        except OSError as error:
+            found = f"{args.text_file}: {reason(error)}"
+            raise UserError("a text file, one text a line", found, "check the path") from error
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"UTF-8 text in {args.text_file}",
+                f"byte 0x{error.object[error.start]:02x} at offset {error.start}",
+                "save it as UTF-8 (for instance with iconv)",
+            ) from None
         texts = [text for text in texts if text.strip()]
     if not texts or any(not text.strip() for text in texts):
         raise UserError("texts that are not empty", f"{texts!r}", "give at least one text, none of them blank")

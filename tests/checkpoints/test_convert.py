@@ -160,6 +160,17 @@ def test_a_model_comes_back_whole_from_model_pt(tmp_path, capsys):
     assert dtypes == {"head.weight": "BF16", "latent_mean": "F32", "latent_std": "F32"}  # as of any checkpoint
 
 
+@pytest.mark.parametrize("target", ["safetensors", "model.pt", "zero2"])
+def test_what_is_no_checkpoint_is_named_for_what_it_is(tmp_path, target):
+    (tmp_path / "clean.txt").write_text("Grüße.\nA second line.\n" * 40, encoding="utf-8")
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "manifest.json").write_text('{"format": "mmldlm-store", "version": 1}')
+    for name, found in (("clean.txt", "a text file"), ("store", "a store of prepared data")):
+        with pytest.raises(UserError) as error:
+            command(str(tmp_path / name), str(tmp_path / "out"), "--to", target)
+        assert error.value.found.startswith(found) and "copy" not in error.value.fix, error.value
+
+
 def test_values_that_do_not_fit(tmp_path):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     torch.save({"huge": torch.tensor([1e30])}, tmp_path / "model.pt")

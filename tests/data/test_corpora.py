@@ -48,6 +48,10 @@ def test_folder_is_read_in_order_and_split(tmp_path):
         ("a.doc", b"x", "a.doc"),
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', "line 2"),
         ("a.jsonl", b"[1]\n", "line 1 has list"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": null}\n', "line 2: text is null"),
+        ("a.jsonl", b'{"text": 5}\n', "line 1: text is a number"),
+        ("a.jsonl", b'{"text": {"body": "x"}}\n', "line 1: text is an object"),
+        ("a.jsonl", b'{"body": "x"}\n', "line 1 has body"),
         ("a.txt", b"good\nbad \xff byte\n", "byte 0xff at column 5 of line 2"),
     ],
 )

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from mmldlm import cli
 from mmldlm.data import encoders, encoding, options, prepare, tokenizers, verify
 from mmldlm.data.peers import Peers
 from mmldlm.data.prepare import LatentStatistics, PrepareOptions
+from mmldlm.data.publish import refuse_other_folders
 from mmldlm.data.store import Store, load_tokenizer
 from mmldlm.data.text import normalise
 from mmldlm.data.work import Work
@@ -377,6 +379,49 @@ def test_only_one_preparation_at_a_time(corpus_file, tmp_path):
     work.open({"options": {}}, force=False)
     with pytest.raises(UserError, match="no other preparation"):
         prepare.prepare(PrepareOptions(str(tmp_path / "s"), str(corpus_file), force=True))
+
+
+def test_what_differs_is_said_with_both_values(tmp_path):
+    def plan(name, **options):
+        identity = PrepareOptions("", name, **options).identity()
+        return {"options": identity, "shards": [1], "corpus": {"train": [f"txt:{name}"]}}
+
+    work = Work(tmp_path / "store", Peers())
+    work.open(plan("a.txt", text_field="body"), force=False)
+    with pytest.raises(UserError) as error:
+        work.open(plan("b.txt", max_tokens=30, latents_per_text=2), force=False)
+    for said in ("CORPUS was a.txt, now b.txt", "--text-field was body, now not given", "--max-tokens was 62, now 30",
+                 "--latents-per-text was 1, now 2", "the corpus had txt:a.txt, has txt:b.txt"):  # fmt: skip
+        assert said in error.value.found, error.value.found
+    assert "seed" not in error.value.found
+
+
+def test_a_finished_store_of_other_options_says_which(tmp_path):
+    plan = {"options": PrepareOptions("", "a.txt", max_tokens=30).identity(), "corpus": {}}
+    (tmp_path / "manifest.json").write_text(json.dumps({"options": PrepareOptions("", "a.txt").identity()}))
+    with pytest.raises(UserError, match="a store of others: --max-tokens was 62, now 30"):
+        refuse_other_folders(tmp_path, False, plan)
+    (tmp_path / "manifest.json").write_text(json.dumps({"options": plan["options"]}))
+    with pytest.raises(UserError, match="files of the corpus have changed"):
+        refuse_other_folders(tmp_path, False, plan)
+    (tmp_path / "manifest.json").write_text("{}")
+    with pytest.raises(UserError, match="something is there already"):
+        refuse_other_folders(tmp_path, False, plan)
+
+
+def test_interrupted_it_says_how_to_go_on(need_minilm, corpus_file, tmp_path, capsys, monkeypatch):
+    words = ["prepare", str(corpus_file), "--output-dir", str(tmp_path / "s"), "--num-procs", "1"]
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(encoding, "encode", interrupt)
+        assert cli.main(words) == 1
+    said = capsys.readouterr().err
+    assert f"interrupted: the same command goes on with what is done, in {tmp_path / 's.work'}" in said
+    assert cli.main(words) == 0 and "going on with" in capsys.readouterr().out
+    assert verify.verify(tmp_path / "s") == []
 
 
 def test_options_survive_the_way_to_the_ranks():

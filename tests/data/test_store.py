@@ -144,6 +144,13 @@ def test_check_latents_names_rows_that_are_not_finite(value):
     assert "here" in error.value.expected
 
 
+def test_check_latents_names_zero_rows_beside_a_nan():
+    latents = np.ones((6, 4), np.float32)
+    latents[1, 2], latents[4] = np.nan, 0
+    with pytest.raises(UserError, match="NaN or infinite values in 1 row: 101; zero vectors in 1 row: 104"):
+        check_latents(latents, "here", first_row=100)
+
+
 def test_check_latents_refuses_zero_vectors_and_other_dimensions():
     latents = np.ones((6, 4), np.float32)
     with pytest.raises(UserError, match=r"\[samples, 8\]"):

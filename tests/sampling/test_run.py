@@ -169,6 +169,23 @@ def test_a_mode_that_was_not_trained_is_refused(checkpoint, latent_file, tmp_pat
     assert error.value.found.endswith(f"learned only {other}") and not (tmp_path / "out").exists()
 
 
+def test_a_text_file_that_is_not_utf_8_is_told_from_a_wrong_path(checkpoint, tmp_path):
+    (tmp_path / "latin.txt").write_bytes("word1\nw\u00f6rd".encode("latin-1"))
+    words = ("t2l", "--checkpoint", checkpoint, "--output-dir", tmp_path / "out", "--text-file")
+    with pytest.raises(UserError, match="byte 0xf6 at offset 7") as error:
+        run(*words, tmp_path / "latin.txt")
+    assert str(tmp_path / "latin.txt") in error.value.expected and "save it as UTF-8" in error.value.fix
+    with pytest.raises(UserError, match="check the path"):
+        run(*words, tmp_path / "absent.txt")
+
+
+def test_a_model_of_packed_latents_says_that_its_encoder_is_unknown(checkpoint, tmp_path):
+    folder = changed(checkpoint, tmp_path / "packed", encoder={"name": "unknown", "source": "imported"})
+    with pytest.raises(UserError, match="packed without --encoder") as error:
+        run("l2t", "--checkpoint", folder, "--text", "word1 word2", "--output-dir", tmp_path / "out")
+    assert "--latent-file" in error.value.fix
+
+
 def test_scaled_embeddings_are_warned_about(checkpoint, tmp_path, capsys):
     np.save(tmp_path / "big.npy", np.full((1, 6), 5.0))
     run("l2t", "--checkpoint", checkpoint, "--latent-file", tmp_path / "big.npy", "--output-dir", tmp_path / "out")
