@@ -1,4 +1,4 @@
-"""The checkpoints of a run: what goes into one, writing it while training goes on, and continuing from one."""
+"""The checkpoints of a run: writing one while training goes on, and continuing from one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +14,22 @@ import torch
 import yaml
 
 from mmldlm.checkpoints import commit
-from mmldlm.checkpoints.training_state import open_training_state
-from mmldlm.config.load import to_yaml, with_absolute_paths
-from mmldlm.config.unchanged import CONFIG_FILE, batch_fix, changes_since
-from mmldlm.data.resolve import RunData
-from mmldlm.engines.base import persistent_buffers
+from mmldlm.config.unchanged import changes_since
 from mmldlm.engines.ema import WeightAverage
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.run import RunFolder
+from mmldlm.run_contents import (
+    ENGINE_FOLDER,
+    package_version,
+    read_engine,
+    read_state,
+    set_rng,
+    write_descriptions,
+)
 from mmldlm.run_saving import Background, Saving, await_all
 from mmldlm.stability.guard import Guard
 from mmldlm.stability.recovery import Trouble, stop
 
-ENGINE_FOLDER = "engine"
-STATE_FILE = "training_state.json"
 SAVE_NOW = "save_now"
 LAST_TRIES, LAST_PAUSE = 3, 20.0  # a run that must end tries to save this often, so many seconds apart
 
@@ -163,7 +164,7 @@ class RunCheckpoints:
         """
         saved = self._voted(lambda: self._read(checkpoint), checkpoint)
         self.engine.masters_written()
-        self._set_rng(checkpoint / f"rng_state_rank{self.engine.rank}.pt")
+        set_rng(checkpoint / f"rng_state_rank{self.engine.rank}.pt")
         for name, value in saved.items():
             if hasattr(self.state, name) and name not in ("versions", "data"):
                 setattr(self.state, name, value)
@@ -191,72 +192,9 @@ class RunCheckpoints:
 
     def _read(self, checkpoint: Path) -> dict[str, Any]:
         """Weights, moments and average into the engine; the training state is returned."""
-        saved = self._read_state(checkpoint)
-        self._read_engine(checkpoint, saved["applied_steps"])
+        saved = read_state(checkpoint, self.state, self.config, self.engine.world_size)
+        read_engine(checkpoint, self.engine, self.average, saved["applied_steps"])
         return saved
-
-    def _read_state(self, checkpoint: Path) -> dict[str, Any]:
-        saved = json.loads((checkpoint / STATE_FILE).read_text())
-        # Checkpoints from before there was a choice do not name their plan: it was the one that is still the default.
-        saved.setdefault("plan", f"samples-1:{self.config.data.bucket_batches}")
-        for what in ("global_batch", "num_samples", "seed", "plan"):
-            if saved[what] != getattr(self.state, what):
-                fix = None
-                if what == "global_batch":
-                    fix = batch_fix(saved[what], self.config.training.train_batch_size, self.engine.world_size)
-                raise UserError(
-                    f"{what}={saved[what]} as in {checkpoint} (the order of samples depends on it)",
-                    f"{what}={getattr(self.state, what)}",
-                    fix
-                    or "keep micro-batch * accumulation * world size, training.seed, data.batching, "
-                    "data.bucket_batches and the data as they were",
-                )
-        if saved.get("data", self.state.data) != self.state.data:
-            raise UserError(
-                f"the data that {checkpoint} was trained on (training split {saved['data'][:12]})",
-                f"other files (training split {self.state.data[:12]})",
-                f"name the store it had, or start a new run with training.init_from={checkpoint}",
-            )
-        return saved
-
-    def _read_engine(self, checkpoint: Path, applied_steps: int) -> None:
-        with open_training_state(checkpoint / ENGINE_FOLDER) as reader:
-            model = self.engine.model
-            # Under ZeRO-3 a parameter itself is empty.
-            ours = {
-                name: (p.requires_grad, tuple(getattr(p, "ds_shape", p.shape)))
-                for name, p in model.named_parameters(remove_duplicate=False)
-            }
-            ours |= {name: ("buffer", tuple(buffer.shape)) for name, buffer in persistent_buffers(model).items()}
-            theirs = {
-                name: ("buffer" if reader.kind(name) == "buffer" else reader.kind(name) == "trainable",
-                       tuple(reader.shape(name)))
-                for name in reader.names
-            }  # fmt: skip
-            differing = [name for name in ours | theirs if theirs.get(name) != ours.get(name)]
-            if differing:
-                raise UserError(
-                    f"the model and frozen groups of {checkpoint}",
-                    f"{len(differing)} parameters that are absent in one, of another shape, or frozen in one and "
-                    f"trained in the other, first {differing[0]}",
-                    "keep model.*, training.loss_type and training.freeze as they were; to change them start a new run "
-                    f"with training.init_from={checkpoint}",
-                )
-            self.engine.load(reader, applied_steps if reader.has_moments else 0)
-            if self.average is not None:
-                if reader.has_ema:
-                    self.average.load(reader)
-                else:
-                    self.average.restart()
-
-    def _set_rng(self, path: Path) -> None:
-        """Per-rank generators; a rank that the checkpoint did not have keeps its own (the noise never uses them)."""
-        if not path.is_file():
-            return
-        rng = torch.load(path, weights_only=True)
-        torch.set_rng_state(rng["torch"])
-        if torch.cuda.is_available() and rng["cuda"] is not None:
-            torch.cuda.set_rng_state(rng["cuda"])
 
     def roll_back(self, trouble: Trouble) -> None:
         """Return to the newest good checkpoint with a lower learning rate, passing over the batches to blame.
@@ -426,41 +364,8 @@ class RunCheckpoints:
         self.state.guard = self.guard.state()
         if self.is_main:
             self.state.versions = {
-                name: _version(name) for name in ("mmldlm", "torch", "deepspeed", "transformers", "numpy")
+                name: package_version(name) for name in ("mmldlm", "torch", "deepspeed", "transformers", "numpy")
             }
             text = json.dumps(asdict(self.state) | {"host": socket.gethostname()}, indent=2) + "\n"
-            work.append(lambda: self._write_descriptions(path, text))
+            work.append(lambda: write_descriptions(path, text, self.config, self.data))
         return work
-
-    def _write_descriptions(self, path: Path, training_state: str) -> None:
-        (path / STATE_FILE).write_text(training_state)
-        (path / CONFIG_FILE).write_text(to_yaml(with_absolute_paths(self.config)))
-        (path / "model_config.json").write_text(json.dumps(model_config(self.config, self.data), indent=2) + "\n")
-        target = path / "tokenizer"
-        target.mkdir(exist_ok=True)
-        for source in (self.data.train.root / "tokenizer").iterdir():
-            (target / source.name).write_bytes(source.read_bytes())
-
-
-def model_config(config, data: RunData) -> dict:
-    """What config.json of the exported model holds: the model, its diffusion, and which encoder its latents
-    belong to."""
-    return {
-        "architecture": "MultimodalMMDiT",
-        **config.model.model_dump(),
-        "text_diffusion": config.text_diffusion.model_dump(),
-        "latent_diffusion": config.latent_diffusion.model_dump(),
-        "training": {
-            "mode_weights": config.training.mode_weights(),
-            "condition_dropout": config.training.condition_dropout,
-        },
-        "encoder": data.train.manifest["encoder"],
-        "tokenizer": data.train.manifest["tokenizer"],
-    }
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"

@@ -134,22 +134,25 @@ def test_blocks_of_latents_are_those_of_the_map(made_store, tmp_path):
     assert cut.lengths.max() == 5 and cut.num_truncated == int((store.lengths > 5).sum())
 
 
-def test_a_run_goes_on_with_its_own_plan_only(tmp_path):
+def test_a_run_goes_on_with_its_own_plan_only(tmp_path, monkeypatch):
     """Checkpoints from before plans had names were written under the one that is still the default."""
     from types import SimpleNamespace
 
+    from mmldlm import run_checkpoints
     from mmldlm.run import TrainingState
     from mmldlm.run_checkpoints import RunCheckpoints
 
     def load(saved, plan):
         checkpoints = RunCheckpoints.__new__(RunCheckpoints)
         checkpoints.state, checkpoints.config = TrainingState(8, 100, 0, plan=plan), _config()
-        checkpoints.engine = SimpleNamespace(all_ok=lambda ok: ok, gather_texts=lambda text: [text])
+        checkpoints.engine = SimpleNamespace(world_size=1, all_ok=lambda ok: ok, gather_texts=lambda text: [text])
+
+        checkpoints.average = None
 
         def reached(*args):
             raise MmldlmError("the plan was accepted")
 
-        checkpoints._read_engine = reached
+        monkeypatch.setattr(run_checkpoints, "read_engine", reached)
         (tmp_path / "training_state.json").write_text(json.dumps(saved))
         checkpoints.load(tmp_path)
 
