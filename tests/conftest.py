@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import os
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,32 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+# What lasts longest begins first, or one of two workers ends alone with it.
+LONGEST = (
+    "benchmarks/test_engines_benchmarks.py",
+    "test_train.py",
+    "multinode",
+    "checkpoints",
+    "stability/test_faults.py",
+    "benchmarks/test_data_benchmarks.py",
+    "engines/test_liveness.py",
+    "test_resume.py",
+    "models/test_mmdit.py",
+    "test_run_checkpoints.py",
+)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """A worker runs a file as a whole, for its fixtures' sake; a folder whose files share dear ones likewise."""
+    tests = Path(__file__).resolve().parent
+    for item in items:
+        path = item.path.relative_to(tests)
+        item.add_marker(pytest.mark.xdist_group(path.parts[0] if path.parts[0] in LONGEST else path.as_posix()))
+    order = {group: place for place, group in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.get_closest_marker("xdist_group").args[0], len(order)))
 
 
 @pytest.fixture(scope="session")
