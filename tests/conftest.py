@@ -19,26 +19,22 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 LONGEST = (
     "benchmarks/test_engines_benchmarks.py",
     "test_train.py",
-    "multinode",
-    "checkpoints",
     "stability/test_faults.py",
+    "multinode/test_preflight.py",
+    "checkpoints/test_benchmark.py",
     "benchmarks/test_data_benchmarks.py",
     "engines/test_liveness.py",
     "test_resume.py",
+    "multinode/test_watcher.py",
     "models/test_mmdit.py",
     "test_run_checkpoints.py",
 )
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """A worker runs a file as a whole, for its fixtures' sake; a folder whose files share dear ones likewise."""
-    tests = Path(__file__).resolve().parent
-    for item in items:
-        path = item.path.relative_to(tests)
-        item.add_marker(pytest.mark.xdist_group(path.parts[0] if path.parts[0] in LONGEST else path.as_posix()))
-    order = {group: place for place, group in enumerate(LONGEST)}
-    items.sort(key=lambda item: order.get(item.get_closest_marker("xdist_group").args[0], len(order)))
+    """The order in which pytest-xdist hands files to its workers (tests/run.sh)."""
+    tests, order = Path(__file__).resolve().parent, {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.relative_to(tests).as_posix(), len(order)))
 
 
 @pytest.fixture(scope="session")

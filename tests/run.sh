@@ -6,5 +6,5 @@ cd "$(dirname "$0")/.."
 . launchers/_env.sh
 mmldlm_env quickstart dev
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes would compile mmldlm anew, a third of a second each
-# Two at a time: the ranks of one test mostly wait for each other (groups and their order: tests/conftest.py).
-exec "$PYTHON" -m pytest -ra -n "${MMLDLM_TEST_WORKERS:-2}" --dist loadgroup --no-loadscope-reorder "$@"
+# Two files at a time: the ranks of one test mostly wait for each other. tests/conftest.py has the order.
+exec "$PYTHON" -m pytest -ra -n "${MMLDLM_TEST_WORKERS:-2}" --dist loadfile --no-loadscope-reorder "$@"
