@@ -92,9 +92,10 @@ class RunCheckpoints:
         self._await(lambda: search is not None and search.is_running(), "checking a checkpoint")
         found: list[str | None] = [None, None]  # path, failure: rank 0 must not leave alone while the others wait
         if search is not None:
-            if search.failure is not None and not isinstance(search.failure, (MmldlmError, OSError)):
-                raise search.failure
-            found = [search.result, None if search.failure is None else str(search.failure)]
+            failure = search.failure
+            if failure is not None and not isinstance(failure, MmldlmError):
+                failure = f"{type(failure).__name__}: {failure}"
+            found = [search.result, None if failure is None else str(failure)]
         if self.engine.world_size > 1:
             torch.distributed.broadcast_object_list(found, src=0)
         if found[1] is not None:
@@ -132,7 +133,8 @@ class RunCheckpoints:
         changes = self._voted(lambda: changes_since(checkpoint, self.config), checkpoint)
         notes = [f"changed since the checkpoint: {change}" for change in changes]
         self.load(checkpoint)
-        self._source = checkpoint
+        if not checkpoint.is_relative_to(self.run_dir.resolve()):  # of its own, a rollback chooses itself
+            self._source = checkpoint
         if self.config.training.resume != "auto":
             notes += self._leave_later()
         if self.state.step >= (last := self.config.training.num_train_steps):
