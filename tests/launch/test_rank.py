@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -13,6 +12,7 @@ import uuid
 import pytest
 
 from mmldlm.launch import node, rank
+from mmldlm.launch import state as state_files
 
 SLEEPER = "import sys, time; print('started', flush=True); time.sleep(1000)"
 FAILING = "import sys; [print('line', i) for i in range(100)]; sys.exit(3)"
@@ -26,11 +26,11 @@ def launched(tmp_path):
 
     def start(program: str, number: int = 0, **environment: str) -> subprocess.Popen:
         (tmp_path / "train.py").write_text(program)
-        values = {"id": id, "script": str(tmp_path / "train.py"), "words": ["a=b c"], "logs": str(tmp_path)}
-        path = tmp_path / f"launch_{id}.json"
-        path.write_text(json.dumps({**values, "environment": {"CARRIED": "yes"}}))
+        values = {"script": str(tmp_path / "train.py"), "words": ["a=b c"], "environment": {"CARRIED": "yes"}}
+        values |= {"logs": str(tmp_path), "folder": str(tmp_path)}
+        node.prepare({"launch": id, "values": values})
         process = subprocess.Popen(
-            [sys.executable, rank.__file__, str(path)],
+            [sys.executable, rank.__file__, id],
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "RANK": str(number), "PYTHONPATH": os.getcwd(), **environment},
@@ -44,7 +44,7 @@ def launched(tmp_path):
         process.wait()
         process.stdout.close()
     node.forget({"launch": id})
-    assert not rank.state_folder(id).exists()
+    assert state_files.state_folders(id) == []
 
 
 def states(id: str, count: int = 1, until=lambda states: True) -> list[dict]:

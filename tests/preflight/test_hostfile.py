@@ -29,7 +29,7 @@ def test_names_slots_and_comments(hostfile):
         ("a slots=2\nb lots=8\n", 2, "did you mean 'slots=8'"),
         ("a slots = 8\n", 1, "write slots=8 without blanks"),
         ("a\n", 1, "no slots behind a"),
-        ("a:8\n", 1, "no host name"),
+        ("a:8\n", 1, "not a host name"),
         ("a slots=8x\n", 1, "whole number"),
         ("a slots=-1\n", 1, "whole number"),
         ("a slots=0\n", 1, "start no rank"),
