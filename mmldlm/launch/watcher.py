@@ -289,6 +289,8 @@ class Watcher:
         codes = [state["exit"] for _, _, state in failed]
         reason = f"rank {first['rank']} on {name} ended first, with status {first['exit']}{self._why(first, name)}"
         code = codes[0] if len(set(codes)) == 1 else max(codes)
+        if code == EXIT_INTERRUPTED and self.interrupts:
+            return Outcome(code, "interrupted, as asked for")
         return Outcome(code, reason, first.get("last") or [], [] if code in AGREED else [name])
 
     def _why(self, state: dict, name: str) -> str:
