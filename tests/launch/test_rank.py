@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
 import uuid
+from pathlib import Path
 
 import pytest
 
@@ -100,6 +102,32 @@ def test_signals_reach_the_rank_and_its_death_by_one_is_a_status(launched):
     assert node.signal_ranks({"launch": id, "signal": "SIGTERM"}) == 1
     assert process.wait(60) == 128 + signal.SIGTERM
     assert states(id)[0]["exit"] == 128 + signal.SIGTERM
+
+
+@pytest.fixture
+def small_memory():
+    """A control group of 300 MiB; gives the file to write a pid to."""
+    for parent, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+        folder = Path(parent) / f"mmldlm_{uuid.uuid4().hex}"
+        with contextlib.suppress(OSError):
+            folder.mkdir()
+            try:
+                (folder / limit).write_text(str(300 << 20))
+                yield folder / "cgroup.procs"
+                return
+            finally:
+                folder.rmdir()
+    pytest.skip("no control group can be made here")
+
+
+def test_a_rank_that_the_kernel_kills_for_want_of_memory_is_told_from_one_killed_by_hand(launched, small_memory):
+    id, start = launched
+    grow = f"import os; open({str(small_memory)!r}, 'w').write(str(os.getpid()))\nfill = b'x' * (1 << 30)"
+    process = start(grow, number=0)
+    assert process.wait(60) == 137
+    process = start("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", number=1)
+    assert process.wait(60) == 137
+    assert [state["out_of_memory"] for state in states(id, 2)] == [True, False]
 
 
 def test_stop_ends_what_ignores_sigterm_and_nothing_else(launched):
