@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mmldlm.checkpoints.commit import find_latest_whole
 from mmldlm.checkpoints.manifest import MANIFEST
-from mmldlm.errors import EXIT_DONE
+from mmldlm.errors import EXIT_DONE, EXIT_INTERRUPTED, UserError
 from mmldlm.launch.watcher import AGREED, Outcome, Watcher
 from mmldlm.preflight import command as preflight
 from mmldlm.preflight.context import Context
@@ -49,8 +49,10 @@ def main(args: argparse.Namespace) -> int:
             print(f"\nattempt {attempt + 1} of {args.retries + 1}", flush=True)
         logs = log_folder(context)
         outcome = Watcher(context, words, logs, args.grace).run()
-        tell(outcome, logs)
-        if outcome.code == EXIT_DONE or outcome.code in AGREED or "interrupted" in outcome.reason:
+        report(outcome, logs, newest(run_dir))
+        # Under Slurm the ranks are sent the signal before the time is up; elsewhere it is a fault like others.
+        by_signal = outcome.code == EXIT_INTERRUPTED and context.launcher != "slurm"
+        if outcome.code == EXIT_DONE or outcome.interrupted or (outcome.code in AGREED and not by_signal):
             break
         if attempt == args.retries:
             break
@@ -83,13 +85,26 @@ def newest(run_dir: Path) -> tuple[Path, int] | None:
 
 
 def log_folder(context: Context) -> Path:
-    """A folder for this attempt's logs in the run's folder."""
+    """Make a folder for this attempt's logs in the run's folder: one that no other launch has, nor gets.
+
+    Raises:
+        UserError: it cannot be made.
+    """
     stamp = datetime.now(timezone.utc).strftime("%Y%m%d_%H%M%S")
-    return context.config.run_dir() / "logs" / f"launch_{stamp}"
+    folder = context.config.run_dir() / "logs"
+    for name in (f"launch_{stamp}", *(f"launch_{stamp}_{number}" for number in range(2, 100))):
+        try:
+            (folder / name).mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise UserError(f"a folder for logs in {folder}", error.strerror, "check logging.save_dir") from error
+        return folder / name
+    raise AssertionError(f"a hundred launches in one second in {folder}")
 
 
-def tell(outcome: Outcome, logs: Path) -> None:
-    """Say how it ended, show the last lines of the rank that ended first, and where the rest is."""
+def report(outcome: Outcome, logs: Path, checkpoint: tuple[Path, int] | None) -> None:
+    """Print how it ended, the last lines of the rank that ended first, what is saved, and where the rest is."""
     sys.stdout.flush()
     if outcome.code == EXIT_DONE:
         print(f"done; logs of all ranks: {logs}", file=sys.stderr, flush=True)
@@ -97,7 +112,8 @@ def tell(outcome: Outcome, logs: Path) -> None:
     print(f"\nended: {outcome.reason} (exit {outcome.code})", file=sys.stderr)
     for line in outcome.last:
         print(f"    {line}", file=sys.stderr)
-    print(f"logs of all ranks: {logs}", file=sys.stderr, flush=True)
+    saved = "no whole checkpoint in the run's folder" if checkpoint is None else f"newest checkpoint: {checkpoint[0]}"
+    print(f"{saved}\nlogs of all ranks: {logs}", file=sys.stderr, flush=True)
 
 
 def without(context: Context, bad: list[str], batch: int) -> list[str] | None:
@@ -117,7 +133,4 @@ def without(context: Context, bad: list[str], batch: int) -> list[str] | None:
     if left[0].name != first:  # its address was another's; what was tried of it are the pairs
         known = context.value(left[0].name, "network")
         context.master["address"] = data_address(context, left[0].name) if known else left[0].name
-    path = context.config.run_dir() / "logs" / "hostfile_left"
-    path.write_text("".join(f"{node.name} slots={node.slots}\n" for node in left))
-    context.options.hostfile = str(path)
     return [f"training.grad_accum_steps={batch // (ranks * training.train_batch_size)}"]

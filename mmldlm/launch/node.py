@@ -1,4 +1,4 @@
-"""The watcher's agent on a node: tells how the node's ranks stand, starts torchrun there, stops what is of the run.
+"""The watcher's agent on a node: reports how the node's ranks stand, starts torchrun there, stops what is of the run.
 
 Whatever it touches carries the launch's id in its command line or environment. When the head is gone (its input ends,
 or nothing is asked for LEASE seconds) and no other agent takes over, it ends the node's part of the run.
@@ -15,14 +15,60 @@ import subprocess
 import sys
 import time
 
-from mmldlm.launch.rank import TOKEN, state_folder
-from mmldlm.preflight.agent import ACTIONS, serve
+from mmldlm.launch import state as state_files
+from mmldlm.launch.rank import TOKEN, launch_file, state_file
+from mmldlm.preflight.agent import ACTIONS, holder_of, serve
 
 LEASE = 25.0
 TAKE_OVER = 10.0  # seconds for another agent to take over, after a broken session
-_WATCHED = "watched"
 _launches: set[str] = set()
 _children: list[subprocess.Popen] = []
+_reserved: list[socket.socket] = []
+
+
+def prepare(args: dict) -> None:
+    """Write the launch file of this node's ranks: args["values"] as rank.py reads them.
+
+    Raises:
+        OSError: no folder on this node takes it.
+    """
+    launch, failures = args["launch"], []
+    _launches.add(launch)
+    state_files.make_folders(launch)
+    folders = state_files.state_folders(launch)
+    for folder in folders:  # into each: a batch job may see another /tmp than this ssh session
+        try:
+            state_files.write(folder, launch_file(socket.gethostname()), json.dumps(args["values"]))
+        except OSError as error:
+            failures.append(f"{folder}: {error.strerror}")
+    if len(failures) == len(folders):
+        raise OSError("no folder for the launch file: " + (", ".join(failures) or ", ".join(state_files.ROOTS)))
+
+
+def reserve(args: dict) -> dict:
+    """Hold args["port"] for a launch while this agent lives: {} or {"error", "holder"}.
+
+    The port itself is rank 0's. Two launches that start together would both find it free, and the ranks of one would
+    join the other's process group; an abstract socket of that name, which the kernel gives once per host, tells them.
+    """
+    port = args["port"]
+    if port is None:  # not the first node
+        return {}
+    name, probe = socket.socket(socket.AF_UNIX), socket.socket()
+    try:
+        name.bind(f"\0mmldlm_master_port_{port}")
+    except OSError:
+        name.close()
+        return {"error": "reserved by another `mmldlm launch`", "holder": None}
+    _reserved.append(name)
+    with probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+            probe.listen()
+        except OSError as error:
+            return {"error": error.strerror, "holder": holder_of(port)}
+    return {}
 
 
 def own_processes(launch: str) -> list[int]:
@@ -68,25 +114,31 @@ def _parent(pid: int) -> int | None:
 def watch(args: dict) -> dict:
     """{"ranks": states of the node's ranks, "processes": number of the launch's, "ended": statuses of torchrun}.
 
-    A rank is "alive" while rank.py is; "orphan" when the launcher that started it is gone.
+    A rank is "alive" while rank.py is; "orphan" when the launcher that started it is gone. The launch file, which may
+    hold keys, is deleted as soon as args["slots"] ranks have read it.
     """
     launch = args["launch"]
     _launches.add(launch)
-    ranks, folder, host = [], state_folder(launch), socket.gethostname()
-    folder.mkdir(mode=0o700, exist_ok=True)
-    (folder / f"{_WATCHED}_{host}").write_text(f"{os.getpid()} {time.monotonic()}")
+    ranks, host = [], socket.gethostname()
+    state_files.make_folders(launch)
+    state_files.write_anywhere(launch, _watched(host), json.dumps([os.getpid(), time.monotonic()]))
     # Processes first and states last: what ended in between must not seem to have ended without a status.
     processes = len(own_processes(launch))
-    for path in sorted(folder.glob("rank*.json")):
-        state = json.loads(path.read_text())
-        if state["host"] == host:
-            parent = _parent(state["pid"]) if state["exit"] is None else None
-            if parent is None:
-                state = json.loads(path.read_text())
-            state["alive"], state["orphan"] = parent is not None, parent not in (None, state["parent"])
-            ranks.append(state)
+    pattern = state_file(host, "*")
+    for name, state in state_files.read_newest(launch, pattern).items():
+        parent = _parent(state["pid"]) if state["exit"] is None else None
+        if parent is None:
+            state = state_files.read_newest(launch, name).get(name, state)
+        state["alive"], state["orphan"] = parent is not None, parent not in (None, state["parent"])
+        ranks.append(state)
+    if len(ranks) == args.get("slots"):
+        state_files.remove(launch, launch_file(host))
     ended = [child.returncode for child in _children if child.poll() is not None]
     return {"ranks": ranks, "processes": processes, "ended": ended}
+
+
+def _watched(host: str) -> str:
+    return f"{host}_watched.json"
 
 
 def start(args: dict) -> int:
@@ -134,23 +186,20 @@ def _send(pids: list[int], number: int) -> None:
 
 
 def forget(args: dict) -> None:
-    """Delete the states of a launch that is over."""
-    _launches.discard(args["launch"])
-    folder = state_folder(args["launch"])
-    for path in folder.glob("*") if folder.is_dir() else ():
-        path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
-        folder.rmdir()
+    """Delete all that this host's agent and ranks wrote of a launch that is over."""
+    launch = args["launch"]
+    _launches.discard(launch)
+    state_files.remove(launch, f"{socket.gethostname()}_*")
+    state_files.remove_folders(launch)
 
 
 def _taken_over(launch: str) -> bool:
     """Whether another agent of this node watches the launch, or starts to within TAKE_OVER seconds."""
-    path, deadline = state_folder(launch) / f"{_WATCHED}_{socket.gethostname()}", time.monotonic() + TAKE_OVER
+    name, deadline = _watched(socket.gethostname()), time.monotonic() + TAKE_OVER
     while time.monotonic() < deadline:
-        with contextlib.suppress(OSError, ValueError):
-            pid, when = path.read_text().split()
-            if int(pid) != os.getpid() and time.monotonic() - float(when) < TAKE_OVER:
-                return True
+        pid, when = state_files.read_newest(launch, name).get(name, (os.getpid(), 0.0))
+        if pid != os.getpid() and time.monotonic() - when < TAKE_OVER:
+            return True
         if not own_processes(launch):
             return False
         time.sleep(0.2)
@@ -159,13 +208,15 @@ def _taken_over(launch: str) -> bool:
 
 def main() -> int:
     """Serve; then, if a launch is still watched, its head is gone: end the node's part of it."""
-    actions = {**ACTIONS, **{action.__name__: action for action in (watch, start, signal_ranks, stop, forget)}}
+    own = (prepare, reserve, watch, start, signal_ranks, stop, forget)
+    actions = {**ACTIONS, **{action.__name__: action for action in own}}
     try:
         serve(actions, LEASE)
     finally:
         for launch in list(_launches):
             if not _taken_over(launch):
                 stop({"launch": launch, "grace": 3})
+                forget({"launch": launch})
     return 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -18,9 +17,9 @@ from pathlib import Path
 
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STABILITY, EXIT_USAGE
 from mmldlm.launch import rank as rank_module
-from mmldlm.preflight.carried import wanted
+from mmldlm.launch.start import launch_values, launcher_start, rank_script, rank_variables
 from mmldlm.preflight.context import Context
-from mmldlm.preflight.lines import TRAIN, deepspeed_line, mpi_line, srun_line, torchrun_line
+from mmldlm.preflight.lines import torchrun_line
 from mmldlm.preflight.transport import CONNECT_SECONDS, Agent, AgentFailure, Fleet
 
 POLL_SECONDS = 1.0
@@ -38,13 +37,16 @@ AGREED = (EXIT_USAGE, EXIT_STABILITY, EXIT_INTERRUPTED)
 
 @dataclass
 class Outcome:
-    """How an attempt ended: exit code, one sentence, the first failing rank's last lines, nodes that are to blame."""
+    """How an attempt ended: exit code, one sentence, the first failing rank's last lines, nodes that failed.
+
+    interrupted: by a signal to this launch, so that no retry is wanted.
+    """
 
     code: int
     reason: str = ""
     last: list[str] = field(default_factory=list)
     bad_nodes: list[str] = field(default_factory=list)
-    seconds_to_stop: float = 0.0
+    interrupted: bool = False
 
 
 class Watcher:
@@ -52,7 +54,7 @@ class Watcher:
 
     Args:
         context: of the preflight: nodes, launcher, the master's address. words: of train.py.
-        logs: folder that all nodes see; gets a log a rank, the launcher's own, and the launch file.
+        logs: folder that all nodes see, made already; gets a log per rank, the launcher's own, and the hostfile.
     """
 
     def __init__(self, context: Context, words: list[str], logs: Path, grace: float = 120.0):
@@ -79,8 +81,12 @@ class Watcher:
             if self.fleet.failures:
                 name, failure = next(iter(self.fleet.failures.items()))
                 return Outcome(EXIT_FAILED, f"{name}: no watcher there ({failure})", bad_nodes=[name])
-            self._start()
-            return self._watch()
+            refused = self._prepare()
+            if refused is None:
+                self._start()
+            outcome = refused or self._watch()
+            outcome.interrupted = self.interrupts > 0
+            return outcome
         finally:
             self._end_all(STOP_GRACE)
             self.fleet.ask("forget", {"launch": self.id}, timeout=10)
@@ -94,36 +100,35 @@ class Watcher:
     def _interrupt(self, number, frame) -> None:
         self.interrupts += 1
 
+    def _prepare(self) -> Outcome | None:
+        """Hand the launch file to every node and hold the master port; why that cannot be, or None."""
+        context = self.context
+        self.variables = rank_variables(context)
+        first, port = context.names[0], context.options.master_port
+        reserved = self.fleet.ask("reserve", lambda name: {"port": port if name == first else None}, timeout=20)
+        held = reserved.get(first, {})
+        if "error" in held:
+            by = f" (process {held['holder']['pid']}: {held['holder']['command']})" if held.get("holder") else ""
+            reason = f"{first}: port {port} cannot be had: {held['error']}{by}; choose another --master_port"
+            return Outcome(EXIT_FAILED, reason)
+        # Variables may be secrets: they go through the sessions, not through a command line or a shared folder.
+        values = launch_values(self.words, self.logs, self.variables)
+        self.fleet.ask("prepare", {"launch": self.id, "values": values}, timeout=20)
+        errors = {name: error for (name, what), error in self.fleet.errors.items() if what in ("reserve", "prepare")}
+        errors |= {name: f"{name} is lost: {failure.said}" for name, failure in self.fleet.failures.items()}
+        if errors:
+            name, error = next(iter(errors.items()))
+            return Outcome(EXIT_FAILED, error, bad_nodes=[name])
+        return None
+
     def _start(self) -> None:
-        context, options = self.context, self.context.options
-        self.logs.mkdir(parents=True, exist_ok=True)
-        environment = wanted()
-        if not context.has_gpus():
-            environment.setdefault("DS_ACCELERATOR", "cpu")
-            environment.setdefault("OMP_NUM_THREADS", str(self._threads()))
-        launch_file = self.logs / f"launch_{self.id}.json"
-        values = {"id": self.id, "script": TRAIN, "words": self.words, "logs": str(self.logs.absolute())}
-        # Variables may be secrets: the file is the user's alone, and no command line shows them.
-        with open(os.open(launch_file, os.O_CREAT | os.O_WRONLY, 0o600), "w") as file:
-            json.dump({**values, "environment": environment}, file)
-        script = [rank_module.__file__, str(launch_file.absolute())]
-        address = context.master_address()
-        port = options.master_port
-        if context.launcher == "torchrun":
-            self._start_torchrun(address, port, script, environment)
+        script = rank_script(self.id)
+        if self.context.launcher == "torchrun":
+            self._start_torchrun(script)
             return
-        if context.launcher == "mpi":
-            line = mpi_line(context.nodes, context.local, {}, options.ssh_port, script)
-        elif context.launcher == "slurm":
-            line = srun_line(context.nodes, address, options.master_port, script)
-        else:
-            line = deepspeed_line(
-                context.nodes, context.local, options.hostfile, address, port, options.ssh_port, script
-            )
-        # In a session of its own: Ctrl-C must reach the ranks through us, not pdsh, whose answer is `pkill -f`.
+        # In a session of its own: Ctrl-C must reach the ranks through us, and the launcher is killed as a group.
         self.process = subprocess.Popen(
-            line,
-            env={**os.environ, **environment},
+            **launcher_start(self.context, self.logs, script, self.variables),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -133,17 +138,14 @@ class Watcher:
         )
         threading.Thread(target=self._copy_output, daemon=True).start()
 
-    def _threads(self) -> int:
-        cores = [found["cores"] // self.context.slots(n) for n, found in self.context.answered("memory").items()]
-        return max(min(cores, default=1), 1)
-
-    def _start_torchrun(self, address: str, port: int, script: list[str], environment: dict[str, str]) -> None:
+    def _start_torchrun(self, script: list[str]) -> None:
         nodes, names = self.context.nodes, self.context.names
+        address, port = self.context.master_address(), self.context.options.master_port
 
         def asked(node: str) -> dict:
             command = torchrun_line(nodes, names.index(node), address, port, script)
             log = str((self.logs / f"{node}_torchrun.log").absolute())
-            return {"launch": self.id, "command": command, "environment": environment, "log": log}
+            return {"launch": self.id, "command": command, "environment": self.variables, "log": log}
 
         self.fleet.ask("start", asked, timeout=20)
         # torchrun's output stays on its node; what rank 0 says is read from its log, which all nodes see.
@@ -185,12 +187,12 @@ class Watcher:
             before = time.monotonic()
             # Looked at before the ranks: a launcher that ends after them must not seem to have ended before them.
             ended = self.process is not None and self.process.poll() is not None
-            views = self.fleet.ask("watch", {"launch": self.id}, timeout=ANSWER_SECONDS)
+            views = self.fleet.ask("watch", self._watched, timeout=ANSWER_SECONDS)
             self._call_again()
             if self.interrupts > asked_to_save:
                 asked_to_save = self.interrupts
                 if asked_to_save > 1:
-                    return Outcome(EXIT_FAILED, "interrupted twice: ended without a checkpoint")
+                    return Outcome(EXIT_FAILED, "interrupted twice: ended at once")
                 print("interrupted: the ranks save a checkpoint and end (again: end at once)", flush=True)
                 interrupted_at = time.monotonic()
                 self.fleet.ask("signal_ranks", {"launch": self.id, "signal": "SIGTERM"}, timeout=10)
@@ -200,6 +202,9 @@ class Watcher:
             if interrupted_at is not None and time.monotonic() - interrupted_at > self.grace:
                 return Outcome(EXIT_FAILED, f"the ranks did not end within {self.grace:.0f} s of the interruption")
             time.sleep(max(POLL_SECONDS - (time.monotonic() - before), 0))
+
+    def _watched(self, name: str) -> dict:
+        return {"launch": self.id, "slots": self.context.slots(name)}
 
     def _call_again(self) -> None:
         """A session that broke, or a node that was slow to answer, is no dead node: it is one when ssh fails too."""
@@ -218,7 +223,7 @@ class Watcher:
         agent = self._agent(name, CALL_SECONDS)
         try:
             agent.start()
-            agent.request("watch", {"launch": self.id}, ANSWER_SECONDS)
+            agent.request("watch", self._watched(name), ANSWER_SECONDS)
         except (AgentFailure, RuntimeError):
             agent.stop()
             return None
@@ -239,6 +244,11 @@ class Watcher:
             return Outcome(EXIT_DONE)
         if launcher_ended and len(done) < self.context.world_size:
             code = self.process.returncode
+            if code == 0 and ranks == done and not any(view["processes"] for view in views.values()):
+                # No launcher ends with 0 after a rank that failed.
+                missing = self.context.world_size - len(done)
+                print(f"{missing} rank(s) left no status, the launcher says 0: is a node's /tmp full?", flush=True)
+                return Outcome(EXIT_DONE)
             how = f"signal {-code}" if code < 0 else f"status {code}"
             return self._failed(f"the launcher ended with {how} before its ranks", views, [])
         for name, view in views.items():
@@ -260,7 +270,7 @@ class Watcher:
         noticed, patience = time.monotonic(), SETTLE_SECONDS
         while time.monotonic() - noticed < patience:
             # A node that is lost meanwhile keeps what it said last.
-            views = {**views, **self.fleet.ask("watch", {"launch": self.id}, timeout=ANSWER_SECONDS)}
+            views = {**views, **self.fleet.ask("watch", self._watched, timeout=ANSWER_SECONDS)}
             ranks = [state for view in views.values() for state in view["ranks"]]
             if len(ranks) == self.context.world_size and not any(state["alive"] for state in ranks):
                 break
@@ -277,10 +287,24 @@ class Watcher:
                     failed.append((state["ended"] - offset, name, state))
         _, name, first = min(failed, key=lambda entry: entry[0])
         codes = [state["exit"] for _, _, state in failed]
-        killed = f" (signal {first['exit'] - 128})" if first["exit"] > 128 else ""
-        reason = f"rank {first['rank']} on {name} ended first, with status {first['exit']}{killed}"
+        reason = f"rank {first['rank']} on {name} ended first, with status {first['exit']}{self._why(first, name)}"
         code = codes[0] if len(set(codes)) == 1 else max(codes)
+        if code == EXIT_INTERRUPTED and self.interrupts:
+            return Outcome(code, "interrupted, as asked for")
         return Outcome(code, reason, first.get("last") or [], [] if code in AGREED else [name])
+
+    def _why(self, state: dict, name: str) -> str:
+        """What a rank's status says of its end, where that is not the rank's own message."""
+        number = state["exit"] - 128
+        if state.get("out_of_memory"):
+            return f" (signal 9) while the kernel's OOM killer struck: out of memory, see dmesg on {name}"
+        if number == signal.SIGKILL:
+            return f" (signal 9): killed by hand, by the scheduler, or for want of memory (see dmesg on {name})"
+        if number > 0:
+            return f" (signal {number})"
+        if state["exit"] == EXIT_INTERRUPTED and not self.interrupts:
+            return ": it was sent a signal, and not by this launch"
+        return ""
 
     @staticmethod
     def _last_of(state: dict) -> list[str]:
@@ -296,10 +320,15 @@ class Watcher:
         return Outcome(EXIT_FAILED, reason, last, nodes)
 
     def _end_all(self, grace: float) -> None:
-        """Stop the run on every node that answers, then the launcher here."""
+        """Stop the run on every node that answers, and the launcher here."""
+        if self.process is not None and self.context.launcher == "deepspeed":
+            self._kill_launcher()  # first: nothing that ends on a node must make it act
         self.fleet.ask("stop", {"launch": self.id, "grace": grace}, timeout=grace + 8)
-        if self.process is not None and self.process.poll() is None:
-            # Not SIGTERM: DeepSpeed's handler runs `pkill -f` on every node, which ends other runs too.
+        if self.process is not None:
+            self._kill_launcher()
+
+    def _kill_launcher(self) -> None:
+        if self.process.poll() is None:
             with contextlib.suppress(OSError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from mmldlm.preflight.probes.system import PREFIXES
@@ -10,6 +11,7 @@ from mmldlm.preflight.probes.system import PREFIXES
 # deepspeed/launcher/runner.py (0.19.8): EXPORT_ENVS, and what its CUDA accelerator adds; on CPUs it adds nothing.
 _DEEPSPEED_PREFIXES = ("MLFLOW", "PYTHON", "MV2", "UCX")
 _DEEPSPEED_CUDA = ("NCCL",)
+DEEPSPEED_EXPORTS = _DEEPSPEED_PREFIXES + _DEEPSPEED_CUDA
 # Set anew by every launcher, meant for the head alone, or of no consequence.
 _OWN = (
     "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "DS_ENV_FILE", "PYTHONPATH", "PYTHONUNBUFFERED",
@@ -24,6 +26,8 @@ DECISIVE = (
     "NCCL_IB_DISABLE",
     "LD_PRELOAD",
 )
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SHELL_ACTIVE = re.compile(r'[$`\\"]|%[hnu%]')  # within double quotes, and for pdsh
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
@@ -48,14 +52,29 @@ def env_files() -> list[Path]:
 
 
 def read_env_file(path: Path) -> tuple[dict[str, str], list[str]]:
-    """(variables, problems) of a .deepspeed_env, as DeepSpeed 0.19.8 and the remote shell read it."""
+    """(variables, problems) of a .deepspeed_env. Values are taken literally, without quotes around them.
+
+    DeepSpeed 0.19.8 itself pastes each line into a shell line of pdsh on every node, in double quotes where it is not
+    plain: what a shell or pdsh would read as something else is a problem. `mmldlm launch` hands the values over by a
+    file instead.
+    """
     values, problems = {}, []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        name, equals, value = line.partition("=")
-        if not equals or line.lstrip().startswith("#"):
+    text = path.read_text(errors="surrogateescape")
+    for number, line in enumerate(text.removesuffix("\n").split("\n") if text else [], 1):
+        name, equals, value = (part.strip() for part in line.partition("="))
+        if not equals or name.startswith("#"):
             problems.append(f"{path}:{number}: DeepSpeed stops at a blank line, a comment, or a line without '='")
-        else:
-            values[name.strip()] = value.strip("\"'") if " " not in value else value.split()[0]
+            continue
+        if not _VARIABLE.fullmatch(name):
+            problems.append(f"{path}:{number}: {name!r} is not the name of a variable, and goes through a shell")
+            continue
+        quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
+        values[name] = value[1:-1] if quoted else value
+        if _SHELL_ACTIVE.search(values[name]) or (quoted and (value[0] == "'" or re.search(r"\s", value))):
+            problems.append(
+                f"{path}:{number}: the value of {name} changes in the shells between DeepSpeed and a rank: write the "
+                'final value, without $ ` \\ " %h %n %u, and without quotes around it'
+            )
     return values, problems
 
 

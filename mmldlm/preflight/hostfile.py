@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
+import select
+import stat
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +16,8 @@ from mmldlm.errors import UserError
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?")
 _RANGE = re.compile(r"\[[0-9,-]+\]")
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
+_PIPE_SECONDS = 10.0
+_MOST_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,7 @@ def read_hostfile(path: str | Path) -> list[Node]:
     """
     path = Path(path)
     try:
-        data = path.read_bytes()
+        data = _read_bytes(path)
     except OSError as error:
         raise UserError(
             f"a hostfile at {path}",
@@ -50,7 +56,7 @@ def read_hostfile(path: str | Path) -> list[Node]:
         problems.append(f"{path}:1: a byte order mark, which would become part of the first name")
         text = text[1:]
     nodes: list[Node] = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(re.split(r"\r\n|\r|\n", text), 1):  # DeepSpeed's lines: a form feed ends none
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         node, problem = _read_line(line, number)
@@ -68,8 +74,33 @@ def read_hostfile(path: str | Path) -> list[Node]:
             f"{path}:{local[-1].line}: {local[-1].name} means another machine on every node; write its real name"
         )
     if problems:
-        raise UserError("one 'NAME slots=N' a line", "\n         ".join(problems), "mend the lines named above")
+        raise UserError("one 'NAME slots=N' a line", "\n         ".join(problems), "correct the lines named above")
     return nodes
+
+
+def _read_bytes(path: Path) -> bytes:
+    """Content of a file, or of a pipe (a shell's process substitution) whose writer is done within _PIPE_SECONDS.
+
+    Raises:
+        OSError: it cannot be read, is neither a file nor a pipe, or its writer takes too long.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # without it, a pipe that nothing writes to is waited for
+    try:
+        kind, deadline, data = os.fstat(file).st_mode, time.monotonic() + _PIPE_SECONDS, b""
+        if not (stat.S_ISREG(kind) or stat.S_ISFIFO(kind) or stat.S_ISDIR(kind)):
+            raise OSError(None, "neither a file nor a pipe")
+        while len(data) <= _MOST_BYTES:
+            if not select.select([file], [], [], max(deadline - time.monotonic(), 0))[0]:
+                raise OSError(None, f"a pipe whose writer was not done within {_PIPE_SECONDS:.0f} s")
+            chunk = os.read(file, 1 << 16)
+            if not chunk:
+                if not data and stat.S_ISFIFO(kind):
+                    raise OSError(None, "a pipe that nothing has written to")
+                return data
+            data += chunk
+        raise OSError(None, f"more than {_MOST_BYTES >> 20} MiB")
+    finally:
+        os.close(file)
 
 
 def _read_line(line: str, number: int) -> tuple[Node | None, str | None]:
@@ -80,8 +111,10 @@ def _read_line(line: str, number: int) -> tuple[Node | None, str | None]:
     if _RANGE.search(name):
         return None, f"{name!r} is a range, which DeepSpeed takes for one name: write each node on its own line"
     if not _NAME.fullmatch(name):
+        if re.fullmatch(r"\[?[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*:[0-9A-Fa-f:.%\w]*\]?", name):
+            return None, f"{name!r} is an IPv6 address, which the launchers do not take: write a host name"
         hint = ": write 'NAME slots=N'" if ":" in name else ""
-        return None, f"{name!r} is no host name{hint}"
+        return None, f"{name!r} is not a host name{hint}"
     if not rest:
         return None, f"no slots behind {name}: write '{name} slots=N'"
     if len(rest) > 1:

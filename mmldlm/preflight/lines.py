@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mmldlm.errors import UserError
+from mmldlm.preflight import decoded, unsignaled
 from mmldlm.preflight.hostfile import Node
 
 PACKAGE = Path(__file__).resolve().parents[1]
 TRAIN = str(PACKAGE / "train.py")
+# Means itself to every shell, and to pdsh, which expands %h, %n and %u.
+_PLAIN = re.compile(r"[\w@+=:,./-]*")
 
 
 def deepspeed_line(
@@ -21,16 +28,47 @@ def deepspeed_line(
     port: int,
     ssh_port: int | None,
     script: list[str],
+    folder: str | None = None,
 ) -> list[str]:
-    """`deepspeed` (pdsh) on the head. --force_multi: a hostfile of one node would be run here, whatever it names."""
-    line = [sys.executable, "-m", "deepspeed.launcher.runner", "--master_port", str(port), "--no_local_rank"]
+    """`deepspeed` (pdsh) on the head. --force_multi: a hostfile of one node would be run here, whatever it names.
+
+    Args:
+        script: any text; words that are not plain go as base64, because DeepSpeed pastes them into a shell line.
+        folder: where the line will be run (default: here), which DeepSpeed pastes too.
+
+    Raises:
+        UserError: a path that DeepSpeed pastes into that line is not plain text.
+    """
+    runner = ["-m", "deepspeed.launcher.runner", "--master_port", str(port), "--no_local_rank"]
     if local:
         # A path that does not exist: DeepSpeed would read /job/hostfile where there is one.
-        return [*line, "--hostfile", "/nonexistent", "--num_gpus", str(nodes[0].slots), "--log_level", "error", *script]
-    line += ["--hostfile", str(hostfile), "--force_multi", "--no_ssh_check", "--master_addr", address]
+        more = ["--hostfile", "/nonexistent", "--num_gpus", str(nodes[0].slots), "--log_level", "error", *script]
+        return [sys.executable, *runner, *more]
+    if not all(_PLAIN.fullmatch(word) for word in script):
+        script = [decoded.__file__, base64.urlsafe_b64encode(json.dumps(script).encode()).decode()]
+    _check_plain(
+        {
+            "the python interpreter": sys.executable,
+            "the checkout": script[0],
+            "the working folder": folder or os.getcwd(),
+            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+            "--master_addr": address,
+        }
+    )
+    runner += ["--hostfile", str(hostfile), "--force_multi", "--no_ssh_check", "--master_addr", address]
     if ssh_port is not None:
-        line += ["--ssh_port", str(ssh_port)]
-    return [*line, *script]
+        runner += ["--ssh_port", str(ssh_port)]
+    return [sys.executable, unsignaled.__file__, sys.executable, *runner, *script]
+
+
+def _check_plain(texts: dict[str, str]) -> None:
+    bad = {what: text for what, text in texts.items() if not _PLAIN.fullmatch(text)}
+    if bad:
+        raise UserError(
+            "letters, digits and @+=:,./_- in what DeepSpeed's launcher hands to a shell on every node",
+            "; ".join(f"{what} is {text!r}" for what, text in bad.items()),
+            "use a path without other characters, or --launcher torchrun",
+        )
 
 
 def torchrun_line(nodes: Sequence[Node], number: int, address: str, port: int, script: list[str]) -> list[str]:
@@ -68,8 +106,8 @@ def mpi_line(
 
 # Slurm gives no RANK and no master; all five variables, so that no task has to discover anything.
 _FROM_SLURM = (
-    "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS "
-    'MASTER_ADDR={address} MASTER_PORT={port}; exec "$0" "$@"'
+    "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS MASTER_ADDR=$1 MASTER_PORT=$2; "
+    'shift 2; exec "$@"'
 )
 
 
@@ -79,4 +117,4 @@ def srun_line(nodes: Sequence[Node], address: str, port: int, script: list[str])
     line += ["--nodelist", ",".join(node.name for node in nodes)]
     if "SLURM_CPUS_PER_TASK" in os.environ:  # of the batch job; srun does not take it over (Slurm 22.05 and later)
         line += ["--cpus-per-task", os.environ["SLURM_CPUS_PER_TASK"]]
-    return [*line, "bash", "-c", _FROM_SLURM.format(address=address, port=port), sys.executable, "-u", *script]
+    return [*line, "bash", "-c", _FROM_SLURM, "bash", address, str(port), sys.executable, "-u", *script]

@@ -64,7 +64,8 @@ def make(context, results, verdict: int, seconds: float) -> dict:
 
 
 def _file_hash(path: str) -> str | None:
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if os.path.exists(path) else None
+    """Hash of a regular file; None for what is not one (a hostfile may be a pipe, and is read once)."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if os.path.isfile(path) else None
 
 
 def write(receipt: dict, path: Path) -> None:

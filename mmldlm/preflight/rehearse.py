@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -169,7 +170,10 @@ def _launch(context: Context, fleet: Fleet, words: list[str]) -> dict:
         line = srun_line(context.nodes, address, options.master_port, script)
     else:
         port = options.master_port
-        line = deepspeed_line(context.nodes, context.local, options.hostfile, address, port, options.ssh_port, script)
+        hostfile = tempfile.NamedTemporaryFile("w", prefix="mmldlm_hostfile_")  # the user's may be a pipe, read once
+        hostfile.write("".join(f"{node.name} slots={node.slots}\n" for node in context.nodes))
+        hostfile.flush()
+        line = deepspeed_line(context.nodes, context.local, hostfile.name, address, port, options.ssh_port, script)
     process = subprocess.Popen(
         line, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         errors="replace", start_new_session=True,

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
 import uuid
+from pathlib import Path
 
 import pytest
 
 from mmldlm.launch import node, rank
+from mmldlm.launch import state as state_files
 
 SLEEPER = "import sys, time; print('started', flush=True); time.sleep(1000)"
 FAILING = "import sys; [print('line', i) for i in range(100)]; sys.exit(3)"
@@ -26,11 +28,11 @@ def launched(tmp_path):
 
     def start(program: str, number: int = 0, **environment: str) -> subprocess.Popen:
         (tmp_path / "train.py").write_text(program)
-        values = {"id": id, "script": str(tmp_path / "train.py"), "words": ["a=b c"], "logs": str(tmp_path)}
-        path = tmp_path / f"launch_{id}.json"
-        path.write_text(json.dumps({**values, "environment": {"CARRIED": "yes"}}))
+        values = {"script": str(tmp_path / "train.py"), "words": ["a=b c"], "environment": {"CARRIED": "yes"}}
+        values |= {"logs": str(tmp_path), "folder": str(tmp_path)}
+        node.prepare({"launch": id, "values": values})
         process = subprocess.Popen(
-            [sys.executable, rank.__file__, str(path)],
+            [sys.executable, rank.__file__, id],
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "RANK": str(number), "PYTHONPATH": os.getcwd(), **environment},
@@ -44,7 +46,7 @@ def launched(tmp_path):
         process.wait()
         process.stdout.close()
     node.forget({"launch": id})
-    assert not rank.state_folder(id).exists()
+    assert state_files.state_folders(id) == []
 
 
 def states(id: str, count: int = 1, until=lambda states: True) -> list[dict]:
@@ -100,6 +102,32 @@ def test_signals_reach_the_rank_and_its_death_by_one_is_a_status(launched):
     assert node.signal_ranks({"launch": id, "signal": "SIGTERM"}) == 1
     assert process.wait(60) == 128 + signal.SIGTERM
     assert states(id)[0]["exit"] == 128 + signal.SIGTERM
+
+
+@pytest.fixture
+def small_memory():
+    """A control group of 300 MiB; gives the file to write a pid to."""
+    for parent, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+        folder = Path(parent) / f"mmldlm_{uuid.uuid4().hex}"
+        with contextlib.suppress(OSError):
+            folder.mkdir()
+            try:
+                (folder / limit).write_text(str(300 << 20))
+                yield folder / "cgroup.procs"
+                return
+            finally:
+                folder.rmdir()
+    pytest.skip("no control group can be made here")
+
+
+def test_a_rank_that_the_kernel_kills_for_want_of_memory_is_told_from_one_killed_by_hand(launched, small_memory):
+    id, start = launched
+    grow = f"import os; open({str(small_memory)!r}, 'w').write(str(os.getpid()))\nfill = b'x' * (1 << 30)"
+    process = start(grow, number=0)
+    assert process.wait(60) == 137
+    process = start("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", number=1)
+    assert process.wait(60) == 137
+    assert [state["out_of_memory"] for state in states(id, 2)] == [True, False]
 
 
 def test_stop_ends_what_ignores_sigterm_and_nothing_else(launched):

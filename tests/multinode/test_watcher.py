@@ -7,7 +7,7 @@ import signal
 import time
 
 import pytest
-from accidents import ACCIDENTS, play, ranks_on, start, steps_of, wait_for
+from accidents import ACCIDENTS, NEIGHBORS, play, play_beside, ranks_on, start, steps_of, wait_for
 from bed import end
 
 from tests.helpers import LONG
@@ -28,6 +28,37 @@ def test_an_accident_ends_the_whole_run_and_nothing_else(bed, store, tmp_path, a
     assert any(words in output for words in accident.words), output[-3000:]
     (logs,) = (tmp_path / "runs" / "run" / "logs").glob("launch_*")
     assert "deepspeed.launcher.launch" in (logs / "launcher.log").read_text()
+
+
+@LONG
+def test_ends_of_three_other_launches_do_not_touch_one_that_trains(bed, store, tmp_path):
+    for ended in play_beside(bed, store, tmp_path, NEIGHBORS):
+        assert ended.code in ended.neighbor.codes and ended.left == [], ended.output[-3000:]
+        assert ended.kept_trains and ended.pkills == "", ended
+
+
+@LONG
+def test_of_two_launches_into_one_folder_in_the_same_second_one_trains(bed, store, tmp_path):
+    """On two hosts, with ports of their own: each would have its own master."""
+    long = ("--level", "0", "training.num_train_steps=100000", "logging.save_freq=100000")
+    both = [
+        start(bed, store, tmp_path, *long, "--master_port", str(port), host=host)
+        for host, port in (("n1", 29500), ("n2", 29600))
+    ]
+    try:
+        deadline = time.monotonic() + 240
+        while all(process.poll() is None for process in both) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        (second,) = (process for process in both if process.poll() is not None)
+        (first,) = (process for process in both if process is not second)
+        output = second.stdout.read()
+        assert second.returncode == 2 and "trains in it" in output, output[-3000:]
+        seen = steps_of(tmp_path)
+        wait_for(lambda: steps_of(tmp_path) > seen + 2, first)
+        assert len(list((tmp_path / "runs" / "run" / "logs").glob("launch_*"))) == 2
+    finally:
+        for process in both:
+            end(process)
 
 
 @LONG

@@ -54,6 +54,27 @@ def test_lines_at_which_deepspeed_stops_are_named(environment, tmp_path, line):
 
 
 @pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        ("A=$(hostname)", "$(hostname)"),
+        ("A=/opt/x:$PATH", "/opt/x:$PATH"),
+        ("A=`id`", "`id`"),
+        ("A=%h", "%h"),
+        ('A="a b"', "a b"),  # DeepSpeed's own quotes around these make it A=a
+        ("A='a'", "a"),
+        ('A=a"b', 'a"b'),
+        ("A;id=1", None),
+    ],
+)
+def test_values_that_a_shell_would_change_are_named_and_read_literally(tmp_path, line, value):
+    path = tmp_path / ".deepspeed_env"
+    path.write_text(f"B=a b\x0cc\n{line}\n")
+    values, problems = carried.read_env_file(path)
+    assert values == {"B": "a b\x0cc"} | ({} if value is None else {"A": value})
+    assert len(problems) == 1 and f"{path}:2:" in problems[0]
+
+
+@pytest.mark.parametrize(
     ("name", "secret"),
     [("HF_TOKEN", True), ("WANDB_API_KEY", True), ("TOKENIZERS_PARALLELISM", False), ("HF_HOME", False)],
 )

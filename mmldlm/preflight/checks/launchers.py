@@ -67,7 +67,7 @@ def no_harmful_variables(context):
         yield warn(measured, "unset where a launcher starts the ranks", f"unset {' '.join(ranks)}")
     for path in env_files():
         for problem in read_env_file(path)[1] if context.launcher == "deepspeed" else ():
-            yield fail(problem, "NAME=value on every line", "delete that line")
+            yield fail(problem, "NAME=value on every line", "correct or delete that line")
     yield ok("none")
 
 

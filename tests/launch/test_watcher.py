@@ -1,0 +1,90 @@
+"""What the watcher concludes from the states of ranks, on three nodes that are only named."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mmldlm.errors import EXIT_DONE, EXIT_INTERRUPTED
+from mmldlm.launch import watcher
+from mmldlm.launch.watcher import Watcher
+from tests.launch.test_command import three_nodes
+
+
+@pytest.fixture
+def watched(tmp_path, monkeypatch):
+    """A watcher of three nodes with one rank each, whose answers are `views`; and how it judges them."""
+    context = three_nodes(tmp_path, (1, 1, 1))
+    context.options.ssh_option = []
+    one = Watcher(context, [], tmp_path)
+    monkeypatch.setattr(watcher, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(watcher, "AGREED_SECONDS", 0.0)
+    states = {
+        name: {
+            "rank": number,
+            "exit": None,
+            "alive": True,
+            "orphan": False,
+            "ended": time.time(),
+            "last": [],
+            "log": "/",
+        }
+        for number, name in enumerate("abc")
+    }
+    views = {name: {"ranks": [state], "processes": 2, "ended": []} for name, state in states.items()}
+    one.fleet.ask = lambda *args, **more: views
+    yield one, states, views
+    one.fleet.stop()
+
+
+def ended(code: int) -> subprocess.Popen:
+    """A launcher that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", f"import sys; sys.exit({code})"])
+    process.wait()
+    return process
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"exit": 137, "out_of_memory": True}, "out of memory, see dmesg on b"),
+        ({"exit": 137, "out_of_memory": False}, "(signal 9): killed by hand, by the scheduler, or for want of memory"),
+        ({"exit": 128 + signal.SIGSEGV}, "(signal 11)"),
+        ({"exit": EXIT_INTERRUPTED}, "it was sent a signal, and not by this launch"),
+    ],
+)
+def test_the_reason_names_rank_node_and_what_the_status_means(watched, state, words):
+    one, states, views = watched
+    states["b"].update(state, alive=False)
+    outcome = one._judge(views, False, 10.0)
+    assert (
+        outcome.code == state["exit"]
+        and outcome.reason.startswith("rank 1 on b ended first")
+        and words in outcome.reason
+    )
+
+
+def test_an_end_that_was_asked_for_is_not_called_a_fault(watched):
+    one, states, views = watched
+    one.interrupts = 1
+    for state in states.values():
+        state.update(exit=EXIT_INTERRUPTED, alive=False)
+    assert one._judge(views, False, 10.0).reason == "interrupted, as asked for"
+
+
+@pytest.mark.parametrize(("code", "processes", "expected"), [(0, 0, EXIT_DONE), (1, 0, 1), (0, 2, 1)])
+def test_a_rank_without_a_state_is_judged_by_the_launcher(watched, capsys, code, processes, expected):
+    """Its node's folders were full from the first moment."""
+    one, states, views = watched
+    one.process = ended(code)
+    for name in "ac":
+        states[name].update(exit=EXIT_DONE, alive=False)
+        views[name]["processes"] = 0
+    views["b"] = {"ranks": [], "processes": processes, "ended": []}
+    outcome = one._judge(views, True, 10.0)
+    assert outcome.code == expected
+    assert ("left no status" in capsys.readouterr().out) == (expected == EXIT_DONE)

@@ -1,0 +1,95 @@
+"""Command lines of the launchers: DeepSpeed's real runner and a real shell read what deepspeed_line hands them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mmldlm.errors import UserError
+from mmldlm.preflight.hostfile import Node
+from mmldlm.preflight.lines import deepspeed_line, srun_line
+
+NODES = [Node("n1", 1), Node("n2", 1)]
+WORDS = ["a=$(touch pwned)", "b=`touch pwned`", "c= '\"", "d=%h%n", "e=;x\ny", "f=é", "g=~ *"]
+# What pdsh does with its words: one line, with %h, %n and %u expanded, for the login shell of each node.
+PDSH = """#!{python}
+import subprocess, sys
+words = sys.argv[sys.argv.index("-w") + 2:]
+line = " ".join(words).replace("%h", "n1").replace("%n", "0").replace("%u", "root")
+if "pkill" in line:
+    open("pkilled", "w").write(line)
+    sys.exit(0)
+sys.exit(subprocess.call(["bash", "-c", line]))
+"""
+# In place of deepspeed.launcher.launch on the node: starts the script with its words.
+LAUNCH = """
+import os, sys
+words = [word for word in sys.argv[1:] if not word.startswith("--")]
+os.execv(sys.executable, [sys.executable, *words])
+"""
+SAYS = "import json, sys, time; print(json.dumps(sys.argv[1:]), flush=True); time.sleep(float({seconds}))"
+
+
+@pytest.fixture
+def runner(tmp_path, monkeypatch):
+    """Starts DeepSpeed's runner with a pdsh that runs its line here; only the node's launch.py is another."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "pdsh").write_text(PDSH.format(python=sys.executable))
+    (tmp_path / "bin" / "pdsh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    (tmp_path / "deepspeed_launch.py").write_text(LAUNCH)
+    (tmp_path / "hostfile").write_text("n1 slots=1\nn2 slots=1\n")
+
+    def start(seconds: int) -> subprocess.Popen:
+        (tmp_path / "says.py").write_text(SAYS.format(seconds=seconds))
+        line = deepspeed_line(NODES, False, "hostfile", "n1", 29500, None, [str(tmp_path / "says.py"), *WORDS])
+        pdsh = (tmp_path / "bin" / "pdsh").read_text()
+        swap = f'.replace("-m deepspeed.launcher.launch", "{tmp_path}/deepspeed_launch.py")'
+        (tmp_path / "bin" / "pdsh").write_text(pdsh.replace('"root")', f'"root"){swap}'))
+        environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+        return subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
+
+    return start
+
+
+def test_words_pass_deepspeeds_shells_unchanged_and_no_signal_makes_it_run_pkill(runner, tmp_path):
+    process = runner(seconds=20)
+    try:
+        found = next(json.loads(line) for line in process.stdout if line.startswith('["a='))
+        assert found == WORDS
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(process.pid, number)
+        time.sleep(1)
+        assert process.poll() is None and not (tmp_path / "pkilled").exists() and not (tmp_path / "pwned").exists()
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.mark.parametrize("what", ["folder", "address", "PYTHONPATH"])
+def test_what_deepspeed_pastes_itself_is_refused_where_it_is_not_plain(what, monkeypatch):
+    bad = "/x$(touch pwned)"
+    monkeypatch.setenv("PYTHONPATH", bad if what == "PYTHONPATH" else "/x")
+    address, folder = (bad if what == "address" else "n1"), (bad if what == "folder" else "/x")
+    with pytest.raises(UserError, match="touch pwned") as caught:
+        deepspeed_line(NODES, False, "hostfile", address, 29500, None, ["rank.py", "id"], folder)
+    assert caught.value.exit_code == 2
+
+
+def test_srun_hands_address_and_words_over_as_words(tmp_path):
+    line = srun_line(
+        NODES, "$(touch pwned)", 29500, ["-c", "import os, sys; print(os.environ['MASTER_ADDR'], sys.argv)", *WORDS]
+    )
+    environment = {**os.environ, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1"}
+    own = line[line.index("bash") :]  # what srun starts on a node
+    done = subprocess.run(own, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == f"$(touch pwned) {['-c', *WORDS]}\n" and not (tmp_path / "pwned").exists()
