@@ -1,7 +1,7 @@
 """The agent that preflight starts on every node: `python -m mmldlm.preflight.agent`, one JSON request a line.
 
-Each answer is one line behind MARK, so that what a login shell prints cannot be taken for one. The agent ends when its
-input does: a head that dies leaves nothing behind.
+Each answer stands behind MARK, so that what a login shell prints cannot be taken for one. The agent ends when its input
+does: a head that dies leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -180,7 +180,8 @@ def main() -> int:
 
 def serve(actions: dict[str, Callable[[dict], object]], lease: float | None = None) -> None:
     """Answer requests until the input ends, or until none has come for `lease` seconds."""
-    print(MARK + json.dumps({"hello": os.getpid()}), flush=True)
+    # The login shell may have left a line without its end (a prompt, a terminal's title).
+    print("\n" + MARK + json.dumps({"hello": os.getpid()}), flush=True)
     waiting = b""
     while True:
         if lease is not None and not select.select([0], [], [], lease)[0]:

@@ -122,8 +122,9 @@ def login_accepted(context):
 def node_answers(context):
     """The node starts the agent and answers every question in time. One that does not is FAIL by its hostfile name."""
     expected = "answers within the time limit"
-    fix = "log in to {name} and look for a hung file system (df), a full process table, or an overload (top)"
-    fixes = {"silent": fix, "ended": "try by hand: ssh {port}{name} true"}
+    hung = "log in to {name} and look for a hung file system (df), a full process table, or an overload (top)"
+    shell = "`ssh {port}{name} true` must end at once with status 0: look at ~/.bashrc and the login shell of {name}"
+    fixes = {"silent": hung, "shell": shell, "ended": "try by hand: ssh {port}{name} true"}
     yield from _ssh(context, fixes, expected)
 
 
