@@ -49,8 +49,8 @@ _CAUSES = (
 class AgentFailure(Exception):
     """A node that gave no (more) answer.
 
-    cause: name, key_unknown, key_changed, denied, refused, unreachable, closed, mtu, cwd, python, import, shell, silent or
-        ended.
+    cause: name, key_unknown, key_changed, denied, refused, unreachable, closed, mtu, cwd, python, import, shell, silent
+        or ended.
     said: last line of what ssh or the node wrote.
     """
 
