@@ -28,7 +28,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "multinode"), str(Path(__file__)
 from _report import claim, write  # noqa: E402
 from accidents import ACCIDENTS, play  # noqa: E402
 from bed import Bed, reason_to_skip  # noqa: E402
-from faults import FAULTS, TOGETHER, Scene, said, verdicts  # noqa: E402
+from faults import FAULTS, HARMLESS, TOGETHER, Scene, said, verdicts  # noqa: E402
 
 
 def make_store(folder: Path) -> Path:
@@ -117,6 +117,11 @@ def measure_faults(bed: Bed, store: Path, folder: Path, quick: bool) -> tuple[in
         print(f"{time.perf_counter() - started:6.1f} s  found {', '.join(sorted(found))}", flush=True)
         if missed or unexplained:
             print(f"          MISSED {missed}, unexplained {sorted(unexplained)}\n{screen}", flush=True)
+    for number, harmless in enumerate(HARMLESS):
+        ended, alarms, screen = inject(Scene(bed, store, folder / f"harmless{number}", saved), [harmless])
+        num_false += len(alarms) + (not ended)
+        seen = "no end" if not ended else f"{len(alarms)} alarm(s)"
+        print(f"          harmless, {harmless.name}: {seen} {screen if alarms or not ended else ''}", flush=True)
     for launcher in ("deepspeed",) if quick else ("deepspeed", "torchrun", "mpi"):
         scene = Scene(bed, store, folder / f"healthy_{launcher}")
         scene.words += ["--launcher", launcher]

@@ -109,9 +109,16 @@ class Context:
         else what this machine knows of the first node."""
         if self.local:
             return "127.0.0.1"
-        known = (self.head_value("resolve") or {}).get(self.names[0])
-        named = [address for address in known if not address.startswith("127.")] if isinstance(known, list) else []
-        return self.master.get("address") or self.options.master_addr or next(iter(named), self.names[0])
+        named = next(iter(self.reachable_addresses(self.names[0])), self.names[0])
+        return self.master.get("address") or self.options.master_addr or named
+
+    def addresses(self, name: str) -> list[str]:
+        """Addresses that this machine knows of a name of the hostfile."""
+        return (self.head_value("resolve") or {}).get(name, {}).get("addresses", [])
+
+    def reachable_addresses(self, name: str) -> list[str]:
+        """The same without loopback, which means another machine elsewhere."""
+        return [address for address in self.addresses(name) if not address.startswith("127.")]
 
     def arriving(self, name: str) -> dict[str, str] | None:
         """Variables as a rank on this node will have them.

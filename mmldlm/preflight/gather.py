@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from mmldlm.config.load import to_yaml
@@ -16,7 +17,8 @@ from mmldlm.preflight import through
 from mmldlm.preflight.context import Context
 from mmldlm.preflight.limited import run_limited
 from mmldlm.preflight.probes import PROBES
-from mmldlm.preflight.transport import Agent, AgentFailure, Fleet
+from mmldlm.preflight.small_packets import SEGMENT, login_works
+from mmldlm.preflight.transport import Agent, AgentFailure, Fleet, ssh_command
 
 HEAD_PROBES = ("identity", "gpus", "memory", "network", "resolve", "checkpoints", "versions", "code")
 NODE_PROBES = tuple(PROBES)
@@ -91,7 +93,9 @@ def _master_hint(context: Context) -> str | None:
     """Address by which the nodes look for a route to the master."""
     if context.options.master_addr:
         return context.options.master_addr
-    return context.names[0] if context.nodes and not context.local else None
+    if not context.nodes or context.local:
+        return None
+    return next(iter(context.reachable_addresses(context.names[0])), context.names[0])
 
 
 def measure_head(context: Context) -> None:
@@ -113,11 +117,23 @@ def open_fleet(context: Context) -> Fleet:
 def measure_nodes(context: Context, fleet: Fleet) -> None:
     """Level 1: every node by itself, all at the same time."""
     fleet.start()
+    _look_for_lost_packets(context, fleet)
     arguments = probe_arguments(context)
     asked = {"probes": _usable(NODE_PROBES, arguments), **arguments}
     longest = max(PROBES[name][1] for name in asked["probes"])
     context.facts = fleet.ask("facts", asked, timeout=longest + 5)
     _take_failures(context, fleet)
+
+
+def _look_for_lost_packets(context: Context, fleet: Fleet) -> None:
+    """Logins that ran out of time are tried with small packets: where those work, the MTU is the cause."""
+    options = context.options
+    late = {name: failure for name, failure in fleet.failures.items() if "timed out" in failure.said}
+    with ThreadPoolExecutor(max(len(late), 1)) as pool:
+        lines = [ssh_command(name, options.ssh_port, options.ssh_option) for name in late]
+        for (name, failure), works in zip(late.items(), pool.map(login_works, lines), strict=True):
+            if works:
+                fleet.failures[name] = AgentFailure("mtu", f"{failure.said}; with packets of {SEGMENT} bytes it works")
 
 
 def _take_failures(context: Context, fleet: Fleet) -> None:
@@ -162,21 +178,25 @@ def _measure_connections(context: Context, fleet: Fleet) -> None:
     for name, results in answers.items():
         others = [other for other in targets if other != name]
         for index, other in enumerate(others):
-            both = results[2 * index : 2 * index + 2]
-            context.matrix[(name, other)] = next(
-                (r for r in both if "error" in r), max(both, key=lambda r: r.get("ms", 0))
-            )
+            context.matrix[(name, other)] = _of_both(*results[2 * index : 2 * index + 2])
         for address, result in zip(candidates, results[2 * len(others) :], strict=True):
             context.master["reach"].setdefault(address, {})[name] = result
+
+
+def _of_both(first: dict, second: dict) -> dict:
+    """What two connections say of one way: an error of either; else the shorter round trip, and all segments."""
+    for found in (first, second):
+        if "error" in found:
+            return found
+    added = {key: first[key] + second[key] for key in ("segments", "retransmitted")}
+    return {"ms": min(first["ms"], second["ms"]), **added}
 
 
 def _note_master(context: Context, fleet: Fleet, ports: list[dict]) -> int:
     """Fill context.master; returns the port on which its addresses are tried."""
     first, found = context.names[0], ports[2]
     options, network = context.options, context.value(first, "network") or {}
-    resolved = (context.head_value("resolve") or {}).get(first)
-    named = [address for address in resolved if not address.startswith("127.")] if isinstance(resolved, list) else []
-    own = network.get("addresses", [])
+    named, own = context.reachable_addresses(first), network.get("addresses", [])
     guessed = options.master_addr is None and context.launcher == "deepspeed" and not options.carries_all
     if context.local:
         address, own = "127.0.0.1", []

@@ -24,6 +24,7 @@ START_SECONDS = 20.0
 # Logins that start at the same time; sshd's default MaxStartups drops connections above 10 that are not logged in yet,
 # but that counts for one server, and each server here sees one.
 FAN_OUT = 64
+_KEPT = 2000  # bytes of what a login shell printed
 
 _NO_CWD, _NO_PYTHON = 70, 71
 _STUB = (
@@ -48,7 +49,8 @@ _CAUSES = (
 class AgentFailure(Exception):
     """A node that gave no (more) answer.
 
-    cause: name, key_unknown, key_changed, denied, refused, unreachable, closed, cwd, python, import, silent or ended.
+    cause: name, key_unknown, key_changed, denied, refused, unreachable, closed, mtu, cwd, python, import, shell, silent
+        or ended.
     said: last line of what ssh or the node wrote.
     """
 
@@ -59,8 +61,11 @@ class AgentFailure(Exception):
         return f"{self.cause}: {self.said}"
 
 
-def classify(code: int | None, stderr: str) -> AgentFailure:
-    """Why an agent did not start, from ssh's status and what it wrote."""
+def classify(code: int | None, stderr: str, printed: bytes | None = b"") -> AgentFailure:
+    """Why an agent did not start, from ssh's status, what it wrote, and what came before the agent's first word.
+
+    printed is None for an agent that had started.
+    """
     lines = [line for line in stderr.strip().splitlines() if line.strip()]
     last = lines[-1].strip() if lines else f"status {code}"
     if code == _NO_CWD:
@@ -73,7 +78,26 @@ def classify(code: int | None, stderr: str) -> AgentFailure:
             if hit is not None:
                 return AgentFailure(cause, hit)
         return AgentFailure("ended", last)
+    if printed is None:
+        return AgentFailure("ended", last)
+    if not lines:  # Python would have written why: the login shell never came to start it
+        return AgentFailure("shell", f"its login shell ended with status {code}{_instead(printed)}")
     return AgentFailure("import", last)
+
+
+def _instead(printed: bytes | None) -> str:
+    """The end of what a login shell printed where the agent's first word was due, without control characters."""
+    text = "".join(c if c.isprintable() else " " for c in (printed or b"").decode(errors="replace")).strip()
+    return f", after printing '{text[-120:]}'" if text else ""
+
+
+def _answer_in(line: bytes) -> dict | None:
+    """The agent's answer in a line, wherever it begins: a shell may have printed before it on the same line."""
+    _, mark, answer = line.partition(MARK.encode())
+    try:
+        return json.JSONDecoder().raw_decode(answer.decode())[0] if mark else None
+    except ValueError:
+        return None
 
 
 def ssh_command(name: str, port: int | None, options: Iterable[str] = (), connect: int = CONNECT_SECONDS) -> list[str]:
@@ -100,6 +124,7 @@ class Agent:
         self._command = ["sh", "-c", stub] if local else [*ssh_command(name, port, options, connect), stub]
         self._answers: queue.Queue = queue.Queue()
         self._stderr: list[str] = []
+        self._printed: bytes | None = b""  # the end of what came before the agent's first word; None after that
         self._process: subprocess.Popen | None = None
         self._number = 0
         self._lock = threading.Lock()
@@ -115,8 +140,6 @@ class Agent:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
             start_new_session=True,  # Ctrl-C ends the head, which closes their input; not the sessions one by one
         )
         threading.Thread(target=self._read_answers, daemon=True).start()
@@ -133,7 +156,8 @@ class Agent:
         with self._lock:
             self._number += 1
             try:
-                self._process.stdin.write(json.dumps({"id": self._number, "do": action, "args": args or {}}) + "\n")
+                request = json.dumps({"id": self._number, "do": action, "args": args or {}}) + "\n"
+                self._process.stdin.write(request.encode())
                 self._process.stdin.flush()
             except (OSError, ValueError):
                 pass  # the session is gone; _wait says how
@@ -148,23 +172,29 @@ class Agent:
         try:
             answer = self._answers.get(timeout=timeout)
         except queue.Empty:
-            raise AgentFailure("silent", f"{what} within {timeout:.0f} s") from None
+            instead = _instead(self._printed)
+            raise AgentFailure("shell" if instead else "silent", f"{what} within {timeout:.0f} s{instead}") from None
         if answer is None:
             self._answers.put(None)
             code = self._process.wait()
             self._errors.join(1)
-            raise classify(code, "".join(self._stderr))
+            raise classify(code, "".join(self._stderr), self._printed)
         return answer
 
     def _read_answers(self) -> None:
-        for line in self._process.stdout:
-            if line.startswith(MARK):
-                self._answers.put(json.loads(line[len(MARK) :]))
+        waiting = b""
+        while chunk := self._process.stdout.read1(1 << 16):
+            if self._printed is not None:  # by chunks, not lines: what a shell prints may never end its line
+                self._printed = (self._printed + chunk)[-_KEPT:]
+            *lines, waiting = (waiting + chunk).split(b"\n")
+            for answer in filter(None, map(_answer_in, lines)):
+                self._printed = None
+                self._answers.put(answer)
         self._answers.put(None)
 
     def _read_errors(self) -> None:
         for line in self._process.stderr:
-            self._stderr.append(line)
+            self._stderr.append(line.decode(errors="replace"))
 
     def stop(self) -> None:
         """End the session; the agent ends with its input."""

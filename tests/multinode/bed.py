@@ -138,6 +138,15 @@ class Host:
             self.sh("nft", "delete table inet bed")
 
     @contextlib.contextmanager
+    def slow_dns(self, seconds: float, address: str):
+        """A name server on this host that answers every name with one address, late; /etc/resolv.conf names it."""
+        line = [sys.executable, "-c", _SLOW_DNS, str(seconds), address]
+        with self.process(*line, stdout=subprocess.PIPE) as server:
+            assert server.stdout.readline() == "ready\n"
+            with self.changed("/etc/resolv.conf", "nameserver 127.0.0.1\noptions timeout:30 attempts:1\n"):
+                yield
+
+    @contextlib.contextmanager
     def process(self, *command, **more):
         """A process that runs on this host meanwhile."""
         child = self.popen(*command, stdin=subprocess.DEVNULL, **more)
@@ -145,6 +154,48 @@ class Host:
             yield child
         finally:
             end(child)
+
+
+# Frames between two interfaces, each way after a delay. Each with the kernel's own header (PACKET_VNET_HDR): without it
+# checksums and the cutting of segments, which the kernel leaves to network cards, would be missing.
+_DELAY = """
+import collections, select, socket, sys, time
+ends = []
+for name in sys.argv[2:]:
+    end = socket.socket(socket.AF_PACKET, socket.SOCK_RAW)
+    end.setsockopt(263, 15, 1)
+    end.setsockopt(socket.SOL_SOCKET, 33, 64 << 20)  # SO_RCVBUFFORCE: nothing is to be lost here
+    end.bind((name, 3))
+    ends.append(end)
+waiting = collections.deque()
+print("ready", flush=True)
+while True:
+    wait = max(waiting[0][0] - time.monotonic(), 0) if waiting else None
+    for end in select.select(ends, [], [], wait)[0]:
+        frame, place = end.recvfrom(1 << 17)
+        if place[2] != socket.PACKET_OUTGOING:
+            waiting.append((time.monotonic() + float(sys.argv[1]), ends[1 - ends.index(end)], frame))
+    while waiting and waiting[0][0] <= time.monotonic():
+        _, end, frame = waiting.popleft()
+        end.send(frame)
+"""
+# Answers every question of DNS with one address, after a delay.
+_SLOW_DNS = """
+import socket, sys, threading, time
+server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+server.bind(("127.0.0.1", 53))
+print("ready", flush=True)
+def answer(question, place):
+    time.sleep(float(sys.argv[1]))
+    name_end = question.index(b"\\0", 12) + 1
+    kind = question[name_end : name_end + 2]
+    found = socket.inet_aton(sys.argv[2]) if kind == b"\\0\\1" else b""
+    head = question[:2] + b"\\x85\\x80\\0\\1" + (b"\\0\\1" if found else b"\\0\\0") + b"\\0" * 4
+    record = b"\\xc0\\x0c\\0\\1\\0\\1\\0\\0\\0\\1\\0\\4" + found if found else b""
+    server.sendto(head + question[12 : name_end + 4] + record, place)
+while True:
+    threading.Thread(target=answer, args=server.recvfrom(4096), daemon=True).start()
+"""
 
 
 def end(process: subprocess.Popen) -> None:
@@ -301,6 +352,25 @@ class Bed:
             yield
         finally:
             self.in_switch("ip", "link", "set", port, "up")
+
+    @contextlib.contextmanager
+    def delayed(self, host: Host, seconds: float):
+        """All that a host sends and gets is late by so much each way."""
+        port = f"port{self.hosts.index(host) + 1}"
+        self.in_switch("ip", "link", "add", "late0", "type", "veth", "peer", "name", "late1")
+        for name in ("late0", "late1"):
+            self.in_switch("ip", "link", "set", name, "up")
+        line = ["nsenter", "--target", str(self.switch.pid), "--net", sys.executable, "-c", _DELAY, str(seconds)]
+        relay = subprocess.Popen([*line, port, "late0"], stdout=subprocess.PIPE, text=True, preexec_fn=_die_with_parent)
+        try:
+            assert relay.stdout.readline() == "ready\n"
+            self.in_switch("ip", "link", "set", port, "nomaster")
+            self.in_switch("ip", "link", "set", "late1", "master", "br0")
+            yield
+        finally:
+            end(relay)
+            self.in_switch("ip", "link", "delete", "late0")
+            self.in_switch("ip", "link", "set", port, "master", "br0")
 
     def down(self) -> None:
         """End every host with all of its processes, and the switch with its network."""

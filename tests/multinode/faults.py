@@ -99,6 +99,7 @@ class Fault:
 
 
 FAULTS: list[Fault] = []
+HARMLESS: list[Fault] = []
 ALL = ("n1", "n2", "n3")
 
 
@@ -107,6 +108,16 @@ def fault(name: str, *expected: tuple[str, str], words: tuple[str, ...], main: s
 
     def register(inject):
         FAULTS.append(Fault(name, inject, frozenset(expected), words, main or expected[0][0]))
+        return inject
+
+    return register
+
+
+def harmless(name: str):
+    """Register what must raise no alarm, because a run trains with it."""
+
+    def register(inject):
+        HARMLESS.append(Fault(name, inject, frozenset(), ()))
         return inject
 
     return register
@@ -208,6 +219,55 @@ def _(scene, stack):
     stack.enter_context(scene.bed["n2"].bound(script, os.path.realpath(PYTHON)))
 
 
+def both(one: str, other: str) -> tuple[tuple[str, str], ...]:
+    return ("NET006", f"{one}->{other}"), ("NET006", f"{other}->{one}")
+
+
+def login(scene, stack, name: str, script: str) -> None:
+    """What a node's login runs before the command that ssh brings, as a ~/.bashrc does."""
+    host = scene.bed[name]
+    path = host.folder / "login"
+    path.write_text(f'{script}\neval "$SSH_ORIGINAL_COMMAND"\n')
+    key = (scene.bed.folder / "id_ed25519.pub").read_text()
+    stack.enter_context(host.changed(Path.home() / ".ssh" / "authorized_keys", f'command="sh {path}" {key}'))
+
+
+@harmless("a prompt that ends no line")
+def _(scene, stack):
+    login(scene, stack, "n2", r"printf '\033]0;root@cluster\007$ '")
+
+
+@harmless("names that only ssh's configuration knows")
+def _(scene, stack):
+    path = scene.bed["n1"].folder / "ssh" / "config"
+    path.write_text("Host worker2\n  HostName 10.77.0.2\n")
+    stack.callback(path.unlink)
+    scene.hostfile_text = "n1 slots=1\nworker2 slots=1\nn3 slots=1\n"
+
+
+@fault("login shell ends", ("SSH005", "n1"), words=("status 0, after printing 'account expired'", "~/.bashrc"))
+def _(scene, stack):
+    login(scene, stack, "n1", "echo account expired; exit 0")
+
+
+@fault("login shell asks", ("SSH005", "n2"), words=("after printing 'Which project?'", "~/.bashrc"))
+def _(scene, stack):
+    login(scene, stack, "n2", "printf 'Which project? '; sleep 1000")
+
+
+@fault("MTU above the switch's", ("SSH005", "n2"), ("NET007", "n3"), words=("timed out", "one MTU"), main="SSH005")
+def _(scene, stack):
+    jumbo_frames(scene, stack, "n1", "n2")
+
+
+def jumbo_frames(scene, stack, *names: str) -> None:
+    """9000 bytes on hosts whose switch takes 1500, with segments as long as a network card sends them."""
+    for name in names:
+        link = ("ip", "link", "set", "dev", "eth0")
+        scene.bed[name].sh(*link, "mtu", 9000, "gso_max_segs", 1)
+        stack.callback(scene.bed[name].sh, *link, "mtu", 1500, "gso_max_segs", 65535)
+
+
 # -- the node's programs and files -------------------------------------------------------------------------------------
 
 
@@ -304,6 +364,15 @@ def _(scene, stack):
     stack.enter_context(scene.bed["n2"].tmpfs("/dev/shm", "size=64m"))
 
 
+@fault("temporary folder full", ("LIM004", "n3"), words=("No space left", "free some space"))
+def _(scene, stack):
+    host, folder = scene.bed["n3"], scene.folder / "temporary"
+    folder.mkdir(parents=True, exist_ok=True)
+    stack.enter_context(host.tmpfs(folder, "size=64k"))
+    host.popen("sh", "-c", f"cat /dev/zero > {folder}/filler 2>/dev/null").wait()
+    login(scene, stack, "n3", f"export TMPDIR={folder}")
+
+
 @fault("nofile too low", ("LIM003", "n3"), words=("nofile 256", "limits.conf"))
 def _(scene, stack):
     host = scene.bed["n3"]
@@ -378,6 +447,51 @@ def _(scene, stack):
 def _(scene, stack):
     rule = "ip saddr 10.77.0.2 tcp dport != 22 tcp flags & (syn|ack) == syn drop"
     stack.enter_context(scene.bed["n3"].firewall(rule))
+
+
+@fault("handshakes pass, data does not", *both("n2", "n3"), words=("no data passes", "stateful firewall"))
+def _(scene, stack):
+    rule = "ip saddr 10.77.0.2 tcp dport != 22 ip length > 200 drop"
+    stack.enter_context(scene.bed["n3"].firewall(rule))
+
+
+@fault("route works one way", *both("n2", "n3"), words=("n2 cannot connect to n3 (timed out)",))
+def _(scene, stack):
+    stack.enter_context(scene.bed["n3"].firewall("ip saddr 10.77.0.2 drop"))
+
+
+@fault(
+    "jumbo frames between two nodes", *both("n2", "n3"), ("NET007", "n1"),
+    words=("packets of 500 bytes do", "one MTU"), main="NET006",
+)  # fmt: skip
+def _(scene, stack):
+    jumbo_frames(scene, stack, "n2", "n3")
+
+
+@fault("another MTU", ("NET007", "n3"), words=("576", "ip link set dev eth0 mtu 1500"))
+def _(scene, stack):
+    n3 = scene.bed["n3"]
+    n3.sh("ip", "link", "set", "dev", "eth0", "mtu", 576)
+    stack.callback(n3.sh, "ip", "link", "set", "dev", "eth0", "mtu", 1500)
+
+
+@fault("far away", *both("n1", "n2"), *both("n2", "n3"), words=("a round trip takes 6", "every step waits"))
+def _(scene, stack):
+    stack.enter_context(scene.bed.delayed(scene.bed["n2"], 0.03))
+
+
+@fault("packets get lost", ("NET006", "n1->n2"), ("NET006", "n3->n2"), words=("lost and sent again", "the link"))
+def _(scene, stack):
+    rule = "tcp dport 1024-65535 ip length > 1000 numgen inc mod 8 0 drop"
+    stack.enter_context(scene.bed["n2"].firewall(rule))
+
+
+@fault("slow name server", ("NET008", "n2"), words=("n3 took", "/etc/hosts on n2"))
+def _(scene, stack):
+    n2 = scene.bed["n2"]
+    text = "".join(line + "\n" for line in scene.bed.hosts_file(n2).splitlines() if not line.endswith(" n3"))
+    stack.enter_context(n2.changed("/etc/hosts", text))
+    stack.enter_context(n2.slow_dns(3, "10.77.0.3"))
 
 
 @fault("master port taken", ("NET004", "n1"), words=("29500 is held by pid", "holder", "--master_port 29501"))
@@ -476,15 +590,18 @@ TOGETHER = [
         "other torch version", "other sources", "/dev/shm too small", "nofile too low", "stale build lock",
         "leftover rank", "one byte of a shard differs", "own name is 127.0.1.1", "names differ between nodes",
         "variable stays behind", "one direction firewalled", "first address unreachable", "batch larger than the data",
-        "clock skew", "interface is loopback",
+        "clock skew", "interface is loopback", "temporary folder full", "packets get lost",
     ),
     ("unknown host key", "sshd down", "latent_dim mismatch"),
-    ("refused key", "changed host key", "vocabulary mismatch", "comment in .deepspeed_env"),
+    ("refused key", "changed host key", "login shell ends", "vocabulary mismatch", "comment in .deepspeed_env"),
     ("host is off", "python missing", "master port taken", "batch does not divide"),
     ("node hangs during the check", "package broken", "damaged checkpoint"),
     (
         "interface does not exist", "checkpoint folder not shared", "checkpoint folder read-only", "data missing",
-        "resume at another world size",
+        "resume at another world size", "slow name server", "jumbo frames between two nodes",
     ),
-    ("interface down", "other commit", "shard cut short", "checkpoint folder full", "removed DeepSpeed key"),
+    (
+        "interface down", "other commit", "shard cut short", "checkpoint folder full", "removed DeepSpeed key",
+        "far away", "another MTU",
+    ),
 ]  # fmt: skip

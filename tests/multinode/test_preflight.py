@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-from faults import ALL, FAULTS, TOGETHER, Scene, said, verdicts
+from faults import ALL, FAULTS, HARMLESS, TOGETHER, Scene, said, verdicts
 
 from tests.helpers import LONG
 
@@ -58,6 +58,14 @@ def test_what_the_head_sees_without_its_nodes(scene, name):
     receipt = inject(scene, [name])
     usage = name in ("hostfile missing", "typo in slots", "unknown key")
     assert receipt["exit_code"] == {True: 2, False: 1}[usage] or name == "one host that is not this one"
+
+
+def test_what_a_run_trains_with_raises_no_alarm(scene):
+    with contextlib.ExitStack() as stack:
+        for harmless in HARMLESS:
+            harmless.inject(scene, stack)
+        receipt = scene.run()
+    assert (verdicts(receipt), receipt["exit_code"]) == (set(), 0), receipt["screen"]
 
 
 @pytest.mark.parametrize("launcher", ["deepspeed", pytest.param("mpi", marks=LONG)])

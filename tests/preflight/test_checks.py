@@ -167,9 +167,86 @@ def test_a_slow_answer_is_not_a_wrong_clock():
     assert judge("CLK001", context)["c"].status == PASS
 
 
+def ways(**changes) -> dict:
+    """What every node of three found on its way to the others; changes: of the way from a to b."""
+    sound = {"ms": 0.2, "segments": 400, "retransmitted": 0}
+    return {(x, y): {**sound, **(changes if x + y == "ab" else {})} for x in "abc" for y in "abc" if x != y}
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "words"),
+    [
+        ({"ms": 25.0}, WARN, "a to b: a round trip takes 25.0 ms"),
+        ({"ms": 2.5}, WARN, "2.5 ms"),  # far above the others
+        ({"ms": 1.5}, PASS, ""),
+        ({"retransmitted": 20}, WARN, "20 of 400 packets were lost"),
+        ({"retransmitted": 2}, PASS, ""),
+    ],
+)
+def test_a_slow_or_lossy_way_warns(changes, status, words):
+    context = context_of()
+    context.matrix = ways(**changes)
+    found = judge("NET006", context)
+    assert {r.status for r in found.values()} == {status}
+    assert list(found) == ["a->b" if status == WARN else ""] and words in next(iter(found.values())).measured
+
+
+def test_equally_far_nodes_below_the_bound_are_no_fault():
+    context = context_of()
+    context.matrix = {way: {**found, "ms": 12.0} for way, found in ways().items()}
+    assert {r.status for r in judge("NET006", context).values()} == {PASS}
+
+
+@pytest.mark.parametrize(("small_pass", "words"), [(True, "one MTU"), (False, "stateful firewall")])
+def test_a_connection_without_data_is_a_fault_with_its_cause(small_pass, words):
+    context = context_of()
+    context.matrix = ways()
+    stalled = {"error": "connected, but no data passes: timed out", "stalled": True, "small_pass": small_pass}
+    context.matrix[("a", "b")] = stalled
+    (bad,) = judge("NET006", context).values()
+    assert (bad.status, bad.node) == (FAIL, "a->b") and words in bad.fix and "ports" not in bad.fix
+
+
+def names(**found) -> dict:
+    return {name: {"seconds": 0.0, **entry} for name, entry in found.items()}
+
+
+def test_names_that_only_ssh_knows_here_need_no_address_elsewhere():
+    known = names(a={"addresses": ["10.0.0.1"]}, b={"addresses": ["10.0.0.2"], "ssh": "10.0.0.2"})
+    unknown = names(a={"addresses": ["10.0.0.1"]}, b={"error": "Name or service not known"})
+    context = context_of(resolve=unknown)
+    context.head["resolve"] = {"value": known}
+    assert {r.status for r in judge("NET003", context).values()} == {PASS}
+    assert context.addresses("b") == ["10.0.0.2"]
+    context.head["resolve"] = {"value": unknown}
+    assert {r.status for r in judge("NET003", context).values()} == {FAIL}
+
+
+def test_slow_lookups_warn_on_their_node():
+    sound = names(a={"addresses": ["10.0.0.1"]})
+    context = context_of(("a", "b"), resolve={"a": sound, "b": {"a": {**sound["a"], "seconds": 4.0}}})
+    found = judge("NET008", context)
+    assert found["a"].status == PASS and found["b"].status == WARN and "a took 4.0 s" in found["b"].measured
+
+
+def test_another_mtu_warns_on_its_node():
+    own = {name: network() for name in "abc"}
+    own["c"]["interfaces"] = [{**entry, "mtu": 576} for entry in own["c"]["interfaces"]]
+    found = judge("NET007", context_of(network=own))
+    assert [found[name].status for name in "abc"] == [PASS, PASS, WARN]
+    assert "576" in found["c"].measured and "ip link set dev eth0 mtu 1500" in found["c"].fix
+
+
+def test_a_full_folder_for_temporary_files_fails_on_its_node():
+    sound = {"folder": "/tmp", "free": GIB, "bytes": 1 << 20}
+    full = {**sound, "folder": "/job/tmp", "free": 0, "error": "No space left on device"}
+    found = judge("LIM004", context_of(("a", "b"), temporary={"a": sound, "b": full}))
+    assert found["a"].status == PASS and found["b"].status == FAIL and "/job/tmp" in found["b"].fix
+
+
 def test_a_one_way_pair_names_its_direction_and_both_ways_down_does_not():
     context = context_of(network={"ephemeral_ports": [1, 2]})
-    context.matrix = {(x, y): {"ms": 1.0} for x in "abc" for y in "abc" if x != y}
+    context.matrix = ways()
     assert {r.status for r in judge("NET006", context).values()} == {PASS}
     context.matrix[("a", "b")] = {"error": "timed out"}
     (bad,) = [r for r in judge("NET006", context).values() if r.status == FAIL]
@@ -185,8 +262,10 @@ def test_the_node_in_most_bad_pairs_is_the_one_to_leave_out():
 
 
 def network(**changes) -> dict:
-    eth = {"name": "eth0", "address": "10.0.0.1", "up": True, "loopback": False, "virtual": False}
-    lo = {"name": "lo", "address": "127.0.0.1", "up": True, "loopback": True, "virtual": False}
+    eth = {"name": "eth0", "address": "10.0.0.1", "up": True, "loopback": False, "virtual": False,
+           "mtu": 1500}  # fmt: skip
+    lo = {"name": "lo", "address": "127.0.0.1", "up": True, "loopback": True, "virtual": False,
+          "mtu": 65536}  # fmt: skip
     sound = {
         "interfaces": [lo, eth], "hostname": "h", "hostname_addresses": ["10.0.0.1"], "hostname_error": None,
         "route_to_master": {"source": "10.0.0.1", "interface": "eth0"}, "ephemeral_ports": [32768, 60999],

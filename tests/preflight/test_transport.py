@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from mmldlm.preflight import transport
 from mmldlm.preflight.transport import Agent, AgentFailure, Fleet, classify
 
 
@@ -32,6 +33,13 @@ def test_causes(code, stderr, cause):
     assert failure.cause == cause and failure.said
 
 
+def test_a_login_shell_that_ends_is_not_taken_for_a_broken_package():
+    failure = classify(0, "", b"\x1b]0;cluster\x07Account expired.\n")
+    assert failure.cause == "shell" and "status 0" in failure.said and "Account expired." in failure.said
+    assert failure.said.isprintable()
+    assert classify(-9, "", None).cause == "ended"  # of an agent that had started
+
+
 def local(name: str, command: list[str] | None = None) -> Agent:
     agent = Agent(name, local=True)
     if command is not None:
@@ -54,6 +62,37 @@ def test_a_fleet_answers_around_nodes_that_do_not():
         assert abs(offset) <= slack + 1.0
     finally:
         fleet.stop()
+
+
+def printing(first: str) -> list[str]:
+    """The command of an agent behind a shell that prints first, without ending its line."""
+    return ["sh", "-c", f"printf '{first}'; " + local("x")._command[2]]
+
+
+def test_a_prompt_before_the_agent_speaks_does_no_harm():
+    agent = local("prompt", printing(r"\033]0;root@cluster\007$ "))
+    agent.start()
+    try:
+        assert agent.request("clock", timeout=20) > 0
+    finally:
+        agent.stop()
+
+
+def test_words_behind_a_prompt_are_found_too():
+    greeting = """print('prompt $ @mmldlm {"hello": 1} \\x1b[0m', flush=True); import time; time.sleep(1000)"""
+    agent = local("prompt", [sys.executable, "-c", greeting])
+    agent.start()
+    agent.stop()
+
+
+def test_what_came_instead_of_an_agent_is_shown(monkeypatch):
+    monkeypatch.setattr(transport, "START_SECONDS", 1.0)
+    agent = local("asks", ["sh", "-c", "printf 'Which project? '; sleep 1000"])
+    try:
+        with pytest.raises(AgentFailure, match=r"started no agent within 1 s, after printing 'Which project\?'"):
+            agent.start()
+    finally:
+        agent.stop()
 
 
 def test_a_fault_in_an_action_is_told_and_the_agent_lives_on():

@@ -44,9 +44,8 @@ def single_host_is_this_one(context):
     if len(context.nodes) != 1 or context.local or context.launcher != "deepspeed":
         return ok("not a hostfile of one host" if len(context.nodes) != 1 else "this machine")
     name, own = context.nodes[0].name, context.head_value("network") or {}
-    resolved = (context.head_value("resolve") or {}).get(name)
     addresses = {entry["address"] for entry in own.get("interfaces", ())}
-    if name == own.get("hostname") or (isinstance(resolved, list) and set(resolved) & addresses):
+    if name == own.get("hostname") or set(context.addresses(name)) & addresses:
         return ok(f"{name} is this machine")
     measured = f"the only host is {name}, which is not this machine; DeepSpeed would train here instead"
     return warn(measured, "--force_multi", "add --force_multi to the deepspeed command (mmldlm launch does)")
@@ -122,8 +121,13 @@ def login_accepted(context):
 def node_answers(context):
     """The node starts the agent and answers every question in time. One that does not is FAIL by its hostfile name."""
     expected = "answers within the time limit"
-    fix = "log in to {name} and look for a hung file system (df), a full process table, or an overload (top)"
-    fixes = {"silent": fix, "ended": "try by hand: ssh {port}{name} true"}
+    hung = "log in to {name} and look for a hung file system (df), a full process table, or an overload (top)"
+    shell = "`ssh {port}{name} true` must end at once with status 0: look at ~/.bashrc and the login shell of {name}"
+    mtu = (
+        "large packets are lost on the way to {name}: give both hosts and every switch between them one MTU "
+        "(`ip link`; `ip link set dev INTERFACE mtu 1500`)"
+    )
+    fixes = {"silent": hung, "shell": shell, "mtu": mtu, "ended": "try by hand: ssh {port}{name} true"}
     yield from _ssh(context, fixes, expected)
 
 

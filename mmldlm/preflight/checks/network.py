@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
+
+from mmldlm.preflight.context import majority
 from mmldlm.preflight.result import check, fail, ok, skip, warn
+from mmldlm.preflight.small_packets import SEGMENT
+
+ROUND_TRIP_MS, ROUND_TRIP_NOTED_MS, FAR_ABOVE = 20.0, 2.0, 10  # within a data center it is far below 1 ms
+LOST_AT_LEAST, LOST_SHARE = 3, 0.01
+LOOKUP_SECONDS = 1.0
 
 
 def _chosen(name: str, interfaces: list[dict]) -> list[dict]:
@@ -101,20 +109,26 @@ def own_name_is_not_loopback(context):
 
 @check("NET003", 2, "node", "names agree")
 def names_resolve_alike(context):
-    """Every node gives every name in the hostfile the address that this machine gives it, and none a loopback one."""
-    here = {k: v for k, v in (context.head_value("resolve") or {}).items() if isinstance(v, list)}
+    """Every node gives every name in the hostfile the address that this machine gives it, and none a loopback one.
+
+    A name that only ~/.ssh/config knows here is for ssh alone: ranks are given addresses, so nodes need not know it.
+    """
+    here = context.head_value("resolve") or {}
     for name, found in context.answered("resolve").items():
         if context.local:
             yield skip("one node", name)
             continue
         wrong = []
-        for other, addresses in found.items():
-            if isinstance(addresses, dict):
-                wrong.append(f"{other}: {addresses['error']}")
-            elif other in here and other != name and not set(addresses) & set(here[other]):
-                wrong.append(f"{other} is {', '.join(addresses)} there, {', '.join(here[other])} here")
+        for other, there in found.items():
+            own = here.get(other, {})
+            if "ssh" in own:
+                continue
+            if "error" in there:
+                wrong.append(f"{other}: {there['error']}")
+            elif other != name and "addresses" in own and not set(there["addresses"]) & set(own["addresses"]):
+                wrong.append(f"{other} is {', '.join(there['addresses'])} there, {', '.join(own['addresses'])} here")
         if wrong:
-            fix = f"mend /etc/hosts or DNS on {name}"
+            fix = f"correct /etc/hosts or DNS on {name}"
             yield fail("; ".join(wrong), "the same addresses as on this machine", fix, name)
         else:
             yield ok(f"{len(found)} name(s)", name)
@@ -167,9 +181,9 @@ def master_is_reachable(context):
 
 @check("NET006", 2, "pair", "every pair")
 def every_pair_connects(context):
-    """Every node reaches ephemeral ports of every other: gloo and NCCL connect all to all, on ports nobody chooses.
+    """Every node exchanges data with ephemeral ports of every other: gloo and NCCL connect all to all, on such ports.
 
-    A pair that works one way only is named with its direction.
+    A pair that works one way only is named with its direction. A round trip far above the median and lost packets warn.
     """
     if not context.matrix:
         return skip("one node" if len(context.nodes) < 2 else "fewer than two nodes answered")
@@ -177,16 +191,84 @@ def every_pair_connects(context):
 
 
 def _pair_results(context):
-    bad = {pair: answer["error"] for pair, answer in context.matrix.items() if "ms" not in answer}
-    for (start, end), error in bad.items():
+    bad = {pair: answer for pair, answer in context.matrix.items() if "error" in answer}
+    for (start, end), answer in bad.items():
         other_way = (end, start) not in bad
         low, high = (context.value(end, "network") or {}).get("ephemeral_ports", (32768, 60999))
-        measured = f"{start} cannot connect to {end} ({error})" + (f", but {end} can to {start}" if other_way else "")
+        measured = f"{start} cannot connect to {end} ({answer['error']})"
         fix = f"on {end}, let in TCP ports {low}-{high} from {start} (firewall, security group)"
+        if answer.get("stalled"):
+            measured = f"{start} to {end}: {answer['error']}"
+            fix = f"look for a stateful firewall or routes that differ by direction (ip route get) on {start} and {end}"
+            if answer["small_pass"]:
+                measured += f"; packets of {SEGMENT} bytes do"
+                fix = f"give {start}, {end} and every switch between them one MTU (ip link; see NET007)"
+        measured += f", but {end} can to {start}" if other_way else ""
         yield fail(measured, "a connection both ways", fix, f"{start}->{end}")
-    if not bad:
-        slowest = max(answer["ms"] for answer in context.matrix.values())
-        yield ok(f"{len(context.matrix)} directions, slowest {slowest} ms")
+    good = {pair: answer for pair, answer in context.matrix.items() if pair not in bad}
+    middle = statistics.median(answer["ms"] for answer in good.values()) if good else 0.0
+    slow = []
+    for (start, end), answer in good.items():
+        fault = _way_fault(answer, middle)
+        if fault is not None:
+            slow.append((start, end))
+            fix = f"look at the link, the route and other traffic between {start} and {end}: every step waits for it"
+            yield warn(f"{start} to {end}: {fault[0]}", fault[1], fix, f"{start}->{end}")
+    if not bad and not slow:
+        yield ok(f"{len(good)} directions, longest round trip {max(answer['ms'] for answer in good.values())} ms")
+
+
+def _way_fault(answer: dict, median: float) -> tuple[str, str] | None:
+    """(measured, expected) of a way that is slow or loses packets."""
+    lost, segments, faults = answer["retransmitted"], answer["segments"], []
+    if answer["ms"] > ROUND_TRIP_MS or (answer["ms"] > ROUND_TRIP_NOTED_MS and answer["ms"] > FAR_ABOVE * median):
+        faults.append(f"a round trip takes {answer['ms']} ms (the median is {median:.2f})")
+    if lost >= LOST_AT_LEAST and lost > LOST_SHARE * segments:
+        faults.append(f"{lost} of {segments} packets were lost and sent again")
+    if not faults:
+        return None
+    return "; ".join(faults), f"at most {ROUND_TRIP_MS:.0f} ms, near the median, and less than {LOST_SHARE:.0%} lost"
+
+
+@check("NET007", 2, "node", "MTU")
+def mtu_is_alike(context):
+    """The interface on the way to the master has the MTU of the majority: a larger one than the way's loses packets."""
+    found = {}
+    for name, network in context.answered("network").items():
+        by_name = {entry["name"]: entry for entry in network["interfaces"]}
+        wanted = (context.arriving(name) or {}).get("GLOO_SOCKET_IFNAME")
+        entry = by_name.get(wanted if wanted in by_name else _usual(network))
+        if entry is not None:
+            found[name] = entry
+    if len(context.nodes) < 2 or len(found) < 2:
+        yield skip("fewer than two nodes to compare")
+        return
+    usual = majority({name: entry["mtu"] for name, entry in found.items()})
+    for name, entry in found.items():
+        if entry["mtu"] == usual:
+            yield ok(f"{entry['name']} {usual}", name)
+        else:
+            fix = f"on {name}: ip link set dev {entry['name']} mtu {usual} (its switch port must take as much)"
+            yield warn(f"{entry['name']} has {entry['mtu']} bytes", f"{usual}, as most nodes", fix, name)
+
+
+@check("NET008", 2, "node", "names resolve at once")
+def lookups_are_quick(context):
+    """Looking up a node's own name and those of the hostfile takes less than a second: every process group does it."""
+    for name, found in context.answered("resolve").items():
+        seconds = {other: there["seconds"] for other, there in found.items()}
+        network = context.value(name, "network") or {}
+        seconds[network.get("hostname", "its own name")] = network.get("hostname_seconds", 0.0)
+        late = {other: took for other, took in seconds.items() if took > LOOKUP_SECONDS}
+        if context.local and not late:
+            yield skip("one node", name)
+        elif late:
+            worst = max(late, key=late.get)
+            fix = f"write the names into /etc/hosts on {name}, or repair the servers in its /etc/resolv.conf"
+            measured = f"{worst} took {late[worst]:.1f} s" + (f", {len(late)} names in all" if len(late) > 1 else "")
+            yield warn(measured, f"less than {LOOKUP_SECONDS:.0f} s", fix, name)
+        else:
+            yield ok(f"{max(seconds.values()):.2f} s", name)
 
 
 @check("CLK001", 2, "node", "clocks")

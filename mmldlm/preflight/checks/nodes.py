@@ -179,6 +179,21 @@ def open_files(context):
             yield ok(f"nofile {found['nofile']}", name)
 
 
+@check("LIM004", 1, "node", "temporary files")
+def temporary_files(context):
+    """A file can be written where temporary files go (TMPDIR, else /tmp): ranks keep their states, sockets and builds
+    there."""
+    for name, found in context.answered("temporary").items():
+        if "error" in found:
+            measured = f"{found['folder']}: {found['error']}"
+            if "free" in found:
+                measured += f" ({shown(found['free'])} free)"
+            fix = f"free some space in {found['folder']} on {name}, or set TMPDIR there to another folder"
+            yield fail(measured, f"{shown(found['bytes'])} can be written", fix, name)
+        else:
+            yield ok(f"{found['folder']}, {shown(found['free'])} free", name)
+
+
 def _on(context, name: str) -> str:
     """What a command begins with, to be run on a node."""
     return "" if context.local else f"ssh {name} "

@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 PACKAGES = ("torch", "deepspeed", "transformers", "numpy", "pydantic", "mpi4py", "mmldlm")
+TEMPORARY_BYTES = 1 << 20  # states of ranks, sockets, a compiler's files
 # Variables that change how a run behaves; what a launcher leaves behind of them is worth a word.
 PREFIXES = (
     "NCCL_", "GLOO_", "TORCH", "CUDA_", "OMP_", "MKL_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "DS_",
@@ -89,6 +90,28 @@ def limits(args: dict) -> dict:
         found["shm_writable"], found["shm_error"] = False, error.strerror
     finally:
         with contextlib.suppress(OSError):  # a read-only file system refuses even this
+            probe.unlink(missing_ok=True)
+    return found
+
+
+def temporary(args: dict) -> dict:
+    """The folder for temporary files as a process here finds it: whether TEMPORARY_BYTES can be written there.
+
+    Not tempfile.gettempdir(), which passes over a full folder in silence: compilers and shells do not.
+    """
+    named = [os.environ[name] for name in ("TMPDIR", "TEMP", "TMP") if os.environ.get(name)]
+    folder = next((name for name in named if os.path.isdir(name)), "/tmp")
+    found = {"folder": folder, "bytes": TEMPORARY_BYTES}
+    probe = Path(folder) / f".mmldlm_preflight_{os.uname().nodename}_{os.getpid()}"
+    try:
+        space = os.statvfs(folder)
+        found["free"] = space.f_bavail * space.f_frsize
+        with open(probe, "wb") as file:
+            file.write(bytes(TEMPORARY_BYTES))
+    except OSError as error:
+        found["error"] = error.strerror or str(error)
+    finally:
+        with contextlib.suppress(OSError):
             probe.unlink(missing_ok=True)
     return found
 
