@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mmldlm.data.arrays import map_array
 from mmldlm.data.files import sha256_of
 from mmldlm.data.remake import MANIFEST, again, elsewhere
 from mmldlm.data.tokenizer_files import read_tokenizer
@@ -32,7 +33,14 @@ VERSION = 1
 TOKENIZER_FOLDER = "tokenizer"
 SPLITS = ("train", "validation")
 _LENGTHS_BLOCK, _LATENT_BLOCK = 1 << 18, 4096
-ARRAYS = ("text", "text_offsets", "tokens", "token_offsets", "latents")
+_DTYPES = {
+    "text": ("uint8",),
+    "text_offsets": ("int64",),
+    "tokens": ("uint16", "int32"),
+    "token_offsets": ("int64",),
+    "latents": ("float32",),
+}
+ARRAYS = tuple(_DTYPES)
 _PACK = "these are files of single samples: make a store of them with mmldlm pack {root} --output-dir STORE"
 
 
@@ -213,10 +221,13 @@ class Store:
     def _map(self, name: str) -> np.ndarray:
         path = self.root / self.split / f"{name}.npy"
         try:
-            # A plain view of the map: slicing numpy's own class costs several times as much.
-            return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
-        except (OSError, ValueError, EOFError) as error:
+            array = map_array(path)
+        except (OSError, ValueError) as error:
             raise UserError(f"an array in {path}", str(error), again(self.root, self.manifest)) from None
+        if array.dtype not in _DTYPES[name]:
+            found = f"{array.dtype} in {path}"
+            raise UserError(f"{name} of type {' or '.join(_DTYPES[name])}", found, again(self.root, self.manifest))
+        return array
 
     def _read_lengths(self) -> np.ndarray:
         """[N] int32, read block by block and not through the map, whose pages would stay with the process."""

@@ -7,6 +7,9 @@ import itertools
 import re
 import unicodedata
 
+MAX_TEXT_BYTES = 16 << 20
+"""Bound on one text, and on one line of a file: what is longer is damaged, hostile, or not of texts."""
+
 
 class _ContentFold(dict):
     """Maps code points for str.translate: punctuation, spaces and control characters become a space."""
