@@ -9,6 +9,8 @@ import unicodedata
 
 MAX_TEXT_BYTES = 16 << 20
 """Bound on one text, and on one line of a file: what is longer is damaged, hostile, or not of texts."""
+TOO_LARGE = f"drop_over_{MAX_TEXT_BYTES >> 20}_MiB"
+"""Under what such texts are counted."""
 
 
 class _ContentFold(dict):
