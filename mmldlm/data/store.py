@@ -115,6 +115,22 @@ def check_files(root: str | os.PathLike, manifest: dict[str, Any], level: str, p
             raise UserError(f"{root / name} with the SHA-256 of its manifest", "other content", again(root, manifest))
 
 
+def changed_files(root: str | os.PathLike) -> list[str]:
+    """Files of a store that are missing or not of the size in its manifest, in words.
+
+    Raises:
+        UserError: ROOT is not a store (any more).
+    """
+    found = []
+    for name, entry in read_manifest(root)["files"].items():
+        path = Path(root, name)
+        size = path.stat().st_size if path.is_file() else None
+        if size != entry["bytes"]:
+            is_now = "is missing" if size is None else f"has {size:,} bytes, not {entry['bytes']:,}"
+            found.append(f"{path} {is_now}")
+    return found
+
+
 def check_latents(latents: np.ndarray, where: str, latent_dim: int | None = None, first_row: int = 0) -> None:
     """Refuses latents that no model should train on.
 
