@@ -1,11 +1,16 @@
-"""Outputs are made sure of before the work: what cannot be written is said at once, not when hours of it are lost."""
+"""Outputs are made sure of before the work: what cannot be written is said at once, not when hours of it are lost.
+
+Also the reading of small JSON files that someone else may have written.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 from mmldlm.errors import UserError
 
@@ -70,3 +75,27 @@ def _cannot_write(path: str | os.PathLike, option: str, error: OSError) -> UserE
 def reason(error: OSError) -> str:
     """What the system said, without the number and the path."""
     return error.strerror or str(error) or type(error).__name__
+
+
+def read_json(path: Path, fix: str, max_bytes: int = 64 << 20) -> dict[str, Any]:
+    """The object in a JSON file, of which nothing is believed yet.
+
+    Args:
+        fix: what the error advises. max_bytes: a larger file is not parsed.
+
+    Raises:
+        UserError: not readable, too large, not JSON, nested too deep, or not an object.
+    """
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(max_bytes + 1)
+        if len(raw) > max_bytes:
+            raise ValueError(f"more than {max_bytes:,} bytes")
+        value = json.loads(raw)
+        if not isinstance(value, dict):
+            raise ValueError(f"a JSON {type(value).__name__}")
+    except OSError as error:
+        raise UserError(f"a JSON object in {path}", reason(error), fix) from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"a JSON object in {path}", f"damaged file: {str(error)[:200]}", fix) from error
+    return value

@@ -52,9 +52,11 @@ def check_config(weights: WeightSource, checkpoint: Path | None) -> None:
         config = json.loads(path.read_text())
         if config.get("architecture") != "MultimodalMMDiT":
             return
+        if config.get("n_blocks", 0) > len(weights.tensors):  # before a loop over as many as it says
+            raise ValueError(f"n_blocks {config['n_blocks']} for {len(weights.tensors)} tensors")
         shapes = expected_shapes(config)
-    except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
-        raise UserError(f"the config of a model in {path}", repr(error), "use an intact checkpoint") from error
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise UserError(f"the config of a model in {path}", repr(error)[:200], "use an intact checkpoint") from error
     for name, shape in shapes.items():
         found = weights.tensors[name].shape if name in weights.tensors else "no such weight"
         if found != shape:
@@ -72,7 +74,7 @@ def mark_buffers(weights: WeightSource, folder: Path) -> None:
     """
     try:
         config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return
     if isinstance(config, dict) and config.get("architecture") == "MultimodalMMDiT":
         for name in BUFFERS:

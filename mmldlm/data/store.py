@@ -22,8 +22,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mmldlm.data.arrays import map_array
 from mmldlm.data.files import sha256_of
 from mmldlm.data.remake import MANIFEST, again, elsewhere
+from mmldlm.data.tokenizer_files import read_tokenizer
 from mmldlm.errors import UserError
 
 FORMAT = "mmldlm-store"
@@ -31,7 +33,14 @@ VERSION = 1
 TOKENIZER_FOLDER = "tokenizer"
 SPLITS = ("train", "validation")
 _LENGTHS_BLOCK, _LATENT_BLOCK = 1 << 18, 4096
-ARRAYS = ("text", "text_offsets", "tokens", "token_offsets", "latents")
+_DTYPES = {
+    "text": ("uint8",),
+    "text_offsets": ("int64",),
+    "tokens": ("uint16", "int32"),
+    "token_offsets": ("int64",),
+    "latents": ("float32",),
+}
+ARRAYS = tuple(_DTYPES)
 _PACK = "these are files of single samples: make a store of them with mmldlm pack {root} --output-dir STORE"
 
 
@@ -106,6 +115,22 @@ def check_files(root: str | os.PathLike, manifest: dict[str, Any], level: str, p
             raise UserError(f"{root / name} with the SHA-256 of its manifest", "other content", again(root, manifest))
 
 
+def changed_files(root: str | os.PathLike) -> list[str]:
+    """Files of a store that are missing or not of the size in its manifest, in words.
+
+    Raises:
+        UserError: ROOT is not a store (any more).
+    """
+    found = []
+    for name, entry in read_manifest(root)["files"].items():
+        path = Path(root, name)
+        size = path.stat().st_size if path.is_file() else None
+        if size != entry["bytes"]:
+            is_now = "is missing" if size is None else f"has {size:,} bytes, not {entry['bytes']:,}"
+            found.append(f"{path} {is_now}")
+    return found
+
+
 def check_latents(latents: np.ndarray, where: str, latent_dim: int | None = None, first_row: int = 0) -> None:
     """Refuses latents that no model should train on.
 
@@ -151,14 +176,8 @@ def load_tokenizer(root: str | os.PathLike):
     """
     manifest = read_manifest(root)
     check_files(root, manifest, "sizes", prefix=TOKENIZER_FOLDER + "/")
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(Path(root, TOKENIZER_FOLDER), local_files_only=True)
-    except Exception as error:
-        raise UserError(
-            f"a tokenizer in {Path(root, TOKENIZER_FOLDER)}", str(error).splitlines()[0], again(root, manifest)
-        ) from error
+    folder = Path(root, TOKENIZER_FOLDER)
+    tokenizer = read_tokenizer(folder, f"a tokenizer in {folder}", again(root, manifest))
     for kind in ("mask_token_id", "pad_token_id", "eos_token_id"):
         if getattr(tokenizer, kind) != manifest["tokenizer"][kind]:
             raise UserError(
@@ -218,10 +237,13 @@ class Store:
     def _map(self, name: str) -> np.ndarray:
         path = self.root / self.split / f"{name}.npy"
         try:
-            # A plain view of the map: slicing numpy's own class costs several times as much.
-            return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
-        except (OSError, ValueError, EOFError) as error:
+            array = map_array(path)
+        except (OSError, ValueError) as error:
             raise UserError(f"an array in {path}", str(error), again(self.root, self.manifest)) from None
+        if array.dtype not in _DTYPES[name]:
+            found = f"{array.dtype} in {path}"
+            raise UserError(f"{name} of type {' or '.join(_DTYPES[name])}", found, again(self.root, self.manifest))
+        return array
 
     def _read_lengths(self) -> np.ndarray:
         """[N] int32, read block by block and not through the map, whose pages would stay with the process."""

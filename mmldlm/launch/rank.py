@@ -85,6 +85,11 @@ def main() -> int:
     _write_state(id, state)
     last = _follow(child, log, to_screen=rank == 0)
     code = child.wait()
+    if code == -signal.SIGBUS:
+        sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a script
+        from mmldlm.launch.sigbus import explain_sigbus
+
+        last.append(f"rank {rank} ended with SIGBUS: {explain_sigbus(launch['words'])}")
     code = code if code >= 0 else 128 - code
     out_of_memory = code == 128 + signal.SIGKILL and (oom_kills() or 0) > (killed_before or 0)
     _write_state(id, {**state, "exit": code, "ended": time.time(), "last": last, "out_of_memory": out_of_memory})

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from torch import Tensor, nn
 
 from mmldlm.config.schema import LatentDiffusionConfig, TextDiffusionConfig
+from mmldlm.data.tokenizer_files import read_tokenizer
 from mmldlm.diffusion import ContinuousDiffusion, MaskedDiffusion
 from mmldlm.errors import UserError
+from mmldlm.models.files import COPY_AGAIN, read_config
 
 # Latents of norm 1 have sum(mean^2 + std^2) = 1 exactly; other encoders miss it by far more than rounding.
 _UNIT_TOLERANCE = 1e-2
@@ -121,7 +122,7 @@ def load_pretrained(folder: str | Path, device: str = "cpu", dtype: torch.dtype 
             f"a converted checkpoint at {folder}", "a file" if folder.exists() else "nothing there", _CONVERT
         )
     model = MultimodalMMDiT.from_pretrained(folder, device=device, dtype=dtype)
-    values = json.loads((folder / "config.json").read_text())
+    values = read_config(folder)
     sections = {}
     for key, section in (("text_diffusion", TextDiffusionConfig), ("latent_diffusion", LatentDiffusionConfig)):
         if not isinstance(values.get(key), dict):
@@ -135,29 +136,37 @@ def load_pretrained(folder: str | Path, device: str = "cpu", dtype: torch.dtype 
         except ValidationError as error:
             raise UserError(f'a valid "{key}" in {folder}/config.json', str(error), _CONVERT) from error
     model.normalises_latents = sections["latent_diffusion"].l2_normalise
-    training = values.get("training") or {}
+    training, encoder = values.get("training") or {}, values.get("encoder")
+    try:
+        told = _Training(**training)
+    except (ValidationError, TypeError) as error:
+        raise UserError(f'a valid "training" in {folder}/config.json', str(error), COPY_AGAIN) from error
+    if not isinstance(encoder, dict | None):
+        raise UserError(f'an object "encoder" in {folder}/config.json', repr(encoder)[:100], COPY_AGAIN)
     return Pretrained(
         model,
         _tokenizer(folder, model),
         sections["text_diffusion"],
         sections["latent_diffusion"],
-        training.get("mode_weights"),
-        training.get("condition_dropout"),
-        values.get("encoder"),
+        told.mode_weights,
+        told.condition_dropout,
+        encoder,
         folder,
     )
+
+
+class _Training(BaseModel):
+    """What config.json says of the training; other keys are left alone."""
+
+    mode_weights: dict[str, float] | None = None
+    condition_dropout: float | None = None
 
 
 def _tokenizer(folder: Path, model):
     place = folder / "tokenizer"
     if not place.is_dir():
         raise UserError(f"the tokenizer in {place}", "no such folder", _CONVERT)
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=True)
-    except Exception as error:  # missing files and bad JSON come as many kinds
-        raise UserError(f"a tokenizer in {place}", (str(error).splitlines() or [""])[0], _CONVERT) from error
+    tokenizer = read_tokenizer(place, f"a tokenizer in {place}", _CONVERT)
     config = model.config
     wanted = {key: getattr(config, key) for key in ("mask_token_id", "pad_token_id", "eos_token_id")}
     found = {key: getattr(tokenizer, key) for key in wanted}
