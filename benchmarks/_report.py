@@ -16,8 +16,8 @@ COULD_NOT_CHECK = 3  # exit code
 def claim(name: str, value: float, op: str, bound: float, measured: bool = False) -> dict:
     """One claim; `holds` is False for NaN.
 
-    measured: the value is a time or memory, which belongs to the machine and to shapes of a real size. --quick prints
-    such a claim and does not judge it; counts, equality and model errors are judged in every form.
+    measured: the value is a time, memory or a share that belongs to the machine and to data of a real size. --quick
+    prints such a claim and does not judge it; counts, equality and model errors are judged in every form.
     """
     holds = bool(_OPS[op](value, bound))
     return {"id": name, "value": value, "op": op, "bound": bound, "holds": holds, "measured": measured}

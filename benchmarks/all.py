@@ -96,8 +96,9 @@ def judge(name: str, code: int | None, report: Path, log: Path, timeout: float) 
         outcome.claims = []
         outcome.error = f"exit code {code} and no whole report ({error!r}):\n{output[-TAIL:]}"
         return outcome
-    if code != failed:
-        outcome.error = f"exit code {code}, but its claims amount to {int(failed)}:\n{output[-TAIL:]}"
+    if code != failed:  # it died after its report: what it claims is worth nothing
+        outcome.claims = []
+        outcome.error = f"exit code {code}, but its claims say {int(failed)}:\n{output[-TAIL:]}"
     elif not outcome.claims:
         outcome.error = "it claims nothing"
     return outcome
