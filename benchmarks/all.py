@@ -5,7 +5,8 @@
 The scripts are those of this folder whose names do not begin with an underscore. They share one store. A script that
 ends with an error, runs out of time or claims nothing is a failure. A script that cannot measure here (exit code 3: a
 package of the extra `bench` is missing, or root, or network namespaces) is not checked, and so is what --quick measures
-(times and memory of toy shapes); neither counts as held. Exit codes: 0 no failure, 1 some failure, 2 usage.
+(times and memory of toy shapes); neither counts as held.
+Exit codes: 0 no failure, 1 some failure, 2 usage, 3 nothing could be judged.
 """
 
 from __future__ import annotations
@@ -132,7 +133,9 @@ def summary(outcomes: list[Outcome], quick: bool) -> int:
         print(f"not checked, see the reason above: {', '.join(skipped)}")
     if verdicts["not judged"]:
         print(f"measured and not judged with --quick: {len(verdicts['not judged'])} claims")
-    return 1 if broken or verdicts["FAILS"] else 0
+    if broken or verdicts["FAILS"]:
+        return 1
+    return 0 if verdicts["holds"] else _report.COULD_NOT_CHECK
 
 
 def main(folder: Path = HERE) -> int:

@@ -433,6 +433,8 @@ def main() -> int:
         _report.claim("tensors_unequal", unequal, "==", 0),
         _report.claim("fuzz_wrong_files", wrong, "==", 0),
     ]
+    if args.large:
+        claims.append(_report.claim("speedup_1000m", ratios["1000M"][0], ">=", 4, measured=True))
     return _report.write(args.json, claims, args.quick, runs=rows, fuzzed=tried, compared=compared)
 
 

@@ -68,6 +68,8 @@ def test_what_the_short_form_measures_is_neither_held_nor_failed(scripts, monkey
     shown = capsys.readouterr().out
     assert code == 0 and "3 scripts: 1 claims hold, 0 fail" in shown
     assert "measured and not judged with --quick: 1 claims" in shown
+    code, _ = run(scripts, monkeypatch, tmp_path, "--quick", "--only", "slow", "skips")
+    assert code == _report.COULD_NOT_CHECK
 
 
 def test_a_script_that_does_not_end_is_ended(scripts, monkeypatch, tmp_path):
