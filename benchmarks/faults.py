@@ -1,6 +1,6 @@
 """What a fault does to a run: planted on real ranks, in every engine, with and without accumulation.
 
-    python benchmarks/faults.py --data STORE [--quick] [--json FILE]
+    python benchmarks/faults.py [--data STORE] [--quick] [--json FILE]
 
 For each of 11 faults x 6 engines x accumulation 1 and 3, two gloo ranks train 8 steps with the fault at step 5. A cell
 holds when nothing hangs, all ranks took the same way, the event names the right step, sample, tensor or rank, the saved
@@ -21,6 +21,7 @@ from pathlib import Path
 import _faults
 import _report
 import _runs
+import _store
 from _faults import ENDED, ENGINES, FAULT_STEP, FAULTS, LEFT_OUT, ROLLED_BACK, SKIPPED, STEPS, UNHARMED, slug
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -117,11 +118,11 @@ def judge_ended(launcher: _runs.Launcher, words: list[str]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True, help="a store made by `mmldlm prepare`, of at least 480 samples")
+    parser.add_argument("--data", help=_store.HELP)
     parser.add_argument("--quick", action="store_true", help="every engine once, dying ranks under one")
     parser.add_argument("--json", help="write conditions and claims here")
     args = parser.parse_args()
-    store = str(Path(args.data).resolve())
+    store = _store.given_or_made(args.data)
     chosen = QUICK if args.quick else {engine: (1, 3) for engine in ENGINES}
     failed, cells, reference_losses = [], 0, {}
     ending = [fault for fault, (kind, _) in FAULTS.items() if kind == ENDED]

@@ -1,6 +1,6 @@
 """kill -9 of a random rank at a random moment, again and again: does the run go on as if nothing had happened?
 
-    python benchmarks/kill.py --data STORE [--kills N] [--quick] [--seed N] [--json FILE]
+    python benchmarks/kill.py [--data STORE] [--kills N] [--quick] [--seed N] [--json FILE]
 
 One run of two ranks on each of ddp, fsdp and ZeRO-1 to 3, saving every five steps, in the background or not by turns.
 Each life of a run starts with training.resume=auto and ends by a SIGKILL of one of its ranks: half of the kills come
@@ -29,6 +29,7 @@ from pathlib import Path
 
 import _report
 import _runs
+import _store
 
 ENGINES = ("ddp", "fsdp", "zero1", "zero2", "zero3")
 WORLD_SIZE = 2
@@ -186,18 +187,18 @@ def step_of(checkpoint: Path | None) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True, help="a store made by `mmldlm prepare`")
+    parser.add_argument("--data", help=_store.HELP)
     parser.add_argument("--kills", type=int, help="number of kills (100)")
     parser.add_argument("--quick", action="store_true", help="4 kills")
     parser.add_argument("--seed", type=int, help="of the random choices (default: a new one, printed)")
     parser.add_argument("--json", help="write conditions and claims here")
     args = parser.parse_args()
     sys.path.insert(0, str(_runs.ROOT))
+    data = _store.given_or_made(args.data)
     num_kills = args.kills or (4 if args.quick else 100)
     seed = secrets.randbelow(2**31) if args.seed is None else args.seed
     print(f"{num_kills} kills, seed {seed}")
     with tempfile.TemporaryDirectory() as folder, _runs.Launcher(f"{folder}/output") as launcher:
-        data = str(Path(args.data).resolve())
 
         def kill_all(place: int) -> int:
             engine, own = ENGINES[place], len(range(place, num_kills, len(ENGINES)))

@@ -1,6 +1,6 @@
 """The same training on every engine: how far do the losses and the final weights go apart?
 
-    python benchmarks/parity.py --data STORE [--quick] [--json FILE]
+    python benchmarks/parity.py [--data STORE] [--quick] [--json FILE]
 
 200 steps (--quick: 10) of the real training loop on one process; on DDP, FSDP2, ZeRO-0 to 3 and ZeRO-3 with offload on
 two ranks; on FSDP2 with two replicas (hsdp), ZeRO-2 and ZeRO-3 on four. The same global batch everywhere, in two
@@ -22,6 +22,7 @@ from pathlib import Path
 
 import _report
 import _runs
+import _store
 
 WORLDS = {
     1: ["single"],
@@ -51,12 +52,12 @@ def weight_distance(run: Path, reference: Path) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True, help="a store made by `mmldlm prepare`")
+    parser.add_argument("--data", help=_store.HELP)
     parser.add_argument("--quick", action="store_true", help="10 steps instead of 200")
     parser.add_argument("--json", help="write conditions and claims here")
     args = parser.parse_args()
     sys.path.insert(0, str(_runs.ROOT))
-    data, steps, samples = str(Path(args.data).resolve()), 10 if args.quick else 200, 37 if args.quick else 509
+    data, steps, samples = _store.given_or_made(args.data), 10 if args.quick else 200, 37 if args.quick else 509
     worst = dict.fromkeys(BOUNDS, 0.0)
     print(f"{'':18} {'largest relative loss difference':>33} {'distance of weights':>23}")
     print(f"{'engine':18} {'fp32':>18} {'bf16':>14} {'fp32':>12} {'bf16':>10}")
@@ -92,7 +93,7 @@ def main() -> int:
                 print(f"{f'{name} x{world_size}':18} {shown}", flush=True)
     claims = [_report.claim(f"loss_rel_diff_{dtype}", worst[dtype], "<=", bound) for dtype, bound in BOUNDS.items()]
     return _report.write(
-        args.json, claims, steps=steps, samples=samples, global_batch=_runs.GLOBAL_BATCH, preset="tiny"
+        args.json, claims, args.quick, steps=steps, samples=samples, global_batch=_runs.GLOBAL_BATCH, preset="tiny"
     )
 
 

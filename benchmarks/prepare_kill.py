@@ -143,7 +143,9 @@ def main() -> int:
         num_files = len(tree(quiet))
     print(f"{num_files} files, {num_unequal} differ")
     claims = [_report.claim("stores_unequal", num_unequal + (num_kills - num_done), "<=", 0)]
-    return _report.write(args.json, claims, kills=num_done, seed=seed, texts=len(lines), max_ranks=MAX_RANKS)
+    return _report.write(
+        args.json, claims, args.quick, kills=num_done, seed=seed, texts=len(lines), max_ranks=MAX_RANKS
+    )
 
 
 def texts(corpus: str | None):

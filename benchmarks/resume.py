@@ -1,6 +1,6 @@
 """From every engine and world size to every other: is what was loaded what was saved, and do the losses go on?
 
-    python benchmarks/resume.py --data STORE [--quick] [--json FILE]
+    python benchmarks/resume.py [--data STORE] [--quick] [--json FILE]
 
 Each source trains nine steps and saves at the fourth; what its live engine held at that moment (every master, both
 moments, EMA, frozen weights and buffers, rank by rank) is kept beside the run. Each target starts a new run from that
@@ -26,6 +26,7 @@ from pathlib import Path
 
 import _report
 import _runs
+import _store
 
 ENGINES = ("ddp", "fsdp", "zero1", "zero2", "zero3")
 SOURCE_WORLDS, TARGET_WORLDS = (1, 2), (1, 2, 4)
@@ -294,17 +295,17 @@ class Matrix:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True, help="a store made by `mmldlm prepare`")
+    parser.add_argument("--data", help=_store.HELP)
     parser.add_argument("--quick", action="store_true", help="a few pairs instead of all")
     parser.add_argument("--json", help="write conditions and claims here")
     args = parser.parse_args()
-    pairs = pairs_of(args.quick)
+    data, pairs = _store.given_or_made(args.data), pairs_of(args.quick)
     num_unequal = num_failed = 0
     print(
         f"{'variant':7} {'source':8}    {'target':8} {'loaded':8} {'largest relative loss difference of 5 steps':>10}"
     )
     with tempfile.TemporaryDirectory() as folder, _runs.Launcher(f"{folder}/output") as launcher:
-        matrix = Matrix(launcher, str(Path(args.data).resolve()), Path(folder))
+        matrix = Matrix(launcher, data, Path(folder))
         for pair in pairs:
             equal, goes_on, line = matrix.target(*pair)
             num_unequal += not equal
@@ -314,7 +315,9 @@ def main() -> int:
         _report.claim("resume_pairs_failed", num_failed, "<=", 0),
         _report.claim("params_bit_equal_failed", num_unequal, "<=", 0),
     ]
-    return _report.write(args.json, claims, pairs=len(pairs), global_batch=_runs.GLOBAL_BATCH, preset="tiny")
+    return _report.write(
+        args.json, claims, args.quick, pairs=len(pairs), global_batch=_runs.GLOBAL_BATCH, preset="tiny"
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The same global batches under one process and under ZeRO-0, 1, 2 and 3 on two ranks: do the losses agree?
 
-    python benchmarks/zero_parity.py --data STORE [--quick] [--json FILE] [--dtype fp32|bf16]
+    python benchmarks/zero_parity.py [--data STORE] [--quick] [--json FILE] [--dtype fp32|bf16]
 
 Five runs of the real training loop: one plain process, and two gloo ranks under each stage. Losses are read from
 training_log.jsonl. fp32 sums are added in another order on two ranks and in partitioned buckets; that rounding (about
@@ -13,10 +13,10 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from pathlib import Path
 
 import _report
 import _runs
+import _store
 
 STAGES = (0, 1, 2, 3)
 
@@ -25,12 +25,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="20 steps instead of 200")
     parser.add_argument("--steps", type=int, help="steps of each run")
-    parser.add_argument("--data", required=True, help="a store made by `mmldlm prepare`")
+    parser.add_argument("--data", help=_store.HELP)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--json", help="write conditions and claims here")
     args = parser.parse_args()
     steps = args.steps or (20 if args.quick else 200)
-    data = str(Path(args.data).resolve())
+    data = _store.given_or_made(args.data)
     common = [
         f"training.num_train_steps={steps}",
         f"training.dtype={args.dtype}",
@@ -51,7 +51,7 @@ def main() -> int:
             worst = max(worst, difference)
     bound = 1e-3 if args.dtype == "fp32" else 2e-2
     claims = [_report.claim("zero_stage_loss_rel_diff", worst, "<=", bound)]
-    return _report.write(args.json, claims, steps=steps, dtype=args.dtype)
+    return _report.write(args.json, claims, args.quick, steps=steps, dtype=args.dtype)
 
 
 if __name__ == "__main__":

@@ -208,7 +208,7 @@ def _key_mask(mask: Tensor, latents: int) -> Tensor:
 def has_varlen(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
     """Whether this GPU's flash attention takes ragged rows of this kind: 16 bits, heads of 8 k elements up to 256."""
     fits = dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256
-    return fits and torch.cuda.get_device_capability(device) >= (8, 0)
+    return fits and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def attention_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -107,10 +107,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_sum, _nll, _correct):
         if ctx.grads is None:
             raise RuntimeError("the text head's graph goes backward once: run the forward pass again")
-        # In place: the weight's gradient is the largest tensor of a small model's step, and nobody else holds it.
-        # Reading the factor makes nobody wait on a CPU.
-        is_one = grad_sum.device.type == "cpu" and grad_sum.item() == 1
-        grads = ctx.grads if is_one else [None if g is None else g.mul_(grad_sum.to(g.dtype)) for g in ctx.grads]
+        # In place: the weight's gradient is the largest tensor of a small model's step, and nothing else holds it.
+        grads = [None if g is None else g.mul_(grad_sum.to(g.dtype)) for g in ctx.grads]
         ctx.grads = None
         return (*grads, None, None, None, None, None)
 

@@ -362,7 +362,7 @@ class MultimodalMMDiT(nn.Module):
         if place is None:
             return None
         low = compute_dtype(latent)  # of an activation: under ZeRO-3, looking at a weight gathers it
-        if place.device.type == "cuda":
+        if place.device.type != "cpu":
             width = self.config.hidden_size // self.config.n_heads
             return "varlen" if has_varlen(low, width, place.device) else None
         rows = latent.shape[0] * latent.shape[1]

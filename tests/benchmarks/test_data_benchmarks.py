@@ -25,24 +25,24 @@ def corpus(sentences, tmp_path_factory):
     return path
 
 
-def _run(name, corpus, tmp_path, codes):
+def _run(name, corpus, tmp_path):
     report = tmp_path / "report.json"
     words = ["--quick", "--corpus", str(corpus), "--json", str(report)]
     done = launch([sys.executable, str(ROOT / "benchmarks" / name), *words], timeout=900)
-    assert done.returncode in codes, done.stdout[-4000:]
+    assert done.returncode == 0, done.stdout[-4000:]
     return {claim["id"]: claim for claim in json.loads(report.read_text())["claims"]}, done.stdout
 
 
 def test_killed_preparations_end_in_the_same_bytes(corpus, tmp_path):
     """Two kills -9 at random moments, one to three ranks in each life."""
-    claims, output = _run("prepare_kill.py", corpus, tmp_path, (0,))
+    claims, output = _run("prepare_kill.py", corpus, tmp_path)
     assert set(claims) == {"stores_unequal"} and claims["stores_unequal"]["value"] == 0, output
     assert output.count("killed (") == 2
 
 
 def test_the_loader_is_measured(corpus, tmp_path):
     """Its form, and what is no time: the share of padding stays what the batch plan makes it."""
-    claims, output = _run("data.py", corpus, tmp_path, (0, 1))
+    claims, output = _run("data.py", corpus, tmp_path)
     assert set(claims) == {
         "samples_per_cpu_second_ratio", "real_position_share", "open_10m_rows_seconds", "open_10m_rows_mib",
         "resume_first_batch_seconds", "loader_wait_share",

@@ -12,12 +12,12 @@ import pytest
 from tests.helpers import ROOT, launch
 
 
-def run_script(name: str, store, tmp_path, *words: str, codes=(0,)) -> tuple[dict[str, dict], str]:
+def run_script(name: str, store, tmp_path, *words: str) -> tuple[dict[str, dict], str]:
     """Claims by id, and what was printed."""
     report = tmp_path / "report.json"
     command = [sys.executable, str(ROOT / "benchmarks" / name), "--data", str(store), "--json", str(report), *words]
     done = launch(command, timeout=900)
-    assert done.returncode in codes, done.stdout[-4000:]
+    assert done.returncode == 0, done.stdout[-4000:]
     answer = json.loads(report.read_text())
     assert {"torch", "deepspeed", "cpus"} <= set(answer["conditions"])
     return {claim["id"]: claim for claim in answer["claims"]}, done.stdout
@@ -41,7 +41,7 @@ def test_ten_kills(store, tmp_path):
 
 def test_the_cost_of_saving_is_measured(store, tmp_path):
     """Its form; a time is never asserted."""
-    claims, output = run_script("save.py", store, tmp_path, "--quick", codes=(0, 1))
+    claims, output = run_script("save.py", store, tmp_path, "--quick")
     assert set(claims) == {"save_stall_share"} and claims["save_stall_share"]["value"] < 1
     for engine in ("zero2", "fsdp"):
         for kind in ("async", "sync"):
@@ -50,7 +50,7 @@ def test_the_cost_of_saving_is_measured(store, tmp_path):
 
 def test_bucket_sizes_are_compared(store, tmp_path):
     """Its form; a time is never asserted."""
-    claims, output = run_script("communication.py", store, tmp_path, "--quick", codes=(0, 1))
+    claims, output = run_script("communication.py", store, tmp_path, "--quick")
     assert set(claims) == {"bucket_time_ratio_zero2"} and claims["bucket_time_ratio_zero2"]["value"] >= 1
     rows = [line for line in output.splitlines() if line.startswith("zero2 ")]
     assert [row.split()[1] for row in rows] == ["5,000,000", "50,000,000"] and all("%" in row for row in rows)

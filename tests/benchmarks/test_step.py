@@ -11,10 +11,10 @@ from _peers import missing_peers
 from tests.helpers import ROOT, launch
 
 
-def run(tmp_path, *words: str) -> tuple[dict, str]:
+def run(tmp_path, *words: str, codes=(0,)) -> tuple[dict, str]:
     report = tmp_path / "report.json"
     done = launch([sys.executable, str(ROOT / "benchmarks" / "step.py"), *words, "--json", str(report)], timeout=240)
-    assert done.returncode in (0, 1), done.stdout[-3000:]
+    assert done.returncode in codes, done.stdout[-3000:]
     return json.loads(report.read_text()), done.stdout
 
 
@@ -23,15 +23,16 @@ def test_the_gpu_part_and_growth_run_on_a_cpu(tmp_path):
     report, output = run(tmp_path, "--gpu-form", "--rounds", "1")
     (row,) = report["conditions"]["gpu_rows"]
     assert report["claims"] == [] and row["mfu"] is None and row["tokens_per_second"] > 0 and row["saved_gib"] > 0
-    report, _ = run(tmp_path, "--gpu-form", "--rounds", "1", "--peak-tflops", "1")
+    report, _ = run(tmp_path, "--gpu-form", "--rounds", "1", "--peak-tflops", "1", codes=(1,))
     assert report["claims"][0]["id"] == "mfu" and 0 < report["claims"][0]["value"] < 1
     report, _ = run(tmp_path, "--growth", "--quick")
     assert [claim["id"] for claim in report["claims"]] == ["growth_batch"]
 
 
 def test_quick(tmp_path):
-    report, output = run(tmp_path, "--quick", "--dtypes", "fp32")
-    if missing_peers():
+    missing = missing_peers()
+    report, output = run(tmp_path, "--quick", "--dtypes", "fp32", codes=(3 if missing else 0,))
+    if missing:
         assert report["claims"] == [] and report["conditions"]["skipped"] and "bench" in output
         pytest.skip("the extra `bench` is not installed; the script said so")
     claims = {claim["id"]: claim for claim in report["claims"]}
@@ -40,5 +41,5 @@ def test_quick(tmp_path):
         "step_memory_ratio_mmldlm_padded", "memory_model_error", "aten_ops_depth24", "saved_bytes_ratio_mmldlm",
         "saved_bytes_ratio_sd3", "flop_model_error",
     }  # fmt: skip
-    for name in ("saved_bytes_ratio_mmldlm", "saved_bytes_ratio_sd3", "flop_model_error"):
-        assert claims[name]["holds"], output
+    judged = {name for name, claim in claims.items() if not claim["measured"]}
+    assert judged == {"aten_ops_depth24", "saved_bytes_ratio_mmldlm", "saved_bytes_ratio_sd3", "flop_model_error"}
