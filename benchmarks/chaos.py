@@ -14,8 +14,8 @@ that does not name what was struck, or with a traceback. `hangs`: faults after w
 after a crash, and above none after a signal. `final_loss_rel_diff_to_undisturbed`: the largest difference of any step's
 loss, also of those done twice; infinite when any other logged value, a weight or a moment differs.
 
---quick strikes six times. --only KIND,KIND strikes with these kinds (_chaos_faults.FAULTS lists them). --keep DIR keeps the
-screen, and for each fault that went wrong the run's logs and a list of the processes.
+--quick strikes six times. --only KIND,KIND strikes with these kinds (_chaos_faults.FAULTS lists them). --keep DIR keeps
+the screen, and for each fault that went wrong the run's logs and a list of the processes.
 """
 
 from __future__ import annotations
