@@ -27,6 +27,7 @@ import os
 import random
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -414,6 +415,7 @@ def main() -> int:
         return 3
     kinds_of(args)
     with_own_mounts()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that all it started is ended
     seed = secrets.randbelow(2**31) if args.seed is None else args.seed
     num_faults = args.faults or (6 if args.quick else 45)
     minutes = (0 if args.quick else 30) if args.minutes is None else args.minutes
