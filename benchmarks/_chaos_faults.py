@@ -341,21 +341,25 @@ def _same_folder(training: Training, chance: random.Random, moment: str) -> Stru
     return struck
 
 
-def _interrupt(part: str, names: tuple[str, ...]) -> Callable:
-    def strike(training: Training, chance: random.Random, moment: str) -> Struck:
-        """Before training begins there is nothing to save: then the launch may end by the signal itself."""
-        name = chance.choice(names)
-        host = training.bed["n1"] if part == "head" else _any_host(training, chance)
-        before = len(training.starts())
-        struck = Struck(f"{name} to the {part} on {host.name}", ENDED, (INTERRUPTED,), graceful=True)
-        _signal(training, host, part, getattr(signal, name), struck.problems)
-        if moment == STARTING and part == "head":
-            wait(lambda: training.launch.code() is not None, END_LIMIT)
-            if len(training.starts()) == before:
-                struck.codes = (INTERRUPTED, 128 + signal.SIGTERM, 128 + signal.SIGINT)
-        return struck
+def _interrupt(training: Training, chance: random.Random, moment: str) -> Struck:
+    """Before training begins there is nothing to save: then the launch may end by the signal itself."""
+    name, before = chance.choice(("SIGTERM", "SIGINT")), len(training.starts())
+    struck = Struck(f"{name} to the head on n1", ENDED, (INTERRUPTED,), graceful=True)
+    _signal(training, training.bed["n1"], "head", getattr(signal, name), struck.problems)
+    if moment == STARTING:
+        wait(lambda: training.launch.code() is not None, END_LIMIT)
+        if len(training.starts()) == before:
+            struck.codes = (INTERRUPTED, 128 + signal.SIGTERM, 128 + signal.SIGINT)
+    return struck
 
-    return strike
+
+def _tell_rank_to_stop(training: Training, chance: random.Random, moment: str) -> Struck:
+    """A signal that the launch did not send: all ranks save and end, and the launch starts again."""
+    name, host = chance.choice(("SIGTERM", "SIGUSR1", "SIGINT")), _any_host(training, chance)
+    words = ("it was sent a signal, and not by this launch",)
+    struck = Struck(f"{name} to the rank on {host.name}", RETRIED, (INTERRUPTED,), words, graceful=True)
+    _signal(training, host, "rank", getattr(signal, name), struck.problems)
+    return struck
 
 
 FAULTS = (
@@ -380,8 +384,8 @@ FAULTS = (
     Fault("checkpoint folder vanished", _vanished_folder, RUNNING),
     Fault("second launch ended", _second_launch, (TRAINING,)),
     Fault("second launch into the folder", _same_folder, (TRAINING,)),
-    Fault("interrupted", _interrupt("head", ("SIGTERM", "SIGINT"))),
-    Fault("rank told to stop", _interrupt("rank", ("SIGTERM", "SIGUSR1", "SIGINT")), RUNNING),
+    Fault("interrupted", _interrupt),
+    Fault("rank told to stop", _tell_rank_to_stop, RUNNING),
 )
 # What --quick strikes with, before the interruption that is always the last.
 QUICK = ("rank killed", "agent killed", "NaN sample", "checkpoint folder full", "host cut off for a moment")

@@ -39,7 +39,7 @@ PARTS = {
     "session of the watcher": ("ssh", "mmldlm.launch.node import main"),
 }
 _FIRST_WORDS = 4  # `python -u -m MODULE`, `python -u SCRIPT`, `python -c TEXT`: the rest is passed on
-_UNMARKED = ("agent", "session of the watcher")  # do not show whose they are: not struck while two launches run
+_MARKED = ("rank", "head")  # show the folder of their run; the others are not struck while two launches run
 
 
 def words(*more: str) -> list[str]:
@@ -181,10 +181,10 @@ class Training:
         """Processes of a part of the launch on a host, seen from outside of it.
 
         Args:
-            folder: of which launch; None: of this training's.
+            folder: of which launch a rank or head is; None: of this training's.
         """
         program, word = PARTS[part]
-        mark = "" if part in _UNMARKED else f"{folder or self.folder}/"
+        mark = f"{folder or self.folder}/" if part in _MARKED else ""
         found = []
         for pid, words in host_processes(host):
             first = words if program == "ssh" else words[:_FIRST_WORDS]
