@@ -1,0 +1,391 @@
+"""The faults that benchmarks/chaos.py strikes a training with, and what each of them may lead to.
+
+A fault is a function that strikes, heals what has to be healed, and returns a Struck. It may wait for the first effect
+of what it does, never for the recovery.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from _chaos_run import ENGINE_TIMEOUT, SAVE_FREQ, Launch, Training, run_to_end, wait
+from bed import Host
+
+GOES_ON, RETRIED, ENDED = "goes on", "is started again by the launch", "ends"
+TRAINING, SAVING, EVALUATING, STARTING = "training", "saving", "evaluating", "starting"
+ANY = (TRAINING, SAVING, EVALUATING, STARTING)
+RUNNING = (TRAINING, SAVING, EVALUATING)
+RANK_OF = {"n1": 0, "n2": 1}  # by the hostfile
+INTERRUPTED = 5
+START_LIMIT = 90.0  # seconds from the command to the ranks, on a busy machine
+END_LIMIT = ENGINE_TIMEOUT + 40  # seconds from a fault to the end of what it ends
+LEASE = 25.0  # seconds after which nodes that the head asks nothing end their part
+
+
+@dataclass
+class Struck:
+    """What was done, and what must come of it.
+
+    Attributes:
+        target: whom it struck. then: the launch goes on, starts again by itself, or ends as a whole.
+        codes: exit codes that are right for an attempt that ends; empty: any but 0. words: one of these stands on the
+            screen; it names the host or rank that was struck. graceful: no step may be lost.
+        quiet: nothing may end for so many seconds more. problems: what went wrong already.
+    """
+
+    target: str
+    then: str = GOES_ON
+    codes: tuple[int, ...] = ()
+    words: tuple[str, ...] = ()
+    graceful: bool = False
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """strike(training, chance, moment), and the moments at which it may strike."""
+
+    kind: str
+    strike: Callable[[Training, random.Random, str], Struck]
+    moments: tuple[str, ...] = ANY
+
+
+# -- processes that are killed -----------------------------------------------------------------------------------------
+
+
+def _any_host(training: Training, chance: random.Random) -> Host:
+    return training.bed[chance.choice(tuple(RANK_OF))]
+
+
+def _signal(training: Training, host: Host, part: str, number: int, problems: list[str]) -> None:
+    """Signal a part of the launch, which may be about to be started."""
+    if not wait(lambda: training.pids(host, part), START_LIMIT):
+        problems.append(f"there was no {part} on {host.name}")
+    training.signal(host, part, number)
+
+
+def _kill_rank(part: str) -> Callable:
+    def strike(training: Training, chance: random.Random, moment: str) -> Struck:
+        host = _any_host(training, chance)
+        words = (f"rank {RANK_OF[host.name]} on {host.name} ended first, with status 137",)
+        struck = Struck(f"{part} on {host.name}", RETRIED, (137,), words)
+        _signal(training, host, part, signal.SIGKILL, struck.problems)
+        return struck
+
+    return strike
+
+
+def _kill_both_ranks(training: Training, chance: random.Random, moment: str) -> Struck:
+    struck = Struck("ranks on n1 and n2", RETRIED, (137,), ("ended first, with status 137",))
+    for name in RANK_OF:
+        _signal(training, training.bed[name], "rank", signal.SIGKILL, struck.problems)
+    return struck
+
+
+def _kill_node_launcher(training: Training, chance: random.Random, moment: str) -> Struck:
+    host = _any_host(training, chance)
+    words = (f"{host.name}: its launcher ended",)
+    struck = Struck(f"launcher of {host.name}", RETRIED, (), words)
+    _signal(training, host, "launcher of a node", signal.SIGKILL, struck.problems)
+    return struck
+
+
+def _kill_launcher(training: Training, chance: random.Random, moment: str) -> Struck:
+    part = chance.choice(("launcher", "pdsh"))
+    struck = Struck(f"{part} on n1", RETRIED, (), ("the launcher ended",))
+    _signal(training, training.bed["n1"], part, signal.SIGKILL, struck.problems)
+    return struck
+
+
+def _kill_agent(training: Training, chance: random.Random, moment: str) -> Struck:
+    part = chance.choice(("agent", "session of the watcher"))
+    host = _any_host(training, chance) if part == "agent" else training.bed["n1"]
+    struck = Struck(f"{part} on {host.name}")
+    _signal(training, host, part, signal.SIGKILL, struck.problems)
+    return struck
+
+
+def _kill_head(training: Training, chance: random.Random, moment: str) -> Struck:
+    """The nodes must end their part by themselves before the user starts again."""
+    struck = Struck("head on n1", ENDED, (137,))
+    _signal(training, training.bed["n1"], "head", signal.SIGKILL, struck.problems)
+    if not wait(lambda: training.ranks() == 0, END_LIMIT):
+        struck.problems.append(f"{training.ranks()} rank(s) train on {END_LIMIT:.0f} s after the head was killed")
+    return struck
+
+
+# -- processes that are stopped and continued --------------------------------------------------------------------------
+
+
+def _stop_for(part: str, shortest: float, longest: float) -> Callable:
+    def strike(training: Training, chance: random.Random, moment: str) -> Struck:
+        host = training.bed["n1"] if part == "head" else _any_host(training, chance)
+        seconds = chance.uniform(shortest, longest)
+        struck = Struck(f"{part} on {host.name} for {seconds:.1f} s")
+        _signal(training, host, part, signal.SIGSTOP, struck.problems)
+        wait(lambda: False, seconds)
+        training.signal(host, part, signal.SIGCONT)
+        return struck
+
+    return strike
+
+
+def _stop_rank_for_ever(training: Training, chance: random.Random, moment: str) -> Struck:
+    """Every rank names the one that stands still, within engine.timeout."""
+    host = _any_host(training, chance)
+    rank = f"rank {RANK_OF[host.name]} on {host.name}"
+    words = tuple(f"{rank} (pid {{}}) {how}" for how in ("has given no sign of life", "has not moved"))
+    struck = Struck(f"rank on {host.name} until the attempt ends", RETRIED, (), words)
+    before = len(training.ends())
+    pids = training.pids(host, "rank")
+    struck.words = tuple(word.format(_own_pid(pid)) for word in words for pid in pids)
+    _signal(training, host, "rank", signal.SIGSTOP, struck.problems)
+    wait(lambda: len(training.ends()) > before or training.launch.code() is not None, END_LIMIT)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+    return struck
+
+
+def _own_pid(pid: int) -> int:
+    """The pid that a process has in its own namespace."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("NSpid:")).split()[-1])
+
+
+def _stop_head_for_long(training: Training, chance: random.Random, moment: str) -> Struck:
+    """Longer than the nodes wait for a head that asks nothing: they end their part, and the head starts again."""
+    struck = Struck(f"head on n1 for {LEASE + 15:.0f} s", RETRIED)
+    _signal(training, training.bed["n1"], "head", signal.SIGSTOP, struck.problems)
+    if not wait(lambda: training.ranks() == 0, LEASE + 15):
+        struck.problems.append("the nodes went on without a head")
+    training.signal(training.bed["n1"], "head", signal.SIGCONT)
+    return struck
+
+
+# -- the network -------------------------------------------------------------------------------------------------------
+
+
+def _cut_for_a_moment(training: Training, chance: random.Random, moment: str) -> Struck:
+    host, seconds = _any_host(training, chance), chance.uniform(0.5, 3.0)
+    with training.bed.cable_pulled(host):
+        wait(lambda: False, seconds)
+    return Struck(f"link of {host.name} for {seconds:.1f} s")
+
+
+def _cut_until_lost(training: Training, chance: random.Random, moment: str) -> Struck:
+    """n2 is named whichever link is cut: the head, on n1, cannot tell. Retries fail until the link is back."""
+    host, more, before = _any_host(training, chance), chance.uniform(0, 8), len(training.ends())
+    with training.bed.cable_pulled(host):
+        wait(lambda: len(training.ends()) > before or training.launch.code() is not None, END_LIMIT)
+        wait(lambda: False, more)
+    return Struck(f"link of {host.name} until n2 is lost and {more:.1f} s more", RETRIED, (), ("n2 is lost",))
+
+
+# -- the checkpoint folder ---------------------------------------------------------------------------------------------
+
+
+def _until_a_save_fails(training: Training, struck: Struck, hurt: contextlib.AbstractContextManager) -> Struck:
+    """Each failed save is a warning, and the run goes on; healed, it saves again."""
+    failed, saved = len(training.events("save_failed")), len(training.events("save"))
+    begin = training.last_step()
+
+    def is_over() -> bool:
+        return training.launch.code() is not None or training.last_step() > begin + 4 * SAVE_FREQ
+
+    with hurt as hurt_again:
+
+        def is_hurt() -> bool:
+            hurt_again()
+            return len(training.events("save_failed")) > failed or is_over()
+
+        wait(is_hurt, END_LIMIT + 30)
+    if len(training.events("save_failed")) == failed:
+        struck.problems.append("no save failed")
+    begin, saved = training.last_step(), len(training.events("save"))
+    wait(lambda: len(training.events("save")) > saved or is_over(), END_LIMIT)
+    if len(training.events("save")) == saved:
+        struck.problems.append("no checkpoint was saved after it was healed")
+    return struck
+
+
+@contextlib.contextmanager
+def _filled(folder: Path, room: int):
+    """Leaves `room` bytes on the disk of a folder, and takes what is deleted there meanwhile."""
+    ballast = folder / ".ballast"
+
+    def fill() -> None:
+        found = os.statvfs(folder)
+        spare = found.f_bavail * found.f_frsize - room
+        if spare > 0:
+            with contextlib.suppress(OSError), open(ballast, "ab") as file:  # a save may take it at the same time
+                os.posix_fallocate(file.fileno(), file.tell(), spare)
+
+    try:
+        fill()
+        yield fill
+    finally:
+        ballast.unlink(missing_ok=True)
+
+
+def _fill_folder(training: Training, chance: random.Random, moment: str) -> Struck:
+    room = chance.choice((0, 2**20, 2**24))
+    struck = Struck(f"checkpoints, {room / 2**20:g} MiB left")
+    return _until_a_save_fails(training, struck, _filled(training.checkpoints, room))
+
+
+@contextlib.contextmanager
+def _read_only(hosts: list[Host], folder: Path):
+    with contextlib.ExitStack() as stack:
+        for host in hosts:
+            stack.enter_context(host.bound(folder, folder))
+            host.sh("mount", "-o", "remount,bind,ro", folder)
+        yield lambda: None
+
+
+@contextlib.contextmanager
+def _hidden(hosts: list[Host], folder: Path):
+    """An empty folder in its place on each of these hosts, as an unmounted file system leaves it."""
+    with contextlib.ExitStack() as stack:
+        for host in hosts:
+            stack.enter_context(host.tmpfs(folder, "size=64m"))
+        yield lambda: None
+
+
+def _some_hosts(training: Training, chance: random.Random) -> list[Host]:
+    return [training.bed[name] for name in chance.choice((("n1",), ("n2",), ("n1", "n2")))]
+
+
+def _read_only_folder(training: Training, chance: random.Random, moment: str) -> Struck:
+    hosts = _some_hosts(training, chance)
+    struck = Struck(f"checkpoints on {', '.join(host.name for host in hosts)}")
+    return _until_a_save_fails(training, struck, _read_only(hosts, training.checkpoints))
+
+
+def _vanished_folder(training: Training, chance: random.Random, moment: str) -> Struck:
+    hosts = _some_hosts(training, chance)
+    struck = Struck(f"checkpoints on {', '.join(host.name for host in hosts)}")
+    return _until_a_save_fails(training, struck, _hidden(hosts, training.checkpoints))
+
+
+# -- samples, launches, signals ----------------------------------------------------------------------------------------
+
+
+def _meet_nan(training: Training, chance: random.Random, moment: str) -> Struck:
+    """The next of the samples that are NaN in the store, for the undisturbed run too."""
+    before = len(training.events("bad_sample"))
+    struck = Struck("a sample of the store")
+    wait(lambda: len(training.events("bad_sample")) > before or training.launch.code() is not None, 240)
+    found = training.events("bad_sample")[before:]
+    if not found:
+        struck.problems.append("no bad sample was met")
+        return struck
+    event = found[0]
+    struck.target = f"row {event['row']}, rank {event['rank']}, step {event['step']}"
+    if event["row"] not in training.nan_rows or "NaN" not in event["reason"] and "finite" not in event["reason"]:
+        struck.problems.append(f"the event names row {event['row']} of {event['file']}: {event['reason']}")
+    return struck
+
+
+def _second_launch(training: Training, chance: random.Random, moment: str) -> Struck:
+    """Another run of the same user on the same hosts is ended in some way: nothing of this one may be touched."""
+    name = f"beside{len(list(training.folder.parent.glob('beside*'))) + 1}"
+    folder, how = training.folder.parent / name, chance.choice(("SIGINT", "SIGTERM", "kill its rank", "kill its head"))
+    struck = Struck(f"a second launch: {how}")
+    more = ("--master_port", "29700", "training.num_train_steps=100000", "logging.save_freq=100000")
+    launch = Launch(training.bed, training.store, folder, folder.with_suffix(".log"), *more)
+    try:
+        _end_second(training, launch, chance, how, struck)
+    finally:
+        launch.kill()
+    return struck
+
+
+def _end_second(training: Training, launch: Launch, chance: random.Random, how: str, struck: Struck) -> None:
+    n1, n2, folder = training.bed["n1"], training.bed["n2"], launch.folder
+    if not wait(lambda: training.pids(n2, "rank", folder) or launch.code() is not None, START_LIMIT):
+        struck.problems.append("the second launch did not start")
+    log = folder / "runs" / "run" / "training_log.jsonl"
+    is_training = chance.random() < 0.7 or how.startswith("SIG")
+    if is_training:
+        wait(lambda: (log.exists() and log.stat().st_size > 0) or launch.code() is not None, START_LIMIT)
+    host, part = (n2, "rank") if how == "kill its rank" else (n1, "head")
+    number = getattr(signal, how, signal.SIGKILL)
+    training.signal(host, part, number, folder)
+    code = run_to_end(launch, END_LIMIT)
+    expected = INTERRUPTED if how.startswith("SIG") else 137
+    if code != expected:
+        ends = "; ".join(end.reason for end in launch.ends)
+        struck.problems.append(f"the second launch ended with {code}, not {expected} ({ends})")
+    if not wait(lambda: not training.pids(n1, "rank", folder) + training.pids(n2, "rank", folder), END_LIMIT):
+        struck.problems.append("ranks of the second launch are left")
+
+
+def _same_folder(training: Training, chance: random.Random, moment: str) -> Struck:
+    """A second launch into this run's folder is refused."""
+    struck = Struck("a second launch into the same folder")
+    more = ("--master_port", "29701", "training.resume=auto", "training.num_train_steps=100000")
+    launch = Launch(training.bed, training.store, training.folder, training.folder.with_suffix(".log"), *more)
+    try:
+        code = run_to_end(launch, START_LIMIT + END_LIMIT)
+    finally:
+        launch.kill()
+    if code != 2 or not any("trains in it" in line for line in launch.lines):
+        struck.problems.append(f"the second launch into the folder was not refused: exit {code}")
+    return struck
+
+
+def _interrupt(training: Training, chance: random.Random, moment: str) -> Struck:
+    """Before training begins there is nothing to save: then the launch may end by the signal itself."""
+    name, before = chance.choice(("SIGTERM", "SIGINT")), len(training.starts())
+    struck = Struck(f"{name} to the head on n1", ENDED, (INTERRUPTED,), graceful=True)
+    _signal(training, training.bed["n1"], "head", getattr(signal, name), struck.problems)
+    if moment == STARTING:
+        wait(lambda: training.launch.code() is not None, END_LIMIT)
+        if len(training.starts()) == before:
+            struck.codes = (INTERRUPTED, 128 + signal.SIGTERM, 128 + signal.SIGINT)
+    return struck
+
+
+def _tell_rank_to_stop(training: Training, chance: random.Random, moment: str) -> Struck:
+    """A signal that the launch did not send: all ranks save and end, and the launch starts again."""
+    name, host = chance.choice(("SIGTERM", "SIGUSR1", "SIGINT")), _any_host(training, chance)
+    words = ("it was sent a signal, and not by this launch",)
+    struck = Struck(f"{name} to the rank on {host.name}", RETRIED, (INTERRUPTED,), words, graceful=True)
+    _signal(training, host, "rank", getattr(signal, name), struck.problems)
+    return struck
+
+
+FAULTS = (
+    Fault("rank killed", _kill_rank("rank")),
+    Fault("wrapper of a rank killed", _kill_rank("wrapper of a rank"), RUNNING),
+    Fault("all ranks killed", _kill_both_ranks, RUNNING),
+    Fault("launcher of a node killed", _kill_node_launcher),
+    Fault("launcher killed", _kill_launcher),
+    Fault("agent killed", _kill_agent),
+    Fault("head killed", _kill_head),
+    Fault("rank stopped", _stop_for("rank", 1, 5), RUNNING),
+    Fault("rank stopped for ever", _stop_rank_for_ever, RUNNING),
+    Fault("agent stopped", _stop_for("agent", 1, 12), RUNNING),
+    Fault("launcher of a node stopped", _stop_for("launcher of a node", 1, 8), RUNNING),
+    Fault("head stopped", _stop_for("head", 1, 12), RUNNING),
+    Fault("head stopped for long", _stop_head_for_long, RUNNING),
+    Fault("host cut off for a moment", _cut_for_a_moment, RUNNING),
+    Fault("host cut off", _cut_until_lost, RUNNING),
+    Fault("NaN sample", _meet_nan, RUNNING),
+    Fault("checkpoint folder full", _fill_folder, RUNNING),
+    Fault("checkpoint folder read-only", _read_only_folder, RUNNING),
+    Fault("checkpoint folder vanished", _vanished_folder, RUNNING),
+    Fault("second launch ended", _second_launch, (TRAINING,)),
+    Fault("second launch into the folder", _same_folder, (TRAINING,)),
+    Fault("interrupted", _interrupt),
+    Fault("rank told to stop", _tell_rank_to_stop, RUNNING),
+)
+# What --quick strikes with, before the interruption that is always the last.
+QUICK = ("rank killed", "agent killed", "NaN sample", "checkpoint folder full", "host cut off for a moment")

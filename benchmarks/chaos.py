@@ -1,0 +1,479 @@
+"""One training of two hosts while faults strike it at random: does it end as if nothing had happened?
+
+    python benchmarks/chaos.py [--quick] [--minutes 30] [--faults 45] [--seed N] [--only KIND,...] [--data STORE]
+                               [--keep DIR] [--json FILE]
+
+ZeRO-2 on two of the three hosts of tests/multinode/bed.py (root is needed), under `mmldlm launch --retries`, with some
+samples of the store NaN. Faults of benchmarks/_chaos_faults.py strike one after the other, at a random moment: while it
+trains, saves, evaluates or starts. Where the launch ends, the same command with training.resume=auto is typed again, as
+a user or a batch system would. Then the training runs to its end, and once more from the start, undisturbed.
+
+`runs_ended_wrongly`: faults after which something ended that should not, or with the wrong exit code, or with a reason
+that does not name what was struck, or with a traceback. `hangs`: faults after which nothing moved, or nothing ended.
+`steps_lost_beyond_promise`: steps done again, above two times logging.save_freq (plus one for each save that failed)
+after a crash, and above none after a signal. `final_loss_rel_diff_to_undisturbed`: the largest difference of any step's
+loss, also of those done twice; infinite when any other logged value, a weight or a moment differs.
+
+--quick strikes six times. --only KIND,KIND strikes with these kinds (_chaos_faults.FAULTS lists them). --keep DIR keeps
+the screen, and for each fault that went wrong the run's logs and a list of the processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "multinode"), str(Path(__file__).resolve().parent)]
+
+import _report  # noqa: E402
+import _runs  # noqa: E402
+from _chaos_faults import (  # noqa: E402
+    END_LIMIT,
+    ENDED,
+    EVALUATING,
+    FAULTS,
+    GOES_ON,
+    QUICK,
+    RETRIED,
+    SAVING,
+    STARTING,
+    TRAINING,
+    Fault,
+    Struck,
+)
+from _chaos_run import ENGINE_TIMEOUT, EVAL_FREQ, RETRIES, SAVE_FREQ, Launch, Training, run_to_end, wait  # noqa: E402
+from bed import Bed, reason_to_skip  # noqa: E402
+
+STILL_LIMIT = 3 * ENGINE_TIMEOUT + 60  # seconds without any sign: a first step may take three times engine.timeout
+START_LIMIT = 120.0  # seconds from the command to the first step, on a busy machine
+DISK = 320  # MiB of the checkpoint folder: six checkpoints
+LAST_STEPS = 2 * SAVE_FREQ  # undisturbed, after the last fault
+PASS_STEPS = 3  # steps that show that the run goes on
+SAME = ("loss", "text_loss", "latent_loss", "length_loss", "grad_norm", "lr", "epoch", "batch_in_epoch", "samples",
+        "bad_samples", "skipped")  # fmt: skip
+_OWN_MOUNTS = "MMLDLM_CHAOS_MOUNTS"
+
+
+@dataclass
+class Row:
+    """One fault and what came of it."""
+
+    number: int
+    clock: float
+    kind: str
+    moment: str
+    step: int
+    target: str = ""
+    result: str = ""
+    seconds: float = math.nan
+    steps_lost: int = 0
+    hang: bool = False
+    problems: list[str] = field(default_factory=list)
+
+    def line(self) -> str:
+        """For the screen."""
+        lost = f", {self.steps_lost} steps lost" if self.steps_lost else ""
+        wrong = f"  WRONG: {'; '.join(self.problems)}" if self.problems else ""
+        return (
+            f"{self.clock:6.0f} s  {self.number:3}  {self.kind} ({self.target}) while {self.moment}, step {self.step}: "
+            f"{self.result}, {self.seconds:.1f} s{lost}{wrong}"
+        )
+
+
+@dataclass(frozen=True)
+class Before:
+    """What there was of everything that only grows, when a fault struck."""
+
+    time: float
+    step: int
+    ends: int
+    starts: int
+    lines: int
+    launches: int
+    whole: int
+
+    @staticmethod
+    def of(training: Training) -> Before:
+        """As it is now."""
+        return Before(
+            time.monotonic(),
+            training.last_step(),
+            len(training.ends()),
+            len(training.starts()),
+            len(training.lines()),
+            len(training.launches),
+            max(training.whole(), default=0),
+        )
+
+
+class Chaos:
+    """Strikes, waits for the recovery, and judges."""
+
+    def __init__(self, training: Training, chance: random.Random, keep: Path | None):
+        self.training, self.chance, self.keep = training, chance, keep
+        self.began = time.monotonic()
+        self.rows: list[Row] = []
+        self.lost_beyond = 0
+        self._strikes: list[tuple[float, bool]] = []  # when (seconds of the epoch), and whether no step may be lost
+        self._num_starts, self._num_dropped = 1, 0
+
+    def strike(self, fault: Fault, moment: str, last: bool = False, then_start: bool = False) -> Row:
+        """One fault, from the wait for its moment to the recovery.
+
+        Args:
+            last: the run's end is set when it has struck. then_start: return as soon as the next attempt's ranks start.
+        """
+        training = self.training
+        self._await_moment(moment)
+        before = Before.of(training)
+        row = Row(len(self.rows) + 1, before.time - self.began, fault.kind, moment, before.step)
+        self.rows.append(row)
+        self._strikes.append((time.time(), False))
+        struck = fault.strike(training, self.chance, moment)
+        self._strikes[-1] = (self._strikes[-1][0], struck.graceful)
+        if last:
+            training.num_steps = training.last_step() + LAST_STEPS
+        row.target, row.problems = struck.target, struck.problems
+        self._recover(struck, before, row, then_start)
+        self._judge(struck, before, row)
+        if row.problems:
+            self._keep(row, before)
+        print(row.line(), flush=True)
+        return row
+
+    def _await_moment(self, moment: str) -> None:
+        training, begin = self.training, self.training.last_step()
+        if moment == STARTING:
+            time.sleep(self.chance.uniform(0, 10))
+            return
+        steps = begin + self.chance.randint(1, SAVE_FREQ)
+        wait(lambda: training.last_step() >= steps or training.launch.code() is not None, STILL_LIMIT)
+        if moment == SAVING:
+            wait(training.is_saving, STILL_LIMIT, pause=0.01)
+        elif moment == EVALUATING:
+            wait(lambda: training.last_step() % EVAL_FREQ == 0, STILL_LIMIT, pause=0.01)
+        time.sleep(self.chance.uniform(0, 0.5))
+
+    # -- the recovery -------------------------------------------------------------------------------------------------
+
+    def _recover(self, struck: Struck, before: Before, row: Row, then_start: bool) -> None:
+        """Wait until the training has passed the fault; type the command again where the launch has ended."""
+        training, signs, sign = self.training, None, time.monotonic()
+        while not self._has_recovered(struck, before, then_start):
+            found = (training.last_step(), len(training.lines()), len(training.launches), len(training.starts()))
+            if found != signs:
+                signs, sign = found, time.monotonic()
+            if training.launch.code() is not None:
+                self._start_again(struck, row)
+            late = (
+                self._has_ended(before) < (struck.then != GOES_ON) and time.monotonic() - before.time > END_LIMIT + 30
+            )
+            if late or time.monotonic() - sign > STILL_LIMIT:
+                row.hang = True
+                row.problems.append("nothing ended" if late else f"nothing moved for {STILL_LIMIT:.0f} s")
+                self._give_up(row)
+                break
+            self._account(row)
+            time.sleep(0.1)
+        self._account(row)
+        row.seconds = time.monotonic() - before.time
+
+    def _has_ended(self, before: Before) -> bool:
+        return len(self.training.ends()) > before.ends or len(self.training.launches) > before.launches
+
+    def _has_recovered(self, struck: Struck, before: Before, then_start: bool) -> bool:
+        training = self.training
+        if not self._has_ended(before):
+            return struck.then == GOES_ON and training.last_step() >= before.step + PASS_STEPS
+        if then_start:
+            return training.launch.code() is None and training.ranks() > 0
+        starts = training.starts()
+        return len(starts) > before.starts and training.last_step() >= starts[-1]["step"] + PASS_STEPS
+
+    def _start_again(self, struck: Struck, row: Row) -> None:
+        """What its user would do; and what its exit code says about it."""
+        training, launch = self.training, self.training.launch
+        code = launch.code()
+        if code == 0:
+            row.problems.append("exit 0 before the end")
+        if struck.then == ENDED and struck.codes and code not in struck.codes:
+            row.problems.append(f"exit {code}, not {' or '.join(map(str, struck.codes))}")
+        if struck.then == RETRIED and len(launch.ends) <= RETRIES:
+            row.problems.append(f"the launch ended with {code} after {len(launch.ends)} of {RETRIES + 1} attempts")
+        if not wait(lambda: training.ranks() == 0, END_LIMIT):
+            row.problems.append(f"the launch ended and left {training.ranks()} rank(s)")
+        training.start()
+
+    def _give_up(self, row: Row) -> None:
+        """After a hang: keep how it stands, and go on with a new launch."""
+        if self.keep is not None:
+            folder = self.keep / f"fault_{row.number:03}"
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "processes.txt").write_text(self.training.picture())
+        self.training.kill()
+        wait(lambda: self.training.ranks() == 0, END_LIMIT)
+        self.training.start()
+        started = len(self.training.starts())
+        wait(lambda: len(self.training.starts()) > started, START_LIMIT)
+
+    # -- what is right ------------------------------------------------------------------------------------------------
+
+    def _account(self, row: Row) -> None:
+        """Count the steps that new starts have to do again, and those that they should not have to."""
+        training, starts = self.training, self.training.starts()
+        for index in range(self._num_starts, len(starts)):
+            begin, since = starts[index]["step"], starts[index - 1]["time"]
+            dropped = training.dropped()[self._num_dropped :]
+            self._num_dropped += len(dropped)
+            lost = max((r["step"] for path in dropped for r in read_lines(path)), default=begin) - begin
+            strikes = [graceful for when, graceful in self._strikes if since <= iso(when) <= starts[index]["time"]]
+            allowed = 0 if strikes and strikes[0] else SAVE_FREQ * (2 + self._failed_saves(starts[index]["time"]))
+            row.steps_lost += lost
+            if lost > allowed:
+                self.lost_beyond += lost - allowed
+                row.problems.append(f"{lost} steps lost, {allowed} allowed")
+        self._num_starts = max(len(starts), self._num_starts)
+
+    def _failed_saves(self, until: str) -> int:
+        """Saves that failed since the last one that did not."""
+        kinds = [e["event"] for e in self.training.events("save", "save_failed") if e["time"] < until]
+        return next((n for n, kind in enumerate(reversed(kinds)) if kind == "save"), len(kinds))
+
+    def _judge(self, struck: Struck, before: Before, row: Row) -> None:
+        training = self.training
+        ends, lines = training.ends()[before.ends :], training.lines()[before.lines :]
+        text = "\n".join(lines)
+        if struck.then == GOES_ON:
+            row.result = "went on"
+            row.problems += [f"ended: {end.reason} (exit {end.code})" for end in ends]
+        elif ends:
+            row.result = f"{ends[0].reason} (exit {ends[0].code})"
+            if struck.codes and ends[0].code not in struck.codes:
+                row.problems.append(f"exit {ends[0].code}, not {' or '.join(map(str, struck.codes))}")
+            # Retries cannot reach a host that is still cut off.
+            row.problems += [f"ended again: {end.reason}" for end in ends[1:] if "no watcher there" not in end.reason]
+        else:
+            row.result = f"ended with {training.launches[before.launches - 1].code()}"
+        if struck.words and not any(word in text for word in struck.words):
+            row.problems.append(f"the screen does not say {' or '.join(map(repr, struck.words))}")
+        if struck.then == ENDED and any(line.startswith("attempt ") for line in lines):
+            row.problems.append("the launch started again, though it was asked to end")
+        if "Traceback (most recent call last)" in text:
+            row.problems.append("a traceback on the screen")
+        starts = training.starts()[before.starts :]
+        if starts and starts[0]["step"] < before.whole:
+            row.problems.append(f"began at step {starts[0]['step']}, though step {before.whole} was saved")
+
+    def _keep(self, row: Row, before: Before) -> None:
+        if self.keep is None:
+            return
+        folder, training = self.keep / f"fault_{row.number:03}", self.training
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "fault.txt").write_text(row.line() + "\n")
+        (folder / "screen.txt").write_text("\n".join(training.lines()[max(before.lines - 50, 0) :]) + "\n")
+        shutil.copytree(
+            training.run_dir, folder / "run", ignore=shutil.ignore_patterns("checkpoints", "latest", "forensics"),
+            dirs_exist_ok=True,
+        )  # fmt: skip
+
+
+def iso(seconds: float) -> str:
+    """Seconds of the epoch as the logs write them."""
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="milliseconds")
+
+
+def read_lines(path: Path) -> list[dict]:
+    """Records of a log; a torn line is left out."""
+    found = []
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return [record for record in found if isinstance(record, dict) and "step" in record]
+
+
+def choose(chance: random.Random, kinds: tuple[str, ...]) -> Iterator[tuple[Fault, str]]:
+    """Faults and moments, without an end: each of the kinds once in random order, and again."""
+    faults = [fault for fault in FAULTS if fault.kind in kinds]
+    while True:
+        chance.shuffle(faults)
+        for fault in faults:
+            yield fault, chance.choice(fault.moments)
+
+
+def kinds_of(args: argparse.Namespace) -> tuple[str, ...]:
+    """The kinds of fault that the command line asks for."""
+    known = tuple(fault.kind for fault in FAULTS)
+    kinds = tuple(args.only.split(",")) if args.only else QUICK if args.quick else known
+    if unknown := set(kinds) - set(known):
+        raise SystemExit(f"--only {', '.join(unknown)}: expected some of {', '.join(known)}")
+    return kinds
+
+
+def strike_all(chaos: Chaos, plan, num_faults: int, minutes: float) -> None:
+    """Strike until there were enough faults for long enough; the last one is an interruption, after which it ends."""
+    last = next(fault for fault in FAULTS if fault.kind == "interrupted")
+    fault, moment = next(plan)
+    while len(chaos.rows) < num_faults - 1 or time.monotonic() - chaos.began < 60 * minutes:
+        following, then_moment = next(plan)
+        row = chaos.strike(fault, moment, then_start=then_moment == STARTING)
+        if then_moment == STARTING and row.result == "went on":
+            then_moment = TRAINING
+        fault, moment = following, then_moment
+    chaos.strike(last, TRAINING, last=True)
+
+
+def compare(training: Training, undisturbed: Path) -> tuple[float, list[str]]:
+    """(largest relative difference of a step's loss, what else differs), with the steps that were done twice."""
+    reference = {record["step"]: record for record in _runs.read_log(undisturbed)}
+    found = _runs.read_log(training.run_dir)
+    problems = []
+    if [record["step"] for record in found] != sorted(reference):
+        problems.append("the log does not hold every step once, in order")
+    again = [record for path in training.dropped() for record in read_lines(path)]
+    worst = 0.0
+    for record in found + again:
+        other = reference.get(record["step"])
+        if other is None:
+            problems.append(f"step {record['step']} is not in the undisturbed run")
+            continue
+        worst = max(worst, abs(record["loss"] - other["loss"]) / abs(other["loss"]))
+        problems += [f"{key} of step {record['step']} differs" for key in SAME if record.get(key) != other.get(key)]
+    command = [sys.executable, "-m", "mmldlm.cli", "convert", "diff", training.run_dir, undisturbed, "--optimizer"]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=ROOT)
+    if done.returncode != 0:
+        problems.append(f"weights or moments differ: {(done.stdout + done.stderr).strip().splitlines()[-1:]}")
+    print(f"compared {len(found)} steps, and {len(again)} that were done again; convert diff: exit {done.returncode}")
+    return worst, problems
+
+
+def finish(chaos: Chaos) -> tuple[float, list[str]]:
+    """Let the training end, train the same undisturbed, and compare."""
+    training = chaos.training
+    code = run_to_end(training.launch, STILL_LIMIT + LAST_STEPS)
+    problems = [] if code == 0 else [f"the last launch ended with {code}"]
+    num_steps = training.num_steps
+    folder = training.folder.parent / "undisturbed"
+    print(f"the same {num_steps} steps, undisturbed ...", flush=True)
+    more = (f"training.num_train_steps={num_steps}", "logging.save_freq=1000000", "logging.eval_freq=1000000")
+    launch = Launch(training.bed, training.store, folder, folder.with_suffix(".log"), *more)
+    if run_to_end(launch, START_LIMIT + num_steps) != 0:
+        return math.inf, [*problems, "the undisturbed run did not end well: " + "\n".join(launch.lines[-20:])]
+    worst, differ = compare(training, folder / "runs" / "run")
+    return (math.inf if differ else worst), problems + differ
+
+
+def with_own_mounts() -> None:
+    """Go on in a mount namespace of this process's own: the hosts get the checkpoint folder's disk from it."""
+    if _OWN_MOUNTS not in os.environ:
+        os.environ[_OWN_MOUNTS] = "1"
+        os.execvp("unshare", ["unshare", "--mount", "--propagation", "private", sys.executable, *sys.argv])
+
+
+def tabulate(rows: list[Row]) -> None:
+    """Kinds, how often each struck, and what it cost."""
+    print(f"\n{'kind':30} {'struck':>6} {'wrong':>6} {'hangs':>6} {'longest recovery':>17} {'most steps lost':>16}")
+    for kind, num in sorted(Counter(row.kind for row in rows).items()):
+        own = [row for row in rows if row.kind == kind]
+        print(
+            f"{kind:30} {num:6} {sum(bool(row.problems) for row in own):6} {sum(row.hang for row in own):6} "
+            f"{max(row.seconds for row in own):15.1f} s {max(row.steps_lost for row in own):16}"
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="six faults, one of each of six kinds")
+    parser.add_argument("--minutes", type=float, help="strike for at least so long (30)")
+    parser.add_argument("--faults", type=int, help="strike at least so often (45)")
+    parser.add_argument("--seed", type=int, help="of the plan (default: a new one, printed)")
+    parser.add_argument("--only", metavar="KIND,...", help="strike with these kinds only (and an interruption last)")
+    parser.add_argument("--data", metavar="STORE", help="a prepared store (default: one is made of a few docstrings)")
+    parser.add_argument("--keep", metavar="DIR", help="keep the screen, and the logs of what went wrong")
+    parser.add_argument("--json", metavar="FILE", help="write conditions and claims here")
+    args = parser.parse_args()
+    reason = reason_to_skip()
+    if reason is not None:
+        print(f"cannot be shown here: {reason}", file=sys.stderr)
+        return 3
+    kinds_of(args)
+    with_own_mounts()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that all it started is ended
+    seed = secrets.randbelow(2**31) if args.seed is None else args.seed
+    num_faults = args.faults or (6 if args.quick else 45)
+    minutes = (0 if args.quick else 30) if args.minutes is None else args.minutes
+    chance = random.Random(seed)
+    print(f"at least {num_faults} faults in {minutes:g} minutes, seed {seed}", flush=True)
+    keep = None if args.keep is None else Path(args.keep).absolute()
+    with tempfile.TemporaryDirectory(prefix="mmldlm_chaos_") as folder:
+        chaos, difference, problems = run(args, Path(folder), chance, num_faults, minutes, keep)
+    rows = chaos.rows
+    tabulate(rows)
+    for problem in problems:
+        print(f"WRONG: {problem}")
+    wrong = sum(bool(row.problems) and not row.hang for row in rows) + (difference == math.inf)
+    claims = [
+        _report.claim("faults_struck", len(rows), ">=", 6 if args.quick else 40),
+        _report.claim("runs_ended_wrongly", wrong, "==", 0),
+        _report.claim("hangs", sum(row.hang for row in rows), "==", 0),
+        _report.claim("steps_lost_beyond_promise", chaos.lost_beyond, "==", 0),
+        _report.claim("final_loss_rel_diff_to_undisturbed", difference, "==", 0),
+    ]
+    more = {"seed": seed, "minutes": (time.monotonic() - chaos.began) / 60, "save_freq": SAVE_FREQ, "quick": args.quick}
+    struck = [{"kind": row.kind, "moment": row.moment, "seconds": round(row.seconds, 1)} for row in rows]
+    return _report.write(args.json, claims, **more, steps=chaos.training.num_steps, faults=struck)
+
+
+def run(
+    args, folder: Path, chance: random.Random, num_faults: int, minutes: float, keep: Path | None
+) -> tuple[Chaos, float, list[str]]:
+    """The whole story in a folder: (what struck, difference to the undisturbed run, problems beside the faults)."""
+    from _chaos_store import plant_nan
+    from preflight import make_store
+
+    made = Path(args.data).absolute() if args.data else make_store(folder)
+    store, rows = plant_nan(made, folder, chance)
+    training = Training(None, store, folder / "chaos")
+    training.nan_rows = rows
+    training.checkpoints.mkdir(parents=True)
+    disk = ("mount", "-t", "tmpfs", "-o", f"size={DISK}m", "none", str(training.checkpoints))
+    subprocess.run(disk, check=True)
+    try:
+        with Bed(folder / "bed") as bed:
+            training.bed = bed
+            try:
+                training.start()
+                wait(lambda: training.last_step() >= 1 or training.launch.code() is not None, START_LIMIT)
+                if training.last_step() < 1:
+                    raise AssertionError("the training did not start:\n" + "\n".join(training.lines()[-40:]))
+                chaos = Chaos(training, chance, keep)
+                strike_all(chaos, choose(chance, kinds_of(args)), num_faults, minutes)
+                return chaos, *finish(chaos)
+            finally:
+                training.kill()
+                if keep is not None:
+                    keep.mkdir(parents=True, exist_ok=True)
+                    shutil.copy(training.screen, keep / "screen.log")
+    finally:
+        subprocess.run(["umount", "--lazy", str(training.checkpoints)], check=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
