@@ -147,7 +147,7 @@ class Replay:
             return given, False
         resumed = self.config.training.resume
         there = [] if resumed in (None, "auto") else [commit.resolve(resumed)]
-        there += [path for step, path in commit.list_checkpoints(self.run_dir) if not commit.verify(path)]
+        there += [path for step, path in commit.list_checkpoints(self.run_dir) if not commit.examine(path).problems]
         steps = [(json.loads((path / STATE_FILE).read_text())["step"], path) for path in there]
         there = [(step, path) for step, path in steps if step <= after]
         start, path = there[-1] if there else (0, None)

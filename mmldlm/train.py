@@ -154,6 +154,7 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
     checkpoints = RunCheckpoints(folder, average, guard, alive.still)
     alive.beat(state.step, "claim")
     folder.claim(alive.still)
+    checkpoints.read_descriptions()
     resume_from, notes = checkpoints.find_resume(), []
     if resume_from is not None:
         alive.beat(state.step, "load")
