@@ -26,7 +26,8 @@ from mmldlm.engines.single import SingleEngine
 from mmldlm.errors import UserError
 from mmldlm.objectives import TranslationObjective
 from mmldlm.objectives.freezing import apply_freezing
-from mmldlm.run_contents import ENGINE_FOLDER, STATE_FILE
+from mmldlm.run import ENGINE_FOLDER
+from mmldlm.run_contents import STATE_FILE
 from mmldlm.stability.forensics import bad_micro_batches, load_case
 from mmldlm.stability.guard import Guard
 from mmldlm.stability.initial import initial_model

@@ -18,9 +18,8 @@ from mmldlm.checkpoints.manifest import is_as_saved
 from mmldlm.config.unchanged import CONFIG_FILE, changes_since
 from mmldlm.engines.ema import WeightAverage
 from mmldlm.errors import MmldlmError, UserError
-from mmldlm.run import RunFolder
+from mmldlm.run import ENGINE_FOLDER, RunFolder, engine_folders
 from mmldlm.run_contents import (
-    ENGINE_FOLDER,
     package_version,
     read_engine,
     read_rng,
@@ -289,7 +288,7 @@ class RunCheckpoints:
         self.finish_save()
         started, step = time.perf_counter(), self.state.step
         try:
-            pending = commit.begin(self.run_dir, step, self._peers(), self._folders())
+            pending = commit.begin(self.run_dir, step, self._peers(), engine_folders(self.engine))
             failure: Exception | None = None
             work: list[Callable[[], None]] = []
             try:
@@ -359,10 +358,6 @@ class RunCheckpoints:
             f"the last checkpoint (step {self.state.step}) could not be saved in {self.run_dir}; {newest}. Why: "
             f"{self._failure}\nWhen that is fixed, continue with training.resume=auto."
         )
-
-    def _folders(self) -> list[str]:
-        """Where in a checkpoint the engine writes."""
-        return [ENGINE_FOLDER, *(f"{ENGINE_FOLDER}/{name}" for name in self.engine.folders)]
 
     def _say_failed(self, step: int, error: Exception) -> None:
         self._failure = str(error)

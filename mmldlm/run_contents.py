@@ -17,9 +17,8 @@ from mmldlm.data.resolve import RunData
 from mmldlm.engines.base import Engine, persistent_buffers
 from mmldlm.engines.ema import WeightAverage
 from mmldlm.errors import UserError
-from mmldlm.run import TrainingState
+from mmldlm.run import ENGINE_FOLDER, TrainingState
 
-ENGINE_FOLDER = "engine"
 STATE_FILE = "training_state.json"
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 
 import numpy as np
@@ -130,6 +132,30 @@ def test_a_run_saves_without_its_store(store, tmp_path, monkeypatch):
     assert {p.name: p.read_bytes() for p in saved.iterdir()} == {
         p.name: p.read_bytes() for p in (store / "tokenizer").iterdir()
     }
+
+
+def test_a_folder_too_deep_for_its_checkpoints_is_refused_at_the_start(store, tmp_path, capsys):
+    """The system takes paths of 4,095 bytes: enough for the run's folder, not for what a save puts below it."""
+    deep = tmp_path
+    while len(str(deep)) < 3800:
+        deep = deep / ("d" * 100)
+    deep = deep / ("e" * (4010 - len(str(deep))))
+    os.makedirs(deep)
+    assert main(words(store, deep, "training.num_train_steps=2", "engine.kind=single")) == 2
+    assert "File name too long" in capsys.readouterr().err
+    assert not (deep / "run" / "checkpoints").exists()
+
+
+def test_what_to_do_about_a_failed_save_follows_the_error(tmp_path):
+    own = commit._ADVICE
+    for number, advice in own.items():
+        error = RuntimeError("file write failed")
+        error.__cause__ = OSError(number, os.strerror(number))
+        said = commit._advice(error, tmp_path)
+        assert advice in said and ("free" in said) == (number in (errno.ENOSPC, errno.EDQUOT)), said
+    # torch does not say what the system told it: it is asked again.
+    assert own[errno.ENOENT] in commit._advice(RuntimeError("Parent directory does not exist"), tmp_path / "gone")
+    assert commit._advice(RuntimeError("something else"), tmp_path) == ""
 
 
 CHANGED = {

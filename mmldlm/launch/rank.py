@@ -67,7 +67,7 @@ def main() -> int:
     state = {"rank": rank, "host": host, "pid": os.getpid(), "parent": os.getppid(), "child": child.pid}
     state |= {"started": time.time(), "exit": None}
     write_state(launch["id"], {**state, "log": str(log)})
-    last = _follow(child, log, to_screen=rank == 0)
+    last = _follow(child, log, to_screen=rank == 0 and sys.stdout is not None)
     code = child.wait()
     code = code if code >= 0 else 128 - code
     write_state(launch["id"], {**state, "log": str(log), "exit": code, "ended": time.time(), "last": last})
