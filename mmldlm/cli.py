@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from mmldlm import __version__
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, MmldlmError, UserError
-from mmldlm.utils import reason
+from mmldlm.utils import open_standard_streams, reason
 
 
 def _config(parser):
@@ -176,6 +176,7 @@ def _overview(argv: list[str]) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs a command; returns the exit code."""
+    open_standard_streams()
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] not in VERBS:
         return _overview(argv)

@@ -26,7 +26,8 @@ from mmldlm.engines.single import SingleEngine
 from mmldlm.errors import UserError
 from mmldlm.objectives import TranslationObjective
 from mmldlm.objectives.freezing import apply_freezing
-from mmldlm.run_contents import ENGINE_FOLDER, STATE_FILE
+from mmldlm.run import ENGINE_FOLDER
+from mmldlm.run_contents import STATE_FILE
 from mmldlm.stability.forensics import bad_micro_batches, load_case
 from mmldlm.stability.guard import Guard
 from mmldlm.stability.initial import initial_model
@@ -147,7 +148,7 @@ class Replay:
             return given, False
         resumed = self.config.training.resume
         there = [] if resumed in (None, "auto") else [commit.resolve(resumed)]
-        there += [path for step, path in commit.list_checkpoints(self.run_dir) if not commit.verify(path)]
+        there += [path for step, path in commit.list_checkpoints(self.run_dir) if not commit.examine(path).problems]
         steps = [(json.loads((path / STATE_FILE).read_text())["step"], path) for path in there]
         there = [(step, path) for step, path in steps if step <= after]
         start, path = there[-1] if there else (0, None)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from mmldlm.checkpoints.commit import try_longest
 from mmldlm.config.load import to_yaml, with_absolute_paths
 from mmldlm.data.resolve import RunData
 from mmldlm.engines import one_voice
@@ -23,6 +24,13 @@ from mmldlm.run_lock import RunLock, check_unused
 from mmldlm.stability.diagnostics import Look
 from mmldlm.stability.forensics import bad_micro_batches, save_case
 from mmldlm.stability.guard import Verdict
+
+ENGINE_FOLDER = "engine"
+
+
+def engine_folders(engine: Engine) -> list[str]:
+    """Where below a checkpoint's folder the engine writes."""
+    return [ENGINE_FOLDER, *(f"{ENGINE_FOLDER}/{name}" for name in engine.folders)]
 
 
 @dataclass
@@ -120,6 +128,7 @@ class RunFolder:
         # The others wait for rank 0 in a collective, which has its own time limit.
         self.lock.acquire(lambda note: one_voice.say(f"warning: {note}"), beat, patience=self.config.engine.timeout / 2)
         check_unused(self.config)
+        try_longest(self.run_dir, self.config.training.num_train_steps, engine_folders(self.engine))
 
     def _together(self, work: Callable[[], None]) -> None:
         failure: Exception | None = None

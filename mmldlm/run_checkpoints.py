@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -11,18 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
-from mmldlm.checkpoints import commit
-from mmldlm.config.unchanged import changes_since
+from mmldlm.checkpoints import commit, retention
+from mmldlm.checkpoints.manifest import is_as_saved
+from mmldlm.config.unchanged import CONFIG_FILE, changes_since
 from mmldlm.engines.ema import WeightAverage
 from mmldlm.errors import MmldlmError, UserError
-from mmldlm.run import RunFolder
+from mmldlm.run import ENGINE_FOLDER, RunFolder, engine_folders
 from mmldlm.run_contents import (
-    ENGINE_FOLDER,
     package_version,
     read_engine,
+    read_rng,
     read_state,
+    read_tokenizer,
     set_rng,
     write_descriptions,
 )
@@ -32,6 +34,7 @@ from mmldlm.stability.recovery import Trouble, stop
 
 SAVE_NOW = "save_now"
 LAST_TRIES, LAST_PAUSE = 3, 20.0  # a run that must end tries to save this often, so many seconds apart
+_OTHER_WAYS = "training.resume=auto skips those whose files are damaged; training.init_from takes the weights alone"
 
 
 class RunCheckpoints:
@@ -51,6 +54,21 @@ class RunCheckpoints:
         self._saving: Saving | None = None
         self._source: Path | None = None  # where a resumed run came from
         self.saved_step: int | None = None  # of the newest committed (or loaded) checkpoint
+        self._failure = ""  # of the last save
+        self._tokenizer: dict[str, bytes] = {}
+
+    def read_descriptions(self) -> None:
+        """Read what every checkpoint holds of the store: saving it must not need the store again. Collective.
+
+        Raises:
+            UserError: on every rank, when rank 0 cannot read it.
+        """
+        if self.config.data.roots:
+            self._tokenizer = self._voted(
+                lambda: read_tokenizer(self.data) if self.is_main else {},
+                f"a readable tokenizer in {self.data.train.root}",
+                "copy it from where the store was made, or prepare the store again",
+            )
 
     def _peers(self) -> commit.Peers:
         engine = self.engine
@@ -69,7 +87,8 @@ class RunCheckpoints:
         """The step folder that training.resume means, every byte of it checked by rank 0; None for a fresh start.
 
         Raises:
-            UserError: on every rank, when rank 0 finds none or a damaged one.
+            UserError: on every rank, when rank 0 finds a damaged one or none; for `auto`, when it finds checkpoints and
+                none that is whole, or one that cannot be read.
         """
         resume = self.config.training.resume
         return None if resume is None else self._agree_on(lambda: self._find(resume))
@@ -90,35 +109,46 @@ class RunCheckpoints:
         """What rank 0 finds. It may take long: every byte is read."""
         search = Background(find, self.engine.device) if self.is_main else None
         self._await(lambda: search is not None and search.is_running(), "checking a checkpoint")
-        found: list[str | None] = [None, None]  # path, failure: rank 0 must not leave alone while the others wait
+        found: list[Any] = [None, None]  # path, failure: rank 0 must not leave alone while the others wait
         if search is not None:
             failure = search.failure
-            if failure is not None and not isinstance(failure, MmldlmError):
-                failure = f"{type(failure).__name__}: {failure}"
-            found = [search.result, None if failure is None else str(failure)]
+            if isinstance(failure, UserError):
+                found[1] = (failure.expected, failure.found, failure.fix)
+            elif failure is not None:
+                found[1] = str(failure) if isinstance(failure, MmldlmError) else f"{type(failure).__name__}: {failure}"
+            found[0] = search.result
         if self.engine.world_size > 1:
             torch.distributed.broadcast_object_list(found, src=0)
+        if isinstance(found[1], tuple):
+            raise UserError(*found[1])
         if found[1] is not None:
             raise MmldlmError(found[1])
         return None if found[0] is None else Path(found[0])
 
     def _newest(self, **which) -> str | None:
-        path = commit.find_latest_whole(
-            self.run_dir, on_damaged=lambda message: print(f"warning: {message}", flush=True), **which
-        )
+        path = commit.find_latest_whole(self.run_dir, **{"on_damaged": self._warn, **which})
         return None if path is None else str(path.resolve())
+
+    @staticmethod
+    def _warn(message: str) -> None:
+        print(f"warning: {message}", flush=True)
 
     def _find(self, resume: str) -> str | None:
         if resume == "auto":
-            return self._newest()
+            damaged: list[str] = []
+            path = self._newest(on_damaged=damaged.append)
+            if path is None and damaged:
+                raise UserError(
+                    f"a whole checkpoint in {self.run_dir}, or none at all",
+                    f"only damaged ones: {'; '.join(damaged[:3])}",
+                    "restore one of them, or begin from scratch under another logging.run_name; nothing was changed",
+                )
+            for message in damaged:
+                self._warn(message)
+            return path
         path = commit.resolve(resume)
-        problems = commit.verify(path, checksums=True)
-        if problems:
-            raise UserError(
-                f"a whole checkpoint in {path}",
-                "; ".join(problems[:3]),
-                "training.resume=auto takes the newest whole checkpoint of the run",
-            )
+        for problem in commit.check_whole(path)[:1]:
+            self._warn(f"checkpoint {path.name} is used, its training state is whole: {problem}")
         return str(path)
 
     def resume(self, checkpoint: Path) -> list[str]:
@@ -130,24 +160,27 @@ class RunCheckpoints:
         Raises:
             UserError: on every rank, see `load`; the config changes what the weights mean.
         """
-        changes = self._voted(lambda: changes_since(checkpoint, self.config), checkpoint)
-        notes = [f"changed since the checkpoint: {change}" for change in changes]
+        notes = self._voted(lambda: self._changes(checkpoint), f"a readable checkpoint in {checkpoint}", _OTHER_WAYS)
         self.load(checkpoint)
         if not checkpoint.is_relative_to(self.run_dir.resolve()):  # of its own, a rollback chooses itself
             self._source = checkpoint
-        if self.config.training.resume != "auto":
-            notes += self._leave_later()
+        notes += self._leave_later()  # with auto: damaged ones
         if self.state.step >= (last := self.config.training.num_train_steps):
             notes.append(f"nothing to do: {self.state.step} of {last} steps are done; raise training.num_train_steps")
         return notes
+
+    def _changes(self, checkpoint: Path) -> list[str]:
+        if not is_as_saved(checkpoint, CONFIG_FILE):
+            return [f"{checkpoint / CONFIG_FILE} is damaged: whether the config has changed since is not known"]
+        return [f"changed since the checkpoint: {change}" for change in changes_since(checkpoint, self.config)]
 
     def _leave_later(self) -> list[str]:
         """Move own checkpoints of steps after the present one aside. Collective."""
         failure, dropped = None, []
         if self.is_main:
             try:
-                dropped = commit.drop_after(self.run_dir, self.state.step)
-            except OSError as error:
+                dropped = retention.drop_after(self.run_dir, self.state.step)
+            except (MmldlmError, OSError) as error:
                 failure = error
         if not self.engine.all_ok(failure is None):
             said = self.engine.gather_texts(None if failure is None else str(failure))
@@ -164,39 +197,35 @@ class RunCheckpoints:
         Raises:
             UserError: on every rank: another global batch, seed, data or model than the checkpoint's; unreadable files.
         """
-        saved = self._voted(lambda: self._read(checkpoint), checkpoint)
+        saved, rng = self._voted(lambda: self._read(checkpoint), f"a readable checkpoint in {checkpoint}", _OTHER_WAYS)
         self.engine.masters_written()
-        set_rng(checkpoint / f"rng_state_rank{self.engine.rank}.pt")
+        set_rng(rng)
         for name, value in saved.items():
             if hasattr(self.state, name) and name not in ("versions", "data"):
                 setattr(self.state, name, value)
         self.guard.restore(self.state.guard)
         self.saved_step = self.state.step
 
-    def _voted(self, read: Callable[[], Any], checkpoint: Path) -> Any:
+    def _voted(self, read: Callable[[], Any], expected: str, fix: str) -> Any:
         """What read() returns; an error on any rank is one on all."""
         failure: Exception | None = None
         found = None
         try:
             found = read()
-        except (MmldlmError, OSError, ValueError, KeyError, yaml.YAMLError) as error:
+        except Exception as error:  # whatever a damaged file makes of its reader: no rank may leave alone
             failure = error
         if not self.engine.all_ok(failure is None):
             said = self.engine.gather_texts(None if failure is None else f"{type(failure).__name__}: {failure}")
             if isinstance(failure, UserError):
                 raise failure
-            raise UserError(
-                f"a readable checkpoint in {checkpoint}",
-                "; ".join(said[:3]),
-                "training.resume=auto skips those whose files are damaged; training.init_from takes the weights alone",
-            )
+            raise UserError(expected, "; ".join(said[:3]), fix) from failure
         return found
 
-    def _read(self, checkpoint: Path) -> dict[str, Any]:
-        """Weights, moments and average into the engine; the training state is returned."""
+    def _read(self, checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """Weights, moments and average into the engine; returns the training state and this rank's generators."""
         saved = read_state(checkpoint, self.state, self.config, self.engine.world_size)
         read_engine(checkpoint, self.engine, self.average, saved["applied_steps"])
-        return saved
+        return saved, read_rng(checkpoint / f"rng_state_rank{self.engine.rank}.pt")
 
     def roll_back(self, trouble: Trouble) -> None:
         """Return to the newest good checkpoint with a lower learning rate, passing over the batches to blame.
@@ -241,7 +270,7 @@ class RunCheckpoints:
     @property
     def is_asked(self) -> bool:
         """Whether somebody put a file `save_now` into the run's folder (rank 0 looks). Not collective."""
-        return self.is_main and (self.run_dir / SAVE_NOW).exists()
+        return self.is_main and os.path.lexists(self.run_dir / SAVE_NOW)  # which raises nothing, unlike Path.exists
 
     @property
     def is_pending(self) -> bool:
@@ -259,7 +288,7 @@ class RunCheckpoints:
         self.finish_save()
         started, step = time.perf_counter(), self.state.step
         try:
-            pending = commit.begin(self.run_dir, step, self._peers())
+            pending = commit.begin(self.run_dir, step, self._peers(), engine_folders(self.engine))
             failure: Exception | None = None
             work: list[Callable[[], None]] = []
             try:
@@ -319,18 +348,19 @@ class RunCheckpoints:
                 return
             if attempt < LAST_TRIES - 1:
                 if self.is_main:
-                    self.folder.progress.warning(f"trying again in {LAST_PAUSE:.0f} s: free the disk of {self.run_dir}")
+                    self.folder.progress.warning(f"trying again in {LAST_PAUSE:.0f} s")
                 pause = Background(lambda: time.sleep(LAST_PAUSE), self.engine.device)
                 self._await(pause.is_running, "the pause before the next try")
         newest = "there is none yet"
         if self.saved_step is not None:
             newest = f"the newest whole one is {commit.step_name(self.saved_step)}"
         raise MmldlmError(
-            f"the last checkpoint (step {self.state.step}) could not be saved in {self.run_dir}; {newest}. Free the "
-            "disk and continue with training.resume=auto."
+            f"the last checkpoint (step {self.state.step}) could not be saved in {self.run_dir}; {newest}. Why: "
+            f"{self._failure}\nWhen that is fixed, continue with training.resume=auto."
         )
 
     def _say_failed(self, step: int, error: Exception) -> None:
+        self._failure = str(error)
         if self.is_main:
             self.folder.event("save_failed", step=step, reason=str(error))
             self.folder.progress.warning(str(error))
@@ -339,15 +369,14 @@ class RunCheckpoints:
     def _prune(self) -> None:
         keep = self.config.checkpoints
         try:
-            commit.prune(self.run_dir, keep.keep_last, keep.keep_every or 0)
-        except OSError as error:  # on rank 0 alone: the others are already on their way to the next step
+            retention.prune(self.run_dir, keep.keep_last, keep.keep_every or 0)
+        except (OSError, ValueError) as error:  # on rank 0 alone: the others are already on their way to the next step
             self.folder.event("prune_failed", step=self.state.step, reason=str(error))
             self.folder.progress.warning(f"old checkpoints could not be deleted: {error}")
 
     def _rank_files(self, path: Path, in_background: bool) -> list[Callable[[], None]]:
         """Take hold of everything that this rank writes; what is returned writes it and touches no live tensor."""
-        engine, folder = self.engine, path / ENGINE_FOLDER
-        folder.mkdir(exist_ok=True)
+        engine, folder = self.engine, path / ENGINE_FOLDER  # which begin() has made and every rank has tried
         state: dict[str, Any] = {"engine": engine.state_to_save(folder, self.state.step)}
         if self.average is not None:
             state["average"] = self.average.state_to_save()
@@ -369,5 +398,5 @@ class RunCheckpoints:
                 name: package_version(name) for name in ("mmldlm", "torch", "deepspeed", "transformers", "numpy")
             }
             text = json.dumps(asdict(self.state) | {"host": socket.gethostname()}, indent=2) + "\n"
-            work.append(lambda: write_descriptions(path, text, self.config, self.data))
+            work.append(lambda: write_descriptions(path, text, self.config, self.data, self._tokenizer))
         return work

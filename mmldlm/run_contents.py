@@ -17,9 +17,8 @@ from mmldlm.data.resolve import RunData
 from mmldlm.engines.base import Engine, persistent_buffers
 from mmldlm.engines.ema import WeightAverage
 from mmldlm.errors import UserError
-from mmldlm.run import TrainingState
+from mmldlm.run import ENGINE_FOLDER, TrainingState
 
-ENGINE_FOLDER = "engine"
 STATE_FILE = "training_state.json"
 
 
@@ -90,25 +89,39 @@ def read_engine(checkpoint: Path, engine: Engine, average: WeightAverage | None,
                 average.restart()
 
 
-def set_rng(path: Path) -> None:
-    """Per-rank generators; a rank that the checkpoint did not have keeps its own (the noise never uses them)."""
-    if not path.is_file():
+def read_rng(path: Path) -> dict[str, Any] | None:
+    """Generators of one rank; None for one that the checkpoint did not have (the noise never uses them)."""
+    try:
+        return torch.load(path, weights_only=True)
+    except FileNotFoundError:
+        return None
+
+
+def set_rng(rng: dict[str, Any] | None) -> None:
+    """Make the generators continue from a checkpoint's."""
+    if rng is None:
         return
-    rng = torch.load(path, weights_only=True)
     torch.set_rng_state(rng["torch"])
     if torch.cuda.is_available() and rng["cuda"] is not None:
         torch.cuda.set_rng_state(rng["cuda"])
 
 
-def write_descriptions(path: Path, training_state: str, config: Config, data: RunData) -> None:
-    """Everything beside the engine's files: state, config, model and tokenizer."""
+def read_tokenizer(data: RunData) -> dict[str, bytes]:
+    """The files of the store's tokenizer, by name."""
+    return {path.name: path.read_bytes() for path in sorted((data.train.root / "tokenizer").iterdir())}
+
+
+def write_descriptions(
+    path: Path, training_state: str, config: Config, data: RunData, tokenizer: dict[str, bytes]
+) -> None:
+    """Everything beside the engine's files: state, config, model and tokenizer (read_tokenizer's)."""
     (path / STATE_FILE).write_text(training_state)
     (path / CONFIG_FILE).write_text(to_yaml(with_absolute_paths(config)))
     (path / "model_config.json").write_text(json.dumps(model_config(config, data), indent=2) + "\n")
     target = path / "tokenizer"
     target.mkdir(exist_ok=True)
-    for source in (data.train.root / "tokenizer").iterdir():
-        (target / source.name).write_bytes(source.read_bytes())
+    for name, content in tokenizer.items():
+        (target / name).write_bytes(content)
 
 
 def model_config(config, data: RunData) -> dict:

@@ -19,7 +19,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from mmldlm.checkpoints.commit import list_checkpoints
+from mmldlm.checkpoints.commit import holds_checkpoints
 from mmldlm.config.schema import Config
 from mmldlm.errors import UserError
 
@@ -28,6 +28,8 @@ STALE = 180.0  # seconds without a renewal after which a holder on another host 
 RENEW = 20.0  # seconds between two renewals, at least
 DYING = 10.0  # seconds for a process on this host to go: the job before may just have been killed
 _POLL = 0.5
+_MOST_VANISHED = 20  # times that a lock may be there when it is made and gone when it is read
+_FIELDS = {"host": str, "pid": int, "started": str, "restarts": int, "place": list}
 
 
 def check_unused(config: Config) -> None:
@@ -37,7 +39,7 @@ def check_unused(config: Config) -> None:
         UserError: there are some, and training.resume is not given.
     """
     run_dir = config.run_dir()
-    if config.training.resume is None and list_checkpoints(run_dir):
+    if config.training.resume is None and holds_checkpoints(run_dir):
         raise UserError(
             f"a new folder for the run, or training.resume to continue the one in {run_dir}",
             f"{run_dir} already holds checkpoints",
@@ -61,13 +63,18 @@ class RunLock:
             patience: longest wait in seconds.
 
         Raises:
-            UserError: another job holds it. OSError: the folder cannot be written to.
+            UserError: another job holds it, or it cannot be read. OSError: the folder cannot be written to.
         """
-        started, first_mtime, told = time.monotonic(), None, False
+        started, first_mtime, told, num_vanished = time.monotonic(), None, False, 0
         while not self._create():
             try:
                 holder, mtime = _read(self.path), self.path.stat().st_mtime
-            except OSError:  # released at this moment
+            except OSError as error:
+                num_vanished += 1
+                if not isinstance(error, FileNotFoundError) or num_vanished > _MOST_VANISHED:
+                    raise self._unreadable(error) from error
+                beat()
+                time.sleep(_POLL / 10)  # released at this moment
                 continue
             first_mtime = first_mtime or mtime
             why_free = _why_free(holder, time.time() - mtime)
@@ -90,6 +97,16 @@ class RunLock:
                 say(f"{self.path} is held by {_name(holder)}: waiting up to {limit:.0f} s for it to be gone")
             beat()
             time.sleep(_POLL)
+
+    def _unreadable(self, error: OSError) -> UserError:
+        dangling = self.path.is_symlink() and isinstance(error, FileNotFoundError)
+        why = f"a link to {os.readlink(self.path)}, which is not there" if dangling else error.strerror or str(error)
+        return UserError(
+            f"a lock that can be read at {self.path}, or none",
+            why,
+            "it says who trains in this folder: make it readable, delete it if no job runs there, or choose another "
+            "logging.run_name",
+        )
 
     def renew(self) -> bool:
         """Show that the run lives, RENEW seconds apart; False when somebody else has taken the lock."""
@@ -164,12 +181,13 @@ def _why_free(holder: dict[str, Any], age: float) -> str | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What the lock says; {} for one that is not written yet, or torn."""
+    """What the lock says; {} for one that is not written yet, torn, or not of this program."""
     try:
         found = json.loads(path.read_text())
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    is_whole = isinstance(found, dict) and all(isinstance(found.get(name), kind) for name, kind in _FIELDS.items())
+    return {"job": None, "born": None, **found} if is_whole else {}
 
 
 def _name(holder: dict[str, Any]) -> str:

@@ -22,6 +22,7 @@ from mmldlm.config.schema import Config
 from mmldlm.engines.mpi import adopt_mpi_environment
 from mmldlm.engines.one_voice import say, say_error
 from mmldlm.errors import EXIT_FAILED, Interrupted, MmldlmError, UserError
+from mmldlm.utils import open_standard_streams
 
 FIRST_STEP_PATIENCE = 3.0  # times engine.timeout: it compiles, builds groups and imports, and cannot beat meanwhile
 
@@ -154,6 +155,7 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
     checkpoints = RunCheckpoints(folder, average, guard, alive.still)
     alive.beat(state.step, "claim")
     folder.claim(alive.still)
+    checkpoints.read_descriptions()
     resume_from, notes = checkpoints.find_resume(), []
     if resume_from is not None:
         alive.beat(state.step, "load")
@@ -314,6 +316,7 @@ def _say(message: str) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry of the script; returns the exit code."""
+    open_standard_streams()
     parser = argparse.ArgumentParser(prog="mmldlm.train", description=__doc__)
     add_arguments(parser)
     # The deepspeed launcher adds the first; people type the second, which deepspeed's own scripts take.
@@ -366,7 +369,7 @@ def end_process(code: int) -> NoReturn:
     if code == 0 and "mpi4py.MPI" in sys.modules:  # mpirun takes a rank that ends without it for a failed one
         sys.modules["mpi4py.MPI"].Finalize()
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)

@@ -21,7 +21,7 @@ def main() -> None:
     from mmldlm.engines.fsdp import FsdpEngine
 
     folder, store = sys.argv[1:]
-    copy_to_host, write, verify, saves = FsdpEngine.copy_to_host, FsdpEngine.write, commit.verify, [0]
+    copy_to_host, write, examine, saves = FsdpEngine.copy_to_host, FsdpEngine.write, commit.examine, [0]
 
     def copying(self, state):
         saves[0] += 1
@@ -37,9 +37,9 @@ def main() -> None:
     def checking(path, checksums=True, **more):
         if checksums:
             time.sleep(SLOW)
-        return verify(path, checksums=checksums, **more)
+        return examine(path, checksums=checksums, **more)
 
-    FsdpEngine.copy_to_host, FsdpEngine.write, commit.verify = copying, writing, checking
+    FsdpEngine.copy_to_host, FsdpEngine.write, commit.examine = copying, writing, checking
     common = ["engine.kind=fsdp", f"engine.timeout={TIMEOUT}", "logging.save_freq=2", "logging.eval_freq=1000"]
     for words in (["training.num_train_steps=6"], ["training.num_train_steps=7", "training.resume=auto"]):
         _, _, *more = train_words(store, folder, "run", *common, "training.train_batch_size=4", "logging.plot=false")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 
 import numpy as np
@@ -62,6 +64,98 @@ def test_another_runs_checkpoint_does_not_go_into_a_used_folder(store, done, cop
     assert main(words(store, copy, "training.num_train_steps=8", f"training.resume={source}")) == 2
     assert "holds checkpoints of its own" in capsys.readouterr().err
     assert steps_of(copy) == [2, 4, 6]
+
+
+def listing(folder) -> dict[str, int]:
+    return {str(path): path.lstat().st_size for path in sorted((folder / "run").rglob("*")) if "logs" not in path.parts}
+
+
+def test_auto_begins_from_scratch_only_where_nothing_was_saved(store, copy, capsys):
+    """Whatever is wrong with the checkpoints that are there, it is named and stays as it is."""
+    steps = [path for _, path in commit.list_checkpoints(copy / "run")]
+    more = ["training.num_train_steps=8", "training.resume=auto"]
+    for path in steps:  # the cause of each is another one
+        with open(path / "training_state.json", "a") as file:
+            file.write(" ")
+    before = listing(copy)
+    assert main(words(store, copy, *more)) == 2
+    assert "step_00000006/training_state.json has" in capsys.readouterr().err
+    (steps[2] / MANIFEST).write_text("{}")  # not known to be damaged
+    before = listing(copy)
+    assert main(words(store, copy, *more)) == 2
+    assert "step_00000006/manifest.json is not a manifest" in capsys.readouterr().err
+    assert listing(copy) == before
+    shutil.move(copy / "run" / "checkpoints", copy / "moved")
+    for resume in ("auto", "null"):
+        assert main(words(store, copy, "training.num_train_steps=8", f"training.resume={resume}")) == 2, resume
+    assert not (copy / "run" / "checkpoints").exists()
+
+
+def test_files_that_hold_no_state_cost_no_checkpoint(store, copy, capsys):
+    for _, path in commit.list_checkpoints(copy / "run"):
+        with open(path / "tokenizer" / "tokenizer_config.json", "a") as file:
+            file.write("\n")
+        (path / "config.yaml").write_text("\0")
+        shutil.rmtree(path / "tokenizer", ignore_errors=path.name.endswith("2"))
+    assert main(words(store, copy, "training.num_train_steps=8", "training.resume=auto")) == 0
+    assert "step_00000006 is used, its training state is whole" in capsys.readouterr().out
+    assert [event["source"][-1] for event in events(copy, "resume")] == ["6"] and steps_of(copy)[-1] == 8
+    assert any("whether the config has changed" in event["text"] for event in events(copy, "note"))
+
+
+def test_a_damaged_newest_one_is_kept_aside_when_its_step_is_saved_again(store, copy):
+    path = copy / "run" / "checkpoints" / "step_00000006"
+    (path / "engine" / "model.pt").write_bytes(b"damaged")
+    assert main(words(store, copy, "training.num_train_steps=6", "training.resume=auto")) == 0
+    assert [event["source"][-1] for event in events(copy, "resume")] == ["4"] and steps_of(copy)[-1] == 6
+    assert (path.with_name(f".dropped_{path.name}") / "engine" / "model.pt").read_bytes() == b"damaged"
+    assert ".dropped_step_00000006" in " ".join(event["text"] for event in events(copy, "note"))
+
+
+def test_a_run_saves_without_its_store(store, tmp_path, monkeypatch):
+    """Moved or deleted in mid-run, it stays mapped; its tokenizer was read at the start."""
+    own = tmp_path / "store"
+    shutil.copytree(store, own)
+    from mmldlm.data import loader
+
+    make = loader.MicroBatches.__getitem__
+
+    def removing(self, item):
+        if self.plan.shuffle and item == 1:
+            shutil.rmtree(own)
+        return make(self, item)
+
+    monkeypatch.setattr(loader.MicroBatches, "__getitem__", removing)
+    assert main(words(own, tmp_path, "training.num_train_steps=4")) == 0
+    assert not own.exists() and [event["step"] for event in events(tmp_path, "save")] == [2, 4]
+    saved = tmp_path / "run" / "latest" / "tokenizer"
+    assert {p.name: p.read_bytes() for p in saved.iterdir()} == {
+        p.name: p.read_bytes() for p in (store / "tokenizer").iterdir()
+    }
+
+
+def test_a_folder_too_deep_for_its_checkpoints_is_refused_at_the_start(store, tmp_path, capsys):
+    """The system takes paths of 4,095 bytes: enough for the run's folder, not for what a save puts below it."""
+    deep = tmp_path
+    while len(str(deep)) < 3800:
+        deep = deep / ("d" * 100)
+    deep = deep / ("e" * (4010 - len(str(deep))))
+    os.makedirs(deep)
+    assert main(words(store, deep, "training.num_train_steps=2", "engine.kind=single")) == 2
+    assert "File name too long" in capsys.readouterr().err
+    assert not (deep / "run" / "checkpoints").exists()
+
+
+def test_what_to_do_about_a_failed_save_follows_the_error(tmp_path):
+    own = commit._ADVICE
+    for number, advice in own.items():
+        error = RuntimeError("file write failed")
+        error.__cause__ = OSError(number, os.strerror(number))
+        said = commit._advice(error, tmp_path)
+        assert advice in said and ("free" in said) == (number in (errno.ENOSPC, errno.EDQUOT)), said
+    # torch does not say what the system told it: it is asked again.
+    assert own[errno.ENOENT] in commit._advice(RuntimeError("Parent directory does not exist"), tmp_path / "gone")
+    assert commit._advice(RuntimeError("something else"), tmp_path) == ""
 
 
 CHANGED = {

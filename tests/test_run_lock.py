@@ -91,6 +91,34 @@ def test_from_another_host_the_age_decides(tmp_path, monkeypatch):
         acquire(tmp_path, patience=0.1)
 
 
+def test_a_lock_that_cannot_be_read_is_named_and_not_waited_for(tmp_path, monkeypatch):
+    path = tmp_path / LOCK
+    path.mkdir()
+    with pytest.raises(UserError, match=r"\.lock.*\n.*Is a directory"):
+        acquire(tmp_path)
+    path.rmdir()
+    path.symlink_to("nowhere")
+    with pytest.raises(UserError, match="a link to nowhere"):
+        acquire(tmp_path)
+    path.unlink()
+    path.symlink_to(LOCK)
+    with pytest.raises(UserError, match="symbolic links"):
+        acquire(tmp_path)
+    path.unlink()
+    path.write_text("{}")
+
+    def refuse(self, *args, **more):  # of another user with mode 600; the tests may run as root
+        raise PermissionError(13, "Permission denied", str(self))
+
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="Permission denied"):
+        patch.setattr(type(path), "read_text", refuse)
+        acquire(tmp_path)
+    for partial in ('{"host": "x"}', '{"host": "x", "pid": "7"}', "[]", '"x"', "[" * 100_000):
+        path.write_text(partial)
+        with pytest.raises(UserError, match="an unknown job"):
+            acquire(tmp_path, patience=0.1)
+
+
 def test_a_requeued_slurm_job_takes_its_own_lock_over_at_once(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     acquire(tmp_path)

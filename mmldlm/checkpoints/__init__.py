@@ -9,9 +9,10 @@ from typing import Any
 _PLACES = {
     "commit": (
         "ALONE", "CommitFailed", "Peers", "PendingCheckpoint", "begin", "find_latest_whole", "list_checkpoints",
-        "prune", "resolve",
+        "resolve",
     ),
     "manifest": ("read_manifest", "verify"),
+    "retention": ("prune",),
     "zero_reader": ("ZeroCheckpoint",),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _PLACES.items() for name in names}

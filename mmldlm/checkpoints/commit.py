@@ -15,17 +15,33 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mmldlm.checkpoints.manifest import FORMAT, MANIFEST, VERSION, describe_file, list_files, read_manifest, verify
+from mmldlm.checkpoints.manifest import FORMAT, MANIFEST, VERSION, describe_file, examine, list_files, read_manifest
 from mmldlm.errors import MmldlmError, UserError
 
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"
 _STEP = re.compile(r"step_(\d{8,})")
 _OWNER = re.compile(r"(?:pp_rank_|rng_state_rank|ema_rank|^__)(\d+)")
+_TRIAL = ".try_rank"  # every rank's first file in a new checkpoint
+_LONGEST_NAME = 64  # at least that of any file below a checkpoint's folders
+# What to do about an error of the system. Nothing is said of those that have no one remedy.
+_ADVICE = {
+    errno.ENOSPC: "free the disk",
+    errno.EDQUOT: "free space within the quota",
+    errno.EROFS: "mount it for writing again",
+    errno.EACCES: "give this user the right to write there",
+    errno.EPERM: "give this user the right to write there",
+    errno.ENAMETOOLONG: "choose a shorter logging.save_dir or logging.run_name",
+    errno.ENOENT: "the folder is gone: put it back, or mount it again",
+    errno.ENOTDIR: "a file stands where a folder should be: move it away",
+    errno.EIO: "look at the disk and at the system's log (dmesg)",
+    errno.ESTALE: "the file server has lost the folder: mount it again",
+}
+_LITTLE = 16 * 2**20  # bytes left on a disk that counts as full
 
 
 class CommitFailed(MmldlmError):
@@ -106,7 +122,7 @@ class PendingCheckpoint:
         self.peers.barrier()
         if self.peers.rank == 0:
             shutil.rmtree(self.path, ignore_errors=True)
-            heal(self.run_dir)
+            _try(heal, self.run_dir)
         self.peers.barrier()
 
     def agree(self, doing: str, error: BaseException | None) -> None:
@@ -117,8 +133,8 @@ class PendingCheckpoint:
         """
         if self.peers.all_ok(error is None):
             return
-        # Free space is asked for before the partial files go: torch does not say that the disk is full.
-        own = f"{type(error).__name__}: {error}; {_free_space(self.run_dir)} free on its disk" if error else None
+        # Asked before the partial files go: they are what fills the disk.
+        own = None if error is None else f"{type(error).__name__}: {error}{_advice(error, self.path)}"
         said = self.peers.gather(own)
         self.abandon()
         who = "; ".join(said[:3]) or "on another rank"
@@ -166,35 +182,50 @@ class PendingCheckpoint:
         for base, _, _ in os.walk(self.path):
             fsync_path(Path(base))
         replaced = self.final.with_name(f".replaced_{self.final.name}")
-        if self.final.exists():
-            # A step saved again, after a resume from an earlier one. heal() undoes this rename after a crash here.
-            shutil.rmtree(replaced, ignore_errors=True)
-            os.rename(self.final, replaced)
+        if os.path.lexists(self.final):
+            if _is_replaceable(self.final):
+                # A step saved again, after a rollback. heal() undoes this rename after a crash here.
+                shutil.rmtree(replaced, ignore_errors=True)
+                os.rename(self.final, replaced)
+            else:
+                set_aside(self.final)
         os.rename(self.path, self.final)
         fsync_path(self.final.parent)
         point_latest(self.run_dir, self.final)
         shutil.rmtree(replaced, ignore_errors=True)
 
 
-def begin(run_dir: Path | str, step: int, peers: Peers = ALONE) -> PendingCheckpoint:
-    """Starts a checkpoint: rank 0 clears what crashed saves left and makes the partial folder. Collective.
+def begin(run_dir: Path | str, step: int, peers: Peers = ALONE, folders: Sequence[str] = ()) -> PendingCheckpoint:
+    """Starts a checkpoint: rank 0 clears what crashed saves left and makes the partial folder, and every rank tries to
+    write in it. Collective.
+
+    What can fail is tried here, because an engine's own save may be collective: a rank that failed in it would leave
+    its peers waiting.
+
+    Args:
+        folders: those below the checkpoint that the engine writes in.
 
     Raises:
-        CommitFailed: on every rank, if the folder cannot be made or another rank cannot see it.
+        CommitFailed: on every rank, if the folder cannot be made, or some rank cannot see it or write there.
     """
     pending = PendingCheckpoint(Path(run_dir), step, peers)
-    error = _try(_prepare, pending) if peers.rank == 0 else None
+    error = _try(_prepare, pending, folders) if peers.rank == 0 else None
     pending.agree("making its folder", error)
-    error = None if pending.path.is_dir() else FileNotFoundError(f"{pending.path} is not visible here")
+    error = _try(_see, pending.path)
     pending.agree("seeing its folder (logging.save_dir must be shared by all hosts)", error)
+    error = _try(_try_writing, [pending.path, *(pending.path / name for name in folders)], f"{_TRIAL}{peers.rank}")
+    pending.agree("trying to write in its folder", error)
     return pending
 
 
-def _prepare(pending: PendingCheckpoint) -> None:
+def _prepare(pending: PendingCheckpoint, folders: Sequence[str]) -> None:
     parent = pending.final.parent
     parent.mkdir(parents=True, exist_ok=True)
     heal(pending.run_dir)
-    for stale in [*parent.glob(".partial_*"), *parent.glob(".deleting_*"), *parent.glob(".replaced_*")]:
+    if os.path.lexists(pending.final):
+        _is_replaceable(pending.final)  # said now, not when everything is written
+    patterns = (".partial_*", ".deleting_*", ".replaced_*", ".longest_*")
+    for stale in (path for pattern in patterns for path in parent.glob(pattern)):
         try:
             shutil.rmtree(stale)
         except OSError:
@@ -202,14 +233,59 @@ def _prepare(pending: PendingCheckpoint) -> None:
             if stale == pending.path:
                 os.rename(stale, _free_name(stale.with_name(f".stale{stale.name}")))
     pending.path.mkdir()
+    for name in folders:
+        (pending.path / name).mkdir(parents=True, exist_ok=True)
     fsync_path(parent)
+
+
+def _see(path: Path) -> None:
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path} is not visible here")
+
+
+def _try_writing(folders: Sequence[Path], name: str) -> None:
+    for folder in folders:
+        path = folder / name
+        path.write_bytes(b"tried\n")
+        path.unlink()
+
+
+def _is_replaceable(final: Path) -> bool:
+    """Whether what stands where a checkpoint goes is a whole one; a damaged one is kept.
+
+    Raises:
+        RuntimeError: it cannot be read, and stays where it is.
+    """
+    found = examine(final, checksums=False)
+    if found.unreadable:
+        raise RuntimeError(f"a checkpoint that cannot be read is not replaced: {found.unreadable[0]}")
+    return not found.damaged
+
+
+def try_longest(run_dir: Path, last_step: int, folders: Sequence[str]) -> None:
+    """Makes the longest path that a save of this run will need, and removes it again. Call it on one rank.
+
+    Raises:
+        OSError: the system refuses it, e.g. because it is too long.
+    """
+    parent = run_dir / CHECKPOINTS
+    was_there = parent.is_dir()
+    longest = parent / f".longest_{step_name(last_step)}"  # as long as .partial_
+    try:
+        for folder in folders:
+            (longest / folder).mkdir(parents=True, exist_ok=True)
+            _try_writing([longest / folder], "n" * _LONGEST_NAME)
+    finally:
+        shutil.rmtree(longest, ignore_errors=True)
+        if not was_there:
+            _try(parent.rmdir)
 
 
 def heal(run_dir: Path) -> None:
     """Puts back a checkpoint that a crash caught moved aside, while its replacement was not in place yet."""
     for aside in (run_dir / CHECKPOINTS).glob(".replaced_step_*"):
         final = aside.with_name(aside.name.removeprefix(".replaced_"))
-        if not final.exists():
+        if not os.path.lexists(final):
             try:
                 os.rename(aside, final)
             except OSError:  # another process did it, or the run is read-only; verify() will tell
@@ -240,32 +316,41 @@ def read_latest(run_dir: Path) -> Path | None:
 
 
 def list_checkpoints(run_dir: Path | str) -> list[tuple[int, Path]]:
-    """(step, folder) of every committed checkpoint of a run, oldest first, whole or not."""
-    parent = Path(run_dir) / CHECKPOINTS
-    found = []
-    if parent.is_dir():
-        for path in parent.iterdir():
-            if (match := _STEP.fullmatch(path.name)) and path.is_dir():
-                found.append((int(match[1]), path))
-    return sorted(found)
+    """(step, folder) of every committed checkpoint of a run, oldest first, whole or not.
 
-
-def drop_after(run_dir: Path | str, step: int) -> list[Path]:
-    """Moves the checkpoints of later steps aside (checkpoints/.dropped_step_N), and `latest` to the newest one left.
-
-    For a run that goes on from `step`: theirs is a future that it has left, and `auto` must not find it. Call it on one
-    rank. Returns where they are now.
+    Raises:
+        UserError: their folder cannot be read.
     """
-    run_dir, dropped = Path(run_dir), []
-    steps = list_checkpoints(run_dir)
-    later = [path for found, path in steps if found > step]
-    left = [path for found, path in steps if found <= step]
-    if later and left:  # first, so that a crash in between leaves a `latest` that exists
-        point_latest(run_dir, left[-1])
-    for path in later:
-        dropped.append(_free_name(path.with_name(f".dropped_{path.name}")))
-        os.rename(path, dropped[-1])
-    return dropped
+    parent = Path(run_dir) / CHECKPOINTS
+    try:
+        names = os.listdir(parent)
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and not parent.is_symlink():
+            return []
+        raise cannot_read(run_dir, f"{parent}: {error.strerror or error}") from error
+    return sorted((int(match[1]), parent / name) for name in names if (match := _STEP.fullmatch(name)))
+
+
+def holds_checkpoints(run_dir: Path | str) -> bool:
+    """Whether a run has saved anything, be it damaged, unreadable, or gone while `latest` still names it."""
+    return bool(list_checkpoints(run_dir)) or read_latest(Path(run_dir)) is not None
+
+
+def cannot_read(run_dir: Path | str, what: str) -> UserError:
+    """The refusal to judge checkpoints that cannot be read."""
+    return UserError(
+        f"checkpoints in {run_dir} that can be read",
+        what,
+        "make it readable again (its owner and mode, its disk, its mount), or move it away to continue without it; "
+        "nothing was changed",
+    )
+
+
+def set_aside(path: Path) -> Path:
+    """Moves a checkpoint to checkpoints/.dropped_step_N, where nothing finds or deletes it; returns the new path."""
+    aside = _free_name(path.with_name(f".dropped_{path.name}"))
+    os.rename(path, aside)
+    return aside
 
 
 def is_fit(path: Path) -> bool:
@@ -280,26 +365,44 @@ def find_latest_whole(
     for_rollback: bool = False,
     below: int | None = None,
 ) -> Path | None:
-    """The newest whole checkpoint of a run; None if there is none. `on_damaged` gets one line for each damaged one.
+    """The newest whole checkpoint of a run; None if there is none. `on_damaged` gets one line for each damaged one that
+    is passed over, and for damaged files that hold no state of training.
 
-    Call it on one rank and tell the others: with `checksums` it reads every byte.
+    Call it on one rank, and report what it found to the others: with `checksums` it reads every byte.
 
     Args:
         for_rollback: of those that are fit for it. below: of steps before this one.
+
+    Raises:
+        UserError: a checkpoint newer than any whole one cannot be read, so that it may be whole; or all of them are
+            gone, and `latest` still names one.
     """
     run_dir = Path(run_dir)
     heal(run_dir)
-    for step, path in reversed(list_checkpoints(run_dir)):
+    steps = list_checkpoints(run_dir)
+    if not steps and (latest := read_latest(run_dir)) is not None:
+        raise UserError(
+            f"the checkpoints of {run_dir}, as its `latest` names {latest.name}",
+            f"none in {run_dir / CHECKPOINTS}",
+            f"put them back, or mount their disk; to begin from scratch delete {run_dir / LATEST}",
+        )
+    for step, path in reversed(steps):
         if below is not None and step >= below:
             continue
-        problems = verify(path, checksums=checksums)
-        if not problems and for_rollback and not is_fit(path):
-            continue
-        if not problems:
+        found = examine(path, checksums=checksums)
+        if found.unreadable:
+            raise cannot_read(run_dir, _first(found.unreadable))
+        if found.damaged:
+            on_damaged(f"checkpoint {path.name} is damaged and was skipped: {_first(found.damaged)}")
+        elif not for_rollback or is_fit(path):
+            if found.descriptions:
+                on_damaged(f"checkpoint {path.name} is used, its training state is whole: {_first(found.descriptions)}")
             return path
-        more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
-        on_damaged(f"checkpoint {path.name} is damaged and was skipped: {problems[0]}{more}")
     return None
+
+
+def _first(problems: list[str]) -> str:
+    return problems[0] + (f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else "")
 
 
 def resolve(path: Path | str) -> Path:
@@ -308,9 +411,15 @@ def resolve(path: Path | str) -> Path:
     Only presence and sizes of its files are checked.
 
     Raises:
-        UserError: nothing there, no checkpoint there, or a damaged one (its file is named).
+        UserError: nothing there, no checkpoint there, one that is damaged or cannot be read (its file is named).
     """
-    path = Path(path)
+    try:
+        return _resolve(Path(path))
+    except OSError as error:
+        raise cannot_read(path, f"{error.filename or path}: {error.strerror or error}") from error
+
+
+def _resolve(path: Path) -> Path:
     expected = f"a run, its `latest`, or a checkpoints/step_* folder at {path}"
     folder: Path | None = path
     if path.name == LATEST and (path.is_symlink() or path.is_file()):
@@ -333,49 +442,26 @@ def resolve(path: Path | str) -> Path:
     if folder is None or not folder.is_dir():
         what = "nothing" if folder in (None, path) else f"a `latest` that names {folder}, which does not exist"
         raise UserError(expected, what, "check the path; training.resume=auto takes the newest whole checkpoint")
-    problems = verify(folder, checksums=False)
-    if problems:
-        raise UserError(
-            f"a whole checkpoint in {folder}",
-            "; ".join(problems[:3]),
-            "training.resume=auto takes the newest whole checkpoint of the run",
-        )
+    check_whole(folder, checksums=False)
     return folder.resolve()
 
 
-def prune(run_dir: Path | str, keep_last: int, keep_every: int = 0) -> list[Path]:
-    """Deletes old checkpoints; call on rank 0 only, after a commit. Returns what was deleted.
+def check_whole(folder: Path, checksums: bool = True) -> list[str]:
+    """Makes sure that a run can continue from a checkpoint; returns what is wrong with files that hold no state.
 
-    Kept: the `keep_last` newest whole ones that a rollback may go to (at least one), every step divisible by
-    `keep_every` (if > 0), what `latest` names, and others newer than the oldest of the former. "Whole" means present
-    with the right sizes.
+    Raises:
+        UserError: it cannot.
     """
-    run_dir = Path(run_dir)
-    steps = list_checkpoints(run_dir)
-    whole = [path for _, path in steps if not verify(path, checksums=False)]
-    newest = [path for path in whole if is_fit(path)][-max(1, keep_last) :]
-    if not newest:
-        return []
-    latest = read_latest(run_dir)
-    oldest_kept = next(step for step, path in steps if path == newest[0])
-    deleted = []
-    for step, path in steps:
-        is_due = path in whole and keep_every > 0 and step % keep_every == 0
-        if path in newest or is_due or (latest is not None and path.name == latest.name) or step > oldest_kept:
-            continue
-        delete(path)
-        deleted.append(path)
-    return deleted
-
-
-def delete(path: Path) -> None:
-    """Removes a checkpoint. The manifest goes first: what a crash leaves can never pass for a whole one."""
-    (path / MANIFEST).unlink(missing_ok=True)
-    fsync_path(path)
-    gone = path.with_name(f".deleting_{path.name}")
-    shutil.rmtree(gone, ignore_errors=True)
-    os.rename(path, gone)
-    shutil.rmtree(gone)
+    found = examine(folder, checksums=checksums)
+    if found.unreadable:
+        raise cannot_read(folder, "; ".join(found.unreadable[:3]))
+    if found.damaged:
+        raise UserError(
+            f"a whole checkpoint in {folder}",
+            "; ".join(found.damaged[:3]),
+            "training.resume=auto takes the newest whole checkpoint of the run",
+        )
+    return found.descriptions
 
 
 def _free_name(path: Path) -> Path:
@@ -395,11 +481,32 @@ def _try(work: Callable[..., None], *args: Any) -> Exception | None:
     return None
 
 
-def _free_space(path: Path) -> str:
-    try:
-        return f"{shutil.disk_usage(path).free / 2**20:,.0f} MiB"
-    except OSError:
-        return "an unknown amount"
+def _advice(error: BaseException, folder: Path) -> str:
+    """What to do about a failed write, ready to stand behind the error; "" where nothing is known."""
+    number = _errno(error)
+    if number is None:  # torch does not say what the system told it
+        number = _errno(_try(_try_writing, [folder], f"{_TRIAL}_again"))
+    free = _free_bytes(folder)
+    if number == errno.ENOSPC or (number is None and free is not None and free < _LITTLE):
+        return f"; {_ADVICE[errno.ENOSPC]} ({(free or 0) / 2**20:,.0f} MiB are free)"
+    return f"; {_ADVICE[number]}" if number in _ADVICE else ""
+
+
+def _errno(error: BaseException | None) -> int | None:
+    while error is not None:
+        if isinstance(error, OSError) and error.errno is not None:
+            return error.errno
+        error = error.__cause__
+    return None
+
+
+def _free_bytes(path: Path) -> int | None:
+    for place in (path, *path.parents):
+        try:
+            return shutil.disk_usage(place).free
+        except OSError:
+            continue
+    return None
 
 
 def _write_synced(path: Path, text: str) -> None:
@@ -423,7 +530,7 @@ def fsync_path(path: Path) -> None:
 
 
 __all__ = [
-    "ALONE", "CommitFailed", "Peers", "PendingCheckpoint", "begin", "delete", "drop_after", "find_latest_whole",
-    "is_fit", "list_checkpoints", "owner_of", "point_latest", "prune", "read_latest", "read_manifest", "resolve",
-    "step_name", "verify",
+    "ALONE", "CommitFailed", "Peers", "PendingCheckpoint", "begin", "check_whole", "find_latest_whole",
+    "holds_checkpoints", "is_fit", "list_checkpoints", "owner_of", "point_latest", "read_latest", "read_manifest",
+    "resolve", "set_aside", "step_name", "try_longest",
 ]  # fmt: skip

@@ -390,7 +390,7 @@ class LoggingConfig(Section):
     """Where a run's folder lies and how often things are written."""
 
     run_name: str = "mmldlm"
-    """Name of the run: its folder is {save_dir}/{run_name}."""
+    """Name of the run: its folder is {save_dir}/{run_name}. It may have slashes, but not lead out of save_dir."""
     save_dir: str = "runs"
     """Folder of all runs."""
     log_freq: int = Field(10, ge=1)
@@ -409,6 +409,16 @@ class LoggingConfig(Section):
     """Draw the loss curves into plots/ when the run ends (`mmldlm plot` does so at any time)."""
     wandb: WandbConfig = Field(default_factory=WandbConfig)
     """Weights & Biases."""
+
+    @model_validator(mode="after")
+    def _stays_in_save_dir(self) -> LoggingConfig:
+        parts = self.run_name.split("/")
+        if "" in parts or "." in parts or ".." in parts or "\0" in self.run_name:  # "" is first in an absolute one
+            raise ValueError(
+                f"run_name {self.run_name!r} must be the path of a folder in save_dir: not empty, not absolute, "
+                "without '.' or '..'"
+            )
+        return self
 
 
 class Config(Section):

@@ -35,6 +35,7 @@ from mmldlm.data.store import TOKENIZER_FOLDER
 from mmldlm.data.tokenizer_files import read_tokenizer
 from mmldlm.data.work import PLAN, Work
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, MmldlmError, UserError
+from mmldlm.utils import open_standard_streams
 
 __all__ = ["LatentStatistics", "PrepareOptions", "add_arguments", "main", "prepare"]
 
@@ -313,6 +314,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
+    open_standard_streams()
     parser = argparse.ArgumentParser(prog="mmldlm.data.prepare", description=__doc__)
     add_arguments(parser)
     try:

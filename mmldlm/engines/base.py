@@ -26,6 +26,8 @@ class Engine(ABC):
     Attributes:
         kind: name in the config. rank, world_size: of this process. device: where its tensors live.
         model: the bare model (parameters may be sharded). module: what to call for a forward pass.
+        folders: those below a checkpoint's engine folder that `write` needs; they are there, and every rank has
+            written in them, before `state_to_save` is called.
         saves_shards: whether this rank's fragments belong into a checkpoint (False where another rank holds the same).
         loss_scale: what backward multiplies the loss by (fp16); set it before a step's first backward. grad_norm and
             apply take it out again.
@@ -37,6 +39,7 @@ class Engine(ABC):
     device: torch.device
     model: nn.Module
     module: nn.Module
+    folders: tuple[str, ...] = ()
     saves_shards: bool = True
     loss_scale: float = 1.0
 
@@ -91,9 +94,7 @@ class Engine(ABC):
     def write(self, state: Any, folder: Path) -> None:
         """Write what state_to_save gave; touches no live tensor, so it may run in a thread of its own."""
         for name, values in state:
-            path = folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(values, path)
+            torch.save(values, folder / name)  # a folder that is gone is not made again: what lay in it is lost
 
     def write_failed(self) -> None:
         """After a checkpoint that some rank could not write: be ready for the next. Collective."""

@@ -31,6 +31,7 @@ class DeepSpeedEngine(Engine):
     """The model under deepspeed.initialize, with our AdamW, our learning rate and our loss normalisation."""
 
     kind = "deepspeed"
+    folders = (TAG,)
 
     def __init__(self, model: nn.Module, config: Config):
         deepspeed = import_deepspeed()
@@ -134,10 +135,11 @@ class DeepSpeedEngine(Engine):
     def state_to_save(self, folder: Path, step: int) -> Any:
         """What DeepSpeed's own save_checkpoint would write: (file below folder, values).
 
-        Its save is full of barriers and writes in between; here nothing is written until all ranks are through them,
-        so a rank whose disk is full cannot leave the others waiting.
+        Its save is full of barriers, with folders made and files written in between; here nothing touches the disk
+        until all ranks are through them, so a rank whose disk refuses cannot leave the others waiting.
         """
         writer, files = self._engine.checkpoint_engine, []
+        writer.makedirs = lambda path, exist_ok=False: None
         writer.save = lambda state_dict, path: files.append((str(Path(path).relative_to(folder)), state_dict))
         # Scripts of DeepSpeed that rank 0 would copy beside the files; `mmldlm convert` reads them without.
         self._engine._copy_recovery_script = lambda save_path: None
@@ -147,7 +149,7 @@ class DeepSpeedEngine(Engine):
             state = {"optimizer_param_names": groups, "aliases": tied_names(self.model)} if self.stage == 0 else {}
             self._engine.save_checkpoint(str(folder), tag=TAG, client_state=state, save_latest=False)
         finally:
-            del writer.save, self._engine._copy_recovery_script
+            del writer.makedirs, writer.save, self._engine._copy_recovery_script
         return files
 
     def describe(self) -> str:

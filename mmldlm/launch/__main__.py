@@ -7,9 +7,11 @@ import sys
 
 from mmldlm.errors import MmldlmError
 from mmldlm.launch.command import add_arguments, main
+from mmldlm.utils import open_standard_streams
 
 
 def run() -> int:
+    open_standard_streams()
     parser = argparse.ArgumentParser(prog="mmldlm launch", description="Preflight, then the launcher, then a watcher.")
     add_arguments(parser)
     try:

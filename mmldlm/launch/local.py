@@ -16,6 +16,7 @@ import sys
 import time
 
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STABILITY, EXIT_USAGE
+from mmldlm.utils import open_standard_streams
 
 # What all ranks end with together, by agreement: the slower ones are writing, and are waited for. One rank alone that
 # ends so (its node lacks the data) has agreed with nobody: what the others wait for will not come.
@@ -123,4 +124,5 @@ def _free_port() -> int:
 
 
 if __name__ == "__main__":
+    open_standard_streams()
     sys.exit(run_local([sys.executable, "-u", *sys.argv[2:]], int(sys.argv[1])))

@@ -83,10 +83,9 @@ def main() -> int:
     state = {"rank": rank, "host": host, "pid": os.getpid(), "parent": os.getppid(), "child": child.pid}
     state |= {"started": time.time(), "exit": None, "log": str(log)}
     _write_state(id, state)
-    last = _follow(child, log, to_screen=rank == 0)
+    last = _follow(child, log, to_screen=rank == 0 and sys.stdout is not None)
     code = child.wait()
     if code == -signal.SIGBUS:
-        sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a script
         from mmldlm.launch.sigbus import explain_sigbus
 
         last.append(f"rank {rank} ended with SIGBUS: {explain_sigbus(launch['words'])}")

@@ -7,9 +7,11 @@ import sys
 
 from mmldlm.errors import MmldlmError
 from mmldlm.preflight.command import add_arguments, main
+from mmldlm.utils import open_standard_streams
 
 
 def run() -> int:
+    open_standard_streams()
     parser = argparse.ArgumentParser(prog="mmldlm preflight", description="Will this run start, fit and finish?")
     add_arguments(parser)
     try:

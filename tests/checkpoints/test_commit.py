@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -17,13 +18,14 @@ from mmldlm.checkpoints.commit import (
     Peers,
     begin,
     find_latest_whole,
+    holds_checkpoints,
     list_checkpoints,
     owner_of,
-    prune,
     read_latest,
     resolve,
 )
-from mmldlm.checkpoints.manifest import read_manifest, verify
+from mmldlm.checkpoints.manifest import is_as_saved, read_manifest, verify
+from mmldlm.checkpoints.retention import drop_after, prune
 from mmldlm.errors import UserError
 
 # Every call by which the protocol changes the disk.
@@ -343,8 +345,7 @@ def test_no_symlinks_on_the_file_system(tmp_path, monkeypatch):
         (lambda path: (path / "rng_state_rank0.pt").write_text("rng"), "3 bytes"),
         (lambda path: (path / "rng_state_rank0.pt").write_text("rng 1"), "CRC-32"),
         (lambda path: (path / "manifest.json").unlink(), "manifest.json is missing"),
-        (lambda path: (path / "manifest.json").write_text("{"), "manifest.json cannot be read"),
-        (lambda path: (path / "manifest.json").write_text("{}"), "no manifest"),
+        (lambda path: (path / "manifest.json").write_text("{"), "manifest.json is damaged"),
     ],
 )
 def test_damaged_ones_are_skipped_by_name(tmp_path, damage, word):
@@ -353,6 +354,91 @@ def test_damaged_ones_are_skipped_by_name(tmp_path, damage, word):
     complaints: list[str] = []
     assert find_latest_whole(tmp_path, complaints.append) == whole
     assert len(complaints) == 1 and "step_00000002" in complaints[0] and word in complaints[0]
+
+
+def another_owner(monkeypatch, path):
+    """The system's answer for a file of mode 600 of another user; the tests may run as root, who can read it."""
+    read = Path.read_bytes
+
+    def refuse(self):
+        if self == path:
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+        return read(self)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+
+
+def to_a_link(path, target):
+    shutil.rmtree(path)
+    path.symlink_to(target)
+
+
+UNREADABLE = {
+    "manifest of another user": lambda path, patch: another_owner(patch, path / "manifest.json"),
+    "manifest of another program": lambda path, patch: (path / "manifest.json").write_text("{}"),
+    "link to a disk that is not mounted": lambda path, patch: to_a_link(path, "/nowhere/step_00000002"),
+    "links in a circle": lambda path, patch: to_a_link(path, path),
+    "file that cannot be opened": lambda path, patch: (
+        (path / "training_state.json").unlink(),
+        (path / "training_state.json").symlink_to("training_state.json"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_what_cannot_be_read_is_refused_and_neither_deleted_nor_moved_nor_replaced(tmp_path, monkeypatch, case):
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step)
+    for step in (3, 4):
+        shutil.rmtree(tmp_path / "checkpoints" / f"step_0000000{step}")
+    victim = tmp_path / "checkpoints" / "step_00000002"
+    UNREADABLE[case](victim, monkeypatch)
+    before = sorted(os.listdir(tmp_path / "checkpoints"))
+    with pytest.raises(UserError, match="that can be read[^$]*step_00000002"):
+        find_latest_whole(tmp_path)
+    with pytest.raises(UserError, match="step_00000002"):
+        drop_after(tmp_path, 1)
+    with pytest.raises(CommitFailed, match="cannot be read is not replaced"):
+        save(tmp_path, 2)
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == before
+    save(tmp_path, 5)
+    save(tmp_path, 6)
+    prune(tmp_path, keep_last=1)
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [2, 6] and find_latest_whole(tmp_path).name[-1] == "6"
+
+
+def test_a_damaged_one_is_set_aside_where_its_step_is_saved_again(tmp_path):
+    save(tmp_path, 1)
+    (save(tmp_path, 2, "old") / "rng_state_rank0.pt").unlink()
+    save(tmp_path, 2, "new")
+    assert content_of(resolve(tmp_path)) == "new"
+    assert content_of(tmp_path / "checkpoints" / ".dropped_step_00000002") == "old"
+
+
+def test_files_that_hold_no_state_do_not_make_a_checkpoint_unusable(tmp_path):
+    for step in (1, 2):
+        pending = begin(tmp_path, step)
+        write_files(pending.path, 0, "a")
+        (pending.path / "tokenizer").mkdir()
+        for name in ("tokenizer/tokenizer.json", "tokenizer/vocab.txt", "config.yaml", "model_config.json"):
+            (pending.path / name).write_text("x: 1\n")
+        path = pending.commit()
+    (path / "tokenizer" / "tokenizer.json").write_text("x: 1\n\n")
+    (path / "model_config.json").unlink()
+    (path / "config.yaml").unlink()
+    (path / "config.yaml").symlink_to("config.yaml")
+    told: list[str] = []
+    assert find_latest_whole(tmp_path, told.append) == path == resolve(tmp_path)
+    assert len(told) == 1 and "training state is whole" in told[0] and "2 more problems" in told[0]
+    assert len(verify(path)) == 3 and not is_as_saved(path, "config.yaml") and is_as_saved(path, "rng_state_rank0.pt")
+
+
+def test_a_latest_without_its_checkpoints_is_no_empty_folder(tmp_path):
+    save(tmp_path, 1)
+    os.rename(tmp_path / "checkpoints", tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="`latest` names step_00000001"):
+        find_latest_whole(tmp_path)
+    assert holds_checkpoints(tmp_path) and not holds_checkpoints(tmp_path / "new")
 
 
 def test_nothing_whole(tmp_path):
@@ -390,8 +476,8 @@ def test_prune_keeps_what_it_must(tmp_path):
     (tmp_path / "checkpoints" / "step_00000007" / "rng_state_rank0.pt").unlink()
     (tmp_path / "checkpoints" / "step_00000002" / "rng_state_rank0.pt").unlink()
     prune(tmp_path, keep_last=2, keep_every=3)
-    # 5 and 6 are the newest whole ones, 3 is due, 7 is damaged but newer (and `latest`), 2 is damaged and old.
-    assert [step for step, _ in list_checkpoints(tmp_path)] == [3, 5, 6, 7]
+    # 5 and 6 are the newest whole ones, 3 is due, 2 and 7 are damaged: somebody may still need what is in them.
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [2, 3, 5, 6, 7]
 
 
 @pytest.mark.parametrize("keep_last", [0, 1])

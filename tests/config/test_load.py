@@ -155,3 +155,14 @@ def test_a_kept_config_is_read_from_anywhere(tmp_path, monkeypatch):
     assert found.training.init_from == str(tmp_path / "../old/latest") and found.training.resume == "auto"
     mixed = with_absolute_paths(load_config("tiny", None, ["data.mixture={/a: 1, b: 2}"]))
     assert mixed.data.mixture == {"/a": 1.0, "/b": 2.0} and mixed.engine.deepspeed_config is None
+
+
+@pytest.mark.parametrize("name", ["../../esc", "a/../../esc", "/tmp/esc", "", ".", "a//b", "..", "a/"])
+def test_a_run_stays_in_its_save_dir(name):
+    with pytest.raises(UserError, match="run_name"):
+        load_config("tiny", None, [f"logging.run_name='{name}'"])
+
+
+def test_a_run_may_lie_in_a_folder_of_its_save_dir():
+    config = load_config("tiny", None, ["logging.save_dir=runs", "logging.run_name='group/..run 1'"])
+    assert str(config.run_dir()) == "runs/group/..run 1"
