@@ -70,3 +70,15 @@ def _cannot_write(path: str | os.PathLike, option: str, error: OSError) -> UserE
 def reason(error: OSError) -> str:
     """What the system said, without the number and the path."""
     return error.strerror or str(error) or type(error).__name__
+
+
+def format_duration(seconds: float) -> str:
+    """75 -> 1m15s, 4000 -> 1h06m, 200000 -> 2d07h."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"

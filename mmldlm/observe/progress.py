@@ -20,6 +20,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from mmldlm.utils import format_duration
+
 # What a line shows of a step's record: key, word on the screen, format.
 _FIELDS = (
     ("loss", "loss", "#.4g"),
@@ -54,18 +56,6 @@ def _drop_output(stream: TextIO) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
-
-
-def format_duration(seconds: float) -> str:
-    """75 -> 1m15s, 4000 -> 1h06m, 200000 -> 2d07h."""
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
 
 
 def format_step(record: Mapping[str, Any], total_steps: int | None, num_skipped: int, eta: float | None = None) -> str:

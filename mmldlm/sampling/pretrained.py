@@ -1,8 +1,7 @@
-"""A converted checkpoint with everything that sampling needs beside the weights: tokenizer and diffusion settings."""
+"""A model with everything that sampling needs beside the weights: tokenizer and diffusion settings."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,13 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
+from mmldlm.checkpoints.load_model import CONVERT, load_model
 from mmldlm.config.schema import LatentDiffusionConfig, TextDiffusionConfig
 from mmldlm.diffusion import ContinuousDiffusion, MaskedDiffusion
 from mmldlm.errors import UserError
 
 # Latents of norm 1 have sum(mean^2 + std^2) = 1 exactly; other encoders miss it by far more than rounding.
 _UNIT_TOLERANCE = 1e-2
-_CONVERT = "make the folder with `mmldlm convert RUN/latest OUT`"
 
 
 @dataclass
@@ -28,7 +27,7 @@ class Pretrained:
         model: in eval mode. tokenizer: fast Hugging Face tokenizer, or None (not needed to sample ids).
         text_config, latent_config: the sections it was trained with. mode_weights: share of each mode in training, None
             when the folder does not say. condition_dropout: how often the nulls were trained, None when not said.
-        encoder: identity of the encoder of its latents, None when not said. folder: where it came from.
+        encoder: identity of the encoder of its latents, None when not said. folder: what was opened.
     """
 
     model: nn.Module
@@ -107,33 +106,30 @@ def latents_are_unit(mean: Tensor, std: Tensor) -> bool:
     return abs(float((mean.double() ** 2 + std.double() ** 2).sum()) - 1.0) < _UNIT_TOLERANCE
 
 
-def load_pretrained(folder: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Pretrained:
-    """Load what `mmldlm convert` wrote.
+def load_pretrained(path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Pretrained:
+    """Load a model and its settings from whatever the user names.
+
+    Args:
+        path: a run, RUN/latest, a checkpoint of any engine, a model.pt, or a folder that `mmldlm convert` wrote. Of a
+            checkpoint the weights are taken, as `mmldlm convert` does by default, not their moving average.
 
     Raises:
-        UserError: missing weights, config, tokenizer or diffusion settings, or a tokenizer of another vocabulary.
+        UserError: nothing readable there, damaged files, no config, tokenizer or diffusion settings beside the weights,
+            or a tokenizer of another vocabulary.
     """
-    from mmldlm.models import MultimodalMMDiT
-
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise UserError(
-            f"a converted checkpoint at {folder}", "a file" if folder.exists() else "nothing there", _CONVERT
-        )
-    model = MultimodalMMDiT.from_pretrained(folder, device=device, dtype=dtype)
-    values = json.loads((folder / "config.json").read_text())
+    model, values, folder = load_model(path, device, dtype)
     sections = {}
     for key, section in (("text_diffusion", TextDiffusionConfig), ("latent_diffusion", LatentDiffusionConfig)):
         if not isinstance(values.get(key), dict):
             raise UserError(
-                f'"{key}" in {folder}/config.json: the diffusion settings the model was trained with',
+                f'"{key}" in the model\'s config in {folder}: the diffusion settings it was trained with',
                 "no such key",
-                f"{_CONVERT}; sampling with other settings than those of training gives nonsense without an error",
+                f"{CONVERT}; sampling with other settings than those of training gives nonsense without an error",
             )
         try:
             sections[key] = section(**values[key])
         except ValidationError as error:
-            raise UserError(f'a valid "{key}" in {folder}/config.json', str(error), _CONVERT) from error
+            raise UserError(f'a valid "{key}" in the model\'s config in {folder}', str(error), CONVERT) from error
     model.normalises_latents = sections["latent_diffusion"].l2_normalise
     training = values.get("training") or {}
     return Pretrained(
@@ -144,20 +140,50 @@ def load_pretrained(folder: str | Path, device: str = "cpu", dtype: torch.dtype 
         training.get("mode_weights"),
         training.get("condition_dropout"),
         values.get("encoder"),
-        folder,
+        Path(path),
     )
+
+
+def usable_device(name: str | None) -> str:
+    """The device that --device names, or the default: cuda where there is one, else cpu.
+
+    Raises:
+        UserError: a device that this machine or this build of torch does not have.
+    """
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        found = f"{name}: not a device of torch"
+    else:
+        try:
+            torch.empty(1, device=device)
+            found = f"{name}: a device without memory" if device.type == "meta" else None
+        except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch has one for each kind of absence
+            found = f"{name}: {(str(error).splitlines() or ['not here'])[0]}"
+    if found is not None:
+        number = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        known = f"cpu, or cuda:0 to cuda:{number - 1}" if number else "cpu (torch sees no GPU)"
+        check = "`python -c 'import torch; print(torch.version.cuda, torch.cuda.is_available())'`"
+        raise UserError(
+            f"a --device that this machine has: {known}",
+            found,
+            "leave --device out" if number else f"leave --device out; why no GPU is seen: `nvidia-smi`, {check}",
+        )
+    return name
 
 
 def _tokenizer(folder: Path, model):
     place = folder / "tokenizer"
     if not place.is_dir():
-        raise UserError(f"the tokenizer in {place}", "no such folder", _CONVERT)
+        raise UserError(f"the tokenizer in {place}", "no such folder", CONVERT)
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # missing files and bad JSON come as many kinds
-        raise UserError(f"a tokenizer in {place}", (str(error).splitlines() or [""])[0], _CONVERT) from error
+        raise UserError(f"a tokenizer in {place}", (str(error).splitlines() or [""])[0], CONVERT) from error
     config = model.config
     wanted = {key: getattr(config, key) for key in ("mask_token_id", "pad_token_id", "eos_token_id")}
     found = {key: getattr(tokenizer, key) for key in wanted}
@@ -165,6 +191,6 @@ def _tokenizer(folder: Path, model):
         raise UserError(
             f"the tokenizer the model was trained with in {place}: {wanted}, at most {config.vocab_size} tokens",
             f"{found}, {len(tokenizer)} tokens",
-            _CONVERT,
+            CONVERT,
         )
     return tokenizer
