@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from mmldlm import __version__
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, MmldlmError, UserError
-from mmldlm.utils import reason
+from mmldlm.utils import for_screen, reason
 
 
 def _config(parser):
@@ -186,7 +186,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except MmldlmError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(for_screen(f"error: {error}", sys.stderr), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt as error:  # a room that can go on later says so in it
         print(": ".join(["interrupted", *map(str, error.args)]), file=sys.stderr)

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 from pathlib import Path
+from typing import TextIO
 
 from mmldlm.errors import UserError
 
@@ -82,3 +83,25 @@ def format_duration(seconds: float) -> str:
     if whole < 86400:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def fold(text: str, width: int, indent: str = "") -> str:
+    """Break every line at spaces to `width` columns, with `indent` before what follows; a longer word stays whole."""
+    import textwrap  # only here: see _try
+
+    lines: list[str] = []
+    for line in text.splitlines():
+        lead = line[: len(line) - len(line.lstrip())] + indent
+        whole_words = {"break_long_words": False, "break_on_hyphens": False}
+        lines += textwrap.wrap(line, width, subsequent_indent=lead, **whole_words) or [""]
+    return "\n".join(lines)
+
+
+def for_screen(text: str, stream: TextIO, indent: str = "  ") -> str:
+    """The text as it is for a pipe or a file (one line stays one line), folded to its width for a terminal."""
+    import shutil
+
+    try:
+        return fold(text, shutil.get_terminal_size().columns, indent) if stream.isatty() else text
+    except (AttributeError, ValueError):  # no stream, or a closed one
+        return text

@@ -20,7 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from mmldlm.utils import format_duration
+from mmldlm.utils import fold, format_duration
 
 # What a line shows of a step's record: key, word on the screen, format.
 _FIELDS = (
@@ -36,6 +36,7 @@ _FIELDS = (
 _WINDOW = 100  # steps over which the pace is taken
 _REFRESH_SECONDS = 0.1
 _BAR_WIDTH = 16
+_INDENT = " " * 9  # as wide as the word before a message: `model    `, `data     `
 
 
 def train_log_path(run_dir: str | Path, node: int = 0) -> Path:
@@ -198,8 +199,12 @@ class Progress:
             self._show(Text(f"warning: {file.name} cannot be written (each line tries again): {error}", style="yellow"))
 
     def _show(self, text: str | Text) -> None:
-        if self._console is not None:
-            self._try_screen(lambda: self._console.print(text))
+        if self._console is None:
+            return
+        if self._console.is_terminal:  # a terminal alone would break inside words
+            folded = fold(str(text), self._console.width, _INDENT)
+            text = Text(folded, style=text.style) if isinstance(text, Text) else folded
+        self._try_screen(lambda: self._console.print(text))
 
     def _try_screen(self, draw: Callable[[], object]) -> None:
         """A reader that has left (`| head`), a closed terminal, a full disk under a batch job's output: rank 0 alone
