@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from mmldlm.config.load import all_keys, to_yaml
+from mmldlm.config.load import all_keys, allowed_words, to_yaml
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options beside those of `train`."""
-    parser.add_argument("--keys", action="store_true", help="list every key with its default and meaning")
+    parser.add_argument(
+        "--keys", action="store_true", help="list every key with its default, the words it takes, and its meaning"
+    )
     parser.add_argument("--world-size", type=int, default=1, help="ranks, for the batch arithmetic")
 
 
@@ -18,7 +20,9 @@ def main(args: argparse.Namespace, parse_config: Callable) -> int:
     """Print; with data.latent_data_root set, also check the config against the data."""
     if args.keys:
         for key, default, text in all_keys():
-            print(f"{key} = {default}\n    {' '.join(text.split())}")
+            words = allowed_words(key)
+            choice = f"  ({' | '.join(words)})" if words else ""
+            print(f"{key} = {default}{choice}\n    {' '.join(text.split())}")
         return 0
     config = parse_config(args)
     if config.data.latent_data_root is not None or config.data.mixture is not None:

@@ -1,12 +1,16 @@
-"""Outputs are made sure of before the work: what cannot be written is said at once, not when hours of it are lost."""
+"""Outputs are made sure of before the work: what cannot be written is said at once, not when hours of it are lost.
+
+Also the reading of small JSON files that someone else may have written.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from mmldlm.errors import UserError
 
@@ -105,3 +109,27 @@ def for_screen(text: str, stream: TextIO, indent: str = "  ") -> str:
         return fold(text, shutil.get_terminal_size().columns, indent) if stream.isatty() else text
     except (AttributeError, ValueError):  # no stream, or a closed one
         return text
+
+
+def read_json(path: Path, fix: str, max_bytes: int = 64 << 20) -> dict[str, Any]:
+    """The object in a JSON file, of which nothing is believed yet.
+
+    Args:
+        fix: what the error advises. max_bytes: a larger file is not parsed.
+
+    Raises:
+        UserError: not readable, too large, not JSON, nested too deep, or not an object.
+    """
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(max_bytes + 1)
+        if len(raw) > max_bytes:
+            raise ValueError(f"more than {max_bytes:,} bytes")
+        value = json.loads(raw)
+        if not isinstance(value, dict):
+            raise ValueError(f"a JSON {type(value).__name__}")
+    except OSError as error:
+        raise UserError(f"a JSON object in {path}", reason(error), fix) from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"a JSON object in {path}", f"damaged file: {str(error)[:200]}", fix) from error
+    return value

@@ -13,7 +13,6 @@ from mmldlm.checkpoints.weights import WeightSource
 from mmldlm.errors import UserError
 
 MODEL_CONFIG = "model_config.json"
-ARCHITECTURE = "MultimodalMMDiT"
 BUFFERS = ("latent_mean", "latent_std")  # of a MultimodalMMDiT; all else in it is trained
 
 
@@ -51,36 +50,20 @@ def check_config(weights: WeightSource, checkpoint: Path | None) -> None:
         return
     try:
         config = json.loads(path.read_text())
-        if config.get("architecture") != ARCHITECTURE:
+        if config.get("architecture") != "MultimodalMMDiT":
             return
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise _invalid(path, error) from error
-    check_shapes({name: info.shape for name, info in weights.tensors.items()}, config, path, weights.path)
-
-
-def check_shapes(
-    found: dict[str, tuple[int, ...]], config: dict[str, Any], config_path: Path, weights_path: Path
-) -> None:
-    """Compares the shapes of weights with a MultimodalMMDiT's config; nothing of its size is built for it.
-
-    Raises:
-        UserError: as check_config.
-    """
-    try:
-        if config.get("n_blocks", 0) > len(found):  # before they are listed: a damaged config may name any number
-            raise _misfit(config_path, weights_path, f"{config['n_blocks']} blocks", f"{len(found)} tensors")
+        if config.get("n_blocks", 0) > len(weights.tensors):  # before a loop over as many as it says
+            raise ValueError(f"n_blocks {config['n_blocks']} for {len(weights.tensors)} tensors")
         shapes = expected_shapes(config)
-    except UserError:
-        raise
-    except (ValueError, KeyError, TypeError, ArithmeticError) as error:
-        raise _invalid(config_path, error) from error
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise UserError(f"the config of a model in {path}", repr(error)[:200], "use an intact checkpoint") from error
     for name, shape in shapes.items():
-        if found.get(name) != shape:
-            other = found.get(name, "no such weight")
-            raise _misfit(config_path, weights_path, f"{name} of shape {shape}", f"{other}")
-    blocks = {name.split(".")[1] for name in found if name.startswith("blocks.")}
+        found = weights.tensors[name].shape if name in weights.tensors else "no such weight"
+        if found != shape:
+            raise _misfit(path, weights, f"{name} of shape {shape}", f"{found}")
+    blocks = {name.split(".")[1] for name in weights.tensors if name.startswith("blocks.")}
     if len(blocks) > config["n_blocks"]:
-        raise _misfit(config_path, weights_path, f"{config['n_blocks']} blocks", f"{len(blocks)}")
+        raise _misfit(path, weights, f"{config['n_blocks']} blocks", f"{len(blocks)}")
 
 
 def mark_buffers(weights: WeightSource, folder: Path) -> None:
@@ -93,16 +76,12 @@ def mark_buffers(weights: WeightSource, folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError, RecursionError):
         return
-    if isinstance(config, dict) and config.get("architecture") == ARCHITECTURE:
+    if isinstance(config, dict) and config.get("architecture") == "MultimodalMMDiT":
         for name in BUFFERS:
             if name in weights.tensors and weights.tensors[name].kind == "parameter":
                 weights.retype(name, "buffer")
 
 
-def _invalid(path: Path, error: Exception) -> UserError:
-    return UserError(f"the config of a model in {path}", repr(error)[:200], "use an intact checkpoint")
-
-
-def _misfit(path: Path, weights: Path, expected: str, found: str) -> UserError:
+def _misfit(path: Path, weights: WeightSource, expected: str, found: str) -> UserError:
     fix = "the two are of different runs: restore the checkpoint as it was saved"
-    return UserError(f"{expected}, as {path} says", f"{found} in {weights}", fix)
+    return UserError(f"{expected}, as {path} says", f"{found} in {weights.path}", fix)

@@ -10,6 +10,7 @@ from torch import nn
 
 from mmldlm.checkpoints.sources import open_source
 from mmldlm.errors import UserError
+from mmldlm.models.files import open_safetensors
 
 EXPORTED = "model.safetensors"
 
@@ -93,9 +94,7 @@ def _tensors(path: Path):
     """(name, shape, function that reads it as a torch tensor) of every stored tensor."""
     exported = path / EXPORTED if path.is_dir() else path
     if exported.suffix == ".safetensors" and exported.is_file():
-        from safetensors import safe_open
-
-        with safe_open(exported, framework="pt") as file:
+        with open_safetensors(exported) as file:
             for name in file.keys():
                 yield name, file.get_slice(name).get_shape(), lambda name=name: file.get_tensor(name)
         return

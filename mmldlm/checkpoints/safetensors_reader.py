@@ -46,7 +46,7 @@ class SafetensorsFile:
         try:
             header = json.loads(os.pread(self._fd, length, 8))
             metadata = header.pop("__metadata__", {})
-        except (ValueError, AttributeError) as error:
+        except (ValueError, AttributeError, RecursionError) as error:
             raise damaged(self.path, f"a header that is no JSON object ({str(error)[:80]})") from error
         self.metadata: dict[str, str] = metadata if isinstance(metadata, dict) else {}
         self._base = 8 + length
@@ -144,9 +144,11 @@ class SafetensorsModel(WeightSource):
         try:
             shard_of = json.loads(index.read_text())["weight_map"]
             names = sorted(set(shard_of.values()))
+            if not names:
+                raise ValueError("no shard")
             if any(Path(name).name != name for name in names):
                 raise ValueError("a shard outside the folder")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise damaged(index, f"no index of shards ({error!r})") from error
         files = {name: self._open(index.parent / name) for name in names}
         for name, shard in shard_of.items():
@@ -164,7 +166,7 @@ class SafetensorsModel(WeightSource):
             self.step = int(metadata["step"])
         try:
             aliases = json.loads(metadata.get("aliases", "{}"))
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, RecursionError):
             aliases = {}
         for alias, owner in aliases.items() if isinstance(aliases, dict) else ():
             if owner in self.tensors and alias not in self.tensors:

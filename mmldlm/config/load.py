@@ -5,26 +5,18 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import sys
 from importlib import resources
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from mmldlm.config.old_keys import hint_for_old_key
 from mmldlm.config.schema import Config
+from mmldlm.config.yaml_reader import as_sections, parse_yaml, read_yaml
 from mmldlm.errors import UserError
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1's float needs a dot (`1e-4` is a string there); people write learning rates without one."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+0123456789."),
-)
 
 
 def preset_names() -> list[str]:
@@ -54,13 +46,10 @@ def load_config(
                 f"--config-name {name}{_nearest(name, known)}",
                 "use --config for a file",
             )
-        values = _parse((resources.files("mmldlm.config") / "presets" / f"{name}.yaml").read_text(), f"preset {name}")
+        text = (resources.files("mmldlm.config") / "presets" / f"{name}.yaml").read_text("utf-8")
+        values = as_sections(parse_yaml(text, f"preset {name}"), f"preset {name}")
     if path is not None:
-        try:
-            text = Path(path).read_text()
-        except OSError as error:
-            raise UserError("a readable YAML file", f"--config {path}: {error.strerror}", "check the path") from error
-        values = _merge(values, _parse(text, path))
+        values = _merge(values, read_yaml(path))
     for word in overrides:
         values = _merge(values, parse_override(word))
     return build_config(values)
@@ -120,26 +109,37 @@ def _field(key: str) -> Any:
 def parse_override(word: str) -> dict[str, Any]:
     """`a.b=value` -> {"a": {"b": value}}."""
     key, equals, value = word.partition("=")
+    if key.startswith(("+", "~")):  # Hydra's words for adding and deleting a key
+        plain = key.lstrip("+~")
+        fix = f"write {plain}={value}" if key.startswith("+") else f"leave it out, or write {plain}=null"
+        found = f"{word}{hint_for_old_key(plain)}"
+        raise UserError("section.key=value, as every key of mmldlm has a value already", found, fix)
     if not equals or not key or key.startswith("-"):
         raise UserError("section.key=value", word, "write overrides as in training.loss_type=l2t optimizer.lr=5e-5")
-    try:
-        nested: Any = yaml.load(value, Loader=_Loader)
-    except yaml.YAMLError as error:
+    if any("\ud800" <= sign <= "\udfff" for sign in word):  # what Python makes of bytes that it cannot decode
         raise UserError(
-            f"a YAML value for {key}", value, "quote it for the shell, e.g. 'key={l2t: 0.7, t2l: 0.3}'"
-        ) from error
-    if nested is not None and not isinstance(nested, str) and _takes_text(key):
-        nested = value  # a run may be called 7 or off
+            "words in the encoding of this shell",
+            f"{key} with bytes that {sys.getfilesystemencoding()} does not have",
+            "set LC_ALL=C.UTF-8 (or PYTHONUTF8=1) where the words are UTF-8; else write them in UTF-8",
+        )
+    nested: Any = value
+    if not _takes_text(key) or _is_null_or_quoted(value):  # else it is text: a run may be called 7, off or 010
+        nested = parse_yaml(value, key, "quote it for the shell, e.g. 'key={l2t: 0.7, t2l: 0.3}'")
     for part in reversed(key.split(".")):
         nested = {part: nested}
     return nested
 
 
 def _takes_text(key: str) -> bool:
-    """Whether a key's value is free text (or null), or a word that YAML takes for false."""
+    """Whether a key's value is free text (or null)."""
     section = _field(key)
     choices = get_args(section)
-    return section is str or (str in choices and set(choices) <= {str, type(None)}) or "off" in choices
+    return section is str or (str in choices and set(choices) <= {str, type(None)})
+
+
+def _is_null_or_quoted(value: str) -> bool:
+    word = value.strip()
+    return word in ("", "~", "null", "Null", "NULL") or word[:1] in ("'", '"')
 
 
 def all_keys() -> list[tuple[str, str, str]]:
@@ -158,6 +158,17 @@ def all_keys() -> list[tuple[str, str, str]]:
                 )
 
     return list(walk(Config, ""))
+
+
+def allowed_words(key: str) -> list[str]:
+    """The words that a key takes, null included; [] where it takes more than some words."""
+    annotation = _field(key)
+    parts = [annotation] if get_origin(annotation) is Literal else get_args(annotation)
+    words = [word for part in parts if get_origin(part) is Literal for word in get_args(part)]
+    others = [part for part in parts if get_origin(part) is not Literal and part is not type(None)]
+    if not words or others or get_origin(annotation) is dict:
+        return []
+    return words + (["null"] if type(None) in parts else [])
 
 
 def to_yaml(config: Config) -> str:
@@ -183,20 +194,6 @@ def with_absolute_paths(config: Config) -> Config:
     return config.model_copy(update=changed)
 
 
-def _parse(text: str, where: str) -> dict[str, Any]:
-    try:
-        values = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise UserError("a YAML file", f"{where}: {error}", "mend the line named above") from error
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise UserError(
-            "sections with keys", f"{where}: a {type(values).__name__}", "write `training:` and keys below it"
-        )
-    return values
-
-
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
@@ -211,7 +208,7 @@ def _unknown_keys(values: dict[str, Any], section: type[BaseModel], prefix: str)
         field = section.model_fields.get(key)
         if field is None:
             known = [name for name, _, _ in all_keys()] + list(section.model_fields)
-            yield f"{prefix}{key}{_nearest(f'{prefix}{key}', known)}"
+            yield f"{prefix}{key}{hint_for_old_key(f'{prefix}{key}', value) or _nearest(f'{prefix}{key}', known)}"
         elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             if isinstance(value, dict):
                 yield from _unknown_keys(value, field.annotation, f"{prefix}{key}.")

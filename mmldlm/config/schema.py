@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
 Mode = Literal["unconditional", "l2t", "t2l", "mixed"]
+# Far above any model; a config.json that someone else wrote must not ask for what no machine has.
+MAX_WIDTH, MAX_COUNT = 1 << 20, 1 << 28
 PURE_MODES = ("unconditional", "l2t", "t2l")
 
 
@@ -19,23 +22,23 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """The MMDiT: shape, vocabulary and switches. Also what `config.json` of an exported model holds."""
 
-    hidden_size: int = Field(384, ge=8)
+    hidden_size: int = Field(384, ge=8, le=MAX_WIDTH)
     """Width H of both streams."""
-    n_blocks: int = Field(6, ge=1)
+    n_blocks: int = Field(6, ge=1, le=10_000)
     """Number of joint blocks."""
-    n_heads: int = Field(6, ge=1)
+    n_heads: int = Field(6, ge=1, le=MAX_WIDTH)
     """Attention heads; must divide hidden_size, and hidden_size / n_heads must be even (RoPE)."""
-    cond_dim: int = Field(256, ge=8)
+    cond_dim: int = Field(256, ge=8, le=MAX_WIDTH)
     """Width of the conditioning vector (timesteps and pooled latent) that drives adaLN-Zero."""
-    mlp_ratio: float = Field(4.0, gt=0)
+    mlp_ratio: float = Field(4.0, gt=0, le=1000)
     """Hidden width of each MLP as a multiple of hidden_size."""
-    max_seq_len: int = Field(128, ge=2)
+    max_seq_len: int = Field(128, ge=2, le=MAX_COUNT)
     """Longest text in tokens, EOS included."""
-    latent_dim: int | None = Field(None, ge=1)
+    latent_dim: int | None = Field(None, ge=1, le=MAX_WIDTH)
     """Dimension D of a latent. None: taken from the data."""
-    latent_tokens: int = Field(4, ge=1)
+    latent_tokens: int = Field(4, ge=1, le=MAX_WIDTH)
     """Chunk tokens K that present one latent; K * hidden_size >= D passes it without loss."""
-    max_latents: int = Field(1, ge=1)
+    max_latents: int = Field(1, ge=1, le=MAX_COUNT)
     """Latents N of one sample. 1: as many as the data has (`mmldlm prepare --latents-per-text N`, for long texts)."""
     qk_rmsnorm: bool = True
     """RMS-normalise queries and keys in every head (keeps attention logits bounded in bf16)."""
@@ -47,7 +50,7 @@ class ModelConfig(Section):
     gradient_checkpointing: bool = False
     """Keep only the rows between blocks and run each block again in the backward pass: a third more work for about a
     tenth of the memory. Off, blocks still recompute what is cheap (norms, modulation, GELU, rotation)."""
-    vocab_size: int | None = Field(None, ge=3)
+    vocab_size: int | None = Field(None, ge=3, le=MAX_COUNT)
     """Vocabulary V. None: taken from the tokenizer."""
     mask_token_id: int | None = None
     """Id of [MASK]; the text head never predicts it (SUBS). None: taken from the tokenizer."""
@@ -59,7 +62,8 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _heads_divide_width(self) -> ModelConfig:
         if self.hidden_size % self.n_heads:
-            divisors = [n for n in range(1, self.hidden_size + 1) if self.hidden_size % n == 0]
+            low = [n for n in range(1, math.isqrt(self.hidden_size) + 1) if self.hidden_size % n == 0]
+            divisors = {*low, *(self.hidden_size // n for n in low)}
             near = sorted(divisors, key=lambda n: abs(n - self.n_heads))[:3]
             raise ValueError(
                 f"model.n_heads={self.n_heads} does not divide model.hidden_size={self.hidden_size}; "
@@ -89,8 +93,8 @@ class DataConfig(Section):
     latent_data_root: str | None = None
     """Folder of the store that `mmldlm prepare` wrote."""
     mixture: dict[str, float] | None = None
-    """Several stores instead of latent_data_root: folder -> weight. Of every 4,096 samples each store has its share, in
-    epochs of its own; they must have one tokenizer and one encoder."""
+    """Several stores instead of latent_data_root: folder -> weight, as in 'data.mixture={a: 0.8, b: 0.2}'. Of every
+    4,096 samples each store has its share, in epochs of its own; they must have one tokenizer and one encoder."""
     batching: Literal["samples", "tokens"] = "samples"
     """samples: every optimizer step has as many samples. tokens: as many tokens, so that a step of long texts has fewer
     samples and none takes more memory than another; on average as many samples as the former."""
@@ -223,7 +227,8 @@ class TrainingConfig(Section):
     loss_type: Mode = "mixed"
     """Mode: unconditional, l2t (embedding to text), t2l (text to embedding), or mixed (one mode a sample)."""
     loss_type_weights: dict[Literal["unconditional", "l2t", "t2l"], float] | None = None
-    """Shares of the modes under mixed. None: equal shares."""
+    """Shares of the modes under mixed, as in 'training.loss_type_weights={l2t: 0.7, t2l: 0.3}' or
+    training.loss_type_weights.l2t=0.7; a mode that is not named has none. None: equal shares."""
     train_batch_size: int = Field(32, ge=1)
     """Micro-batch of one rank."""
     eval_batch_size: int | None = Field(None, ge=1)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from mmldlm.config.schema import Config
+from mmldlm.config.yaml_reader import read_yaml
 from mmldlm.errors import UserError
 
 CONFIG_FILE = "config.yaml"
@@ -52,7 +51,7 @@ def compare(checkpoint: Path, now: dict[str, dict[str, Any]]) -> tuple[list[str]
     path = checkpoint / CONFIG_FILE
     if not path.is_file():  # made by a conversion, or by hand
         return [], []
-    then = yaml.safe_load(path.read_text())
+    then = read_yaml(path)
     told, refused = [], []
     for section, values in now.items():
         for key, value in values.items():

@@ -21,6 +21,7 @@ from mmldlm.data.encoder_table import (
     with_options,
 )
 from mmldlm.data.files import sha256_of
+from mmldlm.data.tokenizer_files import read_tokenizer
 from mmldlm.errors import UserError
 
 __all__ = [
@@ -86,14 +87,18 @@ class Encoder:
         self.batch_tokens = batch_tokens or (1024 if self.device == "cpu" else 65536)
         self.batch_size = batch_size
         self.dtype = dtype or ("fp32" if self.device == "cpu" else "bf16")
-        from transformers import AutoTokenizer
-
         more = {"src_lang": self.spec.source_language} if self.spec.source_language else {}
-        self._tokenizer = AutoTokenizer.from_pretrained(self.folder, local_files_only=True, **more)
-        with _no_loading_bar():
-            self._model = _load(self.folder, self.spec.architecture, DTYPES[self.dtype])
+        expected, fix = f"encoder '{name}' in {self.folder}", "copy or install these files again"
+        self._tokenizer = read_tokenizer(self.folder, f"the tokenizer of {expected}", fix, **more)
+        try:
+            with _no_loading_bar():
+                self._model = _load(self.folder, self.spec.architecture, DTYPES[self.dtype])
+            self._projections = [_Projection(self.folder / part, kind) for part, kind in self.spec.projections]
+        except MemoryError:
+            raise
+        except Exception as error:  # safetensors, torch and transformers each have their own kinds
+            raise UserError(f"the weights of {expected}", first_line(error), fix) from error
         self._model.eval().requires_grad_(False).to(self.device)
-        self._projections = [_Projection(self.folder / part, kind) for part, kind in self.spec.projections]
         if compile:
             self._model = torch.compile(self._model, dynamic=True)
         config = self._model.config
@@ -289,7 +294,7 @@ def _load(folder: Path, architecture: str, dtype: torch.dtype):
         kind = T5EncoderModel
     elif architecture == "m2m":
         from transformers.models.m2m_100.modeling_m2m_100 import M2M100Encoder as kind
-    return kind.from_pretrained(folder, local_files_only=True, dtype=dtype)
+    return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False, dtype=dtype)
 
 
 def token_budget_batches(lengths: Sequence[int], batch_tokens: int, batch_size: int | None = None) -> list[np.ndarray]:

@@ -32,6 +32,7 @@ from mmldlm.data.report import Progress, print_summary
 from mmldlm.data.selecting import Samples
 from mmldlm.data.statistics import LatentStatistics
 from mmldlm.data.store import TOKENIZER_FOLDER
+from mmldlm.data.tokenizer_files import read_tokenizer
 from mmldlm.data.work import PLAN, Work
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, MmldlmError, UserError
 
@@ -227,9 +228,8 @@ class _Preparation:
             write_json(identity_path, tokenizers.identity(tokenizer, options.tokenizer))
 
         self.peers.first_alone("tokenizer", make)
-        from transformers import AutoTokenizer
-
-        self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        again = "delete this folder and start again"
+        self.tokenizer = read_tokenizer(folder, f"the tokenizer that rank 0 saved in {folder}", again)
         self.tokenizer.split_special_tokens = True  # "[MASK]" in a text is six characters of it, no mask
 
     def _tokenize(self, name: str, texts: Texts, rows: np.ndarray, limit: int | None, counts: Counter) -> Samples:

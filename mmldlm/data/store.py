@@ -24,6 +24,7 @@ import numpy as np
 
 from mmldlm.data.files import sha256_of
 from mmldlm.data.remake import MANIFEST, again, elsewhere
+from mmldlm.data.tokenizer_files import read_tokenizer
 from mmldlm.errors import UserError
 
 FORMAT = "mmldlm-store"
@@ -151,14 +152,8 @@ def load_tokenizer(root: str | os.PathLike):
     """
     manifest = read_manifest(root)
     check_files(root, manifest, "sizes", prefix=TOKENIZER_FOLDER + "/")
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(Path(root, TOKENIZER_FOLDER), local_files_only=True)
-    except Exception as error:
-        raise UserError(
-            f"a tokenizer in {Path(root, TOKENIZER_FOLDER)}", str(error).splitlines()[0], again(root, manifest)
-        ) from error
+    folder = Path(root, TOKENIZER_FOLDER)
+    tokenizer = read_tokenizer(folder, f"a tokenizer in {folder}", again(root, manifest))
     for kind in ("mask_token_id", "pad_token_id", "eos_token_id"):
         if getattr(tokenizer, kind) != manifest["tokenizer"][kind]:
             raise UserError(

@@ -6,9 +6,10 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from mmldlm.data.encoders import ENCODERS, find_model_folder
+from mmldlm.data.tokenizer_files import read_tokenizer
 from mmldlm.errors import UserError
 
 TRAIN = "train"
@@ -48,17 +49,13 @@ def load(
 
 
 def _from_pretrained(place: str, cache_dir: str | None, name: str) -> PreTrainedTokenizerFast:
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            place, cache_dir=cache_dir, use_fast=True, local_files_only=Path(place).is_dir()
-        )
-    except Exception as error:  # missing files, no network and bad JSON all come as different kinds
-        first = (str(error).splitlines() or [""])[0][:200]
-        raise UserError(
-            f"a tokenizer named '{name}': an encoder's name, a Hugging Face name, a folder, or '{TRAIN}'",
-            f"{type(error).__name__}: {first}",
-            "check the name and the network, or use --tokenizer minilm or --tokenizer train",
-        ) from error
+    tokenizer = read_tokenizer(
+        place,
+        f"a tokenizer named '{name}': an encoder's name, a Hugging Face name, a folder, or '{TRAIN}'",
+        "check the name and the network, or use --tokenizer minilm or --tokenizer train",
+        cache_dir=cache_dir,
+        use_fast=True,
+    )
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(
             f"a fast tokenizer (one with a tokenizer.json) for '{name}'",

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from torch import Tensor, nn
 
 from mmldlm.checkpoints.load_model import CONVERT, load_model
 from mmldlm.config.schema import LatentDiffusionConfig, TextDiffusionConfig
+from mmldlm.data.tokenizer_files import read_tokenizer
 from mmldlm.diffusion import ContinuousDiffusion, MaskedDiffusion
 from mmldlm.errors import UserError
+from mmldlm.models.files import COPY_AGAIN
 
 # Latents of norm 1 have sum(mean^2 + std^2) = 1 exactly; other encoders miss it by far more than rounding.
 _UNIT_TOLERANCE = 1e-2
@@ -117,31 +119,44 @@ def load_pretrained(path: str | Path, device: str = "cpu", dtype: torch.dtype = 
         UserError: nothing readable there, damaged files, no config, tokenizer or diffusion settings beside the weights,
             or a tokenizer of another vocabulary.
     """
-    model, values, folder = load_model(path, device, dtype)
+    model, values, config_path = load_model(path, device, dtype)
     sections = {}
     for key, section in (("text_diffusion", TextDiffusionConfig), ("latent_diffusion", LatentDiffusionConfig)):
         if not isinstance(values.get(key), dict):
             raise UserError(
-                f'"{key}" in the model\'s config in {folder}: the diffusion settings it was trained with',
+                f'"{key}" in {config_path}: the diffusion settings the model was trained with',
                 "no such key",
                 f"{CONVERT}; sampling with other settings than those of training gives nonsense without an error",
             )
         try:
             sections[key] = section(**values[key])
         except ValidationError as error:
-            raise UserError(f'a valid "{key}" in the model\'s config in {folder}', str(error), CONVERT) from error
+            raise UserError(f'a valid "{key}" in {config_path}', str(error), CONVERT) from error
     model.normalises_latents = sections["latent_diffusion"].l2_normalise
-    training = values.get("training") or {}
+    training, encoder = values.get("training") or {}, values.get("encoder")
+    try:
+        told = _Training(**training)
+    except (ValidationError, TypeError) as error:
+        raise UserError(f'a valid "training" in {config_path}', str(error), COPY_AGAIN) from error
+    if not isinstance(encoder, dict | None):
+        raise UserError(f'an object "encoder" in {config_path}', repr(encoder)[:100], COPY_AGAIN)
     return Pretrained(
         model,
-        _tokenizer(folder, model),
+        _tokenizer(config_path.parent, model),
         sections["text_diffusion"],
         sections["latent_diffusion"],
-        training.get("mode_weights"),
-        training.get("condition_dropout"),
-        values.get("encoder"),
+        told.mode_weights,
+        told.condition_dropout,
+        encoder,
         Path(path),
     )
+
+
+class _Training(BaseModel):
+    """What config.json says of the training; other keys are left alone."""
+
+    mode_weights: dict[str, float] | None = None
+    condition_dropout: float | None = None
 
 
 def usable_device(name: str | None) -> str:
@@ -178,12 +193,7 @@ def _tokenizer(folder: Path, model):
     place = folder / "tokenizer"
     if not place.is_dir():
         raise UserError(f"the tokenizer in {place}", "no such folder", CONVERT)
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # missing files and bad JSON come as many kinds
-        raise UserError(f"a tokenizer in {place}", (str(error).splitlines() or [""])[0], CONVERT) from error
+    tokenizer = read_tokenizer(place, f"a tokenizer in {place}", CONVERT)
     config = model.config
     wanted = {key: getattr(config, key) for key in ("mask_token_id", "pad_token_id", "eos_token_id")}
     found = {key: getattr(tokenizer, key) for key in wanted}

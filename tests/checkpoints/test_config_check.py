@@ -60,3 +60,17 @@ def test_a_config_that_is_none(tmp_path):
     run = run_of(tmp_path / "run", state, {})
     with pytest.raises(UserError, match="hidden_size"):
         convert(run, tmp_path / "out")
+
+
+def test_a_config_of_more_blocks_than_tensors_is_refused_before_they_are_counted(tmp_path):
+    config, state = built()
+    run = run_of(tmp_path / "run", state, {**config, "n_blocks": 10**12})
+    with pytest.raises(UserError, match="n_blocks 1000000000000"):
+        convert(run, tmp_path / "out")
+
+
+def test_a_header_of_brackets_is_refused(tmp_path):
+    header = b"[" * 5_000_000
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(UserError, match="intact checkpoint file"):
+        convert(tmp_path, tmp_path / "out")

@@ -1,0 +1,104 @@
+"""Configs that someone else wrote, or that YAML reads otherwise than their writer: a value or an error, no surprise."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from mmldlm.config.load import load_config
+from mmldlm.errors import UserError
+
+LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 9)
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (LAUGHS, "alias \\*a0 in line 2"),
+        (b"training:\n  seed: 1 # caf\xe9\n", r"byte 0xe9 at position 25 \(line 2\)"),
+        ("[" * 100_000, "levels of nesting"),
+        ("training: " + "{a: " * 30 + "1" + "}" * 30, "levels of nesting in line 1"),
+        ("x" * 1_000_000, "config of at most"),
+        ("training:\n  seed: 1\n  dtype: fp32\n  seed: 2\n", "key seed twice, in line 2 and in line 4"),
+        ("training: {seed: 1}\nmodel: {}\ntraining: {seed: 2}\n", "key training twice, in line 1 and in line 3"),
+        ("training: {num_train_steps: 010}", "010 in line 1.*\n.*write 10 .*'010'"),
+        ("training: !!python/object/apply:os.getcwd []", "tag .*/apply:os.getcwd in line 1"),
+        ("? [a, b]\n: 1\n", "key that is not a word in line 1"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_is_named_with_its_place(content, says, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError, match=says) as caught:
+        load_config(None, str(path))
+    assert str(path) in str(caught.value) and caught.value.exit_code == 2
+
+
+def test_numbers_and_words_are_what_they_look_like(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "\ufeffoptimizer: {lr: 1e-4, min_lr: .5e-6, grad_clip_norm: 1}\nstability: {spike_action: off}\n"
+        "training: {num_train_steps: 1_000, compile_model: yes, resume: 2024-01-01}\nlogging: {run_name: no}\n",
+        encoding="utf-8",
+    )
+    config = load_config(None, str(path))
+    assert (config.optimizer.lr, config.optimizer.min_lr, config.training.num_train_steps) == (1e-4, 5e-7, 1000)
+    assert (config.logging.run_name, config.stability.spike_action, config.training.resume) == (
+        "no",
+        "off",
+        "2024-01-01",
+    )
+    assert config.training.compile_model is True
+    path.write_text("training: {num_train_steps: 12:30}")  # 750 in YAML 1.1
+    with pytest.raises(UserError, match="num_train_steps.*12:30"):
+        load_config(None, str(path))
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("training.num_train_steps=010", "leading zero"),
+        ("training.loss_type_weights={l2t: 1, l2t: 2}", "key l2t twice"),
+        ("training.loss_type_weights=[&a [1], *a]", "alias"),
+        ("model.hidden_size=1000000000", "hidden_size"),
+        ("+model.latent_dim=3", "write model.latent_dim=3"),
+        ("~loss.text_loss_clamp=1", "loss.text_loss_clamp=null"),
+        ("trainer.lr=1", "now optimizer.lr"),
+        ("trainer.max_steps=1", "now training.num_train_steps"),
+        ("training.num_epochs=3", "now training.num_train_steps.*epochs x samples"),
+        ("data.data_files.train=x", "now data.latent_data_root.*mmldlm pack"),
+        ("loss.loss_scale=0.1", "loss.latent_loss_weight"),
+    ],
+)
+def test_overrides_are_read_by_the_same_rules(word, says):
+    with pytest.raises(UserError, match=says):
+        load_config("tiny", None, [word])
+
+
+def test_text_is_taken_as_it_is():
+    for name in ("010", "@x", "a: b", "%s", "[x]", "1e-4"):
+        assert load_config("tiny", None, [f"logging.run_name={name}"]).logging.run_name == name
+    assert load_config("tiny", None, ["logging.run_name='7'"]).logging.run_name == "7"
+
+
+def test_a_word_that_the_shells_encoding_lacks_is_named():
+    code = "import sys; from mmldlm.cli import main; sys.exit(main(['config', '--config-name', 'tiny', *sys.argv[1:]]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "logging.run_name=ü".encode()],
+        env={**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        capture_output=True,
+    )
+    assert done.returncode == 2 and b"LC_ALL=C.UTF-8" in done.stderr and b"udc" not in done.stderr
+
+
+def test_keys_are_listed_with_the_words_that_they_take(capsys):
+    from mmldlm.cli import main
+
+    assert main(["config", "--keys"]) == 0
+    listed = capsys.readouterr().out
+    assert 'data.batching = "samples"  (samples | tokens)' in listed
+    assert 'latent_diffusion.path = "cosine"  (cosine | linear | sigmoid | rectified_flow)' in listed
+    assert "training.loss_type_weights={l2t: 0.7, t2l: 0.3}" in listed
