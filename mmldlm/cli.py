@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from mmldlm import __version__
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, MmldlmError, UserError
-from mmldlm.utils import open_standard_streams, reason
+from mmldlm.utils import for_screen, open_standard_streams, reason
 
 
 def _config(parser):
@@ -97,11 +97,31 @@ def _convert(parser):
     return convert.main
 
 
+def _convert_part(part: str):
+    def fill(parser):
+        from mmldlm.checkpoints import convert
+
+        return convert.add_part_arguments(parser, part)
+
+    return fill
+
+
+def _sample_kind(kind: str):
+    def fill(parser):
+        from mmldlm.sampling import run
+
+        run.add_arguments(parser, kind)
+        return run.main
+
+    return fill
+
+
 def _option(name: str, value) -> list[str]:
     return [] if value is None else [name, str(value)]
 
 
-# Verb -> (who fills its parser and runs it, help). A module's name stands for its add_arguments and main.
+# Verb (of one word or two) -> (who fills its parser and runs it, help). A module's name stands for its add_arguments
+# and main.
 VERBS = {
     "prepare": (_prepare, "encode a corpus into a store"),
     "pack": ("mmldlm.data.pack", "make a store of MM-LDLM's folders of text or token files and latents"),
@@ -113,7 +133,12 @@ VERBS = {
     "replay": ("mmldlm.replay", "run a skipped step again and name where its bad numbers were made"),
     "train": (_train, "check everything, then train on this machine"),
     "convert": (_convert, "a checkpoint as safetensors, or for another engine and world size"),
-    "sample": ("mmldlm.sampling.run", "l2t, t2l or unconditional samples from a converted checkpoint"),
+    "convert inspect": (_convert_part("inspect"), "what a checkpoint holds; no weight is read"),
+    "convert diff": (_convert_part("diff"), "where two checkpoints differ, tensor by tensor"),
+    "sample": ("mmldlm.sampling.run", "text from embeddings, embeddings from text, or both from nothing"),
+    "sample l2t": (_sample_kind("l2t"), "text from embeddings"),
+    "sample t2l": (_sample_kind("t2l"), "embeddings from text"),
+    "sample unconditional": (_sample_kind("unconditional"), "text and embeddings from nothing"),
     "evaluate": ("mmldlm.evaluation.run", "conditioning gain, retrieval and F1 on unseen text"),
     "plot": ("mmldlm.observe.plots", "draw a run's loss curve"),
     "monitor": ("mmldlm.observe.monitor", "follow a run's log and judge its health"),
@@ -168,6 +193,8 @@ def _overview(argv: list[str]) -> int:
     parser.add_argument("--version", action="version", version=f"mmldlm {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB")
     for name, (_, text) in VERBS.items():
+        if " " in name:
+            continue
         verbs.add_parser(name, help=text, add_help=False)
     parser.parse_args(argv[:1])
     parser.print_help()
@@ -180,16 +207,17 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] not in VERBS:
         return _overview(argv)
-    verb = argv[0]
+    verb = next(verb for verb in (" ".join(argv[:2]), argv[0]) if verb in VERBS)
+    words = argv[len(verb.split(" ")) :]
     _never_fail_to_print()
     own = argparse.ArgumentParser(prog=f"mmldlm {verb}", description=VERBS[verb][1])
     try:
         run = _fill(own, verb)
-        code = run(own.parse_intermixed_args(argv[1:])) or EXIT_DONE
+        code = run(own.parse_intermixed_args(words)) or EXIT_DONE
         sys.stdout.flush()
         return code
     except MmldlmError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(for_screen(f"error: {error}", sys.stderr), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt as error:  # a room that can go on later says so in it
         print(": ".join(["interrupted", *map(str, error.args)]), file=sys.stderr)

@@ -6,6 +6,7 @@ import argparse
 import copy
 import json
 import math
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,8 +33,10 @@ from mmldlm.stability.forensics import bad_micro_batches, load_case
 from mmldlm.stability.guard import Guard
 from mmldlm.stability.initial import initial_model
 from mmldlm.stability.origin import FindOrigin, Origin, fault, faults_of_weights
+from mmldlm.utils import for_screen
 
 DTYPES = ("bf16", "fp16", "fp32")
+_FEW = 64  # micro-batches: fewer than the single samples that are run anyway
 
 
 @dataclass
@@ -81,8 +84,25 @@ def main(args: argparse.Namespace) -> int:
     """
     run_dir = Path(args.run)
     case = load_case(run_dir, args.event)
-    replay = Replay(run_dir, case, args.checkpoint, args.exact)
     print(f"step {case['step']} was skipped: {case['reason']}")
+    replay = Replay(run_dir, case, args.checkpoint, args.exact)
+    report = _look(replay, args)
+    if _is_clean(report) and replay.num_micro_batches_before <= _FEW:
+        print(
+            f"nothing found with older weights: taking the {replay.num_steps_before} step(s) up to it, as --exact does"
+        )
+        replay = Replay(run_dir, case, None, True)
+        report = _look(replay, args)
+    if _is_clean(report):
+        print(for_screen(_when_clean(replay, bad_micro_batches(case["micro_batches"])), sys.stdout))
+    if args.json:
+        Path(args.json).write_text(json.dumps(report, indent=2) + "\n")
+    return 0
+
+
+def _look(replay: Replay, args: argparse.Namespace) -> dict:
+    """Run the step's micro-batches in every dtype; returns the report."""
+    case = replay.case
     print(f"weights  {replay.weights}")
     entries = bad_micro_batches(case["micro_batches"]) or case["micro_batches"]
     which = "with a bad loss" if len(entries) < len(case["micro_batches"]) else "of the step"
@@ -90,12 +110,13 @@ def main(args: argparse.Namespace) -> int:
     report = {"step": case["step"], "reason": case["reason"], "weights": replay.weights, "dtypes": {}}
     for dtype in dict.fromkeys(args.dtypes or [case["dtype"], "bf16", "fp32"]):
         report["dtypes"][dtype] = replay.run(dtype, entries, args.samples)
-    is_spike = case["reason"].startswith("spike")  # finite numbers: the samples are listed by their gradients
-    if not is_spike and all(found["clean"] for found in report["dtypes"].values()):
-        print(_when_clean(replay, bad_micro_batches(case["micro_batches"])))
-    if args.json:
-        Path(args.json).write_text(json.dumps(report, indent=2) + "\n")
-    return 0
+    return report
+
+
+def _is_clean(report: dict) -> bool:
+    """Whether nothing was found of what should be there: a spike's numbers are finite, and listed by gradient."""
+    is_spike = report["reason"].startswith("spike")
+    return not is_spike and all(found["clean"] for found in report["dtypes"].values())
 
 
 class Replay:
@@ -103,6 +124,7 @@ class Replay:
 
     Attributes:
         weights: where they come from, in words. is_exact: whether they are those of the step.
+        num_steps_before: steps of training between these weights and the step's; None where nothing says.
     """
 
     def __init__(self, run_dir: Path, case: dict, checkpoint: str | None, exact: bool):
@@ -118,6 +140,7 @@ class Replay:
         self.objective = TranslationObjective(self.config)
         self.batch = self.plan.batch(case["step"] - 1)
         self._check_samples()
+        self.num_steps_before: int | None = None
         self.model = initial_model(self.data)
         training = self.config.training
         apply_freezing(self.model, training.loss_type, training.freeze)
@@ -161,7 +184,15 @@ class Replay:
         told = str(path) if path is not None else "as the run started"
         if start in (before, after):
             return f"{told}: those of the step", True
+        self.num_steps_before = before - start
         return f"{told}: those of step {start}, {before - start} step(s) before", False
+
+    @property
+    def num_micro_batches_before(self) -> float:
+        """What training up to the step would take on this process; inf where it is already there, or cannot."""
+        if self.is_exact or self.num_steps_before is None:
+            return math.inf
+        return self.num_steps_before * self.case["world_size"] * self.case["accum"]
 
     def _train(self, path: Path | None, start: int, end: int) -> None:
         """Steps start .. end - 1 again, all ranks' micro-batches one after the other (losses equal to rounding)."""
@@ -287,7 +318,12 @@ class Replay:
 
 def _when_clean(replay: Replay, bad: list[dict]) -> str:
     if not replay.is_exact:
-        return "nothing found with these weights, which are older than the step's: add --exact to train up to it first"
+        older = f"{replay.num_steps_before} step(s) older than" if replay.num_steps_before else "not"
+        return (
+            f"nothing found with these weights, which are {older} those of the step. What made the bad numbers may be "
+            f"in the weights themselves: `mmldlm replay {replay.run_dir} {replay.case['step']} --exact` trains up to "
+            "the step on this process first (all ranks' micro-batches, one after the other)"
+        )
     ranks = ", ".join(sorted({f"rank {entry['rank']} on {entry['host']}" for entry in bad})) or "the step's ranks"
     return (
         "nothing found: data, weights and model give finite numbers here. What differs is the machine and the engine: "

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from mmldlm.errors import UserError
 
@@ -95,6 +95,40 @@ def _cannot_write(path: str | os.PathLike, option: str, error: OSError) -> UserE
 def reason(error: OSError) -> str:
     """What the system said, without the number and the path."""
     return error.strerror or str(error) or type(error).__name__
+
+
+def format_duration(seconds: float) -> str:
+    """75 -> 1m15s, 4000 -> 1h06m, 200000 -> 2d07h."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def fold(text: str, width: int, indent: str = "") -> str:
+    """Break every line at spaces to `width` columns, with `indent` before what follows; a longer word stays whole."""
+    import textwrap  # only here: see _try
+
+    lines: list[str] = []
+    for line in text.splitlines():
+        lead = line[: len(line) - len(line.lstrip())] + indent
+        whole_words = {"break_long_words": False, "break_on_hyphens": False}
+        lines += textwrap.wrap(line, width, subsequent_indent=lead, **whole_words) or [""]
+    return "\n".join(lines)
+
+
+def for_screen(text: str, stream: TextIO, indent: str = "  ") -> str:
+    """The text as it is for a pipe or a file (one line stays one line), folded to its width for a terminal."""
+    import shutil
+
+    try:
+        return fold(text, shutil.get_terminal_size().columns, indent) if stream.isatty() else text
+    except (AttributeError, ValueError):  # no stream, or a closed one
+        return text
 
 
 def read_json(path: Path, fix: str, max_bytes: int = 64 << 20) -> dict[str, Any]:

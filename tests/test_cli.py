@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from mmldlm import cli
 from mmldlm.data.peers import Peers
 from mmldlm.data.work import Work
 from mmldlm.errors import UserError
-from mmldlm.utils import usable_file, usable_folder
+from mmldlm.utils import fold, for_screen, usable_file, usable_folder
 from tests.helpers import ROOT
 
 
@@ -69,6 +70,20 @@ def test_outputs_are_tried_and_not_changed(tmp_path):
     for bad in (tmp_path, "/dev/null"):  # a report that replaced /dev/null would cost more than itself
         with pytest.raises(UserError, match="a file to write"):
             usable_file(bad, "--json")
+
+
+def test_a_long_error_is_folded_for_a_terminal_alone(monkeypatch):
+    text = "error: expected " + "many words " * 20 + "\n  found: " + "other words " * 10
+    pipe, screen = io.StringIO(), io.StringIO()
+    screen.isatty = lambda: True
+    monkeypatch.setenv("COLUMNS", "60")
+    assert for_screen(text, pipe) == text
+    lines = for_screen(text, screen).split("\n")
+    assert all(len(line) <= 60 for line in lines) and len(lines) > 5
+    assert " ".join(" ".join(lines).split()) == " ".join(text.split())
+    assert lines[1].startswith("  many") or lines[1].startswith("  words")
+    assert for_screen(text, None) == text  # a closed stream
+    assert fold("a" * 90, 60) == "a" * 90
 
 
 @pytest.mark.parametrize(

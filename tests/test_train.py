@@ -234,6 +234,7 @@ def test_from_training_to_text_again(store, tmp_path):
     """train -> convert -> from_pretrained -> sample -> evaluate, through the command line."""
     from mmldlm.cli import main
     from mmldlm.models import MultimodalMMDiT
+    from mmldlm.sampling.pretrained import load_pretrained
 
     words = train_words(store, tmp_path, "run", "training.num_train_steps=6", "logging.wandb.mode=offline")
     done = launch(
@@ -263,7 +264,14 @@ def test_from_training_to_text_again(store, tmp_path):
     common = ["--checkpoint", str(out), "--num-steps", "4", "--output-dir"]
     assert main(["sample", "l2t", "--latent-file", str(tmp_path / "x.npy"), *common, str(tmp_path / "a")]) == 0
     assert len((tmp_path / "a" / "samples.jsonl").read_text().splitlines()) == 3
-    assert main(["sample", "t2l", "--text", "A small test.", *common, str(tmp_path / "b")]) == 0
+    named = load_pretrained(run / "latest").model.state_dict()  # the ZeRO-3 checkpoint itself, not converted
+    assert all(torch.equal(named[name], tensor) for name, tensor in model.state_dict().items())
+    assert (
+        main(["sample", "t2l", "--text", "A small test.", *common, str(tmp_path / "b"), "--checkpoint", str(run)]) == 0
+    )
+    assert (
+        -1 <= json.loads((tmp_path / "b" / "samples.jsonl").read_text())["cosine"] <= 1
+    )  # the encoder's text is known
     latents = np.load(tmp_path / "b" / "latents.npy")
     assert latents.shape == (1, 384) and np.isfinite(latents).all()
     report = tmp_path / "report.json"

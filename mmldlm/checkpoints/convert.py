@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dry-run", action="store_true", help="open and check the source, print the plan, write nothing")
     add("--no-flush", action="store_true", help="do not wait until the disk has it: a power cut may then lose it")
     add("--verify", action="store_true", help="read the output back and compare it with what was written")
+
+
+def add_part_arguments(parser: argparse.ArgumentParser, part: str) -> Callable[[argparse.Namespace], int]:
+    """The arguments of `mmldlm convert inspect` or `mmldlm convert diff`; returns what runs it."""
+    takes = (
+        "a run, RUN/latest, a step folder, a DeepSpeed or DCP folder, a model.pt, safetensors or a Hugging Face folder"
+    )
+    add = parser.add_argument
+    if part == "inspect":
+        add("path", metavar="SRC", help=takes)
+    else:
+        add("a", metavar="A", help=takes)
+        add("b", metavar="B", help="another; exit code 1 where they differ")
+        add("--ema", action="store_true", help="compare the moving averages of the weights")
+        add("--optimizer", action="store_true", help="compare AdamW's moments too")
+
+    def run(args: argparse.Namespace) -> int:
+        from mmldlm.checkpoints.inspection import diff, inspect
+
+        return inspect(args.path) if part == "inspect" else diff(args.a, args.b, args.ema, args.optimizer)
+
+    return run
 
 
 def main(args: argparse.Namespace) -> int:

@@ -101,10 +101,11 @@ def _tensors(path: Path):
     # The readers' own look at each number advises an option that only `convert` has; init_weights looks at all formats.
     with open_source(path, allow_nonfinite=True).weights as source:
         for name, info in source.tensors.items():
-            yield name, info.shape, lambda name=name, info=info: _as_torch(source.read(name), info.dtype)
+            yield name, info.shape, lambda name=name, info=info: as_torch(source.read(name), info.dtype)
 
 
-def _as_torch(values, dtype: str) -> torch.Tensor:
+def as_torch(values, dtype: str) -> torch.Tensor:
+    """What WeightSource.read gave, as a tensor of its dtype."""
     tensor = torch.from_numpy(values.copy())
     return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
 

@@ -144,6 +144,8 @@ class SafetensorsModel(WeightSource):
         try:
             shard_of = json.loads(index.read_text())["weight_map"]
             names = sorted(set(shard_of.values()))
+            if not names:
+                raise ValueError("no shard")
             if any(Path(name).name != name for name in names):
                 raise ValueError("a shard outside the folder")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

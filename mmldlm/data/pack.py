@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +63,7 @@ def pack(options: PackOptions, console: Console | None = None) -> Path:
     Raises:
         UserError: no such layout, no tokenizer for token files, latents without one usual dimension, or nothing usable.
     """
+    started = time.perf_counter()
     console = console or Console()
     source, root = Path(options.source), Path(os.path.abspath(options.output_dir))
     refuse_other_folders(root, options.force)
@@ -144,7 +146,7 @@ def pack(options: PackOptions, console: Console | None = None) -> Path:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    print_summary(console, root, manifest, 0.0)
+    print_summary(console, root, manifest, time.perf_counter() - started)
     return root
 
 

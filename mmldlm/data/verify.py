@@ -222,6 +222,11 @@ def histogram(lengths: np.ndarray, marks: str = BARS, bins: int = 10) -> str:
     return "".join(marks[int(np.ceil(8 * count / counts.max()))] for count in counts)
 
 
+def _shares(values: np.ndarray) -> np.ndarray:
+    """Weights with which a histogram's bars add up to 1 in every split."""
+    return np.full(len(values), 1 / len(values))
+
+
 def plot(report: Report, manifest: dict[str, Any], path: str) -> None:
     """Draws token counts, latent norms, and mean and deviation of each component of the training latents."""
     import matplotlib
@@ -232,13 +237,13 @@ def plot(report: Report, manifest: dict[str, Any], path: str) -> None:
     figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
     for name, found in report.splits.items():
         if len(found.lengths):
-            left.hist(found.lengths, bins=50, density=True, alpha=0.6, label=name)
+            left.hist(found.lengths, bins=50, weights=_shares(found.lengths), alpha=0.6, label=name)
         norms = found.norms[np.isfinite(found.norms)].astype(np.float64)
         if len(norms):  # unit vectors differ by rounding alone: show them as one bar
             limits = (norms.min() - 1e-3, norms.max() + 1e-3)
-            middle.hist(norms, bins=50, range=limits, density=True, alpha=0.6, label=name)
+            middle.hist(norms, bins=50, range=limits, weights=_shares(norms), alpha=0.6, label=name)
     left.set(xlabel="tokens", ylabel="share of samples")
-    middle.set(xlabel="norm of the latent")
+    middle.set(xlabel="norm of the latent", ylabel="share of samples")
     for axes in (left, middle):
         axes.legend()
     statistics = manifest["latent_stats"]

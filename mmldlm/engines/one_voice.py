@@ -18,6 +18,8 @@ import time
 from datetime import datetime, timezone
 from pathlib import Path
 
+from mmldlm.utils import for_screen
+
 # Seconds: ranks of a node start and import side by side; where rank 0 has failed, launchers end the rest.
 PATIENCE = 3.0
 FRESH = 60.0  # an older claim is of another attempt
@@ -27,7 +29,8 @@ _LAUNCHES = ("MMLDLM_LAUNCH", "SLURM_STEP_ID")  # else the launcher is the paren
 def say(message: str) -> None:
     """A line on stderr with the time of day."""
     with contextlib.suppress(OSError):  # nobody reads it: the exit code still says how the run ended
-        print(f"[{datetime.now(timezone.utc):%H:%M:%S}] {message}", file=sys.stderr, flush=True)
+        line = f"[{datetime.now(timezone.utc):%H:%M:%S}] {message}"
+        print(for_screen(line, sys.stderr), file=sys.stderr, flush=True)
 
 
 def say_error(error: BaseException, kind: str = "error") -> None:

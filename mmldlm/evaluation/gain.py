@@ -19,9 +19,11 @@ from mmldlm.evaluation.statistics import Estimate, derangement, mean, ratio, sha
 from mmldlm.models import MultimodalMMDiT
 from mmldlm.sampling.latents import check_latents_per_text, sample_latents
 from mmldlm.sampling.pretrained import Pretrained
+from mmldlm.sampling.progress import Advance
 from mmldlm.sampling.text import PRESENCE_PENALTY, TextSamples, sample_text
 
 NATS = "nats/token"
+Say = Callable[[str], Advance | None]
 
 
 @dataclass
@@ -113,7 +115,7 @@ def choose_sentences(store: Store, model: nn.Module, num_samples: int | None, se
 
 
 def measure_l2t(
-    pretrained: Pretrained, model: nn.Module, sentences: Sentences, settings: Settings, say: Callable[[str], None]
+    pretrained: Pretrained, model: nn.Module, sentences: Sentences, settings: Settings, say: Say
 ) -> Measured:
     """NELBO, lengths and free-running text of one model.
 
@@ -121,7 +123,7 @@ def measure_l2t(
     text depends on nothing of its sentence but the latent, so it is read against this reference, not written again.
     """
     latents, partner = torch.from_numpy(sentences.latents), sentences.partner
-    say(f"NELBO of {len(sentences)} sentences, {settings.num_draws} draws, right / shuffled / null latent")
+    progress = say(f"NELBO of {len(sentences)} sentences, {settings.num_draws} draws, right / shuffled / null latent")
     found = measure(
         model,
         sentences.tokens,
@@ -130,10 +132,11 @@ def measure_l2t(
         diffusion=pretrained.text_diffusion,
         draws=settings.num_draws,
         seed=settings.seed,
+        progress=progress,
         **batch_budget(model, settings.batch_size),
     )
     result = Measured(likelihood_estimates(found))
-    say(f"writing {len(sentences)} texts from their embeddings in {settings.num_steps} confidence steps")
+    progress = say(f"writing {len(sentences)} texts from their embeddings in {settings.num_steps} confidence steps")
     samples = sample_text(
         model,
         latents,
@@ -142,6 +145,7 @@ def measure_l2t(
         guidance=settings.guidance,
         presence_penalty=settings.presence_penalty,
         seed=settings.seed,
+        progress=progress,
         **batch_budget(model, settings.batch_size),
     )
     result.estimates.update(text_estimates(samples, sentences.tokens, partner, found.num_tokens, settings.seed))
@@ -189,10 +193,10 @@ def measure_t2l(
     sentences: Sentences,
     pool: np.ndarray,
     settings: Settings,
-    say: Callable[[str], None],
+    say: Say,
 ) -> Measured:
     """Embeddings made from text, against the encoder's; the first rows of pool [N, D] are the sentences' own."""
-    say(f"embedding {len(sentences)} texts in {settings.latent_steps} steps, retrieval among {len(pool)}")
+    progress = say(f"embedding {len(sentences)} texts in {settings.latent_steps} steps, retrieval among {len(pool)}")
     made = sample_latents(
         model,
         sentences.tokens,
@@ -201,6 +205,7 @@ def measure_t2l(
         guidance=settings.guidance,
         renormalise=pretrained.renormalise,
         seed=settings.seed,
+        progress=progress,
         **batch_budget(model, settings.batch_size),
     ).numpy()
     return Measured(latent_estimates(made, sentences, pool), latents=made)
@@ -253,14 +258,12 @@ def untrained(model: nn.Module, seed: int, random_gates: bool) -> MultimodalMMDi
     return fresh.to(device).eval()
 
 
-def evaluate(
-    pretrained: Pretrained, store: Store, settings: Settings | None = None, say: Callable[[str], None] = print
-):
+def evaluate(pretrained: Pretrained, store: Store, settings: Settings | None = None, say: Say = print):
     """Measure the conditioning gain in both directions, for the model and for two untrained ones.
 
     Args:
         pretrained: model, tokenizer and settings. store: a validation split the model never saw. settings: how much.
-        say: receives one line for each thing begun.
+        say: receives one line for each thing begun; what it returns, if anything, is called as that advances (Meter).
 
     Returns:
         Report.
@@ -287,7 +290,7 @@ def evaluate(
         "untrained_random_gates": untrained(model, settings.seed, random_gates=True),
     }
 
-    def quietly(name: str) -> Callable[[str], None]:
+    def quietly(name: str) -> Say:
         return lambda line: say(f"{name.replace('_', ' ')}: {line}")
 
     if pretrained.can_do("l2t"):

@@ -48,7 +48,7 @@ def measure(
     draws: int = 4,
     seed: int = 0,
     batch_tokens: int = 2048,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Likelihood:
     """Monte Carlo NELBO of every text, by counted masks (`MaskedDiffusion.corrupt_count`): exact for every schedule.
 
@@ -57,7 +57,8 @@ def measure(
 
     Args:
         texts: N lists of ids without EOS. latents: [N, D] as the encoder gives them. partner: [N] whose latent stands
-            in under "shuffled". progress: called with the number of texts done since the last call.
+            in under "shuffled". progress: called after every draw of a batch with the draws of all texts done so
+            far, and in all.
 
     Raises:
         MmldlmError: when the model gives NaN.
@@ -68,6 +69,7 @@ def measure(
     hits = {name: np.zeros(count) for name in CONDITIONS}
     length_nll = {name: np.zeros(count) for name in ("right", "null")}
     masked_count = np.zeros(count)
+    done = 0
     partners = torch.from_numpy(partner)
     for rows in token_budget_batches(lengths, batch_tokens):
         index = torch.from_numpy(rows.copy())
@@ -102,8 +104,9 @@ def measure(
                 if draw == 0 and name in length_nll:
                     own = F.cross_entropy(out["length_logits"], real.sum(1) - 1, reduction="none")
                     length_nll[name][rows] = own.double().cpu().numpy()
-        if progress is not None:
-            progress(len(rows))
+            done += len(rows)
+            if progress is not None:
+                progress(done, count * draws)
     if not all(np.isfinite(values).all() for values in (*sums.values(), *length_nll.values())):
         raise MmldlmError("the model gave a NaN or infinite likelihood on validation text: its weights are damaged")
     return Likelihood(sums, hits, length_nll, masked_count, lengths.astype(np.float64))

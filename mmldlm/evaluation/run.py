@@ -1,4 +1,4 @@
-"""`mmldlm evaluate`: the conditioning gain of a converted checkpoint, and STS-B."""
+"""`mmldlm evaluate`: the conditioning gain of a model, and STS-B."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from mmldlm.utils import usable_file
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `mmldlm evaluate`."""
     add = parser.add_argument
-    add("--checkpoint", required=True, metavar="DIR", help="folder that `mmldlm convert` wrote")
+    add(
+        "--checkpoint",
+        required=True,
+        metavar="PATH",
+        help="a run, RUN/latest, a checkpoint, a model.pt, or a folder that `mmldlm convert` wrote",
+    )
     add("--data", metavar="STORE", help="prepared store; its validation split is evaluated")
     add("--num-samples", type=int, metavar="N", help="unseen sentences (default 1000, or all there are)")
     add("--num-steps", type=int, default=12, help="confidence steps of l2t (default %(default)s)")
@@ -46,37 +51,34 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         usable_file(args.json, "--json")
 
-    import torch
-
     from mmldlm.evaluation import sts
     from mmldlm.evaluation.gain import Settings, evaluate
-    from mmldlm.sampling.pretrained import load_pretrained
+    from mmldlm.sampling.pretrained import load_pretrained, usable_device
+    from mmldlm.sampling.progress import Meter
 
+    device = usable_device(args.device)
     pairs = sts.read_pairs(args.sts_file) if args.eval_dataset == "stsb" else None
     store = None
     if pairs is None:
         from mmldlm.data.store import Store
 
         store = Store(args.data, "validation")
-    pretrained = load_pretrained(args.checkpoint, args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-
-    def say(line: str) -> None:
-        print(line, flush=True)
-
-    if pairs is not None:
-        report = sts.evaluate(
-            pretrained,
-            pairs,
-            steps=args.latent_steps,
-            guidance=args.guidance,
-            seed=args.seed,
-            say=say,
-            batch_size=args.batch_size,
-        )
-    else:
-        names = Settings.__dataclass_fields__
-        settings = Settings(**{key: value for key, value in vars(args).items() if key in names})
-        report = evaluate(pretrained, store, settings, say)
+    pretrained = load_pretrained(args.checkpoint, device)
+    with Meter() as begin:
+        if pairs is not None:
+            report = sts.evaluate(
+                pretrained,
+                pairs,
+                steps=args.latent_steps,
+                guidance=args.guidance,
+                seed=args.seed,
+                say=begin,
+                batch_size=args.batch_size,
+            )
+        else:
+            names = Settings.__dataclass_fields__
+            settings = Settings(**{key: value for key, value in vars(args).items() if key in names})
+            report = evaluate(pretrained, store, settings, begin)
     report.show()
     if args.json:
         report.write(args.json)

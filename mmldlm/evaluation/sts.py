@@ -6,7 +6,6 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import numpy as np
 
 from mmldlm.errors import UserError
 from mmldlm.evaluation import retrieval
-from mmldlm.evaluation.gain import batch_budget
+from mmldlm.evaluation.gain import Say, batch_budget
 from mmldlm.sampling.latents import sample_latents
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.sampling.run import encode_texts, tokenize_texts
@@ -146,7 +145,7 @@ def evaluate(
     steps: int = 12,
     guidance: float = 1.0,
     seed: int = 0,
-    say: Callable[[str], None] = print,
+    say: Say = print,
     batch_size: int | None = None,
 ) -> StsReport:
     """Embed both sentences of every pair with t2l and correlate their cosines with the scores.
@@ -160,7 +159,7 @@ def evaluate(
     pretrained.check_guidance(guidance)
     texts = list(dict.fromkeys(pairs.first + pairs.second))
     place = {text: row for row, text in enumerate(texts)}
-    say(f"embedding {len(texts)} sentences in {steps} steps")
+    progress = say(f"embedding {len(texts)} sentences in {steps} steps")
     made = sample_latents(
         pretrained.model,
         tokenize_texts(texts, pretrained),
@@ -169,6 +168,7 @@ def evaluate(
         guidance=guidance,
         renormalise=pretrained.renormalise,
         seed=seed,
+        progress=progress,
         **batch_budget(pretrained.model, batch_size),
     ).numpy()
 
@@ -183,7 +183,7 @@ def evaluate(
         "floor: TF-IDF": bag_similarities(pairs, weighted=True),
     }
     if pretrained.encoder is not None and pretrained.knows_encoder:
-        say(f"embedding them with the encoder {pretrained.encoder['name']}")
-        rows["ceiling: the encoder"] = similarities(encode_texts(texts, pretrained))
+        progress = say(f"embedding them with the encoder {pretrained.encoder['name']}")
+        rows["ceiling: the encoder"] = similarities(encode_texts(texts, pretrained, progress))
     conditions = {"file": pairs.name, "num_pairs": len(pairs.scores), "latent_steps": steps, "seed": seed}
     return StsReport(conditions, {name: correlations(values, pairs.scores, seed) for name, values in rows.items()})

@@ -44,13 +44,13 @@ def read(kind: type[MultimodalMMDiT], path: str | Path, device: str, dtype: torc
     folder = Path(path)
     if not folder.is_dir():
         folder = _download(str(path))
-    config = ModelConfig(**_model_section(read_config(folder)))
+    config = model_config(read_config(folder / "config.json"))
     files = _weight_files(folder)
     shapes: dict[str, tuple[int, ...]] = {}
     for path in files:
         with open_safetensors(path) as file:
             shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
-    _check_shapes(kind, config, shapes, folder)
+    check_shapes(kind, config, shapes, folder / "config.json")
     tensors: dict[str, Tensor] = {}
     for path in files:
         with open_safetensors(path) as file:
@@ -80,26 +80,26 @@ def _download(repository: str) -> Path:
         ) from error
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a model's folder, its model section checked.
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json of a model (or the same under another name), its model section checked.
 
     Raises:
         UserError: missing or damaged, or sizes that do not make a model.
     """
-    path = folder / "config.json"
     if not path.is_file():
-        raise UserError(f"config.json in {folder}", "no such file", CONVERT)
+        raise UserError(f"{path.name} in {path.parent}", "no such file", CONVERT)
     values = read_json(path, COPY_AGAIN, max_bytes=4 << 20)
     try:
-        ModelConfig(**_model_section(values))
+        model_config(values)
     except ValidationError as error:
         told = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()[:5])
         raise UserError(f"the sizes of a model in {path}", f"damaged file: {told}", COPY_AGAIN) from error
     return values
 
 
-def _model_section(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if key in ModelConfig.model_fields}
+def model_config(values: dict[str, Any]) -> ModelConfig:
+    """The model section of what read_config gave."""
+    return ModelConfig(**{key: value for key, value in values.items() if key in ModelConfig.model_fields})
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -135,10 +135,16 @@ def open_safetensors(path: Path) -> Iterator[Any]:
         raise UserError(f"an intact safetensors file {path}", f"damaged file: {first}", COPY_AGAIN) from error
 
 
-def _check_shapes(kind: type[MultimodalMMDiT], config: ModelConfig, found: dict[str, tuple], folder: Path) -> None:
-    """Compare the stored shapes with those of the model that the config describes, without memory for its weights."""
-    fix = "convert the checkpoint again; config.json and model.safetensors must come from the same conversion"
-    expected = f"the tensors of the model in {folder}/config.json"
+def check_shapes(
+    kind: type[MultimodalMMDiT], config: ModelConfig, found: dict[str, tuple[int, ...]], config_path: Path
+) -> None:
+    """Compare the stored shapes with those of the model that the config describes, without memory for its weights.
+
+    Raises:
+        UserError: a tensor that is missing, of another shape, or not one of this model.
+    """
+    fix = "convert the checkpoint again; the config and the weights must come from the same run"
+    expected = f"the tensors of the model in {config_path}"
     if config.n_blocks > len(found):
         raise UserError(expected, f"{len(found)} tensors for n_blocks {config.n_blocks}", fix)
     with torch.device("meta"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from mmldlm.errors import EXIT_DONE, EXIT_FAILED
 from mmldlm.observe.plots import LOG_NAME, find_log
 from mmldlm.observe.progress import format_duration, format_step
 from mmldlm.observe.records import is_event, is_step, parse_line
+from mmldlm.utils import for_screen
 
 _MAX_LINE = 1 << 20  # bytes; what is longer is no record
 _KEPT_EVENTS = 10_000
@@ -240,7 +242,7 @@ def main(args: argparse.Namespace) -> int:
             if came or shown != bool(health.faults):
                 shown = bool(health.faults)
                 verdict = "UNHEALTHY: " + "; ".join(health.faults) if health.faults else "HEALTHY"
-                print("\n".join([*health.lines, verdict]), flush=True)
+                print(for_screen("\n".join([*health.lines, verdict]), sys.stdout), flush=True)
             if args.once or health.finished:
                 break
             time.sleep(args.interval)

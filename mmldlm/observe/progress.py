@@ -20,6 +20,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from mmldlm.utils import fold, format_duration
+
 # What a line shows of a step's record: key, word on the screen, format.
 _FIELDS = (
     ("loss", "loss", "#.4g"),
@@ -34,6 +36,7 @@ _FIELDS = (
 _WINDOW = 100  # steps over which the pace is taken
 _REFRESH_SECONDS = 0.1
 _BAR_WIDTH = 16
+_INDENT = " " * 9  # as wide as the word before a message: `model    `, `data     `
 
 
 def train_log_path(run_dir: str | Path, node: int = 0) -> Path:
@@ -54,18 +57,6 @@ def _drop_output(stream: TextIO) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
-
-
-def format_duration(seconds: float) -> str:
-    """75 -> 1m15s, 4000 -> 1h06m, 200000 -> 2d07h."""
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
 
 
 def format_step(record: Mapping[str, Any], total_steps: int | None, num_skipped: int, eta: float | None = None) -> str:
@@ -208,8 +199,12 @@ class Progress:
             self._show(Text(f"warning: {file.name} cannot be written (each line tries again): {error}", style="yellow"))
 
     def _show(self, text: str | Text) -> None:
-        if self._console is not None:
-            self._try_screen(lambda: self._console.print(text))
+        if self._console is None:
+            return
+        if self._console.is_terminal:  # a terminal alone would break inside words
+            folded = fold(str(text), self._console.width, _INDENT)
+            text = Text(folded, style=text.style) if isinstance(text, Text) else folded
+        self._try_screen(lambda: self._console.print(text))
 
     def _try_screen(self, draw: Callable[[], object]) -> None:
         """A reader that has left (`| head`), a closed terminal, a full disk under a batch job's output: rank 0 alone

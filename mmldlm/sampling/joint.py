@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -65,11 +67,13 @@ def sample_joint(
     renormalise: bool = False,
     seed: int = 0,
     batch_size: int = 32,
+    progress: Callable[[int, int], None] | None = None,
 ) -> tuple[TextSamples, Tensor]:
     """Text and latent stepping together from t = 1 to 0; training draws their timesteps apart, so every path is known.
 
     Args:
-        model: trained in mode unconditional. num_samples: N. steps: passes.
+        model: trained in mode unconditional. num_samples: N. steps: passes. progress: called after every step with the
+            steps of all samples done so far, and in all.
         The rest as in `sample_text` and `sample_latents`.
 
     Returns:
@@ -81,6 +85,7 @@ def sample_joint(
     texts: list[list[int]] = [[] for _ in range(num_samples)]
     latents = torch.empty(num_samples, *latent_shape(config))
     grid = time_grid(latent_diffusion, steps).tolist()
+    done = 0
     for index in order.split(batch_size):
         rows = index.tolist()
         state = TextState(
@@ -107,6 +112,9 @@ def sample_joint(
             else:
                 z = x0
             state.update(k, positions, out["text_logits"])
+            done += len(rows)
+            if progress is not None:
+                progress(done, num_samples * steps)
         for row, text in zip(rows, state.texts()):
             texts[row] = text
         latents[index] = model.unscale_latents(z).cpu()

@@ -80,7 +80,7 @@ def sample_latents(
     unit: bool = False,
     seed: int = 0,
     batch_tokens: int = 4096,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Tensor:
     """The latent of every text, or num_samples latents from nothing (the learned null text).
 
@@ -91,7 +91,8 @@ def sample_latents(
         guidance: classifier-free, null + g (given - null) in the prediction's space.
         renormalise: put every x0 estimate but the last back on the sphere (only for encoders of unit vectors).
         unit: return vectors of norm 1. seed: a sample's noise depends on it and the sample's index alone.
-        batch_tokens: padded positions of one pass. progress: called with the number of latents just done.
+        batch_tokens: padded positions of one pass. progress: called after every step with the steps
+            of all latents done so far, and in all.
 
     Returns:
         [N, D] fp32 on the CPU (or [N, M, D] of a model of M latents a text), in the encoder's space. The last step
@@ -108,6 +109,7 @@ def sample_latents(
     lengths = [len(text) + 1 for text in texts] if texts is not None else [1] * count
     shape = latent_shape(config)
     latents = torch.empty(count, *shape)
+    done = 0
     for rows in token_budget_batches(lengths, batch_tokens):
         tokens = real = None
         if texts is not None:
@@ -133,13 +135,14 @@ def sample_latents(
                 velocity = (z - settle(x0)) / t
                 ahead = z + (s - t) * velocity
                 z = z + (s - t) * 0.5 * (velocity + (ahead - settle(x0_at(ahead, s))) / s)
+            done += len(rows)
+            if progress is not None:
+                progress(done, count * steps)
         if not bool(torch.isfinite(z).all()):
             raise MmldlmError(
                 "the model gave NaN or infinite latents: its weights are damaged or its input out of range"
             )
         latents[torch.from_numpy(rows.copy())] = model.unscale_latents(z).cpu()
-        if progress is not None:
-            progress(len(rows))
     if unit:
         latents = latents / latents.norm(dim=-1, keepdim=True).clamp_min(1e-12)
     return latents

@@ -1,4 +1,4 @@
-"""A converted checkpoint with everything that sampling needs beside the weights: tokenizer and diffusion settings."""
+"""A model with everything that sampling needs beside the weights: tokenizer and diffusion settings."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from pydantic import BaseModel, ValidationError
 from torch import Tensor, nn
 
+from mmldlm.checkpoints.load_model import CONVERT, load_model
 from mmldlm.config.schema import LatentDiffusionConfig, TextDiffusionConfig
 from mmldlm.data.tokenizer_files import read_tokenizer
 from mmldlm.diffusion import ContinuousDiffusion, MaskedDiffusion
 from mmldlm.errors import UserError
-from mmldlm.models.files import COPY_AGAIN, read_config
+from mmldlm.models.files import COPY_AGAIN
 
 # Latents of norm 1 have sum(mean^2 + std^2) = 1 exactly; other encoders miss it by far more than rounding.
 _UNIT_TOLERANCE = 1e-2
-_CONVERT = "make the folder with `mmldlm convert RUN/latest OUT`"
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Pretrained:
         model: in eval mode. tokenizer: fast Hugging Face tokenizer, or None (not needed to sample ids).
         text_config, latent_config: the sections it was trained with. mode_weights: share of each mode in training, None
             when the folder does not say. condition_dropout: how often the nulls were trained, None when not said.
-        encoder: identity of the encoder of its latents, None when not said. folder: where it came from.
+        encoder: identity of the encoder of its latents, None when not said. folder: what was opened.
     """
 
     model: nn.Module
@@ -108,50 +108,47 @@ def latents_are_unit(mean: Tensor, std: Tensor) -> bool:
     return abs(float((mean.double() ** 2 + std.double() ** 2).sum()) - 1.0) < _UNIT_TOLERANCE
 
 
-def load_pretrained(folder: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Pretrained:
-    """Load what `mmldlm convert` wrote.
+def load_pretrained(path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Pretrained:
+    """Load a model and its settings from whatever the user names.
+
+    Args:
+        path: a run, RUN/latest, a checkpoint of any engine, a model.pt, or a folder that `mmldlm convert` wrote. Of a
+            checkpoint the weights are taken, as `mmldlm convert` does by default, not their moving average.
 
     Raises:
-        UserError: missing weights, config, tokenizer or diffusion settings, or a tokenizer of another vocabulary.
+        UserError: nothing readable there, damaged files, no config, tokenizer or diffusion settings beside the weights,
+            or a tokenizer of another vocabulary.
     """
-    from mmldlm.models import MultimodalMMDiT
-
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise UserError(
-            f"a converted checkpoint at {folder}", "a file" if folder.exists() else "nothing there", _CONVERT
-        )
-    model = MultimodalMMDiT.from_pretrained(folder, device=device, dtype=dtype)
-    values = read_config(folder)
+    model, values, config_path = load_model(path, device, dtype)
     sections = {}
     for key, section in (("text_diffusion", TextDiffusionConfig), ("latent_diffusion", LatentDiffusionConfig)):
         if not isinstance(values.get(key), dict):
             raise UserError(
-                f'"{key}" in {folder}/config.json: the diffusion settings the model was trained with',
+                f'"{key}" in {config_path}: the diffusion settings the model was trained with',
                 "no such key",
-                f"{_CONVERT}; sampling with other settings than those of training gives nonsense without an error",
+                f"{CONVERT}; sampling with other settings than those of training gives nonsense without an error",
             )
         try:
             sections[key] = section(**values[key])
         except ValidationError as error:
-            raise UserError(f'a valid "{key}" in {folder}/config.json', str(error), _CONVERT) from error
+            raise UserError(f'a valid "{key}" in {config_path}', str(error), CONVERT) from error
     model.normalises_latents = sections["latent_diffusion"].l2_normalise
     training, encoder = values.get("training") or {}, values.get("encoder")
     try:
         told = _Training(**training)
     except (ValidationError, TypeError) as error:
-        raise UserError(f'a valid "training" in {folder}/config.json', str(error), COPY_AGAIN) from error
+        raise UserError(f'a valid "training" in {config_path}', str(error), COPY_AGAIN) from error
     if not isinstance(encoder, dict | None):
-        raise UserError(f'an object "encoder" in {folder}/config.json', repr(encoder)[:100], COPY_AGAIN)
+        raise UserError(f'an object "encoder" in {config_path}', repr(encoder)[:100], COPY_AGAIN)
     return Pretrained(
         model,
-        _tokenizer(folder, model),
+        _tokenizer(config_path.parent, model),
         sections["text_diffusion"],
         sections["latent_diffusion"],
         told.mode_weights,
         told.condition_dropout,
         encoder,
-        folder,
+        Path(path),
     )
 
 
@@ -162,11 +159,41 @@ class _Training(BaseModel):
     condition_dropout: float | None = None
 
 
+def usable_device(name: str | None) -> str:
+    """The device that --device names, or the default: cuda where there is one, else cpu.
+
+    Raises:
+        UserError: a device that this machine or this build of torch does not have.
+    """
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        found = f"{name}: not a device of torch"
+    else:
+        try:
+            torch.empty(1, device=device)
+            found = f"{name}: a device without memory" if device.type == "meta" else None
+        except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch has one for each kind of absence
+            found = f"{name}: {(str(error).splitlines() or ['not here'])[0]}"
+    if found is not None:
+        number = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        known = f"cpu, or cuda:0 to cuda:{number - 1}" if number else "cpu (torch sees no GPU)"
+        check = "`python -c 'import torch; print(torch.version.cuda, torch.cuda.is_available())'`"
+        raise UserError(
+            f"a --device that this machine has: {known}",
+            found,
+            "leave --device out" if number else f"leave --device out; why no GPU is seen: `nvidia-smi`, {check}",
+        )
+    return name
+
+
 def _tokenizer(folder: Path, model):
     place = folder / "tokenizer"
     if not place.is_dir():
-        raise UserError(f"the tokenizer in {place}", "no such folder", _CONVERT)
-    tokenizer = read_tokenizer(place, f"a tokenizer in {place}", _CONVERT)
+        raise UserError(f"the tokenizer in {place}", "no such folder", CONVERT)
+    tokenizer = read_tokenizer(place, f"a tokenizer in {place}", CONVERT)
     config = model.config
     wanted = {key: getattr(config, key) for key in ("mask_token_id", "pad_token_id", "eos_token_id")}
     found = {key: getattr(tokenizer, key) for key in wanted}
@@ -174,6 +201,6 @@ def _tokenizer(folder: Path, model):
         raise UserError(
             f"the tokenizer the model was trained with in {place}: {wanted}, at most {config.vocab_size} tokens",
             f"{found}, {len(tokenizer)} tokens",
-            _CONVERT,
+            CONVERT,
         )
     return tokenizer

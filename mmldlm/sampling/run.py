@@ -1,4 +1,4 @@
-"""`mmldlm sample l2t | t2l | unconditional`: from a converted checkpoint to files."""
+"""`mmldlm sample l2t | t2l | unconditional`: from a run, a checkpoint or a converted model to files."""
 
 from __future__ import annotations
 
@@ -6,26 +6,28 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from mmldlm.data.arrays import read_array
 from mmldlm.errors import EXIT_DONE, UserError
+from mmldlm.sampling.inputs import encode_texts, given_texts, read_latents, tokenize_texts
 from mmldlm.sampling.joint import WAYS, choose_way, sample_joint
-from mmldlm.sampling.latents import METHODS, check_latents_per_text, latent_shape, sample_latents
-from mmldlm.sampling.pretrained import Pretrained, load_pretrained
+from mmldlm.sampling.latents import METHODS, check_latents_per_text, sample_latents
+from mmldlm.sampling.pretrained import Pretrained, load_pretrained, usable_device
+from mmldlm.sampling.progress import Meter
 from mmldlm.sampling.text import PRESENCE_PENALTY, SAMPLERS, TextSamples, sample_text
-from mmldlm.utils import reason, usable_folder
+from mmldlm.utils import usable_folder
 
-# Norms further from 1 than this are not vectors of an encoder that normalises.
-_NORM_SLACK = 0.05
+__all__ = ["add_arguments", "encode_texts", "main", "tokenize_texts"]
 
-
-KINDS = ("l2t", "t2l", "unconditional")
+KINDS = {
+    "l2t": "text from embeddings",
+    "t2l": "embeddings from text",
+    "unconditional": "text and embeddings from nothing",
+}
 # Options that not every kind reads, and their defaults in the kinds that do.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "latent_file": {"l2t": None},
@@ -43,34 +45,57 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "eta": {"t2l": 0.0},
     "way": {"unconditional": None},
 }
+# Of the same options: what argparse needs to know, and the help (of one kind, where it differs).
+OPTIONS: dict[str, dict[str, Any]] = {
+    "latent_file": {"metavar": "X.npy", "help": "embeddings [D] or [N, D], as the encoder gives them"},
+    "data": {"metavar": "STORE", "help": "embeddings of validation sentences of a prepared store"},
+    "text": {"nargs": "+", "metavar": "TEXT", "help": "texts (of l2t: embedded with the encoder of the training data)"},
+    "text_file": {"metavar": "FILE", "help": "texts, one a line"},
+    "num_samples": {"type": int, "metavar": "N", "help": "texts in all (l2t: default one per embedding)"},
+    "num_steps": {"type": int, "help": "denoising steps; a text of n tokens takes at most n confidence steps"},
+    "sampler": {"choices": SAMPLERS, "help": "of text"},
+    "temperature": {
+        "type": float,
+        "help": "0 takes the most probable token (default: 1 for ancestral; 0 for confidence, or 1 where an embedding "
+        "is used several times)",
+    },
+    "top_p": {"type": float, "help": "nucleus of the token draws"},
+    "guidance": {"type": float, "help": "classifier-free guidance, 1: none"},
+    "presence_penalty": {
+        "type": float,
+        "help": "nats off tokens already there (default: confidence 1, ancestral 0)",
+    },
+    "method": {"choices": METHODS, "help": "of latents: ddim, or heun for a rectified-flow model"},
+    "eta": {"type": float, "help": "noise of DDIM: 0 none, 1 ancestral"},
+    "way": {"choices": WAYS, "help": "joint or chain (default: what the model was trained for)"},
+}
 SOURCES = {"l2t": ("latent_file", "text", "text_file", "data"), "t2l": ("text", "text_file"), "unconditional": ()}
+OUTPUTS = ("samples.jsonl", "latents.npy", "settings.json")
+CHECKPOINT_HELP = "a run, RUN/latest, a checkpoint, a model.pt, or a folder that `mmldlm convert` wrote"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `mmldlm sample`; `settle_options` fills in the defaults and refuses what a kind ignores."""
+def add_arguments(parser: argparse.ArgumentParser, kind: str | None = None) -> None:
+    """Adds the arguments of `mmldlm sample`, or those that one kind reads; `settle_options` fills in the defaults."""
     add = parser.add_argument
-    add("kind", choices=KINDS, help="text from embeddings, embeddings from text, or both from nothing")
-    add("--checkpoint", required=True, metavar="DIR", help="folder that `mmldlm convert` wrote")
-    add("--output-dir", required=True, metavar="OUT", help="where samples.jsonl (and latents.npy) go")
-    add("--latent-file", metavar="X.npy", help="l2t: embeddings [D] or [N, D], as the encoder gives them")
-    add("--text", nargs="+", metavar="TEXT", help="texts; l2t embeds them with the encoder the model was trained on")
-    add("--text-file", metavar="FILE", help="texts, one a line")
-    add("--data", metavar="STORE", help="l2t: embeddings of validation sentences of a prepared store")
-    add("--num-samples", type=int, metavar="N", help="l2t: texts in all (default: one an embedding); unconditional: 10")
-    add("--num-steps", type=int, help="denoising steps (default: 64; t2l: 32)")
-    add("--sampler", choices=SAMPLERS, help="of text (default: l2t confidence, unconditional ancestral)")
-    add(
-        "--temperature",
-        type=float,
-        help="0 takes the most probable word (default: 1 for ancestral; 0 for confidence, or 1 "
-        "where an embedding is used several times)",
-    )
-    add("--top-p", type=float, help="nucleus of the draws of words (default 1)")
-    add("--guidance", type=float, help="classifier-free guidance of l2t and t2l (default 1: none)")
-    add("--presence-penalty", type=float, help="l2t: nats off words already there (default: confidence 1, ancestral 0)")
-    add("--method", choices=METHODS, help="t2l: ddim, or heun for a rectified-flow model (default ddim)")
-    add("--eta", type=float, help="t2l: noise of DDIM: 0 none, 1 ancestral (default 0)")
-    add("--way", choices=WAYS, help="unconditional: joint or chain (default: what the model was trained for)")
+    if kind is None:
+        add("kind", choices=KINDS, help="what to sample; `mmldlm sample KIND --help` lists the options of one")
+    else:
+        parser.set_defaults(kind=kind, **dict.fromkeys(DEFAULTS))
+    add("--checkpoint", required=True, metavar="PATH", help=CHECKPOINT_HELP)
+    add("--output-dir", required=True, metavar="OUT", help=f"where {', '.join(OUTPUTS)} go")
+    add("--overwrite", action="store_true", help="replace the samples of an earlier call in OUT")
+    for key, options in OPTIONS.items():
+        defaults = DEFAULTS[key]
+        if kind is None:
+            words = ", ".join(f"{name} {value}" for name, value in defaults.items() if value is not None)
+            readers = "" if len(defaults) == len(KINDS) else f"{', '.join(defaults)}: "
+            text = readers + options["help"] + (f" (default: {words})" if words else "")
+        elif kind in defaults:
+            value = defaults[kind]
+            text = options["help"] + (f" (default {value})" if value is not None else "")
+        else:
+            continue
+        add(_option(key), **{**options, "help": text})
     add("--seed", type=int, default=0, help="of every draw (default %(default)s)")
     add("--device", help="default: cuda where there is one, else cpu")
 
@@ -101,29 +126,8 @@ def _option(key: str) -> str:
     return "--" + key.replace("_", "-")
 
 
-def main(args: argparse.Namespace) -> int:
-    """Runs `mmldlm sample`; returns the exit code."""
-    settle_options(args)
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    pretrained = load_pretrained(args.checkpoint, device)
-    if args.kind != "unconditional":  # choose_way knows what that needs
-        pretrained.check_mode(args.kind)
-    pretrained.check_guidance(1.0 if args.guidance is None else args.guidance)
-    out = usable_folder(args.output_dir, "--output-dir")
-    started = time.perf_counter()
-    records, latents, extra = {"l2t": _l2t, "t2l": _t2l, "unconditional": _unconditional}[args.kind](pretrained, args)
-    seconds = time.perf_counter() - started
-
-    out.mkdir(parents=True, exist_ok=True)
-    if latents is not None:
-        np.save(out / "latents.npy", latents)
-    (out / "samples.jsonl").write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
-    settings = {key: value for key, value in vars(args).items() if isinstance(value, (str, int, float, list))}
-    (out / "settings.json").write_text(json.dumps({**settings, **extra, "device": device}, indent=2) + "\n")
-    _show(args.kind, records)
-    written = "samples.jsonl" + (", latents.npy" if latents is not None else "")
-    print(f"{len(records)} samples in {seconds:.1f} s; {written} and settings.json in {out}")
-    return EXIT_DONE
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
@@ -137,8 +141,54 @@ def _check_numbers(args: argparse.Namespace) -> None:
             raise UserError(f"{_option(key)} {bound}", str(value), "give another number")
 
 
-def _l2t(pretrained: Pretrained, args: argparse.Namespace):
-    references, latents = _l2t_input(pretrained, args)
+def output_folder(path: str, overwrite: bool) -> Path:
+    """The folder for the samples, which may exist.
+
+    Raises:
+        UserError: it cannot be written, or it holds samples and overwrite is False.
+    """
+    out = usable_folder(path, "--output-dir")
+    there = [name for name in OUTPUTS if (out / name).exists()]
+    if there and not overwrite:
+        raise UserError(
+            f"--output-dir {out} without samples of an earlier call",
+            ", ".join(there),
+            "give another --output-dir, or --overwrite to replace them",
+        )
+    return out
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs `mmldlm sample`; returns the exit code."""
+    settle_options(args)
+    device = usable_device(args.device)
+    out = output_folder(args.output_dir, args.overwrite)
+    pretrained = load_pretrained(args.checkpoint, device)
+    if args.kind != "unconditional":  # choose_way knows what that needs
+        pretrained.check_mode(args.kind)
+    pretrained.check_guidance(1.0 if args.guidance is None else args.guidance)
+    started = time.perf_counter()
+    with Meter(lambda line: print(line, file=sys.stderr, flush=True)) as begin:
+        sample = {"l2t": _l2t, "t2l": _t2l, "unconditional": _unconditional}[args.kind]
+        records, latents, extra = sample(pretrained, args, begin)
+    seconds = time.perf_counter() - started
+
+    out.mkdir(parents=True, exist_ok=True)
+    for name in OUTPUTS:  # no file of an earlier call stays beside those of this one
+        (out / name).unlink(missing_ok=True)
+    if latents is not None:
+        np.save(out / "latents.npy", latents)
+    (out / "samples.jsonl").write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+    settings = {key: value for key, value in vars(args).items() if isinstance(value, (str, int, float, list))}
+    (out / "settings.json").write_text(json.dumps({**settings, **extra, "device": device}, indent=2) + "\n")
+    _show(args.kind, records)
+    written = "samples.jsonl" + (", latents.npy" if latents is not None else "")
+    print(f"{_count(len(records), 'sample')} in {seconds:.1f} s; {written} and settings.json in {out}")
+    return EXIT_DONE
+
+
+def _l2t(pretrained: Pretrained, args: argparse.Namespace, begin: Meter):
+    references, latents = _l2t_input(pretrained, args, begin)
     count = args.num_samples or len(latents)
     source = np.arange(count) % len(latents)
     temperature = args.temperature
@@ -158,6 +208,7 @@ def _l2t(pretrained: Pretrained, args: argparse.Namespace):
         guidance=args.guidance,
         presence_penalty=penalty,
         seed=args.seed,
+        progress=begin(f"writing {_count(count, 'text')} in at most {args.num_steps} steps"),
     )
     records = text_records(pretrained, samples)
     for record, place in zip(records, source.tolist()):
@@ -167,7 +218,7 @@ def _l2t(pretrained: Pretrained, args: argparse.Namespace):
     return records, None, {"forward_passes_per_sample": samples.num_rows / len(records)}
 
 
-def _l2t_input(pretrained: Pretrained, args: argparse.Namespace) -> tuple[list[str] | None, np.ndarray]:
+def _l2t_input(pretrained: Pretrained, args: argparse.Namespace, begin: Meter) -> tuple[list[str] | None, np.ndarray]:
     if args.latent_file:
         return None, read_latents(args.latent_file, pretrained)
     if args.data:
@@ -179,125 +230,14 @@ def _l2t_input(pretrained: Pretrained, args: argparse.Namespace) -> tuple[list[s
         check_latents(latents, f"{args.data}/validation", pretrained.model.config.latent_dim)
         check_latents_per_text(store, pretrained.model.config)
         return store.texts(ids), latents
-    texts = _texts(args)
-    return texts, encode_texts(texts, pretrained)
+    texts = given_texts(args.text, args.text_file)
+    return texts, encode_texts(texts, pretrained, begin(f"embedding {_count(len(texts), 'text')} with the encoder"))
 
 
-def read_latents(path: str, pretrained: Pretrained) -> np.ndarray:
-    """Embeddings [N, D] fp32 of a .npy file that holds [D] or [N, D]; of a model of M latents a text [N, M, D] of
-    [M, D] or [N, M, D].
-
-    Raises:
-        UserError: no such file, not an array, empty, of another dimension, NaN, infinite or zero vectors.
-    """
-    shape = latent_shape(pretrained.model.config)
-    one = ", ".join(map(str, shape))
-    expected = f"a .npy file of numbers [{one}] or [N, {one}] (the model's latents of a text) at {path}"
-    fix = "save the encoder's vectors with numpy.save; nothing is filled in for missing or damaged ones"
-    try:
-        values = read_array(Path(path))
-    except FileNotFoundError:
-        raise UserError(expected, "no such file", "check the path") from None
-    except (OSError, ValueError) as error:
-        raise UserError(expected, f"not a .npy file: {error}", fix) from error
-    if not isinstance(values, np.ndarray) or not np.issubdtype(values.dtype, np.floating):
-        raise UserError(expected, f"{getattr(values, 'dtype', type(values).__name__)}", fix)
-    rows = values[None] if values.ndim == len(shape) else values
-    if rows.shape[1:] != shape or rows.size == 0:
-        raise UserError(expected, f"shape {list(values.shape)}", fix)
-    rows = np.ascontiguousarray(rows, dtype=np.float32)
-    bad = np.unique(np.nonzero(~np.isfinite(rows).all(-1) | ~rows.any(-1))[0])
-    if len(bad):
-        named = ", ".join(map(str, bad[:10])) + (", ..." if len(bad) > 10 else "")
-        raise UserError(f"finite, non-zero vectors in {path}", f"NaN, infinite or zero vectors in rows {named}", fix)
-    norm = float(np.median(np.linalg.norm(rows, axis=-1)))
-    if pretrained.unit_norm and abs(norm - 1) > _NORM_SLACK:
-        print(
-            f"warning: the vectors in {path} have norm {norm:.3g}, those the model was trained on have norm 1; "
-            "are they of the same encoder, unscaled?",
-            file=sys.stderr,
-        )
-    return rows
-
-
-def encode_texts(texts: Sequence[str], pretrained: Pretrained) -> np.ndarray:
-    """Embeddings [N, D] of texts by the encoder the model was trained on; [N, M, D] where it has M latents a text.
-
-    Raises:
-        UserError: the checkpoint does not name its encoder, the one at hand has other weights, or a text is too short
-            for M pieces.
-    """
-    from mmldlm.data.encoders import Encoder
-    from mmldlm.data.text import latent_parts
-
-    identity = pretrained.encoder
-    if identity is None:
-        raise UserError(
-            f'"encoder" in {pretrained.folder}/config.json, which names the encoder of the model\'s latents',
-            "no such key",
-            "embed the texts yourself and pass --latent-file",
-        )
-    if not pretrained.knows_encoder:
-        raise UserError(
-            "a model whose data names the encoder of its latents",
-            "its store was packed without --encoder",
-            "embed the texts yourself with that encoder and give the latents with --latent-file",
-        )
-    count, pieces = pretrained.model.config.max_latents, []
-    for text in texts:  # cut as prepare cuts them
-        parts = latent_parts(text, count)
-        if parts is None:
-            raise UserError(
-                f"texts of at least {count} characters, which the model's {count} latents are of",
-                repr(text),
-                "leave it out",
-            )
-        pieces += parts
-    return Encoder.from_identity(identity).encode(pieces).reshape(len(texts), *latent_shape(pretrained.model.config))
-
-
-def _texts(args: argparse.Namespace) -> list[str]:
-    texts = args.text
-    if args.text_file:
-        try:
-            texts = Path(args.text_file).read_text(encoding="utf-8").splitlines()
-        except OSError as error:
-            found = f"{args.text_file}: {reason(error)}"
-            raise UserError("a text file, one text a line", found, "check the path") from error
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"UTF-8 text in {args.text_file}",
-                f"byte 0x{error.object[error.start]:02x} at offset {error.start}",
-                "save it as UTF-8 (for instance with iconv)",
-            ) from None
-        texts = [text for text in texts if text.strip()]
-    if not texts or any(not text.strip() for text in texts):
-        raise UserError("texts that are not empty", f"{texts!r}", "give at least one text, none of them blank")
-    return [text.strip() for text in texts]
-
-
-def tokenize_texts(texts: Sequence[str], pretrained: Pretrained) -> list[list[int]]:
-    """Ids without special tokens.
-
-    Raises:
-        UserError: a text too long for the model, or of no token.
-    """
-    ids = pretrained.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-    room = pretrained.model.config.max_seq_len - 1
-    for text, row in zip(texts, ids):
-        if not 1 <= len(row) <= room:
-            raise UserError(
-                f"texts of 1 to {room} tokens (model.max_seq_len, less one for EOS)",
-                f"{len(row)} tokens in {text[:60]!r}",
-                "shorten it, or split it into sentences",
-            )
-    return ids
-
-
-def _t2l(pretrained: Pretrained, args: argparse.Namespace):
+def _t2l(pretrained: Pretrained, args: argparse.Namespace, begin: Meter):
     if args.method == "heun" and pretrained.latent_config.path != "rectified_flow":
         raise UserError("--method ddim", f"heun on path {pretrained.latent_config.path}", "heun needs rectified_flow")
-    texts = _texts(args)
+    texts = given_texts(args.text, args.text_file)
     ids = tokenize_texts(texts, pretrained)
     latents = sample_latents(
         pretrained.model,
@@ -310,16 +250,37 @@ def _t2l(pretrained: Pretrained, args: argparse.Namespace):
         renormalise=pretrained.renormalise,
         unit=pretrained.renormalise,
         seed=args.seed,
+        progress=begin(f"embedding {_count(len(texts), 'text')} in {args.num_steps} steps"),
     )
     norms = latents.norm(dim=-1).tolist()
-    records = [
+    records: list[dict[str, Any]] = [
         {"index": i, "text": text, "num_tokens": len(row), "latent": i, "norm": norm}
         for i, (text, row, norm) in enumerate(zip(texts, ids, norms))
     ]
-    return records, latents.numpy(), {}
+    cosines = _encoder_cosines(pretrained, texts, latents.numpy(), begin)
+    if cosines is None:
+        return records, latents.numpy(), {}
+    for record, cosine in zip(records, cosines):
+        record["cosine"] = cosine
+    return records, latents.numpy(), {"mean_cosine_with_encoder": float(np.mean(cosines))}
 
 
-def _unconditional(pretrained: Pretrained, args: argparse.Namespace):
+def _encoder_cosines(pretrained: Pretrained, texts: list[str], made: np.ndarray, begin: Meter) -> list[float] | None:
+    """Cosine of each made latent with the encoder's (their mean where a text has several); None without the encoder."""
+    try:
+        true = encode_texts(
+            texts, pretrained, begin(f"embedding {_count(len(texts), 'text')} with the encoder, to compare")
+        )
+    except (UserError, ImportError, OSError) as error:  # the samples are good without it
+        found = f"{error.found} (expected {error.expected})" if isinstance(error, UserError) else str(error)
+        print(f"no cosine with the encoder's embedding: {found}", file=sys.stderr)
+        return None
+    norms = np.linalg.norm(made, axis=-1) * np.linalg.norm(true, axis=-1)
+    cosines = (made * true).sum(-1) / np.maximum(norms, 1e-12)
+    return cosines.reshape(len(texts), -1).mean(-1).tolist()
+
+
+def _unconditional(pretrained: Pretrained, args: argparse.Namespace, begin: Meter):
     way = choose_way(pretrained, args.way)
     shared = {"steps": args.num_steps, "sampler": args.sampler, "temperature": args.temperature, "top_p": args.top_p}
     if way == "joint":
@@ -330,6 +291,7 @@ def _unconditional(pretrained: Pretrained, args: argparse.Namespace):
             latent_diffusion=pretrained.latent_diffusion,
             renormalise=pretrained.renormalise,
             seed=args.seed,
+            progress=begin(f"{args.num_samples} texts and embeddings together in {args.num_steps} steps"),
             **shared,
         )
     else:
@@ -342,8 +304,16 @@ def _unconditional(pretrained: Pretrained, args: argparse.Namespace):
             renormalise=pretrained.renormalise,
             unit=pretrained.renormalise,
             seed=args.seed,
+            progress=begin(f"{args.num_samples} embeddings in {args.num_steps} steps"),
         )
-        samples = sample_text(pretrained.model, latents, diffusion=pretrained.text_diffusion, seed=args.seed, **shared)
+        samples = sample_text(
+            pretrained.model,
+            latents,
+            diffusion=pretrained.text_diffusion,
+            seed=args.seed,
+            progress=begin(f"writing their texts in {args.num_steps} steps"),
+            **shared,
+        )
     records = text_records(pretrained, samples)
     for i, record in enumerate(records):
         record.update(latent=i, way=way)
@@ -351,7 +321,7 @@ def _unconditional(pretrained: Pretrained, args: argparse.Namespace):
 
 
 def text_records(pretrained: Pretrained, samples: TextSamples) -> list[dict[str, Any]]:
-    """One JSON-ready record a text."""
+    """One JSON-ready record per text."""
     texts = pretrained.tokenizer.batch_decode(samples.tokens, skip_special_tokens=True)
     return [
         {"index": i, "text": text, "num_tokens": len(ids)} for i, (text, ids) in enumerate(zip(texts, samples.tokens))
@@ -369,9 +339,9 @@ def _show(kind: str, records: list[dict[str, Any]], most: int = 20) -> None:
     from rich.table import Table
 
     table = Table(title=f"sample {kind}", show_lines=True)
-    columns = [key for key in ("index", "reference", "text", "norm") if key in records[0]]
+    columns = [key for key in ("index", "reference", "text", "norm", "cosine") if key in records[0]]
     for key in columns:
-        table.add_column(key, overflow="fold")
+        table.add_column("cosine with the encoder's" if key == "cosine" else key, overflow="fold")
     for record in records[:most]:
         table.add_row(*(_shown(record[key]) for key in columns))
     Console(markup=False).print(table)

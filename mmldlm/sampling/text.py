@@ -82,6 +82,11 @@ def _check(values: Tensor) -> None:
         raise MmldlmError("the model gave NaN or infinite logits; its weights are damaged or its input is out of range")
 
 
+def passes_of(lengths: Tensor, sampler: str, steps: int) -> Tensor:
+    """[B] int64 passes that texts of these lengths (EOS counted) take: a confidence step fills a position at least."""
+    return (lengths - 1).clamp(1, steps) if sampler == "confidence" else torch.full_like(lengths, steps)
+
+
 class TextState:
     """A batch of texts on their way from all [MASK] to clean; which positions are wanted, and what becomes of them.
 
@@ -134,10 +139,7 @@ class TextState:
         uniform = uniform[:, :, :width].to(device)
         self.token_uniform = uniform[:, 1].reshape(-1)
         content = lengths - 1
-        if sampler == "confidence" and not common_clock:
-            self.row_steps = content.clamp(1, steps)
-        else:
-            self.row_steps = torch.full_like(content, steps)
+        self.row_steps = torch.full_like(content, steps) if common_clock else passes_of(lengths, sampler, steps)
         if sampler == "ancestral":
             grid = self._grid(torch.full((1,), steps, device=device))
             # Step k unmasks what was still masked at its t and is not at its s; at s = 0 nothing stays masked.
@@ -253,7 +255,7 @@ def sample_text(
     presence_penalty: float = 0.0,
     seed: int = 0,
     batch_tokens: int = 1536,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> TextSamples:
     """Write one text for every latent, or num_samples texts from nothing.
 
@@ -267,7 +269,7 @@ def sample_text(
         presence_penalty: nats taken off the logit of every token that the text already holds. A greedy parallel decoder
             repeats itself, because positions filled together do not see each other; 0 is the model's own law.
         seed: a sample's draws depend on it and the sample's index alone. batch_tokens: padded positions of one pass.
-        progress: called with the number of texts done since the last call.
+        progress: called after every pass with the passes of all texts done so far, and in all.
 
     Returns:
         TextSamples; no text holds [MASK], [PAD] or an EOS before its end.
@@ -281,7 +283,8 @@ def sample_text(
     if lengths is None:
         lengths = predict_lengths(model, latents, count, length_rule, seed)
     texts: list[list[int]] = [[] for _ in range(count)]
-    num_rows = 0
+    passes = passes_of(lengths, sampler, steps)
+    num_rows, done, total = 0, 0, int(passes.sum())
     for rows in token_budget_batches(lengths.tolist(), batch_tokens):
         index = torch.from_numpy(rows.copy())
         width = int(lengths[index].max())
@@ -301,10 +304,11 @@ def sample_text(
         given = model.scale_latents(latents[index].to(device)) if latents is not None else None
         for k in range(steps):
             num_rows += _advance(model, state, k, given, guidance)
+            done += int((passes[index] > k).sum())
+            if progress is not None:
+                progress(done, total)
         for row, text in zip(rows.tolist(), state.texts()):
             texts[row] = text
-        if progress is not None:
-            progress(len(rows))
     return TextSamples(texts, lengths, num_rows)
 
 

@@ -6,7 +6,9 @@ import argparse
 import io
 import json
 import os
+import re
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -201,8 +203,11 @@ def test_what_cannot_be_packed_is_refused(sentences, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["files", "other"]
 
 
-def test_the_verb(files, tmp_path, capsys):
+def test_the_verb(files, tmp_path, capsys, monkeypatch):
+    clock = iter([100.0, 136.2])
+    monkeypatch.setattr(pack, "time", SimpleNamespace(perf_counter=clock.__next__))
     parser = argparse.ArgumentParser()
     pack.add_arguments(parser)
     assert pack.main(parser.parse_args([str(files), "--output-dir", str(tmp_path / "s")])) == 0
-    assert "data.latent_data_root=" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "data.latent_data_root=" in said and re.search(r"time +│ 36 s", said)

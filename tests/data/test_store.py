@@ -10,7 +10,7 @@ import pytest
 
 from mmldlm.data.encoders import sha256_of
 from mmldlm.data.store import MANIFEST, SPLITS, Store, check_latents, load_tokenizer
-from mmldlm.data.verify import verify
+from mmldlm.data.verify import examine, plot, verify
 from mmldlm.errors import UserError
 
 
@@ -170,6 +170,20 @@ def _rewrite(root, name, change):
     manifest = json.loads((root / MANIFEST).read_text())
     manifest["files"][name] = {"bytes": (root / name).stat().st_size, "sha256": sha256_of(root / name)}
     (root / MANIFEST).write_text(json.dumps(manifest))
+
+
+def test_the_plot_shows_shares(made_store, tmp_path, monkeypatch):
+    from matplotlib import pyplot
+
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    report = examine(made_store)
+    plot(report, json.loads((made_store / MANIFEST).read_text()), str(tmp_path / "plot.png"))
+    left, middle, _ = pyplot.gcf().axes
+    monkeypatch.undo()
+    pyplot.close("all")
+    for axes in (left, middle):
+        assert axes.get_ylabel() == "share of samples"
+        assert sum(bar.get_height() for bar in axes.patches) == pytest.approx(2)  # 1 in train, 1 in validation
 
 
 def test_verify_finds_what_checksums_cannot(made_store, store_copy):

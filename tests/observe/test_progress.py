@@ -119,6 +119,21 @@ def test_a_terminal_gets_one_live_line_with_messages_above_it():
     assert shown.count("\n") < 10
 
 
+def test_a_terminal_breaks_messages_between_words():
+    shown = io.StringIO()
+    shown.isatty = lambda: True
+    metrics = ", ".join(f"l2t_token_accuracy_{number} 0.069" for number in range(12))
+    with Progress(9, stream=shown) as progress:
+        progress._console.width = 80
+        progress.message(f"eval     step 10: {metrics}")
+        progress.warning(f"a folder /{'x' * 90} and more words " * 2)
+    lines = [re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", line).rstrip() for line in shown.getvalue().splitlines()]
+    words = set(" ".join(lines).split())
+    assert {f"l2t_token_accuracy_{number}" for number in range(12)} <= words and f"/{'x' * 90}" in words
+    assert all(len(line) <= 80 for line in lines if "xxx" not in line)
+    assert sum(line.startswith(" " * 9) for line in lines) >= 5
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_without_a_reader_the_steps_go_on_in_the_log_file(tmp_path, capsys, terminal):
     """`mmldlm train | head`, and a terminal that was closed."""

@@ -58,6 +58,36 @@ def test_l2t_writes_one_text_for_every_embedding(checkpoint, latent_file, tmp_pa
     assert "3 samples" in capsys.readouterr().out
 
 
+def test_samples_are_never_overwritten_unasked(checkpoint, latent_file, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    shared = ("--checkpoint", checkpoint, "--num-steps", 2, "--output-dir", out)
+    run("t2l", "--text", "word1", "word2", *shared)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    (out / "notes.txt").write_text("mine")
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="--overwrite") as error:
+        patch.setattr("mmldlm.sampling.run.load_pretrained", lambda *a: pytest.fail("refused too late"))
+        run("l2t", "--latent-file", latent_file, *shared)
+    assert error.value.exit_code == 2 and error.value.found == "samples.jsonl, latents.npy, settings.json"
+    assert all((out / name).read_bytes() == text for name, text in before.items())
+    assert run("l2t", "--latent-file", latent_file, *shared, "--overwrite") == 0
+    assert {path.name for path in out.iterdir()} == {"samples.jsonl", "settings.json", "notes.txt"}  # no old latents
+    assert len(lines(out)) == 3
+
+
+def test_t2l_compares_with_the_encoder_where_there_is_one(checkpoint, tmp_path, monkeypatch, capsys):
+    words = ("t2l", "--checkpoint", checkpoint, "--text", "word1 word2", "word3", "--num-steps", 2, "--output-dir")
+    assert run(*words, tmp_path / "a") == 0
+    assert "no cosine with the encoder's embedding" in capsys.readouterr().err
+    assert "cosine" not in lines(tmp_path / "a")[0]
+    made = np.load(tmp_path / "a" / "latents.npy")
+    other = np.roll(made, 1, axis=0)  # of the encoder: the other text's vector
+    monkeypatch.setattr("mmldlm.sampling.run.encode_texts", lambda texts, pretrained, progress: 3 * other)
+    assert run(*words, tmp_path / "b") == 0
+    expected = [float(a @ b) for a, b in zip(made, other)]
+    assert [line["cosine"] for line in lines(tmp_path / "b")] == pytest.approx(expected, abs=1e-5)
+    assert "cosine with" in capsys.readouterr().out
+
+
 def test_l2t_draws_when_an_embedding_is_used_several_times(checkpoint, tmp_path):
     np.save(tmp_path / "one.npy", np.full(6, 6**-0.5))
     out = tmp_path / "out"
@@ -218,7 +248,7 @@ def test_a_folder_without_diffusion_settings_is_refused(checkpoint, tmp_path):
     for key in ("text_diffusion", "latent_diffusion"):
         with pytest.raises(UserError, match=key):
             load_pretrained(changed(checkpoint, tmp_path / key, **{key: None}))
-    with pytest.raises(UserError, match="nothing there"):
+    with pytest.raises(UserError, match="absent\n  found: nothing"):
         load_pretrained(tmp_path / "absent")
 
 
@@ -286,8 +316,8 @@ def test_a_model_of_several_latents_a_text_reads_and_writes_them_all(checkpoint,
         assert np.load(tmp_path / way / "latents.npy").shape == (2, 3, 6)
     for array, count in ((made, 2), (made[0], 1)):
         np.save(tmp_path / "x.npy", array)
-        assert run("l2t", "--latent-file", tmp_path / "x.npy", *shared, tmp_path / "b") == 0
-        assert len(lines(tmp_path / "b")) == count
+        assert run("l2t", "--latent-file", tmp_path / "x.npy", *shared, tmp_path / f"b{count}") == 0
+        assert len(lines(tmp_path / f"b{count}")) == count
     np.save(tmp_path / "x.npy", made[:, 0])
     with pytest.raises(UserError, match=r"\[3, 6\]"):
         run("l2t", "--latent-file", tmp_path / "x.npy", *shared, tmp_path / "b")

@@ -126,3 +126,31 @@ def test_an_unknown_event_names_those_there(store, tmp_path):
     assert np.isnan(load_case(tmp_path, "last")["loss"])
     with pytest.raises(UserError, match="steps kept there: 7"):
         load_case(tmp_path, "8")
+
+
+def test_weights_that_made_the_numbers_are_reached_without_being_asked(store, tmp_path, capsys):
+    """A learning rate that throws the weights away: with those of the start the step is clean."""
+    from mmldlm.errors import StabilityStop
+    from mmldlm.train import main
+
+    more = ["training.dtype=fp32", "training.num_train_steps=3", "optimizer.lr=1e20", "logging.save_freq=100"]
+    try:
+        main(words(store, tmp_path, *more, "stability.max_consecutive_skips=9"))
+    except StabilityStop:
+        pass
+    skipped = [record["step"] for record in read_log(tmp_path, "run") if record["skipped"]]
+    assert skipped and skipped[0] == 2
+    found = replayed(tmp_path / "run", "2", tmp_path, "--dtypes", "fp32")
+    assert "trained from" in found["weights"] and not found["dtypes"]["fp32"]["clean"]
+    said = capsys.readouterr().out
+    assert "nothing found with older weights: taking the 1 step(s) up to it" in said
+
+    from mmldlm import replay
+
+    replay._FEW, few = 0, replay._FEW
+    try:
+        replayed(tmp_path / "run", "2", tmp_path, "--dtypes", "fp32")
+    finally:
+        replay._FEW = few
+    said = capsys.readouterr().out
+    assert f"`mmldlm replay {tmp_path / 'run'} 2 --exact`" in said and "1 step(s) older" in said

@@ -1,0 +1,76 @@
+"""What a long measurement shows: every pass counts, a log gets lines, a terminal a bar that goes away."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import torch
+
+from mmldlm.diffusion import ContinuousDiffusion, MaskedDiffusion
+from mmldlm.evaluation.likelihood import measure
+from mmldlm.sampling.joint import sample_joint
+from mmldlm.sampling.latents import sample_latents
+from mmldlm.sampling.pretrained import load_pretrained
+from mmldlm.sampling.progress import Meter
+from mmldlm.sampling.text import sample_text
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def meter(stream, times):
+    said = []
+    return said, Meter(said.append, stream, interval=10.0, clock=iter(times).__next__)
+
+
+def test_a_log_gets_a_line_now_and_then_with_the_time_left():
+    log = io.StringIO()
+    said, begin = meter(log, [0.0, 4.0, 20.0, 25.0, 40.0, 50.0])
+    with begin:
+        advance = begin("writing 4 texts")
+        for done in (1, 1, 2, 3, 4):  # at 4, 20, 25, 40 and 50 s
+            advance(done, 4)
+    assert said == ["writing 4 texts"]
+    assert log.getvalue().splitlines() == ["  25% after 20s, 1m00s left", "  75% after 40s, 13s left"]
+
+
+def test_a_terminal_gets_a_bar_that_goes_away():
+    screen = Terminal()
+    _, begin = meter(screen, [0.0])
+    with begin:
+        advance = begin("writing")
+        advance(1, 2)
+        assert begin._bar is not None and begin._bar.tasks[0].percentage == 50
+    assert begin._bar is None and "%" in screen.getvalue()
+
+
+def test_every_pass_of_every_sampler_is_reported(checkpoint):
+    pretrained = load_pretrained(checkpoint)
+    model, calls = pretrained.model, []
+
+    def progress(done, total):
+        calls.append((done, total))
+
+    def check(num_calls, total):
+        assert calls[-1] == (total, total) and len(calls) == num_calls
+        assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+        calls.clear()
+
+    latent, text = pretrained.latent_diffusion, pretrained.text_diffusion
+    assert isinstance(latent, ContinuousDiffusion) and isinstance(text, MaskedDiffusion)
+    sample_latents(model, [[5, 6], [7]], diffusion=latent, steps=9, progress=progress)  # one batch, many steps
+    check(9, 18)
+    lengths = torch.tensor([3, 8])
+    # Two texts of 2 and 7 tokens: a confidence step fills one at least.
+    sample_text(model, torch.randn(2, 6), diffusion=text, steps=64, lengths=lengths, progress=progress)
+    check(64, 9)
+    sample_text(model, None, num_samples=2, diffusion=text, steps=5, lengths=lengths, sampler="ancestral",
+                progress=progress)  # fmt: skip
+    check(5, 10)
+    sample_joint(model, 4, text_diffusion=text, latent_diffusion=latent, steps=3, batch_size=2, progress=progress)
+    check(6, 12)
+    measure(model, [[5], [6, 7]], torch.randn(2, 6), np.array([1, 0]), diffusion=text, draws=3, progress=progress)
+    check(3, 6)
