@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mmldlm.checkpoints.commit import find_latest_whole
 from mmldlm.checkpoints.manifest import MANIFEST
-from mmldlm.errors import EXIT_DONE, EXIT_INTERRUPTED, UserError
+from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, UserError
 from mmldlm.launch.watcher import AGREED, Outcome, Watcher
 from mmldlm.preflight import command as preflight
 from mmldlm.preflight.context import Context
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run; returns 0, or the worst exit code of any rank, or that of the preflight."""
+    """Run; returns 0, the worst exit code of any rank, or that of the preflight (2 where the data cannot be used)."""
     args.carries_all = True  # rank.py carries the variables itself, whatever the launcher does
     started = time.perf_counter()
     context, results = preflight.run(args)
@@ -39,7 +39,8 @@ def main(args: argparse.Namespace) -> int:
     show(context, results, seconds, sys.stdout)
     preflight.record(context, results, code, seconds, None)
     if code != EXIT_DONE:
-        return code
+        # As the ranks would end: data that is not there, or does not fit the config, is bad input.
+        return EXIT_USAGE if code == EXIT_FAILED and context.plan.get("data_error") else code
     words, training = train_words(args), context.config.training
     batch = training.train_batch_size * training.grad_accum_steps * context.world_size
     run_dir = context.config.run_dir()

@@ -96,10 +96,10 @@ def test_a_killed_rank_ends_the_other_and_its_status_is_returned(store, tmp_path
     assert not any(is_running(pid) for pid in ranks)
 
 
-def test_a_failed_preflight_starts_nothing(store, tmp_path):
-    process = start(store, tmp_path, "model.latent_dim=7")
+def test_a_store_that_is_not_there_is_bad_input_and_nothing_is_started(tmp_path):
+    process = start(tmp_path / "nowhere", tmp_path)
     output, _ = process.communicate(timeout=120)
-    assert process.returncode == 1 and "DATA001" in output
+    assert process.returncode == 2 and "DATA001" in output
     assert not (tmp_path / "run" / "logs").exists()
 
 
@@ -129,6 +129,44 @@ def test_a_batch_that_cannot_be_kept_ends_the_run(tmp_path, slots, bad, capsys):
     assert "cannot go on" in capsys.readouterr().err
 
 
+def planned(context, monkeypatch, watcher):
+    """command.main without a preflight, and with another watcher."""
+    monkeypatch.setattr(command, "Watcher", watcher)
+    monkeypatch.setattr(command.preflight, "run", lambda args: (context, []))
+    monkeypatch.setattr(command.preflight, "record", lambda *args: None)
+    monkeypatch.setattr(command, "show", lambda *args: None)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "interrupted", "attempts"),
+    [("deepspeed", False, 3), ("deepspeed", True, 1), ("slurm", False, 1)],  # Slurm warns the ranks, not the launch
+)
+def test_a_signal_from_elsewhere_is_a_fault_that_is_retried(tmp_path, monkeypatch, launcher, interrupted, attempts):
+    context, seen = three_nodes(tmp_path, (1, 1, 1)), []
+    context.options.launcher = launcher
+
+    class Ends:
+        def __init__(self, context, words, logs, grace):
+            seen.append(logs)
+
+        def run(self):
+            return Outcome(5, "rank 1 ended first", interrupted=interrupted)
+
+    planned(context, monkeypatch, Ends)
+    args = argparse.Namespace(config_name="tiny", config=None, deepspeed_config=None, overrides=[], retries=2,
+                              elastic=False, grace=1.0, strict=False)  # fmt: skip
+    assert command.main(args) == 5
+    # Attempts of one second have logs of their own.
+    assert len(set(seen)) == len(seen) == attempts and all(path.is_dir() for path in seen)
+
+
+def test_the_end_names_the_newest_checkpoint(tmp_path, capsys):
+    command.report(Outcome(1, "interrupted twice: ended at once"), tmp_path, (tmp_path / "step_5", 1))
+    command.report(Outcome(1, "rank 0 ended first"), tmp_path, None)
+    said = capsys.readouterr().err
+    assert f"newest checkpoint: {tmp_path}/step_5" in said and "no whole checkpoint" in said
+
+
 @pytest.mark.parametrize("resume", [["training.resume=/runs/old/latest"], []])
 def test_a_retry_resumes_only_what_this_launch_has_saved(tmp_path, monkeypatch, resume):
     """With nothing saved, training.resume=auto would be a fresh start, or what another run left in the folder."""
@@ -149,10 +187,7 @@ def test_a_retry_resumes_only_what_this_launch_has_saved(tmp_path, monkeypatch, 
                 save(7)
             return Outcome(1, "rank 3 ended first")
 
-    monkeypatch.setattr(command, "Watcher", Fails)
-    monkeypatch.setattr(command.preflight, "run", lambda args: (context, []))
-    monkeypatch.setattr(command.preflight, "record", lambda *args: None)
-    monkeypatch.setattr(command, "show", lambda *args: None)
+    planned(context, monkeypatch, Fails)
     if resume:
         save(6)  # of an earlier run, which the explicit resume leaves aside
     given = ["--config-name", "tiny", "logging.run_name=run", *resume]

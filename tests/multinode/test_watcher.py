@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import signal
 import time
+from pathlib import Path
 
 import pytest
-from accidents import ACCIDENTS, NEIGHBORS, play, play_beside, ranks_on, start, steps_of, wait_for
+from accidents import ACCIDENTS, NEIGHBORS, pids, play, play_beside, ranks_on, start, steps_of, wait_for
 from bed import end
 
-from tests.helpers import LONG
+from tests.helpers import LONG, ROOT
 
 # A killed rank is in the retry's test below; benchmarks/preflight.py plays all eight and measures them.
 PLAYED = ("launcher killed before the group forms", "host cut off after the group forms")
@@ -35,6 +36,32 @@ def test_ends_of_three_other_launches_do_not_touch_one_that_trains(bed, store, t
     for ended in play_beside(bed, store, tmp_path, NEIGHBORS):
         assert ended.code in ended.neighbor.codes and ended.left == [], ended.output[-3000:]
         assert ended.kept_trains and ended.pkills == "", ended
+
+
+@LONG
+@pytest.mark.parametrize("launcher", ["deepspeed", "mpi"])
+def test_odd_names_another_tmpdir_and_a_full_tmp_do_not_change_the_end(bed, store, tmp_path, launcher):
+    """TMPDIR of a batch job on the head, and in .deepspeed_env; n2's folder in /tmp takes nothing when the ranks run."""
+    (tmp_path / "job").mkdir()
+    (tmp_path / "env").write_text(f"TMPDIR={tmp_path}/job\n")
+    name = "exp_$(touch pwned) `touch pwned`; '%h\"%n é"
+    env = {"TMPDIR": f"{tmp_path}/job", "DS_ENV_FILE": f"{tmp_path}/env", "WANDB_API_KEY": "cannot-be-read"}
+    words = ["--level", "0", "training.num_train_steps=8", "logging.save_freq=8", "logging.eval_freq=1000"]
+    process = start(bed, store, tmp_path, *words, launcher=launcher, name=name, env=env)
+    wait_for(lambda: steps_of(tmp_path, name) >= 2, process)
+    (rank,) = pids(bed["n2"], "rank.py [0-9a-f]{32}$")[-1:]
+    folder = f"/tmp/mmldlm_{bed['n2'].sh('ps', '-o', 'args=', rank).split()[-1]}"
+    bed["n2"].sh("mount", "--bind", folder, folder)
+    try:
+        bed["n2"].sh("mount", "-o", "remount,bind,ro", folder)
+        output, _ = process.communicate(timeout=240)
+    finally:
+        bed["n2"].sh("umount", "--lazy", folder)
+    assert process.returncode == 0 and steps_of(tmp_path, name) == 8, output[-3000:]
+    assert not list(ROOT.glob("*pwned*")) and not Path("/pwned").exists()
+    run = tmp_path / "runs" / name
+    assert not any(b"cannot-be-read" in path.read_bytes() for path in run.rglob("*") if path.is_file())
+    assert "cannot-be-read" not in output
 
 
 @LONG
