@@ -59,19 +59,23 @@ mmldlm_pip() {
     if ! "$PYTHON" -m pip --disable-pip-version-check install -c "$MMLDLM_ROOT/constraints.txt" "$@" >>"$MMLDLM_LOG" 2>&1; then
         tail -n 20 "$MMLDLM_LOG" >&2
         mmldlm_fail "the installation stopped (all of its output: setup.log in the virtual environment)" \
-            "mend the cause named above; the same command then goes on where it stopped"
+            "remove the cause named above; the same command then continues where it stopped"
         return 1
     fi
 }
 
-# Usage: mmldlm_install VENV EXTRA...   (PYTHON is the environment's own)
-mmldlm_install() {
-    local venv=$1 extra stamp names="" missing=()
-    shift
-    stamp=$(mmldlm_stamp "$PYTHON" "$venv")
-    for extra in base "$@"; do
-        [ "$(cat "$venv/.mmldlm-$extra" 2>/dev/null)" = "$stamp" ] || missing+=("$extra")
+# Usage: mmldlm_missing VENV STAMP EXTRA...   (prints what is not installed yet, a word a line)
+mmldlm_missing() {
+    local venv=$1 stamp=$2 extra
+    for extra in base "${@:3}"; do
+        [ "$(cat "$venv/.mmldlm-$extra" 2>/dev/null)" = "$stamp" ] || echo "$extra"
     done
+}
+
+# Usage: mmldlm_install VENV STAMP EXTRA...   (PYTHON is the environment's own)
+mmldlm_install() {
+    local venv=$1 stamp=$2 extra names="" missing=()
+    mapfile -t missing < <(mmldlm_missing "$@")
     [ ${#missing[@]} -eq 0 ] && return
     MMLDLM_LOG=$venv/setup.log
     : >"$MMLDLM_LOG"
@@ -100,12 +104,12 @@ mmldlm_install() {
 }
 
 mmldlm_env() {
-    local venv=${MMLDLM_VENV:-$MMLDLM_ROOT/.venv} base
+    local venv=${MMLDLM_VENV:-$MMLDLM_ROOT/.venv} base stamp
     mkdir -p "$venv" || return
     venv=$(cd "$venv" && pwd)
     # A moved environment still starts, but its scripts (torchrun, deepspeed) point at the old place.
     if [ -e "$venv/.mmldlm-home" ] && [ "$(cat "$venv/.mmldlm-home")" != "$venv" ]; then
-        echo "set-up: the virtual environment was moved, making it anew"
+        echo "set-up: the virtual environment was moved, making a new one"
         rm -rf "$venv"
         mkdir -p "$venv"
     fi
@@ -117,14 +121,24 @@ mmldlm_env() {
         echo "$venv" >"$venv/.mmldlm-home"
     fi
     PYTHON=$venv/bin/python
-    # Two scripts started together must not install into one environment at once.
-    if command -v flock >/dev/null; then
-        (
-            flock -n 9 || { echo "set-up: waiting for another set-up of this environment" && flock 9; }
-            mmldlm_install "$venv" "$@"
-        ) 9>"$venv/.mmldlm-lock" || return
-    else
-        mmldlm_install "$venv" "$@" || return
+    stamp=$(mmldlm_stamp "$PYTHON" "$venv") || return
+    # What is installed needs no lock, and may belong to another user.
+    if [ -n "$(mmldlm_missing "$venv" "$stamp" "$@")" ]; then
+        if ! [ -w "$venv" ]; then
+            mmldlm_fail "$venv is not set up for this checkout, and you may not write to it" \
+                "set up one of your own: MMLDLM_VENV=a folder of yours"
+            return
+        fi
+        # Two scripts started together must not install into one environment at once.
+        if command -v flock >/dev/null; then
+            (
+                flock -w 5 9 ||
+                    { echo "set-up: another script sets up $venv; this one continues when it is done" && flock 9; }
+                mmldlm_install "$venv" "$stamp" "$@"
+            ) 9>"$venv/.mmldlm-lock" || return
+        else
+            mmldlm_install "$venv" "$stamp" "$@" || return
+        fi
     fi
     export VIRTUAL_ENV=$venv PATH=$venv/bin:$PATH PYTHON
 }

@@ -3,13 +3,17 @@
 
 mmldlm_words() {
     local name key
+    mmldlm_refuse_old_names || return
+    mmldlm_same LEARNING_RATE OPTIMIZER_LR "both set optimizer.lr: keep one" || return
+    mmldlm_count NPROC_PER_NODE 1 || return
+    mmldlm_count MASTER_PORT 1 || return
     MMLDLM_WORDS=(--config-name "${CONFIG_NAME:-mmdit_stable}")
     if [ -n "${DS_CONFIG:-}" ]; then
         [ -r "$DS_CONFIG" ] || { mmldlm_fail "DS_CONFIG=$DS_CONFIG cannot be read" "see ds_configs/"; return; }
         MMLDLM_WORDS+=(--deepspeed_config "$DS_CONFIG")
     fi
     while read -r name key; do
-        [ -n "${!name:-}" ] && MMLDLM_WORDS+=("$key=${!name}")
+        if [ -n "${!name:-}" ]; then MMLDLM_WORDS+=("$key=${!name}"); fi
     done <<'WORDS'
 LEARNING_RATE optimizer.lr
 OPTIMIZER_LR optimizer.lr
@@ -20,17 +24,78 @@ GRAD_ACCUM_STEPS training.grad_accum_steps
 LATENT_DIM model.latent_dim
 DTYPE training.dtype
 WORDS
-    if [ -n "${LEARNING_RATE:-}" ] && [ -n "${OPTIMIZER_LR:-}" ] && [ "$LEARNING_RATE" != "$OPTIMIZER_LR" ]; then
-        mmldlm_fail "LEARNING_RATE=$LEARNING_RATE and OPTIMIZER_LR=$OPTIMIZER_LR disagree" "both set optimizer.lr: keep one"
+}
+
+# MM-LDLM's variables that this project calls otherwise: read by nothing here, so a run would not be the one meant.
+mmldlm_refuse_old_names() {
+    local name fix
+    for name in "${!L2T_@}"; do
+        [ -n "${!name}" ] || continue
+        case $name in
+        L2T_CONFIG) fix="CONFIG_NAME=${!name}" ;;
+        L2T_RUN_NAME) fix="give the word logging.run_name=${!name}" ;;
+        L2T_SAVE_DIR) fix="give the word logging.save_dir=${!name}" ;;
+        L2T_TRAIN_BS) fix="give the word training.train_batch_size=${!name}" ;;
+        L2T_EVAL_BS) fix="give the word training.eval_batch_size=${!name}" ;;
+        L2T_COMPILE) fix="give the word training.compile_model=${!name}" ;;
+        *) fix="give it as a word section.key=value (mmldlm config --keys lists them)" ;;
+        esac
+        mmldlm_fail "$name is MM-LDLM's name and is not read here" "unset $name; $fix"
+        return
+    done
+}
+
+# Usage: mmldlm_same NAME OTHER FIX   (two variables of one meaning)
+mmldlm_same() {
+    if [ -n "${!1:-}" ] && [ -n "${!2:-}" ] && [ "${!1}" != "${!2}" ]; then
+        mmldlm_fail "$1=${!1} and $2=${!2} disagree" "$3"
     fi
 }
 
-# Finds mistakes in the config before any rank starts, where they are one message and exit code 2.
+# Usage: mmldlm_count NAME LEAST
+mmldlm_count() {
+    local value=${!1:-$2}
+    if ! [[ $value =~ ^[0-9]{1,9}$ ]] || [ "$value" -lt "$2" ]; then
+        mmldlm_fail "$1=$value" "expected a whole number from $2 up"
+    fi
+}
+
+# Usage: mmldlm_hostfile   (prints "NAME SLOTS" of every node of $HOSTFILE)
+mmldlm_hostfile() {
+    [ -r "$HOSTFILE" ] && [ -f "$HOSTFILE" ] ||
+        { mmldlm_fail "HOSTFILE=$HOSTFILE cannot be read" "see hostfiles/ for examples"; return; }
+    sed -nE 's/^[[:space:]]*([^#[:space:]]+)[[:space:]]+slots=([0-9]+)[[:space:]]*$/\1 \2/p' "$HOSTFILE"
+}
+
+# Usage: mmldlm_read_hostfile   Sets MMLDLM_NODES ("NAME SLOTS" lines) and MMLDLM_RANKS; other variables must agree.
+mmldlm_read_hostfile() {
+    local nodes slots
+    MMLDLM_NODES=$(mmldlm_hostfile) || return
+    [ -n "$MMLDLM_NODES" ] || { mmldlm_fail "$HOSTFILE names no node" "write one 'name slots=N' a line"; return; }
+    nodes=$(wc -l <<<"$MMLDLM_NODES")
+    MMLDLM_RANKS=$(($(cut -d ' ' -f 2 <<<"$MMLDLM_NODES" | paste -sd+ -)))
+    [ "$MMLDLM_RANKS" -gt 0 ] || { mmldlm_fail "$HOSTFILE has no slots" "write one 'name slots=N' a line"; return; }
+    if [ -n "${NNODES:-}" ] && [ "$NNODES" != "$nodes" ]; then
+        mmldlm_fail "NNODES=$NNODES, but $HOSTFILE names $nodes node(s)" "unset NNODES: the hostfile says it"
+        return
+    fi
+    if [ -n "${NODE_RANK:-}" ]; then
+        mmldlm_fail "HOSTFILE (all nodes, started from here) and NODE_RANK=$NODE_RANK (this node alone)" "unset one of them"
+        return
+    fi
+    slots=$(cut -d ' ' -f 2 <<<"$MMLDLM_NODES" | sort -u | paste -sd, -)
+    if [ -n "${NPROC_PER_NODE:-}" ] && [ "$NPROC_PER_NODE" != "$slots" ]; then
+        mmldlm_fail "NPROC_PER_NODE=$NPROC_PER_NODE, but $HOSTFILE has slots=$slots" "unset NPROC_PER_NODE: the hostfile says it"
+        return
+    fi
+}
+
+# Finds mistakes in config and data before any rank starts, where they are one message and exit code 2.
 # Usage: mmldlm_check NUM_RANKS WORD...
 mmldlm_check() {
     local ranks=$1
     shift
-    mmldlm config --world-size "$ranks" "${MMLDLM_WORDS[@]}" "$@" >/dev/null
+    mmldlm config --check --world-size "$ranks" "${MMLDLM_WORDS[@]}" "$@" >/dev/null
 }
 
 # Prints one process for each GPU, or one where there is none.

@@ -18,12 +18,12 @@ mmldlm_words
 command -v mpirun >/dev/null || mmldlm_fail "no mpirun in PATH" "apt-get install openmpi-bin, or load the site's MPI module"
 mmldlm_env
 if [ -n "${HOSTFILE:-}" ]; then
-    [ -r "$HOSTFILE" ] || mmldlm_fail "HOSTFILE=$HOSTFILE cannot be read" "see hostfiles/ for examples"
+    mmldlm_read_hostfile
+    ranks=$MMLDLM_RANKS
     # mpirun's own hostfiles allow more than DeepSpeed's; the hosts are handed over by name and number.
-    hosts=$(sed -nE 's/^([^#[:space:]]+)[[:space:]]+slots=([0-9]+)[[:space:]]*$/\1:\2/p' "$HOSTFILE" | paste -sd, -)
-    ranks=$(($(sed -nE 's/^[^#[:space:]]+[[:space:]]+slots=([0-9]+)[[:space:]]*$/\1/p' "$HOSTFILE" | paste -sd+ -)))
-    where=(--host "$hosts")
+    where=(--host "$(tr ' ' ':' <<<"$MMLDLM_NODES" | paste -sd, -)")
 else
+    [ "${NNODES:-1}" = 1 ] || mmldlm_fail "NNODES=$NNODES, but no HOSTFILE" "name the nodes: HOSTFILE=hostfiles/two_nodes"
     ranks=${NPROC_PER_NODE:-$(mmldlm_default_procs)}
     where=(--host "localhost:$ranks")
     mmldlm_share_cores "$ranks"

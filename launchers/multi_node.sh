@@ -24,9 +24,7 @@ port=${MASTER_PORT:-29500}
 
 if [ -n "${HOSTFILE:-}" ]; then
     # DeepSpeed takes a missing hostfile for a local run, so it is looked at here.
-    [ -r "$HOSTFILE" ] || mmldlm_fail "HOSTFILE=$HOSTFILE cannot be read" "see hostfiles/ for examples"
-    ranks=$(($(sed -nE 's/^[^#[:space:]]+[[:space:]]+slots=([0-9]+).*/\1/p' "$HOSTFILE" | paste -sd+ -)))
-    [ "$ranks" -gt 0 ] || mmldlm_fail "$HOSTFILE names no node" "write one 'name slots=N' a line"
+    mmldlm_read_hostfile
     if grep -qE '^(localhost|127\.0\.0\.1)[[:space:]]' "$HOSTFILE"; then
         # This machine alone: no ssh to itself, which DeepSpeed would try first.
         how=(--no_ssh_check)
@@ -39,17 +37,22 @@ if [ -n "${HOSTFILE:-}" ]; then
         mmldlm_fail "MASTER_ADDR is not set" "give the first node's address as the other nodes reach it"
     fi
     mmldlm_env
-    mmldlm_check "$ranks" "$@"
+    mmldlm_check "$MMLDLM_RANKS" "$@"
     exec deepspeed --hostfile "$HOSTFILE" "${how[@]}" --no_local_rank --master_addr "$MASTER_ADDR" --master_port "$port" \
         "$MMLDLM_ROOT/mmldlm/train.py" "${MMLDLM_WORDS[@]}" "$@"
 fi
 
 nnodes=${NNODES:-}
+mmldlm_same NODE_RANK RANK "both give this node's number: unset RANK"
 node_rank=${NODE_RANK:-${RANK:-}}
 [ -n "$nnodes" ] || mmldlm_fail "neither HOSTFILE nor NNODES is set" "the top of launchers/multi_node.sh shows both ways"
+mmldlm_count NNODES 1
 if [ "$nnodes" -gt 1 ]; then
     [ -n "${MASTER_ADDR:-}" ] || mmldlm_fail "MASTER_ADDR is not set" "give node 0's address, the same on every node"
     [ -n "$node_rank" ] || mmldlm_fail "NODE_RANK is not set" "give each node its number, 0 to $((nnodes - 1))"
+fi
+if ! [[ ${node_rank:-0} =~ ^[0-9]{1,9}$ ]] || [ "${node_rank:-0}" -ge "$nnodes" ]; then
+    mmldlm_fail "node number $node_rank of NNODES=$nnodes" "give each node its number, 0 to $((nnodes - 1)), in NODE_RANK"
 fi
 mmldlm_env
 procs=${NPROC_PER_NODE:-$(mmldlm_default_procs)}

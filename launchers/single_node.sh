@@ -5,14 +5,18 @@
 #   CONFIG_NAME      preset (default: mmdit_stable); DS_CONFIG a DeepSpeed JSON, for instance ds_configs/zero2.json
 #   MASTER_PORT      default 29500
 #   LEARNING_RATE or OPTIMIZER_LR, GRAD_CLIP_NORM, WARMUP_STEPS, LATENT_LOSS_WEIGHT, GRAD_ACCUM_STEPS, LATENT_DIM, DTYPE
+# All of them: docs/launchers.md
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 . "$here/_env.sh"
 . "$here/_words.sh"
 
-if [ "${NNODES:-1}" != 1 ]; then
-    mmldlm_fail "NNODES=$NNODES, but this script trains on one node" "use: bash launchers/multi_node.sh"
-fi
+for name in NNODES:1 NODE_RANK:0 HOSTFILE:; do
+    given=${name%:*}
+    if [ -n "${!given:-}" ] && [ "${!given}" != "${name#*:}" ]; then
+        mmldlm_fail "$given=${!given}, but this script trains on one node" "use: bash launchers/multi_node.sh, or unset $given"
+    fi
+done
 mmldlm_words
 mmldlm_env
 procs=${NPROC_PER_NODE:-$(mmldlm_default_procs)}

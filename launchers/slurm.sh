@@ -20,6 +20,9 @@ root=${SLURM_SUBMIT_DIR:-$(cd "$(dirname "$0")/.." && pwd)}
 [ -n "${SLURM_JOB_ID:-}" ] || mmldlm_fail "this is not a Slurm job" "start it with: sbatch launchers/slurm.sh ..."
 
 mmldlm_words
+mmldlm_same NNODES SLURM_NNODES "give the nodes to sbatch: unset NNODES, or sbatch --nodes=${NNODES:-}"
+mmldlm_same NPROC_PER_NODE SLURM_NTASKS_PER_NODE \
+    "give the ranks to sbatch: unset NPROC_PER_NODE, or sbatch --ntasks-per-node=${NPROC_PER_NODE:-}"
 mmldlm_env
 mmldlm_check "$SLURM_NTASKS" "$@"
 # One address for all: each task taking its own would leave every one waiting for the others.

@@ -20,7 +20,17 @@ def _config(parser):
 
     train.add_arguments(parser)
     show.add_arguments(parser)
-    return lambda args: show.main(args, train.parse_config)
+    parser.add_argument(
+        "--check", action="store_true", help="print nothing; check what `train` checks before its ranks"
+    )
+
+    def run(args) -> int:
+        if not args.check:
+            return show.main(args, train.parse_config)
+        train.check_run(train.parse_config(args), args.world_size)
+        return EXIT_DONE
+
+    return run
 
 
 def _sanity(parser):

@@ -475,7 +475,7 @@ def _(scene, stack):
     stack.callback(n3.sh, "ip", "link", "set", "dev", "eth0", "mtu", 1500)
 
 
-@fault("far away", *both("n1", "n2"), *both("n2", "n3"), words=("a round trip takes 6", "every step waits"))
+@fault("far away", *both("n1", "n2"), *both("n2", "n3"), words=("a round trip takes", "every step waits"))
 def _(scene, stack):
     stack.enter_context(scene.bed.delayed(scene.bed["n2"], 0.03))
 

@@ -235,7 +235,7 @@ def mtu_is_alike(context):
     """The interface on the way to the master has the MTU of the majority: a larger one than the way's loses packets."""
     found = {}
     for name, network in context.answered("network").items():
-        by_name = {entry["name"]: entry for entry in network["interfaces"]}
+        by_name = {entry["name"]: entry for entry in network["interfaces"] if entry["up"]}
         wanted = (context.arriving(name) or {}).get("GLOO_SOCKET_IFNAME")
         entry = by_name.get(wanted if wanted in by_name else _usual(network))
         if entry is not None:
