@@ -13,14 +13,19 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import _mounts
+
 STEPS, FAULT_STEP, SAVE_EVERY = 8, 5, 2
+LOST_STEP = 6  # of the checkpoint that a fault of saving costs
 ENGINES = {
     "ddp": ["engine.kind=ddp"],
     "fsdp": ["engine.kind=fsdp"],
     **{f"zero{stage}": [f"engine.zero_stage={stage}"] for stage in range(4)},
 }
-# What a fault must lead to: the step skipped; the sample left out; a rollback; nothing; the end of the job.
+# What a fault must lead to: the step skipped; the sample left out; a rollback; nothing; one checkpoint lost; the end of
+# the job.
 SKIPPED, LEFT_OUT, ROLLED_BACK, UNHARMED, ENDED = "skipped", "left out", "rolled back", "unharmed", "ended"
+NOT_SAVED = "not saved"
 
 
 def rank() -> int:
@@ -146,19 +151,91 @@ def in_state(what: str):
 
 
 @contextlib.contextmanager
-def on_rank_1(act: Callable[[], None]):
-    """Rank 1 does something else than its data loading at the fault step."""
+def on_rank_1(act: Callable[[], None], undo: Callable[[], None] | None = None):
+    """Rank 1 does something else than its data loading at the fault step, and undoes it two steps later."""
     from mmldlm.data import loader
 
     make = loader.MicroBatches.__getitem__
 
     def acting(self, item):
-        if self.plan.shuffle and item == (FAULT_STEP - 1) * self.accum and self.rank == 1:
-            act()
+        if self.plan.shuffle and self.rank == 1:
+            if item == (FAULT_STEP - 1) * self.accum:
+                act()
+            if undo is not None and item == (FAULT_STEP + 1) * self.accum:
+                undo()
         return make(self, item)
 
     with mock.patch.object(loader.MicroBatches, "__getitem__", acting):
         yield
+
+
+# -- faults of saving -------------------------------------------------------------------------------------------------
+
+
+def own_folder() -> Path:
+    """Of the run that is being trained."""
+    return Path(os.environ["FAULT_RUN"])
+
+
+def read_only_folder():
+    """The checkpoints' folder is read-only for rank 1, from before a save until after it."""
+
+    def act() -> None:
+        _mounts.own_namespace()
+        _mounts.read_only(own_folder() / "checkpoints")
+
+    return on_rank_1(act, lambda: _mounts.unmount(own_folder() / "checkpoints"))
+
+
+@contextlib.contextmanager
+def full_disk():
+    """Rank 1's part of a checkpoint is on a disk of one page, from before it is written until it is given up."""
+    from mmldlm.checkpoints.commit import PendingCheckpoint
+    from mmldlm.run_checkpoints import RunCheckpoints
+
+    collect, abandon = RunCheckpoints._rank_files, PendingCheckpoint.abandon
+
+    def acting(self, path, in_background):
+        work = collect(self, path, in_background)
+        if rank() == 1 and self.state.step == LOST_STEP:
+            inside = [folder.relative_to(path) for folder in path.rglob("*") if folder.is_dir()]
+            _mounts.own_namespace()  # in this thread: those that it starts see its mounts
+            _mounts.small_disk(path, 4096)
+            for folder in inside:
+                (path / folder).mkdir(parents=True, exist_ok=True)
+        return work
+
+    def abandoning(self):
+        if rank() == 1 and self.step == LOST_STEP:
+            _mounts.unmount(self.path)
+        abandon(self)
+
+    with (
+        mock.patch.object(RunCheckpoints, "_rank_files", acting),
+        mock.patch.object(PendingCheckpoint, "abandon", abandoning),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def vanished_folder():
+    """Somebody moves a checkpoint's folder away when rank 1 has written its part and lists it."""
+    from mmldlm.checkpoints.commit import PendingCheckpoint
+
+    seal = PendingCheckpoint.seal
+
+    def sealing(self):
+        if rank() == 1 and self.step == LOST_STEP:
+            os.rename(self.path, own_folder() / "moved")
+        seal(self)
+
+    with mock.patch.object(PendingCheckpoint, "seal", sealing):
+        yield
+
+
+def store_removed():
+    """The store is moved away in mid-run; what the ranks have mapped stays."""
+    return on_rank_1(lambda: Path(os.environ["FAULT_STORE"]).unlink())
 
 
 @contextlib.contextmanager
@@ -203,9 +280,15 @@ FAULTS: dict[str, tuple[str, Callable]] = {
     "micro-batch with nothing scored": (UNHARMED, lambda: in_batch(scale(WEIGHTS, 0.0))),
     "NaN in a weight": (ROLLED_BACK, lambda: in_state("weight")),
     "NaN in Adam's second moment": (ROLLED_BACK, lambda: in_state("exp_avg_sq")),
+    "read-only checkpoint folder on one rank": (NOT_SAVED, read_only_folder),
+    "checkpoint folder vanishes while it is written": (NOT_SAVED, vanished_folder),
+    "full disk on one rank": (NOT_SAVED, full_disk),
+    "store removed in mid-run": (UNHARMED, store_removed),
     "a rank that sleeps": (ENDED, lambda: on_rank_1(lambda: time.sleep(600))),
     "a rank that exits": (ENDED, lambda: on_rank_1(lambda: os._exit(7))),
 }
+MOUNTING = ("read-only checkpoint folder on one rank", "full disk on one rank")  # takes root
+SAVING = (*MOUNTING, "checkpoint folder vanishes while it is written", "store removed in mid-run")
 REFERENCES = {
     UNHARMED: contextlib.nullcontext,
     ROLLED_BACK: contextlib.nullcontext,
@@ -223,9 +306,15 @@ def train_once(store: str, folder: str, name: str, accum: int, words: list[str],
     from mmldlm.config.load import load_config
     from mmldlm.train import check_run, train
 
-    os.environ["FAULT_ACCUM"] = str(accum)
+    link = Path(folder) / f"store_of_{name}"  # a fault may remove it
+    if rank() == 0:
+        link.unlink(missing_ok=True)
+        link.symlink_to(store)
+    while not link.exists():
+        time.sleep(0.01)
+    os.environ |= {"FAULT_ACCUM": str(accum), "FAULT_RUN": f"{folder}/{name}", "FAULT_STORE": str(link)}
     common = [
-        f"data.latent_data_root={store}", f"logging.save_dir={folder}", f"logging.run_name={name}",
+        f"data.latent_data_root={link}", f"logging.save_dir={folder}", f"logging.run_name={name}",
         "logging.plot=false", "model.hidden_size=16", "model.n_heads=2", "model.cond_dim=16",
         "data.max_validation_samples=4", "data.max_train_samples=480", "training.train_batch_size=4",
         f"training.grad_accum_steps={accum}", f"training.num_train_steps={STEPS}", f"logging.save_freq={SAVE_EVERY}",
@@ -238,18 +327,17 @@ def train_once(store: str, folder: str, name: str, accum: int, words: list[str],
 
 
 def main() -> None:
-    """STORE FOLDER ENGINE ACCUM [FAULT]: every reference and every fault that a rank survives, or the one named."""
-    store, folder, engine, accum, *only = sys.argv[1:]
+    """STORE FOLDER ENGINE ACCUM FAULT ...: the faults, and before them their references; one that ends a rank alone."""
+    store, folder, engine, accum, *faults = sys.argv[1:]
     words, accum = ENGINES[engine], int(accum)
-    if only:
-        train_once(store, folder, slug(f"{engine} {accum} {only[0]}"), accum, words, FAULTS[only[0]][1])
+    if FAULTS[faults[0]][0] == ENDED:
+        train_once(store, folder, slug(f"{engine} {accum} {faults[0]}"), accum, words, FAULTS[faults[0]][1])
         return
     for kind, plant in REFERENCES.items():
         if kind != UNHARMED:
             train_once(store, folder, slug(f"{engine} {accum} ref {kind}"), accum, words, plant)
-    for fault, (kind, plant) in FAULTS.items():
-        if kind != ENDED:
-            train_once(store, folder, slug(f"{engine} {accum} {fault}"), accum, words, plant)
+    for fault in faults:
+        train_once(store, folder, slug(f"{engine} {accum} {fault}"), accum, words, FAULTS[fault][1])
     from mmldlm.train import leave_process_group
 
     leave_process_group()
