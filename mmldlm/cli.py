@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from mmldlm import __version__
-from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, MmldlmError, UserError
-from mmldlm.utils import reason
+from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, MmldlmError, UserError
+from mmldlm.utils import interrupt_on_stop_signals, reason
 
 
 def _config(parser):
@@ -151,6 +151,7 @@ def main(argv: list[str] | None = None) -> int:
         return _overview(argv)
     verb = argv[0]
     _never_fail_to_print()
+    interrupt_on_stop_signals()
     own = argparse.ArgumentParser(prog=f"mmldlm {verb}", description=VERBS[verb][1])
     try:
         run = _fill(own, verb)
@@ -162,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt as error:  # a room that can go on later says so in it
         print(": ".join(["interrupted", *map(str, error.args)]), file=sys.stderr)
-        return EXIT_FAILED
+        return EXIT_INTERRUPTED if error.args else EXIT_FAILED
     except OSError as error:  # a path or a disk that no room has foreseen: the system says what is wrong, no traceback
         if isinstance(error, BrokenPipeError) and _reader_has_enough():
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor must the interpreter complain of it

@@ -74,7 +74,7 @@ def _wait(ranks: list[subprocess.Popen], grace: float) -> int:
         if failed and killed_at is None:
             rank, code = failed[0]
             how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            print(f"error: rank {rank} (pid {ranks[rank].pid}) ended with {how}", file=sys.stderr, flush=True)
+            print(f"ERROR: rank {rank} (pid {ranks[rank].pid}) ended with {how}", file=sys.stderr, flush=True)
             killed_at = time.monotonic() + grace
         if killed_at is not None and time.monotonic() > killed_at:
             for process in ranks:

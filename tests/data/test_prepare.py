@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -412,14 +414,12 @@ def test_a_finished_store_of_other_options_says_which(tmp_path):
 def test_interrupted_it_says_how_to_go_on(need_minilm, corpus_file, tmp_path, capsys, monkeypatch):
     words = ["prepare", str(corpus_file), "--output-dir", str(tmp_path / "s"), "--num-procs", "1"]
 
-    def interrupt(*args):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(encoding, "encode", interrupt)
-        assert cli.main(words) == 1
-    said = capsys.readouterr().err
-    assert f"interrupted: the same command goes on with what is done, in {tmp_path / 's.work'}" in said
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        with monkeypatch.context() as patch:
+            patch.setattr(encoding, "encode", lambda *args, number=number: os.kill(os.getpid(), number))
+            assert cli.main(words) == 5
+        said = capsys.readouterr().err
+        assert f"interrupted: the same command continues from what is done, in {tmp_path / 's.work'}" in said
     assert cli.main(words) == 0 and "going on with" in capsys.readouterr().out
     assert verify.verify(tmp_path / "s") == []
 
