@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from mmldlm import __version__
-from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, MmldlmError, UserError
-from mmldlm.utils import for_screen, open_standard_streams, reason
+from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, MmldlmError, UserError
+from mmldlm.utils import for_screen, interrupt_on_stop_signals, open_standard_streams, reason
 
 
 def _config(parser):
@@ -220,6 +220,7 @@ def main(argv: list[str] | None = None) -> int:
     verb = next(verb for verb in (" ".join(argv[:2]), argv[0]) if verb in VERBS)
     words = argv[len(verb.split(" ")) :]
     _never_fail_to_print()
+    interrupt_on_stop_signals()
     own = argparse.ArgumentParser(prog=f"mmldlm {verb}", description=VERBS[verb][1])
     try:
         run = _fill(own, verb)
@@ -231,7 +232,7 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt as error:  # a room that can go on later says so in it
         print(": ".join(["interrupted", *map(str, error.args)]), file=sys.stderr)
-        return EXIT_FAILED
+        return EXIT_INTERRUPTED if error.args else EXIT_FAILED
     except OSError as error:  # a path or a disk that no room has foreseen: the system says what is wrong, no traceback
         if isinstance(error, BrokenPipeError) and _reader_has_enough():
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor must the interpreter complain of it

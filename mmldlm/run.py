@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import socket
 from collections.abc import Callable
@@ -15,9 +17,10 @@ from mmldlm.config.load import to_yaml, with_absolute_paths
 from mmldlm.data.resolve import RunData
 from mmldlm.engines import one_voice
 from mmldlm.engines.base import Engine
-from mmldlm.errors import MmldlmError, StabilityStop, UserError
+from mmldlm.errors import EXIT_DONE, Interrupted, MmldlmError, StabilityStop, UserError
+from mmldlm.objectives.freezing import random_projection
 from mmldlm.observe.plots import plot_run
-from mmldlm.observe.progress import Progress, train_log_path
+from mmldlm.observe.progress import Progress, link_latest, train_log_path
 from mmldlm.observe.records import JsonlLog
 from mmldlm.observe.wandb import open_wandb
 from mmldlm.run_lock import RunLock, check_unused
@@ -44,6 +47,7 @@ class TrainingState:
             the last applied one. num_rollbacks, lr_scale: returns to a checkpoint, and what they did to the rate.
         rolled_back_to, applied_at_rollback: step and applied steps of the last return's checkpoint.
         passed_over: [first, end) steps, counted from 0, whose batches are not trained on. guard: its windows.
+        evaluation_left: a stop signal ended the evaluation of this step, or came before it; a resumed run makes it.
         data: RunData.fingerprint().
     """
 
@@ -61,6 +65,7 @@ class TrainingState:
     applied_at_rollback: int = -1
     passed_over: list[list[int]] = field(default_factory=list)
     guard: dict = field(default_factory=dict)
+    evaluation_left: bool = False
     plan: str = ""
     data: str = ""
     versions: dict[str, str] = field(default_factory=dict)
@@ -96,6 +101,7 @@ class RunFolder:
         self._bad_validation: set[int] = set()  # ids already told
         self._failing: set[str] = set()  # names of the logs whose last line could not be written
         self.lock, self._lock_lost = RunLock(self.run_dir), False
+        self._is_open = False  # rank 0 has its logs open
 
     # -- opening -----------------------------------------------------------------------------------------------------
 
@@ -138,6 +144,8 @@ class RunFolder:
             failure = error
         if self.engine.all_ok(failure is None):
             return
+        if not self.engine.all_ok(not isinstance(failure, Interrupted)):
+            raise Interrupted("stopped by a signal before the run's folder was opened; nothing had to be saved")
         if isinstance(failure, MmldlmError):
             raise failure
         raise UserError(
@@ -148,21 +156,25 @@ class RunFolder:
 
     def _open(self, trainable: dict[str, tuple[int, int]], resumed_from: Path | None, taken) -> None:
         config, state = self.config, self.state
-        node = int(os.environ.get("GROUP_RANK", 0))
+        path = train_log_path(self.run_dir, int(os.environ.get("GROUP_RANK", 0))) if self.is_main else None
         self.progress = Progress(
             config.training.num_train_steps,
             enabled=self.is_main,
             log_freq=config.logging.log_freq,
-            log_file=train_log_path(self.run_dir, node) if self.is_main else None,
+            log_file=path,
             start_step=state.step,
         )
         if not self.is_main:
             return
+        with contextlib.suppress(OSError):  # a file system without links: the log itself is there
+            link_latest(path)
         (self.run_dir / "config.yaml").write_text(to_yaml(with_absolute_paths(config)))
         self.log = JsonlLog(self.run_dir / "training_log.jsonl", state.step)
-        self.evaluations = JsonlLog(self.run_dir / "eval_log.jsonl", state.step)
+        # An evaluation that a signal left is made again.
+        self.evaluations = JsonlLog(self.run_dir / "eval_log.jsonl", state.step - state.evaluation_left)
         self.gradients = JsonlLog(self.run_dir / "gradient_log.jsonl", state.step)
         self.events = JsonlLog(self.run_dir / "events.jsonl")
+        self._is_open = True
         wandb = config.logging.wandb
         self.wandb = open_wandb(
             wandb.mode,
@@ -203,7 +215,19 @@ class RunFolder:
             say(f"weights  {line}")
         if resumed_from is not None:
             say(f"resumed  at step {state.step} from {resumed_from}")
+        self._warn_of_settings(is_fresh=resumed_from is None)
         self.event("start" if resumed_from is None else "resume", step=state.step, source=str(resumed_from or ""))
+
+    def _warn_of_settings(self, is_fresh: bool) -> None:
+        training, optimizer = self.config.training, self.config.optimizer
+        frozen = random_projection(training.loss_type, training.freeze, training.init_from)
+        if frozen is not None and is_fresh:
+            self.progress.warning(frozen)
+        if optimizer.warmup_steps >= training.num_train_steps:
+            self.progress.warning(
+                f"optimizer.warmup_steps={optimizer.warmup_steps} in a run of training.num_train_steps="
+                f"{training.num_train_steps}: the learning rate never reaches optimizer.lr={optimizer.lr:g}"
+            )
 
     # -- while it runs -----------------------------------------------------------------------------------------------
 
@@ -276,7 +300,11 @@ class RunFolder:
         ranks = sorted({entry["rank"] for entry in bad})
         whose = f" (rank {', '.join(map(str, ranks))})" if ranks else ""
         how = f"; `mmldlm replay {self.run_dir} {state.step}` says where it was made" if path is not None else ""
-        self.progress.warning(f"step {state.step} skipped on all ranks: {reason}{whose}{how}")
+        said = f"step {state.step} skipped on all ranks: {reason}{whose}{how}"
+        if verdict.is_overflow or (math.isfinite(loss) and 0 <= grad_norm < math.inf):
+            self.progress.warning(said)  # fp16's loss scale finds its height, or a spike
+        else:
+            self.progress.error(said)
 
     def log_look(self, look: Look) -> None:
         """Write what the layers showed at the present step; name parameters that never had a gradient, once."""
@@ -346,6 +374,18 @@ class RunFolder:
         except OSError as error:  # what a full disk kept waiting in memory
             self.progress.warning(f"the last lines of {log.path.name} could not be written: {error}")
 
+    def say_validation(self, validation) -> None:
+        """One line on what an evaluation is (rank 0).
+
+        Args:
+            validation: mmldlm.evaluation.validation.Validation.
+        """
+        if self.is_main:
+            self.progress.message(
+                f"eval     {validation.num_samples:,} of {validation.num_available:,} validation samples each "
+                f"{self.config.logging.eval_freq:,} steps (data.max_validation_samples)"
+            )
+
     def log_evaluation(self, values: dict[str, float]) -> None:
         """Write and show the validation metrics of the present step."""
         if not self.is_main:
@@ -402,22 +442,33 @@ class RunFolder:
         else:
             self._failing.discard(log.path.name)
 
-    def close(self) -> None:
-        """Draw the plots and close the logs."""
-        if not self.is_main:
+    def log_end(self, kind, error: BaseException | None, trace) -> None:
+        """Log an error that all ranks have agreed on; an ExitStack calls it when the loop is left."""
+        if self._is_open and isinstance(error, MmldlmError):
+            if not isinstance(error, Interrupted):
+                self.progress.error(str(error), on_screen=False)  # main() prints it
+            self._end(error.exit_code, str(error))
+
+    def _end(self, exit_code: int, reason: str) -> None:
+        self.event("end", step=self.state.step, exit_code=exit_code, reason=reason)
+        for log in (self.log, self.evaluations, self.gradients, self.events):
+            self._close(log)
+        self.progress.close()
+        self._is_open = False
+
+    def close(self, exit_code: int = EXIT_DONE, reason: str = "") -> None:
+        """Draw the plots, log how the run ends (the process's exit code), and close the logs."""
+        if not self._is_open:
             return
         try:
             if self.config.logging.plot:
                 self.progress.message(f"plot     {plot_run(self.run_dir)}")
         except (MmldlmError, OSError) as error:  # the run is done and saved; its picture can be drawn again
             self.progress.warning(f"no plot: {error}")
-        self.event("end", step=self.state.step)
         if self.wandb is not None:
             try:
-                self.wandb.finish()  # may upload for long: the run's own last words are said
+                self.wandb.finish()  # may upload for long
             except Exception as error:
                 self._say_wandb_failed(error)
-        for log in (self.log, self.evaluations, self.gradients, self.events):
-            self._close(log)
-        self.progress.close()
+        self._end(exit_code, reason)
         self.lock.release()

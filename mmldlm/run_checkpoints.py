@@ -46,8 +46,10 @@ class RunCheckpoints:
         average: WeightAverage | None,
         guard: Guard,
         still: Callable[[], None] = lambda: None,
+        asked_to_stop: Callable[[], bool] = lambda: False,
     ):
-        """still: Liveness.still, called where this rank waits for a disk."""
+        """still: Liveness.still, called where this rank waits for a disk. asked_to_stop: whether it got a signal."""
+        self._asked_to_stop = asked_to_stop
         self.folder, self.average, self.guard, self._still = folder, average, guard, still
         self.config, self.data, self.engine, self.state = folder.config, folder.data, folder.engine, folder.state
         self.run_dir, self.is_main = folder.run_dir, folder.is_main
@@ -74,12 +76,12 @@ class RunCheckpoints:
         engine = self.engine
         return commit.Peers(engine.rank, engine.world_size, engine.barrier, engine.all_ok, engine.gather_texts)
 
-    def _await(self, is_running: Callable[[], bool], what: str) -> None:
+    def _await(self, is_running: Callable[[], bool], what: str, *may_stop: Callable[[], bool]) -> None:
         def live() -> None:
             self._still()
             self.folder.renew_lock()
 
-        await_all(self.engine, is_running, what, self.config.checkpoints.timeout, live)
+        await_all(self.engine, is_running, what, self.config.checkpoints.timeout, live, *may_stop)
 
     # -- continuing --------------------------------------------------------------------------------------------------
 
@@ -108,7 +110,8 @@ class RunCheckpoints:
     def _agree_on(self, find: Callable[[], str | None]) -> Path | None:
         """What rank 0 finds. It may take long: every byte is read."""
         search = Background(find, self.engine.device) if self.is_main else None
-        self._await(lambda: search is not None and search.is_running(), "checking a checkpoint")
+        is_running = lambda: search is not None and search.is_running()  # noqa: E731
+        self._await(is_running, "checking a checkpoint", self._asked_to_stop)
         found: list[Any] = [None, None]  # path, failure: rank 0 must not leave alone while the others wait
         if search is not None:
             failure = search.failure

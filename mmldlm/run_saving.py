@@ -11,7 +11,7 @@ import torch
 
 from mmldlm.checkpoints import commit
 from mmldlm.engines.base import Engine
-from mmldlm.errors import MmldlmError
+from mmldlm.errors import Interrupted, MmldlmError
 from mmldlm.run import TrainingState
 
 _SHORTEST, _LONGEST = 0.005, 0.5  # seconds between two questions whether all ranks are done
@@ -57,25 +57,34 @@ class Saving:
 
 
 def await_all(
-    engine: Engine, is_running: Callable[[], bool], what: str, timeout: float, still: Callable[[], None]
+    engine: Engine,
+    is_running: Callable[[], bool],
+    what: str,
+    timeout: float,
+    still: Callable[[], None],
+    asked_to_stop: Callable[[], bool] = lambda: False,
 ) -> None:
     """Return when no rank is at it any more. Collective.
 
     Asks again and again instead of waiting in one collective, which engine.timeout would end.
 
     Args:
-        still: says that this rank lives, engine.timeout or not.
+        still: says that this rank lives, engine.timeout or not. asked_to_stop: whether this rank got a stop signal.
 
     Raises:
         MmldlmError: on every rank, when one of them takes longer than timeout seconds.
+        Interrupted: on every rank, when one of them was asked to stop.
     """
     started, pause = time.monotonic(), _SHORTEST
     while True:
         running = is_running()
         is_late = running and time.monotonic() - started > timeout
-        num_running, num_late = engine.sum_on_host(engine.to_device([running, is_late]))
+        told = engine.to_device([running, is_late, asked_to_stop()])
+        num_running, num_late, num_stops = engine.sum_on_host(told)
         if not num_running:
             return
+        if num_stops:
+            raise Interrupted(f"stopped by a signal while {what}; the checkpoints are as they were")
         if num_late:
             late = engine.gather_texts(f"still at it after {timeout:g} s" if is_late else None)
             raise MmldlmError(

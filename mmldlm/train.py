@@ -8,7 +8,6 @@ import atexit
 import contextlib
 import math
 import os
-import signal
 import sys
 import traceback
 from pathlib import Path
@@ -21,7 +20,8 @@ from mmldlm.config.load import load_config, preset_names
 from mmldlm.config.schema import Config
 from mmldlm.engines.mpi import adopt_mpi_environment
 from mmldlm.engines.one_voice import say, say_error
-from mmldlm.errors import EXIT_FAILED, Interrupted, MmldlmError, UserError
+from mmldlm.errors import EXIT_FAILED, EXIT_INTERRUPTED, Interrupted, MmldlmError, UserError
+from mmldlm.signals import StopSignal
 from mmldlm.utils import open_standard_streams
 
 FIRST_STEP_PATIENCE = 3.0  # times engine.timeout: it compiles, builds groups and imports, and cannot beat meanwhile
@@ -79,8 +79,15 @@ def check_run(config: Config, world_size: int):
     return data
 
 
-def train(data) -> None:
-    """Train to the end of training.num_train_steps; `data` is what check_run returned. Collective over all ranks."""
+def train(data, stop: StopSignal | None = None) -> None:
+    """Train to the end of training.num_train_steps. Collective over all ranks.
+
+    Args:
+        data: what check_run returned. stop: of this process; None makes one.
+
+    Raises:
+        Interrupted: on every rank, when a signal ended the run.
+    """
     from mmldlm.checkpoints.commit import list_checkpoints
     from mmldlm.checkpoints.init_from import init_weights
     from mmldlm.engines.build import build_engine
@@ -90,6 +97,7 @@ def train(data) -> None:
     from mmldlm.stability.initial import initial_model
     from mmldlm.stability.precision import check_precision
 
+    stop = stop or StopSignal()
     config = data.config
     training = config.training
     logs = config.run_dir() / "logs"
@@ -104,17 +112,22 @@ def train(data) -> None:
     if training.compile_model:
         model.compile_blocks()
     engine = build_engine(model, config)
+    stop.all_have_met()
     check_precision(engine, config)
-    with Liveness(engine.rank, engine.world_size, config.engine.timeout, logs=logs) as alive:
-        train_steps(engine, alive, data, trainable, taken)
+    with (
+        Liveness(engine.rank, engine.world_size, config.engine.timeout, logs=logs) as alive,
+        contextlib.ExitStack() as at_end,
+    ):
+        train_steps(engine, alive, stop, at_end, data, trainable, taken)
 
 
-def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], taken) -> None:
+def train_steps(engine, alive, stop, at_end, data, trainable: dict[str, tuple[int, int]], taken) -> None:
     """The loop. Collective over all ranks.
 
     Args:
         engine: mmldlm.engines.base.Engine. alive: Liveness, told where this rank is before anything that may take long.
-        data: RunData. trainable: group -> (trainable, all) parameters. taken: InitReport of training.init_from or None.
+        stop: StopSignal. at_end: ExitStack that is left with the errors of the loop. data: RunData.
+        trainable: group -> (trainable, all) parameters. taken: InitReport of training.init_from or None.
     """
     import torch
 
@@ -152,9 +165,11 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
         global_batch, len(data.train_lengths), training.seed, plan=plan.version, data=data.fingerprint()
     )
     folder = RunFolder(config, data, engine, state)
-    checkpoints = RunCheckpoints(folder, average, guard, alive.still)
+    at_end.push(folder.log_end)
+    checkpoints = RunCheckpoints(folder, average, guard, alive.still, lambda: stop.received)
+    stop.leave_if_agreed(engine, "before the first step")
     alive.beat(state.step, "claim")
-    folder.claim(alive.still)
+    folder.claim(lambda: (alive.still(), stop.leave_if_received()))
     checkpoints.read_descriptions()
     resume_from, notes = checkpoints.find_resume(), []
     if resume_from is not None:
@@ -166,24 +181,35 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
             "only damaged ones",
             "move them away to start anew from training.init_from",
         )
+    stop.leave_if_agreed(engine, "before the first step")
     folder.open(trainable, resume_from, None if resume_from is not None else taken)
+    folder.say_validation(validation)
     for note in notes:
         folder.note(note)
     if engine.rank == 0:
         receipt.tell(config, engine.world_size, folder)
-    stop = StopSignal()
 
     def batches_from(step: int):
         return iterate_steps(
             dataset, step, training.num_train_steps, config.data.num_workers, config.data.prefetch_factor
         )
 
-    def evaluate() -> None:
+    def goes_on(num_done: int) -> bool:
+        alive.still()
+        folder.renew_lock()
+        folder.progress.evaluation(state.step, num_done, validation.num_batches)
+        return not stop.agreed(engine)
+
+    def evaluate() -> bool:
+        """Whether it came to its end: False, on every rank, where a signal asks to stop."""
         alive.beat(state.step, "evaluate")
-        figures = validation.run(lambda: (alive.still(), folder.renew_lock()))
-        folder.log_evaluation(figures)
-        if "bad_samples" in figures:  # on every rank or on none
-            folder.log_bad_samples(validation.bad, validation=True)
+        figures = validation.run(goes_on)
+        state.evaluation_left = figures is None
+        if figures is not None:
+            folder.log_evaluation(figures)
+            if "bad_samples" in figures:  # on every rank or on none
+                folder.log_bad_samples(validation.bad, validation=True)
+        return figures is not None
 
     stream = batches_from(state.step)
 
@@ -193,6 +219,8 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
     meter, interrupted = StepMeter(config, engine.world_size, engine.device), False
     patience = FIRST_STEP_PATIENCE
     overdue = False  # a checkpoint that skipped or passed over steps hold up
+    if state.evaluation_left:  # by the run that this one continues
+        interrupted = not evaluate()
     while state.step < training.num_train_steps and not interrupted:
         alive.beat(state.step, "data")
         profiler.before(state.step + 1)
@@ -255,58 +283,51 @@ def train_steps(engine, alive, data, trainable: dict[str, tuple[int, int]], take
             raise folder.lost_data(lost)
 
         last = state.step == training.num_train_steps
+        evaluation_due = last or state.step % config.logging.eval_freq == 0
         overdue = overdue or state.step % config.logging.save_freq == 0
         # Not amid skips: the weights may be what makes them bad, and the checkpoint would push out a good one.
         save_due = last or interrupted or num_asks > 0 or (overdue and state.consecutive_skips == 0)
-        audit_due = save_due or state.step % config.stability.audit_every == 0
+        # An evaluation may be left for a signal, and then the weights are saved.
+        audit_due = save_due or evaluation_due or state.step % config.stability.audit_every == 0
         bad_state = audit(engine, average) if audit_due else {}
         trouble = find_trouble(config.stability, state.step, state.consecutive_skips, bad_state)
         if trouble is not None:
             alive.beat(state.step, "load")
             with meter.part("checkpoint"):
                 checkpoints.roll_back(trouble)
-            stream, overdue = batches_from(state.step), False
+            stream, overdue, interrupted = batches_from(state.step), False, interrupted or stop.agreed(engine)
             continue
         patience = 1.0
         if checkpoints.is_pending and not num_writing:
             with meter.part("checkpoint"):
                 checkpoints.finish_save()
-        if (last or state.step % config.logging.eval_freq == 0) and not interrupted:
+        state.evaluation_left = evaluation_due and interrupted  # who is told to stop has little time
+        if evaluation_due and not interrupted:
             with meter.part("evaluation"):
-                evaluate()
+                interrupted = not evaluate()
         alive.beat(state.step, "save")
-        if last or interrupted:  # who is told to stop has little time: it is saved first
+        if last or interrupted:
             checkpoints.save_before_end()
         elif save_due:
             with meter.part("checkpoint"):
                 checkpoints.save()
+            interrupted = stop.agreed(engine)  # it may have taken long
         overdue = overdue and not save_due
-        if last and interrupted:
-            evaluate()
-    if state.step == training.num_train_steps and checkpoints.saved_step != state.step:  # its last steps passed over
-        evaluate()
+    if checkpoints.saved_step != state.step:  # its last steps passed over, or a signal while a checkpoint was written
+        interrupted = interrupted or not evaluate()
         alive.beat(state.step, "save")
-        checkpoints.save_before_end()
+        checkpoints.finish_save()
+        if checkpoints.saved_step != state.step:
+            checkpoints.save_before_end()
     alive.beat(state.step, "close", math.inf)  # rank 0 draws and uploads; nobody waits for it
-    folder.close()
-    if interrupted and state.step < training.num_train_steps:
-        raise Interrupted(
-            f"stopped by a signal at step {state.step}; the checkpoint is saved: add training.resume=auto to go on"
-        )
-
-
-class StopSignal:
-    """Remembers SIGTERM, SIGINT or SIGUSR1 (Slurm's warning); the loop asks all ranks before it acts on it."""
-
-    def __init__(self):
-        from mmldlm.data.loader import STOP_SIGNALS
-
-        self.received = False
-        for name in STOP_SIGNALS:
-            signal.signal(name, self._receive)
-
-    def _receive(self, number, frame) -> None:
-        self.received = True
+    done = state.step >= training.num_train_steps
+    if not interrupted or (done and not state.evaluation_left):
+        folder.close()
+        return
+    missing = ", without the last evaluation" if done else ""
+    reason = f"stopped by a signal at step {state.step}{missing}; the checkpoint is saved"
+    folder.close(EXIT_INTERRUPTED, reason)
+    raise Interrupted(f"{reason}: add training.resume=auto to continue")
 
 
 def _say(message: str) -> None:
@@ -323,13 +344,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_intermixed_args(argv)
+    stop = StopSignal()
     try:
         # Every rank finds the same mistake by itself before any of them waits for another; one of them reports it.
         adopt_mpi_environment()
         config = parse_config(args)
-        train(check_run(config, int(os.environ.get("WORLD_SIZE", 1))))
+        train(check_run(config, int(os.environ.get("WORLD_SIZE", 1))), stop)
     except MmldlmError as error:
-        say_error(error, "stopped" if isinstance(error, Interrupted) else "error")
+        say_error(error, "stopped" if isinstance(error, Interrupted) else "ERROR")
         return error.exit_code
     except Exception as error:
         _tell_trace(error, config)

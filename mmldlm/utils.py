@@ -1,7 +1,5 @@
-"""Outputs are made sure of before the work: what cannot be written is said at once, not when hours of it are lost.
-
-Also the reading of small JSON files that someone else may have written.
-"""
+"""What several rooms need: outputs that are tried before the work begins, JSON files that somebody else may have
+written, and the signals that ask to stop."""
 
 from __future__ import annotations
 
@@ -9,11 +7,31 @@ import contextlib
 import errno
 import json
 import os
+import signal
 import sys
+import threading
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from mmldlm.errors import UserError
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""What asks a process to stop; SIGUSR1 is Slurm's warning."""
+
+
+def interrupt_on_stop_signals() -> None:
+    """Let every stop signal do what Ctrl-C does: raise KeyboardInterrupt, so that partial outputs are removed.
+
+    A signal that the process was started to ignore (nohup, a shell's background job) stays ignored.
+    """
+
+    def interrupt(number, frame) -> NoReturn:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is threading.main_thread():
+        for name in STOP_SIGNALS:
+            if signal.getsignal(name) is not signal.SIG_IGN:
+                signal.signal(name, interrupt)
 
 
 def open_standard_streams() -> None:

@@ -365,6 +365,36 @@ def test_a_used_folder_is_not_overwritten(store, tmp_path, capsys):
     assert "training.resume=auto" in capsys.readouterr().err
 
 
+def test_settings_that_cost_are_said_at_the_start(store, tmp_path, capsys):
+    from mmldlm.train import main
+
+    words = [
+        "engine.kind=single",
+        "training.num_train_steps=1",
+        "logging.plot=false",
+        "data.max_validation_samples=auto",
+    ]
+    words = train_words(store, tmp_path, "run", *words, "training.loss_type=t2l", "training.freeze=mode")
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "warning: training.freeze=mode without training.init_from: the text side stays a random projection" in said
+    assert "warning: optimizer.warmup_steps=5 in a run of training.num_train_steps=1" in said
+    assert "validation samples each 10 steps (data.max_validation_samples)" in said
+    more = [
+        "training.init_from=" + str(tmp_path / "run" / "latest"),
+        "training.freeze=auto",
+        "optimizer.warmup_steps=0",
+    ]
+    assert main([*words, *more, "logging.run_name=second"]) == 0
+    said = capsys.readouterr().out
+    assert "freeze=mode)" in said and "warning: " not in said
+    # Its source is not named again: what it began with stands in its checkpoint.
+    again = ["logging.run_name=second", "training.freeze=auto", "training.resume=auto", "training.num_train_steps=2"]
+    assert main([*words, *again]) == 0
+    said = capsys.readouterr().out
+    assert "freeze=mode)" in said and "random projection" not in said
+
+
 def test_a_folder_that_cannot_be_made_is_said_by_all_ranks(store, tmp_path, capsys):
     from mmldlm.train import main
 
@@ -392,6 +422,13 @@ def test_too_many_skips_in_a_row_exit_4_and_another_seed_is_no_resume(store, tmp
     assert main([*words, "stability.max_consecutive_skips=3", "stability.max_rollbacks=0"]) == 4
     assert "3 steps in a row" in capsys.readouterr().err
     assert [r["skipped"] for r in read_log(tmp_path, "run")] == [False] * 4 + [True] * 3
+    # What people search the logs for, by the name under which they look for it.
+    found = [line for line in (tmp_path / "run" / "logs" / "latest.log").read_text().splitlines() if "ERROR" in line]
+    for step, line in zip((5, 6, 7), found, strict=False):
+        assert f"ERROR: step {step} skipped on all ranks: non-finite loss (NaN)" in line
+    assert len(found) == 4 and "ERROR: stopped at step 7: 3 steps in a row" in found[-1]
+    end = read_log(tmp_path, "run", "events.jsonl")[-1]
+    assert (end["event"], end["exit_code"], end["step"]) == ("end", 4, 7) and "3 steps in a row" in end["reason"]
     monkeypatch.setattr(loader.MicroBatches, "__getitem__", make)
     assert main([*words, "training.resume=auto", "training.seed=9"]) == 2
     assert "seed=0" in capsys.readouterr().err

@@ -9,6 +9,7 @@ from mmldlm.config.schema import Config
 from mmldlm.config.yaml_reader import read_yaml
 from mmldlm.errors import UserError
 
+CHECKPOINTS = "checkpoints/step_*"
 CONFIG_FILE = "config.yaml"
 # What the weights and the average of a checkpoint mean depends on these.
 _FIXED = {
@@ -20,7 +21,8 @@ _FREE_OF_MEANING = ("gradient_checkpointing",)  # of the model
 # Where a run runs and what it writes; the data's own fingerprint stands in the training state.
 _UNTOLD_SECTIONS = ("engine", "checkpoints", "logging")
 _UNTOLD = {
-    "training": ("resume", "init_from", "train_batch_size", "eval_batch_size", "grad_accum_steps", "profile"),
+    # Another freeze is refused where it freezes another parameter.
+    "training": ("resume", "init_from", "train_batch_size", "eval_batch_size", "grad_accum_steps", "profile", "freeze"),
     "data": ("latent_data_root", "mixture", "num_workers", "prefetch_factor", "verify"),
     "tokenizer": (),
 }
@@ -66,6 +68,35 @@ def compare(checkpoint: Path, now: dict[str, dict[str, Any]]) -> tuple[list[str]
             elif section not in _UNTOLD_SECTIONS and key not in _UNTOLD.get(section, ()):
                 told.append(line)
     return told, refused
+
+
+def decided_freeze(config: Config) -> str:
+    """training.freeze with `auto` decided: `mode` or `none`.
+
+    A run that continues keeps what its checkpoints were trained with: one begun with training.init_from need not name
+    it again. Else trained weights are frozen by mode, and a random projection never.
+    """
+    training = config.training
+    if training.freeze != "auto":
+        return training.freeze
+    for path in _configs_resumed(config):
+        try:
+            before = read_yaml(path)["training"]["freeze"]
+        except (OSError, UserError, KeyError, TypeError):
+            continue  # what cannot be read is refused where the checkpoint itself is read
+        if before in ("mode", "none"):
+            return before
+    return "none" if training.init_from is None else "mode"
+
+
+def _configs_resumed(config: Config) -> list[Path]:
+    """config.yaml of what training.resume means: of its checkpoints, the newest first."""
+    resume = config.training.resume
+    if resume is None:
+        return []
+    if resume != "auto":
+        return [Path(resume) / CONFIG_FILE]  # in a step folder, and in a run's
+    return sorted(config.run_dir().glob(f"{CHECKPOINTS}/{CONFIG_FILE}"), reverse=True)
 
 
 def batch_fix(global_batch: int, micro_batch: int, world_size: int) -> str | None:

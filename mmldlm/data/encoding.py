@@ -13,7 +13,7 @@ import torch
 from mmldlm.data.encoders import Encoder, first_line
 from mmldlm.data.files import read_npz, write_npz
 from mmldlm.data.text import latent_parts
-from mmldlm.errors import MmldlmError, UserError
+from mmldlm.errors import MmldlmError
 
 SHARD = 4096
 # So many texts failing one by one, and none that does not, is a broken encoder (or a broken GPU), not bad texts.
@@ -77,7 +77,7 @@ def _encode(encoder: Encoder, texts: Sequence[str], retries: int, progress: Call
     try:
         latents = _encode_all(encoder, texts, progress)
         again = [int(place) for place in np.flatnonzero(unusable(latents))]
-    except UserError:
+    except MmldlmError:  # of the user's making, or another rank has failed
         raise
     except Exception as error:  # out of memory, a kernel's failure, a tokenizer's panic
         _free(error)
@@ -127,7 +127,7 @@ def _encode_one(encoder: Encoder, text: str, retries: int) -> tuple[np.ndarray |
     for _ in range(max(retries, 1)):
         try:
             latent = encoder.encode([text])
-        except UserError:
+        except MmldlmError:
             raise
         except Exception as error:
             _free(error)

@@ -15,9 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from mmldlm.data.noising import NoisedBatch, Noiser
 from mmldlm.data.plan import BatchPlan
-
-# What asks a run to save and stop (train.StopSignal); SIGUSR1 is Slurm's warning.
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+from mmldlm.utils import STOP_SIGNALS
 
 
 class MicroBatches(Dataset):

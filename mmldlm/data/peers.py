@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
-from mmldlm.errors import EXIT_FAILED, MmldlmError
+from mmldlm.errors import EXIT_FAILED, EXIT_INTERRUPTED, MmldlmError
 
 _POLL = 0.1  # seconds
 _FAILED, _GONE = "failed", "gone"
@@ -50,7 +50,15 @@ class Peers:
     def claim(self, stage: str, count: int) -> Iterator[int]:
         """Tasks of range(count), each given to one rank only, in order."""
         while (task := self.add(f"{stage}/next") - 1) < count:
+            self.check()
             yield task
+
+    def check(self) -> None:
+        """Leave with the others: called between two batches of work.
+
+        Raises:
+            PeerFailed: another rank has failed, or was asked to stop.
+        """
 
     def barrier(self, stage: str) -> None:
         """Wait until every rank has come here; each name may be used once."""
@@ -91,7 +99,7 @@ class StorePeers(Peers):
     def barrier(self, stage: str) -> None:
         arrived = self.add(f"{stage}/arrived")
         while arrived < self.world_size:
-            self._raise_if_failed()
+            self.check()
             time.sleep(_POLL)
             arrived = self.add(f"{stage}/arrived", 0)
 
@@ -104,7 +112,7 @@ class StorePeers(Peers):
         if self._has_failed:
             return
         self._has_failed = True
-        code = getattr(error, "exit_code", EXIT_FAILED)
+        code = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", EXIT_FAILED)
         first = (str(error).splitlines() or [type(error).__name__])[0]
         try:
             self._store.set(_FAILED, f"{code} rank {self.rank}: {first}")
@@ -124,11 +132,11 @@ class StorePeers(Peers):
     def close(self) -> None:
         gone = self.add(_GONE)
         while self.rank == 0 and gone < self.world_size:
-            self._raise_if_failed()
+            self.check()
             time.sleep(_POLL)
             gone = self.add(_GONE, 0)
 
-    def _raise_if_failed(self) -> None:
+    def check(self) -> None:
         if self._ask(lambda: self._store.check([_FAILED])):
             code, message = self._ask(lambda: self._store.get(_FAILED)).decode().split(" ", 1)
             self.add(_GONE)

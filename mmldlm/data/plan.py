@@ -77,6 +77,23 @@ class Shuffled:
         return permute(positions, self.count, self.seed, epoch)
 
 
+class Spaced:
+    """Samples spread evenly over a split, in the stored order (evaluation).
+
+    Args:
+        count: how many. total: samples of the split.
+    """
+
+    name = ""
+
+    def __init__(self, count: int, total: int):
+        self.count, self.total = count, total
+
+    def ids(self, positions: np.ndarray, epoch: int) -> np.ndarray:
+        """[P] ids at positions; the same in every epoch."""
+        return np.asarray(positions, np.int64) * self.total // self.count
+
+
 class Mixed:
     """The samples of several stores by weight: of every _BLOCK positions each store has its fixed share.
 
@@ -130,8 +147,8 @@ class BatchPlan:
         lengths: [N] token counts.
         global_batch: samples of one optimizer step over all ranks.
         seed: of the order. bucket_batches: global batches in a window.
-        shuffle: False keeps the stored order before sorting (evaluation).
-        order: of the samples; None: Shuffled.
+        shuffle: False keeps the order of the batches of a window (evaluation).
+        order: which samples, and their order before sorting; None: all, Shuffled or as they are stored.
 
     Attributes:
         version: what the order depends on besides seed, global batch and lengths; a run that continues must keep it.
@@ -146,14 +163,15 @@ class BatchPlan:
         seed: int,
         bucket_batches: int = 64,
         shuffle: bool = True,
-        order: Shuffled | Mixed | None = None,
+        order: Shuffled | Spaced | Mixed | None = None,
     ):
         assert len(lengths) > 0 and global_batch > 0
         self.lengths, self.global_batch, self.seed = lengths, global_batch, seed
         self.bucket_batches, self.shuffle = bucket_batches, shuffle
-        self.order = order or Shuffled(len(lengths), seed)
-        assert self.order.count == len(lengths)
-        self.batches_per_epoch = -(-len(lengths) // global_batch)
+        num = len(lengths)
+        self.order = order or (Shuffled(num, seed) if shuffle else Spaced(num, num))
+        assert 0 < self.order.count <= num
+        self.batches_per_epoch = -(-self.order.count // global_batch)
         self.version = f"{self._KIND}:{bucket_batches}{self.order.name}"
         self._cached: tuple[tuple[int, int] | None, list[np.ndarray]] = (None, [])
 
@@ -177,8 +195,8 @@ class BatchPlan:
 
     def _make_window(self, epoch: int, window: int) -> list[np.ndarray]:
         span = self.global_batch * self.bucket_batches
-        positions = np.arange(window * span, min((window + 1) * span, len(self.lengths)))
-        ids = self.order.ids(positions, epoch) if self.shuffle else positions
+        positions = np.arange(window * span, min((window + 1) * span, self.order.count))
+        ids = self.order.ids(positions, epoch)
         ids = ids[np.lexsort((ids, self.lengths[ids]))]
         batches = self._cut(ids)
         if not self.shuffle or len(batches) == 1:

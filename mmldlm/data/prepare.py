@@ -34,8 +34,8 @@ from mmldlm.data.statistics import LatentStatistics
 from mmldlm.data.store import TOKENIZER_FOLDER
 from mmldlm.data.tokenizer_files import read_tokenizer
 from mmldlm.data.work import PLAN, Work
-from mmldlm.errors import EXIT_DONE, EXIT_FAILED, MmldlmError, UserError
-from mmldlm.utils import open_standard_streams
+from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, MmldlmError, UserError
+from mmldlm.utils import interrupt_on_stop_signals, open_standard_streams
 
 __all__ = ["LatentStatistics", "PrepareOptions", "add_arguments", "main", "prepare"]
 
@@ -293,7 +293,8 @@ class _Preparation:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs ``mmldlm prepare`` in this process, one of several ranks or alone; returns the exit code."""
+    """Runs ``mmldlm prepare`` in this process, one of several ranks or alone; returns the exit code: 5 where a signal
+    ended it and the same command continues."""
     options = from_arguments(args)
     peers = join()
     try:
@@ -307,9 +308,13 @@ def main(args: argparse.Namespace) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         work = Work(Path(os.path.abspath(options.output_dir)), peers).folder
-        if (work / PLAN).is_file():
-            raise KeyboardInterrupt(f"the same command goes on with what is done, in {work}") from None
-        raise
+        can_continue = (work / PLAN).is_file()
+        how = [f"the same command continues from what is done, in {work}"] if can_continue else []
+        if peers.world_size == 1:
+            raise KeyboardInterrupt(*how) from None
+        if peers.speaks():  # the signal may have reached any rank
+            print(": ".join(["interrupted", *how]), file=sys.stderr, flush=True)
+        return EXIT_INTERRUPTED if can_continue else EXIT_FAILED
     return EXIT_DONE
 
 
@@ -317,12 +322,12 @@ if __name__ == "__main__":
     open_standard_streams()
     parser = argparse.ArgumentParser(prog="mmldlm.data.prepare", description=__doc__)
     add_arguments(parser)
+    interrupt_on_stop_signals()
     try:
         sys.exit(main(parser.parse_intermixed_args()))
     except MmldlmError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(": ".join(["interrupted", *map(str, error.args)]), file=sys.stderr)
-        sys.exit(EXIT_FAILED)
+        print(": ".join(["interrupted", *map(str, error.args)]), file=sys.stderr)
+        sys.exit(EXIT_INTERRUPTED if error.args else EXIT_FAILED)

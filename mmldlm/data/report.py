@@ -42,9 +42,10 @@ class Progress:
         return self
 
     def __call__(self, num_done: int) -> None:
-        """Count what this rank has done."""
+        """Count what this rank has done; leave with the others where one of them has failed."""
         if not num_done:
             return
+        self._peers.check()
         done = self._peers.add(f"progress/{self._what}", num_done)
         now = time.perf_counter()
         rate = done / max(now - self._started, 1e-9)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mmldlm.config.schema import Config
+from mmldlm.config.unchanged import decided_freeze
 from mmldlm.data.mixture import MixedStore
 from mmldlm.data.plan import BatchPlan, Mixed, make_plan
 from mmldlm.data.store import Store, check_latents
@@ -24,7 +25,7 @@ class RunData:
     """The data of a run.
 
     Attributes:
-        config: with model.latent_dim, vocab_size and the token ids filled in.
+        config: with model.latent_dim, vocab_size, the token ids and training.freeze=auto filled in.
         train, validation: the two splits. train_lengths, validation_lengths: [N] int32 tokens, EOS included, of the
             rows in use. latent_mean, latent_std: [D] fp32 scaling into model space. notes: what the user should read.
     """
@@ -93,7 +94,9 @@ def open_data(config: Config) -> RunData:
         train, validation = (MixedStore(stores, list(roots.values())) for stores in splits.values())
     config = config.model_copy(deep=True)
     _fill_in(config, train)
-    limits = (config.data.max_train_samples, config.data.max_validation_samples)
+    config.training.freeze = decided_freeze(config)
+    most = config.data.max_validation_samples  # auto: the evaluation chooses (it knows the global batch)
+    limits = (config.data.max_train_samples, None if most == "auto" else most)
     lengths = [store.lengths[:limit] + 1 for store, limit in zip((train, validation), limits)]
     longest = int(max(part.max() for part in lengths))
     if longest > config.model.max_seq_len:

@@ -309,7 +309,7 @@ class Liveness:
         local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
         # Where rank 0 cannot speak for its node, its neighbour does.
         if (local_rank == 0 or (local_rank == 1 and self._alone)) and self._said.acquire(blocking=False):
-            os.write(2, f"error: {sentence}; the job ends after step {self._last[0]}\n".encode())
+            os.write(2, f"ERROR: {sentence}; the job ends after step {self._last[0]}\n".encode())
 
     def _all_have_left(self) -> bool:
         others = [sighting.beat.state for rank, sighting in list(self._sightings.items()) if rank]

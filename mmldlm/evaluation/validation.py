@@ -6,15 +6,42 @@ from collections.abc import Callable
 
 import torch
 
-from mmldlm.config.schema import PURE_MODES
+from mmldlm.config.schema import PURE_MODES, Config
 from mmldlm.data.loader import MicroBatches, iterate_steps
 from mmldlm.data.noising import Noiser
-from mmldlm.data.plan import BatchPlan
+from mmldlm.data.plan import BatchPlan, Spaced
 from mmldlm.data.resolve import RunData
 from mmldlm.engines.base import Engine
 from mmldlm.objectives.translation import METRICS, TranslationObjective
 
 _SEED_OFFSET = 7_919
+_SHARE = 0.05  # of the training between two evaluations that one may cost, under data.max_validation_samples=auto
+_LEAST = 64  # samples: fewer say nothing
+_TRAINING_COST = 3  # forward passes that training on a sample costs: its backward pass is two
+
+
+def passes_of(config: Config) -> list[tuple[str, str, float]]:
+    """Name, mode and share of null conditions of each pass over the validation samples."""
+    found = []
+    for mode, weight in config.training.mode_weights().items():
+        if weight > 0:
+            found.append((mode, mode, 0.0))
+            if mode == "l2t" and config.training.condition_dropout > 0:
+                found.append(("l2t_null", "l2t", 1.0))
+    return found
+
+
+def num_samples(config: Config, available: int, global_batch: int) -> int:
+    """Samples of one evaluation: those that data.max_validation_samples leaves, of `auto` what a few percent pay for.
+
+    Args:
+        available: samples of the split that are in use. global_batch: training samples of one optimizer step.
+    """
+    if config.data.max_validation_samples != "auto":
+        return available
+    between = min(config.logging.eval_freq, config.training.num_train_steps) * global_batch
+    affordable = int(_SHARE * _TRAINING_COST * between / len(passes_of(config)))
+    return min(available, max(affordable, _LEAST))
 
 
 class Validation:
@@ -32,8 +59,15 @@ class Validation:
         self.engine, self.objective = engine, TranslationObjective(config)
         micro = config.training.eval_batch_size or config.training.train_batch_size
         seed = config.training.seed + _SEED_OFFSET
+        self.num_available = len(data.validation_lengths)
+        global_batch = config.training.train_batch_size * config.training.grad_accum_steps * engine.world_size
+        self.num_samples = num_samples(config, self.num_available, global_batch)
         self.plan = BatchPlan(
-            data.validation_lengths, micro * engine.world_size, seed, bucket_batches=64, shuffle=False
+            data.validation_lengths,
+            micro * engine.world_size,
+            seed,
+            shuffle=False,
+            order=Spaced(self.num_samples, self.num_available),
         )
         self.passes: list[tuple[str, MicroBatches]] = []
         self.bad: list[dict] = []
@@ -54,34 +88,42 @@ class Validation:
             dataset = MicroBatches(data.validation, self.plan, noiser, engine.rank, engine.world_size, accum=1)
             self.passes.append((name, dataset))
 
-        for mode, weight in config.training.mode_weights().items():
-            if weight > 0:
-                add(mode, mode, 0.0)
-                if mode == "l2t" and config.training.condition_dropout > 0:
-                    add("l2t_null", "l2t", 1.0)
+        for name, mode, dropout in passes_of(config):
+            add(name, mode, dropout)
+        self.num_batches = len(self.passes) * self.plan.batches_per_epoch
 
     @torch.no_grad()
-    def run(self, on_batch: Callable[[], None] = lambda: None) -> dict[str, float]:
-        """Metrics over the whole validation split, equal on every rank. Collective.
+    def run(self, goes_on: Callable[[int], bool] = lambda _: True) -> dict[str, float] | None:
+        """Metrics over the validation samples, equal on every rank. Collective.
 
         Args:
-            on_batch: called before every batch (a sign of life).
+            goes_on: asked before every batch, with the number of those done of `num_batches`; its answer must be the
+                same on every rank.
 
         Returns:
+            None where goes_on said no. Else
             {mode}_nelbo (nats per token, EOS counted), {mode}_token_accuracy (at masked positions), {mode}_latent_mse,
             {mode}_latent_cosine, l2t_length_nll, and l2t_gain_null = NELBO with the null minus with the right latent;
             bad_samples, where any rank found some (of all ranks, the same number on each). Every figure is of what was
             scored: one of which nothing was is left out.
         """
         self.engine.module.eval()
+        try:
+            return self._figures(goes_on)
+        finally:
+            self.engine.module.train()
+
+    def _figures(self, goes_on: Callable[[int], bool]) -> dict[str, float] | None:
         result: dict[str, float] = {}
         bad: dict[int, dict] = {}
-        num_bad = 0
+        num_bad = num_done = 0
         for name, dataset in self.passes:
             sums = torch.zeros(len(METRICS), dtype=torch.float64, device=self.engine.device)
             num_tokens, found = 0, {}
             for batches in iterate_steps(dataset, 0, self.plan.batches_per_epoch):
-                on_batch()
+                if not goes_on(num_done):
+                    return None
+                num_done += 1
                 for batch in batches:
                     _, metrics = self.objective(self.engine.module, batch.to(self.engine.device))
                     sums += torch.stack([metrics[key].double() for key in METRICS])
@@ -104,5 +146,4 @@ class Validation:
             result["bad_samples"] = num_bad
         if "l2t_null_nelbo" in result:
             result["l2t_gain_null"] = result["l2t_null_nelbo"] - result["l2t_nelbo"]
-        self.engine.module.train()
         return result

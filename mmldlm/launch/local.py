@@ -76,7 +76,7 @@ def _wait(ranks: list[subprocess.Popen], grace: float, command: list[str]) -> in
             rank, code = failed[0]
             killed_at = time.monotonic() + grace
             how = _how_it_ended(code, command)
-            print(f"error: rank {rank} (pid {ranks[rank].pid}) ended with {how}", file=sys.stderr, flush=True)
+            print(f"ERROR: rank {rank} (pid {ranks[rank].pid}) ended with {how}", file=sys.stderr, flush=True)
         if killed_at is not None and time.monotonic() > killed_at:
             for process in ranks:
                 if process.poll() is None:

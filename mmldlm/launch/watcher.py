@@ -21,6 +21,7 @@ from mmldlm.launch.start import launch_values, launcher_start, rank_script, rank
 from mmldlm.preflight.context import Context
 from mmldlm.preflight.lines import torchrun_line
 from mmldlm.preflight.transport import CONNECT_SECONDS, Agent, AgentFailure, Fleet
+from mmldlm.utils import STOP_SIGNALS
 
 POLL_SECONDS = 1.0
 ANSWER_SECONDS = 5.0  # a node that says nothing for so long is called anew
@@ -75,7 +76,7 @@ class Watcher:
 
     def run(self) -> Outcome:
         """Start, watch to the end, clean up; never leaves a process of the run behind on a node that answers."""
-        handlers = {n: signal.signal(n, self._interrupt) for n in (signal.SIGINT, signal.SIGTERM)}
+        handlers = {n: signal.signal(n, self._interrupt) for n in STOP_SIGNALS}
         try:
             self.fleet.start()
             if self.fleet.failures:

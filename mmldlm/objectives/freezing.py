@@ -6,8 +6,8 @@ from torch import nn
 
 from mmldlm.errors import UserError
 
-# MM-LDLM's rule: l2t keeps the latent side, t2l the text side as it is. Sound for a model whose frozen side is already
-# trained; from scratch it leaves a random projection (docs/objectives.md), hence training.freeze=none.
+# MM-LDLM's rule: l2t keeps the latent side, t2l the text side as it is. Valid for a model whose frozen side is already
+# trained; from scratch it leaves a random projection (docs/objectives.md), hence training.freeze=auto.
 FROZEN_GROUPS = {"unconditional": (), "mixed": (), "l2t": ("latent",), "t2l": ("text",)}
 # Heads that no loss of the mode reads: frozen under freeze=none as well, or weight decay alone would move them.
 UNREAD_MODULES = {"unconditional": (), "mixed": (), "l2t": ("latent_head",), "t2l": ("text_head", "length_head")}
@@ -15,10 +15,21 @@ UNREAD_MODULES = {"unconditional": (), "mixed": (), "l2t": ("latent_head",), "t2
 
 def frozen_names(model: nn.Module, mode: str, freeze: str) -> set[str]:
     """Names of the parameters that training.loss_type=mode with training.freeze=freeze leaves alone."""
+    assert freeze in ("mode", "none"), "auto is decided when the data is opened (config.unchanged.decided_freeze)"
     groups = model.parameter_groups()
     names = {name for group in FROZEN_GROUPS[mode] for name in groups[group]} if freeze == "mode" else set()
     names |= {name for name, _ in model.named_parameters() if name.split(".")[0] in UNREAD_MODULES[mode]}
     return names
+
+
+def random_projection(mode: str, freeze: str, init_from: str | None) -> str | None:
+    """The warning for a run from scratch that freezes weights which nothing has trained; None where it does not."""
+    if freeze != "mode" or init_from is not None or not FROZEN_GROUPS[mode]:
+        return None
+    return (
+        f"training.freeze=mode without training.init_from: the {FROZEN_GROUPS[mode][0]} side stays a random "
+        "projection (docs/objectives.md says what it costs); training.freeze=auto trains it"
+    )
 
 
 def apply_freezing(model: nn.Module, mode: str, freeze: str) -> None:

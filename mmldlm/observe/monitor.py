@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from mmldlm.config.yaml_reader import read_yaml
-from mmldlm.errors import EXIT_DONE, EXIT_FAILED
+from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
 from mmldlm.observe.plots import LOG_NAME, find_log
 from mmldlm.observe.progress import format_duration, format_step
 from mmldlm.observe.records import is_event, is_step, parse_line
@@ -105,19 +105,25 @@ def judge(
     Unhealthy is: no step yet; no step for `stall_seconds` (None: 20 usual steps, at least 2 minutes) although the run
     is not at its end; a non-finite loss or gradient norm in an applied step of the window; more than 5 % of the window
     skipped, or of its samples bad; a gradient norm 10 times, or a loss 1.5 times, its usual height before; unreadable
-    lines; a save that failed since the last one that did not.
+    lines; a save that failed since the last one that did not; an end with another exit code than 0 and 5.
 
     Args:
         records: of steps, at least two windows of them and one more, or all that there are.
-        events: records of events.jsonl, which knows of saves and of steps that a rollback passes over.
+        events: records of events.jsonl, which knows of saves, of steps that a rollback passes over, and of the end.
         num_skipped: steps of the whole run that were skipped. None: those among records.
     """
     health = Health()
     if num_unreadable:
         health.faults.append(f"{num_unreadable} unreadable lines in the log")
     health.faults += _failed_saves(events)
+    ended = _end(events)
+    if ended is not None:
+        health.lines.append(f"  ended with exit code {ended['exit_code']}: {ended.get('reason') or 'done'}")
+        if ended["exit_code"] not in (EXIT_DONE, EXIT_INTERRUPTED):
+            health.faults.append(f"the run ended with exit code {ended['exit_code']}")
     if not records:
         health.faults.append("no step has been logged yet")
+        health.finished = ended is not None
         return health
     recent, earlier = records[-window:], records[:-window]
     last = records[-1]
@@ -126,7 +132,7 @@ def judge(
     passed = [e for e in events if e["event"] == "passed_over" and e["step"] > last["step"]]
     passed = [e for e in passed if e.get("time", "") > since]
     reached = max((event["step"] for event in passed), default=last["step"])
-    health.finished = total_steps is not None and reached >= total_steps
+    health.finished = ended is not None or (total_steps is not None and reached >= total_steps)
     skipped = [record for record in recent if record.get("skipped")]
     applied = [record for record in recent if not record.get("skipped")]
     nonfinite = {key: sum(f"{key}_nonfinite" in record for record in applied) for key in _WATCHED}
@@ -160,6 +166,12 @@ def judge(
             health.faults.append(told)
     health.faults += _stall([*recent, *passed], now, stall_seconds, health)
     return health
+
+
+def _end(events: Sequence[dict]) -> dict | None:
+    """The event with which the run ended; None while it runs, or where it was killed."""
+    turns = [event for event in events if event.get("event") in ("start", "resume", "end")]
+    return turns[-1] if turns and turns[-1]["event"] == "end" and "exit_code" in turns[-1] else None
 
 
 def _failed_saves(events: Sequence[dict]) -> list[str]:

@@ -33,8 +33,10 @@ _FIELDS = (
     ("mfu", "mfu", ".1%"),
     ("data_share", "data wait", ".0%"),
 )
+LATEST_LOG = "latest.log"
 _WINDOW = 100  # steps over which the pace is taken
 _REFRESH_SECONDS = 0.1
+_PLAIN_SECONDS = 30.0  # between two plain lines of one evaluation
 _BAR_WIDTH = 16
 _INDENT = " " * 9  # as wide as the word before a message: `model    `, `data     `
 
@@ -42,6 +44,18 @@ _INDENT = " " * 9  # as wide as the word before a message: `model    `, `data   
 def train_log_path(run_dir: str | Path, node: int = 0) -> Path:
     """logs/train_YYYYMMDD_HHMMSS_node{n}.log under the run's folder, named by local time."""
     return Path(run_dir) / "logs" / f"train_{datetime.now():%Y%m%d_%H%M%S}_node{node}.log"
+
+
+def link_latest(log: Path) -> None:
+    """Point logs/latest.log at the newest training log.
+
+    Raises:
+        OSError: a file system without links.
+    """
+    beside = log.with_name(f".latest_{os.getpid()}")
+    beside.unlink(missing_ok=True)
+    beside.symlink_to(log.name)
+    os.replace(beside, log.with_name(LATEST_LOG))
 
 
 class _Screen(Console):
@@ -111,6 +125,7 @@ class Progress:
         """Steps this process saw with a true `skipped`."""
         self._pace: deque[tuple[int, float]] = deque([(start_step, time.monotonic())], maxlen=_WINDOW + 1)
         self._shown_at = 0.0
+        self._part_began = self._part_shown = 0.0
         self._file: TextIO | None = None
         self._file_fails = False
         if log_file is not None:
@@ -144,6 +159,26 @@ class Progress:
             line = self._line(_format_live(*shown), step)
             self._try_screen(lambda: self._live.update(line, refresh=True))
 
+    def evaluation(self, step: int, done: int, total: int) -> None:
+        """Show how far an evaluation is: in the live line, elsewhere a plain line every half minute.
+
+        Args:
+            done: batches that are done, from 0 on. total: batches of the evaluation.
+        """
+        now = time.monotonic()
+        if done == 0:
+            self._part_began = self._part_shown = now
+        left = format_duration((now - self._part_began) / done * (total - done)) if done else "?"
+        line = f"eval     step {step}: batch {done} of {total}, eta {left}"
+        if now - self._part_shown >= _PLAIN_SECONDS:
+            self._part_shown = now
+            self._to_file(line)
+            if self._live is None:
+                self._show(line)
+        if self._live is not None and (done == 0 or now - self._shown_at >= _REFRESH_SECONDS):
+            self._shown_at = now
+            self._try_screen(lambda: self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True))
+
     def eta(self) -> float | None:
         """Seconds left at the pace of the last steps (pauses for evaluation and checkpoints count), None at first."""
         (first, began), (last, now) = self._pace[0], self._pace[-1]
@@ -163,6 +198,17 @@ class Progress:
         text = f"warning: {text}"
         self._to_file(text)
         self._show(Text(text, style="yellow"))
+
+    def error(self, text: str, on_screen: bool = True) -> None:
+        """A message that begins with `ERROR:`, the word that people search logs for.
+
+        Args:
+            on_screen: False where the screen shows it already.
+        """
+        text = f"ERROR: {text}"
+        self._to_file(text)
+        if on_screen:
+            self._show(Text(text, style="red"))
 
     def close(self) -> None:
         """Leave the last line standing and give the terminal back. May be called twice."""

@@ -23,10 +23,11 @@ _FROM_DATA = ("latent_dim", "max_latents", "vocab_size", "mask_token_id", "pad_t
 def config_hash(config: Config) -> str:
     """Identity of a config and of its DeepSpeed JSON.
 
-    Left out: training.resume (a continued run is the same run) and what the data settles.
+    Left out: training.resume (a continued run is the same run), training.freeze (what `auto` means is decided when the
+    data is opened) and what the data settles.
     """
     values = config.model_dump(mode="json")
-    values["training"]["resume"] = None
+    values["training"] |= {"resume": None, "freeze": None}
     for key in _FROM_DATA:
         values["model"][key] = None
     path = config.engine.deepspeed_config

@@ -26,6 +26,11 @@ class Verdict:
     is_overflow: bool = False
 
 
+def nonfinite_word(value: float) -> str:
+    """What people search logs for: NaN or Inf, or both where the value does not say (DeepSpeed's norm of -1)."""
+    return "NaN" if math.isnan(value) else "Inf" if math.isinf(value) else "NaN or Inf"
+
+
 class Guard:
     """Windows of loss, gradient norm and bad samples, the loss scale of fp16, and the rule over them.
 
@@ -50,15 +55,15 @@ class Guard:
         if not num_usable:  # its loss and gradients are exactly 0: applied, they would pass for a very good step
             return Verdict(False, "no usable sample in the step")
         if num_bad_losses:
-            return Verdict(False, f"non-finite loss in {num_bad_losses} micro-batch(es)")
+            return Verdict(False, f"non-finite loss ({nonfinite_word(loss)}) in {num_bad_losses} micro-batch(es)")
         if not math.isfinite(loss):
-            return Verdict(False, "non-finite loss")
+            return Verdict(False, f"non-finite loss ({nonfinite_word(loss)})")
         if not math.isfinite(grad_norm) or grad_norm < 0:  # DeepSpeed says -1 for a norm that is not finite
             if self.loss_scale.can_fall:
                 scale = self.loss_scale.value
                 reason = f"fp16 overflow at loss scale {scale:g}, now {self.loss_scale.overflowed():g}"
                 return Verdict(False, reason, is_overflow=True)
-            return Verdict(False, "non-finite gradient norm")
+            return Verdict(False, f"non-finite gradient norm ({nonfinite_word(grad_norm)})")
         self.loss_scale.passed()
         spikes = []
         if self.action != "off":

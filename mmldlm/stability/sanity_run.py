@@ -314,7 +314,9 @@ class Sanity:
         moved = checks.changed(before, checks.checksums(self.engine.frozen_fragments()))
         if moved:
             self.findings.fault("frozen", f"changed during the steps: {checks.named(moved)}")
-        self.findings.ran("frozen", f"{len({name for name, _ in before})} frozen tensors, bit for bit as they were")
+        names = {name for name, _ in before}
+        told = f"{len(names)} frozen tensors, bit for bit as they were" if names else "nothing is frozen in this run"
+        self.findings.ran("frozen", told)
 
     def _check_memory(self) -> None:
         self.peak_bytes, kind = peak_memory(self.engine.device)

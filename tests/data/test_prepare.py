@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from mmldlm.data.store import Store, load_tokenizer
 from mmldlm.data.text import normalise
 from mmldlm.data.work import Work
 from mmldlm.errors import MmldlmError, UserError
+from tests.helpers import run_ranks
 
 WIKISPLIT = Path(__file__).resolve().parents[3] / "shared" / "data" / "wikisplit" / "validation.txt"
 
@@ -412,16 +415,39 @@ def test_a_finished_store_of_other_options_says_which(tmp_path):
 def test_interrupted_it_says_how_to_go_on(need_minilm, corpus_file, tmp_path, capsys, monkeypatch):
     words = ["prepare", str(corpus_file), "--output-dir", str(tmp_path / "s"), "--num-procs", "1"]
 
-    def interrupt(*args):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(encoding, "encode", interrupt)
-        assert cli.main(words) == 1
-    said = capsys.readouterr().err
-    assert f"interrupted: the same command goes on with what is done, in {tmp_path / 's.work'}" in said
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        with monkeypatch.context() as patch:
+            patch.setattr(encoding, "encode", lambda *args, number=number: os.kill(os.getpid(), number))
+            assert cli.main(words) == 5
+        said = capsys.readouterr().err
+        assert f"interrupted: the same command continues from what is done, in {tmp_path / 's.work'}" in said
     assert cli.main(words) == 0 and "going on with" in capsys.readouterr().out
     assert verify.verify(tmp_path / "s") == []
+
+
+ONE_RANK_IS_ASKED_TO_STOP = """
+import os, runpy, signal, sys, time
+from mmldlm.data import encoders, encoding
+
+def encode(self, texts, progress=None):
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGTERM)
+    while True:  # batches without end
+        progress(1)
+        time.sleep(0.02)
+
+encoders.Encoder.encode, encoding.SHARD = encode, 8
+runpy.run_module("mmldlm.data.prepare", run_name="__main__")
+"""
+
+
+def test_a_signal_to_one_rank_ends_all_within_a_batch(need_minilm, corpus_file, tmp_path):
+    (tmp_path / "script.py").write_text(ONE_RANK_IS_ASKED_TO_STOP)
+    words = [str(corpus_file), "--output-dir", str(tmp_path / "s")]
+    done = run_ranks(2, tmp_path / "script.py", *words, timeout=200)
+    assert done.returncode == 5, done.stdout[-3000:]
+    assert done.stdout.count("interrupted: the same command continues") == 1 and "Traceback" not in done.stdout
+    assert not (tmp_path / "s").exists() and (tmp_path / "s.work" / "plan.json").exists()
 
 
 def test_options_survive_the_way_to_the_ranks():

@@ -44,7 +44,7 @@ def jobs(tmp_path_factory):
 def said(folder: Path, case: str) -> str:
     """The lines of the watch (not the tracebacks) of all ranks of a case."""
     texts = [(folder / case / f"stderr_{rank}").read_text() for rank in range(3)]
-    return "\n".join(line for text in texts for line in text.splitlines() if line.startswith("error: "))
+    return "\n".join(line for text in texts for line in text.splitlines() if line.startswith("ERROR: "))
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.split("@")[0] not in ("evaluate", "agreed")])
@@ -56,7 +56,7 @@ def test_the_job_ends_and_names_the_rank(jobs, case):
     pid = (folder / case / f"pid_{guilty}").read_text()
     name = f"rank {guilty} on {socket.gethostname()} (pid {pid})"
     lines = said(folder, case).splitlines()
-    assert lines and all(line.startswith(f"error: {name}") for line in lines), lines
+    assert lines and all(line.startswith(f"ERROR: {name}") for line in lines), lines
     assert all("step 3, phase 'data'" in line for line in lines), lines
     if what == "raise":
         assert all("ValueError: row 7 is damaged" in line for line in lines)
@@ -85,8 +85,8 @@ def test_under_torchrun(tmp_path):
     assert done.returncode != 0
     pid = (tmp_path / "pid_1").read_text()
     # Not at the start of a line: four processes write to one pipe, and one may be in the middle of its own.
-    (line,) = re.findall(r"error: rank .*", done.stdout) or [done.stdout[-3000:]]
-    assert line.startswith(f"error: rank 1 on {socket.gethostname()} (pid {pid}) has not moved since step 3"), line
+    (line,) = re.findall(r"ERROR: rank .*", done.stdout) or [done.stdout[-3000:]]
+    assert line.startswith(f"ERROR: rank 1 on {socket.gethostname()} (pid {pid}) has not moved since step 3"), line
 
 
 # -- the judgement ---------------------------------------------------------------------------------------------------

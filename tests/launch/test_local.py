@@ -53,8 +53,8 @@ def test_a_rank_that_lacks_the_data_says_so_and_ends_the_others(store, tmp_path)
     script.write_text(ONE_NODE_LACKS_THE_DATA)
     done = launch([sys.executable, str(script), *train_words(store, tmp_path, "run", "engine.kind=ddp")], timeout=90)
     assert done.returncode == 2, done.stdout[-3000:]
-    assert "error on rank 1 (" in done.stdout and "found: nothing there" in done.stdout
-    assert done.stdout.count("error") == 1
+    assert "ERROR on rank 1 (" in done.stdout and "found: nothing there" in done.stdout
+    assert done.stdout.count("ERROR") == 1
 
 
 READS_A_STORE_THAT_IS_CUT = """

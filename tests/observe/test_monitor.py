@@ -105,6 +105,23 @@ def test_steps_that_are_passed_over_are_no_stall():
     assert "STALLED: no step for 8m20s" in faults(records(), later, total_steps=301, events=old)
 
 
+def test_a_run_that_has_ended_says_how():
+    def seen(*events):
+        health = judge(records(), NOW + timedelta(hours=5), total_steps=1000, events=[event("start", 0), *events])
+        return health, "\n".join(health.lines)
+
+    stopped = event("end", 300, exit_code=4, reason="stopped at step 300: 5 steps in a row were skipped")
+    health, text = seen(stopped)
+    assert health.faults == ["the run ended with exit code 4"] and health.finished
+    assert "ended with exit code 4: stopped at step 300: 5 steps in a row were skipped" in text
+    health, text = seen(event("end", 300, exit_code=5, reason="stopped by a signal at step 300"))
+    assert not health.faults and "exit code 5: stopped by a signal" in text
+    health, text = seen(stopped, event("resume", 300))
+    assert "STALLED" in health.faults[0] and "ended" not in text and not health.finished
+    alone = judge([], NOW, events=[event("start", 0), stopped])
+    assert alone.finished and "exit code 4" in alone.lines[0]
+
+
 def test_exploding_norm_and_rising_loss_are_faults():
     assert "grad_norm rose from 0.8 to 9" in faults(records(grad_norm=lambda step: 9.0 if step > 200 else 0.8))
     assert "loss rose from 2 to 3.5" in faults(records(loss=lambda step: 3.5 if step > 200 else 2.0))

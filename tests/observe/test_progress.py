@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from mmldlm.observe.progress import Progress, format_duration, format_step, train_log_path
+from mmldlm.observe import progress as module
+from mmldlm.observe.progress import LATEST_LOG, Progress, format_duration, format_step, link_latest, train_log_path
 
 RECORD = {
     "loss": 3.21, "text_loss": 2.5, "latent_loss": 0.71, "grad_norm": 0.8, "lr": 1e-4, "tokens_per_second": 1234.4,
@@ -45,6 +46,30 @@ def test_a_long_line_is_never_folded():
 def test_nonfinite_values_are_shown_as_such_raw_or_logged(value, word):
     assert f"loss: {word}" in format_step({"step": 1, "loss": value}, 10, 0)
     assert f"loss: {word}" in format_step({"step": 1, "loss": None, "loss_nonfinite": word}, 10, 0)
+
+
+def test_an_evaluation_shows_how_far_it_is(tmp_path, monkeypatch):
+    log = tmp_path / "train.log"
+    out = io.StringIO()
+    with Progress(10, log_file=log, stream=out) as progress:
+        for done in range(4):
+            progress.evaluation(5, done, 4)
+        assert not out.getvalue(), "one that is over before half a minute has no lines"
+        monkeypatch.setattr(module, "_PLAIN_SECONDS", 0.0)
+        for done in range(4):
+            progress.evaluation(5, done, 4)
+    lines = out.getvalue().splitlines()
+    assert [line.partition(", eta ")[0] for line in lines] == [f"eval     step 5: batch {n} of 4" for n in range(4)]
+    assert re.search(r"eta \d+s$", lines[-1]) and log.read_text().count("batch 3 of 4") == 1
+
+
+def test_the_newest_log_is_linked_and_errors_can_be_searched_for(tmp_path):
+    for name in ("train_1.log", "train_2.log"):
+        with Progress(10, enabled=False, log_file=tmp_path / name) as progress:
+            progress.error(f"of {name}")
+        link_latest(tmp_path / name)
+    assert (tmp_path / LATEST_LOG).read_text().endswith(" ERROR: of train_2.log\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [LATEST_LOG, "train_1.log", "train_2.log"]
 
 
 def test_a_mode_without_latent_loss_shows_none():

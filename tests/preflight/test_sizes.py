@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mmldlm.config.load import load_config, preset_names
+from mmldlm.config.unchanged import decided_freeze
 from mmldlm.models import MultimodalMMDiT
 from mmldlm.models.linear_cross_entropy import logits_bytes
 from mmldlm.objectives.freezing import apply_freezing
@@ -24,7 +25,7 @@ def configured(name, *words):
 def meta_model(config):
     with torch.device("meta"):
         model = MultimodalMMDiT(config.model)
-    apply_freezing(model, config.training.loss_type, config.training.freeze)
+    apply_freezing(model, config.training.loss_type, decided_freeze(config))
     return model
 
 
