@@ -17,7 +17,8 @@ import time
 
 from mmldlm.launch import state as state_files
 from mmldlm.launch.rank import TOKEN, launch_file, state_file
-from mmldlm.preflight.agent import ACTIONS, holder_of, serve
+from mmldlm.preflight.agent import ACTIONS, serve
+from mmldlm.preflight.connections import holder_of
 
 LEASE = 25.0
 TAKE_OVER = 10.0  # seconds for another agent to take over, after a broken session
