@@ -4,8 +4,9 @@
 
 Injects every fault of tests/multinode/faults.py alone and looks whether its check, and nothing else, says so on the
 right node; measures levels 0 to 2 on three healthy hosts; lets every accident of tests/multinode/accidents.py happen to
-a running launch and measures how long the rest of it lives. --quick injects faults together where they allow it, and
-lets one accident happen. --part does one half of it: faults take 10 minutes on two cores, but no quiet machine.
+a running launch and measures how long the rest of it lives; ends launches beside another one, which must not notice.
+--quick injects faults together where they allow it, and lets one accident happen. --part does one half of it: faults
+take 10 minutes on two cores, but no quiet machine.
 --names N shows how the fan-out grows up to N nodes, with a transport that only answers.
 """
 
@@ -26,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "multinode"), str(Path(__file__).resolve().parent)]
 
 from _report import claim, write  # noqa: E402
-from accidents import ACCIDENTS, play  # noqa: E402
+from accidents import ACCIDENTS, NEIGHBORS, play, play_beside  # noqa: E402
 from bed import Bed, reason_to_skip  # noqa: E402
 from faults import FAULTS, HARMLESS, TOGETHER, Scene, said, verdicts  # noqa: E402
 
@@ -164,6 +165,17 @@ def measure_watcher(bed: Bed, store: Path, folder: Path, quick: bool) -> float:
     return max(stops, key=lambda s: (s != s, s))
 
 
+def count_disturbed(bed: Bed, store: Path, folder: Path, quick: bool) -> int:
+    """How many ends of a launch (Ctrl-C, a dead rank, a dead head) another launch noticed, or left something behind."""
+    disturbed = 0
+    for ended in play_beside(bed, store, folder / "beside", NEIGHBORS[1:2] if quick else NEIGHBORS):
+        well = ended.kept_trains and not ended.pkills and not ended.left and ended.code in ended.neighbor.codes
+        said_instead = "" if well else f", NOT WELL: {ended.pkills} {ended.output[-800:]}"
+        print(f"beside another launch, {ended.neighbor.name}: exit {ended.code}{said_instead}", flush=True)
+        disturbed += not well
+    return disturbed
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true")
@@ -183,10 +195,12 @@ def main() -> int:
         if args.part != "faults":
             medians = measure_levels(bed, store, folder, 1 if args.quick else 5)
             worst = measure_watcher(bed, store, folder, args.quick)
+            disturbed = count_disturbed(bed, store, folder, args.quick)
             growth = {n: fan_out(n, folder) for n in (4, 16, 64, 256, 1024) if n <= args.names}
             print("fan-out: " + ", ".join(f"{n} nodes {s:.1f} s" for n, s in growth.items()), flush=True)
             claims.append(claim("levels_0_to_2_seconds_3_hosts", medians["levels_0_to_2"], "<=", 30))
             claims.append(claim("watcher_seconds_worst", worst, "<=", 15))
+            claims.append(claim("launches_disturbed_by_another", disturbed, "==", 0))
             more = {"seconds": medians, "fan_out_seconds": growth}
         if args.part != "times":
             found, missed, alarms = measure_faults(bed, store, folder, args.quick)

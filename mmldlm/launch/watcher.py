@@ -245,8 +245,8 @@ class Watcher:
             return Outcome(EXIT_DONE)
         if launcher_ended and len(done) < self.context.world_size:
             code = self.process.returncode
-            if code == 0 and ranks == done and not any(view["processes"] for view in views.values()):
-                # No launcher ends with 0 after a rank that failed.
+            if code == 0 and done and ranks == done and not any(view["processes"] for view in views.values()):
+                # No launcher ends with 0 after a rank that failed; and one rank ends with 0 where all have finished.
                 missing = self.context.world_size - len(done)
                 print(f"{missing} rank(s) left no status, the launcher says 0: is a node's /tmp full?", flush=True)
                 return Outcome(EXIT_DONE)

@@ -41,7 +41,7 @@ def test_ends_of_three_other_launches_do_not_touch_one_that_trains(bed, store, t
 @LONG
 @pytest.mark.parametrize("launcher", ["deepspeed", "mpi"])
 def test_odd_names_another_tmpdir_and_a_full_tmp_do_not_change_the_end(bed, store, tmp_path, launcher):
-    """TMPDIR of a batch job on the head, and in .deepspeed_env; n2's folder in /tmp is full while ranks run."""
+    """TMPDIR of a batch job on the head, and in .deepspeed_env; n2's folder in /tmp takes nothing while ranks run."""
     (tmp_path / "job").mkdir()
     (tmp_path / "env").write_text(f"TMPDIR={tmp_path}/job\n")
     name = "exp_$(touch pwned) `touch pwned`; '%h\"%n é"
