@@ -103,17 +103,25 @@ mmldlm_install() {
     echo "set-up: done"
 }
 
+# Usage: mmldlm_need_write VENV   (before anything in it is made or changed)
+mmldlm_need_write() {
+    [ -w "$1" ] || mmldlm_fail "$1 is not set up for this checkout, and you may not write to it" \
+        "set up one of your own: MMLDLM_VENV=a folder of yours"
+}
+
 mmldlm_env() {
     local venv=${MMLDLM_VENV:-$MMLDLM_ROOT/.venv} base stamp
     mkdir -p "$venv" || return
     venv=$(cd "$venv" && pwd)
     # A moved environment still starts, but its scripts (torchrun, deepspeed) point at the old place.
     if [ -e "$venv/.mmldlm-home" ] && [ "$(cat "$venv/.mmldlm-home")" != "$venv" ]; then
+        mmldlm_need_write "$venv" || return
         echo "set-up: the virtual environment was moved, making a new one"
         rm -rf "$venv"
         mkdir -p "$venv"
     fi
     if ! "$venv/bin/python" -c '' 2>/dev/null; then
+        mmldlm_need_write "$venv" || return
         base=$(mmldlm_find_python) || return
         mmldlm_need_venv_module "$base" || return
         echo "set-up: a virtual environment with $("$base" --version)"
@@ -124,11 +132,7 @@ mmldlm_env() {
     stamp=$(mmldlm_stamp "$PYTHON" "$venv") || return
     # What is installed needs no lock, and may belong to another user.
     if [ -n "$(mmldlm_missing "$venv" "$stamp" "$@")" ]; then
-        if ! [ -w "$venv" ]; then
-            mmldlm_fail "$venv is not set up for this checkout, and you may not write to it" \
-                "set up one of your own: MMLDLM_VENV=a folder of yours"
-            return
-        fi
+        mmldlm_need_write "$venv" || return
         # Two scripts started together must not install into one environment at once.
         if command -v flock >/dev/null; then
             (

@@ -244,6 +244,29 @@ def test_a_full_folder_for_temporary_files_fails_on_its_node():
     assert found["a"].status == PASS and found["b"].status == FAIL and "/job/tmp" in found["b"].fix
 
 
+@pytest.mark.parametrize(
+    ("nofile", "slots", "entry", "status"),
+    [
+        (1024, 1, {}, PASS),  # what an ordinary user's login has; on a CPU that trains
+        (256, 1, {}, FAIL),
+        (1024, 16, {}, FAIL),  # 48 ranks
+        (1024, 1, gpu(), WARN),
+        (4096, 1, gpu(), PASS),
+        (-1, 16, gpu(), PASS),
+    ],
+)
+def test_open_files(nofile, slots, entry, status):
+    found = gpus(entry) if entry else {"absent": "no NVIDIA driver"}
+    context = context_of(slots=slots, limits={"nofile": nofile}, gpus=found)
+    assert {r.status for r in judge("LIM003", context).values()} == {status}
+
+
+def test_another_users_rank_is_not_to_be_killed():
+    entry = {"pid": 7, "user": "eve", "age": 9, "command": "python mmldlm/train.py"}
+    (own, other) = (judge("PROC001", context_of(processes=[{**entry, "own": own}]))["a"] for own in (True, False))
+    assert "kill 7" in own.fix and "kill" not in other.fix and "ask eve" in other.fix
+
+
 def test_a_one_way_pair_names_its_direction_and_both_ways_down_does_not():
     context = context_of(network={"ephemeral_ports": [1, 2]})
     context.matrix = ways()

@@ -31,7 +31,8 @@ def processes(args: dict) -> list[dict]:
         except KeyError:
             user = str(uid)
         age = uptime - int(stat[19]) / ticks
-        found.append({"pid": pid, "user": user, "age": round(age), "command": text[:200]})
+        own_user = os.geteuid() in (0, uid)  # whether this user may end it
+        found.append({"pid": pid, "user": user, "own": own_user, "age": round(age), "command": text[:200]})
     return found
 
 
