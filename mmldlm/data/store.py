@@ -13,7 +13,6 @@ ROOT/tokenizer/                            the tokenizer, as ``save_pretrained``
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -24,9 +23,11 @@ import numpy as np
 
 from mmldlm.data.arrays import map_array
 from mmldlm.data.files import sha256_of
+from mmldlm.data.manifest import fault_of
 from mmldlm.data.remake import MANIFEST, again, elsewhere
 from mmldlm.data.tokenizer_files import read_tokenizer
 from mmldlm.errors import UserError
+from mmldlm.utils import read_json
 
 FORMAT = "mmldlm-store"
 VERSION = 1
@@ -67,11 +68,8 @@ def read_manifest(root: str | os.PathLike) -> dict[str, Any]:
         found = "an empty folder" if not any(root.iterdir()) else f"a folder without {MANIFEST}"
         is_files = any((root / name).exists() for name in ("train_data.json", "latents"))
         raise UserError(expected, found, _PACK.format(root=root) if is_files else elsewhere(root))
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(expected, f"{MANIFEST} cannot be read: {error}", again(root)) from None
-    kind = manifest.get("format") if isinstance(manifest, dict) else None
+    manifest = read_json(path, again(root))
+    kind = manifest.get("format")
     if kind != FORMAT:
         fix = _PACK.format(root=root) if kind == "mmldlm-files" else elsewhere(root)
         raise UserError(expected, f"{MANIFEST} of format {kind!r}", fix)
@@ -81,9 +79,8 @@ def read_manifest(root: str | os.PathLike) -> dict[str, Any]:
             f"version {manifest.get('version')!r}",
             f"use the mmldlm that wrote it; else {again(root, manifest)}",
         )
-    absent = [key for key in ("latent_dim", "latent_stats", "tokenizer", "splits", "files") if key not in manifest]
-    if absent:
-        raise UserError(expected, f"{MANIFEST} without {', '.join(absent)}", again(root, manifest))
+    if fault := fault_of(manifest):
+        raise UserError(expected, f"{MANIFEST}: {fault}", again(root, manifest))
     return manifest
 
 
