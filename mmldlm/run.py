@@ -443,10 +443,14 @@ class RunFolder:
             self._failing.discard(log.path.name)
 
     def log_end(self, kind, error: BaseException | None, trace) -> None:
-        """Log an error that all ranks have agreed on; an ExitStack calls it when the loop is left."""
-        if self._is_open and isinstance(error, MmldlmError):
-            if not isinstance(error, Interrupted):
-                self.progress.error(str(error), on_screen=False)  # main() prints it
+        """Log the error that ends the run, and the end where all ranks have agreed on it; an ExitStack calls this."""
+        if not self._is_open or error is None:
+            return
+        agreed = isinstance(error, MmldlmError)
+        if not isinstance(error, Interrupted):
+            said = str(error) if agreed else f"{type(error).__name__}: {error}"
+            self.progress.error(said, on_screen=False)  # main() prints it
+        if agreed:
             self._end(error.exit_code, str(error))
 
     def _end(self, exit_code: int, reason: str) -> None:

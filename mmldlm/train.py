@@ -363,9 +363,9 @@ def main(argv: list[str] | None = None) -> int:
 def _tell_trace(error: Exception, config: Config) -> None:
     """Print where the error comes from; of one that a lost peer makes, keep it in a file, so that what Liveness has
     said of the rank to blame is the last on the screen."""
-    from mmldlm.engines.last_words import is_collective_error
+    from mmldlm.engines.last_words import describe_error, is_collective_error
 
-    text = "".join(traceback.format_exception(error))
+    text = "".join([*traceback.format_exception(error), f"ERROR: {describe_error(error)}\n"])
     with contextlib.suppress(OSError):
         if is_collective_error(error):
             path = config.run_dir() / "logs" / f"error_rank{os.environ.get('RANK', 0)}.txt"

@@ -15,6 +15,8 @@ import sys
 import threading
 from pathlib import Path
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from mmldlm import run_checkpoints  # noqa: E402
@@ -72,7 +74,7 @@ def in_evaluation(at_step: int, ranks: tuple[int, ...]):
     calls = {"forward": 0}
 
     def count(objective, module, batch):
-        if not module.training:
+        if not torch.is_grad_enabled():
             calls["forward"] += 1
             if calls["forward"] == 4 + BATCHES * (at_step // 2 - 1):
                 calls["at"] = calls["forward"]

@@ -111,6 +111,7 @@ def test_a_command_that_is_asked_to_stop_does_what_ctrl_c_does(tmp_path, monkeyp
     from mmldlm.data import verify
 
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)  # a background job of a shell ignores SIGINT
         monkeypatch.setattr(verify, "main", lambda args, number=number: os.kill(os.getpid(), number))
         assert cli.main(["verify-data", str(tmp_path)]) == 1
         assert capsys.readouterr().err == "interrupted\n"

@@ -416,6 +416,7 @@ def test_interrupted_it_says_how_to_go_on(need_minilm, corpus_file, tmp_path, ca
     words = ["prepare", str(corpus_file), "--output-dir", str(tmp_path / "s"), "--num-procs", "1"]
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)  # a background job of a shell ignores SIGINT
         with monkeypatch.context() as patch:
             patch.setattr(encoding, "encode", lambda *args, number=number: os.kill(os.getpid(), number))
             assert cli.main(words) == 5

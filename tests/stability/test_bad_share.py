@@ -66,7 +66,8 @@ def test_zeros_for_latents_are_no_loss_of_zero(store, tmp_path, monkeypatch, cap
     log = read_log(tmp_path, "run")
     assert [record["skipped"] for record in log] == [False] * 5 + [True] * (steps - 5)
     assert [record["bad_samples"] for record in log] == [0] * 5 + [8] * (steps - 5)
-    assert read_log(tmp_path, "run", "events.jsonl")[-1]["event"] == "stability_stop"
+    *_, stopped, end = read_log(tmp_path, "run", "events.jsonl")
+    assert stopped["event"] == "stability_stop" and (end["event"], end["exit_code"]) == ("end", 4)
 
 
 ONE_RANK_LOSES = """

@@ -77,6 +77,7 @@ def test_a_healthy_run_passes_with_lmols_options(store, tmp_path, capsys):
     assert report["peak_memory_bytes"] > 2**27
     shown = capsys.readouterr().out
     assert shown.count("PASS") == len(CHECKS) and "weight decay" in shown
+    assert next(row["reason"] for row in report["checks"] if row["id"] == "frozen") == "nothing is frozen in this run"
 
 
 def test_a_healthy_run_passes_on_every_engine(store, tmp_path):
