@@ -63,6 +63,7 @@ from bed import Bed, reason_to_skip  # noqa: E402
 STILL_LIMIT = 3 * ENGINE_TIMEOUT + 60  # seconds without any sign: a first step may take three times engine.timeout
 START_LIMIT = 120.0  # seconds from the command to the first step, on a busy machine
 DISK = 320  # MiB of the checkpoint folder: six checkpoints
+WENT_ON = "went on"
 LAST_STEPS = 2 * SAVE_FREQ  # undisturbed, after the last fault
 PASS_STEPS = 3  # steps that show that the run goes on
 SAME = ("loss", "text_loss", "latent_loss", "length_loss", "grad_norm", "lr", "epoch", "batch_in_epoch", "samples",
@@ -214,7 +215,7 @@ class Chaos:
             row.problems.append("exit 0 before the end")
         if struck.then == ENDED and struck.codes and code not in struck.codes:
             row.problems.append(f"exit {code}, not {' or '.join(map(str, struck.codes))}")
-        if struck.then == RETRIED and len(launch.ends) <= RETRIES:
+        if struck.then == GOES_ON or struck.then == RETRIED and len(launch.ends) <= RETRIES:
             row.problems.append(f"the launch ended with {code} after {len(launch.ends)} of {RETRIES + 1} attempts")
         if not wait(lambda: training.ranks() == 0, END_LIMIT):
             row.problems.append(f"the launch ended and left {training.ranks()} rank(s)")
@@ -260,7 +261,7 @@ class Chaos:
         ends, lines = training.ends()[before.ends :], training.lines()[before.lines :]
         text = "\n".join(lines)
         if struck.then == GOES_ON:
-            row.result = "went on"
+            row.result = WENT_ON
             row.problems += [f"ended: {end.reason} (exit {end.code})" for end in ends]
         elif ends:
             row.result = f"{ends[0].reason} (exit {ends[0].code})"
@@ -330,13 +331,13 @@ def kinds_of(args: argparse.Namespace) -> tuple[str, ...]:
 def strike_all(chaos: Chaos, plan, num_faults: int, minutes: float) -> None:
     """Strike until there were enough faults for long enough; the last one is an interruption, after which it ends."""
     last = next(fault for fault in FAULTS if fault.kind == "interrupted")
-    fault, moment = next(plan)
+    (fault, moment), just_ended = next(plan), False
     while len(chaos.rows) < num_faults - 1 or time.monotonic() - chaos.began < 60 * minutes:
-        following, then_moment = next(plan)
-        row = chaos.strike(fault, moment, then_start=then_moment == STARTING)
-        if then_moment == STARTING and row.result == "went on":
-            then_moment = TRAINING
-        fault, moment = following, then_moment
+        following, its_moment = next(plan)
+        if moment == STARTING and not just_ended:
+            moment = TRAINING
+        row = chaos.strike(fault, moment, then_start=its_moment == STARTING)
+        fault, moment, just_ended = following, its_moment, row.result != WENT_ON
     chaos.strike(last, TRAINING, last=True)
 
 

@@ -88,6 +88,27 @@ def test_what_ends_wrongly_is_seen(scene, struck, lines, ends, said):
     assert any(said in problem for problem in judged(scene, struck, *lines, ends=ends))
 
 
+def test_a_run_that_does_not_move_is_a_hang_and_is_started_again(scene, monkeypatch):
+    monkeypatch.setattr(chaos, "STILL_LIMIT", 0.3)
+    monkeypatch.setattr(chaos, "START_LIMIT", 0.1)
+    done = []
+    for name in ("kill", "start"):
+        monkeypatch.setattr(scene, name, lambda name=name: done.append(name))
+    monkeypatch.setattr(scene, "ranks", lambda: 0)
+    watched, row = chaos.Chaos(scene, random.Random(0), None), chaos.Row(1, 0.0, "kind", chaos.TRAINING, 0)
+    watched._recover(Struck("agent", GOES_ON), chaos.Before.of(scene), row, then_start=False)
+    assert row.hang and done == ["kill", "start"] and "nothing moved" in row.problems[0]
+
+
+def test_a_launch_that_goes_away_without_a_reason_is_a_problem(scene, monkeypatch):
+    scene.launch.code = lambda: 1
+    monkeypatch.setattr(scene, "ranks", lambda: 0)
+    monkeypatch.setattr(scene, "start", lambda: None)
+    watched, row = chaos.Chaos(scene, random.Random(0), None), chaos.Row(1, 0.0, "kind", chaos.TRAINING, 0)
+    watched._start_again(Struck("agent", GOES_ON), row)
+    assert row.problems == ["the launch ended with 1 after 0 of 5 attempts"]
+
+
 @pytest.mark.parametrize(("graceful", "lost", "problems"), [(False, 40, 0), (False, 41, 1), (True, 0, 0), (True, 1, 1)])
 def test_steps_that_are_lost_beyond_the_promise_are_counted(scene, graceful, lost, problems):
     """Two times save_freq after a crash; none after a signal."""
