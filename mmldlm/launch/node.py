@@ -190,8 +190,15 @@ def forget(args: dict) -> None:
     """Delete all that this host's agent and ranks wrote of a launch that is over."""
     launch = args["launch"]
     _launches.discard(launch)
+    _release()
     state_files.remove(launch, f"{socket.gethostname()}_*")
     state_files.remove_folders(launch)
+
+
+def _release() -> None:
+    """Give reserved ports back: a retry may be next, before this agent has ended."""
+    while _reserved:
+        _reserved.pop().close()
 
 
 def _taken_over(launch: str) -> bool:
@@ -214,6 +221,7 @@ def main() -> int:
     try:
         serve(actions, LEASE)
     finally:
+        _release()
         for launch in list(_launches):
             if not _taken_over(launch):
                 stop({"launch": launch, "grace": 3})

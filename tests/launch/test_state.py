@@ -117,4 +117,5 @@ def test_a_port_is_held_for_one_launch_at_a_time():
     other = f"from mmldlm.launch import node; print(node.reserve({{'port': {port}}})['error'])"
     done = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True, check=True)
     assert "reserved by another" in done.stdout
-    node._reserved.pop().close()
+    node.forget({"launch": "none"})
+    assert subprocess.run([sys.executable, "-c", other], capture_output=True).returncode == 1  # KeyError: it is free

@@ -522,6 +522,11 @@ def _(scene, stack):
     scene.environment["PDSH_SSH_ARGS_APPEND"] = "-p 2222"
 
 
+@fault("command in .deepspeed_env", ("ENV001", ""), words=("deepspeed_env:1", "changes in the shells"))
+def _(scene, stack):
+    scene.env_file("GLOO_SOCKET_IFNAME=$(hostname)\n")
+
+
 @fault("comment in .deepspeed_env", ("ENV001", ""), words=("deepspeed_env:1", "delete that line"))
 def _(scene, stack):
     scene.env_file("# interfaces\nGLOO_SOCKET_IFNAME=eth0\n")
