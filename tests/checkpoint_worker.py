@@ -43,6 +43,7 @@ def main() -> None:
     common = ["engine.kind=fsdp", f"engine.timeout={TIMEOUT}", "logging.save_freq=2", "logging.eval_freq=1000"]
     for words in (["training.num_train_steps=6"], ["training.num_train_steps=7", "training.resume=auto"]):
         _, _, *more = train_words(store, folder, "run", *common, "training.train_batch_size=4", "logging.plot=false")
+        more.append("data.max_validation_samples=1")
         train(check_run(load_config("tiny", None, [*more, *words]), 2))
     leave_process_group()
 

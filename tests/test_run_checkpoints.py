@@ -360,6 +360,9 @@ def test_one_failure_is_one_lost_checkpoint_and_a_slow_disk_is_none(store, tmp_p
     assert failed["step"] == 2 and "rank 0 on" in failed["reason"] and "out of pinned memory" in failed["reason"]
     assert [event["step"] for event in events(tmp_path, "save")] == [4, 6, 7]
     assert [event["source"][-1] for event in events(tmp_path, "resume")] == ["6"]
+    # One validation sample for two ranks: one of them has nothing to evaluate.
+    for record in read_log(tmp_path, "run", "eval_log.jsonl"):
+        assert record["l2t_nelbo"] > 0 and not any(name.endswith("_nonfinite") for name in record), record
 
 
 def test_a_folder_that_cannot_be_cleared_does_not_stop_every_later_save(tmp_path, monkeypatch):
@@ -386,3 +389,13 @@ def test_every_failing_rank_says_why(tmp_path):
     peers = commit.Peers(0, 2, lambda: None, lambda ok: False, lambda text: ["rank 1 on node2: OSError: no space"])
     with pytest.raises(commit.CommitFailed, match="rank 1 on node2: OSError: no space"):
         commit.PendingCheckpoint(tmp_path, 3, peers).agree("writing its files", None)
+
+
+def test_a_save_request_that_cannot_be_looked_at_ends_no_rank_alone(store, tmp_path):
+    """The folder's server hesitates: Path.exists would raise on rank 0, and its peers would wait for it."""
+    from types import SimpleNamespace
+
+    from mmldlm.run_checkpoints import RunCheckpoints
+
+    own = SimpleNamespace(is_main=True, run_dir=tmp_path / ("too long" * 50))
+    assert not RunCheckpoints.is_asked.fget(own)
