@@ -12,7 +12,11 @@ import pytest
 import torch
 
 from mmldlm.checkpoints import commit
+from mmldlm.checkpoints.init_from import init_weights
 from mmldlm.checkpoints.manifest import MANIFEST, describe_file
+from mmldlm.config.load import load_config
+from mmldlm.data.resolve import open_data
+from mmldlm.stability.initial import initial_model
 from mmldlm.train import main
 from tests.helpers import ROOT, read_log, run_ranks, train_words
 
@@ -101,6 +105,8 @@ def test_files_that_hold_no_state_cost_no_checkpoint(store, copy, capsys):
     assert "step_00000006 is used, its training state is whole" in capsys.readouterr().out
     assert [event["source"][-1] for event in events(copy, "resume")] == ["6"] and steps_of(copy)[-1] == 8
     assert any("whether the config has changed" in event["text"] for event in events(copy, "note"))
+    source = copy / "run" / "checkpoints" / "step_00000006"  # whose weights another run can take
+    assert init_weights(initial_model(open_data(load_config("tiny", None, words(store, copy)[2:]))), str(source)).taken
 
 
 def test_a_damaged_newest_one_is_kept_aside_when_its_step_is_saved_again(store, copy):
