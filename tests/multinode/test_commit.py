@@ -14,32 +14,34 @@ from tests.helpers import LONG, ROOT, read_log, run_ranks, train_words
 KILLER = """
 import os, signal
 
+MOMENT, MARK = {moment!r}, {mark!r}
+
 def die_once():
     try:
-        os.close(os.open(os.environ["KILL_MARK"], os.O_CREAT | os.O_EXCL))
+        os.close(os.open(MARK, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
         return
     os.kill(os.getpid(), signal.SIGKILL)
 
-moment, fsync, rename = os.environ.get("KILL_AT"), os.fsync, os.rename
+fsync, rename = os.fsync, os.rename
 
 def killed_when_sealed(fd):
-    path = os.readlink(f"/proc/self/fd/{fd}")
+    path = os.readlink("/proc/self/fd/" + str(fd))
     fsync(fd)
     if path.endswith("step_00000010/.files_rank1.json"):
         die_once()
 
 def killed_when_renamed(source, target, **more):
     is_it = str(target).endswith("/step_00000010")
-    if is_it and moment == "before the rename":
+    if is_it and MOMENT == "before the rename":
         die_once()
     rename(source, target, **more)
-    if is_it and moment == "after the rename":
+    if is_it and MOMENT == "after the rename":
         die_once()
 
-if moment == "sealed":
+if MOMENT == "sealed":
     os.fsync = killed_when_sealed
-elif moment:
+else:
     os.rename = killed_when_renamed
 """
 # moment -> the step from which the second attempt continues
@@ -64,14 +66,9 @@ def words(store, folder) -> list[str]:
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_rank_killed_while_it_commits(bed, store, tmp_path, undisturbed, moment):
     (tmp_path / "killer").mkdir()
-    (tmp_path / "killer" / "sitecustomize.py").write_text(KILLER)
+    (tmp_path / "killer" / "sitecustomize.py").write_text(KILLER.format(moment=moment, mark=str(tmp_path / "killed")))
     (tmp_path / "hostfile").write_text("n1 slots=1\nn2 slots=1\n")
-    environment = {
-        "PYTHONPATH": f"{tmp_path / 'killer'}{os.pathsep}{ROOT}",
-        "OMP_NUM_THREADS": "1",
-        "KILL_AT": moment,
-        "KILL_MARK": str(tmp_path / "killed"),
-    }
+    environment = {"PYTHONPATH": f"{tmp_path / 'killer'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "mmldlm.launch", "--hostfile", tmp_path / "hostfile", "--retries", "1"]
     process = bed["n1"].popen(
         *command, "--level", "0", *words(store, tmp_path), env=environment, stdin=subprocess.DEVNULL,
