@@ -177,14 +177,27 @@ def own_folder() -> Path:
     return Path(os.environ["FAULT_RUN"])
 
 
+@contextlib.contextmanager
 def read_only_folder():
-    """The checkpoints' folder is read-only for rank 1, from before a save until after it."""
+    """The checkpoints' folder is read-only for rank 1, from before a save until after it; rank 0 comes late."""
+    from mmldlm.run_checkpoints import RunCheckpoints
+
+    collect = RunCheckpoints._rank_files
 
     def act() -> None:
         _mounts.own_namespace()
         _mounts.read_only(own_folder() / "checkpoints")
 
-    return on_rank_1(act, lambda: _mounts.unmount(own_folder() / "checkpoints"))
+    def late(self, path, in_background):
+        if rank() == 0 and self.state.step == LOST_STEP:
+            time.sleep(1)  # so that rank 1 is the first to need the folders below
+        return collect(self, path, in_background)
+
+    with (
+        mock.patch.object(RunCheckpoints, "_rank_files", late),
+        on_rank_1(act, lambda: _mounts.unmount(own_folder() / "checkpoints")),
+    ):
+        yield
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from torch import nn
 
 from mmldlm.checkpoints import commit
 from mmldlm.checkpoints.init_from import init_weights
+from mmldlm.checkpoints.manifest import examine
 from mmldlm.checkpoints.training_state import open_training_state
 from mmldlm.config.load import build_config
 from mmldlm.data.loader import MicroBatches
@@ -171,7 +172,7 @@ class Replay:
             return given, False
         resumed = self.config.training.resume
         there = [] if resumed in (None, "auto") else [commit.resolve(resumed)]
-        there += [path for step, path in commit.list_checkpoints(self.run_dir) if not commit.examine(path).problems]
+        there += [path for step, path in commit.list_checkpoints(self.run_dir) if not examine(path).problems]
         steps = [(json.loads((path / STATE_FILE).read_text())["step"], path) for path in there]
         there = [(step, path) for step, path in steps if step <= after]
         start, path = there[-1] if there else (0, None)

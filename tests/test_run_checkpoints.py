@@ -12,7 +12,11 @@ import pytest
 import torch
 
 from mmldlm.checkpoints import commit
+from mmldlm.checkpoints.init_from import init_weights
 from mmldlm.checkpoints.manifest import MANIFEST, describe_file
+from mmldlm.config.load import load_config
+from mmldlm.data.resolve import open_data
+from mmldlm.stability.initial import initial_model
 from mmldlm.train import main
 from tests.helpers import ROOT, read_log, run_ranks, train_words
 
@@ -101,6 +105,8 @@ def test_files_that_hold_no_state_cost_no_checkpoint(store, copy, capsys):
     assert "step_00000006 is used, its training state is whole" in capsys.readouterr().out
     assert [event["source"][-1] for event in events(copy, "resume")] == ["6"] and steps_of(copy)[-1] == 8
     assert any("whether the config has changed" in event["text"] for event in events(copy, "note"))
+    source = copy / "run" / "checkpoints" / "step_00000006"  # whose weights another run can take
+    assert init_weights(initial_model(open_data(load_config("tiny", None, words(store, copy)[2:]))), str(source)).taken
 
 
 def test_a_damaged_newest_one_is_kept_aside_when_its_step_is_saved_again(store, copy):
@@ -360,6 +366,9 @@ def test_one_failure_is_one_lost_checkpoint_and_a_slow_disk_is_none(store, tmp_p
     assert failed["step"] == 2 and "rank 0 on" in failed["reason"] and "out of pinned memory" in failed["reason"]
     assert [event["step"] for event in events(tmp_path, "save")] == [4, 6, 7]
     assert [event["source"][-1] for event in events(tmp_path, "resume")] == ["6"]
+    # One validation sample for two ranks: one of them has nothing to evaluate.
+    for record in read_log(tmp_path, "run", "eval_log.jsonl"):
+        assert record["l2t_nelbo"] > 0 and not any(name.endswith("_nonfinite") for name in record), record
 
 
 def test_a_folder_that_cannot_be_cleared_does_not_stop_every_later_save(tmp_path, monkeypatch):
@@ -386,3 +395,13 @@ def test_every_failing_rank_says_why(tmp_path):
     peers = commit.Peers(0, 2, lambda: None, lambda ok: False, lambda text: ["rank 1 on node2: OSError: no space"])
     with pytest.raises(commit.CommitFailed, match="rank 1 on node2: OSError: no space"):
         commit.PendingCheckpoint(tmp_path, 3, peers).agree("writing its files", None)
+
+
+def test_a_save_request_that_cannot_be_looked_at_ends_no_rank_alone(store, tmp_path):
+    """The folder's server hesitates: Path.exists would raise on rank 0, and its peers would wait for it."""
+    from types import SimpleNamespace
+
+    from mmldlm.run_checkpoints import RunCheckpoints
+
+    own = SimpleNamespace(is_main=True, run_dir=tmp_path / ("too long" * 50))
+    assert not RunCheckpoints.is_asked.fget(own)

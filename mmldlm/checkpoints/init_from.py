@@ -99,7 +99,7 @@ def _tensors(path: Path):
                 yield name, file.get_slice(name).get_shape(), lambda name=name: file.get_tensor(name)
         return
     # The readers' own look at each number advises an option that only `convert` has; init_weights looks at all formats.
-    with open_source(path, allow_nonfinite=True).weights as source:
+    with open_source(path, allow_nonfinite=True, weights_only=True).weights as source:
         for name, info in source.tensors.items():
             yield name, info.shape, lambda name=name, info=info: as_torch(source.read(name), info.dtype)
 

@@ -9,15 +9,8 @@ import os
 import shutil
 from pathlib import Path
 
-from mmldlm.checkpoints.commit import (
-    LATEST,
-    cannot_read,
-    is_fit,
-    list_checkpoints,
-    point_latest,
-    read_latest,
-    set_aside,
-)
+from mmldlm.checkpoints.commit import point_latest, set_aside
+from mmldlm.checkpoints.finding import LATEST, cannot_read, is_fit, list_checkpoints, read_latest
 from mmldlm.checkpoints.manifest import examine
 
 

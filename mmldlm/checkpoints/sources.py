@@ -11,7 +11,7 @@ from typing import Any
 
 from mmldlm.checkpoints.commit import CHECKPOINTS, LATEST, resolve
 from mmldlm.checkpoints.config_check import mark_buffers
-from mmldlm.checkpoints.manifest import MANIFEST, read_manifest, verify
+from mmldlm.checkpoints.manifest import MANIFEST, examine, read_manifest
 from mmldlm.checkpoints.places import METADATA, find_safetensors, is_dcp_folder
 from mmldlm.checkpoints.weights import WeightSource
 from mmldlm.checkpoints.zero_files import find_zero_folder
@@ -59,7 +59,11 @@ class Opened:
 
 
 def open_source(
-    path: Path | str, allow_nonfinite: bool = False, with_ema: bool = False, with_moments: bool = False
+    path: Path | str,
+    allow_nonfinite: bool = False,
+    with_ema: bool = False,
+    with_moments: bool = False,
+    weights_only: bool = False,
 ) -> Opened:
     """Opens a run, RUN/latest, a step folder, a DeepSpeed folder (the tag folder or the one above), a DCP folder, a
     model.pt, a safetensors file or a Hugging Face folder.
@@ -69,6 +73,7 @@ def open_source(
     Args:
         with_ema: find the moving average of the weights too, where one was saved.
         with_moments: find AdamW's moments too, where there are any.
+        weights_only: damaged files that hold no state of training (the tokenizer, copies of the config) do not matter.
 
     Raises:
         UserError: nothing readable there, or a damaged checkpoint; the file is named.
@@ -77,10 +82,13 @@ def open_source(
     _refuse_a_store(path)
     if _is_ours(path):
         checkpoint = resolve(path)
-        problems = verify(checkpoint, checksums=False, tails=True)
-        if problems:
-            fix = "use an older checkpoint of the run"
-            raise UserError(f"a whole checkpoint in {checkpoint}", "; ".join(problems[:3]), fix)
+        found = examine(checkpoint, checksums=False, tails=True)
+        if found.problems:
+            fix = "make it readable again" if found.unreadable else "use an older checkpoint of the run"
+            raise UserError(f"a whole checkpoint in {checkpoint}", "; ".join(found.problems[:3]), fix)
+        if found.descriptions and not weights_only:
+            fix = "the weights are whole: copy these files from another checkpoint of the run"
+            raise UserError(f"a whole checkpoint in {checkpoint}", "; ".join(found.descriptions[:3]), fix)
         folder = checkpoint / "engine"
         weights = open_folder(folder, allow_nonfinite, with_moments)
         if weights is None:

@@ -87,8 +87,8 @@ def choose_sentences(store: Store, model: nn.Module, num_samples: int | None, se
     count = min(1000, len(store)) if num_samples is None else num_samples
     if not 2 <= count <= len(store):
         raise UserError(
-            f"between 2 and {len(store)} sentences, as many as there are in {where}",
-            f"{count}",
+            "at least 2 sentences, as each is compared with the latent of another, and at most those in the store",
+            f"{count} asked for, {len(store)} in {where}",
             "lower --num-samples, or prepare with more --validation-samples",
         )
     tokenizer = store.manifest["tokenizer"]

@@ -304,6 +304,34 @@ def test_failed_resave_puts_the_old_one_back(tmp_path, monkeypatch):
     assert content_of(resolve(tmp_path / "latest")) == "old" and verify(resolve(tmp_path)) == []
 
 
+def test_every_rank_tries_to_write_before_any_enters_a_collective_save(tmp_path, monkeypatch):
+    """DeepSpeed's save has barriers: a rank that found its folder read-only in it would leave the others there."""
+    save(tmp_path, 1, "old")
+    write = Path.write_bytes
+
+    def read_only_on_rank_1(self, content):
+        if threading.current_thread().name == "rank1" and self.parent.name == "zero":
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
+        return write(self, content)
+
+    monkeypatch.setattr(Path, "write_bytes", read_only_on_rank_1)
+    entered = []
+
+    def work(peers):
+        pending = begin(tmp_path, 2, peers, ("engine", "engine/zero"))
+        entered.append(peers.rank)
+        write_files(pending.path, peers.rank, "new")
+        return pending.commit()
+
+    results = run_ranks(2, work)
+    assert all(isinstance(result, CommitFailed) for result in results) and entered == []
+    assert "Read-only file system" in str(results[1]) and "mount it for writing again" in str(results[1])
+    assert untouched(tmp_path)
+    monkeypatch.undo()
+    assert run_ranks(2, work) == [tmp_path / "checkpoints" / "step_00000002"] * 2
+    assert not [path for path in (tmp_path / "checkpoints").rglob("*") if ".try_rank" in path.name]
+
+
 def test_folder_cannot_be_made(tmp_path):
     (tmp_path / "checkpoints").write_text("a file stands here")
     results = run_ranks(2, lambda peers: begin(tmp_path, 1, peers))
