@@ -155,6 +155,36 @@ def _fill(parser: argparse.ArgumentParser, verb: str):
     return module.main
 
 
+def _explain_import(error: Exception, verb: str) -> UserError | None:
+    """What an error means that came while packages were imported, where PYTHONPATH puts others in their place."""
+    trace, is_import = error.__traceback__, isinstance(error, ImportError)
+    while trace is not None:
+        is_import = is_import or trace.tb_frame.f_code.co_name == "<module>"
+        trace = trace.tb_next
+    replaced = _replaced_packages() if is_import else []
+    if not replaced:
+        return None
+    return UserError(
+        f"the packages that mmldlm was installed with, for `mmldlm {verb}`",
+        f"{type(error).__name__}: {error}; PYTHONPATH puts others in their place: {', '.join(replaced)}",
+        "start it with another PYTHONPATH (unset PYTHONPATH)",
+    )
+
+
+def _replaced_packages() -> list[str]:
+    """Files on PYTHONPATH that take the place of packages installed beside this Python's own."""
+    import sysconfig
+
+    installed = {Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib")}
+    folders = [Path(name) for name in os.environ.get("PYTHONPATH", "").split(os.pathsep) if name]
+    found = []
+    for folder in folders:
+        if folder.is_dir() and folder.resolve() not in {place.resolve() for place in installed}:
+            entries = [path for path in folder.iterdir() if path.suffix in ("", ".py") and path.stem != "mmldlm"]
+            found += [str(path) for path in entries if any((place / path.stem).is_dir() for place in installed)]
+    return sorted(found)
+
+
 def _overview(argv: list[str]) -> int:
     """What stands in for a verb: --help, --version, nothing, or a mistake."""
     parser = argparse.ArgumentParser(
@@ -198,6 +228,12 @@ def main(argv: list[str] | None = None) -> int:
         where = "" if error.filename is None else f"{error.filename}: "
         print(f"error: {where}{reason(error)}", file=sys.stderr)
         return EXIT_FAILED
+    except Exception as error:
+        explained = _explain_import(error, verb)
+        if explained is None:
+            raise
+        print(f"error: {explained}", file=sys.stderr)
+        return explained.exit_code
 
 
 def _never_fail_to_print() -> None:

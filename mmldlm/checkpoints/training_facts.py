@@ -342,10 +342,10 @@ def _configured_dtype(opened: Opened) -> str:
     path = opened.checkpoint / "config.yaml" if opened.checkpoint else None
     if path is None or not path.is_file():
         return "float32"
-    import yaml
+    from mmldlm.config.yaml_reader import read_yaml
 
-    training = (yaml.safe_load(path.read_text()) or {}).get("training") or {}
-    return _PRECISIONS.get(training.get("dtype"), "float32")
+    training = read_yaml(path).get("training")
+    return _PRECISIONS.get(str(training.get("dtype")), "float32") if isinstance(training, dict) else "float32"
 
 
 def _read_json(path: Path) -> dict[str, Any]:

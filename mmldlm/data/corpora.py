@@ -16,7 +16,7 @@ from pathlib import Path
 
 from mmldlm.data.docstrings import docstrings_source, read_docstrings
 from mmldlm.data.readers import KINDS, FileUnit, clean, file_units, kind_of, parquet_units
-from mmldlm.data.text import split_sentences
+from mmldlm.data.text import MAX_TEXT_BYTES, TOO_LARGE, split_sentences
 from mmldlm.errors import UserError
 
 DEFAULT_CORPUS = "docstrings"
@@ -165,15 +165,37 @@ def _units_of(path: Path, name: str, kind: str, text_field: str) -> list[Unit]:
 def _read_documents(files: list[Path], counts: Counter, whole: bool) -> Iterator[str]:
     for path in files:
         counts["files"] += 1
-        text = "\n".join(line for _, line in FileUnit(path, "txt", 0, None).lines())
-        if whole:
-            yield from clean(text, counts)
-            continue
-        paragraphs = text.split("\n\n")
-        for paragraph in paragraphs:
-            for sentence in split_sentences(" ".join(paragraph.split())):
+        for piece in _pieces(FileUnit(path, "txt", 0, None).lines(counts), whole):
+            if piece is None:
                 counts["read"] += 1
-                yield sentence
+                counts[TOO_LARGE] += 1
+            elif whole:
+                yield from clean(piece, counts)
+            else:
+                for sentence in split_sentences(" ".join(piece.split())):
+                    counts["read"] += 1
+                    yield sentence
+
+
+def _pieces(lines: Iterator[tuple[int, str]], whole: bool) -> Iterator[str | None]:
+    """The paragraphs of a document, or all of it; None for one that is longer than a text may be."""
+    piece: list[str] = []
+    size = 0
+
+    def joined() -> str | None:
+        return "\n".join(piece) if size <= MAX_TEXT_BYTES else None
+
+    for _, line in lines:
+        if not line and not whole:
+            if size:
+                yield joined()
+            piece, size = [], 0
+            continue
+        size += len(line) + 1
+        if size <= MAX_TEXT_BYTES:
+            piece.append(line)
+    if size or whole:
+        yield joined()
 
 
 def _first(units: list[Unit], max_documents: int) -> Unit:

@@ -67,8 +67,10 @@ def _from_json(source: Path, split: str) -> Iterator[Sample]:
         records = json.loads(path.read_text(encoding="utf-8"))
         for record in records:
             text, text_path = record.get("text"), record.get("text_path")
+            if not isinstance(text, str | None):
+                raise TypeError(f"a text that is a {type(text).__name__}")
             yield Sample(source / record["latent_path"], text, source / text_path if text_path else None)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
             f"a list of records with latent_path and text or text_path in {path}", repr(error), "repair the file"
         ) from None

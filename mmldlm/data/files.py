@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import io
 import json
 import os
 import shutil
+import stat
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from mmldlm.errors import MmldlmError
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """A regular file opened for reading.
+
+    Raises:
+        OSError: not to be read, or a FIFO, socket or device, which is not waited for.
+    """
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return file
 
 
 def sha256_of(path: Path) -> str:

@@ -11,7 +11,6 @@ Latents are taken as they are. Every file is either in the store or counted with
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import time
@@ -24,18 +23,19 @@ import numpy as np
 from rich.console import Console
 
 from mmldlm.data import selecting, tokenizers
+from mmldlm.data.arrays import read_array, read_small_npz
 from mmldlm.data.chunking import truncate
 from mmldlm.data.encoder_table import ENCODERS
 from mmldlm.data.file_layouts import LAYOUTS, Sample, find_samples
-from mmldlm.data.files import list_files, write_json
+from mmldlm.data.files import list_files, open_regular, write_json
 from mmldlm.data.publish import commit, refuse_other_folders, several_latents, versions
 from mmldlm.data.report import print_summary
 from mmldlm.data.statistics import LatentStatistics
 from mmldlm.data.store import FORMAT, MANIFEST, SPLITS, TOKENIZER_FOLDER, VERSION, Store
-from mmldlm.data.text import content_hash
+from mmldlm.data.text import MAX_TEXT_BYTES, content_hash
 from mmldlm.data.writers import FILES_FORMAT, StoreSplit
 from mmldlm.errors import EXIT_DONE, UserError
-from mmldlm.utils import usable_folder
+from mmldlm.utils import read_json, usable_folder
 
 
 @dataclass
@@ -61,7 +61,7 @@ def pack(options: PackOptions, console: Console | None = None) -> Path:
     """Reads a folder of files and writes a store, which appears whole or not at all.
 
     Raises:
-        UserError: no such layout, no tokenizer for token files, latents of several dimensions, or nothing usable.
+        UserError: no such layout, no tokenizer for token files, latents without one usual dimension, or nothing usable.
     """
     started = time.perf_counter()
     console = console or Console()
@@ -82,9 +82,10 @@ def pack(options: PackOptions, console: Console | None = None) -> Path:
     identity = tokenizers.identity(tokenizer, name)
     tokenizer.split_special_tokens = True
     packer = _Packer(options, tokenizer, identity["vocab_size"], counts, latents_per_text)
-    texts, hashes = {}, {}
-    for split, samples in splits.items():
-        texts[split] = packer.look_at(samples)
+    texts = {split: packer.look_at(split, samples) for split, samples in splits.items()}
+    packer.leave_out_other_dimensions(texts, source)
+    hashes = {}
+    for split in splits:
         hashes[split] = np.array([content_hash(text) for text, _ in texts[split].values()], np.uint64)
     chosen = _choose(splits, texts, hashes, options, counts)
     for split, rows in chosen.items():
@@ -156,14 +157,15 @@ class _Packer:
         self.options, self.tokenizer, self.vocab_size, self.counts = options, tokenizer, vocab_size, counts
         self.latents_per_text = latents_per_text
         self.latent_dim = 0
+        self.places_of_dim: dict[int, list[tuple[str, int]]] = {}
         self.specials = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
 
-    def look_at(self, samples: list[Sample]) -> dict[int, tuple[str, np.ndarray]]:
+    def look_at(self, split: str, samples: list[Sample]) -> dict[int, tuple[str, np.ndarray]]:
         """Place -> (text, token ids) of the samples whose every part can be used."""
         found = {}
         for place, sample in enumerate(samples):
             self.counts["read"] += 1
-            reason = self._latent_reason(sample.latent)
+            dim, reason = self._look_at_latent(sample.latent)
             text, ids = ("", np.empty(0, np.int64)) if reason else self._text_and_ids(sample)
             if not reason:
                 reason = "unreadable_text" if text is None else self._length_reason(ids)
@@ -175,7 +177,26 @@ class _Packer:
                 ids, text = truncate(self.tokenizer, text, limit)
                 self.counts["truncated"] += 1
             found[place] = (text, np.asarray(ids, np.int64))
+            self.places_of_dim.setdefault(dim, []).append((split, place))
         return found
+
+    def leave_out_other_dimensions(self, texts: dict[str, dict[int, Any]], source: Path) -> None:
+        """Settle on the dimension that most latents have; samples of another are counted and taken out of texts.
+
+        Raises:
+            UserError: no dimension is that of more than half of them.
+        """
+        sizes = {dim: len(places) for dim, places in self.places_of_dim.items()}
+        if not sizes:
+            return
+        self.latent_dim = max(sizes, key=sizes.get)
+        if 2 * sizes[self.latent_dim] <= sum(sizes.values()):
+            found = ", ".join(f"{count} of {dim}" for dim, count in sorted(sizes.items())[:8])
+            raise UserError(f"latents of one dimension in {source}", found, "keep latents of one encoder in one folder")
+        for dim, places in self.places_of_dim.items():
+            for split, place in places if dim != self.latent_dim else ():
+                del texts[split][place]
+                self.counts["drop_latent_of_another_dimension"] += 1
 
     @property
     def latent_shape(self) -> tuple[int, ...]:
@@ -184,35 +205,33 @@ class _Packer:
 
     def latent(self, path: Path) -> np.ndarray:
         """[D] or [N, D] float32."""
-        return np.load(path, allow_pickle=False).reshape(self.latent_shape).astype(np.float32)
+        return read_array(path).reshape(self.latent_shape).astype(np.float32)
 
-    def _latent_reason(self, path: Path) -> str | None:
+    def _look_at_latent(self, path: Path) -> tuple[int, str | None]:
+        """Dimension of a file's latents, and why they cannot be used; None where they can."""
         try:
-            vectors = np.load(path, allow_pickle=False)
-        except (OSError, ValueError, EOFError):
-            return "unreadable_latent"
+            vectors = read_array(path)
+        except (OSError, ValueError, MemoryError):
+            return 0, "unreadable_latent"
+        if vectors.dtype.kind != "f":
+            return 0, f"latent_of_type_{vectors.dtype.name if vectors.dtype.kind in 'biuc' else 'other'}"
         count = self.latents_per_text
         vectors = vectors[None] if vectors.ndim == 1 else vectors
-        if vectors.ndim != 2 or len(vectors) != count or vectors.dtype.kind != "f":
-            return "latent_not_one_vector" if count == 1 else f"latent_not_{count}_vectors"
-        self.latent_dim = self.latent_dim or vectors.shape[1]
-        if vectors.shape[1] != self.latent_dim:
-            raise UserError(
-                f"latents of {self.latent_dim} dimensions, as the first one has",
-                f"{vectors.shape[1]} in {path}",
-                "keep latents of one encoder in one folder",
-            )
-        vectors = vectors.astype(np.float32)
+        if vectors.ndim != 2 or len(vectors) != count or not vectors.shape[1]:
+            return 0, "latent_not_one_vector" if count == 1 else f"latent_not_{count}_vectors"
+        with np.errstate(over="ignore"):  # of float64; infinities are looked for here
+            vectors = vectors.astype(np.float32)
         if not np.isfinite(vectors).all():
-            return "latent_not_finite"
-        return None if vectors.any(axis=1).all() else "latent_zero"
+            return 0, "latent_not_finite"
+        return vectors.shape[1], None if vectors.any(axis=1).all() else "latent_zero"
 
     def _text_and_ids(self, sample: Sample) -> tuple[str | None, np.ndarray]:
         try:
             if sample.tokens_path is not None:
-                with np.load(sample.tokens_path, allow_pickle=False) as file:
-                    ids, mask = np.ravel(file["input_ids"]), np.ravel(file["attention_mask"]).astype(bool)
-                ids = ids[mask].astype(np.int64)
+                ids, mask = map(np.ravel, read_small_npz(sample.tokens_path, "input_ids", "attention_mask"))
+                if ids.dtype.kind not in "iu" or mask.dtype.kind not in "biu":
+                    return None, np.empty(0, np.int64)
+                ids = ids[mask.astype(bool)].astype(np.int64)
                 if len(ids) and (ids.min() < 0 or ids.max() >= self.vocab_size):
                     raise UserError(
                         f"ids of tokenizer {self.options.tokenizer} (below {self.vocab_size})",
@@ -221,8 +240,8 @@ class _Packer:
                     )
                 ids = ids[~np.isin(ids, list(self.specials))]  # CLS, SEP and PAD are no part of a text
                 return self.tokenizer.decode(ids), ids
-            text = sample.text if sample.text is not None else sample.text_path.read_text(encoding="utf-8")
-        except (OSError, ValueError, KeyError, EOFError) as error:
+            text = sample.text if sample.text is not None else _read_text(sample.text_path)
+        except (OSError, ValueError, IndexError) as error:
             if isinstance(error, UserError):
                 raise
             return None, np.empty(0, np.int64)
@@ -260,12 +279,20 @@ def _choose(splits, texts, hashes, options: PackOptions, counts: Counter) -> dic
     }
 
 
+def _read_text(path: Path) -> str:
+    with open_regular(path) as file:
+        raw = file.read(MAX_TEXT_BYTES + 1)
+    if len(raw) > MAX_TEXT_BYTES:
+        raise ValueError(f"{path}: more than {MAX_TEXT_BYTES} bytes")
+    return raw.decode("utf-8")
+
+
 def _known(source: Path) -> dict[str, Any]:
     """The manifest beside a folder that `mmldlm prepare --layout files` wrote."""
     path = source / MANIFEST
     if not path.is_file():
         return {}
-    manifest = json.loads(path.read_text(encoding="utf-8"))
+    manifest = read_json(path, "delete it, or write the folder again")
     return manifest if manifest.get("format") == FILES_FORMAT else {}
 
 

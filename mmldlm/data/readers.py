@@ -1,15 +1,20 @@
-"""Files of texts: lines, JSON lines and parquet, plain or compressed, cut into parts that ranks read by themselves."""
+"""Files of texts: lines, JSON lines and parquet, plain or compressed, cut into parts that ranks read by themselves.
+
+Memory is that of one text, whatever a file unpacks to: longer lines are left out and counted.
+"""
 
 from __future__ import annotations
 
 import gzip
 import io
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from mmldlm.data.text import MAX_TEXT_BYTES, TOO_LARGE
 from mmldlm.errors import UserError
 
 KINDS = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz", ".txt.zst", ".jsonl.zst", ".parquet")
@@ -46,55 +51,74 @@ class FileUnit:
         """The texts, counted."""
         return self._read_txt(counts) if self.kind == "txt" else self._read_jsonl(counts)
 
-    def lines(self) -> Iterator[tuple[int, str]]:
-        """(byte at which it begins, stripped line) of every line.
+    def lines(self, counts: Counter) -> Iterator[tuple[int, str]]:
+        """(byte at which it begins, stripped line) of every line; a carriage return alone ends one, too.
+
+        A line longer than a text may be is counted, named on the screen and left out.
 
         Raises:
-            UserError: the file is not UTF-8, or cannot be unpacked.
+            UserError: the file is not UTF-8, cannot be unpacked, or is so large that lines cannot end in \\r alone.
         """
         with _open_bytes(self.path) as file:
             place = self.start
             if self.start:
                 file.seek(self.start - 1)
-                place += len(file.readline()) - 1  # the line before is another part's
+                place += _skip_line(file) - 1  # the line before is another part's
             while self.end is None or place < self.end:
                 try:
-                    raw = file.readline()
+                    raw = file.readline(MAX_TEXT_BYTES + 1)
+                    num_skipped = _skip_line(file) if len(raw) > MAX_TEXT_BYTES and not raw.endswith(b"\n") else 0
                 except Exception as error:  # each decompressor has its own kinds
                     raise self._error("a whole compressed file", str(error), "copy the file again") from error
                 if not raw:
                     return
-                try:
-                    line = raw.decode("utf-8-sig" if place == 0 else "utf-8")
-                except UnicodeDecodeError as error:
-                    found = f"byte 0x{raw[error.start]:02x} at column {error.start + 1} of line {self.number(place)}"
-                    raise self._error(
-                        "UTF-8 text", found, "convert the file to UTF-8 (for instance with iconv)"
-                    ) from None
-                yield place, line.strip()
-                place += len(raw)
+                if len(raw) > MAX_TEXT_BYTES:
+                    self._leave_out(place, raw, len(raw) + num_skipped, counts)
+                else:
+                    yield from ((place, part.strip()) for part in self._decoded(raw, place).strip().split("\r"))
+                place += len(raw) + num_skipped
+
+    def _decoded(self, raw: bytes, place: int) -> str:
+        try:
+            return raw.decode("utf-8-sig" if place == 0 else "utf-8")
+        except UnicodeDecodeError as error:
+            found = f"byte 0x{raw[error.start]:02x} at column {error.start + 1} of line {self.number(place)}"
+            raise self._error("UTF-8 text", found, "convert the file to UTF-8 (for instance with iconv)") from None
+
+    def _leave_out(self, place: int, raw: bytes, length: int, counts: Counter) -> None:
+        """Counts a line that is too long, unless carriage returns show that it is many."""
+        line = f"line {self.number(place)} of {length:,} bytes"
+        if b"\r" in raw[:-2]:
+            fix = f"convert it: tr '\\r' '\\n' < {self.path.name} > NEW"
+            raise self._error("lines that end in \\n", f"{line} in which \\r stands where lines end", fix)
+        print(f"warning: {self.path}: {line} left out (at most {MAX_TEXT_BYTES:,})", file=sys.stderr, flush=True)
+        counts["read"] += 1
+        counts[TOO_LARGE] += 1
 
     def number(self, place: int) -> int:
         """The line number, from 1, of the line that begins at a byte."""
+        number, left = 1, place
         with _open_bytes(self.path) as file:
-            return file.read(place).count(b"\n") + 1
+            while left and (block := file.read(min(left, 1 << 20))):
+                number, left = number + block.count(b"\n"), left - len(block)
+        return number
 
     def _error(self, expected: str, found: str, fix: str) -> UserError:
         return UserError(f"{expected} in {self.path}", found, fix)
 
     def _read_txt(self, counts: Counter) -> Iterator[str]:
-        for _, line in self.lines():
+        for _, line in self.lines(counts):
             if line:
                 counts["read"] += 1
                 yield line
 
     def _read_jsonl(self, counts: Counter) -> Iterator[str]:
-        for place, line in self.lines():
+        for place, line in self.lines(counts):
             if not line:
                 continue
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
                 found = f"line {self.number(place)}: {error}"
                 raise self._error("one JSON object a line", found, "repair or remove that line") from None
             text = record.get(self.text_field) if isinstance(record, dict) else None
@@ -122,13 +146,23 @@ def _kind_of(value: object) -> str:
 
 
 def clean(text: str, counts: Counter) -> Iterator[str]:
-    """A record's text with its white space folded, unless there is nothing else in it."""
+    """A record's text with its white space folded, unless there is nothing else in it, or more than a text may be."""
     counts["read"] += 1
     text = " ".join(text.split())
-    if text:
-        yield text
+    if not text or len(text) > MAX_TEXT_BYTES:
+        counts[TOO_LARGE if text else "drop_empty"] += 1
     else:
-        counts["drop_empty"] += 1
+        yield text
+
+
+def _skip_line(file: io.BufferedIOBase) -> int:
+    """Reads to the end of a line in bounded memory; its bytes."""
+    length = 0
+    while raw := file.readline(1 << 20):
+        length += len(raw)
+        if raw.endswith(b"\n"):
+            break
+    return length
 
 
 def _open_bytes(path: Path) -> io.BufferedIOBase:

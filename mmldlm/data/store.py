@@ -13,7 +13,6 @@ ROOT/tokenizer/                            the tokenizer, as ``save_pretrained``
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -22,17 +21,27 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mmldlm.data.arrays import map_array
 from mmldlm.data.files import sha256_of
+from mmldlm.data.manifest import fault_of
 from mmldlm.data.remake import MANIFEST, again, elsewhere
 from mmldlm.data.tokenizer_files import read_tokenizer
 from mmldlm.errors import UserError
+from mmldlm.utils import read_json
 
 FORMAT = "mmldlm-store"
 VERSION = 1
 TOKENIZER_FOLDER = "tokenizer"
 SPLITS = ("train", "validation")
 _LENGTHS_BLOCK, _LATENT_BLOCK = 1 << 18, 4096
-ARRAYS = ("text", "text_offsets", "tokens", "token_offsets", "latents")
+_DTYPES = {
+    "text": ("uint8",),
+    "text_offsets": ("int64",),
+    "tokens": ("uint16", "int32"),
+    "token_offsets": ("int64",),
+    "latents": ("float32",),
+}
+ARRAYS = tuple(_DTYPES)
 _PACK = "these are files of single samples: make a store of them with mmldlm pack {root} --output-dir STORE"
 
 
@@ -59,11 +68,8 @@ def read_manifest(root: str | os.PathLike) -> dict[str, Any]:
         found = "an empty folder" if not any(root.iterdir()) else f"a folder without {MANIFEST}"
         is_files = any((root / name).exists() for name in ("train_data.json", "latents"))
         raise UserError(expected, found, _PACK.format(root=root) if is_files else elsewhere(root))
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(expected, f"{MANIFEST} cannot be read: {error}", again(root)) from None
-    kind = manifest.get("format") if isinstance(manifest, dict) else None
+    manifest = read_json(path, again(root))
+    kind = manifest.get("format")
     if kind != FORMAT:
         fix = _PACK.format(root=root) if kind == "mmldlm-files" else elsewhere(root)
         raise UserError(expected, f"{MANIFEST} of format {kind!r}", fix)
@@ -73,9 +79,8 @@ def read_manifest(root: str | os.PathLike) -> dict[str, Any]:
             f"version {manifest.get('version')!r}",
             f"use the mmldlm that wrote it; else {again(root, manifest)}",
         )
-    absent = [key for key in ("latent_dim", "latent_stats", "tokenizer", "splits", "files") if key not in manifest]
-    if absent:
-        raise UserError(expected, f"{MANIFEST} without {', '.join(absent)}", again(root, manifest))
+    if fault := fault_of(manifest):
+        raise UserError(expected, f"{MANIFEST}: {fault}", again(root, manifest))
     return manifest
 
 
@@ -105,6 +110,22 @@ def check_files(root: str | os.PathLike, manifest: dict[str, Any], level: str, p
             raise UserError(expected, f"{size} bytes ({kind})", again(root, manifest))
         if level == "checksums" and sha256_of(root / name) != entry["sha256"]:
             raise UserError(f"{root / name} with the SHA-256 of its manifest", "other content", again(root, manifest))
+
+
+def changed_files(root: str | os.PathLike) -> list[str]:
+    """Files of a store that are missing or not of the size in its manifest, in words.
+
+    Raises:
+        UserError: ROOT is not a store (any more).
+    """
+    found = []
+    for name, entry in read_manifest(root)["files"].items():
+        path = Path(root, name)
+        size = path.stat().st_size if path.is_file() else None
+        if size != entry["bytes"]:
+            is_now = "is missing" if size is None else f"has {size:,} bytes, not {entry['bytes']:,}"
+            found.append(f"{path} {is_now}")
+    return found
 
 
 def check_latents(latents: np.ndarray, where: str, latent_dim: int | None = None, first_row: int = 0) -> None:
@@ -213,10 +234,13 @@ class Store:
     def _map(self, name: str) -> np.ndarray:
         path = self.root / self.split / f"{name}.npy"
         try:
-            # A plain view of the map: slicing numpy's own class costs several times as much.
-            return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
-        except (OSError, ValueError, EOFError) as error:
+            array = map_array(path)
+        except (OSError, ValueError) as error:
             raise UserError(f"an array in {path}", str(error), again(self.root, self.manifest)) from None
+        if array.dtype not in _DTYPES[name]:
+            found = f"{array.dtype} in {path}"
+            raise UserError(f"{name} of type {' or '.join(_DTYPES[name])}", found, again(self.root, self.manifest))
+        return array
 
     def _read_lengths(self) -> np.ndarray:
         """[N] int32, read block by block and not through the map, whose pages would stay with the process."""

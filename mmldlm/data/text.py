@@ -7,6 +7,11 @@ import itertools
 import re
 import unicodedata
 
+MAX_TEXT_BYTES = 16 << 20
+"""Bound on one text, and on one line of a file: what is longer is damaged, hostile, or not of texts."""
+TOO_LARGE = f"drop_over_{MAX_TEXT_BYTES >> 20}_MiB"
+"""Under what such texts are counted."""
+
 
 class _ContentFold(dict):
     """Maps code points for str.translate: punctuation, spaces and control characters become a space."""

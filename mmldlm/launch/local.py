@@ -47,7 +47,7 @@ def run_local(command: list[str], nproc: int, grace: float = GRACE) -> int:
         port = _free_port()
         for rank in range(nproc):
             ranks.append(subprocess.Popen(command, env=_environment(rank, nproc, port), preexec_fn=_end_with_parent))
-        return _wait(ranks, grace)
+        return _wait(ranks, grace, command)
     finally:
         for process in ranks:
             if process.poll() is None:
@@ -56,7 +56,7 @@ def run_local(command: list[str], nproc: int, grace: float = GRACE) -> int:
             signal.signal(number, handler)
 
 
-def _wait(ranks: list[subprocess.Popen], grace: float) -> int:
+def _wait(ranks: list[subprocess.Popen], grace: float, command: list[str]) -> int:
     killed_at, told_at, agreed, told = None, None, EXIT_DONE, set()
     while True:
         codes = [process.poll() for process in ranks]
@@ -73,9 +73,9 @@ def _wait(ranks: list[subprocess.Popen], grace: float) -> int:
         failed = [(rank, code) for rank, code in ended if code not in (None, EXIT_DONE, *AGREED)]
         if failed and killed_at is None:
             rank, code = failed[0]
-            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            print(f"error: rank {rank} (pid {ranks[rank].pid}) ended with {how}", file=sys.stderr, flush=True)
             killed_at = time.monotonic() + grace
+            how = _how_it_ended(code, command)
+            print(f"error: rank {rank} (pid {ranks[rank].pid}) ended with {how}", file=sys.stderr, flush=True)
         if killed_at is not None and time.monotonic() > killed_at:
             for process in ranks:
                 if process.poll() is None:
@@ -83,6 +83,14 @@ def _wait(ranks: list[subprocess.Popen], grace: float) -> int:
         if None not in codes:
             return EXIT_FAILED if failed else agreed
         time.sleep(0.1)
+
+
+def _how_it_ended(code: int, command: list[str]) -> str:
+    if code == -signal.SIGBUS:
+        from mmldlm.launch.sigbus import explain_sigbus
+
+        return f"SIGBUS: {explain_sigbus(command[3:])}"  # the words after python -u SCRIPT
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
 def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:
@@ -95,7 +103,8 @@ def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:
         "LOCAL_SIZE": nproc,
         "MASTER_PORT": port,
     }
-    return {**os.environ, "MASTER_ADDR": "127.0.0.1", **{name: str(number) for name, number in numbers.items()}}
+    fixed = {"MASTER_ADDR": "127.0.0.1", "PYTHONFAULTHANDLER": "1"}  # the second: where a SIGSEGV or SIGBUS came from
+    return {**os.environ, **fixed, **{name: str(number) for name, number in numbers.items()}}
 
 
 def _end_with_parent() -> None:

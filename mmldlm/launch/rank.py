@@ -69,6 +69,11 @@ def main() -> int:
     write_state(launch["id"], {**state, "log": str(log)})
     last = _follow(child, log, to_screen=rank == 0)
     code = child.wait()
+    if code == -signal.SIGBUS:
+        sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a script
+        from mmldlm.launch.sigbus import explain_sigbus
+
+        last.append(f"rank {rank} ended with SIGBUS: {explain_sigbus(launch['words'])}")
     code = code if code >= 0 else 128 - code
     write_state(launch["id"], {**state, "log": str(log), "exit": code, "ended": time.time(), "last": last})
     return code

@@ -5,21 +5,23 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import yaml
-
+from mmldlm.config.yaml_reader import read_yaml
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED
 from mmldlm.observe.plots import LOG_NAME, find_log
 from mmldlm.observe.progress import format_duration, format_step
-from mmldlm.observe.records import parse_line
+from mmldlm.observe.records import is_event, is_step, parse_line
 from mmldlm.utils import for_screen
 
+_MAX_LINE = 1 << 20  # bytes; what is longer is no record
+_KEPT_EVENTS = 10_000
 _WATCHED = ("loss", "text_loss", "latent_loss", "grad_norm")
 
 
@@ -33,32 +35,59 @@ class Health:
 
 
 class LogTail:
-    """Reads what was added to a log since the last call, whole lines only."""
+    """Reads what was added to a log since the last call, whole lines only, in bounded memory.
 
-    def __init__(self, path: Path):
-        self.path = path
-        self.records: list[dict[str, Any]] = []
-        self.num_unreadable = 0
+    Args:
+        path: the log. accepts: whether a record has the form that is counted on; others are unreadable.
+        wanted: whether a record is kept. keep: so many of the newest; None: all.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        accepts: Callable[[dict], bool] = is_step,
+        wanted: Callable[[dict], bool] = lambda record: True,
+        keep: int | None = None,
+    ):
+        self.path, self.accepts, self.wanted = path, accepts, wanted
+        self.records: deque[dict[str, Any]] = deque(maxlen=keep)
+        self.num_unreadable = self.num_skipped = 0
         self._offset, self._file_id = 0, None
 
     def read(self) -> int:
-        """Take in new lines; returns how many records came. A resumed run replaces its log: it is read anew then."""
+        """Take in new lines; returns how many records came. A resumed run replaces its log: all of it is read then."""
         stat = self.path.stat()
         if stat.st_ino != self._file_id or stat.st_size < self._offset:
-            self.records, self.num_unreadable, self._offset, self._file_id = [], 0, 0, stat.st_ino
+            self.records.clear()
+            self.num_unreadable = self.num_skipped = self._offset = 0
+            self._file_id = stat.st_ino
+        came = 0
         with open(self.path, "rb") as file:
             file.seek(self._offset)
-            data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        before = len(self.records)
-        for line in whole.decode("utf-8", errors="replace").splitlines():
-            record = parse_line(line)
-            if record is None:
-                self.num_unreadable += 1
-            elif "step" in record:
-                self.records.append(record)
-        return len(self.records) - before
+            while line := file.readline(_MAX_LINE):
+                if not line.endswith(b"\n") and len(line) < _MAX_LINE:
+                    break  # being written
+                self._offset += len(line)
+                came += self._take(line)
+        return came
+
+    def _take(self, line: bytes) -> bool:
+        record = parse_line(line.decode("utf-8", errors="replace"))
+        if record is None or not self.accepts(record):
+            self.num_unreadable += 1
+            return False
+        self.num_skipped += bool(record.get("skipped"))
+        if is_wanted := self.wanted(record):
+            self.records.append(record)
+        return is_wanted
+
+
+def _is_judged(event: dict[str, Any]) -> bool:
+    return event["event"] in ("save", "save_failed", "passed_over")
+
+
+def _is_usable(event: dict[str, Any]) -> bool:
+    return is_event(event) and ("step" in event or not _is_judged(event))
 
 
 def judge(
@@ -69,6 +98,7 @@ def judge(
     stall_seconds: float | None = None,
     num_unreadable: int = 0,
     events: Sequence[dict[str, Any]] = (),
+    num_skipped: int | None = None,
 ) -> Health:
     """Judge the newest `window` steps against those before them.
 
@@ -78,7 +108,9 @@ def judge(
     lines; a save that failed since the last one that did not.
 
     Args:
+        records: of steps, at least two windows of them and one more, or all that there are.
         events: records of events.jsonl, which knows of saves and of steps that a rollback passes over.
+        num_skipped: steps of the whole run that were skipped. None: those among records.
     """
     health = Health()
     if num_unreadable:
@@ -91,14 +123,17 @@ def judge(
     last = records[-1]
     # A step that is passed over leaves no record of its own, only an event.
     since = last.get("time", "")
-    passed = [e for e in events if e["event"] == "passed_over" and e["step"] > last["step"] and e["time"] > since]
+    passed = [e for e in events if e["event"] == "passed_over" and e["step"] > last["step"]]
+    passed = [e for e in passed if e.get("time", "") > since]
     reached = max((event["step"] for event in passed), default=last["step"])
     health.finished = total_steps is not None and reached >= total_steps
     skipped = [record for record in recent if record.get("skipped")]
     applied = [record for record in recent if not record.get("skipped")]
     nonfinite = {key: sum(f"{key}_nonfinite" in record for record in applied) for key in _WATCHED}
 
-    health.lines.append(format_step(last, total_steps, sum(bool(record.get("skipped")) for record in records)))
+    if num_skipped is None:
+        num_skipped = sum(bool(record.get("skipped")) for record in records)
+    health.lines.append(format_step(last, total_steps, num_skipped))
     for key in ("loss", "grad_norm"):
         here, before = _median(applied, key), _median(earlier[-window:], key)
         if here is None:
@@ -134,9 +169,8 @@ def _failed_saves(events: Sequence[dict]) -> list[str]:
     if not failed:
         return []
     times = "once" if len(failed) == 1 else f"{len(failed)} times"
-    return [
-        f"saving has failed {times} since the last checkpoint, at step {failed[-1]['step']}: {failed[-1]['reason']}"
-    ]
+    step, reason = failed[-1]["step"], failed[-1].get("reason")
+    return [f"saving has failed {times} since the last checkpoint, at step {step}: {reason}"]
 
 
 def _bad_samples(recent: Sequence[dict], earlier: Sequence[dict]) -> tuple[int, int]:
@@ -174,8 +208,9 @@ def _total_steps(run_dir: Path) -> int | None:
     path = run_dir / "config.yaml"
     if not path.is_file():
         return None
-    config = yaml.safe_load(path.read_text()) or {}
-    return (config.get("training") or {}).get("num_train_steps")
+    training = read_yaml(path).get("training")
+    total = training.get("num_train_steps") if isinstance(training, dict) else None
+    return total if type(total) is int else None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -190,7 +225,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Report until the run ends (or once); returns 0 healthy, 1 unhealthy at the last report."""
     run_dir = Path(args.run)
-    tail, events = LogTail(find_log(run_dir, LOG_NAME)), LogTail(run_dir / "events.jsonl")
+    tail = LogTail(find_log(run_dir, LOG_NAME), keep=2 * args.window + 1)
+    events = LogTail(run_dir / "events.jsonl", _is_usable, _is_judged, keep=_KEPT_EVENTS)
     health, shown = Health(), None
     try:
         while True:
@@ -198,7 +234,10 @@ def main(args: argparse.Namespace) -> int:
             total = _total_steps(run_dir)
             now = datetime.now(timezone.utc)
             unreadable = tail.num_unreadable + events.num_unreadable
-            health = judge(tail.records, now, total, args.window, args.stall_seconds, unreadable, events.records)
+            health = judge(
+                list(tail.records), now, total, args.window, args.stall_seconds, unreadable, events.records,
+                tail.num_skipped,
+            )  # fmt: skip
             # Without news only a change of the verdict is worth a line.
             if came or shown != bool(health.faults):
                 shown = bool(health.faults)

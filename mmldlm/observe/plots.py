@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.errors import UserError
-from mmldlm.observe.records import read_records
+from mmldlm.observe.records import is_step, read_records
 from mmldlm.utils import usable_file
 
 LOG_NAME = "training_log.jsonl"
@@ -41,7 +41,7 @@ def load_steps(run_dir: str | Path, name: str = LOG_NAME) -> list[dict[str, Any]
     """
     path = find_log(run_dir, name)
     records, _ = read_records(path)
-    steps = [record for record in records if isinstance(record.get("step"), (int, float))]
+    steps = [record for record in records if is_step(record)]
     if not steps:
         raise UserError(f"at least one step in {name}", f"{path} has none", "wait for the first step of the run")
     return sorted(steps, key=lambda record: record["step"])

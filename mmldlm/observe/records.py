@@ -10,6 +10,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+# What readers of a step's record calculate with; other values are only shown.
+_COUNTS = ("step", "samples", "bad_samples")
+_NUMBERS = ("loss", "text_loss", "latent_loss", "grad_norm", "lr", "tokens_per_second", "mfu", "data_share")
+
 
 class JsonlLog:
     """A log that stays valid line by line, whatever interrupts the run.
@@ -82,10 +86,40 @@ def to_strict(record: Mapping[str, Any]) -> dict[str, Any]:
 def parse_line(line: str) -> dict[str, Any] | None:
     """The record of one line, or None where the line is torn or not strict JSON."""
     try:
-        record = json.loads(line, parse_constant=_refuse)
-    except ValueError:
+        record = _DECODER.decode(line)
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
+
+
+def is_step(record: Mapping[str, Any]) -> bool:
+    """Whether a record is one of a step, with values of the types that its readers count on."""
+    are_counts = all(_is_count(record.get(key, 0)) for key in _COUNTS)
+    are_numbers = all(_is_number(record.get(key)) for key in _NUMBERS)
+    return "step" in record and are_counts and are_numbers and _has_good_time(record)
+
+
+def is_event(record: Mapping[str, Any]) -> bool:
+    """Whether a record of events.jsonl has an event and, where they are there, a step and a time of their types."""
+    return isinstance(record.get("event"), str) and _is_count(record.get("step", 0)) and _has_good_time(record)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and abs(value) < 1 << 63
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or type(value) is float or _is_count(value)
+
+
+def _has_good_time(record: Mapping[str, Any]) -> bool:
+    """Whether the time is missing, or is ISO 8601 with a zone, as every log of ours has it."""
+    if "time" not in record:
+        return True
+    try:
+        return datetime.fromisoformat(record["time"]).tzinfo is not None
+    except (TypeError, ValueError):
+        return False
 
 
 def read_records(path: str | os.PathLike) -> tuple[list[dict[str, Any]], int]:
@@ -109,6 +143,9 @@ def _nonfinite(value: Any) -> str | None:
 
 def _refuse(word: str) -> None:
     raise ValueError(f"{word} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
 def _cut(path: Path, resume_step: int | None) -> int:

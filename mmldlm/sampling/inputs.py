@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mmldlm.data.arrays import read_array
 from mmldlm.errors import UserError
 from mmldlm.sampling.latents import latent_shape
 from mmldlm.sampling.pretrained import Pretrained
@@ -30,10 +31,10 @@ def read_latents(path: str, pretrained: Pretrained) -> np.ndarray:
     expected = f"a .npy file of numbers [{one}] or [N, {one}] (the model's latents of a text) at {path}"
     fix = "save the encoder's vectors with numpy.save; nothing is filled in for missing or damaged ones"
     try:
-        values = np.load(path, allow_pickle=False)
+        values = read_array(Path(path))
     except FileNotFoundError:
         raise UserError(expected, "no such file", "check the path") from None
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(expected, f"not a .npy file: {error}", fix) from error
     if not isinstance(values, np.ndarray) or not np.issubdtype(values.dtype, np.floating):
         raise UserError(expected, f"{getattr(values, 'dtype', type(values).__name__)}", fix)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import tracemalloc
 from collections import Counter
 from itertools import islice
 
 import pytest
 
-from mmldlm.data import docstrings, hub_datasets, readers
+from mmldlm.data import corpora, docstrings, hub_datasets, readers
 from mmldlm.data.corpora import open_corpus
 from mmldlm.data.docstrings import docstrings_of, prose_paragraphs
 from mmldlm.data.text import content_hash, normalise, split_sentences
@@ -321,3 +322,62 @@ def test_a_mistyped_path_is_no_dataset(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path.parent)
     with pytest.raises(UserError, match="nothing there"):
         open_corpus(name.format(folder=tmp_path.name))
+
+
+def test_carriage_returns_alone_end_lines(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfOne here.\rTwo there.\r\rThree.\r")
+    corpus = open_corpus(tmp_path / "a.txt")
+    assert list(corpus) == ["One here.", "Two there.", "Three."] and corpus.counts["read"] == 3
+    (tmp_path / "b.jsonl").write_bytes(b'{"text": "One."}\r{"text": "Two."}\r')
+    assert list(open_corpus(tmp_path / "b.jsonl")) == ["One.", "Two."]
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "c.txt").write_bytes(b"One sentence\rgoes on.\r\rAnother.\r")
+    assert list(open_corpus(tmp_path / "folder")) == ["One sentence goes on.", "Another."]
+
+
+def test_a_line_of_any_length_takes_no_more_memory_than_a_text(tmp_path, capsys):
+    path = tmp_path / "a.txt.gz"
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        file.write(b"First.\n")
+        for _ in range(48):
+            file.write(b"endless " * (1 << 17))
+        file.write(b"\nLast.\n")
+    corpus = open_corpus(path)
+    tracemalloc.start()
+    assert list(corpus) == ["First.", "Last."]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 40 << 20 and corpus.counts == {"read": 3, "drop_over_16_MiB": 1}
+    assert f"{path}: line 2 of 50,331,649 bytes left out" in capsys.readouterr().err
+
+
+def test_parts_of_a_file_agree_on_a_line_that_is_too_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "PART_BYTES", 1000)
+    monkeypatch.setattr(readers, "MAX_TEXT_BYTES", 2000)
+    path = tmp_path / "a.txt"
+    path.write_text(f"One.\n{'x' * 4500}\nTwo.\n{'y' * 1500}\nThree.")
+    corpus = open_corpus(path)
+    assert len(corpus.units) == 7 and list(corpus) == ["One.", "Two.", "y" * 1500, "Three."]
+    assert corpus.counts == {"read": 5, "drop_over_16_MiB": 1}
+
+
+def test_many_lines_without_a_newline_are_told_from_one(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"A line of its own.\r" * 1_000_000)
+    with pytest.raises(UserError, match=r"tr '\\r' '\\n' < a.txt"):
+        list(open_corpus(path))
+
+
+def test_documents_of_any_size_are_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpora, "MAX_TEXT_BYTES", 100)
+    (tmp_path / "a.txt").write_text("Short one.\n\n" + "A long line.\n" * 20 + "\nThe end.\n")
+    corpus = open_corpus(tmp_path)
+    assert list(corpus) == ["Short one.", "The end."] and corpus.counts["drop_over_16_MiB"] == 1
+    corpus = open_corpus(tmp_path, whole_files=True)
+    assert list(corpus) == [] and corpus.counts == {"files": 1, "read": 1, "drop_over_16_MiB": 1}
+
+
+def test_json_of_brackets_is_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "One."}\n' + "[" * 200_000 + "\n")
+    with pytest.raises(UserError, match="line 2"):
+        list(open_corpus(tmp_path / "a.jsonl"))

@@ -115,15 +115,35 @@ def test_what_is_not_a_store_is_refused(tmp_path, store_copy):
     with pytest.raises(UserError, match="test"):
         Store(store_copy, "test")
     for content, found in (
-        ("{", "cannot be read"),
-        ("[]", "format None"),
+        ("{", "manifest.json\n  found: damaged file"),
+        ("[]", "damaged file: a JSON list"),
+        ("[" * 200_000, "damaged file"),
         ('{"format": "x"}', "format 'x'"),
         ('{"format": "mmldlm-store", "version": 2}', "version 2"),
-        ('{"format": "mmldlm-store", "version": 1}', "without latent_dim"),
+        ('{"format": "mmldlm-store", "version": 1}', "latent_dim: Field required"),
     ):
         (store_copy / MANIFEST).write_text(content)
         with pytest.raises(UserError, match=found):
             Store(store_copy)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"latent_dim": "384"}, "latent_dim"),
+        ({"latent_dim": 10**12}, "latent_dim"),
+        ({"splits": ["train", "validation"]}, "splits"),
+        ({"splits": {"train": {"num_samples": -1}}}, "splits.train.num_samples"),
+        ({"files": {"../../etc/passwd": {"bytes": 1, "sha256": ""}}}, "outside the store"),
+        ({"latent_stats": {"mean": "none", "std": [1.0]}}, "latent_stats.mean"),
+        ({"tokenizer": {"name": "minilm"}}, "tokenizer.vocab_size"),
+    ],
+)
+def test_a_manifest_is_not_believed(store_copy, change, says):
+    manifest = json.loads((store_copy / MANIFEST).read_text())
+    (store_copy / MANIFEST).write_text(json.dumps({**manifest, **change}))
+    with pytest.raises(UserError, match=says):
+        Store(store_copy)
 
 
 def test_arrays_that_contradict_the_manifest_are_refused(store_copy):

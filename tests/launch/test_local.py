@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 
 import pytest
 
 from mmldlm.launch.local import run_local
+from mmldlm.launch.sigbus import explain_sigbus
 from tests.helpers import launch, train_words
 
 RANK = """
@@ -53,3 +55,31 @@ def test_a_rank_that_lacks_the_data_says_so_and_ends_the_others(store, tmp_path)
     assert done.returncode == 2, done.stdout[-3000:]
     assert "error on rank 1 (" in done.stdout and "found: nothing there" in done.stdout
     assert done.stdout.count("error") == 1
+
+
+READS_A_STORE_THAT_IS_CUT = """
+import os, sys
+from mmldlm.data.store import Store
+root = sys.argv[-1].removeprefix("data.latent_data_root=")
+store = Store(root)
+os.truncate(f"{root}/train/latents.npy", 4096)
+store.get([len(store) - 1])
+"""
+
+
+def test_a_store_that_is_cut_while_it_is_read_is_named(store, tmp_path, capfd):
+    root = shutil.copytree(store, tmp_path / "store")
+    size = (root / "train" / "latents.npy").stat().st_size
+    script = tmp_path / "reads.py"
+    script.write_text(READS_A_STORE_THAT_IS_CUT)
+    words = ["--config-name", "tiny", f"data.latent_data_root={root}"]
+    assert run_local([sys.executable, "-u", str(script), *words], 1, grace=1.0) == 1
+    told = capfd.readouterr().err
+    assert "ended with SIGBUS: files of the store were changed while it was read" in told
+    assert f"{root}/train/latents.npy has 4,096 bytes, not {size:,}" in told
+    assert "in get" in told, "where it happened, from Python's own handler"
+
+
+def test_a_sigbus_without_a_changed_store_is_explained_too():
+    assert "/dev/shm" in explain_sigbus(["--config-name", "tiny"])
+    assert "/dev/shm" in explain_sigbus(["--config-name", "none", "data.latent_data_root=/nowhere"])

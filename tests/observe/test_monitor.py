@@ -1,16 +1,18 @@
 import argparse
+import json
 import math
 import os
 import signal
 import subprocess
 import sys
+import tracemalloc
 from datetime import datetime, timedelta, timezone
 
 import pytest
 
 from mmldlm.errors import UserError
 from mmldlm.observe.monitor import LogTail, add_arguments, judge, main
-from mmldlm.observe.records import JsonlLog, to_strict
+from mmldlm.observe.records import JsonlLog, is_event, to_strict
 
 NOW = datetime(2030, 1, 1, tzinfo=timezone.utc)
 
@@ -193,3 +195,52 @@ def test_ctrl_c_ends_following_with_the_last_verdict(tmp_path):
 def test_a_folder_that_is_no_run_is_a_users_error(tmp_path):
     with pytest.raises(UserError, match="training_log.jsonl"):
         main(arguments(tmp_path, "--once"))
+
+
+def test_logs_of_any_size_are_followed_in_bounded_memory(tmp_path):
+    write_run(tmp_path, total=100_000, steps=50)
+    event = {"event": "bad_sample", "step": 3, "time": NOW.isoformat(), "detail": "x" * 2000}
+    (tmp_path / "events.jsonl").write_text(f"{json.dumps(event)}\n" * 5_000 + "y" * 3_000_000 + "\n")
+    run = records(4_000, skipped=lambda step: step == 7)
+    (tmp_path / "training_log.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in run))
+    tracemalloc.start()
+    steps = LogTail(tmp_path / "training_log.jsonl", keep=201)
+    events = LogTail(tmp_path / "events.jsonl", is_event, lambda record: record["event"] == "save", keep=10)
+    assert (steps.read(), events.read()) == (4_000, 0)
+    assert tracemalloc.get_traced_memory()[1] < 6 << 20
+    tracemalloc.stop()
+    assert len(steps.records) == 201 and steps.num_skipped == 1 and events.num_unreadable > 0
+    assert judge(list(steps.records), NOW, num_skipped=1).lines == judge(run, NOW).lines
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": "5"}',
+        '{"step": 6, "loss": "low"}',
+        '{"step": 6, "lr": [1]}',
+        '{"step": 6, "samples": null}',
+        '{"step": 6, "time": 7}',
+        '{"step": 6, "time": "2030-01-01T00:00:00"}',
+        '{"step": true}',
+        f'{{"step": 6, "loss": {"9" * 400}}}',
+        '{"loss": 1}',
+        "[" * 100_000,
+    ],
+)
+def test_a_record_of_wrong_types_is_passed_and_counted(tmp_path, capsys, line):
+    write_run(tmp_path, total=1000, steps=50)
+    with open(tmp_path / "training_log.jsonl", "a") as file:
+        file.write(line + "\n")
+    assert main(arguments(tmp_path, "--once")) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "UNHEALTHY: 1 unreadable lines in the log"
+
+
+@pytest.mark.parametrize(
+    "line", ['{"step": 1}', '{"event": 3}', '{"event": "save"}', '{"event": "passed_over", "step": "x"}']
+)
+def test_an_event_of_wrong_types_is_passed_and_counted(tmp_path, capsys, line):
+    write_run(tmp_path, total=1000, steps=50)
+    (tmp_path / "events.jsonl").write_text(line + "\n")
+    assert main(arguments(tmp_path, "--once")) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "UNHEALTHY: 1 unreadable lines in the log"

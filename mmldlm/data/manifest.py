@@ -1,0 +1,62 @@
+"""What a store's manifest must hold before its numbers are used: types and ranges, as a form."""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+from typing import Any
+
+from pydantic import BaseModel, Field, ValidationError, field_validator
+
+
+class _File(BaseModel):
+    bytes: int = Field(ge=0)
+    sha256: str
+
+
+class _Split(BaseModel):
+    num_samples: int = Field(ge=0)
+
+
+class _Statistics(BaseModel):
+    mean: list[float]
+    std: list[float]
+
+
+class _Tokenizer(BaseModel):
+    name: str
+    vocab_size: int = Field(ge=1)
+    mask_token_id: int
+    pad_token_id: int
+    eos_token_id: int
+
+
+class _Encoder(BaseModel):
+    name: str
+
+
+class _Manifest(BaseModel):
+    latent_dim: int = Field(ge=1, le=1 << 20)
+    latents_per_text: int = Field(1, ge=1, le=1 << 20)
+    latent_stats: _Statistics
+    tokenizer: _Tokenizer
+    encoder: _Encoder
+    splits: dict[str, _Split]
+    files: dict[str, _File]
+
+    @field_validator("files")
+    @classmethod
+    def _lie_in_the_store(cls, files: dict[str, _File]) -> dict[str, _File]:
+        for name in files:
+            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                raise ValueError(f"{name[:80]} lies outside the store")
+        return files
+
+
+def fault_of(manifest: dict[str, Any]) -> str | None:
+    """What is wrong with a manifest, in words; None where nothing is. Further keys are left alone."""
+    try:
+        _Manifest.model_validate(manifest, strict=True)
+    except ValidationError as error:
+        told = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
+        return "; ".join(told[:3])
+    return None
