@@ -354,6 +354,8 @@ def main() -> int:
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     parser.add_argument("--shape", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no GPU here; leave --device out")
     args.rounds = args.rounds or (1 if args.quick else 5)
     torch.set_num_threads(1)
     if args.memory_of:

@@ -33,8 +33,8 @@ def main(args: argparse.Namespace, parse_config: Callable) -> int:
     training = config.training
     per_step = training.train_batch_size * training.grad_accum_steps * args.world_size
     print(
-        f"\n# global batch {per_step} = {training.train_batch_size} a rank x {training.grad_accum_steps} accumulated x "
-        f"{args.world_size} rank(s)"
+        f"\n# global batch {per_step} = {training.train_batch_size} per rank x {training.grad_accum_steps} accumulated "
+        f"x {args.world_size} rank(s)"
     )
     if config.model.latent_dim is None or config.model.vocab_size is None:
         print(

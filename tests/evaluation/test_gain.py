@@ -219,3 +219,15 @@ def test_several_latents_a_text_are_measured_together(pretrained, make, tmp_path
     half = sentences.latents.copy()
     half[:, 0] *= -1
     assert latent_estimates(half, sentences, sentences.latents)["cosine"].value == pytest.approx(1 / 3, abs=1e-6)
+
+
+def test_each_measurement_says_how_far_it_is(pretrained, store):
+    stages = {}
+
+    def say(line):
+        calls = stages.setdefault(line, [])
+        return lambda done, total: calls.append((done, total))
+
+    evaluate(pretrained, store, Settings(4, num_steps=2, latent_steps=2, num_draws=1, control_samples=2), say)
+    assert len(stages) == 9  # NELBO, texts and embeddings, of the model and two controls
+    assert all(calls and calls[-1][0] == calls[-1][1] > 0 for calls in stages.values())
