@@ -193,6 +193,26 @@ def _ordered_dict(items=()):
     return _Dict(items)
 
 
+# Members of enums in ordinary checkpoints, with the value that a pickle by value has.
+_ENUMS: dict[str, dict[str, Any]] = {
+    "deepspeed.runtime.zero.config.ZeroStageEnum": {
+        "disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3,
+    },
+    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING": {
+        "TORCH_CONTIGUOUS_FORMAT": 0, "TORCH_CHANNELS_LAST": 1, "TORCH_PRESERVE_FORMAT": 2,
+    },
+}  # fmt: skip
+
+
+def _enum_member(kind, name):
+    """Stands for getattr(enum, name), as which Python 3.11.2 (Debian 12) pickles a member; for nothing else."""
+    if isinstance(kind, type) and issubclass(kind, Inert) and isinstance(name, str):
+        members = _ENUMS.get(kind().kind, {})
+        if name in members:
+            return kind(members[name])
+    raise RefusedPickle("it asks for builtins.getattr, which a checkpoint of tensors does not need")
+
+
 STORAGES = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
     "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
@@ -200,6 +220,7 @@ STORAGES = {
 }  # fmt: skip
 
 _GLOBALS: dict[tuple[str, str], Any] = {
+    ("builtins", "getattr"): _Call(_enum_member),
     ("collections", "OrderedDict"): _Call(_ordered_dict),
     ("torch", "Size"): _Call(_size),
     ("torch._utils", "_rebuild_tensor_v2"): _Call(_rebuild_tensor_v2),

@@ -51,7 +51,9 @@ def test_code_is_refused_by_name_and_never_runs(tmp_path, protocol):
     "code",
     [
         b"cbuiltins\neval\n(X\x05\x00\x00\x001+1+1tR.",
-        b"cbuiltins\ngetattr\n.",
+        b"cbuiltins\ngetattr\n(cpathlib\nPosixPath\nX\x03\x00\x00\x00mrotR.",
+        b"cbuiltins\ngetattr\n(ccollections\nOrderedDict\nX\x08\x00\x00\x00fromkeystR.",
+        b"cbuiltins\ngetattr\n(cdeepspeed.runtime.zero.config\nZeroStageEnum\nX\x03\x00\x00\x00mrotR.",
         b"ccollections\nOrderedDict.fromkeys\n.",
         b"ctorch._utils\n__builtins__\n.",
         b"cmmldlm.checkpoints.zero_pickle\nread_pickle\n.",
@@ -141,3 +143,13 @@ def test_negative_sizes_are_refused():
     with pytest.raises(RefusedPickle):
         zero_pickle._tensor(zero_pickle.StorageRef("float32", "0", 4), -1, (2,), (1,))
     assert TensorRef("float32", (2, 3), (1, 2), "0", 0, 6).extent == 6
+
+
+def test_members_of_enums_as_the_python_of_debian_12_pickles_them():
+    """Python 3.11.2 writes getattr(class, name): no ZeRO checkpoint could be resumed or converted there."""
+    stage = b"cdeepspeed.runtime.zero.config\nZeroStageEnum\n"
+    by_name = read_pickle(b"cbuiltins\ngetattr\n(" + stage + b"X\x09\x00\x00\x00gradientstR.")
+    by_value = read_pickle(stage + b"(K\x02tR.")
+    assert (by_name.kind, by_name.args) == (by_value.kind, by_value.args)
+    old = read_pickle(b"c__builtin__\ngetattr\n(" + stage + b"X\x07\x00\x00\x00weightstR.")
+    assert old.args == (3,)
