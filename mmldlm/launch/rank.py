@@ -53,7 +53,7 @@ def main() -> int:
     """Run train.py as a child; returns its status (128 + signal when one ended it)."""
     launch = json.loads(Path(sys.argv[1]).read_text())
     rank, host = own_rank(), socket.gethostname()
-    environment = {**os.environ, **launch["environment"], TOKEN: launch["id"]}
+    environment = {**os.environ, "PYTHONFAULTHANDLER": "1", **launch["environment"], TOKEN: launch["id"]}
     child = subprocess.Popen(
         [sys.executable, "-u", launch["script"], *launch["words"]],
         env=environment,
