@@ -72,7 +72,7 @@ def main() -> int:
     killed_before = oom_kills()
     child = subprocess.Popen(
         [sys.executable, "-u", launch["script"], *launch["words"]],
-        env={**os.environ, **launch["environment"], TOKEN: id},
+        env={**os.environ, "PYTHONFAULTHANDLER": "1", **launch["environment"], TOKEN: id},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         preexec_fn=_die_with_wrapper,

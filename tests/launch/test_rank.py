@@ -142,3 +142,11 @@ def test_stop_ends_what_ignores_sigterm_and_nothing_else(launched):
     finally:
         stranger.kill()
         stranger.wait()
+
+
+def test_a_sigbus_is_explained_in_the_last_lines(launched):
+    id, start = launched
+    process = start("import os, signal; os.kill(os.getpid(), signal.SIGBUS)")
+    assert process.wait(timeout=60) == 128 + signal.SIGBUS
+    (state,) = states(id, until=lambda found: found[0]["exit"] is not None)
+    assert "rank 0 ended with SIGBUS: a file that it had mapped became shorter" in state["last"][-1]
