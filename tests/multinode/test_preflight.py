@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-from faults import ALL, FAULTS, HARMLESS, TOGETHER, Scene, said, verdicts
+from faults import ALL, FAULTS, HARMLESS, PYTHON, TOGETHER, Scene, said, verdicts
 
-from tests.helpers import LONG
+from tests.helpers import LONG, ROOT
 
 BY_NAME = {fault.name: fault for fault in FAULTS}
 HEAD_ALONE = ("hostfile missing", "typo in slots", "uneven slots", "one host that is not this one", "unknown key")
@@ -66,6 +66,22 @@ def test_what_a_run_trains_with_raises_no_alarm(scene):
             harmless.inject(scene, stack)
         receipt = scene.run()
     assert (verdicts(receipt), receipt["exit_code"]) == (set(), 0), receipt["screen"]
+
+
+@LONG
+def test_launch_trains_with_it(scene):
+    """Preflight of all levels that launch runs by itself, the watcher's agents, and the launcher."""
+    with contextlib.ExitStack() as stack:
+        for harmless in HARMLESS:
+            harmless.inject(scene, stack)
+        scene.save_dir.mkdir(parents=True)
+        hostfile = scene.folder / "hostfile"
+        hostfile.write_text(scene.hostfile_text.replace("n3 slots=1\n", ""))
+        command = [PYTHON, "-m", "mmldlm.launch", "--hostfile", hostfile, "--config-name", "tiny"]
+        command += [f"data.latent_data_root={scene.store}", f"logging.save_dir={scene.save_dir}"]
+        command += ["training.num_train_steps=2", "training.train_batch_size=4", "data.max_validation_samples=16"]
+        done = scene.bed["n1"].run(*command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, timeout=280)
+    assert done.returncode == 0 and "done; logs of all ranks" in done.stdout, done.stdout[-3000:]
 
 
 @pytest.mark.parametrize("launcher", ["deepspeed", pytest.param("mpi", marks=LONG)])
