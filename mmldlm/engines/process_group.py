@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from pathlib import Path
@@ -35,7 +36,8 @@ def prepare_environment(timeout: float, logs: Path | None = None) -> list[str]:
     _default(_FLIGHT_BUFFER, "2000")
     _default(("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1")
     if logs is not None and not _given(FLIGHT_FILE):
-        logs.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):  # the ranks agree on that error when they open the run's folder
+            logs.mkdir(parents=True, exist_ok=True)
         _default(FLIGHT_FILE, str(logs / "flight_rank_"))  # torch adds the rank
     # 3 ends the process when a collective fails or times out, without ncclCommAbort, which can itself hang for ever.
     if not _given(_BLOCKING_WAIT):
