@@ -29,9 +29,9 @@ _KEPT = 2000  # bytes of what a login shell printed
 _NO_CWD, _NO_PYTHON = 70, 71
 _STUB = (
     "cd {cwd} 2>/dev/null || exit 70; [ -x {python} ] || command -v {python} >/dev/null || exit 71; "
-    'exec {python} -c "import sys; sys.path.insert(0, {root!r}); '
-    'from {module} import main; sys.exit(main())"'
+    "exec {python} -c {code}"
 )
+_CODE = "import sys; sys.path.insert(0, {root!r}); from {module} import main; sys.exit(main())"
 
 # What ssh writes (OpenSSH 7 to 10), and what it means.
 _CAUSES = (
@@ -120,7 +120,8 @@ class Agent:
     ):
         self.name, self.local = name, local
         python = shlex.quote(sys.executable)
-        stub = _STUB.format(cwd=shlex.quote(os.getcwd()), python=python, root=str(ROOT), module=module)
+        code = _CODE.format(root=str(ROOT), module=module)
+        stub = _STUB.format(cwd=shlex.quote(os.getcwd()), python=python, code=shlex.quote(code))
         self._command = ["sh", "-c", stub] if local else [*ssh_command(name, port, options, connect), stub]
         self._answers: queue.Queue = queue.Queue()
         self._stderr: list[str] = []
