@@ -198,6 +198,8 @@ class Training:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
+        if part == "head" and number == signal.SIGCONT:  # nsenter stops itself when its child stops
+            self.launch.process.send_signal(number)
         return len(pids)
 
     def ranks(self) -> int:
