@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
 RUNNING, HIT, FAILED, LEFT = "running", "hit", "failed", "left"
 _MOST_NAMES = 4
+FAILED_RANKS_FD = "MMLDLM_FAILED_RANKS_FD"  # variable: pipe to the process that watches this rank
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,14 @@ class Verdict:
 
     sentence: str
     ranks: tuple[int, ...] = ()
+
+
+def report_failed_ranks(verdict: Verdict) -> None:
+    """Pass the failed ranks to the process that started this one, where it opened a pipe for that (launch/rank.py)."""
+    fd = os.environ.pop(FAILED_RANKS_FD, None)
+    if fd is not None:
+        with contextlib.suppress(OSError, ValueError):
+            os.write(int(fd), json.dumps({"ranks": verdict.ranks, "sentence": verdict.sentence}).encode())
 
 
 @dataclass(frozen=True)

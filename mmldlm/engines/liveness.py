@@ -23,7 +23,19 @@ from pathlib import Path
 
 import torch
 
-from mmldlm.engines.culprit import FAILED, HIT, LEFT, RUNNING, Beat, Limits, Sighting, Verdict, judge, silence
+from mmldlm.engines.culprit import (
+    FAILED,
+    HIT,
+    LEFT,
+    RUNNING,
+    Beat,
+    Limits,
+    Sighting,
+    Verdict,
+    judge,
+    report_failed_ranks,
+    silence,
+)
 from mmldlm.engines.last_words import describe_error, end_process, is_collective_error, standing_place
 from mmldlm.errors import MmldlmError
 
@@ -267,6 +279,7 @@ class Liveness:
             if self.verdict is None:
                 continue
             self._say(self.verdict.sentence)  # at once: when the first rank goes, launchers end the others
+            report_failed_ranks(self.verdict)
             # Rank 0 stays until all have read the verdict; the guilty go first, so that launchers name them.
             wait = 3 * self.interval if self.rank == 0 else self.interval * (self.rank not in self.verdict.ranks)
             if self._since_verdict() >= wait and self._deadline is None:

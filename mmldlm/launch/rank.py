@@ -21,6 +21,7 @@ from pathlib import Path
 if __package__ in (None, ""):  # run by its path
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from mmldlm.engines.culprit import FAILED_RANKS_FD
 from mmldlm.launch import state as state_files
 
 TOKEN = "MMLDLM_LAUNCH"
@@ -70,13 +71,17 @@ def main() -> int:
         print(f"error: rank {rank} on {host}: cannot change to {launch['folder']}: {error.strerror}", file=sys.stderr)
         return 1
     killed_before = oom_kills()
+    reports, reporter = os.pipe()
+    own = {"PYTHONFAULTHANDLER": "1", FAILED_RANKS_FD: str(reporter)}
     child = subprocess.Popen(
         [sys.executable, "-u", launch["script"], *launch["words"]],
-        env={**os.environ, "PYTHONFAULTHANDLER": "1", **launch["environment"], TOKEN: id},
+        env={**os.environ, **own, **launch["environment"], TOKEN: id},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         preexec_fn=_die_with_wrapper,
+        pass_fds=[reporter],
     )
+    os.close(reporter)
     for name in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(name, lambda number, frame: child.poll() is None and child.send_signal(number))
     log = Path(launch["logs"]) / f"{host}_rank{rank}.log"
@@ -91,8 +96,17 @@ def main() -> int:
         last.append(f"rank {rank} ended with SIGBUS: {explain_sigbus(launch['words'])}")
     code = code if code >= 0 else 128 - code
     out_of_memory = code == 128 + signal.SIGKILL and (oom_kills() or 0) > (killed_before or 0)
-    _write_state(id, {**state, "exit": code, "ended": time.time(), "last": last, "out_of_memory": out_of_memory})
+    end = {"exit": code, "ended": time.time(), "last": last, "out_of_memory": out_of_memory}
+    _write_state(id, {**state, **end, "failure": _read_report(reports)})
     return code
+
+
+def _read_report(pipe: int) -> dict | None:
+    """Which ranks the child found to have failed, and why ({"ranks", "sentence"}); None where it reported nothing."""
+    os.set_blocking(pipe, False)  # a worker that outlives the child may hold the other end
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads(os.read(pipe, 1 << 12))
+    return None
 
 
 def _write_state(id: str, state: dict) -> None:

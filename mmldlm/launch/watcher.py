@@ -288,10 +288,15 @@ class Watcher:
                     failed.append((state["ended"] - offset, name, state))
         _, name, first = min(failed, key=lambda entry: entry[0])
         codes = [state["exit"] for _, _, state in failed]
+        names = {state["rank"]: name for name, view in views.items() for state in view["ranks"]}
+        found = first.get("failure") or {"ranks": []}
+        others = [names.get(rank, "") for rank in found["ranks"] if rank != first["rank"]]
         reason = f"rank {first['rank']} on {name} ended first, with status {first['exit']}{self._why(first, name)}"
         code = codes[0] if len(set(codes)) == 1 else max(codes)
         if code == EXIT_INTERRUPTED and self.interrupts:
             return Outcome(code, "interrupted, as asked for")
+        if others and first["rank"] not in found["ranks"]:  # it ended because another one stands still or is gone
+            return Outcome(code, found["sentence"], first.get("last") or [], sorted({*others} - {""}))
         return Outcome(code, reason, first.get("last") or [], [] if code in AGREED else [name])
 
     def _why(self, state: dict, name: str) -> str:

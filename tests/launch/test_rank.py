@@ -70,6 +70,21 @@ def test_status_last_lines_and_log_of_a_failing_rank(launched, tmp_path):
     assert (tmp_path / f"{state['host']}_rank0.log").read_text().count("\n") == 100
 
 
+REPORTING = """
+import sys
+from mmldlm.engines.culprit import Verdict, report_failed_ranks
+report_failed_ranks(Verdict("rank 1 on n2 has not moved since step 4", (1,)))
+sys.exit(1)
+"""
+
+
+def test_the_ranks_that_a_rank_found_to_have_failed_are_in_its_state(launched):
+    id, start = launched
+    start(REPORTING).wait(timeout=60)
+    (state,) = states(id)
+    assert state["failure"] == {"ranks": [1], "sentence": "rank 1 on n2 has not moved since step 4"}
+
+
 def test_words_and_variables_arrive_unchanged_and_only_rank_0_speaks(launched, tmp_path):
     id, start = launched
     process = start("import os, sys; print(sys.argv[1:], os.environ['CARRIED'])", number=1)
