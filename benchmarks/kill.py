@@ -68,7 +68,8 @@ class Run:
 
     def live_and_die(self, chance: random.Random, number: int) -> tuple[bool, str]:
         """One life. Returns whether the kill is lost, and a line for the screen."""
-        from mmldlm.checkpoints.commit import find_latest_whole, list_checkpoints, verify
+        from mmldlm.checkpoints.commit import find_latest_whole, list_checkpoints
+        from mmldlm.checkpoints.manifest import verify
 
         self.in_background = number % 2 == 0
         while_saving, victim = chance.random() < 0.5, chance.randrange(WORLD_SIZE)

@@ -466,7 +466,7 @@ def test_a_full_disk_is_an_event_and_the_last_checkpoint_stays(store, small_disk
     events = read_log(small_disk, "run", "events.jsonl")
     assert [e["step"] for e in events if e["event"] == "save"] == [2]
     failed = [e for e in events if e["event"] == "save_failed"]
-    assert [e["step"] for e in failed] == [4, 6, 6, 6] and all("MiB free on its disk" in e["reason"] for e in failed)
+    assert [e["step"] for e in failed] == [4, 6, 6, 6] and all("free the disk (" in e["reason"] for e in failed)
     assert find_latest_whole(small_disk / "run").name == "step_00000002"
     assert not list((small_disk / "run" / "checkpoints").glob(".partial*"))
     assert len(read_log(small_disk, "run")) == 6

@@ -46,7 +46,7 @@ def list_checkpoints(run_dir: Path | str) -> list[tuple[int, Path]]:
     try:
         names = os.listdir(parent)
     except OSError as error:
-        if isinstance(error, FileNotFoundError) and not parent.is_symlink():
+        if isinstance(error, (FileNotFoundError, NotADirectoryError)) and not os.path.lexists(parent):
             return []
         raise cannot_read(run_dir, f"{parent}: {error.strerror or error}") from error
     return sorted((int(match[1]), parent / name) for name in names if (match := _STEP.fullmatch(name)))

@@ -174,7 +174,7 @@ def test_only_trained_directions_are_evaluated(pretrained, store):
 
 
 def test_stores_that_do_not_fit_are_refused(pretrained, make, tmp_path, store):
-    with pytest.raises(UserError, match="40 sentences"):
+    with pytest.raises(UserError, match="41 asked for, 40 in"):
         choose_sentences(store, pretrained.model, 41, 0)
     long = Store(make.store(tmp_path / "long", 5, longest=30), "validation")
     with pytest.raises(UserError, match="max_seq_len"):
