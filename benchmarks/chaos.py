@@ -447,10 +447,8 @@ def run(
 ) -> tuple[Chaos, float, list[str]]:
     """The whole story in a folder: (what struck, difference to the undisturbed run, problems beside the faults)."""
     from _chaos_store import plant_nan
-    from preflight import make_store
 
-    made = Path(args.data).absolute() if args.data else make_store(folder)
-    store, rows = plant_nan(made, folder, chance)
+    store, rows = plant_nan(Path(_store.given_or_made(args.data)), folder, chance)
     training = Training(None, store, folder / "chaos")
     training.nan_rows = rows
     training.checkpoints.mkdir(parents=True)
