@@ -43,6 +43,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "multinode"), str(Path(__file__)
 
 import _report  # noqa: E402
 import _runs  # noqa: E402
+import _store  # noqa: E402
 from _chaos_faults import (  # noqa: E402
     END_LIMIT,
     ENDED,
