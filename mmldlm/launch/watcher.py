@@ -76,7 +76,9 @@ class Watcher:
 
     def run(self) -> Outcome:
         """Start, watch to the end, clean up; never leaves a process of the run behind on a node that answers."""
-        handlers = {n: signal.signal(n, self._interrupt) for n in STOP_SIGNALS}
+        # SIGHUP: the terminal is gone; nohup has it ignored, and so it stays.
+        numbers = [n for n in (*STOP_SIGNALS, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+        handlers = {n: signal.signal(n, self._interrupt) for n in numbers}
         try:
             self.fleet.start()
             if self.fleet.failures:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from bed import reason_to_skip
 
-from tests.helpers import LONG, ROOT, launch
+from tests.helpers import ROOT, launch
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -19,7 +19,6 @@ from _chaos_faults import ENDED, FAULTS, GOES_ON, RETRIED, Struck  # noqa: E402
 from _chaos_run import End, Training  # noqa: E402
 
 
-@LONG
 def test_six_faults_leave_the_run_as_if_undisturbed(store, tmp_path):
     if reason := reason_to_skip():
         pytest.skip(reason)
