@@ -8,6 +8,7 @@ import atexit
 import contextlib
 import math
 import os
+import socket
 import sys
 import traceback
 from pathlib import Path
@@ -107,6 +108,7 @@ def train(data, stop: StopSignal | None = None) -> None:
     # A run that goes on needs its source no more, which may be gone.
     goes_on = training.resume is not None and bool(list_checkpoints(config.run_dir()))
     taken = None if training.init_from is None or goes_on else init_weights(model, training.init_from)
+    check_same_freeze(config)
     apply_freezing(model, training.loss_type, training.freeze)
     trainable = verify_parameter_freezing(model, training.loss_type, training.freeze)
     if training.compile_model:
@@ -119,6 +121,34 @@ def train(data, stop: StopSignal | None = None) -> None:
         contextlib.ExitStack() as at_end,
     ):
         train_steps(engine, alive, stop, at_end, data, trainable, taken)
+
+
+def check_same_freeze(config: Config) -> None:
+    """Compare what the ranks decided for training.freeze=auto before an engine is built on it. Collective.
+
+    A node that does not see the run's checkpoints may decide otherwise than its peers, whose collectives would then
+    differ from its own.
+
+    Raises:
+        UserError: on every rank.
+    """
+    import torch
+
+    from mmldlm.engines.base import pick_device, rank_environment
+    from mmldlm.engines.deepspeed import start_process_group
+
+    _, local_rank, world_size = rank_environment()
+    if world_size == 1:
+        return
+    start_process_group(pick_device(local_rank), config.engine.timeout)
+    decided: list[tuple[str, str]] = [("", "")] * world_size
+    torch.distributed.all_gather_object(decided, (socket.gethostname(), config.training.freeze))
+    if len({freeze for _, freeze in decided}) > 1:
+        raise UserError(
+            "one training.freeze on all ranks",
+            ", ".join(f"{freeze} on {host}" for host, freeze in dict.fromkeys(decided)),
+            f"let every host see {config.run_dir()}, or set training.freeze to mode or none",
+        )
 
 
 def train_steps(engine, alive, stop, at_end, data, trainable: dict[str, tuple[int, int]], taken) -> None:

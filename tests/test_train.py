@@ -568,3 +568,21 @@ def test_bad_validation_samples_are_in_no_figure_and_are_told(store, tmp_path, m
     assert sorted(event["id"] for event in told) == list(range(num_bad)), "each once, at the first evaluation"
     assert all(event["file"].endswith("validation") and event["step"] == 1 for event in told)
     assert said.count("left out of the evaluation at step 1: 384 non-finite values") == num_bad
+
+
+RANKS_DECIDE_OTHERWISE = """
+import os, sys
+from mmldlm import train
+from mmldlm.data import resolve
+resolve.decided_freeze = lambda config: ("none", "mode")[int(os.environ["RANK"])]
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+def test_ranks_that_decide_freeze_otherwise_end_together(store, tmp_path):
+    """One node that does not see the run's checkpoints: an error on all ranks before an engine is built, not a hang."""
+    script = tmp_path / "otherwise.py"
+    script.write_text(RANKS_DECIDE_OTHERWISE)
+    words = train_words(store, tmp_path, "run", "engine.zero_stage=2", "training.loss_type=l2t")
+    done = run_ranks(2, script, *words, timeout=120)
+    assert done.returncode == 2 and "one training.freeze on all ranks" in done.stdout, done.stdout[-3000:]
