@@ -207,7 +207,7 @@ class Training:
         return sum(len(self.pids(host, "rank")) for host in self.bed.hosts)
 
     def picture(self) -> str:
-        """What runs on the hosts, for whoever has to find out why nothing moves."""
+        """Processes on the hosts, to diagnose why nothing moves."""
         parts = []
         for host in self.bed.hosts:
             parts.append(f"--- {host.name}")

@@ -330,7 +330,7 @@ def _try(work: Callable[..., None], *args: Any) -> Exception | None:
 def _advice(error: BaseException, folder: Path) -> str:
     """What to do about a failed write, ready to stand behind the error; "" where nothing is known."""
     number = _errno(error)
-    if number is None:  # torch does not say what the system told it
+    if number is None:  # torch hides the error of the system
         number = _errno(_try(_try_writing, [folder], f"{_TRIAL}_again"))
     free = _free_bytes(folder)
     if number == errno.ENOSPC or (number is None and free is not None and free < _LITTLE):

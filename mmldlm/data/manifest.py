@@ -57,6 +57,6 @@ def fault_of(manifest: dict[str, Any]) -> str | None:
     try:
         _Manifest.model_validate(manifest, strict=True)
     except ValidationError as error:
-        told = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
-        return "; ".join(told[:3])
+        problems = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
+        return "; ".join(problems[:3])
     return None
