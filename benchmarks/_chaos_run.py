@@ -35,8 +35,8 @@ PARTS = {
     "launcher": ("python", "deepspeed.launcher.runner"),
     "pdsh": ("pdsh", ""),
     "head": ("python", "mmldlm.launch"),
-    "agent": ("python", "mmldlm.launch.node import main"),
-    "session of the watcher": ("ssh", "mmldlm.launch.node import main"),
+    "agent": ("python", "mmldlm.launch.node_agent import main"),
+    "session of the watcher": ("ssh", "mmldlm.launch.node_agent import main"),
 }
 _FIRST_WORDS = 4  # `python -u -m MODULE`, `python -u SCRIPT`, `python -c TEXT`: the rest is passed on
 _MARKED = ("rank", "head")  # show the folder of their run; the others are not struck while two launches run

@@ -164,8 +164,8 @@ PATTERN = 251
 def synthetic(args: argparse.Namespace) -> None:
     import numpy as np
 
-    from mmldlm.checkpoints.pickle_writer import NewTensor
-    from mmldlm.checkpoints.torch_writer import write_torch
+    from mmldlm.checkpoints.formats.torch_save.pickler import NewTensor
+    from mmldlm.checkpoints.formats.torch_save.writer import write_torch
 
     def values(start: int, count: int, dtype: str):
         for low in range(start, start + count, 1 << 20):

@@ -35,7 +35,7 @@ def rank() -> int:
 @contextlib.contextmanager
 def in_batch(change: Callable[[dict], None], on_all: bool = False):
     """Change the tensors of the fault step's first micro-batch, on rank 1 or on all ranks."""
-    from mmldlm.data import loader
+    from mmldlm.data.batching import loader
 
     make = loader.MicroBatches.__getitem__
 
@@ -52,9 +52,9 @@ def in_batch(change: Callable[[dict], None], on_all: bool = False):
 @contextlib.contextmanager
 def in_row(change: Callable | None):
     """Corrupt one sample of the fault step as it is read (or, for the reference, only leave it out)."""
-    from mmldlm.data import noising
+    from mmldlm.tasks.translation import noiser
 
-    make = noising.Noiser.make
+    make = noiser.Noiser.make
 
     def corrupted(self, batch, slots, store, lengths):
         if batch.step != FAULT_STEP - 1 or self.seed != 0:  # evaluation has a seed of its own
@@ -71,7 +71,7 @@ def in_row(change: Callable | None):
         with mock.patch.object(self, "_unusable", refuse):
             return make(self, batch, slots, rows, lengths)
 
-    with mock.patch.object(noising.Noiser, "make", corrupted):
+    with mock.patch.object(noiser.Noiser, "make", corrupted):
         yield
 
 
@@ -95,7 +95,7 @@ class _Rows:
 @contextlib.contextmanager
 def in_gradient():
     """One element of the gradient that flows into the first block becomes Inf on rank 1."""
-    from mmldlm.models.mmdit import MultimodalMMDiT
+    from mmldlm.models.mmdit.model import MultimodalMMDiT
 
     forward, calls = MultimodalMMDiT.forward, [0]
 
@@ -153,7 +153,7 @@ def in_state(what: str):
 @contextlib.contextmanager
 def on_rank_1(act: Callable[[], None], undo: Callable[[], None] | None = None):
     """Rank 1 does something else than its data loading at the fault step, and undoes it two steps later."""
-    from mmldlm.data import loader
+    from mmldlm.data.batching import loader
 
     make = loader.MicroBatches.__getitem__
 
@@ -180,7 +180,7 @@ def own_folder() -> Path:
 @contextlib.contextmanager
 def read_only_folder():
     """The checkpoints' folder is read-only for rank 1, from before a save until after it; rank 0 comes late."""
-    from mmldlm.run_checkpoints import RunCheckpoints
+    from mmldlm.training.checkpointer import RunCheckpoints
 
     collect = RunCheckpoints._rank_files
 
@@ -204,7 +204,7 @@ def read_only_folder():
 def full_disk():
     """Rank 1's part of a checkpoint is on a disk of one page, from before it is written until it is given up."""
     from mmldlm.checkpoints.commit import PendingCheckpoint
-    from mmldlm.run_checkpoints import RunCheckpoints
+    from mmldlm.training.checkpointer import RunCheckpoints
 
     collect, abandon = RunCheckpoints._rank_files, PendingCheckpoint.abandon
 
@@ -254,14 +254,14 @@ def store_removed():
 @contextlib.contextmanager
 def passed_over():
     """The reference of a skipped step: the same batches without it."""
-    from mmldlm import run
+    from mmldlm.training import run_logger
 
-    state_of = run.TrainingState
+    state_of = run_logger.TrainingState
 
     def made(*args, **values):
         return state_of(*args, **values, passed_over=[[FAULT_STEP - 1, FAULT_STEP]])
 
-    with mock.patch.object(run, "TrainingState", made):
+    with mock.patch.object(run_logger, "TrainingState", made):
         yield
 
 

@@ -102,10 +102,10 @@ class Ours(Variant):
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: str = "cpu", **model):
         from mmldlm.config.schema import Config
-        from mmldlm.data.noising import NoisedBatch
         from mmldlm.engines.optimizer import build_optimizer
         from mmldlm.models import MultimodalMMDiT
-        from mmldlm.objectives import TranslationObjective
+        from mmldlm.tasks.translation.noiser import NoisedBatch
+        from mmldlm.tasks.translation.objective import TranslationObjective
 
         settings = {
             "hidden_size": shape.width, "n_blocks": shape.depth, "n_heads": shape.heads, "cond_dim": shape.width,

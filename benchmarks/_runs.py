@@ -223,10 +223,10 @@ def _serve() -> dict | None:
 # What a rank imports on its way (torch's compiler too: deepspeed and torch's optimizers look at it).
 _PRELOADED = """
 matplotlib.backends.backend_agg matplotlib.pyplot fsspec networkx torch._dynamo torch._inductor.compile_fx torch.onnx
-torch.distributed.checkpoint torch.distributed.fsdp mmldlm.train mmldlm.models mmldlm.run_checkpoints
-mmldlm.checkpoints.init_from mmldlm.checkpoints.training_state mmldlm.data.warm_start mmldlm.engines.ddp
-mmldlm.engines.deepspeed mmldlm.engines.fsdp mmldlm.engines.liveness mmldlm.engines.single
-mmldlm.evaluation.validation mmldlm.objectives.freezing
+torch.distributed.checkpoint torch.distributed.fsdp mmldlm.train mmldlm.models mmldlm.training.checkpointer
+mmldlm.checkpoints.init_from mmldlm.checkpoints.resume_reader mmldlm.tasks.translation.embedding_init mmldlm.engines.ddp
+mmldlm.engines.deepspeed.engine mmldlm.engines.fsdp mmldlm.distributed.heartbeat mmldlm.engines.single
+mmldlm.tasks.translation.validation mmldlm.tasks.translation.freezing
 """.split()
 
 
@@ -235,7 +235,7 @@ def _import_what_ranks_need() -> None:
         return
     for name in _PRELOADED:
         importlib.import_module(name)
-    from mmldlm.engines.deepspeed import import_deepspeed
+    from mmldlm.engines.deepspeed.engine import import_deepspeed
 
     import_deepspeed()
 

@@ -316,8 +316,8 @@ def fuzz(folder: Path, scratch: Path, count: int) -> tuple[int, int]:
     """Damaged checkpoints that were refused, and those that gave a wrong file or ran code."""
     sys.path.insert(0, str(ROOT))
     from mmldlm.checkpoints import begin
-    from mmldlm.checkpoints.conversion import convert as convert_here
-    from mmldlm.checkpoints.reshard import convert_state
+    from mmldlm.convert.to_checkpoint import convert_state
+    from mmldlm.convert.to_safetensors import convert as convert_here
     from mmldlm.errors import UserError
 
     pending = begin(scratch / "run", 1)
@@ -365,8 +365,8 @@ def fuzz(folder: Path, scratch: Path, count: int) -> tuple[int, int]:
 
 def _same_state(source: Path, out: Path) -> bool:
     """Weights and moments, as mmldlm's reader finds them in both."""
-    from mmldlm.checkpoints.inspection import compare
-    from mmldlm.checkpoints.sources import open_source
+    from mmldlm.checkpoints.formats.open import open_source
+    from mmldlm.convert.inspect import compare
 
     with open_source(source, with_moments=True).weights as one, open_source(out, with_moments=True).weights as two:
         return not compare(one, two).any

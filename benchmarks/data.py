@@ -60,7 +60,7 @@ def reset_peak() -> None:
 
 def real_texts(corpus: str | None, num: int) -> list[str]:
     """Different texts: prose of docstrings, or the lines of a file."""
-    from mmldlm.data.docstrings import _source_files, docstrings_of, prose_paragraphs
+    from mmldlm.data.corpora.docstrings import _source_files, docstrings_of, prose_paragraphs
 
     if corpus is not None:
         return list(dict.fromkeys(Path(corpus).read_text(encoding="utf-8").splitlines()))[:num]
@@ -82,8 +82,8 @@ def write_layouts(folder: Path, texts: list[str]) -> float:
     """Write the three layouts; returns the mean number of tokens."""
     import numpy as np
 
-    from mmldlm.data import tokenizers
-    from mmldlm.data.chunking import truncate
+    from mmldlm.data.prepare import tokenizer as tokenizers
+    from mmldlm.data.prepare.chunking import truncate
 
     tokenizer = tokenizers.load("minilm")
     rng = np.random.default_rng(0)
@@ -120,9 +120,9 @@ def write_layouts(folder: Path, texts: list[str]) -> float:
 
 def write_store(root: Path, splits: dict, identity: dict, dim: int) -> None:
     """A store as `mmldlm prepare` writes it, of samples that are given (or, as an iterator, of blocks of them)."""
-    from mmldlm.data.files import list_files, write_json
-    from mmldlm.data.statistics import LatentStatistics
-    from mmldlm.data.writers import StoreSplit
+    from mmldlm.data.store.latent_statistics import LatentStatistics
+    from mmldlm.data.store.writers import StoreSplit
+    from mmldlm.utils.atomic_files import list_files, write_json
 
     root.mkdir()
     summaries, measured = {}, None
@@ -215,8 +215,8 @@ def read_store(folder: Path):
     import numpy as np
     import torch
 
-    from mmldlm.data.plan import make_plan
-    from mmldlm.data.store import Store
+    from mmldlm.data.batching.batch_plan import make_plan
+    from mmldlm.data.store.store import Store
 
     yield "ready"
     store = Store(folder / "store")
@@ -233,7 +233,7 @@ def read_store(folder: Path):
 def read_noised(folder: Path):
     """Ours through the training loader: timesteps, masks and noise drawn."""
     from mmldlm.config.load import load_config
-    from mmldlm.data.loader import iterate_steps
+    from mmldlm.data.batching.loader import iterate_steps
 
     words = [
         f"data.latent_data_root={folder / 'store'}",
@@ -250,9 +250,9 @@ def read_noised(folder: Path):
 
 def open_dataset(config):
     """What training reads from, for one rank, and the config that the store has completed."""
-    from mmldlm.data.loader import MicroBatches
-    from mmldlm.data.noising import Noiser
-    from mmldlm.data.resolve import open_data
+    from mmldlm.data.batching.loader import MicroBatches
+    from mmldlm.data.batching.run_data import open_data
+    from mmldlm.tasks.translation.noiser import Noiser
 
     data = open_data(config)
     model = data.config.model
@@ -270,7 +270,8 @@ def measure_reading(kind: str, folder: Path) -> dict:
     import torch
 
     torch.set_num_threads(1)
-    from mmldlm.data import resolve, store  # noqa: F401  imports are no part of opening
+    from mmldlm.data.batching import run_data
+    from mmldlm.data.store import store  # noqa: F401  imports are no part of opening
 
     reader = READERS[kind](folder)
     next(reader)
@@ -286,13 +287,15 @@ def measure_reading(kind: str, folder: Path) -> dict:
 def measure_rows(folder: Path) -> dict:
     """Opening, and the first batch after a resume."""
     from mmldlm.config.load import load_config
-    from mmldlm.data import loader, mixture, noising, resolve  # noqa: F401
+    from mmldlm.data.batching import loader, run_data
+    from mmldlm.data.store import mixture
+    from mmldlm.tasks.translation import noiser as noising  # noqa: F401
 
     config = load_config("small", None, [f"data.latent_data_root={folder / 'rows'}", *WORDS])
     rows = json.loads((folder / "rows" / "manifest.json").read_text())["splits"]["train"]["num_samples"]
     reset_peak()
     before, started = peak_kib(), time.perf_counter()
-    data = resolve.open_data(config)
+    data = run_data.open_data(config)
     opened, mib = time.perf_counter() - started, (peak_kib() - before) / 1024
     assert len(data.train_lengths) == rows
     del data
@@ -309,9 +312,9 @@ def measure_wait(folder: Path, steps: int, preset: str) -> dict:
     import torch
 
     from mmldlm.config.load import load_config
-    from mmldlm.data.loader import iterate_steps
+    from mmldlm.data.batching.loader import iterate_steps
     from mmldlm.models import MultimodalMMDiT
-    from mmldlm.objectives.translation import TranslationObjective
+    from mmldlm.tasks.translation.objective import TranslationObjective
 
     config = load_config(preset, None, [f"data.latent_data_root={folder / 'store'}", *WORDS])
     dataset, config = open_dataset(config)

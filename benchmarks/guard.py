@@ -74,8 +74,8 @@ def run(args, folder: str, name: str, guarded: bool, count_syncs: bool) -> Meter
     import torch
 
     from mmldlm.config.load import load_config
-    from mmldlm.engines.liveness import Liveness
-    from mmldlm.engines.plain import PlainEngine
+    from mmldlm.distributed.heartbeat import Liveness
+    from mmldlm.engines.torch_engine import PlainEngine
     from mmldlm.stability.guard import Guard, Verdict
     from mmldlm.train import check_run, train
 
@@ -135,7 +135,7 @@ def reads_off_cpu() -> int:
         variant.model.to("meta")
         variant.batch.tensors = {name: tensor.to("meta") for name, tensor in variant.batch.tensors.items()}
         try:
-            with mock.patch("mmldlm.models.mmdit.has_varlen", return_value=ragged):
+            with mock.patch("mmldlm.models.mmdit.model.has_varlen", return_value=ragged):
                 variant.loss().backward()
         except (RuntimeError, TypeError) as error:
             num_failed += 1
@@ -148,10 +148,10 @@ def audit_seconds(args, folder: str) -> float:
     import torch
 
     from mmldlm.config.load import load_config
-    from mmldlm.data.resolve import open_data
+    from mmldlm.data.batching.run_data import open_data
     from mmldlm.engines.build import build_engine
     from mmldlm.models import MultimodalMMDiT
-    from mmldlm.stability.audit import audit
+    from mmldlm.stability.state_audit import audit
 
     words = [f"data.latent_data_root={args.data}", "engine.kind=single", f"logging.save_dir={folder}"]
     data = open_data(load_config("tiny" if args.quick else "base", None, words))

@@ -147,8 +147,8 @@ class Run:
         import numpy as np
 
         from mmldlm.config.load import load_config
-        from mmldlm.data.plan import BatchPlan
-        from mmldlm.data.resolve import open_data
+        from mmldlm.data.batching.batch_plan import BatchPlan
+        from mmldlm.data.batching.run_data import open_data
 
         ranks = self.start()
         codes = ranks.wait(LAST_LIMIT)

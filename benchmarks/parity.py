@@ -37,7 +37,7 @@ def weight_distance(run: Path, reference: Path) -> float:
     """||weights - reference|| / ||reference|| over the masters of two runs' last checkpoints, summed in float64."""
     import numpy as np
 
-    from mmldlm.checkpoints.training_state import open_training_state
+    from mmldlm.checkpoints.resume_reader import open_training_state
 
     difference = norm = 0.0
     with open_training_state(run / "latest/engine") as ours, open_training_state(reference / "latest/engine") as theirs:

@@ -78,7 +78,7 @@ def inject(scene: Scene, faults) -> tuple[set[str], set[tuple[str, str]], str]:
 
 def fan_out(names: int, folder: Path) -> float:
     """Seconds of starting, asking and stopping agents on N names whose ssh answers after 0.3 s, as a network's does."""
-    from mmldlm.preflight.transport import Agent, Fleet
+    from mmldlm.preflight.remote.ssh import Agent, Fleet
 
     programs = folder / "bin"
     programs.mkdir(exist_ok=True)

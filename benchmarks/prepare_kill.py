@@ -41,7 +41,7 @@ def command(corpus: Path, out: Path, ranks: int, words: list[str]) -> list[str]:
     """The product's own command, with small shards."""
     own = [str(Path(__file__).with_name("_prepare_rank.py")), str(SHARD), "prepare", str(corpus)]
     own += ["--output-dir", str(out), *words]
-    launcher = ["-m", "mmldlm.launch.local", str(ranks)] if ranks > 1 else []
+    launcher = ["-m", "mmldlm.launch.local_launcher", str(ranks)] if ranks > 1 else []
     return [sys.executable, *launcher, *own]
 
 
@@ -155,7 +155,7 @@ def texts(corpus: str | None):
     sys.path.insert(0, str(ROOT))
     from itertools import islice
 
-    from mmldlm.data.corpora import open_corpus
+    from mmldlm.data.corpora.corpus import open_corpus
 
     return list(islice(open_corpus("docstrings"), 3000))
 

@@ -117,7 +117,7 @@ def keep_what_is_saved(folder: Path) -> None:
     """At SAVE_STEP, just before the product saves, write what this rank's live engine holds to folder."""
     import numpy as np
 
-    from mmldlm.run_checkpoints import RunCheckpoints
+    from mmldlm.training.checkpointer import RunCheckpoints
 
     save = RunCheckpoints.save
 
@@ -155,7 +155,7 @@ def read_kept(folder: Path) -> dict[str, object]:
 def check_what_is_loaded(kept_in: Path, report: Path) -> None:
     """After the product has loaded, compare what this rank holds with what the source held; write what differs."""
     from mmldlm.engines import build
-    from mmldlm.run_checkpoints import RunCheckpoints
+    from mmldlm.training.checkpointer import RunCheckpoints
 
     make, load = build.build_engine, RunCheckpoints.load
 

@@ -34,8 +34,8 @@ PAIRS = 4  # of windows with and without a save (--pairs), after a pair that is 
 def rank_main(report: str, words: list[str]) -> None:
     """One rank: the product's own entry, with a clock around everything that saves."""
     import mmldlm.train as product
-    from mmldlm.run import RunFolder
-    from mmldlm.run_checkpoints import RunCheckpoints
+    from mmldlm.training.checkpointer import RunCheckpoints
+    from mmldlm.training.run_logger import RunFolder
 
     blocked, cpu, depth = {}, {}, 0
 

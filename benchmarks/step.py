@@ -165,7 +165,7 @@ def predicted_memory(shape: Shape) -> float:
     An upper bound: while the backward pass makes gradients, activations are freed.
     """
     from mmldlm.config.schema import Config
-    from mmldlm.preflight.sizes import model_sizes
+    from mmldlm.preflight.memory_model import model_sizes
 
     model = Ours(shape, torch.float32).model.config.model_dump()
     config = Config(model=model, training={"train_batch_size": shape.batch, "dtype": "fp32", "freeze": "none"})

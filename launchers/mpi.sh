@@ -7,7 +7,7 @@
 #   CARRY            further variables that ranks need, for instance "NCCL_SOCKET_IFNAME HF_HOME": mpirun takes none by itself
 #   CONFIG_NAME, DS_CONFIG, LEARNING_RATE ...: as in launchers/single_node.sh
 #
-# Ranks find their numbers through mpi4py (mmldlm/engines/mpi.py). Checkout, virtual environment and data lie at the same
+# Ranks find their numbers through mpi4py (mmldlm/distributed/mpi_environment.py). Checkout, virtual environment and data lie at the same
 # path on every node.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)

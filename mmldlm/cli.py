@@ -12,11 +12,12 @@ from typing import NoReturn
 
 from mmldlm import __version__
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, MmldlmError, UserError
-from mmldlm.utils import for_screen, interrupt_on_stop_signals, open_standard_streams, reason
+from mmldlm.utils.output_paths import for_screen, interrupt_on_stop_signals, open_standard_streams, reason
 
 
 def _config(parser):
-    from mmldlm import show, train
+    from mmldlm import train
+    from mmldlm.commands import config as show
 
     train.add_arguments(parser)
     show.add_arguments(parser)
@@ -35,15 +36,16 @@ def _config(parser):
 
 def _sanity(parser):
     from mmldlm import train
-    from mmldlm.stability import sanity
+    from mmldlm.debug import sanity_report
 
     train.add_arguments(parser)
-    sanity.add_arguments(parser)
-    return lambda args: sanity.main(args, train.parse_config)
+    sanity_report.add_arguments(parser)
+    return lambda args: sanity_report.main(args, train.parse_config)
 
 
 def _prepare(parser):
-    from mmldlm.data import options, prepare
+    from mmldlm.data.prepare import options
+    from mmldlm.data.prepare import pipeline as prepare
 
     options.add_arguments(parser)
     return lambda args: _prepare_by_ranks(args, prepare, options)
@@ -60,7 +62,7 @@ def _prepare_by_ranks(args, prepare, options) -> int:
     words = options.to_words(options.from_arguments(args))
     for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS"):  # the encoder's threads, and the tokenizer's
         os.environ.setdefault(name, str(max((os.cpu_count() or 1) // nproc, 1)))
-    launcher = [sys.executable, "-m", "mmldlm.launch.local", str(nproc), "-m", "mmldlm.data.prepare"]
+    launcher = [sys.executable, "-m", "mmldlm.launch.local_launcher", str(nproc), "-m", "mmldlm.data.prepare.pipeline"]
     os.execv(sys.executable, [*launcher, *words])
 
 
@@ -89,8 +91,8 @@ def _launch_local(args, train) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // nproc, 1)))
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # Not the deepspeed launcher: a signal to it ends the ranks unsaved, or not at all (mmldlm/launch/local.py).
-    os.execv(sys.executable, [sys.executable, "-m", "mmldlm.launch.local", str(nproc), str(script), *words])
+    # Not the deepspeed launcher: a signal to it ends the ranks unsaved, or not at all (mmldlm/launch/local_launcher.py).
+    os.execv(sys.executable, [sys.executable, "-m", "mmldlm.launch.local_launcher", str(nproc), str(script), *words])
 
 
 def _check_ranks(option: str, count: int | None) -> None:
@@ -101,7 +103,7 @@ def _check_ranks(option: str, count: int | None) -> None:
 def _convert(parser):
     # numpy's OpenBLAS starts a thread for every core, which takes as long as all other imports; nothing here uses it.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from mmldlm.checkpoints import convert
+    from mmldlm.commands import convert
 
     convert.add_arguments(parser)
     return convert.main
@@ -109,7 +111,7 @@ def _convert(parser):
 
 def _convert_part(part: str):
     def fill(parser):
-        from mmldlm.checkpoints import convert
+        from mmldlm.commands import convert
 
         return convert.add_part_arguments(parser, part)
 
@@ -118,7 +120,7 @@ def _convert_part(part: str):
 
 def _sample_kind(kind: str):
     def fill(parser):
-        from mmldlm.sampling import run
+        from mmldlm.commands import sample as run
 
         run.add_arguments(parser, kind)
         return run.main
@@ -134,24 +136,27 @@ def _option(name: str, value) -> list[str]:
 # and main.
 VERBS = {
     "prepare": (_prepare, "encode a corpus into a store"),
-    "pack": ("mmldlm.data.pack", "make a store of MM-LDLM's folders of text or token files and latents"),
-    "verify-data": ("mmldlm.data.verify", "check a store: checksums, dims, norms, leakage"),
+    "pack": (
+        "mmldlm.data.importers.sample_folders",
+        "make a store of MM-LDLM's folders of text or token files and latents",
+    ),
+    "verify-data": ("mmldlm.data.store.verify", "check a store: checksums, dims, norms, leakage"),
     "config": (_config, "print the resolved config and parameter counts"),
     "sanity": (_sanity, "a few real steps in one process, every part of them checked"),
-    "preflight": ("mmldlm.preflight.command", "will this run start on these hosts, fit and finish?"),
-    "launch": ("mmldlm.launch.command", "preflight, then the launcher, then a watcher"),
-    "replay": ("mmldlm.replay", "run a skipped step again and name where its bad numbers were made"),
+    "preflight": ("mmldlm.preflight.runner", "will this run start on these hosts, fit and finish?"),
+    "launch": ("mmldlm.launch.launcher", "preflight, then the launcher, then a watcher"),
+    "replay": ("mmldlm.debug.replay", "run a skipped step again and name where its bad numbers were made"),
     "train": (_train, "check everything, then train on this machine"),
     "convert": (_convert, "a checkpoint as safetensors, or for another engine and world size"),
     "convert inspect": (_convert_part("inspect"), "what a checkpoint holds; no weight is read"),
     "convert diff": (_convert_part("diff"), "where two checkpoints differ, tensor by tensor"),
-    "sample": ("mmldlm.sampling.run", "text from embeddings, embeddings from text, or both from nothing"),
+    "sample": ("mmldlm.commands.sample", "text from embeddings, embeddings from text, or both from nothing"),
     "sample l2t": (_sample_kind("l2t"), "text from embeddings"),
     "sample t2l": (_sample_kind("t2l"), "embeddings from text"),
     "sample unconditional": (_sample_kind("unconditional"), "text and embeddings from nothing"),
-    "evaluate": ("mmldlm.evaluation.run", "conditioning gain, retrieval and F1 on unseen text"),
-    "plot": ("mmldlm.observe.plots", "draw a run's loss curve"),
-    "monitor": ("mmldlm.observe.monitor", "follow a run's log and judge its health"),
+    "evaluate": ("mmldlm.commands.evaluate", "conditioning gain, retrieval and F1 on unseen text"),
+    "plot": ("mmldlm.observe.loss_plots", "draw a run's loss curve"),
+    "monitor": ("mmldlm.observe.health_monitor", "follow a run's log and judge its health"),
 }
 
 

@@ -19,11 +19,11 @@ if __package__ in (None, ""):  # `deepspeed mmldlm/train.py` puts the package's 
 
 from mmldlm.config.load import load_config, preset_names
 from mmldlm.config.schema import Config
-from mmldlm.engines.mpi import adopt_mpi_environment
-from mmldlm.engines.one_voice import say, say_error
+from mmldlm.distributed.error_reporting import say, say_error
+from mmldlm.distributed.mpi_environment import adopt_mpi_environment
 from mmldlm.errors import EXIT_FAILED, EXIT_INTERRUPTED, Interrupted, MmldlmError, UserError
-from mmldlm.signals import StopSignal
-from mmldlm.utils import open_standard_streams
+from mmldlm.training.signals import StopSignal
+from mmldlm.utils.output_paths import open_standard_streams
 
 FIRST_STEP_PATIENCE = 3.0  # times engine.timeout: it compiles, builds groups and imports, and cannot beat meanwhile
 
@@ -56,9 +56,9 @@ def check_run(config: Config, world_size: int):
         UserError: the first thing that is wrong.
     """
     from mmldlm.checkpoints.commit import list_checkpoints, resolve
-    from mmldlm.data.resolve import open_data
+    from mmldlm.data.batching.run_data import open_data
     from mmldlm.engines.build import check_engine
-    from mmldlm.run_lock import check_unused
+    from mmldlm.training.run_lock import check_unused
 
     check_engine(config, world_size)
     data = open_data(config)
@@ -91,12 +91,12 @@ def train(data, stop: StopSignal | None = None) -> None:
     """
     from mmldlm.checkpoints.commit import list_checkpoints
     from mmldlm.checkpoints.init_from import init_weights
+    from mmldlm.distributed.heartbeat import Liveness
+    from mmldlm.distributed.nccl_environment import prepare_environment
     from mmldlm.engines.build import build_engine
-    from mmldlm.engines.liveness import Liveness
-    from mmldlm.engines.process_group import prepare_environment
-    from mmldlm.objectives.freezing import apply_freezing, verify_parameter_freezing
-    from mmldlm.stability.initial import initial_model
-    from mmldlm.stability.precision import check_precision
+    from mmldlm.stability.precision_check import check_precision
+    from mmldlm.tasks.translation.build_model import initial_model
+    from mmldlm.tasks.translation.freezing import apply_freezing, verify_parameter_freezing
 
     stop = stop or StopSignal()
     config = data.config
@@ -135,7 +135,7 @@ def check_same_freeze(config: Config) -> None:
     import torch
 
     from mmldlm.engines.base import pick_device, rank_environment
-    from mmldlm.engines.deepspeed import start_process_group
+    from mmldlm.engines.deepspeed.engine import start_process_group
 
     _, local_rank, world_size = rank_environment()
     if world_size == 1:
@@ -161,23 +161,22 @@ def train_steps(engine, alive, stop, at_end, data, trainable: dict[str, tuple[in
     """
     import torch
 
-    from mmldlm.data.loader import MicroBatches, iterate_steps
-    from mmldlm.data.noising import Noiser
+    from mmldlm.data.batching.loader import MicroBatches, iterate_steps
     from mmldlm.engines.ema import WeightAverage
     from mmldlm.engines.optimizer import learning_rate
-    from mmldlm.evaluation.validation import Validation
-    from mmldlm.objectives import TranslationObjective
-    from mmldlm.objectives.translation import METRICS
-    from mmldlm.observe.meter import StepMeter
-    from mmldlm.observe.profile import StepProfiler
+    from mmldlm.observe.layer_stats import Diagnostics
+    from mmldlm.observe.profiler import StepProfiler
+    from mmldlm.observe.throughput import StepMeter
     from mmldlm.preflight import receipt
-    from mmldlm.run import RunFolder, TrainingState
-    from mmldlm.run_checkpoints import RunCheckpoints
-    from mmldlm.stability import forensics
-    from mmldlm.stability.audit import audit
-    from mmldlm.stability.diagnostics import Diagnostics
+    from mmldlm.stability import skipped_steps
     from mmldlm.stability.guard import Guard
-    from mmldlm.stability.recovery import find_trouble
+    from mmldlm.stability.rollback_policy import find_trouble
+    from mmldlm.stability.state_audit import audit
+    from mmldlm.tasks.translation.noiser import Noiser
+    from mmldlm.tasks.translation.objective import METRICS, TranslationObjective
+    from mmldlm.tasks.translation.validation import Validation
+    from mmldlm.training.checkpointer import RunCheckpoints
+    from mmldlm.training.run_logger import RunFolder, TrainingState
 
     config, training = data.config, data.config.training
     average = None if config.optimizer.ema_decay is None else WeightAverage(engine, config.optimizer.ema_decay)
@@ -303,7 +302,7 @@ def train_steps(engine, alive, stop, at_end, data, trainable: dict[str, tuple[in
             folder.progress.message(f"profile  {told}")
             folder.event("profile", **told.record())
         if not verdict.apply:
-            folder.log_skip(verdict, step_loss, grad_norm, forensics.gather(engine, batches, losses), batches[0])
+            folder.log_skip(verdict, step_loss, grad_norm, skipped_steps.gather(engine, batches, losses), batches[0])
         if look is not None:
             folder.log_look(look)
         if num_bad:
@@ -393,7 +392,7 @@ def main(argv: list[str] | None = None) -> int:
 def _tell_trace(error: Exception, config: Config) -> None:
     """Print where the error comes from; of one that a lost peer makes, keep it in a file, so that what Liveness has
     said of the rank to blame is the last on the screen."""
-    from mmldlm.engines.last_words import describe_error, is_collective_error
+    from mmldlm.distributed.stack_dump import describe_error, is_collective_error
 
     text = "".join([*traceback.format_exception(error), f"ERROR: {describe_error(error)}\n"])
     with contextlib.suppress(OSError):

@@ -17,11 +17,11 @@ TIMEOUT, SLOW = 8.0, 9.0  # engine.timeout; seconds that the disk takes
 
 
 def main() -> None:
-    from mmldlm.checkpoints import finding
+    from mmldlm.checkpoints import locate
     from mmldlm.engines.fsdp import FsdpEngine
 
     folder, store = sys.argv[1:]
-    copy_to_host, write, examine, saves = FsdpEngine.copy_to_host, FsdpEngine.write, finding.examine, [0]
+    copy_to_host, write, examine, saves = FsdpEngine.copy_to_host, FsdpEngine.write, locate.examine, [0]
 
     def copying(self, state):
         saves[0] += 1
@@ -39,7 +39,7 @@ def main() -> None:
             time.sleep(SLOW)
         return examine(path, checksums=checksums, **more)
 
-    FsdpEngine.copy_to_host, FsdpEngine.write, finding.examine = copying, writing, checking
+    FsdpEngine.copy_to_host, FsdpEngine.write, locate.examine = copying, writing, checking
     common = ["engine.kind=fsdp", f"engine.timeout={TIMEOUT}", "logging.save_freq=2", "logging.eval_freq=1000"]
     for words in (["training.num_train_steps=6"], ["training.num_train_steps=7", "training.resume=auto"]):
         _, _, *more = train_words(store, folder, "run", *common, "training.train_batch_size=4", "logging.plot=false")

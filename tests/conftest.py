@@ -48,8 +48,8 @@ def sentences() -> list[str]:
     import unittest.mock
     import zipfile
 
-    from mmldlm.data.docstrings import docstrings_of, prose_paragraphs, reject_reason
-    from mmldlm.data.text import split_sentences
+    from mmldlm.data.corpora.docstrings import docstrings_of, prose_paragraphs, reject_reason
+    from mmldlm.data.sentences import split_sentences
 
     found: dict[str, None] = {}
     for module in (
@@ -75,7 +75,7 @@ def sentences() -> list[str]:
 def store(tmp_path_factory, sentences):
     """Folder of a store with about 200 training and 40 validation sentences, encoded by MiniLM."""
     from mmldlm.cli import main
-    from mmldlm.data.encoders import find_model_folder
+    from mmldlm.data.encoders.encoder import find_model_folder
 
     try:
         find_model_folder("minilm")

@@ -19,12 +19,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from mmldlm import run_checkpoints  # noqa: E402
 from mmldlm.config.load import load_config  # noqa: E402
 from mmldlm.errors import MmldlmError  # noqa: E402
-from mmldlm.evaluation import validation  # noqa: E402
-from mmldlm.stability import recovery  # noqa: E402
+from mmldlm.stability import rollback_policy  # noqa: E402
+from mmldlm.tasks.translation import validation  # noqa: E402
 from mmldlm.train import check_run, leave_process_group, train  # noqa: E402
+from mmldlm.training import checkpointer  # noqa: E402
 
 RANK = int(os.environ["RANK"])
 BATCHES = 4 * 24 // 2  # of an evaluation, on one rank: four passes over 24 samples, one in a batch
@@ -93,7 +93,7 @@ def main() -> None:
         run(name, "training.resume=auto")
 
     # While a checkpoint is written: no further step.
-    with before(run_checkpoints.RunCheckpoints, "save", lambda saver: signal_on((1,))):
+    with before(checkpointer.RunCheckpoints, "save", lambda saver: signal_on((1,))):
         run("save")
     run("save", "training.resume=auto")
 
@@ -104,16 +104,16 @@ def main() -> None:
             threading.Event().wait()
 
     run("search", "training.num_train_steps=3")
-    with before(run_checkpoints.commit, "find_latest_whole", search):
+    with before(checkpointer.commit, "find_latest_whole", search):
         run("search", "training.resume=auto")
     run("search", "training.resume=auto")
 
-    troubles = [recovery.Trouble(5, "made up", None, None)]
-    find = recovery.find_trouble
-    recovery.find_trouble = lambda config, step, *rest: troubles.pop() if step == 5 and troubles else None
-    with before(run_checkpoints.RunCheckpoints, "load", lambda *_: signal_on((1,))):
+    troubles = [rollback_policy.Trouble(5, "made up", None, None)]
+    find = rollback_policy.find_trouble
+    rollback_policy.find_trouble = lambda config, step, *rest: troubles.pop() if step == 5 and troubles else None
+    with before(checkpointer.RunCheckpoints, "load", lambda *_: signal_on((1,))):
         run("rollback", "stability.rollback_lr_factor=1.0")
-    recovery.find_trouble = find
+    rollback_policy.find_trouble = find
     run("rollback", "training.resume=auto", "stability.rollback_lr_factor=1.0")
 
     Path(sys.argv[2], f"codes_rank{RANK}.json").write_text(json.dumps(codes))

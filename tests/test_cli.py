@@ -11,10 +11,10 @@ import sys
 import pytest
 
 from mmldlm import cli
-from mmldlm.data.peers import Peers
-from mmldlm.data.work import Work
+from mmldlm.data.prepare.task_queue import Peers
+from mmldlm.data.prepare.work_dir import Work
 from mmldlm.errors import UserError
-from mmldlm.utils import fold, for_screen, usable_file, usable_folder
+from mmldlm.utils.output_paths import fold, for_screen, usable_file, usable_folder
 from tests.helpers import ROOT
 
 

@@ -98,19 +98,27 @@ def test_the_package_keeps_the_rules():
 
 
 BAD = [
-    ("import mmldlm.data.store", "mmldlm.models.mmdit", "data comes after models"),
-    ("from mmldlm.objectives import l2t", "mmldlm.diffusion.masked", "objectives comes after diffusion"),
+    ("import mmldlm.data.store.store", "mmldlm.models.mmdit.model", "data comes after models"),
+    (
+        "from mmldlm.tasks.translation.objective import l2t",
+        "mmldlm.diffusion.masked",
+        "objectives comes after diffusion",
+    ),
     ("from mmldlm import observe", "mmldlm.engines.base", "observe comes after engines"),
-    ("from ..sampling import text", "mmldlm.data.plan", "sampling comes after data"),
-    ("from .. import sampling", "mmldlm.data.plan", "sampling comes after data"),
+    ("from ..sampling import text", "mmldlm.data.batching.batch_plan", "sampling comes after data"),
+    ("from .. import sampling", "mmldlm.data.batching.batch_plan", "sampling comes after data"),
     ("def f():\n    from mmldlm.train import main", "mmldlm.launch.watch", "no room imports train"),
-    ("from mmldlm import show", "mmldlm.observe.plots", "no room imports show"),
-    ("import torch.distributed as dist", "mmldlm.models.mmdit", "knows nothing of ranks"),
-    ("from torch import distributed", "mmldlm.objectives.text", "knows nothing of ranks"),
+    ("from mmldlm.commands import config as show", "mmldlm.observe.loss_plots", "no room imports show"),
+    ("import torch.distributed as dist", "mmldlm.models.mmdit.model", "knows nothing of ranks"),
+    ("from torch import distributed", "mmldlm.tasks.translation.objective.text", "knows nothing of ranks"),
     ("from torch.distributed import all_reduce", "mmldlm.diffusion.masked", "knows nothing of ranks"),
-    ("import torch\ndef f(x):\n    torch.distributed.all_reduce(x)", "mmldlm.models.mmdit", "knows nothing of ranks"),
-    ("def f():\n    import deepspeed", "mmldlm.models.mmdit", "knows nothing of ranks"),
-    ("from mmldlm.models.mmdit import MultimodalMMDiT", "mmldlm.engines.fsdp", "engines import no model"),
+    (
+        "import torch\ndef f(x):\n    torch.distributed.all_reduce(x)",
+        "mmldlm.models.mmdit.model",
+        "knows nothing of ranks",
+    ),
+    ("def f():\n    import deepspeed", "mmldlm.models.mmdit.model", "knows nothing of ranks"),
+    ("from mmldlm.models.mmdit.model import MultimodalMMDiT", "mmldlm.engines.fsdp", "engines import no model"),
     ("import torch", "mmldlm.preflight.network", "only inside the GPU checks"),
     (
         "try:\n    from torch import cuda\nexcept ImportError:\n    pass",
@@ -118,9 +126,9 @@ BAD = [
         "only inside the GPU checks",
     ),
     ("from mpi4py import MPI", "mmldlm.launch.mpi", "only inside the function"),
-    ("import wandb", "mmldlm.observe.wandb", "only inside the function"),
-    ("from mmldlm.config import load", "mmldlm.utils", "stands under all rooms"),
-    ("from mmldlm.models import mmdit", "mmldlm", "stands under all rooms"),
+    ("import wandb", "mmldlm.observe.wandb_logger", "only inside the function"),
+    ("from mmldlm.config import load", "mmldlm.utils.output_paths", "stands under all rooms"),
+    ("from mmldlm.models.mmdit import model as mmdit", "mmldlm", "stands under all rooms"),
     ("", "mmldlm.callbacks.base", "knows no room callbacks"),
 ]
 
@@ -131,12 +139,18 @@ def test_the_checker_sees_a_breach(source, module, reason):
 
 
 GOOD = [
-    ("from mmldlm.models import mmdit\nfrom mmldlm.errors import UserError", "mmldlm.data.plan"),
-    ("from .store import Store\nfrom . import plan\nimport torch", "mmldlm.data.loader"),
-    ("import torch.distributed\nimport deepspeed", "mmldlm.engines.deepspeed"),
+    (
+        "from mmldlm.models.mmdit import model as mmdit\nfrom mmldlm.errors import UserError",
+        "mmldlm.data.batching.batch_plan",
+    ),
+    ("from .store import Store\nfrom . import plan\nimport torch", "mmldlm.data.batching.loader"),
+    ("import torch.distributed\nimport deepspeed", "mmldlm.engines.deepspeed.engine"),
     ("def check():\n    import torch", "mmldlm.preflight.gpu"),
-    ("def f():\n    import wandb", "mmldlm.observe.wandb"),
-    ("from mmldlm.observe import plots\nfrom mmldlm.models import mmdit\nfrom mmldlm import train", "mmldlm.cli"),
+    ("def f():\n    import wandb", "mmldlm.observe.wandb_logger"),
+    (
+        "from mmldlm.observe import loss_plots as plots\nfrom mmldlm.models.mmdit import model as mmdit\nfrom mmldlm import train",
+        "mmldlm.cli",
+    ),
 ]
 
 

@@ -15,8 +15,8 @@ from mmldlm.checkpoints import commit
 from mmldlm.checkpoints.init_from import init_weights
 from mmldlm.checkpoints.manifest import MANIFEST, describe_file
 from mmldlm.config.load import load_config
-from mmldlm.data.resolve import open_data
-from mmldlm.stability.initial import initial_model
+from mmldlm.data.batching.run_data import open_data
+from mmldlm.tasks.translation.build_model import initial_model
 from mmldlm.train import main
 from tests.helpers import ROOT, read_log, run_ranks, train_words
 
@@ -122,7 +122,7 @@ def test_a_run_saves_without_its_store(store, tmp_path, monkeypatch):
     """Moved or deleted in mid-run, it stays mapped; its tokenizer was read at the start."""
     own = tmp_path / "store"
     shutil.copytree(store, own)
-    from mmldlm.data import loader
+    from mmldlm.data.batching import loader
 
     make = loader.MicroBatches.__getitem__
 
@@ -215,7 +215,7 @@ def test_other_data_of_the_same_size_is_refused(store, copy, tmp_path, capsys):
 
 def wreck(monkeypatch, at: int, times: int = 1) -> None:
     """Finite weights that give no finite loss any more, made by the at-th applied step (and the next ones)."""
-    from mmldlm.engines.plain import PlainEngine
+    from mmldlm.engines.torch_engine import PlainEngine
 
     apply, count = PlainEngine.apply, [0]
 
@@ -253,7 +253,7 @@ def test_where_nothing_could_be_trained_the_next_rollback_goes_further(store, tm
 
 
 def test_a_run_whose_last_steps_are_passed_over_ends_like_any_other(store, tmp_path, monkeypatch):
-    from mmldlm.data import loader
+    from mmldlm.data.batching import loader
 
     make = loader.MicroBatches.__getitem__
 
@@ -271,10 +271,10 @@ def test_a_run_whose_last_steps_are_passed_over_ends_like_any_other(store, tmp_p
 
 
 def test_a_last_save_that_fails_is_no_success_for_an_old_folder_of_its_step(store, copy, monkeypatch, capsys):
-    from mmldlm import run_checkpoints
     from mmldlm.engines import base
+    from mmldlm.training import checkpointer
 
-    monkeypatch.setattr(run_checkpoints, "LAST_PAUSE", 0.01)
+    monkeypatch.setattr(checkpointer, "LAST_PAUSE", 0.01)
 
     def full(self, state, folder):
         raise OSError(28, "No space left on device")
@@ -401,7 +401,7 @@ def test_a_save_request_that_cannot_be_looked_at_ends_no_rank_alone(store, tmp_p
     """The folder's server hesitates: Path.exists would raise on rank 0, and its peers would wait for it."""
     from types import SimpleNamespace
 
-    from mmldlm.run_checkpoints import RunCheckpoints
+    from mmldlm.training.checkpointer import RunCheckpoints
 
     own = SimpleNamespace(is_main=True, run_dir=tmp_path / ("too long" * 50))
     assert not RunCheckpoints.is_asked.fget(own)

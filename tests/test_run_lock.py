@@ -11,9 +11,9 @@ import time
 
 import pytest
 
-from mmldlm import run_lock
 from mmldlm.errors import UserError
-from mmldlm.run_lock import LOCK, RunLock
+from mmldlm.training import run_lock
+from mmldlm.training.run_lock import LOCK, RunLock
 from tests.helpers import ROOT, environment, read_log, run_ranks, train_words
 
 
@@ -23,7 +23,7 @@ def child(code: str = "import time; time.sleep(600)") -> subprocess.Popen:
 
 def hold(folder) -> subprocess.Popen:
     """Another process of this host that holds the lock."""
-    code = f"from mmldlm.run_lock import *; RunLock(Path({str(folder)!r})).acquire(print); print('held', flush=True)"
+    code = f"from mmldlm.training.run_lock import *; RunLock(Path({str(folder)!r})).acquire(print); print('held', flush=True)"
     process = child(f"{code}; time.sleep(600)")
     assert process.stdout.readline() == "held\n"
     return process
@@ -143,7 +143,7 @@ def test_renewing_keeps_it_fresh_and_sees_that_it_was_taken(tmp_path, monkeypatc
 
 RANK = """
 import sys
-from mmldlm import run_lock
+from mmldlm.training import run_lock
 from mmldlm.train import end_process, main
 run_lock.DYING = 0.5
 code = main(sys.argv[1:])

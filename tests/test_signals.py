@@ -108,7 +108,7 @@ def test_while_it_waits_for_a_rank_that_never_comes(store, tmp_path):
 
 def test_a_command_that_is_asked_to_stop_does_what_ctrl_c_does(tmp_path, monkeypatch, capsys):
     from mmldlm import cli
-    from mmldlm.data import verify
+    from mmldlm.data.store import verify
 
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)  # a background job of a shell ignores SIGINT

@@ -105,7 +105,7 @@ def test_sigterm_saves_and_exits_5(store, tmp_path, num_workers):
 
 
 def test_a_nan_on_one_rank_skips_the_step_on_all_and_never_reaches_the_weights(store, tmp_path):
-    from mmldlm.checkpoints.convert import convert
+    from mmldlm.commands.convert import convert
 
     done = run_ranks(2, WORKER, "nonfinite", str(store), str(tmp_path), timeout=400)
     assert done.returncode == 0, done.stdout[-4000:]
@@ -127,10 +127,10 @@ def test_uneven_batches_and_frozen_groups_are_the_same_on_every_engine(store, tm
     """Short and empty micro-batches, micro-batches with nothing masked, frozen groups: the losses of one process."""
     from safetensors.torch import load_file
 
-    from mmldlm.checkpoints.convert import convert
+    from mmldlm.commands.convert import convert
     from mmldlm.config.schema import ModelConfig
     from mmldlm.models import MultimodalMMDiT
-    from mmldlm.objectives.freezing import frozen_names
+    from mmldlm.tasks.translation.freezing import frozen_names
 
     for world in (1, 2):
         done = run_ranks(world, WORKER, "uneven", str(store), str(tmp_path), timeout=500)
@@ -170,7 +170,7 @@ def poisoned_copy(checkpoint, target, kind) -> Path:
     """The model of a checkpoint with one NaN, as `mmldlm convert` exports it, as others shard it, as files of torch."""
     from safetensors.torch import load_file, save_file
 
-    from mmldlm.checkpoints.convert import convert
+    from mmldlm.commands.convert import convert
 
     name = "text_head.weight"
     target.mkdir()
@@ -404,7 +404,7 @@ def test_a_folder_that_cannot_be_made_is_said_by_all_ranks(store, tmp_path, caps
 
 
 def test_too_many_skips_in_a_row_exit_4_and_another_seed_is_no_resume(store, tmp_path, capsys, monkeypatch):
-    from mmldlm.data import loader
+    from mmldlm.data.batching import loader
     from mmldlm.train import main
 
     words = train_words(
@@ -449,11 +449,11 @@ def small_disk(tmp_path):
 
 @pytest.mark.parametrize("background", ["true", "false"])
 def test_a_full_disk_is_an_event_and_the_last_checkpoint_stays(store, small_disk, monkeypatch, capsys, background):
-    from mmldlm import run_checkpoints
     from mmldlm.checkpoints.commit import find_latest_whole
     from mmldlm.train import main
+    from mmldlm.training import checkpointer
 
-    monkeypatch.setattr(run_checkpoints, "LAST_PAUSE", 0.0)
+    monkeypatch.setattr(checkpointer, "LAST_PAUSE", 0.0)
     words = [
         "engine.kind=single",
         "training.num_train_steps=6",
@@ -474,9 +474,9 @@ def test_a_full_disk_is_an_event_and_the_last_checkpoint_stays(store, small_disk
 
 def test_a_full_disk_under_every_log_ends_no_run(store, tmp_path, monkeypatch, capsys):
     """Only rank 0 writes logs: an error there would leave the others waiting. Also through a rollback and the end."""
-    from mmldlm import run
-    from mmldlm.stability import recovery
+    from mmldlm.stability import rollback_policy
     from mmldlm.train import main
+    from mmldlm.training import run_logger as run
 
     def full(self, *_):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -489,11 +489,11 @@ def test_a_full_disk_under_every_log_ends_no_run(store, tmp_path, monkeypatch, c
                 full(self)
             super().__init__(path, resume_step)
 
-    troubles = [recovery.Trouble(3, "made up")]
+    troubles = [rollback_policy.Trouble(3, "made up")]
     monkeypatch.setattr(run, "JsonlLog", Full)
     monkeypatch.setattr(run, "train_log_path", lambda *_: Path("/dev/full"))
     find = lambda _, step, *__: troubles.pop() if step == 3 and troubles else None  # noqa: E731
-    monkeypatch.setattr(recovery, "find_trouble", find)
+    monkeypatch.setattr(rollback_policy, "find_trouble", find)
     words = ["engine.kind=single", "training.num_train_steps=4", "logging.save_freq=2", "logging.plot=false"]
     assert main(train_words(store, tmp_path, "run", *words)) == 0
     said = capsys.readouterr().out
@@ -505,8 +505,8 @@ def test_a_full_disk_under_every_log_ends_no_run(store, tmp_path, monkeypatch, c
 
 def test_without_a_reader_and_without_wandb_a_run_goes_on(store, tmp_path, monkeypatch, capfd):
     """`mmldlm train | head -3`, and wandb's process killed: each is said once; the exit code is that of a good run."""
-    from mmldlm import run
     from mmldlm.train import main
+    from mmldlm.training import run_logger as run
 
     words = ["engine.kind=single", "training.num_train_steps=4", "logging.log_freq=1", "logging.plot=false"]
     words = train_words(store, tmp_path, "piped", *words)
@@ -539,7 +539,7 @@ def test_without_a_reader_and_without_wandb_a_run_goes_on(store, tmp_path, monke
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_bad_validation_samples_are_in_no_figure_and_are_told(store, tmp_path, monkeypatch, capsys, share):
     """Rows read so from a failing disk: a store that lies there with them is refused at the start."""
-    from mmldlm.data.store import Store
+    from mmldlm.data.store.store import Store
     from mmldlm.train import main
 
     words = ["engine.kind=single", "training.num_train_steps=2", "logging.eval_freq=1", "logging.plot=false"]
@@ -573,7 +573,7 @@ def test_bad_validation_samples_are_in_no_figure_and_are_told(store, tmp_path, m
 RANKS_DECIDE_OTHERWISE = """
 import os, sys
 from mmldlm import train
-from mmldlm.data import resolve
+from mmldlm.data.batching import run_data as resolve
 resolve.decided_freeze = lambda config: ("none", "mode")[int(os.environ["RANK"])]
 sys.exit(train.main(sys.argv[1:]))
 """

@@ -48,9 +48,9 @@ def run(store: str, folder: str, name: str, *words: str) -> None:
 def nonfinite(store: str, folder: str) -> None:
     """At one step, one rank has a NaN in each latent of its micro-batch, at the next an Inf in one row of a gradient
     behind a finite loss: under every engine, in fp32 and in bf16."""
-    from mmldlm.data import loader
-    from mmldlm.engines.deepspeed import DeepSpeedEngine
-    from mmldlm.engines.deepspeed_config import CPU_BUCKET
+    from mmldlm.data.batching import loader
+    from mmldlm.engines.deepspeed.config import CPU_BUCKET
+    from mmldlm.engines.deepspeed.engine import DeepSpeedEngine
     from mmldlm.models import MultimodalMMDiT
 
     make = loader.MicroBatches.__getitem__

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mmldlm.checkpoints.finding import (
+from mmldlm.checkpoints.locate import (
     CHECKPOINTS,
     LATEST,
     check_whole,

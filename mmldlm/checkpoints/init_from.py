@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from mmldlm.checkpoints.sources import open_source
+from mmldlm.checkpoints.formats.open import open_source
 from mmldlm.errors import UserError
-from mmldlm.models.files import open_safetensors
+from mmldlm.models.pretrained_io import open_safetensors
 
 EXPORTED = "model.safetensors"
 

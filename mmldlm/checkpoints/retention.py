@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 from mmldlm.checkpoints.commit import point_latest, set_aside
-from mmldlm.checkpoints.finding import LATEST, cannot_read, is_fit, list_checkpoints, read_latest
+from mmldlm.checkpoints.locate import LATEST, cannot_read, is_fit, list_checkpoints, read_latest
 from mmldlm.checkpoints.manifest import examine
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmldlm.engines.fragments import Fragment
-from mmldlm.engines.host_copy import HostCopy
+from mmldlm.engines.parameter_shards import Fragment
+from mmldlm.engines.pinned_copy import HostCopy
 from mmldlm.errors import UserError
 
 
@@ -106,7 +106,7 @@ class Engine(ABC):
         Reads only what this rank holds; call masters_written() on every rank when all ranks have read.
 
         Args:
-            reader: mmldlm.checkpoints.training_state.TrainingStateReader. applied_steps: AdamW's step count.
+            reader: mmldlm.checkpoints.resume_reader.TrainingStateReader. applied_steps: AdamW's step count.
 
         Raises:
             UserError: a damaged file.

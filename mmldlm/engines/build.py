@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mmldlm.config.schema import Config
-from mmldlm.engines.deepspeed_config import merged_config
+from mmldlm.engines.deepspeed.config import merged_config
 from mmldlm.errors import UserError
 
 if TYPE_CHECKING:  # check_engine is asked by preflight, which starts without torch
@@ -24,7 +24,7 @@ def build_engine(model: nn.Module, config: Config) -> Engine:
     elif kind == "fsdp":
         from mmldlm.engines.fsdp import FsdpEngine as Kind
     else:
-        from mmldlm.engines.deepspeed import DeepSpeedEngine as Kind
+        from mmldlm.engines.deepspeed.engine import DeepSpeedEngine as Kind
     return Kind(model, config)
 
 

@@ -10,8 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mmldlm.config.schema import Config
 from mmldlm.engines.base import Autocast, compute_dtype, pick_device, rank_environment
-from mmldlm.engines.deepspeed import start_process_group
-from mmldlm.engines.plain import PlainEngine
+from mmldlm.engines.deepspeed.engine import start_process_group
+from mmldlm.engines.torch_engine import PlainEngine
 
 
 class DdpEngine(PlainEngine):

@@ -17,9 +17,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from mmldlm.config.schema import Config
 from mmldlm.engines.base import compute_dtype, persistent_buffers, pick_device, rank_environment, tied_names
-from mmldlm.engines.deepspeed import start_process_group
-from mmldlm.engines.fragments import Fragment, sharded
-from mmldlm.engines.plain import PlainEngine
+from mmldlm.engines.deepspeed.engine import start_process_group
+from mmldlm.engines.parameter_shards import Fragment, sharded
+from mmldlm.engines.torch_engine import PlainEngine
 
 TRAINABLE = "trainable.json"
 

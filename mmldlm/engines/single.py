@@ -7,7 +7,7 @@ from torch import nn
 
 from mmldlm.config.schema import Config
 from mmldlm.engines.base import Autocast, compute_dtype, pick_device, rank_environment
-from mmldlm.engines.plain import PlainEngine
+from mmldlm.engines.torch_engine import PlainEngine
 from mmldlm.errors import UserError
 
 

@@ -6,8 +6,8 @@ import argparse
 import sys
 
 from mmldlm.errors import MmldlmError
-from mmldlm.launch.command import add_arguments, main
-from mmldlm.utils import open_standard_streams
+from mmldlm.launch.launcher import add_arguments, main
+from mmldlm.utils.output_paths import open_standard_streams
 
 
 def run() -> int:

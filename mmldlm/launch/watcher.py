@@ -15,13 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mmldlm.cluster.launcher_commands import torchrun_line
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STABILITY, EXIT_USAGE
-from mmldlm.launch import rank as rank_module
-from mmldlm.launch.start import launch_values, launcher_start, rank_script, rank_variables
+from mmldlm.launch import rank_wrapper as rank_module
+from mmldlm.launch.launcher_start import launch_values, launcher_start, rank_script, rank_variables
 from mmldlm.preflight.context import Context
-from mmldlm.preflight.lines import torchrun_line
-from mmldlm.preflight.transport import CONNECT_SECONDS, Agent, AgentFailure, Fleet
-from mmldlm.utils import STOP_SIGNALS
+from mmldlm.preflight.remote.ssh import CONNECT_SECONDS, Agent, AgentFailure, Fleet
+from mmldlm.utils.output_paths import STOP_SIGNALS
 
 POLL_SECONDS = 1.0
 ANSWER_SECONDS = 5.0  # a node that says nothing for so long is called anew
@@ -70,7 +70,7 @@ class Watcher:
 
     def _agent(self, name: str, connect: int = CONNECT_SECONDS) -> Agent:
         context, options = self.context, self.context.options
-        return Agent(name, context.local, options.ssh_port, options.ssh_option, "mmldlm.launch.node", connect)
+        return Agent(name, context.local, options.ssh_port, options.ssh_option, "mmldlm.launch.node_agent", connect)
 
     # -- starting ----------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmldlm.models.kept_memory import gradient_memory, kept_memory
+from mmldlm.models.buffer_reuse import gradient_memory, kept_memory
 from mmldlm.models.layers import compute_dtype, without_autocast
 
 # Logits that exist at once: a GPU wants large products, on a CPU they are as fast in small ones (fp32 elements; of low

@@ -6,10 +6,10 @@ import argparse
 from dataclasses import dataclass, field
 from typing import Any
 
+from mmldlm.cluster.hostfile import Node
 from mmldlm.config.schema import Config
 from mmldlm.errors import UserError
-from mmldlm.preflight.hostfile import Node
-from mmldlm.preflight.transport import AgentFailure
+from mmldlm.preflight.remote.ssh import AgentFailure
 
 Facts = dict[str, dict[str, Any]]
 
@@ -97,7 +97,7 @@ class Context:
 
     def engine_plan(self) -> str:
         """The row of sizes.PLANS that the config asks for."""
-        from mmldlm.engines.deepspeed_config import resolve_stage
+        from mmldlm.engines.deepspeed.config import resolve_stage
 
         kind = self.config.engine.kind
         if kind == "deepspeed":
@@ -126,7 +126,7 @@ class Context:
         As the launcher was seen to bring them (level 2, through.py); before that, the login's, and over them what the
         launcher is known to carry. None where the launcher starts ranks in shells that preflight does not see.
         """
-        from mmldlm.preflight.carried import carried, wanted
+        from mmldlm.cluster.env_propagation import carried, wanted
 
         if name in self.arrived:
             return self.arrived[name]["variables"]

@@ -114,7 +114,7 @@ def tell(config: Config, world_size: int, folder) -> None:
     Never raises, because the other ranks do not do this.
 
     Args:
-        config, world_size: of the run that starts. folder: mmldlm.run.RunFolder, open.
+        config, world_size: of the run that starts. folder: mmldlm.training.run_logger.RunFolder, open.
     """
     try:
         found = read(config.run_dir())

@@ -6,8 +6,8 @@ from collections import Counter
 from typing import TextIO
 
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_UNCHECKED, EXIT_USAGE
+from mmldlm.preflight.check import ERROR, FAIL, PASS, SKIP, WARN, Result
 from mmldlm.preflight.context import Context
-from mmldlm.preflight.result import ERROR, FAIL, PASS, SKIP, WARN, Result
 
 _WORST = (FAIL, ERROR, WARN, PASS, SKIP)
 # A run whose hostfile or config cannot be read is a usage error.

@@ -1,7 +1,7 @@
 """Sampling: text from latents, latents from text, both from nothing."""
 
-from mmldlm.sampling.latents import sample_latents
+from mmldlm.sampling.latent_sampler import sample_latents
 from mmldlm.sampling.pretrained import Pretrained, load_pretrained
-from mmldlm.sampling.text import TextSamples, sample_text
+from mmldlm.sampling.text.loop import TextSamples, sample_text
 
 __all__ = ["Pretrained", "TextSamples", "load_pretrained", "sample_latents", "sample_text"]

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from mmldlm.data.arrays import read_array
+from mmldlm.data.store.arrays import read_array
 from mmldlm.errors import UserError
-from mmldlm.sampling.latents import latent_shape
+from mmldlm.observe.progress_meter import Advance
+from mmldlm.sampling.latent_sampler import latent_shape
 from mmldlm.sampling.pretrained import Pretrained
-from mmldlm.sampling.progress import Advance
-from mmldlm.utils import reason
+from mmldlm.utils.output_paths import reason
 
 # Norms further from 1 than this are not vectors of an encoder that normalizes.
 _NORM_SLACK = 0.05
@@ -66,8 +66,8 @@ def encode_texts(texts: Sequence[str], pretrained: Pretrained, progress: Advance
         UserError: the checkpoint does not name its encoder, the one at hand has other weights, or a text is too short
             for M pieces.
     """
-    from mmldlm.data.encoders import Encoder
-    from mmldlm.data.text import latent_parts
+    from mmldlm.data.encoders.encoder import Encoder
+    from mmldlm.data.sentences import latent_parts
 
     identity = pretrained.encoder
     if identity is None:

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 
 from mmldlm.config.schema import StabilityConfig
-from mmldlm.stability.bad_share import BadShare
-from mmldlm.stability.loss_scale import LossScale
-from mmldlm.stability.window import Window
+from mmldlm.stability.bad_sample_rate import BadShare
+from mmldlm.stability.loss_scaler import LossScale
+from mmldlm.stability.spike_window import Window
 
 
 @dataclass(frozen=True)

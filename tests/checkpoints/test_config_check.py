@@ -7,8 +7,8 @@ import json
 import pytest
 
 from mmldlm.checkpoints.commit import begin
-from mmldlm.checkpoints.config_check import expected_shapes
-from mmldlm.checkpoints.conversion import convert
+from mmldlm.convert.config_compat import expected_shapes
+from mmldlm.convert.to_safetensors import convert
 from mmldlm.errors import UserError
 
 torch = pytest.importorskip("torch", reason="torch is not installed")

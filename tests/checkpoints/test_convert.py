@@ -14,14 +14,16 @@ import numpy as np
 import pytest
 import torch
 
-from mmldlm.checkpoints import convert as convert_module
-from mmldlm.checkpoints import finite, output_file, output_folder
+from mmldlm.checkpoints import finite
 from mmldlm.checkpoints.commit import begin
-from mmldlm.checkpoints.convert import add_arguments, convert, main
-from mmldlm.checkpoints.dtypes import bf16_to_fp32, fp32_to_bf16
 from mmldlm.checkpoints.finite import _find_dot
-from mmldlm.checkpoints.safetensors_file import SafetensorsWriter
-from mmldlm.checkpoints.zero_reader import ZeroCheckpoint
+from mmldlm.checkpoints.formats.deepspeed.reader import ZeroCheckpoint
+from mmldlm.checkpoints.formats.dtypes import bf16_to_fp32, fp32_to_bf16
+from mmldlm.checkpoints.formats.safetensors.writer import SafetensorsWriter
+from mmldlm.checkpoints.io import output_file
+from mmldlm.commands import convert as convert_module
+from mmldlm.commands.convert import add_arguments, convert, main
+from mmldlm.convert import output_dir
 from mmldlm.errors import MmldlmError, UserError
 
 
@@ -223,7 +225,7 @@ def test_failed_write_leaves_nothing(zero_dir, tmp_path, monkeypatch):
 
 def test_no_space(zero_dir, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(output_folder.shutil, "disk_usage", lambda path: usage._replace(free=100))
+    monkeypatch.setattr(output_dir.shutil, "disk_usage", lambda path: usage._replace(free=100))
     with pytest.raises(UserError, match="free space"):
         convert(zero_dir / "z2_bf16", tmp_path / "out")
 
@@ -231,7 +233,7 @@ def test_no_space(zero_dir, tmp_path, monkeypatch):
 def test_an_output_that_cannot_be_made_is_no_lack_of_space(zero_dir, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("kept")
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(output_folder.shutil, "disk_usage", lambda path: usage._replace(free=0))  # as /proc has
+    monkeypatch.setattr(output_dir.shutil, "disk_usage", lambda path: usage._replace(free=0))  # as /proc has
     with pytest.raises(UserError, match="Not a directory"):
         convert(zero_dir / "z2_bf16", tmp_path / "file" / "out")
 
@@ -249,7 +251,7 @@ def test_memory_stays_bounded(tmp_path):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     torch.save({"w": torch.zeros(48 << 20)}, tmp_path / "model.pt")
     code = (
-        "import resource, sys; from mmldlm.checkpoints.convert import convert\n"
+        "import resource, sys; from mmldlm.commands.convert import convert\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "convert(sys.argv[1], sys.argv[2], dtype='bf16')\n"
         "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)"
@@ -286,7 +288,7 @@ def test_without_the_flush_the_bytes_are_the_same(zero_dir, tmp_path, monkeypatc
     assert command(source, str(tmp_path / "flushed"), *words) == 0
     flushed = []
     for name in ("fsync_path", "sync_file_system"):
-        monkeypatch.setattr(output_folder, name, flushed.append)
+        monkeypatch.setattr(output_dir, name, flushed.append)
     monkeypatch.setattr(os, "fsync", flushed.append)
     assert command(source, str(tmp_path / "loose"), *words, "--no-flush") == 0
     assert not flushed
@@ -346,7 +348,7 @@ def test_a_process_that_leaves_at_once(zero_dir, tmp_path):
 
 def test_a_copy_needs_no_numpy(fsdp_dir, tmp_path):
     code = (
-        "import sys; from mmldlm.checkpoints.convert import convert\n"
+        "import sys; from mmldlm.commands.convert import convert\n"
         "convert(sys.argv[1], sys.argv[2], dtype='keep')\n"
         "print(*{'numpy', 'torch', 'dataclasses'}.intersection(sys.modules))"
     )

@@ -7,9 +7,9 @@ import zlib
 
 import pytest
 
-from mmldlm.checkpoints import crc
-from mmldlm.checkpoints.crc import CrcRuns, combine
-from mmldlm.checkpoints.overlap import in_threads
+from mmldlm.checkpoints.io import crc32
+from mmldlm.checkpoints.io.crc32 import CrcRuns, combine
+from mmldlm.checkpoints.io.parallel import in_threads
 
 DATA = random.Random(3).randbytes(100_000)
 
@@ -24,8 +24,8 @@ def test_combine_is_the_crc_of_both(cut):
 @pytest.mark.parametrize("data", [b"", DATA[:10], DATA[1:5000], DATA, memoryview(bytearray(DATA))[3:]])
 def test_the_crc_is_zlibs_with_and_without_the_other_library(monkeypatch, data, has_library):
     if not has_library:
-        monkeypatch.setattr(crc, "_fast", None)
-    assert crc.crc32(data) == zlib.crc32(data)
+        monkeypatch.setattr(crc32, "_fast", None)
+    assert crc32.crc32(data) == zlib.crc32(data)
 
 
 def pieces(seed: int) -> list[tuple[int, int]]:

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from mmldlm.checkpoints.commit import begin
-from mmldlm.checkpoints.convert import add_arguments, convert, main, parse_size
-from mmldlm.checkpoints.dcp_reader import DcpCheckpoint
-from mmldlm.checkpoints.inspection import compare
-from mmldlm.checkpoints.safetensors_reader import SafetensorsModel
-from mmldlm.checkpoints.sources import open_source
+from mmldlm.checkpoints.formats.dcp.reader import DcpCheckpoint
+from mmldlm.checkpoints.formats.open import open_source
+from mmldlm.checkpoints.formats.safetensors.reader import SafetensorsModel
+from mmldlm.commands.convert import add_arguments, convert, main, parse_size
+from mmldlm.convert.inspect import compare
 from mmldlm.errors import UserError
 
 torch = pytest.importorskip("torch", reason="torch is not installed: no truth to compare with")
@@ -274,10 +274,10 @@ def test_damaged_safetensors(fsdp_dir, tmp_path, damage):
 
 
 def test_written_output_that_changed_is_seen(fsdp_dir, tmp_path, monkeypatch):
-    from mmldlm.checkpoints import conversion
+    from mmldlm.convert import to_safetensors
     from mmldlm.errors import MmldlmError
 
-    original = conversion._write_model
+    original = to_safetensors._write_model
 
     def write_and_flip(opened, plan, files, folder, *rest):
         sums = original(opened, plan, files, folder, *rest)
@@ -287,7 +287,7 @@ def test_written_output_that_changed_is_seen(fsdp_dir, tmp_path, monkeypatch):
         path.write_bytes(data)
         return sums
 
-    monkeypatch.setattr(conversion, "_write_model", write_and_flip)
+    monkeypatch.setattr(to_safetensors, "_write_model", write_and_flip)
     with pytest.raises(MmldlmError, match="read back"):
         convert(fsdp_dir / "plain", tmp_path / "out", verify=True)
     assert not list(tmp_path.iterdir())

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from mmldlm.checkpoints.conversion import convert
-from mmldlm.checkpoints.safetensors_reader import SafetensorsModel
-from mmldlm.checkpoints.sources import open_source
+from mmldlm.checkpoints.formats.open import open_source
+from mmldlm.checkpoints.formats.safetensors.reader import SafetensorsModel
+from mmldlm.convert.to_safetensors import convert
 from mmldlm.errors import UserError
 
 torch = pytest.importorskip("torch", reason="torch is not installed")

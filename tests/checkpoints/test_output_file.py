@@ -6,8 +6,8 @@ import threading
 import numpy as np
 import pytest
 
-from mmldlm.checkpoints import output_file
-from mmldlm.checkpoints.output_file import OutputFile
+from mmldlm.checkpoints.io import output_file
+from mmldlm.checkpoints.io.output_file import OutputFile
 
 BLOCK = 8192
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from mmldlm.checkpoints.overlap import ahead, in_threads
+from mmldlm.checkpoints.io.parallel import ahead, in_threads
 
 
 def readers() -> list[threading.Thread]:

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from mmldlm.checkpoints.commit import begin, resolve
-from mmldlm.checkpoints.convert import add_arguments, main
-from mmldlm.checkpoints.inspection import compare
-from mmldlm.checkpoints.reshard import convert_state
-from mmldlm.checkpoints.sources import open_source
-from mmldlm.checkpoints.training_facts import training_facts
-from mmldlm.checkpoints.weights import WeightSource
+from mmldlm.checkpoints.formats.open import open_source
+from mmldlm.checkpoints.formats.optimizer_metadata import training_facts
+from mmldlm.checkpoints.formats.weight_source import WeightSource
+from mmldlm.commands.convert import add_arguments, main
+from mmldlm.convert.inspect import compare
+from mmldlm.convert.to_checkpoint import convert_state
 from mmldlm.errors import MmldlmError, UserError
 from tests.helpers import run_ranks
 
@@ -264,7 +264,7 @@ def test_a_changed_file_beside_the_weights_is_not_vouched_for(fsdp_dir, tmp_path
 
 OTHER_INIT = """
 import runpy, sys, torch
-from mmldlm.models.mmdit import MultimodalMMDiT
+from mmldlm.models.mmdit.model import MultimodalMMDiT
 initialise = MultimodalMMDiT._initialise
 def other(self):
     initialise(self)
@@ -338,17 +338,18 @@ def test_another_optimizer_is_refused(zero_copy, tmp_path):
 
 
 def test_a_full_disk_leaves_nothing(zero_dir, tmp_path, monkeypatch):
-    from mmldlm.checkpoints import output_folder, torch_writer
+    from mmldlm.checkpoints.formats.torch_save import writer
+    from mmldlm.convert import output_dir
 
     def full(fd: int, size: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(torch_writer, "reserve", full)
+    monkeypatch.setattr(writer, "reserve", full)
     with pytest.raises(MmldlmError, match="No space left"):
         convert_state(zero_dir / "z2_bf16", tmp_path / "out", "zero3", 4)
     monkeypatch.undo()
     usage = type("Usage", (), {"free": 100})
-    monkeypatch.setattr(output_folder.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(output_dir.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(UserError, match="free space"):
         convert_state(zero_dir / "z2_bf16", tmp_path / "out", "zero3", 4)
     assert not list(tmp_path.iterdir())

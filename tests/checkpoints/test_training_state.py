@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from make_zero import CASES
 
-from mmldlm.checkpoints.dtypes import bf16_to_fp32
-from mmldlm.checkpoints.torch_file import TorchFile
-from mmldlm.checkpoints.training_state import open_training_state
-from mmldlm.checkpoints.zero_reader import ZeroCheckpoint
+from mmldlm.checkpoints.formats.deepspeed.reader import ZeroCheckpoint
+from mmldlm.checkpoints.formats.dtypes import bf16_to_fp32
+from mmldlm.checkpoints.formats.torch_save.reader import TorchFile
+from mmldlm.checkpoints.resume_reader import open_training_state
 from mmldlm.errors import UserError
 
 # Without the names of the parameters ZeRO-0 in fp32 cannot be carried on; "steps" 0 has no moments.
@@ -129,7 +129,7 @@ def test_unnamed_parameters_are_refused(zero_dir):
 
 def test_imports_neither_torch_nor_deepspeed(zero_dir, fsdp_dir):
     code = (
-        "import sys; from mmldlm.checkpoints.training_state import open_training_state\n"
+        "import sys; from mmldlm.checkpoints.resume_reader import open_training_state\n"
         "for path in sys.argv[1:]:\n"
         "    with open_training_state(path) as r: [r.read(n, 'weight', 0, 1) for n in r.names if n != 'counts']\n"
         "print([m for m in ('torch', 'deepspeed', 'transformers') if m in sys.modules])"
@@ -195,7 +195,7 @@ def test_a_rank_reads_only_its_share(tmp_path, monkeypatch):
 def test_more_files_than_the_usual_limit(fsdp_dir):
     """A universal checkpoint, or one of many ranks, has thousands of files; the soft limit is raised, not met."""
     code = (
-        "import resource, sys; from mmldlm.checkpoints.torch_file import TorchFile\n"
+        "import resource, sys; from mmldlm.checkpoints.formats.torch_save.reader import TorchFile\n"
         "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (40, hard))\n"
         "files = [TorchFile(sys.argv[1]) for _ in range(60)]\n"

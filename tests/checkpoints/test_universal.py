@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mmldlm.checkpoints.dtypes import DTYPES
-from mmldlm.checkpoints.model_file import ModelFile
-from mmldlm.checkpoints.pickle_writer import NewTensor
-from mmldlm.checkpoints.reshard import convert_state
-from mmldlm.checkpoints.torch_writer import TorchLayout, write_torch
-from mmldlm.checkpoints.training_state import open_training_state
-from mmldlm.checkpoints.zero_reader import ZeroCheckpoint
+from mmldlm.checkpoints.formats.deepspeed.reader import ZeroCheckpoint
+from mmldlm.checkpoints.formats.dtypes import DTYPES
+from mmldlm.checkpoints.formats.model_pt.reader import ModelFile
+from mmldlm.checkpoints.formats.torch_save.pickler import NewTensor
+from mmldlm.checkpoints.formats.torch_save.writer import TorchLayout, write_torch
+from mmldlm.checkpoints.resume_reader import open_training_state
+from mmldlm.convert.to_checkpoint import convert_state
 from mmldlm.errors import UserError
 from tests.helpers import environment
 

@@ -10,9 +10,9 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 
-from mmldlm.checkpoints import zero_pickle
-from mmldlm.checkpoints.model_file import ModelFile
-from mmldlm.checkpoints.zero_pickle import RefusedPickle, TensorRef, read_pickle
+from mmldlm.checkpoints.formats.model_pt.reader import ModelFile
+from mmldlm.checkpoints.formats.torch_save import unpickler
+from mmldlm.checkpoints.formats.torch_save.unpickler import RefusedPickle, TensorRef, read_pickle
 from mmldlm.errors import UserError
 
 
@@ -66,10 +66,10 @@ def test_code_is_refused_by_name_and_never_runs(tmp_path, protocol):
     ],
 )
 def test_tricks_are_refused(code):
-    before = {key: repr(getattr(value, "dtype", value)) for key, value in zero_pickle._GLOBALS.items()}
+    before = {key: repr(getattr(value, "dtype", value)) for key, value in unpickler._GLOBALS.items()}
     with pytest.raises(RefusedPickle):
         read_pickle(code)
-    assert before == {key: repr(getattr(value, "dtype", value)) for key, value in zero_pickle._GLOBALS.items()}
+    assert before == {key: repr(getattr(value, "dtype", value)) for key, value in unpickler._GLOBALS.items()}
 
 
 def test_objects_that_checkpoints_carry_are_inert():
@@ -141,7 +141,7 @@ def test_old_torch_format_is_named(tmp_path):
 
 def test_negative_sizes_are_refused():
     with pytest.raises(RefusedPickle):
-        zero_pickle._tensor(zero_pickle.StorageRef("float32", "0", 4), -1, (2,), (1,))
+        unpickler._tensor(unpickler.StorageRef("float32", "0", 4), -1, (2,), (1,))
     assert TensorRef("float32", (2, 3), (1, 2), "0", 0, 6).extent == 6
 
 

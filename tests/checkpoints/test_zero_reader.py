@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from make_zero import CASES
 
-from mmldlm.checkpoints.dtypes import bf16_to_fp32, fp32_to_bf16
-from mmldlm.checkpoints.zero_reader import ZeroCheckpoint
+from mmldlm.checkpoints.formats.deepspeed.reader import ZeroCheckpoint
+from mmldlm.checkpoints.formats.dtypes import bf16_to_fp32, fp32_to_bf16
 from mmldlm.errors import UserError
 
 OPTIM = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
@@ -56,7 +56,7 @@ def test_equals_the_live_engine(zero_dir, case):
 
 def test_imports_neither_torch_nor_deepspeed(zero_dir):
     code = (
-        "import sys; from mmldlm.checkpoints.zero_reader import ZeroCheckpoint\n"
+        "import sys; from mmldlm.checkpoints.formats.deepspeed.reader import ZeroCheckpoint\n"
         "c = ZeroCheckpoint.open(sys.argv[1]); [c.read(n) for n in c.tensors]\n"
         "print([m for m in ('torch', 'deepspeed', 'transformers') if m in sys.modules])"
     )

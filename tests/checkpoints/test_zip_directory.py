@@ -9,7 +9,7 @@ import zipfile
 
 import pytest
 
-from mmldlm.checkpoints.zip_directory import BadZip, read_directory
+from mmldlm.checkpoints.formats.torch_save.zip_directory import BadZip, read_directory
 
 
 def zipped(count: int = 3, comment: bytes = b"", compression: int = zipfile.ZIP_STORED) -> bytes:

@@ -6,8 +6,8 @@ import os
 import numpy as np
 import pytest
 
-from mmldlm.data.arrays import UnreadableArrayError, map_array, read_array
-from mmldlm.data.store import Store
+from mmldlm.data.store.arrays import UnreadableArrayError, map_array, read_array
+from mmldlm.data.store.store import Store
 from mmldlm.errors import UserError
 
 

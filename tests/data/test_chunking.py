@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mmldlm.data import tokenizers
-from mmldlm.data.chunking import chunk, truncate
+from mmldlm.data.prepare import tokenizer as tokenizers
+from mmldlm.data.prepare.chunking import chunk, truncate
 
 TEXT = (
     "The first sentence is here. A short one. A second one that is rather long, with many words in it, goes on and on "

@@ -10,10 +10,11 @@ from itertools import islice
 
 import pytest
 
-from mmldlm.data import corpora, docstrings, hub_datasets, readers
-from mmldlm.data.corpora import open_corpus
-from mmldlm.data.docstrings import docstrings_of, prose_paragraphs
-from mmldlm.data.text import content_hash, normalise, split_sentences
+from mmldlm.data.corpora import corpus as corpora
+from mmldlm.data.corpora import docstrings, hub_datasets, text_files
+from mmldlm.data.corpora.corpus import open_corpus
+from mmldlm.data.corpora.docstrings import docstrings_of, prose_paragraphs
+from mmldlm.data.sentences import content_hash, normalise, split_sentences
 from mmldlm.errors import UserError
 
 
@@ -72,7 +73,7 @@ def test_parts_of_a_file_hold_every_line_once(tmp_path, monkeypatch, kind, part_
     lines = texts if kind == "txt" else [json.dumps({"text": text}) for text in texts]
     path = tmp_path / f"a.{kind}"
     path.write_text("\n".join(lines), encoding="utf-8")
-    monkeypatch.setattr(readers, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(text_files, "PART_BYTES", part_bytes)
     corpus = open_corpus(path)
     assert len(corpus.units) == -(-path.stat().st_size // part_bytes)
     assert list(corpus) == [text for text in texts if text]
@@ -81,7 +82,7 @@ def test_parts_of_a_file_hold_every_line_once(tmp_path, monkeypatch, kind, part_
 def test_a_bad_line_of_a_later_part_has_its_number(tmp_path, monkeypatch):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\n' * 5 + "{\n")
-    monkeypatch.setattr(readers, "PART_BYTES", 20)
+    monkeypatch.setattr(text_files, "PART_BYTES", 20)
     with pytest.raises(UserError, match="line 6"):
         list(open_corpus(path))
 
@@ -352,8 +353,8 @@ def test_a_line_of_any_length_takes_no_more_memory_than_a_text(tmp_path, capsys)
 
 
 def test_parts_of_a_file_agree_on_a_line_that_is_too_long(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "PART_BYTES", 1000)
-    monkeypatch.setattr(readers, "MAX_TEXT_BYTES", 2000)
+    monkeypatch.setattr(text_files, "PART_BYTES", 1000)
+    monkeypatch.setattr(text_files, "MAX_TEXT_BYTES", 2000)
     path = tmp_path / "a.txt"
     path.write_text(f"One.\n{'x' * 4500}\nTwo.\n{'y' * 1500}\nThree.")
     corpus = open_corpus(path)

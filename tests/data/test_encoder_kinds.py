@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from mmldlm.data import encoder_table, encoders
-from mmldlm.data.encoder_table import ENCODERS, POOLINGS
-from mmldlm.data.encoders import Encoder
+from mmldlm.data.encoders import encoder as encoders
+from mmldlm.data.encoders import specs
+from mmldlm.data.encoders.encoder import Encoder
+from mmldlm.data.encoders.specs import ENCODERS, POOLINGS
 from mmldlm.errors import UserError
 
 WORDS = "the a cat dog sleeps near warm window in winter when nobody is looking passage : boat river old man".split()
@@ -124,11 +125,11 @@ def table(models, monkeypatch):
     """The table with its own pooling, prefix and so on, but the small models in the place of the large."""
 
     def small(name):
-        spec = encoder_table.replace(ENCODERS[name], latent_dim=HIDDEN, max_length=32, package=None)
+        spec = specs.replace(ENCODERS[name], latent_dim=HIDDEN, max_length=32, package=None)
         if spec.matryoshka:
-            spec = encoder_table.replace(spec, matryoshka=(4, HIDDEN))
+            spec = specs.replace(spec, matryoshka=(4, HIDDEN))
         if spec.source_language:
-            spec = encoder_table.replace(spec, source_language=None)  # a word-level tokenizer has no languages
+            spec = specs.replace(spec, source_language=None)  # a word-level tokenizer has no languages
         return spec
 
     for name in KINDS:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from mmldlm.data.encoders import ENCODERS, Encoder, EncoderSpec, find_model_folder, token_budget_batches
+from mmldlm.data.encoders.encoder import ENCODERS, Encoder, EncoderSpec, find_model_folder, token_budget_batches
 from mmldlm.errors import UserError
 
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from mmldlm.data.loader import ahead
+from mmldlm.data.batching.loader import ahead
 from tests.helpers import launch
 
 
@@ -52,7 +52,7 @@ def test_an_error_comes_in_its_turn():
 def test_workers_that_ignore_signals_do_not_outlive_the_run():
     """After an error the stream may still be held when Python ends, and multiprocessing waits for its children."""
     code = (
-        "from mmldlm.data.loader import MicroBatches, iterate_steps\n"
+        "from mmldlm.data.batching.loader import MicroBatches, iterate_steps\n"
         "MicroBatches.__getitem__ = lambda self, item: item\n"
         "stream = iterate_steps(MicroBatches(*[None] * 5, accum=1), 0, 100, num_workers=1)\n"
         "held = [stream, next(stream)]\n"

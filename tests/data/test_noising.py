@@ -3,11 +3,11 @@ import pytest
 import torch
 
 from mmldlm.config.load import build_config
-from mmldlm.data.loader import MicroBatches, iterate_steps
-from mmldlm.data.noising import L2T, T2L, UNCONDITIONAL, Noiser
-from mmldlm.data.plan import BatchPlan
-from mmldlm.data.store import Batch
+from mmldlm.data.batching.batch_plan import BatchPlan
+from mmldlm.data.batching.loader import MicroBatches, iterate_steps
+from mmldlm.data.store.store import Batch
 from mmldlm.errors import UserError
+from mmldlm.tasks.translation.noiser import L2T, T2L, UNCONDITIONAL, Noiser
 
 MASK, PAD, EOS, DIM, SIZE = 3, 0, 2, 6, 101
 

@@ -13,11 +13,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mmldlm.data import pack, tokenizers
-from mmldlm.data.pack import PackOptions
-from mmldlm.data.prepare import PrepareOptions, prepare
-from mmldlm.data.store import Store
-from mmldlm.data.verify import verify
+from mmldlm.data.importers import sample_folders
+from mmldlm.data.importers.sample_folders import PackOptions
+from mmldlm.data.prepare import tokenizer as tokenizers
+from mmldlm.data.prepare.pipeline import PrepareOptions, prepare
+from mmldlm.data.store.store import Store
+from mmldlm.data.store.verify import verify
 from mmldlm.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("need_minilm")
@@ -50,7 +51,7 @@ def test_the_files_layout_is_mm_ldlms_and_packs_to_the_same_store(files, made_st
     for record in records:
         assert (files / record["text_path"]).read_text() == record["text"]
         assert np.load(files / record["latent_path"]).shape == (384,)
-    root = pack.pack(PackOptions(str(files), str(tmp_path / "s")))
+    root = sample_folders.pack(PackOptions(str(files), str(tmp_path / "s")))
     assert _arrays(root) == _arrays(made_store) and verify(root) == []
     manifest, known = Store(root).manifest, Store(made_store).manifest
     assert manifest["encoder"] == known["encoder"] and manifest["latent_stats"] == known["latent_stats"]
@@ -68,7 +69,7 @@ def test_files_given_as_a_store_are_told_from_one(files, tmp_path):
 def test_a_latent_that_the_list_forgot_is_counted(files, tmp_path):
     shutil.copytree(files, tmp_path / "files")
     np.save(tmp_path / "files" / "latents" / "train" / "forgotten.npy", np.ones(384, np.float32))
-    corpus = Store(pack.pack(PackOptions(str(tmp_path / "files"), str(tmp_path / "s")))).manifest["corpus"]
+    corpus = Store(sample_folders.pack(PackOptions(str(tmp_path / "files"), str(tmp_path / "s")))).manifest["corpus"]
     assert corpus["read"] == 49 and corpus["kept"] == 48 and corpus["dropped"] == {"not_in_json": 1}
 
 
@@ -95,7 +96,7 @@ def test_every_file_is_accounted_for(sentences, tmp_path):
     _write(folder, "lonely_latent", None, unit)
     _write(folder, "broken", "Its latent is cut off.", unit)
     (folder / "latents" / "train" / "broken.npy").write_bytes(b"\x93NUMPY")
-    root = pack.pack(PackOptions(str(folder), str(tmp_path / "s"), validation_samples=4))
+    root = sample_folders.pack(PackOptions(str(folder), str(tmp_path / "s"), validation_samples=4))
     corpus = Store(root).manifest["corpus"]
     assert corpus["dropped"] == {
         "duplicate": 1, "latent_not_finite": 1, "latent_not_one_vector": 1, "latent_zero": 1, "no_latent": 1,
@@ -131,7 +132,7 @@ def test_files_that_lie_or_never_end_are_counted(sentences, tmp_path):
     np.save(latents / "endless_text.npy", np.ones(8, np.float32))
     (folder / "texts" / "train" / "endless_text.txt").unlink()
     os.mkfifo(folder / "texts" / "train" / "endless_text.txt")
-    root = pack.pack(PackOptions(str(folder), str(tmp_path / "s"), validation_samples=4))
+    root = sample_folders.pack(PackOptions(str(folder), str(tmp_path / "s"), validation_samples=4))
     corpus = Store(root).manifest["corpus"]
     assert corpus["dropped"] == {
         "latent_of_another_dimension": 1, "latent_of_type_int8": 1, "unreadable_latent": 4, "unreadable_text": 1,
@@ -150,7 +151,7 @@ def test_tokens_that_unpack_to_gigabytes_are_counted(sentences, tmp_path):
         np.save(folder / f"x{number}.npy", np.ones(8, np.float32) + number)
     np.savez_compressed(folder / "x7_tokens.npz", input_ids=np.zeros(10_000_000, np.int64), attention_mask=np.zeros(1))
     (folder / "x6_tokens.npz").write_bytes(b"PK\x03\x04 no archive")
-    root = pack.pack(PackOptions(str(folder), str(tmp_path / "s"), tokenizer="minilm", validation_samples=2))
+    root = sample_folders.pack(PackOptions(str(folder), str(tmp_path / "s"), tokenizer="minilm", validation_samples=2))
     assert Store(root).manifest["corpus"]["dropped"] == {"unreadable_text": 2}
 
 
@@ -165,8 +166,8 @@ def test_pairs_of_tokens_and_latents(sentences, tmp_path):
         np.savez(folder / f"x{number}_tokens.npz", **arrays)
         np.save(folder / f"x{number}.npy", np.random.default_rng(number).normal(size=8).astype(np.float32))
     with pytest.raises(UserError, match="--tokenizer NAME"):
-        pack.pack(PackOptions(str(folder), str(tmp_path / "s")))
-    root = pack.pack(PackOptions(str(folder), str(tmp_path / "s"), tokenizer="minilm", validation_samples=6))
+        sample_folders.pack(PackOptions(str(folder), str(tmp_path / "s")))
+    root = sample_folders.pack(PackOptions(str(folder), str(tmp_path / "s"), tokenizer="minilm", validation_samples=6))
     store = Store(root)
     for row in range(len(store)):
         ids = tokenizer(store.text(row), add_special_tokens=False)["input_ids"]
@@ -183,31 +184,31 @@ def test_a_validation_split_never_shares_a_text_with_train(sentences, tmp_path):
     for number, text in enumerate([sentences[0].lower(), sentences[1], "A sentence of its own."]):
         (folder / "texts" / "validation" / f"v{number}.txt").write_text(text)
         np.save(folder / "latents" / "validation" / f"v{number}.npy", np.ones(4, np.float32))
-    root = pack.pack(PackOptions(str(folder), str(tmp_path / "s")))
+    root = sample_folders.pack(PackOptions(str(folder), str(tmp_path / "s")))
     assert len(Store(root, "validation")) == 3 and _texts(root, "train") == sentences[2:10]
     assert Store(root).manifest["corpus"]["dropped"] == {"in_validation": 2} and verify(root) == []
 
 
 def test_what_cannot_be_packed_is_refused(sentences, tmp_path):
     with pytest.raises(UserError, match="no folder"):
-        pack.pack(PackOptions(str(tmp_path / "none"), str(tmp_path / "s")))
+        sample_folders.pack(PackOptions(str(tmp_path / "none"), str(tmp_path / "s")))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("x")
     with pytest.raises(UserError, match="thesis.tex"):
-        pack.pack(PackOptions(str(tmp_path / "other"), str(tmp_path / "s")))
+        sample_folders.pack(PackOptions(str(tmp_path / "other"), str(tmp_path / "s")))
     folder = tmp_path / "files"
     for number in range(4):
         _write(folder, f"t{number}", sentences[number], np.ones(4 + number % 2, np.float32))
     with pytest.raises(UserError, match="2 of 4, 2 of 5"):
-        pack.pack(PackOptions(str(folder), str(tmp_path / "s")))
+        sample_folders.pack(PackOptions(str(folder), str(tmp_path / "s")))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["files", "other"]
 
 
 def test_the_verb(files, tmp_path, capsys, monkeypatch):
     clock = iter([100.0, 136.2])
-    monkeypatch.setattr(pack, "time", SimpleNamespace(perf_counter=clock.__next__))
+    monkeypatch.setattr(sample_folders, "time", SimpleNamespace(perf_counter=clock.__next__))
     parser = argparse.ArgumentParser()
-    pack.add_arguments(parser)
-    assert pack.main(parser.parse_args([str(files), "--output-dir", str(tmp_path / "s")])) == 0
+    sample_folders.add_arguments(parser)
+    assert sample_folders.main(parser.parse_args([str(files), "--output-dir", str(tmp_path / "s")])) == 0
     said = capsys.readouterr().out
     assert "data.latent_data_root=" in said and re.search(r"time +│ 36 s", said)

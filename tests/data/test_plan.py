@@ -3,7 +3,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from mmldlm.data.plan import BatchPlan, Mixed, local_slots, make_plan, permute
+from mmldlm.data.batching.batch_plan import BatchPlan, Mixed, local_slots, make_plan, permute
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 17, 1000, 4097])

@@ -14,13 +14,16 @@ import pytest
 import torch
 
 from mmldlm import cli
-from mmldlm.data import encoders, encoding, options, prepare, tokenizers, verify
-from mmldlm.data.peers import Peers
-from mmldlm.data.prepare import LatentStatistics, PrepareOptions
-from mmldlm.data.publish import refuse_other_folders
-from mmldlm.data.store import Store, load_tokenizer
-from mmldlm.data.text import normalise
-from mmldlm.data.work import Work
+from mmldlm.data.encoders import encoder
+from mmldlm.data.prepare import encode_stage, options, pipeline
+from mmldlm.data.prepare import tokenizer as tokenizers
+from mmldlm.data.prepare.pipeline import LatentStatistics, PrepareOptions
+from mmldlm.data.prepare.publish_stage import refuse_other_folders
+from mmldlm.data.prepare.task_queue import Peers
+from mmldlm.data.prepare.work_dir import Work
+from mmldlm.data.sentences import normalise
+from mmldlm.data.store import verify
+from mmldlm.data.store.store import Store, load_tokenizer
 from mmldlm.errors import MmldlmError, UserError
 from tests.helpers import run_ranks
 
@@ -69,14 +72,14 @@ def test_no_machine_path_is_written(made_store, corpus_file):
 @pytest.mark.usefixtures("need_minilm")
 class TestWithTheEncoder:
     def test_same_corpus_same_store(self, made_store, corpus_file, tmp_path):
-        again = prepare.prepare(PrepareOptions(str(tmp_path / "b"), str(corpus_file), validation_samples=10))
+        again = pipeline.prepare(PrepareOptions(str(tmp_path / "b"), str(corpus_file), validation_samples=10))
         first, second = ({n: e["sha256"] for n, e in Store(r).manifest["files"].items()} for r in (made_store, again))
         assert first == second
 
     def test_equal_content_lands_on_one_side_even_when_kept_twice(self, sentences, tmp_path):
         path = tmp_path / "twice.txt"
         path.write_text("\n".join(sentences[:20] + [text.upper().replace(".", " !") for text in sentences[:20]]))
-        root = prepare.prepare(
+        root = pipeline.prepare(
             PrepareOptions(str(tmp_path / "s"), str(path), keep_duplicates=True, validation_samples=6)
         )
         train, validation = _texts(root, "train"), _texts(root, "validation")
@@ -87,9 +90,9 @@ class TestWithTheEncoder:
     def test_the_split_is_a_function_of_content(self, made_store, sentences, tmp_path):
         path = tmp_path / "other_order.txt"
         path.write_text("\n".join(sentences[::-1]))
-        root = prepare.prepare(PrepareOptions(str(tmp_path / "s"), str(path), validation_samples=10))
+        root = pipeline.prepare(PrepareOptions(str(tmp_path / "s"), str(path), validation_samples=10))
         assert set(_texts(root, "validation")) == set(_texts(made_store, "validation"))
-        seeded = prepare.prepare(PrepareOptions(str(tmp_path / "t"), str(path), validation_samples=10, seed=1))
+        seeded = pipeline.prepare(PrepareOptions(str(tmp_path / "t"), str(path), validation_samples=10, seed=1))
         assert set(_texts(seeded, "validation")) != set(_texts(made_store, "validation"))
 
     def test_samples_and_drops_are_counted(self, sentences, tmp_path):
@@ -97,12 +100,12 @@ class TestWithTheEncoder:
         long = "It goes on " * 40
         path.write_text("\n".join([*sentences, sentences[0].lower(), "Hi", long]))
         options = PrepareOptions(str(tmp_path / "s"), str(path), max_samples=30, validation_samples=5)
-        manifest = Store(prepare.prepare(options)).manifest
+        manifest = Store(pipeline.prepare(options)).manifest
         dropped = manifest["corpus"]["dropped"]
         assert manifest["corpus"]["kept"] == 30 and dropped["duplicate"] == 1
         assert manifest["corpus"]["read"] == 51 == 30 + sum(dropped.values())
         cut = PrepareOptions(str(tmp_path / "t"), str(path), overlong="truncate", validation_samples=5)
-        store = Store(prepare.prepare(cut))
+        store = Store(pipeline.prepare(cut))
         assert store.manifest["corpus"]["truncated"] == 1 and store.lengths.max() <= 62
         assert store.manifest["corpus"]["dropped"] == {"duplicate": 1, "too_short": 1}
         assert verify.verify(cut.output_dir) == []
@@ -111,7 +114,7 @@ class TestWithTheEncoder:
         path = tmp_path / "held.txt"
         held = [text.upper() for text in sentences[:7]] + ["A sentence that training never had."]
         path.write_text("\n".join(held))
-        root = prepare.prepare(PrepareOptions(str(tmp_path / "s"), str(corpus_file), validation_corpus=str(path)))
+        root = pipeline.prepare(PrepareOptions(str(tmp_path / "s"), str(corpus_file), validation_corpus=str(path)))
         assert _texts(root, "validation") == held
         assert _texts(root, "train") == sentences[7:]
         assert Store(root).manifest["corpus"]["dropped"] == {"in_validation_corpus": 7}
@@ -121,7 +124,7 @@ class TestWithTheEncoder:
         train.write_text("\n".join([*sentences[:9], "one two three four five six"]))
         held.write_text("one two three four five seven\nA sentence of its own.")
         options = PrepareOptions(str(tmp_path / "s"), str(train), str(held), max_tokens=5, overlong="truncate")
-        root = prepare.prepare(options)
+        root = pipeline.prepare(options)
         assert "one two three four five" in _texts(root, "validation")
         assert not _normal(_texts(root, "train")) & _normal(_texts(root, "validation"))
         assert Store(root).manifest["corpus"]["dropped"]["in_validation_corpus"] == 1
@@ -129,28 +132,28 @@ class TestWithTheEncoder:
     def test_existing_folder_needs_force_and_other_folders_are_safe(self, store_copy, corpus_file, tmp_path):
         options = PrepareOptions(str(store_copy), str(corpus_file), validation_samples=20)
         with pytest.raises(UserError, match="--force"):
-            prepare.prepare(options)
+            pipeline.prepare(options)
         options.force = True
-        prepare.prepare(options)
+        pipeline.prepare(options)
         assert len(Store(store_copy, "validation")) == 20
         assert sorted(path.name for path in store_copy.parent.iterdir()) == ["store"]
         (tmp_path / "thesis").mkdir()
         (tmp_path / "thesis" / "chapter.tex").write_text("x")
         with pytest.raises(UserError, match="only replaces stores"):
-            prepare.prepare(PrepareOptions(str(tmp_path / "thesis"), str(corpus_file), force=True))
+            pipeline.prepare(PrepareOptions(str(tmp_path / "thesis"), str(corpus_file), force=True))
 
     @pytest.mark.parametrize(("value", "found"), [(np.nan, "NaN"), (0.0, "a zero vector")])
     def test_too_many_bad_latents_leave_the_old_store_whole(self, store_copy, corpus_file, monkeypatch, value, found):
-        forward = encoders.Encoder._forward
+        forward = encoder.Encoder._forward
 
         def broken(self, ids, mask):
             latents = forward(self, ids, mask)
             latents[0] = value
             return latents
 
-        monkeypatch.setattr(encoders.Encoder, "_forward", broken)
+        monkeypatch.setattr(encoder.Encoder, "_forward", broken)
         with pytest.raises(UserError, match=found):
-            prepare.prepare(PrepareOptions(str(store_copy), str(corpus_file), force=True))
+            pipeline.prepare(PrepareOptions(str(store_copy), str(corpus_file), force=True))
         assert sorted(path.name for path in store_copy.parent.iterdir()) == ["store", "store.work"]
         assert verify.verify(store_copy) == []
 
@@ -159,7 +162,7 @@ class TestWithTheEncoder:
         self, made_store, corpus_file, sentences, tmp_path, monkeypatch, how
     ):
         """And only that one; the others are tried again and are what they would have been."""
-        encode, tries = encoders.Encoder.encode, []
+        encode, tries = encoder.Encoder.encode, []
 
         def broken(self, texts, progress=None):
             latents = encode(self, texts, progress)
@@ -170,11 +173,11 @@ class TestWithTheEncoder:
                 latents[texts.index(sentences[5])] = np.nan if how.startswith("NaN") else 0.0
             return latents
 
-        monkeypatch.setattr(encoders.Encoder, "encode", broken)
+        monkeypatch.setattr(encoder.Encoder, "encode", broken)
         options = PrepareOptions(
             str(tmp_path / "s"), str(corpus_file), validation_samples=10, max_quarantined=0.05, retries=3
         )
-        root = prepare.prepare(options)
+        root = pipeline.prepare(options)
         assert tries[1:] == [1, 1, 1]
         (line,) = (root / "quarantine.jsonl").read_text().splitlines()
         assert json.loads(line)["text"] == sentences[5] and json.loads(line)["reason"] == how
@@ -192,13 +195,13 @@ class TestWithTheEncoder:
         def broken(self, texts, progress=None):
             raise RuntimeError("device-side assert triggered")
 
-        monkeypatch.setattr(encoders.Encoder, "encode", broken)
+        monkeypatch.setattr(encoder.Encoder, "encode", broken)
         with pytest.raises(MmldlmError, match="fails on every text: RuntimeError: device-side assert"):
-            prepare.prepare(PrepareOptions(str(tmp_path / "s"), str(corpus_file)))
+            pipeline.prepare(PrepareOptions(str(tmp_path / "s"), str(corpus_file)))
         assert (tmp_path / "s.work" / "plan.json").is_file() and not (tmp_path / "s").exists()
 
     def test_a_device_without_memory_gets_smaller_batches(self, made_store, corpus_file, tmp_path, monkeypatch):
-        encode, budgets = encoders.Encoder.encode, []
+        encode, budgets = encoder.Encoder.encode, []
 
         def small_device(self, texts, progress=None):
             budgets.append(self.batch_tokens)
@@ -206,15 +209,15 @@ class TestWithTheEncoder:
                 raise torch.cuda.OutOfMemoryError("out of memory")
             return encode(self, texts, progress)
 
-        monkeypatch.setattr(encoders.Encoder, "encode", small_device)
+        monkeypatch.setattr(encoder.Encoder, "encode", small_device)
         options = PrepareOptions(str(tmp_path / "s"), str(corpus_file), validation_samples=10, batch_tokens=4096)
-        root = prepare.prepare(options)
+        root = pipeline.prepare(options)
         assert budgets == [4096, 2048, 1024] * 2 and not (root / "quarantine.jsonl").exists()
         rows = range(len(Store(root)))
         np.testing.assert_allclose(Store(root).get(rows).latents, Store(made_store).get(rows).latents, atol=2e-6)
 
     def test_what_is_done_is_kept_and_not_done_again(self, made_store, corpus_file, tmp_path, monkeypatch):
-        encode, calls = encoders.Encoder.encode, []
+        encode, calls = encoder.Encoder.encode, []
 
         def counted(self, texts, progress=None):
             calls.append(len(texts))
@@ -222,39 +225,39 @@ class TestWithTheEncoder:
                 raise KeyboardInterrupt
             return encode(self, texts, progress)
 
-        monkeypatch.setattr(encoders.Encoder, "encode", counted)
-        monkeypatch.setattr(encoding, "SHARD", 8)
+        monkeypatch.setattr(encoder.Encoder, "encode", counted)
+        monkeypatch.setattr(encode_stage, "SHARD", 8)
         options = PrepareOptions(str(tmp_path / "s"), str(corpus_file), validation_samples=10)
         with pytest.raises(KeyboardInterrupt):
-            prepare.prepare(options)
+            pipeline.prepare(options)
         with pytest.raises(UserError, match="options"):
-            prepare.prepare(PrepareOptions(str(tmp_path / "s"), str(corpus_file), validation_samples=11))
-        root = prepare.prepare(options)
+            pipeline.prepare(PrepareOptions(str(tmp_path / "s"), str(corpus_file), validation_samples=11))
+        root = pipeline.prepare(options)
         assert calls == [8, 8, 8, 8, 8, 6, 8, 2]  # two shards, the one that was cut short, and the rest of both
         assert sorted(path.name for path in tmp_path.iterdir()) == ["s"]
         for name in ("text", "tokens", "token_offsets"):
             assert (root / "train" / f"{name}.npy").read_bytes() == (made_store / "train" / f"{name}.npy").read_bytes()
-        assert prepare.prepare(options) == root and len(calls) == 8  # it is whole already
+        assert pipeline.prepare(options) == root and len(calls) == 8  # it is whole already
 
     def test_a_damaged_shard_is_named(self, corpus_file, tmp_path, monkeypatch):
-        write = prepare.publish
+        write = pipeline.publish
 
         def stop(*args):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(prepare, "publish", stop)
+        monkeypatch.setattr(pipeline, "publish", stop)
         options = PrepareOptions(str(tmp_path / "s"), str(corpus_file))
         with pytest.raises(KeyboardInterrupt):
-            prepare.prepare(options)
+            pipeline.prepare(options)
         shard = tmp_path / "s.work" / "encode-train" / "000000"
         raw = bytearray(shard.read_bytes())
         raw[len(raw) // 2] ^= 1
         shard.write_bytes(raw)
-        monkeypatch.setattr(prepare, "publish", write)
+        monkeypatch.setattr(pipeline, "publish", write)
         with pytest.raises(MmldlmError, match="encode-train/000000 is damaged"):
-            prepare.prepare(options)
+            pipeline.prepare(options)
         shard.unlink()
-        assert verify.verify(prepare.prepare(options)) == []
+        assert verify.verify(pipeline.prepare(options)) == []
 
     def test_long_texts_are_cut_at_sentence_ends_and_nothing_is_lost(self, sentences, tmp_path):
         path = tmp_path / "documents.jsonl"
@@ -263,7 +266,7 @@ class TestWithTheEncoder:
         options = PrepareOptions(
             str(tmp_path / "s"), str(path), overlong="chunk", max_tokens=30, validation_samples=4, keep_duplicates=True
         )
-        root = prepare.prepare(options)
+        root = pipeline.prepare(options)
         pieces: dict[int, list[str]] = {}
         for split in ("train", "validation"):
             store = Store(root, split)
@@ -285,7 +288,7 @@ class TestWithTheEncoder:
         options = PrepareOptions(
             str(tmp_path / "s"), str(path), overlong="chunk", max_tokens=16, validation_samples=4, max_samples=60
         )
-        corpus = Store(prepare.prepare(options)).manifest["corpus"]
+        corpus = Store(pipeline.prepare(options)).manifest["corpus"]
         dropped = corpus["dropped"]
         assert dropped["duplicate"] > 1 and dropped["not_sampled"] > 0 and corpus["chunks"] == 60
         assert corpus["kept"] == 60 - (dropped["duplicate"] - 1)
@@ -294,25 +297,25 @@ class TestWithTheEncoder:
     def test_words_of_special_tokens_in_a_text_are_text(self, sentences, tmp_path):
         path = tmp_path / "marks.txt"
         path.write_text("\n".join(f"{text} [MASK] [PAD] [SEP]" for text in sentences[:8]))
-        store = Store(prepare.prepare(PrepareOptions(str(tmp_path / "s"), str(path))))
+        store = Store(pipeline.prepare(PrepareOptions(str(tmp_path / "s"), str(path))))
         identity = store.manifest["tokenizer"]
         special = {identity["mask_token_id"], identity["pad_token_id"], identity["eos_token_id"]}
         assert not special & set(np.concatenate(store.get(range(len(store))).tokens).tolist())
 
     def test_tokenizer_trained_on_the_corpus(self, corpus_file, tmp_path):
         options = PrepareOptions(str(tmp_path / "s"), str(corpus_file), tokenizer="train", vocab_size=300)
-        root = prepare.prepare(options)
+        root = pipeline.prepare(options)
         tokenizer, store = load_tokenizer(root), Store(root)
         assert len(tokenizer) <= 300 and store.manifest["tokenizer"]["unk_token_id"] == tokenizer.unk_token_id
         decoded = tokenizer.decode(store.get([0]).tokens[0])
         assert "".join(decoded.split()) == "".join(store.text(0).lower().split())
-        again = prepare.prepare(replace(options, output_dir=str(tmp_path / "t")))
+        again = pipeline.prepare(replace(options, output_dir=str(tmp_path / "t")))
         assert _files(again) == _files(root)
 
     def test_one_wikisplit_corpus(self, tmp_path):
         if not WIKISPLIT.is_file():
             pytest.skip(f"needs {WIKISPLIT.name} of ../shared/data/wikisplit, which is not part of the project")
-        root = prepare.prepare(PrepareOptions(str(tmp_path / "s"), str(WIKISPLIT), max_samples=40))
+        root = pipeline.prepare(PrepareOptions(str(tmp_path / "s"), str(WIKISPLIT), max_samples=40))
         assert len(Store(root)) == 38 and verify.verify(root) == []
 
 
@@ -320,7 +323,7 @@ def test_bad_options_are_refused_before_anything_is_read(corpus_file, tmp_path):
     def refused(match, **changes):
         with pytest.raises(UserError, match=match):
             options = {"output_dir": str(tmp_path / "s"), "corpus": str(corpus_file), **changes}
-            prepare.prepare(PrepareOptions(**options))
+            pipeline.prepare(PrepareOptions(**options))
         assert not (tmp_path / "s").exists()
 
     refused("nothing there", corpus=str(tmp_path / "none.txt"))
@@ -333,9 +336,9 @@ def test_bad_options_are_refused_before_anything_is_read(corpus_file, tmp_path):
 def test_empty_and_filtered_out_corpora_are_refused(need_minilm, corpus_file, tmp_path):
     (tmp_path / "empty.txt").write_text("\n\n")
     with pytest.raises(UserError, match="the corpus is empty"):
-        prepare.prepare(PrepareOptions(str(tmp_path / "s"), str(tmp_path / "empty.txt")))
+        pipeline.prepare(PrepareOptions(str(tmp_path / "s"), str(tmp_path / "empty.txt")))
     with pytest.raises(UserError, match="'drop_too_short': 48"):
-        prepare.prepare(PrepareOptions(str(tmp_path / "s"), str(corpus_file), min_tokens=50))
+        pipeline.prepare(PrepareOptions(str(tmp_path / "s"), str(corpus_file), min_tokens=50))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.txt"]
 
 
@@ -381,7 +384,7 @@ def test_only_one_preparation_at_a_time(corpus_file, tmp_path):
     work = Work(tmp_path / "s", Peers())
     work.open({"options": {}}, force=False)
     with pytest.raises(UserError, match="no other preparation"):
-        prepare.prepare(PrepareOptions(str(tmp_path / "s"), str(corpus_file), force=True))
+        pipeline.prepare(PrepareOptions(str(tmp_path / "s"), str(corpus_file), force=True))
 
 
 def test_what_differs_is_said_with_both_values(tmp_path):
@@ -418,7 +421,7 @@ def test_interrupted_it_says_how_to_go_on(need_minilm, corpus_file, tmp_path, ca
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)  # a background job of a shell ignores SIGINT
         with monkeypatch.context() as patch:
-            patch.setattr(encoding, "encode", lambda *args, number=number: os.kill(os.getpid(), number))
+            patch.setattr(encode_stage, "encode", lambda *args, number=number: os.kill(os.getpid(), number))
             assert cli.main(words) == 5
         said = capsys.readouterr().err
         assert f"interrupted: the same command continues from what is done, in {tmp_path / 's.work'}" in said
@@ -428,7 +431,7 @@ def test_interrupted_it_says_how_to_go_on(need_minilm, corpus_file, tmp_path, ca
 
 ONE_RANK_IS_ASKED_TO_STOP = """
 import os, runpy, signal, sys, time
-from mmldlm.data import encoders, encoding
+from mmldlm.data.encoders import encoder as encoders; from mmldlm.data.prepare import encode_stage as encoding
 
 def encode(self, texts, progress=None):
     if os.environ["RANK"] == "1":
@@ -438,7 +441,7 @@ def encode(self, texts, progress=None):
         time.sleep(0.02)
 
 encoders.Encoder.encode, encoding.SHARD = encode, 8
-runpy.run_module("mmldlm.data.prepare", run_name="__main__")
+runpy.run_module("mmldlm.data.prepare.pipeline", run_name="__main__")
 """
 
 
@@ -483,10 +486,10 @@ def test_statistics_do_not_depend_on_the_blocks():
 @pytest.mark.usefixtures("need_minilm")
 def test_the_two_verbs_from_their_arguments(corpus_file, tmp_path, capsys):
     parser = argparse.ArgumentParser()
-    prepare.add_arguments(parser)
+    pipeline.add_arguments(parser)
     root = tmp_path / "s"
     words = [str(corpus_file), "--output-dir", str(root), "--latent-model", "minilm", "--max-samples", "30"]
-    assert prepare.main(parser.parse_args(words)) == 0
+    assert pipeline.main(parser.parse_args(words)) == 0
     out = capsys.readouterr().out
     assert "mmldlm config --config-name quickstart data.latent_data_root=" in out and "effective rank" in out
     parser = argparse.ArgumentParser()
@@ -497,12 +500,12 @@ def test_the_two_verbs_from_their_arguments(corpus_file, tmp_path, capsys):
     (root / "manifest.json").write_text(json.dumps(manifest))
     assert verify.main(parser.parse_args([str(root)])) == 1
     assert "max_tokens" in capsys.readouterr().out
-    assert prepare.PrepareOptions("x") == PrepareOptions(
+    assert pipeline.PrepareOptions("x") == PrepareOptions(
         **{key: value for key, value in vars(_defaults()).items() if key in PrepareOptions.__dataclass_fields__}
     )
 
 
 def _defaults():
     parser = argparse.ArgumentParser()
-    prepare.add_arguments(parser)
+    pipeline.add_arguments(parser)
     return parser.parse_args(["--output-dir", "x"])

@@ -8,9 +8,9 @@ import shlex
 import pytest
 
 from mmldlm.cli import main
-from mmldlm.data.options import PrepareOptions
-from mmldlm.data.remake import again
-from mmldlm.data.store import Store
+from mmldlm.data.prepare.options import PrepareOptions
+from mmldlm.data.store.repair_hints import again
+from mmldlm.data.store.store import Store
 from mmldlm.errors import UserError
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from mmldlm.config.load import load_config
-from mmldlm.data.mixture import MixedStore
-from mmldlm.data.prepare import PrepareOptions, prepare
-from mmldlm.data.resolve import open_data
-from mmldlm.data.store import MANIFEST, Store
+from mmldlm.data.batching.run_data import open_data
+from mmldlm.data.prepare.pipeline import PrepareOptions, prepare
+from mmldlm.data.store.mixture import MixedStore
+from mmldlm.data.store.store import MANIFEST, Store
 from mmldlm.errors import MmldlmError, UserError
 
 
@@ -85,8 +85,8 @@ def test_texts_longer_than_the_model_are_refused_or_cut_and_counted(made_store):
 
 def test_token_batches_train_on_every_rank_alike(made_store):
     """The union of what four ranks compute is what one rank computes."""
-    from mmldlm.data.loader import MicroBatches
-    from mmldlm.data.noising import Noiser
+    from mmldlm.data.batching.loader import MicroBatches
+    from mmldlm.tasks.translation.noiser import Noiser
 
     data = open_data(_config(f"data.latent_data_root={made_store}", "data.batching=tokens"))
     model, plan = data.config.model, data.training_plan(8)
@@ -138,9 +138,9 @@ def test_a_run_goes_on_with_its_own_plan_only(tmp_path, monkeypatch):
     """Checkpoints from before plans had names were written under the one that is still the default."""
     from types import SimpleNamespace
 
-    from mmldlm import run_checkpoints
-    from mmldlm.run import TrainingState
-    from mmldlm.run_checkpoints import RunCheckpoints
+    from mmldlm.training import checkpointer
+    from mmldlm.training.checkpointer import RunCheckpoints
+    from mmldlm.training.run_logger import TrainingState
 
     def load(saved, plan):
         checkpoints = RunCheckpoints.__new__(RunCheckpoints)
@@ -152,7 +152,7 @@ def test_a_run_goes_on_with_its_own_plan_only(tmp_path, monkeypatch):
         def reached(*args):
             raise MmldlmError("the plan was accepted")
 
-        monkeypatch.setattr(run_checkpoints, "read_engine", reached)
+        monkeypatch.setattr(checkpointer, "read_engine", reached)
         (tmp_path / "training_state.json").write_text(json.dumps(saved))
         checkpoints.load(tmp_path)
 

@@ -10,18 +10,19 @@ import pytest
 import torch
 
 from mmldlm.config.load import load_config
-from mmldlm.data import encoding, pack, prepare
-from mmldlm.data.encoders import Encoder
-from mmldlm.data.noising import L2T, Noiser
-from mmldlm.data.plan import local_slots
-from mmldlm.data.prepare import PrepareOptions
-from mmldlm.data.resolve import open_data
-from mmldlm.data.store import Store
-from mmldlm.data.text import latent_parts
-from mmldlm.data.verify import verify
+from mmldlm.data.batching.batch_plan import local_slots
+from mmldlm.data.batching.run_data import open_data
+from mmldlm.data.encoders.encoder import Encoder
+from mmldlm.data.importers import sample_folders
+from mmldlm.data.prepare import encode_stage, pipeline
+from mmldlm.data.prepare.pipeline import PrepareOptions
+from mmldlm.data.sentences import latent_parts
+from mmldlm.data.store.store import Store
+from mmldlm.data.store.verify import verify
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
-from mmldlm.objectives import TranslationObjective
+from mmldlm.tasks.translation.noiser import L2T, Noiser
+from mmldlm.tasks.translation.objective import TranslationObjective
 
 N, D = 3, 384
 
@@ -69,7 +70,7 @@ class Marked:
 def test_a_text_has_latents_where_every_piece_has_one():
     told = []
     texts = ["aa bbbb", "so bad", "c ddd"]
-    found = encoding.encode(Marked(), texts, 1, told.append, latents_per_text=2)
+    found = encode_stage.encode(Marked(), texts, 1, told.append, latents_per_text=2)
     assert found.is_ok.tolist() == [True, False, True] and sum(told) == 3
     assert found.latents[..., 0].tolist() == [[2, 4], [1, 3]]
     assert found.reasons == {1: "piece 2 of 2: NaN or infinite values"}
@@ -86,7 +87,7 @@ def store(need_minilm, sentences, tmp_path_factory):
         str(folder / "s"), str(folder / "c.txt"), validation_samples=4, latents_per_text=N, overlong="chunk",
         min_tokens=1, max_tokens=40,
     )  # fmt: skip
-    return prepare.prepare(options), options
+    return pipeline.prepare(options), options
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +122,7 @@ def test_pieces_of_a_document_too_short_to_be_cut_are_counted(sentences, tmp_pat
         str(tmp_path / "s"), str(path), validation_samples=3, latents_per_text=N, overlong="chunk", min_tokens=1,
         max_tokens=longest, max_samples=max_samples, keep_duplicates=True,
     )  # fmt: skip
-    corpus = Store(prepare.prepare(options)).manifest["corpus"]
+    corpus = Store(pipeline.prepare(options)).manifest["corpus"]
     short = corpus["dropped"].get("piece_too_short", 0)
     assert short > 0 and corpus["kept"] <= (max_samples or 99)
     assert (
@@ -142,14 +143,14 @@ def test_a_zero_vector_among_several_is_found(store, tmp_path):
 
 def test_the_files_layout_holds_them_too_and_packs_back(store, tmp_path):
     root, options = store
-    files = prepare.prepare(replace(options, output_dir=str(tmp_path / "f"), layout="files"))
+    files = pipeline.prepare(replace(options, output_dir=str(tmp_path / "f"), layout="files"))
     assert np.load(files / "latents" / "train" / "train_000000000.npy").shape == (N, D)
-    again = pack.pack(pack.PackOptions(str(files), str(tmp_path / "p"), min_tokens=1))
+    again = sample_folders.pack(sample_folders.PackOptions(str(files), str(tmp_path / "p"), min_tokens=1))
     for split in ("train", "validation"):
         assert (again / split / "latents.npy").read_bytes() == (root / split / "latents.npy").read_bytes()
     assert Store(again).latents_per_text == N
     with pytest.raises(UserError, match="latent_not_one_vector"):
-        pack.pack(pack.PackOptions(str(files), str(tmp_path / "q"), latents_per_text=1))
+        sample_folders.pack(sample_folders.PackOptions(str(files), str(tmp_path / "q"), latents_per_text=1))
 
 
 def test_the_model_takes_as_many_as_the_store_has(store, data, made_store):

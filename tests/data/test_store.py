@@ -8,9 +8,9 @@ import pickle
 import numpy as np
 import pytest
 
-from mmldlm.data.encoders import sha256_of
-from mmldlm.data.store import MANIFEST, SPLITS, Store, check_latents, load_tokenizer
-from mmldlm.data.verify import examine, plot, verify
+from mmldlm.data.encoders.encoder import sha256_of
+from mmldlm.data.store.store import MANIFEST, SPLITS, Store, check_latents, load_tokenizer
+from mmldlm.data.store.verify import examine, plot, verify
 from mmldlm.errors import UserError
 
 

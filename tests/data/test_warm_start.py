@@ -4,10 +4,10 @@ import shutil
 import numpy as np
 import pytest
 
-from mmldlm.data.encoders import find_model_folder
-from mmldlm.data.store import Store
-from mmldlm.data.warm_start import encoder_token_embeddings
+from mmldlm.data.encoders.encoder import find_model_folder
+from mmldlm.data.store.store import Store
 from mmldlm.errors import UserError
+from mmldlm.tasks.translation.embedding_init import encoder_token_embeddings
 
 
 def edited(store, folder, section, key, value):

@@ -3,7 +3,7 @@ import itertools
 import pytest
 import torch
 
-from mmldlm.diffusion.continuous import PATHS, PREDICTIONS, ContinuousDiffusion
+from mmldlm.diffusion.gaussian import PATHS, PREDICTIONS, ContinuousDiffusion
 
 PAIRS = [
     (path, prediction)

@@ -73,14 +73,14 @@ def step(store: str, dtype: str, words=(), full: bool = False, hooked: bool = Fa
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from mmldlm.config.load import load_config
-    from mmldlm.data.loader import MicroBatches
-    from mmldlm.data.noising import Noiser
-    from mmldlm.data.resolve import open_data
+    from mmldlm.data.batching.loader import MicroBatches
+    from mmldlm.data.batching.run_data import open_data
     from mmldlm.engines.base import Autocast, compute_dtype
     from mmldlm.engines.ema import WeightAverage
     from mmldlm.engines.single import SingleEngine
     from mmldlm.models import MultimodalMMDiT
-    from mmldlm.objectives import TranslationObjective
+    from mmldlm.tasks.translation.noiser import Noiser
+    from mmldlm.tasks.translation.objective import TranslationObjective
 
     data = open_data(load_config("tiny", None, [f"data.latent_data_root={store}", "model.n_heads=2", *words]))
     config, device = data.config, torch.device("cuda", 0)

@@ -9,10 +9,11 @@ import sys
 import pytest
 
 from mmldlm.config.load import load_config
-from mmldlm.engines import deepspeed_config, deepspeed_keys
-from mmldlm.engines.deepspeed_config import merged_config, resolve_stage
+from mmldlm.engines.deepspeed import allowed_keys
+from mmldlm.engines.deepspeed import config as deepspeed_config
+from mmldlm.engines.deepspeed.config import merged_config, resolve_stage
 from mmldlm.errors import UserError
-from mmldlm.stability import loss_scale
+from mmldlm.stability import loss_scaler
 
 
 class Asked(dict):
@@ -48,28 +49,28 @@ def test_the_list_is_that_of_the_installed_deepspeed():
     config.DeepSpeedConfig(values)
     # deepspeed.initialize and DeepSpeedConfig read these where the ranks are more than data-parallel.
     asked = values.keys_asked | {"sequence_parallel_size", "data_parallel_size"}
-    assert asked | set(config._REMOVED_TOP_LEVEL_CONFIG_KEYS) == set(deepspeed_keys.TOP)
+    assert asked | set(config._REMOVED_TOP_LEVEL_CONFIG_KEYS) == set(allowed_keys.TOP)
 
     def names(model):
         return {name for key, field in model.model_fields.items() for name in (key, field.alias or key)}
 
     removed = set(config._REMOVED_ZERO_CONFIG_KEYS)
-    assert names(DeepSpeedZeroConfig) | removed == set(deepspeed_keys.ZERO)
-    assert names(offload_config.DeepSpeedZeroOffloadParamConfig) == set(deepspeed_keys.OFFLOAD_PARAM)
-    assert names(offload_config.DeepSpeedZeroOffloadOptimizerConfig) == set(deepspeed_keys.OFFLOAD_OPTIMIZER)
-    assert names(precision_config.DeepSpeedBF16Config) == set(deepspeed_keys.BF16)
-    assert names(precision_config.DeepSpeedFP16Config) == set(deepspeed_keys.FP16)
+    assert names(DeepSpeedZeroConfig) | removed == set(allowed_keys.ZERO)
+    assert names(offload_config.DeepSpeedZeroOffloadParamConfig) == set(allowed_keys.OFFLOAD_PARAM)
+    assert names(offload_config.DeepSpeedZeroOffloadOptimizerConfig) == set(allowed_keys.OFFLOAD_OPTIMIZER)
+    assert names(precision_config.DeepSpeedBF16Config) == set(allowed_keys.BF16)
+    assert names(precision_config.DeepSpeedFP16Config) == set(allowed_keys.FP16)
     types = (config.GRAD_ACCUM_DTYPE, config.PARAM_DTYPE, config.BUFFER_DTYPE, config.KEEP_IN_FP32_MODULES)
-    assert set(types) == set(deepspeed_keys.DATA_TYPES)
+    assert set(types) == set(allowed_keys.DATA_TYPES)
     # The value that changes nothing is DeepSpeed's own default, except where it is its default that we change.
     for section, model in (("ZERO", DeepSpeedZeroConfig), ("BF16", precision_config.DeepSpeedBF16Config)):
-        for key, rule in getattr(deepspeed_keys, section).items():
-            if isinstance(rule, deepspeed_keys.Only) and key in model.model_fields:
+        for key, rule in getattr(allowed_keys, section).items():
+            if isinstance(rule, allowed_keys.Only) and key in model.model_fields:
                 assert model.model_fields[key].default == rule.value, key
 
 
 def test_it_needs_neither_deepspeed_nor_torch():
-    code = "import sys, mmldlm.engines.deepspeed_config; assert not {'torch', 'deepspeed'} & set(sys.modules)"
+    code = "import sys, mmldlm.engines.deepspeed.config; assert not {'torch', 'deepspeed'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -159,4 +160,4 @@ def test_what_changes_nothing_may_stay(tmp_path):
 
 def test_our_loss_scale_is_the_one_that_the_json_is_compared_with():
     ours = (deepspeed_config.LOSS_SCALE, deepspeed_config.LOSS_SCALE_WINDOW)
-    assert ours == (loss_scale.FIRST, loss_scale.WINDOW) and loss_scale.LEAST == 1.0
+    assert ours == (loss_scaler.FIRST, loss_scaler.WINDOW) and loss_scaler.LEAST == 1.0

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from mmldlm.distributed.failure_attribution import FAILED, HIT, LEFT, Beat, Limits, Sighting, judge
+from mmldlm.distributed.heartbeat import Liveness
+from mmldlm.distributed.nccl_environment import FLIGHT_FILE, prepare_environment
+from mmldlm.distributed.stack_dump import standing_place
 from mmldlm.engines.base import pick_device, ranks_here
-from mmldlm.engines.culprit import FAILED, HIT, LEFT, Beat, Limits, Sighting, judge
-from mmldlm.engines.last_words import standing_place
-from mmldlm.engines.liveness import Liveness
-from mmldlm.engines.process_group import FLIGHT_FILE, prepare_environment
 from mmldlm.engines.single import SingleEngine
 from mmldlm.errors import UserError
 from tests.helpers import launch, torchrun

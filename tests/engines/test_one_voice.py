@@ -15,7 +15,7 @@ from tests.helpers import environment
 HOST = re.escape(socket.gethostname())
 SAY = """
 import sys
-from mmldlm.engines.one_voice import say_error
+from mmldlm.distributed.error_reporting import say_error
 from mmldlm.errors import UserError
 say_error(UserError("a file", sys.argv[1], "look for it"))
 """

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mmldlm.errors import UserError
-from mmldlm.evaluation import inversion, retrieval, sts
+from mmldlm.evaluation.metrics import retrieval, sts_benchmark, text_overlap
 from mmldlm.evaluation.statistics import Estimate, derangement, mean, ratio
 
 
@@ -42,27 +42,27 @@ def test_nobody_is_its_own_partner(count):
 
 
 def test_set_f1():
-    found = inversion.set_f1([[1, 2, 2, 3], [4], [], [5, 6]], [[3, 2, 9], [5], [1], [6, 5, 5]])
+    found = text_overlap.set_f1([[1, 2, 2, 3], [4], [], [5, 6]], [[3, 2, 9], [5], [1], [6, 5, 5]])
     np.testing.assert_allclose(found, [2 * 2 / 6, 0, 0, 1])
 
 
 def test_exact_match_wants_the_order_too():
-    assert inversion.exact_match([[1, 2], [1, 2]], [[1, 2], [2, 1]]).tolist() == [True, False]
+    assert text_overlap.exact_match([[1, 2], [1, 2]], [[1, 2], [2, 1]]).tolist() == [True, False]
 
 
 def test_bleu_of_known_cases():
     reference = [[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11]]
-    assert inversion.bleu(reference, reference).value == pytest.approx(100)
-    assert inversion.bleu([[1, 1, 1, 1, 1], [9]], reference).value == 0
+    assert text_overlap.bleu(reference, reference).value == pytest.approx(100)
+    assert text_overlap.bleu([[1, 1, 1, 1, 1], [9]], reference).value == 0
     # One word of twelve wrong in the middle: precisions 11/12, 9/11, 7/10, 5/9, no brevity.
     text = list(range(12))
     wrong = text.copy()
     wrong[5] = 99
     expected = 100 * np.prod([11 / 12, 9 / 11, 7 / 10, 5 / 9]) ** 0.25
-    assert inversion.bleu([wrong], [text]).value == pytest.approx(expected)
+    assert text_overlap.bleu([wrong], [text]).value == pytest.approx(expected)
     # A text cut to half pays exp(1 - 2) for brevity and nothing else.
-    assert inversion.bleu([text[:6]], [text]).value == pytest.approx(100 * np.exp(-1))
-    assert inversion.bleu([[1, 1, 1, 1, 1, 1]], [[1, 2, 3, 4, 5, 6]]).value == 0  # counts are clipped
+    assert text_overlap.bleu([text[:6]], [text]).value == pytest.approx(100 * np.exp(-1))
+    assert text_overlap.bleu([[1, 1, 1, 1, 1, 1]], [[1, 2, 3, 4, 5, 6]]).value == 0  # counts are clipped
 
 
 def test_ranks_and_ties():
@@ -77,19 +77,21 @@ def test_ranks_and_ties():
 
 def test_correlations_of_known_vectors():
     x = np.array([1.0, 2.0, 3.0, 4.0, 5.0])
-    assert sts.spearman(x, np.exp(x)) == pytest.approx(1) and sts.pearson(x, -x) == pytest.approx(-1)
-    assert sts.average_ranks(np.array([3.0, 1.0, 3.0, 2.0])).tolist() == [3.5, 1.0, 3.5, 2.0]
-    assert sts.spearman(x, np.ones(5)) == 0.0
+    assert sts_benchmark.spearman(x, np.exp(x)) == pytest.approx(1) and sts_benchmark.pearson(x, -x) == pytest.approx(
+        -1
+    )
+    assert sts_benchmark.average_ranks(np.array([3.0, 1.0, 3.0, 2.0])).tolist() == [3.5, 1.0, 3.5, 2.0]
+    assert sts_benchmark.spearman(x, np.ones(5)) == 0.0
 
 
 def test_sts_files_are_read_or_refused(tmp_path):
     path = tmp_path / "sts.csv"
     rows = (("5.000", 'A "man" runs.', "A man runs."), ("0.0", "One.", "Two words."), ("2", "a", "b"))
     path.write_text("\n".join("\t".join(("genre", "file", "year", "id", *row)) for row in rows))
-    pairs = sts.read_pairs(str(path))
+    pairs = sts_benchmark.read_pairs(str(path))
     assert pairs.first[0] == 'A "man" runs.' and pairs.scores.tolist() == [5, 0, 2]
-    assert sts.bag_similarities(pairs, weighted=False)[0] == pytest.approx(1)
+    assert sts_benchmark.bag_similarities(pairs, weighted=False)[0] == pytest.approx(1)
     path.write_text("a\tb\n")
     for bad in (path, tmp_path / "absent.csv"):
         with pytest.raises(UserError, match="STS Benchmark"):
-            sts.read_pairs(str(bad))
+            sts_benchmark.read_pairs(str(bad))

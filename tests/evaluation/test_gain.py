@@ -12,13 +12,20 @@ import numpy as np
 import pytest
 import torch
 
-from mmldlm.data.store import Store
+from mmldlm.commands.evaluate import add_arguments, main
+from mmldlm.data.store.store import Store
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.masked import SCHEDULES
 from mmldlm.errors import MmldlmError, UserError
-from mmldlm.evaluation.gain import Settings, choose_sentences, evaluate, latent_estimates, measure_l2t, untrained
-from mmldlm.evaluation.likelihood import measure
-from mmldlm.evaluation.run import add_arguments, main
+from mmldlm.evaluation.conditioning_gain import (
+    Settings,
+    choose_sentences,
+    evaluate,
+    latent_estimates,
+    measure_l2t,
+    untrained,
+)
+from mmldlm.evaluation.metrics.nelbo import measure
 from mmldlm.evaluation.statistics import derangement, ratio
 
 

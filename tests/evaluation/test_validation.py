@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mmldlm.config.load import load_config
-from mmldlm.data.plan import BatchPlan, Spaced
-from mmldlm.evaluation.validation import num_samples, passes_of
+from mmldlm.data.batching.batch_plan import BatchPlan, Spaced
+from mmldlm.tasks.translation.validation import num_samples, passes_of
 
 
 def test_auto_costs_a_few_percent_of_the_training_between_two():

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from mmldlm.checkpoints import commit
+from mmldlm.cluster.hostfile import Node
 from mmldlm.config.load import load_config
-from mmldlm.launch import command
-from mmldlm.launch.command import without
-from mmldlm.launch.start import launcher_start
+from mmldlm.launch import launcher as command
+from mmldlm.launch.launcher import without
+from mmldlm.launch.launcher_start import launcher_start
 from mmldlm.launch.watcher import Outcome
 from mmldlm.preflight.context import Context
-from mmldlm.preflight.hostfile import Node
 from tests.helpers import LONG, ROOT
 
 SECRET = b"cannot-be-read-in-the-run"

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from mmldlm.launch.local import run_local
-from mmldlm.launch.sigbus import explain_sigbus
+from mmldlm.launch.local_launcher import run_local
+from mmldlm.launch.sigbus_report import explain_sigbus
 from tests.helpers import launch, train_words
 
 RANK = """
@@ -39,7 +39,7 @@ def test_the_code_is_that_of_the_first_and_nobody_is_waited_for_in_vain(codes, s
 
 ONE_NODE_LACKS_THE_DATA = """
 import os, sys
-from mmldlm.launch.local import run_local
+from mmldlm.launch.local_launcher import run_local
 if "RANK" not in os.environ:
     sys.exit(run_local([sys.executable, *sys.argv], 2, grace=1.0))
 from mmldlm.train import end_process, main
@@ -59,7 +59,7 @@ def test_a_rank_that_lacks_the_data_says_so_and_ends_the_others(store, tmp_path)
 
 READS_A_STORE_THAT_IS_CUT = """
 import os, sys
-from mmldlm.data.store import Store
+from mmldlm.data.store.store import Store
 root = sys.argv[-1].removeprefix("data.latent_data_root=")
 store = Store(root)
 os.truncate(f"{root}/train/latents.npy", 4096)

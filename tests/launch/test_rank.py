@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from mmldlm.launch import node, rank
-from mmldlm.launch import state as state_files
+from mmldlm.launch import node_agent, rank_wrapper
+from mmldlm.launch import state_files as state_files
 
 SLEEPER = "import sys, time; print('started', flush=True); time.sleep(1000)"
 FAILING = "import sys; [print('line', i) for i in range(100)]; sys.exit(3)"
@@ -30,9 +30,9 @@ def launched(tmp_path):
         (tmp_path / "train.py").write_text(program)
         values = {"script": str(tmp_path / "train.py"), "words": ["a=b c"], "environment": {"CARRIED": "yes"}}
         values |= {"logs": str(tmp_path), "folder": str(tmp_path)}
-        node.prepare({"launch": id, "values": values})
+        node_agent.prepare({"launch": id, "values": values})
         process = subprocess.Popen(
-            [sys.executable, rank.__file__, id],
+            [sys.executable, rank_wrapper.__file__, id],
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "RANK": str(number), "PYTHONPATH": os.getcwd(), **environment},
@@ -41,18 +41,18 @@ def launched(tmp_path):
         return process
 
     yield id, start
-    node.stop({"launch": id, "grace": 0})
+    node_agent.stop({"launch": id, "grace": 0})
     for process in started:
         process.wait()
         process.stdout.close()
-    node.forget({"launch": id})
+    node_agent.forget({"launch": id})
     assert state_files.state_folders(id) == []
 
 
 def states(id: str, count: int = 1, until=lambda states: True) -> list[dict]:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        found = node.watch({"launch": id})["ranks"]
+        found = node_agent.watch({"launch": id})["ranks"]
         if len(found) == count and until(found):
             return found
         time.sleep(0.05)
@@ -66,13 +66,13 @@ def test_status_last_lines_and_log_of_a_failing_rank(launched, tmp_path):
     assert process.returncode == 3 and "line 99" in output
     (state,) = states(id)
     assert (state["exit"], state["alive"], state["rank"]) == (3, False, 0)
-    assert state["last"][-1] == "line 99" and len(state["last"]) == rank.LAST_LINES
+    assert state["last"][-1] == "line 99" and len(state["last"]) == rank_wrapper.LAST_LINES
     assert (tmp_path / f"{state['host']}_rank0.log").read_text().count("\n") == 100
 
 
 REPORTING = """
 import sys
-from mmldlm.engines.culprit import Verdict, report_failed_ranks
+from mmldlm.distributed.failure_attribution import Verdict, report_failed_ranks
 report_failed_ranks(Verdict("rank 1 on n2 has not moved since step 4", (1,)))
 sys.exit(1)
 """
@@ -104,9 +104,9 @@ def test_a_killed_wrapper_takes_its_rank_along_and_is_seen(launched):
     (state,) = states(id, until=lambda found: not found[0]["alive"])
     assert state["exit"] is None
     deadline = time.monotonic() + 30
-    while node.own_processes(id) and time.monotonic() < deadline:
+    while node_agent.own_processes(id) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert node.own_processes(id) == []
+    assert node_agent.own_processes(id) == []
 
 
 def test_signals_reach_the_rank_and_its_death_by_one_is_a_status(launched):
@@ -114,7 +114,7 @@ def test_signals_reach_the_rank_and_its_death_by_one_is_a_status(launched):
     process = start(SLEEPER)
     process.stdout.readline()
     states(id)
-    assert node.signal_ranks({"launch": id, "signal": "SIGTERM"}) == 1
+    assert node_agent.signal_ranks({"launch": id, "signal": "SIGTERM"}) == 1
     assert process.wait(60) == 128 + signal.SIGTERM
     assert states(id)[0]["exit"] == 128 + signal.SIGTERM
 
@@ -151,9 +151,9 @@ def test_stop_ends_what_ignores_sigterm_and_nothing_else(launched):
     process.stdout.readline()
     stranger = subprocess.Popen([sys.executable, "-c", SLEEPER], stdout=subprocess.DEVNULL)
     try:
-        assert node.stop({"launch": id, "grace": 0.2}) >= 2
+        assert node_agent.stop({"launch": id, "grace": 0.2}) >= 2
         process.wait(30)
-        assert node.own_processes(id) == [] and stranger.poll() is None
+        assert node_agent.own_processes(id) == [] and stranger.poll() is None
     finally:
         stranger.kill()
         stranger.wait()

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmldlm.config.schema import ModelConfig
 from mmldlm.models import MultimodalMMDiT
-from mmldlm.models.layout import has_varlen
+from mmldlm.models.mmdit.packing import has_varlen
 from tests.models.plain import use_plain_blocks
 
 RELATIVE = 1e-10  # of the largest element of a tensor; fp64 rounding through two blocks is about 1e-13

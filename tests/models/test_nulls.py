@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmldlm.models.nulls import nulled
+from mmldlm.models.mmdit.null_condition import nulled
 
 
 def where(x, null, is_null, at):

@@ -104,7 +104,7 @@ def test_a_broken_session_is_opened_anew_and_an_interrupt_saves_and_ends_cleanly
     words = ["training.num_train_steps=100000", "logging.save_freq=100000"]
     process = start(bed, store, tmp_path, *words, launcher="torchrun")
     wait_for(lambda: steps_of(tmp_path) >= 2, process)
-    bed["n1"].sh("pkill", "-KILL", "-f", "^ssh .*mmldlm.launch.node")
+    bed["n1"].sh("pkill", "-KILL", "-f", "^ssh .*mmldlm.launch.node_agent")
     time.sleep(15)  # longer than the agents wait for another to take over
     seen = steps_of(tmp_path)
     wait_for(lambda: steps_of(tmp_path) > seen, process)

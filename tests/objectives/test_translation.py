@@ -4,13 +4,13 @@ import torch
 
 from mmldlm.config.load import build_config
 from mmldlm.config.schema import ModelConfig
-from mmldlm.data.noising import Noiser
-from mmldlm.data.plan import BatchPlan, local_slots
-from mmldlm.data.store import Batch
+from mmldlm.data.batching.batch_plan import BatchPlan, local_slots
+from mmldlm.data.store.store import Batch
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
-from mmldlm.objectives import TranslationObjective
-from mmldlm.objectives.freezing import apply_freezing, frozen_names, verify_parameter_freezing
+from mmldlm.tasks.translation.freezing import apply_freezing, frozen_names, verify_parameter_freezing
+from mmldlm.tasks.translation.noiser import Noiser
+from mmldlm.tasks.translation.objective import TranslationObjective
 
 DIM, SIZE = 6, 40
 

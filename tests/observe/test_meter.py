@@ -10,7 +10,7 @@ import torch
 
 from mmldlm.config.schema import Config
 from mmldlm.observe.flops import step_flops
-from mmldlm.observe.meter import StepMeter
+from mmldlm.observe.throughput import StepMeter
 from tests.helpers import read_log, train_words
 
 
@@ -20,7 +20,7 @@ def config(**logging) -> Config:
 
 def test_parts_are_shares_of_the_whole_and_start_anew(monkeypatch):
     clock = iter([0.0, 1.0, 3.0, 4.0, 9.0, 10.0, 20.0])
-    monkeypatch.setattr("mmldlm.observe.meter.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("mmldlm.observe.throughput.time.perf_counter", lambda: next(clock))
     meter = StepMeter(config(peak_tflops=2.0), 4, torch.device("cpu"))
     with meter.part("data"):  # 1 to 3
         pass
@@ -60,7 +60,7 @@ def test_shares_of_communication():
     from torch.autograd import DeviceType
     from torch.autograd.profiler_util import FunctionEvent
 
-    from mmldlm.observe.profile import communication_shares
+    from mmldlm.observe.profiler import communication_shares
 
     def event(name, start, end, device=DeviceType.CPU, note=False):
         found = FunctionEvent(0, name, 0, start, end, device_type=device)

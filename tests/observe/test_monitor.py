@@ -11,8 +11,8 @@ from datetime import datetime, timedelta, timezone
 import pytest
 
 from mmldlm.errors import UserError
-from mmldlm.observe.monitor import LogTail, add_arguments, judge, main
-from mmldlm.observe.records import JsonlLog, is_event, to_strict
+from mmldlm.observe.health_monitor import LogTail, add_arguments, judge, main
+from mmldlm.observe.jsonl_log import JsonlLog, is_event, to_strict
 
 NOW = datetime(2030, 1, 1, tzinfo=timezone.utc)
 
@@ -193,7 +193,7 @@ def test_following_ends_with_the_run(tmp_path, capsys):
 def test_ctrl_c_ends_following_with_the_last_verdict(tmp_path):
     write_run(tmp_path, total=1000, steps=5)
     code = (
-        "import argparse, sys; from mmldlm.observe import monitor; p = argparse.ArgumentParser(); "
+        "import argparse, sys; from mmldlm.observe import health_monitor as monitor; p = argparse.ArgumentParser(); "
         f"monitor.add_arguments(p); sys.exit(monitor.main(p.parse_args([{str(tmp_path)!r}, '--interval', '0.05'])))"
     )
     # A shell that starts the tests in the background has them ignore SIGINT, which a child would inherit.

@@ -4,8 +4,8 @@ import math
 import pytest
 
 from mmldlm.errors import UserError
-from mmldlm.observe.plots import _smooth, add_arguments, load_steps, main, plot_run
-from mmldlm.observe.records import JsonlLog
+from mmldlm.observe.jsonl_log import JsonlLog
+from mmldlm.observe.loss_plots import _smooth, add_arguments, load_steps, main, plot_run
 
 
 def run_folder(tmp_path, steps=60, evals=True):

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from mmldlm.observe import progress as module
-from mmldlm.observe.progress import LATEST_LOG, Progress, format_duration, format_step, link_latest, train_log_path
+from mmldlm.observe import console as module
+from mmldlm.observe.console import LATEST_LOG, Progress, format_duration, format_step, link_latest, train_log_path
 
 RECORD = {
     "loss": 3.21, "text_loss": 2.5, "latent_loss": 0.71, "grad_norm": 0.8, "lr": 1e-4, "tokens_per_second": 1234.4,

@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 
-from mmldlm.observe.records import JsonlLog, parse_line, read_records, to_strict
+from mmldlm.observe.jsonl_log import JsonlLog, parse_line, read_records, to_strict
 
 
 def write(path, steps):

@@ -5,7 +5,7 @@ import textwrap
 import pytest
 
 from mmldlm.errors import UserError
-from mmldlm.observe.wandb import open_wandb
+from mmldlm.observe.wandb_logger import open_wandb
 
 # No way out of this machine: what offline mode must do without.
 NO_NETWORK = {"HTTPS_PROXY": "http://127.0.0.1:9", "HTTP_PROXY": "http://127.0.0.1:9"}
@@ -15,7 +15,7 @@ def test_disabled_imports_nothing(tmp_path):
     code = textwrap.dedent(
         f"""
         import sys
-        from mmldlm.observe.wandb import open_wandb
+        from mmldlm.observe.wandb_logger import open_wandb
         assert open_wandb("disabled", "p", "n", {str(tmp_path)!r}, {{}}) is None
         assert "wandb" not in sys.modules
         """

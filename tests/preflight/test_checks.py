@@ -8,15 +8,15 @@ import json
 
 import pytest
 
+from mmldlm.cluster.hostfile import Node
 from mmldlm.config.load import build_config
-from mmldlm.engines.deepspeed_config import GPU_BUCKET
-from mmldlm.preflight import sizes as size
-from mmldlm.preflight.checks.rehearsal import CHECKPOINTS
+from mmldlm.engines.deepspeed.config import GPU_BUCKET
+from mmldlm.preflight import memory_model as size
+from mmldlm.preflight.check import ERROR, FAIL, PASS, SKIP, WARN, Check, Result, all_checks, check, run_check
+from mmldlm.preflight.checks.dry_run import CHECKPOINTS
 from mmldlm.preflight.context import Context, majority
-from mmldlm.preflight.hostfile import Node
 from mmldlm.preflight.probes import storage
 from mmldlm.preflight.report import exit_code, failing_nodes
-from mmldlm.preflight.result import ERROR, FAIL, PASS, SKIP, WARN, Check, Result, all_checks, check, run_check
 
 CHECKS = {found.id: found for found in all_checks()}
 GIB = 1 << 30

@@ -8,8 +8,8 @@ import subprocess
 import sys
 import threading
 
-from mmldlm.preflight import connections, small_packets
 from mmldlm.preflight.probes import network, system
+from mmldlm.preflight.remote import connections, small_packets
 
 
 def test_data_goes_to_and_fro_and_is_measured():

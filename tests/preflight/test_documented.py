@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from mmldlm.preflight.result import all_checks
+from mmldlm.preflight.check import all_checks
 
 DOC = Path(__file__).resolve().parents[2] / "docs" / "preflight.md"
 

@@ -7,9 +7,9 @@ import os
 
 import pytest
 
+from mmldlm.cluster.hostfile import Node, read_hostfile
 from mmldlm.errors import UserError
-from mmldlm.preflight import command
-from mmldlm.preflight.hostfile import Node, read_hostfile
+from mmldlm.preflight import runner
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_a_missing_file_is_never_a_local_run(tmp_path):
 
 
 def test_a_pipe_is_read_once_and_never_waited_for_without_end(tmp_path, monkeypatch):
-    monkeypatch.setattr("mmldlm.preflight.hostfile._PIPE_SECONDS", 0.5)
+    monkeypatch.setattr("mmldlm.cluster.hostfile._PIPE_SECONDS", 0.5)
     reader, writer = os.pipe()
     os.write(writer, b"a slots=2\nb slots=2\n")
     with pytest.raises(UserError, match="writer"):
@@ -92,7 +92,7 @@ def test_a_pipe_is_read_once_and_never_waited_for_without_end(tmp_path, monkeypa
 def test_what_is_no_file_is_said_with_exit_2_and_nothing_else(tmp_path, capsys, name, said):
     """Through the command, whose receipt hashes the hostfile too."""
     parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
+    runner.add_arguments(parser)
     args = parser.parse_args(["--level", "0", "--hostfile", name or str(tmp_path), "--only", "HOST001"])
-    assert command.main(args) == 2
+    assert runner.main(args) == 2
     assert said in capsys.readouterr().out

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 
-from mmldlm.preflight.limited import run_limited
+from mmldlm.preflight.remote.timeouts import run_limited
 
 
 def _raise():

@@ -11,9 +11,9 @@ import time
 
 import pytest
 
+from mmldlm.cluster.hostfile import Node
+from mmldlm.cluster.launcher_commands import deepspeed_line, srun_line
 from mmldlm.errors import UserError
-from mmldlm.preflight.hostfile import Node
-from mmldlm.preflight.lines import deepspeed_line, srun_line
 
 NODES = [Node("n1", 1), Node("n2", 1)]
 WORDS = ["a=$(touch pwned)", "b=`touch pwned`", "c= '\"", "d=%h%n", "e=;x\ny", "f=é", "g=~ *"]

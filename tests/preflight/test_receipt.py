@@ -11,14 +11,14 @@ import pytest
 
 from mmldlm.config.load import load_config
 from mmldlm.errors import UserError
-from mmldlm.preflight import command, receipt
+from mmldlm.preflight import receipt, runner
 
 
 def run(tmp_path, *words, capsys=None):
     parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
+    runner.add_arguments(parser)
     path = tmp_path / "receipt.json"
-    code = command.main(parser.parse_intermixed_args(["--json", str(path), *words]))
+    code = runner.main(parser.parse_intermixed_args(["--json", str(path), *words]))
     return code, json.loads(path.read_text()) if path.exists() else None
 
 
@@ -70,7 +70,7 @@ def test_explain_prints_what_a_check_looks_at(tmp_path, capsys):
 
 WITHOUT_TORCH = """
 import sys
-from mmldlm.preflight import __main__, plan_child
+from mmldlm.preflight import __main__; from mmldlm.preflight.dynamic import data_probe as plan_child
 sys.argv[1:] = sys.argv[1:] or {words!r}
 {call}
 slow = [name for name in ("torch", "transformers", "deepspeed") if name in sys.modules]

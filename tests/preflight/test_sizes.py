@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from mmldlm.config.load import load_config, preset_names
-from mmldlm.config.unchanged import decided_freeze
+from mmldlm.config.resume_compat import decided_freeze
 from mmldlm.models import MultimodalMMDiT
 from mmldlm.models.linear_cross_entropy import logits_bytes
-from mmldlm.objectives.freezing import apply_freezing
-from mmldlm.preflight.sizes import PLANS, model_sizes, state_bytes
+from mmldlm.preflight.memory_model import PLANS, model_sizes, state_bytes
+from mmldlm.tasks.translation.freezing import apply_freezing
 
 FROM_DATA = [
     "model.latent_dim=71", "model.vocab_size=1009", "model.mask_token_id=1", "model.pad_token_id=0",

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from mmldlm.preflight import transport
-from mmldlm.preflight.transport import Agent, AgentFailure, Fleet, classify
+from mmldlm.preflight.remote import ssh
+from mmldlm.preflight.remote.ssh import Agent, AgentFailure, Fleet, classify
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_words_behind_a_prompt_are_found_too():
 
 
 def test_what_came_instead_of_an_agent_is_shown(monkeypatch):
-    monkeypatch.setattr(transport, "START_SECONDS", 1.0)
+    monkeypatch.setattr(ssh, "START_SECONDS", 1.0)
     agent = local("asks", ["sh", "-c", "printf 'Which project? '; sleep 1000"])
     try:
         with pytest.raises(AgentFailure, match=r"started no agent within 1 s, after printing 'Which project\?'"):
@@ -117,7 +117,7 @@ def test_a_held_port_names_its_holder():
     try:
         port = agent.request("listen", {"ports": [0]})["ports"][0]["port"]
         (again,) = agent.request("listen", {"ports": [port]})["ports"]
-        assert "in use" in again["error"] and "mmldlm.preflight.agent" in again["holder"]["command"]
+        assert "in use" in again["error"] and "mmldlm.preflight.remote.agent" in again["holder"]["command"]
         assert "ms" in agent.request("connect", {"to": [["127.0.0.1", port]]})[0]
         agent.request("close")
         assert "error" in agent.request("connect", {"to": [["127.0.0.1", port]]})[0]

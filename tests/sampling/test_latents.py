@@ -7,8 +7,8 @@ import torch
 
 from mmldlm.diffusion import ContinuousDiffusion
 from mmldlm.errors import MmldlmError
-from mmldlm.sampling.draws import LATENT, normals
-from mmldlm.sampling.latents import pad_texts, sample_latents
+from mmldlm.sampling.latent_sampler import pad_texts, sample_latents
+from mmldlm.utils.counter_rng import LATENT, normals
 
 PAIRS = [
     ("cosine", "x0"), ("cosine", "v"), ("cosine", "epsilon"), ("linear", "x0"), ("linear", "epsilon"), ("linear", "v"),

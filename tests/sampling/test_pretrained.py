@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from mmldlm.checkpoints.commit import begin
-from mmldlm.checkpoints.conversion import convert
-from mmldlm.checkpoints.reshard import convert_state
+from mmldlm.convert.to_checkpoint import convert_state
+from mmldlm.convert.to_safetensors import convert
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
 from mmldlm.sampling.pretrained import load_pretrained, usable_device
@@ -195,7 +195,7 @@ def test_the_help_of_a_kind_lists_its_own_options(capsys):
 
 
 def test_options_before_the_kind_are_read_as_well(checkpoint, tmp_path):
-    from mmldlm.sampling.run import add_arguments, settle_options
+    from mmldlm.commands.sample import add_arguments, settle_options
 
     parser = argparse.ArgumentParser()
     add_arguments(parser)

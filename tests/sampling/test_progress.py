@@ -8,12 +8,12 @@ import numpy as np
 import torch
 
 from mmldlm.diffusion import ContinuousDiffusion, MaskedDiffusion
-from mmldlm.evaluation.likelihood import measure
-from mmldlm.sampling.joint import sample_joint
-from mmldlm.sampling.latents import sample_latents
+from mmldlm.evaluation.metrics.nelbo import measure
+from mmldlm.observe.progress_meter import Meter
+from mmldlm.sampling.joint_sampler import sample_joint
+from mmldlm.sampling.latent_sampler import sample_latents
 from mmldlm.sampling.pretrained import load_pretrained
-from mmldlm.sampling.progress import Meter
-from mmldlm.sampling.text import sample_text
+from mmldlm.sampling.text.loop import sample_text
 
 
 class Terminal(io.StringIO):

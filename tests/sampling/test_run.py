@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from mmldlm.commands.sample import add_arguments, main
 from mmldlm.errors import UserError
-from mmldlm.sampling.joint import choose_way, sample_joint
+from mmldlm.sampling.joint_sampler import choose_way, sample_joint
 from mmldlm.sampling.pretrained import load_pretrained
-from mmldlm.sampling.run import add_arguments, main
 
 
 def run(*words) -> int:
@@ -65,7 +65,7 @@ def test_samples_are_never_overwritten_unasked(checkpoint, latent_file, tmp_path
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     (out / "notes.txt").write_text("mine")
     with monkeypatch.context() as patch, pytest.raises(UserError, match="--overwrite") as error:
-        patch.setattr("mmldlm.sampling.run.load_pretrained", lambda *a: pytest.fail("refused too late"))
+        patch.setattr("mmldlm.commands.sample.load_pretrained", lambda *a: pytest.fail("refused too late"))
         run("l2t", "--latent-file", latent_file, *shared)
     assert error.value.exit_code == 2 and error.value.found == "samples.jsonl, latents.npy, settings.json"
     assert all((out / name).read_bytes() == text for name, text in before.items())
@@ -81,7 +81,7 @@ def test_t2l_compares_with_the_encoder_where_there_is_one(checkpoint, tmp_path, 
     assert "cosine" not in lines(tmp_path / "a")[0]
     made = np.load(tmp_path / "a" / "latents.npy")
     other = np.roll(made, 1, axis=0)  # of the encoder: the other text's vector
-    monkeypatch.setattr("mmldlm.sampling.run.encode_texts", lambda texts, pretrained, progress: 3 * other)
+    monkeypatch.setattr("mmldlm.commands.sample.encode_texts", lambda texts, pretrained, progress: 3 * other)
     assert run(*words, tmp_path / "b") == 0
     expected = [float(a @ b) for a, b in zip(made, other)]
     assert [line["cosine"] for line in lines(tmp_path / "b")] == pytest.approx(expected, abs=1e-5)
@@ -184,7 +184,7 @@ def test_missing_and_foreign_files_are_refused(checkpoint, tmp_path):
 
 def test_a_folder_that_cannot_be_written_costs_no_samples(checkpoint, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("kept")
-    monkeypatch.setattr("mmldlm.sampling.run.sample_latents", lambda *a, **k: pytest.fail("the samples are lost"))
+    monkeypatch.setattr("mmldlm.commands.sample.sample_latents", lambda *a, **k: pytest.fail("the samples are lost"))
     with pytest.raises(UserError, match="Not a directory"):
         run("t2l", "--checkpoint", checkpoint, "--text", "word1", "--output-dir", tmp_path / "file" / "out")
 

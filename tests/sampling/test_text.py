@@ -13,8 +13,8 @@ from mmldlm.config.schema import ModelConfig
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.masked import SCHEDULES
 from mmldlm.errors import MmldlmError
-from mmldlm.sampling.lengths import choose_lengths
-from mmldlm.sampling.text import TextState, draw_tokens, sample_text
+from mmldlm.sampling.text.length_rule import choose_lengths
+from mmldlm.sampling.text.loop import TextState, draw_tokens, sample_text
 
 TEXTS = [[3, 4, 5], [7], [6, 6, 3, 4, 7, 5, 3], [5, 4], []]
 

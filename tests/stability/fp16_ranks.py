@@ -15,7 +15,7 @@ ENGINES = {
 
 
 def main() -> None:
-    from mmldlm.engines.deepspeed import import_deepspeed
+    from mmldlm.engines.deepspeed.engine import import_deepspeed
 
     import_deepspeed()
     from deepspeed.accelerator import get_accelerator

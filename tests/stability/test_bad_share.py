@@ -8,7 +8,7 @@ import pytest
 
 from mmldlm.config.schema import StabilityConfig
 from mmldlm.stability import Guard
-from mmldlm.stability.bad_share import FEWEST, WINDOW, BadShare
+from mmldlm.stability.bad_sample_rate import FEWEST, WINDOW, BadShare
 from tests.helpers import read_log, run_ranks, train_words
 
 
@@ -45,7 +45,7 @@ def test_the_window_goes_through_a_checkpoint():
     ],
 )
 def test_zeros_for_latents_are_no_loss_of_zero(store, tmp_path, monkeypatch, capsys, words, steps, said):
-    from mmldlm.data.store import Store
+    from mmldlm.data.store.store import Store
     from mmldlm.train import main
 
     get, count = Store.get, [0]
@@ -72,7 +72,7 @@ def test_zeros_for_latents_are_no_loss_of_zero(store, tmp_path, monkeypatch, cap
 
 ONE_RANK_LOSES = """
 import os, sys
-from mmldlm.data.store import Store
+from mmldlm.data.store.store import Store
 from mmldlm.train import end_process, main
 get = Store.get
 def lost(self, indices):

@@ -16,15 +16,15 @@ import pytest
 import torch
 
 from mmldlm.config.load import load_config
-from mmldlm.data.loader import MicroBatches
-from mmldlm.data.noising import Noiser
-from mmldlm.data.plan import BatchPlan
-from mmldlm.data.resolve import open_data
+from mmldlm.data.batching.batch_plan import BatchPlan
+from mmldlm.data.batching.loader import MicroBatches
+from mmldlm.data.batching.run_data import open_data
 from mmldlm.engines.build import build_engine
 from mmldlm.models import MultimodalMMDiT
-from mmldlm.objectives import TranslationObjective
-from mmldlm.objectives.freezing import apply_freezing
-from mmldlm.stability.diagnostics import DEAD_AFTER, Diagnostics, adamw_update, layers_of
+from mmldlm.observe.layer_stats import DEAD_AFTER, Diagnostics, adamw_update, layers_of
+from mmldlm.tasks.translation.freezing import apply_freezing
+from mmldlm.tasks.translation.noiser import Noiser
+from mmldlm.tasks.translation.objective import TranslationObjective
 from tests.helpers import run_ranks
 
 ENGINES = {
@@ -184,7 +184,7 @@ def test_the_formula_is_torchs_adamw():
 
 def test_dead_parameters_are_named_once_and_only_them(store, monkeypatch):
     """The text encoder's output is cut off the graph: its parameters get no gradient at all under one process."""
-    from mmldlm.models.mmdit import TextEncoder
+    from mmldlm.models.mmdit.model import TextEncoder
 
     forward = TextEncoder.forward
     monkeypatch.setattr(TextEncoder, "forward", lambda self, *given: forward(self, *given).detach())
@@ -236,7 +236,7 @@ def test_compiled_blocks_are_watched_without_a_hook_inside_them():
 
     model = torch.nn.Module()
     model.blocks = torch.nn.ModuleList([Block()])
-    from mmldlm.stability.diagnostics import _Activations
+    from mmldlm.observe.layer_stats import _Activations
 
     block = model.blocks[0]
     block._compiled_call_impl = block.forward  # what Module.compile() sets; compiling for real takes a C++ compiler

@@ -29,13 +29,13 @@ def with_an_inf(model, bad_step: int):
 
 def test_the_plain_loop_dies_of_it_and_ours_skips_one_step(store, tmp_path, monkeypatch):
     from mmldlm.config.load import load_config
-    from mmldlm.data.loader import MicroBatches, iterate_steps
-    from mmldlm.data.noising import Noiser
-    from mmldlm.data.plan import BatchPlan
-    from mmldlm.data.resolve import open_data
+    from mmldlm.data.batching.batch_plan import BatchPlan
+    from mmldlm.data.batching.loader import MicroBatches, iterate_steps
+    from mmldlm.data.batching.run_data import open_data
     from mmldlm.engines import build
     from mmldlm.models import MultimodalMMDiT
-    from mmldlm.objectives import TranslationObjective
+    from mmldlm.tasks.translation.noiser import Noiser
+    from mmldlm.tasks.translation.objective import TranslationObjective
     from mmldlm.train import main
 
     words = ["engine.kind=single", "training.num_train_steps=8", "logging.save_freq=4", "optimizer.warmup_steps=0"]

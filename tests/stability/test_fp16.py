@@ -12,7 +12,7 @@ from mmldlm.config.load import load_config
 from mmldlm.config.schema import StabilityConfig
 from mmldlm.errors import UserError
 from mmldlm.stability.guard import Guard
-from mmldlm.stability.loss_scale import LossScale
+from mmldlm.stability.loss_scaler import LossScale
 from tests.helpers import launch, read_log, run_ranks
 from tests.stability.fp16_ranks import ENGINES
 

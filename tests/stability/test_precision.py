@@ -10,7 +10,7 @@ from mmldlm.config.schema import ModelConfig
 from mmldlm.engines.single import SingleEngine
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
-from mmldlm.stability.precision import check_precision, precision_faults
+from mmldlm.stability.precision_check import check_precision, precision_faults
 
 
 def engine_and_config(dtype: str):

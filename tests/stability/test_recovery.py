@@ -18,7 +18,7 @@ def words(store, folder, name: str, *more: str) -> list[str]:
 
 
 def test_skips_in_a_row_roll_back_and_pass_the_batches_over(store, tmp_path, monkeypatch):
-    from mmldlm.data import loader
+    from mmldlm.data.batching import loader
     from mmldlm.train import main
 
     make = loader.MicroBatches.__getitem__
@@ -44,7 +44,7 @@ def test_skips_in_a_row_roll_back_and_pass_the_batches_over(store, tmp_path, mon
 
 
 def test_a_corrupted_row_is_left_out_and_named(store, tmp_path, monkeypatch):
-    from mmldlm.data.store import Store
+    from mmldlm.data.store.store import Store
     from mmldlm.train import main
 
     get, bad_row = Store.get, 17
@@ -66,10 +66,10 @@ def test_a_corrupted_row_is_left_out_and_named(store, tmp_path, monkeypatch):
 
 
 def test_a_bad_weight_is_found_before_it_is_saved_and_the_run_returns(store, tmp_path, monkeypatch):
-    from mmldlm.engines import plain
+    from mmldlm.engines import torch_engine
     from mmldlm.train import main
 
-    apply, count = plain.PlainEngine.apply, [0]
+    apply, count = torch_engine.PlainEngine.apply, [0]
 
     def flip(self, lr, grad_norm):
         apply(self, lr, grad_norm)
@@ -78,7 +78,7 @@ def test_a_bad_weight_is_found_before_it_is_saved_and_the_run_returns(store, tmp
             with torch.no_grad():
                 self.optimizer.state[self._parameters()[3]]["exp_avg_sq"].view(-1)[0] = float("inf")
 
-    monkeypatch.setattr(plain.PlainEngine, "apply", flip)
+    monkeypatch.setattr(torch_engine.PlainEngine, "apply", flip)
     assert main(words(store, tmp_path, "run", "stability.audit_every=1")) == 0
     (rollback,) = events(tmp_path, "run", "rollback")
     assert (rollback["from_step"], rollback["to_step"]) == (5, 4)

@@ -61,8 +61,8 @@ def test_an_inf_of_one_module_in_bf16_alone_is_found(store, tmp_path, monkeypatc
 
 def test_weights_that_bf16_cannot_hold_are_named(store, tmp_path):
     from mmldlm.config.load import load_config
-    from mmldlm.data.resolve import open_data
-    from mmldlm.stability.initial import initial_model
+    from mmldlm.data.batching.run_data import open_data
+    from mmldlm.tasks.translation.build_model import initial_model
     from mmldlm.train import main
 
     data = open_data(load_config("tiny", None, [f"data.latent_data_root={store}", "model.n_blocks=4"]))
@@ -86,8 +86,8 @@ def test_weights_that_bf16_cannot_hold_are_named(store, tmp_path):
 
 def test_one_sample_of_a_later_step_is_singled_out(store, tmp_path, monkeypatch, capsys):
     """A latent so large that fp32 overflows, let through as if no check had seen it; weights trained up to the step."""
-    from mmldlm.data.noising import Noiser
-    from mmldlm.data.store import Store
+    from mmldlm.data.store.store import Store
+    from mmldlm.tasks.translation.noiser import Noiser
     from mmldlm.train import main
 
     get, chosen = Store.get, []
@@ -102,8 +102,8 @@ def test_one_sample_of_a_later_step_is_singled_out(store, tmp_path, monkeypatch,
     monkeypatch.setattr(Store, "get", corrupted)
     monkeypatch.setattr(Noiser, "_unusable", lambda self, tokens, latent, length: None)
     from mmldlm.config.load import load_config
-    from mmldlm.data.plan import BatchPlan
-    from mmldlm.data.resolve import open_data
+    from mmldlm.data.batching.batch_plan import BatchPlan
+    from mmldlm.data.batching.run_data import open_data
 
     lengths = open_data(load_config("tiny", None, [f"data.latent_data_root={store}"])).train_lengths
     chosen.append(int(BatchPlan(lengths, 4, 0).batch(3).ids[2]))
@@ -120,7 +120,7 @@ def test_one_sample_of_a_later_step_is_singled_out(store, tmp_path, monkeypatch,
 
 def test_an_unknown_event_names_those_there(store, tmp_path):
     from mmldlm.errors import UserError
-    from mmldlm.stability.forensics import load_case, save_case
+    from mmldlm.stability.skipped_steps import load_case, save_case
 
     save_case(tmp_path, {"step": 7, "loss": float("nan"), "grad_norm": 1.0, "micro_batches": []})
     assert np.isnan(load_case(tmp_path, "last")["loss"])
@@ -145,7 +145,7 @@ def test_weights_that_made_the_numbers_are_reached_without_being_asked(store, tm
     said = capsys.readouterr().out
     assert "nothing found with older weights: taking the 1 step(s) up to it" in said
 
-    from mmldlm import replay
+    from mmldlm.debug import replay
 
     replay._FEW, few = 0, replay._FEW
     try:

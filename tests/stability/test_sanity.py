@@ -15,13 +15,13 @@ import torch
 
 from mmldlm import train
 from mmldlm.config.load import load_config
-from mmldlm.data import loader
-from mmldlm.data.resolve import open_data
-from mmldlm.engines.gradients import gradient_fragments
+from mmldlm.data.batching import loader
+from mmldlm.data.batching.run_data import open_data
+from mmldlm.debug import sanity_report, sanity_runner
+from mmldlm.debug.sanity_checks import CHECKS, FAIL, NOT_RUN, PASS
+from mmldlm.engines.gradient_shards import gradient_fragments
 from mmldlm.errors import UserError
-from mmldlm.models import mmdit
-from mmldlm.stability import sanity, sanity_run
-from mmldlm.stability.sanity_checks import CHECKS, FAIL, NOT_RUN, PASS
+from mmldlm.models.mmdit import model as mmdit
 from tests.helpers import launch
 
 # ddp and ZeRO-0 keep gradients and state as one process does.
@@ -33,9 +33,9 @@ def command(store, *words: str) -> int:
     """What `mmldlm sanity` runs."""
     parser = argparse.ArgumentParser()
     train.add_arguments(parser)
-    sanity.add_arguments(parser)
+    sanity_report.add_arguments(parser)
     args = parser.parse_intermixed_args(["--config-name", "tiny", f"data.latent_data_root={store}", *words])
-    return sanity.main(args, train.parse_config)
+    return sanity_report.main(args, train.parse_config)
 
 
 def main(store: str, folder: str) -> None:
@@ -49,17 +49,17 @@ def statuses(report: dict) -> dict[str, str]:
     return {row["id"]: row["status"] for row in report["checks"]}
 
 
-def examined(store, *words: str, overfit_steps: int = 6, plant=None) -> sanity.Sanity:
+def examined(store, *words: str, overfit_steps: int = 6, plant=None) -> sanity_report.Sanity:
     """Sanity of a tiny run in this process; plant(sanity) breaks it before its first step."""
     config = load_config("tiny", None, [f"data.latent_data_root={store}", "engine.kind=single", *words])
-    found = sanity.Sanity(open_data(config))
+    found = sanity_report.Sanity(open_data(config))
     if plant is not None:
         plant(found)
     found.run(3, overfit_steps)
     return found
 
 
-def failed(found: sanity.Sanity) -> dict[str, str]:
+def failed(found: sanity_report.Sanity) -> dict[str, str]:
     """The rows that did not pass, and why."""
     return {row.id: row.reason for row in found.findings.rows() if row.status == FAIL}
 
@@ -70,7 +70,7 @@ def test_a_healthy_run_passes_with_lmols_options(store, tmp_path, capsys):
     report = json.loads(file.read_text())
     assert report["ok"] and statuses(report) == dict.fromkeys(CHECKS, PASS)
     assert report["conditions"]["dtype"] == "bf16" and report["conditions"]["grad_clip_norm"] == 1.0
-    assert [step["step"] for step in report["steps"]] == list(range(1, 4 + sanity.OVERFIT_STEPS))
+    assert [step["step"] for step in report["steps"]] == list(range(1, 4 + sanity_report.OVERFIT_STEPS))
     assert {group["weight_decay"] for group in report["groups"]} == {0.01, 0.0}
     assert report["layers"]["blocks.1.text"]["grad_norm"] > 0
     assert report["layers"]["text_encoder"]["zero_share"] > 0.9  # tokens that no text of the batch has
@@ -94,7 +94,7 @@ def test_a_healthy_run_passes_on_every_engine(store, tmp_path):
 # -- planted faults ----------------------------------------------------------------------------------------------------
 
 
-def on_step(found: sanity.Sanity, act) -> None:
+def on_step(found: sanity_report.Sanity, act) -> None:
     """act(engine) before every optimizer step, the gradients being ready."""
     grad_norm = found.engine.grad_norm
 
@@ -148,9 +148,9 @@ def test_what_a_mode_cannot_train_is_no_fault_and_is_said(store):
 
 def test_a_loss_without_a_graph_ends_the_steps(store, monkeypatch):
     """The earlier system's answer to a bad loss: a constant."""
-    objective = sanity_run.TranslationObjective.__call__
+    objective = sanity_runner.TranslationObjective.__call__
     constant = lambda self, *given: (torch.tensor(0.01), objective(self, *given)[1])  # noqa: E731
-    monkeypatch.setattr(sanity_run.TranslationObjective, "__call__", constant)
+    monkeypatch.setattr(sanity_runner.TranslationObjective, "__call__", constant)
     rows = {row.id: row.status for row in examined(store).findings.rows()}
     assert rows["attached"] == FAIL and rows["device"] == rows["batches"] == PASS
     assert rows["runs"] == rows["reached"] == rows["overfit"] == NOT_RUN
@@ -265,13 +265,13 @@ def test_tokens_and_latents_of_another_sample_are_seen(store, monkeypatch):
 
 
 def test_writing_into_the_batch_is_seen(store, monkeypatch):
-    objective = sanity_run.TranslationObjective.__call__
+    objective = sanity_runner.TranslationObjective.__call__
 
     def writing(self, model, batch):
         batch.tensors["latents"].mul_(1.0)
         return objective(self, model, batch)
 
-    monkeypatch.setattr(sanity_run.TranslationObjective, "__call__", writing)
+    monkeypatch.setattr(sanity_runner.TranslationObjective, "__call__", writing)
     assert failed(examined(store)) == {"in_place": "forward or backward wrote into the batch: latents"}
 
 

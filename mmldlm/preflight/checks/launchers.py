@@ -7,8 +7,8 @@ import os
 import shutil
 from importlib import metadata
 
-from mmldlm.preflight.carried import DECISIVE, env_files, is_secret, read_env_file, wanted
-from mmldlm.preflight.result import check, fail, ok, skip, warn
+from mmldlm.cluster.env_propagation import DECISIVE, env_files, is_secret, read_env_file, wanted
+from mmldlm.preflight.check import check, fail, ok, skip, warn
 
 _PROGRAMS = {
     "deepspeed": ("pdsh", "apt-get install pdsh (or use --launcher torchrun)"),

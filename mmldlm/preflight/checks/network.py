@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import statistics
 
+from mmldlm.preflight.check import check, fail, ok, skip, warn
 from mmldlm.preflight.context import majority
-from mmldlm.preflight.result import check, fail, ok, skip, warn
-from mmldlm.preflight.small_packets import SEGMENT
+from mmldlm.preflight.remote.small_packets import SEGMENT
 
 ROUND_TRIP_MS, ROUND_TRIP_NOTED_MS, FAR_ABOVE = 20.0, 2.0, 10  # within a data center it is far below 1 ms
 LOST_AT_LEAST, LOST_SHARE = 3, 0.01

@@ -7,10 +7,10 @@ import importlib.util
 import json
 from pathlib import Path
 
-from mmldlm.config.unchanged import batch_fix, compare
+from mmldlm.config.resume_compat import batch_fix, compare
 from mmldlm.errors import UserError
-from mmldlm.preflight import sizes as size
-from mmldlm.preflight.result import check, fail, ok, skip, warn
+from mmldlm.preflight import memory_model as size
+from mmldlm.preflight.check import check, fail, ok, skip, warn
 
 
 def _refused(error: UserError):
@@ -26,7 +26,7 @@ def config_is_valid(context):
 @check("CFG002", 0, "head", "DeepSpeed JSON")
 def deepspeed_json_agrees(context):
     """The DeepSpeed JSON agrees with the config, and has only keys that DeepSpeed knows and mmldlm supports."""
-    from mmldlm.engines.deepspeed_config import merged_config, read_json
+    from mmldlm.engines.deepspeed.config import merged_config, read_json
 
     config = context.config
     if config is None:
@@ -46,7 +46,7 @@ def deepspeed_json_agrees(context):
 
 
 def _json_disagrees(config, world_size: int) -> bool:
-    from mmldlm.engines.deepspeed_config import merged_config
+    from mmldlm.engines.deepspeed.config import merged_config
 
     try:
         return config.engine.kind == "deepspeed" and not merged_config(config, world_size)
@@ -177,7 +177,7 @@ def hosts_hold_what_is_offloaded(context):
 
 
 def _offloaded(context) -> dict[str, str]:
-    from mmldlm.engines.deepspeed_config import offloaded
+    from mmldlm.engines.deepspeed.config import offloaded
 
     engine, plan = context.config.engine, context.engine_plan()
     return offloaded(int(plan[4:]), engine.deepspeed_config) if engine.kind == "deepspeed" else {}
@@ -185,7 +185,7 @@ def _offloaded(context) -> dict[str, str]:
 
 def _bucket(context, plan: str, on_gpu: bool) -> int:
     """Elements of a DeepSpeed bucket under a plan; the run's own JSON counts for the stage it is for."""
-    from mmldlm.engines.deepspeed_config import bucket_elements
+    from mmldlm.engines.deepspeed.config import bucket_elements
 
     engine, chosen = context.config.engine, plan == context.engine_plan()
     if not plan.startswith("zero") or (chosen and engine.kind != "deepspeed"):

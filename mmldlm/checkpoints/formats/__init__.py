@@ -1,0 +1,1 @@
+"""Checkpoint formats, one folder per format, behind one registry."""

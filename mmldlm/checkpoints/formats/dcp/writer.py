@@ -1,0 +1,145 @@
+"""A torch.distributed.checkpoint folder of any world size, as FSDP2 and mmldlm's fsdp engine save it.
+
+Layout: see dcp_reader. Weights are cut along their first dimension, buffers stand whole in rank 0's file, and a tied
+weight's second name points at the bytes of the first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mmldlm.checkpoints.formats.adam_state import MOMENTS
+from mmldlm.checkpoints.formats.dcp.reader import METADATA, TRAINABLE
+from mmldlm.checkpoints.formats.deepspeed.files import numel
+from mmldlm.checkpoints.formats.optimizer_metadata import KEPT, PLAIN_SCALER, TrainingFacts, plain_scaler
+from mmldlm.checkpoints.formats.torch_save.pickler import Global, NewObject, NewTensor, PickleWriter, Size
+from mmldlm.checkpoints.formats.torch_save.writer import TorchLayout, TorchOutput
+from mmldlm.checkpoints.formats.weight_source import TensorInfo, WeightSource
+from mmldlm.checkpoints.formats.write_plan import WEIGHT, Plan, Segment
+
+_DCP = "torch.distributed.checkpoint.metadata"
+
+
+def plan_dcp(source: WeightSource, facts: TrainingFacts | None, world_size: int, folder: Path) -> tuple[Plan, bytes]:
+    """The plan (sweep) of the ranks' files in `folder`, and the bytes of its .metadata.
+
+    Args:
+        facts: None where nobody knows what was trained: the weights alone are written.
+    """
+    items: list[list[tuple[str, str, NewTensor, int, tuple[int, ...]]]] = [[] for _ in range(world_size)]
+    described: dict[str, tuple[str, tuple[int, ...], list[tuple]]] = {}
+    for name, info in source.tensors.items():
+        if info.alias_of:
+            continue
+        for what in (WEIGHT, *MOMENTS):
+            if what == WEIGHT or (facts is not None and name in source.moments.get(what, {})):
+                dtype = info.dtype if what == WEIGHT else "float32"
+                chunks = list(_chunks(info, world_size))
+                described[_key(name, what)] = (dtype, info.shape, [(offsets, sizes) for _, offsets, sizes in chunks])
+                for rank, offsets, sizes in chunks:
+                    items[rank].append((name, what, NewTensor(dtype, sizes), rank, offsets))
+    plan, places = Plan(), {}
+    for rank, held in enumerate(items):
+        layouts = [TorchLayout(tensor, "archive") for _, _, tensor, _, _ in held]
+        if not layouts:
+            continue
+        file = TorchOutput(folder / f"__{rank}_0.distcp", layouts)
+        plan.files.append(file)
+        for (name, what, tensor, _, offsets), layout, base in zip(held, layouts, file.bases):
+            start = offsets[0] * numel(source.tensors[name].shape[1:]) if offsets else 0
+            plan.send(name, what, [Segment(file, tensor, 0, start, tensor.numel)])
+            places[_key(name, what), offsets] = (file.path.name, base, layout.size)
+    for name, info in source.tensors.items():
+        if info.alias_of:
+            described[_key(name, WEIGHT)] = described[_key(info.alias_of, WEIGHT)]
+            for offsets, _ in described[_key(name, WEIGHT)][2]:
+                places[_key(name, WEIGHT), offsets] = places[_key(info.alias_of, WEIGHT), offsets]
+    return plan, _metadata(described, places)
+
+
+def write_descriptions(source: WeightSource, facts: TrainingFacts | None, metadata: bytes, folder: Path) -> None:
+    """.metadata, whose presence makes the folder a checkpoint, and trainable.json."""
+    if facts is not None:
+        (folder / TRAINABLE).write_text(json.dumps(trainable_of(source, facts)) + "\n")
+    (folder / METADATA).write_bytes(metadata)
+
+
+def trainable_of(source: WeightSource, facts: TrainingFacts) -> dict[str, Any]:
+    """trainable.json: what DCP itself does not say, and what DeepSpeed would want to know again."""
+    kinds = {kind: [name for name, info in source.tensors.items() if info.kind == kind] for kind in ("buffer", "alias")}
+    return {
+        "trainable": [name for group in facts.groups for name in group.names],
+        "buffers": kinds["buffer"],
+        "aliases": {name: source.tensors[name].alias_of for name in kinds["alias"]},
+        "groups": [{"names": group.names, "settings": group.settings} for group in facts.groups],
+        "steps": facts.steps,
+        "compute_dtype": facts.compute_dtype,
+        "deepspeed": {
+            **{key: facts.optimizer[key] for key in KEPT if key in facts.optimizer},
+            PLAIN_SCALER: plain_scaler(facts.optimizer["loss_scaler"]),
+        },
+    }
+
+
+def _key(name: str, what: str) -> str:
+    return f"model.{name}" if what == WEIGHT else f"optim.{what}.{name}"
+
+
+def _path(key: str) -> tuple[str, ...]:
+    """Where a flat name stands in the nested dict that was saved."""
+    first, _, rest = key.partition(".")
+    return (first, rest) if first == "model" else (first, *rest.split(".", 1))
+
+
+def _chunks(info: TensorInfo, world: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """(rank, offsets, sizes) of the pieces of a tensor that hold anything, as torch.chunk cuts its rows."""
+    if info.kind == "buffer" or not info.shape or not info.numel:
+        yield 0, (0,) * len(info.shape), info.shape
+        return
+    rows = -(-info.shape[0] // world)
+    for rank in range(-(-info.shape[0] // rows)):
+        held = min(rows, info.shape[0] - rank * rows)
+        yield rank, (rank * rows, *(0,) * (len(info.shape) - 1)), (held, *info.shape[1:])
+
+
+def _metadata(described: dict[str, tuple[str, tuple[int, ...], list[tuple]]], places: dict) -> bytes:
+    layout = NewObject(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+    memory = NewObject(Global(_DCP, "_MEM_FORMAT_ENCODING"), (0,))
+    tensors, storage = {}, {}
+    for key, (dtype, shape, chunks) in described.items():
+        properties = NewObject(
+            Global(_DCP, "TensorProperties"), state=(Global("torch", dtype), layout, False, memory, False)
+        )
+        pieces = [
+            NewObject(Global(_DCP, "ChunkStorageMetadata"), state={"offsets": Size(offsets), "sizes": Size(sizes)})
+            for offsets, sizes in chunks
+        ]
+        state = {"properties": properties, "size": Size(shape), "chunks": pieces}
+        tensors[key] = NewObject(Global(_DCP, "TensorStorageMetadata"), state=state)
+        for number, (offsets, _) in enumerate(chunks):
+            index = {"fqn": key, "offset": Size(offsets), "index": number}
+            file, at, length = places[key, offsets]
+            info = {"relative_path": file, "offset": at, "length": length, "transform_descriptors": None}
+            storage[NewObject(Global(_DCP, "MetadataIndex"), state=_Frozen(index))] = NewObject(
+                Global("torch.distributed.checkpoint.filesystem", "_StorageInfo"), state=info
+            )
+    fields = {
+        "state_dict_metadata": tensors,
+        "planner_data": {key: _path(key) for key in described},
+        "storage_data": storage,
+        "storage_meta": None,
+        "version": "1.0.0",
+    }
+    pickled = PickleWriter()
+    pickled.add(NewObject(Global(_DCP, "Metadata"), state=fields))
+    return pickled.finish()
+
+
+class _Frozen(dict):
+    """A dict that may stand in a key of another one; it is not changed any more."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return id(self)

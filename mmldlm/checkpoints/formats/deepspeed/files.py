@@ -1,0 +1,247 @@
+"""The files of a DeepSpeed checkpoint and the fields of the dicts in them, each checked before anything leans on it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mmldlm.checkpoints.formats.dtypes import DTYPES
+from mmldlm.checkpoints.formats.torch_save.reader import TorchFile, damaged
+from mmldlm.checkpoints.formats.torch_save.unpickler import Inert, TensorRef
+from mmldlm.errors import UserError
+
+_OPTIM = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+_MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+_MODEL3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
+_FOREIGN = re.compile(r"(layer_\d+.*|.*expert_\d+.*)[_-](model|optim)_states\.pt")
+SAME_SAVE = "restore all files from one and the same save"
+
+
+def is_zero_folder(folder: Path) -> bool:
+    """Whether files of a DeepSpeed checkpoint lie directly in `folder`."""
+    return folder.is_dir() and any(folder.glob("*_states.pt"))
+
+
+def find_zero_folder(path: Path) -> Path | None:
+    """The folder with the *_states.pt files for an engine, tag or step folder; None if there is none.
+
+    Raises UserError for a `latest` file that names a tag which is not there.
+    """
+    if is_zero_folder(path):
+        return path
+    latest = path / "latest"
+    if latest.is_file():
+        tag = latest.read_text(errors="replace").strip()
+        if not tag or "/" in tag or tag in (".", ".."):
+            return None
+        if not is_zero_folder(path / tag):
+            raise UserError(
+                f"the checkpoint {tag!r} that {latest} names",
+                "no *_states.pt files there",
+                f"give the folder of the checkpoint itself, one of those in {path}",
+            )
+        return path / tag
+    # The last two are as `mmldlm convert --to universal` leaves them.
+    for name in ("zero", "engine", "engine/zero", "universal", "engine/universal"):
+        candidate = path / name
+        if is_zero_folder(candidate):
+            return candidate
+    return None
+
+
+def list_files(folder: Path) -> tuple[dict[int, Path], dict[int, Path], dict[int, Path]]:
+    """rank -> optimizer file, {0: model file of ZeRO-0/1/2}, rank -> model file of ZeRO-3.
+
+    Raises UserError for tensor, pipeline and expert parallel layouts, for files of two saves, and for no model file.
+    """
+    optim: dict[int, Path] = {}
+    model: dict[int, Path] = {}
+    model3: dict[int, Path] = {}
+    for path in sorted(folder.glob("*_states.pt")):
+        name = path.name
+        if found := _OPTIM.fullmatch(name):
+            rank, mp, into = int(found[2]), int(found[3]), optim
+        elif found := _MODEL3.fullmatch(name):
+            rank, mp, into = int(found[1]), int(found[2]), model3
+        elif found := _MODEL.fullmatch(name):
+            rank, mp, into = 0, int(found[1]), model
+        else:
+            kind = "pipeline or expert parallel" if _FOREIGN.fullmatch(name) else "unknown"
+            fix = "convert such checkpoints with DeepSpeed's own tools"
+            raise UserError(f"ZeRO files only in {folder}", f"{name} ({kind})", fix)
+        if mp != 0:
+            fix = "merge the tensor-parallel parts with the tool that made them"
+            raise UserError(f"a checkpoint without tensor parallelism in {folder}", f"{name} (mp_rank {mp})", fix)
+        if rank in into:
+            found_two = f"a second file of rank {rank}, beside {into[rank].name}"
+            raise damaged(path, found_two, "remove the one that belongs to another save")
+        into[rank] = path
+    if model and model3:
+        beside = f"model files of ZeRO-3 ({model3[min(model3)].name}) beside one of another stage"
+        raise damaged(model[0], beside, "remove the files of the other checkpoint")
+    if not model and not model3:
+        raise missing(folder, "mp_rank_00_model_states.pt or zero_pp_rank_*_model_states.pt", "neither")
+    return optim, model, model3
+
+
+def missing(folder: Path, expected: str, found: str) -> UserError:
+    return UserError(f"{expected} in {folder}", found, "copy the checkpoint again with all of its files")
+
+
+def open_named(path: Path, is_ranged: bool = False) -> TorchFile:
+    """Opens a rank's file and refuses one that was renamed since it was saved."""
+    file = TorchFile(path, is_ranged)
+    # torch names the zip's top folder after the file; writers that go through a buffer say "archive".
+    if file.top not in (path.stem, "archive"):
+        file.close()
+        renamed = f"it was saved as {file.top}.pt and renamed since: rank files are swapped"
+        raise damaged(path, renamed, "restore the files under the names they were saved with")
+    return file
+
+
+def check_ranks(folder: Path, files: dict[int, Path], world_size: int, what: str) -> None:
+    """Exactly one file for each rank."""
+    wanted = set(range(world_size))
+    absent, extra = sorted(wanted - set(files)), sorted(set(files) - wanted)
+    if absent:
+        raise missing(folder, f"{world_size} {what} files, one for each rank", f"none for rank(s) {short(absent)}")
+    if extra:
+        found = f"a file of rank {extra[0]}, but the checkpoint is of {world_size} ranks (dp_world_size)"
+        raise damaged(files[extra[0]], found, "remove the files that an older run of more ranks left behind")
+
+
+# -- fields ---------------------------------------------------------------------------------------------------------
+
+
+def load_dict(file: TorchFile) -> dict:
+    state = file.load()
+    if not isinstance(state, dict):
+        raise damaged(file.path, f"a {type(state).__name__} where DeepSpeed saves a dict")
+    return state
+
+
+def inner_optimizer(file: TorchFile) -> dict:
+    """The optimizer's state in an optim_states file."""
+    inner = load_dict(file).get("optimizer_state_dict")
+    if not isinstance(inner, dict):
+        raise damaged(file.path, "no optimizer_state_dict in it: no optimizer file of ZeRO")
+    return inner
+
+
+def count_of(file: TorchFile, state: dict, key: str) -> int:
+    value = state.get(key)
+    if type(value) is not int or value < 0:
+        raise damaged(file.path, f"{key} = {value!r} where a count should stand")
+    return value
+
+
+def configured_stage(state: dict) -> int:
+    """zero_optimization.stage of the DeepSpeed config in a model_states file."""
+    config = state.get("ds_config")
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
+    return stage if isinstance(stage, int) else 0
+
+
+def saved_stage(file: TorchFile, inner: dict) -> int:
+    stage: Any = inner.get("zero_stage")
+    if isinstance(stage, Inert) and len(stage.args) == 1:
+        stage = stage.args[0]
+    if stage is None and "single_partition_of_fp32_groups" in inner:
+        stage = 1  # BF16_Optimizer does not say
+    if stage not in (1, 2, 3):
+        raise damaged(file.path, f"zero_stage {stage!r}")
+    return int(stage)
+
+
+def check_same_step(files: list[TorchFile], states: list[dict], world_size: int) -> None:
+    """The optimizer's own step counters must agree over the ranks: the only trace of the step in these files."""
+    first = None
+    for file, state in zip(files, states):
+        steps = [_read_scalar(file, ref) for ref in _step_refs(state)]
+        first = first if first is not None else steps
+        if steps != first:
+            raise damaged(file.path, f"optimizer step {steps} while {files[0].path.name} is at {first}", SAME_SAVE)
+        counts = state.get("partition_count")
+        for count in counts if isinstance(counts, list) else [counts]:
+            if type(count) is int and count != world_size:
+                found = f"partition_count = {count}, but dp_world_size is {world_size}"
+                raise damaged(file.path, found, SAME_SAVE)
+
+
+def param_shapes(file: TorchFile, state: dict) -> list[dict[str, tuple[int, ...]]]:
+    """One dict name -> shape for each group, in the order of the flat weights."""
+    groups = state.get("param_shapes")
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        raise damaged(file.path, "no param_shapes in it: the order of the flat weights is unknown")
+    for name, shape in ((n, s) for group in groups for n, s in group.items()):
+        is_shape = isinstance(shape, tuple) and all(type(size) is int and size >= 0 for size in shape)
+        if not isinstance(name, str) or not is_shape:
+            raise damaged(file.path, f"param_shapes says {name!r}: {shape!r}")
+    names = [name for group in groups for name in group]
+    if len(names) != len(set(names)):
+        raise damaged(file.path, "param_shapes names a parameter twice")
+    return groups
+
+
+def buffer_names(state: dict) -> set[str]:
+    names = state.get("buffer_names")
+    return {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
+
+
+def flat_groups(file: TorchFile, inner: dict, key: str, count: int) -> list[TensorRef]:
+    """This rank's flat masters, one for each group."""
+    flats = inner.get(key)
+    if not isinstance(flats, list) or len(flats) != count or not all(isinstance(flat, TensorRef) for flat in flats):
+        found = f"{len(flats)} entries" if isinstance(flats, list) else type(flats).__name__
+        raise damaged(file.path, f"{key} should hold {count} flat tensors (one for each group), it has {found}")
+    for flat in flats:
+        file.check_ref(flat, key)
+        if not flat.is_contiguous or not DTYPES[flat.dtype].is_float or DTYPES[flat.dtype].itemsize == 1:
+            raise damaged(file.path, f"{key} holds a {flat.dtype} tensor of shape {flat.shape}")
+    return flats
+
+
+def inner_paddings(file: TorchFile, inner: dict, group: int, count: int) -> list[int]:
+    """Elements of padding after each of a group's `count` parameters (parameter_alignment; 0 almost always)."""
+    groups = inner.get("param_alignment_paddings")
+    if groups is None:  # DeepSpeed before 0.19.8, and BF16_Optimizer
+        return [0] * count
+    try:
+        pads = list(groups[group])
+    except (TypeError, IndexError, KeyError):
+        pads = []
+    if len(pads) != count or not all(type(pad) is int and pad >= 0 for pad in pads):
+        raise damaged(file.path, f"param_alignment_paddings of group {group}: {str(pads)[:80]}, {count} parameters")
+    return pads
+
+
+def numel(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def short(values: list) -> str:
+    """The first few of many, for a message."""
+    text = ", ".join(str(value) for value in values[:4])
+    return text + (f" and {len(values) - 4} more" if len(values) > 4 else "")
+
+
+def _step_refs(inner: dict) -> list[Any]:
+    """The `step` of every parameter state of the inner optimizer, in a fixed order."""
+    states: Any = inner.get("base_optimizer_state", inner.get("optimizer_state_dict"))
+    if isinstance(states, dict):
+        states = [value for _, value in sorted((states.get("state") or {}).items(), key=lambda item: str(item[0]))]
+    return [state.get("step") for state in states if isinstance(state, dict)] if isinstance(states, list) else []
+
+
+def _read_scalar(file: TorchFile, value: Any) -> Any:
+    if not isinstance(value, TensorRef):
+        return value if isinstance(value, (int, float)) else None
+    if value.numel != 1 or value.dtype not in ("float32", "float64", "int64", "int32"):
+        return None
+    file.check_ref(value, "step")
+    return file.read_elements(value, 0, 1)[0].item()

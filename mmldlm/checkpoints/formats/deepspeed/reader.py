@@ -1,0 +1,317 @@
+"""Reader of DeepSpeed ZeRO-0/1/2/3 checkpoints, without torch or deepspeed, in bounded memory.
+
+Layouts (DeepSpeed 0.19, deepspeed/runtime/engine.py, zero/stage_1_and_2.py, zero/stage3.py, bf16_optimizer.py):
+
+* ZeRO-1 and 2: a parameter group is flat, its parameters in the order of `param_shapes`, padded to a multiple of
+  2 * world size and cut into equal slices, one per rank. Masters are saved without the tail padding.
+* BF16_Optimizer (ZeRO-1 with fp32 accumulation): the same, but the padding is saved too.
+* ZeRO-3: every parameter gives ceil(numel / world size) elements to every rank, padded at its own end; a sub-group
+  is flat on each rank.
+* ZeRO-0: the module, and for 16-bit engines the masters as a list without names.
+
+`param_slice_mappings` is never used: it disagrees with the data under round_robin_gradients.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mmldlm.checkpoints.formats.adam_state import (
+    flat_moments,
+    group_names,
+    moments_by_name,
+    states_by_index,
+    stepped_alike,
+)
+from mmldlm.checkpoints.formats.deepspeed.files import (
+    SAME_SAVE,
+    buffer_names,
+    check_ranks,
+    check_same_step,
+    configured_stage,
+    count_of,
+    find_zero_folder,
+    flat_groups,
+    inner_optimizer,
+    inner_paddings,
+    list_files,
+    load_dict,
+    missing,
+    numel,
+    open_named,
+    param_shapes,
+    saved_stage,
+    short,
+)
+from mmldlm.checkpoints.formats.deepspeed.partitioning import gather_parts, slice_parts, slice_sizes
+from mmldlm.checkpoints.formats.deepspeed.universal_reader import add_universal, is_universal
+from mmldlm.checkpoints.formats.deepspeed.zero0_masters import match_masters, order_of_masters
+from mmldlm.checkpoints.formats.model_pt.reader import add_plain_tensors, tensors_of
+from mmldlm.checkpoints.formats.torch_save.reader import TorchFile, damaged
+from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
+from mmldlm.checkpoints.formats.weight_source import Part, TensorInfo, WeightSource
+from mmldlm.errors import UserError
+
+
+class ZeroCheckpoint(WeightSource):
+    """A DeepSpeed checkpoint opened for reading; see WeightSource for what it offers."""
+
+    engine = "deepspeed"
+    with_moments = False
+
+    @classmethod
+    def open(
+        cls, path: Path | str, allow_nonfinite: bool = False, with_moments: bool = False, is_ranged: bool = False
+    ) -> ZeroCheckpoint:
+        """Opens a folder of *_states.pt files, or one that contains it (`latest`, zero/, engine/zero/).
+
+        Args:
+            with_moments: find AdamW's moments too, and refuse a checkpoint that does not fit AdamW.
+            is_ranged: see torch_file.
+
+        Raises:
+            UserError: missing, extra, renamed, damaged or mismatched files; layouts that are not supported
+                (tensor, pipeline and expert parallel). The message names the file.
+        """
+        folder = find_zero_folder(Path(path))
+        if folder is None:
+            raise UserError(
+                f"a DeepSpeed checkpoint at {path}",
+                "no *_states.pt files there or under its `latest`",
+                "give the folder that holds the mp_rank_* and zero_pp_rank_* files",
+            )
+        source = cls(folder, allow_nonfinite, is_ranged)
+        source.with_moments = with_moments
+        try:
+            source._open_folder()
+        except BaseException:
+            source.close()
+            raise
+        return source
+
+    def _open_folder(self) -> None:
+        optim, model, model3 = list_files(self.path)
+        model_files = [self._open(path) for _, path in sorted((model3 or model).items())]
+        models = [load_dict(file) for file in model_files]
+        self.step = count_of(model_files[0], models[0], "global_steps")
+        self.world_size = count_of(model_files[0], models[0], "dp_world_size")
+        for file, state in zip(model_files[1:], models[1:]):
+            for key in ("global_steps", "dp_world_size", "ds_version"):
+                if state.get(key) != models[0].get(key):
+                    first = f"{models[0].get(key)!r} in {model_files[0].path.name}"
+                    raise damaged(file.path, f"{key} = {state.get(key)!r}, but {first}", SAME_SAVE)
+        if not optim and is_universal(self.path):
+            self.stage = configured_stage(models[0])
+            self._read_universal(model_files, models)
+            return
+        if not optim:
+            stage = configured_stage(models[0]) or (3 if model3 else 0)
+            if stage != 0:
+                files = f"the {self.world_size} zero_pp_rank_*_optim_states.pt files of ZeRO-{stage}"
+                raise missing(self.path, files, "none")
+            self.stage = 0
+            self._read_zero0(model_files[0], models[0])
+            return
+        check_ranks(self.path, optim, self.world_size, "optim_states")
+        optim_files = [self._open(path) for _, path in sorted(optim.items())]
+        inners = [inner_optimizer(file) for file in optim_files]
+        self.stage = saved_stage(optim_files[0], inners[0])
+        check_same_step(optim_files, inners, self.world_size)
+        if (self.stage == 3) != bool(model3):
+            found = (
+                f"a model file of {'ZeRO-3' if model3 else 'another stage'}, with optimizer files of ZeRO-{self.stage}"
+            )
+            raise damaged(model_files[0].path, found, SAME_SAVE)
+        if self.stage == 3:
+            check_ranks(self.path, model3, self.world_size, "model_states")
+            self._read_zero3(model_files, models, optim_files, inners)
+        else:
+            self._read_zero12(model_files[0], models[0], optim_files, inners)
+
+    def _read_universal(self, model_files: list[TorchFile], models: list[dict]) -> None:
+        """Masters and moments by name; frozen parameters and buffers are where the source had them."""
+        file, state = model_files[0], models[0]
+        module = tensors_of(state.get("module"), file.path, "module", self.notes)
+        groups = param_shapes(file, state)
+        trainable = {name for group in groups for name in group}
+        if self.stage == 3:
+            plain = {name: module[name] for name in module if name in buffer_names(state)}
+        else:
+            plain = {name: ref for name, ref in module.items() if name not in trainable}
+        kinds = {**dict.fromkeys(plain, "frozen"), **dict.fromkeys(buffer_names(state), "buffer")}
+        add_universal(self, groups, self.with_moments)
+        shared = state.get("shared_params") or {}
+        add_plain_tensors(self, file, {name: ref for name, ref in plain.items() if name not in shared}, kinds)
+        self._add_frozen3(model_files, models if self.stage == 3 else [{}])
+        self._add_shared3(file, state)
+        self._order_like(module)
+
+    def _order_like(self, module: dict) -> None:
+        """The model's order, and nothing that is named but nowhere stored."""
+        unknown = [name for name in module if name not in self.tensors]
+        if unknown:
+            found = f"module names {short(unknown)}, whose weights are nowhere in the checkpoint"
+            raise damaged(self.files[0].path, found)
+        order = [*module, *(name for name in self.tensors if name not in module)]
+        self.tensors = {name: self.tensors[name] for name in order}
+
+    def _open(self, path: Path) -> TorchFile:
+        file = open_named(path, self.is_ranged)
+        self.files.append(file)
+        return file
+
+    def _mark_aliases(self, file: TorchFile, state: dict) -> None:
+        """Tied weights that were copied apart before they were saved (mmldlm writes a copy while training goes on).
+
+        DeepSpeed names them from ZeRO-1 on; under ZeRO-0 mmldlm does, in the client state.
+        """
+        shared = state.get("shared_params") or state.get("aliases")
+        self.mark_aliases(shared if isinstance(shared, dict) else {}, file.path)
+
+    def _add_trainable(self, name: str, shape: tuple[int, ...], parts: list[Part]) -> None:
+        self.tensors[name] = TensorInfo(name, "float32", shape, "trainable")
+        self._parts[name] = [part for part in parts if part.count]
+
+    # -- ZeRO-0 -----------------------------------------------------------------------------------------------------
+
+    def _read_zero0(self, file: TorchFile, state: dict) -> None:
+        module = tensors_of(state.get("module"), file.path, "module", self.notes)
+        add_plain_tensors(self, file, module, dict.fromkeys(buffer_names(state), "buffer"))
+        self._mark_aliases(file, state)
+        optimizer = state.get("optimizer")
+        if not isinstance(optimizer, dict):
+            return
+        mirrors = {name: parts for name, parts in self._parts.items() if self.tensors[name].kind == "parameter"}
+        shapes = {name: self.tensors[name].shape for name in mirrors}
+        names = state.get("optimizer_param_names")
+        masters = match_masters(file, optimizer, names, mirrors, shapes)
+        if masters is None and names is None:
+            return  # an fp32 engine: the module is the master; which of it was trained is not told
+        trained = list(masters) if masters is not None else self.owners_of(group_names(file, names), file)
+        for name in mirrors:
+            if name not in trained:
+                self.retype(name, "frozen")
+            elif masters is None:
+                self.retype(name, "trainable")
+            else:
+                self._mirrors[name] = self._parts[name]
+                self._add_trainable(name, shapes[name], [masters[name]])
+        self.retype_aliases()
+        if self.with_moments:
+            in_order = trained if masters is None else order_of_masters(optimizer, masters)
+            states = states_by_index(file, optimizer.get("optimizer_state_dict", optimizer), len(trained))
+            self.moments = moments_by_name(file, states, in_order, shapes) if states else {}
+
+    # -- ZeRO-1 and 2 -----------------------------------------------------------------------------------------------
+
+    def _read_zero12(self, file: TorchFile, state: dict, optim: list[TorchFile], inners: list[dict]) -> None:
+        module = tensors_of(state.get("module"), file.path, "module", self.notes)
+        groups = param_shapes(file, state)
+        trainable = {name: shape for group in groups for name, shape in group.items()}
+        kinds = {**dict.fromkeys(module, "frozen"), **dict.fromkeys(buffer_names(state), "buffer")}
+        # Trainable names first: of two tied names, the one that param_shapes has must own the weights.
+        names = [*(name for name in module if name in trainable), *(name for name in module if name not in trainable)]
+        add_plain_tensors(self, file, {name: module[name] for name in names}, kinds)
+        self._mark_aliases(file, state)
+        for name, shape in trainable.items():
+            if name not in self._parts or module[name].shape != shape:
+                found = module[name].shape if name in module else "nothing of that name"
+                raise damaged(file.path, f"param_shapes has {name} {shape}, module has {found}")
+        ranks = list(zip(optim, inners))
+        states = self._states(optim, inners, "base_optimizer_state", len(groups))
+        all_flats = [flat_groups(f, i, "single_partition_of_fp32_groups", len(groups)) for f, i in ranks]
+        for number, group in enumerate(groups):
+            flats = [flats[number] for flats in all_flats]
+            pads = inner_paddings(optim[0], inners[0], number, len(group))
+            needed = sum(map(numel, group.values())) + sum(pads)
+            self._check_slices(optim, flats, needed, number)
+            sizes = slice_sizes(needed, len(optim))
+            moments = flat_moments(optim, states, number, sizes) if states else {}
+            offset = 0
+            for (name, shape), pad in zip(group.items(), pads):
+                self._mirrors[name] = self._parts[name]
+                self._add_trainable(name, shape, slice_parts(optim, flats, offset, numel(shape)))
+                for key, flat in moments.items():
+                    self.moments.setdefault(key, {})[name] = slice_parts(optim, flat, offset, numel(shape))
+                offset += numel(shape) + pad
+        self.retype_aliases()
+        self.tensors = {name: self.tensors[name] for name in module}
+
+    def _check_slices(self, optim: list[TorchFile], flats: list[TensorRef], needed: int, group: int) -> None:
+        """Every rank must hold its equal slice, the tail stripped or not; sums that fit are not enough."""
+        sizes = slice_sizes(needed, len(flats))
+        is_padded = sum(flat.numel for flat in flats) == sum(padded for padded, _ in sizes)
+        for rank, (file, flat) in enumerate(zip(optim, flats)):
+            expected = sizes[rank][0 if is_padded else 1]
+            if flat.numel != expected or flat.dtype != flats[0].dtype:
+                found = (
+                    f"rank {rank} holds {flat.numel} {flat.dtype} elements of group {group}, its slice is {expected}"
+                )
+                raise damaged(file.path, found, SAME_SAVE)
+
+    def _states(self, optim: list[TorchFile], inners: list[dict], key: str, count: int) -> list[list[dict]]:
+        """The inner optimizers' states on every rank; [] where nobody wants them, or none has stepped."""
+        if not self.with_moments:
+            return []
+        states = [states_by_index(file, inner.get(key), count) for file, inner in zip(optim, inners)]
+        return states if stepped_alike(optim, states) else []
+
+    # -- ZeRO-3 -----------------------------------------------------------------------------------------------------
+
+    def _read_zero3(
+        self, model_files: list[TorchFile], models: list[dict], optim: list[TorchFile], inners: list[dict]
+    ) -> None:
+        file, state = model_files[0], models[0]
+        module = tensors_of(state.get("module"), file.path, "module", self.notes)
+        groups = param_shapes(file, state)
+        for other, other_state in zip(model_files[1:], models[1:]):
+            if param_shapes(other, other_state) != groups:
+                raise damaged(other.path, f"its param_shapes differ from those in {file.path.name}", SAME_SAVE)
+        buffers = {name: ref for name, ref in module.items() if name in buffer_names(state)}
+        add_plain_tensors(self, file, buffers, dict.fromkeys(buffers, "buffer"))
+        world = len(optim)
+        states = self._states(optim, inners, "optimizer_state_dict", len(groups))
+        all_flats = [flat_groups(f, i, "fp32_flat_groups", len(groups)) for f, i in zip(optim, inners)]
+        for number, group in enumerate(groups):
+            flats = [flats[number] for flats in all_flats]
+            needed = sum(-(-numel(shape) // world) for shape in group.values())
+            for rank_file, flat in zip(optim, flats):
+                if flat.numel != needed or flat.dtype != flats[0].dtype:
+                    found = f"{flat.numel} {flat.dtype} elements of sub-group {number}, its parameters need {needed}"
+                    raise damaged(rank_file.path, found, SAME_SAVE)
+            moments = flat_moments(optim, states, number, [[needed]] * world) if states else {}
+            offset = 0
+            for name, shape in group.items():
+                self._add_trainable(name, shape, gather_parts(optim, flats, offset, numel(shape)))
+                for key, flat in moments.items():
+                    self.moments.setdefault(key, {})[name] = gather_parts(optim, flat, offset, numel(shape))
+                offset += -(-numel(shape) // world)
+        self._add_frozen3(model_files, models)
+        self._add_shared3(file, state)
+        self._order_like(module)
+
+    def _add_frozen3(self, files: list[TorchFile], models: list[dict]) -> None:
+        shapes = models[0].get("frozen_param_shapes") or {}
+        fragments = [model.get("frozen_param_fragments") or {} for model in models]
+        for name, shape in shapes.items():
+            share = -(-numel(shape) // len(files))
+            flats = []
+            for file, held in zip(files, fragments):
+                ref = held.get(name)
+                if not isinstance(ref, TensorRef) or ref.numel != share or not ref.is_contiguous:
+                    found = f"its fragment of frozen {name} is {getattr(ref, 'shape', ref)}, not ({share},)"
+                    raise damaged(file.path, found)
+                file.check_ref(ref, name)
+                flats.append(ref)
+            if len({flat.dtype for flat in flats}) > 1:
+                raise damaged(files[0].path, f"fragments of frozen {name} have different dtypes over the ranks")
+            self.tensors[name] = TensorInfo(name, flats[0].dtype, tuple(shape), "frozen")
+            self._parts[name] = [part for part in gather_parts(files, flats, 0, numel(shape)) if part.count]
+
+    def _add_shared3(self, file: TorchFile, state: dict) -> None:
+        for alias, owner in (state.get("shared_params") or {}).items():
+            if owner not in self.tensors:
+                found = f"{alias} is tied to {owner}, whose weights are nowhere in the checkpoint"
+                raise damaged(file.path, found)
+            info = self.tensors[owner]
+            self.tensors[alias] = TensorInfo(alias, info.dtype, info.shape, "alias", owner)

@@ -1,0 +1,60 @@
+"""Reader of DeepSpeed's universal checkpoints (ds_to_universal, 0.19): one file for each parameter and state.
+
+DIR/zero/<parameter>/{fp32,exp_avg,exp_avg_sq}.pt    {"param": tensor} from ZeRO-1 and 2, a bare flat tensor from ZeRO-3
+DIR/*_model_states.pt                                those of the source: frozen parameters and buffers are read there
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mmldlm.checkpoints.formats.adam_state import MOMENTS
+from mmldlm.checkpoints.formats.deepspeed.files import missing, numel
+from mmldlm.checkpoints.formats.dtypes import DTYPES
+from mmldlm.checkpoints.formats.torch_save.reader import TorchFile, damaged
+from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
+from mmldlm.checkpoints.formats.weight_source import Part, TensorInfo, WeightSource
+
+FOLDER = "zero"
+
+
+def is_universal(folder: Path) -> bool:
+    """Whether `folder`, which has model_states files, holds its optimizer one parameter a folder."""
+    return any((folder / FOLDER).glob("*/fp32.pt"))
+
+
+def add_universal(source: WeightSource, groups: list[dict[str, tuple[int, ...]]], with_moments: bool) -> None:
+    """Adds the fp32 masters of all parameters in `groups` (param_shapes), and the moments where they are wanted.
+
+    Raises:
+        UserError: missing or damaged files, or states of some parameters only.
+    """
+    folder = source.path / FOLDER
+    shapes = {name: shape for group in groups for name, shape in group.items()}
+    for name, shape in shapes.items():
+        source.tensors[name] = TensorInfo(name, "float32", shape, "trainable")
+        source._parts[name] = _state(source, folder, name, "fp32", shape)
+    if not with_moments or not any((folder / name / f"{MOMENTS[0]}.pt").is_file() for name in shapes):
+        return
+    for key in MOMENTS:
+        source.moments[key] = {name: _state(source, folder, name, key, shape) for name, shape in shapes.items()}
+
+
+def _state(source: WeightSource, folder: Path, name: str, key: str, shape: tuple[int, ...]) -> list[Part]:
+    if Path(name).name != name:
+        raise damaged(source.path, f"a parameter named {name!r}, which is no name of a folder")
+    path = folder / name / f"{key}.pt"
+    if not path.is_file():
+        raise missing(path.parent, f"{key}.pt of {name}", "no such file")
+    file = TorchFile(path, source.is_ranged)
+    source.files.append(file)
+    value: Any = file.load()
+    ref = value.get("param") if isinstance(value, dict) else value
+    if not isinstance(ref, TensorRef) or ref.shape not in (shape, (numel(shape),)) or not ref.is_contiguous:
+        found = f"a tensor of shape {ref.shape}" if isinstance(ref, TensorRef) else f"a {type(ref).__name__}"
+        raise damaged(path, f"{found} where {key} of {name} {shape} should stand")
+    if not DTYPES[ref.dtype].is_float or DTYPES[ref.dtype].itemsize == 1:
+        raise damaged(path, f"{key} of {name} in {ref.dtype}")
+    file.check_ref(ref, f"{key} of {name}")
+    return [Part(file, ref, 0, ref.numel)] if ref.numel else []

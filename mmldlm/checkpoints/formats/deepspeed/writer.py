@@ -1,0 +1,288 @@
+"""The files of a DeepSpeed ZeRO-1, 2 or 3 checkpoint of any world size, as DeepSpeed 0.19 saves and loads them.
+
+Layouts: see zero_reader. What is written is what engine.save_checkpoint writes, in plain pickles: OrderedDicts are
+dicts, tensors have a storage each, ds_config names the new stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmldlm.checkpoints.formats.adam_state import MOMENTS
+from mmldlm.checkpoints.formats.deepspeed.partitioning import slice_sizes
+from mmldlm.checkpoints.formats.optimizer_metadata import TrainingFacts
+from mmldlm.checkpoints.formats.torch_save.pickler import Global, NewObject, NewTensor, Size
+from mmldlm.checkpoints.formats.torch_save.writer import TorchLayout, TorchOutput
+from mmldlm.checkpoints.formats.weight_source import WeightSource
+from mmldlm.checkpoints.formats.write_plan import WEIGHT, Plan, Segment
+
+LAYOUT = "0.19.8"  # the DeepSpeed whose layout this is
+SUB_GROUP_SIZE = 10**9  # zero_optimization.sub_group_size where a DeepSpeed config says nothing
+_FRAGMENT = Global("deepspeed.utils.tensor_fragment", "fragment_address")
+
+
+@dataclass(frozen=True)
+class ZeroTarget:
+    """What to write: the ZeRO stage (1, 2 or 3), the number of ranks, and ZeRO-3's sub_group_size in elements."""
+
+    stage: int
+    world_size: int
+    sub_group_size: int = SUB_GROUP_SIZE
+
+
+def plan_zero(source: WeightSource, facts: TrainingFacts, target: ZeroTarget, folder: Path) -> Plan:
+    """The plan (sweep) that writes the checkpoint into `folder`."""
+    plan = Plan()
+    plan_model_states(plan, source, facts, target, folder)
+    _plan_optimizer(plan, source, facts, target, folder)
+    return plan
+
+
+# -- the optimizer's files --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Elements [start, start + count) of a parameter, which begin at element `at` of a rank's flat group."""
+
+    name: str
+    at: int
+    start: int
+    count: int
+
+
+@dataclass
+class _Flat:
+    """One flat group of one rank: its size with and without the tail's padding, what is in it, and its gaps."""
+
+    size: int
+    held: int
+    pieces: list[_Piece]
+    gaps: list[tuple[int, int]]  # (first element, number)
+
+
+def _flats(source: WeightSource, groups: list[list[str]], target: ZeroTarget) -> list[list[_Flat]]:
+    """Per rank, its flat groups (sub-groups under ZeRO-3)."""
+    sizes = {name: source.tensors[name].numel for group in groups for name in group}
+    if target.stage == 3:
+        return [[_gathered(group, sizes, rank, target.world_size) for group in groups] for rank in _ranks(target)]
+    return [[_sliced(group, sizes, rank, target.world_size) for group in groups] for rank in _ranks(target)]
+
+
+def _ranks(target: ZeroTarget) -> range:
+    return range(target.world_size)
+
+
+def _sliced(group: list[str], sizes: dict[str, int], rank: int, world: int) -> _Flat:
+    size, held = slice_sizes(sum(sizes[name] for name in group), world)[rank]
+    low, pieces, offset = rank * size, [], 0
+    for name in group:
+        first, last = max(low, offset), min(low + held, offset + sizes[name])
+        if first < last:
+            pieces.append(_Piece(name, first - low, first - offset, last - first))
+        offset += sizes[name]
+    return _Flat(size, held, pieces, [(held, size - held)] if size > held else [])
+
+
+def _gathered(group: list[str], sizes: dict[str, int], rank: int, world: int) -> _Flat:
+    pieces, gaps, offset = [], [], 0
+    for name in group:
+        share = -(-sizes[name] // world)
+        held = max(0, min(share, sizes[name] - rank * share))
+        pieces.append(_Piece(name, offset, rank * share, held))
+        if held < share:
+            gaps.append((offset + held, share - held))
+        offset += share
+    return _Flat(offset, offset, pieces, gaps)
+
+
+def flat_groups_of(source: WeightSource, facts: TrainingFacts, target: ZeroTarget) -> list[tuple[int, list[str]]]:
+    """(number of the optimizer's group, names) of every flat group; ZeRO-3 closes one that has reached its size."""
+    found: list[tuple[int, list[str]]] = []
+    for number, group in enumerate(facts.groups):
+        shares = {name: -(-source.tensors[name].numel // target.world_size) for name in group.names}
+        if target.stage < 3 or target.sub_group_size >= sum(shares.values()):
+            found.append((number, group.names))
+            continue
+        names, size = [], 0
+        for name in group.names:
+            names.append(name)
+            size += shares[name]
+            if size >= target.sub_group_size or name == group.names[-1]:
+                found.append((number, names))
+                names, size = [], 0
+    return found
+
+
+def _plan_optimizer(plan: Plan, source: WeightSource, facts: TrainingFacts, target: ZeroTarget, folder: Path) -> None:
+    numbered = flat_groups_of(source, facts, target)
+    flats = _flats(source, [names for _, names in numbered], target)
+    prefix = "bf16_" if facts.compute_dtype == "bfloat16" else ""
+    for rank in _ranks(target):
+        masters, states = [], {}
+        padding: list[tuple[NewTensor, int, int]] = []
+        sent: list[tuple[_Flat, str, NewTensor]] = []
+        for number, flat in enumerate(flats[rank]):
+            # ZeRO-1 and 2 save masters without the tail's padding, moments with it.
+            masters.append(NewTensor("float32", (flat.held,)))
+            sent.append((flat, WEIGHT, masters[-1]))
+            if facts.steps is not None:
+                moments = {what: NewTensor("float32", (flat.size,)) for what in MOMENTS}
+                states[number] = {"step": scalar(facts.steps), **moments}
+                sent += [(flat, what, tensor) for what, tensor in moments.items()]
+        for flat, _, tensor in sent:
+            padding += [(tensor, first, count) for first, count in flat.gaps if first + count <= tensor.numel]
+        optimizer = {"state": states, "param_groups": _param_groups(facts, numbered)}
+        inner = _inner(source, facts, target, flats, rank, optimizer, masters)
+        value = {"optimizer_state_dict": inner, "ds_config": ds_config(facts, target), "ds_version": LAYOUT}
+        path = folder / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        file = TorchOutput(path, [TorchLayout(value, path.stem)], padding)
+        plan.files.append(file)
+        for flat, what, tensor in sent:
+            for piece in flat.pieces:
+                plan.send(piece.name, what, [Segment(file, tensor, piece.at, piece.start, piece.count)])
+
+
+def _param_groups(facts: TrainingFacts, numbered: list[tuple[int, list[str]]]) -> list[dict[str, Any]]:
+    """The optimizer's groups, whose parameters are the flat groups by number."""
+    return [
+        {**group.settings, "params": [flat for flat, (owner, _) in enumerate(numbered) if owner == number]}
+        for number, group in enumerate(facts.groups)
+    ]
+
+
+def _inner(
+    source: WeightSource,
+    facts: TrainingFacts,
+    target: ZeroTarget,
+    flats: list[list[_Flat]],
+    rank: int,
+    optimizer: dict[str, Any],
+    masters: list[NewTensor],
+) -> dict[str, Any]:
+    """`optimizer_state_dict` of a rank's file."""
+    common = {"zero_stage": target.stage, **facts.optimizer}
+    if target.stage == 3:
+        count = target.world_size
+        return {**common, "partition_count": count, "optimizer_state_dict": optimizer, "fp32_flat_groups": masters}
+    mine = flats[rank]
+    return {
+        **common,
+        "base_optimizer_state": optimizer,
+        "single_partition_of_fp32_groups": masters,
+        "group_paddings": [flat.size - flat.held for flat in mine],
+        "param_alignment_paddings": [[0] * len(group.names) for group in facts.groups],
+        "partition_count": [target.world_size] * len(mine),
+        "ds_version": LAYOUT,
+        "param_slice_mappings": [
+            {piece.name: NewObject(_FRAGMENT, state={"numel": piece.count, "start": piece.at}) for piece in flat.pieces}
+            for flat in mine
+        ],
+    }
+
+
+def scalar(value: float) -> NewTensor:
+    """A 0-d float32 tensor, as torch's AdamW keeps its step count."""
+    return NewTensor("float32", (), [np.array([value], np.float32)])
+
+
+# -- the model's files ------------------------------------------------------------------------------------------------
+
+
+def plan_model_states(
+    plan: Plan, source: WeightSource, facts: TrainingFacts, target: ZeroTarget, folder: Path
+) -> list[Path]:
+    """Adds the *_model_states.pt files to a plan; returns their paths."""
+    if target.stage == 3:
+        return [_plan_model3(plan, source, facts, target, folder, rank) for rank in _ranks(target)]
+    module: dict[str, NewTensor] = {}
+    for name, info in source.tensors.items():
+        if not info.alias_of:
+            dtype = facts.compute_dtype if info.kind == "trainable" else info.dtype
+            module[name] = NewTensor(dtype, info.shape)
+    stored = dict(module)
+    module = {name: stored[info.alias_of or name] for name, info in source.tensors.items()}
+    frozen = {name: info.shape for name, info in source.tensors.items() if info.kind == "frozen"}
+    fragments = {name: stored[name] for name in frozen}
+    is_saved = target.stage == 2  # ZeRO-1 leaves frozen weights to `module`
+    value = {
+        **_common(source, facts, target),
+        "module": module,
+        "frozen_param_shapes": {name: Size(shape) for name, shape in frozen.items()} if is_saved else None,
+        "frozen_param_fragments": fragments if is_saved else None,
+    }
+    path = folder / "mp_rank_00_model_states.pt"
+    file = TorchOutput(path, [TorchLayout(value, path.stem)])
+    plan.files.append(file)
+    for name, tensor in stored.items():
+        plan.send(name, WEIGHT, [Segment(file, tensor, 0, 0, tensor.numel)])
+    return [path]
+
+
+def _plan_model3(
+    plan: Plan, source: WeightSource, facts: TrainingFacts, target: ZeroTarget, folder: Path, rank: int
+) -> Path:
+    nothing = {dtype: NewTensor(dtype, (0,), []) for dtype in {facts.compute_dtype, *_frozen_dtypes(source)}}
+    module, fragments, shapes = {}, {}, {}
+    padding, sent = [], []
+    for name, info in source.tensors.items():
+        owner = source.tensors[info.alias_of] if info.alias_of else info
+        if owner.kind == "buffer":
+            module[name] = NewTensor(info.dtype, info.shape)
+            sent.append((name, module[name], _Piece(name, 0, 0, info.numel)))
+            continue
+        module[name] = nothing[facts.compute_dtype if owner.kind == "trainable" else owner.dtype]
+        if info.kind == "frozen":
+            flat = _gathered([name], {name: info.numel}, rank, target.world_size)
+            shapes[name], fragments[name] = Size(info.shape), NewTensor(info.dtype, (flat.size,))
+            padding += [(fragments[name], first, count) for first, count in flat.gaps]
+            sent += [(name, fragments[name], piece) for piece in flat.pieces]
+    value = {
+        **_common(source, facts, target),
+        "module": module,
+        "frozen_param_shapes": shapes,
+        "frozen_param_fragments": fragments,
+    }
+    path = folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+    file = TorchOutput(path, [TorchLayout(value, path.stem)], padding)
+    plan.files.append(file)
+    for name, tensor, piece in sent:
+        plan.send(name, WEIGHT, [Segment(file, tensor, piece.at, piece.start, piece.count)])
+    return path
+
+
+def _frozen_dtypes(source: WeightSource) -> Iterator[str]:
+    return (info.dtype for info in source.tensors.values() if info.kind == "frozen")
+
+
+def _common(source: WeightSource, facts: TrainingFacts, target: ZeroTarget) -> dict[str, Any]:
+    shapes = [
+        {name: Size(source.tensors[name].shape) for name in names} for _, names in flat_groups_of(source, facts, target)
+    ]
+    return {
+        "buffer_names": [name for name, info in source.tensors.items() if info.kind == "buffer"],
+        "optimizer": None,
+        "param_shapes": shapes,
+        "shared_params": {name: info.alias_of for name, info in source.tensors.items() if info.alias_of},
+        **facts.model_states,
+        "dp_world_size": target.world_size,
+        "mp_world_size": 1,
+        "ds_config": ds_config(facts, target),
+        "ds_version": LAYOUT,
+    }
+
+
+def ds_config(facts: TrainingFacts, target: ZeroTarget) -> dict[str, Any]:
+    """The source's DeepSpeed config with the new stage, or as much of one as is certain."""
+    config = dict(facts.ds_config)
+    zero = config.get("zero_optimization")
+    config["zero_optimization"] = {**(zero if isinstance(zero, dict) else {}), "stage": target.stage}
+    if not facts.ds_config:
+        config["bf16"] = {"enabled": facts.compute_dtype == "bfloat16"}
+        config["fp16"] = {"enabled": facts.compute_dtype == "float16"}
+    return config

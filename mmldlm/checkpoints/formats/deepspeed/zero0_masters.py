@@ -1,0 +1,155 @@
+"""Which fp32 master belongs to which parameter in a ZeRO-0 checkpoint of a 16-bit engine.
+
+DeepSpeed's FP16_UnfusedOptimizer saves its masters as lists of tensors without names. A master, rounded, is bit for
+bit the weight that the module computed with, so the weights themselves tell the names; where two weights are the same
+bits and their masters are not, the order of the parameters decides if it can, and the checkpoint is refused if not.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+from mmldlm.checkpoints.formats.dtypes import DTYPES, cast
+from mmldlm.checkpoints.formats.torch_save.reader import CHUNK_BYTES, TorchFile, damaged
+from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
+from mmldlm.checkpoints.formats.weight_source import Part, read_parts
+from mmldlm.errors import UserError
+
+
+def match_masters(
+    file: TorchFile,
+    optimizer: dict,
+    names: Any,
+    mirrors: dict[str, list[Part]],
+    shapes: dict[str, tuple[int, ...]],
+) -> dict[str, Part] | None:
+    """name -> its fp32 master; None where the optimizer keeps none (an fp32 engine).
+
+    Args:
+        optimizer: the saved state of the optimizer, from `optimizer` of the model file.
+        names: `optimizer_param_names` of the model file: the names of every group in order, where the training
+            program recorded them (client_state); None otherwise.
+        mirrors: the low-precision weights of all parameters, trainable or frozen, in the module's order.
+        shapes: their shapes.
+
+    Raises:
+        UserError: masters that fit no weight (files of different steps), or that cannot be told apart.
+    """
+    if "fp32_groups_flat" in optimizer:
+        return _flat_masters(file, optimizer["fp32_groups_flat"], names, shapes)
+    groups = optimizer.get("fp32_groups")
+    if groups is None:
+        return None
+    if not isinstance(groups, list) or not all(isinstance(group, list) for group in groups):
+        raise damaged(file.path, "fp32_groups is no list of lists of tensors")
+    flat = [(number, ref) for number, group in enumerate(groups) for ref in group]
+    for _, ref in flat:
+        if not isinstance(ref, TensorRef) or not ref.is_contiguous:
+            raise damaged(file.path, "fp32_groups holds something that is no plain tensor")
+        file.check_ref(ref, "fp32_groups")
+    if _are_names(names, [len(group) for group in groups]):
+        return _named(file, flat, [name for group in names for name in group], shapes)
+    return _by_value(file, flat, mirrors, shapes)
+
+
+def order_of_masters(optimizer: dict, masters: dict[str, Part]) -> list[str]:
+    """Names of the masters in the order in which the optimizer counts them."""
+    names = {id(part.ref): name for name, part in masters.items()}
+    groups = optimizer.get("fp32_groups")
+    if groups is None:  # FP16_Optimizer counts one flat tensor a group, and no engine of ours saves that
+        raise UserError(
+            "AdamW's moments of every parameter in the checkpoint",
+            "fp32_groups_flat (FusedAdam under ZeRO-0), whose moments are flat too",
+            "take the weights alone with training.init_from, or save under ZeRO-1",
+        )
+    return [names[id(ref)] for group in groups for ref in group]
+
+
+def _are_names(names: Any, counts: list[int]) -> bool:
+    return isinstance(names, list) and all(isinstance(n, list) for n in names) and [len(n) for n in names] == counts
+
+
+def _named(file: TorchFile, flat: list, names: list[str], shapes: dict) -> dict[str, Part]:
+    masters = {}
+    for name, (_, ref) in zip(names, flat):
+        if shapes.get(name) != ref.shape:
+            raise damaged(file.path, f"the master of {name} has shape {ref.shape}, the weight {shapes.get(name)}")
+        masters[name] = Part(file, ref, 0, ref.numel)
+    return masters
+
+
+def _flat_masters(file: TorchFile, groups: Any, names: Any, shapes: dict) -> dict[str, Part]:
+    """FP16_Optimizer: one flat tensor for each group, its parameters back to back."""
+    if not (isinstance(groups, list) and isinstance(names, list) and len(names) == len(groups)):
+        raise UserError(
+            f"the names of the flat fp32 masters in {file.path}",
+            "fp32_groups_flat without names (FusedAdam under ZeRO-0 does not save their order)",
+            "save with client_state={'optimizer_param_names': [[names of group 0], ...]}, or train with ZeRO-1",
+        )
+    masters = {}
+    for ref, group in zip(groups, names):
+        if not isinstance(ref, TensorRef) or len(ref.shape) != 1 or not isinstance(group, list):
+            raise damaged(file.path, "fp32_groups_flat holds something that is no flat tensor")
+        file.check_ref(ref, "fp32_groups_flat")
+        offset = 0
+        for name in group:
+            if name not in shapes:
+                raise damaged(file.path, f"optimizer_param_names has {name!r}, which is no parameter of the module")
+            count = 1
+            for size in shapes[name]:
+                count *= size
+            masters[name] = Part(file, ref, offset, count)
+            offset += count
+        if offset != ref.numel:
+            raise damaged(file.path, f"a flat group of {ref.numel} masters, its parameters have {offset} elements")
+    return masters
+
+
+def _by_value(file: TorchFile, flat: list, mirrors: dict[str, list[Part]], shapes: dict) -> dict[str, Part]:
+    low_dtypes = {parts[0].ref.dtype for parts in mirrors.values() if parts}
+    candidates: dict[tuple, list[str]] = {}
+    for name, parts in mirrors.items():
+        if parts and parts[0].ref.is_contiguous:
+            fingerprint, _ = _fingerprint(parts[0], parts[0].ref.dtype)
+            candidates.setdefault((shapes[name], fingerprint), []).append(name)
+    wanted: dict[tuple, list[tuple[int, TensorRef, bool]]] = {}
+    for group, ref in flat:
+        part = Part(file, ref, 0, ref.numel)
+        for low in sorted(low_dtypes):
+            fingerprint, is_exact = _fingerprint(part, low)
+            key = (ref.shape, fingerprint)
+            if key in candidates:
+                wanted.setdefault(key, []).append((group, ref, is_exact))
+                break
+        else:
+            raise UserError(
+                f"every fp32 master in {file.path} to be the master of a weight in it",
+                f"one of shape {ref.shape} that rounds to none of the weights of that shape",
+                "restore the file from an intact save",
+            )
+    masters = {}
+    for key, found in wanted.items():
+        names = candidates[key]
+        in_order = len(found) == len(names) and len({group for group, _, _ in found}) == 1
+        if len(found) > len(names) or not (in_order or all(is_exact for _, _, is_exact in found)):
+            raise UserError(
+                f"fp32 masters in {file.path} that can be told apart",
+                f"{len(found)} masters for {', '.join(names)}, whose 16-bit weights are the same bits",
+                "save with client_state={'optimizer_param_names': [[names of group 0], ...]}, or train with ZeRO-1",
+            )
+        masters.update({name: Part(file, ref, 0, ref.numel) for name, (_, ref, _) in zip(names, found)})
+    return masters
+
+
+def _fingerprint(part: Part, low: str) -> tuple[tuple, bool]:
+    """Two checksums of a tensor's elements rounded to dtype `low`, and whether the rounding lost nothing."""
+    source = part.ref.dtype
+    step = CHUNK_BYTES // DTYPES[source].itemsize
+    crc, adler, is_exact = 0, 1, True
+    for start in range(0, part.count, step):
+        chunk = read_parts([part], start, min(step, part.count - start))
+        rounded = cast(chunk, source, low)
+        crc, adler = zlib.crc32(rounded, crc), zlib.adler32(rounded, adler)
+        is_exact = is_exact and bool((cast(rounded, low, source) == chunk).all())
+    return (low, crc, adler), is_exact

@@ -1,0 +1,79 @@
+"""The moving average of the weights: `ema_rank{N}.pt` beside an engine's files, one for each rank that holds a part.
+
+A file is a torch.save'd dict: trainable name -> {"start": first flat element, "shape": shape of the whole tensor,
+"values": 1-d tensor}. How an engine cuts the weights is its own affair; here the fragments only have to cover them.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from mmldlm.checkpoints.formats.deepspeed.files import load_dict
+from mmldlm.checkpoints.formats.torch_save.reader import TorchFile, damaged
+from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
+from mmldlm.checkpoints.formats.weight_source import Part, WeightSource
+from mmldlm.errors import UserError
+
+_EMA = re.compile(r"ema_rank(\d+)\.pt")
+
+
+def list_ema(folder: Path) -> dict[int, Path]:
+    """rank -> its file, by rank."""
+    found = {int(match[1]): path for path in folder.glob("ema_rank*.pt") if (match := _EMA.fullmatch(path.name))}
+    return dict(sorted(found.items()))
+
+
+def add_ema(source: WeightSource, folder: Path) -> None:
+    """Finds the average of every trainable weight of `source` in `folder`; nothing where there are no such files.
+
+    Where the source does not know which weights are trainable, those are that the files name.
+
+    Raises:
+        UserError: a damaged file, a fragment that does not fit its weight, or elements that no fragment holds.
+    """
+    fragments: dict[str, list[tuple[int, int, Part]]] = {}
+    paths = list(list_ema(folder).values())
+    for path in paths:
+        file = TorchFile(path, source.is_ranged)
+        source.files.append(file)
+        for name, entry in load_dict(file).items():
+            owner, start, ref = _fragment(source, file, name, entry)
+            fragments.setdefault(owner, []).append((start, start + ref.numel, Part(file, ref, 0, ref.numel)))
+    if not paths:
+        return
+    for name, info in source.tensors.items():
+        if info.kind == "trainable" or (info.kind == "parameter" and name in fragments):
+            source.ema[name] = _cover(folder, name, info.numel, fragments.get(name, []))
+
+
+def _fragment(source: WeightSource, file: TorchFile, name: object, entry: object) -> tuple[str, int, TensorRef]:
+    info = source.tensors.get(name) if isinstance(name, str) else None
+    entry = entry if isinstance(entry, dict) else {}
+    start, shape, ref = entry.get("start"), entry.get("shape"), entry.get("values")
+    if info is None or not isinstance(ref, TensorRef) or type(start) is not int or not isinstance(shape, (list, tuple)):
+        raise damaged(file.path, f"entry {str(name)[:80]!r} is no fragment of a weight of this checkpoint")
+    file.check_ref(ref, str(name))
+    fits = start >= 0 and start + ref.numel <= info.numel and tuple(shape) == info.shape
+    if not fits or ref.dtype != "float32" or not ref.is_contiguous:
+        found = f"{ref.numel} {ref.dtype} elements from {start} of {name} {tuple(shape)}, whose shape is {info.shape}"
+        raise damaged(file.path, found)
+    return info.alias_of or info.name, start, ref
+
+
+def _cover(folder: Path, name: str, numel: int, fragments: list[tuple[int, int, Part]]) -> list[Part]:
+    """Parts that give elements 0..numel once each; where fragments overlap (replicas), the first one counts."""
+    parts, position = [], 0
+    for start, end, part in sorted(fragments, key=lambda item: item[:2]):
+        if start > position:
+            break
+        if end > position:
+            parts.append(Part(part.file, part.ref, position - start, end - position))
+            position = end
+    if position < numel:
+        raise UserError(
+            f"the moving average of all {numel} elements of {name} in the ema_rank*.pt files of {folder}",
+            f"none of element {position}",
+            "restore all files from one and the same save, or set the average to start anew",
+        )
+    return parts

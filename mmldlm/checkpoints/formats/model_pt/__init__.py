@@ -1,0 +1,1 @@
+"""model.pt and optimizer.pt."""

@@ -1,0 +1,174 @@
+"""Reader of safetensors: one file, or a Hugging Face folder with model.safetensors or its shards and their index.
+
+Format: see safetensors_file. It has no checksums; what can be checked is that the tensors fill the file without gaps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from mmldlm.checkpoints.formats.deepspeed.files import numel
+from mmldlm.checkpoints.formats.detect import INDEX, SINGLE, find_safetensors
+from mmldlm.checkpoints.formats.dtypes import DTYPES
+from mmldlm.checkpoints.formats.safetensors.writer import MAX_HEADER_BYTES
+from mmldlm.checkpoints.formats.torch_save.reader import damaged, open_for_reading
+from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
+from mmldlm.checkpoints.formats.weight_source import Part, TensorInfo, WeightSource
+
+__all__ = ["INDEX", "SINGLE", "SafetensorsFile", "SafetensorsModel", "find_safetensors"]
+_BY_CODE = {dtype.safetensors: name for name, dtype in DTYPES.items()}
+
+
+class SafetensorsFile:
+    """One file; offers what a weights.Part needs of a TorchFile. A TensorRef's offset counts from the first tensor.
+
+    Raises (at construction):
+        UserError: cut off, a header that is no JSON, tensors that overlap or leave gaps.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._fd = open_for_reading(path)
+        try:
+            self._read_header()
+        except BaseException:
+            self.close()
+            raise
+
+    def _read_header(self) -> None:
+        size = os.fstat(self._fd).st_size
+        length = int.from_bytes(os.pread(self._fd, 8, 0), "little")
+        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            raise damaged(self.path, f"{size} bytes with a header of {length}: no safetensors file, or cut off")
+        try:
+            header = json.loads(os.pread(self._fd, length, 8))
+            metadata = header.pop("__metadata__", {})
+        except (ValueError, AttributeError, RecursionError) as error:
+            raise damaged(self.path, f"a header that is no JSON object ({str(error)[:80]})") from error
+        self.metadata: dict[str, str] = metadata if isinstance(metadata, dict) else {}
+        self._base = 8 + length
+        self.tensors: dict[str, tuple[str, tuple[int, ...], int]] = {}  # name -> dtype, shape, first byte
+        spans = [self._add(name, entry) for name, entry in header.items()]
+        end = 0
+        for start, stop in sorted(spans):
+            if start != end:
+                raise damaged(self.path, f"tensors that overlap or leave a gap at byte {end} of the data")
+            end = stop
+        if self._base + end != size:
+            raise damaged(
+                self.path, f"{size} bytes where its header asks for {self._base + end}: cut off or appended to"
+            )
+
+    def _add(self, name: str, entry: Any) -> tuple[int, int]:
+        try:
+            dtype, shape = _BY_CODE[entry["dtype"]], tuple(entry["shape"])
+            start, stop = entry["data_offsets"]
+            good = all(type(n) is int and n >= 0 for n in (*shape, start, stop))
+            good = good and stop - start == numel(shape) * DTYPES[dtype].itemsize
+        except (KeyError, TypeError, ValueError):
+            good = False
+        if not good:
+            raise damaged(self.path, f"{name} described as {str(entry)[:120]}")
+        self.tensors[name] = (dtype, shape, start)
+        return start, stop
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def position_of(self, ref: TensorRef, start: int = 0) -> int:
+        """Where element `start` of a tensor lies, in bytes from the file's start."""
+        return self._base + self.tensors[ref.key][2] + start * DTYPES[ref.dtype].itemsize
+
+    def read_elements_into(self, ref: TensorRef, start: int, view: memoryview) -> None:
+        """Fills `view` with the bytes of the elements from `start`."""
+        position = self.position_of(ref, start)
+        while view:
+            got = os.preadv(self._fd, [view], position)
+            if got == 0:
+                raise damaged(self.path, f"the file ends at byte {position} while it is being read")
+            view, position = view[got:], position + got
+
+    def check_ref_crc(self, ref: TensorRef) -> None:
+        """Nothing: the format has no checksums."""
+
+    def check_touched(self) -> None:
+        """Nothing: the format has no checksums."""
+
+
+class SafetensorsModel(WeightSource):
+    """A safetensors file or a folder of shards opened for reading; see WeightSource."""
+
+    engine = "safetensors"
+
+    @classmethod
+    def open(cls, path: Path | str, allow_nonfinite: bool = False) -> SafetensorsModel:
+        """Opens what find_safetensors finds.
+
+        Raises:
+            UserError: damaged or missing files, or an index that disagrees with the shards.
+        """
+        source = cls(Path(path), allow_nonfinite)
+        try:
+            found = find_safetensors(source.path)
+            assert found is not None, f"no safetensors at {path}"
+            if found.name == INDEX:
+                source._read_shards(found)
+            else:
+                file = source._open(found)
+                for name in file.tensors:
+                    source._add(file, name)
+            source._read_metadata()
+        except BaseException:
+            source.close()
+            raise
+        return source
+
+    def _open(self, path: Path) -> SafetensorsFile:
+        file = SafetensorsFile(path)
+        self.files.append(file)
+        return file
+
+    def _add(self, file: SafetensorsFile, name: str) -> None:
+        dtype, shape, _ = file.tensors[name]
+        stride = tuple(numel(shape[axis + 1 :]) for axis in range(len(shape)))
+        ref = TensorRef(dtype, shape, stride, name, 0, numel(shape))
+        self.tensors[name] = TensorInfo(name, dtype, shape, "parameter")
+        self._parts[name] = [Part(file, ref, 0, ref.numel)] if ref.numel else []
+
+    def _read_shards(self, index: Path) -> None:
+        try:
+            shard_of = json.loads(index.read_text())["weight_map"]
+            names = sorted(set(shard_of.values()))
+            if not names:
+                raise ValueError("no shard")
+            if any(Path(name).name != name for name in names):
+                raise ValueError("a shard outside the folder")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise damaged(index, f"no index of shards ({error!r})") from error
+        files = {name: self._open(index.parent / name) for name in names}
+        for name, shard in shard_of.items():
+            if name not in files[shard].tensors:
+                raise damaged(files[shard].path, f"no {name}, which {index.name} looks for in it")
+            self._add(files[shard], name)
+        extra = [name for file in files.values() for name in file.tensors if name not in shard_of]
+        if extra:
+            raise damaged(index, f"it does not list {extra[0]}, which a shard holds")
+
+    def _read_metadata(self) -> None:
+        """What our own converter wrote into the header: the step, and the second names of tied weights."""
+        metadata = self.files[0].metadata if self.files else {}
+        if str(metadata.get("step", "")).isdigit():
+            self.step = int(metadata["step"])
+        try:
+            aliases = json.loads(metadata.get("aliases", "{}"))
+        except (TypeError, ValueError, RecursionError):
+            aliases = {}
+        for alias, owner in aliases.items() if isinstance(aliases, dict) else ():
+            if owner in self.tensors and alias not in self.tensors:
+                info = self.tensors[owner]
+                self.tensors[alias] = TensorInfo(alias, info.dtype, info.shape, "alias", owner)

@@ -1,0 +1,148 @@
+"""Writing a pickle of protocol 2 that torch.load takes; the counterpart of zero_pickle.
+
+Plain values and tensors, which weights_only=True is content with, and for the few places where DeepSpeed or torch want
+an object of a class of theirs, that object by its name: nothing is imported here.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mmldlm.checkpoints.formats.deepspeed.files import numel
+from mmldlm.checkpoints.formats.dtypes import DTYPES
+from mmldlm.checkpoints.formats.torch_save.unpickler import STORAGES
+
+_STORAGE_OF = {dtype: name for name, dtype in STORAGES.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class NewTensor:
+    """A tensor to write; one that stands in several places is stored once, and torch.load ties them again.
+
+    Attributes:
+        shape: its shape. chunks: gives its elements in order, flat, as DTYPES[dtype].raw; None where the elements are
+            filled in later (swept_file).
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: Iterable[np.ndarray] | None = None
+
+    @property
+    def numel(self) -> int:
+        return numel(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * DTYPES[self.dtype].itemsize
+
+
+class Size(tuple):
+    """A torch.Size."""
+
+
+@dataclass(frozen=True)
+class Global:
+    """Something by its name: torch.float32, a class."""
+
+    module: str
+    name: str
+
+
+@dataclass(frozen=True)
+class NewObject:
+    """An object of a class: class(*args) where `args` are given, else one that was not initialised, then `state`."""
+
+    type: Global
+    args: tuple | None = None
+    state: Any = None
+
+
+class PickleWriter:
+    """Builds one pickle; `tensors` lists the records that it names 0, 1, 2, ...
+
+    Raises:
+        TypeError (from add): a value of another kind.
+    """
+
+    def __init__(self) -> None:
+        self.out = bytearray(b"\x80\x02")
+        self.tensors: list[NewTensor] = []
+        self._keys: dict[int, int] = {}
+
+    def finish(self) -> bytes:
+        return bytes(self.out + b".")
+
+    def add(self, value: Any) -> None:
+        if isinstance(value, NewTensor):
+            self._tensor(value)
+        elif value is None or isinstance(value, bool):
+            self.out += {None: b"N", True: b"\x88", False: b"\x89"}[value]
+        elif isinstance(value, int):
+            data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+            self.out += b"\x8a" + bytes([len(data)]) + data
+        elif isinstance(value, float):
+            self.out += b"G" + struct.pack(">d", value)
+        elif isinstance(value, str):
+            self.out += b"X" + struct.pack("<I", len(value.encode())) + value.encode()
+        elif isinstance(value, dict):
+            self.out += b"}("
+            for key, item in value.items():
+                self.add(key)
+                self.add(item)
+            self.out += b"u"
+        elif isinstance(value, list):
+            self._items(b"](", value, b"e")
+        elif isinstance(value, Size):
+            self._global(Global("torch", "Size"))
+            self._items(b"((", value, b"ttR")
+        elif isinstance(value, tuple):
+            self._items(b"(", value, b"t")
+        elif isinstance(value, Global):
+            self._global(value)
+        elif isinstance(value, NewObject):
+            self._object(value)
+        else:
+            raise TypeError(f"a {type(value).__name__} in a file for torch")
+
+    def _items(self, before: bytes, items: Iterable[Any], after: bytes) -> None:
+        self.out += before
+        for item in items:
+            self.add(item)
+        self.out += after
+
+    def _global(self, value: Global) -> None:
+        self.out += f"c{value.module}\n{value.name}\n".encode()
+
+    def _object(self, value: NewObject) -> None:
+        self._global(value.type)
+        if value.args is None:
+            self.out += b")\x81"
+        else:
+            self._items(b"(", value.args, b"tR")
+        if value.state is not None:
+            self.add(value.state)
+            self.out += b"b"
+
+    def _tensor(self, tensor: NewTensor) -> None:
+        """_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks)."""
+        key = self._keys.setdefault(id(tensor), len(self.tensors))
+        if key == len(self.tensors):
+            self.tensors.append(tensor)
+        stride = tuple(max(numel(tensor.shape[axis + 1 :]), 1) for axis in range(len(tensor.shape)))
+        self._global(Global("torch._utils", "_rebuild_tensor_v2"))
+        self.out += b"(("
+        self.add("storage")
+        self._global(Global("torch", _STORAGE_OF[tensor.dtype]))
+        for item in (str(key), "cpu", tensor.numel):
+            self.add(item)
+        self.out += b"tQ"
+        for item in (0, tensor.shape, stride, False):
+            self.add(item)
+        self._global(Global("collections", "OrderedDict"))
+        self.out += b")RtR"

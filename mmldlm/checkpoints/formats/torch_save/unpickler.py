@@ -1,0 +1,307 @@
+"""A pickle reader for checkpoints that can build nothing but plain values and descriptions of tensors.
+
+torch.load(weights_only=False), which DeepSpeed's own tools use, runs whatever code a checkpoint names. Here every
+global that a pickle asks for is looked up in the tables below and nowhere else; no module is ever imported, and an
+unknown name is refused. The pickle machine itself is the standard library's.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+from mmldlm.checkpoints.formats.dtypes import DTYPES
+
+
+class RefusedPickle(ValueError):
+    """The pickle asks for something that a checkpoint of tensors does not need, or is malformed."""
+
+
+class _Sealed:
+    """Refuses the BUILD opcode, with which a pickle could set attributes of anything it can name."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> None:
+        raise RefusedPickle("it tries to change the reader itself")
+
+
+class _Fields(_Sealed):
+    """A value of some fields. No tuple, which whatever walks over a checkpoint's values would enter."""
+
+    __slots__ = ()
+
+    def __init__(self, *values: Any):
+        for name, value in zip(self.__slots__, values, strict=True):
+            setattr(self, name, value)
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and all(getattr(self, n) == getattr(other, n) for n in self.__slots__)
+
+    def __hash__(self) -> int:
+        return hash(tuple(getattr(self, name) for name in self.__slots__))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{n}={getattr(self, n)!r}' for n in self.__slots__)})"
+
+
+class StorageRef(_Fields):
+    """A storage: `key` names the zip record data/<key>; `num_elements` counts elements of `dtype`."""
+
+    __slots__ = ("dtype", "key", "num_elements")
+    dtype: str
+    key: str
+    num_elements: int
+
+
+class TensorRef(_Fields):
+    """A tensor that was not loaded. `offset` and `stride` count elements of `dtype`."""
+
+    __slots__ = ("dtype", "shape", "stride", "key", "offset", "storage_elements")
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    key: str
+    offset: int
+    storage_elements: int
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def is_contiguous(self) -> bool:
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride)):
+            if size != 1 and stride != expected:
+                return self.numel == 0
+            expected *= size
+        return True
+
+    @property
+    def extent(self) -> int:
+        """Elements from `offset` to one past the last element touched."""
+        if self.numel == 0:
+            return 0
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride))
+
+
+class Inert:
+    """Stands for an object that is carried but never used: it keeps its arguments and runs nothing."""
+
+    __slots__ = ("kind", "args", "state")
+
+    def __init__(self, kind: str, args: tuple = ()):
+        self.kind, self.args, self.state = kind, args, None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    # A pickle may fill any object like a list or a dict; nothing of it is read.
+    def append(self, item: Any) -> None:
+        pass
+
+    def extend(self, items: Any) -> None:
+        pass
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+    def __repr__(self) -> str:
+        return f"Inert({self.kind}{self.args})"
+
+
+class _Dict(dict):
+    """collections.OrderedDict without attributes: a state_dict's `_metadata` is dropped, and nothing can be planted."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+class _StorageType(_Sealed):
+    __slots__ = ("dtype",)
+
+    def __init__(self, dtype: str):
+        self.dtype = dtype
+
+
+class _DType(_Sealed):
+    __slots__ = ("name",)
+
+    def __init__(self, name: str):
+        self.name = name
+
+
+class _Call(_Sealed):
+    """A function that a pickle may call. Bare functions have attributes that BUILD could set."""
+
+    __slots__ = ("function",)
+
+    def __init__(self, function: Callable[..., Any]):
+        self.function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+def _tensor(storage: Any, offset: Any, size: Any, stride: Any, dtype: str | None = None) -> TensorRef:
+    if not isinstance(storage, StorageRef):
+        raise RefusedPickle("a tensor without a storage")
+    shape, strides = tuple(size), tuple(stride)
+    numbers = (offset, *shape, *strides)
+    if len(shape) != len(strides) or not all(type(n) is int and n >= 0 for n in numbers):
+        raise RefusedPickle(f"a tensor of shape {shape}, stride {strides}, offset {offset!r}")
+    if dtype is None:
+        return TensorRef(storage.dtype, shape, strides, storage.key, offset, storage.num_elements)
+    elements = storage.num_elements * DTYPES[storage.dtype].itemsize // DTYPES[dtype].itemsize
+    return TensorRef(dtype, shape, strides, storage.key, offset, elements)
+
+
+def _rebuild_tensor_v2(storage, offset, size, stride, requires_grad=False, hooks=None, metadata=None):
+    return _tensor(storage, offset, size, stride)
+
+
+def _rebuild_tensor_v3(storage, offset, size, stride, requires_grad, hooks, dtype, metadata=None):
+    if not isinstance(dtype, _DType) or dtype.name not in DTYPES:
+        raise RefusedPickle(f"a tensor of dtype {getattr(dtype, 'name', dtype)!r}")
+    return _tensor(storage, offset, size, stride, dtype.name)
+
+
+def _rebuild_parameter(data, requires_grad=False, hooks=None):
+    return data
+
+
+def _rebuild_from_type_v2(function, kind, args, state):
+    allowed = (_rebuild_tensor_v2, _rebuild_tensor_v3, _rebuild_parameter)
+    if not isinstance(function, _Call) or function.function not in allowed:
+        raise RefusedPickle("a tensor subclass with its own rebuild function")
+    return function(*args)
+
+
+def _size(values=()):
+    return tuple(values)
+
+
+def _ordered_dict(items=()):
+    return _Dict(items)
+
+
+# Members of enums in ordinary checkpoints, with the value that a pickle by value has.
+_ENUMS: dict[str, dict[str, Any]] = {
+    "deepspeed.runtime.zero.config.ZeroStageEnum": {
+        "disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3,
+    },
+    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING": {
+        "TORCH_CONTIGUOUS_FORMAT": 0, "TORCH_CHANNELS_LAST": 1, "TORCH_PRESERVE_FORMAT": 2,
+    },
+}  # fmt: skip
+
+
+def _enum_member(kind, name):
+    """Stands for getattr(enum, name), as which Python 3.11.2 (Debian 12) pickles a member; for nothing else."""
+    if isinstance(kind, type) and issubclass(kind, Inert) and isinstance(name, str):
+        members = _ENUMS.get(kind().kind, {})
+        if name in members:
+            return kind(members[name])
+    raise RefusedPickle("it asks for builtins.getattr, which a checkpoint of tensors does not need")
+
+
+STORAGES = {
+    "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
+    "ByteStorage": "uint8", "BoolStorage": "bool",
+}  # fmt: skip
+
+_GLOBALS: dict[tuple[str, str], Any] = {
+    ("builtins", "getattr"): _Call(_enum_member),
+    ("collections", "OrderedDict"): _Call(_ordered_dict),
+    ("torch", "Size"): _Call(_size),
+    ("torch._utils", "_rebuild_tensor_v2"): _Call(_rebuild_tensor_v2),
+    ("torch._utils", "_rebuild_tensor_v3"): _Call(_rebuild_tensor_v3),
+    ("torch._utils", "_rebuild_parameter"): _Call(_rebuild_parameter),
+    ("torch._tensor", "_rebuild_from_type_v2"): _Call(_rebuild_from_type_v2),
+    ("torch.storage", "UntypedStorage"): _StorageType("uint8"),
+    ("torch", "UntypedStorage"): _StorageType("uint8"),
+    **{("torch", name): _StorageType(dtype) for name, dtype in STORAGES.items()},
+    **{("torch", name): _DType(name) for name in DTYPES},
+}
+
+# Carried in ordinary checkpoints (DeepSpeed's own, or a user's client_state) and never needed for the weights.
+_INERT = {
+    ("torch", "Tensor"), ("torch", "device"), ("torch.nn.parameter", "Parameter"),
+    ("deepspeed.runtime.zero.config", "ZeroStageEnum"),
+    ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
+    ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
+    ("deepspeed.utils.tensor_fragment", "fragment_address"),
+    ("argparse", "Namespace"), ("collections", "defaultdict"), ("collections", "Counter"), ("_codecs", "encode"),
+    ("builtins", "set"), ("builtins", "frozenset"), ("builtins", "slice"), ("builtins", "complex"),
+    ("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"), ("datetime", "datetime"), ("datetime", "timedelta"),
+    ("numpy", "dtype"), ("numpy", "ndarray"),
+    ("numpy.core.multiarray", "scalar"), ("numpy._core.multiarray", "scalar"),
+    ("numpy.core.multiarray", "_reconstruct"), ("numpy._core.multiarray", "_reconstruct"),
+    # The .metadata of torch.distributed.checkpoint (dcp_reader); Python 3.13 moved pathlib's classes.
+    *(("torch.distributed.checkpoint.metadata", name) for name in (
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"), ("pathlib._local", "PosixPath"),
+}  # fmt: skip
+
+
+class _Reader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        # Python 2 names that protocol 2 still writes for builtins.
+        module = {"__builtin__": "builtins"}.get(module, module)
+        known = _GLOBALS.get((module, name))
+        if known is not None:
+            return known
+        # TrainingState is what MM-LDLM's checkpoint.pt holds beside the weights; its module is the script that ran.
+        if (module, name) in _INERT or name == "TrainingState":
+            return _inert_maker(f"{module}.{name}")
+        raise RefusedPickle(f"it asks for {module}.{name}, which a checkpoint of tensors does not need")
+
+    def persistent_load(self, pid: Any) -> StorageRef:
+        if not (isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage" and isinstance(pid[1], _StorageType)):
+            raise RefusedPickle(f"a storage reference of an unknown form: {str(pid)[:80]}")
+        _, kind, key, _, num_elements = pid
+        if not (isinstance(key, str) and type(num_elements) is int and num_elements >= 0):
+            raise RefusedPickle(f"a storage reference of an unknown form: {str(pid)[:80]}")
+        return StorageRef(kind.dtype, key, num_elements)
+
+
+def dtype_name(value: Any) -> str | None:
+    """The name of a torch.dtype in what read_pickle gave; None for anything else."""
+    return value.name if isinstance(value, _DType) else None
+
+
+def _inert_maker(kind: str) -> type:
+    # A class, because the NEWOBJ opcode accepts nothing else; instances take any arguments.
+    def new(cls, *args, **kwargs):
+        thing = object.__new__(cls)
+        Inert.__init__(thing, kind, args)
+        return thing
+
+    return type("Inert", (Inert,), {"__slots__": (), "__new__": new, "__init__": lambda self, *a, **k: None})
+
+
+def read_pickle(data: bytes) -> Any:
+    """The object in `data` with tensors as TensorRef, sizes as tuples, OrderedDict as dict, other objects as Inert.
+
+    Raises:
+        RefusedPickle: an unknown global, a malformed stream, or trailing tricks; nothing was executed.
+    """
+    try:
+        return _Reader(io.BytesIO(data), encoding="utf-8").load()
+    except RefusedPickle:
+        raise
+    except RecursionError as error:
+        raise RefusedPickle("it is nested too deeply") from error
+    except Exception as error:  # the pickle machine raises nearly any type on a malformed stream
+        raise RefusedPickle(f"its pickle is malformed ({type(error).__name__}: {str(error)[:120]})") from error

@@ -1,0 +1,1 @@
+"""Reading and writing large files: threads, checksums, durable output."""

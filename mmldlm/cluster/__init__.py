@@ -1,0 +1,1 @@
+"""Hosts, launchers and the environment that they pass on."""

@@ -1,0 +1,1 @@
+"""From any checkpoint to any other."""

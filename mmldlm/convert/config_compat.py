@@ -1,0 +1,87 @@
+"""Do the weights fit the config.json beside which they will lie? Told without torch, from the sizes in the config.
+
+Shapes: mmldlm/models (a test compares them with a model that was built).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mmldlm.checkpoints.formats.weight_source import WeightSource
+from mmldlm.errors import UserError
+
+MODEL_CONFIG = "model_config.json"
+BUFFERS = ("latent_mean", "latent_std")  # of a MultimodalMMDiT; all else in it is trained
+
+
+def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shapes that a MultimodalMMDiT of this config has, for weights that between them use every size in it."""
+    width, cond, vocab = config["hidden_size"], config["cond_dim"], config["vocab_size"]
+    latent, tokens, heads = config["latent_dim"], config["latent_tokens"], config["n_heads"]
+    mlp = int(width * config["mlp_ratio"])
+    shapes = {
+        "latent_mean": (latent,),
+        "text_encoder.token_embedding.weight": (vocab, width),
+        "latent_encoder.to_tokens.weight": (tokens * width, latent),
+        "latent_encoder.latent_position": (config["max_latents"], 1, width),
+        "text_head.weight": (vocab, width),
+        "latent_head.to_latent.weight": (latent, tokens * width),
+        "length_head.3.weight": (config["max_seq_len"], cond),
+    }
+    for block in range(config["n_blocks"]):
+        name = f"blocks.{block}"
+        shapes[f"{name}.modulation.weight"] = (12 * width, cond)
+        shapes[f"{name}.mlp_in.weight"] = (2 * mlp, width)
+        if config["qk_rmsnorm"]:
+            shapes[f"{name}.qk_norm.weight"] = (4 * (width // heads),)
+    return shapes
+
+
+def check_config(weights: WeightSource, checkpoint: Path | None) -> None:
+    """Compares a source with the model_config.json of the checkpoint around it; nothing where there is none.
+
+    Raises:
+        UserError: a weight that the config asks for and that is absent or of another shape, or more blocks than in it.
+    """
+    path = checkpoint / MODEL_CONFIG if checkpoint else None
+    if path is None or not path.is_file():
+        return
+    try:
+        config = json.loads(path.read_text())
+        if config.get("architecture") != "MultimodalMMDiT":
+            return
+        if config.get("n_blocks", 0) > len(weights.tensors):  # before a loop over as many as it says
+            raise ValueError(f"n_blocks {config['n_blocks']} for {len(weights.tensors)} tensors")
+        shapes = expected_shapes(config)
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise UserError(f"the config of a model in {path}", repr(error)[:200], "use an intact checkpoint") from error
+    for name, shape in shapes.items():
+        found = weights.tensors[name].shape if name in weights.tensors else "no such weight"
+        if found != shape:
+            raise _misfit(path, weights, f"{name} of shape {shape}", f"{found}")
+    blocks = {name.split(".")[1] for name in weights.tensors if name.startswith("blocks.")}
+    if len(blocks) > config["n_blocks"]:
+        raise _misfit(path, weights, f"{config['n_blocks']} blocks", f"{len(blocks)}")
+
+
+def mark_buffers(weights: WeightSource, folder: Path) -> None:
+    """Of a model of ours in a foreign form, tells the buffers by the config.json beside it.
+
+    The file itself calls all of them weights: --dtype would round them, and count them among the parameters,
+    unlike in the checkpoint that it came from.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError, RecursionError):
+        return
+    if isinstance(config, dict) and config.get("architecture") == "MultimodalMMDiT":
+        for name in BUFFERS:
+            if name in weights.tensors and weights.tensors[name].kind == "parameter":
+                weights.retype(name, "buffer")
+
+
+def _misfit(path: Path, weights: WeightSource, expected: str, found: str) -> UserError:
+    fix = "the two are of different runs: restore the checkpoint as it was saved"
+    return UserError(f"{expected}, as {path} says", f"{found} in {weights.path}", fix)

@@ -1,0 +1,185 @@
+"""What a checkpoint holds, and where two of them differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from mmldlm.checkpoints.formats.adam_state import MOMENTS
+from mmldlm.checkpoints.formats.dtypes import DTYPES, bf16_to_fp32
+from mmldlm.checkpoints.formats.open import Opened, open_source
+from mmldlm.checkpoints.formats.weight_source import WeightSource
+from mmldlm.utils.formatting import print_rows
+
+
+def facts(opened: Opened) -> list[tuple[str, str]]:
+    """(what, value) of a source as a whole."""
+    weights = opened.weights
+    stored = [info for info in weights.tensors.values() if info.kind != "alias"]
+    rows = [("source", str(opened.checkpoint or weights.path)), ("engine", opened.engine)]
+    rows += [(key, str(value)) for key, value in (
+        ("ZeRO stage", weights.stage), ("world size", opened.world_size), ("step", opened.step),
+    ) if value is not None]  # fmt: skip
+    rows.append(("tensors", f"{len(stored)} stored, {len(weights.tensors) - len(stored)} tied"))
+    for kind in ("trainable", "frozen", "parameter", "buffer"):
+        of_kind = [info for info in stored if info.kind == kind]
+        if of_kind:
+            elements, size = sum(info.numel for info in of_kind), sum(info.nbytes for info in of_kind)
+            rows.append((kind, f"{len(of_kind)} tensors, {elements:,} elements, {size:,} bytes"))
+    averaged = sum(weights.tensors[name].numel for name in weights.ema)
+    rows.append(("EMA", f"of {len(weights.ema)} tensors, {averaged:,} elements" if weights.ema else "none"))
+    return rows
+
+
+def inspect(path: Path | str) -> int:
+    """Prints what a checkpoint holds, without reading its weights."""
+    opened = open_source(path, allow_nonfinite=True, with_ema=True)
+    with opened.weights as weights:
+        print_rows(facts(opened))
+        width = max((len(name) for name in weights.tensors), default=0)
+        print()
+        for name, info in weights.tensors.items():
+            tied = f" -> {info.alias_of}" if info.alias_of else ""
+            print(f"{name:<{width}}  {info.dtype:<9} {info.kind:<9} {_shape(info.shape)}{tied}")
+        for note in weights.notes:
+            print(f"note: {note}")
+    return 0
+
+
+@dataclass
+class Differences:
+    """Where two sources differ; names are those of tensors or of tied weights' second names.
+
+    Attributes:
+        equal: number of tensors whose values are bit for bit the same (after widening where the dtypes differ).
+        values: name -> (elements that differ, largest absolute difference; nan where one is NaN and the other not).
+        shapes: name -> (shape in a, in b). only_a, only_b: names of one side alone.
+        dtypes: name -> (dtype in a, in b); the values may still be equal.
+    """
+
+    equal: int = 0
+    values: dict[str, tuple[int, float]] = field(default_factory=dict)
+    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    dtypes: dict[str, tuple[str, str]] = field(default_factory=dict)
+    only_a: list[str] = field(default_factory=list)
+    only_b: list[str] = field(default_factory=list)
+
+    @property
+    def any(self) -> bool:
+        """Whether a tensor is missing or has other values; another dtype alone does not count."""
+        return bool(self.values or self.shapes or self.only_a or self.only_b)
+
+    def add(
+        self, name: str, a: Iterator[np.ndarray], b: Iterator[np.ndarray], in_a: str = "float32", in_b: str = "float32"
+    ) -> None:
+        """Compares the chunks of one tensor, of dtype `in_a` and `in_b`."""
+        count, largest = 0, 0.0
+        for x, y in _paired(a, b):
+            differ, most = _difference(x, in_a, y, in_b)
+            count, largest = count + differ, float(np.maximum(largest, most))
+        if count:
+            self.values[name] = (count, largest)
+        else:
+            self.equal += 1
+
+
+def compare(a: WeightSource, b: WeightSource) -> Differences:
+    """Compares two sources tensor by tensor, in chunks, and the moments that they were opened with.
+
+    Raises:
+        UserError: one of them is damaged.
+    """
+    found = Differences()
+    names_a, names_b = _bare_names(a), _bare_names(b)
+    found.only_a = [name for name in names_a if name not in names_b]
+    found.only_b = [name for name in names_b if name not in names_a]
+    for name in names_a:
+        if name not in names_b:
+            continue
+        one, two = a.tensors[names_a[name]], b.tensors[names_b[name]]
+        if one.shape != two.shape:
+            found.shapes[name] = (one.shape, two.shape)
+            continue
+        if one.dtype != two.dtype:
+            found.dtypes[name] = (one.dtype, two.dtype)
+        found.add(name, a.iter_chunks(one.name), b.iter_chunks(two.name), one.dtype, two.dtype)
+    for what in MOMENTS:
+        of_a, of_b = a.moments.get(what, {}), b.moments.get(what, {})
+        for name in of_a:
+            if name in of_b:
+                found.add(f"{what} of {name}", a.iter_moment(what, name), b.iter_moment(what, name))
+        found.only_a += [f"{what} of {name}" for name in of_a if name not in of_b]
+        found.only_b += [f"{what} of {name}" for name in of_b if name not in of_a]
+    a.finish()
+    b.finish()
+    return found
+
+
+def diff(path_a: Path | str, path_b: Path | str, with_ema: bool = False, with_moments: bool = False) -> int:
+    """Prints where two checkpoints differ; returns 0 where all tensors are equal, else 1."""
+    opened_a = open_source(path_a, allow_nonfinite=True, with_ema=with_ema, with_moments=with_moments)
+    with opened_a.weights as a:
+        opened_b = open_source(path_b, allow_nonfinite=True, with_ema=with_ema, with_moments=with_moments)
+        with opened_b.weights as b:
+            if with_ema:
+                a.use_ema()
+                b.use_ema()
+            found = compare(a, b)
+    for name in found.only_a:
+        print(f"only in A  {name}")
+    for name in found.only_b:
+        print(f"only in B  {name}")
+    for name, (one, two) in found.shapes.items():
+        print(f"shape      {name}: {_shape(one)} in A, {_shape(two)} in B")
+    for name, (count, largest) in found.values.items():
+        print(f"values     {name}: {count:,} elements differ, by at most {largest:.6g}")
+    for name, (one, two) in found.dtypes.items():
+        print(f"dtype      {name}: {one} in A, {two} in B")
+    differing = len(found.values) + len(found.shapes)
+    absent = len(found.only_a) + len(found.only_b)
+    print(f"{found.equal} tensors equal, {differing} differ, {absent} in one alone")
+    return int(found.any)
+
+
+def _bare_names(source: WeightSource) -> dict[str, str]:
+    prefix = "module." if all(name.startswith("module.") for name in source.tensors) else ""
+    return {name.removeprefix(prefix): name for name in source.tensors}
+
+
+def _paired(one: Iterator[np.ndarray], two: Iterator[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Chunks of two streams of the same length, cut to the same places."""
+    x, y = next(one, None), next(two, None)
+    while x is not None and y is not None:
+        count = min(x.size, y.size)
+        yield x[:count], y[:count]
+        x = x[count:] if x.size > count else next(one, None)
+        y = y[count:] if y.size > count else next(two, None)
+    assert x is None and y is None, "two tensors of one shape with different numbers of elements"
+
+
+def _difference(x: np.ndarray, x_dtype: str, y: np.ndarray, y_dtype: str) -> tuple[int, float]:
+    """How many elements differ, and by how much at most. NaNs equal each other; 0.0 and -0.0 do not."""
+    if x_dtype == y_dtype:
+        if np.array_equal(x.view(np.uint8), y.view(np.uint8)):
+            return 0, 0.0
+        # Also right for integers beyond 2^53; of two NaNs with other bits the widened values decide below.
+        same = x == y
+    x, y = _widened(x, x_dtype), _widened(y, y_dtype)
+    if DTYPES[x_dtype].is_float or x_dtype != y_dtype:
+        same = (x == y) & (np.signbit(x) == np.signbit(y)) | (np.isnan(x) & np.isnan(y))
+    if same.all():
+        return 0, 0.0
+    with np.errstate(invalid="ignore"):
+        return int(np.count_nonzero(~same)), float(np.abs(x - y)[~same].max())
+
+
+def _widened(values: np.ndarray, dtype: str) -> np.ndarray:
+    """float64; of float8 the bits, which is enough to see whether two are equal."""
+    return (bf16_to_fp32(values) if dtype == "bfloat16" else values).astype(np.float64)
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(str(size) for size in shape) or "scalar"

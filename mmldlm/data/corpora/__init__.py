@@ -1,0 +1,1 @@
+"""Where text comes from: files, hub datasets, docstrings."""

@@ -1,0 +1,219 @@
+"""Corpora: where texts come from. Each is an ordered, repeatable pass over Unicode texts, cut into units of reading.
+
+A corpus is named by a word: a file (.txt, .jsonl or .parquet, the first two also as .gz or .zst), a folder of such
+files, ``docstrings`` (the English sentences in the documentation of the Python packages installed here: real text that
+needs no download), or the name of a Hugging Face dataset, which is streamed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+from mmldlm.data.corpora.docstrings import docstrings_source, read_docstrings
+from mmldlm.data.corpora.text_files import KINDS, FileUnit, clean, file_units, kind_of, parquet_units
+from mmldlm.data.sentences import MAX_TEXT_BYTES, TOO_LARGE, split_sentences
+from mmldlm.errors import UserError
+
+DEFAULT_CORPUS = "docstrings"
+_GROUP_BYTES, _GROUP_FILES = 32 << 20, 2048  # small files of a folder are read together
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A part of a corpus that one rank reads.
+
+    Attributes:
+        name: equal names mean equal texts, as far as can be seen without reading them.
+        read: starts the pass; given ``counts``, yields texts.
+    """
+
+    name: str
+    read: Callable[[Counter], Iterator[str]]
+
+
+@dataclass
+class Corpus:
+    """One pass over texts, in the order of its units.
+
+    Attributes:
+        source: what it is, for the manifest. units: its parts, a function of what lies there.
+        counts: filled by iterating: ``read`` (candidate texts), ``drop_<reason>``, and numbers of files.
+        has_documents: whether texts are documents of any length rather than sentences.
+    """
+
+    source: str
+    units: list[Unit]
+    counts: Counter = field(default_factory=Counter)
+    has_documents: bool = False
+
+    def __iter__(self) -> Iterator[str]:
+        self.counts.clear()
+        for unit in self.units:
+            yield from unit.read(self.counts)
+
+
+def open_corpus(
+    name: str | os.PathLike,
+    text_field: str | None = None,
+    max_documents: int | None = None,
+    sentences: bool = False,
+    whole_files: bool = False,
+) -> Corpus:
+    """The corpus that ``name`` stands for.
+
+    Args:
+        name: see the module. text_field: the field of a record that holds the text; None: ``text``, or what is known
+            of the dataset. max_documents: read only the first so many texts. sentences: split every text into
+            sentences. whole_files: a .txt file of a folder is one text (else it is split into sentences).
+
+    Raises:
+        UserError: nothing lies there, it has no text files, or its kind is not known.
+    """
+    corpus = _open(name, text_field, max_documents, whole_files)
+    if max_documents is not None:
+        corpus.units = [_first(corpus.units, max_documents)]
+    if sentences:
+        corpus.units = [_split(unit) for unit in corpus.units]
+        corpus.has_documents = False
+    return corpus
+
+
+def _open(name: str | os.PathLike, text_field: str | None, max_documents: int | None, whole_files: bool) -> Corpus:
+    path = Path(name)
+    if path.is_dir():
+        return _open_folder(path, text_field or "text", whole_files)
+    if whole_files:
+        raise UserError("a folder of .txt files, for --whole-files", str(name), "name a folder, or leave the flag out")
+    if str(name) == DEFAULT_CORPUS and not path.exists():
+        source = docstrings_source()
+        return Corpus(source, [Unit(source, read_docstrings)])
+    if path.exists():
+        kind = kind_of(path)
+        if kind is None:
+            raise UserError(
+                f"a corpus that ends in {', '.join(KINDS)}, or a folder of such files",
+                f"{path.name} (suffix {path.suffix or 'none'!r})",
+                "rename the file if its content is one of these, or convert it",
+            )
+        return Corpus(f"{kind}:{path.name}", _units_of(path, path.name, kind, text_field or "text"))
+    if not _is_meant_as_a_path(str(name)):
+        from mmldlm.data.corpora.hub_datasets import open_dataset
+
+        source, parts = open_dataset(str(name), text_field, max_documents)
+        return Corpus(source, [Unit(*part) for part in parts], has_documents=True)
+    raise UserError(
+        f"a corpus at {path}: a file that ends in {', '.join(KINDS)}, or a folder of such files",
+        "nothing there",
+        f"check the path, or leave it out to use the default corpus '{DEFAULT_CORPUS}'",
+    )
+
+
+def _is_meant_as_a_path(name: str) -> bool:
+    """Whether a name of nothing here is a mistyped path: the hub must not be asked for minutes about `corpus.csv`."""
+    path = Path(name)
+    if kind_of(path) or path.is_absolute() or len(path.parts) > 2 or name.startswith("."):
+        return True
+    if ":" in name or "@" in name:  # a configuration or a split
+        return False
+    return path.parent.is_dir() if len(path.parts) == 2 else bool(path.suffix)
+
+
+def _open_folder(folder: Path, text_field: str, whole_files: bool) -> Corpus:
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and kind_of(path))
+    kinds = sorted({kind_of(path) for path in files})
+    if len(kinds) != 1:
+        found = f"files of the kinds {', '.join(kinds)}" if kinds else "no such file in it or below it"
+        raise UserError(
+            f"a folder with files of one kind ({', '.join(KINDS)}) at {folder}",
+            found,
+            "give the folder that holds the documents, or one of the files",
+        )
+    source = f"folder:{folder.name}" if kinds == ["txt"] else f"{kinds[0]}:{folder.name}"
+    if kinds != ["txt"]:
+        if whole_files:
+            raise UserError(
+                "a folder of .txt files, for --whole-files", f"{kinds[0]} in {folder}", "leave the flag out"
+            )
+        named = [(path, path.relative_to(folder).as_posix()) for path in files]
+        return Corpus(source, [unit for path, name in named for unit in _units_of(path, name, kinds[0], text_field)])
+    groups: list[list[Path]] = [[]]
+    size = 0
+    for path in files:
+        if groups[-1] and (size >= _GROUP_BYTES or len(groups[-1]) >= _GROUP_FILES):
+            groups.append([])
+            size = 0
+        groups[-1].append(path)
+        size += path.stat().st_size
+    units = []
+    for group in groups:
+        name = ";".join(f"{path.relative_to(folder).as_posix()}:{path.stat().st_size}" for path in group)
+        units.append(Unit(name, lambda counts, group=group: _read_documents(group, counts, whole_files)))
+    return Corpus(source, units, has_documents=whole_files)
+
+
+def _units_of(path: Path, name: str, kind: str, text_field: str) -> list[Unit]:
+    if kind == "parquet":
+        return [Unit(f"{name}#{part}", read) for part, read in parquet_units(path, text_field)]
+    return [Unit(f"{name}#{part.start}-{part.end}", part.read) for part in file_units(path, kind, text_field)]
+
+
+def _read_documents(files: list[Path], counts: Counter, whole: bool) -> Iterator[str]:
+    for path in files:
+        counts["files"] += 1
+        for piece in _pieces(FileUnit(path, "txt", 0, None).lines(counts), whole):
+            if piece is None:
+                counts["read"] += 1
+                counts[TOO_LARGE] += 1
+            elif whole:
+                yield from clean(piece, counts)
+            else:
+                for sentence in split_sentences(" ".join(piece.split())):
+                    counts["read"] += 1
+                    yield sentence
+
+
+def _pieces(lines: Iterator[tuple[int, str]], whole: bool) -> Iterator[str | None]:
+    """The paragraphs of a document, or all of it; None for one that is longer than a text may be."""
+    piece: list[str] = []
+    size = 0
+
+    def joined() -> str | None:
+        return "\n".join(piece) if size <= MAX_TEXT_BYTES else None
+
+    for _, line in lines:
+        if not line and not whole:
+            if size:
+                yield joined()
+            piece, size = [], 0
+            continue
+        size += len(line) + 1
+        if size <= MAX_TEXT_BYTES:
+            piece.append(line)
+    if size or whole:
+        yield joined()
+
+
+def _first(units: list[Unit], max_documents: int) -> Unit:
+    def read(counts: Counter) -> Iterator[str]:
+        return islice((text for unit in units for text in unit.read(counts)), max_documents)
+
+    return Unit(f"first {max_documents} of {';'.join(unit.name for unit in units)}", read)
+
+
+def _split(unit: Unit) -> Unit:
+    def read(counts: Counter) -> Iterator[str]:
+        own: Counter = Counter()
+        for text in unit.read(own):
+            for sentence in split_sentences(text):
+                counts["read"] += 1
+                yield sentence
+        counts["documents"] += own.pop("read", 0)
+        counts.update(own)
+        counts["read"] += sum(number for key, number in own.items() if key.startswith("drop_"))
+
+    return Unit(f"sentences of {unit.name}", read)

@@ -1,0 +1,213 @@
+"""Files of texts: lines, JSON lines and parquet, plain or compressed, cut into parts that ranks read by themselves.
+
+Memory is that of one text, whatever a file unpacks to: longer lines are left out and counted.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mmldlm.data.sentences import MAX_TEXT_BYTES, TOO_LARGE
+from mmldlm.errors import UserError
+
+KINDS = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz", ".txt.zst", ".jsonl.zst", ".parquet")
+PART_BYTES = 32 << 20
+_EXTRA = "pip install 'mmldlm[data]'"
+
+
+def kind_of(path: Path) -> str | None:
+    """``txt``, ``jsonl`` or ``parquet``, by a file's name; None for any other."""
+    suffixes = "".join(path.suffixes[-2:]) if path.suffix in (".gz", ".zst") else path.suffix
+    return suffixes.split(".")[1] if suffixes in KINDS else None
+
+
+def file_units(path: Path, kind: str, text_field: str) -> list[FileUnit]:
+    """Parts of a .txt or .jsonl file: byte ranges that own the lines beginning in them; a compressed file is one."""
+    if path.suffix in (".gz", ".zst"):
+        return [FileUnit(path, kind, 0, None, text_field)]
+    size = path.stat().st_size
+    starts = range(0, max(size, 1), PART_BYTES)
+    return [FileUnit(path, kind, start, min(start + PART_BYTES, size), text_field) for start in starts]
+
+
+@dataclass(frozen=True)
+class FileUnit:
+    """The lines that begin in the bytes [start, end) of a file; ``end`` None: all of a file, compressed or not."""
+
+    path: Path
+    kind: str
+    start: int
+    end: int | None
+    text_field: str = "text"
+
+    def read(self, counts: Counter) -> Iterator[str]:
+        """The texts, counted."""
+        return self._read_txt(counts) if self.kind == "txt" else self._read_jsonl(counts)
+
+    def lines(self, counts: Counter) -> Iterator[tuple[int, str]]:
+        """(byte at which it begins, stripped line) of every line; a carriage return alone ends one, too.
+
+        A line longer than a text may be is counted, named on the screen and left out.
+
+        Raises:
+            UserError: the file is not UTF-8, cannot be unpacked, or is so large that lines cannot end in \\r alone.
+        """
+        with _open_bytes(self.path) as file:
+            place = self.start
+            if self.start:
+                file.seek(self.start - 1)
+                place += _skip_line(file) - 1  # the line before is another part's
+            while self.end is None or place < self.end:
+                try:
+                    raw = file.readline(MAX_TEXT_BYTES + 1)
+                    num_skipped = _skip_line(file) if len(raw) > MAX_TEXT_BYTES and not raw.endswith(b"\n") else 0
+                except Exception as error:  # each decompressor has its own kinds
+                    raise self._error("a whole compressed file", str(error), "copy the file again") from error
+                if not raw:
+                    return
+                if len(raw) > MAX_TEXT_BYTES:
+                    self._leave_out(place, raw, len(raw) + num_skipped, counts)
+                else:
+                    yield from ((place, part.strip()) for part in self._decoded(raw, place).strip().split("\r"))
+                place += len(raw) + num_skipped
+
+    def _decoded(self, raw: bytes, place: int) -> str:
+        try:
+            return raw.decode("utf-8-sig" if place == 0 else "utf-8")
+        except UnicodeDecodeError as error:
+            found = f"byte 0x{raw[error.start]:02x} at column {error.start + 1} of line {self.number(place)}"
+            raise self._error("UTF-8 text", found, "convert the file to UTF-8 (for instance with iconv)") from None
+
+    def _leave_out(self, place: int, raw: bytes, length: int, counts: Counter) -> None:
+        """Counts a line that is too long, unless carriage returns show that it is many."""
+        line = f"line {self.number(place)} of {length:,} bytes"
+        if b"\r" in raw[:-2]:
+            fix = f"convert it: tr '\\r' '\\n' < {self.path.name} > NEW"
+            raise self._error("lines that end in \\n", f"{line} in which \\r stands where lines end", fix)
+        print(f"warning: {self.path}: {line} left out (at most {MAX_TEXT_BYTES:,})", file=sys.stderr, flush=True)
+        counts["read"] += 1
+        counts[TOO_LARGE] += 1
+
+    def number(self, place: int) -> int:
+        """The line number, from 1, of the line that begins at a byte."""
+        number, left = 1, place
+        with _open_bytes(self.path) as file:
+            while left and (block := file.read(min(left, 1 << 20))):
+                number, left = number + block.count(b"\n"), left - len(block)
+        return number
+
+    def _error(self, expected: str, found: str, fix: str) -> UserError:
+        return UserError(f"{expected} in {self.path}", found, fix)
+
+    def _read_txt(self, counts: Counter) -> Iterator[str]:
+        for _, line in self.lines(counts):
+            if line:
+                counts["read"] += 1
+                yield line
+
+    def _read_jsonl(self, counts: Counter) -> Iterator[str]:
+        for place, line in self.lines(counts):
+            if not line:
+                continue
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                found = f"line {self.number(place)}: {error}"
+                raise self._error("one JSON object a line", found, "repair or remove that line") from None
+            text = record.get(self.text_field) if isinstance(record, dict) else None
+            if isinstance(record, dict) and self.text_field in record and not isinstance(text, str):
+                raise self._error(
+                    f"a string in field '{self.text_field}' of every line",
+                    f"line {self.number(place)}: {self.text_field} is {_kind_of(text)}",
+                    "repair or remove that line, or name another field with --text-field",
+                )
+            if not isinstance(text, str):
+                known = ", ".join(sorted(record)) if isinstance(record, dict) else type(record).__name__
+                raise self._error(
+                    f"a string in field '{self.text_field}' of every line",
+                    f"line {self.number(place)} has {known or 'no field'}",
+                    "name the field with --text-field, or repair that line",
+                )
+            yield from clean(text, counts)
+
+
+def _kind_of(value: object) -> str:
+    """What JSON calls a value that is no string."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "true or false"
+    return {int: "a number", float: "a number", list: "a list"}.get(type(value), "an object")
+
+
+def clean(text: str, counts: Counter) -> Iterator[str]:
+    """A record's text with its white space folded, unless there is nothing else in it, or more than a text may be."""
+    counts["read"] += 1
+    text = " ".join(text.split())
+    if not text or len(text) > MAX_TEXT_BYTES:
+        counts[TOO_LARGE if text else "drop_empty"] += 1
+    else:
+        yield text
+
+
+def _skip_line(file: io.BufferedIOBase) -> int:
+    """Reads to the end of a line in bounded memory; its bytes."""
+    length = 0
+    while raw := file.readline(1 << 20):
+        length += len(raw)
+        if raw.endswith(b"\n"):
+            break
+    return length
+
+
+def _open_bytes(path: Path) -> io.BufferedIOBase:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rb")
+    if path.suffix == ".zst":
+        try:
+            import zstandard
+        except ImportError:
+            raise UserError(f"the package zstandard, to read {path}", "it is not installed", _EXTRA) from None
+        return io.BufferedReader(zstandard.open(path, "rb"), 1 << 20)
+    return open(path, "rb")
+
+
+def parquet_units(path: Path, text_field: str) -> list[tuple[str, Callable[[Counter], Iterator[str]]]]:
+    """(name, reader) of every row group of a parquet file.
+
+    Raises:
+        UserError: pyarrow is not installed, the file is not parquet, or has no such column of strings.
+    """
+    try:
+        import pyarrow as arrow
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise UserError(f"the package pyarrow, to read {path}", "it is not installed", _EXTRA) from None
+    try:
+        file = parquet.ParquetFile(path)
+    except (arrow.ArrowException, OSError) as error:
+        raise UserError(f"a parquet file at {path}", str(error).splitlines()[0], "copy or make it again") from None
+    names = file.schema_arrow.names
+    kind = file.schema_arrow.field(text_field).type if text_field in names else None
+    if kind is None or not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
+        raise UserError(
+            f"a column '{text_field}' of strings in {path}",
+            f"columns {', '.join(names)}" if kind is None else f"a column '{text_field}' of {kind}",
+            "name the column with --text-field",
+        )
+
+    def read(group: int, counts: Counter) -> Iterator[str]:
+        with parquet.ParquetFile(path) as opened:
+            for batch in opened.iter_batches(1024, row_groups=[group], columns=[text_field]):
+                for text in batch.column(0).to_pylist():
+                    yield from clean(text or "", counts)
+
+    size = path.stat().st_size
+    return [
+        (f"{size}:{group}", lambda counts, group=group: read(group, counts)) for group in range(file.num_row_groups)
+    ]

@@ -1,0 +1,1 @@
+"""Stores from folders of files that other programs wrote."""

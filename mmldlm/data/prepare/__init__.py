@@ -1,0 +1,1 @@
+"""`mmldlm prepare`: the stages that turn a corpus into a store."""

@@ -1,0 +1,1 @@
+"""The packed store: reading, writing, verifying."""

@@ -1,0 +1,348 @@
+"""The packed store: texts, tokens and latents in plain .npy files, read through memory maps.
+
+ROOT/manifest.json
+ROOT/{train,validation}/text.npy           uint8 [bytes]   UTF-8 of all texts, end to end
+ROOT/{train,validation}/text_offsets.npy   int64 [N + 1]   where each text starts; the last is the end
+ROOT/{train,validation}/tokens.npy         uint16 or int32 token ids, end to end, without special tokens
+ROOT/{train,validation}/token_offsets.npy  int64 [N + 1]
+ROOT/{train,validation}/latents.npy        float32 [N, D]  as the encoder gave them ([N, K, D] with K latents a text)
+ROOT/{train,validation}/documents.npy      int64 [N]       (only with --overlong chunk) the text a sample is a piece of
+ROOT/quarantine.jsonl                      (only where there were any) texts on which the encoder failed, with reasons
+ROOT/tokenizer/                            the tokenizer, as ``save_pretrained`` writes it
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mmldlm.data.store.arrays import map_array
+from mmldlm.utils.atomic_files import sha256_of
+from mmldlm.data.store.manifest import fault_of
+from mmldlm.data.store.repair_hints import MANIFEST, again, elsewhere
+from mmldlm.data.encoders.tokenizer_files import read_tokenizer
+from mmldlm.errors import UserError
+from mmldlm.utils.output_paths import read_json
+
+FORMAT = "mmldlm-store"
+VERSION = 1
+TOKENIZER_FOLDER = "tokenizer"
+SPLITS = ("train", "validation")
+_LENGTHS_BLOCK, _LATENT_BLOCK = 1 << 18, 4096
+_DTYPES = {
+    "text": ("uint8",),
+    "text_offsets": ("int64",),
+    "tokens": ("uint16", "int32"),
+    "token_offsets": ("int64",),
+    "latents": ("float32",),
+}
+ARRAYS = tuple(_DTYPES)
+_PACK = "these are files of single samples: make a store of them with mmldlm pack {root} --output-dir STORE"
+
+
+class Batch(NamedTuple):
+    """Samples as stored: ``tokens`` int64 arrays of their own lengths (no EOS), ``latents`` float32 ``[B, D]``, or
+    ``[B, N, D]`` where a text has several."""
+
+    tokens: list[np.ndarray]
+    latents: np.ndarray
+
+
+def read_manifest(root: str | os.PathLike) -> dict[str, Any]:
+    """The manifest of a store.
+
+    Raises:
+        UserError: ROOT is missing, empty, not a store, or of another version.
+    """
+    root = Path(root)
+    expected = f"a store made by 'mmldlm prepare' at {root}"
+    if not root.is_dir():
+        raise UserError(expected, "a file" if root.exists() else "nothing there", elsewhere(root))
+    path = root / MANIFEST
+    if not path.is_file():
+        found = "an empty folder" if not any(root.iterdir()) else f"a folder without {MANIFEST}"
+        is_files = any((root / name).exists() for name in ("train_data.json", "latents"))
+        raise UserError(expected, found, _PACK.format(root=root) if is_files else elsewhere(root))
+    manifest = read_json(path, again(root))
+    kind = manifest.get("format")
+    if kind != FORMAT:
+        fix = _PACK.format(root=root) if kind == "mmldlm-files" else elsewhere(root)
+        raise UserError(expected, f"{MANIFEST} of format {kind!r}", fix)
+    if manifest.get("version") != VERSION:
+        raise UserError(
+            f"a store of version {VERSION} at {root}",
+            f"version {manifest.get('version')!r}",
+            f"use the mmldlm that wrote it; else {again(root, manifest)}",
+        )
+    if fault := fault_of(manifest):
+        raise UserError(expected, f"{MANIFEST}: {fault}", again(root, manifest))
+    return manifest
+
+
+def latent_shape(manifest: dict[str, Any]) -> tuple[int, ...]:
+    """Shape of one sample's latents: (D,), or (N, D) where a text has several."""
+    count = manifest.get("latents_per_text", 1)
+    return (manifest["latent_dim"],) if count == 1 else (count, manifest["latent_dim"])
+
+
+def check_files(root: str | os.PathLike, manifest: dict[str, Any], level: str, prefix: str = "") -> None:
+    """Compares the files below ``prefix`` with the manifest: ``sizes`` or ``checksums`` (SHA-256 of every byte).
+
+    Raises:
+        UserError: for the first file that is missing, shorter or longer, or other than what was written.
+    """
+    assert level in ("none", "sizes", "checksums"), level
+    root = Path(root)
+    for name, entry in manifest["files"].items():
+        if level == "none" or not name.startswith(prefix):
+            continue
+        expected = f"{root / name} of {entry['bytes']} bytes (as its manifest says)"
+        if not (root / name).is_file():
+            raise UserError(expected, "the file is missing", again(root, manifest))
+        size = (root / name).stat().st_size
+        if size != entry["bytes"]:
+            kind = "truncated" if size < entry["bytes"] else "too long"
+            raise UserError(expected, f"{size} bytes ({kind})", again(root, manifest))
+        if level == "checksums" and sha256_of(root / name) != entry["sha256"]:
+            raise UserError(f"{root / name} with the SHA-256 of its manifest", "other content", again(root, manifest))
+
+
+def changed_files(root: str | os.PathLike) -> list[str]:
+    """Files of a store that are missing or not of the size in its manifest, in words.
+
+    Raises:
+        UserError: ROOT is not a store (any more).
+    """
+    found = []
+    for name, entry in read_manifest(root)["files"].items():
+        path = Path(root, name)
+        size = path.stat().st_size if path.is_file() else None
+        if size != entry["bytes"]:
+            is_now = "is missing" if size is None else f"has {size:,} bytes, not {entry['bytes']:,}"
+            found.append(f"{path} {is_now}")
+    return found
+
+
+def check_latents(latents: np.ndarray, where: str, latent_dim: int | None = None, first_row: int = 0) -> None:
+    """Refuses latents that no model should train on.
+
+    Args:
+        latents: ``[B, D]``, or ``[B, N, D]`` where a text has several.
+        where: named in the error: a file, or an encoder.
+        latent_dim: the D that is expected, if known. first_row: number of the first of these rows there.
+
+    Raises:
+        UserError: not a matrix, another dimension, NaN or Inf, or a zero vector; names the rows.
+    """
+    if latents.ndim not in (2, 3) or (latent_dim is not None and latents.shape[-1] != latent_dim):
+        wanted = "any number" if latent_dim is None else str(latent_dim)
+        raise UserError(
+            f"latents of shape [samples, {wanted}] in {where}",
+            f"shape {list(latents.shape)}",
+            "set model.latent_dim to the encoder's dimension, or prepare the data with the encoder you mean",
+        )
+    bad = ~np.isfinite(latents).all(axis=tuple(range(1, latents.ndim)))
+    zero = ~latents.any(axis=-1).all(axis=tuple(range(1, latents.ndim - 1)))
+    # Both are said at once: a NaN must not hide the rows of zeros, which would only come up in the next round.
+    kinds = [("finite latents", "NaN or infinite values", bad), ("latents of non-zero norm", "zero vectors", zero)]
+    kinds = [kind for kind in kinds if kind[2].any()]
+    if not kinds:
+        return
+    raise UserError(
+        f"{' and '.join(expected for expected, _, _ in kinds)} in {where}",
+        "; ".join(f"{found} in {_rows_named(first_row + np.flatnonzero(rows))}" for _, found, rows in kinds),
+        "look at these texts, remove them from the corpus, and prepare again (nothing is filled in for them)",
+    )
+
+
+def _rows_named(rows: np.ndarray) -> str:
+    named = ", ".join(str(row) for row in rows[:10]) + (", ..." if len(rows) > 10 else "")
+    return f"{len(rows)} row{'s' if len(rows) > 1 else ''}: {named}"
+
+
+def load_tokenizer(root: str | os.PathLike):
+    """The tokenizer stored with the data: a fast Hugging Face tokenizer, read from local files only.
+
+    Raises:
+        UserError: ROOT is not a store, or its tokenizer folder is damaged.
+    """
+    manifest = read_manifest(root)
+    check_files(root, manifest, "sizes", prefix=TOKENIZER_FOLDER + "/")
+    folder = Path(root, TOKENIZER_FOLDER)
+    tokenizer = read_tokenizer(folder, f"a tokenizer in {folder}", again(root, manifest))
+    for kind in ("mask_token_id", "pad_token_id", "eos_token_id"):
+        if getattr(tokenizer, kind) != manifest["tokenizer"][kind]:
+            raise UserError(
+                f"{kind} {manifest['tokenizer'][kind]} in {Path(root, TOKENIZER_FOLDER)} (as the manifest says)",
+                str(getattr(tokenizer, kind)),
+                again(root, manifest),
+            )
+    return tokenizer
+
+
+class Store:
+    """One split of a packed store. Cheap to open, to pickle (by path) and to index.
+
+    Args:
+        root: the folder that ``mmldlm prepare`` wrote.
+        split: ``train`` or ``validation``.
+        verify: ``sizes`` (every file is there and as long as it was), ``checksums`` (reads every byte), ``none``.
+        max_tokens: longer texts are cut to so many tokens when they are read; None: none is.
+
+    Attributes:
+        lengths: [N] int32 tokens of every sample, as ``get`` gives them. num_truncated: samples that are cut.
+
+    Raises:
+        UserError: not a store, no such split, damaged files, or arrays that contradict the manifest.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike,
+        split: str = "train",
+        verify: str = "sizes",
+        max_tokens: int | None = None,
+    ):
+        self.root, self.split, self.manifest = Path(root), split, read_manifest(root)
+        if split not in self.manifest["splits"]:
+            raise UserError(
+                f"split '{split}' in {self.root}", f"only {', '.join(self.manifest['splits'])}", "name one of these"
+            )
+        check_files(self.root, self.manifest, verify, prefix=split + "/")
+        self._text, self._text_offsets, self._tokens, self._token_offsets, self._latents = map(self._map, ARRAYS)
+        num = self.manifest["splits"][split]["num_samples"]
+        shapes = (len(self._text_offsets) - 1, len(self._token_offsets) - 1, *self._latents.shape)
+        rows = (num, *latent_shape(self.manifest))
+        ends = (int(self._text_offsets[-1]), int(self._token_offsets[-1]))
+        if shapes != (num, num, *rows) or ends != (len(self._text), len(self._tokens)):
+            raise UserError(
+                f"{num} samples of {self.latents_per_text} x latent_dim {self.latent_dim} in {self.root / split} "
+                "(as its manifest says)",
+                f"text, token and latent arrays of shapes {shapes}, ending at {ends}",
+                again(self.root, self.manifest),
+            )
+        self.lengths, self._max_tokens, self.num_truncated = self._read_lengths(), max_tokens, 0
+        if max_tokens is not None:
+            self.num_truncated = int((self.lengths > max_tokens).sum())
+            np.minimum(self.lengths, max_tokens, out=self.lengths)
+
+    def _map(self, name: str) -> np.ndarray:
+        path = self.root / self.split / f"{name}.npy"
+        try:
+            array = map_array(path)
+        except (OSError, ValueError) as error:
+            raise UserError(f"an array in {path}", str(error), again(self.root, self.manifest)) from None
+        if array.dtype not in _DTYPES[name]:
+            found = f"{array.dtype} in {path}"
+            raise UserError(f"{name} of type {' or '.join(_DTYPES[name])}", found, again(self.root, self.manifest))
+        return array
+
+    def _read_lengths(self) -> np.ndarray:
+        """[N] int32, read block by block and not through the map, whose pages would stay with the process."""
+        num, path = len(self._token_offsets) - 1, self.root / self.split / "token_offsets.npy"
+        lengths, last = np.empty(num, np.int32), 0
+        with open(path, "rb") as file:
+            file.seek(-8 * num, os.SEEK_END)
+            for start in range(0, num, _LENGTHS_BLOCK):
+                offsets = np.fromfile(file, np.int64, min(_LENGTHS_BLOCK, num - start))
+                part = np.diff(offsets, prepend=last)
+                if part.min() < 0 or part.max() > np.iinfo(np.int32).max:
+                    raise UserError(
+                        f"offsets that rise in {path}",
+                        f"{part.min()} tokens in row {start + int(part.argmin())}",
+                        again(self.root, self.manifest),
+                    )
+                lengths[start : start + len(part)] = part
+                last = int(offsets[-1])
+        return lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __reduce__(self):
+        # Workers open their own maps; the files were checked when the first one was opened.
+        return (type(self), (self.root, self.split, "none", self._max_tokens))
+
+    @property
+    def documents(self) -> np.ndarray | None:
+        """[N] int64: the text of the corpus that each sample is a piece of; None where texts were not cut in pieces."""
+        path = self.root / self.split / "documents.npy"
+        return np.load(path, mmap_mode="r") if path.is_file() else None
+
+    @property
+    def latent_dim(self) -> int:
+        """Number of components D of a latent."""
+        return self.manifest["latent_dim"]
+
+    @property
+    def latents_per_text(self) -> int:
+        """Number of latents N of every sample."""
+        return self.manifest.get("latents_per_text", 1)
+
+    @property
+    def latent_mean(self) -> np.ndarray:
+        """float32 ``[D]``: mean of the training latents."""
+        return np.asarray(self.manifest["latent_stats"]["mean"], dtype=np.float32)
+
+    @property
+    def latent_std(self) -> np.ndarray:
+        """float32 ``[D]``: standard deviation of the training latents (0 for a constant dimension)."""
+        return np.asarray(self.manifest["latent_stats"]["std"], dtype=np.float32)
+
+    def get(self, indices: Sequence[int]) -> Batch:
+        """The samples at ``indices`` (any order, repeats allowed), copied out of the maps.
+
+        Raises:
+            IndexError: an index outside ``0 .. len - 1``.
+        """
+        rows = np.asarray(indices, dtype=np.int64).reshape(-1)
+        if len(rows) and (rows.min() < 0 or rows.max() >= len(self)):
+            raise IndexError(f"indices {rows.min()}..{rows.max()} of a split with {len(self)} samples")
+        starts, lengths = self._token_offsets[rows], self._token_offsets[rows + 1] - self._token_offsets[rows]
+        if self._max_tokens is not None:
+            lengths = np.minimum(lengths, self._max_tokens)
+        ends = np.cumsum(lengths)
+        # All tokens of the batch in one gather: place in the batch -> place in the file.
+        places = np.arange(int(ends[-1]) if len(ends) else 0)
+        places += np.repeat(starts - (ends - lengths), lengths)
+        flat = self._tokens[places].astype(np.int64)
+        bounds = [0, *ends.tolist()]
+        tokens = [flat[start:end] for start, end in zip(bounds, bounds[1:])]
+        return Batch(tokens, np.asarray(self._latents[rows], dtype=np.float32))
+
+    def latent_blocks(self, num_rows: int, num_blocks: int = 64) -> Iterator[tuple[int, np.ndarray]]:
+        """(first row, latents [n, D] or [n, N, D]) of blocks spread evenly over the split, of about num_rows rows
+        together; all of them where it has no more. Read by copying: pages of the map would stay with the process."""
+        if len(self) <= num_rows:
+            starts, size = range(0, len(self), _LATENT_BLOCK), _LATENT_BLOCK
+        else:
+            size = -(-num_rows // num_blocks)
+            starts = np.linspace(0, len(self) - size, num_blocks).astype(np.int64).tolist()
+        row = latent_shape(self.manifest)
+        row_items = math.prod(row)
+        row_bytes = row_items * self._latents.dtype.itemsize
+        with open(self.root / self.split / "latents.npy", "rb") as file:
+            for start in starts:
+                num = min(size, len(self) - start)
+                file.seek(-row_bytes * (len(self) - start), os.SEEK_END)
+                block = np.fromfile(file, self._latents.dtype, num * row_items)
+                yield start, block.reshape(num, *row).astype(np.float32, copy=False)
+
+    def place(self, index: int) -> tuple[Path, int]:
+        """The folder of the split and the row in it where a sample lies."""
+        return self.root / self.split, int(index)
+
+    def text(self, index: int) -> str:
+        """The text of one sample."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"index {index} of a split with {len(self)} samples")
+        return self._text[self._text_offsets[index] : self._text_offsets[index + 1]].tobytes().decode("utf-8")
+
+    def texts(self, indices: Sequence[int]) -> list[str]:
+        """The texts of several samples."""
+        return [self.text(int(index)) for index in indices]

@@ -1,0 +1,137 @@
+"""What preparation ends in: the packed store, or one file a sample as MM-LDLM's users have them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from mmldlm.utils.atomic_files import NpyWriter, sync, write_json
+
+LAYOUTS = ("store", "files")
+FILES_FORMAT = "mmldlm-files"
+
+
+class StoreSplit:
+    """One split of a packed store, written block by block in the order of its samples.
+
+    Args:
+        root: folder of the store. split: its name. latent_shape: of a sample's latents, [D] or [N, D].
+        vocab_size: token ids are below it.
+        with_documents: also write documents.npy, the document that each sample is a piece of.
+    """
+
+    def __init__(
+        self, root: Path, split: str, latent_shape: Sequence[int], vocab_size: int, with_documents: bool = False
+    ):
+        folder = root / split
+        folder.mkdir(parents=True)
+        self.vocab_size = vocab_size
+        token_dtype = np.uint16 if vocab_size <= 2**16 else np.int32
+        self._text, self._tokens = (
+            NpyWriter(folder / "text.npy", np.uint8),
+            NpyWriter(folder / "tokens.npy", token_dtype),
+        )
+        self._text_offsets = NpyWriter(folder / "text_offsets.npy", np.int64)
+        self._token_offsets = NpyWriter(folder / "token_offsets.npy", np.int64)
+        self._latents = NpyWriter(folder / "latents.npy", np.float32, latent_shape)
+        self._documents = NpyWriter(folder / "documents.npy", np.int64) if with_documents else None
+        for offsets in (self._text_offsets, self._token_offsets):
+            offsets.append(np.zeros(1, np.int64))
+        self._ends = [0, 0]
+        self.summary = {"num_samples": 0, "num_tokens": 0, "max_tokens": 0}
+
+    def add(
+        self,
+        texts: Sequence[str],
+        tokens: Sequence[np.ndarray],
+        latents: np.ndarray,
+        documents: np.ndarray | None = None,
+    ) -> None:
+        """Appends samples: texts, their token ids, and their latents, one row a sample."""
+        assert len(texts) == len(tokens) == len(latents)
+        if not len(texts):
+            return
+        raw = [text.encode("utf-8") for text in texts]
+        flat = np.concatenate(tokens)
+        assert len(flat) == 0 or (0 <= flat.min() and flat.max() < self.vocab_size)
+        lengths = [len(ids) for ids in tokens]
+        for place, (writer, sizes) in enumerate(
+            ((self._text_offsets, [len(text) for text in raw]), (self._token_offsets, lengths))
+        ):
+            ends = self._ends[place] + np.cumsum(sizes, dtype=np.int64)
+            writer.append(ends)
+            self._ends[place] = int(ends[-1])
+        self._text.append(np.frombuffer(b"".join(raw), dtype=np.uint8))
+        self._tokens.append(flat)
+        self._latents.append(latents)
+        if self._documents is not None:
+            self._documents.append(documents)
+        self.summary["num_samples"] += len(texts)
+        self.summary["num_tokens"] += sum(lengths)
+        self.summary["max_tokens"] = max(self.summary["max_tokens"], *lengths)
+
+    def close(self) -> dict[str, int]:
+        """Finishes the files; returns the split's summary for the manifest."""
+        arrays = (self._text, self._tokens, self._text_offsets, self._token_offsets, self._latents, self._documents)
+        for writer in arrays:
+            if writer is not None:
+                writer.close()
+        return self.summary
+
+
+class FilesSplit:
+    """One split as texts/SPLIT/*.txt, latents/SPLIT/*.npy and SPLIT_data.json (MM-LDLM's layout).
+
+    Args:
+        root: the folder. split: its name. dataset, model: named in every record.
+    """
+
+    def __init__(self, root: Path, split: str, dataset: str, model: str):
+        self.root, self.split, self.dataset, self.model = root, split, dataset, model
+        for kind in ("texts", "latents"):
+            (root / kind / split).mkdir(parents=True)
+        self._json = open(root / f"{split}_data.json", "w", encoding="utf-8")
+        self._json.write("[")
+        self.summary = {"num_samples": 0, "num_tokens": 0, "max_tokens": 0}
+
+    def add(
+        self,
+        texts: Sequence[str],
+        tokens: Sequence[np.ndarray],
+        latents: np.ndarray,
+        documents: np.ndarray | None = None,
+    ) -> None:
+        """Writes samples, two files each."""
+        for place, (text, ids, latent) in enumerate(zip(texts, tokens, latents, strict=True)):
+            number = self.summary["num_samples"]
+            name = f"{self.split}_{number:09d}"
+            record = {
+                "text": text,
+                "text_path": f"texts/{self.split}/{name}.txt",
+                "latent_path": f"latents/{self.split}/{name}.npy",
+                "dataset": self.dataset,
+                "doc_id": int(documents[place]) if documents is not None else number,
+                "model": self.model,
+                "embedding_dim": latent.shape[-1],
+            }
+            (self.root / record["text_path"]).write_text(text, encoding="utf-8")
+            np.save(self.root / record["latent_path"], np.asarray(latent, dtype=np.float32))
+            self._json.write(("" if number == 0 else ",") + "\n" + json.dumps(record, ensure_ascii=False))
+            self.summary["num_samples"] += 1
+            self.summary["num_tokens"] += len(ids)
+            self.summary["max_tokens"] = max(self.summary["max_tokens"], len(ids))
+
+    def close(self) -> dict[str, int]:
+        """Finishes the JSON file; returns the split's summary for the manifest."""
+        self._json.write("\n]\n")
+        self._json.close()
+        sync(self.root / f"{self.split}_data.json")
+        return self.summary
+
+
+def write_manifest(folder: Path, name: str, manifest: dict) -> None:
+    """The last file of a store, written when all others are there."""
+    write_json(folder / name, manifest)

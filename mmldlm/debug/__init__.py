@@ -1,0 +1,1 @@
+"""Debugging tools: replay of a skipped step, NaN tracing, sanity checks."""

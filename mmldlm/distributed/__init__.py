@@ -1,0 +1,1 @@
+"""Ranks: environment, process groups, heartbeats, failure reports."""

@@ -1,0 +1,88 @@
+"""An error that ends this rank is printed once: not by every rank that has it, and not by none.
+
+Once there is a process group, errors are raised by agreement, and rank 0 speaks for all. Before, a mistake in the
+command line is found by every rank, a missing file perhaps by rank 5 alone: rank 0 says its own; on every other node
+the first rank does; further ranks wait a moment for one of their node to say the same, and speak when none does. They
+know it by a small file in the node's temporary folder, for nothing else joins them yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import socket
+import sys
+import tempfile
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+
+from mmldlm.utils.output_paths import for_screen
+
+# Seconds: ranks of a node start and import side by side; where rank 0 has failed, launchers end the rest.
+PATIENCE = 3.0
+FRESH = 60.0  # an older claim is of another attempt
+_LAUNCHES = ("MMLDLM_LAUNCH", "SLURM_STEP_ID")  # else the launcher is the parent of all ranks of the node
+
+
+def say(message: str) -> None:
+    """A line on stderr with the time of day."""
+    with contextlib.suppress(OSError):  # nobody reads it: the exit code still says how the run ended
+        line = f"[{datetime.now(timezone.utc):%H:%M:%S}] {message}"
+        print(for_screen(line, sys.stderr), file=sys.stderr, flush=True)
+
+
+def say_error(error: BaseException, kind: str = "error") -> None:
+    """Say what ends this rank, unless another rank says it."""
+    rank, local_rank = (int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK"))
+    if rank == 0:
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            _claim(str(error))
+        say(f"{kind}: {error}")
+    elif not _in_process_group() and _is_left_to_us(str(error), 0.0 if local_rank == 0 else PATIENCE):
+        say(f"{kind} on rank {rank} ({socket.gethostname()}): {error}")
+
+
+def _in_process_group() -> bool:
+    torch = sys.modules.get("torch")  # not imported to find out that there is none
+    return torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _is_left_to_us(text: str, patience: float) -> bool:
+    end, path = time.monotonic() + patience, _place(text)
+    while time.monotonic() < end:
+        if _is_fresh(path):
+            return False
+        time.sleep(0.05)
+    return _claim(text)
+
+
+def _claim(text: str) -> bool:
+    """Whether no rank of this node has said it; a folder that cannot be used leaves everyone to speak."""
+    path = _place(text)
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        for old in path.parent.iterdir():
+            if not _is_fresh(old):
+                old.unlink(missing_ok=True)
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _place(text: str) -> Path:
+    launch = next((os.environ[name] for name in _LAUNCHES if name in os.environ), os.getppid())
+    what = (launch, os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), text)
+    name = hashlib.sha256(repr(what).encode()).hexdigest()[:32]
+    return Path(tempfile.gettempdir()) / f"mmldlm_said_{os.getuid()}" / name
+
+
+def _is_fresh(path: Path) -> bool:
+    try:
+        return time.time() - path.stat().st_mtime < FRESH
+    except OSError:
+        return False

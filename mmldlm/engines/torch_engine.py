@@ -1,0 +1,79 @@
+"""What the engines that run torch's own AdamW on the model's parameters share: single, ddp, fsdp."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from mmldlm.config.schema import Config
+from mmldlm.engines.base import Engine, persistent_buffers, tied_names
+from mmldlm.engines.optimizer import build_optimizer, clipped_step
+from mmldlm.engines.parameter_shards import Fragment, whole
+
+
+class PlainEngine(Engine):
+    """Clip by the true global norm, judge it, step. Subclasses wrap the model and say when gradients are reduced."""
+
+    def _take(self, model: nn.Module, config: Config) -> None:
+        """Build the optimizer over the (wrapped) model's parameters."""
+        self.model = model
+        self.optimizer = build_optimizer(model, config.optimizer)
+        self.clip = config.optimizer.grad_clip_norm
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._accum, self._micro = config.training.grad_accum_steps, 0
+        self._sync_gradients(self._accum == 1)
+
+    def _sync_gradients(self, sync: bool) -> None:
+        """Whether the next backward pass adds the gradients up over the ranks."""
+
+    def backward(self, loss: Tensor) -> None:
+        # torch averages over the ranks; our losses are shares of a sum.
+        (loss * (self.world_size * self.loss_scale)).backward()
+        self._micro = (self._micro + 1) % self._accum
+        if self._accum > 1:
+            self._sync_gradients(self._micro == self._accum - 1)
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def grad_norm(self) -> Tensor:
+        norm = nn.utils.get_total_norm([p.grad for p in self._parameters() if p.grad is not None])
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # a shard's norm is only its part
+        return norm / self.loss_scale
+
+    def apply(self, lr: float, grad_norm: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        clipped_step(self.optimizer, self.clip, grad_norm, self.loss_scale)
+        self.discard()
+
+    def discard(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def fragments(self) -> list[Fragment]:
+        return [self._fragment(self._names[id(parameter)], parameter) for parameter in self._parameters()]
+
+    def frozen_fragments(self) -> list[Fragment]:
+        frozen = [(name, p) for name, p in self.model.named_parameters() if not p.requires_grad]
+        return [self._fragment(name, parameter) for name, parameter in frozen]
+
+    @staticmethod
+    def _fragment(name: str, parameter: Tensor) -> Fragment:
+        return whole(name, parameter)
+
+    def optimizer_state(self) -> dict[Tensor, dict[str, Any]]:
+        return self.optimizer.state
+
+    def masters_written(self) -> None:
+        """The masters are the weights."""
+
+    def state_to_save(self, folder: Path, step: int) -> Any:
+        if self.rank != 0:  # every rank holds the same
+            return []
+        names = [[self._names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
+        # A copy on the host stores tied weights twice: the names say what is one tensor.
+        told = {"param_names": names, "buffer_names": list(persistent_buffers(self.model))}
+        optimizer = {**self.optimizer.state_dict(), **told, "aliases": tied_names(self.model)}
+        return [("model.pt", dict(self.model.state_dict())), ("optimizer.pt", optimizer)]

@@ -1,0 +1,189 @@
+"""STS Benchmark: do the cosines of a model's embeddings rank sentence pairs as people do?"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmldlm.commands.sample import encode_texts, tokenize_texts
+from mmldlm.errors import UserError
+from mmldlm.evaluation.conditioning_gain import Say, batch_budget
+from mmldlm.evaluation.metrics import retrieval
+from mmldlm.sampling.latent_sampler import sample_latents
+from mmldlm.sampling.pretrained import Pretrained
+
+_RESAMPLES = 1000
+
+
+@dataclass
+class Pairs:
+    """Sentence pairs with people's scores [N] in 0 .. 5."""
+
+    first: list[str]
+    second: list[str]
+    scores: np.ndarray
+    name: str
+
+
+def read_pairs(path: str) -> Pairs:
+    """Read a file of the STS Benchmark: tab separated, no quoting, score in column 5, sentences in columns 6 and 7.
+
+    Raises:
+        UserError: missing, or a line that is not of that form. There is no stand-in data.
+    """
+    expected = f"an STS Benchmark file (tab separated: genre, file, year, id, score, two sentences) at {path}"
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(expected, str(error), "give the path of sts-dev.csv or sts-test.csv") from error
+    first, second, scores = [], [], []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        fields = line.split("\t")
+        try:
+            score = float(fields[4])
+            first.append(fields[5].strip())
+            second.append(fields[6].strip())
+        except (IndexError, ValueError):
+            raise UserError(expected, f"line {number}: {line[:60]!r}", "check the file") from None
+        scores.append(score)
+    if len(scores) < 3:
+        raise UserError(expected, f"{len(scores)} pairs", "check the file")
+    return Pairs(first, second, np.array(scores), Path(path).name)
+
+
+def average_ranks(values: np.ndarray) -> np.ndarray:
+    """[N] ranks, ties sharing their mean rank."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    last = np.cumsum(counts)
+    return (last - 0.5 * (counts - 1))[inverse]
+
+
+def pearson(a: np.ndarray, b: np.ndarray) -> float:
+    """Pearson's correlation; 0 when either is constant."""
+    a, b = a - a.mean(), b - b.mean()
+    scale = np.sqrt((a * a).sum() * (b * b).sum())
+    return float((a * b).sum() / scale) if scale > 0 else 0.0
+
+
+def spearman(a: np.ndarray, b: np.ndarray) -> float:
+    """Spearman's correlation."""
+    return pearson(average_ranks(a), average_ranks(b))
+
+
+def correlations(similarities: np.ndarray, scores: np.ndarray, seed: int) -> dict[str, Any]:
+    """Spearman and Pearson with 95 % bootstrap intervals over pairs."""
+    draws = np.random.Generator(np.random.Philox(key=[seed, 0x575])).integers(0, len(scores), (_RESAMPLES, len(scores)))
+    result = {}
+    for name, function in (("spearman", spearman), ("pearson", pearson)):
+        samples = [function(similarities[draw], scores[draw]) for draw in draws]
+        low, high = np.percentile(samples, [2.5, 97.5])
+        result[name] = {"value": function(similarities, scores), "ci95": [float(low), float(high)]}
+    return result
+
+
+def bag_similarities(pairs: Pairs, weighted: bool) -> np.ndarray:
+    """[N] cosine of word counts, or of TF-IDF weights fitted on these very sentences."""
+    bags = [Counter(re.findall(r"\w+", text.lower())) for text in pairs.first + pairs.second]
+    frequency = Counter(word for bag in bags for word in bag)
+    weight = {word: 1 + np.log((1 + len(bags)) / (1 + count)) if weighted else 1.0 for word, count in frequency.items()}
+    vectors = [{word: count * weight[word] for word, count in bag.items()} for bag in bags]
+    norms = [np.sqrt(sum(value * value for value in vector.values())) or 1.0 for vector in vectors]
+    half = len(pairs.first)
+    return np.array(
+        [
+            sum(value * vectors[half + i].get(word, 0.0) for word, value in vectors[i].items())
+            / (norms[i] * norms[half + i])
+            for i in range(half)
+        ]
+    )
+
+
+@dataclass
+class StsReport:
+    """Correlations of the model and of the floors and ceiling."""
+
+    conditions: dict[str, Any]
+    rows: dict[str, dict[str, Any]]
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready; makes no claim."""
+        return {"conditions": self.conditions, "claims": [], "details": self.rows}
+
+    def write(self, path: str | os.PathLike) -> None:
+        """Write the JSON."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(self.as_dict(), indent=2, allow_nan=False) + "\n")
+
+    def show(self, console=None) -> None:
+        """Print the table."""
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(
+            title=f"{self.conditions['file']}: {self.conditions['num_pairs']} pairs, 95 % bootstrap intervals"
+        )
+        for column in ("similarity", "Spearman", "Pearson"):
+            table.add_column(column, justify="left" if column == "similarity" else "right")
+        for name, row in self.rows.items():
+            cells = [f"{row[key]['value']:.3f} [{row[key]['ci95'][0]:.3f}, {row[key]['ci95'][1]:.3f}]" for key in row]
+            table.add_row(name, *cells)
+        (console or Console(markup=False)).print(table)
+
+
+def evaluate(
+    pretrained: Pretrained,
+    pairs: Pairs,
+    steps: int = 12,
+    guidance: float = 1.0,
+    seed: int = 0,
+    say: Say = print,
+    batch_size: int | None = None,
+) -> StsReport:
+    """Embed both sentences of every pair with t2l and correlate their cosines with the scores.
+
+    Floors: bag of words and TF-IDF. Ceiling: the encoder the model learned from, when the checkpoint names it.
+
+    Raises:
+        UserError: a sentence too long for the model; the model was not trained in t2l.
+    """
+    pretrained.check_mode("t2l")
+    pretrained.check_guidance(guidance)
+    texts = list(dict.fromkeys(pairs.first + pairs.second))
+    place = {text: row for row, text in enumerate(texts)}
+    progress = say(f"embedding {len(texts)} sentences in {steps} steps")
+    made = sample_latents(
+        pretrained.model,
+        tokenize_texts(texts, pretrained),
+        diffusion=pretrained.latent_diffusion,
+        steps=steps,
+        guidance=guidance,
+        renormalise=pretrained.renormalise,
+        seed=seed,
+        progress=progress,
+        **batch_budget(pretrained.model, batch_size),
+    ).numpy()
+
+    def similarities(vectors: np.ndarray) -> np.ndarray:
+        vectors = retrieval.one_vector(vectors)
+        left, right = ([place[text] for text in side] for side in (pairs.first, pairs.second))
+        return retrieval.cosines(vectors[left], vectors[right])
+
+    rows = {
+        "model (t2l)": similarities(made),
+        "floor: bag of words": bag_similarities(pairs, weighted=False),
+        "floor: TF-IDF": bag_similarities(pairs, weighted=True),
+    }
+    if pretrained.encoder is not None and pretrained.knows_encoder:
+        progress = say(f"embedding them with the encoder {pretrained.encoder['name']}")
+        rows["ceiling: the encoder"] = similarities(encode_texts(texts, pretrained, progress))
+    conditions = {"file": pairs.name, "num_pairs": len(pairs.scores), "latent_steps": steps, "seed": seed}
+    return StsReport(conditions, {name: correlations(values, pairs.scores, seed) for name, values in rows.items()})

@@ -1,0 +1,1 @@
+"""The MMDiT (Multimodal Diffusion Transformer), its blocks and its packed layout."""

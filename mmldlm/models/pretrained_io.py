@@ -1,0 +1,160 @@
+"""A model on disk as Hugging Face lays it out: model.safetensors (or shards with an index) and config.json.
+
+Nothing in such a folder is believed: config.json is compared with the tensors' shapes before anything is built by it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from mmldlm.config.schema import ModelConfig
+from mmldlm.errors import UserError
+from mmldlm.utils.output_paths import read_json
+
+if TYPE_CHECKING:
+    from mmldlm.models.mmdit.model import MultimodalMMDiT
+
+CONVERT = "make the folder with `mmldlm convert RUN/latest OUT`"
+COPY_AGAIN = "copy it again from where it was made, or convert the checkpoint again"
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def write(model: MultimodalMMDiT, folder: Path) -> None:
+    """Write model.safetensors and config.json into folder; a tied head is stored once."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    if model.config.tie_embeddings:
+        del tensors["text_head.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(model.config_dict(), indent=2) + "\n")
+
+
+def read(kind: type[MultimodalMMDiT], path: str | Path, device: str, dtype: torch.dtype) -> MultimodalMMDiT:
+    """See `MultimodalMMDiT.from_pretrained`."""
+    folder = Path(path)
+    if not folder.is_dir():
+        folder = _download(str(path))
+    config = model_config(read_config(folder / "config.json"))
+    files = _weight_files(folder)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in files:
+        with open_safetensors(path) as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+    check_shapes(kind, config, shapes, folder / "config.json")
+    tensors: dict[str, Tensor] = {}
+    for path in files:
+        with open_safetensors(path) as file:
+            tensors |= {name: file.get_tensor(name) for name in file.keys()}
+    if other := [f"{name}: {tensor.dtype}" for name, tensor in tensors.items() if tensor.dtype not in _DTYPES]:
+        raise UserError(f"floating-point weights in {folder}", "; ".join(other[:5]), CONVERT)
+    if config.tie_embeddings:
+        tensors.setdefault("text_head.weight", tensors["text_encoder.token_embedding.weight"])
+    model = kind(config)
+    model.load_state_dict(tensors)
+    mean, std = model.latent_mean.clone(), model.latent_std.clone()
+    model.to(device=device, dtype=dtype)
+    model.latent_mean, model.latent_std = mean.to(device), std.to(device)
+    return model.eval()
+
+
+def _download(repository: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(repository, allow_patterns=["*.safetensors", "*.json", "tokenizer/*"]))
+    except Exception as error:
+        raise UserError(
+            f"a folder or a Hugging Face repository named {repository}",
+            f"no such folder, and the hub answered: {error}",
+            "check the path; a run's checkpoint must be converted first (`mmldlm convert RUN/latest OUT`)",
+        ) from error
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json of a model (or the same under another name), its model section checked.
+
+    Raises:
+        UserError: missing or damaged, or sizes that do not make a model.
+    """
+    if not path.is_file():
+        raise UserError(f"{path.name} in {path.parent}", "no such file", CONVERT)
+    values = read_json(path, COPY_AGAIN, max_bytes=4 << 20)
+    try:
+        model_config(values)
+    except ValidationError as error:
+        told = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()[:5])
+        raise UserError(f"the sizes of a model in {path}", f"damaged file: {told}", COPY_AGAIN) from error
+    return values
+
+
+def model_config(values: dict[str, Any]) -> ModelConfig:
+    """The model section of what read_config gave."""
+    return ModelConfig(**{key: value for key, value in values.items() if key in ModelConfig.model_fields})
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """model.safetensors, or the shards that its index names, all of which lie in the folder itself."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    names = [single.name]
+    if not single.is_file() and index.is_file():
+        shards = read_json(index, COPY_AGAIN).get("weight_map")
+        names = sorted({str(name) for name in shards.values()}) if isinstance(shards, dict) else []
+        if not names or any(Path(name).name != name for name in names):
+            found = f"damaged file: {', '.join(names[:5]) or 'no weight_map'}"
+            raise UserError(f"names of shards in {folder} itself in {index}", found, COPY_AGAIN)
+    for name in names:
+        if not (folder / name).is_file():
+            raise UserError(f"{name} in {folder}", "no such file", CONVERT)
+    return [folder / name for name in names]
+
+
+@contextlib.contextmanager
+def open_safetensors(path: Path) -> Iterator[Any]:
+    """A safetensors file opened for reading; what is wrong with it, then or in the block, is one error.
+
+    Raises:
+        UserError: cut off, or a header that lies about sizes, shapes or places.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError, RuntimeError, OverflowError, TypeError) as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise UserError(f"an intact safetensors file {path}", f"damaged file: {first}", COPY_AGAIN) from error
+
+
+def check_shapes(
+    kind: type[MultimodalMMDiT], config: ModelConfig, found: dict[str, tuple[int, ...]], config_path: Path
+) -> None:
+    """Compare the stored shapes with those of the model that the config describes, without memory for its weights.
+
+    Raises:
+        UserError: a tensor that is missing, of another shape, or not one of this model.
+    """
+    fix = "convert the checkpoint again; the config and the weights must come from the same run"
+    expected = f"the tensors of the model in {config_path}"
+    if config.n_blocks > len(found):
+        raise UserError(expected, f"{len(found)} tensors for n_blocks {config.n_blocks}", fix)
+    with torch.device("meta"):
+        own = {name: tuple(tensor.shape) for name, tensor in kind(config).state_dict().items()}
+    if config.tie_embeddings and "text_encoder.token_embedding.weight" in found:
+        found = {"text_head.weight": found["text_encoder.token_embedding.weight"], **found}
+    wrong = [
+        f"{name}: {found.get(name, 'missing')}, expected {shape}"
+        for name, shape in own.items()
+        if found.get(name) != shape
+    ] + [f"{name}: not a tensor of this model" for name in found if name not in own]
+    if wrong:
+        raise UserError(expected, f"{len(wrong)} that differ: " + "; ".join(wrong[:5]), fix)

@@ -1,0 +1,158 @@
+"""plots/loss.png of a run: losses, gradient norm, learning rate, skipped steps."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from itertools import accumulate, cycle
+from pathlib import Path
+from typing import Any
+
+from mmldlm.errors import UserError
+from mmldlm.observe.jsonl_log import is_step, read_records
+from mmldlm.utils.output_paths import usable_file
+
+LOG_NAME = "training_log.jsonl"
+EVAL_NAME = "eval_log.jsonl"
+# Endings of validation metrics that share the loss panel, and what they are there: `l2t_nelbo` in nats a token.
+_EVALS = (("_nelbo", "NELBO", "tab:orange"), ("_latent_mse", "latent", "tab:green"))
+_MARKERS = "os^Dv"
+_LOSSES = (("loss", "total", "tab:blue"), ("text_loss", "text", "tab:orange"), ("latent_loss", "latent", "tab:green"))
+
+
+def find_log(run_dir: str | Path, name: str) -> Path:
+    """Path of a log in a run's folder.
+
+    Raises:
+        UserError: there is no such log.
+    """
+    path = Path(run_dir) / name
+    if not path.is_file():
+        fix = "name a run's folder: {logging.save_dir}/{logging.run_name}"
+        raise UserError(f"a run's folder with {name}", f"{run_dir} has none", fix)
+    return path
+
+
+def load_steps(run_dir: str | Path, name: str = LOG_NAME) -> list[dict[str, Any]]:
+    """The step records of a run's log, in the order of their steps.
+
+    Raises:
+        UserError: there is no log, or no step in it.
+    """
+    path = find_log(run_dir, name)
+    records, _ = read_records(path)
+    steps = [record for record in records if is_step(record)]
+    if not steps:
+        raise UserError(f"at least one step in {name}", f"{path} has none", "wait for the first step of the run")
+    return sorted(steps, key=lambda record: record["step"])
+
+
+def plot_run(run_dir: str | Path, out: str | Path | None = None, log_scale: bool = False) -> Path:
+    """Draw training_log.jsonl (and the points of eval_log.jsonl, where there is one) of a run.
+
+    Args:
+        run_dir: the run's folder.
+        out: image to write; its ending says the format. None: {run_dir}/plots/loss.png.
+        log_scale: logarithmic losses.
+
+    Returns:
+        The path written.
+
+    Raises:
+        UserError: no log, or no step in it.
+    """
+    steps = load_steps(run_dir)
+    eval_log = Path(run_dir) / EVAL_NAME  # made at the start, empty until the first evaluation
+    evals = load_steps(run_dir, EVAL_NAME) if eval_log.is_file() and eval_log.stat().st_size else []
+    path = Path(out) if out else Path(run_dir) / "plots" / "loss.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+    # Figure without pyplot: no display is asked for and no figure is left behind in a long run.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(3, 1, sharex=True, height_ratios=(4, 1.3, 1.3))
+    _draw_losses(axes[0], steps, evals, log_scale)
+    axes[0].set_title(Path(run_dir).resolve().name)
+    for axis, key, label in ((axes[1], "grad_norm", "gradient norm"), (axes[2], "lr", "learning rate")):
+        axis.plot(*_series(steps, key), color="tab:gray", linewidth=0.9)
+        axis.set_ylabel(label)
+    # Norms of a run's first steps are far above all later ones and would press them flat.
+    if _all_positive(steps, "grad_norm"):
+        axes[1].set_yscale("log")
+    _mark_skips(axes, steps)
+    axes[0].legend(loc="upper right", fontsize=9, ncols=2)
+    axes[2].ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
+    axes[2].set_xlabel("step")
+    for axis in axes:
+        axis.grid(alpha=0.25)
+    figure.savefig(path, dpi=130)
+    return path
+
+
+def _draw_losses(axis: Any, steps: Sequence[dict], evals: Sequence[dict], log_scale: bool) -> None:
+    for key, label, colour in _LOSSES:
+        x, y = _series(steps, key)
+        if not x:
+            continue
+        window = len(x) // 50
+        if window > 1:
+            axis.plot(x, y, color=colour, alpha=0.2, linewidth=0.6)
+        axis.plot(x, _smooth(y, window), color=colour, linewidth=1.4, label=label)
+    keys = dict.fromkeys(key for record in evals for key in record)
+    for ending, word, colour in _EVALS:
+        for marker, key in zip(cycle(_MARKERS), (key for key in keys if key.endswith(ending))):
+            label = f"validation {key.removesuffix(ending)} {word}"
+            points = dict(marker=marker, markersize=4.5, markeredgecolor="black", markeredgewidth=0.6)
+            axis.plot(*_series(evals, key), color=colour, linestyle=":", linewidth=0.8, label=label, **points)
+    axis.set_ylabel("loss")
+    if log_scale and all(_all_positive(steps, key) for key, _, _ in _LOSSES):
+        axis.set_yscale("log")
+
+
+def _mark_skips(axes: Sequence[Any], steps: Sequence[dict]) -> None:
+    skipped = [record["step"] for record in steps if record.get("skipped")]
+    for index, axis in enumerate(axes):
+        # A short stroke at the foot of each panel: thousands of full lines would hide the curves.
+        if skipped:
+            label = f"skipped ({len(skipped)})" if index == 0 else None
+            axis.plot(
+                skipped, [0.02] * len(skipped), "|", color="tab:red", markersize=9, label=label,
+                transform=axis.get_xaxis_transform(), clip_on=False,
+            )  # fmt: skip
+
+
+def _series(records: Sequence[dict], key: str) -> tuple[list[float], list[float]]:
+    pairs = [(record["step"], record[key]) for record in records if isinstance(record.get(key), (int, float))]
+    return [x for x, _ in pairs], [y for _, y in pairs]
+
+
+def _all_positive(records: Sequence[dict], key: str) -> bool:
+    return all(value > 0 for value in _series(records, key)[1])
+
+
+def _smooth(values: Sequence[float], window: int) -> list[float]:
+    """Mean of the `window` values around each one (fewer at the ends): centred, so that the curve does not lag."""
+    half = window // 2
+    if half < 1:
+        return list(values)
+    sums = [0.0, *accumulate(values)]
+    ends = [(max(0, i - half), min(len(values), i + half + 1)) for i in range(len(values))]
+    return [(sums[high] - sums[low]) / (high - low) for low, high in ends]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `mmldlm plot`."""
+    parser.add_argument("run", help="the run's folder: {logging.save_dir}/{logging.run_name}")
+    parser.add_argument("--out", help="image to write (default: plots/loss.png in the run's folder)")
+    parser.add_argument("--log-scale", action="store_true", help="logarithmic losses")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Draw, and print the path written."""
+    if args.out:
+        usable_file(args.out, "--out")
+    print(plot_run(args.run, args.out, args.log_scale))
+    return 0

@@ -1,0 +1,161 @@
+"""Files and versions: there on every node, the same on every node, shared where they must be."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from mmldlm.preflight.check import check, fail, ok, skip, warn
+from mmldlm.preflight.context import majority
+from mmldlm.preflight.memory_model import shown
+from mmldlm.preflight.probes.storage import files_of
+
+# Another version of these on one node breaks collectives, checkpoints or arithmetic; of the others it is a warning.
+_MUST_AGREE = ("torch", "deepspeed", "nccl", "python")
+
+
+@check("DATA002", 1, "node", "data present")
+def data_is_there(context):
+    """The store is on the node, with every file as long as its manifest says."""
+    if context.config is None or not context.config.data.roots:
+        yield skip("no data.latent_data_root")
+        return
+    roots = context.config.data.roots
+    whole = [str(Path(root).absolute()) for root in roots]
+    what = f"the store {roots[0]}" if len(roots) == 1 else f"the stores {', '.join(roots)} (data.mixture)"
+    for name, why in context.unanswered("data").items():
+        if context.facts[name]["data"].get("timeout"):
+            fix = f"the file system hangs on {name}: remount it, or exclude the node"
+        else:
+            missing = [root for root in whole if f"{root}/" in why] or whole
+            fix = f"copy the store to {name}:{', '.join(missing)}, or mount it there"
+        yield fail(why, what, fix, name)
+    entries = _manifest(context)
+    for name, found in context.answered("data").items():
+        wrong = [
+            f"{file}: {seen.get('error') or shown(seen['bytes']) + ', not ' + shown(entries[file]['bytes'])}"
+            for file, seen in found["files"].items()
+            if file in entries and ("error" in seen or seen["bytes"] != entries[file]["bytes"])
+        ]
+        if wrong:
+            bad = [root for root in whole if len(whole) == 1 or any(file.startswith(f"{root}/") for file in wrong)]
+            fix = f"copy the store to {name} again (rsync -a {bad[0]}/ {name}:{bad[0]}/)"
+            yield fail("; ".join(wrong[:3]), "files as long as the manifest says", fix, name)
+        else:
+            yield ok(f"{len(found['files'])} files", name)
+
+
+def _manifest(context) -> dict:
+    """What this machine's manifests say of every file; nothing where one of them is missing (DATA001 tells)."""
+    paths = {root: Path(root, "manifest.json") for root in map(os.path.abspath, context.config.data.roots)}
+    if not all(path.exists() for path in paths.values()):
+        return {}
+    return files_of({root: path.read_bytes() for root, path in paths.items()})
+
+
+@check("DATA003", 2, "node", "same data")
+def data_is_the_same(context):
+    """Every node has the same manifest, and the bytes that were read (all of a small store, samples of a large one) are
+    those of the manifest, or of the majority."""
+    answers = context.answered("data")
+    if not answers:
+        yield skip("no node read the data")
+        return
+    entries, usual = _manifest(context), majority({n: a["manifest_sha256"] for n, a in answers.items()})
+    for name, found in answers.items():
+        fix = f"copy the store to {name} again (rsync -ac), or mount one store on all nodes"
+        if found["manifest_sha256"] != usual:
+            yield fail("another manifest.json: another preparation of the data", "the majority's", fix, name)
+            continue
+        wrong = []
+        for file, seen in found["files"].items():
+            if "sha256" in seen and file in entries and seen["sha256"] != entries[file]["sha256"]:
+                wrong.append(f"{file} is not what the manifest's SHA-256 says")
+            elif "blocks" in seen:
+                blocks = majority({n: a["files"][file].get("blocks") for n, a in answers.items() if file in a["files"]})
+                if seen["blocks"] != blocks:
+                    wrong.append(f"{file} differs from the majority in the sampled blocks")
+        share = found["bytes_read"] / max(found["bytes_total"], 1)
+        if wrong:
+            yield fail(
+                f"{len(wrong)} of {len(found['files'])} files: {'; '.join(wrong[:3])}", "the same bytes", fix, name
+            )
+        else:
+            yield ok(f"{share:.0%} of {shown(found['bytes_total'])} read", name)
+
+
+@check("CKPT001", 1, "node", "checkpoint folder")
+def checkpoint_folder_works(context):
+    """A file can be written to logging.save_dir, flushed, renamed and removed on every node that writes there."""
+    for name, why in context.unanswered("checkpoints").items():
+        hangs = context.facts[name]["checkpoints"].get("timeout")
+        fix = f"the file system hangs on {name}: remount it" if hangs else f"look at logging.save_dir on {name}"
+        yield fail(why, "an answer within 15 s", fix, name)
+    for name, found in context.answered("checkpoints").items():
+        if "write_error" in found:
+            fix = {
+                "No space left on device": "free some space, or set logging.save_dir to a larger disk",
+                "Read-only file system": f"remount it read-write on {name}, or set logging.save_dir to another place",
+                "Permission denied": f"give this user the right to write there on {name}",
+            }.get(found["write_error"], f"look at {found['folder']} on {name}")
+            yield fail(f"{found['folder']}: {found['write_error']}", "a folder that can be written", fix, name)
+        elif not found["rename"]:
+            yield fail(f"{found['folder']}: rename is not atomic", "an atomic rename", "use another file system", name)
+        elif found["free_inodes"] is not None and found["free_inodes"] < 10_000:
+            yield warn(f"{found['free_inodes']} inodes free", "at least 10,000", "delete small files there", name)
+        else:
+            speed = f"{shown(found['bytes_per_second'])}/s on {found['file_system']}"
+            yield ok(f"{shown(found['free'])} free, {speed}", name)
+
+
+@check("CKPT002", 2, "node", "checkpoint folder shared")
+def checkpoint_folder_is_shared(context):
+    """A file that one node writes into logging.save_dir is seen by the others: a checkpoint is one folder."""
+    if len(context.nodes) < 2 or not context.shared:
+        yield skip("one node" if len(context.nodes) < 2 else "no token could be written (see CKPT001)")
+        return
+    for (writer, reader), seen in context.shared.items():
+        if seen:
+            yield ok(f"sees what {writer} wrote", reader)
+        else:
+            fix = "set logging.save_dir to a file system that all nodes mount at this path"
+            yield fail(
+                f"does not see what {writer} wrote in {context.config.logging.save_dir}", "a shared folder", fix, reader
+            )
+
+
+@check("VER001", 2, "node", "versions")
+def versions_agree(context):
+    """Python, torch, DeepSpeed, NCCL as loaded and the other packages are those of the majority."""
+    found = {
+        name: {**value["packages"], "nccl": value["nccl"], "machine": value["machine"]}
+        for name, value in context.answered("versions").items()
+    }
+    usual = {key: majority({n: v[key] for n, v in found.items()}) for key in next(iter(found.values()), {})}
+    for name, own in found.items():
+        differ = {key: value for key, value in own.items() if value != usual[key]}
+        shown_diff = ", ".join(f"{k} {v or 'missing'} (others {usual[k] or 'none'})" for k, v in differ.items())
+        fix = f"on {name}: pip install -c constraints.txt " + " ".join(f"{k}=={usual[k]}" for k in differ if usual[k])
+        if any(key in _MUST_AGREE for key in differ):
+            yield fail(shown_diff, "the same versions on all nodes", fix, name)
+        elif differ:
+            yield warn(shown_diff, "the same versions on all nodes", fix, name)
+        else:
+            yield ok(f"torch {own['torch']}, deepspeed {own['deepspeed']}, python {own['python']}", name)
+
+
+@check("VER002", 2, "node", "same code")
+def code_agrees(context):
+    """The sources of mmldlm are the same on every node, and come from the same commit."""
+    found = context.answered("code")
+    sources = majority({n: v["sources"] for n, v in found.items()})
+    commit = majority({n: v["commit"] for n, v in found.items()})
+    for name, own in found.items():
+        if own["sources"] == sources and own["commit"] == commit:
+            yield ok((commit or sources)[:12], name)
+            continue
+        measured = f"commit {(own['commit'] or 'none')[:12]}, sources {own['sources'][:8]}"
+        expected = f"commit {(commit or 'none')[:12]}, sources {sources[:8]}"
+        yield fail(
+            measured, expected, f"on {name}: git checkout {(commit or 'COMMIT')[:12]} (or copy this checkout)", name
+        )

@@ -1,0 +1,49 @@
+"""Child process of level 0: what reads the data, whose file system may hang. Without torch. Prints one JSON object.
+
+python -m mmldlm.preflight.dynamic.data_probe CONFIG.yaml WORLD_SIZE
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from mmldlm.errors import UserError
+
+
+def measure(config, world_size: int) -> dict:
+    """Config against engine and data; elements and activations of the model that both settle."""
+    from mmldlm.data.batching.run_data import open_data
+    from mmldlm.engines.build import check_engine
+    from mmldlm.preflight.memory_model import model_sizes
+
+    found: dict = {}
+    try:
+        check_engine(config, world_size)
+    except UserError as error:
+        found["engine_error"] = {"expected": error.expected, "found": error.found, "fix": error.fix}
+    try:
+        data = open_data(config)
+    except UserError as error:
+        found["data_error"] = {"expected": error.expected, "found": error.found, "fix": error.fix}
+        return found
+    config = data.config
+    found["samples"] = {"train": len(data.train_lengths), "validation": len(data.validation_lengths)}
+    found["fingerprint"] = data.fingerprint()
+    found["longest"] = int(max(data.train_lengths.max(), data.validation_lengths.max()))
+    found["model"] = config.model.model_dump(mode="json")
+    found.update(model_sizes(config, found["longest"]))
+    return found
+
+
+def main() -> int:
+    from mmldlm.config.load import load_config
+
+    path, world_size = sys.argv[1:]
+    found = measure(load_config(None, path, []), int(world_size))
+    print("\n" + json.dumps(found), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

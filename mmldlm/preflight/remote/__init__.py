@@ -1,0 +1,1 @@
+"""The agent on every node and the ssh session to it."""

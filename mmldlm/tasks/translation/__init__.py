@@ -1,0 +1,1 @@
+"""Text from latents and latents from text with one MMDiT."""

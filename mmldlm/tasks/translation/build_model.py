@@ -1,0 +1,21 @@
+"""The model that a run starts from: the same weights on every rank, in every tool that needs them."""
+
+from __future__ import annotations
+
+import torch
+
+from mmldlm.data.batching.run_data import RunData
+from mmldlm.models import MultimodalMMDiT
+from mmldlm.tasks.translation.embedding_init import encoder_token_embeddings
+
+
+def initial_model(data: RunData) -> MultimodalMMDiT:
+    """A function of config and data alone (training.seed, model.*); nothing is frozen yet, no engine wraps it."""
+    config = data.config
+    torch.manual_seed(config.training.seed)
+    model = MultimodalMMDiT(config.model)
+    model.set_latent_statistics(data.latent_mean, data.latent_std)
+    if config.model.token_embedding_init == "encoder":
+        embeddings = encoder_token_embeddings(data.train, config.model.hidden_size)
+        model.text_encoder.token_embedding.weight.data.copy_(torch.from_numpy(embeddings))
+    return model

@@ -1,0 +1,1 @@
+"""The training loop and what happens around a step: state, logs, checkpoints, signals."""

@@ -1,0 +1,149 @@
+"""What is in a checkpoint of a run beside its manifest: read and judged, written and described."""
+
+from __future__ import annotations
+
+import json
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmldlm.checkpoints.resume_reader import open_training_state
+from mmldlm.config.load import to_yaml, with_absolute_paths
+from mmldlm.config.resume_compat import CONFIG_FILE, batch_fix
+from mmldlm.config.schema import Config
+from mmldlm.data.batching.run_data import RunData
+from mmldlm.engines.base import Engine, persistent_buffers
+from mmldlm.engines.ema import WeightAverage
+from mmldlm.errors import UserError
+from mmldlm.training.run_logger import ENGINE_FOLDER, TrainingState
+
+STATE_FILE = "training_state.json"
+
+
+def read_state(checkpoint: Path, state: TrainingState, config: Config, world_size: int) -> dict[str, Any]:
+    """The training state of a checkpoint.
+
+    Raises:
+        UserError: it is of another global batch, seed, plan or training split than this run's. OSError, ValueError,
+            KeyError: its file cannot be read.
+    """
+    saved = json.loads((checkpoint / STATE_FILE).read_text())
+    # Checkpoints from before there was a choice do not name their plan: it was the one that is still the default.
+    saved.setdefault("plan", f"samples-1:{config.data.bucket_batches}")
+    for what in ("global_batch", "num_samples", "seed", "plan"):
+        if saved[what] != getattr(state, what):
+            fix = None
+            if what == "global_batch":
+                fix = batch_fix(saved[what], config.training.train_batch_size, world_size)
+            raise UserError(
+                f"{what}={saved[what]} as in {checkpoint} (the order of samples depends on it)",
+                f"{what}={getattr(state, what)}",
+                fix
+                or "keep micro-batch * accumulation * world size, training.seed, data.batching, "
+                "data.bucket_batches and the data as they were",
+            )
+    if saved.get("data", state.data) != state.data:
+        raise UserError(
+            f"the data that {checkpoint} was trained on (training split {saved['data'][:12]})",
+            f"other files (training split {state.data[:12]})",
+            f"name the store it had, or start a new run with training.init_from={checkpoint}",
+        )
+    return saved
+
+
+def read_engine(checkpoint: Path, engine: Engine, average: WeightAverage | None, applied_steps: int) -> None:
+    """What this rank holds of weights, moments and average; call engine.masters_written() when all ranks have read.
+
+    Raises:
+        UserError: another model, or damaged files.
+    """
+    with open_training_state(checkpoint / ENGINE_FOLDER) as reader:
+        model = engine.model
+        # Under ZeRO-3 a parameter itself is empty.
+        ours = {
+            name: (p.requires_grad, tuple(getattr(p, "ds_shape", p.shape)))
+            for name, p in model.named_parameters(remove_duplicate=False)
+        }
+        ours |= {name: ("buffer", tuple(buffer.shape)) for name, buffer in persistent_buffers(model).items()}
+        theirs = {
+            name: ("buffer" if reader.kind(name) == "buffer" else reader.kind(name) == "trainable",
+                   tuple(reader.shape(name)))
+            for name in reader.names
+        }  # fmt: skip
+        differing = [name for name in ours | theirs if theirs.get(name) != ours.get(name)]
+        if differing:
+            raise UserError(
+                f"the model and frozen groups of {checkpoint}",
+                f"{len(differing)} parameters that are absent in one, of another shape, or frozen in one and "
+                f"trained in the other, first {differing[0]}",
+                "keep model.*, training.loss_type and training.freeze as they were; to change them start a new run "
+                f"with training.init_from={checkpoint}",
+            )
+        engine.load(reader, applied_steps if reader.has_moments else 0)
+        if average is not None:
+            if reader.has_ema:
+                average.load(reader)
+            else:
+                average.restart()
+
+
+def read_rng(path: Path) -> dict[str, Any] | None:
+    """Generators of one rank; None for one that the checkpoint did not have (the noise never uses them)."""
+    try:
+        return torch.load(path, weights_only=True)
+    except FileNotFoundError:
+        return None
+
+
+def set_rng(rng: dict[str, Any] | None) -> None:
+    """Make the generators continue from a checkpoint's."""
+    if rng is None:
+        return
+    torch.set_rng_state(rng["torch"])
+    if torch.cuda.is_available() and rng["cuda"] is not None:
+        torch.cuda.set_rng_state(rng["cuda"])
+
+
+def read_tokenizer(data: RunData) -> dict[str, bytes]:
+    """The files of the store's tokenizer, by name."""
+    return {path.name: path.read_bytes() for path in sorted((data.train.root / "tokenizer").iterdir())}
+
+
+def write_descriptions(
+    path: Path, training_state: str, config: Config, data: RunData, tokenizer: dict[str, bytes]
+) -> None:
+    """Everything beside the engine's files: state, config, model and tokenizer (read_tokenizer's)."""
+    (path / STATE_FILE).write_text(training_state)
+    (path / CONFIG_FILE).write_text(to_yaml(with_absolute_paths(config)))
+    (path / "model_config.json").write_text(json.dumps(model_config(config, data), indent=2) + "\n")
+    target = path / "tokenizer"
+    target.mkdir(exist_ok=True)
+    for name, content in tokenizer.items():
+        (target / name).write_bytes(content)
+
+
+def model_config(config, data: RunData) -> dict:
+    """What config.json of the exported model holds: the model, its diffusion, and which encoder its latents
+    belong to."""
+    return {
+        "architecture": "MultimodalMMDiT",
+        **config.model.model_dump(),
+        "text_diffusion": config.text_diffusion.model_dump(),
+        "latent_diffusion": config.latent_diffusion.model_dump(),
+        "training": {
+            "mode_weights": config.training.mode_weights(),
+            "condition_dropout": config.training.condition_dropout,
+        },
+        "encoder": data.train.manifest["encoder"],
+        "tokenizer": data.train.manifest["tokenizer"],
+    }
+
+
+def package_version(package: str) -> str:
+    """Of an installed package, "not installed" of another."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

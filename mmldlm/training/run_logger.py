@@ -1,0 +1,480 @@
+"""The folder of a run: its logs and events, written while the loop runs (its checkpoints: run_checkpoints.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from mmldlm.checkpoints.commit import try_longest
+from mmldlm.config.load import to_yaml, with_absolute_paths
+from mmldlm.data.batching.run_data import RunData
+from mmldlm.distributed import error_reporting
+from mmldlm.engines.base import Engine
+from mmldlm.errors import EXIT_DONE, Interrupted, MmldlmError, StabilityStop, UserError
+from mmldlm.observe.console import Progress, link_latest, train_log_path
+from mmldlm.observe.jsonl_log import JsonlLog
+from mmldlm.observe.layer_stats import Look
+from mmldlm.observe.loss_plots import plot_run
+from mmldlm.observe.wandb_logger import open_wandb
+from mmldlm.stability.guard import Verdict
+from mmldlm.stability.skipped_steps import bad_micro_batches, save_case
+from mmldlm.tasks.translation.freezing import random_projection
+from mmldlm.training.run_lock import RunLock, check_unused
+
+ENGINE_FOLDER = "engine"
+
+
+def engine_folders(engine: Engine) -> list[str]:
+    """Where below a checkpoint's folder the engine writes."""
+    return [ENGINE_FOLDER, *(f"{ENGINE_FOLDER}/{name}" for name in engine.folders)]
+
+
+@dataclass
+class TrainingState:
+    """Where a run stands; everything else follows from it, the config and the weights.
+
+    Attributes:
+        global_batch, num_samples, seed: what the order of samples and the noise depend on; plan: and in which way.
+        step: optimizer steps taken, skipped ones included. applied_steps: those that moved the weights (the schedule's
+            clock). consumed_samples: training samples seen. skipped_steps: refused steps. consecutive_skips: since
+            the last applied one. num_rollbacks, lr_scale: returns to a checkpoint, and what they did to the rate.
+        rolled_back_to, applied_at_rollback: step and applied steps of the last return's checkpoint.
+        passed_over: [first, end) steps, counted from 0, whose batches are not trained on. guard: its windows.
+        evaluation_left: a stop signal ended the evaluation of this step, or came before it; a resumed run makes it.
+        data: RunData.fingerprint().
+    """
+
+    global_batch: int
+    num_samples: int
+    seed: int = 0
+    step: int = 0
+    applied_steps: int = 0
+    consumed_samples: int = 0
+    skipped_steps: int = 0
+    consecutive_skips: int = 0
+    num_rollbacks: int = 0
+    lr_scale: float = 1.0
+    rolled_back_to: int = -1
+    applied_at_rollback: int = -1
+    passed_over: list[list[int]] = field(default_factory=list)
+    guard: dict = field(default_factory=dict)
+    evaluation_left: bool = False
+    plan: str = ""
+    data: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def advance(self, verdict: Verdict, num_samples: int) -> None:
+        """Count one step of `num_samples` samples; an fp16 overflow mends itself and is no reason to roll back."""
+        applied = verdict.apply
+        self.step += 1
+        self.consumed_samples += num_samples
+        self.applied_steps += applied
+        self.skipped_steps += not applied
+        self.consecutive_skips = 0 if applied else self.consecutive_skips + (not verdict.is_overflow)
+
+    def is_passed_over(self) -> bool:
+        """Whether the next step's batch is not to be trained on."""
+        return any(first <= self.step < end for first, end in self.passed_over)
+
+    def pass_over(self, num_samples: int) -> None:
+        """Count one step whose batch is not trained on."""
+        self.step += 1
+        self.consumed_samples += num_samples
+        self.skipped_steps += 1
+
+
+class RunFolder:
+    """The logs of a run. Rank 0 owns them."""
+
+    def __init__(self, config, data: RunData, engine: Engine, state: TrainingState):
+        self.config, self.data, self.engine, self.state = config, data, engine, state
+        self.run_dir = config.run_dir()
+        self.is_main = engine.rank == 0
+        self.last_reasons: list[str] = []
+        self._bad_validation: set[int] = set()  # ids already told
+        self._failing: set[str] = set()  # names of the logs whose last line could not be written
+        self.lock, self._lock_lost = RunLock(self.run_dir), False
+        self._is_open = False  # rank 0 has its logs open
+
+    # -- opening -----------------------------------------------------------------------------------------------------
+
+    def open(self, trainable: dict[str, tuple[int, int]], resumed_from: Path | None, taken=None) -> None:
+        """Start the logs and say what is about to happen. Collective.
+
+        Args:
+            trainable: group -> (trainable, all) parameters. taken: InitReport of training.init_from.
+
+        Raises:
+            MmldlmError: on every rank, when rank 0 could not open the logs or wandb.
+        """
+        self._together(lambda: self._open(trainable, resumed_from, taken))
+
+    def claim(self, beat: Callable[[], None]) -> None:
+        """Take the folder for this job alone, before anything is read of it. Collective.
+
+        Args:
+            beat: called by rank 0 while it waits for a job that may be gone.
+
+        Raises:
+            UserError: on every rank, when another job trains there, or did so and has saved what would be overwritten.
+        """
+        self._together(lambda: self._claim(beat))
+
+    def _claim(self, beat: Callable[[], None]) -> None:
+        if not self.is_main:
+            return
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        # The others wait for rank 0 in a collective, which has its own time limit.
+        self.lock.acquire(
+            lambda note: error_reporting.say(f"warning: {note}"), beat, patience=self.config.engine.timeout / 2
+        )
+        check_unused(self.config)
+        try_longest(self.run_dir, self.config.training.num_train_steps, engine_folders(self.engine))
+
+    def _together(self, work: Callable[[], None]) -> None:
+        failure: Exception | None = None
+        try:
+            work()
+        except (MmldlmError, OSError) as error:  # the ranks vote: one that left alone would leave the others waiting
+            failure = error
+        if self.engine.all_ok(failure is None):
+            return
+        if not self.engine.all_ok(not isinstance(failure, Interrupted)):
+            raise Interrupted("stopped by a signal before the run's folder was opened; nothing had to be saved")
+        if isinstance(failure, MmldlmError):
+            raise failure
+        raise UserError(
+            f"a folder for the run at {self.run_dir}",
+            str(failure or "rank 0 could not open it (its message says why)"),
+            "set logging.save_dir to a folder that can be written to",
+        )
+
+    def _open(self, trainable: dict[str, tuple[int, int]], resumed_from: Path | None, taken) -> None:
+        config, state = self.config, self.state
+        path = train_log_path(self.run_dir, int(os.environ.get("GROUP_RANK", 0))) if self.is_main else None
+        self.progress = Progress(
+            config.training.num_train_steps,
+            enabled=self.is_main,
+            log_freq=config.logging.log_freq,
+            log_file=path,
+            start_step=state.step,
+        )
+        if not self.is_main:
+            return
+        with contextlib.suppress(OSError):  # a file system without links: the log itself is there
+            link_latest(path)
+        (self.run_dir / "config.yaml").write_text(to_yaml(with_absolute_paths(config)))
+        self.log = JsonlLog(self.run_dir / "training_log.jsonl", state.step)
+        # An evaluation that a signal left is made again.
+        self.evaluations = JsonlLog(self.run_dir / "eval_log.jsonl", state.step - state.evaluation_left)
+        self.gradients = JsonlLog(self.run_dir / "gradient_log.jsonl", state.step)
+        self.events = JsonlLog(self.run_dir / "events.jsonl")
+        self._is_open = True
+        wandb = config.logging.wandb
+        self.wandb = open_wandb(
+            wandb.mode,
+            wandb.project,
+            config.logging.run_name,
+            self.run_dir,
+            config.model_dump(),
+            resumed_from is not None,
+        )
+        say = self.progress.message
+        total = sum(count for _, count in trainable.values())
+        say(
+            f"run      {self.run_dir} on {self.engine.describe()}, {self.engine.world_size} rank(s), "
+            f"{self.engine.device.type}"
+        )
+        say(
+            f"model    {total / 1e6:.1f}M parameters; trainable "
+            + ", ".join(
+                f"{group} {part / 1e6:.1f}M of {whole / 1e6:.1f}M" for group, (part, whole) in trainable.items()
+            )
+            + f" (mode {config.training.loss_type}, freeze={config.training.freeze})"
+        )
+        lengths = self.data.train_lengths
+        source = " + ".join(config.data.mixture or [str(config.data.latent_data_root)])
+        say(
+            f"data     {len(lengths):,} training and {len(self.data.validation_lengths):,} validation texts from "
+            f"{source}, {int(lengths.sum()):,} tokens, latents of {config.model.latent_dim}"
+        )
+        for note in self.data.notes:
+            say(f"data     {note}")
+        training = config.training
+        say(
+            f"batch    {state.global_batch} = {training.train_batch_size} a rank x {training.grad_accum_steps} "
+            f"accumulated x {self.engine.world_size} rank(s); {training.num_train_steps:,} steps = "
+            f"{training.num_train_steps * state.global_batch / len(lengths):.2f} epochs; {training.dtype}"
+        )
+        for line in [] if taken is None else taken.lines():
+            say(f"weights  {line}")
+        if resumed_from is not None:
+            say(f"resumed  at step {state.step} from {resumed_from}")
+        self._warn_of_settings(is_fresh=resumed_from is None)
+        self.event("start" if resumed_from is None else "resume", step=state.step, source=str(resumed_from or ""))
+
+    def _warn_of_settings(self, is_fresh: bool) -> None:
+        training, optimizer = self.config.training, self.config.optimizer
+        frozen = random_projection(training.loss_type, training.freeze, training.init_from)
+        if frozen is not None and is_fresh:
+            self.progress.warning(frozen)
+        if optimizer.warmup_steps >= training.num_train_steps:
+            self.progress.warning(
+                f"optimizer.warmup_steps={optimizer.warmup_steps} in a run of training.num_train_steps="
+                f"{training.num_train_steps}: the learning rate never reaches optimizer.lr={optimizer.lr:g}"
+            )
+
+    # -- while it runs -----------------------------------------------------------------------------------------------
+
+    def log_step(
+        self, sums: dict[str, float], batch, verdict: Verdict, grad_norm: float, lr: float, cost: dict, num_bad: int
+    ) -> None:
+        """Write the record of the step that state counted last.
+
+        Args:
+            sums: over all ranks and micro-batches. cost: StepMeter.step's. num_bad: samples of all ranks that were left
+                out or mended.
+        """
+        if not verdict.apply:
+            self.last_reasons = [*self.last_reasons[-4:], verdict.reason]
+        if not self.is_main:
+            return
+        record = {
+            "epoch": batch.epoch,
+            "step": self.state.step,
+            "batch_in_epoch": batch.index,
+            "loss": sums["loss"],
+            "lr": lr,
+            "text_loss": sums["text_nelbo_sum"] / batch.num_text_tokens if batch.num_text_tokens else None,
+            "latent_loss": sums["latent_error_sum"] / batch.num_latents if batch.num_latents else None,
+            "length_loss": sums["length_nll_sum"] / batch.num_lengths if batch.num_lengths else None,
+            "text_accuracy": sums["text_correct"] / sums["text_masked"] if sums["text_masked"] else None,
+            "latent_cosine": sums["latent_cosine_sum"] / batch.num_latents if batch.num_latents else None,
+            "grad_norm": grad_norm,
+            **{key: value for key, value in cost.items() if value is not None},
+            "samples": self.state.consumed_samples,
+            "bad_samples": num_bad,
+            "skipped": not verdict.apply,
+            **({"loss_scale": self.engine.loss_scale} if self.config.training.dtype == "fp16" else {}),
+        }
+        self._write(self.log, record)
+        self.progress.update(record)
+        self._to_wandb(record)
+        if verdict.apply and verdict.reason:
+            told = {"grad_norm": str(grad_norm), "loss": str(sums["loss"])}
+            self.event("spike", step=self.state.step, reason=verdict.reason, **told)
+            self.progress.warning(f"step {self.state.step} seen: {verdict.reason}")
+
+    def log_skip(self, verdict: Verdict, loss: float, grad_norm: float, micro_batches: list[dict], batch) -> None:
+        """The event of a skipped step, and the case that `mmldlm replay` runs again (rank 0).
+
+        Args:
+            micro_batches: forensics.gather's. batch: any of the step's micro-batches.
+        """
+        if not self.is_main:
+            return
+        state, training, reason = self.state, self.config.training, verdict.reason
+        bad = [
+            {key: entry[key] for key in ("rank", "host", "micro", "ids")} for entry in bad_micro_batches(micro_batches)
+        ]
+        case = {
+            "step": state.step, "reason": reason, "loss": loss, "grad_norm": grad_norm, "epoch": batch.epoch,
+            "batch_in_epoch": batch.index, "global_batch": state.global_batch, "world_size": self.engine.world_size,
+            "accum": training.grad_accum_steps, "dtype": training.dtype, "loss_scale": self.engine.loss_scale,
+            "lr_scale": state.lr_scale, "passed_over": state.passed_over, "micro_batches": micro_batches,
+            "config": with_absolute_paths(self.config).model_dump(mode="json"),
+        }  # fmt: skip
+        path = None
+        try:
+            path = None if verdict.is_overflow else save_case(self.run_dir, case)
+        except OSError as error:
+            self.progress.warning(f"step {state.step}: its case could not be kept for replay: {error}")
+        kept = {} if path is None else {"case": str(path.relative_to(self.run_dir))}
+        told = {"grad_norm": str(grad_norm), "loss": str(loss), "bad_micro_batches": bad, **kept}
+        self.event("overflow" if verdict.is_overflow else "skip", step=state.step, reason=reason, **told)
+        ranks = sorted({entry["rank"] for entry in bad})
+        whose = f" (rank {', '.join(map(str, ranks))})" if ranks else ""
+        how = f"; `mmldlm replay {self.run_dir} {state.step}` says where it was made" if path is not None else ""
+        said = f"step {state.step} skipped on all ranks: {reason}{whose}{how}"
+        if verdict.is_overflow or (math.isfinite(loss) and 0 <= grad_norm < math.inf):
+            self.progress.warning(said)  # fp16's loss scale finds its height, or a spike
+        else:
+            self.progress.error(said)
+
+    def log_look(self, look: Look) -> None:
+        """Write what the layers showed at the present step; name parameters that never had a gradient, once."""
+        if not self.is_main:
+            return
+        self._write(self.gradients, look.record())
+        self._to_wandb(look.flat_record(), prefix="layers/")
+        if look.dead:
+            self.event("dead_parameters", step=look.step, names=look.dead)
+            shown = ", ".join(look.dead[:4]) + (f" and {len(look.dead) - 4} more" if len(look.dead) > 4 else "")
+            self.progress.warning(f"step {look.step}: these parameters never had a gradient: {shown}")
+
+    def log_bad_samples(self, bad: list[dict], validation: bool = False) -> None:
+        """An event and a warning for every sample that any rank masked out of this step. Collective.
+
+        Args:
+            bad: NoisedBatch.bad of this rank. validation: of the evaluation, whose samples are told once a run only,
+                because they are the same every time.
+        """
+        found = [{**sample, "rank": self.engine.rank, "host": socket.gethostname()} for sample in bad]
+        gathered = [found]
+        if self.engine.world_size > 1:
+            gathered = [None] * self.engine.world_size
+            torch.distributed.all_gather_object(gathered, found)
+        for sample in (sample for part in gathered for sample in part) if self.is_main else ():
+            if validation and sample["id"] in self._bad_validation:
+                continue
+            split = self.data.validation if validation else self.data.train
+            file, row = split.place(sample["id"])
+            self.event("bad_sample", step=self.state.step, file=str(file), row=row, **sample)
+            what = "mended in" if sample.get("mended") else "left out of"
+            where = f"{'the evaluation at ' if validation else ''}step {self.state.step}"
+            self.progress.warning(f"sample {sample['id']} {what} {where}: {sample['reason']}")
+            if validation:
+                self._bad_validation.add(sample["id"])
+
+    def lost_data(self, reason: str) -> StabilityStop:
+        """The error that ends the run on every rank because too many samples are bad."""
+        self.event("stability_stop", step=self.state.step, reason=reason)
+        return StabilityStop(
+            f"stopped at step {self.state.step}: {reason}. Which samples, in which files and why: "
+            f"{self.run_dir / 'events.jsonl'} (bad_sample). Last checkpoint: {self.run_dir / 'latest'}. Check the "
+            f"storage of {', '.join(self.config.data.roots)} and `mmldlm verify-data`, then add training.resume=auto."
+        )
+
+    def rewind(self) -> None:
+        """After a rollback: the logs go on from the state's step."""
+        self.last_reasons = []
+        if self.is_main:
+            self.log, self.evaluations, self.gradients = map(
+                self._reopened, (self.log, self.evaluations, self.gradients)
+            )
+
+    def _reopened(self, log: JsonlLog) -> JsonlLog:
+        """The log without what came after the state's step; as it is, where the disk has no room to cut it."""
+        try:
+            cut = JsonlLog(log.path, self.state.step)
+        except OSError as error:
+            self.progress.warning(f"{log.path.name} keeps its lines of before the rollback: {error}")
+            return log
+        self._close(log)
+        return cut
+
+    def _close(self, log: JsonlLog) -> None:
+        try:
+            log.close()
+        except OSError as error:  # what a full disk kept waiting in memory
+            self.progress.warning(f"the last lines of {log.path.name} could not be written: {error}")
+
+    def say_validation(self, validation) -> None:
+        """One line on what an evaluation is (rank 0).
+
+        Args:
+            validation: mmldlm.tasks.translation.validation.Validation.
+        """
+        if self.is_main:
+            self.progress.message(
+                f"eval     {validation.num_samples:,} of {validation.num_available:,} validation samples each "
+                f"{self.config.logging.eval_freq:,} steps (data.max_validation_samples)"
+            )
+
+    def log_evaluation(self, values: dict[str, float]) -> None:
+        """Write and show the validation metrics of the present step."""
+        if not self.is_main:
+            return
+        self._write(self.evaluations, {"step": self.state.step, **values})
+        self._to_wandb({"step": self.state.step, **values}, prefix="eval/")
+        self.progress.message(
+            f"eval     step {self.state.step}: " + ", ".join(f"{k} {v:.3f}" for k, v in values.items())
+        )
+
+    def note(self, text: str) -> None:
+        """A line on the screen and in its log (rank 0)."""
+        if self.is_main:
+            self.progress.message(f"note     {text}")
+            self.event("note", text=text)
+
+    def event(self, kind: str, **values) -> None:
+        """One line in events.jsonl (rank 0)."""
+        if self.is_main:
+            self._write(self.events, {"event": kind, **values})
+
+    def _to_wandb(self, record: dict, prefix: str = "") -> None:
+        """Errors of any kind are rank 0's alone; wandb's own process once gone, they would come at every step."""
+        if self.wandb is None:
+            return
+        try:
+            self.wandb.log(record, prefix)
+        except Exception as error:
+            self.wandb = None
+            self._say_wandb_failed(error)
+
+    def _say_wandb_failed(self, error: Exception) -> None:
+        reason = f"{type(error).__name__}: {error}"
+        self.event("wandb_failed", step=self.state.step, reason=reason)
+        self.progress.warning(f"step {self.state.step}: no more is logged to wandb ({reason}); the run goes on")
+
+    def renew_lock(self) -> None:
+        """Show other jobs that this one lives (rank 0); every line of a log does so, too."""
+        if self.is_main and not self.lock.renew() and not self._lock_lost:
+            self._lock_lost = True
+            self.progress.warning(
+                f"{self.lock.path} is no longer this job's: if another one trains in this folder, end one of them"
+            )
+
+    def _write(self, log: JsonlLog, record: dict) -> None:
+        self.renew_lock()
+        try:
+            log.write(record)
+        except OSError as error:  # a full disk, seen by rank 0 alone: training goes on, the lost lines are said once
+            if log.path.name not in self._failing:
+                self._failing.add(log.path.name)
+                said = f"lines of {log.path.name} cannot be written (each line tries again): {error}"
+                self.progress.warning(f"step {self.state.step}: {said}")
+        else:
+            self._failing.discard(log.path.name)
+
+    def log_end(self, kind, error: BaseException | None, trace) -> None:
+        """Log the error that ends the run, and the end where all ranks have agreed on it; an ExitStack calls this."""
+        if not self._is_open or error is None:
+            return
+        agreed = isinstance(error, MmldlmError)
+        if not isinstance(error, Interrupted):
+            said = str(error) if agreed else f"{type(error).__name__}: {error}"
+            self.progress.error(said, on_screen=False)  # main() prints it
+        if agreed:
+            self._end(error.exit_code, str(error))
+
+    def _end(self, exit_code: int, reason: str) -> None:
+        self.event("end", step=self.state.step, exit_code=exit_code, reason=reason)
+        for log in (self.log, self.evaluations, self.gradients, self.events):
+            self._close(log)
+        self.progress.close()
+        self._is_open = False
+
+    def close(self, exit_code: int = EXIT_DONE, reason: str = "") -> None:
+        """Draw the plots, log how the run ends (the process's exit code), and close the logs."""
+        if not self._is_open:
+            return
+        try:
+            if self.config.logging.plot:
+                self.progress.message(f"plot     {plot_run(self.run_dir)}")
+        except (MmldlmError, OSError) as error:  # the run is done and saved; its picture can be drawn again
+            self.progress.warning(f"no plot: {error}")
+        if self.wandb is not None:
+            try:
+                self.wandb.finish()  # may upload for long
+            except Exception as error:
+                self._say_wandb_failed(error)
+        self._end(exit_code, reason)
+        self.lock.release()

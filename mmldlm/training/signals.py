@@ -1,0 +1,77 @@
+"""What a run does when it is asked to stop: SIGTERM, SIGINT (Ctrl-C) or SIGUSR1 (Slurm's warning)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+
+from mmldlm.distributed.error_reporting import say
+from mmldlm.errors import EXIT_INTERRUPTED, Interrupted
+from mmldlm.utils.output_paths import STOP_SIGNALS
+
+
+class StopSignal:
+    """Remembers that this process was asked to stop; the ranks agree on it before any of them acts.
+
+    Until the ranks have met (imports, reading the config, waiting for a late node), nothing is written and no rank
+    waits for this one in a collective, so the process ends at once with exit code 5. It does so from a thread of its
+    own: the main thread may be inside a C++ call, which no Python handler interrupts.
+
+    Attributes:
+        received: whether this process got a signal. Another rank may not have: see `agreed`.
+    """
+
+    def __init__(self):
+        self.received = False
+        self._have_met = False
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)  # set_wakeup_fd asks for it
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for name in STOP_SIGNALS:
+            signal.signal(name, self._receive)
+        threading.Thread(target=self._end_before_the_start, args=(reader,), name="stop-signal", daemon=True).start()
+
+    def _receive(self, number, frame) -> None:
+        self.received = True
+
+    def _end_before_the_start(self, reader: int) -> None:
+        while number := os.read(reader, 1):
+            if number[0] in STOP_SIGNALS and not self._have_met and not _in_process_group():
+                if int(os.environ.get("RANK", 0)) == 0:
+                    say("stopped by a signal before the run began; nothing was written")
+                os._exit(EXIT_INTERRUPTED)
+
+    def all_have_met(self) -> None:
+        """From now on the ranks agree before they stop."""
+        self._have_met = True
+
+    def agreed(self, engine) -> bool:
+        """Whether any rank was asked to stop; the same on every rank. Collective, waits for the device."""
+        return not engine.all_ok(not self.received)
+
+    def leave_if_received(self) -> None:
+        """End this rank's part of something that all ranks vote on. Not collective.
+
+        Raises:
+            Interrupted: this process was asked to stop.
+        """
+        if self.received:
+            raise Interrupted("stopped by a signal")
+
+    def leave_if_agreed(self, engine, when: str) -> None:
+        """End where there is nothing to save. Collective.
+
+        Raises:
+            Interrupted: on every rank, when any of them was asked to stop.
+        """
+        if self.agreed(engine):
+            raise Interrupted(f"stopped by a signal {when}; nothing had to be saved")
+
+
+def _in_process_group() -> bool:
+    torch = sys.modules.get("torch")  # half imported it has no `distributed` yet
+    distributed = getattr(torch, "distributed", None)
+    is_initialized = getattr(distributed, "is_initialized", None)
+    return is_initialized is not None and is_initialized()
