@@ -270,7 +270,6 @@ def measure_reading(kind: str, folder: Path) -> dict:
     import torch
 
     torch.set_num_threads(1)
-    from mmldlm.data.batching import run_data
     from mmldlm.data.store import store  # noqa: F401  imports are no part of opening
 
     reader = READERS[kind](folder)
@@ -288,7 +287,6 @@ def measure_rows(folder: Path) -> dict:
     """Opening, and the first batch after a resume."""
     from mmldlm.config.load import load_config
     from mmldlm.data.batching import loader, run_data
-    from mmldlm.data.store import mixture
     from mmldlm.tasks.translation import noiser as noising  # noqa: F401
 
     config = load_config("small", None, [f"data.latent_data_root={folder / 'rows'}", *WORDS])

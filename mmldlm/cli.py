@@ -62,7 +62,7 @@ def _prepare_by_ranks(args, prepare, options) -> int:
     words = options.to_words(options.from_arguments(args))
     for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS"):  # the encoder's threads, and the tokenizer's
         os.environ.setdefault(name, str(max((os.cpu_count() or 1) // nproc, 1)))
-    launcher = [sys.executable, "-m", "mmldlm.launch.local_launcher", str(nproc), "-m", "mmldlm.data.prepare.pipeline"]
+    launcher = [sys.executable, "-m", "mmldlm.launch.local_launcher", str(nproc), "-m", "mmldlm.data.prepare"]
     os.execv(sys.executable, [*launcher, *words])
 
 
@@ -91,7 +91,7 @@ def _launch_local(args, train) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // nproc, 1)))
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # Not the deepspeed launcher: a signal to it ends the ranks unsaved, or not at all (mmldlm/launch/local_launcher.py).
+    # Not the deepspeed launcher: a signal to it ends the ranks unsaved, or not at all (launch/local_launcher.py).
     os.execv(sys.executable, [sys.executable, "-m", "mmldlm.launch.local_launcher", str(nproc), str(script), *words])
 
 

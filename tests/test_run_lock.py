@@ -23,7 +23,8 @@ def child(code: str = "import time; time.sleep(600)") -> subprocess.Popen:
 
 def hold(folder) -> subprocess.Popen:
     """Another process of this host that holds the lock."""
-    code = f"from mmldlm.training.run_lock import *; RunLock(Path({str(folder)!r})).acquire(print); print('held', flush=True)"
+    code = f"from mmldlm.training.run_lock import *; RunLock(Path({str(folder)!r})).acquire(print)"
+    code += "; print('held', flush=True)"
     process = child(f"{code}; time.sleep(600)")
     assert process.stdout.readline() == "held\n"
     return process

@@ -6,7 +6,11 @@ import os
 import re
 from pathlib import Path
 
-from mmldlm.preflight.probes.system import PREFIXES
+PREFIXES = (
+    "NCCL_", "GLOO_", "TORCH", "CUDA_", "OMP_", "MKL_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "DS_",
+    "DEEPSPEED_", "MMLDLM_", "FI_", "UCX_", "RDMAV_", "TRITON_", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHON",
+    "MASTER_", "PYTORCH_",
+)  # fmt: skip
 
 # deepspeed/launcher/runner.py (0.19.8): EXPORT_ENVS, and what its CUDA accelerator adds; on CPUs it adds nothing.
 _DEEPSPEED_PREFIXES = ("MLFLOW", "PYTHON", "MV2", "UCX")

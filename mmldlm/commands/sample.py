@@ -21,7 +21,7 @@ from mmldlm.sampling.pretrained import Pretrained, load_pretrained, usable_devic
 from mmldlm.sampling.text.loop import PRESENCE_PENALTY, SAMPLERS, TextSamples, sample_text
 from mmldlm.utils.output_paths import usable_folder
 
-__all__ = ["add_arguments", "encode_texts", "main", "tokenize_texts"]
+__all__ = ["add_arguments", "main"]
 
 KINDS = {
     "l2t": "text from embeddings",

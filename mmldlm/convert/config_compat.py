@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.checkpoints.formats.weight_source import WeightSource
+from mmldlm.checkpoints.layout import MODEL_CONFIG
 from mmldlm.errors import UserError
-
-MODEL_CONFIG = "model_config.json"
-BUFFERS = ("latent_mean", "latent_std")  # of a MultimodalMMDiT; all else in it is trained
 
 
 def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -64,22 +62,6 @@ def check_config(weights: WeightSource, checkpoint: Path | None) -> None:
     blocks = {name.split(".")[1] for name in weights.tensors if name.startswith("blocks.")}
     if len(blocks) > config["n_blocks"]:
         raise _misfit(path, weights, f"{config['n_blocks']} blocks", f"{len(blocks)}")
-
-
-def mark_buffers(weights: WeightSource, folder: Path) -> None:
-    """Of a model of ours in a foreign form, tells the buffers by the config.json beside it.
-
-    The file itself calls all of them weights: --dtype would round them, and count them among the parameters,
-    unlike in the checkpoint that it came from.
-    """
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError, RecursionError):
-        return
-    if isinstance(config, dict) and config.get("architecture") == "MultimodalMMDiT":
-        for name in BUFFERS:
-            if name in weights.tensors and weights.tensors[name].kind == "parameter":
-                weights.retype(name, "buffer")
 
 
 def _misfit(path: Path, weights: WeightSource, expected: str, found: str) -> UserError:

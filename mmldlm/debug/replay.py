@@ -15,6 +15,7 @@ from torch import nn
 
 from mmldlm.checkpoints import commit
 from mmldlm.checkpoints.init_from import init_weights
+from mmldlm.checkpoints.layout import ENGINE_FOLDER, STATE_FILE
 from mmldlm.checkpoints.manifest import examine
 from mmldlm.checkpoints.resume_reader import open_training_state
 from mmldlm.config.load import build_config
@@ -32,8 +33,6 @@ from mmldlm.tasks.translation.build_model import initial_model
 from mmldlm.tasks.translation.freezing import apply_freezing
 from mmldlm.tasks.translation.noiser import NoisedBatch, Noiser
 from mmldlm.tasks.translation.objective import TranslationObjective
-from mmldlm.training.checkpoint_contents import STATE_FILE
-from mmldlm.training.run_logger import ENGINE_FOLDER
 from mmldlm.utils.output_paths import for_screen
 
 DTYPES = ("bf16", "fp16", "fp32")

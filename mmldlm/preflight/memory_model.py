@@ -1,7 +1,7 @@
 """Elements of the model, bytes a rank needs under every engine, bytes of a checkpoint: arithmetic alone, no torch.
 
-The engines' share follows arXiv 1910.02054 and the engines' own code. The counts of the model restate mmldlm/models and
-mmldlm/tasks/translation/freezing.py, so that level 0 needs no second import of seconds; tests/preflight/test_sizes.py holds
+The engines' share follows arXiv 1910.02054 and the engines' own code. The counts of the model restate mmldlm/models
+and mmldlm/tasks/translation/freezing.py, so that level 0 needs no second import of seconds; a test holds
 them against the model itself on the meta device, parameters to the element.
 """
 
@@ -76,8 +76,8 @@ def model_sizes(config: Config, length: int) -> dict[str, int]:
 def activation_bytes(config: Config, length: int) -> int:
     """Bytes that autograd keeps for one micro-batch, attention's weights among them (a fused kernel does without).
 
-    Counted from mmldlm/models/mmdit/fused_block.py, which keeps products of matrices only. With gradient checkpointing: every
-    block's inputs, and the whole of the one block that is being computed again.
+    Counted from mmldlm/models/mmdit/fused_block.py, which keeps products of matrices only. With gradient
+    checkpointing: every block's inputs, and the whole of the one block that is being computed again.
     """
     model, batch = config.model, config.training.train_batch_size
     size = 4 if config.training.dtype == "fp32" else 2

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mmldlm.checkpoints.layout import ENGINE_FOLDER, STATE_FILE
 from mmldlm.checkpoints.resume_reader import open_training_state
 from mmldlm.config.load import to_yaml, with_absolute_paths
 from mmldlm.config.resume_compat import CONFIG_FILE, batch_fix
@@ -17,9 +18,7 @@ from mmldlm.data.batching.run_data import RunData
 from mmldlm.engines.base import Engine, persistent_buffers
 from mmldlm.engines.ema import WeightAverage
 from mmldlm.errors import UserError
-from mmldlm.training.run_logger import ENGINE_FOLDER, TrainingState
-
-STATE_FILE = "training_state.json"
+from mmldlm.training.run_logger import TrainingState
 
 
 def read_state(checkpoint: Path, state: TrainingState, config: Config, world_size: int) -> dict[str, Any]:

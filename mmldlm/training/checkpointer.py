@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from mmldlm.checkpoints import commit, retention
+from mmldlm.checkpoints.layout import ENGINE_FOLDER
 from mmldlm.checkpoints.manifest import is_as_saved
 from mmldlm.config.resume_compat import CONFIG_FILE, changes_since
 from mmldlm.engines.ema import WeightAverage
@@ -30,7 +31,7 @@ from mmldlm.training.checkpoint_contents import (
     set_rng,
     write_descriptions,
 )
-from mmldlm.training.run_logger import ENGINE_FOLDER, RunFolder, engine_folders
+from mmldlm.training.run_logger import RunFolder, engine_folders
 
 SAVE_NOW = "save_now"
 LAST_TRIES, LAST_PAUSE = 3, 20.0  # a run that must end tries to save this often, so many seconds apart

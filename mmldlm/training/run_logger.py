@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from mmldlm.checkpoints.commit import try_longest
+from mmldlm.checkpoints.layout import ENGINE_FOLDER
 from mmldlm.config.load import to_yaml, with_absolute_paths
 from mmldlm.data.batching.run_data import RunData
 from mmldlm.distributed import error_reporting
@@ -27,8 +28,6 @@ from mmldlm.stability.guard import Verdict
 from mmldlm.stability.skipped_steps import bad_micro_batches, save_case
 from mmldlm.tasks.translation.freezing import random_projection
 from mmldlm.training.run_lock import RunLock, check_unused
-
-ENGINE_FOLDER = "engine"
 
 
 def engine_folders(engine: Engine) -> list[str]:

@@ -441,7 +441,7 @@ def encode(self, texts, progress=None):
         time.sleep(0.02)
 
 encoders.Encoder.encode, encoding.SHARD = encode, 8
-runpy.run_module("mmldlm.data.prepare.pipeline", run_name="__main__")
+runpy.run_module("mmldlm.data.prepare", run_name="__main__")
 """
 
 

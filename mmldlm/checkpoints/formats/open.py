@@ -14,9 +14,9 @@ from mmldlm.checkpoints.formats.deepspeed.files import find_zero_folder
 from mmldlm.checkpoints.formats.detect import METADATA, find_safetensors, is_dcp_folder
 from mmldlm.checkpoints.formats.weight_source import WeightSource
 from mmldlm.checkpoints.manifest import MANIFEST, examine, read_manifest
-from mmldlm.convert.config_compat import mark_buffers
 from mmldlm.errors import UserError
 
+BUFFERS = ("latent_mean", "latent_std")  # of a MultimodalMMDiT; all else in it is trained
 MODEL_FILE, OPTIMIZER_FILE = "model.pt", "optimizer.pt"
 _HEAD_BYTES = 512
 _STEP = re.compile(r"step_\d{8,}")
@@ -205,3 +205,19 @@ def _with_ema(weights: WeightSource, folder: Path, with_ema: bool) -> WeightSour
 def _inside(path: Path) -> str:
     names = sorted(p.name for p in path.iterdir()) if path.is_dir() else []
     return ", ".join(names[:5]) or "nothing in it"
+
+
+def mark_buffers(weights: WeightSource, folder: Path) -> None:
+    """Of a model of ours in a foreign form, tells the buffers by the config.json beside it.
+
+    The file itself calls all of them weights: --dtype would round them, and count them among the parameters,
+    unlike in the checkpoint that it came from.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError, RecursionError):
+        return
+    if isinstance(config, dict) and config.get("architecture") == "MultimodalMMDiT":
+        for name in BUFFERS:
+            if name in weights.tensors and weights.tensors[name].kind == "parameter":
+                weights.retype(name, "buffer")

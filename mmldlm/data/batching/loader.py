@@ -9,13 +9,16 @@ import queue
 import signal
 import threading
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from mmldlm.data.batching.batch_plan import BatchPlan
-from mmldlm.tasks.translation.noiser import NoisedBatch, Noiser
 from mmldlm.utils.output_paths import STOP_SIGNALS
+
+if TYPE_CHECKING:
+    from mmldlm.tasks.translation.noiser import NoisedBatch, Noiser
 
 
 class MicroBatches(Dataset):

@@ -1,4 +1,4 @@
-"""``mmldlm prepare``: a corpus becomes a store of texts, tokens and latents. Also torchrun -m mmldlm.data.prepare.pipeline.
+"""``mmldlm prepare``: a corpus becomes a store of texts, tokens and latents. Also torchrun -m mmldlm.data.prepare.
 
 read -> candidates -> tokenize -> samples and splits -> encode -> write. Reading, tokenizing and encoding are cut into
 tasks that ranks claim; each task's result is one file or folder that appears whole. So a preparation may be killed at
@@ -36,7 +36,6 @@ from mmldlm.data.store.latent_statistics import LatentStatistics
 from mmldlm.data.store.store import TOKENIZER_FOLDER
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, MmldlmError, UserError
 from mmldlm.utils.atomic_files import whole_folder, write_json
-from mmldlm.utils.output_paths import interrupt_on_stop_signals, open_standard_streams
 
 __all__ = ["LatentStatistics", "PrepareOptions", "add_arguments", "main", "prepare"]
 
@@ -319,18 +318,3 @@ def main(args: argparse.Namespace) -> int:
             print(": ".join(["interrupted", *how]), file=sys.stderr, flush=True)
         return EXIT_INTERRUPTED if can_continue else EXIT_FAILED
     return EXIT_DONE
-
-
-if __name__ == "__main__":
-    open_standard_streams()
-    parser = argparse.ArgumentParser(prog="mmldlm.data.prepare.pipeline", description=__doc__)
-    add_arguments(parser)
-    interrupt_on_stop_signals()
-    try:
-        sys.exit(main(parser.parse_intermixed_args()))
-    except MmldlmError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt as error:
-        print(": ".join(["interrupted", *map(str, error.args)]), file=sys.stderr)
-        sys.exit(EXIT_INTERRUPTED if error.args else EXIT_FAILED)

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.commands.sample import encode_texts, tokenize_texts
 from mmldlm.errors import UserError
 from mmldlm.evaluation.conditioning_gain import Say, batch_budget
 from mmldlm.evaluation.metrics import retrieval
+from mmldlm.sampling.inputs import encode_texts, tokenize_texts
 from mmldlm.sampling.latent_sampler import sample_latents
 from mmldlm.sampling.pretrained import Pretrained
 

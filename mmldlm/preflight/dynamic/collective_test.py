@@ -1,7 +1,8 @@
 """Level 3, on one rank: rounds of process groups in which every collective is checked by value and timed.
 
-python -m mmldlm.preflight.dynamic.collective_test ROUNDS   (JSON: a list of {"name", "rank", "world", "address", "port", "seconds",
-"on_cpu"} or null)
+python -m mmldlm.preflight.dynamic.collective_test ROUNDS
+
+ROUNDS is JSON: a list of {"name", "rank", "world", "address", "port", "seconds", "on_cpu"} or null.
 Prints one JSON object a round. NCCL where there is a GPU, gloo elsewhere and where on_cpu asks for it; the same code.
 """
 

@@ -12,11 +12,10 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
-from mmldlm.cluster.env_propagation import env_files, read_env_file
+from mmldlm.cluster.env_propagation import PREFIXES, env_files, read_env_file
 from mmldlm.cluster.launcher_commands import deepspeed_line, mpi_line, srun_line
 from mmldlm.preflight.context import Context
 from mmldlm.preflight.dynamic import print_environment
-from mmldlm.preflight.probes.system import PREFIXES
 
 SECONDS = 60.0
 CHECKS = {"ENV002", "LNCH003"}

@@ -15,14 +15,11 @@ import time
 from importlib import metadata
 from pathlib import Path
 
+from mmldlm.cluster.env_propagation import PREFIXES
+
 PACKAGES = ("torch", "deepspeed", "transformers", "numpy", "pydantic", "mpi4py", "mmldlm")
 TEMPORARY_BYTES = 1 << 20  # states of ranks, sockets, a compiler's files
 # Variables that change how a run behaves; what a launcher leaves behind of them is worth a word.
-PREFIXES = (
-    "NCCL_", "GLOO_", "TORCH", "CUDA_", "OMP_", "MKL_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "DS_",
-    "DEEPSPEED_", "MMLDLM_", "FI_", "UCX_", "RDMAV_", "TRITON_", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHON",
-    "MASTER_", "PYTORCH_",
-)  # fmt: skip
 
 
 def identity(args: dict) -> dict:

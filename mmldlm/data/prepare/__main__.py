@@ -1,0 +1,24 @@
+"""python -m mmldlm.data.prepare, under torchrun: the same as `mmldlm prepare`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from mmldlm.data.prepare.pipeline import add_arguments, main
+from mmldlm.errors import EXIT_FAILED, EXIT_INTERRUPTED, MmldlmError
+from mmldlm.utils.output_paths import interrupt_on_stop_signals, open_standard_streams
+
+if __name__ == "__main__":
+    open_standard_streams()
+    parser = argparse.ArgumentParser(prog="mmldlm.data.prepare", description=__doc__)
+    add_arguments(parser)
+    interrupt_on_stop_signals()
+    try:
+        sys.exit(main(parser.parse_intermixed_args()))
+    except MmldlmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt as error:
+        print(": ".join(["interrupted", *map(str, error.args)]), file=sys.stderr)
+        sys.exit(EXIT_INTERRUPTED if error.args else EXIT_FAILED)
