@@ -164,7 +164,7 @@ PATTERN = 251
 def synthetic(args: argparse.Namespace) -> None:
     import numpy as np
 
-    from mmldlm.checkpoints.formats.torch_save.pickler import NewTensor
+    from mmldlm.checkpoints.formats.torch_save.pickler import TensorSpec
     from mmldlm.checkpoints.formats.torch_save.writer import write_torch
 
     def values(start: int, count: int, dtype: str):
@@ -180,7 +180,7 @@ def synthetic(args: argparse.Namespace) -> None:
     args.folder.mkdir(parents=True)
     module, offset = {}, 0
     for name, shape in shapes.items():
-        module[name] = NewTensor("bfloat16", shape, values(offset, shape[0] * width, "bfloat16"))
+        module[name] = TensorSpec("bfloat16", shape, values(offset, shape[0] * width, "bfloat16"))
         offset += shape[0] * width
     facts = {"global_steps": 1, "dp_world_size": world, "ds_version": "0.19.8", "buffer_names": [], "shared_params": {}}
     write_torch(args.folder / "mp_rank_00_model_states.pt", {**facts, "module": module, "param_shapes": [shapes]})
@@ -190,7 +190,9 @@ def synthetic(args: argparse.Namespace) -> None:
             "zero_stage": 2,
             "partition_count": [world],
             "base_optimizer_state": {"state": {0: {"step": 1}}, "param_groups": [{"params": [0]}]},
-            "single_partition_of_fp32_groups": [NewTensor("float32", (count,), values(rank * share, count, "float32"))],
+            "single_partition_of_fp32_groups": [
+                TensorSpec("float32", (count,), values(rank * share, count, "float32"))
+            ],
         }
         path = args.folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         write_torch(path, {"optimizer_state_dict": inner, "ds_version": "0.19.8"})

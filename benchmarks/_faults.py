@@ -62,13 +62,13 @@ def in_row(change: Callable | None):
         victim = int(batch.ids[-1])
         if change is not None:
             return make(self, batch, slots, _Rows(store, change, victim), lengths)
-        judge, victims = self._unusable, []
+        judge, victims = self._rejection_reason, []
 
         def refuse(tokens, latent, length):
             return "the reference" if any((latent == row).all() for row in victims) else judge(tokens, latent, length)
 
         rows = _Rows(store, lambda rows, place: victims.append(rows.latents[place].copy()), victim)
-        with mock.patch.object(self, "_unusable", refuse):
+        with mock.patch.object(self, "_rejection_reason", refuse):
             return make(self, batch, slots, rows, lengths)
 
     with mock.patch.object(noiser.Noiser, "make", corrupted):
@@ -123,7 +123,7 @@ def in_state(what: str):
     """NaN in one element of a weight or of Adam's second moment, on rank 1, right after the step before the fault's."""
     from mmldlm.stability.guard import Guard
 
-    judge, engines = Guard.judge, []
+    judge, engines = Guard.decide, []
     from mmldlm.engines import build
 
     build_engine = build.build_engine
@@ -140,13 +140,13 @@ def in_state(what: str):
             import torch
 
             engine = engines[-1]
-            fragment = next(fragment for fragment in engine.fragments() if fragment.count > 10)
+            fragment = next(fragment for fragment in engine.parameter_shards() if fragment.count > 10)
             state = engine.optimizer_state()[fragment.owner]
             with torch.no_grad():
                 fragment.of(fragment.owner if what == "weight" else state[what])[3] = math.nan
         return judge(self, *args)
 
-    with mock.patch.object(build, "build_engine", remember), mock.patch.object(Guard, "judge", judged):
+    with mock.patch.object(build, "build_engine", remember), mock.patch.object(Guard, "decide", judged):
         yield
 
 
@@ -180,9 +180,9 @@ def own_folder() -> Path:
 @contextlib.contextmanager
 def read_only_folder():
     """The checkpoints' folder is read-only for rank 1, from before a save until after it; rank 0 comes late."""
-    from mmldlm.training.checkpointer import RunCheckpoints
+    from mmldlm.training.checkpointer import Checkpointer
 
-    collect = RunCheckpoints._rank_files
+    collect = Checkpointer._snapshot_writers
 
     def act() -> None:
         _mounts.own_namespace()
@@ -194,7 +194,7 @@ def read_only_folder():
         return collect(self, path, in_background)
 
     with (
-        mock.patch.object(RunCheckpoints, "_rank_files", late),
+        mock.patch.object(Checkpointer, "_snapshot_writers", late),
         on_rank_1(act, lambda: _mounts.unmount(own_folder() / "checkpoints")),
     ):
         yield
@@ -204,9 +204,9 @@ def read_only_folder():
 def full_disk():
     """Rank 1's part of a checkpoint is on a disk of one page, from before it is written until it is given up."""
     from mmldlm.checkpoints.commit import PendingCheckpoint
-    from mmldlm.training.checkpointer import RunCheckpoints
+    from mmldlm.training.checkpointer import Checkpointer
 
-    collect, abandon = RunCheckpoints._rank_files, PendingCheckpoint.abandon
+    collect, abandon = Checkpointer._snapshot_writers, PendingCheckpoint.discard
 
     def acting(self, path, in_background):
         work = collect(self, path, in_background)
@@ -224,8 +224,8 @@ def full_disk():
         abandon(self)
 
     with (
-        mock.patch.object(RunCheckpoints, "_rank_files", acting),
-        mock.patch.object(PendingCheckpoint, "abandon", abandoning),
+        mock.patch.object(Checkpointer, "_snapshot_writers", acting),
+        mock.patch.object(PendingCheckpoint, "discard", abandoning),
     ):
         yield
 
@@ -235,14 +235,14 @@ def vanished_folder():
     """Somebody moves a checkpoint's folder away when rank 1 has written its part and lists it."""
     from mmldlm.checkpoints.commit import PendingCheckpoint
 
-    seal = PendingCheckpoint.seal
+    seal = PendingCheckpoint.write_manifest_entry
 
     def sealing(self):
         if rank() == 1 and self.step == LOST_STEP:
             os.rename(self.path, own_folder() / "moved")
         seal(self)
 
-    with mock.patch.object(PendingCheckpoint, "seal", sealing):
+    with mock.patch.object(PendingCheckpoint, "write_manifest_entry", sealing):
         yield
 
 

@@ -215,12 +215,12 @@ def read_store(folder: Path):
     import numpy as np
     import torch
 
-    from mmldlm.data.batching.batch_plan import make_plan
+    from mmldlm.data.batching.batch_plan import build_batch_plan
     from mmldlm.data.store.store import Store
 
     yield "ready"
     store = Store(folder / "store")
-    plan = make_plan("tokens", store.lengths, BATCH, 0, BUCKETS)
+    plan = build_batch_plan("tokens", store.lengths, BATCH, 0, BUCKETS)
     for step in range(plan.batches_per_epoch):
         batch = store.get(plan.batch(step).ids)
         lengths = np.array([len(ids) for ids in batch.tokens])

@@ -74,13 +74,13 @@ def run(args, folder: str, name: str, guarded: bool, count_syncs: bool) -> Meter
     import torch
 
     from mmldlm.config.load import load_config
-    from mmldlm.distributed.heartbeat import Liveness
-    from mmldlm.engines.torch_engine import PlainEngine
-    from mmldlm.stability.guard import Guard, Verdict
+    from mmldlm.distributed.heartbeat import Heartbeat
+    from mmldlm.engines.torch_engine import TorchEngine
+    from mmldlm.stability.guard import Guard, StepDecision
     from mmldlm.train import check_run, train
 
     meter = Meter()
-    beat, apply, tolist = Liveness.beat, PlainEngine.apply, torch.Tensor.tolist
+    beat, apply, tolist = Heartbeat.beat, TorchEngine.apply, torch.Tensor.tolist
 
     def beaten(self, step, phase, *rest):
         if phase == "step":
@@ -103,12 +103,12 @@ def run(args, folder: str, name: str, guarded: bool, count_syncs: bool) -> Meter
         "checkpoints.async=false", "training.freeze=none", "training.grad_accum_steps=1", "stability.spike_action=log",
     ]  # fmt: skip
     patches = [
-        mock.patch.object(Liveness, "beat", beaten),
-        mock.patch.object(PlainEngine, "apply", applied),
+        mock.patch.object(Heartbeat, "beat", beaten),
+        mock.patch.object(TorchEngine, "apply", applied),
         mock.patch.object(torch.Tensor, "tolist", listed),
     ]
     if not guarded:
-        patches.append(mock.patch.object(Guard, "judge", lambda self, *values: Verdict(True)))
+        patches.append(mock.patch.object(Guard, "decide", lambda self, *values: StepDecision(True)))
     for patch in patches:
         patch.start()
     try:
@@ -151,18 +151,18 @@ def audit_seconds(args, folder: str) -> float:
     from mmldlm.data.batching.run_data import open_data
     from mmldlm.engines.build import build_engine
     from mmldlm.models import MultimodalMMDiT
-    from mmldlm.stability.state_audit import audit
+    from mmldlm.stability.state_audit import audit_on_all_ranks
 
     words = [f"data.latent_data_root={args.data}", "engine.kind=single", f"logging.save_dir={folder}"]
     data = open_data(load_config("tiny" if args.quick else "base", None, words))
     engine = build_engine(MultimodalMMDiT(data.config.model), data.config)
     states = engine.optimizer_state()
-    for fragment in engine.fragments():
+    for fragment in engine.parameter_shards():
         states[fragment.owner] = {key: torch.zeros_like(fragment.owner) for key in ("exp_avg", "exp_avg_sq")}
     times = []
     for _ in range(3):
         started = time.process_time()
-        assert audit(engine) == {}
+        assert audit_on_all_ranks(engine) == {}
         times.append(time.process_time() - started)
     return statistics.median(times)
 

@@ -68,14 +68,14 @@ class Run:
 
     def live_and_die(self, chance: random.Random, number: int) -> tuple[bool, str]:
         """One life. Returns whether the kill is lost, and a line for the screen."""
-        from mmldlm.checkpoints.commit import find_latest_whole, list_checkpoints
+        from mmldlm.checkpoints.locate import find_latest_valid, list_checkpoints
         from mmldlm.checkpoints.manifest import verify
 
         self.in_background = number % 2 == 0
         while_saving, victim = chance.random() < 0.5, chance.randrange(WORLD_SIZE)
         num_steps, extra = chance.randint(1, MOST_STEPS), chance.uniform(0, 0.25)
         partials, lives = self.partials(), len(self.starts())
-        expected = find_latest_whole(self.run_dir)
+        expected = find_latest_valid(self.run_dir)
         ranks = self.start()
         first = self.wait_for_start(ranks, lives)
         if first is None:
@@ -105,7 +105,7 @@ class Run:
         for _, path in list_checkpoints(self.run_dir):
             if (path / "manifest.json").exists() and verify(path, checksums=True):
                 problems.append(f"{path.name} looks whole and is not: {verify(path, checksums=True)[0]}")
-        whole = step_of(find_latest_whole(self.run_dir))
+        whole = step_of(find_latest_valid(self.run_dir))
         bound = SAVE_FREQ * (2 if self.in_background else 1)
         if last - whole > bound:
             problems.append(f"{last - whole} steps lost")

@@ -78,7 +78,7 @@ def inject(scene: Scene, faults) -> tuple[set[str], set[tuple[str, str]], str]:
 
 def fan_out(names: int, folder: Path) -> float:
     """Seconds of starting, asking and stopping agents on N names whose ssh answers after 0.3 s, as a network's does."""
-    from mmldlm.preflight.remote.ssh import Agent, Fleet
+    from mmldlm.preflight.remote.ssh import Agent, AgentPool
 
     programs = folder / "bin"
     programs.mkdir(exist_ok=True)
@@ -93,7 +93,7 @@ def fan_out(names: int, folder: Path) -> float:
     os.environ["PATH"] = f"{programs}:{before}"
     try:
         started = time.perf_counter()
-        fleet = Fleet([Agent(f"node{number}") for number in range(names)])
+        fleet = AgentPool([Agent(f"node{number}") for number in range(names)])
         fleet.start()
         answers = fleet.ask("facts", {"probes": []})
         fleet.stop()

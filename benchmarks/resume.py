@@ -97,7 +97,7 @@ def held(engine, average) -> dict[str, tuple[int, object]]:
 
     found = {}
     states = engine.optimizer_state()
-    for fragment in engine.fragments():
+    for fragment in engine.parameter_shards():
         state = states[fragment.owner]
         found[f"weight|{fragment.name}"] = fragment.start, fragment.of(fragment.owner).float().numpy().copy()
         for what in ("exp_avg", "exp_avg_sq"):
@@ -117,9 +117,9 @@ def keep_what_is_saved(folder: Path) -> None:
     """At SAVE_STEP, just before the product saves, write what this rank's live engine holds to folder."""
     import numpy as np
 
-    from mmldlm.training.checkpointer import RunCheckpoints
+    from mmldlm.training.checkpointer import Checkpointer
 
-    save = RunCheckpoints.save
+    save = Checkpointer.save
 
     def keep_and_save(self):
         if self.state.step == SAVE_STEP:
@@ -129,7 +129,7 @@ def keep_what_is_saved(folder: Path) -> None:
             np.savez(folder / f"rank{self.engine.rank}.npz", **arrays)
         return save(self)
 
-    RunCheckpoints.save = keep_and_save
+    Checkpointer.save = keep_and_save
 
 
 def read_kept(folder: Path) -> dict[str, object]:
@@ -155,9 +155,9 @@ def read_kept(folder: Path) -> dict[str, object]:
 def check_what_is_loaded(kept_in: Path, report: Path) -> None:
     """After the product has loaded, compare what this rank holds with what the source held; write what differs."""
     from mmldlm.engines import build
-    from mmldlm.training.checkpointer import RunCheckpoints
+    from mmldlm.training.checkpointer import Checkpointer
 
-    make, load = build.build_engine, RunCheckpoints.load
+    make, load = build.build_engine, Checkpointer.load
 
     def make_from_other_weights(model, config):
         import torch
@@ -177,7 +177,7 @@ def check_what_is_loaded(kept_in: Path, report: Path) -> None:
         answer = {"differing": differing, "held": {key: (start, len(values)) for key, (start, values) in found.items()}}
         report.with_name(f"{report.name}_rank{self.engine.rank}.json").write_text(json.dumps(answer))
 
-    build.build_engine, RunCheckpoints.load = make_from_other_weights, load_and_check
+    build.build_engine, Checkpointer.load = make_from_other_weights, load_and_check
 
 
 def compare(found: dict[str, tuple[int, object]], kept: dict[str, object]) -> list[str]:

@@ -34,8 +34,8 @@ PAIRS = 4  # of windows with and without a save (--pairs), after a pair that is 
 def rank_main(report: str, words: list[str]) -> None:
     """One rank: the product's own entry, with a clock around everything that saves."""
     import mmldlm.train as product
-    from mmldlm.training.checkpointer import RunCheckpoints
-    from mmldlm.training.run_logger import RunFolder
+    from mmldlm.training.checkpointer import Checkpointer
+    from mmldlm.training.run_logger import RunLogger
 
     blocked, cpu, depth = {}, {}, 0
 
@@ -52,15 +52,15 @@ def rank_main(report: str, words: list[str]) -> None:
 
         return call
 
-    log_step = RunFolder.log_step
+    log_step = RunLogger.log_step
 
     def log_step_and_clock(self, *args):
         cpu[self.state.step] = time.process_time()
         log_step(self, *args)
 
-    RunFolder.log_step = log_step_and_clock
+    RunLogger.log_step = log_step_and_clock
     for name in ("save", "finish_save"):
-        setattr(RunCheckpoints, name, timed(getattr(RunCheckpoints, name)))
+        setattr(Checkpointer, name, timed(getattr(Checkpointer, name)))
     code = product.main(words)
     Path(f"{report}_rank{os.environ['RANK']}.json").write_text(json.dumps({"blocked": blocked, "cpu": cpu}))
     product.end_process(code)

@@ -12,7 +12,9 @@ from typing import NoReturn
 
 from mmldlm import __version__
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, MmldlmError, UserError
-from mmldlm.utils.output_paths import for_screen, interrupt_on_stop_signals, open_standard_streams, reason
+from mmldlm.utils.formatting import describe_os_error, for_screen
+from mmldlm.utils.standard_streams import open_standard_streams
+from mmldlm.utils.stop_signals import interrupt_on_stop_signals
 
 
 def _config(parser):
@@ -59,7 +61,7 @@ def _prepare_by_ranks(args, prepare, options) -> int:
     nproc = args.num_procs or (1 if "RANK" in os.environ else max(torch.cuda.device_count(), 1))
     if nproc == 1 or "RANK" in os.environ:
         return prepare.main(args)
-    words = options.to_words(options.from_arguments(args))
+    words = options.to_arguments(options.from_arguments(args))
     for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS"):  # the encoder's threads, and the tokenizer's
         os.environ.setdefault(name, str(max((os.cpu_count() or 1) // nproc, 1)))
     launcher = [sys.executable, "-m", "mmldlm.launch.local_launcher", str(nproc), "-m", "mmldlm.data.prepare"]
@@ -160,7 +162,7 @@ VERBS = {
 }
 
 
-def _fill(parser: argparse.ArgumentParser, verb: str):
+def _add_arguments(parser: argparse.ArgumentParser, verb: str):
     """Add a verb's options to its parser; returns what runs it. Imports only what the verb needs."""
     how = VERBS[verb][0]
     if callable(how):
@@ -200,7 +202,7 @@ def _replaced_packages() -> list[str]:
     return sorted(found)
 
 
-def _overview(argv: list[str]) -> int:
+def _print_help(argv: list[str]) -> int:
     """What stands in for a verb: --help, --version, nothing, or a mistake."""
     parser = argparse.ArgumentParser(
         prog="mmldlm", description="Train and use an MMDiT between text and sentence embeddings."
@@ -221,14 +223,14 @@ def main(argv: list[str] | None = None) -> int:
     open_standard_streams()
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] not in VERBS:
-        return _overview(argv)
+        return _print_help(argv)
     verb = next(verb for verb in (" ".join(argv[:2]), argv[0]) if verb in VERBS)
     words = argv[len(verb.split(" ")) :]
-    _never_fail_to_print()
+    _make_output_encodable()
     interrupt_on_stop_signals()
     own = argparse.ArgumentParser(prog=f"mmldlm {verb}", description=VERBS[verb][1])
     try:
-        run = _fill(own, verb)
+        run = _add_arguments(own, verb)
         code = run(own.parse_intermixed_args(words)) or EXIT_DONE
         sys.stdout.flush()
         return code
@@ -239,11 +241,11 @@ def main(argv: list[str] | None = None) -> int:
         print(": ".join(["interrupted", *map(str, error.args)]), file=sys.stderr)
         return EXIT_INTERRUPTED if error.args else EXIT_FAILED
     except OSError as error:  # a path or a disk that no room has foreseen: the system says what is wrong, no traceback
-        if isinstance(error, BrokenPipeError) and _reader_has_enough():
+        if isinstance(error, BrokenPipeError) and _stdout_closed():
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor must the interpreter complain of it
             return EXIT_FAILED
         where = "" if error.filename is None else f"{error.filename}: "
-        print(f"error: {where}{reason(error)}", file=sys.stderr)
+        print(f"error: {where}{describe_os_error(error)}", file=sys.stderr)
         return EXIT_FAILED
     except Exception as error:
         explained = _explain_import(error, verb)
@@ -253,14 +255,14 @@ def main(argv: list[str] | None = None) -> int:
         return explained.exit_code
 
 
-def _never_fail_to_print() -> None:
+def _make_output_encodable() -> None:
     """Where the terminal's encoding (LC_ALL=C) lacks a sign, its number stands for it: no text is worth a traceback."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure") and stream.encoding.lower().replace("-", "") != "utf8":
             stream.reconfigure(errors="backslashreplace")
 
 
-def _reader_has_enough() -> bool:
+def _stdout_closed() -> bool:
     """Whether the broken pipe is that of the output, as in `... | head`: any other is an error to be told."""
     try:
         poll = select.poll()
@@ -270,7 +272,7 @@ def _reader_has_enough() -> bool:
         return False
 
 
-def enter() -> NoReturn:
+def console_main() -> NoReturn:
     """Entry of the console command."""
     code = main()
     if sys.argv[1:2] == ["convert"]:
@@ -294,4 +296,4 @@ def leave_at_once(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    enter()
+    console_main()

@@ -19,11 +19,11 @@ if __package__ in (None, ""):  # `deepspeed mmldlm/train.py` puts the package's 
 
 from mmldlm.config.load import load_config, preset_names
 from mmldlm.config.schema import Config
-from mmldlm.distributed.error_reporting import say, say_error
-from mmldlm.distributed.mpi_environment import adopt_mpi_environment
+from mmldlm.distributed.error_reporting import log_line, report_error_once
+from mmldlm.distributed.mpi_environment import set_env_from_mpi
 from mmldlm.errors import EXIT_FAILED, EXIT_INTERRUPTED, Interrupted, MmldlmError, UserError
 from mmldlm.training.signals import StopSignal
-from mmldlm.utils.output_paths import open_standard_streams
+from mmldlm.utils.standard_streams import open_standard_streams
 
 FIRST_STEP_PATIENCE = 3.0  # times engine.timeout: it compiles, builds groups and imports, and cannot beat meanwhile
 
@@ -55,16 +55,16 @@ def check_run(config: Config, world_size: int):
     Raises:
         UserError: the first thing that is wrong.
     """
-    from mmldlm.checkpoints.commit import list_checkpoints, resolve
+    from mmldlm.checkpoints.locate import list_checkpoints, locate_checkpoint
     from mmldlm.data.batching.run_data import open_data
     from mmldlm.engines.build import check_engine
-    from mmldlm.training.run_lock import check_unused
+    from mmldlm.training.run_lock import check_no_checkpoints
 
     check_engine(config, world_size)
     data = open_data(config)
-    check_unused(config)
+    check_no_checkpoints(config)
     if config.training.resume not in (None, "auto"):
-        source, run_dir = resolve(config.training.resume), config.run_dir()
+        source, run_dir = locate_checkpoint(config.training.resume), config.run_dir()
         if list_checkpoints(run_dir) and not source.is_relative_to(run_dir.resolve()):
             raise UserError(
                 f"a new folder for a run that begins with {source}",
@@ -89,13 +89,13 @@ def train(data, stop: StopSignal | None = None) -> None:
     Raises:
         Interrupted: on every rank, when a signal ended the run.
     """
-    from mmldlm.checkpoints.commit import list_checkpoints
     from mmldlm.checkpoints.init_from import init_weights
-    from mmldlm.distributed.heartbeat import Liveness
+    from mmldlm.checkpoints.locate import list_checkpoints
+    from mmldlm.distributed.heartbeat import Heartbeat
     from mmldlm.distributed.nccl_environment import prepare_environment
     from mmldlm.engines.build import build_engine
     from mmldlm.stability.precision_check import check_precision
-    from mmldlm.tasks.translation.build_model import initial_model
+    from mmldlm.tasks.translation.build_model import build_model
     from mmldlm.tasks.translation.freezing import apply_freezing, verify_parameter_freezing
 
     stop = stop or StopSignal()
@@ -104,7 +104,7 @@ def train(data, stop: StopSignal | None = None) -> None:
     logs = config.run_dir() / "logs"
     for note in prepare_environment(config.engine.timeout, logs):
         _say(f"warning: {note}")
-    model = initial_model(data)
+    model = build_model(data)
     # A run that goes on needs its source no more, which may be gone.
     goes_on = training.resume is not None and bool(list_checkpoints(config.run_dir()))
     taken = None if training.init_from is None or goes_on else init_weights(model, training.init_from)
@@ -117,7 +117,7 @@ def train(data, stop: StopSignal | None = None) -> None:
     stop.all_have_met()
     check_precision(engine, config)
     with (
-        Liveness(engine.rank, engine.world_size, config.engine.timeout, logs=logs) as alive,
+        Heartbeat(engine.rank, engine.world_size, config.engine.timeout, logs=logs) as alive,
         contextlib.ExitStack() as at_end,
     ):
         train_steps(engine, alive, stop, at_end, data, trainable, taken)
@@ -164,19 +164,19 @@ def train_steps(engine, alive, stop, at_end, data, trainable: dict[str, tuple[in
     from mmldlm.data.batching.loader import MicroBatches, iterate_steps
     from mmldlm.engines.ema import WeightAverage
     from mmldlm.engines.optimizer import learning_rate
-    from mmldlm.observe.layer_stats import Diagnostics
+    from mmldlm.observe.layer_stats import LayerStatsCollector
     from mmldlm.observe.profiler import StepProfiler
-    from mmldlm.observe.throughput import StepMeter
+    from mmldlm.observe.throughput import StepTimer
     from mmldlm.preflight import receipt
     from mmldlm.stability import skipped_steps
     from mmldlm.stability.guard import Guard
-    from mmldlm.stability.rollback_policy import find_trouble
-    from mmldlm.stability.state_audit import audit
+    from mmldlm.stability.rollback_policy import needs_rollback
+    from mmldlm.stability.state_audit import audit_on_all_ranks
     from mmldlm.tasks.translation.noiser import Noiser
     from mmldlm.tasks.translation.objective import METRICS, TranslationObjective
     from mmldlm.tasks.translation.validation import Validation
-    from mmldlm.training.checkpointer import RunCheckpoints
-    from mmldlm.training.run_logger import RunFolder, TrainingState
+    from mmldlm.training.checkpointer import Checkpointer
+    from mmldlm.training.run_logger import RunLogger, TrainingState
 
     config, training = data.config, data.config.training
     average = None if config.optimizer.ema_decay is None else WeightAverage(engine, config.optimizer.ema_decay)
@@ -188,17 +188,17 @@ def train_steps(engine, alive, stop, at_end, data, trainable: dict[str, tuple[in
     dataset = MicroBatches(data.train, plan, noiser, engine.rank, engine.world_size, training.grad_accum_steps)
     objective, validation = TranslationObjective(config), Validation(data, engine)
     guard = Guard(config.stability, training.dtype)
-    diagnostics = Diagnostics(engine, config.logging.grad_log_interval, training.dtype)
+    diagnostics = LayerStatsCollector(engine, config.logging.grad_log_interval, training.dtype)
 
     state = TrainingState(
         global_batch, len(data.train_lengths), training.seed, plan=plan.version, data=data.fingerprint()
     )
-    folder = RunFolder(config, data, engine, state)
+    folder = RunLogger(config, data, engine, state)
     at_end.push(folder.log_end)
-    checkpoints = RunCheckpoints(folder, average, guard, alive.still, lambda: stop.received)
+    checkpoints = Checkpointer(folder, average, guard, alive.touch, lambda: stop.received)
     stop.leave_if_agreed(engine, "before the first step")
     alive.beat(state.step, "claim")
-    folder.claim(lambda: (alive.still(), stop.leave_if_received()))
+    folder.claim(lambda: (alive.touch(), stop.leave_if_received()))
     checkpoints.read_descriptions()
     resume_from, notes = checkpoints.find_resume(), []
     if resume_from is not None:
@@ -216,7 +216,7 @@ def train_steps(engine, alive, stop, at_end, data, trainable: dict[str, tuple[in
     for note in notes:
         folder.note(note)
     if engine.rank == 0:
-        receipt.tell(config, engine.world_size, folder)
+        receipt.log_receipt(config, engine.world_size, folder)
 
     def batches_from(step: int):
         return iterate_steps(
@@ -224,7 +224,7 @@ def train_steps(engine, alive, stop, at_end, data, trainable: dict[str, tuple[in
         )
 
     def goes_on(num_done: int) -> bool:
-        alive.still()
+        alive.touch()
         folder.renew_lock()
         folder.progress.evaluation(state.step, num_done, validation.num_batches)
         return not stop.agreed(engine)
@@ -245,7 +245,7 @@ def train_steps(engine, alive, stop, at_end, data, trainable: dict[str, tuple[in
     engine.module.train()
     profiled = training.profile if engine.rank == 0 else None
     profiler = StepProfiler(profiled, config.run_dir() / "profile", engine.rank)
-    meter, interrupted = StepMeter(config, engine.world_size, engine.device), False
+    meter, interrupted = StepTimer(config, engine.world_size, engine.device), False
     patience = FIRST_STEP_PATIENCE
     overdue = False  # a checkpoint that skipped or passed over steps hold up
     if state.evaluation_left:  # by the run that this one continues
@@ -256,8 +256,8 @@ def train_steps(engine, alive, stop, at_end, data, trainable: dict[str, tuple[in
         with meter.part("data"):
             batches = next(stream)
         alive.beat(state.step, "step", patience)
-        if state.is_passed_over():
-            state.pass_over(num_samples=len(plan.batch(state.step).ids))
+        if state.is_excluded():
+            state.skip_batch(num_samples=len(plan.batch(state.step).ids))
             folder.event("passed_over", step=state.step)
             overdue = overdue or state.step % config.logging.save_freq == 0
             continue
@@ -276,7 +276,7 @@ def train_steps(engine, alive, stop, at_end, data, trainable: dict[str, tuple[in
         diagnostics.before_step()
         # The step's one host sync: losses, the norm and what the ranks must agree on travel in one vector.
         counts = [sum(each) for each in zip(*((b.num_tokens, len(b.bad), int(b.real.sum())) for b in batches))]
-        told = engine.to_device([stop.received, checkpoints.is_writing, checkpoints.is_asked, *counts])
+        told = engine.to_device([stop.received, checkpoints.write_in_progress, checkpoints.save_requested, *counts])
         # The norm is the same on every rank, or one of them has gone astray: of the mean, a bad one leaves nothing.
         norm = norm / engine.world_size
         vector = engine.sum_on_host(torch.cat([sums, norm.view(1), told]))
@@ -284,13 +284,13 @@ def train_steps(engine, alive, stop, at_end, data, trainable: dict[str, tuple[in
         interrupted = num_stops > 0
 
         step_loss = values[METRICS.index("loss")]
-        verdict = guard.judge(step_loss, int(num_bad_losses), grad_norm, int(num_usable))
+        verdict = guard.decide(step_loss, int(num_bad_losses), grad_norm, int(num_usable))
         if verdict.apply:
-            engine.apply(lr, grad_norm)
+            engine.step(lr, grad_norm)
             if average is not None:
                 average.update()
         else:
-            engine.discard()
+            engine.discard_gradients()
         look = diagnostics.after_step(lr, verdict.apply)
         num_samples = len(plan.batch(state.step).ids)
         guard.bad_share.admit(int(num_bad), num_samples)
@@ -302,14 +302,16 @@ def train_steps(engine, alive, stop, at_end, data, trainable: dict[str, tuple[in
             folder.progress.message(f"profile  {told}")
             folder.event("profile", **told.record())
         if not verdict.apply:
-            folder.log_skip(verdict, step_loss, grad_norm, skipped_steps.gather(engine, batches, losses), batches[0])
+            folder.log_skip(
+                verdict, step_loss, grad_norm, skipped_steps.collect_step_record(engine, batches, losses), batches[0]
+            )
         if look is not None:
-            folder.log_look(look)
+            folder.log_layer_stats(look)
         if num_bad:
             folder.log_bad_samples([sample for batch in batches for sample in batch.bad])
         if (lost := guard.bad_share.trouble()) is not None:
             checkpoints.finish_save()
-            raise folder.lost_data(lost)
+            raise folder.too_many_bad_samples_error(lost)
 
         last = state.step == training.num_train_steps
         evaluation_due = last or state.step % config.logging.eval_freq == 0
@@ -318,8 +320,8 @@ def train_steps(engine, alive, stop, at_end, data, trainable: dict[str, tuple[in
         save_due = last or interrupted or num_asks > 0 or (overdue and state.consecutive_skips == 0)
         # An evaluation may be left for a signal, and then the weights are saved.
         audit_due = save_due or evaluation_due or state.step % config.stability.audit_every == 0
-        bad_state = audit(engine, average) if audit_due else {}
-        trouble = find_trouble(config.stability, state.step, state.consecutive_skips, bad_state)
+        bad_state = audit_on_all_ranks(engine, average) if audit_due else {}
+        trouble = needs_rollback(config.stability, state.step, state.consecutive_skips, bad_state)
         if trouble is not None:
             alive.beat(state.step, "load")
             with meter.part("checkpoint"):
@@ -327,7 +329,7 @@ def train_steps(engine, alive, stop, at_end, data, trainable: dict[str, tuple[in
             stream, overdue, interrupted = batches_from(state.step), False, interrupted or stop.agreed(engine)
             continue
         patience = 1.0
-        if checkpoints.is_pending and not num_writing:
+        if checkpoints.has_uncommitted and not num_writing:
             with meter.part("checkpoint"):
                 checkpoints.finish_save()
         state.evaluation_left = evaluation_due and interrupted  # who is told to stop has little time
@@ -361,7 +363,7 @@ def train_steps(engine, alive, stop, at_end, data, trainable: dict[str, tuple[in
 
 def _say(message: str) -> None:
     if int(os.environ.get("RANK", 0)) == 0:
-        say(message)
+        log_line(message)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -376,11 +378,11 @@ def main(argv: list[str] | None = None) -> int:
     stop = StopSignal()
     try:
         # Every rank finds the same mistake by itself before any of them waits for another; one of them reports it.
-        adopt_mpi_environment()
+        set_env_from_mpi()
         config = parse_config(args)
         train(check_run(config, int(os.environ.get("WORLD_SIZE", 1))), stop)
     except MmldlmError as error:
-        say_error(error, "stopped" if isinstance(error, Interrupted) else "ERROR")
+        report_error_once(error, "stopped" if isinstance(error, Interrupted) else "ERROR")
         return error.exit_code
     except Exception as error:
         _tell_trace(error, config)

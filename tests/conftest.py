@@ -75,7 +75,7 @@ def sentences() -> list[str]:
 def store(tmp_path_factory, sentences):
     """Folder of a store with about 200 training and 40 validation sentences, encoded by MiniLM."""
     from mmldlm.cli import main
-    from mmldlm.data.encoders.encoder import find_model_folder
+    from mmldlm.data.encoders.download import find_model_folder
 
     try:
         find_model_folder("minilm")

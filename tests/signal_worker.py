@@ -93,7 +93,7 @@ def main() -> None:
         run(name, "training.resume=auto")
 
     # While a checkpoint is written: no further step.
-    with before(checkpointer.RunCheckpoints, "save", lambda saver: signal_on((1,))):
+    with before(checkpointer.Checkpointer, "save", lambda saver: signal_on((1,))):
         run("save")
     run("save", "training.resume=auto")
 
@@ -108,12 +108,12 @@ def main() -> None:
         run("search", "training.resume=auto")
     run("search", "training.resume=auto")
 
-    troubles = [rollback_policy.Trouble(5, "made up", None, None)]
-    find = rollback_policy.find_trouble
-    rollback_policy.find_trouble = lambda config, step, *rest: troubles.pop() if step == 5 and troubles else None
-    with before(checkpointer.RunCheckpoints, "load", lambda *_: signal_on((1,))):
+    troubles = [rollback_policy.RollbackReason(5, "made up", None, None)]
+    find = rollback_policy.needs_rollback
+    rollback_policy.needs_rollback = lambda config, step, *rest: troubles.pop() if step == 5 and troubles else None
+    with before(checkpointer.Checkpointer, "load", lambda *_: signal_on((1,))):
         run("rollback", "stability.rollback_lr_factor=1.0")
-    rollback_policy.find_trouble = find
+    rollback_policy.needs_rollback = find
     run("rollback", "training.resume=auto", "stability.rollback_lr_factor=1.0")
 
     Path(sys.argv[2], f"codes_rank{RANK}.json").write_text(json.dumps(codes))

@@ -11,10 +11,11 @@ import sys
 import pytest
 
 from mmldlm import cli
-from mmldlm.data.prepare.task_queue import Peers
-from mmldlm.data.prepare.work_dir import Work
+from mmldlm.data.prepare.task_queue import TaskQueue
+from mmldlm.data.prepare.work_dir import WorkDir
 from mmldlm.errors import UserError
-from mmldlm.utils.output_paths import fold, for_screen, usable_file, usable_folder
+from mmldlm.utils.formatting import fold, for_screen
+from mmldlm.utils.output_paths import check_writable_dir, check_writable_file
 from tests.helpers import ROOT
 
 
@@ -42,7 +43,7 @@ def test_an_impossible_output_is_said_first(words, impossible, capsys):
 
 def test_an_impossible_store_is_a_users_error(impossible):
     with pytest.raises(UserError, match="Not a directory"):
-        Work(impossible, Peers()).open({}, force=False)
+        WorkDir(impossible, TaskQueue()).open({}, force=False)
 
 
 @pytest.mark.parametrize("count", ["0", "-3"])
@@ -62,14 +63,14 @@ def test_a_terminal_of_ascii_is_no_reason_to_fail(store):
 
 
 def test_outputs_are_tried_and_not_changed(tmp_path):
-    assert usable_folder(tmp_path / "a" / "b", "--out") == tmp_path / "a" / "b" and not list(tmp_path.iterdir())
-    assert usable_folder(tmp_path, "--out") == tmp_path and tmp_path.is_dir()
+    assert check_writable_dir(tmp_path / "a" / "b", "--out") == tmp_path / "a" / "b" and not list(tmp_path.iterdir())
+    assert check_writable_dir(tmp_path, "--out") == tmp_path and tmp_path.is_dir()
     (tmp_path / "there").write_text("kept")
-    assert usable_file(tmp_path / "there", "--out").read_text() == "kept"
-    assert not usable_file(tmp_path / "new", "--out").exists()
+    assert check_writable_file(tmp_path / "there", "--out").read_text() == "kept"
+    assert not check_writable_file(tmp_path / "new", "--out").exists()
     for bad in (tmp_path, "/dev/null"):  # a report that replaced /dev/null would cost more than itself
         with pytest.raises(UserError, match="a file to write"):
-            usable_file(bad, "--json")
+            check_writable_file(bad, "--json")
 
 
 def test_a_long_error_is_folded_for_a_terminal_alone(monkeypatch):

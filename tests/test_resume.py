@@ -41,12 +41,12 @@ import resume
 from mmldlm.engines.base import Engine
 load = Engine.load
 def forget(self, reader, applied_steps):
-    fragments = self.fragments
-    self.fragments = lambda: [f for f in fragments() if f.name != {name!r}]
+    fragments = self.parameter_shards
+    self.parameter_shards = lambda: [f for f in fragments() if f.name != {name!r}]
     load(self, reader, applied_steps)
-    del self.fragments
+    del self.parameter_shards
     states = self.optimizer_state()
-    for fragment in self.fragments():  # a state that is there, of the right size, and was not loaded
+    for fragment in self.parameter_shards():  # a state that is there, of the right size, and was not loaded
         if fragment.name == {name!r}:
             states[fragment.owner] = self._fresh_state(fragment.owner, applied_steps)
 Engine.load = forget

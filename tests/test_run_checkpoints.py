@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from mmldlm.checkpoints import commit
+from mmldlm.checkpoints import commit, locate
 from mmldlm.checkpoints.init_from import init_weights
 from mmldlm.checkpoints.manifest import MANIFEST, describe_file
 from mmldlm.config.load import load_config
 from mmldlm.data.batching.run_data import open_data
-from mmldlm.tasks.translation.build_model import initial_model
+from mmldlm.tasks.translation.build_model import build_model
 from mmldlm.train import main
 from tests.helpers import ROOT, read_log, run_ranks, train_words
 
@@ -31,7 +31,7 @@ def events(folder, kind: str) -> list[dict]:
 
 
 def steps_of(folder) -> list[int]:
-    return [step for step, _ in commit.list_checkpoints(folder / "run")]
+    return [step for step, _ in locate.list_checkpoints(folder / "run")]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_a_run_that_goes_back_leaves_its_future(store, copy):
     assert steps_of(copy) == [2, 4]
     dropped = sorted(path.name for path in source.parent.glob(".dropped_*"))
     assert dropped == [".dropped_step_00000004", ".dropped_step_00000006"]
-    assert commit.read_latest(copy / "run").name == "step_00000004"
+    assert locate.read_latest(copy / "run").name == "step_00000004"
     told = " ".join(event["text"] for event in events(copy, "note"))
     assert ".dropped_step_00000006" in told and "optimizer.lr: 0.001 -> 0.002" in told
     assert main(words(store, copy, "training.num_train_steps=6", "optimizer.lr=0.002", "training.resume=auto")) == 0
@@ -76,7 +76,7 @@ def listing(folder) -> dict[str, int]:
 
 def test_auto_begins_from_scratch_only_where_nothing_was_saved(store, copy, capsys):
     """Whatever is wrong with the checkpoints that are there, it is named and stays as it is."""
-    steps = [path for _, path in commit.list_checkpoints(copy / "run")]
+    steps = [path for _, path in locate.list_checkpoints(copy / "run")]
     more = ["training.num_train_steps=8", "training.resume=auto"]
     for path in steps:  # the cause of each is another one
         with open(path / "training_state.json", "a") as file:
@@ -96,7 +96,7 @@ def test_auto_begins_from_scratch_only_where_nothing_was_saved(store, copy, caps
 
 
 def test_files_that_hold_no_state_cost_no_checkpoint(store, copy, capsys):
-    for _, path in commit.list_checkpoints(copy / "run"):
+    for _, path in locate.list_checkpoints(copy / "run"):
         with open(path / "tokenizer" / "tokenizer_config.json", "a") as file:
             file.write("\n")
         (path / "config.yaml").write_text("\0")
@@ -106,7 +106,7 @@ def test_files_that_hold_no_state_cost_no_checkpoint(store, copy, capsys):
     assert [event["source"][-1] for event in events(copy, "resume")] == ["6"] and steps_of(copy)[-1] == 8
     assert any("whether the config has changed" in event["text"] for event in events(copy, "note"))
     source = copy / "run" / "checkpoints" / "step_00000006"  # whose weights another run can take
-    assert init_weights(initial_model(open_data(load_config("tiny", None, words(store, copy)[2:]))), str(source)).taken
+    assert init_weights(build_model(open_data(load_config("tiny", None, words(store, copy)[2:]))), str(source)).loaded
 
 
 def test_a_damaged_newest_one_is_kept_aside_when_its_step_is_saved_again(store, copy):
@@ -215,9 +215,9 @@ def test_other_data_of_the_same_size_is_refused(store, copy, tmp_path, capsys):
 
 def wreck(monkeypatch, at: int, times: int = 1) -> None:
     """Finite weights that give no finite loss any more, made by the at-th applied step (and the next ones)."""
-    from mmldlm.engines.torch_engine import PlainEngine
+    from mmldlm.engines.torch_engine import TorchEngine
 
-    apply, count = PlainEngine.apply, [0]
+    apply, count = TorchEngine.apply, [0]
 
     def wrecking(self, lr, grad_norm):
         apply(self, lr, grad_norm)
@@ -227,7 +227,7 @@ def wreck(monkeypatch, at: int, times: int = 1) -> None:
                 for parameter in self._parameters():
                     parameter.mul_(1e25)
 
-    monkeypatch.setattr(PlainEngine, "apply", wrecking)
+    monkeypatch.setattr(TorchEngine, "apply", wrecking)
 
 
 def test_no_checkpoint_amid_skips_pushes_out_the_last_good_one(store, tmp_path, monkeypatch):
@@ -266,7 +266,7 @@ def test_a_run_whose_last_steps_are_passed_over_ends_like_any_other(store, tmp_p
     monkeypatch.setattr(loader.MicroBatches, "__getitem__", poisoned)
     assert main(words(store, tmp_path, "training.num_train_steps=8", "stability.max_consecutive_skips=3")) == 0
     assert [event["step"] for event in events(tmp_path, "passed_over")] == [6, 7, 8]
-    assert commit.read_latest(tmp_path / "run").name == "step_00000008"
+    assert locate.read_latest(tmp_path / "run").name == "step_00000008"
     assert [record["step"] for record in read_log(tmp_path, "run", "eval_log.jsonl")] == [8]
 
 
@@ -274,7 +274,7 @@ def test_a_last_save_that_fails_is_no_success_for_an_old_folder_of_its_step(stor
     from mmldlm.engines import base
     from mmldlm.training import checkpointer
 
-    monkeypatch.setattr(checkpointer, "LAST_PAUSE", 0.01)
+    monkeypatch.setattr(checkpointer, "FINAL_SAVE_BACKOFF", 0.01)
 
     def full(self, state, folder):
         raise OSError(28, "No space left on device")
@@ -340,7 +340,7 @@ def test_a_source_that_is_gone_is_not_needed_to_go_on(store, done, tmp_path, cap
     shutil.rmtree(source)
     more = ["training.num_train_steps=4", f"training.init_from={source}", "training.resume=auto"]
     assert main(words(store, tmp_path, *more)) == 0
-    for _, folder in commit.list_checkpoints(tmp_path / "run"):
+    for _, folder in locate.list_checkpoints(tmp_path / "run"):
         (folder / "engine" / "model.pt").write_bytes(b"damaged")
     capsys.readouterr()
     assert main(words(store, tmp_path, *more)) == 2
@@ -388,20 +388,20 @@ def test_a_folder_that_cannot_be_cleared_does_not_stop_every_later_save(tmp_path
         pending = commit.begin(tmp_path, step)
         (pending.path / "weights.bin").write_bytes(b"x" * 10)
         pending.commit()
-    assert [step for step, _ in commit.list_checkpoints(tmp_path)] == [3, 4]
+    assert [step for step, _ in locate.list_checkpoints(tmp_path)] == [3, 4]
 
 
 def test_every_failing_rank_says_why(tmp_path):
-    peers = commit.Peers(0, 2, lambda: None, lambda ok: False, lambda text: ["rank 1 on node2: OSError: no space"])
+    peers = commit.RankGroup(0, 2, lambda: None, lambda ok: False, lambda text: ["rank 1 on node2: OSError: no space"])
     with pytest.raises(commit.CommitFailed, match="rank 1 on node2: OSError: no space"):
-        commit.PendingCheckpoint(tmp_path, 3, peers).agree("writing its files", None)
+        commit.PendingCheckpoint(tmp_path, 3, peers).raise_together("writing its files", None)
 
 
 def test_a_save_request_that_cannot_be_looked_at_ends_no_rank_alone(store, tmp_path):
     """The folder's server hesitates: Path.exists would raise on rank 0, and its peers would wait for it."""
     from types import SimpleNamespace
 
-    from mmldlm.training.checkpointer import RunCheckpoints
+    from mmldlm.training.checkpointer import Checkpointer
 
     own = SimpleNamespace(is_main=True, run_dir=tmp_path / ("too long" * 50))
-    assert not RunCheckpoints.is_asked.fget(own)
+    assert not Checkpointer.save_requested.fget(own)

@@ -47,7 +47,7 @@ OTHER = {"place": ["elsewhere"], "host": "elsewhere", "pid": 7}
 
 
 def test_on_one_host_the_process_decides(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_lock, "DYING", 0.5)
+    monkeypatch.setattr(run_lock, "EXIT_GRACE", 0.5)
     holder = hold(tmp_path)
     rewrite(tmp_path, age=10_000)  # nothing was logged for long, but it lives
     with pytest.raises(UserError, match=f"process {holder.pid} on .*trains in it"):
@@ -75,7 +75,7 @@ def test_a_process_number_given_anew_is_another_process(tmp_path):
 
 def test_from_another_host_the_age_decides(tmp_path, monkeypatch):
     acquire(tmp_path)
-    rewrite(tmp_path, age=run_lock.STALE + 5, **OTHER)
+    rewrite(tmp_path, age=run_lock.STALE_AFTER + 5, **OTHER)
     assert "process 7 on elsewhere" in acquire(tmp_path)[1][0]
     # Fresh: waited for until it is stale; with less patience than that, or renewed meanwhile, refused.
     rewrite(tmp_path, **OTHER)
@@ -83,7 +83,7 @@ def test_from_another_host_the_age_decides(tmp_path, monkeypatch):
         acquire(tmp_path, patience=0.1)
     with pytest.raises(UserError):
         acquire(tmp_path, beat=lambda: os.utime(tmp_path / LOCK))
-    rewrite(tmp_path, age=run_lock.STALE - 1, **OTHER)
+    rewrite(tmp_path, age=run_lock.STALE_AFTER - 1, **OTHER)
     told = acquire(tmp_path)[1]
     assert "waiting" in told[0] and "not renewed for 180 s" in told[1]
     # Torn: nobody knows whose.
@@ -134,7 +134,7 @@ def test_renewing_keeps_it_fresh_and_sees_that_it_was_taken(tmp_path, monkeypatc
     lock, _ = acquire(tmp_path)
     os.utime(tmp_path / LOCK, (0, 0))
     assert lock.renew() and (tmp_path / LOCK).stat().st_mtime == 0, "not oftener than every so many seconds"
-    monkeypatch.setattr(run_lock, "RENEW", 0.0)
+    monkeypatch.setattr(run_lock, "RENEW_INTERVAL", 0.0)
     assert lock.renew() and time.time() - (tmp_path / LOCK).stat().st_mtime < 60
     rewrite(tmp_path, **OTHER)
     assert not lock.renew()

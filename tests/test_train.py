@@ -105,7 +105,7 @@ def test_sigterm_saves_and_exits_5(store, tmp_path, num_workers):
 
 
 def test_a_nan_on_one_rank_skips_the_step_on_all_and_never_reaches_the_weights(store, tmp_path):
-    from mmldlm.commands.convert import convert
+    from mmldlm.convert.to_safetensors import convert
 
     done = run_ranks(2, WORKER, "nonfinite", str(store), str(tmp_path), timeout=400)
     assert done.returncode == 0, done.stdout[-4000:]
@@ -127,8 +127,8 @@ def test_uneven_batches_and_frozen_groups_are_the_same_on_every_engine(store, tm
     """Short and empty micro-batches, micro-batches with nothing masked, frozen groups: the losses of one process."""
     from safetensors.torch import load_file
 
-    from mmldlm.commands.convert import convert
     from mmldlm.config.schema import ModelConfig
+    from mmldlm.convert.to_safetensors import convert
     from mmldlm.models import MultimodalMMDiT
     from mmldlm.tasks.translation.freezing import frozen_names
 
@@ -170,7 +170,7 @@ def poisoned_copy(checkpoint, target, kind) -> Path:
     """The model of a checkpoint with one NaN, as `mmldlm convert` exports it, as others shard it, as files of torch."""
     from safetensors.torch import load_file, save_file
 
-    from mmldlm.commands.convert import convert
+    from mmldlm.convert.to_safetensors import convert
 
     name = "text_head.weight"
     target.mkdir()
@@ -449,11 +449,11 @@ def small_disk(tmp_path):
 
 @pytest.mark.parametrize("background", ["true", "false"])
 def test_a_full_disk_is_an_event_and_the_last_checkpoint_stays(store, small_disk, monkeypatch, capsys, background):
-    from mmldlm.checkpoints.commit import find_latest_whole
+    from mmldlm.checkpoints.locate import find_latest_valid
     from mmldlm.train import main
     from mmldlm.training import checkpointer
 
-    monkeypatch.setattr(checkpointer, "LAST_PAUSE", 0.0)
+    monkeypatch.setattr(checkpointer, "FINAL_SAVE_BACKOFF", 0.0)
     words = [
         "engine.kind=single",
         "training.num_train_steps=6",
@@ -467,7 +467,7 @@ def test_a_full_disk_is_an_event_and_the_last_checkpoint_stays(store, small_disk
     assert [e["step"] for e in events if e["event"] == "save"] == [2]
     failed = [e for e in events if e["event"] == "save_failed"]
     assert [e["step"] for e in failed] == [4, 6, 6, 6] and all("free the disk (" in e["reason"] for e in failed)
-    assert find_latest_whole(small_disk / "run").name == "step_00000002"
+    assert find_latest_valid(small_disk / "run").name == "step_00000002"
     assert not list((small_disk / "run" / "checkpoints").glob(".partial*"))
     assert len(read_log(small_disk, "run")) == 6
 
@@ -489,11 +489,11 @@ def test_a_full_disk_under_every_log_ends_no_run(store, tmp_path, monkeypatch, c
                 full(self)
             super().__init__(path, resume_step)
 
-    troubles = [rollback_policy.Trouble(3, "made up")]
+    troubles = [rollback_policy.RollbackReason(3, "made up")]
     monkeypatch.setattr(run, "JsonlLog", Full)
     monkeypatch.setattr(run, "train_log_path", lambda *_: Path("/dev/full"))
     find = lambda _, step, *__: troubles.pop() if step == 3 and troubles else None  # noqa: E731
-    monkeypatch.setattr(rollback_policy, "find_trouble", find)
+    monkeypatch.setattr(rollback_policy, "needs_rollback", find)
     words = ["engine.kind=single", "training.num_train_steps=4", "logging.save_freq=2", "logging.plot=false"]
     assert main(train_words(store, tmp_path, "run", *words)) == 0
     said = capsys.readouterr().out

@@ -12,7 +12,7 @@ from tests.helpers import environment
 CODE = """
 import os, subprocess, sys
 from mmldlm.train import end_process
-from mmldlm.utils.output_paths import open_standard_streams
+from mmldlm.utils.standard_streams import open_standard_streams
 open_standard_streams()
 for stream in (sys.stdout, sys.stderr):
     print("text", file=stream, flush=True)

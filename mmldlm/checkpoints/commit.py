@@ -22,16 +22,9 @@ from typing import Any, NamedTuple
 from mmldlm.checkpoints.locate import (
     CHECKPOINTS,
     LATEST,
-    check_whole,
-    find_latest_whole,
-    heal,
-    holds_checkpoints,
-    is_fit,
-    list_checkpoints,
-    read_latest,
-    resolve,
+    recover_interrupted_commit,
 )
-from mmldlm.checkpoints.manifest import FORMAT, MANIFEST, VERSION, describe_file, examine, list_files, read_manifest
+from mmldlm.checkpoints.manifest import FORMAT, MANIFEST, VERSION, describe_file, examine, list_files
 from mmldlm.errors import MmldlmError, UserError
 
 _OWNER = re.compile(r"(?:pp_rank_|rng_state_rank|ema_rank|^__)(\d+)")
@@ -57,7 +50,7 @@ class CommitFailed(MmldlmError):
     """A checkpoint could not be saved. Raised on every rank alike; the previous one and `latest` are as before."""
 
 
-class Peers(NamedTuple):
+class RankGroup(NamedTuple):
     """How the ranks agree. Both callables are collective: every rank calls them the same number of times.
 
     Attributes:
@@ -69,11 +62,11 @@ class Peers(NamedTuple):
     rank: int
     world_size: int
     barrier: Callable[[], None]
-    all_ok: Callable[[bool], bool]
+    all_agree: Callable[[bool], bool]
     gather: Callable[[str | None], list[str]] = lambda text: [] if text is None else [text]
 
 
-ALONE = Peers(rank=0, world_size=1, barrier=lambda: None, all_ok=lambda ok: ok)
+SINGLE_RANK = RankGroup(rank=0, world_size=1, barrier=lambda: None, all_agree=lambda ok: ok)
 
 
 def step_name(step: int) -> str:
@@ -98,7 +91,7 @@ class PendingCheckpoint:
         final: RUN/checkpoints/step_N, where it will stand.
     """
 
-    def __init__(self, run_dir: Path, step: int, peers: Peers):
+    def __init__(self, run_dir: Path, step: int, peers: RankGroup):
         self.run_dir, self.step, self.peers = run_dir, step, peers
         self.final = run_dir / CHECKPOINTS / step_name(step)
         self.path = self.final.with_name(f".partial_{self.final.name}")
@@ -118,34 +111,34 @@ class PendingCheckpoint:
         Raises:
             CommitFailed: on every rank, if anything failed on any rank.
         """
-        self.agree("writing its files", saved)
+        self.raise_together("writing its files", saved)
         if not sealed:
-            error = _try(self.seal)
-            self.agree("flushing its files to the disk", error)
+            error = _try(self.write_manifest_entry)
+            self.raise_together("flushing its files to the disk", error)
         error = _try(self._publish, facts) if self.peers.rank == 0 else None
-        self.agree("publishing the checkpoint", error)
+        self.raise_together("publishing the checkpoint", error)
         return self.final
 
-    def abandon(self) -> None:
+    def discard(self) -> None:
         """Removes the partial folder. Collective."""
         self.peers.barrier()
         if self.peers.rank == 0:
             shutil.rmtree(self.path, ignore_errors=True)
-            _try(heal, self.run_dir)
+            _try(recover_interrupted_commit, self.run_dir)
         self.peers.barrier()
 
-    def agree(self, doing: str, error: BaseException | None) -> None:
+    def raise_together(self, doing: str, error: BaseException | None) -> None:
         """Go on when all ranks did this without an error; else remove the checkpoint. Collective.
 
         Raises:
             CommitFailed: on every rank, naming those that had one.
         """
-        if self.peers.all_ok(error is None):
+        if self.peers.all_agree(error is None):
             return
         # Asked before the partial files go: they are what fills the disk.
         own = None if error is None else f"{type(error).__name__}: {error}{_advice(error, self.path)}"
         said = self.peers.gather(own)
-        self.abandon()
+        self.discard()
         who = "; ".join(said[:3]) or "on another rank"
         more = f", and {len(said) - 3} more ranks" if len(said) > 3 else ""
         raise CommitFailed(
@@ -153,7 +146,7 @@ class PendingCheckpoint:
             f"The previous checkpoint in {self.run_dir} is untouched."
         ) from error
 
-    def seal(self) -> None:
+    def write_manifest_entry(self) -> None:
         """Flushes this rank's files to the disk and lists them with sizes and checksums. No collective."""
         mine = [name for name in list_files(self.path) if owner_of(name, self.peers.world_size) == self.peers.rank]
         # Rank lists start with a dot and belong to rank 0's clean-up; a stale one cannot exist, begin() saw to that.
@@ -200,11 +193,13 @@ class PendingCheckpoint:
                 set_aside(self.final)
         os.rename(self.path, self.final)
         fsync_path(self.final.parent)
-        point_latest(self.run_dir, self.final)
+        update_latest(self.run_dir, self.final)
         shutil.rmtree(replaced, ignore_errors=True)
 
 
-def begin(run_dir: Path | str, step: int, peers: Peers = ALONE, folders: Sequence[str] = ()) -> PendingCheckpoint:
+def begin(
+    run_dir: Path | str, step: int, peers: RankGroup = SINGLE_RANK, folders: Sequence[str] = ()
+) -> PendingCheckpoint:
     """Starts a checkpoint: rank 0 clears what crashed saves left and makes the partial folder, and every rank tries to
     write in it. Collective.
 
@@ -219,18 +214,18 @@ def begin(run_dir: Path | str, step: int, peers: Peers = ALONE, folders: Sequenc
     """
     pending = PendingCheckpoint(Path(run_dir), step, peers)
     error = _try(_prepare, pending, folders) if peers.rank == 0 else None
-    pending.agree("making its folder", error)
+    pending.raise_together("making its folder", error)
     error = _try(_see, pending.path)
-    pending.agree("seeing its folder (logging.save_dir must be shared by all hosts)", error)
+    pending.raise_together("seeing its folder (logging.save_dir must be shared by all hosts)", error)
     error = _try(_try_writing, [pending.path, *(pending.path / name for name in folders)], f"{_TRIAL}{peers.rank}")
-    pending.agree("trying to write in its folder", error)
+    pending.raise_together("trying to write in its folder", error)
     return pending
 
 
 def _prepare(pending: PendingCheckpoint, folders: Sequence[str]) -> None:
     parent = pending.final.parent
     parent.mkdir(parents=True, exist_ok=True)
-    heal(pending.run_dir)
+    recover_interrupted_commit(pending.run_dir)
     if os.path.lexists(pending.final):
         _is_replaceable(pending.final)  # said now, not when everything is written
     patterns = (".partial_*", ".deleting_*", ".replaced_*", ".longest_*")
@@ -290,7 +285,7 @@ def try_longest(run_dir: Path, last_step: int, folders: Sequence[str]) -> None:
             _try(parent.rmdir)
 
 
-def point_latest(run_dir: Path, target: Path) -> None:
+def update_latest(run_dir: Path, target: Path) -> None:
     """Moves RUN/latest to a checkpoint atomically: a symlink, or a text file where there are no symlinks."""
     beside = run_dir / f".{LATEST}_new"
     beside.unlink(missing_ok=True)
@@ -373,10 +368,3 @@ def fsync_path(path: Path) -> None:
             raise
     finally:
         os.close(fd)
-
-
-__all__ = [
-    "ALONE", "CommitFailed", "Peers", "PendingCheckpoint", "begin", "check_whole", "find_latest_whole",
-    "holds_checkpoints", "is_fit", "list_checkpoints", "owner_of", "point_latest", "read_latest", "read_manifest",
-    "resolve", "set_aside", "step_name", "try_longest",
-]  # fmt: skip

@@ -25,22 +25,22 @@ class InitReport:
     """
 
     source: str
-    taken: list[str] = field(default_factory=list)
+    loaded: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-    unfit: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
-    unused: list[str] = field(default_factory=list)
+    mismatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    unexpected: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
         """For the screen: one line of counts, one for each kind of mismatch."""
-        total = len(self.taken) + len(self.missing) + len(self.unfit)
-        found = [f"{len(self.taken)} of {total} parameters from {self.source}"]
+        total = len(self.loaded) + len(self.missing) + len(self.mismatched)
+        found = [f"{len(self.loaded)} of {total} parameters from {self.source}"]
         if self.missing:
-            found.append(f"kept as initialised, not in the source: {_some(self.missing)}")
-        if self.unfit:
-            told = [f"{name} {there} there, {here} here" for name, (there, here) in self.unfit.items()]
-            found.append(f"kept as initialised, of another shape: {_some(told)}")
-        if self.unused:
-            found.append(f"not used, not in this model: {_some(self.unused)}")
+            found.append(f"kept as initialised, not in the source: {join_some(self.missing)}")
+        if self.mismatched:
+            told = [f"{name} {there} there, {here} here" for name, (there, here) in self.mismatched.items()]
+            found.append(f"kept as initialised, of another shape: {join_some(told)}")
+        if self.unexpected:
+            found.append(f"not used, not in this model: {join_some(self.unexpected)}")
         return found
 
 
@@ -64,12 +64,12 @@ def init_weights(model: nn.Module, path: str) -> InitReport:
             if name in buffers:
                 continue
             if name not in parameters:
-                report.unused.append(name)
+                report.unexpected.append(name)
             elif tuple(shape) != tuple(parameters[name].shape):
-                report.unfit[name] = (tuple(shape), tuple(parameters[name].shape))
+                report.mismatched[name] = (tuple(shape), tuple(parameters[name].shape))
             else:
                 parameters[name].copy_(read())
-                report.taken.append(name)
+                report.loaded.append(name)
                 num_bad = int((~torch.isfinite(parameters[name])).sum())  # as taken: fp32 may not hold what fp64 did
                 if num_bad:
                     bad[name] = num_bad
@@ -77,11 +77,11 @@ def init_weights(model: nn.Module, path: str) -> InitReport:
         told = [f"{num_bad} NaN or infinite values in {name}" for name, num_bad in bad.items()]
         raise UserError(
             f"finite weights in {path}",
-            _some(told),
+            join_some(told),
             "take an older checkpoint of that run (RUN/checkpoints/step_...), or an export of one",
         )
-    report.missing = [name for name in parameters if name not in report.taken and name not in report.unfit]
-    if not report.taken:
+    report.missing = [name for name in parameters if name not in report.loaded and name not in report.mismatched]
+    if not report.loaded:
         raise UserError(
             f"weights for this model in training.init_from={path}",
             "; ".join(report.lines()),
@@ -110,5 +110,5 @@ def as_torch(values, dtype: str) -> torch.Tensor:
     return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
 
 
-def _some(names: list[str]) -> str:
+def join_some(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

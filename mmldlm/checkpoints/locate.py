@@ -15,7 +15,7 @@ LATEST = "latest"
 _STEP = re.compile(r"step_(\d{8,})")
 
 
-def heal(run_dir: Path) -> None:
+def recover_interrupted_commit(run_dir: Path) -> None:
     """Puts back a checkpoint that a crash caught moved aside, while its replacement was not in place yet."""
     for aside in (run_dir / CHECKPOINTS).glob(".replaced_step_*"):
         final = aside.with_name(aside.name.removeprefix(".replaced_"))
@@ -67,12 +67,12 @@ def cannot_read(run_dir: Path | str, what: str) -> UserError:
     )
 
 
-def is_fit(path: Path) -> bool:
+def is_rollback_candidate(path: Path) -> bool:
     """Whether a rollback may go there: saved amid skipped steps, the weights may be what made them bad."""
     return not (read_manifest(path).get("consecutive_skips") or 0)
 
 
-def find_latest_whole(
+def find_latest_valid(
     run_dir: Path | str,
     on_damaged: Callable[[str], None] = lambda message: None,
     checksums: bool = True,
@@ -92,7 +92,7 @@ def find_latest_whole(
             gone, and `latest` still names one.
     """
     run_dir = Path(run_dir)
-    heal(run_dir)
+    recover_interrupted_commit(run_dir)
     steps = list_checkpoints(run_dir)
     if not steps and (latest := read_latest(run_dir)) is not None:
         raise UserError(
@@ -108,7 +108,7 @@ def find_latest_whole(
             raise cannot_read(run_dir, _first(found.unreadable))
         if found.damaged:
             on_damaged(f"checkpoint {path.name} is damaged and was skipped: {_first(found.damaged)}")
-        elif not for_rollback or is_fit(path):
+        elif not for_rollback or is_rollback_candidate(path):
             if found.descriptions:
                 on_damaged(f"checkpoint {path.name} is used, its training state is whole: {_first(found.descriptions)}")
             return path
@@ -119,7 +119,7 @@ def _first(problems: list[str]) -> str:
     return problems[0] + (f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else "")
 
 
-def resolve(path: Path | str) -> Path:
+def locate_checkpoint(path: Path | str) -> Path:
     """The checkpoint folder for training.resume=PATH: a run, RUN/latest, RUN/checkpoints/step_N.
 
     Only presence and sizes of its files are checked.
@@ -137,11 +137,11 @@ def _resolve(path: Path) -> Path:
     expected = f"a run, its `latest`, or a checkpoints/step_* folder at {path}"
     folder: Path | None = path
     if path.name == LATEST and (path.is_symlink() or path.is_file()):
-        heal(path.parent)
+        recover_interrupted_commit(path.parent)
         folder = read_latest(path.parent)
     elif path.is_dir() and not (path / MANIFEST).exists() and not _STEP.fullmatch(path.name):
         run_dir = path.parent if path.name == CHECKPOINTS else path
-        heal(run_dir)
+        recover_interrupted_commit(run_dir)
         folder = read_latest(run_dir)
         if folder is None:
             steps = list_checkpoints(run_dir)

@@ -15,21 +15,22 @@ from pathlib import Path
 import numpy as np
 
 from mmldlm.checkpoints.formats.adam_state import MOMENTS
-from mmldlm.checkpoints.formats.dcp.reader import DcpCheckpoint, is_dcp_folder
+from mmldlm.checkpoints.formats.dcp.reader import DcpCheckpoint
 from mmldlm.checkpoints.formats.deepspeed.files import find_zero_folder
 from mmldlm.checkpoints.formats.deepspeed.reader import ZeroCheckpoint
+from mmldlm.checkpoints.formats.detect import is_dcp_folder
 from mmldlm.checkpoints.formats.dtypes import DTYPES, cast
 from mmldlm.checkpoints.formats.ema import add_ema, list_ema
 from mmldlm.checkpoints.formats.model_pt.reader import ModelFile
 from mmldlm.checkpoints.formats.torch_save.reader import CHUNK_BYTES
-from mmldlm.checkpoints.formats.weight_source import Part, TensorInfo, WeightSource, read_parts_into
+from mmldlm.checkpoints.formats.weight_source import FileRange, TensorInfo, WeightSource, read_parts_into
 from mmldlm.errors import UserError
 
 MODEL_FILE, OPTIMIZER_FILE = "model.pt", "optimizer.pt"
 STATES = ("weight", *MOMENTS, "ema")
 
 
-def open_training_state(engine_folder: Path | str) -> TrainingStateReader:
+def open_training_state(engine_folder: Path | str) -> ResumeReader:
     """Opens the `engine/` folder of a step folder, whichever engine wrote it.
 
     Raises:
@@ -49,7 +50,7 @@ def open_training_state(engine_folder: Path | str) -> TrainingStateReader:
     except BaseException:
         source.close()
         raise
-    return TrainingStateReader(source)
+    return ResumeReader(source)
 
 
 def _open_source(folder: Path) -> tuple[WeightSource, Path]:
@@ -72,7 +73,7 @@ def _open_source(folder: Path) -> tuple[WeightSource, Path]:
     )
 
 
-class TrainingStateReader:
+class ResumeReader:
     """Weights, AdamW's moments and EMA of one checkpoint, by name. Use as a context manager or call close().
 
     Attributes:
@@ -93,7 +94,7 @@ class TrainingStateReader:
         """Closes the files."""
         self._source.close()
 
-    def __enter__(self) -> TrainingStateReader:
+    def __enter__(self) -> ResumeReader:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -160,7 +161,7 @@ class TrainingStateReader:
         """
         self._source.finish()
 
-    def _find(self, name: str, what: str) -> tuple[TensorInfo, list[Part]]:
+    def _find(self, name: str, what: str) -> tuple[TensorInfo, list[FileRange]]:
         if what not in STATES:
             raise KeyError(f"{what!r} is none of {', '.join(STATES)}")
         owner = self.owner(name)

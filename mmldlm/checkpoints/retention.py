@@ -9,12 +9,12 @@ import os
 import shutil
 from pathlib import Path
 
-from mmldlm.checkpoints.commit import point_latest, set_aside
-from mmldlm.checkpoints.locate import LATEST, cannot_read, is_fit, list_checkpoints, read_latest
+from mmldlm.checkpoints.commit import set_aside, update_latest
+from mmldlm.checkpoints.locate import LATEST, cannot_read, is_rollback_candidate, list_checkpoints, read_latest
 from mmldlm.checkpoints.manifest import examine
 
 
-def drop_after(run_dir: Path | str, step: int) -> list[Path]:
+def set_aside_after(run_dir: Path | str, step: int) -> list[Path]:
     """Sets the checkpoints of later steps aside (checkpoints/.dropped_step_N), and `latest` to the newest one left.
 
     For a run that continues from `step`: theirs is a future that it has left, and `auto` must not find it. Call it on
@@ -31,7 +31,7 @@ def drop_after(run_dir: Path | str, step: int) -> list[Path]:
         if unreadable := examine(path, checksums=False).unreadable:
             raise cannot_read(run_dir, unreadable[0])
     if later and left:  # first, so that a crash in between leaves a `latest` that exists
-        point_latest(run_dir, left[-1])
+        update_latest(run_dir, left[-1])
     elif later:  # the run came from elsewhere, and has nothing of its own any more
         (run_dir / LATEST).unlink(missing_ok=True)
     return [set_aside(path) for path in later]
@@ -46,7 +46,7 @@ def prune(run_dir: Path | str, keep_last: int, keep_every: int = 0) -> list[Path
     """
     run_dir = Path(run_dir)
     whole = [(step, path) for step, path in list_checkpoints(run_dir) if not examine(path, checksums=False).problems]
-    newest = [step for step, path in whole if is_fit(path)][-max(1, keep_last) :]
+    newest = [step for step, path in whole if is_rollback_candidate(path)][-max(1, keep_last) :]
     if not newest:
         return []
     latest = read_latest(run_dir)

@@ -17,12 +17,12 @@ _DEEPSPEED_PREFIXES = ("MLFLOW", "PYTHON", "MV2", "UCX")
 _DEEPSPEED_CUDA = ("NCCL",)
 DEEPSPEED_EXPORTS = _DEEPSPEED_PREFIXES + _DEEPSPEED_CUDA
 # Set anew by every launcher, meant for the head alone, or of no consequence.
-_OWN = (
+OWN = (
     "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "DS_ENV_FILE", "PYTHONPATH", "PYTHONUNBUFFERED",
     "PYTHONDONTWRITEBYTECODE",
 )  # fmt: skip
 # Without these ranks take other interfaces than the user chose, and wait for one another.
-DECISIVE = (
+REQUIRED = (
     "GLOO_SOCKET_IFNAME",
     "NCCL_SOCKET_IFNAME",
     "NCCL_IB_HCA",
@@ -35,10 +35,10 @@ _SHELL_ACTIVE = re.compile(r'[$`\\"]|%[hnu%]')  # within double quotes, and for 
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
-def wanted(environment: dict[str, str] | None = None) -> dict[str, str]:
+def run_variables(environment: dict[str, str] | None = None) -> dict[str, str]:
     """The head's variables that a run should see on every node."""
     environment = dict(os.environ) if environment is None else environment
-    return {k: v for k, v in environment.items() if k.startswith(PREFIXES) and k not in _OWN}
+    return {k: v for k, v in environment.items() if k.startswith(PREFIXES) and k not in OWN}
 
 
 def is_secret(name: str) -> bool:
@@ -82,16 +82,16 @@ def read_env_file(path: Path) -> tuple[dict[str, str], list[str]]:
     return values, problems
 
 
-def carried(launcher: str, has_gpus: bool) -> dict[str, str] | None:
+def propagated_variables(launcher: str, has_gpus: bool) -> dict[str, str] | None:
     """The variables (of those wanted) that arrive; None where the launcher starts ranks in shells of their own."""
     if launcher == "slurm":
-        return wanted()  # srun exports all unless told otherwise
+        return run_variables()  # srun exports all unless told otherwise
     if launcher == "torchrun":
         return None
     if launcher == "mpi":
         return {}  # mpirun takes only what -x names
     prefixes = _DEEPSPEED_PREFIXES + (_DEEPSPEED_CUDA if has_gpus else ())
-    found = {k: v for k, v in wanted().items() if k.startswith(prefixes)}
+    found = {k: v for k, v in run_variables().items() if k.startswith(prefixes)}
     for path in env_files():
         found.update(read_env_file(path)[0])
     return found

@@ -20,7 +20,7 @@ TRAIN = str(PACKAGE / "train.py")
 _PLAIN = re.compile(r"[\w@+=:,./-]*")
 
 
-def deepspeed_line(
+def deepspeed_command(
     nodes: Sequence[Node],
     local: bool,
     hostfile: str | None,
@@ -71,7 +71,7 @@ def _check_plain(texts: dict[str, str]) -> None:
         )
 
 
-def torchrun_line(nodes: Sequence[Node], number: int, address: str, port: int, script: list[str]) -> list[str]:
+def torchrun_command(nodes: Sequence[Node], number: int, address: str, port: int, script: list[str]) -> list[str]:
     """`torchrun` on one node; every node gets one. Static rendezvous: nobody has to guess who hosts the store."""
     node = nodes[number]
     line = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(nodes)), "--node_rank", str(number)]
@@ -79,7 +79,7 @@ def torchrun_line(nodes: Sequence[Node], number: int, address: str, port: int, s
     return [*line, *script]
 
 
-def mpi_line(
+def mpi_command(
     nodes: Sequence[Node], local: bool, environment: dict[str, str], ssh_port: int | None, script: list[str]
 ) -> list[str]:
     """Open MPI's `mpirun` on the head: rank order of the hostfile, variables by name (their values need no quoting)."""
@@ -111,7 +111,7 @@ _FROM_SLURM = (
 )
 
 
-def srun_line(nodes: Sequence[Node], address: str, port: int, script: list[str]) -> list[str]:
+def srun_command(nodes: Sequence[Node], address: str, port: int, script: list[str]) -> list[str]:
     """Slurm's `srun` inside an allocation; it exports the whole environment by default."""
     line = ["srun", "--nodes", str(len(nodes)), "--ntasks-per-node", str(nodes[0].slots), "--kill-on-bad-exit=1"]
     line += ["--nodelist", ",".join(node.name for node in nodes)]

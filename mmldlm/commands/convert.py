@@ -19,17 +19,15 @@ if __name__ == "__main__":
 
 from mmldlm.checkpoints.formats.detect import SINGLE
 from mmldlm.checkpoints.formats.open import open_source
-from mmldlm.checkpoints.io.parallel import keep_freed_memory
+from mmldlm.checkpoints.io.parallel import raise_malloc_thresholds
 from mmldlm.convert.to_safetensors import DTYPE_NAMES, Summary, convert, copy_planned, plan_tensors
 from mmldlm.errors import EXIT_FAILED, MmldlmError, UserError
-from mmldlm.utils.formatting import print_rows
+from mmldlm.utils.formatting import print_table
 
 # What --to takes beside safetensors (reshard.TARGETS, which is not imported for it: its imports cost start-up time).
 TARGETS = ("model.pt", "dcp", "universal", "zero1", "zero2", "zero3", "fsdp", "ddp")
 SUB_GROUP_SIZE = 10**9
-_PATIENCE_S = 0.7
-
-__all__ = ["add_arguments", "convert", "main"]
+PROGRESS_DELAY = 0.7
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
@@ -102,10 +100,10 @@ def add_part_arguments(parser: argparse.ArgumentParser, part: str) -> Callable[[
 def main(args: argparse.Namespace) -> int:
     """Runs the command; returns the exit code. Raises MmldlmError for the caller to print."""
     was_enabled = gc.isenabled()
-    keep_freed_memory()
+    raise_malloc_thresholds()
     gc.disable()  # what a checkpoint's description builds has no cycles, and is all kept to the end
     try:
-        return _main(args)
+        return _run(args)
     except BrokenPipeError:  # `inspect ... | head`: whoever read has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
@@ -114,7 +112,7 @@ def main(args: argparse.Namespace) -> int:
             gc.enable()
 
 
-def _main(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> int:
     if args.src == "inspect":
         from mmldlm.convert.inspect import inspect
 
@@ -150,8 +148,8 @@ def _main(args: argparse.Namespace) -> int:
             summary = convert_state(args.src, args.out, args.to, args.world, args.dtype, **flags)
     mib = summary.num_bytes / 2**20
     aliases = f" + {summary.num_aliases} tied" if summary.num_aliases else ""
-    print_rows([
-        ("wrote", _written(args, summary)),
+    print_table([
+        ("wrote", _print_summary(args, summary)),
         ("tensors", f"{summary.num_tensors}{aliases}"),
         ("parameters", f"{summary.num_parameters:,}"),
         ("bytes", f"{summary.num_bytes:,} ({mib:.1f} MiB)"),
@@ -179,7 +177,7 @@ def _check_options(args: argparse.Namespace) -> None:
             raise UserError(f"options that --to {args.to} heeds", name, f"leave {name} out")
 
 
-def _written(args: argparse.Namespace, summary: Summary) -> str:
+def _print_summary(args: argparse.Namespace, summary: Summary) -> str:
     if summary.num_files > 1:
         return f"{args.out} ({summary.num_files} files)"
     return str(Path(args.out) / SINGLE) if args.to == "safetensors" else args.out
@@ -208,9 +206,9 @@ def _dry_run(args: argparse.Namespace) -> int:
 
         flags = {"allow_nonfinite": args.allow_nonfinite, "only": args.only, "sub_group_size": args.sub_group_size}
         rows, num_files, nbytes = dry_run(args.src, args.to, args.world, args.dtype, **flags)
-        print_rows([*rows, ("would write", f"{num_files} files, {nbytes:,} bytes ({nbytes / 2**20:.1f} MiB)")])
+        print_table([*rows, ("would write", f"{num_files} files, {nbytes:,} bytes ({nbytes / 2**20:.1f} MiB)")])
         return 0
-    from mmldlm.convert.inspect import facts
+    from mmldlm.convert.inspect import summarize
 
     opened = open_source(args.src, args.allow_nonfinite, with_ema=args.ema)
     with opened.weights as weights:
@@ -219,7 +217,7 @@ def _dry_run(args: argparse.Namespace) -> int:
         plan = plan_tensors(weights, args.dtype or "fp32", args.only)
         copy_planned(weights, plan, lambda planned, position, view: None)
         size = f"{plan.nbytes:,} bytes ({plan.nbytes / 2**20:.1f} MiB)"
-        print_rows([*facts(opened), ("would write", f"{len(plan.tensors)} tensors, {size}")])
+        print_table([*summarize(opened), ("would write", f"{len(plan.tensors)} tensors, {size}")])
     return 0
 
 
@@ -229,7 +227,7 @@ class _Progress:
     def __init__(self) -> None:
         self._bar: Any = None
         # What is over before anybody looks needs no bar, whose import would take as long.
-        self._starts_at = time.monotonic() + _PATIENCE_S if sys.stderr.isatty() else math.inf
+        self._starts_at = time.monotonic() + PROGRESS_DELAY if sys.stderr.isatty() else math.inf
 
     def __enter__(self) -> _Progress:
         return self

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from mmldlm.errors import EXIT_DONE, UserError
-from mmldlm.utils.output_paths import usable_file
+from mmldlm.utils.output_paths import check_writable_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +49,7 @@ def main(args: argparse.Namespace) -> int:
     if args.eval_dataset == "gain" and not args.data:
         raise UserError("--data STORE, whose validation split is evaluated", "none given", "name the prepared store")
     if args.json:
-        usable_file(args.json, "--json")
+        check_writable_file(args.json, "--json")
 
     from mmldlm.evaluation.conditioning_gain import Settings, evaluate
     from mmldlm.evaluation.metrics import sts_benchmark

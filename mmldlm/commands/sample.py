@@ -15,13 +15,11 @@ import torch
 from mmldlm.errors import EXIT_DONE, UserError
 from mmldlm.observe.progress_meter import Meter
 from mmldlm.sampling.inputs import encode_texts, given_texts, read_latents, tokenize_texts
-from mmldlm.sampling.joint_sampler import WAYS, choose_way, sample_joint
-from mmldlm.sampling.latent_sampler import METHODS, check_latents_per_text, sample_latents
+from mmldlm.sampling.joint_sampler import JOINT_METHODS, choose_method, sample_joint
+from mmldlm.sampling.latent_sampler import SOLVERS, check_latents_per_text, sample_latents
 from mmldlm.sampling.pretrained import Pretrained, load_pretrained, usable_device
 from mmldlm.sampling.text.loop import PRESENCE_PENALTY, SAMPLERS, TextSamples, sample_text
-from mmldlm.utils.output_paths import usable_folder
-
-__all__ = ["add_arguments", "main"]
+from mmldlm.utils.output_paths import check_writable_dir
 
 KINDS = {
     "l2t": "text from embeddings",
@@ -65,9 +63,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "type": float,
         "help": "nats off tokens already there (default: confidence 1, ancestral 0)",
     },
-    "method": {"choices": METHODS, "help": "of latents: ddim, or heun for a rectified-flow model"},
+    "method": {"choices": SOLVERS, "help": "of latents: ddim, or heun for a rectified-flow model"},
     "eta": {"type": float, "help": "noise of DDIM: 0 none, 1 ancestral"},
-    "way": {"choices": WAYS, "help": "joint or chain (default: what the model was trained for)"},
+    "way": {"choices": JOINT_METHODS, "help": "joint or chain (default: what the model was trained for)"},
 }
 SOURCES = {"l2t": ("latent_file", "text", "text_file", "data"), "t2l": ("text", "text_file"), "unconditional": ()}
 OUTPUTS = ("samples.jsonl", "latents.npy", "settings.json")
@@ -75,7 +73,7 @@ CHECKPOINT_HELP = "a run, RUN/latest, a checkpoint, a model.pt, or a folder that
 
 
 def add_arguments(parser: argparse.ArgumentParser, kind: str | None = None) -> None:
-    """Adds the arguments of `mmldlm sample`, or those that one kind reads; `settle_options` fills in the defaults."""
+    """Adds the arguments of `mmldlm sample`, or those that one kind reads; `resolve_options` fills in the defaults."""
     add = parser.add_argument
     if kind is None:
         add("kind", choices=KINDS, help="what to sample; `mmldlm sample KIND --help` lists the options of one")
@@ -100,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser, kind: str | None = None) -> N
     add("--device", help="default: cuda where there is one, else cpu")
 
 
-def settle_options(args: argparse.Namespace) -> None:
+def resolve_options(args: argparse.Namespace) -> None:
     """Fill in the defaults of args.kind.
 
     Raises:
@@ -147,7 +145,7 @@ def output_folder(path: str, overwrite: bool) -> Path:
     Raises:
         UserError: it cannot be written, or it holds samples and overwrite is False.
     """
-    out = usable_folder(path, "--output-dir")
+    out = check_writable_dir(path, "--output-dir")
     there = [name for name in OUTPUTS if (out / name).exists()]
     if there and not overwrite:
         raise UserError(
@@ -160,11 +158,11 @@ def output_folder(path: str, overwrite: bool) -> Path:
 
 def main(args: argparse.Namespace) -> int:
     """Runs `mmldlm sample`; returns the exit code."""
-    settle_options(args)
+    resolve_options(args)
     device = usable_device(args.device)
     out = output_folder(args.output_dir, args.overwrite)
     pretrained = load_pretrained(args.checkpoint, device)
-    if args.kind != "unconditional":  # choose_way knows what that needs
+    if args.kind != "unconditional":  # choose_method knows what that needs
         pretrained.check_mode(args.kind)
     pretrained.check_guidance(1.0 if args.guidance is None else args.guidance)
     started = time.perf_counter()
@@ -281,7 +279,7 @@ def _encoder_cosines(pretrained: Pretrained, texts: list[str], made: np.ndarray,
 
 
 def _unconditional(pretrained: Pretrained, args: argparse.Namespace, begin: Meter):
-    way = choose_way(pretrained, args.way)
+    way = choose_method(pretrained, args.way)
     shared = {"steps": args.num_steps, "sampler": args.sampler, "temperature": args.temperature, "top_p": args.top_p}
     if way == "joint":
         samples, latents = sample_joint(

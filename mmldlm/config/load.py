@@ -43,7 +43,7 @@ def load_config(
         if name not in known:
             raise UserError(
                 f"a preset: {', '.join(known)}",
-                f"--config-name {name}{_nearest(name, known)}",
+                f"--config-name {name}{_closest_key(name, known)}",
                 "use --config for a file",
             )
         text = (resources.files("mmldlm.config") / "presets" / f"{name}.yaml").read_text("utf-8")
@@ -70,7 +70,7 @@ def build_config(values: dict[str, Any]) -> Config:
             key = ".".join(str(part) for part in item["loc"])
             shown = "" if isinstance(item.get("input"), dict) else f" (found {item.get('input')!r})"
             message = item["msg"].removeprefix("Value error, ")
-            lines.append(f"{key}: {message}{shown}{_hint(key, item)}" if key and "." in key else message)
+            lines.append(f"{key}: {message}{shown}{_describe_problem(key, item)}" if key and "." in key else message)
         raise UserError(
             "values that fit together", "\n           ".join(lines), "change the keys named above"
         ) from error
@@ -81,7 +81,7 @@ _ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "f
 _ALIASES |= {f"zero{stage}": f"engine.kind=deepspeed engine.zero_stage={stage}" for stage in range(4)}
 
 
-def _hint(key: str, problem: Any) -> str:
+def _describe_problem(key: str, problem: Any) -> str:
     """What the user may have meant; "" where nothing comes to mind."""
     found, kind, context = problem.get("input"), problem["type"], problem.get("ctx") or {}
     field = _field(key)
@@ -123,14 +123,14 @@ def parse_override(word: str) -> dict[str, Any]:
             "set LC_ALL=C.UTF-8 (or PYTHONUTF8=1) where the words are UTF-8; else write them in UTF-8",
         )
     nested: Any = value
-    if not _takes_text(key) or _is_null_or_quoted(value):  # else it is text: a run may be called 7, off or 010
+    if not _is_string_field(key) or _is_null_or_quoted(value):  # else it is text: a run may be called 7, off or 010
         nested = parse_yaml(value, key, "quote it for the shell, e.g. 'key={l2t: 0.7, t2l: 0.3}'")
     for part in reversed(key.split(".")):
         nested = {part: nested}
     return nested
 
 
-def _takes_text(key: str) -> bool:
+def _is_string_field(key: str) -> bool:
     """Whether a key's value is free text (or null)."""
     section = _field(key)
     choices = get_args(section)
@@ -208,7 +208,7 @@ def _unknown_keys(values: dict[str, Any], section: type[BaseModel], prefix: str)
         field = section.model_fields.get(key)
         if field is None:
             known = [name for name, _, _ in all_keys()] + list(section.model_fields)
-            yield f"{prefix}{key}{hint_for_old_key(f'{prefix}{key}', value) or _nearest(f'{prefix}{key}', known)}"
+            yield f"{prefix}{key}{hint_for_old_key(f'{prefix}{key}', value) or _closest_key(f'{prefix}{key}', known)}"
         elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             if isinstance(value, dict):
                 yield from _unknown_keys(value, field.annotation, f"{prefix}{key}.")
@@ -216,7 +216,7 @@ def _unknown_keys(values: dict[str, Any], section: type[BaseModel], prefix: str)
                 yield f"{prefix}{key}={value!r}: a section, expected keys below it"
 
 
-def _nearest(word: str, known: list[str]) -> str:
+def _closest_key(word: str, known: list[str]) -> str:
     last = word.split(".")[-1]
     same_leaf = [name for name in known if name.split(".")[-1] == last and name != word]
     close = same_leaf or difflib.get_close_matches(word, known, n=1, cutoff=0.6)

@@ -17,7 +17,7 @@ _FIXED = {
     "latent_diffusion": ("path", "prediction", "scaling", "l2_normalise"),
     "training": ("loss_type",),
 }
-_FREE_OF_MEANING = ("gradient_checkpointing",)  # of the model
+_NO_EFFECT_KEYS = ("gradient_checkpointing",)  # of the model
 # Where a run runs and what it writes; the data's own fingerprint stands in the training state.
 _UNTOLD_SECTIONS = ("engine", "checkpoints", "logging")
 _UNTOLD = {
@@ -28,13 +28,13 @@ _UNTOLD = {
 }
 
 
-def changes_since(checkpoint: Path, config: Config) -> list[str]:
+def check_resume_config(checkpoint: Path, config: Config) -> list[str]:
     """What the config says otherwise than the checkpoint's own, as `section.key: then -> now`.
 
     Raises:
         UserError: something differs on which the meaning of the weights depends.
     """
-    told, refused = compare(checkpoint, config.model_dump(mode="json"))
+    told, refused = diff_configs(checkpoint, config.model_dump(mode="json"))
     if refused:
         raise UserError(
             f"the model and the diffusion of {checkpoint}, whose weights mean nothing under others",
@@ -44,7 +44,7 @@ def changes_since(checkpoint: Path, config: Config) -> list[str]:
     return told
 
 
-def compare(checkpoint: Path, now: dict[str, dict[str, Any]]) -> tuple[list[str], list[str]]:
+def diff_configs(checkpoint: Path, now: dict[str, dict[str, Any]]) -> tuple[list[str], list[str]]:
     """(what should be told, what must not be) of the differences to a checkpoint's config.
 
     Args:
@@ -62,7 +62,7 @@ def compare(checkpoint: Path, now: dict[str, dict[str, Any]]) -> tuple[list[str]
             before = then[section][key]
             if before == value:
                 continue
-            line = f"{section}.{key}: {_shown(before)} -> {_shown(value)}"
+            line = f"{section}.{key}: {_format_value(before)} -> {_format_value(value)}"
             if _is_fixed(section, key, value):
                 refused.append(line)
             elif section not in _UNTOLD_SECTIONS and key not in _UNTOLD.get(section, ()):
@@ -110,11 +110,11 @@ def batch_fix(global_batch: int, micro_batch: int, world_size: int) -> str | Non
 
 def _is_fixed(section: str, key: str, value: Any) -> bool:
     if section == "model":
-        return key not in _FREE_OF_MEANING
+        return key not in _NO_EFFECT_KEYS
     if (section, key) == ("optimizer", "ema_decay"):
         return value is None  # the average would be dropped; another decay goes on with it
     return key in _FIXED.get(section, ())
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "null" if value is None else str(value)

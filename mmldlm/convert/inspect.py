@@ -10,12 +10,12 @@ import numpy as np
 
 from mmldlm.checkpoints.formats.adam_state import MOMENTS
 from mmldlm.checkpoints.formats.dtypes import DTYPES, bf16_to_fp32
-from mmldlm.checkpoints.formats.open import Opened, open_source
+from mmldlm.checkpoints.formats.open import OpenedCheckpoint, open_source
 from mmldlm.checkpoints.formats.weight_source import WeightSource
-from mmldlm.utils.formatting import print_rows
+from mmldlm.utils.formatting import print_table
 
 
-def facts(opened: Opened) -> list[tuple[str, str]]:
+def summarize(opened: OpenedCheckpoint) -> list[tuple[str, str]]:
     """(what, value) of a source as a whole."""
     weights = opened.weights
     stored = [info for info in weights.tensors.values() if info.kind != "alias"]
@@ -38,7 +38,7 @@ def inspect(path: Path | str) -> int:
     """Prints what a checkpoint holds, without reading its weights."""
     opened = open_source(path, allow_nonfinite=True, with_ema=True)
     with opened.weights as weights:
-        print_rows(facts(opened))
+        print_table(summarize(opened))
         width = max((len(name) for name in weights.tensors), default=0)
         print()
         for name, info in weights.tensors.items():
@@ -50,7 +50,7 @@ def inspect(path: Path | str) -> int:
 
 
 @dataclass
-class Differences:
+class CheckpointDiff:
     """Where two sources differ; names are those of tensors or of tied weights' second names.
 
     Attributes:
@@ -86,13 +86,13 @@ class Differences:
             self.equal += 1
 
 
-def compare(a: WeightSource, b: WeightSource) -> Differences:
+def compare(a: WeightSource, b: WeightSource) -> CheckpointDiff:
     """Compares two sources tensor by tensor, in chunks, and the moments that they were opened with.
 
     Raises:
         UserError: one of them is damaged.
     """
-    found = Differences()
+    found = CheckpointDiff()
     names_a, names_b = _bare_names(a), _bare_names(b)
     found.only_a = [name for name in names_a if name not in names_b]
     found.only_b = [name for name in names_b if name not in names_a]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mmldlm.checkpoints.commit import fsync_path
-from mmldlm.checkpoints.formats.detect import COMPANIONS
+from mmldlm.checkpoints.formats.detect import TOKENIZER_FILES
 from mmldlm.checkpoints.io.parallel import sync_file_system
 from mmldlm.errors import MmldlmError, UserError
 
@@ -19,10 +19,10 @@ _OUTPUTS = re.compile(
     r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|config\.json|config\.yaml|tokenizer"
     r"|universal|latest_universal"
 )
-# These could be somebody's training, and COMPANIONS somebody's model: they are deleted only beside the marker, which a
-# conversion writes first of all.
+# These could belong to a training run, and TOKENIZER_FILES to a model: they are deleted only next to the marker, which
+# a conversion writes first.
 _STATES = re.compile(r"model\.pt|optimizer\.pt|\.metadata|trainable\.json|__\d+_0\.distcp|zero|latest|checkpoints")
-MARKER = "converted.json"
+CONVERSION_MARKER = "converted.json"
 _MANY = 32  # files
 
 
@@ -41,7 +41,7 @@ def check_target(origin: Path, out: Path, force: bool) -> None:
                 f"no file or folder at {out}", "one that exists", "give another folder, or --force to replace it"
             )
         check_replaceable(out)
-    check_replaceable(partial_of(out))
+    check_replaceable(partial_path(out))
 
 
 def check_replaceable(path: Path) -> None:
@@ -53,11 +53,11 @@ def check_replaceable(path: Path) -> None:
             f"a folder that mmldlm convert made at {path}", "something else", "move it away or give another folder"
         )
     names = {child.name for child in path.iterdir()}
-    is_marked = MARKER in names
+    is_marked = CONVERSION_MARKER in names
     others = sorted(
         name
-        for name in names - {MARKER}
-        if not (_OUTPUTS.fullmatch(name) or is_marked and (_STATES.fullmatch(name) or COMPANIONS.fullmatch(name)))
+        for name in names - {CONVERSION_MARKER}
+        if not (_OUTPUTS.fullmatch(name) or is_marked and (_STATES.fullmatch(name) or TOKENIZER_FILES.fullmatch(name)))
     )
     if others:
         raise UserError(
@@ -80,12 +80,12 @@ def check_space(parent: Path, needed: int) -> None:
         )
 
 
-def partial_of(out: Path) -> Path:
+def partial_path(out: Path) -> Path:
     """Where `out` is written before it is whole."""
     return out.with_name(out.name + ".partial")
 
 
-def write_beside(
+def write_atomically(
     origin: Path,
     out: Path,
     force: bool,
@@ -107,7 +107,7 @@ def write_beside(
             `write` raises, `out` is as it was before.
     """
     check_target(origin, out, force)
-    partial = partial_of(out)
+    partial = partial_path(out)
     # What an interrupted conversion left there; check_target has seen that it is nothing else.
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -117,9 +117,9 @@ def write_beside(
     try:
         check_space(out.parent, needed)
         if marker is not None:
-            (partial / MARKER).write_text(json.dumps(marker, indent=1) + "\n")
+            (partial / CONVERSION_MARKER).write_text(json.dumps(marker, indent=1) + "\n")
         write(partial)
-        move_into_place(out, is_flushed)
+        publish(out, is_flushed)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise MmldlmError(f"writing {out} failed: {error}") from error
@@ -128,9 +128,9 @@ def write_beside(
         raise
 
 
-def move_into_place(out: Path, is_flushed: bool = True) -> None:
+def publish(out: Path, is_flushed: bool = True) -> None:
     """Flushes the partial folder to the disk, if it should, and gives it its name."""
-    partial = partial_of(out)
+    partial = partial_path(out)
     if is_flushed:
         flush(partial)
     if os.path.lexists(out):

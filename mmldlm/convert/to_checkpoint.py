@@ -21,17 +21,17 @@ from mmldlm.checkpoints.formats.deepspeed.universal_writer import plan_universal
 from mmldlm.checkpoints.formats.deepspeed.writer import SUB_GROUP_SIZE, ZeroTarget, plan_zero
 from mmldlm.checkpoints.formats.ema import list_ema
 from mmldlm.checkpoints.formats.model_pt.writer import plan_model_file, plan_plain
-from mmldlm.checkpoints.formats.open import MODEL_FILE, Opened, open_folder, open_source
-from mmldlm.checkpoints.formats.optimizer_metadata import TrainingFacts, training_facts
-from mmldlm.checkpoints.formats.torch_save.pickler import NewTensor
-from mmldlm.checkpoints.formats.torch_save.reader import damaged
+from mmldlm.checkpoints.formats.open import MODEL_FILE, OpenedCheckpoint, open_folder, open_source
+from mmldlm.checkpoints.formats.optimizer_metadata import OptimizerMetadata, training_facts
+from mmldlm.checkpoints.formats.torch_save.pickler import TensorSpec
+from mmldlm.checkpoints.formats.torch_save.reader import corrupt_file_error
 from mmldlm.checkpoints.formats.weight_source import WeightSource
-from mmldlm.checkpoints.formats.write_plan import Plan, read_plan, write_plan
+from mmldlm.checkpoints.formats.write_plan import WritePlan, execute, verify
 from mmldlm.checkpoints.manifest import describe_file, read_manifest
 from mmldlm.convert.config_compat import check_config
-from mmldlm.convert.inspect import compare, facts
-from mmldlm.convert.output_dir import write_beside
-from mmldlm.convert.to_safetensors import DTYPE_NAMES, Summary, copy_companions, plan_tensors, source_facts
+from mmldlm.convert.inspect import compare, summarize
+from mmldlm.convert.output_dir import write_atomically
+from mmldlm.convert.to_safetensors import DTYPE_NAMES, Summary, copy_tokenizer_files, plan_tensors, source_metadata
 from mmldlm.errors import MmldlmError, UserError
 
 TARGETS = ("model.pt", "dcp", "universal", "zero1", "zero2", "zero3", "fsdp", "ddp")
@@ -97,7 +97,7 @@ def convert_state(
                 place, pending = _begin(opened, folder)
             plan, write_more = _plan(opened, training, to, world, dtype, only, place, sub_group_size)
             place.mkdir(parents=True, exist_ok=True)
-            total, num_files = write_plan(weights, plan, on_bytes, is_flushed), len(plan.files)
+            total, num_files = execute(weights, plan, on_bytes, is_flushed), len(plan.files)
             write_more(place)
             if verify:
                 _verify(weights, place)
@@ -105,12 +105,12 @@ def convert_state(
                 _copy_run(opened, pending.path, world)
                 pending.commit(engine=_describe(to), world_size=world, converted_from=opened.engine)
             elif to in ("model.pt", "dcp"):
-                notes.extend(copy_companions(opened, {}, folder))
+                notes.extend(copy_tokenizer_files(opened, {}, folder))
             notes.extend(weights.notes)
 
         origin = opened.checkpoint or weights.path
-        marker = {"to": to, "world_size": world, "from": source_facts(opened)}
-        write_beside(origin, out, force, _bytes_needed(weights, to), write, marker, is_flushed)
+        marker = {"to": to, "world_size": world, "from": source_metadata(opened)}
+        write_atomically(origin, out, force, _bytes_needed(weights, to), write, marker, is_flushed)
         stored = [info for info in weights.tensors.values() if not info.alias_of]
         return Summary(
             num_tensors=len(stored),
@@ -144,8 +144,8 @@ def dry_run(
         training = _facts(opened, to, dtype)
         world = world_size or opened.world_size or 1
         plan, _ = _plan(opened, training, to, world, dtype, only, Path("OUT"), sub_group_size)
-        read_plan(weights, plan)
-        return facts(opened), len(plan.files), plan.nbytes
+        verify(weights, plan)
+        return summarize(opened), len(plan.files), plan.nbytes
 
 
 def _tells_trained(source: Path | str) -> bool:
@@ -165,70 +165,70 @@ def _verify(source: WeightSource, folder: Path) -> None:
         raise MmldlmError(f"{odd[0]} read back from {folder} differs from what was written: the disk is failing")
 
 
-def _facts(opened: Opened, to: str, dtype: str | None) -> TrainingFacts | None:
+def _facts(opened: OpenedCheckpoint, to: str, dtype: str | None) -> OptimizerMetadata | None:
     kinds = {info.kind for info in opened.weights.tensors.values()}
     if to == "model.pt" or (to == "dcp" and "parameter" in kinds):
         return None
-    facts = training_facts(opened)
+    summarize = training_facts(opened)
     if dtype is not None and DTYPE_NAMES[dtype] is not None:
-        facts.compute_dtype = DTYPE_NAMES[dtype]
-    if facts.steps is None and opened.weights.moments and to not in ("dcp", "fsdp"):
+        summarize.compute_dtype = DTYPE_NAMES[dtype]
+    if summarize.steps is None and opened.weights.moments and to not in ("dcp", "fsdp"):
         raise UserError(
             f"the step count of AdamW in {opened.weights.path}",
             "none beside its moments",
             "give the checkpoint folder of the run, whose training_state.json has it",
         )
-    if to == "universal" and facts.steps is None:
+    if to == "universal" and summarize.steps is None:
         raise UserError(
             f"a checkpoint with the state of an optimizer at {opened.weights.path}",
             f"{opened.engine} without the state of an optimizer that has stepped",
             "give a later checkpoint, or --to zero2, which may be without",
         )
-    if to == "universal" and not all(group.settings for group in facts.groups):
+    if to == "universal" and not all(group.settings for group in summarize.groups):
         raise UserError(
             f"AdamW's settings in {opened.weights.path}, without which DeepSpeed cannot load a universal checkpoint",
             "none (elastic_checkpoint keeps no param_groups, and older DCP folders none either)",
             "save without elastic_checkpoint; training.resume of mmldlm needs no settings and no conversion",
         )
-    return facts
+    return summarize
 
 
 def _plan(
-    opened: Opened,
-    facts: TrainingFacts | None,
+    opened: OpenedCheckpoint,
+    facts: OptimizerMetadata | None,
     to: str,
     world: int,
     dtype: str | None,
     only: Sequence[str],
     folder: Path,
     sub_group_size: int,
-) -> tuple[Plan, _Writer]:
+) -> tuple[WritePlan, _Writer]:
     """The plan, and what writes all that is not in it into the same folder."""
     weights = opened.weights
     if to == "model.pt":
         planned = plan_tensors(weights, dtype or "fp32", only)
-        tensors = {name: NewTensor(item.dtype, item.info.shape) for name, item in planned.tensors.items()}
+        tensors = {name: TensorSpec(item.dtype, item.info.shape) for name, item in planned.tensors.items()}
         stored = {item.name: name for name, item in planned.tensors.items()}
         names = {name: stored[planned.aliases.get(name, name)] for name in planned.names}
         return plan_model_file(weights, tensors, names, folder / MODEL_FILE), lambda folder: None
     if to in ("dcp", "fsdp"):
-        plan, metadata = plan_dcp(weights, facts, world, folder)
-        return plan, lambda folder: write_descriptions(weights, facts, metadata, folder)
-    assert facts is not None, f"{to} without the facts of a training"
+        plan, metadata = plan_dcp(weights, summarize, world, folder)
+        return plan, lambda folder: write_descriptions(weights, summarize, metadata, folder)
+    assert summarize is not None, f"{to} without the facts of a training"
     if to == "ddp":
-        return plan_plain(weights, facts, folder), lambda folder: None
+        return plan_plain(weights, summarize, folder), lambda folder: None
     if to == "universal":
-        return plan_universal(weights, facts, folder), lambda folder: write_rest(weights, facts, folder)
+        return plan_universal(weights, summarize, folder), lambda folder: write_rest(weights, summarize, folder)
     target = ZeroTarget(int(to.removeprefix("zero")), world, sub_group_size)
 
     def write_latest(folder: Path) -> None:
         if opened.checkpoint is None:
             (folder / "latest").write_text(TAG)
 
-    return plan_zero(weights, facts, target, folder / TAG), write_latest
+    return plan_zero(weights, summarize, target, folder / TAG), write_latest
 
 
-def _begin(opened: Opened, folder: Path) -> tuple[Path, commit.PendingCheckpoint | None]:
+def _begin(opened: OpenedCheckpoint, folder: Path) -> tuple[Path, commit.PendingCheckpoint | None]:
     """Where the engine's files go, and the checkpoint around them where the source had one."""
     if opened.checkpoint is None:
         return folder, None
@@ -236,7 +236,7 @@ def _begin(opened: Opened, folder: Path) -> tuple[Path, commit.PendingCheckpoint
     return pending.path / "engine", pending
 
 
-def _copy_run(opened: Opened, folder: Path, world: int) -> None:
+def _copy_run(opened: OpenedCheckpoint, folder: Path, world: int) -> None:
     """Everything of an mmldlm checkpoint that no engine wrote, and the moving average, whose parts fit any engine.
 
     The new manifest vouches for it, so it is compared with the old one.
@@ -252,7 +252,9 @@ def _copy_run(opened: Opened, folder: Path, world: int) -> None:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, folder / name)
         if describe_file(folder / name)["crc32"] != listed[name]["crc32"]:
-            raise damaged(source / name, "it has changed since it was saved (its CRC-32 is not the manifest's)")
+            raise corrupt_file_error(
+                source / name, "it has changed since it was saved (its CRC-32 is not the manifest's)"
+            )
 
 
 def _describe(to: str) -> str:

@@ -17,16 +17,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mmldlm import __version__
-from mmldlm.checkpoints.formats.detect import COMPANIONS, INDEX, SINGLE
+from mmldlm.checkpoints.formats.detect import INDEX, SINGLE, TOKENIZER_FILES
 from mmldlm.checkpoints.formats.dtypes import DTYPES, cast, nonfinite_count
-from mmldlm.checkpoints.formats.open import Opened, open_source
+from mmldlm.checkpoints.formats.open import OpenedCheckpoint, open_source
 from mmldlm.checkpoints.formats.safetensors.writer import SafetensorsWriter
 from mmldlm.checkpoints.formats.weight_source import TensorInfo, WeightSource
-from mmldlm.checkpoints.io.crc32 import CrcRuns
-from mmldlm.checkpoints.io.parallel import in_threads
+from mmldlm.checkpoints.io.crc32 import RangedCrc32
+from mmldlm.checkpoints.io.parallel import run_in_threads
 from mmldlm.checkpoints.late_numpy import np
-from mmldlm.convert.config_compat import MODEL_CONFIG, check_config
-from mmldlm.convert.output_dir import write_beside
+from mmldlm.checkpoints.layout import MODEL_CONFIG
+from mmldlm.convert.config_compat import check_config
+from mmldlm.convert.output_dir import write_atomically
 from mmldlm.errors import MmldlmError, UserError
 
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "keep": None}
@@ -45,7 +46,7 @@ class Summary(NamedTuple):
     notes: list[str]
 
 
-class Planned(NamedTuple):
+class PlannedTensor(NamedTuple):
     """One tensor to write: its name in the source, its name and dtype in the output."""
 
     info: TensorInfo
@@ -57,13 +58,13 @@ class Planned(NamedTuple):
         return self.info.numel * DTYPES[self.dtype].itemsize
 
 
-class Plan(NamedTuple):
+class ExportPlan(NamedTuple):
     """Source name -> what to write, in the model's order; `aliases` are second names in the output -> names.
 
     `names` are all names in the output, in the model's order.
     """
 
-    tensors: dict[str, Planned]
+    tensors: dict[str, PlannedTensor]
     aliases: dict[str, str]
     names: tuple[str, ...] = ()
 
@@ -119,14 +120,14 @@ def convert(
         def write(folder: Path) -> None:
             nonlocal num_bytes
             sums = _write_model(opened, plan, files, folder, ema, verify, on_bytes, is_flushed)
-            notes.extend([*weights.notes, *copy_companions(opened, plan.tensors, folder)])
+            notes.extend([*weights.notes, *copy_tokenizer_files(opened, plan.tensors, folder)])
             if verify:
                 _verify(folder, sums)
             num_bytes = sum((folder / name).stat().st_size for name in files)
 
         # A tokenizer's files could be anybody's: beside them the marker says that all of it may be replaced.
-        marker = {"to": "safetensors", "from": source_facts(opened)} if model_folder(opened) else None
-        write_beside(opened.checkpoint or weights.path, out, force, plan.nbytes, write, marker, is_flushed)
+        marker = {"to": "safetensors", "from": source_metadata(opened)} if model_folder(opened) else None
+        write_atomically(opened.checkpoint or weights.path, out, force, plan.nbytes, write, marker, is_flushed)
         infos = [planned.info for planned in plan.tensors.values()]
         return Summary(
             num_tensors=len(infos),
@@ -142,7 +143,7 @@ def convert(
 # -- the plan ---------------------------------------------------------------------------------------------------------
 
 
-def plan_tensors(weights: WeightSource, dtype: str, only: Sequence[str] = ()) -> Plan:
+def plan_tensors(weights: WeightSource, dtype: str, only: Sequence[str] = ()) -> ExportPlan:
     """What to write of a source.
 
     Raises:
@@ -168,12 +169,12 @@ def plan_tensors(weights: WeightSource, dtype: str, only: Sequence[str] = ()) ->
                 aliases[bare[name]] = bare[info.alias_of]
         elif name in wanted:
             is_cast = target is not None and info.kind != "buffer" and info.dtype in WIDE_FLOATS
-            tensors[name] = Planned(info, bare[name], target if is_cast and target else info.dtype)
+            tensors[name] = PlannedTensor(info, bare[name], target if is_cast and target else info.dtype)
     names = tuple(bare[name] for name in weights.tensors if name in tensors or bare[name] in aliases)
-    return Plan(tensors, aliases, names)
+    return ExportPlan(tensors, aliases, names)
 
 
-def _shards(plan: Plan, shard_bytes: int | None) -> dict[str, list[str]]:
+def _shards(plan: ExportPlan, shard_bytes: int | None) -> dict[str, list[str]]:
     """File name -> source names in it, in the model's order, filled greedily."""
     groups: list[list[str]] = [[]]
     size = 0
@@ -192,7 +193,10 @@ def _shards(plan: Plan, shard_bytes: int | None) -> dict[str, list[str]]:
 
 
 def copy_planned(
-    weights: WeightSource, plan: Plan, write: Callable[[Planned, int, memoryview], None], is_direct: bool = False
+    weights: WeightSource,
+    plan: ExportPlan,
+    write: Callable[[PlannedTensor, int, memoryview], None],
+    is_direct: bool = False,
 ) -> None:
     """Calls write(planned, first byte, bytes) for every planned tensor, chunk by chunk in its output dtype.
 
@@ -214,11 +218,11 @@ def copy_planned(
     if not all(weights.is_stored_as(name, planned.dtype) for name, planned in plan.tensors.items()):
         np.ndarray  # noqa: B018  # imported now: in a thread it would hold up the others
     wanted = (name for name in weights.reading_order() if name in plan.tensors)
-    in_threads(copy, ((name, *span) for name in wanted for span in weights.spans(name)), is_direct)
+    run_in_threads(copy, ((name, *span) for name in wanted for span in weights.spans(name)), is_direct)
     weights.finish()
 
 
-def _cast(weights: WeightSource, planned: Planned, low: int, high: int) -> Iterator[memoryview]:
+def _cast(weights: WeightSource, planned: PlannedTensor, low: int, high: int) -> Iterator[memoryview]:
     """The bytes of a tensor's elements [low, high) in its output dtype, chunk by chunk."""
     for chunk, _ in weights.pieces(planned.info.name, low, high):
         converted = cast(chunk, planned.info.dtype, planned.dtype)
@@ -227,8 +231,8 @@ def _cast(weights: WeightSource, planned: Planned, low: int, high: int) -> Itera
 
 
 def _write_model(
-    opened: Opened,
-    plan: Plan,
+    opened: OpenedCheckpoint,
+    plan: ExportPlan,
     files: dict[str, list[str]],
     folder: Path,
     ema: bool,
@@ -240,7 +244,7 @@ def _write_model(
     metadata = _metadata(opened, plan, ema)
     writers: list[SafetensorsWriter] = []
     writer_of: dict[str, SafetensorsWriter] = {}
-    sums = {planned.name: CrcRuns() for planned in plan.tensors.values()}
+    sums = {planned.name: RangedCrc32() for planned in plan.tensors.values()}
     try:
         for name, members in files.items():
             tensors = [plan.tensors[member] for member in members]
@@ -250,7 +254,7 @@ def _write_model(
         done, total = 0, plan.nbytes
         counting = threading.Lock()
 
-        def write(planned: Planned, position: int, view: memoryview) -> None:
+        def write(planned: PlannedTensor, position: int, view: memoryview) -> None:
             nonlocal done
             writer_of[planned.name].write(planned.name, position, view)
             if verify:
@@ -272,17 +276,17 @@ def _write_model(
     return {name: runs.value()[1] for name, runs in sums.items()}
 
 
-def _metadata(opened: Opened, plan: Plan, ema: bool) -> dict[str, str]:
+def _metadata(opened: OpenedCheckpoint, plan: ExportPlan, ema: bool) -> dict[str, str]:
     facts = {
         "format": "pt",
-        **source_facts(opened),
+        **source_metadata(opened),
         "ema": "true" if ema else None,
         "aliases": json.dumps(plan.aliases) if plan.aliases else None,
     }
     return {key: str(value) for key, value in facts.items() if value is not None}
 
 
-def source_facts(opened: Opened) -> dict[str, object]:
+def source_metadata(opened: OpenedCheckpoint) -> dict[str, object]:
     """What a conversion says of where it came from."""
     return {
         "mmldlm_version": __version__,
@@ -295,7 +299,7 @@ def source_facts(opened: Opened) -> dict[str, object]:
     }
 
 
-def _check_fits(weights: WeightSource, planned: Planned, converted: np.ndarray) -> None:
+def _check_fits(weights: WeightSource, planned: PlannedTensor, converted: np.ndarray) -> None:
     if planned.dtype == planned.info.dtype or weights.allow_nonfinite:
         return
     lost = nonfinite_count(converted, planned.dtype)
@@ -320,7 +324,7 @@ def _verify(folder: Path, sums: dict[str, int]) -> None:
                 raise MmldlmError(f"{name} read back from {folder} differs from what was written: the disk is failing")
 
 
-def copy_companions(opened: Opened, tensors: dict[str, Planned], folder: Path) -> list[str]:
+def copy_tokenizer_files(opened: OpenedCheckpoint, tensors: dict[str, PlannedTensor], folder: Path) -> list[str]:
     """config.json, the run's config.yaml and the tokenizer, as far as the source has them. Returns notes."""
     if opened.checkpoint is None:
         beside = model_folder(opened)
@@ -328,7 +332,7 @@ def copy_companions(opened: Opened, tensors: dict[str, Planned], folder: Path) -
             return ["no mmldlm checkpoint around these weights: no config.json and no tokenizer were written"]
         _copy_config(beside / "config.json", tensors, folder)
         for path in sorted(beside.iterdir()):
-            if COMPANIONS.fullmatch(path.name) and path.name != "config.json":
+            if TOKENIZER_FILES.fullmatch(path.name) and path.name != "config.json":
                 (shutil.copytree if path.is_dir() else shutil.copyfile)(path, folder / path.name)
         return []
     notes = []
@@ -346,7 +350,7 @@ def copy_companions(opened: Opened, tensors: dict[str, Planned], folder: Path) -
     return notes
 
 
-def model_folder(opened: Opened) -> Path | None:
+def model_folder(opened: OpenedCheckpoint) -> Path | None:
     """The model's folder that the weights lie in, Hugging Face's or of `--to model.pt`; None for other sources."""
     path = opened.weights.path
     folder = path if path.is_dir() else path.parent
@@ -354,7 +358,7 @@ def model_folder(opened: Opened) -> Path | None:
     return folder if is_file_of_weights and (folder / "config.json").is_file() else None
 
 
-def _copy_config(path: Path, tensors: dict[str, Planned], folder: Path) -> None:
+def _copy_config(path: Path, tensors: dict[str, PlannedTensor], folder: Path) -> None:
     """A model's config as config.json, with the dtype that its weights have now."""
     try:
         config = json.loads(path.read_text())

@@ -71,7 +71,7 @@ def split_sentences(text: str) -> list[str]:
     return sentences
 
 
-def latent_parts(text: str, count: int) -> list[str] | None:
+def split_into_parts(text: str, count: int) -> list[str] | None:
     """The pieces of a text that have a latent each: as even in length as sentence ends allow.
 
     Where there are fewer sentences than pieces, the longest pieces are halved at the white space nearest to the middle,

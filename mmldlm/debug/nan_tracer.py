@@ -14,14 +14,14 @@ _aten = torch.ops.aten
 # Memory that nobody has written yet may hold anything.
 _UNWRITTEN = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
 # These write infinities only where the program says so (masks).
-_DELIBERATE = {
+ALLOWED_INF_OPS = {
     _aten.fill, _aten.fill_, _aten.full, _aten.full_like, _aten.new_full, _aten.masked_fill, _aten.masked_fill_,
     _aten.scalar_tensor, _aten.lift_fresh, _aten.lift_fresh_copy, _aten.constant_pad_nd,
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Origin:
+class NanOrigin:
     """One operation that turned finite numbers into others.
 
     Attributes:
@@ -44,19 +44,19 @@ class Origin:
         return f"{self.kind} first in the {self.phase} of {where} ({self.operation}{read})"
 
 
-class FindOrigin(TorchDispatchMode):
-    """`with FindOrigin(model) as found:` around forward and backward; found.forward and found.backward are the first
+class NanTracer(TorchDispatchMode):
+    """`with NanTracer(model) as found:` around forward and backward; found.forward and found.backward are the first
     Origins, or None. Reads every result of every operation: for one batch, not for training."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
-        self.forward: Origin | None = None
-        self.backward: Origin | None = None
+        self.forward: NanOrigin | None = None
+        self.backward: NanOrigin | None = None
         self._roots = (type(model).__name__, "Autocast.module", "Autocast")
         self._tracker = ModuleTracker()
         self._names = {p.untyped_storage().data_ptr(): name for name, p in model.named_parameters() if p.numel()}
 
-    def __enter__(self) -> FindOrigin:
+    def __enter__(self) -> NanTracer:
         self._tracker.__enter__()
         super().__enter__()
         return self
@@ -70,15 +70,15 @@ class FindOrigin(TorchDispatchMode):
         backward = self._tracker.is_bw
         packet = function.overloadpacket
         known = self.backward if backward else self.forward
-        if known is not None or packet in _UNWRITTEN or packet in _DELIBERATE:
+        if known is not None or packet in _UNWRITTEN or packet in ALLOWED_INF_OPS:
             return function(*args, **kwargs)
         inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         # An operation in place overwrites what it read.
-        before = [fault(leaf) for leaf in inputs] if function._schema.is_mutable else None
+        before = [nonfinite_kind(leaf) for leaf in inputs] if function._schema.is_mutable else None
         result = function(*args, **kwargs)
-        made = {fault(leaf) for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)} - {""}
+        made = {nonfinite_kind(leaf) for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)} - {""}
         if made:
-            seen = set(before if before is not None else [fault(leaf) for leaf in inputs]) - {""}
+            seen = set(before if before is not None else [nonfinite_kind(leaf) for leaf in inputs]) - {""}
             if made - seen - ({"Inf"} if "NaN" in seen else set()):
                 self._remember(backward, "NaN" if "NaN" in made - seen else "Inf", packet, inputs)
         return result
@@ -88,7 +88,7 @@ class FindOrigin(TorchDispatchMode):
         root = next((root for root in self._roots if module == root or module.startswith(f"{root}.")), "")
         module = module.removeprefix(root).removeprefix(".")
         read = dict.fromkeys(self._names.get(leaf.untyped_storage().data_ptr(), "") for leaf in inputs)
-        origin = Origin(
+        origin = NanOrigin(
             "backward" if backward else "forward", kind, module, str(packet), tuple(name for name in read if name)
         )
         if backward:
@@ -97,7 +97,7 @@ class FindOrigin(TorchDispatchMode):
             self.forward = origin
 
 
-def fault(tensor: Tensor) -> str:
+def nonfinite_kind(tensor: Tensor) -> str:
     """ "NaN" or "Inf" when a floating-point tensor holds one (NaN goes before), else ""."""
     if not tensor.is_floating_point() or not tensor.numel() or tensor.is_meta:
         return ""
@@ -106,7 +106,7 @@ def fault(tensor: Tensor) -> str:
     return "Inf" if bool(torch.isinf(tensor).any()) else ""
 
 
-def faults_of_weights(model: nn.Module) -> list[Origin]:
+def faults_of_weights(model: nn.Module) -> list[NanOrigin]:
     """Parameters and buffers with a non-finite element, as they are in the model's present dtype."""
     every = [*model.named_parameters(), *model.named_buffers()]
-    return [Origin("weights", kind, name) for name, tensor in every if (kind := fault(tensor.detach()))]
+    return [NanOrigin("weights", kind, name) for name, tensor in every if (kind := nonfinite_kind(tensor.detach()))]

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from torch import nn
 
-from mmldlm.checkpoints import commit
+from mmldlm.checkpoints import locate
 from mmldlm.checkpoints.init_from import init_weights
 from mmldlm.checkpoints.layout import ENGINE_FOLDER, STATE_FILE
 from mmldlm.checkpoints.manifest import examine
@@ -21,26 +21,26 @@ from mmldlm.checkpoints.resume_reader import open_training_state
 from mmldlm.config.load import build_config
 from mmldlm.data.batching.loader import MicroBatches
 from mmldlm.data.batching.run_data import RunData, open_data
-from mmldlm.debug.nan_tracer import FindOrigin, Origin, fault, faults_of_weights
+from mmldlm.debug.nan_tracer import NanOrigin, NanTracer, faults_of_weights, nonfinite_kind
 from mmldlm.engines.base import Autocast, compute_dtype, pick_device
 from mmldlm.engines.deepspeed.config import resolve_stage
 from mmldlm.engines.optimizer import learning_rate
 from mmldlm.engines.single import SingleEngine
 from mmldlm.errors import UserError
 from mmldlm.stability.guard import Guard
-from mmldlm.stability.skipped_steps import bad_micro_batches, load_case
-from mmldlm.tasks.translation.build_model import initial_model
+from mmldlm.stability.skipped_steps import bad_micro_batches, load_skipped_step
+from mmldlm.tasks.translation.build_model import build_model
 from mmldlm.tasks.translation.freezing import apply_freezing
 from mmldlm.tasks.translation.noiser import NoisedBatch, Noiser
 from mmldlm.tasks.translation.objective import TranslationObjective
-from mmldlm.utils.output_paths import for_screen
+from mmldlm.utils.formatting import for_screen
 
 DTYPES = ("bf16", "fp16", "fp32")
 _FEW = 64  # micro-batches: fewer than the single samples that are run anyway
 
 
 @dataclass
-class Outcome:
+class ReplayResult:
     """What one forward and backward pass gave.
 
     Attributes:
@@ -54,7 +54,7 @@ class Outcome:
     ids: list[int]
     loss: float
     grad_norm: float
-    origins: list[Origin] = field(default_factory=list)
+    origins: list[NanOrigin] = field(default_factory=list)
     bad_gradients: list[str] = field(default_factory=list)
     only_fused: bool = False
 
@@ -83,7 +83,7 @@ def main(args: argparse.Namespace) -> int:
         UserError: no such run or event, or data that is no longer what the run saw.
     """
     run_dir = Path(args.run)
-    case = load_case(run_dir, args.event)
+    case = load_skipped_step(run_dir, args.event)
     print(f"step {case['step']} was skipped: {case['reason']}")
     replay = Replay(run_dir, case, args.checkpoint, args.exact)
     report = _look(replay, args)
@@ -141,10 +141,10 @@ class Replay:
         self.batch = self.plan.batch(case["step"] - 1)
         self._check_samples()
         self.num_steps_before: int | None = None
-        self.model = initial_model(self.data)
+        self.model = build_model(self.data)
         training = self.config.training
         apply_freezing(self.model, training.loss_type, training.freeze)
-        self.weights, self.is_exact = self._take_weights(checkpoint, exact)
+        self.weights, self.is_exact = self._load_weights(checkpoint, exact)
 
     def _check_samples(self) -> None:
         for entry in self.case["micro_batches"]:
@@ -163,15 +163,15 @@ class Replay:
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
-    def _take_weights(self, given: str | None, exact: bool) -> tuple[str, bool]:
+    def _load_weights(self, given: str | None, exact: bool) -> tuple[str, bool]:
         # The step was skipped, so a checkpoint saved right after it holds the very weights.
         before, after = self.case["step"] - 1, self.case["step"]
         if given is not None:
             init_weights(self.model, given)
             return given, False
         resumed = self.config.training.resume
-        there = [] if resumed in (None, "auto") else [commit.resolve(resumed)]
-        there += [path for step, path in commit.list_checkpoints(self.run_dir) if not examine(path).problems]
+        there = [] if resumed in (None, "auto") else [locate.locate_checkpoint(resumed)]
+        there += [path for step, path in locate.list_checkpoints(self.run_dir) if not examine(path).problems]
         steps = [(json.loads((path / STATE_FILE).read_text())["step"], path) for path in there]
         there = [(step, path) for step, path in steps if step <= after]
         start, path = there[-1] if there else (0, None)
@@ -207,7 +207,7 @@ class Replay:
         if path is not None:
             with open_training_state(path / ENGINE_FOLDER) as reader:
                 engine.load(reader, applied if reader.has_moments else 0)
-            engine.masters_written()
+            engine.sync_weights_from_masters()
         guard = Guard(config.stability, config.training.dtype)
         guard.restore(saved.get("guard", {}))
         batches = MicroBatches(self.data.train, self.plan, self.noiser, 0, 1, shares)
@@ -222,12 +222,12 @@ class Replay:
                 total, num_bad = total + loss.item(), num_bad + (not math.isfinite(loss.item()))
                 num_usable += int(batch.real.sum())
             norm = engine.grad_norm().item()
-            if guard.judge(total, num_bad, norm, num_usable).apply:
+            if guard.decide(total, num_bad, norm, num_usable).apply:
                 schedule = learning_rate(applied, config.training.num_train_steps, config.optimizer)
-                engine.apply(case["lr_scale"] * schedule, norm)
+                engine.step(case["lr_scale"] * schedule, norm)
                 applied += 1
             else:
-                engine.discard()
+                engine.discard_gradients()
             print(f"trained  step {step + 1} of {end}", end="\r", flush=True)
         print()
 
@@ -244,19 +244,19 @@ class Replay:
         norms, left = [], most_samples
         for entry in entries:
             slots = self._slots(entry)
-            outcome = self.pass_once(model, module, slots)
+            outcome = self.forward_backward(model, module, slots)
             norms.append(outcome.grad_norm)
-            told = {"rank": entry["rank"], "micro": entry["micro"], **_told(outcome), "samples": []}
+            told = {"rank": entry["rank"], "micro": entry["micro"], **_to_json(outcome), "samples": []}
             place = f"{dtype}     rank {entry['rank']} micro-batch {entry['micro']}"
             if not outcome.is_clean:
                 found["clean"] = False
-                print(f"{place}: {_sentence(outcome)}")
+                print(f"{place}: {_summarize(outcome)}")
             if not outcome.is_clean or self.case["reason"].startswith("spike"):
                 for slot in slots[slots < len(self.batch.ids)][:left]:
-                    alone = self.pass_once(model, module, np.array([slot]))
-                    told["samples"].append(_told(alone))
+                    alone = self.forward_backward(model, module, np.array([slot]))
+                    told["samples"].append(_to_json(alone))
                     left -= 1
-                self._say_samples(told["samples"])
+                self._print_samples(told["samples"])
             found["micro_batches"].append(told)
         if found["clean"]:
             total = math.sqrt(math.fsum(norm * norm for norm in norms))
@@ -265,7 +265,7 @@ class Replay:
             )
         return found
 
-    def _say_samples(self, samples: list[dict]) -> None:
+    def _print_samples(self, samples: list[dict]) -> None:
         bad = [sample for sample in samples if not sample["clean"]]
         for sample in bad[:16]:
             print(f"         sample {sample['ids'][0]}: {sample['sentence']}")
@@ -291,29 +291,29 @@ class Replay:
             parameter.data = parameter.data.to(compute_dtype(dtype))
         return model, model
 
-    def pass_once(self, model: nn.Module, module: nn.Module, slots: np.ndarray) -> Outcome:
+    def forward_backward(self, model: nn.Module, module: nn.Module, slots: np.ndarray) -> ReplayResult:
         """Forward and backward over some places of the global batch: as in training, and where that gives bad numbers
-        once more under FindOrigin, whose hooks make the blocks run layer by layer."""
+        once more under NanTracer, whose hooks make the blocks run layer by layer."""
         batch = self.noiser.make(self.batch, slots, self.data.train, self.data.train_lengths).to(self.device)
         outcome = self._outcome(model, module, batch)
         if outcome.is_clean:
             return outcome
-        with FindOrigin(model) as finder:
+        with NanTracer(model) as finder:
             by_layers = self._outcome(model, module, batch)
         outcome.origins = _faults_of_batch(batch)
         outcome.origins += [origin for origin in (finder.forward, finder.backward) if origin is not None]
         outcome.only_fused = by_layers.is_clean and not outcome.origins
         return outcome
 
-    def _outcome(self, model: nn.Module, module: nn.Module, batch: NoisedBatch) -> Outcome:
+    def _outcome(self, model: nn.Module, module: nn.Module, batch: NoisedBatch) -> ReplayResult:
         model.zero_grad(set_to_none=True)
         module.train()
         loss, _ = self.objective(module, batch)
         (loss * self._loss_scale).backward()
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        bad = [name for name, grad in gradients.items() if fault(grad)]
+        bad = [name for name, grad in gradients.items() if nonfinite_kind(grad)]
         norm = nn.utils.get_total_norm([grad.float() for grad in gradients.values()]) / self._loss_scale
-        return Outcome(batch.ids.tolist(), loss.item(), norm.item(), bad_gradients=bad)
+        return ReplayResult(batch.ids.tolist(), loss.item(), norm.item(), bad_gradients=bad)
 
 
 def _when_clean(replay: Replay, bad: list[dict]) -> str:
@@ -331,11 +331,13 @@ def _when_clean(replay: Replay, bad: list[dict]) -> str:
     )
 
 
-def _faults_of_batch(batch: NoisedBatch) -> list[Origin]:
-    return [Origin("input", kind, name) for name, tensor in batch.tensors.items() if (kind := fault(tensor))]
+def _faults_of_batch(batch: NoisedBatch) -> list[NanOrigin]:
+    return [
+        NanOrigin("input", kind, name) for name, tensor in batch.tensors.items() if (kind := nonfinite_kind(tensor))
+    ]
 
 
-def _sentence(outcome: Outcome) -> str:
+def _summarize(outcome: ReplayResult) -> str:
     parts = [str(origin) for origin in outcome.origins]
     if outcome.only_fused:
         parts.append("only where blocks run fused; layer by layer every number is finite")
@@ -346,13 +348,13 @@ def _sentence(outcome: Outcome) -> str:
     return "; ".join(parts) or f"loss {outcome.loss}"
 
 
-def _told(outcome: Outcome) -> dict:
+def _to_json(outcome: ReplayResult) -> dict:
     """For --json: strict JSON has no NaN."""
     figures = {"loss": outcome.loss, "grad_norm": outcome.grad_norm}
     return {
         "ids": outcome.ids,
         "clean": outcome.is_clean,
-        "sentence": _sentence(outcome),
+        "sentence": _summarize(outcome),
         "origins": [vars(origin) for origin in outcome.origins],
         "bad_gradients": outcome.bad_gradients,
         "only_fused": outcome.only_fused,

@@ -14,7 +14,7 @@ from mmldlm.data.batching.run_data import RunData
 from mmldlm.engines.base import Engine, compute_dtype
 from mmldlm.engines.deepspeed.engine import DeepSpeedEngine
 from mmldlm.engines.gradient_shards import gradient_fragments, optimizer_groups
-from mmldlm.observe.layer_stats import Look
+from mmldlm.observe.layer_stats import LayerStats
 from mmldlm.stability.state_audit import STATES
 from mmldlm.tasks.translation.noiser import NoisedBatch
 
@@ -59,12 +59,12 @@ class Findings:
         self._faults: dict[str, dict[str, None]] = defaultdict(dict)
         self._seen: dict[str, str] = {}
 
-    def ran(self, check: str, seen: str) -> None:
+    def passed(self, check: str, seen: str) -> None:
         """The check was made; `seen` is its reason when it passes."""
         assert check in CHECKS
         self._seen[check] = seen
 
-    def fault(self, check: str, text: str) -> None:
+    def failed(self, check: str, text: str) -> None:
         """Something is wrong; the same text counts once."""
         assert check in CHECKS
         self._faults[check][text] = None
@@ -81,7 +81,7 @@ class Findings:
         return rows
 
 
-def named(names: list[str]) -> str:
+def format_names(names: list[str]) -> str:
     """`a, b, c, d and 3 more`."""
     more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
     return ", ".join(names[:_MOST]) + more
@@ -95,26 +95,26 @@ def check_device(engine: Engine, findings: Findings) -> None:
     tensors = [*engine.model.named_parameters(), *engine.model.named_buffers()]
     for name, tensor in tensors:
         if tensor.device != engine.device:
-            findings.fault("device", f"{name} on {tensor.device}, the engine on {engine.device}")
-    findings.ran("device", f"{len(tensors)} tensors on {engine.device}")
+            findings.failed("device", f"{name} on {tensor.device}, the engine on {engine.device}")
+    findings.passed("device", f"{len(tensors)} tensors on {engine.device}")
 
 
 def check_coverage(engine: Engine, findings: Findings) -> None:
     """Every element of every trainable parameter is updated by the optimizer once, of frozen ones none (1 process)."""
     updated: dict[str, int] = defaultdict(int)
-    for fragment in engine.fragments():
+    for fragment in engine.parameter_shards():
         updated[fragment.name] += fragment.count
     sizes = {name: _numel(parameter) for name, parameter in engine.model.named_parameters()}
     trainable = {name for name, parameter in engine.model.named_parameters() if parameter.requires_grad}
     for name, size in sizes.items():
         if updated[name] != (size if name in trainable else 0):
             kind = "trainable" if name in trainable else "frozen"
-            findings.fault("optimizer", f"it updates {updated[name]} of {size} elements of {name}, which is {kind}")
-    owners = {id(fragment.owner) for fragment in engine.fragments()}
+            findings.failed("optimizer", f"it updates {updated[name]} of {size} elements of {name}, which is {kind}")
+    owners = {id(fragment.owner) for fragment in engine.parameter_shards()}
     for owner in optimizer_groups(engine):
         if id(owner) not in owners:
-            findings.fault("optimizer", f"it holds a tensor of shape {tuple(owner.shape)} that is no parameter")
-    findings.ran("optimizer", f"{len(trainable)} tensors, {sum(sizes[name] for name in trainable):,} elements")
+            findings.failed("optimizer", f"it holds a tensor of shape {tuple(owner.shape)} that is no parameter")
+    findings.passed("optimizer", f"{len(trainable)} tensors, {sum(sizes[name] for name in trainable):,} elements")
 
 
 def _numel(parameter: Tensor) -> int:
@@ -126,7 +126,7 @@ def group_table(engine: Engine, lr: float) -> list[dict]:
     table: dict[float, dict] = {}
     groups = optimizer_groups(engine)
     names = defaultdict(set)
-    for fragment in engine.fragments():
+    for fragment in engine.parameter_shards():
         decay = groups[fragment.owner]["weight_decay"]
         line = table.setdefault(decay, {"tensors": 0, "elements": 0, "lr": lr, "weight_decay": decay})
         names[decay].add(fragment.name)
@@ -143,15 +143,15 @@ def check_pinned(batches: list[NoisedBatch], device: torch.device, findings: Fin
         tensors = [item for batch in batches for item in batch.tensors.items()]
         unpinned = [name for name, tensor in tensors if tensor.numel() and not tensor.is_pinned()]
         if unpinned:
-            findings.fault("batches", f"not in pinned memory: {named(unpinned)}")
+            findings.failed("batches", f"not in pinned memory: {format_names(unpinned)}")
 
 
 def check_batch(batch: NoisedBatch, data: RunData, device: torch.device, findings: Findings) -> None:
     """A micro-batch that was moved to the device, against the store it came from."""
     for bad in batch.bad:
-        findings.fault("batches", f"sample {bad['id']} of the store is left out: {bad['reason']}")
+        findings.failed("batches", f"sample {bad['id']} of the store is left out: {bad['reason']}")
     for text in [*_tensor_faults(batch, data.config, device), *_store_faults(batch, data)]:
-        findings.fault("batches", text)
+        findings.failed("batches", text)
 
 
 def _tensor_faults(batch: NoisedBatch, config: Config, device: torch.device) -> list[str]:
@@ -209,22 +209,23 @@ def check_dtypes(engine: Engine, config: Config, products: dict[str, torch.dtype
     expected = compute_dtype(config.training.dtype)
     wrong = [f"{name} ({str(dtype)[6:]})" for name, dtype in products.items() if dtype != expected]
     if wrong:
-        findings.fault(
-            "precision", f"not {str(expected)[6:]} although training.dtype={config.training.dtype}: {named(wrong)}"
+        findings.failed(
+            "precision",
+            f"not {str(expected)[6:]} although training.dtype={config.training.dtype}: {format_names(wrong)}",
         )
     states = engine.optimizer_state()
-    for fragment in engine.fragments():
+    for fragment in engine.parameter_shards():
         if fragment.owner.dtype != torch.float32:
-            findings.fault("precision", f"the master of {fragment.name} is {str(fragment.owner.dtype)[6:]}")
+            findings.failed("precision", f"the master of {fragment.name} is {str(fragment.owner.dtype)[6:]}")
         state = states.get(fragment.owner) or {}
         for what in STATES:
             if what in state and state[what].dtype != torch.float32:
-                findings.fault("precision", f"{what} of {fragment.name} is {str(state[what].dtype)[6:]}")
+                findings.failed("precision", f"{what} of {fragment.name} is {str(state[what].dtype)[6:]}")
             if what in state and state[what].device != fragment.owner.device:
                 where = f"{state[what].device}, the weights on {fragment.owner.device}"
-                findings.fault("optimizer", f"{what} of {fragment.name} is on {where}")
+                findings.failed("optimizer", f"{what} of {fragment.name} is on {where}")
     kept = "masters, moments, gradients and the loss are float32; autocast is off outside the forward pass"
-    findings.ran("precision", f"{len(products)} linear layers gave {str(expected)[6:]}; {kept}")
+    findings.passed("precision", f"{len(products)} linear layers gave {str(expected)[6:]}; {kept}")
 
 
 def check_groups(engine: Engine, config: Config, lr: float, findings: Findings) -> None:
@@ -238,18 +239,18 @@ def check_groups(engine: Engine, config: Config, lr: float, findings: Findings) 
             ("eps", group["eps"], (optimizer.eps,)),
         ):
             if found not in expected:
-                findings.fault("groups", f"{key} {found} where {' or '.join(map(str, expected))} belongs")
+                findings.failed("groups", f"{key} {found} where {' or '.join(map(str, expected))} belongs")
     line = "; ".join(
         f"{g['tensors']} tensors, {g['elements']:,} elements: LR {lr:.3g}, weight decay {g['weight_decay']:g}"
         for g in group_table(engine, lr)
     )
-    findings.ran("groups", line)
+    findings.passed("groups", line)
 
 
 def check_clipping(engine: Engine, config: Config, norm: float, findings: Findings) -> None:
     """After the very first applied step: AdamW's first moment is then (1 - beta1) times the gradient it was given."""
     states, squares = engine.optimizer_state(), 0.0
-    for fragment in engine.fragments():
+    for fragment in engine.parameter_shards():
         if fragment.count and states.get(fragment.owner):
             moment = fragment.of(states[fragment.owner]["exp_avg"])
             squares += float(torch.linalg.vector_norm(moment, dtype=torch.float64).square())
@@ -257,19 +258,19 @@ def check_clipping(engine: Engine, config: Config, norm: float, findings: Findin
     clip = config.optimizer.grad_clip_norm
     expected = norm if clip is None else min(norm, clip)
     if not math.isclose(given, expected, rel_tol=0.01):
-        findings.fault("clipping", f"the optimizer got a gradient of norm {given:.4g}, expected {expected:.4g}")
+        findings.failed("clipping", f"the optimizer got a gradient of norm {given:.4g}, expected {expected:.4g}")
     limit = "no clipping" if clip is None else f"clipped to {clip:g}"
-    findings.ran("clipping", f"norm {norm:.4g}, {limit}: the optimizer got {given:.4g}")
+    findings.passed("clipping", f"norm {norm:.4g}, {limit}: the optimizer got {given:.4g}")
 
 
-def check_look(look: Look, findings: Findings) -> None:
+def check_layer_stats(look: LayerStats, findings: Findings) -> None:
     """No layer has a non-finite gradient."""
     for name, figures in look.parameters.items():
         if figures.num_nonfinite:
-            findings.fault("finite", f"step {look.step}: {figures.num_nonfinite} non-finite gradients in {name}")
+            findings.failed("finite", f"step {look.step}: {figures.num_nonfinite} non-finite gradients in {name}")
 
 
-def expected_zeros(model: nn.Module, mode: str, null_rows: dict[str, bool]) -> tuple[str, ...]:
+def expected_zero_gradients(model: nn.Module, mode: str, null_rows: dict[str, bool]) -> tuple[str, ...]:
     """Beginnings of the names of parameters (diagnostics.parts_of) that rightly have a zero gradient.
 
     In the last block the stream that no head of the mode reads still gives keys and values to the other one, the rest
@@ -308,7 +309,7 @@ def changed(before: dict, after: dict) -> list[str]:
     return list(dict.fromkeys(key[0] for key in before if before[key] != after[key]))
 
 
-class Watch:
+class GradientHooks:
     """Hooks that note what a forward and backward pass did: dtypes of matrix products, whose gradient came."""
 
     def __init__(self, model: nn.Module):

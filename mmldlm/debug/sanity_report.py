@@ -17,10 +17,10 @@ from rich.table import Column, Table
 from mmldlm.config.schema import Config
 from mmldlm.data.batching.run_data import open_data
 from mmldlm.debug.sanity_checks import FAIL, PASS
-from mmldlm.debug.sanity_runner import OVERFIT_STEPS, Sanity
+from mmldlm.debug.sanity_runner import OVERFIT_STEPS, SanityRunner
 from mmldlm.engines.build import check_engine
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, UserError
-from mmldlm.observe.layer_stats import Look
+from mmldlm.observe.layer_stats import LayerStats
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +66,7 @@ def main(args: argparse.Namespace, parse_config: Callable[[argparse.Namespace], 
     check_engine(config, 1)
     console = Console()
     console.print(f"reading  {', '.join(config.data.roots)}", highlight=False, soft_wrap=True)
-    sanity = Sanity(open_data(config), args.grad_log_interval, args.detect_anomaly)
+    sanity = SanityRunner(open_data(config), args.grad_log_interval, args.detect_anomaly)
     sanity.say = lambda text: console.print(text, highlight=False, soft_wrap=True)
     sanity.say(_heading(sanity))
     sanity.run(args.max_steps, args.overfit_steps)
@@ -77,7 +77,7 @@ def main(args: argparse.Namespace, parse_config: Callable[[argparse.Namespace], 
     return EXIT_DONE if report["ok"] else EXIT_FAILED
 
 
-def as_dict(sanity: Sanity) -> dict:
+def as_dict(sanity: SanityRunner) -> dict:
     """What --json holds, non-finite numbers still in it."""
     rows = sanity.findings.rows()
     config, engine = sanity.config, sanity.engine
@@ -99,7 +99,7 @@ def as_dict(sanity: Sanity) -> dict:
     }
 
 
-def _heading(sanity: Sanity) -> str:
+def _heading(sanity: SanityRunner) -> str:
     """What is about to be tried: a large model on a CPU takes minutes a step."""
     config, engine = sanity.config, sanity.engine
     return (
@@ -109,7 +109,7 @@ def _heading(sanity: Sanity) -> str:
     )
 
 
-def show(sanity: Sanity, console: Console) -> None:
+def show(sanity: SanityRunner, console: Console) -> None:
     """The tables."""
     if sanity.look is not None:
         console.print(_layer_table(sanity.look))
@@ -131,7 +131,7 @@ def show(sanity: Sanity, console: Console) -> None:
     )
 
 
-def _layer_table(look: Look) -> Table:
+def _layer_table(look: LayerStats) -> Table:
     columns = ("grad norm", "zero share", "non- finite", "update / weight", "output RMS")
     table = Table(Column("layer", no_wrap=True), *columns, title=f"step {look.step}", box=SIMPLE)
     for name, figures in look.layers.items():

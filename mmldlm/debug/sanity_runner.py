@@ -17,25 +17,25 @@ from mmldlm.debug.sanity_checks import Findings
 from mmldlm.engines.build import build_engine
 from mmldlm.engines.gradient_shards import gradient_fragments
 from mmldlm.engines.optimizer import learning_rate
-from mmldlm.observe.layer_stats import Diagnostics, Look
-from mmldlm.stability.loss_scaler import LossScale
+from mmldlm.observe.layer_stats import LayerStats, LayerStatsCollector
+from mmldlm.stability.loss_scaler import LossScaler
 from mmldlm.stability.state_audit import nonfinite_tensors
-from mmldlm.tasks.translation.build_model import initial_model
+from mmldlm.tasks.translation.build_model import build_model
 from mmldlm.tasks.translation.freezing import apply_freezing, verify_parameter_freezing
 from mmldlm.tasks.translation.noiser import NoisedBatch, Noiser
 from mmldlm.tasks.translation.objective import TranslationObjective
 
 OVERFIT_STEPS = 10
 """Steps on one batch. Fewer than about five would leave layers behind adaLN-Zero's zeros without a gradient."""
-LEAST_FALL = 1e-4  # of the first loss
+MIN_LOSS_DROP = 1e-4  # of the first loss
 CANDIDATES = 64  # steps searched for the batch that uses most of the model
 
 
-class Stopped(Exception):
+class SanityAborted(Exception):
     """A fault after which no further step makes sense; it is in the findings already."""
 
 
-class Sanity:
+class SanityRunner:
     """The steps and what was found.
 
     Args:
@@ -49,21 +49,21 @@ class Sanity:
     def __init__(self, data: RunData, interval: int = 1, detect_anomaly: bool = False):
         self.data, self.config, self.detect_anomaly = data, data.config, detect_anomaly
         self.findings, self.steps, self.groups = Findings(), [], []
-        self.look: Look | None = None
+        self.look: LayerStats | None = None
         self.say: Callable[[str], None] = lambda text: None  # what is being tried, while it is tried
         self._has_gradient: set[str] = set()
         self._connected: set[str] = set()
         self._null_rows = {"text": False, "latent": False}
         self._applied = 0
-        self._loss_scale = LossScale(self.config.stability, self.config.training.dtype)
-        model = initial_model(data)
+        self._loss_scale = LossScaler(self.config.stability, self.config.training.dtype)
+        model = build_model(data)
         apply_freezing(model, self.config.training.loss_type, self.config.training.freeze)
         self.trainable = verify_parameter_freezing(model, self.config.training.loss_type, self.config.training.freeze)
         # Blocks stay uncompiled under training.compile_model: hooks inside them see what eager code does.
         self.engine = build_engine(model, self.config)
         self.objective = TranslationObjective(self.config)
         # Sanity needs every step's figures to know which parameters a gradient reached; `interval` is what it shows.
-        self.interval, self._diagnostics = interval, Diagnostics(self.engine, 1, self.config.training.dtype)
+        self.interval, self._diagnostics = interval, LayerStatsCollector(self.engine, 1, self.config.training.dtype)
 
     def run(self, max_steps: int, overfit_steps: int = OVERFIT_STEPS) -> None:
         """Checks before the steps, max_steps steps on the run's own batches, overfit_steps on one of them."""
@@ -73,8 +73,8 @@ class Sanity:
         checks.check_device(engine, findings)
         checks.check_coverage(engine, findings)
         frozen = checks.checksums(engine.frozen_fragments())
-        start = checks.checksums(engine.fragments())
-        self._watch = checks.Watch(engine.model)
+        start = checks.checksums(engine.parameter_shards())
+        self._watch = checks.GradientHooks(engine.model)
         engine.module.train()
         try:
             with torch.autograd.set_detect_anomaly(self.detect_anomaly):
@@ -87,9 +87,9 @@ class Sanity:
                 self.say(f"{overfit_steps} more on one batch, which it must learn")
                 self._overfit(max_steps, overfit_steps)
             note = ", blocks not compiled" if self.config.training.compile_model else ""
-            findings.ran("runs", f"{len(self.steps)} steps on {engine.describe()}, {engine.device}{note}")
+            findings.passed("runs", f"{len(self.steps)} steps on {engine.describe()}, {engine.device}{note}")
             self._after_all(start)
-        except Stopped:
+        except SanityAborted:
             pass
         finally:
             self._watch.close()
@@ -143,26 +143,26 @@ class Sanity:
                 loss = math.fsum(self._micro_batch(step, batch) for batch in batches)
                 norm = float(engine.grad_norm())
                 self._diagnostics.before_step()
-                if math.isfinite(norm) or not math.isfinite(loss) or not self._loss_scale.can_fall:
+                if math.isfinite(norm) or not math.isfinite(loss) or not self._loss_scale.can_decrease:
                     break
                 # fp16: what a run skips until the loss scale fits is taken again here, on the same batch.
                 self._diagnostics.after_step(lr, False)
-                engine.discard()
-                self._loss_scale.overflowed()
+                engine.discard_gradients()
+                self._loss_scale.on_overflow()
             self._check_gradients()
             finite = math.isfinite(loss) and math.isfinite(norm)
             if not math.isfinite(loss):
-                findings.fault("finite", f"step {step}: the loss is {loss}")
+                findings.failed("finite", f"step {step}: the loss is {loss}")
             if not math.isfinite(norm):
-                findings.fault("finite", f"step {step}: the gradient norm is {norm}")
+                findings.failed("finite", f"step {step}: the gradient norm is {norm}")
             if finite:
-                engine.apply(lr, norm)
+                engine.step(lr, norm)
                 self._applied += 1
             else:
-                engine.discard()
+                engine.discard_gradients()
             look = self._diagnostics.after_step(lr, finite)
             self._has_gradient |= {part for part, p in look.parameters.items() if p.num_zeros < p.numel}
-            checks.check_look(look, findings)
+            checks.check_layer_stats(look, findings)
             if self.interval and step % self.interval == 0:
                 self.look = look
             self.steps.append({"step": step, "loss": loss, "grad_norm": norm, "lr": lr, "applied": finite})
@@ -182,8 +182,8 @@ class Sanity:
             # The user asked what is wrong with the steps: whatever breaks in one is the answer, not a crash.
             check = "in_place" if "modified by an inplace operation" in str(error) else "runs"
             first_line = str(error).strip().split("\n")[0]
-            self.findings.fault(check, f"step {step}: {type(error).__name__}: {first_line}")
-            raise Stopped from error
+            self.findings.failed(check, f"step {step}: {type(error).__name__}: {first_line}")
+            raise SanityAborted from error
 
     def _micro_batch(self, step: int, batch: NoisedBatch) -> float:
         engine, findings, first = self.engine, self.findings, step == 1
@@ -191,32 +191,34 @@ class Sanity:
             self._null_rows[side] |= bool(batch.tensors[f"{side}_is_null"].any())
         batch.to(engine.device)
         checks.check_batch(batch, self.data, engine.device, findings)
-        findings.ran("batches", "tokens, masks and latents of every sample are the store's; all finite, on the device")
+        findings.passed(
+            "batches", "tokens, masks and latents of every sample are the store's; all finite, on the device"
+        )
         versions = {name: tensor._version for name, tensor in batch.tensors.items()}
-        weights = checks.checksums(engine.fragments()) if first else {}
+        weights = checks.checksums(engine.parameter_shards()) if first else {}
 
         loss, _ = self.objective(engine.module, batch)
         evaluating = [name or "the model" for name, module in engine.model.named_modules() if not module.training]
         if evaluating:
-            findings.fault("train_mode", f"in eval mode: {checks.named(evaluating)}")
-        findings.ran("train_mode", f"{sum(1 for _ in engine.model.modules())} modules")
+            findings.failed("train_mode", f"in eval mode: {checks.format_names(evaluating)}")
+        findings.passed("train_mode", f"{sum(1 for _ in engine.model.modules())} modules")
         if torch.is_autocast_enabled(engine.device.type):
-            findings.fault("precision", "autocast is on outside the forward pass")
+            findings.failed("precision", "autocast is on outside the forward pass")
         if loss.dtype != torch.float32:
-            findings.fault("precision", f"the loss is {str(loss.dtype)[6:]}, not float32")
+            findings.failed("precision", f"the loss is {str(loss.dtype)[6:]}, not float32")
         if not loss.requires_grad:
-            findings.fault("attached", "the loss has no graph: it was detached, or replaced by a constant")
-            raise Stopped
-        findings.ran("attached", f"it comes from {type(loss.grad_fn).__name__}")
+            findings.failed("attached", "the loss has no graph: it was detached, or replaced by a constant")
+            raise SanityAborted
+        findings.passed("attached", f"it comes from {type(loss.grad_fn).__name__}")
 
         engine.backward(loss)
-        moved = checks.changed(weights, checks.checksums(engine.fragments())) if first else []
+        moved = checks.changed(weights, checks.checksums(engine.parameter_shards())) if first else []
         if moved:
-            findings.fault("in_place", f"forward or backward changed weights: {checks.named(moved)}")
+            findings.failed("in_place", f"forward or backward changed weights: {checks.format_names(moved)}")
         written = [name for name, tensor in batch.tensors.items() if tensor._version != versions[name]]
         if written:
-            findings.fault("in_place", f"forward or backward wrote into the batch: {checks.named(written)}")
-        findings.ran("in_place", "inputs and weights are as before, autograd saw no saved tensor overwritten")
+            findings.failed("in_place", f"forward or backward wrote into the batch: {checks.format_names(written)}")
+        findings.passed("in_place", "inputs and weights are as before, autograd saw no saved tensor overwritten")
         return float(loss.detach())
 
     def _check_gradients(self) -> None:
@@ -225,10 +227,10 @@ class Sanity:
         trainable = {name for name in self._diagnostics.names}
         for name, parameter in engine.model.named_parameters():
             if name not in trainable and (parameter.requires_grad or parameter.grad is not None):
-                findings.fault("frozen", f"{name} has a gradient although it is frozen")
+                findings.failed("frozen", f"{name} has a gradient although it is frozen")
         for fragment, gradient in gradient_fragments(engine):
             if gradient is not None and gradient.dtype != torch.float32:
-                findings.fault("precision", f"the gradient of {fragment.name} is {str(gradient.dtype)[6:]}")
+                findings.failed("precision", f"the gradient of {fragment.name} is {str(gradient.dtype)[6:]}")
 
     # -- one batch again and again -----------------------------------------------------------------------------------
 
@@ -242,9 +244,9 @@ class Sanity:
         if len(losses) < 2:
             return
         told = f"from {losses[0]:.5g} to {losses[-1]:.5g} in {len(losses) - 1} steps at LR {lr:g}"
-        if not losses[-1] < losses[0] - LEAST_FALL * abs(losses[0]):
-            findings.fault("overfit", f"it went {told}")
-        findings.ran("overfit", told)
+        if not losses[-1] < losses[0] - MIN_LOSS_DROP * abs(losses[0]):
+            findings.failed("overfit", f"it went {told}")
+        findings.passed("overfit", told)
 
     def _check_scale(self, batches: list[NoisedBatch]) -> None:
         """A small step straight down the gradient must lower the loss by its length times the gradient's norm."""
@@ -257,8 +259,8 @@ class Sanity:
                 before += float(loss.detach())
             norm = float(engine.grad_norm())
             if not (math.isfinite(before) and math.isfinite(norm) and norm > 0):
-                engine.discard()
-                self.findings.fault("scale", f"a loss of {before} with a gradient of norm {norm} cannot be compared")
+                engine.discard_gradients()
+                self.findings.failed("scale", f"a loss of {before} with a gradient of norm {norm} cannot be compared")
                 return
             expected = fall * abs(before)
             with torch.no_grad():
@@ -266,20 +268,20 @@ class Sanity:
                     if gradient is not None and fragment.count:
                         alpha = -expected / norm**2 / engine.loss_scale
                         fragment.of(fragment.owner).add_(gradient, alpha=alpha)
-            engine.discard()
-            engine.masters_written()
+            engine.discard_gradients()
+            engine.sync_weights_from_masters()
             with torch.no_grad():
                 after = math.fsum(float(self.objective(engine.module, batch)[0]) for batch in batches)
         ratio = (before - after) / expected
         told = f"a step down the gradient lowers the loss by {ratio:.2f} times what its norm says"
         if not 1 / 1.5 < ratio < 1.5:
-            self.findings.fault("scale", f"{told} (expected about 1)")
+            self.findings.failed("scale", f"{told} (expected about 1)")
         scaler = {
             "bf16": "no loss scaling: bf16 has the range of fp32",
             "fp32": "no loss scaling: fp32 needs none",
             "fp16": f"loss scale {engine.loss_scale:g}",
         }
-        self.findings.ran("scale", f"{told}; {scaler[self.config.training.dtype]}")
+        self.findings.passed("scale", f"{told}; {scaler[self.config.training.dtype]}")
 
     # -- at the end --------------------------------------------------------------------------------------------------
 
@@ -288,39 +290,41 @@ class Sanity:
         names, parts = self._diagnostics.names, self._diagnostics.parts
         cut_off = [name for name in names if name not in self._connected]
         if cut_off:
-            findings.fault("reached", f"no gradient, cut off from the loss: {checks.named(cut_off)}")
-        excused = checks.expected_zeros(engine.model, self.config.training.loss_type, self._null_rows)
+            findings.failed("reached", f"no gradient, cut off from the loss: {checks.format_names(cut_off)}")
+        excused = checks.expected_zero_gradients(engine.model, self.config.training.loss_type, self._null_rows)
         zero = [part for part, name in parts.items() if name in self._connected and part not in self._has_gradient]
         unexcused = [part for part in zero if not part.startswith(excused)]
         if unexcused:
-            findings.fault("reached", f"a zero gradient in each of {len(self.steps)} steps: {checks.named(unexcused)}")
-        idle = f"; the mode and these batches do not use {checks.named(zero)}" if zero else ""
-        findings.ran("reached", f"{len(parts) - len(zero)} of {len(parts)} tensors (a block's by streams){idle}")
+            findings.failed(
+                "reached", f"a zero gradient in each of {len(self.steps)} steps: {checks.format_names(unexcused)}"
+            )
+        idle = f"; the mode and these batches do not use {checks.format_names(zero)}" if zero else ""
+        findings.passed("reached", f"{len(parts) - len(zero)} of {len(parts)} tensors (a block's by streams){idle}")
 
-        moved = checks.changed(start, checks.checksums(engine.fragments()))
+        moved = checks.changed(start, checks.checksums(engine.parameter_shards()))
         used = {parts[part] for part in self._has_gradient}
         still = [name for name in names if name in used and name not in moved]
         if still:
-            findings.fault("moves", f"a gradient, but the weight stayed as it was: {checks.named(still)}")
-        findings.ran("moves", f"{len(moved)} of {len(names)} tensors")
+            findings.failed("moves", f"a gradient, but the weight stayed as it was: {checks.format_names(still)}")
+        findings.passed("moves", f"{len(moved)} of {len(names)} tensors")
 
         bad = nonfinite_tensors(engine)
         if bad:
-            findings.fault("finite", "non-finite after the steps: " + checks.named(list(bad)))
+            findings.failed("finite", "non-finite after the steps: " + checks.format_names(list(bad)))
         norms = [step["grad_norm"] for step in self.steps]
-        findings.ran("finite", f"gradient norms {min(norms):.4g} to {max(norms):.4g}")
+        findings.passed("finite", f"gradient norms {min(norms):.4g} to {max(norms):.4g}")
 
     def _check_frozen(self, before: dict) -> None:
         moved = checks.changed(before, checks.checksums(self.engine.frozen_fragments()))
         if moved:
-            self.findings.fault("frozen", f"changed during the steps: {checks.named(moved)}")
+            self.findings.failed("frozen", f"changed during the steps: {checks.format_names(moved)}")
         names = {name for name, _ in before}
         told = f"{len(names)} frozen tensors, bit for bit as they were" if names else "nothing is frozen in this run"
-        self.findings.ran("frozen", told)
+        self.findings.passed("frozen", told)
 
     def _check_memory(self) -> None:
         self.peak_bytes, kind = peak_memory(self.engine.device)
-        self.findings.ran("memory", f"{self.peak_bytes / 2**30:.2f} GiB of {kind}")
+        self.findings.passed("memory", f"{self.peak_bytes / 2**30:.2f} GiB of {kind}")
 
 
 def peak_memory(device: torch.device) -> tuple[int, str]:

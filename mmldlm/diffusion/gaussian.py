@@ -11,7 +11,7 @@ PATHS = ("cosine", "linear", "sigmoid", "rectified_flow")
 PREDICTIONS = ("x0", "v", "epsilon", "flow")
 
 
-class ContinuousDiffusion:
+class GaussianProcess:
     """Forward process, targets, loss weights and one deterministic or stochastic step back.
 
     The paths are continuous in t in [0, 1] (t = 0 data, t = 1 noise): variance preserving with a = cos(pi t / 2)

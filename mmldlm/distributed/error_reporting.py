@@ -18,30 +18,30 @@ import time
 from datetime import datetime, timezone
 from pathlib import Path
 
-from mmldlm.utils.output_paths import for_screen
+from mmldlm.utils.formatting import for_screen
 
 # Seconds: ranks of a node start and import side by side; where rank 0 has failed, launchers end the rest.
-PATIENCE = 3.0
-FRESH = 60.0  # an older claim is of another attempt
+CLAIM_WAIT = 3.0
+CLAIM_TTL = 60.0  # an older claim is of another attempt
 _LAUNCHES = ("MMLDLM_LAUNCH", "SLURM_STEP_ID")  # else the launcher is the parent of all ranks of the node
 
 
-def say(message: str) -> None:
+def log_line(message: str) -> None:
     """A line on stderr with the time of day."""
     with contextlib.suppress(OSError):  # nobody reads it: the exit code still says how the run ended
         line = f"[{datetime.now(timezone.utc):%H:%M:%S}] {message}"
         print(for_screen(line, sys.stderr), file=sys.stderr, flush=True)
 
 
-def say_error(error: BaseException, kind: str = "error") -> None:
+def report_error_once(error: BaseException, kind: str = "error") -> None:
     """Say what ends this rank, unless another rank says it."""
     rank, local_rank = (int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK"))
     if rank == 0:
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            _claim(str(error))
-        say(f"{kind}: {error}")
-    elif not _in_process_group() and _is_left_to_us(str(error), 0.0 if local_rank == 0 else PATIENCE):
-        say(f"{kind} on rank {rank} ({socket.gethostname()}): {error}")
+            _try_claim(str(error))
+        log_line(f"{kind}: {error}")
+    elif not _in_process_group() and _should_report(str(error), 0.0 if local_rank == 0 else CLAIM_WAIT):
+        log_line(f"{kind} on rank {rank} ({socket.gethostname()}): {error}")
 
 
 def _in_process_group() -> bool:
@@ -49,22 +49,22 @@ def _in_process_group() -> bool:
     return torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def _is_left_to_us(text: str, patience: float) -> bool:
-    end, path = time.monotonic() + patience, _place(text)
+def _should_report(text: str, patience: float) -> bool:
+    end, path = time.monotonic() + patience, _claim_path(text)
     while time.monotonic() < end:
-        if _is_fresh(path):
+        if _is_recent(path):
             return False
         time.sleep(0.05)
-    return _claim(text)
+    return _try_claim(text)
 
 
-def _claim(text: str) -> bool:
+def _try_claim(text: str) -> bool:
     """Whether no rank of this node has said it; a folder that cannot be used leaves everyone to speak."""
-    path = _place(text)
+    path = _claim_path(text)
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         for old in path.parent.iterdir():
-            if not _is_fresh(old):
+            if not _is_recent(old):
                 old.unlink(missing_ok=True)
         path.touch(exist_ok=False)
     except FileExistsError:
@@ -74,15 +74,15 @@ def _claim(text: str) -> bool:
     return True
 
 
-def _place(text: str) -> Path:
+def _claim_path(text: str) -> Path:
     launch = next((os.environ[name] for name in _LAUNCHES if name in os.environ), os.getppid())
     what = (launch, os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), text)
     name = hashlib.sha256(repr(what).encode()).hexdigest()[:32]
     return Path(tempfile.gettempdir()) / f"mmldlm_said_{os.getuid()}" / name
 
 
-def _is_fresh(path: Path) -> bool:
+def _is_recent(path: Path) -> bool:
     try:
-        return time.time() - path.stat().st_mtime < FRESH
+        return time.time() - path.stat().st_mtime < CLAIM_TTL
     except OSError:
         return False

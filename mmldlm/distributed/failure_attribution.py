@@ -9,13 +9,13 @@ import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
-RUNNING, HIT, FAILED, LEFT = "running", "hit", "failed", "left"
+RUNNING, COLLECTIVE_FAILED, FAILED, EXITED = "running", "hit", "failed", "left"
 _MOST_NAMES = 4
 FAILED_RANKS_FD = "MMLDLM_FAILED_RANKS_FD"  # variable: pipe to the process that watches this rank
 
 
 @dataclass(frozen=True)
-class Beat:
+class HeartbeatRecord:
     """One rank's sign of life, as it stands in the job's store.
 
     Attributes:
@@ -51,9 +51,9 @@ class Beat:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def from_text(text: str | bytes) -> Beat:
+    def from_text(text: str | bytes) -> HeartbeatRecord:
         """What to_text wrote."""
-        return Beat(**json.loads(text))
+        return HeartbeatRecord(**json.loads(text))
 
     def name(self) -> str:
         """`rank 3 on node7 (pid 4711)`."""
@@ -61,10 +61,10 @@ class Beat:
 
 
 @dataclass(frozen=True)
-class Sighting:
+class Observation:
     """A Beat, and when (monotonic seconds of the one who judges) it was first seen to be new."""
 
-    beat: Beat
+    beat: HeartbeatRecord
     seen: float
 
     def quiet(self, now: float) -> float:
@@ -77,14 +77,14 @@ class Sighting:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class FailureReport:
     """Why the job ends, in one sentence, and because of which ranks (empty: of no single one)."""
 
     sentence: str
     ranks: tuple[int, ...] = ()
 
 
-def report_failed_ranks(verdict: Verdict) -> None:
+def report_failed_ranks(verdict: FailureReport) -> None:
     """Pass the failed ranks to the process that started this one, where it opened a pipe for that (launch/rank.py)."""
     fd = os.environ.pop(FAILED_RANKS_FD, None)
     if fd is not None:
@@ -93,7 +93,7 @@ def report_failed_ranks(verdict: Verdict) -> None:
 
 
 @dataclass(frozen=True)
-class Limits:
+class Timeouts:
     """Seconds: without a move; without a sign of life once a collective has failed; to look for a reason then; without
     a sign of life though nothing has failed (of NCCL's collectives no error comes when a rank is gone)."""
 
@@ -103,7 +103,9 @@ class Limits:
     silent: float = math.inf
 
 
-def judge(sightings: Iterable[Sighting], now: float, limits: Limits, first_hit: float | None = None) -> Verdict | None:
+def find_failed_ranks(
+    sightings: Iterable[Observation], now: float, limits: Timeouts, first_hit: float | None = None
+) -> FailureReport | None:
     """Rank 0's judgement.
 
     A rank is to blame when it failed by itself; when no sign of life came from it for `limits.silent` (`limits.quiet`
@@ -129,11 +131,11 @@ def judge(sightings: Iterable[Sighting], now: float, limits: Limits, first_hit: 
         )
     ]
     if gone:
-        return _verdict(gone, lambda s: silence(s, now))
+        return _verdict(gone, lambda s: describe_missing(s, now))
     if running:
         last = [s for s in running if s.beat.moves == min(s.beat.moves for s in running)]
         if all(s.stood(now) > limits.stand * s.beat.patience for s in last):
-            left = [s for s in sightings if s.beat.state == LEFT]
+            left = [s for s in sightings if s.beat.state == EXITED]
             if left:
                 return _verdict(left, lambda s: f"left the others {_at(s.beat)}: {s.beat.note or 'it was done'}")
             return _verdict([s for s in last if not s.beat.waits] or last, lambda s: _standstill(s, now))
@@ -142,19 +144,19 @@ def judge(sightings: Iterable[Sighting], now: float, limits: Limits, first_hit: 
     return None
 
 
-def silence(sighting: Sighting, now: float) -> str:
+def describe_missing(sighting: Observation, now: float) -> str:
     """The predicate for a rank of which nothing is heard any more."""
     return f"has given no sign of life since {_where(sighting.beat)} ({sighting.stood(now):.0f} s ago)"
 
 
-def _standstill(sighting: Sighting, now: float) -> str:
+def _standstill(sighting: Observation, now: float) -> str:
     place = f", at {sighting.beat.place}" if sighting.beat.place else ""
     return f"has not moved since {_where(sighting.beat)} ({sighting.stood(now):.0f} s ago{place})"
 
 
-def _unknown(sightings: list[Sighting], running: list[Sighting], now: float) -> Verdict:
+def _unknown(sightings: list[Observation], running: list[Observation], now: float) -> FailureReport:
     """A collective failed, and every rank still gives signs of life."""
-    hit = [s for s in sightings if s.beat.state == HIT]
+    hit = [s for s in sightings if s.beat.state == COLLECTIVE_FAILED]
     error = f"; {hit[0].beat.name()} saw: {hit[0].beat.note}" if hit else ""
     late = [s for s in running if s.beat.moves < max(other.beat.moves for other in sightings)]
     if late:
@@ -162,19 +164,19 @@ def _unknown(sightings: list[Sighting], running: list[Sighting], now: float) -> 
         return replace(verdict, sentence=verdict.sentence + error)
     hosts = sorted({s.beat.host for s in sightings})
     between = f"the network between {', '.join(hosts[:_MOST_NAMES])}" if len(hosts) > 1 else "the messages above"
-    return Verdict(f"a collective failed though all {len(sightings)} ranks are alive: look at {between}{error}")
+    return FailureReport(f"a collective failed though all {len(sightings)} ranks are alive: look at {between}{error}")
 
 
-def _verdict(guilty: list[Sighting], predicate) -> Verdict:
+def _verdict(guilty: list[Observation], predicate) -> FailureReport:
     named = [f"{s.beat.name()} {predicate(s)}" for s in guilty[:_MOST_NAMES]]
     if len(guilty) > _MOST_NAMES:
         named.append(f"and {len(guilty) - _MOST_NAMES} other ranks likewise")
-    return Verdict("; ".join(named), tuple(s.beat.rank for s in guilty))
+    return FailureReport("; ".join(named), tuple(s.beat.rank for s in guilty))
 
 
-def _where(beat: Beat) -> str:
+def _where(beat: HeartbeatRecord) -> str:
     return f"step {beat.step}, phase '{beat.phase}'"
 
 
-def _at(beat: Beat) -> str:
+def _at(beat: HeartbeatRecord) -> str:
     return f"at {_where(beat)}"

@@ -12,7 +12,7 @@ from mmldlm.errors import UserError
 _MPI_RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
 
-def adopt_mpi_environment() -> None:
+def set_env_from_mpi() -> None:
     """Set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT from MPI when mpirun started this process.
 
     Does nothing under another launcher. What is already set stays: DeepSpeed's own discovery would overwrite a

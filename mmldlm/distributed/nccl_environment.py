@@ -9,7 +9,7 @@ from pathlib import Path
 
 # Every spelling that torch 2.13 reads, the present one first (torch/csrc/distributed/c10d/*.hpp).
 _FLIGHT_BUFFER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-FLIGHT_FILE = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+FLIGHT_RECORDER_FILE = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _ERROR_HANDLING = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
 _BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
 _MONITORING = "TORCH_NCCL_ENABLE_MONITORING"
@@ -35,22 +35,22 @@ def prepare_environment(timeout: float, logs: Path | None = None) -> list[str]:
     # The last collectives of every rank, with their stacks: the only witness of which rank did not join one.
     _default(_FLIGHT_BUFFER, "2000")
     _default(("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1")
-    if logs is not None and not _given(FLIGHT_FILE):
+    if logs is not None and not _env_value(FLIGHT_RECORDER_FILE):
         with contextlib.suppress(OSError):  # the ranks agree on that error when they open the run's folder
             logs.mkdir(parents=True, exist_ok=True)
-        _default(FLIGHT_FILE, str(logs / "flight_rank_"))  # torch adds the rank
+        _default(FLIGHT_RECORDER_FILE, str(logs / "flight_rank_"))  # torch adds the rank
     # 3 ends the process when a collective fails or times out, without ncclCommAbort, which can itself hang for ever.
-    if not _given(_BLOCKING_WAIT):
+    if not _env_value(_BLOCKING_WAIT):
         _default(_ERROR_HANDLING, "3")
     # The watchdog that enforces the time limit can itself be stuck in a CUDA call: a second thread watches it.
     _default((_MONITORING,), "1")
     _default((_HEARTBEAT,), str(max(int(min(timeout, _LONGEST_HEARTBEAT)), 1)))
     # Whole minutes; for the groups that DeepSpeed makes by itself.
     _default(("DEEPSPEED_TIMEOUT",), str(max(math.ceil(timeout / 60), 1)))
-    return _outlasting(timeout)
+    return _timeout_beyond(timeout)
 
 
-def _outlasting(timeout: float) -> list[str]:
+def _timeout_beyond(timeout: float) -> list[str]:
     found = []
     heartbeat = os.environ[_HEARTBEAT]
     if not heartbeat.isdigit() or int(heartbeat) > max(timeout, _LONGEST_HEARTBEAT):
@@ -59,16 +59,16 @@ def _outlasting(timeout: float) -> list[str]:
         )
     if os.environ[_MONITORING].lower() in _FALSE:
         found.append(f"{_MONITORING}={os.environ[_MONITORING]}: nobody watches NCCL's watchdog")
-    handling = _given(_ERROR_HANDLING)
+    handling = _env_value(_ERROR_HANDLING)
     if handling is not None and os.environ[handling] == "0":
         found.append(f"{handling}=0: NCCL neither times out nor reports a dead peer")
     return [f"{sentence}; unset it" for sentence in found]
 
 
-def _given(names: tuple[str, ...]) -> str | None:
+def _env_value(names: tuple[str, ...]) -> str | None:
     return next((name for name in names if name in os.environ), None)
 
 
 def _default(names: tuple[str, ...], value: str) -> None:
-    if _given(names) is None:
+    if _env_value(names) is None:
         os.environ[names[0]] = value

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 
-from mmldlm.distributed.nccl_environment import FLIGHT_FILE
+from mmldlm.distributed.nccl_environment import FLIGHT_RECORDER_FILE
 from mmldlm.errors import EXIT_FAILED
 
 # What gloo, NCCL and the store write into the RuntimeErrors that torch does not give a type of their own.
-_COLLECTIVE_WORDS = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "broken pipe")
-_WAITING = {(("mmldlm", "engines"), "sum_on_host"), (("torch", "cuda"), "synchronize")}
-_TRACES_WITHIN = 3.0  # seconds
+COLLECTIVE_ERROR_PATTERNS = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "broken pipe")
+BLOCKING_CALLS = {(("mmldlm", "engines"), "sum_on_host"), (("torch", "cuda"), "synchronize")}
+TRACE_TIMEOUT = 3.0  # seconds
 
 
 def is_collective_error(error: BaseException | None) -> bool:
@@ -23,7 +23,7 @@ def is_collective_error(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, torch.distributed.DistError):
             return True
-        if isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _COLLECTIVE_WORDS):
+        if isinstance(error, RuntimeError) and any(word in str(error).lower() for word in COLLECTIVE_ERROR_PATTERNS):
             return True
         error = error.__cause__
     return False
@@ -35,7 +35,7 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}"[:300]
 
 
-def standing_place(thread: int) -> tuple[str, bool]:
+def current_location(thread: int) -> tuple[str, bool]:
     """Where a thread stands, as `folder/file.py:line in function`, and whether that is inside a collective.
 
     With NCCL a collective returns at once, and the host waits for it later: where it reads a result
@@ -47,7 +47,7 @@ def standing_place(thread: int) -> tuple[str, bool]:
         name = Path(frame.f_code.co_filename)
         places.append((name, f"{name.parent.name}/{name.name}:{frame.f_lineno} in {frame.f_code.co_name}"))
         waits = waits or name.parts[-3:-1] == ("torch", "distributed")
-        waits = waits or (name.parts[-3:-1], frame.f_code.co_name) in _WAITING
+        waits = waits or (name.parts[-3:-1], frame.f_code.co_name) in BLOCKING_CALLS
         frame = frame.f_back
     if not places:
         return "", False
@@ -55,7 +55,7 @@ def standing_place(thread: int) -> tuple[str, bool]:
     return ours, waits
 
 
-def end_process(rank: int, logs: Path | None) -> None:
+def exit_with_stacks(rank: int, logs: Path | None) -> None:
     """End this process with exit code 1, whatever its other threads do; leaves its traces in logs first.
 
     Writes stack_rank{rank}.txt (the Python stack of every thread) and the flight recorder's file: torch's watchdog
@@ -63,7 +63,7 @@ def end_process(rank: int, logs: Path | None) -> None:
     """
     # From here on this process ends even if a lock or a dead file system holds up what follows: faulthandler's own
     # thread needs neither the GIL nor an answer.
-    faulthandler.dump_traceback_later(_TRACES_WITHIN, exit=True, file=2)
+    faulthandler.dump_traceback_later(TRACE_TIMEOUT, exit=True, file=2)
     if logs is not None:
         try:
             _write_traces(rank, logs)
@@ -76,7 +76,7 @@ def _write_traces(rank: int, logs: Path) -> None:
     logs.mkdir(parents=True, exist_ok=True)
     with open(logs / f"stack_rank{rank}.txt", "w") as file:
         faulthandler.dump_traceback(file, all_threads=True)
-    prefix = next((os.environ[name] for name in FLIGHT_FILE if name in os.environ), None)
+    prefix = next((os.environ[name] for name in FLIGHT_RECORDER_FILE if name in os.environ), None)
     if prefix is not None and torch.distributed.is_initialized():
         c10d = torch._C._distributed_c10d
         name = "_dump_nccl_trace" if "nccl" in torch.distributed.get_backend() else "_dump_fr_trace"

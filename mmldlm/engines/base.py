@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmldlm.engines.parameter_shards import Fragment
-from mmldlm.engines.pinned_copy import HostCopy
+from mmldlm.engines.parameter_shards import ParameterShard
+from mmldlm.engines.pinned_copy import PinnedSnapshot
 from mmldlm.errors import UserError
 
 
@@ -54,21 +54,21 @@ class Engine(ABC):
         or `discard`."""
 
     @abstractmethod
-    def apply(self, lr: float, grad_norm: float) -> None:
+    def step(self, lr: float, grad_norm: float) -> None:
         """Clip by this (finite) norm and update the weights with this learning rate. Collective."""
 
     @abstractmethod
-    def discard(self) -> None:
+    def discard_gradients(self) -> None:
         """Throw the accumulated gradients away; weights and moments stay as they are. Collective."""
 
     # -- what this rank holds ----------------------------------------------------------------------------------------
 
     @abstractmethod
-    def fragments(self) -> list[Fragment]:
+    def parameter_shards(self) -> list[ParameterShard]:
         """The pieces of fp32 master weights that this rank updates; over all ranks they cover every trainable one."""
 
     @abstractmethod
-    def frozen_fragments(self) -> list[Fragment]:
+    def frozen_fragments(self) -> list[ParameterShard]:
         """The pieces of frozen weights that this rank holds, in the dtype the engine keeps them."""
 
     @abstractmethod
@@ -76,19 +76,19 @@ class Engine(ABC):
         """The inner AdamW's state by the tensor that it updates (Fragment.owner)."""
 
     @abstractmethod
-    def masters_written(self) -> None:
+    def sync_weights_from_masters(self) -> None:
         """Bring the weights that the model computes with up to date with changed masters. Collective."""
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def state_to_save(self, folder: Path, step: int) -> Any:
+    def snapshot_state(self, folder: Path, step: int) -> Any:
         """What this rank must write below folder, for `write`; its tensors may be live ones. Collective."""
 
     def copy_to_host(self, state: Any) -> Any:
         """state with its tensors copied into host memory of our own, so that training can go on while it is written."""
         if not hasattr(self, "_host_copy"):
-            self._host_copy = HostCopy()
+            self._host_copy = PinnedSnapshot()
         return self._host_copy(state)
 
     def write(self, state: Any, folder: Path) -> None:
@@ -96,7 +96,7 @@ class Engine(ABC):
         for name, values in state:
             torch.save(values, folder / name)  # a folder that is gone is not made again: what lay in it is lost
 
-    def write_failed(self) -> None:
+    def reset_after_failed_save(self) -> None:
         """After a checkpoint that some rank could not write: be ready for the next. Collective."""
         return
 
@@ -111,7 +111,7 @@ class Engine(ABC):
         Raises:
             UserError: a damaged file.
         """
-        fragments = self.fragments()
+        fragments = self.parameter_shards()
         with torch.no_grad():
             for fragment in [*fragments, *self.frozen_fragments()]:
                 values = reader.read(fragment.name, "weight", fragment.start, fragment.count)
@@ -152,7 +152,7 @@ class Engine(ABC):
         on_host = torch.tensor(numbers, dtype=torch.float64, pin_memory=self.device.type == "cuda")
         return on_host.to(self.device, non_blocking=True)
 
-    def gather_texts(self, text: str | None) -> list[str]:
+    def gather_messages(self, text: str | None) -> list[str]:
         """What the ranks that have something to say say, with rank and host, on every rank. Collective."""
         found = [None if text is None else f"rank {self.rank} on {socket.gethostname()}: {text}"]
         if self.world_size > 1:
@@ -160,13 +160,13 @@ class Engine(ABC):
             torch.distributed.all_gather_object(found, own)
         return [said for said in found if said is not None]
 
-    def all_ok(self, ok: bool) -> bool:
+    def all_agree(self, ok: bool) -> bool:
         """True when every rank says True."""
         return ok if self.world_size == 1 else self.sum_on_host(self.to_device([not ok])) == [0]
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        self.all_ok(True)
+        self.all_agree(True)
 
     def describe(self) -> str:
         """One phrase for the screen and the manifest."""
@@ -214,7 +214,7 @@ def rank_environment() -> tuple[int, int, int]:
     )
 
 
-def ranks_here(local_rank: int) -> int:
+def local_world_size(local_rank: int) -> int:
     """Ranks on this machine, as torchrun, DeepSpeed, Slurm or Open MPI tell; at least as many as this rank knows of."""
     names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
     told = (os.environ.get(name, "") for name in names if "RANK" in os.environ)  # not of a shell in an allocation
@@ -228,7 +228,7 @@ def pick_device(local_rank: int) -> torch.device:
         UserError: on all ranks of a machine that shows its ranks fewer GPUs than they are.
     """
     if torch.cuda.is_available():
-        ranks, found = ranks_here(local_rank), torch.cuda.device_count()
+        ranks, found = local_world_size(local_rank), torch.cuda.device_count()
         if ranks > found:
             shown = os.environ.get("CUDA_VISIBLE_DEVICES")
             raise UserError(

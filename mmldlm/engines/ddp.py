@@ -11,10 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 from mmldlm.config.schema import Config
 from mmldlm.engines.base import Autocast, compute_dtype, pick_device, rank_environment
 from mmldlm.engines.deepspeed.engine import start_process_group
-from mmldlm.engines.torch_engine import PlainEngine
+from mmldlm.engines.torch_engine import TorchEngine
 
 
-class DdpEngine(PlainEngine):
+class DdpEngine(TorchEngine):
     """fp32 weights and gradients, autocast to bf16 or fp16 when asked; gradients are reduced once an optimizer step."""
 
     kind = "ddp"

@@ -15,7 +15,7 @@ class WeightAverage:
 
     def __init__(self, engine: Engine, decay: float):
         self.engine, self.decay = engine, decay
-        self._fragments = engine.fragments()
+        self._fragments = engine.parameter_shards()
         self._weights = [fragment.of(fragment.owner) for fragment in self._fragments]
         self.values = [weight.clone() for weight in self._weights]
 
@@ -36,7 +36,7 @@ class WeightAverage:
         for fragment, value in zip(self._fragments, self.values, strict=True):
             value.copy_(torch.from_numpy(reader.read(fragment.name, "ema", fragment.start, fragment.count)))
 
-    def state_to_save(self) -> dict[str, Any]:
+    def snapshot_state(self) -> dict[str, Any]:
         """name -> first element, whole shape, values [count]; several ranks' files together cover each parameter."""
         if not self.engine.saves_shards:
             return {}

@@ -18,13 +18,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from mmldlm.config.schema import Config
 from mmldlm.engines.base import compute_dtype, persistent_buffers, pick_device, rank_environment, tied_names
 from mmldlm.engines.deepspeed.engine import start_process_group
-from mmldlm.engines.parameter_shards import Fragment, sharded
-from mmldlm.engines.torch_engine import PlainEngine
+from mmldlm.engines.parameter_shards import ParameterShard, dim0_shard
+from mmldlm.engines.torch_engine import TorchEngine
 
 TRAINABLE = "trainable.json"
 
 
-class FsdpEngine(PlainEngine):
+class FsdpEngine(TorchEngine):
     """fp32 shards; each block's weights are gathered (in bf16 when asked) while it runs, gradients reduced in fp32.
 
     With engine.replicas = R, groups of world size / R ranks shard the model and R groups hold copies (HSDP).
@@ -56,9 +56,9 @@ class FsdpEngine(PlainEngine):
         self.module = model
         self._take(model, config)
         self._patience = timedelta(seconds=config.checkpoints.timeout)
-        self.write_failed()
+        self.reset_after_failed_save()
 
-    def write_failed(self) -> None:
+    def reset_after_failed_save(self) -> None:
         # A checkpoint is written in a thread while training goes on: its collectives need a group of their own. One in
         # which a collective failed stays broken.
         self._writers = torch.distributed.new_group(backend="gloo", timeout=self._patience)
@@ -68,10 +68,10 @@ class FsdpEngine(PlainEngine):
         self.module.set_is_last_backward(sync)
 
     @staticmethod
-    def _fragment(name: str, parameter: Tensor) -> Fragment:
-        return sharded(name, parameter)
+    def _fragment(name: str, parameter: Tensor) -> ParameterShard:
+        return dim0_shard(name, parameter)
 
-    def state_to_save(self, folder: Path, step: int) -> Any:
+    def snapshot_state(self, folder: Path, step: int) -> Any:
         state = self.optimizer.state
         names = {self._names[id(p)]: p for p in self._parameters()}
         moments = {

@@ -11,28 +11,28 @@ from torch import Tensor
 
 from mmldlm.engines.base import Engine
 from mmldlm.engines.deepspeed.engine import DeepSpeedEngine
-from mmldlm.engines.parameter_shards import Fragment
+from mmldlm.engines.parameter_shards import ParameterShard
 
 
-def gradient_fragments(engine: Engine) -> list[tuple[Fragment, Tensor | None]]:
-    """Engine.fragments(), each with its gradient: flat, [count], summed over ranks and micro-batches, not clipped.
+def gradient_fragments(engine: Engine) -> list[tuple[ParameterShard, Tensor | None]]:
+    """Engine.parameter_shards(), each with its gradient: [count], summed over ranks and micro-batches, not clipped.
 
     Only between `grad_norm` and `apply` or `discard`. Views wherever the engine keeps the elements together. None
     where no gradient came at all; ZeRO-1 to 3 keep zeros there. Where several ranks hold the same fragments
     (Engine.saves_shards), each of them gets the same values. No collective, no host sync.
     """
-    fragments = engine.fragments()
+    fragments = engine.parameter_shards()
     if not isinstance(engine, DeepSpeedEngine) or engine.stage == 0:
         return [(fragment, _of(fragment, fragment.owner.grad)) for fragment in fragments]
     flats = _zero_gradients(engine._optimizer, engine.stage)
     return [(fragment, flats[id(fragment.owner)].cut(fragment.offset, fragment.count)) for fragment in fragments]
 
 
-def _of(fragment: Fragment, gradient: Tensor | None) -> Tensor | None:
+def _of(fragment: ParameterShard, gradient: Tensor | None) -> Tensor | None:
     return None if gradient is None else fragment.of(gradient)
 
 
-class _EndToEnd:
+class _ConcatView:
     """Tensors that stand one after the other for one flat tensor."""
 
     def __init__(self, pieces: list[Tensor]):
@@ -51,7 +51,7 @@ class _EndToEnd:
         return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def _zero_gradients(optimizer: Any, stage: int) -> dict[int, _EndToEnd]:
+def _zero_gradients(optimizer: Any, stage: int) -> dict[int, _ConcatView]:
     """id of each flat master -> its gradients, in the same layout (DeepSpeed 0.19.8)."""
     if stage == 3:
         flats, offloaded = optimizer.fp32_partitioned_groups_flat, optimizer.offload_optimizer
@@ -59,9 +59,9 @@ def _zero_gradients(optimizer: Any, stage: int) -> dict[int, _EndToEnd]:
         flats, offloaded = optimizer.single_partition_of_fp32_groups, optimizer.cpu_offload
     else:
         flats, grads = optimizer.fp32_groups_flat_partition, optimizer.fp32_groups_gradient_flat_partition
-        return {id(flat): _EndToEnd([grad]) for flat, grad in zip(flats, grads, strict=True)}
+        return {id(flat): _ConcatView([grad]) for flat, grad in zip(flats, grads, strict=True)}
     pieces = [[flat.grad] if offloaded else optimizer.averaged_gradients[i] for i, flat in enumerate(flats)]
-    return {id(flat): _EndToEnd(parts) for flat, parts in zip(flats, pieces, strict=True)}
+    return {id(flat): _ConcatView(parts) for flat, parts in zip(flats, pieces, strict=True)}
 
 
 def optimizer_groups(engine: Engine) -> dict[Tensor, dict[str, Any]]:

@@ -56,7 +56,7 @@ def learning_rate(applied_steps: int, num_train_steps: int, config: OptimizerCon
     return config.min_lr + (config.lr - config.min_lr) * share
 
 
-def _factor(max_norm: float | None, norm: float, loss_scale: float) -> float:
+def _clip_coefficient(max_norm: float | None, norm: float, loss_scale: float) -> float:
     clip = 1.0 if max_norm is None else min(max_norm / (norm + 1e-6), 1.0)
     return clip / loss_scale
 
@@ -69,7 +69,7 @@ def scale_gradients(parameters: list[torch.Tensor], max_norm: float | None, norm
     Args:
         norm: their global norm, loss scale taken out.
     """
-    factor = _factor(max_norm, norm, loss_scale)
+    factor = _clip_coefficient(max_norm, norm, loss_scale)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if factor != 1.0 and gradients:
         torch._foreach_mul_(gradients, factor)
@@ -80,7 +80,7 @@ def clipped_step(optimizer: torch.optim.AdamW, max_norm: float | None, norm: flo
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(hasattr(parameter, "full_tensor") for parameter in parameters):  # of a shard the kernel takes no scale
         scale_gradients(parameters, max_norm, norm, loss_scale)
-    elif (factor := _factor(max_norm, norm, loss_scale)) != 1.0:
+    elif (factor := _clip_coefficient(max_norm, norm, loss_scale)) != 1.0:
         # What torch.amp.GradScaler hands over in this way; filled, not copied, so that a GPU is not waited for.
         optimizer.grad_scale = torch.full((), 1 / factor, device=parameters[0].device)
     try:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Fragment:
+class ParameterShard:
     """Elements [start, start + count) of the flattened parameter `name`.
 
     Attributes:
@@ -30,7 +30,7 @@ class Fragment:
 
     def of(self, tensor: Tensor) -> Tensor:
         """The elements as a flat view of the owner, or of a tensor laid out like it (a moment, a gradient). [count]"""
-        return local(tensor).detach().view(-1)[self.offset : self.offset + self.count]
+        return local_shard(tensor).detach().view(-1)[self.offset : self.offset + self.count]
 
 
 def is_sharded(value: Any) -> bool:
@@ -39,21 +39,21 @@ def is_sharded(value: Any) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """This rank's part of a sharded tensor; any other tensor as it is."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def whole(name: str, parameter: Tensor) -> Fragment:
+def full_shard(name: str, parameter: Tensor) -> ParameterShard:
     """The fragment of a parameter that this rank holds wholly."""
-    return Fragment(name, tuple(parameter.shape), 0, parameter.numel(), parameter)
+    return ParameterShard(name, tuple(parameter.shape), 0, parameter.numel(), parameter)
 
 
-def sharded(name: str, parameter: DTensor) -> Fragment:
+def dim0_shard(name: str, parameter: DTensor) -> ParameterShard:
     """This rank's rows of a parameter that FSDP2 cut along dimension 0."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     count, row = parameter.to_local().numel(), parameter.numel() // max(parameter.shape[0], 1)
     assert tuple(shape[1:]) == tuple(parameter.shape[1:]), f"{name} is cut along another dimension than 0"
-    return Fragment(name, tuple(parameter.shape), offset[0] * row if count else 0, count, parameter)
+    return ParameterShard(name, tuple(parameter.shape), offset[0] * row if count else 0, count, parameter)

@@ -11,7 +11,7 @@ from torch import Tensor
 from mmldlm.engines.parameter_shards import is_sharded
 
 
-class HostCopy:
+class PinnedSnapshot:
     """Copies every tensor in a tree of dicts, lists and tuples into host memory, which is kept for the next time.
 
     The memory is pinned where the tensors lie on a GPU: only then does the copy run at the bus's speed. Sharded tensors

@@ -7,11 +7,11 @@ from torch import nn
 
 from mmldlm.config.schema import Config
 from mmldlm.engines.base import Autocast, compute_dtype, pick_device, rank_environment
-from mmldlm.engines.torch_engine import PlainEngine
+from mmldlm.engines.torch_engine import TorchEngine
 from mmldlm.errors import UserError
 
 
-class SingleEngine(PlainEngine):
+class SingleEngine(TorchEngine):
     """fp32 weights, autocast to bf16 or fp16 when asked."""
 
     kind = "single"

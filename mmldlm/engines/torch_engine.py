@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from mmldlm.config.schema import Config
 from mmldlm.engines.base import Engine, persistent_buffers, tied_names
 from mmldlm.engines.optimizer import build_optimizer, clipped_step
-from mmldlm.engines.parameter_shards import Fragment, whole
+from mmldlm.engines.parameter_shards import ParameterShard, full_shard
 
 
-class PlainEngine(Engine):
+class TorchEngine(Engine):
     """Clip by the true global norm, judge it, step. Subclasses wrap the model and say when gradients are reduced."""
 
     def _take(self, model: nn.Module, config: Config) -> None:
@@ -43,33 +43,33 @@ class PlainEngine(Engine):
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # a shard's norm is only its part
         return norm / self.loss_scale
 
-    def apply(self, lr: float, grad_norm: float) -> None:
+    def step(self, lr: float, grad_norm: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         clipped_step(self.optimizer, self.clip, grad_norm, self.loss_scale)
-        self.discard()
+        self.discard_gradients()
 
-    def discard(self) -> None:
+    def discard_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
-    def fragments(self) -> list[Fragment]:
+    def parameter_shards(self) -> list[ParameterShard]:
         return [self._fragment(self._names[id(parameter)], parameter) for parameter in self._parameters()]
 
-    def frozen_fragments(self) -> list[Fragment]:
+    def frozen_fragments(self) -> list[ParameterShard]:
         frozen = [(name, p) for name, p in self.model.named_parameters() if not p.requires_grad]
         return [self._fragment(name, parameter) for name, parameter in frozen]
 
     @staticmethod
-    def _fragment(name: str, parameter: Tensor) -> Fragment:
-        return whole(name, parameter)
+    def _fragment(name: str, parameter: Tensor) -> ParameterShard:
+        return full_shard(name, parameter)
 
     def optimizer_state(self) -> dict[Tensor, dict[str, Any]]:
         return self.optimizer.state
 
-    def masters_written(self) -> None:
+    def sync_weights_from_masters(self) -> None:
         """The masters are the weights."""
 
-    def state_to_save(self, folder: Path, step: int) -> Any:
+    def snapshot_state(self, folder: Path, step: int) -> Any:
         if self.rank != 0:  # every rank holds the same
             return []
         names = [[self._names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]

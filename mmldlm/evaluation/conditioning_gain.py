@@ -15,12 +15,13 @@ from mmldlm.data.store.store import Store, check_latents
 from mmldlm.errors import UserError
 from mmldlm.evaluation.metrics import retrieval, text_overlap
 from mmldlm.evaluation.metrics.nelbo import Likelihood, measure
-from mmldlm.evaluation.statistics import Estimate, derangement, mean, ratio, share
+from mmldlm.evaluation.statistics import Estimate, derangement, mean, proportion, ratio
 from mmldlm.models import MultimodalMMDiT
 from mmldlm.observe.progress_meter import Advance
 from mmldlm.sampling.latent_sampler import check_latents_per_text, sample_latents
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.sampling.text.loop import PRESENCE_PENALTY, TextSamples, sample_text
+from mmldlm.utils.counter_rng import Stream, generator
 
 NATS = "nats/token"
 Say = Callable[[str], Advance | None]
@@ -55,7 +56,7 @@ def batch_budget(model: nn.Module, batch_size: int | None) -> dict[str, int]:
 
 
 @dataclass
-class Measured:
+class DirectionResult:
     """What one model did: named estimates, and what it wrote."""
 
     estimates: dict[str, Estimate] = field(default_factory=dict)
@@ -100,7 +101,7 @@ def choose_sentences(store: Store, model: nn.Module, num_samples: int | None, se
             f"{found}, {tokenizer['vocab_size']} tokens in {store.root}",
             "evaluate on a store prepared with the model's own tokenizer",
         )
-    ids = np.sort(np.random.Generator(np.random.Philox(key=[seed, 0x5E])).permutation(len(store))[:count])
+    ids = np.sort(generator(seed, Stream.SENTENCES).permutation(len(store))[:count])
     longest = int(store.lengths[ids].max()) + 1
     if longest > config.max_seq_len:
         raise UserError(
@@ -116,7 +117,7 @@ def choose_sentences(store: Store, model: nn.Module, num_samples: int | None, se
 
 def measure_l2t(
     pretrained: Pretrained, model: nn.Module, sentences: Sentences, settings: Settings, say: Say
-) -> Measured:
+) -> DirectionResult:
     """NELBO, lengths and free-running text of one model.
 
     The text of the shuffled arm is the text written from the partner's latent, which the right arm wrote already: a
@@ -135,7 +136,7 @@ def measure_l2t(
         progress=progress,
         **batch_budget(model, settings.batch_size),
     )
-    result = Measured(likelihood_estimates(found))
+    result = DirectionResult(likelihood_estimates(found))
     progress = say(f"writing {len(sentences)} texts from their embeddings in {settings.num_steps} confidence steps")
     samples = sample_text(
         model,
@@ -149,7 +150,7 @@ def measure_l2t(
         **batch_budget(model, settings.batch_size),
     )
     result.estimates.update(text_estimates(samples, sentences.tokens, partner, found.num_tokens, settings.seed))
-    result.written, result.f1 = samples.tokens, text_overlap.set_f1(samples.tokens, sentences.tokens)
+    result.written, result.f1 = samples.tokens, text_overlap.token_f1(samples.tokens, sentences.tokens)
     return result
 
 
@@ -173,7 +174,7 @@ def text_estimates(
 ) -> dict[str, Estimate]:
     """Free-running text against its own reference and, written from the partner's latent, against this one."""
     shuffled = [samples.tokens[other] for other in partner]
-    right, wrong = text_overlap.set_f1(samples.tokens, references), text_overlap.set_f1(shuffled, references)
+    right, wrong = text_overlap.token_f1(samples.tokens, references), text_overlap.token_f1(shuffled, references)
     error = np.abs(samples.lengths.numpy() - num_tokens)
     return {
         "f1_right": mean(right, "points", 100),
@@ -194,7 +195,7 @@ def measure_t2l(
     pool: np.ndarray,
     settings: Settings,
     say: Say,
-) -> Measured:
+) -> DirectionResult:
     """Embeddings made from text, against the encoder's; the first rows of pool [N, D] are the sentences' own."""
     progress = say(f"embedding {len(sentences)} texts in {settings.latent_steps} steps, retrieval among {len(pool)}")
     made = sample_latents(
@@ -208,7 +209,7 @@ def measure_t2l(
         progress=progress,
         **batch_budget(model, settings.batch_size),
     ).numpy()
-    return Measured(latent_estimates(made, sentences, pool), latents=made)
+    return DirectionResult(latent_estimates(made, sentences, pool), latents=made)
 
 
 def latent_estimates(made: np.ndarray, sentences: Sentences, pool: np.ndarray) -> dict[str, Estimate]:
@@ -216,18 +217,18 @@ def latent_estimates(made: np.ndarray, sentences: Sentences, pool: np.ndarray) -
 
     With several latents a text, [Q, M, D], cosine and norm ratio are means over them; retrieval is by their mean.
     """
-    places = retrieval.ranks(retrieval.one_vector(made), retrieval.one_vector(pool), np.arange(len(made)))
+    places = retrieval.ranks(retrieval.pool_latents(made), retrieval.pool_latents(pool), np.arange(len(made)))
     norm_ratio = np.linalg.norm(made, axis=-1) / np.linalg.norm(sentences.latents, axis=-1)
     return {
-        "cosine": mean(retrieval.cosines(made, sentences.latents), "cosine"),
-        "cosine_shuffled": mean(retrieval.cosines(made[sentences.partner], sentences.latents), "cosine"),
-        "recall_at_1": share(places < 1, f"share, of {len(pool)}"),
-        "recall_at_10": share(places < 10, f"share, of {len(pool)}"),
-        "norm_ratio": mean(retrieval.over_texts(norm_ratio), "made / true"),
+        "cosine": mean(retrieval.cosine_similarity(made, sentences.latents), "cosine"),
+        "cosine_shuffled": mean(retrieval.cosine_similarity(made[sentences.partner], sentences.latents), "cosine"),
+        "recall_at_1": proportion(places < 1, f"share, of {len(pool)}"),
+        "recall_at_10": proportion(places < 10, f"share, of {len(pool)}"),
+        "norm_ratio": mean(retrieval.mean_over_latents(norm_ratio), "made / true"),
     }
 
 
-def floors(sentences: Sentences, model: nn.Module) -> dict[str, Estimate]:
+def chance_baselines(sentences: Sentences, model: nn.Module) -> dict[str, Estimate]:
     """What t2l reaches without reading the text: the mean of the training latents for every sentence, and chance."""
     average = model.unscale_latents(torch.zeros(1, model.config.latent_dim, device=model.latent_mean.device))
     constant = np.broadcast_to(average.cpu().numpy(), sentences.latents.shape)
@@ -239,7 +240,7 @@ def floors(sentences: Sentences, model: nn.Module) -> dict[str, Estimate]:
     return result
 
 
-def untrained(model: nn.Module, seed: int, random_gates: bool) -> MultimodalMMDiT:
+def untrained_control(model: nn.Module, seed: int, random_gates: bool) -> MultimodalMMDiT:
     """A fresh model of the same config and latent statistics.
 
     adaLN-Zero starts as the identity, so a fresh model ignores its latent exactly and its gain is 0 by construction.
@@ -271,7 +272,7 @@ def evaluate(pretrained: Pretrained, store: Store, settings: Settings | None = N
     Raises:
         UserError: the store does not fit the model. MmldlmError: the model gives NaN.
     """
-    from mmldlm.evaluation.report import Report
+    from mmldlm.evaluation.report import EvaluationReport
 
     settings = settings or Settings()
     started = time.perf_counter()
@@ -286,14 +287,14 @@ def evaluate(pretrained: Pretrained, store: Store, settings: Settings | None = N
     examples: list[dict[str, Any]] = []
     notes = []
     models = {
-        "untrained": untrained(model, settings.seed, random_gates=False),
-        "untrained_random_gates": untrained(model, settings.seed, random_gates=True),
+        "untrained": untrained_control(model, settings.seed, random_gates=False),
+        "untrained_random_gates": untrained_control(model, settings.seed, random_gates=True),
     }
 
     def quietly(name: str) -> Say:
         return lambda line: say(f"{name.replace('_', ' ')}: {line}")
 
-    if pretrained.can_do("l2t"):
+    if pretrained.supports("l2t"):
         found = measure_l2t(pretrained, model, sentences, settings, say)
         arms["model"].update(found.estimates)
         examples = example_records(pretrained, sentences, found)
@@ -301,9 +302,9 @@ def evaluate(pretrained: Pretrained, store: Store, settings: Settings | None = N
             arms[name].update(measure_l2t(pretrained, control, few, settings, quietly(name)).estimates)
     else:
         notes.append("the model was not trained in mode l2t: text from embeddings is not evaluated")
-    if pretrained.can_do("t2l"):
+    if pretrained.supports("t2l"):
         arms["model"].update(measure_t2l(pretrained, model, sentences, sentences.latents, settings, say).estimates)
-        arms["floors"] = floors(sentences, model)
+        arms["floors"] = chance_baselines(sentences, model)
         for name, control in models.items():
             measured = measure_t2l(pretrained, control, few, sentences.latents, settings, quietly(name))
             arms[name].update(measured.estimates)
@@ -327,10 +328,12 @@ def evaluate(pretrained: Pretrained, store: Store, settings: Settings | None = N
         "seconds": round(time.perf_counter() - started, 1),
         "notes": notes,
     }
-    return Report(conditions, arms, examples)
+    return EvaluationReport(conditions, arms, examples)
 
 
-def example_records(pretrained: Pretrained, sentences: Sentences, found: Measured, count: int = 10) -> list[dict]:
+def example_records(
+    pretrained: Pretrained, sentences: Sentences, found: DirectionResult, count: int = 10
+) -> list[dict]:
     """Sentences spread evenly over the draw, not chosen by how well they went, beside what was written."""
     rows = np.unique(np.linspace(0, len(sentences) - 1, min(count, len(sentences))).astype(int)).tolist()
     written = pretrained.tokenizer.batch_decode([found.written[row] for row in rows], skip_special_tokens=True)

@@ -48,7 +48,7 @@ def claim(name: str, value: float, op: str, bound: float) -> dict[str, Any]:
 
 
 @dataclass
-class Report:
+class EvaluationReport:
     """What an evaluation found.
 
     Attributes:

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from mmldlm.utils.counter_rng import Stream, generator
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -44,7 +46,7 @@ def ratio(numerator: np.ndarray, denominator: np.ndarray, unit: str = "") -> Est
     return Estimate(float(value), float(residual.std(ddof=1) * np.sqrt(len(residual)) / total), unit)
 
 
-def share(hits: np.ndarray, unit: str = "") -> Estimate:
+def proportion(hits: np.ndarray, unit: str = "") -> Estimate:
     """Share of True in [N] bool."""
     return mean(hits.astype(np.float64), unit)
 
@@ -52,7 +54,7 @@ def share(hits: np.ndarray, unit: str = "") -> Estimate:
 def derangement(count: int, seed: int) -> np.ndarray:
     """[count] int64 partner of every sentence, never itself, each used once; count >= 2."""
     assert count >= 2
-    order = np.random.Generator(np.random.Philox(key=[seed, 0xDE])).permutation(count)
+    order = generator(seed, Stream.SHUFFLED_PARTNERS).permutation(count)
     partner = np.empty(count, dtype=np.int64)
     partner[order] = np.roll(order, -1)
     return partner

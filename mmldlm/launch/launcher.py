@@ -8,14 +8,14 @@ import time
 from datetime import datetime, timezone
 from pathlib import Path
 
-from mmldlm.checkpoints.commit import find_latest_whole
+from mmldlm.checkpoints.locate import find_latest_valid
 from mmldlm.checkpoints.manifest import MANIFEST
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, UserError
-from mmldlm.launch.watcher import AGREED, Outcome, Watcher
+from mmldlm.launch.watcher import COLLECTIVE_EXIT_CODES, Outcome, Watcher
 from mmldlm.preflight import runner as preflight
 from mmldlm.preflight.collect import data_address
 from mmldlm.preflight.context import Context
-from mmldlm.preflight.report import exit_code, show
+from mmldlm.preflight.report import exit_code, print_report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +36,7 @@ def main(args: argparse.Namespace) -> int:
     context, results = preflight.run(args)
     code = exit_code(results, args.strict)
     seconds = time.perf_counter() - started
-    show(context, results, seconds, sys.stdout)
+    print_report(context, results, seconds, sys.stdout)
     preflight.record(context, results, code, seconds, None)
     if code != EXIT_DONE:
         # As the ranks would end: data that is not there, or does not fit the config, is bad input.
@@ -44,25 +44,29 @@ def main(args: argparse.Namespace) -> int:
     words, training = train_words(args), context.config.training
     batch = training.train_batch_size * training.grad_accum_steps * context.world_size
     run_dir = context.config.run_dir()
-    before = newest(run_dir)
+    before = latest_checkpoint(run_dir)
     for attempt in range(args.retries + 1):
         if attempt:
             print(f"\nattempt {attempt + 1} of {args.retries + 1}", flush=True)
         logs = log_folder(context)
         outcome = Watcher(context, words, logs, args.grace).run()
-        report(outcome, logs, newest(run_dir))
+        report(outcome, logs, latest_checkpoint(run_dir))
         # Under Slurm the ranks are sent the signal before the time is up; elsewhere it is a fault like others.
         by_signal = outcome.code == EXIT_INTERRUPTED and context.launcher != "slurm"
-        if outcome.code == EXIT_DONE or outcome.interrupted or (outcome.code in AGREED and not by_signal):
+        if (
+            outcome.code == EXIT_DONE
+            or outcome.interrupted
+            or (outcome.code in COLLECTIVE_EXIT_CODES and not by_signal)
+        ):
             break
         if attempt == args.retries:
             break
         # Where this launch has saved nothing, auto would be a fresh start, or another run's checkpoint, in place of the
         # training.resume that was asked for.
-        if newest(run_dir) not in (None, before):
+        if latest_checkpoint(run_dir) not in (None, before):
             words.append("training.resume=auto")
         if args.elastic and outcome.bad_nodes and not context.local:
-            more = without(context, outcome.bad_nodes, batch)
+            more = exclude_nodes(context, outcome.bad_nodes, batch)
             if more is None:
                 break
             words += more  # of words that set one key, the last one counts
@@ -79,9 +83,9 @@ def train_words(args: argparse.Namespace) -> list[str]:
     return [word for option, value in given if value for word in (option, value)] + list(args.overrides)
 
 
-def newest(run_dir: Path) -> tuple[Path, int] | None:
+def latest_checkpoint(run_dir: Path) -> tuple[Path, int] | None:
     """The newest whole checkpoint of a run and when it was committed (ns); training checks its bytes again."""
-    path = find_latest_whole(run_dir, checksums=False)
+    path = find_latest_valid(run_dir, checksums=False)
     return None if path is None else (path, (path / MANIFEST).stat().st_mtime_ns)
 
 
@@ -117,7 +121,7 @@ def report(outcome: Outcome, logs: Path, checkpoint: tuple[Path, int] | None) ->
     print(f"{saved}\nlogs of all ranks: {logs}", file=sys.stderr, flush=True)
 
 
-def without(context: Context, bad: list[str], batch: int) -> list[str] | None:
+def exclude_nodes(context: Context, bad: list[str], batch: int) -> list[str] | None:
     """Take nodes out of the run; the words that keep its global batch, or None when that cannot be."""
     training = context.config.training
     left = [node for node in context.nodes if node.name not in bad]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from mmldlm.cluster.env_propagation import DEEPSPEED_EXPORTS, env_files, read_env_file, wanted
-from mmldlm.cluster.launcher_commands import TRAIN, deepspeed_line, mpi_line, srun_line
+from mmldlm.cluster.env_propagation import DEEPSPEED_EXPORTS, env_files, read_env_file, run_variables
+from mmldlm.cluster.launcher_commands import TRAIN, deepspeed_command, mpi_command, srun_command
 from mmldlm.launch import rank_wrapper as rank_module
 from mmldlm.preflight.context import Context
 
@@ -21,7 +21,7 @@ def rank_variables(context: Context) -> dict[str, str]:
         found["PYTHONPATH"] = _python_path()
         # What DeepSpeed exports beside what all launchers carry.
         found.update({k: v for k, v in os.environ.items() if k.startswith(DEEPSPEED_EXPORTS) and k != "PYTHONPATH"})
-    found.update(wanted())
+    found.update(run_variables())
     if not context.has_gpus():
         found.setdefault("DS_ACCELERATOR", "cpu")
         found.setdefault("OMP_NUM_THREADS", str(_threads(context)))
@@ -61,13 +61,13 @@ def launcher_start(context: Context, logs: Path, script: list[str], variables: d
     options, address = context.options, context.master_address()
     plain = {"env": {**os.environ, **variables}, "cwd": os.getcwd()}
     if context.launcher == "mpi":
-        return {**plain, "args": mpi_line(context.nodes, context.local, {}, options.ssh_port, script)}
+        return {**plain, "args": mpi_command(context.nodes, context.local, {}, options.ssh_port, script)}
     if context.launcher == "slurm":
-        return {**plain, "args": srun_line(context.nodes, address, options.master_port, script)}
+        return {**plain, "args": srun_command(context.nodes, address, options.master_port, script)}
     hostfile = logs.absolute() / "hostfile"
     hostfile.write_text("".join(f"{node.name} slots={node.slots}\n" for node in context.nodes))
     folder = plain["cwd"] if context.local else "/"
-    line = deepspeed_line(
+    line = deepspeed_command(
         context.nodes, context.local, str(hostfile), address, options.master_port, options.ssh_port, script, folder
     )
     return {"args": line, "env": plain["env"] if context.local else _runner_environment(), "cwd": folder}
@@ -77,7 +77,7 @@ def _runner_environment() -> dict[str, str]:
     """Environment of DeepSpeed's runner: without what it would paste into a shell line of every node.
 
     Its ranks get these variables, and those of .deepspeed_env, from the launch file. PYTHONPATH stays, as the node's
-    launch.py may need it (deepspeed_line refuses one that is not plain).
+    launch.py may need it (deepspeed_command refuses one that is not plain).
     """
     kept = {k: v for k, v in os.environ.items() if not k.startswith(DEEPSPEED_EXPORTS)}
     python_path = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(part)]

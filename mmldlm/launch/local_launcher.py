@@ -16,16 +16,16 @@ import sys
 import time
 
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STABILITY, EXIT_USAGE
-from mmldlm.utils.output_paths import open_standard_streams
+from mmldlm.utils.standard_streams import open_standard_streams
 
 # What all ranks end with together, by agreement: the slower ones are writing, and are waited for. One rank alone that
 # ends so (its node lacks the data) has agreed with nobody: what the others wait for will not come.
-AGREED = (EXIT_STABILITY, EXIT_INTERRUPTED, EXIT_USAGE)
-GRACE = 30.0  # seconds from a rank's failure until the others, which may be stuck waiting for it, are ended
+COLLECTIVE_EXIT_CODES = (EXIT_STABILITY, EXIT_INTERRUPTED, EXIT_USAGE)
+EXIT_GRACE = 30.0  # seconds from a rank's failure until the others, which may be stuck waiting for it, are ended
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
-def run_local(command: list[str], nproc: int, grace: float = GRACE) -> int:
+def run_local(command: list[str], nproc: int, grace: float = EXIT_GRACE) -> int:
     """Run `command` as nproc ranks and wait for all of them.
 
     SIGTERM, SIGINT and SIGUSR1 go to every rank, which then save and exit 5; SIGHUP (the terminal is gone) is passed on
@@ -47,7 +47,9 @@ def run_local(command: list[str], nproc: int, grace: float = GRACE) -> int:
     try:
         port = _free_port()
         for rank in range(nproc):
-            ranks.append(subprocess.Popen(command, env=_environment(rank, nproc, port), preexec_fn=_end_with_parent))
+            ranks.append(
+                subprocess.Popen(command, env=_environment(rank, nproc, port), preexec_fn=_set_parent_death_signal)
+            )
         return _wait(ranks, grace, command)
     finally:
         for process in ranks:
@@ -61,8 +63,8 @@ def _wait(ranks: list[subprocess.Popen], grace: float, command: list[str]) -> in
     killed_at, told_at, agreed, told = None, None, EXIT_DONE, set()
     while True:
         codes = [process.poll() for process in ranks]
-        if told_at is None and any(code in AGREED for code in codes):
-            agreed = next(code for code in AGREED if code in codes)
+        if told_at is None and any(code in COLLECTIVE_EXIT_CODES for code in codes):
+            agreed = next(code for code in COLLECTIVE_EXIT_CODES if code in codes)
             told_at = time.monotonic() + grace
         if told_at is not None and not told and time.monotonic() > told_at:
             told = {rank for rank, code in enumerate(codes) if code is None}
@@ -71,7 +73,7 @@ def _wait(ranks: list[subprocess.Popen], grace: float, command: list[str]) -> in
                 ranks[rank].terminate()
         # How one ends that was told to says nothing new.
         ended = [(rank, code) for rank, code in enumerate(codes) if rank not in told]
-        failed = [(rank, code) for rank, code in ended if code not in (None, EXIT_DONE, *AGREED)]
+        failed = [(rank, code) for rank, code in ended if code not in (None, EXIT_DONE, *COLLECTIVE_EXIT_CODES)]
         if failed and killed_at is None:
             rank, code = failed[0]
             killed_at = time.monotonic() + grace
@@ -108,7 +110,7 @@ def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:
     return {**os.environ, **fixed, **{name: str(number) for name, number in numbers.items()}}
 
 
-def _end_with_parent() -> None:
+def _set_parent_death_signal() -> None:
     """Linux: a SIGTERM for this rank when its parent dies, so that none trains on as an orphan."""
     if sys.platform == "linux":
         import ctypes

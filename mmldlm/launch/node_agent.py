@@ -1,7 +1,7 @@
 """The watcher's agent on a node: reports how the node's ranks stand, starts torchrun there, stops what is of the run.
 
 Whatever it touches carries the launch's id in its command line or environment. When the head is gone (its input ends,
-or nothing is asked for LEASE seconds) and no other agent takes over, it ends the node's part of the run.
+or nothing is asked for IDLE_TIMEOUT seconds) and no other agent takes over, it ends the node's part of the run.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import sys
 import time
 
 from mmldlm.launch import state_files as state_files
-from mmldlm.launch.rank_wrapper import TOKEN, launch_file, state_file
+from mmldlm.launch.rank_wrapper import LAUNCH_ID_VAR, launch_file, state_file
 from mmldlm.preflight.remote.agent import ACTIONS, serve
-from mmldlm.preflight.remote.connections import holder_of
+from mmldlm.preflight.remote.connections import port_owner
 
-LEASE = 25.0
-TAKE_OVER = 10.0  # seconds for another agent to take over, after a broken session
+IDLE_TIMEOUT = 25.0
+RECONNECT_GRACE = 10.0  # seconds for another agent to take over, after a broken session
 _launches: set[str] = set()
 _children: list[subprocess.Popen] = []
 _reserved: list[socket.socket] = []
@@ -68,11 +68,11 @@ def reserve(args: dict) -> dict:
             probe.bind(("", port))
             probe.listen()
         except OSError as error:
-            return {"error": error.strerror, "holder": holder_of(port)}
+            return {"error": error.strerror, "holder": port_owner(port)}
     return {}
 
 
-def own_processes(launch: str) -> list[int]:
+def launch_processes(launch: str) -> list[int]:
     """Processes of this node that belong to a launch, this agent and its ancestors left out."""
     kept, pid = set(), os.getpid()
     while pid > 0:
@@ -82,7 +82,7 @@ def own_processes(launch: str) -> list[int]:
                 pid = int(file.read().rpartition(") ")[2].split()[1])
         except OSError:
             break
-    token, found = f"{TOKEN}={launch}".encode(), []
+    token, found = f"{LAUNCH_ID_VAR}={launch}".encode(), []
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) in kept:
             continue
@@ -124,7 +124,7 @@ def watch(args: dict) -> dict:
     state_files.make_folders(launch)
     state_files.write_anywhere(launch, _watched(host), json.dumps([os.getpid(), time.monotonic()]))
     # Processes first and states last: what ended in between must not seem to have ended without a status.
-    processes = len(own_processes(launch))
+    processes = len(launch_processes(launch))
     pattern = state_file(host, "*")
     for name, state in state_files.read_newest(launch, pattern).items():
         parent = _parent(state["pid"]) if state["exit"] is None else None
@@ -166,13 +166,13 @@ def signal_ranks(args: dict) -> int:
 
 def stop(args: dict) -> int:
     """End all processes of the launch here: SIGTERM, and SIGKILL after args["grace"] seconds. How many there were."""
-    pids = own_processes(args["launch"])
+    pids = launch_processes(args["launch"])
     _send(pids, signal.SIGTERM)
     deadline = time.monotonic() + args["grace"]
-    while time.monotonic() < deadline and own_processes(args["launch"]):
+    while time.monotonic() < deadline and launch_processes(args["launch"]):
         time.sleep(0.1)
     for _ in range(20):  # a killed launcher may have started another meanwhile
-        left = own_processes(args["launch"])
+        left = launch_processes(args["launch"])
         if not left:
             break
         _send(left, signal.SIGKILL)
@@ -186,7 +186,7 @@ def _send(pids: list[int], number: int) -> None:
             os.kill(pid, number)
 
 
-def forget(args: dict) -> None:
+def release(args: dict) -> None:
     """Delete all that this host's agent and ranks wrote of a launch that is over."""
     launch = args["launch"]
     _launches.discard(launch)
@@ -201,14 +201,14 @@ def _release() -> None:
         _reserved.pop().close()
 
 
-def _taken_over(launch: str) -> bool:
-    """Whether another agent of this node watches the launch, or starts to within TAKE_OVER seconds."""
-    name, deadline = _watched(socket.gethostname()), time.monotonic() + TAKE_OVER
+def _is_superseded(launch: str) -> bool:
+    """Whether another agent of this node watches the launch, or starts to within RECONNECT_GRACE seconds."""
+    name, deadline = _watched(socket.gethostname()), time.monotonic() + RECONNECT_GRACE
     while time.monotonic() < deadline:
         pid, when = state_files.read_newest(launch, name).get(name, (os.getpid(), 0.0))
-        if pid != os.getpid() and time.monotonic() - when < TAKE_OVER:
+        if pid != os.getpid() and time.monotonic() - when < RECONNECT_GRACE:
             return True
-        if not own_processes(launch):
+        if not launch_processes(launch):
             return False
         time.sleep(0.2)
     return False
@@ -216,16 +216,16 @@ def _taken_over(launch: str) -> bool:
 
 def main() -> int:
     """Serve; then, if a launch is still watched, its head is gone: end the node's part of it."""
-    own = (prepare, reserve, watch, start, signal_ranks, stop, forget)
+    own = (prepare, reserve, watch, start, signal_ranks, stop, release)
     actions = {**ACTIONS, **{action.__name__: action for action in own}}
     try:
-        serve(actions, LEASE)
+        serve(actions, IDLE_TIMEOUT)
     finally:
         _release()
         for launch in list(_launches):
-            if not _taken_over(launch):
+            if not _is_superseded(launch):
                 stop({"launch": launch, "grace": 3})
-                forget({"launch": launch})
+                release({"launch": launch})
     return 0
 
 

@@ -24,13 +24,13 @@ if __package__ in (None, ""):  # run by its path
 from mmldlm.distributed.failure_attribution import FAILED_RANKS_FD
 from mmldlm.launch import state_files as state_files
 
-TOKEN = "MMLDLM_LAUNCH"
+LAUNCH_ID_VAR = "MMLDLM_LAUNCH"
 LAST_LINES = 20
 _RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 _PR_SET_PDEATHSIG = 1
 
 
-def own_rank() -> int:
+def rank_from_environment() -> int:
     """This process's rank, by whichever launcher started it."""
     return int(next((os.environ[name] for name in _RANK_NAMES if name in os.environ), 0))
 
@@ -52,13 +52,13 @@ def oom_kills() -> int | None:
     return None
 
 
-def _die_with_wrapper() -> None:
+def _set_parent_death_signal() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main() -> int:
     """Run train.py as a child; returns its status (128 + signal when one ended it)."""
-    id, rank, host = sys.argv[1], own_rank(), socket.gethostname()
+    id, rank, host = sys.argv[1], rank_from_environment(), socket.gethostname()
     launch = state_files.read_newest(id, launch_file(host)).get(launch_file(host))
     if launch is None:
         folders = ", ".join(f"{root}/mmldlm_{id}" for root in state_files.ROOTS)
@@ -75,10 +75,10 @@ def main() -> int:
     own = {"PYTHONFAULTHANDLER": "1", FAILED_RANKS_FD: str(reporter)}
     child = subprocess.Popen(
         [sys.executable, "-u", launch["script"], *launch["words"]],
-        env={**os.environ, **own, **launch["environment"], TOKEN: id},
+        env={**os.environ, **own, **launch["environment"], LAUNCH_ID_VAR: id},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        preexec_fn=_die_with_wrapper,
+        preexec_fn=_set_parent_death_signal,
         pass_fds=[reporter],
     )
     os.close(reporter)
@@ -88,7 +88,7 @@ def main() -> int:
     state = {"rank": rank, "host": host, "pid": os.getpid(), "parent": os.getppid(), "child": child.pid}
     state |= {"started": time.time(), "exit": None, "log": str(log)}
     _write_state(id, state)
-    last = _follow(child, log, to_screen=rank == 0 and sys.stdout is not None)
+    last = _stream_log(child, log, to_screen=rank == 0 and sys.stdout is not None)
     code = child.wait()
     if code == -signal.SIGBUS:
         from mmldlm.launch.sigbus_report import explain_sigbus
@@ -119,7 +119,7 @@ def _write_state(id: str, state: dict) -> None:
               "(full?)", file=sys.stderr)  # fmt: skip
 
 
-def _follow(child: subprocess.Popen, log: Path, to_screen: bool) -> list[str]:
+def _stream_log(child: subprocess.Popen, log: Path, to_screen: bool) -> list[str]:
     """Copy what the child writes to its log, rank 0's to the screen too; the last lines."""
     last: deque[str] = deque(maxlen=LAST_LINES)
     with contextlib.ExitStack() as stack:

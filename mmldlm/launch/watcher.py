@@ -15,13 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mmldlm.cluster.launcher_commands import torchrun_line
+from mmldlm.cluster.launcher_commands import torchrun_command
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STABILITY, EXIT_USAGE
 from mmldlm.launch import rank_wrapper as rank_module
 from mmldlm.launch.launcher_start import launch_values, launcher_start, rank_script, rank_variables
 from mmldlm.preflight.context import Context
-from mmldlm.preflight.remote.ssh import CONNECT_SECONDS, Agent, AgentFailure, Fleet
-from mmldlm.utils.output_paths import STOP_SIGNALS
+from mmldlm.preflight.remote.ssh import CONNECT_SECONDS, Agent, AgentFailure, AgentPool
+from mmldlm.utils.stop_signals import STOP_SIGNALS
 
 POLL_SECONDS = 1.0
 ANSWER_SECONDS = 5.0  # a node that says nothing for so long is called anew
@@ -31,9 +31,9 @@ SETTLE_SECONDS = 3.0  # after the first failure: the others may be ending by the
 AGREED_SECONDS = 30.0  # the same, where all end by agreement: rank 0 has more to write than the others
 STOP_GRACE = 2.0
 # DeepSpeed's launcher tells its own plans, several lines a node: kept in launcher.log, not on the screen.
-_CHATTER = re.compile(r"\[(INFO|WARNING)\] \[(launch|runner|multinode_runner|real_accelerator)\.py")
+LAUNCHER_NOISE = re.compile(r"\[(INFO|WARNING)\] \[(launch|runner|multinode_runner|real_accelerator)\.py")
 # Ends that all ranks reach together and by their own decision.
-AGREED = (EXIT_USAGE, EXIT_STABILITY, EXIT_INTERRUPTED)
+COLLECTIVE_EXIT_CODES = (EXIT_USAGE, EXIT_STABILITY, EXIT_INTERRUPTED)
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Watcher:
     def __init__(self, context: Context, words: list[str], logs: Path, grace: float = 120.0):
         self.context, self.words, self.logs, self.grace = context, words, logs, grace
         self.id = uuid.uuid4().hex
-        self.fleet = Fleet([self._agent(name) for name in context.names])
+        self.fleet = AgentPool([self._agent(name) for name in context.names])
         self.process: subprocess.Popen | None = None
         self._follower: threading.Thread | None = None
         self._over = threading.Event()
@@ -146,7 +146,7 @@ class Watcher:
         address, port = self.context.master_address(), self.context.options.master_port
 
         def asked(node: str) -> dict:
-            command = torchrun_line(nodes, names.index(node), address, port, script)
+            command = torchrun_command(nodes, names.index(node), address, port, script)
             log = str((self.logs / f"{node}_torchrun.log").absolute())
             return {"launch": self.id, "command": command, "environment": self.variables, "log": log}
 
@@ -174,7 +174,7 @@ class Watcher:
             for line in self.process.stdout:
                 log.write(line)
                 log.flush()
-                if _CHATTER.search(line):
+                if LAUNCHER_NOISE.search(line):
                     continue
                 with contextlib.suppress(OSError):
                     sys.stdout.write(line)
@@ -191,7 +191,7 @@ class Watcher:
             # Looked at before the ranks: a launcher that ends after them must not seem to have ended before them.
             ended = self.process is not None and self.process.poll() is not None
             views = self.fleet.ask("watch", self._watched, timeout=ANSWER_SECONDS)
-            self._call_again()
+            self._reconnect()
             if self.interrupts > asked_to_save:
                 asked_to_save = self.interrupts
                 if asked_to_save > 1:
@@ -209,7 +209,7 @@ class Watcher:
     def _watched(self, name: str) -> dict:
         return {"launch": self.id, "slots": self.context.slots(name)}
 
-    def _call_again(self) -> None:
+    def _reconnect(self) -> None:
         """A session that broke, or a node that was slow to answer, is no dead node: it is one when ssh fails too."""
         silent = list(self.fleet.failures)
         if not silent:
@@ -277,7 +277,7 @@ class Watcher:
             ranks = [state for view in views.values() for state in view["ranks"]]
             if len(ranks) == self.context.world_size and not any(state["alive"] for state in ranks):
                 break
-            if all(state["alive"] or state["exit"] in (EXIT_DONE, *AGREED) for state in ranks):
+            if all(state["alive"] or state["exit"] in (EXIT_DONE, *COLLECTIVE_EXIT_CODES) for state in ranks):
                 patience = AGREED_SECONDS
             time.sleep(0.3)
         failed = []
@@ -285,7 +285,7 @@ class Watcher:
             offset = self.context.clocks.get(name, (0.0, 0.0))[0]
             for state in view["ranks"]:
                 if state["exit"] is None and not state["alive"]:
-                    failed.append((0.0, name, {**state, "exit": 128 + signal.SIGKILL, "last": self._last_of(state)}))
+                    failed.append((0.0, name, {**state, "exit": 128 + signal.SIGKILL, "last": self._last_lines(state)}))
                 elif state["exit"] not in (None, EXIT_DONE):
                     failed.append((state["ended"] - offset, name, state))
         _, name, first = min(failed, key=lambda entry: entry[0])
@@ -299,7 +299,7 @@ class Watcher:
             return Outcome(code, "interrupted, as asked for")
         if others and first["rank"] not in found["ranks"]:  # it ended because another one stands still or is gone
             return Outcome(code, found["sentence"], first.get("last") or [], sorted({*others} - {""}))
-        return Outcome(code, reason, first.get("last") or [], [] if code in AGREED else [name])
+        return Outcome(code, reason, first.get("last") or [], [] if code in COLLECTIVE_EXIT_CODES else [name])
 
     def _why(self, state: dict, name: str) -> str:
         """What a rank's status says of its end, where that is not the rank's own message."""
@@ -315,7 +315,7 @@ class Watcher:
         return ""
 
     @staticmethod
-    def _last_of(state: dict) -> list[str]:
+    def _last_lines(state: dict) -> list[str]:
         with contextlib.suppress(OSError):
             return Path(state["log"]).read_text(errors="replace").splitlines()[-rank_module.LAST_LINES :]
         return []
@@ -324,7 +324,7 @@ class Watcher:
         last: list[str] = []
         states = [state for name in nodes or views for state in views.get(name, {}).get("ranks", ())]
         for state in states:
-            last = state.get("last") or self._last_of(state)
+            last = state.get("last") or self._last_lines(state)
         return Outcome(EXIT_FAILED, reason, last, nodes)
 
     def _end_all(self, grace: float) -> None:

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 _kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def kept_memory(weight: Tensor, use: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def reusable_buffer(weight: Tensor, use: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Uninitialised tensor; of the same use for the same weight in the memory given out before, if nobody holds it."""
     if weight.device.type != "cpu" or not weight.is_leaf:
         return torch.empty(shape, dtype=dtype, device=weight.device)
@@ -29,7 +29,7 @@ def kept_memory(weight: Tensor, use: str, shape: tuple[int, ...], dtype: torch.d
 
 def gradient_memory(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Uninitialised tensor of weight's shape."""
-    return kept_memory(weight, f"gradient in {dtype}", weight.shape, dtype)
+    return reusable_buffer(weight, f"gradient in {dtype}", weight.shape, dtype)
 
 
 def _num_holders(tensor: Tensor) -> int:

@@ -30,7 +30,7 @@ def without_autocast(tensor: Tensor):
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
-def is_bare(layer: nn.Module, *kinds: type) -> bool:
+def has_no_hooks(layer: nn.Module, *kinds: type) -> bool:
     """Whether a layer is just one of these classes: then what it computes may be computed in its place.
 
     Nobody hooks it (or all modules), and nobody replaced its forward.
@@ -47,7 +47,7 @@ _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _caches: dict = {}
 
 
-def kept(make):
+def cache_tensors(make):
     """A function of hashable arguments that makes tensors: what it gave for the last four arguments is given again.
 
     Not where tensors are fake or made under inference mode, for those are of no use elsewhere.
@@ -145,7 +145,7 @@ class TimestepEmbedding(nn.Module):
 
     def sinusoids(self, t: Tensor) -> Tensor:
         """[B] timesteps in [0, 1] -> [B, frequency_dim] in fp32 (bf16 holds only half of 1000 distinct t)."""
-        angles = t.float()[:, None] * kept(_frequencies)(self.frequency_dim // 2, self.max_period, t.device)
+        angles = t.float()[:, None] * cache_tensors(_frequencies)(self.frequency_dim // 2, self.max_period, t.device)
         return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
     def forward(self, t: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmldlm.models.buffer_reuse import gradient_memory, kept_memory
+from mmldlm.models.buffer_reuse import gradient_memory, reusable_buffer
 from mmldlm.models.layers import compute_dtype, without_autocast
 
 # Logits that exist at once: a GPU wants large products, on a CPU they are as fast in small ones (fp32 elements; of low
@@ -13,7 +13,7 @@ from mmldlm.models.layers import compute_dtype, without_autocast
 CHUNK_ELEMENTS = {"cpu": 8 << 20, "cuda": 64 << 20}
 MIN_ROWS = 64
 # Rows whose softmax exists at once in fp32 beside logits in low precision on a CPU: few, so that it stays in the cache.
-SHARE_ROWS = 64
+MIN_SHARED_ROWS = 64
 # Rows of logits start at multiples of this: with a row of 30,522 the product that makes them takes 1.4 times as long on
 # a CPU (stores cross cache lines), and leaves the aligned kernels on a GPU.
 ROW_ALIGNMENT = 64
@@ -44,17 +44,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
             nll = torch.empty(num_rows, dtype=exact, device=hidden.device)
             correct = torch.empty(num_rows, dtype=torch.bool, device=hidden.device)
             vocab, on_cpu = weight.shape[0], hidden.device.type == "cpu"
-            logits = kept_memory(weight, "logits", (min(chunk_rows, num_rows), _aligned(vocab)), low)
-            part_rows = SHARE_ROWS if on_cpu and low != exact else chunk_rows
+            logits = reusable_buffer(weight, "logits", (min(chunk_rows, num_rows), _aligned(vocab)), low)
+            part_rows = MIN_SHARED_ROWS if on_cpu and low != exact else chunk_rows
             shares = logits  # the softmax is written over its logits where it has their dtype
             if low != exact:
-                shares = kept_memory(weight, "shares", (min(part_rows, len(logits)), _aligned(vocab)), exact)
+                shares = reusable_buffer(weight, "shares", (min(part_rows, len(logits)), _aligned(vocab)), exact)
             grad_hidden = torch.empty_like(rows_low) if needs[0] else None
             # Each chunk's part of the weight's gradient comes rounded to the compute dtype. Two of them are summed with
             # one more rounding, more of them in fp32.
             sums = low if weight.dtype == low and num_rows <= 2 * chunk_rows else exact
             grad_weight = gradient_memory(weight, sums) if needs[1] else None
-            product = kept_memory(weight, "product", weight.shape, low) if needs[1] and sums != low else None
+            product = reusable_buffer(weight, "product", weight.shape, low) if needs[1] and sums != low else None
             grad_bias = torch.zeros(bias.shape, dtype=exact, device=bias.device) if needs[2] else None
             minus_one = weights.new_full((1, 1), -1.0)
             for start in range(0, num_rows, chunk_rows):
@@ -145,7 +145,7 @@ def logits_bytes(num_rows: int, vocab_size: int, device_type: str, low_bytes: in
     low_bytes: of an element in the compute dtype; below 4 the shares stand beside the logits in fp32.
     """
     rows = min(rows_of_a_chunk(vocab_size, device_type, low_bytes), num_rows)
-    shares = 0 if low_bytes >= 4 else 4 * (min(rows, SHARE_ROWS) if device_type == "cpu" else rows)
+    shares = 0 if low_bytes >= 4 else 4 * (min(rows, MIN_SHARED_ROWS) if device_type == "cpu" else rows)
     return _aligned(vocab_size) * (rows * low_bytes + shares)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mmldlm.config.schema import ModelConfig
 from mmldlm.errors import UserError
-from mmldlm.utils.output_paths import read_json
+from mmldlm.utils.json_files import read_json
 
 if TYPE_CHECKING:
     from mmldlm.models.mmdit.model import MultimodalMMDiT

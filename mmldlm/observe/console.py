@@ -20,7 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from mmldlm.utils.output_paths import fold, format_duration
+from mmldlm.utils.formatting import fold, format_duration
 
 # What a line shows of a step's record: key, word on the screen, format.
 _FIELDS = (
@@ -58,7 +58,7 @@ def link_latest(log: Path) -> None:
     os.replace(beside, log.with_name(LATEST_LOG))
 
 
-class _Screen(Console):
+class _SafeConsole(Console):
     """rich ends the process when nobody reads its output any more; here that is the caller's to decide."""
 
     def on_broken_pipe(self) -> None:
@@ -76,14 +76,14 @@ def _drop_output(stream: TextIO) -> None:
 def format_step(record: Mapping[str, Any], total_steps: int | None, num_skipped: int, eta: float | None = None) -> str:
     """One grep-able line of a step's record; fields that the record lacks or holds as None are left out."""
     parts = [f"step {record['step']}" + (f"/{total_steps}" if total_steps else "")]
-    parts += [f"{word}: {value}" for word, value in _shown(record)]
+    parts += [f"{word}: {value}" for word, value in _format_fields(record)]
     parts.append(f"skipped: {num_skipped}")
     if eta is not None:
         parts.append(f"eta: {format_duration(eta)}")
     return " | ".join(parts)
 
 
-def _shown(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _format_fields(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for key, word, form in _FIELDS:
         value = record.get(key)
         if value is not None:
@@ -95,11 +95,11 @@ def _shown(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _format_live(record: Mapping[str, Any], total_steps: int, num_skipped: int, eta: float | None) -> str:
     """The same in fewer columns, the time left near the front: a narrow terminal cuts the end."""
     left = f" eta {format_duration(eta)}" if eta is not None else ""
-    figures = "  ".join(f"{word} {value}" for word, value in _shown(record))
+    figures = "  ".join(f"{word} {value}" for word, value in _format_fields(record))
     return f"{record['step']}/{total_steps}{left}  {figures}  skipped {num_skipped}"
 
 
-class Progress:
+class Console:
     """Shows the steps of a run and takes its messages.
 
     Args:
@@ -134,7 +134,7 @@ class Progress:
         self._console: Console | None = None
         self._live: Live | None = None
         if enabled:
-            self._console = _Screen(file=stream or sys.stdout, highlight=False, markup=False, soft_wrap=True)
+            self._console = _SafeConsole(file=stream or sys.stdout, highlight=False, markup=False, soft_wrap=True)
             if self._console.is_terminal:
                 # Refreshed by hand: a refreshing thread would be copied into the data loader's forked workers.
                 self._live = Live(console=self._console, auto_refresh=False)
@@ -223,7 +223,7 @@ class Progress:
             except OSError as error:
                 self._say_lost(file, error)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Console:
         return self
 
     def __exit__(self, *_: object) -> None:

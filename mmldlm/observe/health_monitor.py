@@ -15,14 +15,14 @@ from typing import Any
 
 from mmldlm.config.yaml_reader import read_yaml
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
-from mmldlm.observe.console import format_duration, format_step
+from mmldlm.observe.console import format_step
 from mmldlm.observe.jsonl_log import is_event, is_step, parse_line
 from mmldlm.observe.loss_plots import LOG_NAME, find_log
-from mmldlm.utils.output_paths import for_screen
+from mmldlm.utils.formatting import for_screen, format_duration
 
 _MAX_LINE = 1 << 20  # bytes; what is longer is no record
 _KEPT_EVENTS = 10_000
-_WATCHED = ("loss", "text_loss", "latent_loss", "grad_norm")
+MONITORED_METRICS = ("loss", "text_loss", "latent_loss", "grad_norm")
 
 
 @dataclass
@@ -90,7 +90,7 @@ def _is_usable(event: dict[str, Any]) -> bool:
     return is_event(event) and ("step" in event or not _is_judged(event))
 
 
-def judge(
+def assess(
     records: Sequence[dict[str, Any]],
     now: datetime,
     total_steps: int | None = None,
@@ -135,7 +135,7 @@ def judge(
     health.finished = ended is not None or (total_steps is not None and reached >= total_steps)
     skipped = [record for record in recent if record.get("skipped")]
     applied = [record for record in recent if not record.get("skipped")]
-    nonfinite = {key: sum(f"{key}_nonfinite" in record for record in applied) for key in _WATCHED}
+    nonfinite = {key: sum(f"{key}_nonfinite" in record for record in applied) for key in MONITORED_METRICS}
 
     if num_skipped is None:
         num_skipped = sum(bool(record.get("skipped")) for record in records)
@@ -246,7 +246,7 @@ def main(args: argparse.Namespace) -> int:
             total = _total_steps(run_dir)
             now = datetime.now(timezone.utc)
             unreadable = tail.num_unreadable + events.num_unreadable
-            health = judge(
+            health = assess(
                 list(tail.records), now, total, args.window, args.stall_seconds, unreadable, events.records,
                 tail.num_skipped,
             )  # fmt: skip

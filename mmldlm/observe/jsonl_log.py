@@ -31,7 +31,7 @@ class JsonlLog:
     def __init__(self, path: str | os.PathLike, resume_step: int | None = None):
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.dropped = _cut(self.path, resume_step)
+        self.dropped = _truncate(self.path, resume_step)
         """Number of lines that were moved aside when the log was opened."""
         self._file = open(self.path, "a", encoding="utf-8")
 
@@ -41,7 +41,7 @@ class JsonlLog:
         Raises:
             TypeError, ValueError: a value is neither a number, a string, None nor a list or dict of those.
         """
-        plain = to_strict(record)
+        plain = to_strict_json(record)
         plain.setdefault("time", datetime.now(timezone.utc).isoformat(timespec="milliseconds"))
         self._file.write(json.dumps(plain, allow_nan=False) + "\n")
         self._file.flush()
@@ -56,7 +56,7 @@ class JsonlLog:
         self.close()
 
 
-def to_strict(record: Mapping[str, Any]) -> dict[str, Any]:
+def to_strict_json(record: Mapping[str, Any]) -> dict[str, Any]:
     """A copy that strict JSON can hold; scalars of NumPy and torch become Python numbers.
 
     A non-finite number becomes None, and `<key>_nonfinite` says "nan", "inf" or "-inf" (a list of such words and
@@ -66,12 +66,12 @@ def to_strict(record: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in record.items():
         value = _number(value)
         if isinstance(value, Mapping):
-            out[key] = to_strict(value)
+            out[key] = to_strict_json(value)
         elif isinstance(value, (list, tuple)):
             items = [_number(item) for item in value]
             words = [_nonfinite(item) for item in items]
             out[key] = [
-                to_strict(item) if isinstance(item, Mapping) else None if word else item
+                to_strict_json(item) if isinstance(item, Mapping) else None if word else item
                 for item, word in zip(items, words)
             ]
             if any(words):
@@ -141,14 +141,14 @@ def _nonfinite(value: Any) -> str | None:
     return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
 
 
-def _refuse(word: str) -> None:
+def _reject_constant(word: str) -> None:
     raise ValueError(f"{word} is not JSON")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse)
+_DECODER = json.JSONDecoder(parse_constant=_reject_constant)
 
 
-def _cut(path: Path, resume_step: int | None) -> int:
+def _truncate(path: Path, resume_step: int | None) -> int:
     """Move torn lines, and those of steps after resume_step, to a file of their own; returns their number."""
     if not path.exists():
         return 0

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mmldlm.engines.base import Engine
 from mmldlm.engines.gradient_shards import gradient_fragments, optimizer_groups
 
-DEAD_AFTER = 10
+DEAD_AFTER_REPORTS = 10
 """Looks before a parameter whose gradient was zero in all of them is called dead: adaLN-Zero and zero-initialised heads
 hide whole layers in the first steps, and a learned null waits for a sample that uses it."""
 
@@ -28,7 +28,7 @@ _FIGURES = ("grad_sq", "num_zeros", "num_nonfinite", "weight_sq", "update_sq")
 
 
 @dataclass(frozen=True)
-class Figures:
+class TensorStats:
     """Sums over the elements of one parameter or layer.
 
     Attributes:
@@ -72,7 +72,7 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Look:
+class LayerStats:
     """What one step showed, the same on every rank.
 
     Attributes:
@@ -84,8 +84,8 @@ class Look:
 
     step: int
     applied: bool
-    parameters: dict[str, Figures]
-    layers: dict[str, Figures]
+    parameters: dict[str, TensorStats]
+    layers: dict[str, TensorStats]
     dead: list[str]
     underflow_share: float | None = None
 
@@ -102,7 +102,7 @@ class Look:
         return {"step": self.step, **{key: value for key, value in flat.items() if value is not None}}
 
 
-class Diagnostics:
+class LayerStatsCollector:
     """Looks at every `interval`-th step; call in this order on every rank: before_forward, (forward, backward,
     grad_norm), before_step, (apply or discard), after_step.
 
@@ -119,7 +119,7 @@ class Diagnostics:
         self._step = 0
         self._num_looks, self._has_gradient, self._dead = 0, set(), set()
         if interval:
-            whole = {fragment.name: math.prod(fragment.shape) for fragment in engine.fragments()}
+            whole = {fragment.name: math.prod(fragment.shape) for fragment in engine.parameter_shards()}
             # Every rank needs every name, also those of which it holds nothing.
             trainable = [name for name, parameter in engine.model.named_parameters() if parameter.requires_grad]
             # A block's parameters hold text's half, then the latents'; each has a row of its own.
@@ -181,7 +181,7 @@ class Diagnostics:
         parts = zip(rows, cuts, [*cuts[1:], fragment.count])
         return [(sums[row], slice(begin, end)) for row, begin, end in parts if begin < end]
 
-    def after_step(self, lr: float, applied: bool) -> Look | None:
+    def after_step(self, lr: float, applied: bool) -> LayerStats | None:
         """What the step showed, or None where it is not looked at. Collective on a step that is.
 
         Args:
@@ -199,7 +199,7 @@ class Diagnostics:
 
     def _add_updates(self, sums: Tensor, lr: float, applied: bool) -> None:
         states, groups = self.engine.optimizer_state(), optimizer_groups(self.engine)
-        for fragment in self.engine.fragments():
+        for fragment in self.engine.parameter_shards():
             if not fragment.count:
                 continue
             state = states.get(fragment.owner)
@@ -211,7 +211,7 @@ class Diagnostics:
                     update = adamw_update(weight, *moments, state["step"], lr, groups[fragment.owner])
                     row[4] += torch.linalg.vector_norm(update, dtype=torch.float64).square().to(row.device)
 
-    def _report(self, step: int, applied: bool, total: list[float]) -> Look:
+    def _report(self, step: int, applied: bool, total: list[float]) -> LayerStats:
         width = len(_FIGURES)
         sizes = {name: self._numel[name] // len(rows) for name, rows in self._rows.items()}
         parts: dict[str, tuple[int, list[float]]] = {}  # part of a parameter -> elements, sums
@@ -224,7 +224,7 @@ class Diagnostics:
         self._num_looks += 1
         self._has_gradient |= {part for part, (size, sums) in parts.items() if sums[1] < size}
         dead = []
-        if self._num_looks >= DEAD_AFTER:
+        if self._num_looks >= DEAD_AFTER_REPORTS:
             dead = [part for part in parts if part not in self._has_gradient and part not in self._dead]
             self._dead |= set(dead)
         parameters = {part: _figures(size, sums, applied) for part, (size, sums) in parts.items()}
@@ -236,7 +236,7 @@ class Diagnostics:
         dense = (figures for name, figures in parameters.items() if "embedding" not in name)
         used = [figures for figures in dense if 0 < figures.grad_norm] if self._scales else []
         underflow = sum(f.num_zeros for f in used) / max(sum(f.numel for f in used), 1) if self._scales else None
-        return Look(step, applied, parameters, layers, dead, underflow)
+        return LayerStats(step, applied, parameters, layers, dead, underflow)
 
 
 def parts_of(name: str, parts: int) -> list[str]:
@@ -266,10 +266,10 @@ def adamw_update(weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step, lr: 
     return before.sub_(weight)
 
 
-def _figures(numel: int, row: list[float], applied: bool, rms: float | None = None) -> Figures:
+def _figures(numel: int, row: list[float], applied: bool, rms: float | None = None) -> TensorStats:
     grad_sq, zeros, nonfinite, weight_sq, update_sq = row
     update = math.sqrt(update_sq) if applied else None
-    return Figures(numel, math.sqrt(grad_sq), int(zeros), int(nonfinite), math.sqrt(weight_sq), update, rms)
+    return TensorStats(numel, math.sqrt(grad_sq), int(zeros), int(nonfinite), math.sqrt(weight_sq), update, rms)
 
 
 class _Activations:

@@ -10,7 +10,7 @@ from typing import Any
 
 from mmldlm.errors import UserError
 from mmldlm.observe.jsonl_log import is_step, read_records
-from mmldlm.utils.output_paths import usable_file
+from mmldlm.utils.output_paths import check_writable_file
 
 LOG_NAME = "training_log.jsonl"
 EVAL_NAME = "eval_log.jsonl"
@@ -153,6 +153,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Draw, and print the path written."""
     if args.out:
-        usable_file(args.out, "--out")
+        check_writable_file(args.out, "--out")
     print(plot_run(args.run, args.out, args.log_scale))
     return 0

@@ -14,7 +14,7 @@ _COLLECTIVES = ("nccl", "gloo:", "mpi:", "ucc:")  # what c10d and NCCL call thei
 
 
 @dataclass(frozen=True)
-class Profiled:
+class ProfileSummary:
     """What was found in steps first to last.
 
     Attributes:
@@ -60,7 +60,7 @@ class StepProfiler:
         self._profile = profile(activities=activities, record_shapes=True)
         self._profile.start()
 
-    def after(self, step: int) -> Profiled | None:
+    def after(self, step: int) -> ProfileSummary | None:
         """Call after each step; what was found, once, after the last of them. One rank must not end over its profile:
         what goes wrong is told there."""
         if self._profile is None or step < self.steps[1]:
@@ -70,9 +70,9 @@ class StepProfiler:
             self._profile.stop()
             self.folder.mkdir(parents=True, exist_ok=True)
             self._profile.export_chrome_trace(str(path))
-            return Profiled(self.steps, path, *communication_shares(self._profile.events()))
+            return ProfileSummary(self.steps, path, *communication_shares(self._profile.events()))
         except (OSError, RuntimeError) as error:
-            return Profiled(self.steps, path, error=str(error))
+            return ProfileSummary(self.steps, path, error=str(error))
         finally:
             self._profile = self.steps = None
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from mmldlm.utils.output_paths import format_duration
+from mmldlm.utils.formatting import format_duration
 
 Advance = Callable[[int, int], None]
 """Called with the work done so far and in all, in any unit."""

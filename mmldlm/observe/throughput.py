@@ -17,7 +17,7 @@ from mmldlm.observe.flops import FlopRate, peak_flops
 PARTS = ("data", "checkpoint", "evaluation")
 
 
-class StepMeter:
+class StepTimer:
     """Measures from one step's record to the next. Wall clock of this rank; no device is asked to wait.
 
     Args:

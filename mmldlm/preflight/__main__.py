@@ -7,7 +7,7 @@ import sys
 
 from mmldlm.errors import MmldlmError
 from mmldlm.preflight.runner import add_arguments, main
-from mmldlm.utils.output_paths import open_standard_streams
+from mmldlm.utils.standard_streams import open_standard_streams
 
 
 def run() -> int:

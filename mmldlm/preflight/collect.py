@@ -17,8 +17,8 @@ from mmldlm.preflight.context import Context
 from mmldlm.preflight.dynamic import launcher_probe
 from mmldlm.preflight.probes import PROBES
 from mmldlm.preflight.remote.small_packets import SEGMENT, login_works
-from mmldlm.preflight.remote.ssh import Agent, AgentFailure, Fleet, ssh_command
-from mmldlm.preflight.remote.timeouts import run_limited
+from mmldlm.preflight.remote.ssh import Agent, AgentFailure, AgentPool, ssh_command
+from mmldlm.preflight.remote.timeouts import run_with_timeout
 
 HEAD_PROBES = ("identity", "gpus", "memory", "network", "resolve", "checkpoints", "versions", "code")
 NODE_PROBES = tuple(PROBES)
@@ -98,23 +98,23 @@ def _master_hint(context: Context) -> str | None:
     return next(iter(context.reachable_addresses(context.names[0])), context.names[0])
 
 
-def measure_head(context: Context) -> None:
+def collect_head(context: Context) -> None:
     """Facts of this machine. To be called before any thread runs: probes fork."""
     arguments = probe_arguments(context)
     jobs = {}
     for name in _usable(HEAD_PROBES, arguments):
         function, seconds = PROBES[name]
         jobs[name] = (lambda function=function: function(arguments), seconds)
-    context.head = run_limited(jobs)
+    context.head = run_with_timeout(jobs)
 
 
-def open_fleet(context: Context) -> Fleet:
+def open_fleet(context: Context) -> AgentPool:
     """Agents for all nodes, not started yet."""
     options = context.options
-    return Fleet([Agent(name, context.local, options.ssh_port, options.ssh_option) for name in context.names])
+    return AgentPool([Agent(name, context.local, options.ssh_port, options.ssh_option) for name in context.names])
 
 
-def measure_nodes(context: Context, fleet: Fleet) -> None:
+def measure_nodes(context: Context, fleet: AgentPool) -> None:
     """Level 1: every node by itself, all at the same time."""
     fleet.start()
     _look_for_lost_packets(context, fleet)
@@ -122,10 +122,10 @@ def measure_nodes(context: Context, fleet: Fleet) -> None:
     asked = {"probes": _usable(NODE_PROBES, arguments), **arguments}
     longest = max(PROBES[name][1] for name in asked["probes"])
     context.facts = fleet.ask("facts", asked, timeout=longest + 5)
-    _take_failures(context, fleet)
+    _record_failures(context, fleet)
 
 
-def _look_for_lost_packets(context: Context, fleet: Fleet) -> None:
+def _look_for_lost_packets(context: Context, fleet: AgentPool) -> None:
     """Logins that ran out of time are tried with small packets: where those work, the MTU is the cause."""
     options = context.options
     late = {name: failure for name, failure in fleet.failures.items() if "timed out" in failure.said}
@@ -136,26 +136,28 @@ def _look_for_lost_packets(context: Context, fleet: Fleet) -> None:
                 fleet.failures[name] = AgentFailure("mtu", f"{failure.said}; with packets of {SEGMENT} bytes it works")
 
 
-def _take_failures(context: Context, fleet: Fleet) -> None:
+def _record_failures(context: Context, fleet: AgentPool) -> None:
     context.failures.update(fleet.failures)
     context.errors.update(fleet.errors)
 
 
-def measure_together(context: Context, fleet: Fleet) -> None:
+def measure_together(context: Context, fleet: AgentPool) -> None:
     """Level 2: clocks, the master's address and port, every pair, the shared folder, what the launcher brings."""
     context.clocks = fleet.clocks()
     _measure_connections(context, fleet)
-    probe = launcher_probe.start(context)  # it waits for the nodes' interpreters; the folder is looked at meanwhile
+    probe = launcher_probe.start_probe(
+        context
+    )  # it waits for the nodes' interpreters; the folder is looked at meanwhile
     try:
         if context.config is not None and len(context.nodes) > 1:
             _measure_shared_folder(context, fleet)
     finally:
         if probe is not None:
             probe.finish()
-    _take_failures(context, fleet)
+    _record_failures(context, fleet)
 
 
-def _measure_connections(context: Context, fleet: Fleet) -> None:
+def _measure_connections(context: Context, fleet: AgentPool) -> None:
     first, port = (context.names or [None])[0], context.options.master_port
     master_answers = first in context.facts and first not in fleet.failures
     opened = fleet.ask("listen", lambda name: {"ports": [0, 0] + ([port] if name == first else [])}, timeout=10)
@@ -192,7 +194,7 @@ def _of_both(first: dict, second: dict) -> dict:
     return {"ms": min(first["ms"], second["ms"]), **added}
 
 
-def _note_master(context: Context, fleet: Fleet, ports: list[dict]) -> int:
+def _note_master(context: Context, fleet: AgentPool, ports: list[dict]) -> int:
     """Fill context.master; returns the port on which its addresses are tried."""
     first, found = context.names[0], ports[2]
     options, network = context.options, context.value(first, "network") or {}
@@ -224,7 +226,7 @@ def data_address(context: Context, name: str) -> str:
     """The address that ranks on a node will tell their peers: of GLOO_SOCKET_IFNAME, else of the node's own name."""
     network = context.value(name, "network") or {}
     interfaces = network.get("interfaces", [])
-    wanted = (context.arriving(name) or {}).get("GLOO_SOCKET_IFNAME")
+    wanted = (context.environment_on(name) or {}).get("GLOO_SOCKET_IFNAME")
     # An interface that cannot be used is NET001's to tell; the pairs are then tried over the one that can.
     by_name = {e["name"]: e["address"] for e in interfaces if e["address"] and e["up"] and not e["loopback"]}
     if wanted in by_name:
@@ -235,21 +237,21 @@ def data_address(context: Context, name: str) -> str:
     return (network.get("route_to_master") or {}).get("source") or name
 
 
-def _measure_shared_folder(context: Context, fleet: Fleet) -> None:
+def _measure_shared_folder(context: Context, fleet: AgentPool) -> None:
     """What the first sound node writes must be seen by all others; what the last that saw it writes, by the first."""
     folders = context.answered("checkpoints")
     writers = [name for name, found in folders.items() if "write_error" not in found and name not in fleet.failures]
     if not writers:
         return
     first = writers[0]
-    seen = _token_seen(fleet, first, folders[first]["folder"], None)
+    seen = _file_visible_from(fleet, first, folders[first]["folder"], None)
     context.shared.update(seen)
     back = [name for (_, name), saw in seen.items() if saw and name in writers]
     if back:
-        context.shared.update(_token_seen(fleet, back[-1], folders[back[-1]]["folder"], first))
+        context.shared.update(_file_visible_from(fleet, back[-1], folders[back[-1]]["folder"], first))
 
 
-def _token_seen(fleet: Fleet, writer: str, folder: str, reader: str | None) -> dict[tuple[str, str], bool]:
+def _file_visible_from(fleet: AgentPool, writer: str, folder: str, reader: str | None) -> dict[tuple[str, str], bool]:
     """(writer, reader) -> whether a file that the writer makes is seen; by one reader, or by all others."""
     text = uuid.uuid4().hex
     path = os.path.join(folder, f".mmldlm_preflight_{text}")

@@ -120,20 +120,20 @@ class Context:
         """The same without loopback, which means another machine elsewhere."""
         return [address for address in self.addresses(name) if not address.startswith("127.")]
 
-    def arriving(self, name: str) -> dict[str, str] | None:
+    def environment_on(self, name: str) -> dict[str, str] | None:
         """Variables as a rank on this node will have them.
 
         As the launcher was seen to bring them (level 2, through.py); before that, the login's, and over them what the
         launcher is known to carry. None where the launcher starts ranks in shells that preflight does not see.
         """
-        from mmldlm.cluster.env_propagation import carried, wanted
+        from mmldlm.cluster.env_propagation import propagated_variables, run_variables
 
         if name in self.arrived:
             return self.arrived[name]["variables"]
         own = self.value(name, "environment")
-        taken = wanted() if self.options.carries_all else carried(self.launcher, self.has_gpus())
+        taken = run_variables() if self.options.carries_all else propagated_variables(self.launcher, self.has_gpus())
         if self.local:
-            return wanted()
+            return run_variables()
         return None if own is None or taken is None else {**own, **taken}
 
 

@@ -23,7 +23,7 @@ _FROZEN = {"l2t": _LATENT, "t2l": _TEXT}  # under training.freeze=mode
 _UNREAD = {"l2t": ("latent_head",), "t2l": ("text_head", "length_head")}  # no loss of the mode reads them
 
 
-def module_elements(model: ModelConfig) -> dict[str, int]:
+def parameter_counts(model: ModelConfig) -> dict[str, int]:
     """Parameters of each module of MultimodalMMDiT; tied embeddings count once, as the token embedding.
 
     Args:
@@ -55,7 +55,7 @@ def model_sizes(config: Config, length: int) -> dict[str, int]:
     """Elements of trainable and frozen parameters, of the largest part that ZeRO-3 gathers, and of buffers; bytes that
     one micro-batch of texts of `length` tokens keeps for backward ("activations"), and of logits at once."""
     model, training = config.model, config.training
-    modules = module_elements(model)
+    modules = parameter_counts(model)
     frozen = set(_UNREAD.get(training.loss_type, ()))
     if training.freeze == "mode":
         frozen |= set(_FROZEN.get(training.loss_type, ()))
@@ -144,7 +144,7 @@ def host_bytes(sizes: dict, world_size: int, dtype: str, offload: Collection[str
     return int(optimizer + (low * weights / world_size if "param" in offload else 0)) + BASE_CPU
 
 
-def rank_bytes(
+def bytes_per_rank(
     plan: str, sizes: dict, world_size: int, dtype: str, on_gpu: bool, bucket: int, offload: Collection[str] = ()
 ) -> int:
     """Bytes one rank needs in all: states, activations and logits of a micro-batch, and what any process needs.
@@ -163,12 +163,3 @@ def checkpoint_bytes(plan: str, sizes: dict, dtype: str) -> int:
     if plan in ("single", "zero0", "fsdp"):
         return 4 * weights + 8 * trainable
     return low * weights + 12 * trainable
-
-
-def shown(count: float) -> str:
-    """1536 -> "1.5 KiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(count) < 1024 or unit == "TiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError

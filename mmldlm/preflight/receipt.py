@@ -86,7 +86,7 @@ def read(run_dir: Path) -> dict | None:
     return receipt if isinstance(receipt, dict) and receipt.get("format") == FORMAT else None
 
 
-def stale(config: Config, world_size: int) -> list[str]:
+def staleness_reasons(config: Config, world_size: int) -> list[str]:
     """Why the receipt in the run's folder does not speak for this run; empty when it does, or when there is none."""
     receipt = read(config.run_dir())
     if receipt is None:
@@ -108,7 +108,7 @@ def stale(config: Config, world_size: int) -> list[str]:
     return reasons
 
 
-def tell(config: Config, world_size: int, folder) -> None:
+def log_receipt(config: Config, world_size: int, folder) -> None:
     """For train, on rank 0: the receipt goes into events.jsonl, and a warning is given where it is of another run.
 
     Never raises, because the other ranks do not do this.
@@ -120,7 +120,7 @@ def tell(config: Config, world_size: int, folder) -> None:
         found = read(config.run_dir())
         if found is None:
             return
-        reasons = stale(config, world_size)
+        reasons = staleness_reasons(config, world_size)
         folder.event("preflight", level=found["level"], exit_code=found["exit_code"], made=found["time"], stale=reasons)
     except (OSError, KeyError, TypeError, ValueError) as error:
         reasons = [f"it cannot be read ({type(error).__name__}: {error})"]

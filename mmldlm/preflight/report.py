@@ -13,7 +13,7 @@ _WORST = (FAIL, ERROR, WARN, PASS, SKIP)
 # A run whose hostfile or config cannot be read is a usage error.
 _USAGE_IDS = ("HOST001", "CFG001")
 # What is well and still worth reading: what this run is, needs and will take.
-_TOLD = ("CFG003", "DATA001", "MEM001", "DISK001", "RES001", "COLL002", "DRY001")
+ALWAYS_SHOWN = ("CFG003", "DATA001", "MEM001", "DISK001", "RES001", "COLL002", "DRY001")
 
 
 def worst(results: list[Result]) -> str:
@@ -45,7 +45,7 @@ def failing_nodes(context: Context, results: list[Result]) -> list[str]:
     return [name for name in context.names if name in own or (pairs[name] > 1 and pairs[name] == max(pairs.values()))]
 
 
-def show(context: Context, results: list[Result], seconds: float, out: TextIO) -> None:
+def print_report(context: Context, results: list[Result], seconds: float, out: TextIO) -> None:
     """Print the report."""
     title = f"preflight, level 0-{context.level}" if context.level else "preflight, level 0"
     ranks = f"{len(context.nodes)} node(s), {context.world_size} rank(s), {context.launcher}"
@@ -59,10 +59,10 @@ def show(context: Context, results: list[Result], seconds: float, out: TextIO) -
         skipped = f", {counts[SKIP]} skipped" if counts[SKIP] else ""
         print(f"  {name:{width}}  {worst(own):5} {counts[PASS]} passed{skipped}  {faults}".rstrip(), file=out)
     for r in results:
-        if r.id in _TOLD and r.status == PASS:
+        if r.id in ALWAYS_SHOWN and r.status == PASS:
             print(f"  {r.title:{max(width, 24)}}  {r.measured}", file=out)
     for group in _grouped([r for r in results if r.status in (FAIL, ERROR, WARN)]):
-        _block(group, out)
+        _print_group(group, out)
     for why, group in _skips(results).items():
         nodes = ", ".join(dict.fromkeys(r.node for r in group if r.node))
         ids = ", ".join(dict.fromkeys(r.id for r in group))
@@ -92,7 +92,7 @@ def _grouped(results: list[Result]) -> list[list[Result]]:
     return sorted(groups.values(), key=lambda group: (_WORST.index(group[0].status), group[0].level))
 
 
-def _block(group: list[Result], out: TextIO) -> None:
+def _print_group(group: list[Result], out: TextIO) -> None:
     r, nodes = group[0], ", ".join(dict.fromkeys(r.node for r in group if r.node))
     print(f"\n  {r.status}  {r.id} {r.title}{f', {nodes}' if nodes else ''}: {r.measured or r.why}", file=out)
     if r.expected:

@@ -16,7 +16,7 @@ from mmldlm.preflight import collect, receipt
 from mmldlm.preflight.check import Result, all_checks, run_check
 from mmldlm.preflight.context import Context
 from mmldlm.preflight.dynamic import dry_run, launcher_probe
-from mmldlm.preflight.report import exit_code, show
+from mmldlm.preflight.report import exit_code, print_report
 
 LAUNCHERS = ("deepspeed", "torchrun", "mpi", "slurm")
 DEFAULT_LEVEL = 2
@@ -63,7 +63,7 @@ def main(args: argparse.Namespace) -> int:
     context, results = run(args)
     code = exit_code(results, args.strict)
     seconds = time.perf_counter() - started
-    show(context, results, seconds, sys.stdout)
+    print_report(context, results, seconds, sys.stdout)
     record(context, results, code, seconds, args.json)
     return code
 
@@ -88,14 +88,18 @@ def select(only: str | None, without: str | None, level: int):
     """
     checks = all_checks()
     known = {check.id for check in checks}
-    wanted, unwanted = (
+    run_variables, unwanted = (
         {word.strip().upper() for word in (words or "").split(",") if word} for words in (only, without)
     )
-    if (wanted | unwanted) - known:
+    if (run_variables | unwanted) - known:
         raise UserError(
-            "ids of checks", ", ".join(sorted((wanted | unwanted) - known)), "mmldlm preflight --explain all lists them"
+            "ids of checks",
+            ", ".join(sorted((run_variables | unwanted) - known)),
+            "mmldlm preflight --explain all lists them",
         )
-    return [c for c in checks if c.level <= level and c.id not in unwanted and (not wanted or c.id in wanted)]
+    return [
+        c for c in checks if c.level <= level and c.id not in unwanted and (not run_variables or c.id in run_variables)
+    ]
 
 
 def plan_run(args: argparse.Namespace) -> Context:
@@ -121,7 +125,7 @@ def plan_run(args: argparse.Namespace) -> Context:
 
 def measure(context: Context) -> None:
     """Fill the context up to the level that was asked for."""
-    collect.measure_head(context)
+    collect.collect_head(context)
     if context.nodes and context.nodes[0].slots == 0:
         gpus = (context.head_value("gpus") or {}).get("gpus") or ()
         context.nodes = [Node("localhost", len(gpus) or 1)]
@@ -156,10 +160,10 @@ def _say(what: str) -> None:
 
 def apply_fix(context: Context) -> None:
     """Write the variables that stay behind on any node to ./.deepspeed_env, and look again what arrives."""
-    from mmldlm.cluster.env_propagation import wanted, write_env_file
+    from mmldlm.cluster.env_propagation import run_variables, write_env_file
 
-    here = wanted()
-    views = [there for name in context.facts if (there := context.arriving(name)) is not None]
+    here = run_variables()
+    views = [there for name in context.facts if (there := context.environment_on(name)) is not None]
     behind = sorted(key for key, value in here.items() if any(there.get(key) != value for there in views))
     if behind and context.launcher == "deepspeed":
         path = Path(os.environ.get("DS_ENV_FILE", ".deepspeed_env"))
@@ -168,7 +172,7 @@ def apply_fix(context: Context) -> None:
         print(f"wrote {', '.join(written) or 'nothing'} to {path}")
         if refused:
             print(f"not written (secret, or not plain text): {', '.join(refused)}")
-        if written and (probe := launcher_probe.start(context)) is not None:
+        if written and (probe := launcher_probe.start_probe(context)) is not None:
             context.arrived.clear()
             probe.finish()
 

@@ -13,7 +13,7 @@ from mmldlm.errors import UserError
 from mmldlm.observe.progress_meter import Advance
 from mmldlm.sampling.latent_sampler import latent_shape
 from mmldlm.sampling.pretrained import Pretrained
-from mmldlm.utils.output_paths import reason
+from mmldlm.utils.formatting import describe_os_error
 
 # Norms further from 1 than this are not vectors of an encoder that normalizes.
 _NORM_SLACK = 0.05
@@ -67,7 +67,7 @@ def encode_texts(texts: Sequence[str], pretrained: Pretrained, progress: Advance
             for M pieces.
     """
     from mmldlm.data.encoders.encoder import Encoder
-    from mmldlm.data.sentences import latent_parts
+    from mmldlm.data.sentences import split_into_parts
 
     identity = pretrained.encoder
     if identity is None:
@@ -76,7 +76,7 @@ def encode_texts(texts: Sequence[str], pretrained: Pretrained, progress: Advance
             "no such key",
             "embed the texts yourself and pass --latent-file",
         )
-    if not pretrained.knows_encoder:
+    if not pretrained.has_encoder:
         raise UserError(
             "a model whose data names the encoder of its latents",
             "its store was packed without --encoder",
@@ -84,7 +84,7 @@ def encode_texts(texts: Sequence[str], pretrained: Pretrained, progress: Advance
         )
     count, pieces = pretrained.model.config.max_latents, []
     for text in texts:  # cut as prepare cuts them
-        parts = latent_parts(text, count)
+        parts = split_into_parts(text, count)
         if parts is None:
             raise UserError(
                 f"texts of at least {count} characters, which the model's {count} latents are of",
@@ -114,7 +114,7 @@ def given_texts(texts: list[str] | None, text_file: str | None) -> list[str]:
         try:
             texts = Path(text_file).read_text(encoding="utf-8").splitlines()
         except OSError as error:
-            found = f"{text_file}: {reason(error)}"
+            found = f"{text_file}: {describe_os_error(error)}"
             raise UserError("a text file, one text a line", found, "check the path") from error
         except UnicodeDecodeError as error:
             raise UserError(

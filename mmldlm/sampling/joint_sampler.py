@@ -7,17 +7,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from mmldlm.diffusion import ContinuousDiffusion, MaskedDiffusion
+from mmldlm.diffusion import GaussianProcess, MaskedDiffusion
 from mmldlm.errors import UserError
-from mmldlm.sampling.latent_sampler import latent_shape, time_grid, to_sphere
+from mmldlm.sampling.latent_sampler import latent_shape, project_to_sphere, time_grid
 from mmldlm.sampling.pretrained import Pretrained
-from mmldlm.sampling.text.loop import TextSamples, TextState, device_of, predict_lengths
-from mmldlm.utils.counter_rng import JOINT_LATENT, TEXT, normals, uniforms
+from mmldlm.sampling.text.loop import DecodingState, TextSamples, device_of, predict_lengths
+from mmldlm.utils.counter_rng import Stream, normals, uniforms
 
-WAYS = ("joint", "chain")
+JOINT_METHODS = ("joint", "chain")
 
 
-def choose_way(pretrained: Pretrained, asked: str | None = None) -> str:
+def choose_method(pretrained: Pretrained, asked: str | None = None) -> str:
     """How a model can write text and latent from nothing.
 
     joint: both start as noise and are denoised together, which a model learns in mode `unconditional` alone. chain: a
@@ -59,7 +59,7 @@ def sample_joint(
     num_samples: int,
     *,
     text_diffusion: MaskedDiffusion,
-    latent_diffusion: ContinuousDiffusion,
+    latent_diffusion: GaussianProcess,
     steps: int = 64,
     sampler: str = "ancestral",
     temperature: float | None = None,
@@ -88,7 +88,7 @@ def sample_joint(
     done = 0
     for index in order.split(batch_size):
         rows = index.tolist()
-        state = TextState(
+        state = DecodingState(
             lengths[index].to(device),
             int(lengths[index].max()),
             steps,
@@ -96,19 +96,19 @@ def sample_joint(
             diffusion=text_diffusion,
             temperature=temperature,
             top_p=top_p,
-            uniform=uniforms(seed, TEXT, rows, (2, config.max_seq_len)),
+            uniform=uniforms(seed, Stream.TEXT, rows, (2, config.max_seq_len)),
             eos_token_id=config.eos_token_id,
             pad_token_id=config.pad_token_id,
             common_clock=True,
         )
-        z = normals(seed, JOINT_LATENT, rows, latent_shape(config)).to(device)
+        z = normals(seed, Stream.JOINT_LATENT, rows, latent_shape(config)).to(device)
         for k, (t, s) in enumerate(zip(grid[:-1], grid[1:])):
             now, then = (torch.full((len(rows),), value, dtype=torch.float64, device=device) for value in (t, s))
             positions = state.wanted(k)
             out = model(state.tokens, z, state.timesteps(k), now.float(), state.real, text_positions=positions)
             x0 = latent_diffusion.to_x0(out["latent_pred"].float(), z, now)
             if k < steps - 1:
-                z = latent_diffusion.step(to_sphere(model, x0) if renormalise else x0, z, now, then)
+                z = latent_diffusion.step(project_to_sphere(model, x0) if renormalise else x0, z, now, then)
             else:
                 z = x0
             state.update(k, positions, out["text_logits"])

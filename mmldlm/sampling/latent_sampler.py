@@ -9,23 +9,23 @@ import torch
 from torch import Tensor, nn
 
 from mmldlm.data.encoders.encoder import token_budget_batches
-from mmldlm.diffusion import ContinuousDiffusion
+from mmldlm.diffusion import GaussianProcess
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.sampling.text.loop import device_of
-from mmldlm.utils.counter_rng import LATENT, normals
+from mmldlm.utils.counter_rng import Stream, normals
 
-METHODS = ("ddim", "heun")
+SOLVERS = ("ddim", "heun")
 # An epsilon estimate is divided by a(t), which is 0 at t = 1 on most paths.
 _EPSILON_START = 0.99
 
 
-def time_grid(diffusion: ContinuousDiffusion, steps: int) -> Tensor:
+def time_grid(diffusion: GaussianProcess, steps: int) -> Tensor:
     """[steps + 1] fp64 timesteps from the start (1, or just below it for epsilon) to 0."""
     start = _EPSILON_START if diffusion.prediction == "epsilon" else 1.0
     return torch.linspace(start, 0.0, steps + 1, dtype=torch.float64)
 
 
-def to_sphere(model: nn.Module, x0: Tensor) -> Tensor:
+def project_to_sphere(model: nn.Module, x0: Tensor) -> Tensor:
     """Model-space latents [..., D] moved to where their raw form has norm 1."""
     raw = model.unscale_latents(x0)
     return model.scale_latents(raw / raw.norm(dim=-1, keepdim=True).clamp_min(1e-12))
@@ -70,7 +70,7 @@ def sample_latents(
     model: nn.Module,
     texts: Sequence[Sequence[int]] | None,
     *,
-    diffusion: ContinuousDiffusion,
+    diffusion: GaussianProcess,
     steps: int = 12,
     num_samples: int | None = None,
     method: str = "ddim",
@@ -101,7 +101,7 @@ def sample_latents(
     Raises:
         MmldlmError: when the model gives NaN; nothing is put in its place. ValueError: a method the path has not.
     """
-    if method not in METHODS or (method == "heun" and diffusion.path != "rectified_flow"):
+    if method not in SOLVERS or (method == "heun" and diffusion.path != "rectified_flow"):
         raise ValueError(f"method {method!r} on path {diffusion.path!r}: expected ddim, or heun with rectified_flow")
     count = len(texts) if texts is not None else num_samples
     assert count is not None, "num_samples is needed without texts"
@@ -114,13 +114,13 @@ def sample_latents(
         tokens = real = None
         if texts is not None:
             tokens, real = pad_texts([texts[row] for row in rows], config.eos_token_id, config.pad_token_id, device)
-        draws = normals(seed, LATENT, rows, (1 + (steps if eta > 0 else 0), *shape)).to(device)
+        draws = normals(seed, Stream.LATENT, rows, (1 + (steps if eta > 0 else 0), *shape)).to(device)
 
         def x0_at(z: Tensor, t: float, tokens=tokens, real=real) -> Tensor:
             return _x0(model, diffusion, tokens, real, z, t, guidance)
 
         def settle(x0: Tensor) -> Tensor:
-            return to_sphere(model, x0) if renormalise else x0
+            return project_to_sphere(model, x0) if renormalise else x0
 
         z = draws[:, 0]
         grid = time_grid(diffusion, steps).tolist()
@@ -154,7 +154,7 @@ def _times(t: float, z: Tensor) -> Tensor:
 
 def _x0(
     model: nn.Module,
-    diffusion: ContinuousDiffusion,
+    diffusion: GaussianProcess,
     tokens: Tensor | None,
     real: Tensor | None,
     z: Tensor,

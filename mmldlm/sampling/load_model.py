@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from mmldlm.checkpoints.formats.open import Opened, open_source
+from mmldlm.checkpoints.formats.open import OpenedCheckpoint, open_source
 from mmldlm.checkpoints.formats.weight_source import WeightSource
 from mmldlm.checkpoints.init_from import as_torch
-from mmldlm.convert.config_compat import MODEL_CONFIG
+from mmldlm.checkpoints.layout import MODEL_CONFIG
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
 from mmldlm.models.pretrained_io import check_shapes, model_config, read_config
@@ -53,7 +53,7 @@ def load_model(
     return model.eval(), values, config_path
 
 
-def _find_config(opened: Opened, named: str | Path) -> Path:
+def _find_config(opened: OpenedCheckpoint, named: str | Path) -> Path:
     """The model's config: in the checkpoint, beside the weights, or in the checkpoint whose engine's files were named.
 
     Raises:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mmldlm.config.schema import LatentDiffusionConfig, TextDiffusionConfig
 from mmldlm.data.encoders.tokenizer_files import read_tokenizer
-from mmldlm.diffusion import ContinuousDiffusion, MaskedDiffusion
+from mmldlm.diffusion import GaussianProcess, MaskedDiffusion
 from mmldlm.errors import UserError
 from mmldlm.models.pretrained_io import COPY_AGAIN
 from mmldlm.sampling.load_model import CONVERT, load_model
@@ -47,10 +47,10 @@ class Pretrained:
         return MaskedDiffusion(self.model.config.mask_token_id, self.text_config.schedule, self.text_config.eps)
 
     @property
-    def latent_diffusion(self) -> ContinuousDiffusion:
+    def latent_diffusion(self) -> GaussianProcess:
         """The noise process of its latents."""
         config = self.latent_config
-        return ContinuousDiffusion(config.path, config.prediction, config.weighting, config.min_snr_gamma)
+        return GaussianProcess(config.path, config.prediction, config.weighting, config.min_snr_gamma)
 
     @property
     def unit_norm(self) -> bool:
@@ -67,11 +67,11 @@ class Pretrained:
         return self.latent_config.renormalise_x0 and self.unit_norm
 
     @property
-    def knows_encoder(self) -> bool:
+    def has_encoder(self) -> bool:
         """Whether the encoder of its latents is named; `mmldlm pack` without --encoder calls it unknown."""
         return self.encoder is not None and self.encoder.get("name") != "unknown"
 
-    def can_do(self, mode: str) -> bool:
+    def supports(self, mode: str) -> bool:
         """Whether it was trained in a mode; True when its folder does not say."""
         return self.mode_weights is None or self.mode_weights.get(mode, 0) > 0
 
@@ -81,7 +81,7 @@ class Pretrained:
         Raises:
             UserError: it was not trained in it.
         """
-        if not self.can_do(mode):
+        if not self.supports(mode):
             learned = ", ".join(name for name, weight in (self.mode_weights or {}).items() if weight > 0)
             raise UserError(
                 f"a model trained in mode {mode}",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 
 WINDOW = 100  # global batches
-FEWEST = 20  # before so many are known, an unlucky batch would be a high share
+MIN_BATCHES = 20  # before so many are known, an unlucky batch would be a high share
 
 
-class BadShare:
+class BadSampleRate:
     """Bad samples among all samples of the last WINDOW global batches.
 
     It is part of the checkpoint, so that a resumed run stops where an uninterrupted one does. A checkpoint never holds
@@ -29,7 +29,7 @@ class BadShare:
     def trouble(self) -> str | None:
         """One sentence when more than the limit of the window is bad, else None."""
         num_bad, num_samples = (sum(column) for column in zip(*self._batches)) if self._batches else (0, 0)
-        if len(self._batches) < FEWEST or num_bad <= self.limit * num_samples:
+        if len(self._batches) < MIN_BATCHES or num_bad <= self.limit * num_samples:
             return None
         return (
             f"{num_bad} of the {num_samples} samples of the last {len(self._batches)} global batches were bad "

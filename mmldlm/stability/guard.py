@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass
 
 from mmldlm.config.schema import StabilityConfig
-from mmldlm.stability.bad_sample_rate import BadShare
-from mmldlm.stability.loss_scaler import LossScale
-from mmldlm.stability.spike_window import Window
+from mmldlm.stability.bad_sample_rate import BadSampleRate
+from mmldlm.stability.loss_scaler import LossScaler
+from mmldlm.stability.spike_window import SpikeWindow
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StepDecision:
     """Whether a step may be applied, and why not.
 
     Attributes:
@@ -40,12 +40,12 @@ class Guard:
 
     def __init__(self, config: StabilityConfig, dtype: str = "fp32"):
         self.action = config.spike_action
-        self.loss_scale = LossScale(config, dtype)
-        self.loss = Window(config.spike_window, config.spike_sigma)
-        self.norm = Window(config.spike_window, config.spike_sigma)
-        self.bad_share = BadShare(config.max_bad_share)
+        self.loss_scale = LossScaler(config, dtype)
+        self.loss = SpikeWindow(config.spike_window, config.spike_sigma)
+        self.norm = SpikeWindow(config.spike_window, config.spike_sigma)
+        self.bad_share = BadSampleRate(config.max_bad_share)
 
-    def judge(self, loss: float, num_bad_losses: int, grad_norm: float, num_usable: int = 1) -> Verdict:
+    def decide(self, loss: float, num_bad_losses: int, grad_norm: float, num_usable: int = 1) -> StepDecision:
         """Look at a step whose gradients are ready.
 
         Args:
@@ -53,18 +53,18 @@ class Guard:
             grad_norm: global norm before clipping. num_usable: samples, over all ranks, that were not left out as bad.
         """
         if not num_usable:  # its loss and gradients are exactly 0: applied, they would pass for a very good step
-            return Verdict(False, "no usable sample in the step")
+            return StepDecision(False, "no usable sample in the step")
         if num_bad_losses:
-            return Verdict(False, f"non-finite loss ({nonfinite_word(loss)}) in {num_bad_losses} micro-batch(es)")
+            return StepDecision(False, f"non-finite loss ({nonfinite_word(loss)}) in {num_bad_losses} micro-batch(es)")
         if not math.isfinite(loss):
-            return Verdict(False, f"non-finite loss ({nonfinite_word(loss)})")
+            return StepDecision(False, f"non-finite loss ({nonfinite_word(loss)})")
         if not math.isfinite(grad_norm) or grad_norm < 0:  # DeepSpeed says -1 for a norm that is not finite
-            if self.loss_scale.can_fall:
+            if self.loss_scale.can_decrease:
                 scale = self.loss_scale.value
-                reason = f"fp16 overflow at loss scale {scale:g}, now {self.loss_scale.overflowed():g}"
-                return Verdict(False, reason, is_overflow=True)
-            return Verdict(False, f"non-finite gradient norm ({nonfinite_word(grad_norm)})")
-        self.loss_scale.passed()
+                reason = f"fp16 overflow at loss scale {scale:g}, now {self.loss_scale.on_overflow():g}"
+                return StepDecision(False, reason, is_overflow=True)
+            return StepDecision(False, f"non-finite gradient norm ({nonfinite_word(grad_norm)})")
+        self.loss_scale.on_success()
         spikes = []
         if self.action != "off":
             for name, value, window in (("loss", loss, self.loss), ("gradient norm", grad_norm, self.norm)):
@@ -74,9 +74,9 @@ class Guard:
             # A spike that is skipped must not widen the window; one that is only logged is the new ordinary.
             if self.action == "log":
                 self._admit(loss, grad_norm)
-            return Verdict(self.action == "log", "; ".join(spikes))
+            return StepDecision(self.action == "log", "; ".join(spikes))
         self._admit(loss, grad_norm)
-        return Verdict(True)
+        return StepDecision(True)
 
     def _admit(self, loss: float, grad_norm: float) -> None:
         self.loss.admit(loss)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from mmldlm.config.schema import StabilityConfig
 
-FIRST, WINDOW, LEAST, LARGEST = 65536.0, 1000, 1.0, 2.0**24
+INITIAL, WINDOW, MIN, LARGEST = 65536.0, 1000, 1.0, 2.0**24
 
 
-class LossScale:
+class LossScaler:
     """Halved when the scaled gradients overflow, doubled after a window of steps without. bf16 and fp32 have the range
     of fp32 and need none: the scale stays 1.
 
@@ -20,33 +20,33 @@ class LossScale:
 
     def __init__(self, config: StabilityConfig, dtype: str):
         self.is_on = dtype == "fp16"
-        self.value = (config.loss_scale or FIRST) if self.is_on else 1.0
+        self.value = (config.loss_scale or INITIAL) if self.is_on else 1.0
         self.window = config.loss_scale_window or WINDOW
-        self.num_sound = 0
+        self.good_steps = 0
 
-    def overflowed(self) -> float:
+    def on_overflow(self) -> float:
         """After a step whose losses were finite and whose gradients were not: the new, lower scale."""
-        self.value, self.num_sound = max(self.value / 2, LEAST), 0
+        self.value, self.good_steps = max(self.value / 2, MIN), 0
         return self.value
 
-    def passed(self) -> None:
+    def on_success(self) -> None:
         """After a step with finite gradients."""
         if not self.is_on:
             return
-        self.num_sound += 1
-        if self.num_sound >= self.window and self.value < LARGEST:
-            self.value, self.num_sound = self.value * 2, 0
+        self.good_steps += 1
+        if self.good_steps >= self.window and self.value < LARGEST:
+            self.value, self.good_steps = self.value * 2, 0
 
     @property
-    def can_fall(self) -> bool:
+    def can_decrease(self) -> bool:
         """Whether an overflow may still be the scale's fault and not the run's."""
-        return self.is_on and self.value > LEAST
+        return self.is_on and self.value > MIN
 
     def state(self) -> list[float]:
         """For the checkpoint."""
-        return [self.value, self.num_sound] if self.is_on else []
+        return [self.value, self.good_steps] if self.is_on else []
 
     def restore(self, state: list[float]) -> None:
         """From a checkpoint; one of another dtype ([]) starts afresh."""
         if self.is_on and state:
-            self.value, self.num_sound = float(state[0]), int(state[1])
+            self.value, self.good_steps = float(state[0]), int(state[1])

@@ -12,8 +12,8 @@ from mmldlm.engines.base import Engine, compute_dtype
 from mmldlm.errors import UserError
 
 # What Accelerate's launcher tells its ranks; `no` is fp32.
-_LAUNCHER = "ACCELERATE_MIXED_PRECISION"
-_WORDS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
+PRECISION_VAR = "ACCELERATE_MIXED_PRECISION"
+ACCELERATE_NAMES = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 
 
 def check_precision(engine: Engine, config: Config) -> None:
@@ -23,7 +23,7 @@ def check_precision(engine: Engine, config: Config) -> None:
         UserError: on every rank, when something computes, keeps or reduces in another dtype than the config says.
     """
     faults = precision_faults(engine, config, os.environ)
-    if engine.all_ok(not faults):
+    if engine.all_agree(not faults):
         return
     raise UserError(
         f"training.dtype={config.training.dtype} everywhere, fp32 masters, accumulation and reduction",
@@ -35,16 +35,16 @@ def check_precision(engine: Engine, config: Config) -> None:
 def precision_faults(engine: Engine, config: Config, environment: Mapping[str, str]) -> list[str]:
     """What of this rank disagrees with training.dtype, one sentence each."""
     name, faults = config.training.dtype, []
-    told = environment.get(_LAUNCHER)
-    if told is not None and _WORDS.get(told, told) != name:
-        faults.append(f"the launcher says {_LAUNCHER}={told}")
+    told = environment.get(PRECISION_VAR)
+    if told is not None and ACCELERATE_NAMES.get(told, told) != name:
+        faults.append(f"the launcher says {PRECISION_VAR}={told}")
     if torch.get_default_dtype() != torch.float32:
         faults.append(f"torch's default dtype is {torch.get_default_dtype()}")
     if torch.is_autocast_enabled(engine.device.type):
         faults.append(f"autocast to {torch.get_autocast_dtype(engine.device.type)} is on around the whole program")
     if name == "bf16" and engine.device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         faults.append(f"{torch.cuda.get_device_name(engine.device)} has no bf16 (use fp16)")
-    masters = {fragment.owner.dtype for fragment in engine.fragments() if fragment.count} - {torch.float32}
+    masters = {fragment.owner.dtype for fragment in engine.parameter_shards() if fragment.count} - {torch.float32}
     if masters:
         faults.append(f"master weights in {', '.join(map(str, masters))}")
     low = compute_dtype(name)

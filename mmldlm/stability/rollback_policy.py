@@ -9,7 +9,7 @@ from mmldlm.errors import StabilityStop
 
 
 @dataclass(frozen=True)
-class Trouble:
+class RollbackReason:
     """Why a run cannot go on from where it is.
 
     Attributes:
@@ -23,20 +23,20 @@ class Trouble:
     tensors: dict[str, int] | None = None
 
 
-def find_trouble(config: StabilityConfig, step: int, consecutive_skips: int, bad_state: dict[str, int]):
+def needs_rollback(config: StabilityConfig, step: int, consecutive_skips: int, bad_state: dict[str, int]):
     """Trouble, or None. A function of what all ranks share."""
     if bad_state:
         names = ", ".join(f"{name} ({count})" for name, count in list(bad_state.items())[:4])
         more = f" and {len(bad_state) - 4} more" if len(bad_state) > 4 else ""
-        return Trouble(step, f"non-finite values in the training state: {names}{more}", None, bad_state)
+        return RollbackReason(step, f"non-finite values in the training state: {names}{more}", None, bad_state)
     if consecutive_skips >= config.max_consecutive_skips:
         reason = f"{consecutive_skips} steps in a row were skipped"
-        return Trouble(step, reason, step - consecutive_skips)
+        return RollbackReason(step, reason, step - consecutive_skips)
     return None
 
 
-def stop(
-    trouble: Trouble, num_rollbacks: int, run_dir, last_reasons: list[str], saved_step: int | None
+def stability_stop_error(
+    trouble: RollbackReason, num_rollbacks: int, run_dir, last_reasons: list[str], saved_step: int | None
 ) -> StabilityStop:
     """The error that ends the run on every rank with exit 4: what happened, when, and what to try.
 

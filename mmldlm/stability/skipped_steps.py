@@ -19,12 +19,12 @@ from mmldlm.engines.base import Engine
 from mmldlm.errors import UserError
 from mmldlm.tasks.translation.noiser import NoisedBatch
 
-FOLDER = "forensics"
-MOST_CASES = 200
+SKIPPED_STEPS_DIR = "forensics"
+MAX_RECORDS = 200
 """A run that skips more often than this has its first cases kept and says so in its events."""
 
 
-def gather(engine: Engine, batches: list[NoisedBatch], losses: list[Tensor]) -> list[dict]:
+def collect_step_record(engine: Engine, batches: list[NoisedBatch], losses: list[Tensor]) -> list[dict]:
     """Every micro-batch of the step over all ranks: {rank, host, micro, loss, ids}. Collective; only on a skip.
 
     Args:
@@ -47,38 +47,38 @@ def bad_micro_batches(entries: list[dict]) -> list[dict]:
     return [entry for entry in entries if not math.isfinite(entry["loss"])]
 
 
-def save_case(run_dir: Path, case: dict) -> Path | None:
-    """Write one skipped step into RUN/forensics; None once MOST_CASES are there.
+def save_skipped_step(run_dir: Path, case: dict) -> Path | None:
+    """Write one skipped step into RUN/forensics; None once MAX_RECORDS are there.
 
     Raises:
         OSError: the disk is full.
     """
-    folder = run_dir / FOLDER
+    folder = run_dir / SKIPPED_STEPS_DIR
     folder.mkdir(exist_ok=True)
     path = folder / f"step_{case['step']:08d}.json"
-    if not path.exists() and len(list(folder.glob("step_*.json"))) >= MOST_CASES:
+    if not path.exists() and len(list(folder.glob("step_*.json"))) >= MAX_RECORDS:
         return None
-    strict = {**case, "micro_batches": [{**entry, "loss": _word(entry["loss"])} for entry in case["micro_batches"]]}
-    strict |= {key: _word(case[key]) for key in ("loss", "grad_norm")}
+    strict = {**case, "micro_batches": [{**entry, "loss": _to_json(entry["loss"])} for entry in case["micro_batches"]]}
+    strict |= {key: _to_json(case[key]) for key in ("loss", "grad_norm")}
     beside = path.with_suffix(".tmp")
     beside.write_text(json.dumps(strict, allow_nan=False) + "\n")
     os.replace(beside, path)
     return path
 
 
-def load_case(run_dir: Path, event: str) -> dict:
+def load_skipped_step(run_dir: Path, event: str) -> dict:
     """The case of a step number or of `last`.
 
     Raises:
         UserError: no such case; those there are named.
     """
-    found = sorted((run_dir / FOLDER).glob("step_*.json"))
+    found = sorted((run_dir / SKIPPED_STEPS_DIR).glob("step_*.json"))
     steps = [int(path.stem.split("_")[1]) for path in found]
     wanted = steps[-1:] if event == "last" else [int(event)] if event.isdigit() else []
     if not wanted or wanted[0] not in steps:
         there = ", ".join(map(str, steps[:8])) + (" ..." if len(steps) > 8 else "") if steps else "none"
         raise UserError(
-            f"the step number of a skip in {run_dir / FOLDER}, or `last`",
+            f"the step number of a skip in {run_dir / SKIPPED_STEPS_DIR}, or `last`",
             f"{event!r}; steps kept there: {there}",
             f"`skip` lines of {run_dir / 'events.jsonl'} name the steps",
         )
@@ -90,6 +90,6 @@ def load_case(run_dir: Path, event: str) -> dict:
     return case
 
 
-def _word(value: float) -> float | str:
+def _to_json(value: float) -> float | str:
     """Strict JSON has no NaN: the words nan, inf, -inf, which float() reads."""
     return value if math.isfinite(value) else str(value)

@@ -6,7 +6,7 @@ import math
 from collections import deque
 
 
-class Window:
+class SpikeWindow:
     """The last `size` values that were finite and no spikes.
 
     A value is a spike when it lies more than sigma standard deviations above the mean of at least size / 2 values

@@ -15,7 +15,7 @@ def nonfinite_tensors(engine: Engine, average: WeightAverage | None = None) -> d
 
     One host sync when all is well, whatever the number of parameters. No collective.
     """
-    fragments = [fragment for fragment in engine.fragments() if fragment.count]
+    fragments = [fragment for fragment in engine.parameter_shards() if fragment.count]
     states = engine.optimizer_state()
     views = [(fragment.name, fragment.of(fragment.owner)) for fragment in fragments]
     for fragment in fragments:
@@ -34,10 +34,10 @@ def nonfinite_tensors(engine: Engine, average: WeightAverage | None = None) -> d
     return {name: count for name, count in bad if count}
 
 
-def audit(engine: Engine, average: WeightAverage | None = None) -> dict[str, int]:
+def audit_on_all_ranks(engine: Engine, average: WeightAverage | None = None) -> dict[str, int]:
     """nonfinite_tensors over all ranks, the same dict on each. Collective."""
     own = nonfinite_tensors(engine, average)
-    if engine.all_ok(not own):
+    if engine.all_agree(not own):
         return {}
     if engine.world_size == 1:
         return own

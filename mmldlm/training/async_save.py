@@ -14,10 +14,10 @@ from mmldlm.engines.base import Engine
 from mmldlm.errors import Interrupted, MmldlmError
 from mmldlm.training.run_logger import TrainingState
 
-_SHORTEST, _LONGEST = 0.005, 0.5  # seconds between two questions whether all ranks are done
+MIN_POLL, MAX_POLL = 0.005, 0.5  # seconds between two questions whether all ranks are done
 
 
-class Background:
+class BackgroundTask:
     """A function in a thread of its own: `result` or `failure` when it is done."""
 
     def __init__(self, work: Callable[[], Any], device: torch.device):
@@ -40,13 +40,13 @@ class Background:
             self.failure = error
 
 
-class Saving:
+class PendingSave:
     """One checkpoint on its way to the disk."""
 
     def __init__(self, pending: commit.PendingCheckpoint, state: TrainingState, work: list[Callable[[], None]], device):
         self.pending, self.step, self.consecutive_skips = pending, state.step, state.consecutive_skips
         self.started, self.stalled = time.perf_counter(), None
-        self._background = Background(lambda: [part() for part in work], device)
+        self._background = BackgroundTask(lambda: [part() for part in work], device)
 
     @property
     def failure(self) -> BaseException | None:
@@ -56,7 +56,7 @@ class Saving:
         return self._background.is_running()
 
 
-def await_all(
+def wait_on_all_ranks(
     engine: Engine,
     is_running: Callable[[], bool],
     what: str,
@@ -75,7 +75,7 @@ def await_all(
         MmldlmError: on every rank, when one of them takes longer than timeout seconds.
         Interrupted: on every rank, when one of them was asked to stop.
     """
-    started, pause = time.monotonic(), _SHORTEST
+    started, pause = time.monotonic(), MIN_POLL
     while True:
         running = is_running()
         is_late = running and time.monotonic() - started > timeout
@@ -86,11 +86,11 @@ def await_all(
         if num_stops:
             raise Interrupted(f"stopped by a signal while {what}; the checkpoints are as they were")
         if num_late:
-            late = engine.gather_texts(f"still at it after {timeout:g} s" if is_late else None)
+            late = engine.gather_messages(f"still at it after {timeout:g} s" if is_late else None)
             raise MmldlmError(
                 f"{what} takes longer than checkpoints.timeout={timeout:g} s: {'; '.join(late[:4])}. Look at the disk "
                 "of logging.save_dir, or allow more."
             )
         still()
         time.sleep(pause)
-        pause = min(2 * pause, _LONGEST)
+        pause = min(2 * pause, MAX_POLL)

@@ -21,7 +21,7 @@ from mmldlm.errors import UserError
 from mmldlm.training.run_logger import TrainingState
 
 
-def read_state(checkpoint: Path, state: TrainingState, config: Config, world_size: int) -> dict[str, Any]:
+def load_training_state(checkpoint: Path, state: TrainingState, config: Config, world_size: int) -> dict[str, Any]:
     """The training state of a checkpoint.
 
     Raises:
@@ -52,7 +52,7 @@ def read_state(checkpoint: Path, state: TrainingState, config: Config, world_siz
     return saved
 
 
-def read_engine(checkpoint: Path, engine: Engine, average: WeightAverage | None, applied_steps: int) -> None:
+def load_engine_state(checkpoint: Path, engine: Engine, average: WeightAverage | None, applied_steps: int) -> None:
     """What this rank holds of weights, moments and average; call engine.masters_written() when all ranks have read.
 
     Raises:
@@ -96,7 +96,7 @@ def read_rng(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def set_rng(rng: dict[str, Any] | None) -> None:
+def restore_rng(rng: dict[str, Any] | None) -> None:
     """Make the generators continue from a checkpoint's."""
     if rng is None:
         return
@@ -110,9 +110,7 @@ def read_tokenizer(data: RunData) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted((data.train.root / "tokenizer").iterdir())}
 
 
-def write_descriptions(
-    path: Path, training_state: str, config: Config, data: RunData, tokenizer: dict[str, bytes]
-) -> None:
+def write_metadata(path: Path, training_state: str, config: Config, data: RunData, tokenizer: dict[str, bytes]) -> None:
     """Everything beside the engine's files: state, config, model and tokenizer (read_tokenizer's)."""
     (path / STATE_FILE).write_text(training_state)
     (path / CONFIG_FILE).write_text(to_yaml(with_absolute_paths(config)))

@@ -3,7 +3,7 @@
 Two jobs in one folder (the default logging.run_name, a requeued job beside the one that was taken for dead) overwrite
 each other's logs and delete each other's checkpoints, both with exit 0. The lock names host and process; its mtime is
 renewed while the run writes its logs. On the holder's own host it is free as soon as the process is gone, from another
-host when it was not renewed for STALE seconds.
+host when it was not renewed for STALE_AFTER seconds.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from mmldlm.checkpoints.commit import holds_checkpoints
+from mmldlm.checkpoints.locate import holds_checkpoints
 from mmldlm.config.schema import Config
 from mmldlm.errors import UserError
 
 LOCK = ".lock"
-STALE = 180.0  # seconds without a renewal after which a holder on another host counts as gone
-RENEW = 20.0  # seconds between two renewals, at least
-DYING = 10.0  # seconds for a process on this host to go: the job before may just have been killed
+STALE_AFTER = 180.0  # seconds without a renewal after which a holder on another host counts as gone
+RENEW_INTERVAL = 20.0  # seconds between two renewals, at least
+EXIT_GRACE = 10.0  # seconds for a process on this host to go: the job before may just have been killed
 _POLL = 0.5
 _MOST_VANISHED = 20  # times that a lock may be there when it is made and gone when it is read
 _FIELDS = {"host": str, "pid": int, "started": str, "restarts": int, "place": list}
 
 
-def check_unused(config: Config) -> None:
+def check_no_checkpoints(config: Config) -> None:
     """Refuse to begin a run where another has left checkpoints (asked again under the lock: it may have just ended).
 
     Raises:
@@ -55,7 +55,9 @@ class RunLock:
         self._own: dict[str, Any] | None = None
         self._renewed = 0.0
 
-    def acquire(self, say: Callable[[str], None], beat: Callable[[], None] = lambda: None, patience: float = STALE):
+    def acquire(
+        self, say: Callable[[str], None], beat: Callable[[], None] = lambda: None, patience: float = STALE_AFTER
+    ):
         """Take the lock; wait for one that may become free.
 
         Args:
@@ -77,24 +79,25 @@ class RunLock:
                 time.sleep(_POLL / 10)  # released at this moment
                 continue
             first_mtime = first_mtime or mtime
-            why_free = _why_free(holder, time.time() - mtime)
+            why_free = _takeover_reason(holder, time.time() - mtime)
             if why_free is not None:
                 if why_free:
-                    say(f"{self.path} of {_name(holder)} taken over: {why_free}")
+                    say(f"{self.path} of {_describe_holder(holder)} taken over: {why_free}")
                 self._remove(holder)
                 continue
-            here = holder.get("place") == _place()
-            waited, limit = time.monotonic() - started, min(DYING if here else STALE, patience)
+            here = holder.get("place") == _host_key()
+            waited, limit = time.monotonic() - started, min(EXIT_GRACE if here else STALE_AFTER, patience)
             if mtime != first_mtime or waited > limit:
                 raise UserError(
                     f"a run's folder for this job alone at {self.path.parent}",
-                    f"{_name(holder)} trains in it ({self.path}, renewed {max(time.time() - mtime, 0):.0f} s ago)",
+                    f"{_describe_holder(holder)} trains in it "
+                    f"({self.path}, renewed {max(time.time() - mtime, 0):.0f} s ago)",
                     "choose another logging.run_name, or end the other job and add training.resume=auto; delete the "
-                    f"file if that job is surely gone (it counts as gone after {STALE:.0f} s)",
+                    f"file if that job is surely gone (it counts as gone after {STALE_AFTER:.0f} s)",
                 )
             if not told:
                 told = True
-                say(f"{self.path} is held by {_name(holder)}: waiting up to {limit:.0f} s for it to be gone")
+                say(f"{self.path} is held by {_describe_holder(holder)}: waiting up to {limit:.0f} s for it to be gone")
             beat()
             time.sleep(_POLL)
 
@@ -109,9 +112,9 @@ class RunLock:
         )
 
     def renew(self) -> bool:
-        """Show that the run lives, RENEW seconds apart; False when somebody else has taken the lock."""
+        """Show that the run lives, RENEW_INTERVAL seconds apart; False when somebody else has taken the lock."""
         now = time.monotonic()
-        if self._own is None or now - self._renewed < RENEW:
+        if self._own is None or now - self._renewed < RENEW_INTERVAL:
             return True
         self._renewed = now
         try:
@@ -140,8 +143,8 @@ class RunLock:
             "job": os.environ.get("SLURM_JOB_ID"),
             "restarts": int(os.environ.get("SLURM_RESTART_COUNT", 0)),
             "started": datetime.now(timezone.utc).isoformat(timespec="microseconds"),
-            "place": _place(),
-            "born": _born(os.getpid()),
+            "place": _host_key(),
+            "born": _process_start_time(os.getpid()),
         }
         try:
             file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
@@ -168,16 +171,16 @@ class RunLock:
                 os.rename(aside, self.path)
 
 
-def _why_free(holder: dict[str, Any], age: float) -> str | None:
+def _takeover_reason(holder: dict[str, Any], age: float) -> str | None:
     """Why a lock may be taken over, "" for this process's own, None when it may not."""
-    if holder.get("place") == _place():
+    if holder.get("place") == _host_key():
         if holder["pid"] == os.getpid():  # a process that trains twice
             return ""
         return None if _is_alive(holder["pid"], holder["born"]) else "that process is gone"
     requeued = holder.get("job") is not None and holder["job"] == os.environ.get("SLURM_JOB_ID")
     if requeued and int(os.environ.get("SLURM_RESTART_COUNT", 0)) > holder["restarts"]:
         return "Slurm has ended it and started the job again"
-    return f"not renewed for {age:.0f} s" if age > STALE else None
+    return f"not renewed for {age:.0f} s" if age > STALE_AFTER else None
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -190,14 +193,14 @@ def _read(path: Path) -> dict[str, Any]:
     return {"job": None, "born": None, **found} if is_whole else {}
 
 
-def _name(holder: dict[str, Any]) -> str:
+def _describe_holder(holder: dict[str, Any]) -> str:
     if not holder:
         return "an unknown job"
     job = f", Slurm job {holder['job']}" if holder["job"] else ""
     return f"process {holder['pid']} on {holder['host']}{job}, started {holder['started'][:19]} UTC"
 
 
-def _place() -> list[str]:
+def _host_key() -> list[str]:
     """Where a pid means one process: host name, boot and pid namespace (two containers may share the name)."""
     found = [socket.gethostname()]
     with contextlib.suppress(OSError):
@@ -208,7 +211,7 @@ def _place() -> list[str]:
 
 def _is_alive(pid: int, born: str | None) -> bool:
     if born is not None:
-        return _born(pid) == born
+        return _process_start_time(pid) == born
     try:  # no /proc here
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -218,7 +221,7 @@ def _is_alive(pid: int, born: str | None) -> bool:
     return True
 
 
-def _born(pid: int) -> str | None:
+def _process_start_time(pid: int) -> str | None:
     """When a process of this place started, so that its number given anew is another; None when it is gone, or where
     there is no /proc."""
     try:

@@ -19,15 +19,15 @@ from mmldlm.data.batching.run_data import RunData
 from mmldlm.distributed import error_reporting
 from mmldlm.engines.base import Engine
 from mmldlm.errors import EXIT_DONE, Interrupted, MmldlmError, StabilityStop, UserError
-from mmldlm.observe.console import Progress, link_latest, train_log_path
+from mmldlm.observe.console import Console, link_latest, train_log_path
 from mmldlm.observe.jsonl_log import JsonlLog
-from mmldlm.observe.layer_stats import Look
+from mmldlm.observe.layer_stats import LayerStats
 from mmldlm.observe.loss_plots import plot_run
 from mmldlm.observe.wandb_logger import open_wandb
-from mmldlm.stability.guard import Verdict
-from mmldlm.stability.skipped_steps import bad_micro_batches, save_case
+from mmldlm.stability.guard import StepDecision
+from mmldlm.stability.skipped_steps import bad_micro_batches, save_skipped_step
 from mmldlm.tasks.translation.freezing import random_projection
-from mmldlm.training.run_lock import RunLock, check_unused
+from mmldlm.training.run_lock import RunLock, check_no_checkpoints
 
 
 def engine_folders(engine: Engine) -> list[str]:
@@ -69,7 +69,7 @@ class TrainingState:
     data: str = ""
     versions: dict[str, str] = field(default_factory=dict)
 
-    def advance(self, verdict: Verdict, num_samples: int) -> None:
+    def advance(self, verdict: StepDecision, num_samples: int) -> None:
         """Count one step of `num_samples` samples; an fp16 overflow mends itself and is no reason to roll back."""
         applied = verdict.apply
         self.step += 1
@@ -78,18 +78,18 @@ class TrainingState:
         self.skipped_steps += not applied
         self.consecutive_skips = 0 if applied else self.consecutive_skips + (not verdict.is_overflow)
 
-    def is_passed_over(self) -> bool:
+    def is_excluded(self) -> bool:
         """Whether the next step's batch is not to be trained on."""
         return any(first <= self.step < end for first, end in self.passed_over)
 
-    def pass_over(self, num_samples: int) -> None:
+    def skip_batch(self, num_samples: int) -> None:
         """Count one step whose batch is not trained on."""
         self.step += 1
         self.consumed_samples += num_samples
         self.skipped_steps += 1
 
 
-class RunFolder:
+class RunLogger:
     """The logs of a run. Rank 0 owns them."""
 
     def __init__(self, config, data: RunData, engine: Engine, state: TrainingState):
@@ -113,7 +113,7 @@ class RunFolder:
         Raises:
             MmldlmError: on every rank, when rank 0 could not open the logs or wandb.
         """
-        self._together(lambda: self._open(trainable, resumed_from, taken))
+        self._on_main_rank_then_agree(lambda: self._open(trainable, resumed_from, taken))
 
     def claim(self, beat: Callable[[], None]) -> None:
         """Take the folder for this job alone, before anything is read of it. Collective.
@@ -124,7 +124,7 @@ class RunFolder:
         Raises:
             UserError: on every rank, when another job trains there, or did so and has saved what would be overwritten.
         """
-        self._together(lambda: self._claim(beat))
+        self._on_main_rank_then_agree(lambda: self._claim(beat))
 
     def _claim(self, beat: Callable[[], None]) -> None:
         if not self.is_main:
@@ -132,20 +132,20 @@ class RunFolder:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         # The others wait for rank 0 in a collective, which has its own time limit.
         self.lock.acquire(
-            lambda note: error_reporting.say(f"warning: {note}"), beat, patience=self.config.engine.timeout / 2
+            lambda note: error_reporting.log_line(f"warning: {note}"), beat, patience=self.config.engine.timeout / 2
         )
-        check_unused(self.config)
+        check_no_checkpoints(self.config)
         try_longest(self.run_dir, self.config.training.num_train_steps, engine_folders(self.engine))
 
-    def _together(self, work: Callable[[], None]) -> None:
+    def _on_main_rank_then_agree(self, work: Callable[[], None]) -> None:
         failure: Exception | None = None
         try:
             work()
         except (MmldlmError, OSError) as error:  # the ranks vote: one that left alone would leave the others waiting
             failure = error
-        if self.engine.all_ok(failure is None):
+        if self.engine.all_agree(failure is None):
             return
-        if not self.engine.all_ok(not isinstance(failure, Interrupted)):
+        if not self.engine.all_agree(not isinstance(failure, Interrupted)):
             raise Interrupted("stopped by a signal before the run's folder was opened; nothing had to be saved")
         if isinstance(failure, MmldlmError):
             raise failure
@@ -158,7 +158,7 @@ class RunFolder:
     def _open(self, trainable: dict[str, tuple[int, int]], resumed_from: Path | None, taken) -> None:
         config, state = self.config, self.state
         path = train_log_path(self.run_dir, int(os.environ.get("GROUP_RANK", 0))) if self.is_main else None
-        self.progress = Progress(
+        self.progress = Console(
             config.training.num_train_steps,
             enabled=self.is_main,
             log_freq=config.logging.log_freq,
@@ -233,12 +233,19 @@ class RunFolder:
     # -- while it runs -----------------------------------------------------------------------------------------------
 
     def log_step(
-        self, sums: dict[str, float], batch, verdict: Verdict, grad_norm: float, lr: float, cost: dict, num_bad: int
+        self,
+        sums: dict[str, float],
+        batch,
+        verdict: StepDecision,
+        grad_norm: float,
+        lr: float,
+        cost: dict,
+        num_bad: int,
     ) -> None:
         """Write the record of the step that state counted last.
 
         Args:
-            sums: over all ranks and micro-batches. cost: StepMeter.step's. num_bad: samples of all ranks that were left
+            sums: over all ranks and micro-batches. cost: StepTimer.step's. num_bad: samples of all ranks that were left
                 out or mended.
         """
         if not verdict.apply:
@@ -271,7 +278,7 @@ class RunFolder:
             self.event("spike", step=self.state.step, reason=verdict.reason, **told)
             self.progress.warning(f"step {self.state.step} seen: {verdict.reason}")
 
-    def log_skip(self, verdict: Verdict, loss: float, grad_norm: float, micro_batches: list[dict], batch) -> None:
+    def log_skip(self, verdict: StepDecision, loss: float, grad_norm: float, micro_batches: list[dict], batch) -> None:
         """The event of a skipped step, and the case that `mmldlm replay` runs again (rank 0).
 
         Args:
@@ -292,7 +299,7 @@ class RunFolder:
         }  # fmt: skip
         path = None
         try:
-            path = None if verdict.is_overflow else save_case(self.run_dir, case)
+            path = None if verdict.is_overflow else save_skipped_step(self.run_dir, case)
         except OSError as error:
             self.progress.warning(f"step {state.step}: its case could not be kept for replay: {error}")
         kept = {} if path is None else {"case": str(path.relative_to(self.run_dir))}
@@ -307,7 +314,7 @@ class RunFolder:
         else:
             self.progress.error(said)
 
-    def log_look(self, look: Look) -> None:
+    def log_layer_stats(self, look: LayerStats) -> None:
         """Write what the layers showed at the present step; name parameters that never had a gradient, once."""
         if not self.is_main:
             return
@@ -342,7 +349,7 @@ class RunFolder:
             if validation:
                 self._bad_validation.add(sample["id"])
 
-    def lost_data(self, reason: str) -> StabilityStop:
+    def too_many_bad_samples_error(self, reason: str) -> StabilityStop:
         """The error that ends the run on every rank because too many samples are bad."""
         self.event("stability_stop", step=self.state.step, reason=reason)
         return StabilityStop(
@@ -351,15 +358,15 @@ class RunFolder:
             f"storage of {', '.join(self.config.data.roots)} and `mmldlm verify-data`, then add training.resume=auto."
         )
 
-    def rewind(self) -> None:
+    def truncate_logs(self) -> None:
         """After a rollback: the logs go on from the state's step."""
         self.last_reasons = []
         if self.is_main:
             self.log, self.evaluations, self.gradients = map(
-                self._reopened, (self.log, self.evaluations, self.gradients)
+                self._reopen_truncated, (self.log, self.evaluations, self.gradients)
             )
 
-    def _reopened(self, log: JsonlLog) -> JsonlLog:
+    def _reopen_truncated(self, log: JsonlLog) -> JsonlLog:
         """The log without what came after the state's step; as it is, where the disk has no room to cut it."""
         try:
             cut = JsonlLog(log.path, self.state.step)

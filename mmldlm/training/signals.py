@@ -7,9 +7,9 @@ import signal
 import sys
 import threading
 
-from mmldlm.distributed.error_reporting import say
+from mmldlm.distributed.error_reporting import log_line
 from mmldlm.errors import EXIT_INTERRUPTED, Interrupted
-from mmldlm.utils.output_paths import STOP_SIGNALS
+from mmldlm.utils.stop_signals import STOP_SIGNALS
 
 
 class StopSignal:
@@ -40,7 +40,7 @@ class StopSignal:
         while number := os.read(reader, 1):
             if number[0] in STOP_SIGNALS and not self._have_met and not _in_process_group():
                 if int(os.environ.get("RANK", 0)) == 0:
-                    say("stopped by a signal before the run began; nothing was written")
+                    log_line("stopped by a signal before the run began; nothing was written")
                 os._exit(EXIT_INTERRUPTED)
 
     def all_have_met(self) -> None:
@@ -49,7 +49,7 @@ class StopSignal:
 
     def agreed(self, engine) -> bool:
         """Whether any rank was asked to stop; the same on every rank. Collective, waits for the device."""
-        return not engine.all_ok(not self.received)
+        return not engine.all_agree(not self.received)
 
     def leave_if_received(self) -> None:
         """End this rank's part of something that all ranks vote on. Not collective.

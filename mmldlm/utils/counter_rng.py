@@ -1,15 +1,35 @@
-"""Random numbers of a sample as functions of (seed, sample index): the same whatever the batch size or order."""
+"""Counter-based random numbers: functions of (seed, stream, index), independent of batch size and order.
+
+Philox4x64 (Salmon et al., SC 2011).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum
 
 import numpy as np
 import torch
 from torch import Tensor
 
-# Key words that keep the streams of one seed apart.
-TEXT, LATENT, LENGTH, JOINT_LATENT = 101, 102, 103, 104
+
+class Stream(IntEnum):
+    """Second key word of Philox: keeps the draws of one seed apart. Part of every result; never reuse a value."""
+
+    SENTENCES = 0x5E
+    SHUFFLED_PARTNERS = 0xDE
+    TEXT = 101
+    LATENT = 102
+    LENGTH = 103
+    JOINT_LATENT = 104
+    LIKELIHOOD = 201
+    STS_BOOTSTRAP = 0x575
+    BLEU_BOOTSTRAP = 0xB1E0
+
+
+def generator(seed: int, stream: Stream) -> np.random.Generator:
+    """Return the generator of one stream."""
+    return np.random.Generator(np.random.Philox(key=[seed, stream]))
 
 
 def _generators(seed: int, stream: int, indices: Sequence[int]):

@@ -1,10 +1,73 @@
-"""Facts on the screen."""
+"""Text for messages, tables and the screen."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TextIO
 
-def print_rows(rows: list[tuple[str, str]]) -> None:
-    """Two columns."""
+
+def join_some(values: Iterable[object], limit: int = 4, separator: str = ", ") -> str:
+    """Join the first `limit` values and count the rest: "a, b, c, d and 3 more"."""
+    texts = [str(value) for value in values]
+    more = f" and {len(texts) - limit} more" if len(texts) > limit else ""
+    return separator.join(texts[:limit]) + more
+
+
+def print_table(rows: list[tuple[str, str]]) -> None:
+    """Print rows of (label, value) in two aligned columns."""
     width = max(len(label) for label, _ in rows)
     for label, value in rows:
         print(f"{label:<{width}}  {value}")
+
+
+def describe_os_error(error: OSError) -> str:
+    """Return the message of an OSError without its number and path."""
+    return error.strerror or str(error) or type(error).__name__
+
+
+def format_duration(seconds: float) -> str:
+    """Format seconds: 75 -> 1m15s, 4000 -> 1h06m, 200000 -> 2d07h."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def fold(text: str, width: int, indent: str = "") -> str:
+    """Wrap every line at spaces to `width` columns, continuation lines indented; longer words are not broken."""
+    import textwrap  # imported here to keep the start-up of the CLI short
+
+    lines: list[str] = []
+    for line in text.splitlines():
+        lead = line[: len(line) - len(line.lstrip())] + indent
+        whole_words = {"break_long_words": False, "break_on_hyphens": False}
+        lines += textwrap.wrap(line, width, subsequent_indent=lead, **whole_words) or [""]
+    return "\n".join(lines)
+
+
+def for_screen(text: str, stream: TextIO, indent: str = "  ") -> str:
+    """Wrap text to the width of a terminal; return it unchanged for a pipe or a file."""
+    import shutil
+
+    try:
+        return fold(text, shutil.get_terminal_size().columns, indent) if stream.isatty() else text
+    except (AttributeError, ValueError):  # no stream, or a closed one
+        return text
+
+
+def format_bytes(count: float) -> str:
+    """Format a number of bytes: 1536 -> "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(count) < 1024 or unit == "TiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError
+
+
+def first_line(error: BaseException) -> str:
+    """Return the type and first line of an exception, for a one-line message."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"

@@ -13,7 +13,7 @@ from tests.helpers import ROOT, launch
 @pytest.fixture(scope="module")
 def corpus(sentences, tmp_path_factory):
     """A file of real sentences."""
-    from mmldlm.data.encoders.encoder import find_model_folder
+    from mmldlm.data.encoders.download import find_model_folder
     from mmldlm.errors import UserError
 
     try:

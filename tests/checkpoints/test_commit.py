@@ -13,19 +13,16 @@ from pathlib import Path
 import pytest
 
 from mmldlm.checkpoints import commit as commit_module
-from mmldlm.checkpoints.commit import (
-    CommitFailed,
-    Peers,
-    begin,
-    find_latest_whole,
+from mmldlm.checkpoints.commit import CommitFailed, RankGroup, begin, owner_of
+from mmldlm.checkpoints.locate import (
+    find_latest_valid,
     holds_checkpoints,
     list_checkpoints,
-    owner_of,
+    locate_checkpoint,
     read_latest,
-    resolve,
 )
 from mmldlm.checkpoints.manifest import is_as_saved, read_manifest, verify
-from mmldlm.checkpoints.retention import drop_after, prune
+from mmldlm.checkpoints.retention import prune, set_aside_after
 from mmldlm.errors import UserError
 
 # Every call by which the protocol changes the disk.
@@ -66,7 +63,7 @@ def run_ranks(world_size: int, work) -> list:
             return agreed
 
         try:
-            results[rank] = work(Peers(rank, world_size, lambda: barrier.wait() and None, all_ok))
+            results[rank] = work(RankGroup(rank, world_size, lambda: barrier.wait() and None, all_ok))
         except BaseException as error:
             results[rank] = error
 
@@ -163,12 +160,12 @@ def test_killed_before_every_step_of_a_save(tmp_path):
         for step, path in list_checkpoints(run_dir):  # nothing that looks like a checkpoint may be half of one
             assert verify(path) == [] and content_of(path) == {1: "old", 2: "new"}[step]
         complaints: list[str] = []
-        found = find_latest_whole(run_dir, complaints.append)
+        found = find_latest_valid(run_dir, complaints.append)
         assert found is not None and complaints == []
-        assert verify(resolve(run_dir)) == [] and verify(resolve(run_dir / "latest")) == []
+        assert verify(locate_checkpoint(run_dir)) == [] and verify(locate_checkpoint(run_dir / "latest")) == []
         outcomes.add(content_of(found))
         again = save(run_dir, 2, "again")  # the next save needs no cleaning up by hand
-        assert content_of(resolve(run_dir)) == "again" and verify(again) == []
+        assert content_of(locate_checkpoint(run_dir)) == "again" and verify(again) == []
         assert not list((run_dir / "checkpoints").glob(".*"))
         if not was_killed:
             break
@@ -183,9 +180,9 @@ def test_killed_while_a_step_is_saved_again(tmp_path):
         save(run_dir, 1, "first")
         save(run_dir, 2, "old")
         was_killed = killed_before_disk_call(number, lambda run=run_dir: save(run, 2, "new"))
-        found = find_latest_whole(run_dir)
+        found = find_latest_valid(run_dir)
         assert found is not None and content_of(found) in ("old", "new") and verify(found) == []
-        assert resolve(run_dir / "latest") == found.resolve()
+        assert locate_checkpoint(run_dir / "latest") == found.resolve()
         if not was_killed:
             assert content_of(found) == "new"
             break
@@ -199,7 +196,7 @@ def test_killed_while_pruning(tmp_path):
         for step in (1, 2, 3):
             save(run_dir, step, str(step))
         was_killed = killed_before_disk_call(number, lambda run=run_dir: prune(run, keep_last=1))
-        found = find_latest_whole(run_dir)
+        found = find_latest_valid(run_dir)
         assert found is not None and content_of(found) == "3"
         for _, path in list_checkpoints(run_dir):  # a half-deleted one has no manifest
             assert verify(path) == [] or not (path / "manifest.json").exists()
@@ -215,8 +212,8 @@ def test_killed_while_pruning(tmp_path):
 def untouched(run_dir) -> bool:
     return (
         [step for step, _ in list_checkpoints(run_dir)] == [1]
-        and content_of(resolve(run_dir)) == "old"
-        and verify(resolve(run_dir)) == []
+        and content_of(locate_checkpoint(run_dir)) == "old"
+        and verify(locate_checkpoint(run_dir)) == []
         and not list((run_dir / "checkpoints").glob(".*"))
     )
 
@@ -284,8 +281,8 @@ def test_failure_while_publishing(tmp_path, monkeypatch, call):
     results = run_ranks(2, work)
     assert all(isinstance(result, CommitFailed) for result in results), results
     monkeypatch.undo()
-    assert content_of(resolve(tmp_path / "latest")) == "old"
-    assert verify(find_latest_whole(tmp_path)) == []
+    assert content_of(locate_checkpoint(tmp_path / "latest")) == "old"
+    assert verify(find_latest_valid(tmp_path)) == []
 
 
 def test_failed_resave_puts_the_old_one_back(tmp_path, monkeypatch):
@@ -301,7 +298,7 @@ def test_failed_resave_puts_the_old_one_back(tmp_path, monkeypatch):
     with pytest.raises(CommitFailed):
         save(tmp_path, 2, "new")
     monkeypatch.undo()
-    assert content_of(resolve(tmp_path / "latest")) == "old" and verify(resolve(tmp_path)) == []
+    assert content_of(locate_checkpoint(tmp_path / "latest")) == "old" and verify(locate_checkpoint(tmp_path)) == []
 
 
 def test_every_rank_tries_to_write_before_any_enters_a_collective_save(tmp_path, monkeypatch):
@@ -360,7 +357,7 @@ def test_no_symlinks_on_the_file_system(tmp_path, monkeypatch):
     save(tmp_path, 1, "a")
     path = save(tmp_path, 2, "b")
     assert (tmp_path / "latest").read_text().strip() == "checkpoints/step_00000002"
-    assert resolve(tmp_path / "latest") == resolve(tmp_path) == path.resolve()
+    assert locate_checkpoint(tmp_path / "latest") == locate_checkpoint(tmp_path) == path.resolve()
 
 
 # -- finding, resolving, pruning --------------------------------------------------------------------------------------
@@ -380,7 +377,7 @@ def test_damaged_ones_are_skipped_by_name(tmp_path, damage, word):
     whole = save(tmp_path, 1)
     damage(save(tmp_path, 2))
     complaints: list[str] = []
-    assert find_latest_whole(tmp_path, complaints.append) == whole
+    assert find_latest_valid(tmp_path, complaints.append) == whole
     assert len(complaints) == 1 and "step_00000002" in complaints[0] and word in complaints[0]
 
 
@@ -423,23 +420,23 @@ def test_what_cannot_be_read_is_refused_and_neither_deleted_nor_moved_nor_replac
     UNREADABLE[case](victim, monkeypatch)
     before = sorted(os.listdir(tmp_path / "checkpoints"))
     with pytest.raises(UserError, match="that can be read[^$]*step_00000002"):
-        find_latest_whole(tmp_path)
+        find_latest_valid(tmp_path)
     with pytest.raises(UserError, match="step_00000002"):
-        drop_after(tmp_path, 1)
+        set_aside_after(tmp_path, 1)
     with pytest.raises(CommitFailed, match="cannot be read is not replaced"):
         save(tmp_path, 2)
     assert sorted(os.listdir(tmp_path / "checkpoints")) == before
     save(tmp_path, 5)
     save(tmp_path, 6)
     prune(tmp_path, keep_last=1)
-    assert [step for step, _ in list_checkpoints(tmp_path)] == [2, 6] and find_latest_whole(tmp_path).name[-1] == "6"
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [2, 6] and find_latest_valid(tmp_path).name[-1] == "6"
 
 
 def test_a_damaged_one_is_set_aside_where_its_step_is_saved_again(tmp_path):
     save(tmp_path, 1)
     (save(tmp_path, 2, "old") / "rng_state_rank0.pt").unlink()
     save(tmp_path, 2, "new")
-    assert content_of(resolve(tmp_path)) == "new"
+    assert content_of(locate_checkpoint(tmp_path)) == "new"
     assert content_of(tmp_path / "checkpoints" / ".dropped_step_00000002") == "old"
 
 
@@ -456,7 +453,7 @@ def test_files_that_hold_no_state_do_not_make_a_checkpoint_unusable(tmp_path):
     (path / "config.yaml").unlink()
     (path / "config.yaml").symlink_to("config.yaml")
     told: list[str] = []
-    assert find_latest_whole(tmp_path, told.append) == path == resolve(tmp_path)
+    assert find_latest_valid(tmp_path, told.append) == path == locate_checkpoint(tmp_path)
     assert len(told) == 1 and "training state is whole" in told[0] and "2 more problems" in told[0]
     assert len(verify(path)) == 3 and not is_as_saved(path, "config.yaml") and is_as_saved(path, "rng_state_rank0.pt")
 
@@ -465,37 +462,37 @@ def test_a_latest_without_its_checkpoints_is_no_empty_folder(tmp_path):
     save(tmp_path, 1)
     os.rename(tmp_path / "checkpoints", tmp_path / "elsewhere")
     with pytest.raises(UserError, match="`latest` names step_00000001"):
-        find_latest_whole(tmp_path)
+        find_latest_valid(tmp_path)
     assert holds_checkpoints(tmp_path) and not holds_checkpoints(tmp_path / "new")
 
 
 def test_nothing_whole(tmp_path):
-    assert find_latest_whole(tmp_path) is None
+    assert find_latest_valid(tmp_path) is None
     (save(tmp_path, 1) / "rng_state_rank0.pt").unlink()
-    assert find_latest_whole(tmp_path) is None
+    assert find_latest_valid(tmp_path) is None
 
 
 def test_resolve_takes_every_spelling(tmp_path):
     save(tmp_path, 1)
     second = save(tmp_path, 2).resolve()
     for spelling in (tmp_path, tmp_path / "latest", tmp_path / "checkpoints", second, f"{tmp_path}/latest/"):
-        assert resolve(spelling) == second
-    assert resolve(tmp_path / "checkpoints" / "step_00000001").name == "step_00000001"
+        assert locate_checkpoint(spelling) == second
+    assert locate_checkpoint(tmp_path / "checkpoints" / "step_00000001").name == "step_00000001"
 
 
 def test_resolve_says_what_it_found(tmp_path):
     with pytest.raises(UserError, match="nothing"):
-        resolve(tmp_path / "absent")
+        locate_checkpoint(tmp_path / "absent")
     (tmp_path / "notes.txt").write_text("")
     with pytest.raises(UserError, match="notes.txt"):
-        resolve(tmp_path)
+        locate_checkpoint(tmp_path)
     path = save(tmp_path, 1)
     (path / "rng_state_rank0.pt").unlink()
     with pytest.raises(UserError, match="rng_state_rank0.pt is missing"):
-        resolve(tmp_path)
+        locate_checkpoint(tmp_path)
     shutil.rmtree(path)
     with pytest.raises(UserError, match="does not exist"):
-        resolve(tmp_path / "latest")
+        locate_checkpoint(tmp_path / "latest")
 
 
 def test_prune_keeps_what_it_must(tmp_path):
@@ -514,13 +511,13 @@ def test_prune_never_deletes_the_last_good_one(tmp_path, keep_last):
     for step in (2, 3):
         (save(tmp_path, step) / "rng_state_rank0.pt").unlink()
     assert prune(tmp_path, keep_last=keep_last) == []
-    assert find_latest_whole(tmp_path).name == "step_00000001"
+    assert find_latest_valid(tmp_path).name == "step_00000001"
 
 
 def test_prune_keeps_what_latest_names(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, step)
-    commit_module.point_latest(tmp_path, tmp_path / "checkpoints" / "step_00000001")
+    commit_module.update_latest(tmp_path, tmp_path / "checkpoints" / "step_00000001")
     prune(tmp_path, keep_last=1)
     assert [step for step, _ in list_checkpoints(tmp_path)] == [1, 3]
     assert read_latest(tmp_path).name == "step_00000001"

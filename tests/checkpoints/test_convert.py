@@ -22,8 +22,9 @@ from mmldlm.checkpoints.formats.dtypes import bf16_to_fp32, fp32_to_bf16
 from mmldlm.checkpoints.formats.safetensors.writer import SafetensorsWriter
 from mmldlm.checkpoints.io import output_file
 from mmldlm.commands import convert as convert_module
-from mmldlm.commands.convert import add_arguments, convert, main
+from mmldlm.commands.convert import add_arguments, main
 from mmldlm.convert import output_dir
+from mmldlm.convert.to_safetensors import convert
 from mmldlm.errors import MmldlmError, UserError
 
 
@@ -322,7 +323,7 @@ def test_a_bar_only_where_somebody_waits(zero_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(screen, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stderr", screen)
     assert command(str(zero_dir / "z2_bf16"), str(tmp_path / "quick")) == 0 and not screen.getvalue()
-    monkeypatch.setattr(convert_module, "_PATIENCE_S", -1.0)
+    monkeypatch.setattr(convert_module, "PROGRESS_DELAY", -1.0)
     assert command(str(zero_dir / "z2_bf16"), str(tmp_path / "slow")) == 0
     assert "957/957 bytes" in screen.getvalue()
 

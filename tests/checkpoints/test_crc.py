@@ -8,8 +8,8 @@ import zlib
 import pytest
 
 from mmldlm.checkpoints.io import crc32
-from mmldlm.checkpoints.io.crc32 import CrcRuns, combine
-from mmldlm.checkpoints.io.parallel import in_threads
+from mmldlm.checkpoints.io.crc32 import RangedCrc32, combine
+from mmldlm.checkpoints.io.parallel import run_in_threads
 
 DATA = random.Random(3).randbytes(100_000)
 
@@ -38,13 +38,13 @@ def pieces(seed: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_pieces_in_any_order(seed):
-    runs = CrcRuns()
-    in_threads(lambda piece: runs.add(piece[0], DATA[piece[0] : piece[1]]), pieces(seed))
+    runs = RangedCrc32()
+    run_in_threads(lambda piece: runs.add(piece[0], DATA[piece[0] : piece[1]]), pieces(seed))
     assert runs.gaps(len(DATA)) == [] and runs.value() == (len(DATA), zlib.crc32(DATA))
 
 
 def test_what_is_missing_is_told_and_can_be_added():
-    runs = CrcRuns()
+    runs = RangedCrc32()
     for start, end in ((10, 30), (50, 60), (30, 40)):
         runs.add(start, DATA[start:end])
     assert runs.gaps(100) == [(0, 10), (40, 50), (60, 100)] and runs.value() == (0, 0)
@@ -54,7 +54,7 @@ def test_what_is_missing_is_told_and_can_be_added():
 
 
 def test_bytes_that_come_twice_count_once():
-    runs = CrcRuns()
+    runs = RangedCrc32()
     for start, end in ((0, 50), (20, 30), (0, 50), (50, 80), (40, 70)):
         runs.add(start, DATA[start:end])
     assert runs.gaps(80) == [] and runs.value() == (80, zlib.crc32(DATA[:80]))

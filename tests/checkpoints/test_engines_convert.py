@@ -13,8 +13,9 @@ from mmldlm.checkpoints.commit import begin
 from mmldlm.checkpoints.formats.dcp.reader import DcpCheckpoint
 from mmldlm.checkpoints.formats.open import open_source
 from mmldlm.checkpoints.formats.safetensors.reader import SafetensorsModel
-from mmldlm.commands.convert import add_arguments, convert, main, parse_size
+from mmldlm.commands.convert import add_arguments, main, parse_size
 from mmldlm.convert.inspect import compare
+from mmldlm.convert.to_safetensors import convert
 from mmldlm.errors import UserError
 
 torch = pytest.importorskip("torch", reason="torch is not installed: no truth to compare with")

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from mmldlm.checkpoints.io.parallel import ahead, in_threads
+from mmldlm.checkpoints.io.parallel import ahead, run_in_threads
 
 
 def readers() -> list[threading.Thread]:
@@ -63,9 +63,9 @@ def workers() -> list[threading.Thread]:
 
 def test_threads_do_every_item_once():
     done = []
-    in_threads(done.append, range(1000))
+    run_in_threads(done.append, range(1000))
     assert sorted(done) == list(range(1000)) and not workers()
-    in_threads(done.append, [])
+    run_in_threads(done.append, [])
 
 
 @pytest.mark.parametrize("error", [ValueError("the seventh"), StopIteration(), KeyboardInterrupt()])
@@ -78,7 +78,7 @@ def test_the_first_error_ends_all_threads(error):
         done.append(number)
 
     with pytest.raises(type(error)):
-        in_threads(work, iter(range(10**9)))
+        run_in_threads(work, iter(range(10**9)))
     assert len(done) < 10**6 and not workers()
 
 
@@ -89,5 +89,5 @@ def test_an_error_of_the_items_is_raised():
 
     done = []
     with pytest.raises(UserWarning, match="no more"):
-        in_threads(done.append, items())
+        run_in_threads(done.append, items())
     assert done == [1] and not workers()

@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mmldlm.checkpoints.commit import begin, resolve
+from mmldlm.checkpoints.commit import begin
 from mmldlm.checkpoints.formats.open import open_source
 from mmldlm.checkpoints.formats.optimizer_metadata import training_facts
 from mmldlm.checkpoints.formats.weight_source import WeightSource
+from mmldlm.checkpoints.locate import locate_checkpoint
 from mmldlm.commands.convert import add_arguments, main
 from mmldlm.convert.inspect import compare
 from mmldlm.convert.to_checkpoint import convert_state
@@ -110,7 +111,7 @@ def test_fsdp_and_ddp_become_zero_and_return(fsdp_dir, tmp_path, folder):
         assert_same(run, tmp_path / str(number))
         path = tmp_path / str(number)
         if target == "zero2":  # DCP and model.pt do not say with what precision the forward pass ran
-            assert not list((resolve(path) / "engine" / "zero").glob("bf16_*"))
+            assert not list((locate_checkpoint(path) / "engine" / "zero").glob("bf16_*"))
 
 
 @pytest.mark.parametrize("target", ["zero1", "zero3", "ddp", "fsdp"])
@@ -237,8 +238,8 @@ def run_of(run_dir: Path, engine_folder: Path, state: dict) -> Path:
 def test_a_run_stays_a_run(fsdp_dir, tmp_path):
     run = run_of(tmp_path / "run", fsdp_dir / "fsdp", {"applied_steps": 3})
     convert_state(run, tmp_path / "out", "zero3", 1)
-    folder = resolve(tmp_path / "out" / "latest")  # checks the manifest's sizes
-    assert folder == resolve(tmp_path / "out") and folder.name == "step_00000007"
+    folder = locate_checkpoint(tmp_path / "out" / "latest")  # checks the manifest's sizes
+    assert folder == locate_checkpoint(tmp_path / "out") and folder.name == "step_00000007"
     manifest = json.loads((folder / "manifest.json").read_text())
     assert (manifest["engine"], manifest["world_size"]) == ("deepspeed ZeRO-3", 1)
     assert (folder / "tokenizer" / "tokenizer.json").is_file() and (folder / "rng_state_rank0.pt").is_file()
@@ -253,7 +254,7 @@ def test_a_run_stays_a_run(fsdp_dir, tmp_path):
 
 def test_a_changed_file_beside_the_weights_is_not_vouched_for(fsdp_dir, tmp_path):
     run = run_of(tmp_path / "run", fsdp_dir / "fsdp", {"applied_steps": 3})
-    path = resolve(run) / "engine" / "ema_rank0.pt"
+    path = locate_checkpoint(run) / "engine" / "ema_rank0.pt"
     data = bytearray(path.read_bytes())
     data[200] ^= 1
     path.write_bytes(data)

@@ -15,8 +15,8 @@ import pytest
 from mmldlm.checkpoints.formats.deepspeed.reader import ZeroCheckpoint
 from mmldlm.checkpoints.formats.dtypes import DTYPES
 from mmldlm.checkpoints.formats.model_pt.reader import ModelFile
-from mmldlm.checkpoints.formats.torch_save.pickler import NewTensor
-from mmldlm.checkpoints.formats.torch_save.writer import TorchLayout, write_torch
+from mmldlm.checkpoints.formats.torch_save.pickler import TensorSpec
+from mmldlm.checkpoints.formats.torch_save.writer import TorchFileLayout, write_torch
 from mmldlm.checkpoints.resume_reader import open_training_state
 from mmldlm.convert.to_checkpoint import convert_state
 from mmldlm.errors import UserError
@@ -177,7 +177,7 @@ def test_torch_reads_every_dtype_and_shape_we_write(tmp_path):
         raw = tensor.reshape(-1).view(torch.uint8).numpy()
         dtype = str(tensor.dtype).removeprefix("torch.")
         elements = raw.view(DTYPES[dtype].raw)
-        value[name] = NewTensor(dtype, tuple(tensor.shape), [elements[:1], elements[1:]])
+        value[name] = TensorSpec(dtype, tuple(tensor.shape), [elements[:1], elements[1:]])
     path = tmp_path / "file.pt"
     write_torch(path, value)
     for mmap in (False, True):
@@ -194,8 +194,8 @@ def test_torch_reads_every_dtype_and_shape_we_write(tmp_path):
 def test_records_beyond_4_gib(tmp_path):
     """Headers and directory of a file whose tensors were never written: 5 GiB of a sparse file, then one behind it."""
     torch = pytest.importorskip("torch", reason="torch is not installed")
-    large, behind = NewTensor("float32", (1280 << 20,)), NewTensor("float32", (3,))
-    layout = TorchLayout({"large": large, "behind": behind}, "file")
+    large, behind = TensorSpec("float32", (1280 << 20,)), TensorSpec("float32", (3,))
+    layout = TorchFileLayout({"large": large, "behind": behind}, "file")
     values = np.arange(3, dtype=np.float32)
     with open(tmp_path / "file.pt", "wb") as file:
         file.truncate(layout.size)

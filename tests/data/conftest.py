@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mmldlm.data.encoders.encoder import find_model_folder
-from mmldlm.data.prepare.pipeline import PrepareOptions, prepare
+from mmldlm.data.encoders.download import find_model_folder
+from mmldlm.data.prepare.options import PrepareOptions
+from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.errors import UserError
 
 _WHO = ["cat", "teacher", "river", "engine", "old man", "queen", "small boat", "doctor"]

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from mmldlm.data.batching.loader import ahead
+from mmldlm.data.batching.loader import prefetch
 from tests.helpers import launch
 
 
@@ -16,7 +16,7 @@ def _threads():
 
 
 def test_same_items_same_order():
-    assert list(ahead(range(100), 4)) == list(range(100)) and not _threads()
+    assert list(prefetch(range(100), 4)) == list(range(100)) and not _threads()
 
 
 def test_no_further_ahead_than_asked_for():
@@ -28,7 +28,7 @@ def test_no_further_ahead_than_asked_for():
             go.release()
             yield number
 
-    batches = ahead(items(), 3)
+    batches = prefetch(items(), 3)
     assert next(batches) == 0
     for _ in range(5):  # one taken, three waiting, one in the thread's hand
         assert go.acquire(timeout=10)
@@ -42,7 +42,7 @@ def test_an_error_comes_in_its_turn():
         yield 1
         raise ValueError("a bad batch")
 
-    batches = ahead(items(), 4)
+    batches = prefetch(items(), 4)
     assert next(batches) == 1
     with pytest.raises(ValueError, match="a bad batch"):
         next(batches)

@@ -5,14 +5,14 @@ import torch
 from mmldlm.config.load import build_config
 from mmldlm.data.batching.batch_plan import BatchPlan
 from mmldlm.data.batching.loader import MicroBatches, iterate_steps
-from mmldlm.data.store.store import Batch
+from mmldlm.data.store.store import Rows
 from mmldlm.errors import UserError
 from mmldlm.tasks.translation.noiser import L2T, T2L, UNCONDITIONAL, Noiser
 
 MASK, PAD, EOS, DIM, SIZE = 3, 0, 2, 6, 101
 
 
-class Rows:
+class FakeStore:
     """The store's interface over arrays in memory."""
 
     def __init__(self):
@@ -22,12 +22,12 @@ class Rows:
         self.lengths = np.array([len(t) + 1 for t in self.tokens], dtype=np.int32)
 
     def get(self, indices):
-        return Batch([self.tokens[i] for i in indices], self.latents[indices])
+        return Rows([self.tokens[i] for i in indices], self.latents[indices])
 
 
 def dataset(world=1, accum=1, rank=0, batch=12, **training):
     config = build_config({"training": training} if training else {})
-    rows = Rows()
+    rows = FakeStore()
     noiser = Noiser(config, MASK, PAD, EOS, np.zeros(DIM, np.float32), np.ones(DIM, np.float32))
     return MicroBatches(rows, BatchPlan(rows.lengths, batch, 0), noiser, rank, world, accum)
 
@@ -129,7 +129,7 @@ def test_iteration_from_the_middle_and_with_workers():
 
 def test_fully_masked_only_is_the_named_option():
     config = build_config({"training": {"loss_type": "l2t"}, "text_diffusion": {"fully_masked_only": True}})
-    rows = Rows()
+    rows = FakeStore()
     noiser = Noiser(config, MASK, PAD, EOS, np.zeros(DIM, np.float32), np.ones(DIM, np.float32))
     t = MicroBatches(rows, BatchPlan(rows.lengths, 12, 0), noiser, 0, 1, 1)[0].tensors
     assert (t["text_timesteps"] == 1).all() and len(t["text_targets"]) == int(t["attention_mask"].sum())
@@ -144,7 +144,7 @@ def noised(rows, **sections):
 
 
 def test_l2_normalise_makes_unit_vectors_before_scaling():
-    batch = noised(Rows(), latent_diffusion={"l2_normalise": True, "scaling": "sqrt_d"})
+    batch = noised(FakeStore(), latent_diffusion={"l2_normalise": True, "scaling": "sqrt_d"})
     norms = batch.tensors["latent_clean"].norm(dim=1)
     assert torch.allclose(norms, torch.full_like(norms, DIM**0.5), rtol=1e-5)
     with pytest.raises(UserError, match="scaling=sqrt_d"):
@@ -152,7 +152,7 @@ def test_l2_normalise_makes_unit_vectors_before_scaling():
 
 
 def test_nan_to_num_keeps_the_sample_and_names_it():
-    rows = Rows()
+    rows = FakeStore()
     victim = int(noised(rows).ids[3])
     rows.latents[victim, 2] = np.nan
     left_out, mended = noised(rows), noised(rows, stability={"nan_to_num": True})

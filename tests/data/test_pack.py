@@ -16,7 +16,8 @@ import pytest
 from mmldlm.data.importers import sample_folders
 from mmldlm.data.importers.sample_folders import PackOptions
 from mmldlm.data.prepare import tokenizer as tokenizers
-from mmldlm.data.prepare.pipeline import PrepareOptions, prepare
+from mmldlm.data.prepare.options import PrepareOptions
+from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.data.store.store import Store
 from mmldlm.data.store.verify import verify
 from mmldlm.errors import UserError

@@ -3,7 +3,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from mmldlm.data.batching.batch_plan import BatchPlan, Mixed, local_slots, make_plan, permute
+from mmldlm.data.batching.batch_plan import BatchPlan, MixtureOrder, build_batch_plan, local_slots, permute
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 17, 1000, 4097])
@@ -29,7 +29,7 @@ def lengths(count=1003):
 @pytest.mark.parametrize("bucket", [1, 4, 64])
 @pytest.mark.parametrize("kind", ["samples", "tokens"])
 def test_an_epoch_holds_every_sample_once(bucket, kind):
-    plan = make_plan(kind, lengths(), 24, seed=3, bucket_batches=bucket)
+    plan = build_batch_plan(kind, lengths(), 24, seed=3, bucket_batches=bucket)
     for epoch in (0, 1):
         batches = [plan.batch(epoch * plan.batches_per_epoch + i) for i in range(plan.batches_per_epoch)]
         assert np.array_equal(np.sort(np.concatenate([b.ids for b in batches])), np.arange(1003))
@@ -40,10 +40,10 @@ def test_an_epoch_holds_every_sample_once(bucket, kind):
 
 @pytest.mark.parametrize("kind", ["samples", "tokens"])
 def test_any_step_can_be_asked_first(kind):
-    plan = make_plan(kind, lengths(), 24, seed=3)
+    plan = build_batch_plan(kind, lengths(), 24, seed=3)
     expected = [plan.batch(step).ids for step in range(100)]
     for step in (99, 41, 42, 0):
-        assert np.array_equal(make_plan(kind, lengths(), 24, seed=3).batch(step).ids, expected[step])
+        assert np.array_equal(build_batch_plan(kind, lengths(), 24, seed=3).batch(step).ids, expected[step])
 
 
 def test_the_order_of_runs_that_exist_does_not_change():
@@ -56,7 +56,7 @@ def test_the_order_of_runs_that_exist_does_not_change():
 
 def test_token_batches_have_equal_tokens_and_share_them_evenly():
     sizes = np.random.default_rng(1).integers(2, 500, 20_000).astype(np.int32)
-    plan = make_plan("tokens", sizes, 64, seed=0)
+    plan = build_batch_plan("tokens", sizes, 64, seed=0)
     real = padded = 0
     for step in range(64):
         batch = plan.batch(step)
@@ -72,14 +72,14 @@ def test_token_batches_have_equal_tokens_and_share_them_evenly():
 
 @pytest.mark.parametrize("num", range(1, 9))
 def test_every_rank_has_a_place_in_a_small_token_batch(num):
-    plan = make_plan("tokens", np.full(num, 5, np.int32), 64, seed=0)
+    plan = build_batch_plan("tokens", np.full(num, 5, np.int32), 64, seed=0)
     parts = [plan.slots(plan.batch(0), 4, 1, rank, 0) for rank in range(4)]
     assert min(map(len, parts)) >= 1
     assert np.array_equal(np.concatenate(parts)[:num], np.arange(num)) and len(np.concatenate(parts)) == max(num, 4)
 
 
 def test_a_mixture_keeps_its_shares_and_every_store_its_epochs():
-    order = Mixed([1000, 50, 3000], [0.5, 0.2, 0.3], seed=7)
+    order = MixtureOrder([1000, 50, 3000], [0.5, 0.2, 0.3], seed=7)
     ids = np.concatenate([order.ids(np.arange(order.count), epoch) for epoch in range(3)])
     counts = np.bincount(ids, minlength=order.count)
     shares = np.array([part.sum() for part in np.split(counts, [1000, 1050])]) / len(ids)
@@ -88,7 +88,7 @@ def test_a_mixture_keeps_its_shares_and_every_store_its_epochs():
         assert part.max() - part.min() <= 1  # no sample comes again before all others of its store have come
     place = np.array([5, 4000, 77])
     assert np.array_equal(order.ids(place, 2), order.ids(np.arange(order.count), 2)[place])
-    plan = make_plan("samples", lengths(order.count), 24, 3, order=order)
+    plan = build_batch_plan("samples", lengths(order.count), 24, 3, order=order)
     assert plan.version == "samples-1:64:mixed:1000x2048:50x819:3000x1229" and len(plan.batch(3).ids) == 24
 
 

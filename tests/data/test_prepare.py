@@ -17,12 +17,13 @@ from mmldlm import cli
 from mmldlm.data.encoders import encoder
 from mmldlm.data.prepare import encode_stage, options, pipeline
 from mmldlm.data.prepare import tokenizer as tokenizers
-from mmldlm.data.prepare.pipeline import LatentStatistics, PrepareOptions
+from mmldlm.data.prepare.options import PrepareOptions
 from mmldlm.data.prepare.publish_stage import refuse_other_folders
-from mmldlm.data.prepare.task_queue import Peers
-from mmldlm.data.prepare.work_dir import Work
+from mmldlm.data.prepare.task_queue import TaskQueue
+from mmldlm.data.prepare.work_dir import WorkDir
 from mmldlm.data.sentences import normalise
 from mmldlm.data.store import verify
+from mmldlm.data.store.latent_statistics import LatentStatistics
 from mmldlm.data.store.store import Store, load_tokenizer
 from mmldlm.errors import MmldlmError, UserError
 from tests.helpers import run_ranks
@@ -381,7 +382,7 @@ def test_unknown_tokenizer_is_refused(tmp_path):
 
 @pytest.mark.usefixtures("need_minilm")
 def test_only_one_preparation_at_a_time(corpus_file, tmp_path):
-    work = Work(tmp_path / "s", Peers())
+    work = WorkDir(tmp_path / "s", TaskQueue())
     work.open({"options": {}}, force=False)
     with pytest.raises(UserError, match="no other preparation"):
         pipeline.prepare(PrepareOptions(str(tmp_path / "s"), str(corpus_file), force=True))
@@ -392,7 +393,7 @@ def test_what_differs_is_said_with_both_values(tmp_path):
         identity = PrepareOptions("", name, **options).identity()
         return {"options": identity, "shards": [1], "corpus": {"train": [f"txt:{name}"]}}
 
-    work = Work(tmp_path / "store", Peers())
+    work = WorkDir(tmp_path / "store", TaskQueue())
     work.open(plan("a.txt", text_field="body"), force=False)
     with pytest.raises(UserError) as error:
         work.open(plan("b.txt", max_tokens=30, latents_per_text=2), force=False)
@@ -462,7 +463,7 @@ def test_options_survive_the_way_to_the_ranks():
     for wanted in (given, other):
         parser = argparse.ArgumentParser()
         options.add_arguments(parser)
-        assert options.from_arguments(parser.parse_intermixed_args(options.to_words(wanted))) == wanted
+        assert options.from_arguments(parser.parse_intermixed_args(options.to_arguments(wanted))) == wanted
 
 
 def test_mm_ldlms_flags_are_understood():

@@ -9,7 +9,7 @@ import pytest
 
 from mmldlm.cli import main
 from mmldlm.data.prepare.options import PrepareOptions
-from mmldlm.data.store.repair_hints import again
+from mmldlm.data.store.repair_hints import rebuild_hint
 from mmldlm.data.store.store import Store
 from mmldlm.errors import UserError
 
@@ -37,10 +37,10 @@ def test_a_damaged_store_is_made_again_of_its_own_corpus(tmp_path):
 
 
 def test_the_default_corpus_is_named_only_where_it_was_the_corpus(tmp_path):
-    assert "mmldlm prepare docstrings " in again(tmp_path, {"options": PrepareOptions("").identity()})
-    assert "mmldlm pack folder " in again(tmp_path, {"options": {}, "corpus": {"source": "files:folder"}})
+    assert "mmldlm prepare docstrings " in rebuild_hint(tmp_path, {"options": PrepareOptions("").identity()})
+    assert "mmldlm pack folder " in rebuild_hint(tmp_path, {"options": {}, "corpus": {"source": "files:folder"}})
     for unknown in (None, {}, {"options": {"seed": 0}}, {"options": None}, []):
-        assert "mmldlm prepare CORPUS " in again(tmp_path, unknown)
+        assert "mmldlm prepare CORPUS " in rebuild_hint(tmp_path, unknown)
 
 
 def test_a_wrong_path_names_the_stores_near_it(tmp_path, capsys):

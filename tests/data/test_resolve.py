@@ -10,9 +10,11 @@ import pytest
 
 from mmldlm.config.load import load_config
 from mmldlm.data.batching.run_data import open_data
-from mmldlm.data.prepare.pipeline import PrepareOptions, prepare
+from mmldlm.data.prepare.options import PrepareOptions
+from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.data.store.mixture import MixedStore
-from mmldlm.data.store.store import MANIFEST, Store
+from mmldlm.data.store.repair_hints import MANIFEST
+from mmldlm.data.store.store import Store
 from mmldlm.errors import MmldlmError, UserError
 
 
@@ -139,11 +141,11 @@ def test_a_run_goes_on_with_its_own_plan_only(tmp_path, monkeypatch):
     from types import SimpleNamespace
 
     from mmldlm.training import checkpointer
-    from mmldlm.training.checkpointer import RunCheckpoints
+    from mmldlm.training.checkpointer import Checkpointer
     from mmldlm.training.run_logger import TrainingState
 
     def load(saved, plan):
-        checkpoints = RunCheckpoints.__new__(RunCheckpoints)
+        checkpoints = Checkpointer.__new__(Checkpointer)
         checkpoints.state, checkpoints.config = TrainingState(8, 100, 0, plan=plan), _config()
         checkpoints.engine = SimpleNamespace(world_size=1, all_ok=lambda ok: ok, gather_texts=lambda text: [text])
 

@@ -15,8 +15,8 @@ from mmldlm.data.batching.run_data import open_data
 from mmldlm.data.encoders.encoder import Encoder
 from mmldlm.data.importers import sample_folders
 from mmldlm.data.prepare import encode_stage, pipeline
-from mmldlm.data.prepare.pipeline import PrepareOptions
-from mmldlm.data.sentences import latent_parts
+from mmldlm.data.prepare.options import PrepareOptions
+from mmldlm.data.sentences import split_into_parts
 from mmldlm.data.store.store import Store
 from mmldlm.data.store.verify import verify
 from mmldlm.errors import UserError
@@ -35,7 +35,7 @@ def test_pieces_are_the_text_and_end_where_sentences_do():
     sentences = [f"Sentence {number} is {'rather ' * (number % 4)}short." for number in range(17)]
     text = "  ".join(sentences)
     for count in range(1, 18):
-        parts = latent_parts(text, count)
+        parts = split_into_parts(text, count)
         assert len(parts) == count and _plain("".join(parts)) == _plain(text)
         assert all(part.endswith(".") for part in parts)
         if 1 < count < 6:  # no piece strays from its share by more than a sentence at each end
@@ -47,12 +47,12 @@ def test_pieces_are_the_text_and_end_where_sentences_do():
 )
 def test_texts_of_few_sentences_are_halved_between_words_and_then_in_them(text):
     for count in (2, 3, 4):
-        parts = latent_parts(text, count)
+        parts = split_into_parts(text, count)
         assert len(parts) == count and all(part == part.strip() != "" for part in parts)
         assert "".join(map(_plain, parts)) == _plain(text)
         if len(text.split()) >= count:
             assert [word for part in parts for word in part.split()] == text.split()
-    assert latent_parts("Ok.", 4) is None and latent_parts("", 2) is None and latent_parts("", 1) == [""]
+    assert split_into_parts("Ok.", 4) is None and split_into_parts("", 2) is None and split_into_parts("", 1) == [""]
 
 
 class Marked:
@@ -100,7 +100,7 @@ def test_the_store_holds_the_latents_of_the_pieces(store):
     root = store[0]
     train = Store(root)
     assert train.latents_per_text == N and np.load(root / "train" / "latents.npy").shape == (len(train), N, D)
-    parts = [latent_parts(text, N) for text in train.texts([0, len(train) - 1])]
+    parts = [split_into_parts(text, N) for text in train.texts([0, len(train) - 1])]
     own = Encoder("minilm").encode([part for text in parts for part in text]).reshape(2, N, D)
     np.testing.assert_allclose(train.get([0, len(train) - 1]).latents, own, atol=1e-5)
     assert verify(root) == []

@@ -8,10 +8,11 @@ import pickle
 import numpy as np
 import pytest
 
-from mmldlm.data.encoders.encoder import sha256_of
-from mmldlm.data.store.store import MANIFEST, SPLITS, Store, check_latents, load_tokenizer
+from mmldlm.data.store.repair_hints import MANIFEST
+from mmldlm.data.store.store import SPLITS, Store, check_latents, load_tokenizer
 from mmldlm.data.store.verify import examine, plot, verify
 from mmldlm.errors import UserError
+from mmldlm.utils.atomic_files import sha256_of
 
 
 def test_reads_back_what_the_tokenizer_and_encoder_say(made_store, sentences):

@@ -4,7 +4,7 @@ import shutil
 import numpy as np
 import pytest
 
-from mmldlm.data.encoders.encoder import find_model_folder
+from mmldlm.data.encoders.download import find_model_folder
 from mmldlm.data.store.store import Store
 from mmldlm.errors import UserError
 from mmldlm.tasks.translation.embedding_init import encoder_token_embeddings

@@ -3,7 +3,7 @@ import itertools
 import pytest
 import torch
 
-from mmldlm.diffusion.gaussian import PATHS, PREDICTIONS, ContinuousDiffusion
+from mmldlm.diffusion.gaussian import PATHS, PREDICTIONS, GaussianProcess
 
 PAIRS = [
     (path, prediction)
@@ -20,7 +20,7 @@ def sample(size=64, dim=8, low=0.01, high=0.99):
 
 @pytest.mark.parametrize(("path", "prediction"), PAIRS)
 def test_round_trips(path, prediction):
-    diffusion = ContinuousDiffusion(path, prediction)
+    diffusion = GaussianProcess(path, prediction)
     x0, noise, t = sample()
     z = diffusion.add_noise(x0, noise, t)
     back = diffusion.to_x0(diffusion.target(x0, noise, t), z, t)
@@ -31,7 +31,7 @@ def test_round_trips(path, prediction):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_ends_are_data_and_noise(path):
-    diffusion = ContinuousDiffusion(path)
+    diffusion = GaussianProcess(path)
     alpha, sigma = diffusion.alpha_sigma(torch.tensor([0.0, 1.0]))
     assert alpha[0] == pytest.approx(1, abs=1e-12) and sigma[0] == pytest.approx(0, abs=1e-9)
     assert alpha[1] < 7e-3 and sigma[1] == pytest.approx(1, abs=1e-4)
@@ -46,7 +46,7 @@ def test_weights_are_equivalent_across_predictions():
     x0, noise, t = sample(low=0.05, high=0.95)
     errors = []
     for prediction in ("x0", "epsilon", "v"):
-        diffusion = ContinuousDiffusion("cosine", prediction, "min_snr")
+        diffusion = GaussianProcess("cosine", prediction, "min_snr")
         z = diffusion.add_noise(x0, noise, t)
         guess = x0 + 0.1
         alpha, sigma = (value[:, None] for value in diffusion.alpha_sigma(t))
@@ -72,7 +72,7 @@ def integrate(diffusion, denoise, z, steps, eta=0.0):
 @pytest.mark.parametrize("eta", [0.0, 1.0])
 def test_gaussian_data_with_the_optimal_field_keeps_its_variance(path, eta):
     """Data N(0, v): the posterior mean is a v z / (a^2 v + s^2); a correct sampler ends with variance v."""
-    diffusion = ContinuousDiffusion(path)
+    diffusion = GaussianProcess(path)
     v = 0.49
 
     def denoise(z, t):
@@ -89,7 +89,7 @@ def test_gaussian_data_with_the_optimal_field_keeps_its_variance(path, eta):
 @pytest.mark.parametrize("eta", [0.0, 0.5, 1.0])
 def test_one_step_keeps_the_marginal(eta):
     """With the true x0, a step from q(z_t | x0) lands in q(z_s | x0): mean a_s x0, variance s_s^2, for every eta."""
-    diffusion = ContinuousDiffusion("cosine")
+    diffusion = GaussianProcess("cosine")
     generator = torch.Generator().manual_seed(1)
     size = 200_000
     x0 = torch.full((size, 1), 1.7, dtype=torch.float64)
@@ -103,14 +103,14 @@ def test_one_step_keeps_the_marginal(eta):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_single_data_point_is_found(path):
-    diffusion = ContinuousDiffusion(path)
+    diffusion = GaussianProcess(path)
     point = torch.full((16, 3), 2.5, dtype=torch.float64)
     out = integrate(diffusion, lambda z, t: point, torch.randn(16, 3, dtype=torch.float64), steps=7, eta=1.0)
     torch.testing.assert_close(out, point, rtol=0, atol=1e-6)
 
 
 def test_zero_flow_leaves_the_noise():
-    diffusion = ContinuousDiffusion("rectified_flow", "flow")
+    diffusion = GaussianProcess("rectified_flow", "flow")
     noise = torch.randn(10, 3, dtype=torch.float64)
     out = integrate(diffusion, lambda z, t: diffusion.to_x0(torch.zeros_like(z), z, t), noise, steps=9)
     torch.testing.assert_close(out, noise)
@@ -119,7 +119,7 @@ def test_zero_flow_leaves_the_noise():
 def test_copying_the_input_does_not_solve_t2l():
     """The earlier t2l was solved by copying: its target was its input. Here the best scaled copy of z leaves a large
     error."""
-    diffusion = ContinuousDiffusion("cosine", "x0")
+    diffusion = GaussianProcess("cosine", "x0")
     x0, noise, t = sample(size=20_000, dim=16, low=0.001, high=1.0)
     z = diffusion.add_noise(x0, noise, t)
     target = diffusion.target(x0, noise, t)

@@ -113,7 +113,7 @@ def step(store: str, dtype: str, words=(), full: bool = False, hooked: bool = Fa
                 for name, parameter in model.named_parameters():
                     grad = parameter.grad
                     assert grad is None or (grad.device, grad.dtype) == (device, parameter.dtype), name
-                engine.apply(1e-3, 5.0)
+                engine.step(1e-3, 5.0)
                 average.update()
     return list(seen.found)
 

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch  # noqa: E402
 
-from mmldlm.distributed.heartbeat import Liveness  # noqa: E402
+from mmldlm.distributed.heartbeat import Heartbeat  # noqa: E402
 from mmldlm.distributed.nccl_environment import prepare_environment  # noqa: E402
 from mmldlm.errors import StabilityStop  # noqa: E402
 
@@ -32,7 +32,7 @@ CASES_AT_ONCE = 5  # on two cores more would starve each other
 ALL_END_WITHIN = 60.0  # far more than any case needs: only a hang reaches it
 
 
-def act(case: str, alive: Liveness, step: int) -> None:
+def act(case: str, alive: Heartbeat, step: int) -> None:
     """What happens to the chosen rank after its step FAULT_STEP, in its data phase."""
     what = case.split("@")[0]
     if what == "exit":
@@ -59,7 +59,7 @@ def train(case: str, folder: Path) -> None:
     # The group's own limit is far away: what ends these jobs in time is the watch alone.
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=300))
     what, guilty = case.split("@")[:2]
-    with Liveness(rank, world, TIMEOUT, logs=folder / "logs") as alive:
+    with Heartbeat(rank, world, TIMEOUT, logs=folder / "logs") as alive:
         for step in range(8):
             alive.beat(step, "data")
             if step == FAULT_STEP:

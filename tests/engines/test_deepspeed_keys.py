@@ -65,7 +65,7 @@ def test_the_list_is_that_of_the_installed_deepspeed():
     # The value that changes nothing is DeepSpeed's own default, except where it is its default that we change.
     for section, model in (("ZERO", DeepSpeedZeroConfig), ("BF16", precision_config.DeepSpeedBF16Config)):
         for key, rule in getattr(allowed_keys, section).items():
-            if isinstance(rule, allowed_keys.Only) and key in model.model_fields:
+            if isinstance(rule, allowed_keys.AllowedValue) and key in model.model_fields:
                 assert model.model_fields[key].default == rule.value, key
 
 
@@ -160,4 +160,4 @@ def test_what_changes_nothing_may_stay(tmp_path):
 
 def test_our_loss_scale_is_the_one_that_the_json_is_compared_with():
     ours = (deepspeed_config.LOSS_SCALE, deepspeed_config.LOSS_SCALE_WINDOW)
-    assert ours == (loss_scaler.FIRST, loss_scaler.WINDOW) and loss_scaler.LEAST == 1.0
+    assert ours == (loss_scaler.INITIAL, loss_scaler.WINDOW) and loss_scaler.MIN == 1.0

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from mmldlm.engines.pinned_copy import HostCopy
+from mmldlm.engines.pinned_copy import PinnedSnapshot
 
 
 def shard_of_a_gpu_mesh(part: torch.Tensor, ranks: int) -> DTensor:
@@ -24,7 +24,7 @@ def test_a_shard_stays_a_shard_and_its_part_comes_to_the_host():
     """On a machine without GPUs, moving it back to the mesh's device raises."""
     part = torch.arange(12.0).view(4, 3)
     tree = {"weight": shard_of_a_gpu_mesh(part, 2), "more": OrderedDict(step=torch.tensor(3.0)), "name": ("x", 1)}
-    copied = HostCopy()(tree)
+    copied = PinnedSnapshot()(tree)
     shard = copied["weight"]
     assert shard.shape == (8, 3) and shard.placements == (Shard(0),) and shard.device_mesh.device_type == "cuda"
     assert shard.to_local().device.type == "cpu" and torch.equal(shard.to_local(), part)
@@ -33,7 +33,7 @@ def test_a_shard_stays_a_shard_and_its_part_comes_to_the_host():
 
 
 def test_the_memory_is_used_again():
-    copy, tensor = HostCopy(), torch.zeros(5)
+    copy, tensor = PinnedSnapshot(), torch.zeros(5)
     first = copy([tensor])[0]
     tensor += 1
     assert not first.any()

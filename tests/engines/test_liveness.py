@@ -15,11 +15,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmldlm.distributed.failure_attribution import FAILED, HIT, LEFT, Beat, Limits, Sighting, judge
-from mmldlm.distributed.heartbeat import Liveness
-from mmldlm.distributed.nccl_environment import FLIGHT_FILE, prepare_environment
-from mmldlm.distributed.stack_dump import standing_place
-from mmldlm.engines.base import pick_device, ranks_here
+from mmldlm.distributed.failure_attribution import (
+    COLLECTIVE_FAILED,
+    EXITED,
+    FAILED,
+    HeartbeatRecord,
+    Observation,
+    Timeouts,
+    find_failed_ranks,
+)
+from mmldlm.distributed.heartbeat import Heartbeat
+from mmldlm.distributed.nccl_environment import FLIGHT_RECORDER_FILE, prepare_environment
+from mmldlm.distributed.stack_dump import current_location
+from mmldlm.engines.base import local_world_size, pick_device
 from mmldlm.engines.single import SingleEngine
 from mmldlm.errors import UserError
 from tests.helpers import launch, torchrun
@@ -29,7 +37,7 @@ CASES = [
     *("exit@1", "kill@1", "stop@1", "sleep@1", "raise@1", "exit@0", "kill@0", "stop@0", "sleep@0", "raise@0"),
     *("stop@0@agent", "kill@0@agent", "evaluate@1", "evaluate@0", "agreed@0"),
 ]
-LIMITS = Limits(stand=10.0, quiet=2.0, inquiry=4.0)
+LIMITS = Timeouts(stand=10.0, quiet=2.0, inquiry=4.0)
 
 
 @pytest.fixture(scope="module")
@@ -93,43 +101,50 @@ def test_under_torchrun(tmp_path):
 
 
 def sighting(rank, moves, age=0.0, seen=100.0, **more):
-    beat = Beat(rank=rank, host=f"node{rank}", pid=rank, step=moves // 2, phase="data", moves=moves, age=age, **more)
-    return Sighting(beat, seen)
+    beat = HeartbeatRecord(
+        rank=rank, host=f"node{rank}", pid=rank, step=moves // 2, phase="data", moves=moves, age=age, **more
+    )
+    return Observation(beat, seen)
 
 
 def test_who_works_is_not_blamed():
-    assert judge([sighting(0, 8), sighting(1, 7)], 101.0, LIMITS) is None
+    assert find_failed_ranks([sighting(0, 8), sighting(1, 7)], 101.0, LIMITS) is None
     # Rank 1 waits for rank 0, which is behind and beats.
-    assert judge([sighting(0, 7), sighting(1, 8, age=50.0)], 101.0, LIMITS) is None
-    assert judge([sighting(0, 7, age=50.0, patience=math.inf), sighting(1, 8, age=50.0)], 101.0, LIMITS) is None
+    assert find_failed_ranks([sighting(0, 7), sighting(1, 8, age=50.0)], 101.0, LIMITS) is None
+    assert (
+        find_failed_ranks([sighting(0, 7, age=50.0, patience=math.inf), sighting(1, 8, age=50.0)], 101.0, LIMITS)
+        is None
+    )
 
 
 def test_the_one_furthest_behind_is_blamed_not_those_who_wait_for_it():
     beats = [sighting(0, 8, age=11.0), sighting(1, 7, age=11.5), sighting(2, 8, age=11.0)]
-    verdict = judge(beats, 100.0, LIMITS)
+    verdict = find_failed_ranks(beats, 100.0, LIMITS)
     assert verdict.ranks == (1,) and "rank 1 on node1 (pid 1) has not moved since step 3" in verdict.sentence
 
 
 def test_among_equals_the_one_outside_a_collective_is_blamed():
     beats = [sighting(0, 8, age=11.0, waits=True), sighting(1, 8, age=11.5, place="data/loader.py:3 in get")]
-    verdict = judge(beats, 100.0, LIMITS)
+    verdict = find_failed_ranks(beats, 100.0, LIMITS)
     assert verdict.ranks == (1,) and "data/loader.py:3 in get" in verdict.sentence
 
 
 def test_silence_is_blamed_even_ahead_of_the_others_and_sooner_once_a_collective_failed():
     beats = [sighting(0, 8), sighting(1, 9, seen=95.0)]
-    assert judge(beats, 100.0, LIMITS) is None
-    assert judge(beats, 106.0, LIMITS).ranks == (1,)
-    assert judge([sighting(0, 8, state=HIT), beats[1]], 100.0, LIMITS, first_hit=99.0).ranks == (1,)
+    assert find_failed_ranks(beats, 100.0, LIMITS) is None
+    assert find_failed_ranks(beats, 106.0, LIMITS).ranks == (1,)
+    assert find_failed_ranks(
+        [sighting(0, 8, state=COLLECTIVE_FAILED), beats[1]], 100.0, LIMITS, first_hit=99.0
+    ).ranks == (1,)
 
 
 def test_long_silence_is_blamed_though_no_collective_failed_and_no_phase_took_too_long():
     """NCCL raises nothing when a peer is gone; engine.timeout may be ten minutes."""
     limits = replace(LIMITS, stand=600.0, silent=120.0)
     beats = [sighting(0, 8), sighting(1, 9, seen=0.0)]
-    assert judge(beats, 119.0, limits) is None
-    assert judge(beats, 121.0, limits).ranks == (1,)
-    assert judge([beats[0], sighting(1, 9, seen=0.0, patience=3.0)], 121.0, limits) is None
+    assert find_failed_ranks(beats, 119.0, limits) is None
+    assert find_failed_ranks(beats, 121.0, limits).ranks == (1,)
+    assert find_failed_ranks([beats[0], sighting(1, 9, seen=0.0, patience=3.0)], 121.0, limits) is None
 
 
 def test_a_rank_that_reads_the_sum_over_ranks_waits_in_a_collective():
@@ -147,11 +162,11 @@ def test_a_rank_that_reads_the_sum_over_ranks_waits_in_a_collective():
     thread.start()
     engine.entered.wait(30)
     try:
-        assert standing_place(thread.ident)[1]
+        assert current_location(thread.ident)[1]
     finally:
         engine.go_on.set()
         thread.join()
-    assert not standing_place(threading.get_ident())[1]
+    assert not current_location(threading.get_ident())[1]
 
 
 def test_fewer_gpus_than_ranks_is_said_by_every_rank_of_the_machine(monkeypatch):
@@ -163,34 +178,34 @@ def test_fewer_gpus_than_ranks_is_said_by_every_rank_of_the_machine(monkeypatch)
         with pytest.raises(UserError, match="each of the 8 ranks.*\n.*1 GPU.*CUDA_VISIBLE_DEVICES=3"):
             pick_device(local_rank)
     monkeypatch.delenv("RANK")  # a shell inside an allocation, not a rank
-    assert ranks_here(0) == 1
+    assert local_world_size(0) == 1
 
 
 def test_failure_and_leaving_are_blamed():
-    verdict = judge([sighting(0, 8), sighting(1, 7, state=FAILED, note="ValueError: bad")], 100.0, LIMITS)
+    verdict = find_failed_ranks([sighting(0, 8), sighting(1, 7, state=FAILED, note="ValueError: bad")], 100.0, LIMITS)
     assert verdict.ranks == (1,) and "ValueError: bad" in verdict.sentence
-    beats = [sighting(0, 8, age=11.0), sighting(1, 9, state=LEFT, note="UserError: no file", seen=0.0)]
-    assert judge(beats, 100.0, LIMITS).ranks == (1,)
-    assert judge([sighting(0, 8, age=1.0), beats[1]], 100.0, LIMITS) is None
+    beats = [sighting(0, 8, age=11.0), sighting(1, 9, state=EXITED, note="UserError: no file", seen=0.0)]
+    assert find_failed_ranks(beats, 100.0, LIMITS).ranks == (1,)
+    assert find_failed_ranks([sighting(0, 8, age=1.0), beats[1]], 100.0, LIMITS) is None
 
 
 def test_a_failed_collective_among_the_living_is_reported_as_such():
-    beats = [sighting(0, 8, state=HIT, note="RuntimeError: reset"), sighting(1, 8)]
-    assert judge(beats, 100.0, LIMITS, first_hit=99.0) is None
-    verdict = judge(beats, 101.0, LIMITS, first_hit=96.0)
+    beats = [sighting(0, 8, state=COLLECTIVE_FAILED, note="RuntimeError: reset"), sighting(1, 8)]
+    assert find_failed_ranks(beats, 100.0, LIMITS, first_hit=99.0) is None
+    verdict = find_failed_ranks(beats, 101.0, LIMITS, first_hit=96.0)
     assert verdict.ranks == () and "node0, node1" in verdict.sentence and "reset" in verdict.sentence
 
 
 def test_a_beat_survives_the_store():
-    beat = Beat(3, "n", 4, patience=math.inf, verdict=("rank 1 is gone", [1]))
-    again = Beat.from_text(beat.to_text().encode())
+    beat = HeartbeatRecord(3, "n", 4, patience=math.inf, verdict=("rank 1 is gone", [1]))
+    again = HeartbeatRecord.from_text(beat.to_text().encode())
     assert again.patience == math.inf and again.verdict == ["rank 1 is gone", [1]]
 
 
 def test_one_process_needs_no_store():
-    with Liveness(0, 1, 1.0) as alive:
+    with Heartbeat(0, 1, 1.0) as alive:
         alive.beat(1, "data")
-    with pytest.raises(ValueError), Liveness(0, 1, 1.0):
+    with pytest.raises(ValueError), Heartbeat(0, 1, 1.0):
         raise ValueError
 
 
@@ -203,7 +218,9 @@ def test_environment_is_bounded_by_the_timeout(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "environ", dict(os.environ))
     assert prepare_environment(90.0, tmp_path / "logs") == []
     assert os.environ["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "90" and os.environ["DEEPSPEED_TIMEOUT"] == "2"
-    assert os.environ[FLIGHT_FILE[0]] == str(tmp_path / "logs" / "flight_rank_") and (tmp_path / "logs").is_dir()
+    assert (
+        os.environ[FLIGHT_RECORDER_FILE[0]] == str(tmp_path / "logs" / "flight_rank_") and (tmp_path / "logs").is_dir()
+    )
 
 
 def test_what_the_user_set_stays_and_what_outlasts_the_timeout_is_named(monkeypatch):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mmldlm.distributed.mpi_environment import adopt_mpi_environment
+from mmldlm.distributed.mpi_environment import set_env_from_mpi
 from mmldlm.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,11 +16,11 @@ NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 def test_other_launchers_are_left_alone(monkeypatch):
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
-    adopt_mpi_environment()
+    set_env_from_mpi()
     assert "RANK" not in os.environ
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
     monkeypatch.setenv("RANK", "5")
-    adopt_mpi_environment()
+    set_env_from_mpi()
     assert os.environ["RANK"] == "5" and "WORLD_SIZE" not in os.environ
 
 
@@ -29,7 +29,7 @@ def test_a_missing_libmpi_is_said(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     monkeypatch.setitem(sys.modules, "mpi4py", None)  # what an uninstalled package looks like
     with pytest.raises(UserError, match="libmpi"):
-        adopt_mpi_environment()
+        set_env_from_mpi()
 
 
 def test_ranks_under_mpirun_keep_a_given_master(tmp_path):

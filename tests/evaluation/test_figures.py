@@ -42,7 +42,7 @@ def test_nobody_is_its_own_partner(count):
 
 
 def test_set_f1():
-    found = text_overlap.set_f1([[1, 2, 2, 3], [4], [], [5, 6]], [[3, 2, 9], [5], [1], [6, 5, 5]])
+    found = text_overlap.token_f1([[1, 2, 2, 3], [4], [], [5, 6]], [[3, 2, 9], [5], [1], [6, 5, 5]])
     np.testing.assert_allclose(found, [2 * 2 / 6, 0, 0, 1])
 
 
@@ -72,7 +72,7 @@ def test_ranks_and_ties():
     assert [int(retrieval.ranks(tilted, pool, np.array([right]))[0]) for right in range(4)] == [1, 0, 2, 3]
     constant = np.ones((4, 4))
     assert retrieval.ranks(constant, pool, np.arange(4)).tolist() == [3, 3, 3, 3]  # alike vectors retrieve nothing
-    assert retrieval.cosines(np.zeros((1, 4)), pool[:1]).tolist() == [0.0]
+    assert retrieval.cosine_similarity(np.zeros((1, 4)), pool[:1]).tolist() == [0.0]
 
 
 def test_correlations_of_known_vectors():

@@ -23,7 +23,7 @@ from mmldlm.evaluation.conditioning_gain import (
     evaluate,
     latent_estimates,
     measure_l2t,
-    untrained,
+    untrained_control,
 )
 from mmldlm.evaluation.metrics.nelbo import measure
 from mmldlm.evaluation.statistics import derangement, ratio
@@ -108,12 +108,12 @@ def test_nan_likelihood_is_an_error(make):
 def test_a_fresh_model_ignores_its_latent_and_random_gates_do_not(pretrained, store):
     few = Settings(num_samples=40, num_steps=3, num_draws=4)
     sentences = choose_sentences(store, pretrained.model, 40, 0)
-    fresh = untrained(pretrained.model, 0, random_gates=False)
+    fresh = untrained_control(pretrained.model, 0, random_gates=False)
     found = measure_l2t(pretrained, fresh, sentences, few, lambda line: None).estimates
     assert found["gain_null"].value == 0 and found["gain_null"].se == 0
     assert found["gain_null"].in_standard_errors == 0
     assert found["latent_sensitivity"].value == 0
-    gates = untrained(pretrained.model, 0, random_gates=True)
+    gates = untrained_control(pretrained.model, 0, random_gates=True)
     found = measure_l2t(pretrained, gates, sentences, few, lambda line: None).estimates
     assert found["latent_sensitivity"].value > 0.01
     assert found["gain_shuffled"].se > 0 and found["gain_shuffled"].in_standard_errors < 4
@@ -121,7 +121,7 @@ def test_a_fresh_model_ignores_its_latent_and_random_gates_do_not(pretrained, st
 
 def test_fresh_models_leave_the_global_generator_alone(pretrained):
     state = torch.get_rng_state()
-    one, two = (untrained(pretrained.model, seed=3, random_gates=True) for _ in range(2))
+    one, two = (untrained_control(pretrained.model, seed=3, random_gates=True) for _ in range(2))
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values()))
 

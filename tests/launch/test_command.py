@@ -16,7 +16,7 @@ from mmldlm.checkpoints import commit
 from mmldlm.cluster.hostfile import Node
 from mmldlm.config.load import load_config
 from mmldlm.launch import launcher as command
-from mmldlm.launch.launcher import without
+from mmldlm.launch.launcher import exclude_nodes
 from mmldlm.launch.launcher_start import launcher_start
 from mmldlm.launch.watcher import Outcome
 from mmldlm.preflight.context import Context
@@ -114,18 +114,18 @@ def three_nodes(tmp_path, slots):
 
 def test_fewer_nodes_keep_the_global_batch(tmp_path):
     context = three_nodes(tmp_path, (2, 2, 2))
-    assert without(context, ["c"], 48) == ["training.grad_accum_steps=3"]
+    assert exclude_nodes(context, ["c"], 48) == ["training.grad_accum_steps=3"]
     assert context.names == ["a", "b"] and context.master_address() == "a"
     launcher_start(context, tmp_path, ["rank.py"], {})
     assert (tmp_path / "hostfile").read_text() == "a slots=2\nb slots=2\n"
     # Another one is lost later: it is still the batch that the run began with; and another node is the first.
-    assert without(context, ["a"], 48) == ["training.grad_accum_steps=6"]
+    assert exclude_nodes(context, ["a"], 48) == ["training.grad_accum_steps=6"]
     assert context.names == ["b"] and context.master_address() == "b"
 
 
 @pytest.mark.parametrize(("slots", "bad"), [((5, 1, 1), ["b", "c"]), ((1, 1, 1), ["a", "b", "c"])])
 def test_a_batch_that_cannot_be_kept_ends_the_run(tmp_path, slots, bad, capsys):
-    assert without(three_nodes(tmp_path, slots), bad, 8 * sum(slots)) is None
+    assert exclude_nodes(three_nodes(tmp_path, slots), bad, 8 * sum(slots)) is None
     assert "cannot go on" in capsys.readouterr().err
 
 

@@ -45,7 +45,7 @@ def launched(tmp_path):
     for process in started:
         process.wait()
         process.stdout.close()
-    node_agent.forget({"launch": id})
+    node_agent.release({"launch": id})
     assert state_files.state_folders(id) == []
 
 
@@ -104,9 +104,9 @@ def test_a_killed_wrapper_takes_its_rank_along_and_is_seen(launched):
     (state,) = states(id, until=lambda found: not found[0]["alive"])
     assert state["exit"] is None
     deadline = time.monotonic() + 30
-    while node_agent.own_processes(id) and time.monotonic() < deadline:
+    while node_agent.launch_processes(id) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert node_agent.own_processes(id) == []
+    assert node_agent.launch_processes(id) == []
 
 
 def test_signals_reach_the_rank_and_its_death_by_one_is_a_status(launched):
@@ -153,7 +153,7 @@ def test_stop_ends_what_ignores_sigterm_and_nothing_else(launched):
     try:
         assert node_agent.stop({"launch": id, "grace": 0.2}) >= 2
         process.wait(30)
-        assert node_agent.own_processes(id) == [] and stranger.poll() is None
+        assert node_agent.launch_processes(id) == [] and stranger.poll() is None
     finally:
         stranger.kill()
         stranger.wait()

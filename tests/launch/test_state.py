@@ -66,7 +66,7 @@ def test_a_launch_file_is_deleted_when_all_ranks_have_read_it(folders, monkeypat
         state_files.write_anywhere(launch, rank_wrapper.state_file(host, number), json.dumps(ended))
         assert len(node_agent.watch({"launch": launch, "slots": 2})["ranks"]) == number + 1
     assert not any(path.exists() for path in copies)
-    node_agent.forget({"launch": launch})
+    node_agent.release({"launch": launch})
     assert not any(root.joinpath(f"mmldlm_{launch}").exists() for root in folders[0])
 
 
@@ -103,7 +103,7 @@ def test_a_rank_whose_state_cannot_be_written_ends_as_it_would(tmp_path, code):
         assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
         assert done.stderr.count("cannot be written") == 2
     finally:
-        node_agent.forget({"launch": launch})
+        node_agent.release({"launch": launch})
 
 
 def test_a_port_is_held_for_one_launch_at_a_time():
@@ -117,5 +117,5 @@ def test_a_port_is_held_for_one_launch_at_a_time():
     other = f"from mmldlm.launch import node_agent as node; print(node.reserve({{'port': {port}}})['error'])"
     done = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True, check=True)
     assert "reserved by another" in done.stdout
-    node_agent.forget({"launch": "none"})
+    node_agent.release({"launch": "none"})
     assert subprocess.run([sys.executable, "-c", other], capture_output=True).returncode == 1  # KeyError: it is free

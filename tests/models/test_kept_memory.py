@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from mmldlm.models.buffer_reuse import embedding, gradient_memory, kept_memory
+from mmldlm.models.buffer_reuse import embedding, gradient_memory, reusable_buffer
 
 
 def test_gradients_are_those_of_torch_also_when_they_add_up():
@@ -33,16 +33,16 @@ def test_a_bf16_gradient_is_rounded_once_however_often_an_id_occurs():
 
 def test_a_smaller_tensor_of_the_same_use_stands_in_the_same_memory():
     weight = torch.nn.Parameter(torch.randn(20, 4))
-    place = kept_memory(weight, "logits", (6, 8), torch.float32).data_ptr()
-    smaller = kept_memory(weight, "logits", (5, 8), torch.float32)
+    place = reusable_buffer(weight, "logits", (6, 8), torch.float32).data_ptr()
+    smaller = reusable_buffer(weight, "logits", (5, 8), torch.float32)
     assert smaller.data_ptr() == place and smaller.shape == (5, 8)
-    assert kept_memory(weight, "shares", (5, 8), torch.float32).data_ptr() != place
+    assert reusable_buffer(weight, "shares", (5, 8), torch.float32).data_ptr() != place
     del smaller
-    larger = kept_memory(weight, "logits", (7, 8), torch.float32)
+    larger = reusable_buffer(weight, "logits", (7, 8), torch.float32)
     assert larger.shape == (7, 8)
     part = larger[:1]
     del larger
-    assert kept_memory(weight, "logits", (2, 8), torch.float32).data_ptr() != part.data_ptr(), "a part is held"
+    assert reusable_buffer(weight, "logits", (2, 8), torch.float32).data_ptr() != part.data_ptr(), "a part is held"
 
 
 def test_memory_somebody_holds_is_not_given_out_again():

@@ -285,8 +285,8 @@ def _(scene, stack):
 
 @fault("package broken", ("PY002", "n3"), words=("SyntaxError", "copy this checkout to n3"))
 def _(scene, stack):
-    path = ROOT / "mmldlm" / "preflight" / "limited.py"
-    stack.enter_context(scene.bed["n3"].changed(path, "def run_limited(:\n"))
+    path = ROOT / "mmldlm" / "preflight" / "remote" / "timeouts.py"
+    stack.enter_context(scene.bed["n3"].changed(path, "def run_with_timeout(:\n"))
 
 
 @fault("other torch version", ("VER001", "n2"), words=("torch 1.13.1", "pip install", "torch=="))
@@ -305,7 +305,7 @@ def _(scene, stack):
 
 @fault("other sources", ("VER002", "n3"), words=("sources", "copy this checkout"))
 def _(scene, stack):
-    path = ROOT / "mmldlm" / "show.py"
+    path = ROOT / "mmldlm" / "commands" / "config.py"
     stack.enter_context(scene.bed["n3"].changed(path, path.read_text() + "# another state\n"))
 
 

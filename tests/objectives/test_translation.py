@@ -5,7 +5,7 @@ import torch
 from mmldlm.config.load import build_config
 from mmldlm.config.schema import ModelConfig
 from mmldlm.data.batching.batch_plan import BatchPlan, local_slots
-from mmldlm.data.store.store import Batch
+from mmldlm.data.store.store import Rows
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
 from mmldlm.tasks.translation.freezing import apply_freezing, frozen_names, verify_parameter_freezing
@@ -15,7 +15,7 @@ from mmldlm.tasks.translation.objective import TranslationObjective
 DIM, SIZE = 6, 40
 
 
-class Rows:
+class FakeStore:
     def __init__(self):
         rng = np.random.default_rng(0)
         self.tokens = [rng.integers(4, 30, rng.integers(1, 12)) for _ in range(SIZE)]
@@ -23,7 +23,7 @@ class Rows:
         self.lengths = np.array([len(t) + 1 for t in self.tokens], dtype=np.int32)
 
     def get(self, indices):
-        return Batch([self.tokens[i] for i in indices], self.latents[indices])
+        return Rows([self.tokens[i] for i in indices], self.latents[indices])
 
 
 def model(tie=False):
@@ -40,7 +40,7 @@ def model(tie=False):
 
 
 def micro_batches(config, world=1, accum=1, step=0, size=12):
-    rows = Rows()
+    rows = FakeStore()
     noiser = Noiser(config, 3, 0, 2, np.zeros(DIM, np.float32), np.ones(DIM, np.float32))
     plan = BatchPlan(rows.lengths, size, 0)
     return [

@@ -10,7 +10,7 @@ import torch
 
 from mmldlm.config.schema import Config
 from mmldlm.observe.flops import step_flops
-from mmldlm.observe.throughput import StepMeter
+from mmldlm.observe.throughput import StepTimer
 from tests.helpers import read_log, train_words
 
 
@@ -21,7 +21,7 @@ def config(**logging) -> Config:
 def test_parts_are_shares_of_the_whole_and_start_anew(monkeypatch):
     clock = iter([0.0, 1.0, 3.0, 4.0, 9.0, 10.0, 20.0])
     monkeypatch.setattr("mmldlm.observe.throughput.time.perf_counter", lambda: next(clock))
-    meter = StepMeter(config(peak_tflops=2.0), 4, torch.device("cpu"))
+    meter = StepTimer(config(peak_tflops=2.0), 4, torch.device("cpu"))
     with meter.part("data"):  # 1 to 3
         pass
     with meter.part("checkpoint"):  # 4 to 9
@@ -35,7 +35,7 @@ def test_parts_are_shares_of_the_whole_and_start_anew(monkeypatch):
 
 
 def test_utilisation_of_an_unknown_device_is_not_invented():
-    record = StepMeter(config(), 1, torch.device("cpu")).step(4, 40.0, 20.0)
+    record = StepTimer(config(), 1, torch.device("cpu")).step(4, 40.0, 20.0)
     assert record["mfu"] is None and record["tflops"] > 0 and record["peak_memory_gib"] > 0.05
 
 
@@ -94,7 +94,7 @@ def test_shares_of_communication():
 
 def test_the_records_flops_are_those_of_the_batch():
     """What the loop counts (samples, tokens, scored positions) suffices: equal to the count from every length."""
-    meter = StepMeter(config(peak_tflops=1.0), 1, torch.device("cpu"))
+    meter = StepTimer(config(peak_tflops=1.0), 1, torch.device("cpu"))
     lengths, scored = [20, 21, 22, 23], 40
     found = meter.rate.flops(4, float(sum(lengths)), float(scored))
     assert found == pytest.approx(step_flops(config().model, lengths, scored).training, rel=1e-3)

@@ -11,8 +11,8 @@ from datetime import datetime, timedelta, timezone
 import pytest
 
 from mmldlm.errors import UserError
-from mmldlm.observe.health_monitor import LogTail, add_arguments, judge, main
-from mmldlm.observe.jsonl_log import JsonlLog, is_event, to_strict
+from mmldlm.observe.health_monitor import LogTail, add_arguments, assess, main
+from mmldlm.observe.jsonl_log import JsonlLog, is_event, to_strict_json
 
 NOW = datetime(2030, 1, 1, tzinfo=timezone.utc)
 
@@ -24,16 +24,16 @@ def records(steps=300, pace=1.0, **more):
         record = {"step": step, "loss": 2.0 + 1 / step, "grad_norm": 0.8, "skipped": False}
         record.update({key: make(step) for key, make in more.items()})
         record["time"] = (NOW - timedelta(seconds=(steps - step) * pace)).isoformat()
-        out.append(to_strict(record))
+        out.append(to_strict_json(record))
     return out
 
 
 def faults(run, now=NOW, **more):
-    return "; ".join(judge(run, now, **more).faults)
+    return "; ".join(assess(run, now, **more).faults)
 
 
 def test_a_healthy_run_has_no_faults():
-    health = judge(records(), NOW, total_steps=1000)
+    health = assess(records(), NOW, total_steps=1000)
     assert health.faults == [] and not health.finished
     assert health.lines[0].startswith("step 300/1000 | loss: 2.003")
 
@@ -58,7 +58,7 @@ def test_skips_are_reported_and_many_are_a_fault():
             skipped=lambda step: step % 100 < share, grad_norm=lambda step: math.nan if step % 100 < share else 1.0
         )
 
-    few = judge(records(**bad(5)), NOW)
+    few = assess(records(**bad(5)), NOW)
     assert few.faults == [] and any("skipped: 5 of the last 100" in line for line in few.lines)
     assert "6 of the last 100 steps were skipped" in faults(records(**bad(6)))
 
@@ -67,8 +67,8 @@ def test_bad_samples_are_reported_and_many_are_a_fault():
     def bad(count, **more):
         return records(samples=lambda step: 8 * step, bad_samples=lambda step: count if step > 250 else 0, **more)
 
-    assert judge(bad(0), NOW).lines == judge(records(), NOW).lines
-    few = judge(bad(1), NOW, window=200)
+    assert assess(bad(0), NOW).lines == assess(records(), NOW).lines
+    few = assess(bad(1), NOW, window=200)
     assert few.faults == [] and any("50 of the 1600 samples of the last 200 steps were bad" in x for x in few.lines)
     assert faults(bad(1)) == "50 of the 800 samples of the last 100 steps were bad"
     assert faults(bad(8)) == "400 of the 800 samples of the last 100 steps were bad"
@@ -99,7 +99,7 @@ def test_steps_that_are_passed_over_are_no_stall():
     events = [event("passed_over", step, seconds=step - 300) for step in range(301, 780)]
     assert faults(records(), later, total_steps=1000, events=events) == ""
     assert "STALLED: no step for 5m21s" in faults(records(), NOW + timedelta(seconds=800), events=events)
-    assert judge(records(), later, total_steps=779, events=events).finished
+    assert assess(records(), later, total_steps=779, events=events).finished
     # Those of an earlier way through the same steps, before the run was taken up again, say nothing of the present.
     old = [event("passed_over", 301, seconds=-50)]
     assert "STALLED: no step for 8m20s" in faults(records(), later, total_steps=301, events=old)
@@ -107,7 +107,7 @@ def test_steps_that_are_passed_over_are_no_stall():
 
 def test_a_run_that_has_ended_says_how():
     def seen(*events):
-        health = judge(records(), NOW + timedelta(hours=5), total_steps=1000, events=[event("start", 0), *events])
+        health = assess(records(), NOW + timedelta(hours=5), total_steps=1000, events=[event("start", 0), *events])
         return health, "\n".join(health.lines)
 
     stopped = event("end", 300, exit_code=4, reason="stopped at step 300: 5 steps in a row were skipped")
@@ -118,7 +118,7 @@ def test_a_run_that_has_ended_says_how():
     assert not health.faults and "exit code 5: stopped by a signal" in text
     health, text = seen(stopped, event("resume", 300))
     assert "STALLED" in health.faults[0] and "ended" not in text and not health.finished
-    alone = judge([], NOW, events=[event("start", 0), stopped])
+    alone = assess([], NOW, events=[event("start", 0), stopped])
     assert alone.finished and "exit code 4" in alone.lines[0]
 
 
@@ -227,7 +227,7 @@ def test_logs_of_any_size_are_followed_in_bounded_memory(tmp_path):
     assert tracemalloc.get_traced_memory()[1] < 6 << 20
     tracemalloc.stop()
     assert len(steps.records) == 201 and steps.num_skipped == 1 and events.num_unreadable > 0
-    assert judge(list(steps.records), NOW, num_skipped=1).lines == judge(run, NOW).lines
+    assert assess(list(steps.records), NOW, num_skipped=1).lines == assess(run, NOW).lines
 
 
 @pytest.mark.parametrize(

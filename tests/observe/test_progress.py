@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from mmldlm.observe import console as module
-from mmldlm.observe.console import LATEST_LOG, Progress, format_duration, format_step, link_latest, train_log_path
+from mmldlm.observe.console import LATEST_LOG, Console, format_step, link_latest, train_log_path
+from mmldlm.utils.formatting import format_duration
 
 RECORD = {
     "loss": 3.21, "text_loss": 2.5, "latent_loss": 0.71, "grad_norm": 0.8, "lr": 1e-4, "tokens_per_second": 1234.4,
@@ -21,7 +22,7 @@ def step(number, **more):
 
 def test_plain_lines_come_every_log_freq_steps_and_can_be_grepped():
     out = io.StringIO()
-    with Progress(95, log_freq=10, stream=out) as progress:
+    with Console(95, log_freq=10, stream=out) as progress:
         for number in range(1, 96):
             progress.update(step(number, skipped=number in (3, 4)))
     lines = out.getvalue().splitlines()
@@ -36,7 +37,7 @@ def test_plain_lines_come_every_log_freq_steps_and_can_be_grepped():
 
 def test_a_long_line_is_never_folded():
     out = io.StringIO()
-    with Progress(10**9, log_freq=1, stream=out) as progress:
+    with Console(10**9, log_freq=1, stream=out) as progress:
         progress.update(step(999_999_999, skipped=True))
         progress.message("x" * 500)
     assert len(out.getvalue().splitlines()) == 2
@@ -51,7 +52,7 @@ def test_nonfinite_values_are_shown_as_such_raw_or_logged(value, word):
 def test_an_evaluation_shows_how_far_it_is(tmp_path, monkeypatch):
     log = tmp_path / "train.log"
     out = io.StringIO()
-    with Progress(10, log_file=log, stream=out) as progress:
+    with Console(10, log_file=log, stream=out) as progress:
         for done in range(4):
             progress.evaluation(5, done, 4)
         assert not out.getvalue(), "one that is over before half a minute has no lines"
@@ -65,7 +66,7 @@ def test_an_evaluation_shows_how_far_it_is(tmp_path, monkeypatch):
 
 def test_the_newest_log_is_linked_and_errors_can_be_searched_for(tmp_path):
     for name in ("train_1.log", "train_2.log"):
-        with Progress(10, enabled=False, log_file=tmp_path / name) as progress:
+        with Console(10, enabled=False, log_file=tmp_path / name) as progress:
             progress.error(f"of {name}")
         link_latest(tmp_path / name)
     assert (tmp_path / LATEST_LOG).read_text().endswith(" ERROR: of train_2.log\n")
@@ -79,7 +80,7 @@ def test_a_mode_without_latent_loss_shows_none():
 def test_log_file_gets_plain_lines_and_messages_even_where_the_screen_is_off(tmp_path, capsys):
     path = train_log_path(tmp_path, node=3)
     assert re.fullmatch(r"train_\d{8}_\d{6}_node3\.log", path.name) and path.parent.name == "logs"
-    with Progress(10, enabled=False, log_freq=5, log_file=path) as progress:
+    with Console(10, enabled=False, log_freq=5, log_file=path) as progress:
         for number in range(1, 11):
             progress.update(step(number))
         progress.message("evaluation at step 10")
@@ -92,7 +93,7 @@ def test_log_file_gets_plain_lines_and_messages_even_where_the_screen_is_off(tmp
 
 def test_a_full_disk_under_the_log_file_is_said_once_and_ends_nothing():
     out = io.StringIO()
-    with Progress(3, log_freq=1, log_file="/dev/full", stream=out) as progress:
+    with Console(3, log_freq=1, log_file="/dev/full", stream=out) as progress:
         for number in range(1, 4):
             progress.update(step(number))
         progress.warning("no room")
@@ -102,7 +103,7 @@ def test_a_full_disk_under_the_log_file_is_said_once_and_ends_nothing():
 
 
 def test_eta_is_none_before_the_first_step_and_zero_at_the_end():
-    progress = Progress(20, enabled=False, start_step=10)
+    progress = Console(20, enabled=False, start_step=10)
     assert progress.eta() is None
     progress.update(step(11))
     assert progress.eta() > 0
@@ -124,7 +125,7 @@ def test_a_terminal_gets_one_live_line_with_messages_above_it():
     try:
         with open(side, "w", closefd=False) as terminal:
             before = sys.stdout
-            with Progress(100, log_freq=50, stream=terminal) as progress:
+            with Console(100, log_freq=50, stream=terminal) as progress:
                 for number in range(1, 51):
                     progress.update(step(number))
                 progress.message("evaluation at step 50")
@@ -148,7 +149,7 @@ def test_a_terminal_breaks_messages_between_words():
     shown = io.StringIO()
     shown.isatty = lambda: True
     metrics = ", ".join(f"l2t_token_accuracy_{number} 0.069" for number in range(12))
-    with Progress(9, stream=shown) as progress:
+    with Console(9, stream=shown) as progress:
         progress._console.width = 80
         progress.message(f"eval     step 10: {metrics}")
         progress.warning(f"a folder /{'x' * 90} and more words " * 2)
@@ -165,7 +166,7 @@ def test_without_a_reader_the_steps_go_on_in_the_log_file(tmp_path, capsys, term
     reader, writer = pty.openpty() if terminal else os.pipe()
     stdout, stderr, path = sys.stdout, sys.stderr, tmp_path / "train.log"
     with open(writer, "w") as stream:
-        with Progress(3, log_freq=1, log_file=path, stream=stream) as progress:
+        with Console(3, log_freq=1, log_file=path, stream=stream) as progress:
             progress.update(step(1))
             os.close(reader)
             progress.update(step(2))

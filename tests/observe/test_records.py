@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 
-from mmldlm.observe.jsonl_log import JsonlLog, parse_line, read_records, to_strict
+from mmldlm.observe.jsonl_log import JsonlLog, parse_line, read_records, to_strict_json
 
 
 def write(path, steps):
@@ -33,7 +33,7 @@ def test_every_line_is_strict_json_and_nonfinite_values_say_why(tmp_path):
 
 def test_torch_scalars_become_numbers():
     torch = pytest.importorskip("torch")
-    record = to_strict(
+    record = to_strict_json(
         {"loss": torch.tensor(float("nan")), "tokens": torch.tensor(7), "bf16": torch.tensor(1.5).bfloat16()}
     )
     assert record == {"loss": None, "loss_nonfinite": "nan", "tokens": 7, "bf16": 1.5}

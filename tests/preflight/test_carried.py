@@ -12,7 +12,7 @@ def environment(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("DS_ENV_FILE", raising=False)
-    for name in env_propagation.wanted():
+    for name in env_propagation.run_variables():
         monkeypatch.delenv(name)
     for name, value in {
         "GLOO_SOCKET_IFNAME": "eth0",
@@ -25,13 +25,20 @@ def environment(monkeypatch, tmp_path):
 
 
 def test_deepspeed_carries_nccl_from_a_head_with_gpus_only(environment):
-    assert env_propagation.carried("deepspeed", has_gpus=False) == {"PYTHONHASHSEED": "0"}
-    assert set(env_propagation.carried("deepspeed", has_gpus=True)) == {"PYTHONHASHSEED", "NCCL_DEBUG"}
+    assert env_propagation.propagated_variables("deepspeed", has_gpus=False) == {"PYTHONHASHSEED": "0"}
+    assert set(env_propagation.propagated_variables("deepspeed", has_gpus=True)) == {"PYTHONHASHSEED", "NCCL_DEBUG"}
 
 
 def test_other_launchers(environment):
-    assert set(env_propagation.carried("slurm", False)) == {"GLOO_SOCKET_IFNAME", "NCCL_DEBUG", "PYTHONHASHSEED"}
-    assert env_propagation.carried("mpi", False) == {} and env_propagation.carried("torchrun", False) is None
+    assert set(env_propagation.propagated_variables("slurm", False)) == {
+        "GLOO_SOCKET_IFNAME",
+        "NCCL_DEBUG",
+        "PYTHONHASHSEED",
+    }
+    assert (
+        env_propagation.propagated_variables("mpi", False) == {}
+        and env_propagation.propagated_variables("torchrun", False) is None
+    )
 
 
 def test_written_variables_are_carried_and_old_lines_stay(environment, tmp_path):
@@ -42,7 +49,7 @@ def test_written_variables_are_carried_and_old_lines_stay(environment, tmp_path)
     refused = env_propagation.write_env_file(path, ["GLOO_SOCKET_IFNAME", "HF_HOME", "HF_TOKEN"])
     assert refused == ["HF_HOME", "HF_TOKEN"]
     assert path.read_text() == "FOO=1\nGLOO_SOCKET_IFNAME=eth0\n"
-    assert env_propagation.carried("deepspeed", False)["GLOO_SOCKET_IFNAME"] == "eth0"
+    assert env_propagation.propagated_variables("deepspeed", False)["GLOO_SOCKET_IFNAME"] == "eth0"
 
 
 @pytest.mark.parametrize("line", ["", "# note", "export"])

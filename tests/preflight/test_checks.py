@@ -426,7 +426,7 @@ def test_memory_counts_the_buckets_that_the_json_asks_for(tmp_path):
     """On a GPU that has room for our own buckets and not for those of DeepSpeed's default."""
     path = tmp_path / "ds.json"
     sizes = {"trainable": 10**9, "frozen": 0, "largest_block": 10**7, "activations": 0, "logits_gpu": 0}
-    free = size.rank_bytes("zero2", sizes, 3, "bf16", True, GPU_BUCKET) * 1.3
+    free = size.bytes_per_rank("zero2", sizes, 3, "bf16", True, GPU_BUCKET) * 1.3
 
     def verdict(zero: dict, kind: str = "deepspeed") -> Result:
         path.write_text(json.dumps({"zero_optimization": zero}))

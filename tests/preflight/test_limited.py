@@ -6,7 +6,7 @@ import os
 import signal
 import time
 
-from mmldlm.preflight.remote.timeouts import run_limited
+from mmldlm.preflight.remote.timeouts import run_with_timeout
 
 
 def _raise():
@@ -14,7 +14,7 @@ def _raise():
 
 
 def test_values_errors_and_hangs_are_told_apart():
-    answers = run_limited(
+    answers = run_with_timeout(
         {
             "fine": (lambda: {"bytes": 3}, 20),
             "large": (lambda: "x" * 300_000, 20),
@@ -37,7 +37,7 @@ def test_a_hung_probe_is_killed():
         os.write(write_end, str(os.getpid()).encode())
         time.sleep(1000)
 
-    run_limited({"hung": (hang, 1.0)})
+    run_with_timeout({"hung": (hang, 1.0)})
     pid = int(os.read(read_end, 20))
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Command lines of the launchers: DeepSpeed's real runner and a real shell read what deepspeed_line hands them."""
+"""Command lines of the launchers: DeepSpeed's real runner and a real shell read what deepspeed_command hands them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import time
 import pytest
 
 from mmldlm.cluster.hostfile import Node
-from mmldlm.cluster.launcher_commands import deepspeed_line, srun_line
+from mmldlm.cluster.launcher_commands import deepspeed_command, srun_command
 from mmldlm.errors import UserError
 
 NODES = [Node("n1", 1), Node("n2", 1)]
@@ -50,7 +50,7 @@ def runner(tmp_path, monkeypatch):
 
     def start(seconds: int) -> subprocess.Popen:
         (tmp_path / "says.py").write_text(SAYS.format(seconds=seconds))
-        line = deepspeed_line(NODES, False, "hostfile", "n1", 29500, None, [str(tmp_path / "says.py"), *WORDS])
+        line = deepspeed_command(NODES, False, "hostfile", "n1", 29500, None, [str(tmp_path / "says.py"), *WORDS])
         pdsh = (tmp_path / "bin" / "pdsh").read_text()
         swap = f'.replace("-m deepspeed.launcher.launch", "{tmp_path}/deepspeed_launch.py")'
         (tmp_path / "bin" / "pdsh").write_text(pdsh.replace('"root")', f'"root"){swap}'))
@@ -81,12 +81,12 @@ def test_what_deepspeed_pastes_itself_is_refused_where_it_is_not_plain(what, mon
     monkeypatch.setenv("PYTHONPATH", bad if what == "PYTHONPATH" else "/x")
     address, folder = (bad if what == "address" else "n1"), (bad if what == "folder" else "/x")
     with pytest.raises(UserError, match="touch pwned") as caught:
-        deepspeed_line(NODES, False, "hostfile", address, 29500, None, ["rank.py", "id"], folder)
+        deepspeed_command(NODES, False, "hostfile", address, 29500, None, ["rank.py", "id"], folder)
     assert caught.value.exit_code == 2
 
 
 def test_srun_hands_address_and_words_over_as_words(tmp_path):
-    line = srun_line(
+    line = srun_command(
         NODES, "$(touch pwned)", 29500, ["-c", "import os, sys; print(os.environ['MASTER_ADDR'], sys.argv)", *WORDS]
     )
     environment = {**os.environ, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1"}

@@ -38,14 +38,14 @@ def test_a_machine_alone_passes_and_train_finds_its_receipt(store, tmp_path, mon
     assert found["world_size"] == 1 and found["failing_nodes"] == [] and found["config_sha256"]
     config = load_config("tiny", None, words[2:])
     receipt.write(found, config.run_dir() / receipt.NAME)
-    assert receipt.stale(config, 1) == []
+    assert receipt.staleness_reasons(config, 1) == []
     resumed = load_config("tiny", None, [*words[2:], "training.resume=auto"])
-    assert receipt.stale(resumed, 1) == []
-    assert "2" in receipt.stale(config, 2)[0]
+    assert receipt.staleness_reasons(resumed, 1) == []
+    assert "2" in receipt.staleness_reasons(config, 2)[0]
     filled = load_config("tiny", None, [*words[2:], "model.latent_dim=384", "model.vocab_size=30522"])
-    assert receipt.stale(filled, 1) == []  # as train knows it once the data is open
+    assert receipt.staleness_reasons(filled, 1) == []  # as train knows it once the data is open
     other = load_config("tiny", None, [*words[2:], "optimizer.lr=1e-5"])
-    assert receipt.stale(other, 1) == ["the config has changed since"]
+    assert receipt.staleness_reasons(other, 1) == ["the config has changed since"]
 
 
 def test_a_bad_config_is_a_usage_error_with_a_verdict(tmp_path, capsys):
@@ -92,7 +92,7 @@ def test_level_0_needs_no_torch(store, tmp_path, part):
 
 
 class Folder:
-    """What receipt.tell needs of RunFolder."""
+    """What receipt.tell needs of RunLogger."""
 
     def __init__(self):
         self.said, self.events, self.progress = [], [], self
@@ -107,15 +107,15 @@ class Folder:
 def test_train_records_the_receipt_and_warns_when_it_is_of_another_run(store, tmp_path):
     words = [f"data.latent_data_root={store}", f"logging.save_dir={tmp_path}"]
     config, folder = load_config("tiny", None, words), Folder()
-    receipt.tell(config, 1, folder)
+    receipt.log_receipt(config, 1, folder)
     assert folder.said == folder.events == []  # no preflight was made: nothing to compare with
     _, found = run(tmp_path, "--level", "0", "--config-name", "tiny", *words)
     receipt.write(found, config.run_dir() / receipt.NAME)
-    receipt.tell(config, 1, folder)
+    receipt.log_receipt(config, 1, folder)
     ((kind, values),) = folder.events
     assert (kind, values["level"], values["stale"], folder.said) == ("preflight", 0, [], [])
-    receipt.tell(config, 2, folder)
+    receipt.log_receipt(config, 2, folder)
     assert "this run has 2" in folder.said[0] and "mmldlm preflight" in folder.said[0]
     (config.run_dir() / receipt.NAME).write_text('{"format": "mmldlm-preflight"}')
-    receipt.tell(config, 1, folder)  # cut short by a full disk: no reason to end a run
+    receipt.log_receipt(config, 1, folder)  # cut short by a full disk: no reason to end a run
     assert "cannot be read" in folder.said[-1]

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from mmldlm.preflight.remote import ssh
-from mmldlm.preflight.remote.ssh import Agent, AgentFailure, Fleet, classify
+from mmldlm.preflight.remote.ssh import Agent, AgentFailure, AgentPool, classify
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_fleet_answers_around_nodes_that_do_not():
     greeting = """print('motd'); print('@mmldlm {"hello": 1}', flush=True); """
     silent = [sys.executable, "-c", greeting + "import time; time.sleep(1000)"]
     broken = [sys.executable, "-c", "import nothing_of_this_name"]
-    fleet = Fleet([local("good"), local("silent", silent), local("broken", broken)])
+    fleet = AgentPool([local("good"), local("silent", silent), local("broken", broken)])
     try:
         fleet.start()
         assert set(fleet.failures) == {"broken"} and fleet.failures["broken"].cause == "import"

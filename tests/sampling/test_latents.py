@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmldlm.diffusion import ContinuousDiffusion
+from mmldlm.diffusion import GaussianProcess
 from mmldlm.errors import MmldlmError
 from mmldlm.sampling.latent_sampler import pad_texts, sample_latents
-from mmldlm.utils.counter_rng import LATENT, normals
+from mmldlm.utils.counter_rng import Stream, normals
 
 PAIRS = [
     ("cosine", "x0"), ("cosine", "v"), ("cosine", "epsilon"), ("linear", "x0"), ("linear", "epsilon"), ("linear", "v"),
@@ -32,7 +32,7 @@ def field_model(toys, diffusion, x0_of, **shape):
 @pytest.mark.parametrize("path,prediction", PAIRS)
 @pytest.mark.parametrize("eta", [0.0, 1.0])
 def test_single_data_point_comes_out(toys, path, prediction, eta):
-    diffusion = ContinuousDiffusion(path, prediction)
+    diffusion = GaussianProcess(path, prediction)
     point = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
     model = field_model(toys, diffusion, lambda z, a, s: point.expand_as(z), mean=2.0, std=3.0)
     found = sample_latents(model, None, num_samples=5, diffusion=diffusion, steps=6, eta=eta)
@@ -40,11 +40,11 @@ def test_single_data_point_comes_out(toys, path, prediction, eta):
 
 
 def variance(toys, path, prediction, steps, **options):
-    diffusion = ContinuousDiffusion(path, prediction)
+    diffusion = GaussianProcess(path, prediction)
     # Optimal field of N(0, 1) data.
     model = field_model(toys, diffusion, lambda z, a, s: a * z / (a**2 + s**2), latent_dim=200)
     found = sample_latents(model, None, num_samples=100, diffusion=diffusion, steps=steps, **options)
-    noise = normals(0, LATENT, range(100), (1 + (steps if options.get("eta") else 0), 200))[:, 0]
+    noise = normals(0, Stream.LATENT, range(100), (1 + (steps if options.get("eta") else 0), 200))[:, 0]
     return float(found.double().var() / noise.double().var())
 
 
@@ -69,13 +69,13 @@ def test_ancestral_noise_keeps_the_variance_too(toys):
 
 @pytest.mark.parametrize("method", ["ddim", "heun"])
 def test_flow_network_of_zeros_returns_the_noise(toys, method):
-    diffusion = ContinuousDiffusion("rectified_flow", "flow")
+    diffusion = GaussianProcess("rectified_flow", "flow")
     found = sample_latents(toys.Toy(), None, num_samples=6, diffusion=diffusion, steps=9, method=method, seed=3)
-    torch.testing.assert_close(found, normals(3, LATENT, range(6), (1, 4))[:, 0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(found, normals(3, Stream.LATENT, range(6), (1, 4))[:, 0], rtol=0, atol=1e-5)
 
 
 def test_same_seed_same_latents_whatever_the_batch(toys):
-    diffusion = ContinuousDiffusion("cosine", "x0")
+    diffusion = GaussianProcess("cosine", "x0")
 
     class Reads(toys.Toy):
         def prediction(self, tokens, z, t):
@@ -94,12 +94,12 @@ def test_guidance_extrapolates_from_the_null_text(toys):
         def prediction(self, tokens, z, t):
             return torch.full_like(z, 1.0 if tokens is not None else 0.25)
 
-    found = sample_latents(Two(), [[3]], diffusion=ContinuousDiffusion(), steps=3, guidance=3.0)
+    found = sample_latents(Two(), [[3]], diffusion=GaussianProcess(), steps=3, guidance=3.0)
     torch.testing.assert_close(found, torch.full((1, 4), 0.25 + 3 * 0.75))
 
 
 def test_renormalised_and_unit_latents(toys):
-    diffusion = ContinuousDiffusion("cosine", "x0")
+    diffusion = GaussianProcess("cosine", "x0")
     seen = []
 
     class Half(toys.Toy):
@@ -111,7 +111,7 @@ def test_renormalised_and_unit_latents(toys):
     plain = sample_latents(model, None, num_samples=2, diffusion=diffusion, steps=3, renormalise=True)
     torch.testing.assert_close(plain, torch.full((2, 4), 0.25))  # the last estimate is returned as it is
     on_sphere = (torch.full((4,), 0.5) - 0.1) / 0.5  # raw (0.5, 0.5, 0.5, 0.5) has norm 1
-    start = normals(0, LATENT, range(2), (1, 4))[:, 0]
+    start = normals(0, Stream.LATENT, range(2), (1, 4))[:, 0]
     alpha, sigma = (float(value) for value in diffusion.alpha_sigma(torch.tensor([2 / 3], dtype=torch.float64)))
     # The state after one step, whose samples a batch may hold in another order.
     state = seen[1][seen[1][:, 0].argsort()]
@@ -127,12 +127,12 @@ def test_nan_is_an_error_and_nothing_is_put_in_its_place(toys):
             return z * float("nan")
 
     with pytest.raises(MmldlmError, match="NaN"):
-        sample_latents(Broken(), None, num_samples=2, diffusion=ContinuousDiffusion(), steps=3)
+        sample_latents(Broken(), None, num_samples=2, diffusion=GaussianProcess(), steps=3)
 
 
 def test_heun_belongs_to_rectified_flow(toys):
     with pytest.raises(ValueError, match="heun"):
-        sample_latents(toys.Toy(), None, num_samples=1, diffusion=ContinuousDiffusion("cosine"), method="heun")
+        sample_latents(toys.Toy(), None, num_samples=1, diffusion=GaussianProcess("cosine"), method="heun")
 
 
 def test_texts_are_closed_with_eos_and_padded(toys):

@@ -195,15 +195,15 @@ def test_the_help_of_a_kind_lists_its_own_options(capsys):
 
 
 def test_options_before_the_kind_are_read_as_well(checkpoint, tmp_path):
-    from mmldlm.commands.sample import add_arguments, settle_options
+    from mmldlm.commands.sample import add_arguments, resolve_options
 
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     words = ["--checkpoint", str(checkpoint), "--output-dir", str(tmp_path), "unconditional"]
     args = parser.parse_intermixed_args(words)
-    settle_options(args)
+    resolve_options(args)
     own = argparse.ArgumentParser()
     add_arguments(own, "unconditional")
     same = own.parse_intermixed_args(words[:-1])
-    settle_options(same)
+    resolve_options(same)
     assert vars(args) == vars(same)

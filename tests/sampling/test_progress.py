@@ -7,7 +7,7 @@ import io
 import numpy as np
 import torch
 
-from mmldlm.diffusion import ContinuousDiffusion, MaskedDiffusion
+from mmldlm.diffusion import GaussianProcess, MaskedDiffusion
 from mmldlm.evaluation.metrics.nelbo import measure
 from mmldlm.observe.progress_meter import Meter
 from mmldlm.sampling.joint_sampler import sample_joint
@@ -43,7 +43,7 @@ def test_a_terminal_gets_a_bar_that_goes_away():
     with begin:
         advance = begin("writing")
         advance(1, 2)
-        assert begin._bar is not None and begin._bar.tasks[0].percentage == 50
+        assert begin._bar is not None and begin._bar.claim_tasks[0].percentage == 50
     assert begin._bar is None and "%" in screen.getvalue()
 
 
@@ -60,7 +60,7 @@ def test_every_pass_of_every_sampler_is_reported(checkpoint):
         calls.clear()
 
     latent, text = pretrained.latent_diffusion, pretrained.text_diffusion
-    assert isinstance(latent, ContinuousDiffusion) and isinstance(text, MaskedDiffusion)
+    assert isinstance(latent, GaussianProcess) and isinstance(text, MaskedDiffusion)
     sample_latents(model, [[5, 6], [7]], diffusion=latent, steps=9, progress=progress)  # one batch, many steps
     check(9, 18)
     lengths = torch.tensor([3, 8])

@@ -13,7 +13,7 @@ import torch
 
 from mmldlm.commands.sample import add_arguments, main
 from mmldlm.errors import UserError
-from mmldlm.sampling.joint_sampler import choose_way, sample_joint
+from mmldlm.sampling.joint_sampler import choose_method, sample_joint
 from mmldlm.sampling.pretrained import load_pretrained
 
 
@@ -147,9 +147,9 @@ def test_unconditional_takes_only_a_way_that_was_trained(checkpoint, weights, dr
     pretrained.mode_weights, pretrained.condition_dropout = weights, dropout
     if way is None:
         with pytest.raises(UserError):
-            choose_way(pretrained, asked)
+            choose_method(pretrained, asked)
     else:
-        assert choose_way(pretrained, asked) == way
+        assert choose_method(pretrained, asked) == way
 
 
 @pytest.mark.parametrize(

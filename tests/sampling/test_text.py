@@ -14,7 +14,7 @@ from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.masked import SCHEDULES
 from mmldlm.errors import MmldlmError
 from mmldlm.sampling.text.length_rule import choose_lengths
-from mmldlm.sampling.text.loop import TextState, draw_tokens, sample_text
+from mmldlm.sampling.text.loop import DecodingState, draw_tokens, sample_text
 
 TEXTS = [[3, 4, 5], [7], [6, 6, 3, 4, 7, 5, 3], [5, 4], []]
 
@@ -39,7 +39,7 @@ def test_perfect_denoiser_gives_back_the_text(toys, sampler, schedule, steps):
 def state_of(toys, lengths, steps, sampler, schedule="loglinear", seed=0, **options):
     lengths = torch.tensor(lengths)
     uniform = torch.rand(len(lengths), 2, int(lengths.max()), generator=torch.Generator().manual_seed(seed)).double()
-    return TextState(
+    return DecodingState(
         lengths, int(lengths.max()), steps, sampler=sampler, diffusion=MaskedDiffusion(toys.MASK, schedule),
         temperature=None, top_p=1.0, uniform=uniform, eos_token_id=toys.EOS, pad_token_id=toys.PAD, **options,
     )  # fmt: skip

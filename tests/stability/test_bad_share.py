@@ -8,13 +8,13 @@ import pytest
 
 from mmldlm.config.schema import StabilityConfig
 from mmldlm.stability import Guard
-from mmldlm.stability.bad_sample_rate import FEWEST, WINDOW, BadShare
+from mmldlm.stability.bad_sample_rate import MIN_BATCHES, WINDOW, BadSampleRate
 from tests.helpers import read_log, run_ranks, train_words
 
 
 def test_a_share_is_judged_over_the_window_and_not_before_enough_of_it_is_known():
-    share = BadShare(0.5)
-    for _ in range(FEWEST - 1):
+    share = BadSampleRate(0.5)
+    for _ in range(MIN_BATCHES - 1):
         share.admit(8, 8)
         assert share.trouble() is None
     share.admit(8, 8)
@@ -28,7 +28,7 @@ def test_a_share_is_judged_over_the_window_and_not_before_enough_of_it_is_known(
 
 def test_the_window_goes_through_a_checkpoint():
     guard, other = Guard(StabilityConfig()), Guard(StabilityConfig())
-    for _ in range(FEWEST - 1):
+    for _ in range(MIN_BATCHES - 1):
         guard.bad_share.admit(8, 8)
     other.restore(json.loads(json.dumps(guard.state())))
     other.bad_share.admit(8, 8)

@@ -21,7 +21,7 @@ from mmldlm.data.batching.loader import MicroBatches
 from mmldlm.data.batching.run_data import open_data
 from mmldlm.engines.build import build_engine
 from mmldlm.models import MultimodalMMDiT
-from mmldlm.observe.layer_stats import DEAD_AFTER, Diagnostics, adamw_update, layers_of
+from mmldlm.observe.layer_stats import DEAD_AFTER_REPORTS, LayerStatsCollector, adamw_update, layers_of
 from mmldlm.tasks.translation.freezing import apply_freezing
 from mmldlm.tasks.translation.noiser import Noiser
 from mmldlm.tasks.translation.objective import TranslationObjective
@@ -57,7 +57,7 @@ def steps(store: str, accum: int, words: list[str], frozen: str = "unconditional
     batches = MicroBatches(
         data.train, plan, Noiser(config, *ids, data.latent_mean, data.latent_std), engine.rank, world, accum
     )
-    objective, diagnostics = TranslationObjective(config), Diagnostics(engine, 1)
+    objective, diagnostics = TranslationObjective(config), LayerStatsCollector(engine, 1)
     engine.module.train()
     looks, moved = [], []
     for step in range(1, num_steps + 1):
@@ -70,10 +70,10 @@ def steps(store: str, accum: int, words: list[str], frozen: str = "unconditional
             engine.backward(loss)
         norm = engine.grad_norm().item()
         diagnostics.before_step()
-        fragments = [fragment for fragment in engine.fragments() if fragment.count]
+        fragments = [fragment for fragment in engine.parameter_shards() if fragment.count]
         before = [fragment.of(fragment.owner).clone() for fragment in fragments]
         apply = math.isfinite(norm)
-        engine.apply(LR, norm) if apply else engine.discard()
+        engine.step(LR, norm) if apply else engine.discard_gradients()
         squares = dict.fromkeys(diagnostics.names, 0.0)
         for fragment, old in zip(fragments, before, strict=True):
             if engine.saves_shards:
@@ -189,9 +189,9 @@ def test_dead_parameters_are_named_once_and_only_them(store, monkeypatch):
     forward = TextEncoder.forward
     monkeypatch.setattr(TextEncoder, "forward", lambda self, *given: forward(self, *given).detach())
     monkeypatch.setattr(sys.modules[__name__], "BAD_STEP", 0)
-    looks, _ = steps(str(store), 1, ["engine.kind=single"], "mixed", DEAD_AFTER + 2)
+    looks, _ = steps(str(store), 1, ["engine.kind=single"], "mixed", DEAD_AFTER_REPORTS + 2)
     named = {look.step: set(look.dead) for look in looks if look.dead}
-    assert named == {DEAD_AFTER: {"text_encoder.token_embedding.weight", "text_encoder.null_text"}}
+    assert named == {DEAD_AFTER_REPORTS: {"text_encoder.token_embedding.weight", "text_encoder.null_text"}}
     assert looks[-1].layers["text_encoder"].zero_share == 1.0
 
 
@@ -209,7 +209,7 @@ def test_nothing_happens_on_steps_that_are_not_looked_at(store):
 
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     for interval, due in ((0, []), (3, [3, 6])):
-        diagnostics = Diagnostics(NoCollective(model), interval)
+        diagnostics = LayerStatsCollector(NoCollective(model), interval)
         for step in range(1, 7):
             diagnostics.before_forward(step)
             assert bool(model[0]._forward_hooks) == (step in due)

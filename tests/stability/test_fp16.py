@@ -12,7 +12,7 @@ from mmldlm.config.load import load_config
 from mmldlm.config.schema import StabilityConfig
 from mmldlm.errors import UserError
 from mmldlm.stability.guard import Guard
-from mmldlm.stability.loss_scaler import LossScale
+from mmldlm.stability.loss_scaler import LossScaler
 from tests.helpers import launch, read_log, run_ranks
 from tests.stability.fp16_ranks import ENGINES
 
@@ -58,24 +58,24 @@ def test_overflows_are_skipped_and_move_the_scale(runs, engine):
 
 def test_the_scale_goes_on_from_a_checkpoint_and_only_under_fp16():
     config = StabilityConfig(loss_scale=8.0, loss_scale_window=2)
-    scale = LossScale(config, "fp16")
-    assert scale.overflowed() == 4.0
-    scale.passed()
-    again = LossScale(config, "fp16")
+    scale = LossScaler(config, "fp16")
+    assert scale.on_overflow() == 4.0
+    scale.on_success()
+    again = LossScaler(config, "fp16")
     again.restore(scale.state())
-    again.passed()
+    again.on_success()
     assert again.value == 8.0
-    none = LossScale(config, "bf16")
+    none = LossScaler(config, "bf16")
     none.restore(scale.state())
-    none.passed()
-    assert none.value == 1.0 and none.state() == [] and not none.can_fall
+    none.on_success()
+    assert none.value == 1.0 and none.state() == [] and not none.can_decrease
 
 
 def test_an_overflow_at_the_smallest_scale_is_an_ordinary_skip():
     guard = Guard(StabilityConfig(loss_scale=2.0), "fp16")
-    first, second = (guard.judge(1.0, 0, float("inf")) for _ in range(2))
+    first, second = (guard.decide(1.0, 0, float("inf")) for _ in range(2))
     assert first.is_overflow and not second.is_overflow and not second.apply
-    assert not guard.judge(float("nan"), 1, float("inf")).is_overflow
+    assert not guard.decide(float("nan"), 1, float("inf")).is_overflow
 
 
 def test_a_loss_scale_without_fp16_is_refused():

@@ -62,11 +62,11 @@ def test_an_inf_of_one_module_in_bf16_alone_is_found(store, tmp_path, monkeypatc
 def test_weights_that_bf16_cannot_hold_are_named(store, tmp_path):
     from mmldlm.config.load import load_config
     from mmldlm.data.batching.run_data import open_data
-    from mmldlm.tasks.translation.build_model import initial_model
+    from mmldlm.tasks.translation.build_model import build_model
     from mmldlm.train import main
 
     data = open_data(load_config("tiny", None, [f"data.latent_data_root={store}", "model.n_blocks=4"]))
-    model = initial_model(data)
+    model = build_model(data)
     with torch.no_grad():
         block = model.blocks[1]
         block.mlp_in.weight[0] *= 0.01  # what the large weight is multiplied with
@@ -100,7 +100,7 @@ def test_one_sample_of_a_later_step_is_singled_out(store, tmp_path, monkeypatch,
         return rows
 
     monkeypatch.setattr(Store, "get", corrupted)
-    monkeypatch.setattr(Noiser, "_unusable", lambda self, tokens, latent, length: None)
+    monkeypatch.setattr(Noiser, "_rejection_reason", lambda self, tokens, latent, length: None)
     from mmldlm.config.load import load_config
     from mmldlm.data.batching.batch_plan import BatchPlan
     from mmldlm.data.batching.run_data import open_data
@@ -120,12 +120,12 @@ def test_one_sample_of_a_later_step_is_singled_out(store, tmp_path, monkeypatch,
 
 def test_an_unknown_event_names_those_there(store, tmp_path):
     from mmldlm.errors import UserError
-    from mmldlm.stability.skipped_steps import load_case, save_case
+    from mmldlm.stability.skipped_steps import load_skipped_step, save_skipped_step
 
-    save_case(tmp_path, {"step": 7, "loss": float("nan"), "grad_norm": 1.0, "micro_batches": []})
-    assert np.isnan(load_case(tmp_path, "last")["loss"])
+    save_skipped_step(tmp_path, {"step": 7, "loss": float("nan"), "grad_norm": 1.0, "micro_batches": []})
+    assert np.isnan(load_skipped_step(tmp_path, "last")["loss"])
     with pytest.raises(UserError, match="steps kept there: 7"):
-        load_case(tmp_path, "8")
+        load_skipped_step(tmp_path, "8")
 
 
 def test_weights_that_made_the_numbers_are_reached_without_being_asked(store, tmp_path, capsys):

@@ -195,7 +195,7 @@ def test_a_weight_that_does_not_move_is_named(store):
     # The step straight down the gradient moves it, too: hold that back as well.
     def still(found):
         hold(found)
-        found._check_scale = lambda batches: found.findings.ran("scale", "left out")
+        found._check_scale = lambda batches: found.findings.passed("scale", "left out")
 
     assert failed(examined(store, plant=still)) == {
         "moves": "a gradient, but the weight stayed as it was: text_head.bias"

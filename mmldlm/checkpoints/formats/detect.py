@@ -9,7 +9,7 @@ METADATA = ".metadata"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # What lies beside the weights in a Hugging Face folder, and belongs to them whatever their form.
-COMPANIONS = re.compile(
+TOKENIZER_FILES = re.compile(
     r"config\.json|config\.yaml|generation_config\.json|tokenizer|tokenizer(_config)?\.json|tokenizer\.model"
     r"|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt|spiece\.model"
     r"|sentencepiece\.bpe\.model|chat_template\.(jinja|json)|(pre)?processor_config\.json"

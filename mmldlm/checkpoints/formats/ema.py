@@ -10,9 +10,9 @@ import re
 from pathlib import Path
 
 from mmldlm.checkpoints.formats.deepspeed.files import load_dict
-from mmldlm.checkpoints.formats.torch_save.reader import TorchFile, damaged
+from mmldlm.checkpoints.formats.torch_save.reader import TorchFile, corrupt_file_error
 from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
-from mmldlm.checkpoints.formats.weight_source import Part, WeightSource
+from mmldlm.checkpoints.formats.weight_source import FileRange, WeightSource
 from mmldlm.errors import UserError
 
 _EMA = re.compile(r"ema_rank(\d+)\.pt")
@@ -32,14 +32,14 @@ def add_ema(source: WeightSource, folder: Path) -> None:
     Raises:
         UserError: a damaged file, a fragment that does not fit its weight, or elements that no fragment holds.
     """
-    fragments: dict[str, list[tuple[int, int, Part]]] = {}
+    fragments: dict[str, list[tuple[int, int, FileRange]]] = {}
     paths = list(list_ema(folder).values())
     for path in paths:
         file = TorchFile(path, source.is_ranged)
         source.files.append(file)
         for name, entry in load_dict(file).items():
             owner, start, ref = _fragment(source, file, name, entry)
-            fragments.setdefault(owner, []).append((start, start + ref.numel, Part(file, ref, 0, ref.numel)))
+            fragments.setdefault(owner, []).append((start, start + ref.numel, FileRange(file, ref, 0, ref.numel)))
     if not paths:
         return
     for name, info in source.tensors.items():
@@ -52,23 +52,23 @@ def _fragment(source: WeightSource, file: TorchFile, name: object, entry: object
     entry = entry if isinstance(entry, dict) else {}
     start, shape, ref = entry.get("start"), entry.get("shape"), entry.get("values")
     if info is None or not isinstance(ref, TensorRef) or type(start) is not int or not isinstance(shape, (list, tuple)):
-        raise damaged(file.path, f"entry {str(name)[:80]!r} is no fragment of a weight of this checkpoint")
+        raise corrupt_file_error(file.path, f"entry {str(name)[:80]!r} is no fragment of a weight of this checkpoint")
     file.check_ref(ref, str(name))
     fits = start >= 0 and start + ref.numel <= info.numel and tuple(shape) == info.shape
     if not fits or ref.dtype != "float32" or not ref.is_contiguous:
         found = f"{ref.numel} {ref.dtype} elements from {start} of {name} {tuple(shape)}, whose shape is {info.shape}"
-        raise damaged(file.path, found)
+        raise corrupt_file_error(file.path, found)
     return info.alias_of or info.name, start, ref
 
 
-def _cover(folder: Path, name: str, numel: int, fragments: list[tuple[int, int, Part]]) -> list[Part]:
+def _cover(folder: Path, name: str, numel: int, fragments: list[tuple[int, int, FileRange]]) -> list[FileRange]:
     """Parts that give elements 0..numel once each; where fragments overlap (replicas), the first one counts."""
     parts, position = [], 0
     for start, end, part in sorted(fragments, key=lambda item: item[:2]):
         if start > position:
             break
         if end > position:
-            parts.append(Part(part.file, part.ref, position - start, end - position))
+            parts.append(FileRange(part.file, part.ref, position - start, end - position))
             position = end
     if position < numel:
         raise UserError(

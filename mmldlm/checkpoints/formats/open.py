@@ -9,10 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mmldlm.checkpoints.commit import CHECKPOINTS, LATEST, resolve
 from mmldlm.checkpoints.formats.deepspeed.files import find_zero_folder
 from mmldlm.checkpoints.formats.detect import METADATA, find_safetensors, is_dcp_folder
 from mmldlm.checkpoints.formats.weight_source import WeightSource
+from mmldlm.checkpoints.locate import CHECKPOINTS, LATEST, locate_checkpoint
 from mmldlm.checkpoints.manifest import MANIFEST, examine, read_manifest
 from mmldlm.errors import UserError
 
@@ -24,7 +24,7 @@ _STEP = re.compile(r"step_\d{8,}")
 _DCP_FOLDERS = (".", "dcp", "pytorch_model_fsdp_0")
 
 
-class Opened:
+class OpenedCheckpoint:
     """An opened source. `checkpoint` is the mmldlm checkpoint folder around it, None for foreign weights."""
 
     def __init__(self, weights: WeightSource, checkpoint: Path | None):
@@ -64,7 +64,7 @@ def open_source(
     with_ema: bool = False,
     with_moments: bool = False,
     weights_only: bool = False,
-) -> Opened:
+) -> OpenedCheckpoint:
     """Opens a run, RUN/latest, a step folder, a DeepSpeed folder (the tag folder or the one above), a DCP folder, a
     model.pt, a safetensors file or a Hugging Face folder.
 
@@ -80,8 +80,8 @@ def open_source(
     """
     path = Path(path)
     _refuse_a_store(path)
-    if _is_ours(path):
-        checkpoint = resolve(path)
+    if _is_run_checkpoint(path):
+        checkpoint = locate_checkpoint(path)
         found = examine(checkpoint, checksums=False, tails=True)
         if found.problems:
             fix = "make it readable again" if found.unreadable else "use an older checkpoint of the run"
@@ -94,7 +94,7 @@ def open_source(
         if weights is None:
             expected = f"DeepSpeed files, {METADATA} or {MODEL_FILE} in {folder}"
             raise UserError(expected, _inside(folder), "was it saved by a newer mmldlm?")
-        return Opened(_with_ema(weights, folder, with_ema), checkpoint)
+        return OpenedCheckpoint(_with_ema(weights, folder, with_ema), checkpoint)
     is_file = path.is_file()
     opened = _open_file(path, allow_nonfinite) if is_file else open_folder(path, allow_nonfinite, with_moments)
     if opened is None:
@@ -106,10 +106,10 @@ def open_source(
         )
     folder = path if path.is_dir() else path.parent
     mark_buffers(opened, folder)
-    return Opened(_with_ema(opened, folder, with_ema), None)
+    return OpenedCheckpoint(_with_ema(opened, folder, with_ema), None)
 
 
-def _is_ours(path: Path) -> bool:
+def _is_run_checkpoint(path: Path) -> bool:
     # A plain file `latest` is ours or DeepSpeed's; DeepSpeed's lies in a folder that nobody names by that file.
     if path.name == LATEST and (path.is_symlink() or path.is_file()):
         return True

@@ -12,21 +12,21 @@ from typing import Any
 
 from mmldlm.checkpoints.formats.adam_state import MOMENTS, group_names
 from mmldlm.checkpoints.formats.dcp.reader import TRAINABLE, DcpCheckpoint
-from mmldlm.checkpoints.formats.deepspeed.files import inner_optimizer, load_dict, param_shapes, short
+from mmldlm.checkpoints.formats.deepspeed.files import inner_optimizer, join_some, load_dict, param_shapes
 from mmldlm.checkpoints.formats.deepspeed.reader import ZeroCheckpoint
 from mmldlm.checkpoints.formats.deepspeed.universal_reader import FOLDER
 from mmldlm.checkpoints.formats.dtypes import DTYPES
 from mmldlm.checkpoints.formats.model_pt.reader import ModelFile
-from mmldlm.checkpoints.formats.open import Opened
-from mmldlm.checkpoints.formats.torch_save.pickler import Global, NewObject, NewTensor
-from mmldlm.checkpoints.formats.torch_save.reader import TorchFile, damaged
-from mmldlm.checkpoints.formats.torch_save.unpickler import Inert, TensorRef, dtype_name
+from mmldlm.checkpoints.formats.open import OpenedCheckpoint
+from mmldlm.checkpoints.formats.torch_save.pickler import GlobalRef, ObjectSpec, TensorSpec
+from mmldlm.checkpoints.formats.torch_save.reader import TorchFile, corrupt_file_error
+from mmldlm.checkpoints.formats.torch_save.unpickler import OpaqueObject, TensorRef, dtype_name
 from mmldlm.checkpoints.formats.weight_source import WeightSource
 from mmldlm.errors import UserError
 
 _SCALER = "deepspeed.runtime.fp16.loss_scaler"
 _SCALERS = ("LossScaler", "DynamicLossScaler")
-KEPT = ("dynamic_loss_scale", "overflow", "clip_grad")  # beside it in DeepSpeed's optimizer files
+COPIED_KEYS = ("dynamic_loss_scale", "overflow", "clip_grad")  # beside it in DeepSpeed's optimizer files
 PLAIN_SCALER = "plain_loss_scaler"
 _PLAIN = (str, int, float, bool, type(None))
 # What the writers of model_states files work out anew.
@@ -47,7 +47,7 @@ class Group:
 
 
 @dataclass
-class TrainingFacts:
+class OptimizerMetadata:
     """See the module's text.
 
     Attributes:
@@ -69,7 +69,7 @@ class TrainingFacts:
     notes: list[str] = field(default_factory=list)
 
 
-def training_facts(opened: Opened) -> TrainingFacts:
+def training_facts(opened: OpenedCheckpoint) -> OptimizerMetadata:
     """Facts of a source that was opened with its moments.
 
     Raises:
@@ -80,7 +80,7 @@ def training_facts(opened: Opened) -> TrainingFacts:
     if unknown:
         raise UserError(
             f"a training checkpoint at {source.path}: which weights were trained, and their optimizer",
-            f"nothing of that kind for {short(unknown)}",
+            f"nothing of that kind for {join_some(unknown)}",
             "weights alone go to --to safetensors, model.pt or dcp",
         )
     if isinstance(source, ZeroCheckpoint):
@@ -94,13 +94,15 @@ def training_facts(opened: Opened) -> TrainingFacts:
     named = [name for group in facts.groups for name in group.names]
     if set(named) != trained or len(named) != len(trained):
         odd = sorted(trained.symmetric_difference(named)) or named
-        raise damaged(source.path, f"its parameter groups and its trained weights disagree, first about {short(odd)}")
+        raise corrupt_file_error(
+            source.path, f"its parameter groups and its trained weights disagree, first about {join_some(odd)}"
+        )
     if not source.moments:
         facts.steps = None
     return facts
 
 
-def plain(file: TorchFile, value: Any) -> Any:
+def to_plain_value(file: TorchFile, value: Any) -> Any:
     """Numbers and words as they are, a one-element tensor as its number.
 
     Raises:
@@ -109,17 +111,19 @@ def plain(file: TorchFile, value: Any) -> Any:
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, (list, tuple)):
-        return type(value)(plain(file, item) for item in value)
+        return type(value)(to_plain_value(file, item) for item in value)
     if isinstance(value, dict):
-        return {key: plain(file, item) for key, item in value.items()}
+        return {key: to_plain_value(file, item) for key, item in value.items()}
     if isinstance(value, TensorRef) and value.numel == 1 and value.dtype in ("float32", "float64", "int64", "int32"):
         file.check_ref(value, "a setting of the optimizer")
         one = TensorRef(value.dtype, (1,), (1,), value.key, value.offset, value.storage_elements)
         return file.read_elements(one, 0, 1)[0].item()
-    raise damaged(file.path, f"{str(value)[:80]} among the settings of the optimizer, where a number should stand")
+    raise corrupt_file_error(
+        file.path, f"{str(value)[:80]} among the settings of the optimizer, where a number should stand"
+    )
 
 
-def carried(file: TorchFile, value: Any, what: str) -> Any:
+def copied_values(file: TorchFile, value: Any, what: str) -> Any:
     """A value as it can be written again: plain values, and tensors with their elements.
 
     Raises:
@@ -130,18 +134,18 @@ def carried(file: TorchFile, value: Any, what: str) -> Any:
     if isinstance(value, TensorRef):
         file.check_ref(value, what)
         flat = file.read_elements(value, 0, value.numel) if value.is_contiguous else file.read_strided(value, what)
-        return NewTensor(value.dtype, value.shape, [flat])
+        return TensorSpec(value.dtype, value.shape, [flat])
     if isinstance(value, (list, tuple)):
-        return type(value)(carried(file, item, what) for item in value)
+        return type(value)(copied_values(file, item, what) for item in value)
     if isinstance(value, dict):
-        return {carried(file, key, what): carried(file, item, what) for key, item in value.items()}
+        return {copied_values(file, key, what): copied_values(file, item, what) for key, item in value.items()}
     raise ValueError(what)
 
 
-def loss_scaler(value: Any) -> NewObject:
+def loss_scaler(value: Any) -> ObjectSpec:
     """DeepSpeed's loss scaler as it was saved, or the static one of scale 1, which bf16 and fp32 engines have."""
     if (
-        isinstance(value, Inert)
+        isinstance(value, OpaqueObject)
         and value.kind.removeprefix(_SCALER + ".") in _SCALERS
         and isinstance(value.state, dict)
     ):
@@ -150,18 +154,18 @@ def loss_scaler(value: Any) -> NewObject:
     if isinstance(value, dict) and value.get("class") in _SCALERS and isinstance(value.get("state"), dict):
         if all(isinstance(key, str) and isinstance(item, _PLAIN) for key, item in value["state"].items()):
             state = {key: _dtype_or_plain(item) for key, item in value["state"].items()}
-            return NewObject(Global(_SCALER, value["class"]), state=state)
-    return NewObject(Global(_SCALER, "LossScaler"), state={"cur_scale": 1.0, "dynamic": False})
+            return ObjectSpec(GlobalRef(_SCALER, value["class"]), state=state)
+    return ObjectSpec(GlobalRef(_SCALER, "LossScaler"), state={"cur_scale": 1.0, "dynamic": False})
 
 
 def _dtype_or_plain(item: Any) -> Any:
     is_dtype = isinstance(item, str) and item.removeprefix("torch.") in DTYPES
-    return Global("torch", item.removeprefix("torch.")) if is_dtype else item
+    return GlobalRef("torch", item.removeprefix("torch.")) if is_dtype else item
 
 
-def plain_scaler(scaler: NewObject) -> dict[str, Any]:
+def plain_scaler(scaler: ObjectSpec) -> dict[str, Any]:
     """A loss scaler for a file that holds no objects; loss_scaler() makes it one again."""
-    state = {key: f"torch.{item.name}" if isinstance(item, Global) else item for key, item in scaler.state.items()}
+    state = {key: f"torch.{item.name}" if isinstance(item, GlobalRef) else item for key, item in scaler.state.items()}
     return {"class": scaler.type.name, "state": state}
 
 
@@ -172,7 +176,7 @@ def _first(source: WeightSource, ending: str) -> TorchFile | None:
 # -- DeepSpeed --------------------------------------------------------------------------------------------------------
 
 
-def _of_zero(source: ZeroCheckpoint) -> TrainingFacts:
+def _of_zero(source: ZeroCheckpoint) -> OptimizerMetadata:
     model = _first(source, "model_states.pt")
     assert model is not None
     state = load_dict(model)
@@ -181,7 +185,7 @@ def _of_zero(source: ZeroCheckpoint) -> TrainingFacts:
     for key, value in state.items():
         if key not in _OWN:
             try:
-                model_states[carried(model, key, "a key")] = carried(model, value, str(key))
+                model_states[copied_values(model, key, "a key")] = copied_values(model, value, str(key))
             except ValueError:
                 notes.append(f"entry {str(key)[:80]!r} of the model file holds an object of a class and was left out")
     file, inner, optimizer = _optimizer_of(source, model, state)
@@ -203,21 +207,23 @@ def _of_zero(source: ZeroCheckpoint) -> TrainingFacts:
         place = {name: number for number, name in enumerate(source.tensors)}
         names_of = [sorted(group, key=place.__getitem__) for group in names_of]
         notes.append("round_robin_gradients reordered the groups' parameters: written in the model's order")
-    settings = [{key: plain(file, value) for key, value in table.items() if key != "params"} for table in tables]
+    settings = [
+        {key: to_plain_value(file, value) for key, value in table.items() if key != "params"} for table in tables
+    ]
     if len(settings) != len(names_of):
         settings = [{} for _ in names_of]
     if not all(settings):
         notes.append("the optimizer's settings are not in the checkpoint: DeepSpeed's own loader would miss them")
-    facts = {key: inner[key] for key in KEPT if key in inner and type(inner[key]) in _PLAIN}
+    facts = {key: inner[key] for key in COPIED_KEYS if key in inner and type(inner[key]) in _PLAIN}
     scaled = {"loss_scaler": loss_scaler(inner.get("loss_scaler", inner.get(PLAIN_SCALER))), **facts}
     try:
-        config = carried(model, config, "ds_config")
+        config = copied_values(model, config, "ds_config")
     except ValueError:
         config = {}
         notes.append("ds_config holds an object of a class and was left out")
     steps = _steps(file, optimizer, source)
     groups = [Group(names, table) for names, table in zip(names_of, settings)]
-    return TrainingFacts(groups, steps, _compute_dtype(source), model_states, scaled, config, notes)
+    return OptimizerMetadata(groups, steps, _compute_dtype(source), model_states, scaled, config, notes)
 
 
 def _optimizer_of(source: ZeroCheckpoint, model: TorchFile, state: dict) -> tuple[TorchFile, dict, Any]:
@@ -241,7 +247,9 @@ def _joined(file: TorchFile, sub_groups: list[list[str]], tables: list[dict]) ->
     """ZeRO-3 cuts an optimizer group into sub-groups, whose numbers the group lists as its parameters."""
     counts = [len(table["params"]) if isinstance(table.get("params"), list) else 0 for table in tables]
     if sum(counts) != len(sub_groups):
-        raise damaged(file.path, f"{len(sub_groups)} sub-groups in param_shapes, {sum(counts)} in its param_groups")
+        raise corrupt_file_error(
+            file.path, f"{len(sub_groups)} sub-groups in param_shapes, {sum(counts)} in its param_groups"
+        )
     rest = iter(sub_groups)
     return [[name for _ in range(count) for name in next(rest)] for count in counts]
 
@@ -255,18 +263,18 @@ def _steps(file: TorchFile, optimizer: Any, source: ZeroCheckpoint) -> float | N
             if extra:
                 raise UserError(
                     f"AdamW's exp_avg and exp_avg_sq alone in {file.path}",
-                    f"{short(extra)} too (amsgrad, or another optimizer)",
+                    f"{join_some(extra)} too (amsgrad, or another optimizer)",
                     "such state cannot be carried over; take the weights alone with --to safetensors",
                 )
             if "step" in state:
-                return float(plain(file, state["step"]))
+                return float(to_plain_value(file, state["step"]))
     tables = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
     told = tables[0].get("step") if tables else None
     if told is None and (path := next(iter((source.path / FOLDER).glob("*/step.pt")), None)):
         told_by = TorchFile(path)
         source.files.append(told_by)
-        return float(plain(told_by, told_by.load()))
-    return None if told is None else float(plain(file, told))
+        return float(to_plain_value(told_by, told_by.load()))
+    return None if told is None else float(to_plain_value(file, told))
 
 
 def _compute_dtype(source: ZeroCheckpoint) -> str:
@@ -282,7 +290,7 @@ def _compute_dtype(source: ZeroCheckpoint) -> str:
 # -- the others -------------------------------------------------------------------------------------------------------
 
 
-def _counters(source: WeightSource, opened: Opened) -> dict[str, Any]:
+def _counters(source: WeightSource, opened: OpenedCheckpoint) -> dict[str, Any]:
     step = opened.step or 0
     return {"lr_scheduler": None, "data_sampler": None, "random_ltd": None, "skipped_steps": 0, "global_steps": step}
 
@@ -291,7 +299,7 @@ def _scaler_of_none() -> dict[str, Any]:
     return {"loss_scaler": loss_scaler(None), "dynamic_loss_scale": False, "overflow": False}
 
 
-def _of_dcp(opened: Opened, source: DcpCheckpoint) -> TrainingFacts:
+def _of_dcp(opened: OpenedCheckpoint, source: DcpCheckpoint) -> OptimizerMetadata:
     path = source.path / TRAINABLE
     told = json.loads(path.read_text())  # the reader has taken it apart before
     notes = []
@@ -304,18 +312,20 @@ def _of_dcp(opened: Opened, source: DcpCheckpoint) -> TrainingFacts:
         groups = [Group(list(told["trainable"]), {})]
         notes.append(f"{path.name} names no parameter groups: all are in one, without settings")
     except (TypeError, ValueError) as error:
-        raise damaged(path, f"groups that are no list of names and settings ({error!r})") from error
+        raise corrupt_file_error(path, f"groups that are no list of names and settings ({error!r})") from error
     groups = [Group(source.owners_of(group.names, source), group.settings) for group in groups]
     steps = _applied_steps(opened) if told.get("steps") is None else float(told["steps"])
     dtype = told.get("compute_dtype") or _configured_dtype(opened)
     kept = told.get("deepspeed")
     kept = kept if isinstance(kept, dict) else {}
-    scaled = _scaler_of_none() | {key: kept[key] for key in KEPT if type(kept.get(key)) in _PLAIN and key in kept}
+    scaled = _scaler_of_none() | {
+        key: kept[key] for key in COPIED_KEYS if type(kept.get(key)) in _PLAIN and key in kept
+    }
     scaled["loss_scaler"] = loss_scaler(kept.get(PLAIN_SCALER))
-    return TrainingFacts(groups, steps, dtype, _counters(source, opened), scaled, notes=notes)
+    return OptimizerMetadata(groups, steps, dtype, _counters(source, opened), scaled, notes=notes)
 
 
-def _of_model_file(opened: Opened, source: ModelFile) -> TrainingFacts:
+def _of_model_file(opened: OpenedCheckpoint, source: ModelFile) -> OptimizerMetadata:
     file = source.files[1]
     state = load_dict(file)
     named = state.get("param_names")
@@ -323,21 +333,23 @@ def _of_model_file(opened: Opened, source: ModelFile) -> TrainingFacts:
     names_of = [[next(owners) for _ in group] for group in named or []]
     tables = state.get("param_groups")
     tables = tables if isinstance(tables, list) and len(tables) == len(names_of) else [{} for _ in names_of]
-    settings = [{key: plain(file, value) for key, value in table.items() if key != "params"} for table in tables]
+    settings = [
+        {key: to_plain_value(file, value) for key, value in table.items() if key != "params"} for table in tables
+    ]
     groups = [Group(names, table) for names, table in zip(names_of, settings)]
     first = next(iter((state.get("state") or {}).values()), {})
-    steps = float(plain(file, first["step"])) if "step" in first else _applied_steps(opened)
+    steps = float(to_plain_value(file, first["step"])) if "step" in first else _applied_steps(opened)
     dtype = _configured_dtype(opened)
-    return TrainingFacts(groups, steps, dtype, _counters(source, opened), _scaler_of_none())
+    return OptimizerMetadata(groups, steps, dtype, _counters(source, opened), _scaler_of_none())
 
 
-def _applied_steps(opened: Opened) -> float | None:
+def _applied_steps(opened: OpenedCheckpoint) -> float | None:
     state = _read_json(opened.checkpoint / "training_state.json") if opened.checkpoint else {}
     steps = state.get("applied_steps")
     return float(steps) if isinstance(steps, int) else None
 
 
-def _configured_dtype(opened: Opened) -> str:
+def _configured_dtype(opened: OpenedCheckpoint) -> str:
     """training.dtype of the run around the checkpoint: engines that keep fp32 weights do not save the other copy."""
     path = opened.checkpoint / "config.yaml" if opened.checkpoint else None
     if path is None or not path.is_file():

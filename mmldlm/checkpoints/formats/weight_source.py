@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from mmldlm.checkpoints.finite import are_finite
 from mmldlm.checkpoints.formats.dtypes import DTYPES, bf16_to_fp32, cast, is_rounded, nonfinite_count
-from mmldlm.checkpoints.formats.torch_save.reader import CHUNK_BYTES, TorchFile, damaged
+from mmldlm.checkpoints.formats.torch_save.reader import CHUNK_BYTES, TorchFile, corrupt_file_error
 from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
 from mmldlm.checkpoints.late_numpy import np
 from mmldlm.errors import UserError
@@ -40,7 +40,7 @@ class TensorInfo(NamedTuple):
         return self.numel * DTYPES[self.dtype].itemsize
 
 
-class Part(NamedTuple):
+class FileRange(NamedTuple):
     """`count` consecutive elements of a flat tensor, found from element `start` of a tensor in a file."""
 
     file: TorchFile
@@ -49,14 +49,14 @@ class Part(NamedTuple):
     count: int
 
 
-def read_parts(parts: list[Part], start: int, count: int) -> np.ndarray:
+def read_parts(parts: list[FileRange], start: int, count: int) -> np.ndarray:
     """Elements [start, start + count) of the concatenation of `parts`, which all have one dtype."""
     out = np.empty(count, DTYPES[parts[0].ref.dtype].raw)
     read_parts_into(parts, start, out)
     return out
 
 
-def read_parts_into(parts: list[Part], start: int, out: np.ndarray | memoryview) -> int | None:
+def read_parts_into(parts: list[FileRange], start: int, out: np.ndarray | memoryview) -> int | None:
     """Fills `out` with the elements from `start` of the concatenation of `parts`; it is an array of their raw dtype, or
     its bytes.
 
@@ -97,17 +97,17 @@ class WeightSource:
         self.path = path
         self.allow_nonfinite = allow_nonfinite
         self.is_ranged = is_ranged  # see torch_file
-        self.moments: dict[str, dict[str, list[Part]]] = {}
-        self.ema: dict[str, list[Part]] = {}
+        self.moments: dict[str, dict[str, list[FileRange]]] = {}
+        self.ema: dict[str, list[FileRange]] = {}
         self.stage: int | None = None
         self.world_size: int | None = None
         self.step: int | None = None
         self.tensors: dict[str, TensorInfo] = {}
         self.notes: list[str] = []
         self.files: list[TorchFile] = []
-        self._parts: dict[str, list[Part]] = {}
+        self._parts: dict[str, list[FileRange]] = {}
         # The low-precision copy that training computed with; it must be the rounded master.
-        self._mirrors: dict[str, list[Part]] = {}
+        self._mirrors: dict[str, list[FileRange]] = {}
 
     # -- life -----------------------------------------------------------------------------------------------------
 
@@ -131,10 +131,12 @@ class WeightSource:
         """
         unknown = [name for name in names if name not in self.tensors]
         if unknown:
-            raise damaged(told_by.path, f"it names {unknown[0]} as a parameter, which the weights do not have")
+            raise corrupt_file_error(
+                told_by.path, f"it names {unknown[0]} as a parameter, which the weights do not have"
+            )
         owners = [self.tensors[name].alias_of or name for name in names]
         if len(set(owners)) != len(owners):
-            raise damaged(told_by.path, "it names one and the same parameter twice")
+            raise corrupt_file_error(told_by.path, "it names one and the same parameter twice")
         return owners
 
     def set_kinds(self, trained: set[str], buffers: set[str]) -> None:
@@ -155,7 +157,7 @@ class WeightSource:
             if mine is None or other is None or mine.alias_of or other.alias_of:
                 continue
             if (mine.dtype, mine.shape) != (other.dtype, other.shape):
-                raise damaged(told_by, f"it says that {alias} {mine.shape} is tied to {owner} {other.shape}")
+                raise corrupt_file_error(told_by, f"it says that {alias} {mine.shape} is tied to {owner} {other.shape}")
             self.tensors[alias] = TensorInfo(alias, other.dtype, other.shape, "alias", owner)
 
     def retype(self, name: str, kind: str, dtype: str | None = None) -> None:
@@ -220,7 +222,7 @@ class WeightSource:
         stored = [name for name, info in self.tensors.items() if info.kind != "alias"]
         return self.in_file_order({name: self._parts[name] for name in stored})
 
-    def in_file_order(self, table: dict[str, list[Part]]) -> list[str]:
+    def in_file_order(self, table: dict[str, list[FileRange]]) -> list[str]:
         """The names of `table` in the order in which their parts lie in the files, empty ones last."""
         rank = {id(file): number for number, file in enumerate(self.files)}
 

@@ -14,34 +14,34 @@ import numpy as np
 
 from mmldlm.checkpoints.formats.adam_state import MOMENTS
 from mmldlm.checkpoints.formats.dtypes import DTYPES, cast, nonfinite_count
-from mmldlm.checkpoints.formats.torch_save.pickler import NewTensor
-from mmldlm.checkpoints.formats.torch_save.writer import TorchOutput
+from mmldlm.checkpoints.formats.torch_save.pickler import TensorSpec
+from mmldlm.checkpoints.formats.torch_save.writer import TorchFileWriter
 from mmldlm.checkpoints.formats.weight_source import WeightSource
-from mmldlm.checkpoints.io.parallel import in_threads
+from mmldlm.checkpoints.io.parallel import run_in_threads
 from mmldlm.errors import UserError
 
 WEIGHT = "weight"
 
 
 @dataclass(frozen=True)
-class Segment:
+class WriteSegment:
     """Elements [start, start + count) of a source's tensor go to element `at` and following of `tensor` in `file`."""
 
-    file: TorchOutput
-    tensor: NewTensor
+    file: TorchFileWriter
+    tensor: TensorSpec
     at: int
     start: int
     count: int
 
 
 @dataclass
-class Plan:
+class WritePlan:
     """(name, "weight" | "exp_avg" | "exp_avg_sq") -> where its elements go; and all files that will be written."""
 
-    files: list[TorchOutput] = field(default_factory=list)
-    segments: dict[tuple[str, str], list[Segment]] = field(default_factory=dict)
+    files: list[TorchFileWriter] = field(default_factory=list)
+    segments: dict[tuple[str, str], list[WriteSegment]] = field(default_factory=dict)
 
-    def send(self, name: str, what: str, segments: Iterable[Segment]) -> None:
+    def send(self, name: str, what: str, segments: Iterable[WriteSegment]) -> None:
         """Adds to where a tensor goes."""
         self.segments.setdefault((name, what), []).extend(segment for segment in segments if segment.count)
 
@@ -51,9 +51,9 @@ class Plan:
         return sum(file.size for file in self.files)
 
 
-def write_plan(
+def execute(
     source: WeightSource,
-    plan: Plan,
+    plan: WritePlan,
     on_bytes: Callable[[int, int], None] = lambda done, total: None,
     is_flushed: bool = True,
 ) -> int:
@@ -89,7 +89,7 @@ def write_plan(
                 on_bytes(done, total)
 
     try:
-        in_threads(copy, _ranges(source, plan))
+        run_in_threads(copy, _ranges(source, plan))
         source.finish()
         for file in plan.files:
             file.finish()
@@ -99,18 +99,18 @@ def write_plan(
     return total
 
 
-def read_plan(source: WeightSource, plan: Plan) -> None:
+def verify(source: WeightSource, plan: WritePlan) -> None:
     """Reads and checks what a plan would write, and writes nothing.
 
     Raises:
-        UserError: as write_plan.
+        UserError: as execute.
     """
 
     def read(item: tuple[str, str, str, int, int]) -> None:
         for _ in _pieces(source, item):
             pass
 
-    in_threads(read, _ranges(source, plan))
+    run_in_threads(read, _ranges(source, plan))
     source.finish()
 
 
@@ -119,7 +119,7 @@ def _pieces(source: WeightSource, item: tuple[str, str, str, int, int]) -> Itera
     return source.pieces(name, low, high) if what == WEIGHT else source.moment_pieces(what, name, low, high)
 
 
-def _ranges(source: WeightSource, plan: Plan) -> Iterator[tuple[str, str, str, int, int]]:
+def _ranges(source: WeightSource, plan: WritePlan) -> Iterator[tuple[str, str, str, int, int]]:
     """(name, what, dtype, first element, end) of all that the plan wants, in the order of the source's files."""
     for name in source.reading_order():
         if (name, WEIGHT) in plan.segments:

@@ -77,7 +77,7 @@ def _power(num_bytes: int) -> int:
     return result
 
 
-class CrcRuns:
+class RangedCrc32:
     """The CRC-32 of a range of bytes that is read or written in pieces, in any order and by several threads."""
 
     def __init__(self) -> None:

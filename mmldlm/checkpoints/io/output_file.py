@@ -16,7 +16,7 @@ import threading
 from pathlib import Path
 
 from mmldlm.checkpoints.formats.torch_save.reader import raise_file_limit
-from mmldlm.checkpoints.io.parallel import WRITEBACK_BYTES, find_function, reserve, start_writeback
+from mmldlm.checkpoints.io.parallel import WRITEBACK_BYTES, find_function, preallocate, start_writeback
 from mmldlm.checkpoints.late_numpy import np
 
 DIRECT_BYTES = 1 << 30
@@ -89,7 +89,7 @@ class OutputFile:
         self._direct = -1
         self._fd = _open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
-            reserve(self._fd, size)
+            preallocate(self._fd, size)
             if is_flushed and size >= max(DIRECT_BYTES, 2 * BLOCK_BYTES) and _is_local(self._fd):
                 self._direct = _open_direct(path)
         except BaseException:

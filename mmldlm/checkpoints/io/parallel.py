@@ -61,7 +61,7 @@ def ahead(items: Iterable[T]) -> Iterator[T]:
         thread.join()
 
 
-def in_threads(work: Callable[[T], None], items: Iterable[T], is_direct: bool = False) -> None:
+def run_in_threads(work: Callable[[T], None], items: Iterable[T], is_direct: bool = False) -> None:
     """Calls work(item) for all items, in their order but a few at a time; is_direct: it writes past the page cache.
 
     Reading, CRCs, numpy and writing let go of Python's lock; and one thread that does all of it to a chunk finds it in
@@ -108,7 +108,7 @@ _sync_file_range = find_function("sync_file_range", ctypes.c_int, ctypes.c_int64
 _syncfs = find_function("syncfs", ctypes.c_int)
 
 
-def keep_freed_memory() -> None:
+def raise_malloc_thresholds() -> None:
     """Lets this process keep the memory it frees, up to 256 MiB, instead of giving it back to the kernel at once.
 
     Chunks come and go by the ten thousand, and each would be new pages that the kernel fills with zeros: at 1,000M
@@ -128,7 +128,7 @@ def start_writeback(fd: int) -> None:
         _sync_file_range(fd, 0, 0, _SYNC_FILE_RANGE_WRITE)
 
 
-def reserve(fd: int, size: int) -> None:
+def preallocate(fd: int, size: int) -> None:
     """Reserves a new file's space at once; a sparse file of that size where the file system cannot.
 
     Raises:

@@ -66,7 +66,7 @@ class GlobalBatch:
     size: int
 
 
-class Shuffled:
+class ShuffledOrder:
     """The samples of one store, in another order every epoch."""
 
     def __init__(self, count: int, seed: int):
@@ -94,7 +94,7 @@ class Spaced:
         return np.asarray(positions, np.int64) * self.total // self.count
 
 
-class Mixed:
+class MixtureOrder:
     """The samples of several stores by weight: of every _BLOCK positions each store has its fixed share.
 
     A store is passed over in its own epochs, each in another order, however often it comes round in one epoch of the
@@ -163,13 +163,13 @@ class BatchPlan:
         seed: int,
         bucket_batches: int = 64,
         shuffle: bool = True,
-        order: Shuffled | Spaced | Mixed | None = None,
+        order: ShuffledOrder | Spaced | MixtureOrder | None = None,
     ):
         assert len(lengths) > 0 and global_batch > 0
         self.lengths, self.global_batch, self.seed = lengths, global_batch, seed
         self.bucket_batches, self.shuffle = bucket_batches, shuffle
         num = len(lengths)
-        self.order = order or (Shuffled(num, seed) if shuffle else Spaced(num, num))
+        self.order = order or (ShuffledOrder(num, seed) if shuffle else Spaced(num, num))
         assert 0 < self.order.count <= num
         self.batches_per_epoch = -(-self.order.count // global_batch)
         self.version = f"{self._KIND}:{bucket_batches}{self.order.name}"
@@ -256,7 +256,7 @@ def _even_cuts(lengths: np.ndarray, num_parts: int) -> np.ndarray:
     return np.concatenate([[0], cuts, [num]])
 
 
-def make_plan(batching: str, *arguments, **more) -> BatchPlan:
+def build_batch_plan(batching: str, *arguments, **more) -> BatchPlan:
     """The plan that data.batching names; further arguments are BatchPlan's."""
     return {"samples": BatchPlan, "tokens": TokenBatchPlan}[batching](*arguments, **more)
 

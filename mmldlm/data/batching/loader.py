@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from mmldlm.data.batching.batch_plan import BatchPlan
-from mmldlm.utils.output_paths import STOP_SIGNALS
+from mmldlm.utils.stop_signals import STOP_SIGNALS
 
 if TYPE_CHECKING:
     from mmldlm.tasks.translation.noiser import NoisedBatch, Noiser
@@ -51,15 +51,17 @@ def iterate_steps(
         prefetch_factor=prefetch_factor if num_workers else None,
         persistent_workers=False,
         pin_memory=torch.cuda.is_available(),
-        worker_init_fn=leave_stopping_to_the_loop,
+        worker_init_fn=ignore_stop_signals,
     )
     # Without workers a GPU would idle while its process builds a batch; on a CPU a thread would only take its core.
-    batches = ahead(loader, prefetch_factor) if num_workers == 0 and torch.cuda.is_available() else started(loader)
+    batches = (
+        prefetch(loader, prefetch_factor) if num_workers == 0 and torch.cuda.is_available() else start_workers(loader)
+    )
     for _ in range(first_step, last_step):
         yield [next(batches) for _ in range(dataset.accum)]
 
 
-def leave_stopping_to_the_loop(worker_id: int) -> None:
+def ignore_stop_signals(worker_id: int) -> None:
     """What each worker does first: ignore the signals that ask the run to save and stop.
 
     Slurm, systemd and a terminal send them to every process of the job. torch's workers die of SIGTERM, and the death
@@ -69,7 +71,7 @@ def leave_stopping_to_the_loop(worker_id: int) -> None:
         signal.signal(name, signal.SIG_IGN)
 
 
-def started(loader: DataLoader) -> Iterator:
+def start_workers(loader: DataLoader) -> Iterator:
     """iter(loader); its workers begin with the stop signals blocked, so that none dies before it ignores them."""
     others = set(multiprocessing.active_children())
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -83,7 +85,7 @@ def started(loader: DataLoader) -> Iterator:
     return batches
 
 
-def ahead(batches: Iterable, depth: int) -> Iterator:
+def prefetch(batches: Iterable, depth: int) -> Iterator:
     """The same items in the same order, made by a thread up to ``depth`` ahead; its errors are raised here."""
     made: queue.Queue = queue.Queue(depth)
     stop = threading.Event()

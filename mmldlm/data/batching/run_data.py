@@ -10,7 +10,7 @@ import numpy as np
 
 from mmldlm.config.resume_compat import decided_freeze
 from mmldlm.config.schema import Config
-from mmldlm.data.batching.batch_plan import BatchPlan, Mixed, make_plan
+from mmldlm.data.batching.batch_plan import BatchPlan, MixtureOrder, build_batch_plan
 from mmldlm.data.store.mixture import MixedStore
 from mmldlm.data.store.store import Store, check_latents
 from mmldlm.errors import UserError
@@ -59,8 +59,8 @@ class RunData:
         data, seed = self.config.data, self.config.training.seed
         order = None
         if isinstance(self.train, MixedStore):
-            order = Mixed([len(store) for store in self.train.stores], self.train.weights, seed)
-        return make_plan(data.batching, self.train_lengths, global_batch, seed, data.bucket_batches, order=order)
+            order = MixtureOrder([len(store) for store in self.train.stores], self.train.weights, seed)
+        return build_batch_plan(data.batching, self.train_lengths, global_batch, seed, data.bucket_batches, order=order)
 
 
 def open_data(config: Config) -> RunData:
@@ -93,7 +93,7 @@ def open_data(config: Config) -> RunData:
     else:
         train, validation = (MixedStore(stores, list(roots.values())) for stores in splits.values())
     config = config.model_copy(deep=True)
-    _fill_in(config, train)
+    fill_from_store(config, train)
     config.training.freeze = decided_freeze(config)
     most = config.data.max_validation_samples  # auto: the evaluation chooses (it knows the global batch)
     limits = (config.data.max_train_samples, None if most == "auto" else most)
@@ -117,7 +117,7 @@ def open_data(config: Config) -> RunData:
     return RunData(config, train, validation, lengths[0], lengths[1], mean, std, notes)
 
 
-def _fill_in(config: Config, store: Store | MixedStore) -> None:
+def fill_from_store(config: Config, store: Store | MixedStore) -> None:
     model, tokenizer = config.model, store.manifest["tokenizer"]
     if model.latent_dim not in (None, store.latent_dim):
         raise UserError(

@@ -24,7 +24,7 @@ _GROUP_BYTES, _GROUP_FILES = 32 << 20, 2048  # small files of a folder are read 
 
 
 @dataclass(frozen=True)
-class Unit:
+class ReadUnit:
     """A part of a corpus that one rank reads.
 
     Attributes:
@@ -47,7 +47,7 @@ class Corpus:
     """
 
     source: str
-    units: list[Unit]
+    units: list[ReadUnit]
     counts: Counter = field(default_factory=Counter)
     has_documents: bool = False
 
@@ -76,7 +76,7 @@ def open_corpus(
     """
     corpus = _open(name, text_field, max_documents, whole_files)
     if max_documents is not None:
-        corpus.units = [_first(corpus.units, max_documents)]
+        corpus.units = [_limit_documents(corpus.units, max_documents)]
     if sentences:
         corpus.units = [_split(unit) for unit in corpus.units]
         corpus.has_documents = False
@@ -91,7 +91,7 @@ def _open(name: str | os.PathLike, text_field: str | None, max_documents: int | 
         raise UserError("a folder of .txt files, for --whole-files", str(name), "name a folder, or leave the flag out")
     if str(name) == DEFAULT_CORPUS and not path.exists():
         source = docstrings_source()
-        return Corpus(source, [Unit(source, read_docstrings)])
+        return Corpus(source, [ReadUnit(source, read_docstrings)])
     if path.exists():
         kind = kind_of(path)
         if kind is None:
@@ -101,11 +101,11 @@ def _open(name: str | os.PathLike, text_field: str | None, max_documents: int | 
                 "rename the file if its content is one of these, or convert it",
             )
         return Corpus(f"{kind}:{path.name}", _units_of(path, path.name, kind, text_field or "text"))
-    if not _is_meant_as_a_path(str(name)):
+    if not _looks_like_path(str(name)):
         from mmldlm.data.corpora.hub_datasets import open_dataset
 
         source, parts = open_dataset(str(name), text_field, max_documents)
-        return Corpus(source, [Unit(*part) for part in parts], has_documents=True)
+        return Corpus(source, [ReadUnit(*part) for part in parts], has_documents=True)
     raise UserError(
         f"a corpus at {path}: a file that ends in {', '.join(KINDS)}, or a folder of such files",
         "nothing there",
@@ -113,7 +113,7 @@ def _open(name: str | os.PathLike, text_field: str | None, max_documents: int | 
     )
 
 
-def _is_meant_as_a_path(name: str) -> bool:
+def _looks_like_path(name: str) -> bool:
     """Whether a name of nothing here is a mistyped path: the hub must not be asked for minutes about `corpus.csv`."""
     path = Path(name)
     if kind_of(path) or path.is_absolute() or len(path.parts) > 2 or name.startswith("."):
@@ -152,14 +152,14 @@ def _open_folder(folder: Path, text_field: str, whole_files: bool) -> Corpus:
     units = []
     for group in groups:
         name = ";".join(f"{path.relative_to(folder).as_posix()}:{path.stat().st_size}" for path in group)
-        units.append(Unit(name, lambda counts, group=group: _read_documents(group, counts, whole_files)))
+        units.append(ReadUnit(name, lambda counts, group=group: _read_documents(group, counts, whole_files)))
     return Corpus(source, units, has_documents=whole_files)
 
 
-def _units_of(path: Path, name: str, kind: str, text_field: str) -> list[Unit]:
+def _units_of(path: Path, name: str, kind: str, text_field: str) -> list[ReadUnit]:
     if kind == "parquet":
-        return [Unit(f"{name}#{part}", read) for part, read in parquet_units(path, text_field)]
-    return [Unit(f"{name}#{part.start}-{part.end}", part.read) for part in file_units(path, kind, text_field)]
+        return [ReadUnit(f"{name}#{part}", read) for part, read in parquet_units(path, text_field)]
+    return [ReadUnit(f"{name}#{part.start}-{part.end}", part.read) for part in file_units(path, kind, text_field)]
 
 
 def _read_documents(files: list[Path], counts: Counter, whole: bool) -> Iterator[str]:
@@ -198,14 +198,14 @@ def _pieces(lines: Iterator[tuple[int, str]], whole: bool) -> Iterator[str | Non
         yield joined()
 
 
-def _first(units: list[Unit], max_documents: int) -> Unit:
+def _limit_documents(units: list[ReadUnit], max_documents: int) -> ReadUnit:
     def read(counts: Counter) -> Iterator[str]:
         return islice((text for unit in units for text in unit.read(counts)), max_documents)
 
-    return Unit(f"first {max_documents} of {';'.join(unit.name for unit in units)}", read)
+    return ReadUnit(f"first {max_documents} of {';'.join(unit.name for unit in units)}", read)
 
 
-def _split(unit: Unit) -> Unit:
+def _split(unit: ReadUnit) -> ReadUnit:
     def read(counts: Counter) -> Iterator[str]:
         own: Counter = Counter()
         for text in unit.read(own):
@@ -216,4 +216,4 @@ def _split(unit: Unit) -> Unit:
         counts.update(own)
         counts["read"] += sum(number for key, number in own.items() if key.startswith("drop_"))
 
-    return Unit(f"sentences of {unit.name}", read)
+    return ReadUnit(f"sentences of {unit.name}", read)

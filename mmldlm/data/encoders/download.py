@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mmldlm.data.encoders.specs import ENCODERS, EncoderSpec
 from mmldlm.errors import UserError
+from mmldlm.utils.formatting import first_line
 
 _SMALL_FILES = ["*.json", "*.txt", "*.model"]
 _OTHER_FILES = ["onnx/*", "openvino/*", "flax_*", "tf_*", "rust_*"]
@@ -77,8 +78,3 @@ def weights_files(folder: Path, name: str) -> list[Path]:
         "the file is missing",
         "delete this folder and retry",
     )
-
-
-def first_line(error: BaseException) -> str:
-    """Kind and first line of an error."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mmldlm.data.encoders.download import find_model_folder, first_line, weights_files
+from mmldlm.data.encoders.download import find_model_folder, weights_files
 from mmldlm.data.encoders.specs import (
     ENCODERS,
     EncoderSpec,
@@ -23,11 +23,7 @@ from mmldlm.data.encoders.specs import (
 from mmldlm.data.encoders.tokenizer_files import read_tokenizer
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import sha256_of
-
-__all__ = [
-    "ENCODERS", "Encoder", "EncoderSpec", "find_model_folder", "first_line", "sha256_of", "token_budget_batches",
-    "weights_files",
-]  # fmt: skip
+from mmldlm.utils.formatting import first_line
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _IDENTITY_OPTIONS = ("pooling", "normalize", "prefix", "max_length")

@@ -18,7 +18,7 @@ LAYOUTS = (
 
 
 @dataclass(frozen=True)
-class Sample:
+class SampleFiles:
     """Where one sample lies: its latent, and its text, a file of it, or a file of its tokens."""
 
     latent: Path
@@ -27,7 +27,7 @@ class Sample:
     tokens_path: Path | None = None
 
 
-def find_samples(source: Path, counts: Counter) -> dict[str, list[Sample]]:
+def find_samples(source: Path, counts: Counter) -> dict[str, list[SampleFiles]]:
     """Split -> samples of a folder; files without a partner are counted.
 
     Raises:
@@ -36,7 +36,7 @@ def find_samples(source: Path, counts: Counter) -> dict[str, list[Sample]]:
     if not source.is_dir():
         raise UserError(f"a folder with {LAYOUTS}, at {source}", "no folder", "check the path")
     counts["files"] = sum(1 for path in source.rglob("*") if path.is_file())
-    splits: dict[str, list[Sample]] = {}
+    splits: dict[str, list[SampleFiles]] = {}
     for split in SPLITS:
         found = list(_from_json(source, split))
         if found:
@@ -59,7 +59,7 @@ def find_samples(source: Path, counts: Counter) -> dict[str, list[Sample]]:
     return splits
 
 
-def _from_json(source: Path, split: str) -> Iterator[Sample]:
+def _from_json(source: Path, split: str) -> Iterator[SampleFiles]:
     path = source / f"{split}_data.json"
     if not path.is_file():
         return
@@ -69,14 +69,14 @@ def _from_json(source: Path, split: str) -> Iterator[Sample]:
             text, text_path = record.get("text"), record.get("text_path")
             if not isinstance(text, str | None):
                 raise TypeError(f"a text that is a {type(text).__name__}")
-            yield Sample(source / record["latent_path"], text, source / text_path if text_path else None)
+            yield SampleFiles(source / record["latent_path"], text, source / text_path if text_path else None)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
             f"a list of records with latent_path and text or text_path in {path}", repr(error), "repair the file"
         ) from None
 
 
-def _from_folders(source: Path, split: str, counts: Counter) -> Iterator[Sample]:
+def _from_folders(source: Path, split: str, counts: Counter) -> Iterator[SampleFiles]:
     latents = source / "latents" / split
     if latents.is_dir():
         for kind in ("texts", "tokens"):
@@ -85,7 +85,7 @@ def _from_folders(source: Path, split: str, counts: Counter) -> Iterator[Sample]
                 return
 
 
-def _pairs(folder: Path, latents: Path, counts: Counter) -> Iterator[Sample]:
+def _pairs(folder: Path, latents: Path, counts: Counter) -> Iterator[SampleFiles]:
     """Pairs by name. A latent without a text, or a text without a latent, is a sample read and dropped."""
     texts: dict[str, Path] = {}
     for path in sorted(folder.iterdir()):
@@ -95,7 +95,7 @@ def _pairs(folder: Path, latents: Path, counts: Counter) -> Iterator[Sample]:
     for name in sorted(texts.keys() & vectors.keys()):
         path = texts[name]
         is_text = path.suffix == ".txt"
-        yield Sample(vectors[name], None, path if is_text else None, None if is_text else path)
+        yield SampleFiles(vectors[name], None, path if is_text else None, None if is_text else path)
     for reason, names in (("no_text", vectors.keys() - texts.keys()), ("no_latent", texts.keys() - vectors.keys())):
         counts["read"] += len(names)
         counts[f"drop_{reason}"] += len(names)

@@ -23,20 +23,22 @@ import numpy as np
 from rich.console import Console
 
 from mmldlm.data.encoders.specs import ENCODERS
-from mmldlm.data.importers.folder_layouts import LAYOUTS, Sample, find_samples
+from mmldlm.data.importers.folder_layouts import LAYOUTS, SampleFiles, find_samples
 from mmldlm.data.prepare import select_stage
 from mmldlm.data.prepare import tokenizer as tokenizers
 from mmldlm.data.prepare.chunking import truncate
-from mmldlm.data.prepare.publish_stage import commit, refuse_other_folders, several_latents, versions
+from mmldlm.data.prepare.publish_stage import commit, latents_suffix, refuse_other_folders, versions
 from mmldlm.data.prepare.summary import print_summary
 from mmldlm.data.sentences import MAX_TEXT_BYTES, content_hash
 from mmldlm.data.store.arrays import read_array, read_small_npz
 from mmldlm.data.store.latent_statistics import LatentStatistics
-from mmldlm.data.store.store import FORMAT, MANIFEST, SPLITS, TOKENIZER_FOLDER, VERSION, Store
+from mmldlm.data.store.repair_hints import MANIFEST
+from mmldlm.data.store.store import FORMAT, SPLITS, TOKENIZER_FOLDER, VERSION, Store
 from mmldlm.data.store.writers import FILES_FORMAT, StoreSplit
 from mmldlm.errors import EXIT_DONE, UserError
 from mmldlm.utils.atomic_files import list_files, open_regular, write_json
-from mmldlm.utils.output_paths import read_json, usable_folder
+from mmldlm.utils.json_files import read_json
+from mmldlm.utils.output_paths import check_writable_dir
 
 
 @dataclass
@@ -68,7 +70,7 @@ def pack(options: PackOptions, console: Console | None = None) -> Path:
     console = console or Console()
     source, root = Path(options.source), Path(os.path.abspath(options.output_dir))
     refuse_other_folders(root, options.force)
-    usable_folder(root.parent, "--output-dir")
+    check_writable_dir(root.parent, "--output-dir")
     counts: Counter = Counter()
     splits = find_samples(source, counts)
     known = _known(source)
@@ -122,7 +124,7 @@ def pack(options: PackOptions, console: Console | None = None) -> Path:
             "format": FORMAT,
             "version": VERSION,
             "latent_dim": packer.latent_dim,
-            **several_latents(latents_per_text),
+            **latents_suffix(latents_per_text),
             "encoder": encoder,
             "latent_stats": statistics,
             "tokenizer": identity,
@@ -161,7 +163,7 @@ class _Packer:
         self.places_of_dim: dict[int, list[tuple[str, int]]] = {}
         self.specials = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
 
-    def look_at(self, split: str, samples: list[Sample]) -> dict[int, tuple[str, np.ndarray]]:
+    def look_at(self, split: str, samples: list[SampleFiles]) -> dict[int, tuple[str, np.ndarray]]:
         """Place -> (text, token ids) of the samples whose every part can be used."""
         found = {}
         for place, sample in enumerate(samples):
@@ -226,7 +228,7 @@ class _Packer:
             return 0, "latent_not_finite"
         return vectors.shape[1], None if vectors.any(axis=1).all() else "latent_zero"
 
-    def _text_and_ids(self, sample: Sample) -> tuple[str | None, np.ndarray]:
+    def _text_and_ids(self, sample: SampleFiles) -> tuple[str | None, np.ndarray]:
         try:
             if sample.tokens_path is not None:
                 ids, mask = map(np.ravel, read_small_npz(sample.tokens_path, "input_ids", "attention_mask"))
@@ -260,7 +262,7 @@ def _choose(splits, texts, hashes, options: PackOptions, counts: Counter) -> dic
     for split in splits:
         keep = np.arange(len(places[split]))
         if not options.keep_duplicates:
-            keep = select_stage.first_of_each(hashes[split])
+            keep = select_stage.first_occurrences(hashes[split])
         if split == "train" and "validation" in splits:
             keep_in = ~np.isin(hashes["train"][keep], hashes["validation"])
             counts["drop_in_validation"] += int((~keep_in).sum())

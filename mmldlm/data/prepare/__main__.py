@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 
-from mmldlm.data.prepare.pipeline import add_arguments, main
+from mmldlm.data.prepare.options import add_arguments
+from mmldlm.data.prepare.pipeline import main
 from mmldlm.errors import EXIT_FAILED, EXIT_INTERRUPTED, MmldlmError
-from mmldlm.utils.output_paths import interrupt_on_stop_signals, open_standard_streams
+from mmldlm.utils.standard_streams import open_standard_streams
+from mmldlm.utils.stop_signals import interrupt_on_stop_signals
 
 if __name__ == "__main__":
     open_standard_streams()

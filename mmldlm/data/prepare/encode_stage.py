@@ -10,19 +10,20 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mmldlm.data.encoders.encoder import Encoder, first_line
-from mmldlm.data.sentences import latent_parts
+from mmldlm.data.encoders.encoder import Encoder
+from mmldlm.data.sentences import split_into_parts
 from mmldlm.errors import MmldlmError
 from mmldlm.utils.atomic_files import read_npz, write_npz
+from mmldlm.utils.formatting import first_line
 
 SHARD = 4096
 # So many texts failing one by one, and none that does not, is a broken encoder (or a broken GPU), not bad texts.
-_HOPELESS = 16
+FATAL_ERRORS = 16
 _SMALLEST_BUDGET = 1024  # tokens
 
 
 @dataclass
-class Encoded:
+class EncodeResult:
     """A shard of latents.
 
     Attributes:
@@ -41,19 +42,19 @@ def encode(
     retries: int,
     progress: Callable[[int], None] | None = None,
     latents_per_text: int = 1,
-) -> Encoded:
+) -> EncodeResult:
     """Encodes texts; those on which the encoder fails are tried again one by one.
 
     Args:
         retries: tries of one text, after the batch it was in. latents_per_text: N; each text is cut in so many pieces
-            (``latent_parts``), and has a latent where every piece has one.
+            (``split_into_parts``), and has a latent where every piece has one.
 
     Raises:
         MmldlmError: the encoder fails on everything.
     """
     if latents_per_text == 1:
         return _encode(encoder, texts, retries, progress)
-    pieces = [piece for text in texts for piece in latent_parts(text, latents_per_text)]
+    pieces = [piece for text in texts for piece in split_into_parts(text, latents_per_text)]
     num_done = 0
 
     def tell(num_pieces: int) -> None:
@@ -69,18 +70,20 @@ def encode(
     for place, reason in found.reasons.items():
         text, piece = divmod(place, latents_per_text)
         reasons.setdefault(text, f"piece {piece + 1} of {latents_per_text}: {reason}")
-    return Encoded(is_ok, latents.reshape(len(texts), latents_per_text, -1)[is_ok], reasons)
+    return EncodeResult(is_ok, latents.reshape(len(texts), latents_per_text, -1)[is_ok], reasons)
 
 
-def _encode(encoder: Encoder, texts: Sequence[str], retries: int, progress: Callable[[int], None] | None) -> Encoded:
+def _encode(
+    encoder: Encoder, texts: Sequence[str], retries: int, progress: Callable[[int], None] | None
+) -> EncodeResult:
     reasons: dict[int, str] = {}
     try:
         latents = _encode_all(encoder, texts, progress)
-        again = [int(place) for place in np.flatnonzero(unusable(latents))]
+        again = [int(place) for place in np.flatnonzero(invalid_rows(latents))]
     except MmldlmError:  # of the user's making, or another rank has failed
         raise
     except Exception as error:  # out of memory, a kernel's failure, a tokenizer's panic
-        _free(error)
+        _release_memory(error)
         latents = np.full((len(texts), encoder.latent_dim), np.nan, np.float32)
         again = list(range(len(texts)))
     num_good = len(texts) - len(again)
@@ -91,13 +94,13 @@ def _encode(encoder: Encoder, texts: Sequence[str], retries: int, progress: Call
         else:
             latents[place] = latent
             num_good += 1
-        if num_good == 0 and len(reasons) >= _HOPELESS:
+        if num_good == 0 and len(reasons) >= FATAL_ERRORS:
             raise MmldlmError(
                 f"encoder {encoder.name} fails on every text: {reason}\n  the work so far is kept; start again to go on"
             )
     is_ok = np.ones(len(texts), dtype=bool)
     is_ok[list(reasons)] = False
-    return Encoded(is_ok, latents[is_ok], reasons)
+    return EncodeResult(is_ok, latents[is_ok], reasons)
 
 
 def _encode_all(encoder: Encoder, texts: Sequence[str], progress: Callable[[int], None] | None) -> np.ndarray:
@@ -110,14 +113,14 @@ def _encode_all(encoder: Encoder, texts: Sequence[str], progress: Callable[[int]
             except torch.cuda.OutOfMemoryError as error:
                 if encoder.batch_tokens <= _SMALLEST_BUDGET:
                     raise
-                _free(error)
+                _release_memory(error)
                 encoder.batch_tokens //= 2
                 progress = None  # these texts were counted in part
     finally:
         encoder.batch_tokens = budget
 
 
-def unusable(latents: np.ndarray) -> np.ndarray:
+def invalid_rows(latents: np.ndarray) -> np.ndarray:
     """[N] whether each latent has NaN or infinite values, or is a zero vector."""
     return ~np.isfinite(latents).all(axis=1) | ~latents.any(axis=1)
 
@@ -130,30 +133,30 @@ def _encode_one(encoder: Encoder, text: str, retries: int) -> tuple[np.ndarray |
         except MmldlmError:
             raise
         except Exception as error:
-            _free(error)
+            _release_memory(error)
             reason = first_line(error)
             continue
-        if not unusable(latent)[0]:
+        if not invalid_rows(latent)[0]:
             return latent[0], ""
         reason = "a zero vector" if np.isfinite(latent).all() else "NaN or infinite values"
     return None, reason
 
 
-def _free(error: Exception) -> None:
+def _release_memory(error: Exception) -> None:
     if isinstance(error, torch.cuda.OutOfMemoryError):
         torch.cuda.empty_cache()
 
 
-def write_encoded(path: Path, encoded: Encoded) -> None:
+def write_encoded(path: Path, encoded: EncodeResult) -> None:
     """Writes a shard of latents, wholly or not at all."""
     reasons = np.frombuffer(json.dumps(encoded.reasons).encode(), np.uint8)
     write_npz(path, is_ok=encoded.is_ok, latents=encoded.latents, reasons=reasons)
 
 
-def read_encoded(path: Path) -> Encoded:
+def read_encoded(path: Path) -> EncodeResult:
     """Reads what write_encoded wrote; every byte is checked against its CRC."""
     file = read_npz(path)
-    return Encoded(file["is_ok"], file["latents"], _reasons(file))
+    return EncodeResult(file["is_ok"], file["latents"], _reasons(file))
 
 
 def read_reasons(path: Path) -> dict[int, str]:

@@ -15,7 +15,7 @@ from mmldlm.errors import UserError
 
 OVERLONG = ("drop", "truncate", "chunk")
 # What decides how the work is done, and not what comes out.
-_MANNER = ("output_dir", "force", "cache_dir", "retries", "compile")
+_RUN_ONLY_OPTIONS = ("output_dir", "force", "cache_dir", "retries", "compile")
 
 
 @dataclass
@@ -64,7 +64,7 @@ class PrepareOptions:
         values = {
             key: value
             for key, value in asdict(self).items()
-            if key not in _MANNER and (key in always or value != getattr(defaults, key))
+            if key not in _RUN_ONLY_OPTIONS and (key in always or value != getattr(defaults, key))
         }
         for key in ("corpus", "validation_corpus", "tokenizer", "encoder"):
             value = values.get(key)
@@ -82,7 +82,7 @@ class PrepareOptions:
         return {name: getattr(self, name) for name in names}
 
 
-def differing(found: dict[str, Any], asked: dict[str, Any]) -> list[str]:
+def diff_options(found: dict[str, Any], asked: dict[str, Any]) -> list[str]:
     """Each option in which two identities differ, with both values; what an identity leaves out is its default."""
     defaults = PrepareOptions("")
     lines = []
@@ -221,7 +221,7 @@ def from_arguments(args: argparse.Namespace) -> PrepareOptions:
     return PrepareOptions(**{name: value for name, value in vars(args).items() if name in names})
 
 
-def to_words(options: PrepareOptions) -> list[str]:
+def to_arguments(options: PrepareOptions) -> list[str]:
     """A command line that parses to these options."""
     defaults, words = PrepareOptions(options.output_dir), []
     for name, value in asdict(options).items():

@@ -25,22 +25,25 @@ from mmldlm.data.encoders.encoder import Encoder
 from mmldlm.data.encoders.tokenizer_files import read_tokenizer
 from mmldlm.data.prepare import encode_stage, select_stage, tokenize_stage
 from mmldlm.data.prepare import tokenizer as tokenizers
-from mmldlm.data.prepare.options import PrepareOptions, add_arguments, check_options, from_arguments
-from mmldlm.data.prepare.publish_stage import TOKENIZER_IDENTITY, Output, existing_output, publish, refuse_other_folders
-from mmldlm.data.prepare.read_stage import Chosen, Texts, read_unit
+from mmldlm.data.prepare.options import PrepareOptions, check_options, from_arguments
+from mmldlm.data.prepare.publish_stage import (
+    TOKENIZER_IDENTITY,
+    StoreOutput,
+    existing_output,
+    publish,
+    refuse_other_folders,
+)
+from mmldlm.data.prepare.read_stage import SelectedTexts, TextShards, read_unit
 from mmldlm.data.prepare.select_stage import Samples
-from mmldlm.data.prepare.summary import Progress, print_summary
-from mmldlm.data.prepare.task_queue import PeerFailed, Peers, join
-from mmldlm.data.prepare.work_dir import PLAN, Work
-from mmldlm.data.store.latent_statistics import LatentStatistics
+from mmldlm.data.prepare.summary import ProgressBar, print_summary
+from mmldlm.data.prepare.task_queue import RankFailed, TaskQueue, connect
+from mmldlm.data.prepare.work_dir import PLAN, WorkDir
 from mmldlm.data.store.store import TOKENIZER_FOLDER
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, MmldlmError, UserError
 from mmldlm.utils.atomic_files import whole_folder, write_json
 
-__all__ = ["LatentStatistics", "PrepareOptions", "add_arguments", "main", "prepare"]
 
-
-def prepare(options: PrepareOptions, console: Console | None = None, peers: Peers | None = None) -> Path:
+def prepare(options: PrepareOptions, console: Console | None = None, peers: TaskQueue | None = None) -> Path:
     """Reads, filters, tokenizes, splits, encodes and writes; the store appears whole or not at all.
 
     Args:
@@ -53,7 +56,7 @@ def prepare(options: PrepareOptions, console: Console | None = None, peers: Peer
         UserError: bad options, a missing or empty corpus, an output folder that exists, weights or a tokenizer that
             cannot be had, or too many texts that the encoder makes nothing of.
     """
-    peers = peers or Peers()
+    peers = peers or TaskQueue()
     console = (console or Console()) if peers.rank == 0 else Console(quiet=True)
     try:
         root = check_options(options)
@@ -62,7 +65,7 @@ def prepare(options: PrepareOptions, console: Console | None = None, peers: Peer
             options = replace(options, overlong="chunk" if any(c.has_documents for c in corpora) else "drop")
         _Preparation(options, root, corpora, held_out, peers, console).run()
     except BaseException as error:
-        if not isinstance(error, PeerFailed):
+        if not isinstance(error, RankFailed):
             peers.failed(error)
         raise
     peers.close()
@@ -85,13 +88,13 @@ class _Preparation:
     root: Path
     corpora: list[Corpus]
     held_out: Corpus | None
-    peers: Peers
+    peers: TaskQueue
     console: Console
 
     def run(self) -> None:
         started = time.perf_counter()
         peers = self.peers
-        self.work = Work(self.root, peers)
+        self.work = WorkDir(self.root, peers)
         self.source = "+".join(corpus.source for corpus in self.corpora)
         self.encoder: Encoder | None = None
         plan = self._plan()
@@ -106,7 +109,7 @@ class _Preparation:
             encoded = self._encode_all(splits, sources)
 
             def write() -> None:
-                output = Output(self.options, self.encoder, self.work, splits, sources, encoded)
+                output = StoreOutput(self.options, self.encoder, self.work, splits, sources, encoded)
                 held_source = None if self.held_out is None else self.held_out.source
                 manifest = publish(output, self.root, plan, self.source, held_source, counts, held_counts)
                 self.work.remove()
@@ -156,12 +159,12 @@ class _Preparation:
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
-    def _read(self, name: str, corpora: list[Corpus]) -> Texts:
+    def _read(self, name: str, corpora: list[Corpus]) -> TextShards:
         units = [unit for corpus in corpora for unit in corpus.units]
-        paths = self.work.tasks(f"read-{name}", len(units))
+        paths = self.work.claim_tasks(f"read-{name}", len(units))
         with self.console.status(f"reading {name}"):
             self.work.run(f"read-{name}", paths, lambda i: read_unit(units[i], paths[i]), lambda i: None)
-        texts = Texts(paths)
+        texts = TextShards(paths)
         if not len(texts):
             counts = texts.counts
             raise UserError(
@@ -176,19 +179,21 @@ class _Preparation:
 
     # -- tokenizing --------------------------------------------------------------------------------------------------
 
-    def _make_samples(self, texts: Texts, held_texts: Texts | None) -> tuple[dict[str, Samples], Counter, Counter]:
+    def _make_samples(
+        self, texts: TextShards, held_texts: TextShards | None
+    ) -> tuple[dict[str, Samples], Counter, Counter]:
         """Both splits, and what became of every text of the corpus and of the validation corpus."""
         options, no_hashes = self.options, np.empty(0, np.uint64)
         counts = Counter(texts.counts)
         held_counts = Counter() if held_texts is None else Counter(held_texts.counts)
         held = no_hashes if held_texts is None else held_texts.hashes
-        rows = select_stage.candidates(texts, held, options.keep_duplicates, counts)
+        rows = select_stage.deduplicate(texts, held, options.keep_duplicates, counts)
         self._load_tokenizer(texts, rows)
         samples = self._tokenize("train", texts, rows, options.max_samples, counts)
         if held_texts is None:
-            splits = select_stage.split(samples, options.validation_samples, options.seed)
+            splits = select_stage.split_validation(samples, options.validation_samples, options.seed)
         else:
-            held_rows = select_stage.candidates(held_texts, no_hashes, options.keep_duplicates, held_counts)
+            held_rows = select_stage.deduplicate(held_texts, no_hashes, options.keep_duplicates, held_counts)
             validation = self._tokenize("validation", held_texts, held_rows, options.validation_samples, held_counts)
             kept = samples.take(~np.isin(samples.hashes, validation.hashes))  # cuts can make texts equal
             counts["drop_in_validation_corpus"] += len(samples) - len(kept)
@@ -204,7 +209,7 @@ class _Preparation:
         assert not np.isin(splits["train"].hashes, splits["validation"].hashes).any(), "a text lies in both splits"
         return splits, counts, held_counts
 
-    def _load_tokenizer(self, texts: Texts, rows: np.ndarray) -> None:
+    def _load_tokenizer(self, texts: TextShards, rows: np.ndarray) -> None:
         """The tokenizer of every rank is the one that rank 0 made and saved."""
         options = self.options
         folder, identity_path = self.work.folder / TOKENIZER_FOLDER, self.work.folder / TOKENIZER_IDENTITY
@@ -220,7 +225,7 @@ class _Preparation:
                 options.tokenizer,
                 options.cache_dir,
                 options.add_mask_token,
-                texts=Chosen(texts, rows[~np.isin(keys, reserved)]),
+                texts=SelectedTexts(texts, rows[~np.isin(keys, reserved)]),
                 vocab_size=options.vocab_size,
             )
             shutil.rmtree(folder, ignore_errors=True)
@@ -233,20 +238,20 @@ class _Preparation:
         self.tokenizer = read_tokenizer(folder, f"the tokenizer that rank 0 saved in {folder}", again)
         self.tokenizer.split_special_tokens = True  # "[MASK]" in a text is six characters of it, no mask
 
-    def _tokenize(self, name: str, texts: Texts, rows: np.ndarray, limit: int | None, counts: Counter) -> Samples:
+    def _tokenize(self, name: str, texts: TextShards, rows: np.ndarray, limit: int | None, counts: Counter) -> Samples:
         options = self.options
-        waves = select_stage.Waves(rows, texts.hashes, limit, options.seed)
+        waves = select_stage.SelectionRounds(rows, texts.hashes, limit, options.seed)
         how = (self.tokenizer, options.min_tokens, options.max_tokens, options.overlong, options.latents_per_text)
         shard_rows: list[np.ndarray] = []
         paths: list[Path] = []
         num_kept, number = 0, 0
-        with Progress(self.console, self.peers, f"tokenizing {name}", "texts") as progress:
+        with ProgressBar(self.console, self.peers, f"tokenizing {name}", "texts") as progress:
             while (wave := waves.next(num_kept)) is not None:
                 parts = [
                     wave[start : start + tokenize_stage.SHARD] for start in range(0, len(wave), tokenize_stage.SHARD)
                 ]
                 stage = f"tokenize-{name}-{number}"
-                own = self.work.tasks(stage, len(parts))
+                own = self.work.claim_tasks(stage, len(parts))
                 progress.total += len(wave)
                 self.work.run(
                     stage,
@@ -257,22 +262,24 @@ class _Preparation:
                 shard_rows, paths, number = shard_rows + parts, paths + own, number + 1
                 num_kept += sum(len(tokenize_stage.read_shard(path)["places"]) for path in own)
         if not shard_rows:
-            shard_rows, paths = [np.empty(0, np.int64)], self.work.tasks(f"tokenize-{name}-0", 1)
+            shard_rows, paths = [np.empty(0, np.int64)], self.work.claim_tasks(f"tokenize-{name}-0", 1)
             tokenize_stage.tokenize_shard(paths[0], texts, shard_rows[0], *how)
-        samples = select_stage.gather(texts, waves, shard_rows, paths, options.keep_duplicates, counts, options.seed)
+        samples = select_stage.collect_samples(
+            texts, waves, shard_rows, paths, options.keep_duplicates, counts, options.seed
+        )
         return samples
 
     # -- encoding ----------------------------------------------------------------------------------------------------
 
-    def _encode_all(self, splits: dict[str, Samples], sources: dict[str, Texts]) -> dict[str, list[Path]]:
+    def _encode_all(self, splits: dict[str, Samples], sources: dict[str, TextShards]) -> dict[str, list[Path]]:
         """The shards of latents of each split."""
         encoder = self.encoder = self.encoder or self._make_encoder()
         total = sum(map(len, splits.values()))
         encoded: dict[str, list[Path]] = {}
-        with Progress(self.console, self.peers, f"encoding with {encoder.name}", "sentences", total) as progress:
+        with ProgressBar(self.console, self.peers, f"encoding with {encoder.name}", "sentences", total) as progress:
             for name, samples in splits.items():
                 starts = range(0, len(samples), encode_stage.SHARD)
-                paths = encoded[name] = self.work.tasks(f"encode-{name}", len(starts))
+                paths = encoded[name] = self.work.claim_tasks(f"encode-{name}", len(starts))
                 told: Counter = Counter()
 
                 def do(number: int, name=name, samples=samples, starts=starts, paths=paths, told=told) -> None:
@@ -298,7 +305,7 @@ def main(args: argparse.Namespace) -> int:
     """Runs ``mmldlm prepare`` in this process, one of several ranks or alone; returns the exit code: 5 where a signal
     ended it and the same command continues."""
     options = from_arguments(args)
-    peers = join()
+    peers = connect()
     try:
         prepare(options, peers=peers)
     except MmldlmError as error:
@@ -309,7 +316,7 @@ def main(args: argparse.Namespace) -> int:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     except KeyboardInterrupt:
-        work = Work(Path(os.path.abspath(options.output_dir)), peers).folder
+        work = WorkDir(Path(os.path.abspath(options.output_dir)), peers).folder
         can_continue = (work / PLAN).is_file()
         how = [f"the same command continues from what is done, in {work}"] if can_continue else []
         if peers.world_size == 1:

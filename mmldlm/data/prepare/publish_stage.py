@@ -19,12 +19,13 @@ import numpy as np
 import mmldlm
 from mmldlm.data.encoders.encoder import Encoder
 from mmldlm.data.prepare import encode_stage
-from mmldlm.data.prepare.options import PrepareOptions, differing
-from mmldlm.data.prepare.read_stage import Texts
+from mmldlm.data.prepare.options import PrepareOptions, diff_options
+from mmldlm.data.prepare.read_stage import TextShards
 from mmldlm.data.prepare.select_stage import Samples
-from mmldlm.data.prepare.work_dir import Work
+from mmldlm.data.prepare.work_dir import WorkDir
 from mmldlm.data.store.latent_statistics import LatentStatistics
-from mmldlm.data.store.store import FORMAT, MANIFEST, TOKENIZER_FOLDER, VERSION, Store
+from mmldlm.data.store.repair_hints import MANIFEST
+from mmldlm.data.store.store import FORMAT, TOKENIZER_FOLDER, VERSION, Store
 from mmldlm.data.store.writers import FILES_FORMAT, FilesSplit, StoreSplit
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import list_files, sync, write_json
@@ -34,7 +35,7 @@ TOKENIZER_IDENTITY = "tokenizer.json"  # beside the tokenizer's folder in the wo
 
 
 @dataclass
-class Output:
+class StoreOutput:
     """What the stages before have made.
 
     Attributes:
@@ -43,9 +44,9 @@ class Output:
 
     options: PrepareOptions
     encoder: Encoder
-    work: Work
+    work: WorkDir
     splits: dict[str, Samples]
-    texts: dict[str, Texts]
+    texts: dict[str, TextShards]
     encoded: dict[str, list[Path]]
 
     @property
@@ -69,7 +70,7 @@ def _digest(plan: dict[str, Any]) -> str:
 
 
 def publish(
-    output: Output,
+    output: StoreOutput,
     root: Path,
     plan: dict[str, Any],
     source: str,
@@ -113,12 +114,12 @@ def publish(
         "format": FORMAT if is_store else FILES_FORMAT,
         "version": VERSION,
         "latent_dim": output.encoder.latent_dim,
-        **several_latents(output.options.latents_per_text),
+        **latents_suffix(output.options.latents_per_text),
         "encoder": output.encoder.identity(),
         "latent_stats": statistics,
         "tokenizer": tokenizer,
         "splits": summaries,
-        "corpus": {"source": source, **_counted(counts, summaries, held_source is None)},
+        "corpus": {"source": source, **_merge_counts(counts, summaries, held_source is None)},
         "options": plan["options"],
         "units": _digest(plan),
         "files": list_files(partial) if is_store else {},
@@ -126,7 +127,7 @@ def publish(
     }
     if held_source is not None:
         own = {"validation": summaries["validation"]}
-        manifest["validation_corpus"] = {"source": held_source, **_counted(held_counts, own, True)}
+        manifest["validation_corpus"] = {"source": held_source, **_merge_counts(held_counts, own, True)}
     write_json(partial / MANIFEST, manifest)
     if is_store:
         for name in summaries:  # what was written opens, and says what was meant
@@ -135,7 +136,7 @@ def publish(
     return manifest
 
 
-def _check_quarantine(output: Output) -> list[dict[str, Any]]:
+def _check_quarantine(output: StoreOutput) -> list[dict[str, Any]]:
     """Every sample without a latent: its split, row in the corpus, text and reason."""
     found = []
     for name, samples in output.splits.items():
@@ -165,7 +166,7 @@ def _check_quarantine(output: Output) -> list[dict[str, Any]]:
     return found
 
 
-def _blocks(output: Output, name: str) -> Iterator[tuple[list[str], list[np.ndarray], np.ndarray, np.ndarray]]:
+def _blocks(output: StoreOutput, name: str) -> Iterator[tuple[list[str], list[np.ndarray], np.ndarray, np.ndarray]]:
     """(texts, token ids, latents, rows in the corpus) of the samples that have a latent, shard by shard."""
     samples, texts = output.splits[name], output.texts[name]
     for number, path in enumerate(output.encoded[name]):
@@ -177,7 +178,7 @@ def _blocks(output: Output, name: str) -> Iterator[tuple[list[str], list[np.ndar
         yield [part[place] for place in keep], [ids[place] for place in keep], encoded.latents, rows
 
 
-def _counted(counts: Counter, summaries: dict[str, dict[str, int]], both: bool) -> dict[str, Any]:
+def _merge_counts(counts: Counter, summaries: dict[str, dict[str, int]], both: bool) -> dict[str, Any]:
     kinds = ("documents", "files", "files_unreadable", "truncated", "chunked", "chunks")
     more = {key: counts[key] for key in kinds if counts[key]}
     dropped = {key[5:]: value for key, value in sorted(counts.items()) if key.startswith("drop_") and value}
@@ -187,7 +188,7 @@ def _counted(counts: Counter, summaries: dict[str, dict[str, int]], both: bool) 
     return {"read": counts["read"], "kept": kept, "dropped": dropped, **more}
 
 
-def several_latents(count: int) -> dict[str, int]:
+def latents_suffix(count: int) -> dict[str, int]:
     """What the manifest says of the latents of a text; nothing where each has one."""
     return {} if count == 1 else {"latents_per_text": count}
 
@@ -214,7 +215,7 @@ def refuse_other_folders(root: Path, force: bool, plan: dict[str, Any] | None = 
     if root.exists() and not force and (not root.is_dir() or any(root.iterdir())):
         raise UserError(
             f"an --output-dir that does not exist yet: {root}",
-            _what_is_there(root, plan),
+            _describe_existing(root, plan),
             "choose another folder, or add --force to replace it once the new store is whole",
         )
     if root.is_dir() and force and any(root.iterdir()) and not (root / MANIFEST).is_file():
@@ -225,7 +226,7 @@ def refuse_other_folders(root: Path, force: bool, plan: dict[str, Any] | None = 
         )
 
 
-def _what_is_there(root: Path, plan: dict[str, Any] | None) -> str:
+def _describe_existing(root: Path, plan: dict[str, Any] | None) -> str:
     try:
         options = json.loads((root / MANIFEST).read_text(encoding="utf-8"))["options"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -234,7 +235,7 @@ def _what_is_there(root: Path, plan: dict[str, Any] | None) -> str:
         plan is None or not isinstance(options, dict) or "corpus" not in options
     ):  # one of the two was packed, which has other options
         return "a store is there already"
-    others = differing(options, plan["options"])
+    others = diff_options(options, plan["options"])
     return f"a store of others: {'; '.join(others) or 'the same options, but the files of the corpus have changed'}"
 
 

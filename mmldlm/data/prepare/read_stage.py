@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
-from mmldlm.data.corpora.corpus import Unit
+from mmldlm.data.corpora.corpus import ReadUnit
 from mmldlm.data.sentences import content_hash
 from mmldlm.utils.atomic_files import whole_folder, write_json
 
 
-def read_unit(unit: Unit, folder: Path) -> None:
+def read_unit(unit: ReadUnit, folder: Path) -> None:
     """Reads one unit into ``folder``: text.bin, offsets.npy, hashes.npy and counts.json, in bounded memory for text."""
     counts: Counter = Counter()
     offsets, hashes = array.array("q", [0]), array.array("Q")
@@ -37,7 +37,7 @@ def read_unit(unit: Unit, folder: Path) -> None:
         write_json(partial / "counts.json", counts)
 
 
-class Texts:
+class TextShards:
     """All texts of a corpus after reading, by row: the number of a text in corpus order.
 
     Attributes:
@@ -71,10 +71,10 @@ class Texts:
 
 
 @dataclass
-class Chosen:
+class SelectedTexts:
     """The texts at some rows, to be read any number of times."""
 
-    texts: Texts
+    texts: TextShards
     rows: Sequence[int]
 
     def __iter__(self) -> Iterator[str]:

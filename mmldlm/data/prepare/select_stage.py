@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from mmldlm.data.prepare import tokenize_stage
-from mmldlm.data.prepare.read_stage import Texts
+from mmldlm.data.prepare.read_stage import TextShards
 
 _FIELDS = ("shards", "pieces", "rows", "hashes", "lengths")
 
@@ -42,7 +42,7 @@ class Samples:
         """For a .npz file."""
         return {f"{prefix}_{name}": getattr(self, name) for name in _FIELDS}
 
-    def read(self, texts: Texts, start: int, end: int) -> tuple[list[str], list[np.ndarray]]:
+    def read(self, texts: TextShards, start: int, end: int) -> tuple[list[str], list[np.ndarray]]:
         """Texts and token ids of a range of samples."""
         found_texts, found_ids = [], []
         for shard_number, piece, row in zip(
@@ -57,7 +57,7 @@ class Samples:
         return found_texts, found_ids
 
 
-def mixed(values: Sequence[int] | np.ndarray, salt: int) -> np.ndarray:
+def mix64(values: Sequence[int] | np.ndarray, salt: int) -> np.ndarray:
     """uint64 keys that order texts at random, as a function of content and salt (the SplitMix64 finaliser)."""
     key = np.asarray(values, dtype=np.uint64) + np.uint64((salt * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) % 2**64)
     key = (key ^ (key >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -67,22 +67,22 @@ def mixed(values: Sequence[int] | np.ndarray, salt: int) -> np.ndarray:
 
 def split_keys(hashes: np.ndarray, seed: int) -> np.ndarray:
     """The texts with the smallest of these keys become validation."""
-    return mixed(hashes, 2 * seed)
+    return mix64(hashes, 2 * seed)
 
 
 def sample_keys(hashes: np.ndarray, seed: int) -> np.ndarray:
     """With --max-samples, texts are taken in the order of these keys."""
-    return mixed(hashes, 2 * seed + 1)
+    return mix64(hashes, 2 * seed + 1)
 
 
-def first_of_each(hashes: np.ndarray) -> np.ndarray:
+def first_occurrences(hashes: np.ndarray) -> np.ndarray:
     """Places of the first text of each content, rising."""
     return np.sort(np.unique(hashes, return_index=True)[1])
 
 
-def candidates(texts: Texts, held_out: np.ndarray, keep_duplicates: bool, counts: Counter) -> np.ndarray:
+def deduplicate(texts: TextShards, held_out: np.ndarray, keep_duplicates: bool, counts: Counter) -> np.ndarray:
     """Rows that may become samples: different ones (unless duplicates are kept) that are not held out."""
-    rows = np.arange(len(texts)) if keep_duplicates else first_of_each(texts.hashes)
+    rows = np.arange(len(texts)) if keep_duplicates else first_occurrences(texts.hashes)
     counts["drop_duplicate"] += len(texts) - len(rows)
     kept = rows[~np.isin(texts.hashes[rows], held_out)]
     counts["drop_in_validation_corpus"] += len(rows) - len(kept)
@@ -94,7 +94,7 @@ def num_validation(num_texts: int, wanted: int | None) -> int:
     return max(2, min(1000, num_texts // 20)) if wanted is None else wanted
 
 
-class Waves:
+class SelectionRounds:
     """The candidates in the order in which they are tokenized: all of them, or wave by wave until there are enough.
 
     A wave holds the candidates with the next sample keys, in corpus order, so that the samples are those with the
@@ -123,9 +123,9 @@ class Waves:
         return np.sort(self.rows[self.order[start : self._end]])
 
 
-def gather(
-    texts: Texts,
-    waves: Waves,
+def collect_samples(
+    texts: TextShards,
+    waves: SelectionRounds,
     shard_rows: list[np.ndarray],
     paths: list[Path],
     keep_duplicates: bool,
@@ -167,13 +167,13 @@ def gather(
         counts["drop_piece_too_short"] += dropped
     samples = samples.take(np.lexsort((samples.pieces, samples.shards, samples.rows)))
     if not keep_duplicates and (counts["truncated"] or num_chunked):
-        first = first_of_each(samples.hashes)  # texts that only differed after the cut are one text now
+        first = first_occurrences(samples.hashes)  # texts that only differed after the cut are one text now
         counts["drop_duplicate"] += len(samples) - len(first)
         samples = samples.take(first)
     return samples
 
 
-def _first_by_key(texts: Texts, samples: Samples, seen: np.ndarray, status: np.ndarray, limit: int, seed: int):
+def _first_by_key(texts: TextShards, samples: Samples, seen: np.ndarray, status: np.ndarray, limit: int, seed: int):
     """The first ``limit`` samples in the order of their texts' sample keys, and the texts looked at to find them."""
     text_keys = sample_keys(texts.hashes[seen], seed)
     text_order = np.lexsort((seen, text_keys))
@@ -188,7 +188,7 @@ def _first_by_key(texts: Texts, samples: Samples, seen: np.ndarray, status: np.n
     return samples.take(order), seen[looked_at], status[looked_at]
 
 
-def split(samples: Samples, wanted: int | None, seed: int) -> dict[str, Samples]:
+def split_validation(samples: Samples, wanted: int | None, seed: int) -> dict[str, Samples]:
     """The smallest split keys are validation; equal texts have equal keys, so they never part."""
     keys = split_keys(samples.hashes, seed)
     number = num_validation(len(keys), wanted)

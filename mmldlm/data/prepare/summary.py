@@ -9,17 +9,17 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from mmldlm.data.prepare.task_queue import Peers
+from mmldlm.data.prepare.task_queue import TaskQueue
 
 
-class Progress:
+class ProgressBar:
     """A bar with rate and ETA on a terminal; elsewhere a plain line every ten seconds. Counts over all ranks.
 
     Args:
         what: names the stage, once. unit: what is counted. total: how many there are.
     """
 
-    def __init__(self, console: Console, peers: Peers, what: str, unit: str, total: int = 0):
+    def __init__(self, console: Console, peers: TaskQueue, what: str, unit: str, total: int = 0):
         self._console, self._peers, self._what, self._unit, self.total = console, peers, what, unit, total
         self._started = self._printed = time.perf_counter()
         self._bar = None

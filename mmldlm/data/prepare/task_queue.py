@@ -15,10 +15,10 @@ from mmldlm.errors import EXIT_FAILED, EXIT_INTERRUPTED, MmldlmError
 
 _POLL = 0.1  # seconds
 _FAILED, _GONE = "failed", "gone"
-_LINGER = 3.0  # seconds that a failing rank 0 keeps the store for those who still have to read why
+SHUTDOWN_DELAY = 3.0  # seconds that a failing rank 0 keeps the store for those who still have to read why
 
 
-class PeerFailed(MmldlmError):
+class RankFailed(MmldlmError):
     """Another rank failed.
 
     Attributes:
@@ -30,7 +30,7 @@ class PeerFailed(MmldlmError):
         super().__init__(message)
 
 
-class Peers:
+class TaskQueue:
     """One process that works alone.
 
     Attributes:
@@ -57,7 +57,7 @@ class Peers:
         """Leave with the others: called between two batches of work.
 
         Raises:
-            PeerFailed: another rank has failed, or was asked to stop.
+            RankFailed: another rank has failed, or was asked to stop.
         """
 
     def barrier(self, stage: str) -> None:
@@ -78,11 +78,11 @@ class Peers:
         """Rank 0 keeps the store until the others have read what they wait for."""
 
 
-class StorePeers(Peers):
+class StoreTaskQueue(TaskQueue):
     """Ranks of one launch (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), tied by a key-value store and nothing else.
 
     Raises:
-        PeerFailed: in every method that waits, as soon as another rank has failed or rank 0 is gone.
+        RankFailed: in every method that waits, as soon as another rank has failed or rank 0 is gone.
     """
 
     def __init__(self, timeout: float = 1800.0):
@@ -117,7 +117,7 @@ class StorePeers(Peers):
         try:
             self._store.set(_FAILED, f"{code} rank {self.rank}: {first}")
             self._store.add(_GONE, 1)
-            deadline = time.monotonic() + _LINGER
+            deadline = time.monotonic() + SHUTDOWN_DELAY
             while self.rank == 0 and self._store.add(_GONE, 0) < self.world_size and time.monotonic() < deadline:
                 time.sleep(_POLL)
         except Exception:  # rank 0, which keeps the store, is gone: the others see that by themselves
@@ -140,15 +140,15 @@ class StorePeers(Peers):
         if self._ask(lambda: self._store.check([_FAILED])):
             code, message = self._ask(lambda: self._store.get(_FAILED)).decode().split(" ", 1)
             self.add(_GONE)
-            raise PeerFailed(message, int(code), is_told=True)
+            raise RankFailed(message, int(code), is_told=True)
 
     def _ask(self, question: Callable):
         try:
             return question()
         except Exception as error:  # the store's errors are of many kinds, all of them mean this
-            raise PeerFailed(f"rank 0 is gone ({type(error).__name__})", EXIT_FAILED, is_told=False) from error
+            raise RankFailed(f"rank 0 is gone ({type(error).__name__})", EXIT_FAILED, is_told=False) from error
 
 
-def join() -> Peers:
+def connect() -> TaskQueue:
     """The ranks of this launch: several under torchrun or `mmldlm prepare --num-procs`, else this process alone."""
-    return StorePeers() if int(os.environ.get("WORLD_SIZE", 1)) > 1 else Peers()
+    return StoreTaskQueue() if int(os.environ.get("WORLD_SIZE", 1)) > 1 else TaskQueue()

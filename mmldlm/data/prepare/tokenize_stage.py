@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from mmldlm.data.prepare.chunking import chunk, truncate
-from mmldlm.data.prepare.read_stage import Texts
-from mmldlm.data.sentences import content_hash, latent_parts
+from mmldlm.data.prepare.read_stage import TextShards
+from mmldlm.data.sentences import content_hash, split_into_parts
 from mmldlm.utils.atomic_files import read_npz, write_npz
 
 SHARD = 4096
@@ -18,7 +18,7 @@ OK, TOO_SHORT, TOO_LONG, TRUNCATED, CHUNKED = range(5)
 
 def tokenize_shard(
     path: Path,
-    texts: Texts,
+    texts: TextShards,
     rows: np.ndarray,
     tokenizer,
     min_tokens: int,
@@ -37,7 +37,7 @@ def tokenize_shard(
     originals = texts.get(rows)
 
     def can_part(text: str) -> bool:
-        return latents_per_text == 1 or latent_parts(text, latents_per_text) is not None
+        return latents_per_text == 1 or split_into_parts(text, latents_per_text) is not None
 
     encoded = tokenizer(
         originals,

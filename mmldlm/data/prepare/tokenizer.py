@@ -8,7 +8,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from mmldlm.data.encoders.encoder import ENCODERS, find_model_folder
+from mmldlm.data.encoders.download import find_model_folder
+from mmldlm.data.encoders.specs import ENCODERS
 from mmldlm.data.encoders.tokenizer_files import read_tokenizer
 from mmldlm.errors import UserError
 

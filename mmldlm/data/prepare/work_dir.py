@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mmldlm.data.prepare.options import differing
-from mmldlm.data.prepare.task_queue import Peers
+from mmldlm.data.prepare.options import diff_options
+from mmldlm.data.prepare.task_queue import TaskQueue
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import write_json
-from mmldlm.utils.output_paths import usable_folder
+from mmldlm.utils.output_paths import check_writable_dir
 
 PLAN = "plan.json"
 _MOST_NAMED = 3
@@ -21,28 +21,28 @@ _MOST_NAMED = 3
 
 def differences(found: dict[str, Any], plan: dict[str, Any]) -> list[str]:
     """What distinguishes two plans, with both values."""
-    lines = differing(found.get("options") or {}, plan["options"])
+    lines = diff_options(found.get("options") or {}, plan["options"])
     if found.get("corpus") != plan["corpus"]:
         before, now = (dict.fromkeys(sum(side.values(), [])) for side in (found.get("corpus") or {}, plan["corpus"]))
         lost = [unit for unit in before if unit not in now]
         new = [unit for unit in now if unit not in before]
-        lines.append(f"the corpus had {_few(lost)}, has {_few(new)}")
+        lines.append(f"the corpus had {join_some(lost)}, has {join_some(new)}")
     return lines or [f"another cut of the work ({found.get('shards')}, now {plan['shards']})"]
 
 
-def _few(units: list[str]) -> str:
+def join_some(units: list[str]) -> str:
     more = f" and {len(units) - _MOST_NAMED} more" if units[_MOST_NAMED:] else ""
     return ", ".join(units[:_MOST_NAMED]) + more or "nothing more"
 
 
-class Work:
+class WorkDir:
     """ROOT.work: finished tasks as files, and the plan that they belong to.
 
     Args:
         root: the folder that is being made. peers: of this launch.
     """
 
-    def __init__(self, root: Path, peers: Peers):
+    def __init__(self, root: Path, peers: TaskQueue):
         self.root, self.peers = root, peers
         self.folder = root.with_name(f"{root.name}.work")
         self._lock = None
@@ -56,7 +56,7 @@ class Work:
         Raises:
             UserError: another launch is at work, or the folder belongs to other options or another corpus.
         """
-        usable_folder(self.folder, "--output-dir")
+        check_writable_dir(self.folder, "--output-dir")
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = open(self.folder / "lock", "a")
         try:
@@ -96,7 +96,7 @@ class Work:
         """The output is whole: nothing of this is needed any more."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def tasks(self, stage: str, count: int) -> list[Path]:
+    def claim_tasks(self, stage: str, count: int) -> list[Path]:
         """The files (or folders) that the tasks of a stage end in."""
         (self.folder / stage).mkdir(exist_ok=True)
         return [self.folder / stage / f"{number:06d}" for number in range(count)]

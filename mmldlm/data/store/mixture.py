@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.data.store.store import Batch, Store, latent_shape
+from mmldlm.data.store.store import Rows, Store, latent_shape
 from mmldlm.errors import UserError
 
 # What must be equal for latents of two stores to be of one space.
@@ -76,7 +76,7 @@ class MixedStore:
         """float32 ``[D]``: standard deviation of the latents of the mixture."""
         return self._moments()[1].astype(np.float32)
 
-    def get(self, indices: Sequence[int]) -> Batch:
+    def get(self, indices: Sequence[int]) -> Rows:
         """The samples at ``indices``; see Store.get."""
         rows = np.asarray(indices, dtype=np.int64).reshape(-1)
         owners = np.searchsorted(self._starts, rows, side="right") - 1
@@ -90,7 +90,7 @@ class MixedStore:
             latents[own] = batch.latents
             for place, ids in zip(own.tolist(), batch.tokens):
                 tokens[place] = ids
-        return Batch(tokens, latents)
+        return Rows(tokens, latents)
 
     def place(self, index: int) -> tuple[Path, int]:
         """The folder of the split and the row in it where a sample lies."""

@@ -24,10 +24,10 @@ import numpy as np
 from mmldlm.data.store.arrays import map_array
 from mmldlm.utils.atomic_files import sha256_of
 from mmldlm.data.store.manifest import fault_of
-from mmldlm.data.store.repair_hints import MANIFEST, again, elsewhere
+from mmldlm.data.store.repair_hints import MANIFEST, rebuild_hint, find_store_hint
 from mmldlm.data.encoders.tokenizer_files import read_tokenizer
 from mmldlm.errors import UserError
-from mmldlm.utils.output_paths import read_json
+from mmldlm.utils.json_files import read_json
 
 FORMAT = "mmldlm-store"
 VERSION = 1
@@ -45,7 +45,7 @@ ARRAYS = tuple(_DTYPES)
 _PACK = "these are files of single samples: make a store of them with mmldlm pack {root} --output-dir STORE"
 
 
-class Batch(NamedTuple):
+class Rows(NamedTuple):
     """Samples as stored: ``tokens`` int64 arrays of their own lengths (no EOS), ``latents`` float32 ``[B, D]``, or
     ``[B, N, D]`` where a text has several."""
 
@@ -62,25 +62,25 @@ def read_manifest(root: str | os.PathLike) -> dict[str, Any]:
     root = Path(root)
     expected = f"a store made by 'mmldlm prepare' at {root}"
     if not root.is_dir():
-        raise UserError(expected, "a file" if root.exists() else "nothing there", elsewhere(root))
+        raise UserError(expected, "a file" if root.exists() else "nothing there", find_store_hint(root))
     path = root / MANIFEST
     if not path.is_file():
         found = "an empty folder" if not any(root.iterdir()) else f"a folder without {MANIFEST}"
         is_files = any((root / name).exists() for name in ("train_data.json", "latents"))
-        raise UserError(expected, found, _PACK.format(root=root) if is_files else elsewhere(root))
-    manifest = read_json(path, again(root))
+        raise UserError(expected, found, _PACK.format(root=root) if is_files else find_store_hint(root))
+    manifest = read_json(path, rebuild_hint(root))
     kind = manifest.get("format")
     if kind != FORMAT:
-        fix = _PACK.format(root=root) if kind == "mmldlm-files" else elsewhere(root)
+        fix = _PACK.format(root=root) if kind == "mmldlm-files" else find_store_hint(root)
         raise UserError(expected, f"{MANIFEST} of format {kind!r}", fix)
     if manifest.get("version") != VERSION:
         raise UserError(
             f"a store of version {VERSION} at {root}",
             f"version {manifest.get('version')!r}",
-            f"use the mmldlm that wrote it; else {again(root, manifest)}",
+            f"use the mmldlm that wrote it; else {rebuild_hint(root, manifest)}",
         )
     if fault := fault_of(manifest):
-        raise UserError(expected, f"{MANIFEST}: {fault}", again(root, manifest))
+        raise UserError(expected, f"{MANIFEST}: {fault}", rebuild_hint(root, manifest))
     return manifest
 
 
@@ -103,13 +103,13 @@ def check_files(root: str | os.PathLike, manifest: dict[str, Any], level: str, p
             continue
         expected = f"{root / name} of {entry['bytes']} bytes (as its manifest says)"
         if not (root / name).is_file():
-            raise UserError(expected, "the file is missing", again(root, manifest))
+            raise UserError(expected, "the file is missing", rebuild_hint(root, manifest))
         size = (root / name).stat().st_size
         if size != entry["bytes"]:
             kind = "truncated" if size < entry["bytes"] else "too long"
-            raise UserError(expected, f"{size} bytes ({kind})", again(root, manifest))
+            raise UserError(expected, f"{size} bytes ({kind})", rebuild_hint(root, manifest))
         if level == "checksums" and sha256_of(root / name) != entry["sha256"]:
-            raise UserError(f"{root / name} with the SHA-256 of its manifest", "other content", again(root, manifest))
+            raise UserError(f"{root / name} with the SHA-256 of its manifest", "other content", rebuild_hint(root, manifest))
 
 
 def changed_files(root: str | os.PathLike) -> list[str]:
@@ -174,13 +174,13 @@ def load_tokenizer(root: str | os.PathLike):
     manifest = read_manifest(root)
     check_files(root, manifest, "sizes", prefix=TOKENIZER_FOLDER + "/")
     folder = Path(root, TOKENIZER_FOLDER)
-    tokenizer = read_tokenizer(folder, f"a tokenizer in {folder}", again(root, manifest))
+    tokenizer = read_tokenizer(folder, f"a tokenizer in {folder}", rebuild_hint(root, manifest))
     for kind in ("mask_token_id", "pad_token_id", "eos_token_id"):
         if getattr(tokenizer, kind) != manifest["tokenizer"][kind]:
             raise UserError(
                 f"{kind} {manifest['tokenizer'][kind]} in {Path(root, TOKENIZER_FOLDER)} (as the manifest says)",
                 str(getattr(tokenizer, kind)),
-                again(root, manifest),
+                rebuild_hint(root, manifest),
             )
     return tokenizer
 
@@ -224,7 +224,7 @@ class Store:
                 f"{num} samples of {self.latents_per_text} x latent_dim {self.latent_dim} in {self.root / split} "
                 "(as its manifest says)",
                 f"text, token and latent arrays of shapes {shapes}, ending at {ends}",
-                again(self.root, self.manifest),
+                rebuild_hint(self.root, self.manifest),
             )
         self.lengths, self._max_tokens, self.num_truncated = self._read_lengths(), max_tokens, 0
         if max_tokens is not None:
@@ -236,10 +236,10 @@ class Store:
         try:
             array = map_array(path)
         except (OSError, ValueError) as error:
-            raise UserError(f"an array in {path}", str(error), again(self.root, self.manifest)) from None
+            raise UserError(f"an array in {path}", str(error), rebuild_hint(self.root, self.manifest)) from None
         if array.dtype not in _DTYPES[name]:
             found = f"{array.dtype} in {path}"
-            raise UserError(f"{name} of type {' or '.join(_DTYPES[name])}", found, again(self.root, self.manifest))
+            raise UserError(f"{name} of type {' or '.join(_DTYPES[name])}", found, rebuild_hint(self.root, self.manifest))
         return array
 
     def _read_lengths(self) -> np.ndarray:
@@ -255,7 +255,7 @@ class Store:
                     raise UserError(
                         f"offsets that rise in {path}",
                         f"{part.min()} tokens in row {start + int(part.argmin())}",
-                        again(self.root, self.manifest),
+                        rebuild_hint(self.root, self.manifest),
                     )
                 lengths[start : start + len(part)] = part
                 last = int(offsets[-1])
@@ -294,7 +294,7 @@ class Store:
         """float32 ``[D]``: standard deviation of the training latents (0 for a constant dimension)."""
         return np.asarray(self.manifest["latent_stats"]["std"], dtype=np.float32)
 
-    def get(self, indices: Sequence[int]) -> Batch:
+    def get(self, indices: Sequence[int]) -> Rows:
         """The samples at ``indices`` (any order, repeats allowed), copied out of the maps.
 
         Raises:
@@ -313,7 +313,7 @@ class Store:
         flat = self._tokens[places].astype(np.int64)
         bounds = [0, *ends.tolist()]
         tokens = [flat[start:end] for start, end in zip(bounds, bounds[1:])]
-        return Batch(tokens, np.asarray(self._latents[rows], dtype=np.float32))
+        return Rows(tokens, np.asarray(self._latents[rows], dtype=np.float32))
 
     def latent_blocks(self, num_rows: int, num_blocks: int = 64) -> Iterator[tuple[int, np.ndarray]]:
         """(first row, latents [n, D] or [n, N, D]) of blocks spread evenly over the split, of about num_rows rows

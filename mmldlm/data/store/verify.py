@@ -18,7 +18,7 @@ from mmldlm.data.store.latent_statistics import LatentStatistics
 from mmldlm.data.store.store import SPLITS, Store, check_files, check_latents, load_tokenizer, read_manifest
 from mmldlm.data.sentences import content_hash
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, UserError
-from mmldlm.utils.output_paths import usable_file
+from mmldlm.utils.output_paths import check_writable_file
 
 BARS, DIGITS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588", " 12345678"  # the second for terminals of ASCII
 _BLOCK = 4096
@@ -36,7 +36,7 @@ class SplitFindings:
 
 
 @dataclass
-class Report:
+class StoreReport:
     """All checks of a store: name -> what is wrong, one sentence each; and what was measured, by split."""
 
     checks: dict[str, list[str]]
@@ -53,7 +53,7 @@ def verify(root: str | os.PathLike) -> list[str]:
     return examine(root).problems
 
 
-def examine(root: str | os.PathLike) -> Report:
+def examine(root: str | os.PathLike) -> StoreReport:
     """Checks every file's size and SHA-256, offsets, latent dimension, finite and non-zero latents, their norms and
     statistics, token ids against the tokenizer, duplicate texts inside a split, and texts that lie in both splits.
 
@@ -84,7 +84,7 @@ def examine(root: str | os.PathLike) -> Report:
             checks["leakage"].append(
                 f"{shared} texts lie both in train and in validation: evaluation would see training texts"
             )
-    return Report(checks, found)
+    return StoreReport(checks, found)
 
 
 def _examine_split(store: Store, checks: dict[str, list[str]]) -> SplitFindings:
@@ -187,7 +187,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Prints tables and the problems; exit code 0 if there are none, 1 otherwise."""
     if args.plot:
-        usable_file(args.plot, "--plot")
+        check_writable_file(args.plot, "--plot")
     report, console = examine(args.root), Console()
     marks = BARS if console.encoding.startswith("utf") else DIGITS
     manifest = read_manifest(args.root)
@@ -227,7 +227,7 @@ def _shares(values: np.ndarray) -> np.ndarray:
     return np.full(len(values), 1 / len(values))
 
 
-def plot(report: Report, manifest: dict[str, Any], path: str) -> None:
+def plot(report: StoreReport, manifest: dict[str, Any], path: str) -> None:
     """Draws token counts, latent norms, and mean and deviation of each component of the training latents."""
     import matplotlib
 

@@ -14,26 +14,26 @@ from typing import Any, NamedTuple
 from mmldlm.errors import UserError
 
 
-class Only(NamedTuple):
+class AllowedValue(NamedTuple):
     """A key that may stand there with the one value that changes nothing; `advice` says what to do instead."""
 
     value: Any
     advice: str
 
 
-class Never(NamedTuple):
+class Rejected(NamedTuple):
     """A key that has no place in the JSON; `advice` says what to do instead."""
 
     advice: str
 
 
 SWITCH, SIZE, NUMBER, TEXT, SECTION = "true or false", "a whole number >= 0", "a number", "a word", "an object {...}"
-_MATHS = "it changes the numbers that mmldlm promises are the same on every engine: delete it"
+_OWNED_BY_CONFIG = "it changes the numbers that mmldlm promises are the same on every engine: delete it"
 _UNTESTED = "mmldlm's checkpoints and steps were never tested with it: delete it"
 _OFF = 'delete it, or write {"enabled": false}; mmldlm has no use for it'
 _REMOVED = "DeepSpeed 0.19.8 removed it: delete it"
 
-TOP: dict[str, str | Only | Never] = {
+TOP: dict[str, str | AllowedValue | Rejected] = {
     # Our config owns them (deepspeed_config.merged_config compares).
     "train_batch_size": NUMBER, "train_micro_batch_size_per_gpu": NUMBER, "gradient_accumulation_steps": NUMBER,
     "gradient_clipping": NUMBER, "bf16": SECTION, "fp16": SECTION, "zero_optimization": SECTION,
@@ -45,33 +45,34 @@ TOP: dict[str, str | Only | Never] = {
     **dict.fromkeys(("wall_clock_breakdown", "memory_breakdown", "dump_state", "disable_python_gc"), SWITCH),
     "steps_per_print": NUMBER, "vocabulary_size": NUMBER, "log_level": TEXT,
     # Only as they are.
-    "communication_data_type": Only("fp32", "gradients are reduced in fp32 on every engine"),
-    "seq_parallel_communication_data_type": Only("fp32", "gradients are reduced in fp32 on every engine"),
-    "prescale_gradients": Only(False, _UNTESTED), "gradient_predivide_factor": Only(1.0, _UNTESTED),
-    "gradient_allreduce_op": Only("mean", _MATHS), "managed_gradient_accumulation": Only(True, _MATHS),
-    "disable_allgather": Only(False, _MATHS),
-    "zero_allow_untested_optimizer": Only(True, "mmldlm brings its own AdamW"),
-    "zero_force_ds_cpu_optimizer": Only(False, "mmldlm brings its own AdamW"),
-    "dataloader_drop_last": Only(False, "mmldlm has its own data loader: delete it"),
-    "use_data_before_expert_parallelism": Only(False, "the model has no experts: delete it"),
-    "torch_autocast": Only({"enabled": False}, "it would scale and round what training.dtype says; set training.dtype"),
-    "autotuning": Only({"enabled": False}, _OFF), "data_efficiency": Only({"enabled": False}, _OFF),
-    "hybrid_engine": Only({"enabled": False}, _OFF), "expert_parallel": Only({"enabled": False}, _OFF),
+    "communication_data_type": AllowedValue("fp32", "gradients are reduced in fp32 on every engine"),
+    "seq_parallel_communication_data_type": AllowedValue("fp32", "gradients are reduced in fp32 on every engine"),
+    "prescale_gradients": AllowedValue(False, _UNTESTED), "gradient_predivide_factor": AllowedValue(1.0, _UNTESTED),
+    "gradient_allreduce_op": AllowedValue("mean", _OWNED_BY_CONFIG),
+    "managed_gradient_accumulation": AllowedValue(True, _OWNED_BY_CONFIG),
+    "disable_allgather": AllowedValue(False, _OWNED_BY_CONFIG),
+    "zero_allow_untested_optimizer": AllowedValue(True, "mmldlm brings its own AdamW"),
+    "zero_force_ds_cpu_optimizer": AllowedValue(False, "mmldlm brings its own AdamW"),
+    "dataloader_drop_last": AllowedValue(False, "mmldlm has its own data loader: delete it"),
+    "use_data_before_expert_parallelism": AllowedValue(False, "the model has no experts: delete it"),
+    "torch_autocast": AllowedValue({"enabled": False}, "set training.dtype instead"),
+    "autotuning": AllowedValue({"enabled": False}, _OFF), "data_efficiency": AllowedValue({"enabled": False}, _OFF),
+    "hybrid_engine": AllowedValue({"enabled": False}, _OFF), "expert_parallel": AllowedValue({"enabled": False}, _OFF),
     # What we do not support.
-    "bfloat16": Never('the name is "bf16" now: rename it'),
-    "activation_checkpointing": Never("it has no effect on this model, whose memory model.* governs: delete it"),
-    "checkpoint": Never("mmldlm writes the checkpoints (checkpoints.*): delete it"),
-    "datastates_ckpt": Never("mmldlm writes the checkpoints (checkpoints.*): delete it"),
-    "compile": Never("training.compile_model compiles the model: delete it"),
-    "pipeline": Never("the model is not cut into pipeline stages: delete it"),
-    "tensor_parallel": Never("the model is not cut by tensors: delete it"),
-    "sequence_parallel_size": Never("the model is not cut by sequences: delete it"),
-    "data_parallel_size": Never("every rank is data-parallel here: delete it"),
-    "weight_quantization": Never(_MATHS),
-    "elasticity": Never("DeepSpeed 0.19.8 removed it: delete it; use torchrun's --nnodes MIN:MAX"),
+    "bfloat16": Rejected('the name is "bf16" now: rename it'),
+    "activation_checkpointing": Rejected("it has no effect on this model, whose memory model.* governs: delete it"),
+    "checkpoint": Rejected("mmldlm writes the checkpoints (checkpoints.*): delete it"),
+    "datastates_ckpt": Rejected("mmldlm writes the checkpoints (checkpoints.*): delete it"),
+    "compile": Rejected("training.compile_model compiles the model: delete it"),
+    "pipeline": Rejected("the model is not cut into pipeline stages: delete it"),
+    "tensor_parallel": Rejected("the model is not cut by tensors: delete it"),
+    "sequence_parallel_size": Rejected("the model is not cut by sequences: delete it"),
+    "data_parallel_size": Rejected("every rank is data-parallel here: delete it"),
+    "weight_quantization": Rejected(_OWNED_BY_CONFIG),
+    "elasticity": Rejected("DeepSpeed 0.19.8 removed it: delete it; use torchrun's --nnodes MIN:MAX"),
     **dict.fromkeys(
         ("compression_training", "curriculum_learning", "eigenvalue", "graph_harvesting", "nebula",
-         "progressive_layer_drop", "quantize_training", "sparse_attention", "sparse_gradients"), Never(_REMOVED)
+         "progressive_layer_drop", "quantize_training", "sparse_attention", "sparse_gradients"), Rejected(_REMOVED)
     ),
 }  # fmt: skip
 
@@ -79,7 +80,7 @@ _STAGE3_SIZES = (
     "prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters",
     "max_reuse_distance",
 )  # fmt: skip
-ZERO: dict[str, str | Only | Never] = {
+ZERO: dict[str, str | AllowedValue | Rejected] = {
     "stage": NUMBER, "offload_param": SECTION, "offload_optimizer": SECTION,
     # How memory and messages are cut: the sums stay the same.
     **dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size", "sub_group_size"), SIZE),
@@ -96,55 +97,55 @@ ZERO: dict[str, str | Only | Never] = {
     # Only as they are.
     **dict.fromkeys(
         ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"),
-        Only(False, _MATHS),
+        AllowedValue(False, _OWNED_BY_CONFIG),
     ),
-    **dict.fromkeys(("parameter_alignment", "legacy_stage1", "elastic_checkpoint"), Only(False, _UNTESTED)),
-    "compute_grad_norm": Only(True, "the guard judges every step by its gradient norm: delete it"),
-    "zero_hpz_partition_size": Only(1, _UNTESTED),
+    **dict.fromkeys(("parameter_alignment", "legacy_stage1", "elastic_checkpoint"), AllowedValue(False, _UNTESTED)),
+    "compute_grad_norm": AllowedValue(True, "the guard judges every step by its gradient norm: delete it"),
+    "zero_hpz_partition_size": AllowedValue(1, _UNTESTED),
     **dict.fromkeys(
         ("module_granularity_threshold", "stage3_module_granularity_threshold"),
-        Only(0, "mmldlm tells ZeRO-3 which modules are whole, its blocks: delete it"),
+        AllowedValue(0, "mmldlm tells ZeRO-3 which modules are whole, its blocks: delete it"),
     ),
     # What we do not support.
-    "leaf_module": Never("mmldlm tells ZeRO-3 which modules are whole, its blocks: delete it"),
-    "zenflow": Never(_MATHS),
-    "cpu_offload": Never('deprecated: write "offload_optimizer": {"device": "cpu"}'),
-    "cpu_offload_param": Never('deprecated: write "offload_param": {"device": "cpu"}'),
-    "cpu_offload_use_pin_memory": Never('deprecated: write "pin_memory" in offload_optimizer or offload_param'),
-    "mics_shard_size": Never(_REMOVED), "mics_hierarchical_params_gather": Never(_REMOVED),
-    "zeropp_loco_param": Never(_REMOVED),
+    "leaf_module": Rejected("mmldlm tells ZeRO-3 which modules are whole, its blocks: delete it"),
+    "zenflow": Rejected(_OWNED_BY_CONFIG),
+    "cpu_offload": Rejected('deprecated: write "offload_optimizer": {"device": "cpu"}'),
+    "cpu_offload_param": Rejected('deprecated: write "offload_param": {"device": "cpu"}'),
+    "cpu_offload_use_pin_memory": Rejected('deprecated: write "pin_memory" in offload_optimizer or offload_param'),
+    "mics_shard_size": Rejected(_REMOVED), "mics_hierarchical_params_gather": Rejected(_REMOVED),
+    "zeropp_loco_param": Rejected(_REMOVED),
 }  # fmt: skip
 
-OFFLOAD_PARAM: dict[str, str | Only | Never] = {
+OFFLOAD_PARAM: dict[str, str | AllowedValue | Rejected] = {
     "device": TEXT, "pin_memory": SWITCH, "nvme_path": TEXT, "buffer_count": SIZE, "buffer_size": SIZE,
     "max_in_cpu": SIZE,
 }  # fmt: skip
-OFFLOAD_OPTIMIZER: dict[str, str | Only | Never] = {
+OFFLOAD_OPTIMIZER: dict[str, str | AllowedValue | Rejected] = {
     "device": TEXT, "pin_memory": SWITCH, "nvme_path": TEXT, "buffer_count": SIZE, "pipeline_read": SWITCH,
-    "pipeline_write": SWITCH, "fast_init": SWITCH, "ratio": Only(1.0, _UNTESTED),
-    "super_offload": Only(False, _UNTESTED), "cpuadam_cores_perc": NUMBER,
+    "pipeline_write": SWITCH, "fast_init": SWITCH, "ratio": AllowedValue(1.0, _UNTESTED),
+    "super_offload": AllowedValue(False, _UNTESTED), "cpuadam_cores_perc": NUMBER,
 }  # fmt: skip
-BF16: dict[str, str | Only | Never] = {
-    "enabled": SWITCH, "immediate_grad_update": Only(False, _UNTESTED),
-    "check_grad_overflow": Only(True, "mmldlm's guard judges every step: delete it"),
-    "bf16_master_weights_and_grads": Only(False, "masters are fp32 on every engine: delete it"),
-    "bf16_optimizer_states": Only(False, "masters and moments are fp32 on every engine: delete it"),
+BF16: dict[str, str | AllowedValue | Rejected] = {
+    "enabled": SWITCH, "immediate_grad_update": AllowedValue(False, _UNTESTED),
+    "check_grad_overflow": AllowedValue(True, "mmldlm's guard judges every step: delete it"),
+    "bf16_master_weights_and_grads": AllowedValue(False, "masters are fp32 on every engine: delete it"),
+    "bf16_optimizer_states": AllowedValue(False, "masters and moments are fp32 on every engine: delete it"),
 }  # fmt: skip
-FP16: dict[str, str | Only | Never] = {
-    "enabled": SWITCH, "auto_cast": Only(False, "mmldlm casts its inputs itself: delete it"),
+FP16: dict[str, str | AllowedValue | Rejected] = {
+    "enabled": SWITCH, "auto_cast": AllowedValue(False, "mmldlm casts its inputs itself: delete it"),
     # Compared with stability.loss_scale in merged_config, where the run is one in fp16.
     **dict.fromkeys(("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"), NUMBER),
     "consecutive_hysteresis": SWITCH,
-    "fp16_master_weights_and_grads": Only(False, "masters are fp32 on every engine: delete it"),
+    "fp16_master_weights_and_grads": AllowedValue(False, "masters are fp32 on every engine: delete it"),
 }  # fmt: skip
-DATA_TYPES: dict[str, str | Only | Never] = {
-    "grad_accum_dtype": Only("fp32", "gradients are added up in fp32 on every engine"),
-    "param_dtype": Never("training.dtype says it: delete it"),
-    "buffer_dtype": Never("buffers keep their dtype: delete it"),
-    "keep_in_fp32_modules": Never("training.dtype says it: delete it"),
+DATA_TYPES: dict[str, str | AllowedValue | Rejected] = {
+    "grad_accum_dtype": AllowedValue("fp32", "gradients are added up in fp32 on every engine"),
+    "param_dtype": Rejected("training.dtype says it: delete it"),
+    "buffer_dtype": Rejected("buffers keep their dtype: delete it"),
+    "keep_in_fp32_modules": Rejected("training.dtype says it: delete it"),
 }  # fmt: skip
 
-SECTIONS: dict[str, dict[str, str | Only | Never]] = {
+SECTIONS: dict[str, dict[str, str | AllowedValue | Rejected]] = {
     "zero_optimization": ZERO,
     "zero_optimization.offload_param": OFFLOAD_PARAM,
     "zero_optimization.offload_optimizer": OFFLOAD_OPTIMIZER,
@@ -188,27 +189,29 @@ def check_stage(values: Mapping[str, Any], file: str | None) -> None:
     """
     zero = values.get("zero_optimization", {})
     if not isinstance(zero, dict):
-        raise _wrong("zero_optimization", SECTION, zero, file)
+        raise _invalid_key_error("zero_optimization", SECTION, zero, file)
     stage = zero.get("stage", "auto")
     if stage != "auto" and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)):
-        raise _wrong("zero_optimization.stage", 'a ZeRO stage 0, 1, 2 or 3, or "auto"', stage, file)
+        raise _invalid_key_error("zero_optimization.stage", 'a ZeRO stage 0, 1, 2 or 3, or "auto"', stage, file)
 
 
-def _check(section: Mapping[str, Any], known: Mapping[str, str | Only | Never], prefix: str, file: str | None) -> None:
+def _check(
+    section: Mapping[str, Any], known: Mapping[str, str | AllowedValue | Rejected], prefix: str, file: str | None
+) -> None:
     for key, value in section.items():
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)
             fix = f"write {prefix}{near[0]}, or delete it" if near else "delete it (docs/engines.md: what it may hold)"
             raise UserError("keys that DeepSpeed 0.19.8 knows (it ignores others)", f"{prefix}{key} in {file}", fix)
         rule = known[key]
-        if isinstance(rule, Never):
+        if isinstance(rule, Rejected):
             raise UserError(f"a DeepSpeed JSON without {prefix}{key}", f"{prefix}{key} in {file}", rule.advice)
-        if isinstance(rule, Only):
+        if isinstance(rule, AllowedValue):
             if value != "auto" and not _changes_nothing(value, rule.value):
                 found = f"{prefix}{key}={value} in {file}"
                 raise UserError(f"{prefix}{key}={rule.value}, or nothing", found, rule.advice)
-        elif not _fits(value, rule, optional=prefix != "" and rule == SECTION):
-            raise _wrong(f"{prefix}{key}", rule, value, file)
+        elif not _has_type(value, rule, optional=prefix != "" and rule == SECTION):
+            raise _invalid_key_error(f"{prefix}{key}", rule, value, file)
 
 
 def _changes_nothing(value: Any, only: Any) -> bool:
@@ -217,7 +220,7 @@ def _changes_nothing(value: Any, only: Any) -> bool:
     return value == only and isinstance(value, bool) == isinstance(only, bool)  # 0 == False
 
 
-def _fits(value: Any, kind: str, optional: bool) -> bool:
+def _has_type(value: Any, kind: str, optional: bool) -> bool:
     if kind == SECTION:  # an offload section may be null
         return isinstance(value, dict) or (optional and value is None)
     if value == "auto" or value is None:
@@ -230,5 +233,5 @@ def _fits(value: Any, kind: str, optional: bool) -> bool:
     return number and (kind == NUMBER or (value >= 0 and value == int(value)))
 
 
-def _wrong(key: str, expected: str, value: Any, file: str | None) -> UserError:
+def _invalid_key_error(key: str, expected: str, value: Any, file: str | None) -> UserError:
     return UserError(f"{key}: {expected}", f"{value!r} in {file}", "mend it (ds_configs/ has files to start from)")

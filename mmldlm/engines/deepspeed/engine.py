@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from mmldlm.config.schema import Config
 from mmldlm.engines.base import Autocast, Engine, compute_dtype, pick_device, rank_environment, tied_names
 from mmldlm.engines.deepspeed.config import CPU_BUCKET, GPU_BUCKET, merged_config, resolve_stage
-from mmldlm.engines.deepspeed.overflow_override import ZeroGate
-from mmldlm.engines.deepspeed.zero_partitions import master_fragments, push_masters, share_of
+from mmldlm.engines.deepspeed.overflow_override import OverflowOverride
+from mmldlm.engines.deepspeed.zero_partitions import copy_masters_to_model, local_partition, master_shards
 from mmldlm.engines.optimizer import build_optimizer, scale_gradients
-from mmldlm.engines.parameter_shards import Fragment, whole
+from mmldlm.engines.parameter_shards import ParameterShard, full_shard
 from mmldlm.errors import UserError
 
 MINIMUM_VERSION = (0, 19, 8)
@@ -43,7 +43,7 @@ class DeepSpeedEngine(Engine):
         if self.stage == 0:
             ds_config["gradient_clipping"] = 0.0  # apply() clips: DeepSpeed would forget the norm before clipping
         start_process_group(self.device, config.engine.timeout)
-        deepspeed.init_distributed(dist_backend=backend_of(self.device), verbose=False)
+        deepspeed.init_distributed(dist_backend=backend_for(self.device), verbose=False)
         self.model = model
         self.saves_shards = self.stage > 0 or self.rank == 0
         optimizer = build_optimizer(model, config.optimizer)
@@ -63,14 +63,14 @@ class DeepSpeedEngine(Engine):
         self.module = Autocast(self._engine, self.device.type, dtype) if autocast else self._engine
         self._clip = config.optimizer.grad_clip_norm
         self._own_parameters = [parameter for group in self._own_groups for parameter in group["params"]]
-        self._gate = ZeroGate(self._optimizer, self.stage) if self.stage > 0 else None
+        self._gate = OverflowOverride(self._optimizer, self.stage) if self.stage > 0 else None
         # DeepSpeed averages over ranks and accumulated micro-batches; our losses are shares of a sum.
         self._undo_averaging = self.world_size * config.training.grad_accum_steps
 
     def _start_from(self, exact: dict[str, Tensor]) -> None:
         """DeepSpeed makes its fp32 masters from weights already rounded to 16 bits: put the exact ones there, as every
         other engine starts from them."""
-        for fragment in self.fragments() if exact else ():
+        for fragment in self.parameter_shards() if exact else ():
             values = exact[fragment.name].view(-1)[fragment.start : fragment.start + fragment.count]
             fragment.of(fragment.owner).copy_(values)
 
@@ -88,19 +88,19 @@ class DeepSpeedEngine(Engine):
             return self._gate.grad_norm() / self.loss_scale
         return nn.utils.get_total_norm([p.grad for p in self._own_parameters if p.grad is not None]) / self.loss_scale
 
-    def apply(self, lr: float, grad_norm: float) -> None:
+    def step(self, lr: float, grad_norm: float) -> None:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         if self._gate is not None:
-            self._gate.decide(False, grad_norm * self.loss_scale)
+            self._gate.set_skip(False, grad_norm * self.loss_scale)
         else:
             scale_gradients(self._own_parameters, self._clip, grad_norm, self.loss_scale)
         self._engine.step()
 
-    def discard(self) -> None:
+    def discard_gradients(self) -> None:
         if self._gate is not None:
-            self._gate.decide(True, math.inf)
-            with _quiet():  # it would report the skip once more, in words of its own
+            self._gate.set_skip(True, math.inf)
+            with _silence_logging():  # it would report the skip once more, in words of its own
                 self._engine.step()
             return
         # ZeRO-0 runs the plain optimizer, which knows no refusal.
@@ -112,27 +112,27 @@ class DeepSpeedEngine(Engine):
 
     # -- what this rank holds ----------------------------------------------------------------------------------------
 
-    def fragments(self) -> list[Fragment]:
+    def parameter_shards(self) -> list[ParameterShard]:
         if self.stage == 0:
-            return [whole(self._names[id(p)], p) for group in self._own_groups for p in group["params"]]
-        return master_fragments(self._optimizer, self._engine.param_names, self.stage, self.rank)
+            return [full_shard(self._names[id(p)], p) for group in self._own_groups for p in group["params"]]
+        return master_shards(self._optimizer, self._engine.param_names, self.stage, self.rank)
 
-    def frozen_fragments(self) -> list[Fragment]:
+    def frozen_fragments(self) -> list[ParameterShard]:
         frozen = [(name, p) for name, p in self.model.named_parameters() if not p.requires_grad]
         if self.stage < 3:
-            return [whole(name, parameter) for name, parameter in frozen]
-        return [share_of(name, parameter, parameter.ds_tensor, 0, self.rank) for name, parameter in frozen]
+            return [full_shard(name, parameter) for name, parameter in frozen]
+        return [local_partition(name, parameter, parameter.ds_tensor, 0, self.rank) for name, parameter in frozen]
 
     def optimizer_state(self) -> dict[Tensor, dict[str, Any]]:
         return self._optimizer.state if self.stage == 0 else self._optimizer.optimizer.state
 
-    def masters_written(self) -> None:
+    def sync_weights_from_masters(self) -> None:
         if self.stage > 0:
-            push_masters(self._optimizer, self.stage)
+            copy_masters_to_model(self._optimizer, self.stage)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
-    def state_to_save(self, folder: Path, step: int) -> Any:
+    def snapshot_state(self, folder: Path, step: int) -> Any:
         """What DeepSpeed's own save_checkpoint would write: (file below folder, values).
 
         Its save is full of barriers, with folders made and files written in between; here nothing touches the disk
@@ -157,7 +157,7 @@ class DeepSpeedEngine(Engine):
 
 
 @contextlib.contextmanager
-def _quiet():
+def _silence_logging():
     from deepspeed.utils import logger
 
     level = logger.level
@@ -198,7 +198,7 @@ def import_deepspeed():
     return deepspeed
 
 
-def backend_of(device: torch.device) -> str:
+def backend_for(device: torch.device) -> str:
     """NCCL on GPUs, gloo on CPUs."""
     return "nccl" if device.type == "cuda" else "gloo"
 
@@ -210,7 +210,7 @@ def start_process_group(device: torch.device, timeout: float) -> None:
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
         os.environ.setdefault("MASTER_PORT", str(_free_port()))
-    torch.distributed.init_process_group(backend_of(device), timeout=timedelta(seconds=timeout))
+    torch.distributed.init_process_group(backend_for(device), timeout=timedelta(seconds=timeout))
 
 
 def _free_port() -> int:

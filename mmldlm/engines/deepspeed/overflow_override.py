@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-class ZeroGate:
+class OverflowOverride:
     """Sits in front of DeepSpeedZeroOptimizer, BF16_Optimizer or DeepSpeedZeroOptimizer_Stage3."""
 
     def __init__(self, optimizer: Any, stage: int):
@@ -47,7 +47,7 @@ class ZeroGate:
         # DeepSpeed says -1 for a norm that is not finite; combine_grad_norm_groups above turns that into inf.
         return torch.where(norm < 0, torch.inf, norm)
 
-    def decide(self, refuse: bool, norm: float) -> None:
+    def set_skip(self, refuse: bool, norm: float) -> None:
         """What the next step() of the optimizer will find."""
         self.refuse, self.norm = refuse, torch.tensor(norm)
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
-from mmldlm.engines.parameter_shards import Fragment
+from mmldlm.engines.parameter_shards import ParameterShard
 
 
-def master_fragments(optimizer: Any, names: dict[Tensor, str], stage: int, rank: int) -> list[Fragment]:
+def master_shards(optimizer: Any, names: dict[Tensor, str], stage: int, rank: int) -> list[ParameterShard]:
     """Fragments of the fp32 masters that this rank updates.
 
     Args:
@@ -28,7 +28,7 @@ def master_fragments(optimizer: Any, names: dict[Tensor, str], stage: int, rank:
         offsets = [[offset for offset in group] for group in optimizer.round_robin_bit16_offsets]
     else:
         groups, flats = optimizer.bf16_groups, optimizer.fp32_groups_flat_partition
-        offsets = [_running_sums([p.numel() for p in group]) for group in groups]
+        offsets = [_cumulative_sizes([p.numel() for p in group]) for group in groups]
     found = []
     for group, flat, starts in zip(groups, flats, offsets, strict=True):
         low = rank * flat.numel()
@@ -37,30 +37,30 @@ def master_fragments(optimizer: Any, names: dict[Tensor, str], stage: int, rank:
             count = min(start + parameter.numel(), low + flat.numel()) - first
             if count > 0:
                 shape = tuple(parameter.shape)
-                found.append(Fragment(names[parameter], shape, first - start, count, flat, first - low))
+                found.append(ParameterShard(names[parameter], shape, first - start, count, flat, first - low))
     return found
 
 
-def _shares(optimizer: Any, names: dict[Tensor, str], rank: int) -> list[Fragment]:
+def _shares(optimizer: Any, names: dict[Tensor, str], rank: int) -> list[ParameterShard]:
     found = []
     for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
         offset = 0
         for parameter in group:
             share = parameter.ds_tensor.ds_numel
-            found.append(share_of(names[parameter], parameter, flat, offset, rank))
+            found.append(local_partition(names[parameter], parameter, flat, offset, rank))
             offset += share
         assert offset == flat.numel(), "a ZeRO-3 sub-group is not the sum of its shares"
     return [fragment for fragment in found if fragment.count]
 
 
-def share_of(name: str, parameter: Tensor, owner: Tensor, offset: int, rank: int) -> Fragment:
+def local_partition(name: str, parameter: Tensor, owner: Tensor, offset: int, rank: int) -> ParameterShard:
     """This rank's share of a ZeRO-3 parameter, standing in owner from offset on."""
     share = parameter.ds_tensor.ds_numel
     count = max(0, min(share, parameter.ds_numel - rank * share))
-    return Fragment(name, tuple(parameter.ds_shape), rank * share if count else 0, count, owner, offset)
+    return ParameterShard(name, tuple(parameter.ds_shape), rank * share if count else 0, count, owner, offset)
 
 
-def push_masters(optimizer: Any, stage: int) -> None:
+def copy_masters_to_model(optimizer: Any, stage: int) -> None:
     """Round the masters into the weights that the model computes with, on all ranks. Collective."""
     if stage < 3:
         optimizer.update_lp_params()
@@ -73,7 +73,7 @@ def push_masters(optimizer: Any, stage: int) -> None:
         optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
 
-def _running_sums(sizes: list[int]) -> list[int]:
+def _cumulative_sizes(sizes: list[int]) -> list[int]:
     sums = [0]
     for size in sizes[:-1]:
         sums.append(sums[-1] + size)

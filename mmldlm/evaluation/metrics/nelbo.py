@@ -15,10 +15,9 @@ from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.errors import MmldlmError
 from mmldlm.sampling.latent_sampler import pad_texts
 from mmldlm.sampling.text.loop import device_of
-from mmldlm.utils.counter_rng import uniforms
+from mmldlm.utils.counter_rng import Stream, uniforms
 
 CONDITIONS = ("right", "shuffled", "null")
-_MASKS = 201
 
 
 @dataclass
@@ -81,7 +80,7 @@ def measure(
             "null": None,
         }
         # One column more than positions: the last holds the sample's offset inside the strata.
-        uniform = uniforms(seed, _MASKS, rows, (draws, config.max_seq_len + 1)).to(device)
+        uniform = uniforms(seed, Stream.LIKELIHOOD, rows, (draws, config.max_seq_len + 1)).to(device)
         for draw in range(draws):
             strata = (draw + uniform[:, 0, -1]) / draws
             noised, masked, share = diffusion.corrupt_count(

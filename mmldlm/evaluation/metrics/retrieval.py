@@ -7,23 +7,23 @@ import numpy as np
 _BLOCK = 1024
 
 
-def unit(vectors: np.ndarray) -> np.ndarray:
+def normalize(vectors: np.ndarray) -> np.ndarray:
     """[..., D] scaled to norm 1; a zero vector stays zero (its cosine with anything is 0)."""
     vectors = np.asarray(vectors, dtype=np.float64)
     return vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
 
 
-def cosines(made: np.ndarray, truth: np.ndarray) -> np.ndarray:
+def cosine_similarity(made: np.ndarray, truth: np.ndarray) -> np.ndarray:
     """[N] cosine of each pair of rows of two [N, D]; of two [N, M, D] the mean over the M latents of a text."""
-    return over_texts((unit(made) * unit(truth)).sum(-1))
+    return mean_over_latents((normalize(made) * normalize(truth)).sum(-1))
 
 
-def over_texts(values: np.ndarray) -> np.ndarray:
+def mean_over_latents(values: np.ndarray) -> np.ndarray:
     """[N] of [N], or of [N, M] the mean over the latents of a text."""
     return values if values.ndim == 1 else values.mean(1)
 
 
-def one_vector(latents: np.ndarray) -> np.ndarray:
+def pool_latents(latents: np.ndarray) -> np.ndarray:
     """[N, D] that stand for texts in retrieval: their latents, or of [N, M, D] the mean over the latents of a text."""
     return latents if latents.ndim == 2 else latents.mean(1)
 
@@ -36,7 +36,7 @@ def ranks(made: np.ndarray, pool: np.ndarray, right: np.ndarray) -> np.ndarray:
     Args:
         made: [Q, D]. pool: [N, D]. right: [Q] int rows of the pool.
     """
-    made, pool = unit(made), unit(pool)
+    made, pool = normalize(made), normalize(pool)
     places = np.empty(len(made), dtype=np.int64)
     for start in range(0, len(made), _BLOCK):
         rows = slice(start, start + _BLOCK)

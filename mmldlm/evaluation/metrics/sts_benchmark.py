@@ -18,6 +18,7 @@ from mmldlm.evaluation.metrics import retrieval
 from mmldlm.sampling.inputs import encode_texts, tokenize_texts
 from mmldlm.sampling.latent_sampler import sample_latents
 from mmldlm.sampling.pretrained import Pretrained
+from mmldlm.utils.counter_rng import Stream, generator
 
 _RESAMPLES = 1000
 
@@ -81,7 +82,7 @@ def spearman(a: np.ndarray, b: np.ndarray) -> float:
 
 def correlations(similarities: np.ndarray, scores: np.ndarray, seed: int) -> dict[str, Any]:
     """Spearman and Pearson with 95 % bootstrap intervals over pairs."""
-    draws = np.random.Generator(np.random.Philox(key=[seed, 0x575])).integers(0, len(scores), (_RESAMPLES, len(scores)))
+    draws = generator(seed, Stream.STS_BOOTSTRAP).integers(0, len(scores), (_RESAMPLES, len(scores)))
     result = {}
     for name, function in (("spearman", spearman), ("pearson", pearson)):
         samples = [function(similarities[draw], scores[draw]) for draw in draws]
@@ -173,16 +174,16 @@ def evaluate(
     ).numpy()
 
     def similarities(vectors: np.ndarray) -> np.ndarray:
-        vectors = retrieval.one_vector(vectors)
+        vectors = retrieval.pool_latents(vectors)
         left, right = ([place[text] for text in side] for side in (pairs.first, pairs.second))
-        return retrieval.cosines(vectors[left], vectors[right])
+        return retrieval.cosine_similarity(vectors[left], vectors[right])
 
     rows = {
         "model (t2l)": similarities(made),
         "floor: bag of words": bag_similarities(pairs, weighted=False),
         "floor: TF-IDF": bag_similarities(pairs, weighted=True),
     }
-    if pretrained.encoder is not None and pretrained.knows_encoder:
+    if pretrained.encoder is not None and pretrained.has_encoder:
         progress = say(f"embedding them with the encoder {pretrained.encoder['name']}")
         rows["ceiling: the encoder"] = similarities(encode_texts(texts, pretrained, progress))
     conditions = {"file": pairs.name, "num_pairs": len(pairs.scores), "latent_steps": steps, "seed": seed}

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from mmldlm.evaluation.statistics import Estimate
+from mmldlm.utils.counter_rng import Stream, generator
 
 _ORDERS = 4
 _RESAMPLES = 200
 
 
-def set_f1(written: Sequence[Sequence[int]], references: Sequence[Sequence[int]]) -> np.ndarray:
+def token_f1(written: Sequence[Sequence[int]], references: Sequence[Sequence[int]]) -> np.ndarray:
     """[N] F1 between the sets of token ids of each pair (EOS not in them), in 0 .. 1; 0 when they share nothing."""
     scores = np.zeros(len(written))
     for i, (own, reference) in enumerate(zip(written, references)):
@@ -35,9 +36,7 @@ def bleu(written: Sequence[Sequence[int]], references: Sequence[Sequence[int]], 
     Over word pieces, not words: figures of other tokenizers do not compare.
     """
     counts = np.array([_counts(own, reference) for own, reference in zip(written, references)], dtype=np.float64)
-    draws = np.random.Generator(np.random.Philox(key=[seed, 0xB1E0])).integers(
-        0, len(counts), (_RESAMPLES, len(counts))
-    )
+    draws = generator(seed, Stream.BLEU_BOOTSTRAP).integers(0, len(counts), (_RESAMPLES, len(counts)))
     samples = np.array([_score(counts[draw].sum(0)) for draw in draws])
     return Estimate(_score(counts.sum(0)), float(samples.std(ddof=1)), "points")
 

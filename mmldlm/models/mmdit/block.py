@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmldlm.models.layers import Modulation, QKNorm, StreamLinear, is_bare, modulate
-from mmldlm.models.mmdit.fused_block import NORM_EPS, BlockWeights, FusedBlock, modulation_of_rows, rows_read
-from mmldlm.models.mmdit.packing import QK_EPS, Layout, attend
+from mmldlm.models.layers import Modulation, QKNorm, StreamLinear, has_no_hooks, modulate
+from mmldlm.models.mmdit.fused_block import NORM_EPS, BlockWeights, FusedBlock, modulation_of_rows, select_rows
+from mmldlm.models.mmdit.packing import QK_EPS, Packing, attend
 
 KINDS = ("shift", "scale", "gate")
 
@@ -39,7 +39,7 @@ class MMDiTBlock(nn.Module):
         self.mlp_out = StreamLinear(mlp_width, hidden_size)
 
     def forward(
-        self, rows: Tensor, condition: Tensor, layout: Layout, recompute: bool = False, after: Layout | None = None
+        self, rows: Tensor, condition: Tensor, layout: Packing, recompute: bool = False, after: Packing | None = None
     ) -> Tensor:
         """One block.
 
@@ -56,7 +56,7 @@ class MMDiTBlock(nn.Module):
         """
         after = layout if after is None else after
         if not self.runs_fused():
-            return self._through_layers(rows, condition, layout, after)
+            return self._forward_reference(rows, condition, layout, after)
         weights = BlockWeights(
             self.modulation.weight, self.modulation.bias, self.to_qkv.weight,
             None if self.qk_norm is None else self.qk_norm.weight,
@@ -75,9 +75,11 @@ class MMDiTBlock(nn.Module):
         """
         layers = self._modules.values()
         kinds = (Modulation, StreamLinear, QKNorm)
-        return not torch.compiler.is_compiling() and all(layer is None or is_bare(layer, *kinds) for layer in layers)
+        return not torch.compiler.is_compiling() and all(
+            layer is None or has_no_hooks(layer, *kinds) for layer in layers
+        )
 
-    def _through_layers(self, rows: Tensor, condition: Tensor, layout: Layout, after: Layout) -> Tensor:
+    def _forward_reference(self, rows: Tensor, condition: Tensor, layout: Packing, after: Packing) -> Tensor:
         """The same with one call a layer, under autograd."""
         n, (num_rows, width) = layout.num_text, rows.shape
         table = self.modulation(condition).unflatten(1, (2, -1)).flatten(0, 1)
@@ -93,15 +95,15 @@ class MMDiTBlock(nn.Module):
         joint = torch.cat([torch.cat([turned, queries_keys[n:]]), values], dim=1).index_select(0, layout.order)
         n = after.num_text
         mixed = attend(joint, layout).index_select(0, after.back)
-        rows = torch.addcmul(rows_read(rows, after), gate, self.to_out(mixed, n))
+        rows = torch.addcmul(select_rows(rows, after), gate, self.to_out(mixed, n))
         hidden = modulate(F.layer_norm(rows, (width,), eps=NORM_EPS), mlp_shift, mlp_scale)
         inner = F.gelu(self.mlp_in(hidden, n))
         return torch.addcmul(rows, mlp_gate, self.mlp_out(inner, n))
 
     @staticmethod
     def streams(
-        output: Tensor, rows: Tensor, condition: Tensor, layout: Layout, recompute: bool = False,
-        after: Layout | None = None,
+        output: Tensor, rows: Tensor, condition: Tensor, layout: Packing, recompute: bool = False,
+        after: Packing | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """What forward(...) of these arguments gave, as text rows and latent rows."""
         num_text = (layout if after is None else after).num_text

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mmldlm.models.layers import compute_dtype, without_autocast
-from mmldlm.models.mmdit.packing import Layout, attend, attention_dtype
+from mmldlm.models.mmdit.packing import Packing, attend, attention_dtype
 
 NORM_EPS = 1e-6
 aten = torch.ops.aten
@@ -41,7 +41,7 @@ class BlockWeights(NamedTuple):
     mlp_out: Tensor
 
 
-class _Kept(NamedTuple):
+class SavedTensors(NamedTuple):
     """What the backward pass needs of a block's forward pass beside its inputs.
 
     table [2 B, 6 H]; unit [R, 2, heads, head_dim] queries and keys of length 1, length [R, 2, heads, 1] what they were
@@ -74,26 +74,26 @@ def _find_grouped_mm():
 _grouped_mm = _find_grouped_mm()
 
 
-def _is_grouped(layout: Layout, x: Tensor, weight: Tensor) -> bool:
+def _is_grouped(layout: Packing, x: Tensor, weight: Tensor) -> bool:
     """Whether grouped_mm takes this product: rows of both must start at multiples of 16 bytes."""
     if _grouped_mm is None or layout.ends is None or x.dtype == torch.float64:
         return False
     return not any(size * x.element_size() % 16 for size in (x.shape[1], weight.shape[0] // 2, weight.shape[1]))
 
 
-def _product(x: Tensor, weight: Tensor, layout: Layout) -> Tensor:
+def _product(x: Tensor, weight: Tensor, layout: Packing) -> Tensor:
     """x [R, I] @ weight [2 x O, I].T of each row's stream: [R, O]."""
     halves = weight.view(2, -1, weight.shape[1])
     return _by_stream(x, halves.transpose(1, 2), layout, _is_grouped(layout, x, weight), None)
 
 
-def _product_back(grad: Tensor, weight: Tensor, layout: Layout, out: Tensor | None = None) -> Tensor:
+def _product_back(grad: Tensor, weight: Tensor, layout: Packing, out: Tensor | None = None) -> Tensor:
     """grad [R, O] @ weight [2 x O, I] of each row's stream: [R, I]. With out (in any dtype), written there."""
     halves = weight.view(2, -1, weight.shape[1])
     return _by_stream(grad, halves, layout, _is_grouped(layout, grad, weight), out)
 
 
-def _by_stream(x: Tensor, halves: Tensor, layout: Layout, is_grouped: bool, out: Tensor | None) -> Tensor:
+def _by_stream(x: Tensor, halves: Tensor, layout: Packing, is_grouped: bool, out: Tensor | None) -> Tensor:
     if out is not None and out.dtype != x.dtype:
         return out.copy_(_by_stream(x, halves, layout, is_grouped, None))
     if out is None and is_grouped:
@@ -106,7 +106,7 @@ def _by_stream(x: Tensor, halves: Tensor, layout: Layout, is_grouped: bool, out:
     return out
 
 
-def _weight_grad(grad: Tensor, x: Tensor, weight: Tensor, layout: Layout) -> Tensor:
+def _weight_grad(grad: Tensor, x: Tensor, weight: Tensor, layout: Packing) -> Tensor:
     """Gradient [2 x O, I] of a weight that took x [R, I] to where grad [R, O] stands, in the weight's dtype."""
     if _is_grouped(layout, x, weight):
         found = _grouped_mm(grad.t(), x, offs=layout.ends)
@@ -126,13 +126,13 @@ def _norm_backward(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Tenso
     return aten.native_layer_norm_backward(grad, x, [x.shape[-1]], mean, rstd, None, None, [True, False, False])[0]
 
 
-def _rotate(rows: Tensor, layout: Layout, back: bool = False) -> None:
+def _rotate(rows: Tensor, layout: Packing, back: bool = False) -> None:
     """RoPE on text rows [N, 2, heads, head_dim], in place: neighbouring dimensions turn together as complex numbers."""
     turn = torch.view_as_complex(layout.rotation[:, int(back)])[:, None, None]
     torch.view_as_complex(rows.unflatten(-1, (-1, 2))).mul_(turn)
 
 
-def _mul_into(a: Tensor, b: Tensor, out: Tensor) -> None:
+def _multiply_out(a: Tensor, b: Tensor, out: Tensor) -> None:
     if not a.dtype == b.dtype == out.dtype:
         out.copy_(a * b)
     else:
@@ -140,9 +140,9 @@ def _mul_into(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 
 def _forward(
-    x: Tensor, condition: Tensor, layout: Layout, after: Layout, heads: int, low: torch.dtype, weights: BlockWeights,
+    x: Tensor, condition: Tensor, layout: Packing, after: Packing, heads: int, low: torch.dtype, weights: BlockWeights,
     keeps: bool,
-) -> tuple[Tensor, _Kept]:  # fmt: skip
+) -> tuple[Tensor, SavedTensors]:  # fmt: skip
     n, (num_rows, width) = layout.num_text, x.shape
     bias = weights.modulation_bias.to(low)
     table = torch.addmm(bias, condition.to(low), weights.modulation.to(low).t()).to(x.dtype).view(-1, 6 * width)
@@ -174,15 +174,15 @@ def _forward(
         mixed = attend(joint.requires_grad_(keeps), layout, softmax_scale)
 
     attended = _product(mixed.detach().to(low).index_select(0, after.back), weights.out.to(low), after)
-    middle = torch.addcmul(rows_read(x, after), gate, attended.to(x.dtype))
+    middle = torch.addcmul(select_rows(x, after), gate, attended.to(x.dtype))
     rows = torch.addcmul(mlp_shift, _norm(middle)[0], mlp_scale).to(low)
     inner = _product(rows, weights.mlp_in.to(low), after)
     outer = _product(F.gelu(inner), weights.mlp_out.to(low), after)
     out = torch.addcmul(middle, mlp_gate, outer.to(x.dtype))
-    return out, _Kept(table, unit, length, joint, mixed, attended, inner, outer)
+    return out, SavedTensors(table, unit, length, joint, mixed, attended, inner, outer)
 
 
-def modulation_of_rows(table: Tensor, layout: Layout, after: Layout) -> tuple[Tensor, ...]:
+def modulation_of_rows(table: Tensor, layout: Packing, after: Packing) -> tuple[Tensor, ...]:
     """[2 B, 6 H] -> shift, scale of attention [R, H]; its gate, the MLP's shift, scale and gate [Q, H]."""
     if after is layout:
         return table.index_select(0, layout.owner).view(-1, 6, table.shape[1] // 6).unbind(1)
@@ -190,7 +190,7 @@ def modulation_of_rows(table: Tensor, layout: Layout, after: Layout) -> tuple[Te
     return *before.index_select(0, layout.owner).chunk(2, 1), *behind.index_select(0, after.owner).chunk(4, 1)
 
 
-def rows_read(x: Tensor, after: Layout) -> Tensor:
+def select_rows(x: Tensor, after: Packing) -> Tensor:
     """[R, H] -> [Q, H]."""
     return x if after.read is None else x.index_select(0, after.read)
 
@@ -204,7 +204,7 @@ class FusedBlock(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x, condition, layout: Layout, after: Layout, heads: int, recompute: bool, needs_grad: bool, *weights
+        ctx, x, condition, layout: Packing, after: Packing, heads: int, recompute: bool, needs_grad: bool, *weights
     ):
         keeps, low = needs_grad and not recompute, compute_dtype(weights[2])
         with without_autocast(x):
@@ -228,7 +228,7 @@ class FusedBlock(torch.autograd.Function):
                 if ctx.attention is None:  # its graph is freed with the first pass, as torch frees any
                     raise RuntimeError("a block's graph goes backward once: run the forward pass again")
                 (joint, edge), ctx.attention = ctx.attention, None
-                kept = _Kept(*tensors[:3], joint, *tensors[3:])
+                kept = SavedTensors(*tensors[:3], joint, *tensors[3:])
             else:
                 kept = _forward(x, condition, *ctx.layouts, ctx.heads, low, weights, True)[1]
                 joint, edge = kept.joint, torch.autograd.graph.get_gradient_edge(kept.mixed)
@@ -237,14 +237,23 @@ class FusedBlock(torch.autograd.Function):
 
 
 def _backward(
-    grad, x, condition, layout: Layout, after: Layout, low: torch.dtype, weights: BlockWeights, needs, kept: _Kept, edge
+    grad,
+    x,
+    condition,
+    layout: Packing,
+    after: Packing,
+    low: torch.dtype,
+    weights: BlockWeights,
+    needs,
+    kept: SavedTensors,
+    edge,
 ):
     """Gradients of FusedBlock's inputs."""
     n, (num_rows, width) = layout.num_text, x.shape
     heads = kept.joint.shape[2]
     found: dict[str, Tensor | None] = dict.fromkeys(BlockWeights._fields)
 
-    def weight_grad(name: str, d: Tensor, rows: Tensor, where: Layout) -> None:
+    def weight_grad(name: str, d: Tensor, rows: Tensor, where: Packing) -> None:
         if needs[name]:
             found[name] = _weight_grad(d, rows, getattr(weights, name), where)
 
@@ -262,12 +271,12 @@ def _backward(
     shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = modulation_of_rows(kept.table, layout, after)
 
     # The MLP and its residual branch.
-    _mul_into(grad, kept.outer, d_mlp_gate)
+    _multiply_out(grad, kept.outer, d_mlp_gate)
     d_outer = (grad * mlp_gate).to(low)
     weight_grad("mlp_out", d_outer, F.gelu(kept.inner), after)
     d_inner = _product_back(d_outer, weights.mlp_out.to(low), after)
     d_inner = aten.gelu_backward(d_inner, kept.inner)
-    middle = torch.addcmul(rows_read(x, after), gate, kept.attended.to(x.dtype))
+    middle = torch.addcmul(select_rows(x, after), gate, kept.attended.to(x.dtype))
     hat, mean, rstd = _norm(middle)
     weight_grad("mlp_in", d_inner, torch.addcmul(mlp_shift, hat, mlp_scale).to(low), after)
     _product_back(d_inner, weights.mlp_in.to(low), after, out=d_mlp_shift)
@@ -275,7 +284,7 @@ def _backward(
     d_middle = _norm_backward(d_mlp_shift * mlp_scale, middle, mean, rstd).add_(grad)
 
     # Attention's output.
-    _mul_into(d_middle, kept.attended, d_gate)
+    _multiply_out(d_middle, kept.attended, d_gate)
     d_attended = (d_middle * gate).to(low)
     weight_grad("out", d_attended, kept.mixed.to(low).index_select(0, after.back), after)
     d_rows = _product_back(d_attended, weights.out.to(low), after)

@@ -12,12 +12,12 @@ from mmldlm.config.schema import ModelConfig
 from mmldlm.errors import UserError
 from mmldlm.models import pretrained_io
 from mmldlm.models.buffer_reuse import embedding
-from mmldlm.models.layers import Modulation, StreamLinear, TimestepEmbedding, compute_dtype, is_bare, modulate
+from mmldlm.models.layers import Modulation, StreamLinear, TimestepEmbedding, compute_dtype, has_no_hooks, modulate
 from mmldlm.models.linear_cross_entropy import linear_cross_entropy
 from mmldlm.models.mmdit.block import MMDiTBlock
-from mmldlm.models.mmdit.fused_block import rows_read
-from mmldlm.models.mmdit.null_condition import nulled
-from mmldlm.models.mmdit.packing import RECTANGLE_FILL, has_varlen, make_layout
+from mmldlm.models.mmdit.fused_block import select_rows
+from mmldlm.models.mmdit.null_condition import apply_null_condition
+from mmldlm.models.mmdit.packing import RECTANGLE_FILL, has_varlen, pack
 
 GROUPS = ("text", "latent", "shared")
 _GROUP_OF_MODULE = {
@@ -46,8 +46,8 @@ class TextEncoder(nn.Module):
         A null sample starts with the null text; what follows it is masked or left out by the caller.
         """
         table = self.token_embedding
-        x = embedding(table.weight, tokens) if is_bare(table, nn.Embedding) else table(tokens)
-        return x if is_null is None else nulled(x, self.null_text, is_null, first)
+        x = embedding(table.weight, tokens) if has_no_hooks(table, nn.Embedding) else table(tokens)
+        return x if is_null is None else apply_null_condition(x, self.null_text, is_null, first)
 
 
 class LatentEncoder(nn.Module):
@@ -70,8 +70,8 @@ class LatentEncoder(nn.Module):
         pooled = self.to_pooled(latents)
         pooled = pooled.squeeze(1) if count == 1 else pooled.mean(dim=1)
         if is_null is not None:
-            tokens = nulled(tokens, self.null_tokens, is_null)
-            pooled = nulled(pooled, self.null_pooled, is_null)
+            tokens = apply_null_condition(tokens, self.null_tokens, is_null)
+            pooled = apply_null_condition(pooled, self.null_pooled, is_null)
         tokens = tokens + self.chunk_position + self.latent_position[:count]
         return tokens.flatten(1, 2), pooled
 
@@ -300,7 +300,7 @@ class MultimodalMMDiT(nn.Module):
                 place = keys = None
         if place is not None and keys is None:
             raise ValueError("token_positions leaves text out, so attention_mask must name it as padding")
-        layout = make_layout(
+        layout = pack(
             place, keys, batch, length, latent.shape[1], config.hidden_size // config.n_heads, dtype, device,
             self._ragged(place, batch * length, latent),
         )  # fmt: skip
@@ -312,9 +312,9 @@ class MultimodalMMDiT(nn.Module):
         recompute = config.gradient_checkpointing and torch.is_grad_enabled()
         after = layout  # of the rows that a head reads
         if text_tokens is None:
-            after = layout.reading(layout.first[:0])
+            after = layout.restrict_to(layout.first[:0])
         elif chooses:
-            after = layout.reading(text_positions if place is None else self._rows_at(place, text_positions))
+            after = layout.restrict_to(text_positions if place is None else self._rows_at(place, text_positions))
         # Compiled, the last block would need a graph of its own: minutes for a share of one block.
         last = None if self._blocks_are_compiled else self.blocks[-1]
         for block in self.blocks:
@@ -324,7 +324,7 @@ class MultimodalMMDiT(nn.Module):
             else:
                 rows = block(*given)
         if last is None:
-            rows = rows_read(rows, after)
+            rows = select_rows(rows, after)
 
         text_rows, latent_rows = rows.split((after.num_text, batch * latent.shape[1]))
         latent_pred = self.latent_head(latent_rows.view(batch, latent.shape[1], -1), condition).float()
@@ -346,7 +346,7 @@ class MultimodalMMDiT(nn.Module):
         """[B, C] the pooled latent where it is clean, the null's elsewhere: p(length | latent) or p(length)."""
         if latent_timesteps is None:
             return pooled
-        return nulled(pooled, self.latent_encoder.null_pooled, latent_timesteps > 0)
+        return apply_null_condition(pooled, self.latent_encoder.null_pooled, latent_timesteps > 0)
 
     @staticmethod
     def _places(token_positions: Tensor | None, keys: Tensor | None) -> Tensor | None:

@@ -26,7 +26,7 @@ class _Nulled(torch.autograd.Function):
         return given.to(ctx.dtype) if at is None else grad.index_copy(0, at, given), of_null, None, None
 
 
-def nulled(x: Tensor, null: Tensor, is_null: Tensor, at: Tensor | None = None) -> Tensor:
+def apply_null_condition(x: Tensor, null: Tensor, is_null: Tensor, at: Tensor | None = None) -> Tensor:
     """x with a null in the place of some samples' values, in the wider dtype of both (with `at` in x's).
 
     Args:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmldlm.models.layers import kept, rotary_table
+from mmldlm.models.layers import cache_tensors, rotary_table
 
 QK_EPS = 1e-6
 # Below this share of real positions, attention runs sample by sample (or over ragged rows on a GPU) instead of over a
@@ -21,7 +21,7 @@ QK_EPS = 1e-6
 RECTANGLE_FILL = 0.9
 
 
-class Layout(NamedTuple):
+class Packing(NamedTuple):
     """B samples, S text positions, L latent tokens a sample; N text rows, R = N + B * L rows, P attention positions.
 
     Attributes:
@@ -61,13 +61,13 @@ class Layout(NamedTuple):
     longest: int
     read: Tensor | None = None
 
-    def reading(self, text_rows: Tensor) -> Layout:
+    def restrict_to(self, text_rows: Tensor) -> Packing:
         """The layout of the rows that the heads read of a batch: text_rows [M], then all latent rows.
 
         What belongs to attention's inputs (order, rotation, first, ...) stays that of all rows.
         """
         num_text, num_rows = text_rows.shape[0], self.owner.shape[0]
-        of_latents = kept(torch.arange)(self.num_text, num_rows, device=text_rows.device)
+        of_latents = cache_tensors(torch.arange)(self.num_text, num_rows, device=text_rows.device)
         read = torch.cat([text_rows, of_latents])
         owner = self.owner.index_select(0, read)
         ends = self.ends
@@ -89,7 +89,7 @@ class Layout(NamedTuple):
         return torch.mm(self.to_owners, rows)
 
 
-def make_layout(
+def pack(
     positions: Tensor | None,
     mask: Tensor | None,
     batch: int,
@@ -99,7 +99,7 @@ def make_layout(
     dtype: torch.dtype,
     device: torch.device,
     ragged: str | None = None,
-) -> Layout:
+) -> Packing:
     """The layout of a batch; of one without padding it is kept for the next of its shape.
 
     Args:
@@ -110,7 +110,7 @@ def make_layout(
             the host), "varlen" (one kernel over ragged rows), None (a rectangle with the mask).
     """
     if positions is None:
-        dense = kept(_dense)(batch, length, latents, head_dim, dtype, device)
+        dense = cache_tensors(_dense)(batch, length, latents, head_dim, dtype, device)
         return dense if mask is None else dense._replace(key_mask=_key_mask(mask, latents))
 
     num_text, width = positions.shape[0], length + latents
@@ -143,7 +143,7 @@ def make_layout(
     )  # fmt: skip
 
 
-def _dense(batch: int, length: int, latents: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Layout:
+def _dense(batch: int, length: int, latents: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Packing:
     """The layout of B texts that all have S tokens."""
     width, num_text = length + latents, batch * length
     places = torch.arange(batch * width, device=device).view(batch, width)
@@ -157,7 +157,7 @@ def _layout(
     sample: Tensor, num_text: int, back: Tensor, order: Tensor, at: Tensor, first: Tensor,
     batch: int, length: int, latents: int, head_dim: int, dtype: torch.dtype,
     key_mask: Tensor | None = None, lengths: tuple[int, ...] | None = None, starts: Tensor | None = None,
-) -> Layout:  # fmt: skip
+) -> Packing:  # fmt: skip
     """A layout from its rows' places; at [N]: of each text row in its text."""
     device = sample.device
     on_cpu = device.type == "cpu"
@@ -165,13 +165,13 @@ def _layout(
     owner = 2 * sample
     owner[num_text:] += 1
     adds = on_cpu and dtype in (torch.float32, torch.float64)
-    return Layout(
+    return Packing(
         num_text=num_text,
         sample=sample,
         owner=owner,
         order=order,
         back=back,
-        rotation=kept(_rotations)(length, head_dim, exact, device).index_select(0, at),
+        rotation=cache_tensors(_rotations)(length, head_dim, exact, device).index_select(0, at),
         to_owners=None if adds else _one_hot(owner, batch, dtype),
         zeros=torch.zeros(2 * batch, 1, dtype=dtype, device=device),
         first=first,
@@ -220,7 +220,7 @@ def attention_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" and dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-def attend(qkv: Tensor, layout: Layout, scale: float | None = None) -> Tensor:
+def attend(qkv: Tensor, layout: Packing, scale: float | None = None) -> Tensor:
     """Bidirectional attention inside every sample: [P, 3, heads, head_dim] -> [P, heads * head_dim].
 
     scale: of queries times keys; None: 1 / sqrt(head_dim).

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from mmldlm.preflight.check import check, fail, ok, skip, warn
 from mmldlm.preflight.context import majority
-from mmldlm.preflight.memory_model import shown
 from mmldlm.preflight.probes.storage import files_of
+from mmldlm.utils.formatting import format_bytes
 
 # Another version of these on one node breaks collectives, checkpoints or arithmetic; of the others it is a warning.
 _MUST_AGREE = ("torch", "deepspeed", "nccl", "python")
@@ -32,11 +32,12 @@ def data_is_there(context):
         yield fail(why, what, fix, name)
     entries = _manifest(context)
     for name, found in context.answered("data").items():
-        wrong = [
-            f"{file}: {seen.get('error') or shown(seen['bytes']) + ', not ' + shown(entries[file]['bytes'])}"
-            for file, seen in found["files"].items()
-            if file in entries and ("error" in seen or seen["bytes"] != entries[file]["bytes"])
-        ]
+        wrong = []
+        for file, seen in found["files"].items():
+            expected = entries[file]["bytes"] if file in entries else None
+            if expected is not None and ("error" in seen or seen["bytes"] != expected):
+                error = seen.get("error") or f"{format_bytes(seen['bytes'])}, not {format_bytes(expected)}"
+                wrong.append(f"{file}: {error}")
         if wrong:
             bad = [root for root in whole if len(whole) == 1 or any(file.startswith(f"{root}/") for file in wrong)]
             fix = f"copy the store to {name} again (rsync -a {bad[0]}/ {name}:{bad[0]}/)"
@@ -81,7 +82,7 @@ def data_is_the_same(context):
                 f"{len(wrong)} of {len(found['files'])} files: {'; '.join(wrong[:3])}", "the same bytes", fix, name
             )
         else:
-            yield ok(f"{share:.0%} of {shown(found['bytes_total'])} read", name)
+            yield ok(f"{share:.0%} of {format_bytes(found['bytes_total'])} read", name)
 
 
 @check("CKPT001", 1, "node", "checkpoint folder")
@@ -104,8 +105,8 @@ def checkpoint_folder_works(context):
         elif found["free_inodes"] is not None and found["free_inodes"] < 10_000:
             yield warn(f"{found['free_inodes']} inodes free", "at least 10,000", "delete small files there", name)
         else:
-            speed = f"{shown(found['bytes_per_second'])}/s on {found['file_system']}"
-            yield ok(f"{shown(found['free'])} free, {speed}", name)
+            speed = f"{format_bytes(found['bytes_per_second'])}/s on {found['file_system']}"
+            yield ok(f"{format_bytes(found['free'])} free, {speed}", name)
 
 
 @check("CKPT002", 2, "node", "checkpoint folder shared")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import median
 
 from mmldlm.preflight.check import check, fail, ok, skip, warn
-from mmldlm.preflight.memory_model import shown
+from mmldlm.utils.formatting import format_bytes
 
 CHECKPOINTS = "checkpoints"  # the round of FSDP's writers
 SLOW = 2.0  # times the median (DLRover)
@@ -23,7 +23,7 @@ def _rounds(context, wanted):
             )
 
 
-def _judge_round(name: str, nodes: list[str], found: dict):
+def _evaluate_round(name: str, nodes: list[str], found: dict):
     """What is wrong with a round: {node: sentence}."""
     bad = {}
     for (node, local_rank), entry in found.items():
@@ -48,7 +48,7 @@ def pairs_compute_right(context):
     bad: dict[str, list[str]] = {}
     good: set[str] = set()
     for _, nodes, found in _rounds(context, lambda name: name not in ("all", CHECKPOINTS)):
-        wrong = _judge_round("", nodes, found)
+        wrong = _evaluate_round("", nodes, found)
         for node in nodes:
             if wrong:
                 bad.setdefault(node, []).append(
@@ -76,13 +76,13 @@ def all_ranks_compute_right(context):
     if not rounds:
         return skip("no node took part")
     name, nodes, found = rounds[-1]
-    wrong = _judge_round(name, nodes, found)
+    wrong = _evaluate_round(name, nodes, found)
     if wrong:
         node, why = next(iter(wrong.items()))
         return fail(f"{node}, {why}", "right values on all ranks", "see COLL001 for the node to blame", node)
     rates = [entry["busbw"] for entry in found.values() if "busbw" in entry]
     backend = next(iter(found.values()))["backend"]
-    return ok(f"{len(found)} ranks, {backend}" + (f", bus bandwidth {shown(min(rates))}/s" if rates else ""))
+    return ok(f"{len(found)} ranks, {backend}" + (f", bus bandwidth {format_bytes(min(rates))}/s" if rates else ""))
 
 
 @check("COLL003", 3, "node", "stragglers")
@@ -113,7 +113,7 @@ def writers_form_their_group(context):
     rounds = list(_rounds(context, lambda name: name == CHECKPOINTS))
     if not rounds:
         return skip("only engine.kind=fsdp on GPUs has one")
-    wrong = _judge_round(*rounds[0])
+    wrong = _evaluate_round(*rounds[0])
     if wrong:
         node, why = next(iter(wrong.items()))
         fix = "set GLOO_SOCKET_IFNAME to the interface between the nodes (is a host's own name 127.0.1.1 to it?)"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from mmldlm.preflight.check import check, fail, ok, skip, warn
 from mmldlm.preflight.context import majority
-from mmldlm.preflight.memory_model import GIB, shown
+from mmldlm.preflight.memory_model import GIB
+from mmldlm.utils.formatting import format_bytes
 
 SHM_NEEDED, SHM_GPU = GIB // 2, 8 * GIB  # gloo and dataloader workers; NCCL between GPUs of a node (Primus' bound)
 NOFILE_LEAST, NOFILE_PER_RANK = 512, 16  # libraries and shards; sockets to each peer
@@ -62,7 +63,7 @@ def gpus_for_all_slots(context):
 
 
 @check("GPU002", 1, "node", "GPU health")
-def gpus_are_sound(context):
+def gpus_are_healthy(context):
     """No GPU is lost, has uncorrected ECC errors, a pending or failed row remap, or asks for a recovery action."""
 
     def judge(gpu):
@@ -112,7 +113,7 @@ def gpus_are_free(context):
             return "; ".join(held), "no process on it", "end them (they are named, never killed here), or wait"
         if used > GPU_MEMORY_IN_USE:
             return (
-                f"{shown(used)} in use by no visible process",
+                f"{format_bytes(used)} in use by no visible process",
                 "less than 2 GiB",
                 "look for leftovers as root, or reset it",
             )
@@ -148,10 +149,10 @@ def shared_memory(context):
         if not found["shm_writable"]:
             yield fail(f"/dev/shm: {found.get('shm_error')}", "a writable /dev/shm", fix, name)
         elif found["shm_free"] < needed:
-            measured = f"{shown(found['shm_free'])} free of {shown(found['shm_total'])}"
-            yield fail(measured, f"at least {shown(needed)} free", fix, name)
+            measured = f"{format_bytes(found['shm_free'])} free of {format_bytes(found['shm_total'])}"
+            yield fail(measured, f"at least {format_bytes(needed)} free", fix, name)
         else:
-            yield ok(f"{shown(found['shm_free'])} free", name)
+            yield ok(f"{format_bytes(found['shm_free'])} free", name)
 
 
 @check("LIM002", 1, "node", "locked memory")
@@ -163,9 +164,9 @@ def locked_memory(context):
             yield skip("no GPU: nothing registers memory", name)
         elif limit != -1 and limit < MEMLOCK_NEEDED:
             fix = "ulimit -l unlimited (docker run --ulimit memlock=-1; /etc/security/limits.conf)"
-            yield warn(shown(limit), "unlimited", fix, name)
+            yield warn(format_bytes(limit), "unlimited", fix, name)
         else:
-            yield ok("unlimited" if limit == -1 else shown(limit), name)
+            yield ok("unlimited" if limit == -1 else format_bytes(limit), name)
 
 
 @check("LIM003", 1, "node", "open files")
@@ -195,11 +196,11 @@ def temporary_files(context):
         if "error" in found:
             measured = f"{found['folder']}: {found['error']}"
             if "free" in found:
-                measured += f" ({shown(found['free'])} free)"
+                measured += f" ({format_bytes(found['free'])} free)"
             fix = f"free some space in {found['folder']} on {name}, or set TMPDIR there to another folder"
-            yield fail(measured, f"{shown(found['bytes'])} can be written", fix, name)
+            yield fail(measured, f"{format_bytes(found['bytes'])} can be written", fix, name)
         else:
-            yield ok(f"{found['folder']}, {shown(found['free'])} free", name)
+            yield ok(f"{found['folder']}, {format_bytes(found['free'])} free", name)
 
 
 def _on(context, name: str) -> str:

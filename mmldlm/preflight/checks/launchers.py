@@ -7,7 +7,7 @@ import os
 import shutil
 from importlib import metadata
 
-from mmldlm.cluster.env_propagation import DECISIVE, env_files, is_secret, read_env_file, wanted
+from mmldlm.cluster.env_propagation import REQUIRED, env_files, is_secret, read_env_file, run_variables
 from mmldlm.preflight.check import check, fail, ok, skip, warn
 
 _PROGRAMS = {
@@ -113,9 +113,9 @@ def variables_arrive(context):
     beginning with PYTHON, MLFLOW, MV2, UCX, on GPUs NCCL, and .deepspeed_env; mpirun what -x names; srun all. --fix
     adds what is missing to ./.deepspeed_env.
     """
-    here = wanted()
+    here = run_variables()
     for name in context.names:
-        there = context.arriving(name)
+        there = context.environment_on(name)
         if context.launcher == "torchrun" and not context.local and not context.options.carries_all:
             yield skip("torchrun is started on each node by a shell of its own: set variables there", name)
             continue
@@ -134,5 +134,5 @@ def variables_arrive(context):
             "deepspeed": "--fix writes them to ./.deepspeed_env, which DeepSpeed carries (or start with mmldlm launch)",
             "mpi": "mpirun " + " ".join(f"-x {key}" for key in behind) + " (or start with mmldlm launch)",
         }.get(context.launcher, "set them in the job script")
-        verdict = fail if any(key in DECISIVE for key in behind) else warn
+        verdict = fail if any(key in REQUIRED for key in behind) else warn
         yield verdict(f"stay behind{seen}: {shown}{more}", "the same variables on every node", fix, name)

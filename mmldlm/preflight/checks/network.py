@@ -29,11 +29,11 @@ def interface_is_usable(context):
     """What NCCL_/GLOO_SOCKET_IFNAME names exists on the node, is up, is no loopback or container bridge, and leads to
     the master. Judged with the variables as they arrive on the node."""
     for name, found in context.answered("network").items():
-        there = context.arriving(name)
+        there = context.environment_on(name)
         if there is None:
             there = context.value(name, "environment") or {}
         names = {key: there[key] for key in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if there.get(key)}
-        usual = _usual(found)
+        usual = _default_interface(found)
         problems = [_interface_problem(key, value, found, usual) for key, value in names.items()]
         for problem in filter(None, problems):
             fix = f"export {problem[1]}={usual}" if usual else "mend the interface that leads to the master"
@@ -51,7 +51,7 @@ def interface_is_usable(context):
                 )
 
 
-def _usual(found: dict) -> str | None:
+def _default_interface(found: dict) -> str | None:
     """Interface on the way to the master; the first sound one on the master itself."""
     way = (found.get("route_to_master") or {}).get("interface")
     sound = [
@@ -88,10 +88,10 @@ def own_name_is_not_loopback(context):
         if context.local:
             yield skip("this machine alone: loopback will do", name)
             continue
-        if (context.arriving(name) or {}).get("GLOO_SOCKET_IFNAME"):
+        if (context.environment_on(name) or {}).get("GLOO_SOCKET_IFNAME"):
             yield skip("GLOO_SOCKET_IFNAME decides (NET001)", name)
             continue
-        usual = _usual(found)
+        usual = _default_interface(found)
         better = next((e["address"] for e in found["interfaces"] if e["name"] == usual), None)
         fix = f"on {name}, give {host} its address in /etc/hosts: '{better or 'ADDRESS'} {host}'"
         if not own:
@@ -236,8 +236,8 @@ def mtu_is_alike(context):
     found = {}
     for name, network in context.answered("network").items():
         by_name = {entry["name"]: entry for entry in network["interfaces"] if entry["up"]}
-        wanted = (context.arriving(name) or {}).get("GLOO_SOCKET_IFNAME")
-        entry = by_name.get(wanted if wanted in by_name else _usual(network))
+        wanted = (context.environment_on(name) or {}).get("GLOO_SOCKET_IFNAME")
+        entry = by_name.get(wanted if wanted in by_name else _default_interface(network))
         if entry is not None:
             found[name] = entry
     if len(context.nodes) < 2 or len(found) < 2:

@@ -7,7 +7,7 @@ import importlib.util
 import json
 from pathlib import Path
 
-from mmldlm.config.resume_compat import batch_fix, compare
+from mmldlm.config.resume_compat import batch_fix, diff_configs
 from mmldlm.errors import UserError
 from mmldlm.preflight import memory_model as size
 from mmldlm.preflight.check import check, fail, ok, skip, warn
@@ -132,17 +132,17 @@ def memory_fits(context):
     chosen = context.engine_plan()
     away = _offloaded(context) if on_gpu else {}  # from a CPU rank's memory into the same memory
     need = {
-        plan: size.rank_bytes(
+        plan: size.bytes_per_rank(
             plan, context.plan, world, dtype, on_gpu, _bucket(context, plan, on_gpu), away if plan == chosen else ()
         )
         for plan in size.PLANS
     }
     named = f"{chosen} with offload" if away else chosen
-    shown = f"{named} needs {size.shown(need[chosen])} a rank; {where} has {size.shown(available)}"
+    shown = f"{named} needs {size.format_bytes(need[chosen])} a rank; {where} has {size.format_bytes(available)}"
     fits = [plan for plan in size.PLANS[1:] if need[plan] <= 0.95 * available]
     if need[chosen] <= 0.8 * available:
         return ok(shown)
-    table = ", ".join(f"{plan} {size.shown(need[plan])}" for plan in size.PLANS[1:])
+    table = ", ".join(f"{plan} {size.format_bytes(need[plan])}" for plan in size.PLANS[1:])
     if need[chosen] <= 0.95 * available:
         return warn(shown, "some room to spare (allocators fragment)", f"watch the first steps; a rank needs: {table}")
     if fits:
@@ -153,7 +153,7 @@ def memory_fits(context):
         fix += f"or use more ranks{'' if on_gpu else ', fewer of them on a node'}"
     # Level 0 knows this machine alone; the nodes may be larger.
     verdict = fail if context.local or context.level > 0 else warn
-    return verdict(shown, f"at most {size.shown(0.95 * available)} (a rank needs: {table})", fix)
+    return verdict(shown, f"at most {size.format_bytes(0.95 * available)} (a rank needs: {table})", fix)
 
 
 @check("MEM002", 0, "cluster", "memory for offload")
@@ -169,11 +169,11 @@ def hosts_hold_what_is_offloaded(context):
         return skip("no node told its memory and GPUs")
     where, available, _ = room
     need = size.host_bytes(context.plan, context.world_size, context.config.training.dtype, away)
-    shown = f"{' and '.join(away)}: {size.shown(need)} a rank; {where} has {size.shown(available)}"
+    shown = f"{' and '.join(away)}: {size.format_bytes(need)} a rank; {where} has {size.format_bytes(available)}"
     if need <= 0.95 * available:
         return ok(shown)
     verdict = fail if context.local or context.level > 0 else warn
-    return verdict(shown, f"at most {size.shown(0.95 * available)}", "use more nodes, or offload less")
+    return verdict(shown, f"at most {size.format_bytes(0.95 * available)}", "use more nodes, or offload less")
 
 
 def _offloaded(context) -> dict[str, str]:
@@ -224,7 +224,8 @@ def checkpoints_fit(context):
     name, place = min(places.items(), key=lambda item: item[1].get("free", float("inf")))
     if "free" not in place:
         return skip("free space could not be measured (see CKPT001)")
-    shown = f"{count} x {size.shown(each)} = {size.shown(count * each)} needed, {size.shown(place['free'])} free"
+    needed = f"{count} x {size.format_bytes(each)} = {size.format_bytes(count * each)} needed"
+    shown = f"{needed}, {size.format_bytes(place['free'])} free"
     if place.get("bytes_per_second"):
         shown += f"; about {each / place['bytes_per_second']:.1f} s a save from one node"
     if count * each > place["free"]:
@@ -240,7 +241,7 @@ def resume_plan(context):
 
     Another engine, ZeRO stage or number of ranks is no fault: the checkpoint is then read in other pieces.
     """
-    from mmldlm.checkpoints.commit import find_latest_whole, list_checkpoints, resolve
+    from mmldlm.checkpoints.locate import find_latest_valid, list_checkpoints, locate_checkpoint
     from mmldlm.checkpoints.manifest import read_manifest
 
     config = context.config
@@ -254,7 +255,7 @@ def resume_plan(context):
         return ok("a fresh start")
     damaged: list[str] = []
     try:
-        folder = find_latest_whole(run_dir, damaged.append, False) if wanted == "auto" else resolve(wanted)
+        folder = find_latest_valid(run_dir, damaged.append, False) if wanted == "auto" else locate_checkpoint(wanted)
     except UserError as error:
         return _refused(error)
     if folder is None:
@@ -293,7 +294,7 @@ def _resume_differences(context, folder: Path, manifest: dict) -> list[str]:
         found.append("another training split")
     # Of the model, what the data settles stands in the plan.
     sections = {"model": context.plan["model"]} if "model" in context.plan else {}
-    _, refused = compare(folder, {**config.model_dump(mode="json", exclude={"model"}), **sections})
+    _, refused = diff_configs(folder, {**config.model_dump(mode="json", exclude={"model"}), **sections})
     found += refused
     return found
 

@@ -132,7 +132,7 @@ def node_answers(context):
 
 
 # Checks of their own say why these gave no value.
-_JUDGED_ELSEWHERE = ("data", "checkpoints", "gpus")
+COVERED_BY_OTHER_CHECKS = ("data", "checkpoints", "gpus")
 
 
 @check("SSH006", 1, "node", "measurements")
@@ -140,7 +140,9 @@ def everything_was_measured(context):
     """Every measurement gave a value in time; one that broke is this tool's fault, one that hung the node's."""
     for name, facts in context.facts.items():
         broken = {
-            probe: found for probe, found in facts.items() if "value" not in found and probe not in _JUDGED_ELSEWHERE
+            probe: found
+            for probe, found in facts.items()
+            if "value" not in found and probe not in COVERED_BY_OTHER_CHECKS
         }
         for probe, found in broken.items():
             if found.get("timeout"):

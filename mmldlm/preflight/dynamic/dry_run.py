@@ -13,12 +13,12 @@ import time
 import uuid
 from pathlib import Path
 
-from mmldlm.cluster.launcher_commands import TRAIN, deepspeed_line, mpi_line, srun_line, torchrun_line
+from mmldlm.cluster.launcher_commands import TRAIN, deepspeed_command, mpi_command, srun_command, torchrun_command
 from mmldlm.preflight.checks.dry_run import CHECKPOINTS
 from mmldlm.preflight.collect import data_address
 from mmldlm.preflight.context import Context
 from mmldlm.preflight.memory_model import checkpoint_bytes
-from mmldlm.preflight.remote.ssh import ROOT, Fleet
+from mmldlm.preflight.remote.ssh import ROOT, AgentPool
 
 DRY_STEPS = 2
 SLOW_DISK = 100e6  # bytes a second of a checkpoint on its way to a shared file system
@@ -45,7 +45,7 @@ def dry_seconds(context: Context) -> int:
     return int(seconds)
 
 
-def pairings(names: list[str]) -> list[list[list[str]]]:
+def pair_rounds(names: list[str]) -> list[list[list[str]]]:
     """Two rounds of groups of two (a third joins where the count is odd): a bad node is in two bad groups (DLRover)."""
     if len(names) < 3:
         return [[names]]
@@ -60,12 +60,12 @@ def _pairs(names: list[str]) -> list[list[str]]:
     return groups
 
 
-def rehearse_collectives(context: Context, fleet: Fleet) -> None:
+def rehearse_collectives(context: Context, fleet: AgentPool) -> None:
     """Level 3. Fills context.collectives: rounds [(name, nodes)], ranks {(node, local rank): {round: found}}."""
     names = [name for name in context.names if name in context.facts and name not in fleet.failures]
     if not names:
         return
-    groups = [(f"{number}.{index}", members) for number, found in enumerate(pairings(names), 1)
+    groups = [(f"{number}.{index}", members) for number, found in enumerate(pair_rounds(names), 1)
               for index, members in enumerate(found, 1)]  # fmt: skip
     if len(names) > 2:
         groups.append(("all", names))
@@ -96,7 +96,9 @@ def rehearse_collectives(context: Context, fleet: Fleet) -> None:
                 json.dumps(places[(node, local_rank)]),
             ]
             environment = {"LOCAL_RANK": str(local_rank), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-            commands.append({"command": command, "environment": {**(context.arriving(node) or {}), **environment}})
+            commands.append(
+                {"command": command, "environment": {**(context.environment_on(node) or {}), **environment}}
+            )
         return {"commands": commands, "seconds": limit}
 
     answers = fleet.ask("run", asked, timeout=limit + 10)
@@ -113,7 +115,7 @@ def rehearse_collectives(context: Context, fleet: Fleet) -> None:
     context.failures.update(fleet.failures)
 
 
-def dry_words(context: Context, name: str, more: list[str]) -> list[str]:
+def dry_run_arguments(context: Context, name: str, more: list[str]) -> list[str]:
     """Words of train.py for the rehearsal: the run's own, with two steps, a save, and a folder of its own."""
     options = context.options
     words = [w for pair in (("--config-name", options.config_name), ("--config", options.config),
@@ -127,7 +129,7 @@ def dry_words(context: Context, name: str, more: list[str]) -> list[str]:
     return [*words, *options.overrides, *own, *more]
 
 
-def rehearse_training(context: Context, fleet: Fleet) -> None:
+def rehearse_training(context: Context, fleet: AgentPool) -> None:
     """Level 4. Fills context.dry_run: steps, save, resume, losses, seconds a step; removes what it wrote."""
     name = f".preflight_{uuid.uuid4().hex[:8]}"
     folder = Path(context.config.logging.save_dir) / name
@@ -135,11 +137,11 @@ def rehearse_training(context: Context, fleet: Fleet) -> None:
     context.dry_run = found
     try:
         first = [f"training.num_train_steps={DRY_STEPS}", f"logging.save_freq={DRY_STEPS}", "training.resume=null"]
-        found["train"] = _launch(context, fleet, dry_words(context, name, first))
+        found["train"] = _launch(context, fleet, dry_run_arguments(context, name, first))
         found["log"] = _log(folder)
         if found["train"]["code"] == 0:
             more = [f"training.num_train_steps={DRY_STEPS + 1}", "logging.save_freq=1000000", "training.resume=auto"]
-            found["resume"] = _launch(context, fleet, dry_words(context, name, more))
+            found["resume"] = _launch(context, fleet, dry_run_arguments(context, name, more))
             found["log"] = _log(folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -150,7 +152,7 @@ def _log(folder: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def _launch(context: Context, fleet: Fleet, words: list[str]) -> dict:
+def _launch(context: Context, fleet: AgentPool, words: list[str]) -> dict:
     """Run train.py with these words through the chosen launcher: {"code", "output", "seconds"}."""
     options = context.options
     address = context.master_address()
@@ -162,7 +164,7 @@ def _launch(context: Context, fleet: Fleet, words: list[str]) -> dict:
     if context.launcher == "torchrun":
 
         def asked(node: str) -> dict:
-            line = torchrun_line(context.nodes, context.names.index(node), address, options.master_port, script)
+            line = torchrun_command(context.nodes, context.names.index(node), address, options.master_port, script)
             return {"commands": [{"command": line, "environment": {"OMP_NUM_THREADS": "1"}}], "seconds": limit}
 
         answers = fleet.ask("run", asked, timeout=limit + 10)
@@ -170,15 +172,15 @@ def _launch(context: Context, fleet: Fleet, words: list[str]) -> dict:
         bad = next((o for o in outputs if o["code"] != 0), outputs[0] if outputs else {"code": None, "output": ""})
         return {**bad, "seconds": time.monotonic() - started}
     if context.launcher == "mpi":
-        line = mpi_line(context.nodes, context.local, {}, options.ssh_port, script)
+        line = mpi_command(context.nodes, context.local, {}, options.ssh_port, script)
     elif context.launcher == "slurm":
-        line = srun_line(context.nodes, address, options.master_port, script)
+        line = srun_command(context.nodes, address, options.master_port, script)
     else:
         port = options.master_port
         hostfile = tempfile.NamedTemporaryFile("w", prefix="mmldlm_hostfile_")  # the user's may be a pipe, read once
         hostfile.write("".join(f"{node.name} slots={node.slots}\n" for node in context.nodes))
         hostfile.flush()
-        line = deepspeed_line(context.nodes, context.local, hostfile.name, address, port, options.ssh_port, script)
+        line = deepspeed_command(context.nodes, context.local, hostfile.name, address, port, options.ssh_port, script)
     process = subprocess.Popen(
         line, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         errors="replace", start_new_session=True,

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mmldlm.cluster.env_propagation import PREFIXES, env_files, read_env_file
-from mmldlm.cluster.launcher_commands import deepspeed_line, mpi_line, srun_line
+from mmldlm.cluster.launcher_commands import deepspeed_command, mpi_command, srun_command
 from mmldlm.preflight.context import Context
 from mmldlm.preflight.dynamic import print_environment
 
@@ -21,7 +21,7 @@ SECONDS = 60.0
 CHECKS = {"ENV002", "LNCH003"}
 
 
-def reason_not_to(context: Context) -> str | None:
+def skip_reason(context: Context) -> str | None:
     """Why nothing can be learnt from starting the launcher now; None when something can."""
     if context.local:
         return "one machine: nothing is carried"
@@ -39,7 +39,7 @@ def reason_not_to(context: Context) -> str | None:
     return None
 
 
-class Probe:
+class LauncherProbe:
     """A launch of arrived.py, one rank a node, that runs while other things are measured."""
 
     def __init__(self, context: Context):
@@ -61,12 +61,12 @@ class Probe:
         options, script = self.context.options, [print_environment.__file__]
         address = self.context.master_address()
         if self.context.launcher == "mpi":
-            return mpi_line(nodes, False, {}, options.ssh_port, script)
+            return mpi_command(nodes, False, {}, options.ssh_port, script)
         if self.context.launcher == "slurm":
-            return srun_line(nodes, address, options.master_port, script)
+            return srun_command(nodes, address, options.master_port, script)
         hostfile = Path(self._folder.name) / "hostfile"
         hostfile.write_text("".join(f"{node.name} slots=1\n" for node in nodes))
-        return deepspeed_line(nodes, False, str(hostfile), address, options.master_port, options.ssh_port, script)
+        return deepspeed_command(nodes, False, str(hostfile), address, options.master_port, options.ssh_port, script)
 
     def _read(self) -> None:
         self.output = self.process.stdout.read()
@@ -101,14 +101,14 @@ class LauncherMissing(Exception):
     """The launcher's program is not on this machine."""
 
 
-def start(context: Context) -> Probe | None:
+def start_probe(context: Context) -> LauncherProbe | None:
     """Start the probe if one of its checks is wanted and it can tell something; else context.through says why not."""
     if not CHECKS & context.chosen:
         return None
-    reason = reason_not_to(context)
+    reason = skip_reason(context)
     if reason is None:
         with contextlib.suppress(LauncherMissing):
-            return Probe(context)
+            return LauncherProbe(context)
         reason = "the launcher is not on this machine (see LNCH001)"
     context.through = {"skipped": reason}
     return None

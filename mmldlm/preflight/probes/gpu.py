@@ -10,7 +10,7 @@ _MAX_PROCESSES = 64
 _VOLATILE, _UNCORRECTED = 0, 1
 _NOT_SUPPORTED = 3
 # nvmlClocksEventReasons that mean the GPU is slowed down by heat or power supply, not by idling or its power cap.
-SLOWED = {0x8: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal", 0x80: "power brake"}
+THROTTLE_REASONS = {0x8: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal", 0x80: "power brake"}
 RECOVERY = {
     0: None,
     1: "reset the GPU",
@@ -102,7 +102,7 @@ def _gpu(nvml, index: int) -> dict:
         "ecc_uncorrected": ecc.value if has_ecc else None,
         "remap_pending": bool(remapped[2].value) if has_remap else None,
         "remap_failed": bool(remapped[3].value) if has_remap else None,
-        "slowed": [text for bit, text in SLOWED.items() if reasons.value & bit] if has_reasons else None,
+        "slowed": [text for bit, text in THROTTLE_REASONS.items() if reasons.value & bit] if has_reasons else None,
         "recovery": _recovery(nvml, device),
         "processes": _processes(nvml, device),
     }
@@ -121,10 +121,10 @@ def _processes(nvml, device) -> list[dict]:
     found = (_Process * _MAX_PROCESSES)()
     if nvml.nvmlDeviceGetComputeRunningProcesses_v3(device, ctypes.byref(count), found) != 0:
         return []
-    return [{"pid": p.pid, "memory": p.used, **_who(p.pid)} for p in found[: count.value]]
+    return [{"pid": p.pid, "memory": p.used, **_process_owner(p.pid)} for p in found[: count.value]]
 
 
-def _who(pid: int) -> dict:
+def _process_owner(pid: int) -> dict:
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             command = file.read().replace(b"\0", b" ").decode(errors="replace").strip()[:120]

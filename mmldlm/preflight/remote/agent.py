@@ -18,18 +18,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 from mmldlm.preflight.probes import PROBES
 from mmldlm.preflight.remote.connections import close, connect, listen
-from mmldlm.preflight.remote.timeouts import run_limited
+from mmldlm.preflight.remote.timeouts import run_with_timeout
 
 MARK = "@mmldlm "
 
 
-def facts(args: dict) -> dict:
+def collect_facts(args: dict) -> dict:
     """Run the named probes at the same time, each in a child with its time limit."""
     jobs = {}
     for name in args["probes"]:
         function, seconds = PROBES[name]
         jobs[name] = (lambda function=function: function(args), seconds)
-    return run_limited(jobs)
+    return run_with_timeout(jobs)
 
 
 def clock(args: dict) -> float:
@@ -37,7 +37,7 @@ def clock(args: dict) -> float:
     return time.time()
 
 
-def token(args: dict) -> dict:
+def write_probe_file(args: dict) -> dict:
     """Write (args["text"] given) or read args["path"], for the proof that a folder is shared."""
 
     def work():
@@ -58,7 +58,7 @@ def token(args: dict) -> dict:
                     return None
                 time.sleep(0.1)
 
-    return run_limited({"token": (work, 10)})["token"]
+    return run_with_timeout({"token": (work, 10)})["token"]
 
 
 def remove(args: dict) -> None:
@@ -95,7 +95,7 @@ def run(args: dict) -> list[dict]:
 
 
 ACTIONS = {
-    action.__name__: action for action in (facts, clock, listen, close, connect, token, remove, run)
+    action.__name__: action for action in (collect_facts, clock, listen, close, connect, write_probe_file, remove, run)
 }  # fmt: skip
 
 

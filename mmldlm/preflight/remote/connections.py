@@ -35,7 +35,7 @@ def listen(args: dict) -> dict:
             server.listen(4096)
         except OSError as error:
             server.close()
-            found.append({"port": port, "error": error.strerror, "holder": holder_of(port)})
+            found.append({"port": port, "error": error.strerror, "holder": port_owner(port)})
             continue
         _listening.append(server)
         threading.Thread(target=_accept, args=(server,), daemon=True).start()
@@ -150,7 +150,7 @@ def _measured(connection: socket.socket) -> dict:
     return {"ms": round(microseconds / 1000, 2), "segments": number(_SEGS_OUT), "retransmitted": lost}
 
 
-def holder_of(port: int) -> dict | None:
+def port_owner(port: int) -> dict | None:
     """pid, user and command of who listens on a TCP port here, as far as this user may see it."""
     inodes = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):

@@ -27,7 +27,7 @@ FAN_OUT = 64
 _KEPT = 2000  # bytes of what a login shell printed
 
 _NO_CWD, _NO_PYTHON = 70, 71
-_STUB = (
+BOOTSTRAP = (
     "cd {cwd} 2>/dev/null || exit 70; [ -x {python} ] || command -v {python} >/dev/null || exit 71; "
     "exec {python} -c {code}"
 )
@@ -121,7 +121,7 @@ class Agent:
         self.name, self.local = name, local
         python = shlex.quote(sys.executable)
         code = _CODE.format(root=str(ROOT), module=module)
-        stub = _STUB.format(cwd=shlex.quote(os.getcwd()), python=python, code=shlex.quote(code))
+        stub = BOOTSTRAP.format(cwd=shlex.quote(os.getcwd()), python=python, code=shlex.quote(code))
         self._command = ["sh", "-c", stub] if local else [*ssh_command(name, port, options, connect), stub]
         self._answers: queue.Queue = queue.Queue()
         self._stderr: list[str] = []
@@ -211,7 +211,7 @@ class Agent:
                 self._process.wait()
 
 
-class Fleet:
+class AgentPool:
     """All agents; what one node does or does not answer never stops the others.
 
     Attributes:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def run_limited(jobs: dict[str, tuple[Callable[[], Any], float]]) -> dict[str, dict[str, Any]]:
+def run_with_timeout(jobs: dict[str, tuple[Callable[[], Any], float]]) -> dict[str, dict[str, Any]]:
     """Run jobs at the same time, each in a forked child.
 
     Args:

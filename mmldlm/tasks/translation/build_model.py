@@ -9,7 +9,7 @@ from mmldlm.models import MultimodalMMDiT
 from mmldlm.tasks.translation.embedding_init import encoder_token_embeddings
 
 
-def initial_model(data: RunData) -> MultimodalMMDiT:
+def build_model(data: RunData) -> MultimodalMMDiT:
     """A function of config and data alone (training.seed, model.*); nothing is frozen yet, no engine wraps it."""
     config = data.config
     torch.manual_seed(config.training.seed)

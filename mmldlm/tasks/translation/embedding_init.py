@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mmldlm.data.encoders.encoder import find_model_folder
+from mmldlm.data.encoders.download import find_model_folder
 from mmldlm.data.store.store import Store
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import sha256_of

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mmldlm.config.schema import PURE_MODES, Config
 from mmldlm.data.batching.batch_plan import GlobalBatch, permute
-from mmldlm.diffusion import ContinuousDiffusion, MaskedDiffusion
+from mmldlm.diffusion import GaussianProcess, MaskedDiffusion
 from mmldlm.diffusion.timesteps import logit_normal, low_discrepancy, shift, stretch
 
 UNCONDITIONAL, L2T, T2L = range(3)
@@ -101,7 +101,7 @@ class Noiser:
     ):
         self.text = MaskedDiffusion(mask_token_id, config.text_diffusion.schedule, config.text_diffusion.eps)
         latent = config.latent_diffusion
-        self.latent = ContinuousDiffusion(latent.path, latent.prediction, latent.weighting, latent.min_snr_gamma)
+        self.latent = GaussianProcess(latent.path, latent.prediction, latent.weighting, latent.min_snr_gamma)
         self.text_config, self.latent_config = config.text_diffusion, latent
         self.pad_token_id, self.eos_token_id = pad_token_id, eos_token_id
         self.latent_mean, self.latent_std = latent_mean, latent_std
@@ -149,9 +149,10 @@ class Noiser:
         places = np.minimum(slots, batch.size - 1)  # of placeholders, any will do
         modes = modes_all[places]
         rows = store.get(ids)
-        rows, mended = self._mend(rows)
+        rows, mended = self._replace_nonfinite(rows)
         reasons = [
-            self._unusable(rows.tokens[row], rows.latents[row], lengths[sample]) for row, sample in enumerate(ids)
+            self._rejection_reason(rows.tokens[row], rows.latents[row], lengths[sample])
+            for row, sample in enumerate(ids)
         ]
         # A bad sample becomes a placeholder of weight 0, like one past the end of the batch: the same shapes and the
         # same collectives on every rank. The losses' denominators still count it: other ranks do not know.
@@ -246,7 +247,7 @@ class Noiser:
             ],
         )
 
-    def _mend(self, rows):
+    def _replace_nonfinite(self, rows):
         """stability.nan_to_num: rows whose non-finite latent values are the mean's, and what was done by row."""
         if not self.nan_to_num or np.isfinite(rows.latents).all():
             return rows, {}
@@ -255,7 +256,7 @@ class Noiser:
         mended = {int(row): f"{int(bad[row].sum())} {told}" for row in np.unique(np.nonzero(bad)[0])}
         return rows._replace(latents=np.where(bad, self.latent_mean.astype(rows.latents.dtype), rows.latents)), mended
 
-    def _unusable(self, tokens: np.ndarray, latent: np.ndarray, length: int) -> str | None:
+    def _rejection_reason(self, tokens: np.ndarray, latent: np.ndarray, length: int) -> str | None:
         """Why a sample must not be trained on, None for a sound one."""
         if not np.isfinite(latent).all():
             return f"{int((~np.isfinite(latent)).sum())} non-finite values in its latent"

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmldlm.config.schema import Config
-from mmldlm.diffusion import ContinuousDiffusion
+from mmldlm.diffusion import GaussianProcess
 
 # Sums over a micro-batch, in the order of the vector that is all-reduced once a step.
 METRICS = (
@@ -45,7 +45,7 @@ class TranslationObjective:
         # float16 lacks the range for that (its loss scale comes later).
         self._weighs_inside = config.training.dtype != "fp16"
         latent = config.latent_diffusion
-        self.latent = ContinuousDiffusion(latent.path, latent.prediction, latent.weighting, latent.min_snr_gamma)
+        self.latent = GaussianProcess(latent.path, latent.prediction, latent.weighting, latent.min_snr_gamma)
 
     def __call__(self, model, batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Run the model on a NoisedBatch.

@@ -15,17 +15,27 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.checkpoints.formats.adam_state import MOMENTS
-from mmldlm.checkpoints.formats.deepspeed.files import numel, short
-from mmldlm.checkpoints.formats.detect import METADATA, is_dcp_folder
+from mmldlm.checkpoints.formats.deepspeed.files import join_some, numel
+from mmldlm.checkpoints.formats.detect import METADATA
 from mmldlm.checkpoints.formats.dtypes import DTYPES
-from mmldlm.checkpoints.formats.torch_save.reader import MAX_PICKLE_BYTES, TorchFile, damaged, open_for_reading
-from mmldlm.checkpoints.formats.torch_save.unpickler import Inert, RefusedPickle, TensorRef, dtype_name, read_pickle
-from mmldlm.checkpoints.formats.weight_source import Part, TensorInfo, WeightSource
+from mmldlm.checkpoints.formats.torch_save.reader import (
+    MAX_PICKLE_BYTES,
+    TorchFile,
+    corrupt_file_error,
+    open_for_reading,
+)
+from mmldlm.checkpoints.formats.torch_save.unpickler import (
+    OpaqueObject,
+    RefusedPickle,
+    TensorRef,
+    dtype_name,
+    read_pickle,
+)
+from mmldlm.checkpoints.formats.weight_source import FileRange, TensorInfo, WeightSource
 from mmldlm.errors import UserError
 
 TRAINABLE = "trainable.json"
 _MODEL = "model."
-__all__ = ["METADATA", "TRAINABLE", "DcpCheckpoint", "is_dcp_folder", "read_metadata"]
 _OPTIMIZER = ("optim.", "optimizer.", "optimizers.")
 
 
@@ -70,7 +80,7 @@ class DcpItem:
             if not isinstance(stored, TensorRef) or (stored.dtype, stored.shape) != (self.ref.dtype, self.ref.shape):
                 found = f"{stored.dtype} {stored.shape}" if isinstance(stored, TensorRef) else type(stored).__name__
                 expected = f"{self.ref.dtype} {self.ref.shape}"
-                raise damaged(self.path, f"{found} for a part of {self._what}, {METADATA} says {expected}")
+                raise corrupt_file_error(self.path, f"{found} for a part of {self._what}, {METADATA} says {expected}")
             item.check_ref(stored, self._what)
             if not stored.is_contiguous:
                 raise UserError(
@@ -170,14 +180,14 @@ class DcpCheckpoint(WeightSource):
         for relative, end in ends.items():
             file = self._distcp[relative] = DcpFile(self.path / relative)
             if file.size < end:
-                raise damaged(file.path, f"it ends at byte {file.size}, its last part at {end}: cut off")
+                raise corrupt_file_error(file.path, f"it ends at byte {file.size}, its last part at {end}: cut off")
 
     def _sort(self, facts: dict[str, Any]) -> None:
         path = self.path / TRAINABLE
         trained, buffers, aliases = facts["trainable"], facts.get("buffers", []), facts.get("aliases", {})
         unknown = [name for name in [*trained, *buffers, *aliases, *aliases.values()] if name not in self.tensors]
         if unknown:
-            raise damaged(path, f"it names {short(unknown)}, which {METADATA} does not have")
+            raise corrupt_file_error(path, f"it names {join_some(unknown)}, which {METADATA} does not have")
         self.set_kinds(set(trained), set(buffers))
         self.mark_aliases(aliases, path)
 
@@ -191,13 +201,13 @@ class DcpCheckpoint(WeightSource):
             for key in MOMENTS:
                 full = f"optim.{key}.{name}"
                 if full not in tensors:
-                    raise damaged(self.path / METADATA, f"no {full}, while other weights have their moments")
+                    raise corrupt_file_error(self.path / METADATA, f"no {full}, while other weights have their moments")
                 _, shape, parts = self._tensor(full, tensors[full], places)
                 if shape != info.shape:
-                    raise damaged(self.path / METADATA, f"{full} has shape {shape}, the weight {info.shape}")
+                    raise corrupt_file_error(self.path / METADATA, f"{full} has shape {shape}, the weight {info.shape}")
                 self.moments.setdefault(key, {})[name] = parts
 
-    def _tensor(self, name: str, entry: Any, places: dict) -> tuple[str, tuple[int, ...], list[Part]]:
+    def _tensor(self, name: str, entry: Any, places: dict) -> tuple[str, tuple[int, ...], list[FileRange]]:
         """dtype, shape and parts of one tensor, its chunks checked to follow each other without gap or overlap."""
         path = self.path / METADATA
         dtype, shape, chunks = _description(path, name, entry)
@@ -212,22 +222,24 @@ class DcpCheckpoint(WeightSource):
                     "save without tensor parallelism",
                 )
             if shape and offsets[0] != row:
-                raise damaged(path, f"rows of {name} {shape} from {row} on are in no chunk, or in two")
+                raise corrupt_file_error(path, f"rows of {name} {shape} from {row} on are in no chunk, or in two")
             row += sizes[0] if shape else 1
             parts.append(self._part(name, dtype, sizes, places.get((name, offsets))))
         if sum(part.count for part in parts) != numel(shape):
-            raise damaged(path, f"the chunks of {name} {shape} hold {sum(part.count for part in parts)} elements")
+            raise corrupt_file_error(
+                path, f"the chunks of {name} {shape} hold {sum(part.count for part in parts)} elements"
+            )
         return dtype, shape, parts
 
-    def _part(self, name: str, dtype: str, sizes: tuple[int, ...], place: tuple[str, int, int] | None) -> Part:
+    def _part(self, name: str, dtype: str, sizes: tuple[int, ...], place: tuple[str, int, int] | None) -> FileRange:
         if place is None:
-            raise damaged(self.path / METADATA, f"it does not say in which file a chunk of {name} lies")
+            raise corrupt_file_error(self.path / METADATA, f"it does not say in which file a chunk of {name} lies")
         relative, offset, length = place
         file = self._distcp[relative]
         ref = TensorRef(dtype, sizes, _row_major(sizes), "", 0, numel(sizes))
         item = DcpItem(file, offset, length, ref, name, self.is_ranged)
         self.files.append(item)
-        return Part(item, ref, 0, ref.numel)
+        return FileRange(item, ref, 0, ref.numel)
 
 
 # -- .metadata --------------------------------------------------------------------------------------------------------
@@ -240,36 +252,36 @@ def read_metadata(path: Path) -> dict[str, Any]:
         UserError: damaged, of an unknown form, or asking for code to be run; nothing was executed.
     """
     if path.stat().st_size > MAX_PICKLE_BYTES:
-        raise damaged(path, f"{path.stat().st_size} bytes, far too long for a description of tensors")
+        raise corrupt_file_error(path, f"{path.stat().st_size} bytes, far too long for a description of tensors")
     try:
         value = read_pickle(path.read_bytes())
     except RefusedPickle as error:
         raise UserError(
             f"{path} to describe tensors only", f"{error}; nothing was executed", "use a checkpoint you trust"
         ) from error
-    fields = value.state if isinstance(value, Inert) and _kind_of(value) == "Metadata" else None
+    fields = value.state if isinstance(value, OpaqueObject) and _kind_of(value) == "Metadata" else None
     if not isinstance(fields, dict) or not all(
         isinstance(fields.get(key), dict) for key in ("state_dict_metadata", "storage_data")
     ):
-        raise damaged(path, "no Metadata of torch.distributed.checkpoint")
+        raise corrupt_file_error(path, "no Metadata of torch.distributed.checkpoint")
     if not all(isinstance(name, str) for name in fields["state_dict_metadata"]):
-        raise damaged(path, "names that are no text")
+        raise corrupt_file_error(path, "names that are no text")
     return fields
 
 
 def _kind_of(value: Any) -> str:
-    return value.kind.rpartition(".")[2] if isinstance(value, Inert) else ""
+    return value.kind.rpartition(".")[2] if isinstance(value, OpaqueObject) else ""
 
 
 def _fields(path: Path, value: Any, kind: str) -> dict[str, Any]:
     if _kind_of(value) != kind or not isinstance(value.state, dict):
-        raise damaged(path, f"{str(value)[:80]} where a {kind} should stand")
+        raise corrupt_file_error(path, f"{str(value)[:80]} where a {kind} should stand")
     return value.state
 
 
 def _sizes(path: Path, value: Any) -> tuple[int, ...]:
     if not isinstance(value, tuple) or not all(type(size) is int and size >= 0 for size in value):
-        raise damaged(path, f"{str(value)[:80]} where sizes should stand")
+        raise corrupt_file_error(path, f"{str(value)[:80]} where sizes should stand")
     return value
 
 
@@ -282,7 +294,7 @@ def _description(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...
     dtype = dtype_name(state[0]) if isinstance(state, tuple) and state else None
     chunks = fields.get("chunks")
     if dtype is None or not isinstance(chunks, list):
-        raise damaged(path, f"no dtype or no chunks of {name}")
+        raise corrupt_file_error(path, f"no dtype or no chunks of {name}")
     cut = []
     for chunk in chunks:
         held = _fields(path, chunk, "ChunkStorageMetadata")
@@ -306,10 +318,10 @@ def _places(path: Path, storage: dict) -> dict[tuple[str, tuple[int, ...]], tupl
         if relative not in inside:
             is_inside = isinstance(relative, str) and relative and not Path(relative).is_absolute()
             if not is_inside or ".." in Path(relative).parts:
-                raise damaged(path, f"{name} lies in a file {str(relative)[:80]!r} outside the checkpoint")
+                raise corrupt_file_error(path, f"{name} lies in a file {str(relative)[:80]!r} outside the checkpoint")
             inside.add(relative)
         if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
-            raise damaged(path, f"{name} lies at bytes {offset!r} + {length!r} of {relative}")
+            raise corrupt_file_error(path, f"{name} lies at bytes {offset!r} + {length!r} of {relative}")
         places[name, _sizes(path, offsets)] = (relative, offset, length)
     return places
 
@@ -324,7 +336,7 @@ def _read_trainable(folder: Path) -> dict[str, Any] | None:
         if not all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in lists):
             raise ValueError("names that are no text")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise damaged(path, f"no JSON object with a list `trainable` ({error!r})") from error
+        raise corrupt_file_error(path, f"no JSON object with a list `trainable` ({error!r})") from error
     return facts
 
 

@@ -12,24 +12,27 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.checkpoints.formats.adam_state import MOMENTS
-from mmldlm.checkpoints.formats.dcp.reader import METADATA, TRAINABLE
+from mmldlm.checkpoints.formats.dcp.reader import TRAINABLE
 from mmldlm.checkpoints.formats.deepspeed.files import numel
-from mmldlm.checkpoints.formats.optimizer_metadata import KEPT, PLAIN_SCALER, TrainingFacts, plain_scaler
-from mmldlm.checkpoints.formats.torch_save.pickler import Global, NewObject, NewTensor, PickleWriter, Size
-from mmldlm.checkpoints.formats.torch_save.writer import TorchLayout, TorchOutput
+from mmldlm.checkpoints.formats.detect import METADATA
+from mmldlm.checkpoints.formats.optimizer_metadata import COPIED_KEYS, PLAIN_SCALER, OptimizerMetadata, plain_scaler
+from mmldlm.checkpoints.formats.torch_save.pickler import GlobalRef, ObjectSpec, PickleWriter, TensorSpec, TorchSize
+from mmldlm.checkpoints.formats.torch_save.writer import TorchFileLayout, TorchFileWriter
 from mmldlm.checkpoints.formats.weight_source import TensorInfo, WeightSource
-from mmldlm.checkpoints.formats.write_plan import WEIGHT, Plan, Segment
+from mmldlm.checkpoints.formats.write_plan import WEIGHT, WritePlan, WriteSegment
 
 _DCP = "torch.distributed.checkpoint.metadata"
 
 
-def plan_dcp(source: WeightSource, facts: TrainingFacts | None, world_size: int, folder: Path) -> tuple[Plan, bytes]:
+def plan_dcp(
+    source: WeightSource, facts: OptimizerMetadata | None, world_size: int, folder: Path
+) -> tuple[WritePlan, bytes]:
     """The plan (sweep) of the ranks' files in `folder`, and the bytes of its .metadata.
 
     Args:
         facts: None where nobody knows what was trained: the weights alone are written.
     """
-    items: list[list[tuple[str, str, NewTensor, int, tuple[int, ...]]]] = [[] for _ in range(world_size)]
+    items: list[list[tuple[str, str, TensorSpec, int, tuple[int, ...]]]] = [[] for _ in range(world_size)]
     described: dict[str, tuple[str, tuple[int, ...], list[tuple]]] = {}
     for name, info in source.tensors.items():
         if info.alias_of:
@@ -40,17 +43,17 @@ def plan_dcp(source: WeightSource, facts: TrainingFacts | None, world_size: int,
                 chunks = list(_chunks(info, world_size))
                 described[_key(name, what)] = (dtype, info.shape, [(offsets, sizes) for _, offsets, sizes in chunks])
                 for rank, offsets, sizes in chunks:
-                    items[rank].append((name, what, NewTensor(dtype, sizes), rank, offsets))
-    plan, places = Plan(), {}
+                    items[rank].append((name, what, TensorSpec(dtype, sizes), rank, offsets))
+    plan, places = WritePlan(), {}
     for rank, held in enumerate(items):
-        layouts = [TorchLayout(tensor, "archive") for _, _, tensor, _, _ in held]
+        layouts = [TorchFileLayout(tensor, "archive") for _, _, tensor, _, _ in held]
         if not layouts:
             continue
-        file = TorchOutput(folder / f"__{rank}_0.distcp", layouts)
+        file = TorchFileWriter(folder / f"__{rank}_0.distcp", layouts)
         plan.files.append(file)
         for (name, what, tensor, _, offsets), layout, base in zip(held, layouts, file.bases):
             start = offsets[0] * numel(source.tensors[name].shape[1:]) if offsets else 0
-            plan.send(name, what, [Segment(file, tensor, 0, start, tensor.numel)])
+            plan.send(name, what, [WriteSegment(file, tensor, 0, start, tensor.numel)])
             places[_key(name, what), offsets] = (file.path.name, base, layout.size)
     for name, info in source.tensors.items():
         if info.alias_of:
@@ -60,14 +63,14 @@ def plan_dcp(source: WeightSource, facts: TrainingFacts | None, world_size: int,
     return plan, _metadata(described, places)
 
 
-def write_descriptions(source: WeightSource, facts: TrainingFacts | None, metadata: bytes, folder: Path) -> None:
+def write_descriptions(source: WeightSource, facts: OptimizerMetadata | None, metadata: bytes, folder: Path) -> None:
     """.metadata, whose presence makes the folder a checkpoint, and trainable.json."""
     if facts is not None:
-        (folder / TRAINABLE).write_text(json.dumps(trainable_of(source, facts)) + "\n")
+        (folder / TRAINABLE).write_text(json.dumps(trainable_names(source, facts)) + "\n")
     (folder / METADATA).write_bytes(metadata)
 
 
-def trainable_of(source: WeightSource, facts: TrainingFacts) -> dict[str, Any]:
+def trainable_names(source: WeightSource, facts: OptimizerMetadata) -> dict[str, Any]:
     """trainable.json: what DCP itself does not say, and what DeepSpeed would want to know again."""
     kinds = {kind: [name for name, info in source.tensors.items() if info.kind == kind] for kind in ("buffer", "alias")}
     return {
@@ -78,7 +81,7 @@ def trainable_of(source: WeightSource, facts: TrainingFacts) -> dict[str, Any]:
         "steps": facts.steps,
         "compute_dtype": facts.compute_dtype,
         "deepspeed": {
-            **{key: facts.optimizer[key] for key in KEPT if key in facts.optimizer},
+            **{key: facts.optimizer[key] for key in COPIED_KEYS if key in facts.optimizer},
             PLAIN_SCALER: plain_scaler(facts.optimizer["loss_scaler"]),
         },
     }
@@ -106,25 +109,28 @@ def _chunks(info: TensorInfo, world: int) -> Iterator[tuple[int, tuple[int, ...]
 
 
 def _metadata(described: dict[str, tuple[str, tuple[int, ...], list[tuple]]], places: dict) -> bytes:
-    layout = NewObject(Global("torch.serialization", "_get_layout"), ("torch.strided",))
-    memory = NewObject(Global(_DCP, "_MEM_FORMAT_ENCODING"), (0,))
+    layout = ObjectSpec(GlobalRef("torch.serialization", "_get_layout"), ("torch.strided",))
+    memory = ObjectSpec(GlobalRef(_DCP, "_MEM_FORMAT_ENCODING"), (0,))
     tensors, storage = {}, {}
     for key, (dtype, shape, chunks) in described.items():
-        properties = NewObject(
-            Global(_DCP, "TensorProperties"), state=(Global("torch", dtype), layout, False, memory, False)
+        properties = ObjectSpec(
+            GlobalRef(_DCP, "TensorProperties"), state=(GlobalRef("torch", dtype), layout, False, memory, False)
         )
         pieces = [
-            NewObject(Global(_DCP, "ChunkStorageMetadata"), state={"offsets": Size(offsets), "sizes": Size(sizes)})
+            ObjectSpec(
+                GlobalRef(_DCP, "ChunkStorageMetadata"),
+                state={"offsets": TorchSize(offsets), "sizes": TorchSize(sizes)},
+            )
             for offsets, sizes in chunks
         ]
-        state = {"properties": properties, "size": Size(shape), "chunks": pieces}
-        tensors[key] = NewObject(Global(_DCP, "TensorStorageMetadata"), state=state)
+        state = {"properties": properties, "size": TorchSize(shape), "chunks": pieces}
+        tensors[key] = ObjectSpec(GlobalRef(_DCP, "TensorStorageMetadata"), state=state)
         for number, (offsets, _) in enumerate(chunks):
-            index = {"fqn": key, "offset": Size(offsets), "index": number}
+            index = {"fqn": key, "offset": TorchSize(offsets), "index": number}
             file, at, length = places[key, offsets]
             info = {"relative_path": file, "offset": at, "length": length, "transform_descriptors": None}
-            storage[NewObject(Global(_DCP, "MetadataIndex"), state=_Frozen(index))] = NewObject(
-                Global("torch.distributed.checkpoint.filesystem", "_StorageInfo"), state=info
+            storage[ObjectSpec(GlobalRef(_DCP, "MetadataIndex"), state=_Frozen(index))] = ObjectSpec(
+                GlobalRef("torch.distributed.checkpoint.filesystem", "_StorageInfo"), state=info
             )
     fields = {
         "state_dict_metadata": tensors,
@@ -134,7 +140,7 @@ def _metadata(described: dict[str, tuple[str, tuple[int, ...], list[tuple]]], pl
         "version": "1.0.0",
     }
     pickled = PickleWriter()
-    pickled.add(NewObject(Global(_DCP, "Metadata"), state=fields))
+    pickled.add(ObjectSpec(GlobalRef(_DCP, "Metadata"), state=fields))
     return pickled.finish()
 
 

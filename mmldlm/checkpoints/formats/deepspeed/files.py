@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.checkpoints.formats.dtypes import DTYPES
-from mmldlm.checkpoints.formats.torch_save.reader import TorchFile, damaged
-from mmldlm.checkpoints.formats.torch_save.unpickler import Inert, TensorRef
+from mmldlm.checkpoints.formats.torch_save.reader import TorchFile, corrupt_file_error
+from mmldlm.checkpoints.formats.torch_save.unpickler import OpaqueObject, TensorRef
 from mmldlm.errors import UserError
 
 _OPTIM = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _MODEL3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
-_FOREIGN = re.compile(r"(layer_\d+.*|.*expert_\d+.*)[_-](model|optim)_states\.pt")
-SAME_SAVE = "restore all files from one and the same save"
+_OTHER_FRAMEWORKS = re.compile(r"(layer_\d+.*|.*expert_\d+.*)[_-](model|optim)_states\.pt")
+SAME_SAVE_HINT = "restore all files from one and the same save"
 
 
 def is_zero_folder(folder: Path) -> bool:
@@ -67,7 +67,7 @@ def list_files(folder: Path) -> tuple[dict[int, Path], dict[int, Path], dict[int
         elif found := _MODEL.fullmatch(name):
             rank, mp, into = 0, int(found[1]), model
         else:
-            kind = "pipeline or expert parallel" if _FOREIGN.fullmatch(name) else "unknown"
+            kind = "pipeline or expert parallel" if _OTHER_FRAMEWORKS.fullmatch(name) else "unknown"
             fix = "convert such checkpoints with DeepSpeed's own tools"
             raise UserError(f"ZeRO files only in {folder}", f"{name} ({kind})", fix)
         if mp != 0:
@@ -75,11 +75,11 @@ def list_files(folder: Path) -> tuple[dict[int, Path], dict[int, Path], dict[int
             raise UserError(f"a checkpoint without tensor parallelism in {folder}", f"{name} (mp_rank {mp})", fix)
         if rank in into:
             found_two = f"a second file of rank {rank}, beside {into[rank].name}"
-            raise damaged(path, found_two, "remove the one that belongs to another save")
+            raise corrupt_file_error(path, found_two, "remove the one that belongs to another save")
         into[rank] = path
     if model and model3:
         beside = f"model files of ZeRO-3 ({model3[min(model3)].name}) beside one of another stage"
-        raise damaged(model[0], beside, "remove the files of the other checkpoint")
+        raise corrupt_file_error(model[0], beside, "remove the files of the other checkpoint")
     if not model and not model3:
         raise missing(folder, "mp_rank_00_model_states.pt or zero_pp_rank_*_model_states.pt", "neither")
     return optim, model, model3
@@ -96,7 +96,7 @@ def open_named(path: Path, is_ranged: bool = False) -> TorchFile:
     if file.top not in (path.stem, "archive"):
         file.close()
         renamed = f"it was saved as {file.top}.pt and renamed since: rank files are swapped"
-        raise damaged(path, renamed, "restore the files under the names they were saved with")
+        raise corrupt_file_error(path, renamed, "restore the files under the names they were saved with")
     return file
 
 
@@ -105,10 +105,10 @@ def check_ranks(folder: Path, files: dict[int, Path], world_size: int, what: str
     wanted = set(range(world_size))
     absent, extra = sorted(wanted - set(files)), sorted(set(files) - wanted)
     if absent:
-        raise missing(folder, f"{world_size} {what} files, one for each rank", f"none for rank(s) {short(absent)}")
+        raise missing(folder, f"{world_size} {what} files, one for each rank", f"none for rank(s) {join_some(absent)}")
     if extra:
         found = f"a file of rank {extra[0]}, but the checkpoint is of {world_size} ranks (dp_world_size)"
-        raise damaged(files[extra[0]], found, "remove the files that an older run of more ranks left behind")
+        raise corrupt_file_error(files[extra[0]], found, "remove the files that an older run of more ranks left behind")
 
 
 # -- fields ---------------------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def check_ranks(folder: Path, files: dict[int, Path], world_size: int, what: str
 def load_dict(file: TorchFile) -> dict:
     state = file.load()
     if not isinstance(state, dict):
-        raise damaged(file.path, f"a {type(state).__name__} where DeepSpeed saves a dict")
+        raise corrupt_file_error(file.path, f"a {type(state).__name__} where DeepSpeed saves a dict")
     return state
 
 
@@ -125,14 +125,14 @@ def inner_optimizer(file: TorchFile) -> dict:
     """The optimizer's state in an optim_states file."""
     inner = load_dict(file).get("optimizer_state_dict")
     if not isinstance(inner, dict):
-        raise damaged(file.path, "no optimizer_state_dict in it: no optimizer file of ZeRO")
+        raise corrupt_file_error(file.path, "no optimizer_state_dict in it: no optimizer file of ZeRO")
     return inner
 
 
 def count_of(file: TorchFile, state: dict, key: str) -> int:
     value = state.get(key)
     if type(value) is not int or value < 0:
-        raise damaged(file.path, f"{key} = {value!r} where a count should stand")
+        raise corrupt_file_error(file.path, f"{key} = {value!r} where a count should stand")
     return value
 
 
@@ -146,12 +146,12 @@ def configured_stage(state: dict) -> int:
 
 def saved_stage(file: TorchFile, inner: dict) -> int:
     stage: Any = inner.get("zero_stage")
-    if isinstance(stage, Inert) and len(stage.args) == 1:
+    if isinstance(stage, OpaqueObject) and len(stage.args) == 1:
         stage = stage.args[0]
     if stage is None and "single_partition_of_fp32_groups" in inner:
         stage = 1  # BF16_Optimizer does not say
     if stage not in (1, 2, 3):
-        raise damaged(file.path, f"zero_stage {stage!r}")
+        raise corrupt_file_error(file.path, f"zero_stage {stage!r}")
     return int(stage)
 
 
@@ -162,26 +162,28 @@ def check_same_step(files: list[TorchFile], states: list[dict], world_size: int)
         steps = [_read_scalar(file, ref) for ref in _step_refs(state)]
         first = first if first is not None else steps
         if steps != first:
-            raise damaged(file.path, f"optimizer step {steps} while {files[0].path.name} is at {first}", SAME_SAVE)
+            raise corrupt_file_error(
+                file.path, f"optimizer step {steps} while {files[0].path.name} is at {first}", SAME_SAVE_HINT
+            )
         counts = state.get("partition_count")
         for count in counts if isinstance(counts, list) else [counts]:
             if type(count) is int and count != world_size:
                 found = f"partition_count = {count}, but dp_world_size is {world_size}"
-                raise damaged(file.path, found, SAME_SAVE)
+                raise corrupt_file_error(file.path, found, SAME_SAVE_HINT)
 
 
 def param_shapes(file: TorchFile, state: dict) -> list[dict[str, tuple[int, ...]]]:
     """One dict name -> shape for each group, in the order of the flat weights."""
     groups = state.get("param_shapes")
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-        raise damaged(file.path, "no param_shapes in it: the order of the flat weights is unknown")
+        raise corrupt_file_error(file.path, "no param_shapes in it: the order of the flat weights is unknown")
     for name, shape in ((n, s) for group in groups for n, s in group.items()):
         is_shape = isinstance(shape, tuple) and all(type(size) is int and size >= 0 for size in shape)
         if not isinstance(name, str) or not is_shape:
-            raise damaged(file.path, f"param_shapes says {name!r}: {shape!r}")
+            raise corrupt_file_error(file.path, f"param_shapes says {name!r}: {shape!r}")
     names = [name for group in groups for name in group]
     if len(names) != len(set(names)):
-        raise damaged(file.path, "param_shapes names a parameter twice")
+        raise corrupt_file_error(file.path, "param_shapes names a parameter twice")
     return groups
 
 
@@ -195,11 +197,13 @@ def flat_groups(file: TorchFile, inner: dict, key: str, count: int) -> list[Tens
     flats = inner.get(key)
     if not isinstance(flats, list) or len(flats) != count or not all(isinstance(flat, TensorRef) for flat in flats):
         found = f"{len(flats)} entries" if isinstance(flats, list) else type(flats).__name__
-        raise damaged(file.path, f"{key} should hold {count} flat tensors (one for each group), it has {found}")
+        raise corrupt_file_error(
+            file.path, f"{key} should hold {count} flat tensors (one for each group), it has {found}"
+        )
     for flat in flats:
         file.check_ref(flat, key)
         if not flat.is_contiguous or not DTYPES[flat.dtype].is_float or DTYPES[flat.dtype].itemsize == 1:
-            raise damaged(file.path, f"{key} holds a {flat.dtype} tensor of shape {flat.shape}")
+            raise corrupt_file_error(file.path, f"{key} holds a {flat.dtype} tensor of shape {flat.shape}")
     return flats
 
 
@@ -213,7 +217,9 @@ def inner_paddings(file: TorchFile, inner: dict, group: int, count: int) -> list
     except (TypeError, IndexError, KeyError):
         pads = []
     if len(pads) != count or not all(type(pad) is int and pad >= 0 for pad in pads):
-        raise damaged(file.path, f"param_alignment_paddings of group {group}: {str(pads)[:80]}, {count} parameters")
+        raise corrupt_file_error(
+            file.path, f"param_alignment_paddings of group {group}: {str(pads)[:80]}, {count} parameters"
+        )
     return pads
 
 
@@ -224,7 +230,7 @@ def numel(shape: tuple[int, ...]) -> int:
     return count
 
 
-def short(values: list) -> str:
+def join_some(values: list) -> str:
     """The first few of many, for a message."""
     text = ", ".join(str(value) for value in values[:4])
     return text + (f" and {len(values) - 4} more" if len(values) > 4 else "")

@@ -17,14 +17,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from mmldlm.checkpoints.formats.adam_state import (
+    check_equal_steps,
     flat_moments,
     group_names,
     moments_by_name,
     states_by_index,
-    stepped_alike,
 )
 from mmldlm.checkpoints.formats.deepspeed.files import (
-    SAME_SAVE,
+    SAME_SAVE_HINT,
     buffer_names,
     check_ranks,
     check_same_step,
@@ -34,6 +34,7 @@ from mmldlm.checkpoints.formats.deepspeed.files import (
     flat_groups,
     inner_optimizer,
     inner_paddings,
+    join_some,
     list_files,
     load_dict,
     missing,
@@ -41,15 +42,14 @@ from mmldlm.checkpoints.formats.deepspeed.files import (
     open_named,
     param_shapes,
     saved_stage,
-    short,
 )
 from mmldlm.checkpoints.formats.deepspeed.partitioning import gather_parts, slice_parts, slice_sizes
 from mmldlm.checkpoints.formats.deepspeed.universal_reader import add_universal, is_universal
 from mmldlm.checkpoints.formats.deepspeed.zero0_masters import match_masters, order_of_masters
 from mmldlm.checkpoints.formats.model_pt.reader import add_plain_tensors, tensors_of
-from mmldlm.checkpoints.formats.torch_save.reader import TorchFile, damaged
+from mmldlm.checkpoints.formats.torch_save.reader import TorchFile, corrupt_file_error
 from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
-from mmldlm.checkpoints.formats.weight_source import Part, TensorInfo, WeightSource
+from mmldlm.checkpoints.formats.weight_source import FileRange, TensorInfo, WeightSource
 from mmldlm.errors import UserError
 
 
@@ -99,7 +99,7 @@ class ZeroCheckpoint(WeightSource):
             for key in ("global_steps", "dp_world_size", "ds_version"):
                 if state.get(key) != models[0].get(key):
                     first = f"{models[0].get(key)!r} in {model_files[0].path.name}"
-                    raise damaged(file.path, f"{key} = {state.get(key)!r}, but {first}", SAME_SAVE)
+                    raise corrupt_file_error(file.path, f"{key} = {state.get(key)!r}, but {first}", SAME_SAVE_HINT)
         if not optim and is_universal(self.path):
             self.stage = configured_stage(models[0])
             self._read_universal(model_files, models)
@@ -121,7 +121,7 @@ class ZeroCheckpoint(WeightSource):
             found = (
                 f"a model file of {'ZeRO-3' if model3 else 'another stage'}, with optimizer files of ZeRO-{self.stage}"
             )
-            raise damaged(model_files[0].path, found, SAME_SAVE)
+            raise corrupt_file_error(model_files[0].path, found, SAME_SAVE_HINT)
         if self.stage == 3:
             check_ranks(self.path, model3, self.world_size, "model_states")
             self._read_zero3(model_files, models, optim_files, inners)
@@ -150,8 +150,8 @@ class ZeroCheckpoint(WeightSource):
         """The model's order, and nothing that is named but nowhere stored."""
         unknown = [name for name in module if name not in self.tensors]
         if unknown:
-            found = f"module names {short(unknown)}, whose weights are nowhere in the checkpoint"
-            raise damaged(self.files[0].path, found)
+            found = f"module names {join_some(unknown)}, whose weights are nowhere in the checkpoint"
+            raise corrupt_file_error(self.files[0].path, found)
         order = [*module, *(name for name in self.tensors if name not in module)]
         self.tensors = {name: self.tensors[name] for name in order}
 
@@ -168,7 +168,7 @@ class ZeroCheckpoint(WeightSource):
         shared = state.get("shared_params") or state.get("aliases")
         self.mark_aliases(shared if isinstance(shared, dict) else {}, file.path)
 
-    def _add_trainable(self, name: str, shape: tuple[int, ...], parts: list[Part]) -> None:
+    def _add_trainable(self, name: str, shape: tuple[int, ...], parts: list[FileRange]) -> None:
         self.tensors[name] = TensorInfo(name, "float32", shape, "trainable")
         self._parts[name] = [part for part in parts if part.count]
 
@@ -216,7 +216,7 @@ class ZeroCheckpoint(WeightSource):
         for name, shape in trainable.items():
             if name not in self._parts or module[name].shape != shape:
                 found = module[name].shape if name in module else "nothing of that name"
-                raise damaged(file.path, f"param_shapes has {name} {shape}, module has {found}")
+                raise corrupt_file_error(file.path, f"param_shapes has {name} {shape}, module has {found}")
         ranks = list(zip(optim, inners))
         states = self._states(optim, inners, "base_optimizer_state", len(groups))
         all_flats = [flat_groups(f, i, "single_partition_of_fp32_groups", len(groups)) for f, i in ranks]
@@ -247,14 +247,14 @@ class ZeroCheckpoint(WeightSource):
                 found = (
                     f"rank {rank} holds {flat.numel} {flat.dtype} elements of group {group}, its slice is {expected}"
                 )
-                raise damaged(file.path, found, SAME_SAVE)
+                raise corrupt_file_error(file.path, found, SAME_SAVE_HINT)
 
     def _states(self, optim: list[TorchFile], inners: list[dict], key: str, count: int) -> list[list[dict]]:
         """The inner optimizers' states on every rank; [] where nobody wants them, or none has stepped."""
         if not self.with_moments:
             return []
         states = [states_by_index(file, inner.get(key), count) for file, inner in zip(optim, inners)]
-        return states if stepped_alike(optim, states) else []
+        return states if check_equal_steps(optim, states) else []
 
     # -- ZeRO-3 -----------------------------------------------------------------------------------------------------
 
@@ -266,7 +266,9 @@ class ZeroCheckpoint(WeightSource):
         groups = param_shapes(file, state)
         for other, other_state in zip(model_files[1:], models[1:]):
             if param_shapes(other, other_state) != groups:
-                raise damaged(other.path, f"its param_shapes differ from those in {file.path.name}", SAME_SAVE)
+                raise corrupt_file_error(
+                    other.path, f"its param_shapes differ from those in {file.path.name}", SAME_SAVE_HINT
+                )
         buffers = {name: ref for name, ref in module.items() if name in buffer_names(state)}
         add_plain_tensors(self, file, buffers, dict.fromkeys(buffers, "buffer"))
         world = len(optim)
@@ -278,7 +280,7 @@ class ZeroCheckpoint(WeightSource):
             for rank_file, flat in zip(optim, flats):
                 if flat.numel != needed or flat.dtype != flats[0].dtype:
                     found = f"{flat.numel} {flat.dtype} elements of sub-group {number}, its parameters need {needed}"
-                    raise damaged(rank_file.path, found, SAME_SAVE)
+                    raise corrupt_file_error(rank_file.path, found, SAME_SAVE_HINT)
             moments = flat_moments(optim, states, number, [[needed]] * world) if states else {}
             offset = 0
             for name, shape in group.items():
@@ -300,11 +302,13 @@ class ZeroCheckpoint(WeightSource):
                 ref = held.get(name)
                 if not isinstance(ref, TensorRef) or ref.numel != share or not ref.is_contiguous:
                     found = f"its fragment of frozen {name} is {getattr(ref, 'shape', ref)}, not ({share},)"
-                    raise damaged(file.path, found)
+                    raise corrupt_file_error(file.path, found)
                 file.check_ref(ref, name)
                 flats.append(ref)
             if len({flat.dtype for flat in flats}) > 1:
-                raise damaged(files[0].path, f"fragments of frozen {name} have different dtypes over the ranks")
+                raise corrupt_file_error(
+                    files[0].path, f"fragments of frozen {name} have different dtypes over the ranks"
+                )
             self.tensors[name] = TensorInfo(name, flats[0].dtype, tuple(shape), "frozen")
             self._parts[name] = [part for part in gather_parts(files, flats, 0, numel(shape)) if part.count]
 
@@ -312,6 +316,6 @@ class ZeroCheckpoint(WeightSource):
         for alias, owner in (state.get("shared_params") or {}).items():
             if owner not in self.tensors:
                 found = f"{alias} is tied to {owner}, whose weights are nowhere in the checkpoint"
-                raise damaged(file.path, found)
+                raise corrupt_file_error(file.path, found)
             info = self.tensors[owner]
             self.tensors[alias] = TensorInfo(alias, info.dtype, info.shape, "alias", owner)

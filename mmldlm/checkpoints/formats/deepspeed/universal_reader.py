@@ -12,9 +12,9 @@ from typing import Any
 from mmldlm.checkpoints.formats.adam_state import MOMENTS
 from mmldlm.checkpoints.formats.deepspeed.files import missing, numel
 from mmldlm.checkpoints.formats.dtypes import DTYPES
-from mmldlm.checkpoints.formats.torch_save.reader import TorchFile, damaged
+from mmldlm.checkpoints.formats.torch_save.reader import TorchFile, corrupt_file_error
 from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
-from mmldlm.checkpoints.formats.weight_source import Part, TensorInfo, WeightSource
+from mmldlm.checkpoints.formats.weight_source import FileRange, TensorInfo, WeightSource
 
 FOLDER = "zero"
 
@@ -41,9 +41,9 @@ def add_universal(source: WeightSource, groups: list[dict[str, tuple[int, ...]]]
         source.moments[key] = {name: _state(source, folder, name, key, shape) for name, shape in shapes.items()}
 
 
-def _state(source: WeightSource, folder: Path, name: str, key: str, shape: tuple[int, ...]) -> list[Part]:
+def _state(source: WeightSource, folder: Path, name: str, key: str, shape: tuple[int, ...]) -> list[FileRange]:
     if Path(name).name != name:
-        raise damaged(source.path, f"a parameter named {name!r}, which is no name of a folder")
+        raise corrupt_file_error(source.path, f"a parameter named {name!r}, which is no name of a folder")
     path = folder / name / f"{key}.pt"
     if not path.is_file():
         raise missing(path.parent, f"{key}.pt of {name}", "no such file")
@@ -53,8 +53,8 @@ def _state(source: WeightSource, folder: Path, name: str, key: str, shape: tuple
     ref = value.get("param") if isinstance(value, dict) else value
     if not isinstance(ref, TensorRef) or ref.shape not in (shape, (numel(shape),)) or not ref.is_contiguous:
         found = f"a tensor of shape {ref.shape}" if isinstance(ref, TensorRef) else f"a {type(ref).__name__}"
-        raise damaged(path, f"{found} where {key} of {name} {shape} should stand")
+        raise corrupt_file_error(path, f"{found} where {key} of {name} {shape} should stand")
     if not DTYPES[ref.dtype].is_float or DTYPES[ref.dtype].itemsize == 1:
-        raise damaged(path, f"{key} of {name} in {ref.dtype}")
+        raise corrupt_file_error(path, f"{key} of {name} in {ref.dtype}")
     file.check_ref(ref, f"{key} of {name}")
-    return [Part(file, ref, 0, ref.numel)] if ref.numel else []
+    return [FileRange(file, ref, 0, ref.numel)] if ref.numel else []

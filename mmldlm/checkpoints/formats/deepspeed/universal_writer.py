@@ -21,30 +21,30 @@ from mmldlm.checkpoints.formats.adam_state import MOMENTS
 from mmldlm.checkpoints.formats.deepspeed.files import load_dict, param_shapes
 from mmldlm.checkpoints.formats.deepspeed.reader import ZeroCheckpoint
 from mmldlm.checkpoints.formats.deepspeed.writer import LAYOUT, ZeroTarget, flat_groups_of, plan_model_states, scalar
-from mmldlm.checkpoints.formats.optimizer_metadata import PLAIN_SCALER, TrainingFacts, plain_scaler
-from mmldlm.checkpoints.formats.torch_save.pickler import NewTensor
+from mmldlm.checkpoints.formats.optimizer_metadata import PLAIN_SCALER, OptimizerMetadata, plain_scaler
+from mmldlm.checkpoints.formats.torch_save.pickler import TensorSpec
 from mmldlm.checkpoints.formats.torch_save.reader import TorchFile
-from mmldlm.checkpoints.formats.torch_save.writer import TorchLayout, TorchOutput, write_torch
+from mmldlm.checkpoints.formats.torch_save.writer import TorchFileLayout, TorchFileWriter, write_torch
 from mmldlm.checkpoints.formats.weight_source import WeightSource
-from mmldlm.checkpoints.formats.write_plan import WEIGHT, Plan, Segment
+from mmldlm.checkpoints.formats.write_plan import WEIGHT, WritePlan, WriteSegment
 
 TAG = "universal"
 
 
-def plan_universal(source: WeightSource, facts: TrainingFacts, folder: Path) -> Plan:
+def plan_universal(source: WeightSource, facts: OptimizerMetadata, folder: Path) -> WritePlan:
     """The plan (sweep) of universal/zero/, and of the model files where the source has none, in `folder`."""
-    out, plan, stage = folder / TAG, Plan(), stage_of(source)
+    out, plan, stage = folder / TAG, WritePlan(), stage_of(source)
     for name, info in source.tensors.items():
         if info.kind != "trainable":
             # DeepSpeed's tool writes these from ZeRO-1 and 2 alone, widened; its loader reads them in the model files.
             if stage < 3:
-                tensor = NewTensor("float32", info.shape)
+                tensor = TensorSpec("float32", info.shape)
                 _send(plan, info.alias_of or name, WEIGHT, out / "zero" / name / "fp32.pt", {"param": tensor}, tensor)
             continue
         # ZeRO-3 is loaded flat, ZeRO-1 and 2 in the parameter's shape: as ds_to_universal leaves them.
         shape = (info.numel,) if stage == 3 else info.shape
         for what, key in ((WEIGHT, "fp32"), *((moment, moment) for moment in MOMENTS)):
-            tensor = NewTensor("float32", shape)
+            tensor = TensorSpec("float32", shape)
             value = tensor if stage == 3 else {"cat_dim": 0, "param": tensor}
             _send(plan, name, what, out / "zero" / name / f"{key}.pt", value, tensor)
     if not model_files(source):
@@ -52,13 +52,13 @@ def plan_universal(source: WeightSource, facts: TrainingFacts, folder: Path) -> 
     return plan
 
 
-def _send(plan: Plan, name: str, what: str, path: Path, value: Any, tensor: NewTensor) -> None:
-    file = TorchOutput(path, [TorchLayout(value, path.stem)])
+def _send(plan: WritePlan, name: str, what: str, path: Path, value: Any, tensor: TensorSpec) -> None:
+    file = TorchFileWriter(path, [TorchFileLayout(value, path.stem)])
     plan.files.append(file)
-    plan.send(name, what, [Segment(file, tensor, 0, 0, tensor.numel)])
+    plan.send(name, what, [WriteSegment(file, tensor, 0, 0, tensor.numel)])
 
 
-def write_rest(source: WeightSource, facts: TrainingFacts, folder: Path) -> int:
+def write_rest(source: WeightSource, facts: OptimizerMetadata, folder: Path) -> int:
     """All that is no tensor of the plan; returns the bytes of the model files, which are copied and checked."""
     out, stage, copied = folder / TAG, stage_of(source), 0
     if stage < 3:
@@ -87,7 +87,7 @@ def model_files(source: WeightSource) -> list[TorchFile]:
     return [file for file in source.files if file.path.name.endswith("model_states.pt")]
 
 
-def _optimizer_state(source: WeightSource, facts: TrainingFacts, stage: int) -> dict[str, Any]:
+def _optimizer_state(source: WeightSource, facts: OptimizerMetadata, stage: int) -> dict[str, Any]:
     kept = {key: value for key, value in facts.optimizer.items() if key != "loss_scaler"}
     kept[PLAIN_SCALER] = plain_scaler(facts.optimizer["loss_scaler"])
     owner = {name: number for number, group in enumerate(facts.groups) for name in group.names}
@@ -102,7 +102,7 @@ def _optimizer_state(source: WeightSource, facts: TrainingFacts, stage: int) -> 
     return state
 
 
-def _flat_groups(source: WeightSource, facts: TrainingFacts, stage: int) -> list[Iterable[str]]:
+def _flat_groups(source: WeightSource, facts: OptimizerMetadata, stage: int) -> list[Iterable[str]]:
     """The names in each flat group that param_shapes of the model files lists."""
     files = model_files(source)
     if files:

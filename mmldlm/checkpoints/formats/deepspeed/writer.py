@@ -15,15 +15,15 @@ import numpy as np
 
 from mmldlm.checkpoints.formats.adam_state import MOMENTS
 from mmldlm.checkpoints.formats.deepspeed.partitioning import slice_sizes
-from mmldlm.checkpoints.formats.optimizer_metadata import TrainingFacts
-from mmldlm.checkpoints.formats.torch_save.pickler import Global, NewObject, NewTensor, Size
-from mmldlm.checkpoints.formats.torch_save.writer import TorchLayout, TorchOutput
+from mmldlm.checkpoints.formats.optimizer_metadata import OptimizerMetadata
+from mmldlm.checkpoints.formats.torch_save.pickler import GlobalRef, ObjectSpec, TensorSpec, TorchSize
+from mmldlm.checkpoints.formats.torch_save.writer import TorchFileLayout, TorchFileWriter
 from mmldlm.checkpoints.formats.weight_source import WeightSource
-from mmldlm.checkpoints.formats.write_plan import WEIGHT, Plan, Segment
+from mmldlm.checkpoints.formats.write_plan import WEIGHT, WritePlan, WriteSegment
 
 LAYOUT = "0.19.8"  # the DeepSpeed whose layout this is
 SUB_GROUP_SIZE = 10**9  # zero_optimization.sub_group_size where a DeepSpeed config says nothing
-_FRAGMENT = Global("deepspeed.utils.tensor_fragment", "fragment_address")
+_FRAGMENT = GlobalRef("deepspeed.utils.tensor_fragment", "fragment_address")
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class ZeroTarget:
     sub_group_size: int = SUB_GROUP_SIZE
 
 
-def plan_zero(source: WeightSource, facts: TrainingFacts, target: ZeroTarget, folder: Path) -> Plan:
+def plan_zero(source: WeightSource, facts: OptimizerMetadata, target: ZeroTarget, folder: Path) -> WritePlan:
     """The plan (sweep) that writes the checkpoint into `folder`."""
-    plan = Plan()
+    plan = WritePlan()
     plan_model_states(plan, source, facts, target, folder)
     _plan_optimizer(plan, source, facts, target, folder)
     return plan
@@ -101,7 +101,7 @@ def _gathered(group: list[str], sizes: dict[str, int], rank: int, world: int) ->
     return _Flat(offset, offset, pieces, gaps)
 
 
-def flat_groups_of(source: WeightSource, facts: TrainingFacts, target: ZeroTarget) -> list[tuple[int, list[str]]]:
+def flat_groups_of(source: WeightSource, facts: OptimizerMetadata, target: ZeroTarget) -> list[tuple[int, list[str]]]:
     """(number of the optimizer's group, names) of every flat group; ZeRO-3 closes one that has reached its size."""
     found: list[tuple[int, list[str]]] = []
     for number, group in enumerate(facts.groups):
@@ -119,20 +119,22 @@ def flat_groups_of(source: WeightSource, facts: TrainingFacts, target: ZeroTarge
     return found
 
 
-def _plan_optimizer(plan: Plan, source: WeightSource, facts: TrainingFacts, target: ZeroTarget, folder: Path) -> None:
+def _plan_optimizer(
+    plan: WritePlan, source: WeightSource, facts: OptimizerMetadata, target: ZeroTarget, folder: Path
+) -> None:
     numbered = flat_groups_of(source, facts, target)
     flats = _flats(source, [names for _, names in numbered], target)
     prefix = "bf16_" if facts.compute_dtype == "bfloat16" else ""
     for rank in _ranks(target):
         masters, states = [], {}
-        padding: list[tuple[NewTensor, int, int]] = []
-        sent: list[tuple[_Flat, str, NewTensor]] = []
+        padding: list[tuple[TensorSpec, int, int]] = []
+        sent: list[tuple[_Flat, str, TensorSpec]] = []
         for number, flat in enumerate(flats[rank]):
             # ZeRO-1 and 2 save masters without the tail's padding, moments with it.
-            masters.append(NewTensor("float32", (flat.held,)))
+            masters.append(TensorSpec("float32", (flat.held,)))
             sent.append((flat, WEIGHT, masters[-1]))
             if facts.steps is not None:
-                moments = {what: NewTensor("float32", (flat.size,)) for what in MOMENTS}
+                moments = {what: TensorSpec("float32", (flat.size,)) for what in MOMENTS}
                 states[number] = {"step": scalar(facts.steps), **moments}
                 sent += [(flat, what, tensor) for what, tensor in moments.items()]
         for flat, _, tensor in sent:
@@ -141,14 +143,14 @@ def _plan_optimizer(plan: Plan, source: WeightSource, facts: TrainingFacts, targ
         inner = _inner(source, facts, target, flats, rank, optimizer, masters)
         value = {"optimizer_state_dict": inner, "ds_config": ds_config(facts, target), "ds_version": LAYOUT}
         path = folder / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        file = TorchOutput(path, [TorchLayout(value, path.stem)], padding)
+        file = TorchFileWriter(path, [TorchFileLayout(value, path.stem)], padding)
         plan.files.append(file)
         for flat, what, tensor in sent:
             for piece in flat.pieces:
-                plan.send(piece.name, what, [Segment(file, tensor, piece.at, piece.start, piece.count)])
+                plan.send(piece.name, what, [WriteSegment(file, tensor, piece.at, piece.start, piece.count)])
 
 
-def _param_groups(facts: TrainingFacts, numbered: list[tuple[int, list[str]]]) -> list[dict[str, Any]]:
+def _param_groups(facts: OptimizerMetadata, numbered: list[tuple[int, list[str]]]) -> list[dict[str, Any]]:
     """The optimizer's groups, whose parameters are the flat groups by number."""
     return [
         {**group.settings, "params": [flat for flat, (owner, _) in enumerate(numbered) if owner == number]}
@@ -158,12 +160,12 @@ def _param_groups(facts: TrainingFacts, numbered: list[tuple[int, list[str]]]) -
 
 def _inner(
     source: WeightSource,
-    facts: TrainingFacts,
+    facts: OptimizerMetadata,
     target: ZeroTarget,
     flats: list[list[_Flat]],
     rank: int,
     optimizer: dict[str, Any],
-    masters: list[NewTensor],
+    masters: list[TensorSpec],
 ) -> dict[str, Any]:
     """`optimizer_state_dict` of a rank's file."""
     common = {"zero_stage": target.stage, **facts.optimizer}
@@ -180,31 +182,34 @@ def _inner(
         "partition_count": [target.world_size] * len(mine),
         "ds_version": LAYOUT,
         "param_slice_mappings": [
-            {piece.name: NewObject(_FRAGMENT, state={"numel": piece.count, "start": piece.at}) for piece in flat.pieces}
+            {
+                piece.name: ObjectSpec(_FRAGMENT, state={"numel": piece.count, "start": piece.at})
+                for piece in flat.pieces
+            }
             for flat in mine
         ],
     }
 
 
-def scalar(value: float) -> NewTensor:
+def scalar(value: float) -> TensorSpec:
     """A 0-d float32 tensor, as torch's AdamW keeps its step count."""
-    return NewTensor("float32", (), [np.array([value], np.float32)])
+    return TensorSpec("float32", (), [np.array([value], np.float32)])
 
 
 # -- the model's files ------------------------------------------------------------------------------------------------
 
 
 def plan_model_states(
-    plan: Plan, source: WeightSource, facts: TrainingFacts, target: ZeroTarget, folder: Path
+    plan: WritePlan, source: WeightSource, facts: OptimizerMetadata, target: ZeroTarget, folder: Path
 ) -> list[Path]:
     """Adds the *_model_states.pt files to a plan; returns their paths."""
     if target.stage == 3:
         return [_plan_model3(plan, source, facts, target, folder, rank) for rank in _ranks(target)]
-    module: dict[str, NewTensor] = {}
+    module: dict[str, TensorSpec] = {}
     for name, info in source.tensors.items():
         if not info.alias_of:
             dtype = facts.compute_dtype if info.kind == "trainable" else info.dtype
-            module[name] = NewTensor(dtype, info.shape)
+            module[name] = TensorSpec(dtype, info.shape)
     stored = dict(module)
     module = {name: stored[info.alias_of or name] for name, info in source.tensors.items()}
     frozen = {name: info.shape for name, info in source.tensors.items() if info.kind == "frozen"}
@@ -213,33 +218,33 @@ def plan_model_states(
     value = {
         **_common(source, facts, target),
         "module": module,
-        "frozen_param_shapes": {name: Size(shape) for name, shape in frozen.items()} if is_saved else None,
+        "frozen_param_shapes": {name: TorchSize(shape) for name, shape in frozen.items()} if is_saved else None,
         "frozen_param_fragments": fragments if is_saved else None,
     }
     path = folder / "mp_rank_00_model_states.pt"
-    file = TorchOutput(path, [TorchLayout(value, path.stem)])
+    file = TorchFileWriter(path, [TorchFileLayout(value, path.stem)])
     plan.files.append(file)
     for name, tensor in stored.items():
-        plan.send(name, WEIGHT, [Segment(file, tensor, 0, 0, tensor.numel)])
+        plan.send(name, WEIGHT, [WriteSegment(file, tensor, 0, 0, tensor.numel)])
     return [path]
 
 
 def _plan_model3(
-    plan: Plan, source: WeightSource, facts: TrainingFacts, target: ZeroTarget, folder: Path, rank: int
+    plan: WritePlan, source: WeightSource, facts: OptimizerMetadata, target: ZeroTarget, folder: Path, rank: int
 ) -> Path:
-    nothing = {dtype: NewTensor(dtype, (0,), []) for dtype in {facts.compute_dtype, *_frozen_dtypes(source)}}
+    nothing = {dtype: TensorSpec(dtype, (0,), []) for dtype in {facts.compute_dtype, *_frozen_dtypes(source)}}
     module, fragments, shapes = {}, {}, {}
     padding, sent = [], []
     for name, info in source.tensors.items():
         owner = source.tensors[info.alias_of] if info.alias_of else info
         if owner.kind == "buffer":
-            module[name] = NewTensor(info.dtype, info.shape)
+            module[name] = TensorSpec(info.dtype, info.shape)
             sent.append((name, module[name], _Piece(name, 0, 0, info.numel)))
             continue
         module[name] = nothing[facts.compute_dtype if owner.kind == "trainable" else owner.dtype]
         if info.kind == "frozen":
             flat = _gathered([name], {name: info.numel}, rank, target.world_size)
-            shapes[name], fragments[name] = Size(info.shape), NewTensor(info.dtype, (flat.size,))
+            shapes[name], fragments[name] = TorchSize(info.shape), TensorSpec(info.dtype, (flat.size,))
             padding += [(fragments[name], first, count) for first, count in flat.gaps]
             sent += [(name, fragments[name], piece) for piece in flat.pieces]
     value = {
@@ -249,10 +254,10 @@ def _plan_model3(
         "frozen_param_fragments": fragments,
     }
     path = folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
-    file = TorchOutput(path, [TorchLayout(value, path.stem)], padding)
+    file = TorchFileWriter(path, [TorchFileLayout(value, path.stem)], padding)
     plan.files.append(file)
     for name, tensor, piece in sent:
-        plan.send(name, WEIGHT, [Segment(file, tensor, piece.at, piece.start, piece.count)])
+        plan.send(name, WEIGHT, [WriteSegment(file, tensor, piece.at, piece.start, piece.count)])
     return path
 
 
@@ -260,9 +265,10 @@ def _frozen_dtypes(source: WeightSource) -> Iterator[str]:
     return (info.dtype for info in source.tensors.values() if info.kind == "frozen")
 
 
-def _common(source: WeightSource, facts: TrainingFacts, target: ZeroTarget) -> dict[str, Any]:
+def _common(source: WeightSource, facts: OptimizerMetadata, target: ZeroTarget) -> dict[str, Any]:
     shapes = [
-        {name: Size(source.tensors[name].shape) for name in names} for _, names in flat_groups_of(source, facts, target)
+        {name: TorchSize(source.tensors[name].shape) for name in names}
+        for _, names in flat_groups_of(source, facts, target)
     ]
     return {
         "buffer_names": [name for name, info in source.tensors.items() if info.kind == "buffer"],
@@ -277,7 +283,7 @@ def _common(source: WeightSource, facts: TrainingFacts, target: ZeroTarget) -> d
     }
 
 
-def ds_config(facts: TrainingFacts, target: ZeroTarget) -> dict[str, Any]:
+def ds_config(facts: OptimizerMetadata, target: ZeroTarget) -> dict[str, Any]:
     """The source's DeepSpeed config with the new stage, or as much of one as is certain."""
     config = dict(facts.ds_config)
     zero = config.get("zero_optimization")

@@ -11,9 +11,9 @@ import zlib
 from typing import Any
 
 from mmldlm.checkpoints.formats.dtypes import DTYPES, cast
-from mmldlm.checkpoints.formats.torch_save.reader import CHUNK_BYTES, TorchFile, damaged
+from mmldlm.checkpoints.formats.torch_save.reader import CHUNK_BYTES, TorchFile, corrupt_file_error
 from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
-from mmldlm.checkpoints.formats.weight_source import Part, read_parts
+from mmldlm.checkpoints.formats.weight_source import FileRange, read_parts
 from mmldlm.errors import UserError
 
 
@@ -21,9 +21,9 @@ def match_masters(
     file: TorchFile,
     optimizer: dict,
     names: Any,
-    mirrors: dict[str, list[Part]],
+    mirrors: dict[str, list[FileRange]],
     shapes: dict[str, tuple[int, ...]],
-) -> dict[str, Part] | None:
+) -> dict[str, FileRange] | None:
     """name -> its fp32 master; None where the optimizer keeps none (an fp32 engine).
 
     Args:
@@ -42,18 +42,18 @@ def match_masters(
     if groups is None:
         return None
     if not isinstance(groups, list) or not all(isinstance(group, list) for group in groups):
-        raise damaged(file.path, "fp32_groups is no list of lists of tensors")
+        raise corrupt_file_error(file.path, "fp32_groups is no list of lists of tensors")
     flat = [(number, ref) for number, group in enumerate(groups) for ref in group]
     for _, ref in flat:
         if not isinstance(ref, TensorRef) or not ref.is_contiguous:
-            raise damaged(file.path, "fp32_groups holds something that is no plain tensor")
+            raise corrupt_file_error(file.path, "fp32_groups holds something that is no plain tensor")
         file.check_ref(ref, "fp32_groups")
     if _are_names(names, [len(group) for group in groups]):
         return _named(file, flat, [name for group in names for name in group], shapes)
     return _by_value(file, flat, mirrors, shapes)
 
 
-def order_of_masters(optimizer: dict, masters: dict[str, Part]) -> list[str]:
+def order_of_masters(optimizer: dict, masters: dict[str, FileRange]) -> list[str]:
     """Names of the masters in the order in which the optimizer counts them."""
     names = {id(part.ref): name for name, part in masters.items()}
     groups = optimizer.get("fp32_groups")
@@ -70,16 +70,18 @@ def _are_names(names: Any, counts: list[int]) -> bool:
     return isinstance(names, list) and all(isinstance(n, list) for n in names) and [len(n) for n in names] == counts
 
 
-def _named(file: TorchFile, flat: list, names: list[str], shapes: dict) -> dict[str, Part]:
+def _named(file: TorchFile, flat: list, names: list[str], shapes: dict) -> dict[str, FileRange]:
     masters = {}
     for name, (_, ref) in zip(names, flat):
         if shapes.get(name) != ref.shape:
-            raise damaged(file.path, f"the master of {name} has shape {ref.shape}, the weight {shapes.get(name)}")
-        masters[name] = Part(file, ref, 0, ref.numel)
+            raise corrupt_file_error(
+                file.path, f"the master of {name} has shape {ref.shape}, the weight {shapes.get(name)}"
+            )
+        masters[name] = FileRange(file, ref, 0, ref.numel)
     return masters
 
 
-def _flat_masters(file: TorchFile, groups: Any, names: Any, shapes: dict) -> dict[str, Part]:
+def _flat_masters(file: TorchFile, groups: Any, names: Any, shapes: dict) -> dict[str, FileRange]:
     """FP16_Optimizer: one flat tensor for each group, its parameters back to back."""
     if not (isinstance(groups, list) and isinstance(names, list) and len(names) == len(groups)):
         raise UserError(
@@ -90,23 +92,27 @@ def _flat_masters(file: TorchFile, groups: Any, names: Any, shapes: dict) -> dic
     masters = {}
     for ref, group in zip(groups, names):
         if not isinstance(ref, TensorRef) or len(ref.shape) != 1 or not isinstance(group, list):
-            raise damaged(file.path, "fp32_groups_flat holds something that is no flat tensor")
+            raise corrupt_file_error(file.path, "fp32_groups_flat holds something that is no flat tensor")
         file.check_ref(ref, "fp32_groups_flat")
         offset = 0
         for name in group:
             if name not in shapes:
-                raise damaged(file.path, f"optimizer_param_names has {name!r}, which is no parameter of the module")
+                raise corrupt_file_error(
+                    file.path, f"optimizer_param_names has {name!r}, which is no parameter of the module"
+                )
             count = 1
             for size in shapes[name]:
                 count *= size
-            masters[name] = Part(file, ref, offset, count)
+            masters[name] = FileRange(file, ref, offset, count)
             offset += count
         if offset != ref.numel:
-            raise damaged(file.path, f"a flat group of {ref.numel} masters, its parameters have {offset} elements")
+            raise corrupt_file_error(
+                file.path, f"a flat group of {ref.numel} masters, its parameters have {offset} elements"
+            )
     return masters
 
 
-def _by_value(file: TorchFile, flat: list, mirrors: dict[str, list[Part]], shapes: dict) -> dict[str, Part]:
+def _by_value(file: TorchFile, flat: list, mirrors: dict[str, list[FileRange]], shapes: dict) -> dict[str, FileRange]:
     low_dtypes = {parts[0].ref.dtype for parts in mirrors.values() if parts}
     candidates: dict[tuple, list[str]] = {}
     for name, parts in mirrors.items():
@@ -115,7 +121,7 @@ def _by_value(file: TorchFile, flat: list, mirrors: dict[str, list[Part]], shape
             candidates.setdefault((shapes[name], fingerprint), []).append(name)
     wanted: dict[tuple, list[tuple[int, TensorRef, bool]]] = {}
     for group, ref in flat:
-        part = Part(file, ref, 0, ref.numel)
+        part = FileRange(file, ref, 0, ref.numel)
         for low in sorted(low_dtypes):
             fingerprint, is_exact = _fingerprint(part, low)
             key = (ref.shape, fingerprint)
@@ -138,11 +144,11 @@ def _by_value(file: TorchFile, flat: list, mirrors: dict[str, list[Part]], shape
                 f"{len(found)} masters for {', '.join(names)}, whose 16-bit weights are the same bits",
                 "save with client_state={'optimizer_param_names': [[names of group 0], ...]}, or train with ZeRO-1",
             )
-        masters.update({name: Part(file, ref, 0, ref.numel) for name, (_, ref, _) in zip(names, found)})
+        masters.update({name: FileRange(file, ref, 0, ref.numel) for name, (_, ref, _) in zip(names, found)})
     return masters
 
 
-def _fingerprint(part: Part, low: str) -> tuple[tuple, bool]:
+def _fingerprint(part: FileRange, low: str) -> tuple[tuple, bool]:
     """Two checksums of a tensor's elements rounded to dtype `low`, and whether the rounding lost nothing."""
     source = part.ref.dtype
     step = CHUNK_BYTES // DTYPES[source].itemsize

@@ -9,7 +9,7 @@ from mmldlm.checkpoints.formats.adam_state import group_names, moments_by_name, 
 from mmldlm.checkpoints.formats.deepspeed.files import load_dict
 from mmldlm.checkpoints.formats.torch_save.reader import TorchFile
 from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
-from mmldlm.checkpoints.formats.weight_source import Part, TensorInfo, WeightSource
+from mmldlm.checkpoints.formats.weight_source import FileRange, TensorInfo, WeightSource
 from mmldlm.errors import UserError
 
 _NESTED = ("model", "state_dict", "model_state_dict", "module")
@@ -31,7 +31,7 @@ def add_plain_tensors(
             source.tensors[name] = TensorInfo(name, source.tensors[owner].dtype, ref.shape, "alias", owner)
             continue
         source.tensors[name] = TensorInfo(name, ref.dtype, ref.shape, kinds.get(name, "parameter"))
-        source._parts[name] = [Part(file, ref, 0, ref.numel)] if ref.numel else []
+        source._parts[name] = [FileRange(file, ref, 0, ref.numel)] if ref.numel else []
 
 
 def tensors_of(value: Any, path: Path, what: str, notes: list[str]) -> dict[str, TensorRef]:

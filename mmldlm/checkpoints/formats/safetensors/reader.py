@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.checkpoints.formats.deepspeed.files import numel
-from mmldlm.checkpoints.formats.detect import INDEX, SINGLE, find_safetensors
+from mmldlm.checkpoints.formats.detect import INDEX, find_safetensors
 from mmldlm.checkpoints.formats.dtypes import DTYPES
 from mmldlm.checkpoints.formats.safetensors.writer import MAX_HEADER_BYTES
-from mmldlm.checkpoints.formats.torch_save.reader import damaged, open_for_reading
+from mmldlm.checkpoints.formats.torch_save.reader import corrupt_file_error, open_for_reading
 from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
-from mmldlm.checkpoints.formats.weight_source import Part, TensorInfo, WeightSource
+from mmldlm.checkpoints.formats.weight_source import FileRange, TensorInfo, WeightSource
 
-__all__ = ["INDEX", "SINGLE", "SafetensorsFile", "SafetensorsModel", "find_safetensors"]
 _BY_CODE = {dtype.safetensors: name for name, dtype in DTYPES.items()}
 
 
@@ -42,12 +41,14 @@ class SafetensorsFile:
         size = os.fstat(self._fd).st_size
         length = int.from_bytes(os.pread(self._fd, 8, 0), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            raise damaged(self.path, f"{size} bytes with a header of {length}: no safetensors file, or cut off")
+            raise corrupt_file_error(
+                self.path, f"{size} bytes with a header of {length}: no safetensors file, or cut off"
+            )
         try:
             header = json.loads(os.pread(self._fd, length, 8))
             metadata = header.pop("__metadata__", {})
         except (ValueError, AttributeError, RecursionError) as error:
-            raise damaged(self.path, f"a header that is no JSON object ({str(error)[:80]})") from error
+            raise corrupt_file_error(self.path, f"a header that is no JSON object ({str(error)[:80]})") from error
         self.metadata: dict[str, str] = metadata if isinstance(metadata, dict) else {}
         self._base = 8 + length
         self.tensors: dict[str, tuple[str, tuple[int, ...], int]] = {}  # name -> dtype, shape, first byte
@@ -55,10 +56,10 @@ class SafetensorsFile:
         end = 0
         for start, stop in sorted(spans):
             if start != end:
-                raise damaged(self.path, f"tensors that overlap or leave a gap at byte {end} of the data")
+                raise corrupt_file_error(self.path, f"tensors that overlap or leave a gap at byte {end} of the data")
             end = stop
         if self._base + end != size:
-            raise damaged(
+            raise corrupt_file_error(
                 self.path, f"{size} bytes where its header asks for {self._base + end}: cut off or appended to"
             )
 
@@ -71,7 +72,7 @@ class SafetensorsFile:
         except (KeyError, TypeError, ValueError):
             good = False
         if not good:
-            raise damaged(self.path, f"{name} described as {str(entry)[:120]}")
+            raise corrupt_file_error(self.path, f"{name} described as {str(entry)[:120]}")
         self.tensors[name] = (dtype, shape, start)
         return start, stop
 
@@ -90,7 +91,7 @@ class SafetensorsFile:
         while view:
             got = os.preadv(self._fd, [view], position)
             if got == 0:
-                raise damaged(self.path, f"the file ends at byte {position} while it is being read")
+                raise corrupt_file_error(self.path, f"the file ends at byte {position} while it is being read")
             view, position = view[got:], position + got
 
     def check_ref_crc(self, ref: TensorRef) -> None:
@@ -138,7 +139,7 @@ class SafetensorsModel(WeightSource):
         stride = tuple(numel(shape[axis + 1 :]) for axis in range(len(shape)))
         ref = TensorRef(dtype, shape, stride, name, 0, numel(shape))
         self.tensors[name] = TensorInfo(name, dtype, shape, "parameter")
-        self._parts[name] = [Part(file, ref, 0, ref.numel)] if ref.numel else []
+        self._parts[name] = [FileRange(file, ref, 0, ref.numel)] if ref.numel else []
 
     def _read_shards(self, index: Path) -> None:
         try:
@@ -149,15 +150,15 @@ class SafetensorsModel(WeightSource):
             if any(Path(name).name != name for name in names):
                 raise ValueError("a shard outside the folder")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise damaged(index, f"no index of shards ({error!r})") from error
+            raise corrupt_file_error(index, f"no index of shards ({error!r})") from error
         files = {name: self._open(index.parent / name) for name in names}
         for name, shard in shard_of.items():
             if name not in files[shard].tensors:
-                raise damaged(files[shard].path, f"no {name}, which {index.name} looks for in it")
+                raise corrupt_file_error(files[shard].path, f"no {name}, which {index.name} looks for in it")
             self._add(files[shard], name)
         extra = [name for file in files.values() for name in file.tensors if name not in shard_of]
         if extra:
-            raise damaged(index, f"it does not list {extra[0]}, which a shard holds")
+            raise corrupt_file_error(index, f"it does not list {extra[0]}, which a shard holds")
 
     def _read_metadata(self) -> None:
         """What our own converter wrote into the header: the step, and the second names of tied weights."""

@@ -21,7 +21,7 @@ _STORAGE_OF = {dtype: name for name, dtype in STORAGES.items()}
 
 
 @dataclass(frozen=True, eq=False)
-class NewTensor:
+class TensorSpec:
     """A tensor to write; one that stands in several places is stored once, and torch.load ties them again.
 
     Attributes:
@@ -42,12 +42,12 @@ class NewTensor:
         return self.numel * DTYPES[self.dtype].itemsize
 
 
-class Size(tuple):
+class TorchSize(tuple):
     """A torch.Size."""
 
 
 @dataclass(frozen=True)
-class Global:
+class GlobalRef:
     """Something by its name: torch.float32, a class."""
 
     module: str
@@ -55,10 +55,10 @@ class Global:
 
 
 @dataclass(frozen=True)
-class NewObject:
+class ObjectSpec:
     """An object of a class: class(*args) where `args` are given, else one that was not initialised, then `state`."""
 
-    type: Global
+    type: GlobalRef
     args: tuple | None = None
     state: Any = None
 
@@ -72,14 +72,14 @@ class PickleWriter:
 
     def __init__(self) -> None:
         self.out = bytearray(b"\x80\x02")
-        self.tensors: list[NewTensor] = []
+        self.tensors: list[TensorSpec] = []
         self._keys: dict[int, int] = {}
 
     def finish(self) -> bytes:
         return bytes(self.out + b".")
 
     def add(self, value: Any) -> None:
-        if isinstance(value, NewTensor):
+        if isinstance(value, TensorSpec):
             self._tensor(value)
         elif value is None or isinstance(value, bool):
             self.out += {None: b"N", True: b"\x88", False: b"\x89"}[value]
@@ -98,14 +98,14 @@ class PickleWriter:
             self.out += b"u"
         elif isinstance(value, list):
             self._items(b"](", value, b"e")
-        elif isinstance(value, Size):
-            self._global(Global("torch", "Size"))
+        elif isinstance(value, TorchSize):
+            self._global(GlobalRef("torch", "Size"))
             self._items(b"((", value, b"ttR")
         elif isinstance(value, tuple):
             self._items(b"(", value, b"t")
-        elif isinstance(value, Global):
+        elif isinstance(value, GlobalRef):
             self._global(value)
-        elif isinstance(value, NewObject):
+        elif isinstance(value, ObjectSpec):
             self._object(value)
         else:
             raise TypeError(f"a {type(value).__name__} in a file for torch")
@@ -116,10 +116,10 @@ class PickleWriter:
             self.add(item)
         self.out += after
 
-    def _global(self, value: Global) -> None:
+    def _global(self, value: GlobalRef) -> None:
         self.out += f"c{value.module}\n{value.name}\n".encode()
 
-    def _object(self, value: NewObject) -> None:
+    def _object(self, value: ObjectSpec) -> None:
         self._global(value.type)
         if value.args is None:
             self.out += b")\x81"
@@ -129,20 +129,20 @@ class PickleWriter:
             self.add(value.state)
             self.out += b"b"
 
-    def _tensor(self, tensor: NewTensor) -> None:
+    def _tensor(self, tensor: TensorSpec) -> None:
         """_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks)."""
         key = self._keys.setdefault(id(tensor), len(self.tensors))
         if key == len(self.tensors):
             self.tensors.append(tensor)
         stride = tuple(max(numel(tensor.shape[axis + 1 :]), 1) for axis in range(len(tensor.shape)))
-        self._global(Global("torch._utils", "_rebuild_tensor_v2"))
+        self._global(GlobalRef("torch._utils", "_rebuild_tensor_v2"))
         self.out += b"(("
         self.add("storage")
-        self._global(Global("torch", _STORAGE_OF[tensor.dtype]))
+        self._global(GlobalRef("torch", _STORAGE_OF[tensor.dtype]))
         for item in (str(key), "cpu", tensor.numel):
             self.add(item)
         self.out += b"tQ"
         for item in (0, tensor.shape, stride, False):
             self.add(item)
-        self._global(Global("collections", "OrderedDict"))
+        self._global(GlobalRef("collections", "OrderedDict"))
         self.out += b")RtR"

@@ -21,7 +21,7 @@ from typing import Any
 from mmldlm.checkpoints.formats.dtypes import DTYPES
 from mmldlm.checkpoints.formats.torch_save.unpickler import RefusedPickle, TensorRef, read_pickle
 from mmldlm.checkpoints.formats.torch_save.zip_directory import BadZip, Entry, read_directory
-from mmldlm.checkpoints.io.crc32 import CrcRuns
+from mmldlm.checkpoints.io.crc32 import RangedCrc32
 from mmldlm.checkpoints.late_numpy import np
 from mmldlm.errors import UserError
 
@@ -36,7 +36,7 @@ _NEAR_BYTES = 4096
 MAX_PICKLE_BYTES = 512 << 20
 
 
-def damaged(
+def corrupt_file_error(
     path: Path, found: str, fix: str = "copy the file again from where it was saved, or use an older checkpoint"
 ):
     """The error for a file that cannot be trusted."""
@@ -63,7 +63,7 @@ def open_for_reading(path: Path) -> int:
             raise_file_limit(error)
             return os.open(path, os.O_RDONLY)
     except OSError as error:
-        raise damaged(path, f"it cannot be opened: {error.strerror}") from error
+        raise corrupt_file_error(path, f"it cannot be opened: {error.strerror}") from error
 
 
 class _Record:
@@ -72,7 +72,7 @@ class _Record:
     def __init__(self, start: int, size: int, crc: int):
         self.start = start  # of the payload, in bytes from the zip's start
         self.size, self.crc = size, crc
-        self.read = CrcRuns()  # the CRC runs along with reading
+        self.read = RangedCrc32()  # the CRC runs along with reading
         self.is_touched = self.is_good = False
 
 
@@ -105,7 +105,9 @@ class TorchFile:
             size = os.fstat(self._fd).st_size
             self._base, self.file_size = window or (0, size)
             if self._base + self.file_size > size:
-                raise damaged(self.path, f"it ends at byte {size}, an item of it at {self._base + self.file_size}")
+                raise corrupt_file_error(
+                    self.path, f"it ends at byte {size}, an item of it at {self._base + self.file_size}"
+                )
             self._index()
         except BaseException:
             self.close()
@@ -117,12 +119,12 @@ class TorchFile:
             entries = read_directory(self.file_size, self._read_at)
         except (BadZip, OSError) as error:
             if self._starts_with(b"\x80"):
-                raise damaged(
+                raise corrupt_file_error(
                     self.path,
                     "torch's old format (not a zip file), whose bytes carry no checksums",
                     'save with "checkpoint": {"checkpoint_serialization": true} in the DeepSpeed config',
                 ) from error
-            raise damaged(
+            raise corrupt_file_error(
                 self.path, f"no zip file of {self.file_size} bytes ({error}): cut off or overwritten"
             ) from error
         self.records: dict[str, _Record] = {}
@@ -131,15 +133,19 @@ class TorchFile:
             top, _, name = entry.name.partition("/")
             tops.add(top)
             if name in self.records:
-                raise damaged(self.path, f"record {entry.name} stands in it twice")
+                raise corrupt_file_error(self.path, f"record {entry.name} stands in it twice")
             if entry.method or entry.flags & 0x1 or entry.stored != entry.size:
-                raise damaged(self.path, f"record {entry.name} is compressed or encrypted, torch never writes that")
+                raise corrupt_file_error(
+                    self.path, f"record {entry.name} is compressed or encrypted, torch never writes that"
+                )
             self.records[name] = _Record(self._payload_start(entry), entry.size, entry.crc)
         if len(tops) != 1 or "data.pkl" not in self.records:
-            raise damaged(self.path, "a zip file that torch.save did not write (no data.pkl under one top folder)")
+            raise corrupt_file_error(
+                self.path, "a zip file that torch.save did not write (no data.pkl under one top folder)"
+            )
         self.top = tops.pop()
         if "byteorder" in self.records and self.read_record("byteorder") != b"little":
-            raise damaged(self.path, "tensors in big-endian byte order", "save on a little-endian machine")
+            raise corrupt_file_error(self.path, "tensors in big-endian byte order", "save on a little-endian machine")
 
     def _starts_with(self, prefix: bytes) -> bool:
         return os.pread(self._fd, len(prefix), self._base) == prefix
@@ -163,11 +169,11 @@ class TorchFile:
         # The central directory does not say how long the local header's extra field is; torch pads there to align.
         header = self._read_at(entry.header_at, 30)
         if len(header) != 30 or header[:4] != b"PK\x03\x04":
-            raise damaged(self.path, f"no local header where record {entry.name} should start")
+            raise corrupt_file_error(self.path, f"no local header where record {entry.name} should start")
         name_length, extra_length = struct.unpack("<HH", header[26:30])
         start = entry.header_at + 30 + name_length + extra_length
         if start + entry.size > self.file_size:
-            raise damaged(self.path, f"record {entry.name} runs past the end of the file")
+            raise corrupt_file_error(self.path, f"record {entry.name} runs past the end of the file")
         return start
 
     def close(self) -> None:
@@ -191,7 +197,7 @@ class TorchFile:
         while done < len(view):
             got = os.preadv(self._fd, [view[done:]], self._base + position + done)
             if got == 0:
-                raise damaged(self.path, f"the file ends at byte {position + done} while it is being read")
+                raise corrupt_file_error(self.path, f"the file ends at byte {position + done} while it is being read")
             done += got
 
     def read_into(self, name: str, start: int, view: memoryview) -> int | None:
@@ -202,7 +208,9 @@ class TorchFile:
         record = self.records[name]
         end = start + len(view)
         if start < 0 or end > record.size:
-            raise damaged(self.path, f"a tensor needs bytes {start}..{end} of record {name}, which has {record.size}")
+            raise corrupt_file_error(
+                self.path, f"a tensor needs bytes {start}..{end} of record {name}, which has {record.size}"
+            )
         self._pread_into(view, record.start + start)
         if not record.is_good and view:
             record.is_touched = True
@@ -227,7 +235,7 @@ class TorchFile:
         self._read_gaps(name, record.read.gaps(record.size))
         _, crc = record.read.value()
         if crc != record.crc:
-            raise damaged(
+            raise corrupt_file_error(
                 self.path,
                 f"record {name} ({record.size} bytes) has CRC {crc:08x}, the file says {record.crc:08x}: "
                 "its bytes changed after it was saved",
@@ -255,7 +263,9 @@ class TorchFile:
     def load(self) -> Any:
         """The saved object, tensors as TensorRef (see zero_pickle)."""
         if self.records["data.pkl"].size > MAX_PICKLE_BYTES:
-            raise damaged(self.path, f"a description of {self.records['data.pkl'].size} bytes, far too long for one")
+            raise corrupt_file_error(
+                self.path, f"a description of {self.records['data.pkl'].size} bytes, far too long for one"
+            )
         try:
             description = self.read_record("data.pkl")
             self._near = []
@@ -271,10 +281,10 @@ class TorchFile:
         """Raises UserError where a tensor's description does not fit its storage's record."""
         record = self.records.get(f"data/{ref.key}")
         if record is None:
-            raise damaged(self.path, f"the storage of {what} (record data/{ref.key}) is not in the file")
+            raise corrupt_file_error(self.path, f"the storage of {what} (record data/{ref.key}) is not in the file")
         itemsize = DTYPES[ref.dtype].itemsize
         if (ref.offset + ref.extent) * itemsize > record.size or ref.storage_elements * itemsize > record.size:
-            raise damaged(
+            raise corrupt_file_error(
                 self.path,
                 f"{what} needs {(ref.offset + ref.extent) * itemsize} bytes of record data/{ref.key}, "
                 f"which has {record.size}",
@@ -309,7 +319,9 @@ class TorchFile:
         self.check_ref(ref, what)
         itemsize = DTYPES[ref.dtype].itemsize
         if ref.numel * itemsize > max(64 << 20, 2 * ref.extent * itemsize):
-            raise damaged(self.path, f"{what} claims {ref.numel} elements over a storage range of {ref.extent}")
+            raise corrupt_file_error(
+                self.path, f"{what} claims {ref.numel} elements over a storage range of {ref.extent}"
+            )
         span = self.read_elements(TensorRef(ref.dtype, (ref.extent,), (1,), ref.key, ref.offset, 0), 0, ref.extent)
         strides = tuple(stride * itemsize for stride in ref.stride)
         return np.lib.stride_tricks.as_strided(span, ref.shape, strides, writeable=False).flatten()

@@ -91,7 +91,7 @@ class TensorRef(_Fields):
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride))
 
 
-class Inert:
+class OpaqueObject:
     """Stands for an object that is carried but never used: it keeps its arguments and runs nothing."""
 
     __slots__ = ("kind", "args", "state")
@@ -206,7 +206,7 @@ _ENUMS: dict[str, dict[str, Any]] = {
 
 def _enum_member(kind, name):
     """Stands for getattr(enum, name), as which Python 3.11.2 (Debian 12) pickles a member; for nothing else."""
-    if isinstance(kind, type) and issubclass(kind, Inert) and isinstance(name, str):
+    if isinstance(kind, type) and issubclass(kind, OpaqueObject) and isinstance(name, str):
         members = _ENUMS.get(kind().kind, {})
         if name in members:
             return kind(members[name])
@@ -285,10 +285,10 @@ def _inert_maker(kind: str) -> type:
     # A class, because the NEWOBJ opcode accepts nothing else; instances take any arguments.
     def new(cls, *args, **kwargs):
         thing = object.__new__(cls)
-        Inert.__init__(thing, kind, args)
+        OpaqueObject.__init__(thing, kind, args)
         return thing
 
-    return type("Inert", (Inert,), {"__slots__": (), "__new__": new, "__init__": lambda self, *a, **k: None})
+    return type("Inert", (OpaqueObject,), {"__slots__": (), "__new__": new, "__init__": lambda self, *a, **k: None})
 
 
 def read_pickle(data: bytes) -> Any:

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from mmldlm.checkpoints.formats.dtypes import DTYPES
-from mmldlm.checkpoints.formats.torch_save.pickler import NewTensor, PickleWriter
+from mmldlm.checkpoints.formats.torch_save.pickler import PickleWriter, TensorSpec
 from mmldlm.checkpoints.formats.torch_save.reader import CHUNK_BYTES, raise_file_limit
-from mmldlm.checkpoints.io.crc32 import CrcRuns
-from mmldlm.checkpoints.io.parallel import WRITEBACK_BYTES, ahead, reserve, start_writeback
+from mmldlm.checkpoints.io.crc32 import RangedCrc32
+from mmldlm.checkpoints.io.parallel import WRITEBACK_BYTES, ahead, preallocate, start_writeback
 
 _ALIGNMENT = 64
 _PADDING = 0x4246  # the id that torch gives to the extra field with which it aligns
@@ -34,7 +34,7 @@ def write_torch(path: Path, value: Any) -> int:
     Raises:
         OSError: a failed write. TypeError: something in `value` that pickle_writer does not take.
     """
-    file = TorchOutput(path, [TorchLayout(value, path.stem)])
+    file = TorchFileWriter(path, [TorchFileLayout(value, path.stem)])
     try:
         file.finish()
     finally:
@@ -48,7 +48,7 @@ class _Record:
     nbytes: int
     header_at: int
     start: int  # of the payload, from the zip's start
-    written: CrcRuns = field(default_factory=CrcRuns)
+    written: RangedCrc32 = field(default_factory=RangedCrc32)
 
     def crc(self) -> int:
         count, crc = self.written.value()
@@ -56,7 +56,7 @@ class _Record:
         return crc
 
 
-class TorchLayout:
+class TorchFileLayout:
     """Where everything lies in the zip file of one value, before any of it is written.
 
     Args:
@@ -104,7 +104,7 @@ class TorchLayout:
         return entries + end64 + end
 
 
-class TorchOutput:
+class TorchFileWriter:
     """One file of one zip, or of several back to back (DCP's). It is created at the first write.
 
     Tensors with chunks are written when it is created, and so is `padding`: (tensor, first element, number of elements)
@@ -114,7 +114,7 @@ class TorchOutput:
         OSError: no space for the whole file (reserved at once where the file system can), or a failed write.
     """
 
-    def __init__(self, path: Path, layouts: list[TorchLayout], padding: Sequence[tuple[NewTensor, int, int]] = ()):
+    def __init__(self, path: Path, layouts: list[TorchFileLayout], padding: Sequence[tuple[TensorSpec, int, int]] = ()):
         self.path, self._layouts, self._padding = path, layouts, padding
         self.is_flushed = True  # who wrote it will flush it to the disk, which may begin early
         self.bases = [sum(layout.size for layout in layouts[:number]) for number in range(len(layouts))]
@@ -132,7 +132,7 @@ class TorchOutput:
         self._is_done = False
         self._lock = threading.Lock()
 
-    def write(self, tensor: NewTensor, at: int, values: np.ndarray, crc: int | None = None) -> int:
+    def write(self, tensor: TensorSpec, at: int, values: np.ndarray, crc: int | None = None) -> int:
         """Writes consecutive elements of a tensor, from byte `at` of it on; returns their bytes.
 
         `crc` is their CRC-32, where it is known. Several threads may write at once; the one that writes the last bytes
@@ -141,7 +141,7 @@ class TorchOutput:
         self._open()
         return self._write(tensor, at, values, crc)
 
-    def _write(self, tensor: NewTensor, at: int, values: np.ndarray, crc: int | None = None) -> int:
+    def _write(self, tensor: TensorSpec, at: int, values: np.ndarray, crc: int | None = None) -> int:
         record, base = self._places[id(tensor)]
         view = memoryview(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
         self._put(record, base, at, view, crc)
@@ -195,7 +195,7 @@ class TorchOutput:
     def _create(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = _create(self.path)
-        reserve(self._fd, self.size)
+        preallocate(self._fd, self.size)
         for layout, base in zip(self._layouts, self.bases):
             for record, data in layout.small:
                 self._put(record, base, 0, memoryview(data))

@@ -1,0 +1,12 @@
+"""Small network helpers; standard library only."""
+
+from __future__ import annotations
+
+import socket
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """Return a TCP port that was free on `host` a moment ago ("" for all interfaces)."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,25 @@
+"""Standard streams of a process that was started without them."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def open_standard_streams() -> None:
+    """Put /dev/null where the shell has closed stdin, stdout or stderr (`>&-`, cron, daemons); call it first of all.
+
+    Python has None there, on which libraries fail, and the next file that is opened would get the number.
+    """
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != fd:
+                os.dup2(opened, fd)
+                os.close(opened)
+            os.set_inheritable(fd, True)
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(fd, "w" if fd else "r", closefd=False))
