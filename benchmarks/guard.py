@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 
 class Meter:
-    """CPU seconds and host syncs of each step, from the batch's arrival to the end of engine.apply."""
+    """CPU seconds and host syncs of each step, from the batch's arrival to the end of engine.step."""
 
     def __init__(self):
         self.seconds: list[float] = []
@@ -80,7 +80,7 @@ def run(args, folder: str, name: str, guarded: bool, count_syncs: bool) -> Meter
     from mmldlm.train import check_run, train
 
     meter = Meter()
-    beat, apply, tolist = Heartbeat.beat, TorchEngine.apply, torch.Tensor.tolist
+    beat, apply, tolist = Heartbeat.beat, TorchEngine.step, torch.Tensor.tolist
 
     def beaten(self, step, phase, *rest):
         if phase == "step":
@@ -104,7 +104,7 @@ def run(args, folder: str, name: str, guarded: bool, count_syncs: bool) -> Meter
     ]  # fmt: skip
     patches = [
         mock.patch.object(Heartbeat, "beat", beaten),
-        mock.patch.object(TorchEngine, "apply", applied),
+        mock.patch.object(TorchEngine, "step", applied),
         mock.patch.object(torch.Tensor, "tolist", listed),
     ]
     if not guarded:

@@ -104,7 +104,7 @@ def main() -> None:
             threading.Event().wait()
 
     run("search", "training.num_train_steps=3")
-    with before(checkpointer.commit, "find_latest_whole", search):
+    with before(checkpointer.locate, "find_latest_valid", search):
         run("search", "training.resume=auto")
     run("search", "training.resume=auto")
 

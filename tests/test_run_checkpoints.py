@@ -217,7 +217,7 @@ def wreck(monkeypatch, at: int, times: int = 1) -> None:
     """Finite weights that give no finite loss any more, made by the at-th applied step (and the next ones)."""
     from mmldlm.engines.torch_engine import TorchEngine
 
-    apply, count = TorchEngine.apply, [0]
+    apply, count = TorchEngine.step, [0]
 
     def wrecking(self, lr, grad_norm):
         apply(self, lr, grad_norm)
@@ -227,7 +227,7 @@ def wreck(monkeypatch, at: int, times: int = 1) -> None:
                 for parameter in self._parameters():
                     parameter.mul_(1e25)
 
-    monkeypatch.setattr(TorchEngine, "apply", wrecking)
+    monkeypatch.setattr(TorchEngine, "step", wrecking)
 
 
 def test_no_checkpoint_amid_skips_pushes_out_the_last_good_one(store, tmp_path, monkeypatch):

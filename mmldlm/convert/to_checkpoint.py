@@ -169,33 +169,33 @@ def _facts(opened: OpenedCheckpoint, to: str, dtype: str | None) -> OptimizerMet
     kinds = {info.kind for info in opened.weights.tensors.values()}
     if to == "model.pt" or (to == "dcp" and "parameter" in kinds):
         return None
-    summarize = training_facts(opened)
+    optimizer = training_facts(opened)
     if dtype is not None and DTYPE_NAMES[dtype] is not None:
-        summarize.compute_dtype = DTYPE_NAMES[dtype]
-    if summarize.steps is None and opened.weights.moments and to not in ("dcp", "fsdp"):
+        optimizer.compute_dtype = DTYPE_NAMES[dtype]
+    if optimizer.steps is None and opened.weights.moments and to not in ("dcp", "fsdp"):
         raise UserError(
             f"the step count of AdamW in {opened.weights.path}",
             "none beside its moments",
             "give the checkpoint folder of the run, whose training_state.json has it",
         )
-    if to == "universal" and summarize.steps is None:
+    if to == "universal" and optimizer.steps is None:
         raise UserError(
             f"a checkpoint with the state of an optimizer at {opened.weights.path}",
             f"{opened.engine} without the state of an optimizer that has stepped",
             "give a later checkpoint, or --to zero2, which may be without",
         )
-    if to == "universal" and not all(group.settings for group in summarize.groups):
+    if to == "universal" and not all(group.settings for group in optimizer.groups):
         raise UserError(
             f"AdamW's settings in {opened.weights.path}, without which DeepSpeed cannot load a universal checkpoint",
             "none (elastic_checkpoint keeps no param_groups, and older DCP folders none either)",
             "save without elastic_checkpoint; training.resume of mmldlm needs no settings and no conversion",
         )
-    return summarize
+    return optimizer
 
 
 def _plan(
     opened: OpenedCheckpoint,
-    facts: OptimizerMetadata | None,
+    optimizer: OptimizerMetadata | None,
     to: str,
     world: int,
     dtype: str | None,
@@ -212,20 +212,20 @@ def _plan(
         names = {name: stored[planned.aliases.get(name, name)] for name in planned.names}
         return plan_model_file(weights, tensors, names, folder / MODEL_FILE), lambda folder: None
     if to in ("dcp", "fsdp"):
-        plan, metadata = plan_dcp(weights, summarize, world, folder)
-        return plan, lambda folder: write_descriptions(weights, summarize, metadata, folder)
-    assert summarize is not None, f"{to} without the facts of a training"
+        plan, metadata = plan_dcp(weights, optimizer, world, folder)
+        return plan, lambda folder: write_descriptions(weights, optimizer, metadata, folder)
+    assert optimizer is not None, f"{to} without the facts of a training"
     if to == "ddp":
-        return plan_plain(weights, summarize, folder), lambda folder: None
+        return plan_plain(weights, optimizer, folder), lambda folder: None
     if to == "universal":
-        return plan_universal(weights, summarize, folder), lambda folder: write_rest(weights, summarize, folder)
+        return plan_universal(weights, optimizer, folder), lambda folder: write_rest(weights, optimizer, folder)
     target = ZeroTarget(int(to.removeprefix("zero")), world, sub_group_size)
 
     def write_latest(folder: Path) -> None:
         if opened.checkpoint is None:
             (folder / "latest").write_text(TAG)
 
-    return plan_zero(weights, summarize, target, folder / TAG), write_latest
+    return plan_zero(weights, optimizer, target, folder / TAG), write_latest
 
 
 def _begin(opened: OpenedCheckpoint, folder: Path) -> tuple[Path, commit.PendingCheckpoint | None]:

@@ -487,7 +487,7 @@ def test_statistics_do_not_depend_on_the_blocks():
 @pytest.mark.usefixtures("need_minilm")
 def test_the_two_verbs_from_their_arguments(corpus_file, tmp_path, capsys):
     parser = argparse.ArgumentParser()
-    pipeline.add_arguments(parser)
+    options.add_arguments(parser)
     root = tmp_path / "s"
     words = [str(corpus_file), "--output-dir", str(root), "--latent-model", "minilm", "--max-samples", "30"]
     assert pipeline.main(parser.parse_args(words)) == 0
@@ -501,12 +501,12 @@ def test_the_two_verbs_from_their_arguments(corpus_file, tmp_path, capsys):
     (root / "manifest.json").write_text(json.dumps(manifest))
     assert verify.main(parser.parse_args([str(root)])) == 1
     assert "max_tokens" in capsys.readouterr().out
-    assert pipeline.PrepareOptions("x") == PrepareOptions(
+    assert PrepareOptions("x") == PrepareOptions(
         **{key: value for key, value in vars(_defaults()).items() if key in PrepareOptions.__dataclass_fields__}
     )
 
 
 def _defaults():
     parser = argparse.ArgumentParser()
-    pipeline.add_arguments(parser)
+    options.add_arguments(parser)
     return parser.parse_args(["--output-dir", "x"])

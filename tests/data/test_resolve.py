@@ -154,7 +154,7 @@ def test_a_run_goes_on_with_its_own_plan_only(tmp_path, monkeypatch):
         def reached(*args):
             raise MmldlmError("the plan was accepted")
 
-        monkeypatch.setattr(checkpointer, "read_engine", reached)
+        monkeypatch.setattr(checkpointer, "load_engine_state", reached)
         (tmp_path / "training_state.json").write_text(json.dumps(saved))
         checkpoints.load(tmp_path)
 

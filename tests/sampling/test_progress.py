@@ -43,7 +43,7 @@ def test_a_terminal_gets_a_bar_that_goes_away():
     with begin:
         advance = begin("writing")
         advance(1, 2)
-        assert begin._bar is not None and begin._bar.claim_tasks[0].percentage == 50
+        assert begin._bar is not None and begin._bar.tasks[0].percentage == 50
     assert begin._bar is None and "%" in screen.getvalue()
 
 

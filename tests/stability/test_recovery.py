@@ -69,7 +69,7 @@ def test_a_bad_weight_is_found_before_it_is_saved_and_the_run_returns(store, tmp
     from mmldlm.engines import torch_engine
     from mmldlm.train import main
 
-    apply, count = torch_engine.TorchEngine.apply, [0]
+    apply, count = torch_engine.TorchEngine.step, [0]
 
     def flip(self, lr, grad_norm):
         apply(self, lr, grad_norm)
@@ -78,7 +78,7 @@ def test_a_bad_weight_is_found_before_it_is_saved_and_the_run_returns(store, tmp
             with torch.no_grad():
                 self.optimizer.state[self._parameters()[3]]["exp_avg_sq"].view(-1)[0] = float("inf")
 
-    monkeypatch.setattr(torch_engine.TorchEngine, "apply", flip)
+    monkeypatch.setattr(torch_engine.TorchEngine, "step", flip)
     assert main(words(store, tmp_path, "run", "stability.audit_every=1")) == 0
     (rollback,) = events(tmp_path, "run", "rollback")
     assert (rollback["from_step"], rollback["to_step"]) == (5, 4)

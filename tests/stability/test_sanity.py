@@ -183,14 +183,14 @@ def test_a_parameter_the_optimizer_forgot_is_named(store):
 
 def test_a_weight_that_does_not_move_is_named(store):
     def hold(found):
-        apply, bias = found.engine.apply, found.engine.model.text_head.bias
+        apply, bias = found.engine.step, found.engine.model.text_head.bias
 
         def applying(lr, norm):
             before = bias.detach().clone()
             apply(lr, norm)
             bias.data.copy_(before)
 
-        found.engine.apply = applying
+        found.engine.step = applying
 
     # The step straight down the gradient moves it, too: hold that back as well.
     def still(found):
@@ -307,13 +307,13 @@ def test_a_leftover_loss_scale_is_seen(store):
 
 def test_another_learning_rate_in_a_group_is_seen(store):
     def keep_rate(found):
-        apply = found.engine.apply
+        apply = found.engine.step
 
         def applying(lr, norm):
             apply(lr, norm)
             found.engine.optimizer.param_groups[1]["lr"] = 3.0
 
-        found.engine.apply = applying
+        found.engine.step = applying
 
     found = failed(examined(store, plant=keep_rate))
     assert set(found) == {"groups"} and "LR 3.0 where" in found["groups"]
