@@ -127,9 +127,9 @@ def test_uneven_batches_and_frozen_groups_are_the_same_on_every_engine(store, tm
     """Short and empty micro-batches, micro-batches with nothing masked, frozen groups: the losses of one process."""
     from safetensors.torch import load_file
 
-    from mmldlm.config.schema import ModelConfig
     from mmldlm.convert.to_safetensors import convert
     from mmldlm.models import MultimodalMMDiT
+    from mmldlm.models.mmdit.config import ModelConfig
     from mmldlm.tasks.translation.freezing import frozen_names
 
     for world in (1, 2):

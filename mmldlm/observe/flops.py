@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mmldlm.config.schema import ModelConfig
+from mmldlm.models.mmdit.config import ModelConfig
 
 # Dense peak of one device, TFLOP/s: (bf16, fp32 outside tensor cores). Sources: NVIDIA's data sheets of the H100 and
 # H200 Tensor Core GPUs (2024), the A100 (2022) and the L40S (2023); figures given with sparsity are halved. Names as

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from mmldlm.config.schema import Config, ModelConfig
+from mmldlm.config.schema import Config
+from mmldlm.models.mmdit.config import ModelConfig
 
 GIB = 1 << 30
 # A rank's interpreter with torch loaded (measured: 0.35 GiB resident on CPU); on a GPU, its context and NCCL's buffers.

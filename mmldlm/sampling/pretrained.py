@@ -10,12 +10,12 @@ import torch
 from pydantic import BaseModel, ValidationError
 from torch import Tensor, nn
 
-from mmldlm.config.schema import LatentDiffusionConfig, TextDiffusionConfig
 from mmldlm.data.encoders.tokenizer_files import read_tokenizer
 from mmldlm.diffusion import GaussianProcess, MaskedDiffusion
 from mmldlm.errors import UserError
 from mmldlm.models.pretrained_io import COPY_AGAIN
 from mmldlm.sampling.load_model import CONVERT, load_model
+from mmldlm.tasks.translation.config import LatentDiffusionConfig, TextDiffusionConfig
 
 # Latents of norm 1 have sum(mean^2 + std^2) = 1 exactly; other encoders miss it by far more than rounding.
 _UNIT_TOLERANCE = 1e-2

@@ -20,8 +20,8 @@ SIZES = {
 
 
 def built(**more):
-    from mmldlm.config.schema import ModelConfig
     from mmldlm.models import MultimodalMMDiT
+    from mmldlm.models.mmdit.config import ModelConfig
 
     config = ModelConfig(**{**SIZES, **more})
     return config.model_dump(), MultimodalMMDiT(config).state_dict()

@@ -3,9 +3,9 @@ import json
 import pytest
 import torch
 
-from mmldlm.config.schema import ModelConfig
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
+from mmldlm.models.mmdit.config import ModelConfig
 from mmldlm.models.mmdit.packing import pack
 
 BASE = dict(

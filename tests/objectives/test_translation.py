@@ -3,11 +3,11 @@ import pytest
 import torch
 
 from mmldlm.config.load import build_config
-from mmldlm.config.schema import ModelConfig
 from mmldlm.data.batching.batch_plan import BatchPlan, local_slots
 from mmldlm.data.store.store import Rows
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
+from mmldlm.models.mmdit.config import ModelConfig
 from mmldlm.tasks.translation.freezing import apply_freezing, frozen_names, verify_parameter_freezing
 from mmldlm.tasks.translation.noiser import Noiser
 from mmldlm.tasks.translation.objective import TranslationObjective

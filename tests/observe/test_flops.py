@@ -8,8 +8,8 @@ from _peers import Ours, Shape
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from mmldlm.config.schema import ModelConfig
 from mmldlm.models.mmdit.block import MMDiTBlock
+from mmldlm.models.mmdit.config import ModelConfig
 from mmldlm.observe.flops import FlopRate, peak_flops, step_flops
 
 SHAPE = Shape("small", depth=2, width=128, length=48, batch=4, vocab=1500, latent=96)

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mmldlm.config.schema import ModelConfig
 from mmldlm.errors import UserError
 from mmldlm.models import pretrained_io
 from mmldlm.models.buffer_reuse import embedding
 from mmldlm.models.layers import Modulation, StreamLinear, TimestepEmbedding, compute_dtype, has_no_hooks, modulate
 from mmldlm.models.linear_cross_entropy import linear_cross_entropy
 from mmldlm.models.mmdit.block import MMDiTBlock
+from mmldlm.models.mmdit.config import ModelConfig
 from mmldlm.models.mmdit.fused_block import select_rows
 from mmldlm.models.mmdit.null_condition import apply_null_condition
 from mmldlm.models.mmdit.packing import RECTANGLE_FILL, has_varlen, pack

@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmldlm.config.schema import Config
+from mmldlm.tasks.translation.config import TranslationConfig
 from mmldlm.diffusion import GaussianProcess
 
 # Sums over a micro-batch, in the order of the vector that is all-reduced once a step.
-METRICS = (
+SUMS = (
     "loss",  # this rank's contribution to the step's loss
     "text_nelbo_sum",  # nats, weighted by 1 / t
     "text_correct",  # masked positions predicted right
@@ -39,7 +39,7 @@ class TranslationObjective:
         config: the run's config (loss weights, options, latent diffusion).
     """
 
-    def __init__(self, config: Config):
+    def __init__(self, config: TranslationConfig):
         self.loss = config.loss
         # The text's share of the loss is taken into the rows' weights, which saves a pass over the head's gradients;
         # float16 lacks the range for that (its loss scale comes later).
@@ -52,7 +52,7 @@ class TranslationObjective:
 
         Returns:
             loss: fp32 scalar, this micro-batch's share of the global batch's loss.
-            metrics: fp32 scalars named in METRICS, detached.
+            metrics: fp32 scalars named in SUMS, detached.
         """
         tensors = batch.tensors
         weights = tensors["text_weights"]
@@ -60,7 +60,7 @@ class TranslationObjective:
             weights = weights.clamp_max(self.loss.text_weight_clip)
         if self.loss.text_loss_clamp is not None:
             weights = self._clamped_text_weights(model, batch, weights)
-        text_share = self.loss.text_loss_weight / max(batch.num_text_tokens, 1)
+        text_share = self.loss.text_loss_weight / max(batch.counts["text_tokens"], 1)
         if self._weighs_inside:
             text_loss = (out := self._forward(model, tensors, weights * text_share))["text_loss_sum"]
         else:
@@ -77,8 +77,8 @@ class TranslationObjective:
 
         # Each term is in the graph even where this batch scores nothing of it: every parameter then has a (zero)
         # gradient on every rank, and no engine waits for one that never comes.
-        latent_share = self.loss.latent_loss_weight / max(batch.num_latents, 1)
-        length_share = self.loss.length_loss_weight / max(batch.num_lengths, 1)
+        latent_share = self.loss.latent_loss_weight / max(batch.counts["latents"], 1)
+        length_share = self.loss.length_loss_weight / max(batch.counts["lengths"], 1)
         loss = text_loss.add(latent_sum, alpha=latent_share).add(length_sum, alpha=length_share)
         with torch.no_grad():
             metrics = self._metrics(loss, out, tensors, error, length_sum)
