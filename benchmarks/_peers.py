@@ -106,6 +106,7 @@ class Ours(Variant):
         from mmldlm.models import MultimodalMMDiT
         from mmldlm.tasks.translation.noiser import NoisedBatch
         from mmldlm.tasks.translation.objective import TranslationObjective
+        from mmldlm.tasks.translation.parameter_plan import no_decay_names
 
         settings = {
             "hidden_size": shape.width, "n_blocks": shape.depth, "n_heads": shape.heads, "cond_dim": shape.width,
@@ -120,9 +121,10 @@ class Ours(Variant):
         if dtype == torch.bfloat16:
             exact, network = network, copy.deepcopy(network).bfloat16()
             self.masters = list(exact.parameters())
-            super().__init__(network, build_optimizer(exact, config.optimizer), device)
+            optimizer = build_optimizer(exact, config.optimizer, no_decay_names(exact))
         else:
-            super().__init__(network, build_optimizer(network, config.optimizer), device)
+            optimizer = build_optimizer(network, config.optimizer, no_decay_names(network))
+        super().__init__(network, optimizer, device)
         self.clip = config.optimizer.grad_clip_norm
         self.objective, batch = TranslationObjective(config), Batch(shape, device)
         rows = batch.positions // shape.length

@@ -159,13 +159,13 @@ def check_what_is_loaded(kept_in: Path, report: Path) -> None:
 
     make, load = build.build_engine, Checkpointer.load
 
-    def make_from_other_weights(model, config):
+    def make_from_other_weights(model, config, plan):
         import torch
 
         generator = torch.Generator().manual_seed(20_000)
         for tensor in [*model.parameters(), *model.buffers()]:
             tensor.data.add_(torch.randn(tensor.shape, generator=generator))
-        return make(model, config)
+        return make(model, config, plan)
 
     def load_and_check(self, checkpoint):
         before = {id(p) for p in self.engine.model.parameters()}

@@ -97,6 +97,7 @@ def train(data, stop: StopSignal | None = None) -> None:
     from mmldlm.stability.precision_check import check_precision
     from mmldlm.tasks.translation.build_model import build_model
     from mmldlm.tasks.translation.freezing import apply_freezing, verify_parameter_freezing
+    from mmldlm.tasks.translation.parameter_plan import parameter_plan
 
     stop = stop or StopSignal()
     config = data.config
@@ -113,7 +114,7 @@ def train(data, stop: StopSignal | None = None) -> None:
     trainable = verify_parameter_freezing(model, training.loss_type, training.freeze)
     if training.compile_model:
         model.compile_blocks()
-    engine = build_engine(model, config)
+    engine = build_engine(model, config, parameter_plan(model, config))
     stop.all_have_met()
     check_precision(engine, config)
     with (

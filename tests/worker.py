@@ -75,13 +75,13 @@ def nonfinite(store: str, folder: str) -> None:
                 )
         return out
 
-    start = DeepSpeedEngine._start_from
+    start = DeepSpeedEngine._init_masters_exactly
 
     def checked(self, exact):  # what DeepSpeed itself will do: its default buckets are gigabytes
         assert self.stage == 0 or self._engine.zero_reduce_bucket_size() == CPU_BUCKET, self.stage
         start(self, exact)
 
-    MultimodalMMDiT.forward, DeepSpeedEngine._start_from = planted, checked
+    MultimodalMMDiT.forward, DeepSpeedEngine._init_masters_exactly = planted, checked
     for dtype in ("fp32", "bf16"):
         for name, engine in ENGINES.items():
             words = ["training.num_train_steps=6", "logging.save_freq=6", f"training.dtype={dtype}"]

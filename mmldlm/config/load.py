@@ -90,7 +90,11 @@ def build_config(values: dict[str, Any]) -> Config:
             key = ".".join(str(part) for part in item["loc"])
             shown = "" if isinstance(item.get("input"), dict) else f" (found {item.get('input')!r})"
             message = item["msg"].removeprefix("Value error, ")
-            lines.append(f"{key}: {message}{shown}{_describe_problem(key, item, config_class)}" if key and "." in key else message)
+            lines.append(
+                f"{key}: {message}{shown}{_describe_problem(key, item, config_class)}"
+                if key and "." in key
+                else message
+            )
         raise UserError(
             "values that fit together", "\n           ".join(lines), "change the keys named above"
         ) from error
@@ -143,7 +147,9 @@ def parse_override(word: str, config_class: type[Config]) -> dict[str, Any]:
             "set LC_ALL=C.UTF-8 (or PYTHONUTF8=1) where the words are UTF-8; else write them in UTF-8",
         )
     nested: Any = value
-    if not _is_string_field(key, config_class) or _is_null_or_quoted(value):  # else it is text: a run may be called 7, off or 010
+    if not _is_string_field(key, config_class) or _is_null_or_quoted(
+        value
+    ):  # else it is text: a run may be called 7, off or 010
         nested = parse_yaml(value, key, "quote it for the shell, e.g. 'key={l2t: 0.7, t2l: 0.3}'")
     for part in reversed(key.split(".")):
         nested = {part: nested}

@@ -7,34 +7,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from mmldlm.checkpoints.formats.weight_source import WeightSource
 from mmldlm.checkpoints.layout import MODEL_CONFIG
 from mmldlm.errors import UserError
-
-
-def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Shapes that a MultimodalMMDiT of this config has, for weights that between them use every size in it."""
-    width, cond, vocab = config["hidden_size"], config["cond_dim"], config["vocab_size"]
-    latent, tokens, heads = config["latent_dim"], config["latent_tokens"], config["n_heads"]
-    mlp = int(width * config["mlp_ratio"])
-    shapes = {
-        "latent_mean": (latent,),
-        "text_encoder.token_embedding.weight": (vocab, width),
-        "latent_encoder.to_tokens.weight": (tokens * width, latent),
-        "latent_encoder.latent_position": (config["max_latents"], 1, width),
-        "text_head.weight": (vocab, width),
-        "latent_head.to_latent.weight": (latent, tokens * width),
-        "length_head.3.weight": (config["max_seq_len"], cond),
-    }
-    for block in range(config["n_blocks"]):
-        name = f"blocks.{block}"
-        shapes[f"{name}.modulation.weight"] = (12 * width, cond)
-        shapes[f"{name}.mlp_in.weight"] = (2 * mlp, width)
-        if config["qk_rmsnorm"]:
-            shapes[f"{name}.qk_norm.weight"] = (4 * (width // heads),)
-    return shapes
+from mmldlm.models.mmdit.costs import expected_shapes
 
 
 def check_config(weights: WeightSource, checkpoint: Path | None) -> None:

@@ -33,6 +33,7 @@ from mmldlm.tasks.translation.build_model import build_model
 from mmldlm.tasks.translation.freezing import apply_freezing
 from mmldlm.tasks.translation.noiser import NoisedBatch, Noiser
 from mmldlm.tasks.translation.objective import TranslationObjective
+from mmldlm.tasks.translation.parameter_plan import parameter_plan
 from mmldlm.utils.formatting import for_screen
 
 DTYPES = ("bf16", "fp16", "fp32")
@@ -201,7 +202,7 @@ class Replay:
             init_weights(self.model, config.training.init_from)
         shares = case["world_size"] * case["accum"]
         config.training.grad_accum_steps = shares
-        engine = SingleEngine(self.model, config)
+        engine = SingleEngine(self.model, config, parameter_plan(self.model, config))
         saved = {} if path is None else json.loads((path / STATE_FILE).read_text())
         applied = saved.get("applied_steps", 0)
         if path is not None:

@@ -24,6 +24,7 @@ from mmldlm.tasks.translation.build_model import build_model
 from mmldlm.tasks.translation.freezing import apply_freezing, verify_parameter_freezing
 from mmldlm.tasks.translation.noiser import NoisedBatch, Noiser
 from mmldlm.tasks.translation.objective import TranslationObjective
+from mmldlm.tasks.translation.parameter_plan import parameter_plan
 
 OVERFIT_STEPS = 10
 """Steps on one batch. Fewer than about five would leave layers behind adaLN-Zero's zeros without a gradient."""
@@ -60,7 +61,7 @@ class SanityRunner:
         apply_freezing(model, self.config.training.loss_type, self.config.training.freeze)
         self.trainable = verify_parameter_freezing(model, self.config.training.loss_type, self.config.training.freeze)
         # Blocks stay uncompiled under training.compile_model: hooks inside them see what eager code does.
-        self.engine = build_engine(model, self.config)
+        self.engine = build_engine(model, self.config, parameter_plan(model, self.config))
         self.objective = TranslationObjective(self.config)
         # Sanity needs every step's figures to know which parameters a gradient reached; `interval` is what it shows.
         self.interval, self._diagnostics = interval, LayerStatsCollector(self.engine, 1, self.config.training.dtype)

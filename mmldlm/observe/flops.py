@@ -7,10 +7,8 @@ overstate the work of the 0.9B model three times.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 from mmldlm.models.mmdit.config import ModelConfig
+from mmldlm.models.mmdit.costs import step_flops
 
 # Dense peak of one device, TFLOP/s: (bf16, fp32 outside tensor cores). Sources: NVIDIA's data sheets of the H100 and
 # H200 Tensor Core GPUs (2024), the A100 (2022) and the L40S (2023); figures given with sparsity are halved. Names as
@@ -41,72 +39,6 @@ def peak_flops(device_name: str | None, dtype: str, override_tflops: float | Non
         if device_name is not None and name in device_name:
             return PEAK_TFLOPS[name][dtype == "fp32"] * 1e12
     return None
-
-
-@dataclass(frozen=True)
-class StepFlops:
-    """Forward FLOPs by module. `training` is three times their sum: a product has two gradients of its own size."""
-
-    embeddings: float
-    modulation: float
-    text_blocks: float
-    latent_blocks: float
-    attention: float
-    text_head: float
-    latent_head: float
-    length_head: float
-    inputs: float
-    """Forward FLOPs of the layers that read the batch itself (a part of embeddings): no gradient goes back to it."""
-
-    @property
-    def forward(self) -> float:
-        return sum(value for name, value in vars(self).items() if name != "inputs")
-
-    @property
-    def training(self) -> float:
-        """Model FLOPs of forward and backward: what MFU is taken of."""
-        return 3 * self.forward
-
-    @property
-    def without_input_gradients(self) -> float:
-        """training, less the gradients that autograd leaves out because nothing before those layers learns."""
-        return self.training - self.inputs
-
-
-def step_flops(model: ModelConfig, lengths: Sequence[int], scored: int, num_latents: int | None = None) -> StepFlops:
-    """Forward FLOPs of one batch.
-
-    Real work: `lengths` of the real tokens (EOS included) and `scored` masked positions. Nominal work, what a padded
-    batch with a dense head would cost: lengths [S] * B and scored B * S. What the last block does behind attention is
-    work for scored positions only: nobody reads the others.
-
-    Args:
-        model: its shape; latent_dim and vocab_size set. lengths: text tokens of each sample.
-        scored: text positions that the head scores. num_latents: latents a sample (default: max_latents).
-    """
-    num_latents = model.max_latents if num_latents is None else num_latents
-    width, cond, inner = model.hidden_size, model.cond_dim, int(model.hidden_size * model.mlp_ratio)
-    batch, tokens = len(lengths), sum(lengths)
-    latent_tokens = num_latents * model.latent_tokens
-    a_row = 2 * width * (4 * width + 2 * inner)  # to_qkv, to_out, and the two MLP layers
-    behind_attention = 2 * width * (width + 2 * inner)
-    pairs = sum((length + latent_tokens) ** 2 for length in lengths)
-    timesteps = 2 * (2 * 256 * cond + 2 * cond * cond)
-    latent_in = (
-        num_latents * 2 * model.latent_dim * (model.latent_tokens * width + cond) + num_latents * 2 * cond * cond
-    )
-    first = 2 * 2 * 256 * cond + num_latents * 2 * model.latent_dim * (model.latent_tokens * width + cond)
-    return StepFlops(
-        embeddings=batch * (timesteps + latent_in),
-        modulation=batch * (model.n_blocks * 2 * 2 * cond * 6 * width + 2 * 2 * cond * 2 * width),
-        text_blocks=model.n_blocks * tokens * a_row - (tokens - scored) * behind_attention,
-        latent_blocks=model.n_blocks * batch * latent_tokens * a_row,
-        attention=model.n_blocks * 4 * pairs * width,
-        text_head=2 * scored * width * model.vocab_size,
-        latent_head=batch * num_latents * 2 * model.latent_tokens * width * model.latent_dim,
-        length_head=batch * 2 * cond * (cond + model.max_seq_len),
-        inputs=batch * first,
-    )
 
 
 class FlopRate:

@@ -1,7 +1,7 @@
 """The seam between the training system and what is trained: one Task per model.
 
-Everything else (engines, loop, guard, resume, replay, sanity, preflight, convert, logs, plots) asks the task and names no
-model. docs/tasks.md explains it with an example of one file.
+Everything else (engines, loop, guard, resume, replay, sanity, preflight, convert, logs, plots) asks the task and names
+no model. docs/tasks.md explains it with an example of one file.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from mmldlm.checkpoints.commit import begin
-from mmldlm.convert.config_compat import expected_shapes
 from mmldlm.convert.to_safetensors import convert
 from mmldlm.errors import UserError
+from mmldlm.models.mmdit.costs import expected_shapes
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 SIZES = {

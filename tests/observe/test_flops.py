@@ -10,7 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mmldlm.models.mmdit.block import MMDiTBlock
 from mmldlm.models.mmdit.config import ModelConfig
-from mmldlm.observe.flops import FlopRate, peak_flops, step_flops
+from mmldlm.models.mmdit.costs import step_flops
+from mmldlm.observe.flops import FlopRate, peak_flops
 
 SHAPE = Shape("small", depth=2, width=128, length=48, batch=4, vocab=1500, latent=96)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mmldlm.config.schema import Config
-from mmldlm.observe.flops import step_flops
+from mmldlm.models.mmdit.costs import step_flops
 from mmldlm.observe.throughput import StepTimer
 from tests.helpers import read_log, train_words
 

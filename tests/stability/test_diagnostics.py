@@ -25,6 +25,7 @@ from mmldlm.observe.layer_stats import DEAD_AFTER_REPORTS, LayerStatsCollector, 
 from mmldlm.tasks.translation.freezing import apply_freezing
 from mmldlm.tasks.translation.noiser import Noiser
 from mmldlm.tasks.translation.objective import TranslationObjective
+from mmldlm.tasks.translation.parameter_plan import parameter_plan
 from tests.helpers import run_ranks
 
 ENGINES = {
@@ -51,7 +52,7 @@ def steps(store: str, accum: int, words: list[str], frozen: str = "unconditional
     torch.manual_seed(0)
     model = MultimodalMMDiT(config.model)
     apply_freezing(model, config.training.loss_type, config.training.freeze)
-    engine = build_engine(model, config)
+    engine = build_engine(model, config, parameter_plan(model, config))
     ids = (config.model.mask_token_id, config.model.pad_token_id, config.model.eos_token_id)
     plan = BatchPlan(data.train_lengths, GLOBAL_BATCH, 0)
     batches = MicroBatches(

@@ -63,9 +63,9 @@ def test_the_plain_loop_dies_of_it_and_ours_skips_one_step(store, tmp_path, monk
 
     build_engine = build.build_engine
 
-    def planted(model, config):
+    def planted(model, config, plan):
         with_an_inf(model, bad_step=3)
-        return build_engine(model, config)
+        return build_engine(model, config, plan)
 
     monkeypatch.setattr(build, "build_engine", planted)
     assert main(train_words(store, tmp_path, "run", *words)) == 0

@@ -52,9 +52,7 @@ class StoreData(RunData):
     def _order(self) -> MixtureOrder | None:
         if not isinstance(self.train, MixedStore):
             return None
-        return MixtureOrder(
-            [len(store) for store in self.train.stores], self.train.weights, self.config.training.seed
-        )
+        return MixtureOrder([len(store) for store in self.train.stores], self.train.weights, self.config.training.seed)
 
     def describe(self) -> str:
         """Return one line for the screen."""

@@ -35,7 +35,9 @@ def _command(root: Path, manifest: Any) -> str:
     if not wanted.datasets and words[:1] != [wanted.corpus]:
         words.insert(0, wanted.corpus)  # to_arguments leaves the default out; a reader should see it
     is_whole = wanted.corpus == names["corpus"].default and not wanted.datasets and wanted.validation_corpus is None
-    return " ".join(filter(None, [f"mmldlm prepare {shlex.join(words)}", target, "" if is_whole else _PATHS_NOT_RECORDED]))
+    return " ".join(
+        filter(None, [f"mmldlm prepare {shlex.join(words)}", target, "" if is_whole else _PATHS_NOT_RECORDED])
+    )
 
 
 def find_store_hint(root: Path) -> str:

@@ -14,9 +14,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from mmldlm.data.sentences import content_hash
 from mmldlm.data.store.latent_statistics import LatentStatistics
 from mmldlm.data.store.store import SPLITS, Store, check_files, check_latents, load_tokenizer, read_manifest
-from mmldlm.data.sentences import content_hash
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, UserError
 from mmldlm.utils.output_paths import check_writable_file
 

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmldlm.tasks.translation.config import TranslationConfig
 from mmldlm.diffusion import GaussianProcess
+from mmldlm.tasks.translation.config import TranslationConfig
 
 # Sums over a micro-batch, in the order of the vector that is all-reduced once a step.
 SUMS = (
