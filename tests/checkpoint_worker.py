@@ -10,7 +10,8 @@ import sys
 import time
 
 from mmldlm.config.load import load_config
-from mmldlm.train import check_run, leave_process_group, train
+from mmldlm.distributed.exit import leave_process_group
+from mmldlm.train import check_run, train
 from tests.helpers import train_words
 
 TIMEOUT, SLOW = 8.0, 9.0  # engine.timeout; seconds that the disk takes

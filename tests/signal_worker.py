@@ -20,10 +20,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from mmldlm.config.load import load_config  # noqa: E402
+from mmldlm.distributed.exit import leave_process_group
 from mmldlm.errors import MmldlmError  # noqa: E402
 from mmldlm.stability import rollback_policy  # noqa: E402
 from mmldlm.tasks.translation import validation  # noqa: E402
-from mmldlm.train import check_run, leave_process_group, train  # noqa: E402
+from mmldlm.train import check_run, train
 from mmldlm.training import checkpointer  # noqa: E402
 
 RANK = int(os.environ["RANK"])

@@ -145,11 +145,12 @@ def test_renewing_keeps_it_fresh_and_sees_that_it_was_taken(tmp_path, monkeypatc
 RANK = """
 import sys
 from mmldlm.training import run_lock
-from mmldlm.train import end_process, main
+from mmldlm.distributed.exit import exit_without_teardown
+from mmldlm.train import main
 run_lock.DYING = 0.5
 code = main(sys.argv[1:])
 print("ended with", code, flush=True)
-end_process(code)
+exit_without_teardown(code)
 """
 
 

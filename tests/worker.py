@@ -13,7 +13,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from mmldlm.config.load import load_config  # noqa: E402
-from mmldlm.train import check_run, leave_process_group, train  # noqa: E402
+from mmldlm.distributed.exit import leave_process_group
+from mmldlm.train import check_run, train
 
 ENGINES = {
     "ddp": ["engine.kind=ddp"],

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from mmldlm.config.schema import Config
+from mmldlm.data.batching.batch import Batch
 from mmldlm.data.batching.run_data import RunData
 from mmldlm.engines.base import Engine, compute_dtype
 from mmldlm.engines.deepspeed.engine import DeepSpeedEngine
 from mmldlm.engines.gradient_shards import gradient_fragments, optimizer_groups
 from mmldlm.observe.layer_stats import LayerStats
 from mmldlm.stability.state_audit import STATES
-from mmldlm.tasks.translation.noiser import NoisedBatch
+from mmldlm.tasks.base import Task
 
 # id -> what is asked, in the order of the table.
 CHECKS = {
@@ -137,7 +138,7 @@ def group_table(engine: Engine, lr: float) -> list[dict]:
 # -- a micro-batch -----------------------------------------------------------------------------------------------------
 
 
-def check_pinned(batches: list[NoisedBatch], device: torch.device, findings: Findings) -> None:
+def check_pinned(batches: list[Batch], device: torch.device, findings: Findings) -> None:
     """What the loader gives goes to a GPU from pinned memory, or the copy is not asynchronous."""
     if device.type == "cuda":
         tensors = [item for batch in batches for item in batch.tensors.items()]
@@ -146,58 +147,21 @@ def check_pinned(batches: list[NoisedBatch], device: torch.device, findings: Fin
             findings.failed("batches", f"not in pinned memory: {format_names(unpinned)}")
 
 
-def check_batch(batch: NoisedBatch, data: RunData, device: torch.device, findings: Findings) -> None:
+def check_batch(task: Task, batch: Batch, data: RunData, device: torch.device, findings: Findings) -> None:
     """A micro-batch that was moved to the device, against the store it came from."""
     for bad in batch.bad:
         findings.failed("batches", f"sample {bad['id']} of the store is left out: {bad['reason']}")
-    for text in [*_tensor_faults(batch, data.config, device), *_store_faults(batch, data)]:
+    for text in [*_tensor_faults(batch, device), *task.check_batch(data, batch)]:
         findings.failed("batches", text)
 
 
-def _tensor_faults(batch: NoisedBatch, config: Config, device: torch.device) -> list[str]:
-    tensors, faults = batch.tensors, []
-    for name, tensor in tensors.items():
+def _tensor_faults(batch: Batch, device: torch.device) -> list[str]:
+    faults = []
+    for name, tensor in batch.tensors.items():
         if tensor.device != device:
             faults.append(f"{name} on {tensor.device}, not on {device}")
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             faults.append(f"{int((~torch.isfinite(tensor)).sum())} non-finite values in {name}")
-    for name in ("text_tokens", "text_targets"):
-        ids = tensors[name]
-        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < config.model.vocab_size:
-            faults.append(
-                f"{name} holds ids {int(ids.min())}..{int(ids.max())} outside 0..{config.model.vocab_size - 1}"
-            )
-    for name in ("text_timesteps", "latent_timesteps"):
-        if not bool(((tensors[name] >= 0) & (tensors[name] <= 1)).all()):
-            faults.append(f"{name} outside [0, 1]")
-    if not bool(tensors["attention_mask"].any(dim=1).all()):
-        faults.append("a text without a single token")
-    return faults
-
-
-def _store_faults(batch: NoisedBatch, data: RunData) -> list[str]:
-    """The clean text and latent of every real row, put together again, against the store."""
-    tensors = {name: tensor.cpu() for name, tensor in batch.tensors.items()}
-    rows, clean = data.train.get(batch.ids), tensors["text_tokens"].clone()
-    width = clean.shape[1]
-    positions = tensors["text_positions"]
-    if positions.numel() and not 0 <= int(positions.min()) <= int(positions.max()) < clean.numel():
-        return [f"text_positions outside 0..{clean.numel() - 1}"]
-    clean.view(-1)[positions] = tensors["text_targets"]
-    latents = torch.from_numpy(rows.latents)
-    if data.config.latent_diffusion.l2_normalise:
-        latents = torch.nn.functional.normalize(latents.float(), dim=-1)
-    latents = (latents - torch.as_tensor(data.latent_mean)) / torch.as_tensor(data.latent_std)
-    faults = []
-    for row in batch.real.nonzero()[0].tolist():
-        text = torch.tensor([*rows.tokens[row].tolist(), data.config.model.eos_token_id])
-        real = torch.arange(width) < len(text)
-        if len(text) > width or not torch.equal(tensors["attention_mask"][row], real):
-            faults.append(f"sample {batch.ids[row]}: attention_mask is not that of a text of {len(text)} tokens")
-        elif not torch.equal(clean[row, : len(text)], text):
-            faults.append(f"sample {batch.ids[row]}: its tokens are not the store's")
-        if not torch.allclose(tensors["latent_clean"][row], latents[row], rtol=1e-4, atol=1e-4):
-            faults.append(f"sample {batch.ids[row]}: its latent is not the store's")
     return faults
 
 
@@ -268,21 +232,6 @@ def check_layer_stats(look: LayerStats, findings: Findings) -> None:
     for name, figures in look.parameters.items():
         if figures.num_nonfinite:
             findings.failed("finite", f"step {look.step}: {figures.num_nonfinite} non-finite gradients in {name}")
-
-
-def expected_zero_gradients(model: nn.Module, mode: str, null_rows: dict[str, bool]) -> tuple[str, ...]:
-    """Beginnings of the names of parameters (diagnostics.parts_of) that rightly have a zero gradient.
-
-    In the last block the stream that no head of the mode reads still gives keys and values to the other one, the rest
-    of it changes nothing. A learned null waits for a sample whose condition was dropped.
-
-    Args:
-        null_rows: "text", "latent" -> whether a batch had such a sample.
-    """
-    stream = {"l2t": "latent", "t2l": "text"}.get(mode)
-    last = f"blocks.{len(model.blocks) - 1}"
-    unread = [f"{last}.{layer}.weight[{stream}]" for layer in ("to_out", "mlp_in", "mlp_out")] if stream else []
-    return (*unread, *(f"{side}_encoder.null_" for side, used in null_rows.items() if not used))
 
 
 def connected(engine: Engine, fired: set[str]) -> set[str]:

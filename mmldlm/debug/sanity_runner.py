@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import torch
 
+from mmldlm.config.task_registry import find_task
+from mmldlm.data.batching.batch import Batch
 from mmldlm.data.batching.loader import MicroBatches, iterate_steps
 from mmldlm.data.batching.run_data import RunData
 from mmldlm.debug import sanity_checks as checks
@@ -20,11 +22,6 @@ from mmldlm.engines.optimizer import learning_rate
 from mmldlm.observe.layer_stats import LayerStats, LayerStatsCollector
 from mmldlm.stability.loss_scaler import LossScaler
 from mmldlm.stability.state_audit import nonfinite_tensors
-from mmldlm.tasks.translation.build_model import build_model
-from mmldlm.tasks.translation.freezing import apply_freezing, verify_parameter_freezing
-from mmldlm.tasks.translation.noiser import NoisedBatch, Noiser
-from mmldlm.tasks.translation.objective import TranslationObjective
-from mmldlm.tasks.translation.parameter_plan import parameter_plan
 
 OVERFIT_STEPS = 10
 """Steps on one batch. Fewer than about five would leave layers behind adaLN-Zero's zeros without a gradient."""
@@ -54,15 +51,16 @@ class SanityRunner:
         self.say: Callable[[str], None] = lambda text: None  # what is being tried, while it is tried
         self._has_gradient: set[str] = set()
         self._connected: set[str] = set()
-        self._null_rows = {"text": False, "latent": False}
+        self._unused: set[str] | None = None  # parameters that no batch so far has used
         self._applied = 0
         self._loss_scale = LossScaler(self.config.stability, self.config.training.dtype)
-        model = build_model(data)
-        apply_freezing(model, self.config.training.loss_type, self.config.training.freeze)
-        self.trainable = verify_parameter_freezing(model, self.config.training.loss_type, self.config.training.freeze)
+        self.task = find_task(self.config.task)
+        model = self.task.build_model(data)
+        parameters = self.task.parameter_plan(model, self.config)
+        self.trainable = parameters.apply(model, self.task.parameter_groups(model))
         # Blocks stay uncompiled under training.compile_model: hooks inside them see what eager code does.
-        self.engine = build_engine(model, self.config, parameter_plan(model, self.config))
-        self.objective = TranslationObjective(self.config)
+        self.engine = build_engine(model, self.config, parameters)
+        self.objective = self.task.objective(self.config)
         # Sanity needs every step's figures to know which parameters a gradient reached; `interval` is what it shows.
         self.interval, self._diagnostics = interval, LayerStatsCollector(self.engine, 1, self.config.training.dtype)
 
@@ -107,29 +105,28 @@ class SanityRunner:
 
     def _micro_batches(self) -> MicroBatches:
         config, data = self.config, self.data
-        training, model = config.training, config.model
+        training = config.training
         plan = data.training_plan(training.train_batch_size * training.grad_accum_steps)
-        special_ids = (model.mask_token_id, model.pad_token_id, model.eos_token_id)
-        noiser = Noiser(config, *special_ids, data.latent_mean, data.latent_std, max_norm=data.max_latent_norm())
-        return MicroBatches(data.train, plan, noiser, 0, 1, training.grad_accum_steps)
+        return MicroBatches(data.train, plan, self.task.collator(data), 0, 1, training.grad_accum_steps)
 
     def _fullest_step(self) -> int:
-        """The step among the first ones whose batch uses most of the model: every mode and both learned nulls."""
+        """The step among the first ones whose batch uses most of the model."""
 
         def used(step: int) -> int:
-            batches = self._make(step)
-            nulls = [bool(sum(b.tensors[f"{side}_is_null"].any() for b in batches)) for side in self._null_rows]
-            return sum(nulls) + len({int(mode) for b in batches for mode in b.modes[b.real]})
+            unused = [
+                set(self.task.unused_parameters(self.engine.model, self.config, batch)) for batch in self._make(step)
+            ]
+            return -len(set.intersection(*unused))
 
         return max(range(min(CANDIDATES, self.dataset.plan.batches_per_epoch)), key=used)
 
-    def _make(self, step: int) -> list[NoisedBatch]:
+    def _make(self, step: int) -> list[Batch]:
         accum = self.dataset.accum
         return [self.dataset[step * accum + micro] for micro in range(accum)]
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
-    def _step(self, step: int, batches: list[NoisedBatch], lr: float) -> float:
+    def _step(self, step: int, batches: list[Batch], lr: float) -> float:
         """One optimizer step as the training loop takes it; returns its loss.
 
         Raises:
@@ -186,12 +183,12 @@ class SanityRunner:
             self.findings.failed(check, f"step {step}: {type(error).__name__}: {first_line}")
             raise SanityAborted from error
 
-    def _micro_batch(self, step: int, batch: NoisedBatch) -> float:
+    def _micro_batch(self, step: int, batch: Batch) -> float:
         engine, findings, first = self.engine, self.findings, step == 1
-        for side in self._null_rows:
-            self._null_rows[side] |= bool(batch.tensors[f"{side}_is_null"].any())
+        unused = set(self.task.unused_parameters(engine.model, self.config, batch))
+        self._unused = unused if self._unused is None else self._unused & unused
         batch.to(engine.device)
-        checks.check_batch(batch, self.data, engine.device, findings)
+        checks.check_batch(self.task, batch, self.data, engine.device, findings)
         findings.passed(
             "batches", "tokens, masks and latents of every sample are the store's; all finite, on the device"
         )
@@ -249,7 +246,7 @@ class SanityRunner:
             findings.failed("overfit", f"it went {told}")
         findings.passed("overfit", told)
 
-    def _check_scale(self, batches: list[NoisedBatch]) -> None:
+    def _check_scale(self, batches: list[Batch]) -> None:
         """A small step straight down the gradient must lower the loss by its length times the gradient's norm."""
         engine, fall = self.engine, 0.001 if self.config.training.dtype == "fp32" else 0.005
         with self._faults_are_findings(len(self.steps) + 1):
@@ -292,7 +289,7 @@ class SanityRunner:
         cut_off = [name for name in names if name not in self._connected]
         if cut_off:
             findings.failed("reached", f"no gradient, cut off from the loss: {checks.format_names(cut_off)}")
-        excused = checks.expected_zero_gradients(engine.model, self.config.training.loss_type, self._null_rows)
+        excused = tuple(self._unused or ())
         zero = [part for part, name in parts.items() if name in self._connected and part not in self._has_gradient]
         unexcused = [part for part in zero if not part.startswith(excused)]
         if unexcused:

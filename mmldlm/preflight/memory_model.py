@@ -9,38 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from mmldlm.config.schema import Config
-from mmldlm.models.mmdit.costs import activation_bytes, block_elements, logits_bytes, parameter_counts
-
 GIB = 1 << 30
 # A rank's interpreter with torch loaded (measured: 0.35 GiB resident on CPU); on a GPU, its context and NCCL's buffers.
 BASE_CPU, BASE_GPU = int(0.4 * GIB), int(1.2 * GIB)
 PLANS = ("single", "zero0", "zero1", "zero2", "zero3", "fsdp")  # from most to least memory a rank
-_TEXT, _LATENT = ("text_encoder", "text_head", "length_head"), ("latent_encoder", "latent_head")
-_FROZEN = {"l2t": _LATENT, "t2l": _TEXT}  # under training.freeze=mode
-_UNREAD = {"l2t": ("latent_head",), "t2l": ("text_head", "length_head")}  # no loss of the mode reads them
-
-
-def model_sizes(config: Config, length: int) -> dict[str, int]:
-    """Elements of trainable and frozen parameters, of the largest part that ZeRO-3 gathers, and of buffers; bytes that
-    one micro-batch of texts of `length` tokens keeps for backward ("activations"), and of logits at once."""
-    model, training = config.model, config.training
-    modules = parameter_counts(model)
-    frozen = set(_UNREAD.get(training.loss_type, ()))
-    if training.freeze == "mode":
-        frozen |= set(_FROZEN.get(training.loss_type, ()))
-    num_frozen = sum(modules[name] for name in frozen)
-    tied = model.vocab_size * model.hidden_size if model.tie_embeddings else 0
-    gathered = (block_elements(model), modules["text_encoder"], modules["text_head"] + tied, modules["latent_encoder"])
-    return {
-        "trainable": sum(modules.values()) - num_frozen,
-        "frozen": num_frozen,
-        "largest_block": max(gathered),
-        "buffers": 2 * model.latent_dim,
-        "activations": activation_bytes(config, length),
-        "logits_cpu": logits_bytes(config, length, False),
-        "logits_gpu": logits_bytes(config, length, True),
-    }
 
 
 def state_bytes(plan: str, sizes: dict, world_size: int, dtype: str, bucket: int, offload: Collection[str] = ()) -> int:

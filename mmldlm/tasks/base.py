@@ -120,6 +120,15 @@ class Task(ABC):
             UserError: the data is missing, damaged, or contradicts the config.
         """
 
+    def names_data(self, config: Config) -> bool:
+        """Return whether the config names data to open (`mmldlm config` also works without)."""
+        return True
+
+    def parameter_counts(self, config: Config) -> dict[str, int] | None:
+        """Return parameters by group; None: not known, or keys are unset that the data decides."""
+        sizes = self.model_sizes(config, 1)
+        return None if sizes is None else {"trained": sizes["trainable"], "frozen": sizes["frozen"]}
+
     def model_sizes(self, config: Config, length: int) -> ModelSizes | None:
         """Return the sizes for a micro-batch whose longest sample has `length` tokens; None: not known."""
         return None
@@ -193,7 +202,7 @@ class Task(ABC):
 
     def model_config(self, data: RunData) -> dict[str, Any]:
         """Return what `config.json` of an exported model holds (model_config.json in a checkpoint)."""
-        return {"task": data.config.task}
+        return {"task": data.config.task, "buffers": sorted(self.buffers)}
 
     # -- debugging --------------------------------------------------------------------------------------------------
 

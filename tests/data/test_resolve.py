@@ -142,7 +142,7 @@ def test_a_run_goes_on_with_its_own_plan_only(tmp_path, monkeypatch):
 
     from mmldlm.training import checkpointer
     from mmldlm.training.checkpointer import Checkpointer
-    from mmldlm.training.run_logger import TrainingState
+    from mmldlm.training.state import TrainingState
 
     def load(saved, plan):
         checkpoints = Checkpointer.__new__(Checkpointer)

@@ -89,7 +89,7 @@ def steps(store: str, accum: int, words: list[str], frozen: str = "unconditional
 
 
 def main(store: str, folder: str) -> None:
-    from mmldlm.train import leave_process_group
+    from mmldlm.distributed.exit import leave_process_group
 
     for dtype in ("fp32", "bf16"):
         for name, words in ENGINES.items():

@@ -60,6 +60,10 @@ class RunData(ABC):
             f"{self.source}, {int(self.train_lengths.sum()):,} tokens"
         )
 
+    def shape(self) -> list[str]:
+        """Return the dimensions that the data decides, for preflight: for example ["D=384", "V=30522"]."""
+        return []
+
     def files_to_keep(self) -> dict[str, Path]:
         """Files to copy into every checkpoint: path below the checkpoint -> path now (for example a tokenizer)."""
         return {}

@@ -1,4 +1,10 @@
-"""TODO."""
+"""Costs and shapes of the MMDiT by arithmetic alone, without torch: parameters, activations, logits, FLOPs, weights.
+
+The counts restate the modules next to this file, so that preflight needs no import of seconds; tests hold them against
+the model itself, parameters to the element. FLOPs: only matrix products count, 2 per multiply-add, as in PaLM's MFU
+(arXiv 2204.02311, appendix B) and torch's FlopCounterMode. A text token meets the text stream and the head alone: 6 N
+FLOPs per token with all N parameters would overstate the work of the 0.9B model three times.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +12,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmldlm.config.schema import Config
 from mmldlm.models.mmdit.config import ModelConfig
 
+GROUPS = ("text", "latent", "shared")
+_GROUP_OF_MODULE = {
+    "text_encoder": "text",
+    "text_head": "text",
+    "length_head": "text",
+    "latent_encoder": "latent",
+    "latent_head": "latent",
+    "text_timestep": "shared",
+    "latent_timestep": "shared",
+    "blocks": "shared",
+}
 FREQUENCIES = 256  # models/layers.py: sinusoids of a timestep
-
-
 # Of models/linear_cross_entropy.py; elements on a CPU, on a GPU.
 _CHUNK_ELEMENTS, _CHUNK_ROWS, _SHARE_ROWS, _ROW_ALIGNMENT = (8 << 20, 64 << 20), 64, 64, 64
+
+
+def group_of(name: str) -> str:
+    """Return the group (GROUPS) of a module or parameter of MultimodalMMDiT."""
+    return _GROUP_OF_MODULE[name.split(".")[0]]
 
 
 def parameter_counts(model: ModelConfig) -> dict[str, int]:
@@ -44,14 +63,13 @@ def block_elements(model: ModelConfig) -> int:
     return 2 * (6 * width * (model.cond_dim + 1) + 4 * width * width + norms + 2 * width * mlp)
 
 
-def activation_bytes(config: Config, length: int) -> int:
+def activation_bytes(model: ModelConfig, batch: int, length: int, dtype: str) -> int:
     """Bytes that autograd keeps for one micro-batch, attention's weights among them (a fused kernel does without).
 
     Counted from mmldlm/models/mmdit/fused_block.py, which keeps products of matrices only. With gradient
     checkpointing: every block's inputs, and the whole of the one block that is being computed again.
     """
-    model, batch = config.model, config.training.train_batch_size
-    size = 4 if config.training.dtype == "fp32" else 2
+    size = 4 if dtype == "fp32" else 2
     width, mlp, heads = model.hidden_size, int(model.hidden_size * model.mlp_ratio), model.n_heads
     tokens = length + model.max_latents * model.latent_tokens
     # A row in a block: itself, queries, keys and values, what attention mixed, both branches, the MLP's hidden layer;
@@ -69,12 +87,12 @@ def activation_bytes(config: Config, length: int) -> int:
     return int(blocks + outside)
 
 
-def logits_bytes(config: Config, length: int, on_gpu: bool) -> int:
+def logits_bytes(model: ModelConfig, batch: int, length: int, dtype: str, on_gpu: bool) -> int:
     """Most bytes of logits that exist at once when half of the text is scored (models/linear_cross_entropy.py)."""
-    model, low = config.model, 4 if config.training.dtype == "fp32" else 2
+    low = 4 if dtype == "fp32" else 2
     wide = -(-model.vocab_size // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
     elements = _CHUNK_ELEMENTS[on_gpu] * (1 if on_gpu or low == 4 else 2)
-    scored = max(config.training.train_batch_size * length // 2, 1)
+    scored = max(batch * length // 2, 1)
     rows = min(max(elements // wide, _CHUNK_ROWS), scored)
     shares = 0 if low == 4 else 4 * (rows if on_gpu else min(rows, _SHARE_ROWS))
     return wide * (rows * low + shares)
@@ -167,3 +185,22 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         if config["qk_rmsnorm"]:
             shapes[f"{name}.qk_norm.weight"] = (4 * (width // heads),)
     return shapes
+
+
+def training_flops(model: ModelConfig, num_samples: int, num_tokens: float, num_scored: float) -> float:
+    """Return forward and backward FLOPs of a global batch's real work, from its counts (recomputation does not count).
+
+    Attention is quadratic in the length: the sum of squares is taken at the batch's mean length, which length-bucketed
+    batches hold within a few percent of attention's share.
+    """
+    if not num_samples or not num_tokens:
+        return 0.0
+    one, unread = step_flops(model, [1], 1), step_flops(model, [1], 0)
+    mean = num_tokens / num_samples
+    latents = model.max_latents * model.latent_tokens
+    per_row = one.text_blocks  # at one token
+    saved = (num_tokens - num_scored) * (one.text_blocks - unread.text_blocks)
+    pairs = (mean + latents) ** 2 / (1 + latents) ** 2
+    fixed = one.embeddings + one.modulation + one.latent_blocks + one.latent_head + one.length_head
+    head = 2 * num_scored * model.hidden_size * model.vocab_size
+    return 3 * (num_samples * (fixed + per_row * mean + one.attention * pairs) - saved + head)

@@ -27,6 +27,10 @@ class TranslationData(StoreData):
     latent_mean: np.ndarray
     latent_std: np.ndarray
 
+    def shape(self) -> list[str]:
+        """Return latent dimension and vocabulary size."""
+        return [f"D={self.config.model.latent_dim}", f"V={self.config.model.vocab_size}"]
+
 
 def open_data(config: TranslationConfig) -> TranslationData:
     """Open both splits and fill in what they decide: latent_dim, vocab_size, token ids, training.freeze=auto.

@@ -20,6 +20,16 @@ FROZEN_GROUPS = {"unconditional": (), "mixed": (), "l2t": ("latent",), "t2l": ("
 UNREAD_MODULES = {"unconditional": (), "mixed": (), "l2t": ("latent_head",), "t2l": ("text_head", "length_head")}
 
 
+def frozen_modules(mode: str, freeze: str) -> set[str]:
+    """Return the top-level modules that are not trained; preflight counts with it, without torch."""
+    sides = {
+        "text": ("text_encoder", "text_head", "length_head"),
+        "latent": ("latent_encoder", "latent_head"),
+    }
+    frozen = {name for group in FROZEN_GROUPS[mode] for name in sides[group]} if freeze == "mode" else set()
+    return frozen | set(UNREAD_MODULES[mode])
+
+
 def frozen_names(model: nn.Module, mode: str, freeze: str) -> set[str]:
     """Names of the parameters that training.loss_type=mode with training.freeze=freeze leaves alone."""
     assert freeze in ("mode", "none"), "auto is decided when the data is opened (decided_freeze)"

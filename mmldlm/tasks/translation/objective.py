@@ -9,19 +9,6 @@ from torch import Tensor
 from mmldlm.diffusion import GaussianProcess
 from mmldlm.tasks.translation.config import TranslationConfig
 
-# Sums over a micro-batch, in the order of the vector that is all-reduced once a step.
-SUMS = (
-    "loss",  # this rank's contribution to the step's loss
-    "text_nelbo_sum",  # nats, weighted by 1 / t
-    "text_correct",  # masked positions predicted right
-    "text_masked",  # masked positions
-    "latent_error_sum",  # squared error a dimension, summed over scored samples
-    "latent_cosine_sum",  # cosine of the x0 estimate with the clean latent
-    "latent_scored",
-    "length_nll_sum",
-    "length_scored",
-)
-
 
 def _weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
     """Sum of values [B] times weights [B]; of values [B, N], too: a sample's latents share its timestep and weight."""
@@ -52,7 +39,10 @@ class TranslationObjective:
 
         Returns:
             loss: fp32 scalar, this micro-batch's share of the global batch's loss.
-            metrics: fp32 scalars named in SUMS, detached.
+            metrics: fp32 scalars, detached: text_nelbo_sum (nats, weighted by 1 / t), text_correct (masked positions
+                predicted right), text_masked (masked positions), latent_error_sum (squared error per dimension),
+                latent_cosine_sum (cosine of the x0 estimate with the clean latent), latent_scored, length_nll_sum,
+                length_scored, and loss.
         """
         tensors = batch.tensors
         weights = tensors["text_weights"]
