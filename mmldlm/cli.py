@@ -147,7 +147,7 @@ VERBS = {
     "sanity": (_sanity, "a few real steps in one process, every part of them checked"),
     "preflight": ("mmldlm.preflight.runner", "will this run start on these hosts, fit and finish?"),
     "launch": ("mmldlm.launch.launcher", "preflight, then the launcher, then a watcher"),
-    "replay": ("mmldlm.debug.replay", "run a skipped step again and name where its bad numbers were made"),
+    "replay": ("mmldlm.commands.replay", "rerun a skipped step and name the operation behind its non-finite numbers"),
     "train": (_train, "check everything, then train on this machine"),
     "convert": (_convert, "a checkpoint as safetensors, or for another engine and world size"),
     "convert inspect": (_convert_part("inspect"), "what a checkpoint holds; no weight is read"),

@@ -143,14 +143,14 @@ def test_weights_that_made_the_numbers_are_reached_without_being_asked(store, tm
     found = replayed(tmp_path / "run", "2", tmp_path, "--dtypes", "fp32")
     assert "trained from" in found["weights"] and not found["dtypes"]["fp32"]["clean"]
     said = capsys.readouterr().out
-    assert "nothing found with older weights: taking the 1 step(s) up to it" in said
+    assert "nothing found with older weights: retraining 1 step(s)" in said
 
     from mmldlm.debug import replay
 
-    replay._FEW, few = 0, replay._FEW
+    replay.MAX_AUTOMATIC_MICRO_BATCHES, few = 0, replay.MAX_AUTOMATIC_MICRO_BATCHES
     try:
         replayed(tmp_path / "run", "2", tmp_path, "--dtypes", "fp32")
     finally:
-        replay._FEW = few
+        replay.MAX_AUTOMATIC_MICRO_BATCHES = few
     said = capsys.readouterr().out
     assert f"`mmldlm replay {tmp_path / 'run'} 2 --exact`" in said and "1 step(s) older" in said
