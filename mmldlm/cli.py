@@ -38,11 +38,11 @@ def _config(parser):
 
 def _sanity(parser):
     from mmldlm import train
-    from mmldlm.debug import sanity_report
+    from mmldlm.commands import sanity
 
     train.add_arguments(parser)
-    sanity_report.add_arguments(parser)
-    return lambda args: sanity_report.main(args, train.parse_config)
+    sanity.add_arguments(parser)
+    return lambda args: sanity.main(args, train.parse_config)
 
 
 def _prepare(parser):
