@@ -161,7 +161,7 @@ def test_a_device_that_is_not_here_is_refused_first(name, command, tmp_path, mon
     }[command]
     assert cli.main([*words, "--checkpoint", str(tmp_path / "none"), "--device", name]) == 2
     said = capsys.readouterr().err
-    assert "--device" in said and f"found: {name}" in said and "leave --device out" in said
+    assert "--device" in said and f"found: {name}" in said and "omit --device" in said
 
 
 def _without_cuda(empty):
