@@ -15,7 +15,8 @@ from mmldlm.convert.to_checkpoint import convert_state
 from mmldlm.convert.to_safetensors import convert
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
-from mmldlm.sampling.pretrained import load_pretrained, usable_device
+from mmldlm.sampling.device import usable_device
+from mmldlm.sampling.pretrained import load_pretrained
 
 
 @pytest.fixture(scope="module")
