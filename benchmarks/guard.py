@@ -148,10 +148,10 @@ def audit_seconds(args, folder: str) -> float:
     import torch
 
     from mmldlm.config.load import load_config
-    from mmldlm.data.batching.run_data import open_data
     from mmldlm.engines.build import build_engine
     from mmldlm.models import MultimodalMMDiT
     from mmldlm.stability.state_audit import audit_on_all_ranks
+    from mmldlm.tasks.translation.data import open_data
     from mmldlm.tasks.translation.parameter_plan import parameter_plan
 
     words = [f"data.latent_data_root={args.data}", "engine.kind=single", f"logging.save_dir={folder}"]

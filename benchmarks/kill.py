@@ -148,7 +148,7 @@ class Run:
 
         from mmldlm.config.load import load_config
         from mmldlm.data.batching.batch_plan import BatchPlan
-        from mmldlm.data.batching.run_data import open_data
+        from mmldlm.tasks.translation.data import open_data
 
         ranks = self.start()
         codes = ranks.wait(LAST_LIMIT)

@@ -18,12 +18,12 @@ from mmldlm.utils.stop_signals import interrupt_on_stop_signals
 
 
 def _sanity(parser):
+    from mmldlm.commands import sanity
     from mmldlm.config import command_line
-    from mmldlm.debug import sanity_report
 
     command_line.add_arguments(parser)
-    sanity_report.add_arguments(parser)
-    return lambda args: sanity_report.main(args, command_line.parse_config)
+    sanity.add_arguments(parser)
+    return lambda args: sanity.main(args, command_line.parse_config)
 
 
 def _prepare(parser):
@@ -95,7 +95,7 @@ VERBS = {
     "sanity": (_sanity, "a few real steps in one process, every part of them checked"),
     "preflight": ("mmldlm.preflight.runner", "will this run start on these hosts, fit and finish?"),
     "launch": ("mmldlm.launch.launcher", "preflight, then the launcher, then a watcher"),
-    "replay": ("mmldlm.debug.replay", "run a skipped step again and name where its bad numbers were made"),
+    "replay": ("mmldlm.commands.replay", "rerun a skipped step and name the operation behind its non-finite numbers"),
     "train": ("mmldlm.commands.train", "check everything, then train on this machine"),
     "convert": (_convert, "a checkpoint as safetensors, or for another engine and world size"),
     "convert inspect": (_convert_part("inspect"), "what a checkpoint holds; no weight is read"),

@@ -15,8 +15,8 @@ from mmldlm.checkpoints import commit, locate
 from mmldlm.checkpoints.init_from import init_weights
 from mmldlm.checkpoints.manifest import MANIFEST, describe_file
 from mmldlm.config.load import load_config
-from mmldlm.data.batching.run_data import open_data
 from mmldlm.tasks.translation.build_model import build_model
+from mmldlm.tasks.translation.data import open_data
 from mmldlm.train import main
 from tests.helpers import ROOT, read_log, run_ranks, train_words
 

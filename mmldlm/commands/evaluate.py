@@ -54,7 +54,8 @@ def main(args: argparse.Namespace) -> int:
     from mmldlm.evaluation.conditioning_gain import Settings, evaluate
     from mmldlm.evaluation.metrics import sts_benchmark
     from mmldlm.observe.progress_meter import Meter
-    from mmldlm.sampling.pretrained import load_pretrained, usable_device
+    from mmldlm.sampling.device import usable_device
+    from mmldlm.sampling.pretrained import load_pretrained
 
     device = usable_device(args.device)
     pairs = sts_benchmark.read_pairs(args.sts_file) if args.eval_dataset == "stsb" else None

@@ -14,11 +14,14 @@ import torch
 
 from mmldlm.errors import EXIT_DONE, UserError
 from mmldlm.observe.progress_meter import Meter
+from mmldlm.sampling.device import usable_device
 from mmldlm.sampling.inputs import encode_texts, given_texts, read_latents, tokenize_texts
 from mmldlm.sampling.joint_sampler import JOINT_METHODS, choose_method, sample_joint
 from mmldlm.sampling.latent_sampler import SOLVERS, check_latents_per_text, sample_latents
-from mmldlm.sampling.pretrained import Pretrained, load_pretrained, usable_device
-from mmldlm.sampling.text.loop import PRESENCE_PENALTY, SAMPLERS, TextSamples, sample_text
+from mmldlm.sampling.pretrained import Pretrained, load_pretrained
+from mmldlm.sampling.text.draw import PRESENCE_PENALTY
+from mmldlm.sampling.text.loop import TextSamples, sample_text
+from mmldlm.sampling.text.strategies import STRATEGIES
 from mmldlm.utils.output_paths import check_writable_dir
 
 KINDS = {
@@ -51,7 +54,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "text_file": {"metavar": "FILE", "help": "texts, one a line"},
     "num_samples": {"type": int, "metavar": "N", "help": "texts in all (l2t: default one per embedding)"},
     "num_steps": {"type": int, "help": "denoising steps; a text of n tokens takes at most n confidence steps"},
-    "sampler": {"choices": SAMPLERS, "help": "of text"},
+    "sampler": {"choices": tuple(STRATEGIES), "help": "of text"},
     "temperature": {
         "type": float,
         "help": "0 takes the most probable token (default: 1 for ancestral; 0 for confidence, or 1 where an embedding "

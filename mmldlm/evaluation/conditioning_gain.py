@@ -20,7 +20,8 @@ from mmldlm.models import MultimodalMMDiT
 from mmldlm.observe.progress_meter import Advance
 from mmldlm.sampling.latent_sampler import check_latents_per_text, sample_latents
 from mmldlm.sampling.pretrained import Pretrained
-from mmldlm.sampling.text.loop import PRESENCE_PENALTY, TextSamples, sample_text
+from mmldlm.sampling.text.draw import PRESENCE_PENALTY
+from mmldlm.sampling.text.loop import TextSamples, sample_text
 from mmldlm.utils.counter_rng import Stream, generator
 
 NATS = "nats/token"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from mmldlm.data.encoders.encoder import token_budget_batches
 from mmldlm.diffusion import GaussianProcess
 from mmldlm.errors import MmldlmError, UserError
-from mmldlm.sampling.text.loop import device_of
+from mmldlm.sampling.device import device_of
 from mmldlm.utils.counter_rng import Stream, normals
 
 SOLVERS = ("ddim", "heun")

@@ -184,7 +184,7 @@ class RunLogger:
         decays = ", ".join(f"weight decay {decay:g} on {size / 1e6:.1f}M" for decay, size in optimizer_groups)
         message(
             f"optim    AdamW, lr {optimizer.lr:g} after {optimizer.warmup_steps:,} steps of warm-up, "
-            f"{optimizer.schedule} to {optimizer.min_lr:g}; betas {optimizer.betas[0]:g}, {optimizer.betas[1]:g}; {decays}"
+            f"{optimizer.schedule} to {optimizer.min_lr:g}; {decays}"
         )
 
     def _warn_of_settings(self, is_fresh: bool) -> None:

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from mmldlm.config.load import load_config
-from mmldlm.data.batching.run_data import open_data
 from mmldlm.data.prepare.options import PrepareOptions
 from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.data.store.mixture import MixedStore
 from mmldlm.data.store.repair_hints import MANIFEST
 from mmldlm.data.store.store import Store
 from mmldlm.errors import MmldlmError, UserError
+from mmldlm.tasks.translation.data import open_data
 
 
 @pytest.fixture(scope="module")

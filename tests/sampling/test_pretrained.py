@@ -15,7 +15,8 @@ from mmldlm.convert.to_checkpoint import convert_state
 from mmldlm.convert.to_safetensors import convert
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
-from mmldlm.sampling.pretrained import load_pretrained, usable_device
+from mmldlm.sampling.device import usable_device
+from mmldlm.sampling.pretrained import load_pretrained
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +162,7 @@ def test_a_device_that_is_not_here_is_refused_first(name, command, tmp_path, mon
     }[command]
     assert cli.main([*words, "--checkpoint", str(tmp_path / "none"), "--device", name]) == 2
     said = capsys.readouterr().err
-    assert "--device" in said and f"found: {name}" in said and "leave --device out" in said
+    assert "--device" in said and f"found: {name}" in said and "omit --device" in said
 
 
 def _without_cuda(empty):

@@ -196,7 +196,7 @@ def test_a_mode_that_was_not_trained_is_refused(checkpoint, latent_file, tmp_pat
     words = ("--checkpoint", folder, source, latent_file if source == "--latent-file" else "word1", "--output-dir")
     with pytest.raises(UserError, match=f"trained in mode {kind}") as error:
         run(kind, *words, tmp_path / "out")
-    assert error.value.found.endswith(f"learned only {other}") and not (tmp_path / "out").exists()
+    assert error.value.found.endswith(f"trained only in {other}") and not (tmp_path / "out").exists()
 
 
 def test_a_text_file_that_is_not_utf_8_is_told_from_a_wrong_path(checkpoint, tmp_path):

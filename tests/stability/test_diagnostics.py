@@ -18,10 +18,10 @@ import torch
 from mmldlm.config.load import load_config
 from mmldlm.data.batching.batch_plan import BatchPlan
 from mmldlm.data.batching.loader import MicroBatches
-from mmldlm.data.batching.run_data import open_data
 from mmldlm.engines.build import build_engine
 from mmldlm.models import MultimodalMMDiT
 from mmldlm.observe.layer_stats import DEAD_AFTER_REPORTS, LayerStatsCollector, adamw_update, layers_of
+from mmldlm.tasks.translation.data import open_data
 from mmldlm.tasks.translation.freezing import apply_freezing
 from mmldlm.tasks.translation.noiser import Noiser
 from mmldlm.tasks.translation.objective import TranslationObjective

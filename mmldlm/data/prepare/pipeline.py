@@ -35,7 +35,7 @@ from mmldlm.data.prepare.publish_stage import (
 )
 from mmldlm.data.prepare.read_stage import SelectedTexts, TextShards, read_unit
 from mmldlm.data.prepare.select_stage import Samples
-from mmldlm.data.prepare.summary import ProgressBar, print_summary
+from mmldlm.data.prepare.summary import RankProgress, print_summary
 from mmldlm.data.prepare.task_queue import RankFailed, TaskQueue, connect
 from mmldlm.data.prepare.work_dir import PLAN, WorkDir
 from mmldlm.data.store.store import TOKENIZER_FOLDER
@@ -245,7 +245,7 @@ class _Preparation:
         shard_rows: list[np.ndarray] = []
         paths: list[Path] = []
         num_kept, number = 0, 0
-        with ProgressBar(self.console, self.peers, f"tokenizing {name}", "texts") as progress:
+        with RankProgress(self.console, self.peers, f"tokenizing {name}", "texts") as progress:
             while (wave := waves.next(num_kept)) is not None:
                 parts = [
                     wave[start : start + tokenize_stage.SHARD] for start in range(0, len(wave), tokenize_stage.SHARD)
@@ -276,7 +276,7 @@ class _Preparation:
         encoder = self.encoder = self.encoder or self._make_encoder()
         total = sum(map(len, splits.values()))
         encoded: dict[str, list[Path]] = {}
-        with ProgressBar(self.console, self.peers, f"encoding with {encoder.name}", "sentences", total) as progress:
+        with RankProgress(self.console, self.peers, f"encoding with {encoder.name}", "sentences", total) as progress:
             for name, samples in splits.items():
                 starts = range(0, len(samples), encode_stage.SHARD)
                 paths = encoded[name] = self.work.claim_tasks(f"encode-{name}", len(starts))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -10,57 +9,36 @@ from rich.console import Console
 from rich.table import Table
 
 from mmldlm.data.prepare.task_queue import TaskQueue
+from mmldlm.utils.progress import ProgressBar
 
 
-class ProgressBar:
-    """A bar with rate and ETA on a terminal; elsewhere a plain line every ten seconds. Counts over all ranks.
+class RankProgress:
+    """Progress of one stage, counted over all ranks and displayed by rank 0.
 
-    Args:
-        what: names the stage, once. unit: what is counted. total: how many there are.
+    Attributes:
+        total: what all ranks will have done at the end of the stage.
     """
 
-    def __init__(self, console: Console, peers: TaskQueue, what: str, unit: str, total: int = 0):
-        self._console, self._peers, self._what, self._unit, self.total = console, peers, what, unit, total
-        self._started = self._printed = time.perf_counter()
-        self._bar = None
-
-    def __enter__(self):
-        if self._console.is_terminal and not self._console.quiet:
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-            from rich.progress import Progress as Bar
-
-            self._bar = Bar(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[rate]:.0f} {task.fields[unit]}/s"),
-                TimeRemainingColumn(),
-                console=self._console,
-            )
-            self._task = self._bar.add_task(self._what, total=self.total, rate=0.0, unit=self._unit)
-            self._bar.start()
-        return self
+    def __init__(self, console: Console, tasks: TaskQueue, label: str, unit: str, total: int = 0):
+        self.total = total
+        self._tasks, self._key = tasks, f"progress/{label}"
+        self._bar = ProgressBar(label, unit, stream=console.file, enabled=not console.quiet)
 
     def __call__(self, num_done: int) -> None:
-        """Count what this rank has done; leave with the others where one of them has failed."""
-        if not num_done:
-            return
-        self._peers.check()
-        done = self._peers.add(f"progress/{self._what}", num_done)
-        now = time.perf_counter()
-        rate = done / max(now - self._started, 1e-9)
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done, total=self.total, rate=rate)
-        elif now - self._printed >= 10:
-            self._printed = now
-            left = max(self.total - done, 0) / rate
-            self._console.print(
-                f"{self._what}: {done:,} of {self.total:,}, {rate:.0f} {self._unit}/s, {left:.0f} s left"
-            )
+        """Add what this rank has done since the last call.
 
-    def __exit__(self, *_):
-        if self._bar is not None:
-            self._bar.stop()
+        Raises:
+            RankFailed: another rank has failed.
+        """
+        if num_done:
+            self._tasks.check()
+            self._bar(self._tasks.add(self._key, num_done), self.total)
+
+    def __enter__(self) -> RankProgress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
 
 
 def print_summary(console: Console, root: Path, manifest: dict[str, Any], seconds: float) -> None:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from mmldlm.data.encoders.encoder import token_budget_batches
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.errors import MmldlmError
+from mmldlm.sampling.device import device_of
 from mmldlm.sampling.latent_sampler import pad_texts
-from mmldlm.sampling.text.loop import device_of
 from mmldlm.utils.counter_rng import Stream, uniforms
 
 CONDITIONS = ("right", "shuffled", "null")

@@ -14,14 +14,16 @@ import pytest
 import torch
 
 from mmldlm import train
+from mmldlm.commands import sanity
 from mmldlm.config.load import load_config
 from mmldlm.data.batching import loader
-from mmldlm.data.batching.run_data import open_data
-from mmldlm.debug import sanity_report, sanity_runner
-from mmldlm.debug.sanity_checks import CHECKS, FAIL, NOT_RUN, PASS
+from mmldlm.debug import sanity_runner
+from mmldlm.debug.findings import CHECKS, FAIL, NOT_RUN, PASS
+from mmldlm.debug.sanity_runner import SanityRunner
 from mmldlm.engines.gradient_shards import gradient_fragments
 from mmldlm.errors import UserError
 from mmldlm.models.mmdit import model as mmdit
+from mmldlm.tasks.translation.data import open_data
 from tests.helpers import launch
 
 # ddp and ZeRO-0 keep gradients and state as one process does.
@@ -33,9 +35,9 @@ def command(store, *words: str) -> int:
     """What `mmldlm sanity` runs."""
     parser = argparse.ArgumentParser()
     train.add_arguments(parser)
-    sanity_report.add_arguments(parser)
+    sanity.add_arguments(parser)
     args = parser.parse_intermixed_args(["--config-name", "tiny", f"data.latent_data_root={store}", *words])
-    return sanity_report.main(args, train.parse_config)
+    return sanity.main(args, train.parse_config)
 
 
 def main(store: str, folder: str) -> None:
@@ -49,17 +51,17 @@ def statuses(report: dict) -> dict[str, str]:
     return {row["id"]: row["status"] for row in report["checks"]}
 
 
-def examined(store, *words: str, overfit_steps: int = 6, plant=None) -> sanity_report.Sanity:
+def examined(store, *words: str, overfit_steps: int = 6, plant=None) -> SanityRunner:
     """Sanity of a tiny run in this process; plant(sanity) breaks it before its first step."""
     config = load_config("tiny", None, [f"data.latent_data_root={store}", "engine.kind=single", *words])
-    found = sanity_report.Sanity(open_data(config))
+    found = SanityRunner(open_data(config))
     if plant is not None:
         plant(found)
     found.run(3, overfit_steps)
     return found
 
 
-def failed(found: sanity_report.Sanity) -> dict[str, str]:
+def failed(found: SanityRunner) -> dict[str, str]:
     """The rows that did not pass, and why."""
     return {row.id: row.reason for row in found.findings.rows() if row.status == FAIL}
 
@@ -70,7 +72,7 @@ def test_a_healthy_run_passes_with_lmols_options(store, tmp_path, capsys):
     report = json.loads(file.read_text())
     assert report["ok"] and statuses(report) == dict.fromkeys(CHECKS, PASS)
     assert report["conditions"]["dtype"] == "bf16" and report["conditions"]["grad_clip_norm"] == 1.0
-    assert [step["step"] for step in report["steps"]] == list(range(1, 4 + sanity_report.OVERFIT_STEPS))
+    assert [step["step"] for step in report["steps"]] == list(range(1, 4 + sanity_runner.OVERFIT_STEPS))
     assert {group["weight_decay"] for group in report["groups"]} == {0.01, 0.0}
     assert report["layers"]["blocks.1.text"]["grad_norm"] > 0
     assert report["layers"]["text_encoder"]["zero_share"] > 0.9  # tokens that no text of the batch has
@@ -94,7 +96,7 @@ def test_a_healthy_run_passes_on_every_engine(store, tmp_path):
 # -- planted faults ----------------------------------------------------------------------------------------------------
 
 
-def on_step(found: sanity_report.Sanity, act) -> None:
+def on_step(found: SanityRunner, act) -> None:
     """act(engine) before every optimizer step, the gradients being ready."""
     grad_norm = found.engine.grad_norm
 
@@ -110,15 +112,21 @@ def test_a_detached_module_is_named(store, monkeypatch):
     forward = mmdit.TextEncoder.forward
     monkeypatch.setattr(mmdit.TextEncoder, "forward", lambda self, *given: forward(self, *given).detach())
     found = failed(examined(store))
-    assert found == {"reached": found["reached"]}
-    assert "cut off from the loss: text_encoder.null_text, text_encoder.token_embedding.weight" in found["reached"]
+    assert found == {"gradient_coverage": found["gradient_coverage"]}
+    assert (
+        "cut off from the loss: text_encoder.null_text, text_encoder.token_embedding.weight"
+        in found["gradient_coverage"]
+    )
 
 
 def test_a_module_whose_output_is_thrown_away_is_named(store, monkeypatch):
     embed = mmdit.TimestepEmbedding.forward
     monkeypatch.setattr(mmdit.TimestepEmbedding, "forward", lambda self, t: 0.0 * embed(self, t))
     found = failed(examined(store))
-    assert set(found) == {"reached"} and "a zero gradient in each of 9 steps: text_timestep.mlp.0" in found["reached"]
+    assert (
+        set(found) == {"gradient_coverage"}
+        and "a zero gradient in each of 9 steps: text_timestep.mlp.0" in found["gradient_coverage"]
+    )
 
 
 def test_a_stream_that_a_block_does_not_change_is_named(store, monkeypatch):
@@ -132,9 +140,9 @@ def test_a_stream_that_a_block_does_not_change_is_named(store, monkeypatch):
 
     monkeypatch.setattr(mmdit.MMDiTBlock, "forward", without_latents)
     found = failed(examined(store))
-    assert set(found) == {"reached"}
-    assert "a zero gradient in each of 9 steps" in found["reached"]
-    assert "blocks.0.to_out.weight[latent], blocks.0.mlp_in.weight[latent]" in found["reached"]
+    assert set(found) == {"gradient_coverage"}
+    assert "a zero gradient in each of 9 steps" in found["gradient_coverage"]
+    assert "blocks.0.to_out.weight[latent], blocks.0.mlp_in.weight[latent]" in found["gradient_coverage"]
 
 
 def test_what_a_mode_cannot_train_is_no_fault_and_is_said(store):
@@ -142,8 +150,11 @@ def test_what_a_mode_cannot_train_is_no_fault_and_is_said(store):
     words = ["training.loss_type=t2l", "training.freeze=none", "training.condition_dropout=0"]
     rows = {row.id: row for row in examined(store, *words).findings.rows()}
     assert {row.status for row in rows.values()} == {PASS}
-    assert "do not use" in rows["reached"].reason and "text_encoder.null_text" in rows["reached"].reason
-    assert ".to_out.weight[text]" in rows["reached"].reason
+    assert (
+        "do not use" in rows["gradient_coverage"].reason
+        and "text_encoder.null_text" in rows["gradient_coverage"].reason
+    )
+    assert ".to_out.weight[text]" in rows["gradient_coverage"].reason
 
 
 def test_a_loss_without_a_graph_ends_the_steps(store, monkeypatch):
@@ -152,8 +163,8 @@ def test_a_loss_without_a_graph_ends_the_steps(store, monkeypatch):
     constant = lambda self, *given: (torch.tensor(0.01), objective(self, *given)[1])  # noqa: E731
     monkeypatch.setattr(sanity_runner.TranslationObjective, "__call__", constant)
     rows = {row.id: row.status for row in examined(store).findings.rows()}
-    assert rows["attached"] == FAIL and rows["device"] == rows["batches"] == PASS
-    assert rows["runs"] == rows["reached"] == rows["overfit"] == NOT_RUN
+    assert rows["loss_graph"] == FAIL and rows["device"] == rows["batches"] == PASS
+    assert rows["step_runs"] == rows["gradient_coverage"] == rows["overfit"] == NOT_RUN
 
 
 def test_a_frozen_parameter_that_moves_is_named(store):
@@ -195,10 +206,10 @@ def test_a_weight_that_does_not_move_is_named(store):
     # The step straight down the gradient moves it, too: hold that back as well.
     def still(found):
         hold(found)
-        found._check_scale = lambda batches: found.findings.passed("scale", "left out")
+        found._check_gradient_scale = lambda batches: found.findings.passed("gradient_scale", "left out")
 
     assert failed(examined(store, plant=still)) == {
-        "moves": "a gradient, but the weight stayed as it was: text_head.bias"
+        "weights_update": "a gradient, but an unchanged weight: text_head.bias"
     }
 
 
@@ -293,7 +304,7 @@ def test_gradients_that_are_not_clipped_are_seen(store):
         found.engine.clip = None
 
     found = failed(examined(store, "optimizer.grad_clip_norm=0.5", plant=unclipped))
-    assert set(found) == {"clipping"} and "expected 0.5" in found["clipping"]
+    assert set(found) == {"clipping"} and "norm 0.5," in found["clipping"]
 
 
 def test_a_leftover_loss_scale_is_seen(store):
@@ -302,7 +313,7 @@ def test_a_leftover_loss_scale_is_seen(store):
         found.engine.backward = lambda loss: backward(8 * loss)
 
     found = failed(examined(store, plant=scale))
-    assert set(found) == {"scale"}
+    assert set(found) == {"gradient_scale"}
 
 
 def test_another_learning_rate_in_a_group_is_seen(store):
@@ -325,7 +336,7 @@ def test_a_loss_that_climbs_is_seen(store):
             gradient.neg_()
 
     found = failed(examined(store, plant=lambda s: on_step(s, uphill)))
-    assert set(found) == {"overfit", "scale"} and "it went from" in found["overfit"]
+    assert set(found) == {"overfit", "gradient_scale"} and "it went from" in found["overfit"]
 
 
 def test_a_buffer_on_another_device_is_named(store):
