@@ -164,12 +164,12 @@ def predicted_memory(shape: Shape) -> float:
 
     An upper bound: while the backward pass makes gradients, activations are freed.
     """
-    from mmldlm.config.schema import Config
-    from mmldlm.preflight.memory_model import model_sizes
+    from mmldlm.config.task_registry import find_task
+    from mmldlm.tasks.translation.config import TranslationConfig
 
     model = Ours(shape, torch.float32).model.config.model_dump()
-    config = Config(model=model, training={"train_batch_size": shape.batch, "dtype": "fp32", "freeze": "none"})
-    sizes = model_sizes(config, shape.length)
+    training = {"train_batch_size": shape.batch, "dtype": "fp32", "freeze": "none"}
+    sizes = find_task("translation").model_sizes(TranslationConfig(model=model, training=training), shape.length)
     return (sizes["activations"] + sizes["logits_cpu"] + 4 * sizes["trainable"]) / 2**20
 
 

@@ -10,8 +10,11 @@ import tarfile
 from pathlib import Path
 
 import pytest
+import yaml
 from safetensors.numpy import load_file
 
+from mmldlm.config.renamed_keys import with_new_names
+from mmldlm.config.yaml_reader import read_yaml
 from tests.helpers import ROOT, environment, read_log, run_ranks
 
 ARCHIVE = Path(__file__).parent / "fixtures" / "checkpoints_2b95890.tar.xz"
@@ -43,9 +46,11 @@ def digest(path: Path) -> str:
 
 def resume(old: Path, folder: Path, kind: str, world_size: int, *more: str) -> list[list[float]]:
     """[step, loss, grad_norm] of the steps after the checkpoint."""
+    config = folder / "config.yaml"  # as a user would edit it, whom an error tells the new names
+    config.write_text(yaml.safe_dump(with_new_names(read_yaml(old / kind / "config.yaml"))))
     words = [
         "--config",
-        str(old / kind / "config.yaml"),
+        str(config),
         f"data.latent_data_root={old / 'store'}",
         f"logging.save_dir={folder}",
         f"logging.run_name={kind}",

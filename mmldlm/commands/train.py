@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-import mmldlm.train
+import mmldlm
 from mmldlm.config import command_line
 from mmldlm.errors import UserError
 from mmldlm.training.check_run import check_run
@@ -30,7 +30,7 @@ def main(args: argparse.Namespace) -> int:
     check_run(config, nproc)
     options = {"--config-name": args.config_name, "--config": args.config, "--deepspeed_config": args.deepspeed_config}
     given = [text for option, value in options.items() if value is not None for text in (option, str(value))]
-    command = [str(Path(mmldlm.train.__file__)), *given, *args.overrides]
+    command = [str(Path(mmldlm.__file__).with_name("train.py")), *given, *args.overrides]
     if config.engine.kind == "single":
         os.execv(sys.executable, [sys.executable, *command])
     # On CPUs every rank would start a thread pool of all cores, and they would compete.

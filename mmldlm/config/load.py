@@ -14,6 +14,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from mmldlm.config.old_keys import hint_for_old_key
+from mmldlm.config.renamed_keys import hint_for_renamed_key
 from mmldlm.config.schema import Config
 from mmldlm.config.section import IsPath, Section
 from mmldlm.config.task_registry import DEFAULT_TASK, find_task
@@ -231,7 +232,7 @@ def _unknown_keys(values: dict[str, Any], config_class: type[Config], section: t
         field = section.model_fields.get(key)
         if field is None:
             known = [name for name, _, _ in all_keys(config_class)] + list(section.model_fields)
-            yield f"{prefix}{key}{hint_for_old_key(f'{prefix}{key}', value) or _closest_key(f'{prefix}{key}', known)}"
+            yield f"{prefix}{key}{hint_for_renamed_key(f'{prefix}{key}') or hint_for_old_key(f'{prefix}{key}', value) or _closest_key(f'{prefix}{key}', known)}"
         elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             if isinstance(value, dict):
                 yield from _unknown_keys(value, config_class, field.annotation, f"{prefix}{key}.")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-KEYS: dict[str, str] = {}
+KEYS: dict[str, str] = {
+    "checkpoints.timeout": "checkpoints.save_timeout",
+    "checkpoints.async": "checkpoints.async_save",
+}
 """Old key -> new key; both in one section."""
 VALUES: dict[str, dict[str, str]] = {}
 """New key -> old value -> new value."""

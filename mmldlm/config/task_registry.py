@@ -47,9 +47,7 @@ def find_task(name: str) -> Task:
             f"{type(error).__name__}: {error}",
             "start the command in the folder that holds the module, or add that folder to PYTHONPATH",
         ) from error
-    from mmldlm.tasks.base import Task
-
-    if not (isinstance(task_class, type) and issubclass(task_class, Task)):
+    if not (isinstance(task_class, type) and hasattr(task_class, "config_class")):
         raise UserError(
             f"a subclass of mmldlm.tasks.base.Task at {target}", repr(task_class), "see docs/tasks.md for an example"
         )

@@ -41,18 +41,18 @@ def check_config(weights: WeightSource, checkpoint: Path | None) -> None:
             raise _misfit(path, weights, f"{name} of shape {shape}", f"{found}")
     expected, found = _layers(shapes), _layers(weights.tensors)
     for stack in expected:
-        if len(found[stack]) > len(expected[stack]):
+        if len(found.get(stack, ())) > len(expected[stack]):
             raise _misfit(path, weights, f"{len(expected[stack])} {stack}", f"{len(found[stack])}")
 
 
 def _layers(names: Iterable[str]) -> dict[str, set[str]]:
-    """Numbers of the layers of every stack: {"blocks": {"0", "1"}} for blocks.0.x and blocks.1.x."""
+    """Numbers of the layers of every stack, counted from 0: {"blocks": {"0", "1"}} for blocks.0.x and blocks.1.x."""
     found: dict[str, set[str]] = {}
     for name in names:
         stack, _, rest = name.partition(".")
         if rest.split(".")[0].isdigit():
             found.setdefault(stack, set()).add(rest.split(".")[0])
-    return found
+    return {stack: numbers for stack, numbers in found.items() if "0" in numbers}
 
 
 def _misfit(path: Path, weights: WeightSource, expected: str, found: str) -> UserError:

@@ -18,6 +18,7 @@ from mmldlm.checkpoints.layout import ENGINE_FOLDER, STATE_FILE
 from mmldlm.checkpoints.manifest import examine
 from mmldlm.checkpoints.resume_reader import open_training_state
 from mmldlm.config.load import build_config
+from mmldlm.config.renamed_keys import with_new_names
 from mmldlm.config.task_registry import find_task
 from mmldlm.data.batching.batch import Batch
 from mmldlm.data.batching.loader import MicroBatches
@@ -99,7 +100,7 @@ class Replay:
 
     def __init__(self, run_dir: Path, case: dict, checkpoint: str | None, exact: bool):
         self.case, self.run_dir = case, run_dir
-        self.config = build_config(case["config"])
+        self.config = build_config(with_new_names(case["config"]))
         self.task = find_task(self.config.task)
         self.data = self.task.open_data(self.config)
         self.config = self.data.config

@@ -55,8 +55,8 @@ def test_noise_does_not_depend_on_how_the_batch_is_cut(world, accum):
         parts = [dataset(world, accum, rank)[step * accum + m] for rank in range(world) for m in range(accum)]
         assert by_sample(parts) == by_sample([whole])
         for part in parts:
-            assert (part.num_text_tokens, part.num_latents, part.num_lengths) == (
-                whole.num_text_tokens, whole.counts["latents"], whole.num_lengths,
+            assert (part.counts["text_tokens"], part.counts["latents"], part.counts["lengths"]) == (
+                whole.counts["text_tokens"], whole.counts["latents"], whole.counts["lengths"],
             )  # fmt: skip
 
 

@@ -100,7 +100,9 @@ def test_token_batches_train_on_every_rank_alike(made_store):
         (whole,) = [MicroBatches(data.train, plan, noiser, 0, 1, 1)[step]]
         parts = [MicroBatches(data.train, plan, noiser, rank, 4, 1)[step] for rank in range(4)]
         ids = np.concatenate([part.ids[part.real] for part in parts])
-        assert np.array_equal(ids, whole.ids) and {part.num_text_tokens for part in parts} == {whole.num_text_tokens}
+        assert np.array_equal(ids, whole.ids) and {part.counts["text_tokens"] for part in parts} == {
+            whole.counts["text_tokens"]
+        }
         for name in ("text_timesteps", "latent_timesteps", "latents"):
             joined = np.concatenate([part.tensors[name].numpy()[part.real] for part in parts])
             np.testing.assert_array_equal(joined, whole.tensors[name].numpy())
@@ -147,7 +149,7 @@ def test_a_run_goes_on_with_its_own_plan_only(tmp_path, monkeypatch):
     def load(saved, plan):
         checkpoints = Checkpointer.__new__(Checkpointer)
         checkpoints.state, checkpoints.config = TrainingState(8, 100, 0, plan=plan), _config()
-        checkpoints.engine = SimpleNamespace(world_size=1, all_ok=lambda ok: ok, gather_texts=lambda text: [text])
+        checkpoints.engine = SimpleNamespace(world_size=1, all_agree=lambda ok: ok, gather_messages=lambda text: [text])
 
         checkpoints.average = None
 
