@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from mmldlm.diffusion import GaussianProcess, MaskedDiffusion
+from mmldlm.diffusion import MaskedDiffusion
+from mmldlm.diffusion.process import LatentProcess
 from mmldlm.errors import UserError
 from mmldlm.sampling.latent_sampler import latent_shape, project_to_sphere, time_grid
 from mmldlm.sampling.pretrained import Pretrained
@@ -59,7 +61,7 @@ def sample_joint(
     num_samples: int,
     *,
     text_diffusion: MaskedDiffusion,
-    latent_diffusion: GaussianProcess,
+    latent_diffusion: LatentProcess,
     steps: int = 64,
     sampler: str = "ancestral",
     temperature: float | None = None,
@@ -85,6 +87,7 @@ def sample_joint(
     texts: list[list[int]] = [[] for _ in range(num_samples)]
     latents = torch.empty(num_samples, *latent_shape(config))
     grid = time_grid(latent_diffusion, steps).tolist()
+    project = partial(project_to_sphere, model) if renormalise else None
     done = 0
     for index in order.split(batch_size):
         rows = index.tolist()
@@ -106,11 +109,11 @@ def sample_joint(
             now, then = (torch.full((len(rows),), value, dtype=torch.float64, device=device) for value in (t, s))
             positions = state.wanted(k)
             out = model(state.tokens, z, state.timesteps(k), now.float(), state.real, text_positions=positions)
-            x0 = latent_diffusion.to_x0(out["latent_pred"].float(), z, now)
+            prediction = out["latent_pred"].float()
             if k < steps - 1:
-                z = latent_diffusion.step(project_to_sphere(model, x0) if renormalise else x0, z, now, then)
+                z = latent_diffusion.step(prediction, z, now, then, project=project)
             else:
-                z = x0
+                z = latent_diffusion.to_x0(prediction, z, now)
             state.update(k, positions, out["text_logits"])
             done += len(rows)
             if progress is not None:
