@@ -232,7 +232,7 @@ def test_compiled_blocks_are_watched_without_a_hook_inside_them():
             return 2 * x, 3 * x
 
         @staticmethod
-        def streams(output, x):
+        def split_streams(output, x):
             return output
 
     model = torch.nn.Module()
