@@ -26,7 +26,7 @@ LONGEST = (
     "engines/test_liveness.py",
     "test_resume.py",
     "multinode/test_watcher.py",
-    "models/test_mmdit.py",
+    "models/mmdit/test_model.py",
     "test_run_checkpoints.py",
 )
 

@@ -232,7 +232,9 @@ def _unknown_keys(values: dict[str, Any], config_class: type[Config], section: t
         field = section.model_fields.get(key)
         if field is None:
             known = [name for name, _, _ in all_keys(config_class)] + list(section.model_fields)
-            yield f"{prefix}{key}{hint_for_renamed_key(f'{prefix}{key}') or hint_for_old_key(f'{prefix}{key}', value) or _closest_key(f'{prefix}{key}', known)}"
+            full = f"{prefix}{key}"
+            hint = hint_for_renamed_key(full) or hint_for_old_key(full, value) or _closest_key(full, known)
+            yield f"{full}{hint}"
         elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             if isinstance(value, dict):
                 yield from _unknown_keys(value, config_class, field.annotation, f"{prefix}{key}.")

@@ -136,7 +136,7 @@ def load_pretrained(path: str | Path, device: str = "cpu", dtype: torch.dtype = 
             sections[key] = section(**values[key])
         except ValidationError as error:
             raise UserError(f'a valid "{key}" in {config_path}', str(error), CONVERT) from error
-    model.normalises_latents = sections["latent_diffusion"].l2_normalise
+    model.normalizes_latents = sections["latent_diffusion"].l2_normalise
     training, encoder = values.get("training") or {}, values.get("encoder")
     try:
         settings = _TrainingSettings(**training)

@@ -135,7 +135,7 @@ def test_a_stream_that_a_block_does_not_change_is_named(store, monkeypatch):
 
     def without_latents(self, rows, condition, layout, recompute=False, after=None):
         out = forward(self, rows, condition, layout, recompute, after)
-        text, latent = self.streams(out, rows, condition, layout, recompute, after)
+        text, latent = self.split_streams(out, rows, condition, layout, recompute, after)
         return torch.cat([text, rows[len(rows) - len(latent) :]])  # latents come last, and all are read
 
     monkeypatch.setattr(mmdit.MMDiTBlock, "forward", without_latents)

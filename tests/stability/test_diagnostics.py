@@ -205,7 +205,7 @@ def test_nothing_happens_on_steps_that_are_not_looked_at(store):
         def __init__(self, model):
             self.model = model
 
-        def fragments(self):
+        def parameter_shards(self):
             return []
 
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
@@ -232,7 +232,7 @@ def test_compiled_blocks_are_watched_without_a_hook_inside_them():
             return 2 * x, 3 * x
 
         @staticmethod
-        def streams(output, x):
+        def split_streams(output, x):
             return output
 
     model = torch.nn.Module()

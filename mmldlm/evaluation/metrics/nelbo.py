@@ -86,7 +86,7 @@ def measure(
             noised, masked, share = diffusion.corrupt_count(
                 tokens, strata, uniform[:, draw, :width], real, config.mask_token_id
             )
-            t = diffusion.time_of(share)
+            t = diffusion.timestep_of(share)
             positions = masked.flatten().nonzero()[:, 0]
             owner = positions // width
             weight = (1 / share)[owner]

@@ -186,7 +186,7 @@ class Noiser:
         clean, noise_tensor = torch.from_numpy(latents), torch.from_numpy(noise)
         z = torch.where(_over(mode == L2T, clean), clean, self.latent.add_noise(clean, noise_tensor, latent_t))
         latent_scored = torch.from_numpy(real & (modes != L2T))
-        latent_weights = torch.where(latent_scored, self.latent.loss_weight(latent_t.clamp_min(1e-6)), 0.0)
+        latent_weights = torch.where(latent_scored, self.latent.loss_weights(latent_t.clamp_min(1e-6)), 0.0)
         length_scored = torch.from_numpy(real & (modes != T2L))
         tensors = {
             "text_tokens": noised,
@@ -199,7 +199,7 @@ class Noiser:
             "text_targets": clean_tokens.flatten()[positions],
             "text_weights": weights[text_rows].float(),
             "text_rows": text_rows,
-            "latent_targets": self.latent.target(clean, noise_tensor, latent_t),
+            "latent_targets": self.latent.targets(clean, noise_tensor, latent_t),
             "latent_clean": clean,
             "latent_weights": latent_weights.float(),
             "length_targets": real_tokens.sum(1) - 1,
@@ -261,10 +261,10 @@ class Noiser:
             return tokens.masked_fill(masked, self.text.mask_token_id), masked, ones, ones
         if config.masking == "count":
             noised, masked, share = self.text.corrupt_count(tokens, strata, uniform, maskable, self.text.mask_token_id)
-            return noised, masked, self.text.time_of(share), 1 / share
+            return noised, masked, self.text.timestep_of(share), 1 / share
         t = stretch(strata, config.t_min)
         noised, masked = self.text.corrupt(tokens, t, uniform, maskable)
-        return noised, masked, t, self.text.nelbo_weight(t)
+        return noised, masked, t, self.text.loss_weights(t)
 
     def _latent_timesteps(self, strata: Tensor, own: Tensor) -> Tensor:
         config = self.latent_config

@@ -120,9 +120,7 @@ class TranslationObjective:
 
     def _metrics(self, loss, out, tensors, error, length_sum) -> dict[str, Tensor]:
         scored = (tensors["latent_weights"] > 0).float()
-        x0 = out["latent_pred"]
-        if self.latent.prediction != "x0":
-            x0 = self.latent.to_x0(x0, tensors["latents"], tensors["latent_timesteps"].clamp_max(0.999))
+        x0 = self.latent.to_x0(out["latent_pred"], tensors["latents"], tensors["latent_timesteps"])
         return {
             "loss": loss.detach(),
             "text_nelbo_sum": _weighted_sum(out["text_nll"], tensors["text_weights"]),

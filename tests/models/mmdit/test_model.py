@@ -6,7 +6,7 @@ import torch
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
 from mmldlm.models.mmdit.config import ModelConfig
-from mmldlm.models.mmdit.packing import pack
+from mmldlm.models.mmdit.packing import PackingShape, pack
 
 BASE = dict(
     hidden_size=32, n_blocks=2, n_heads=4, cond_dim=24, max_seq_len=16, latent_dim=12, latent_tokens=3,
@@ -139,7 +139,7 @@ def test_close_timesteps_are_told_apart():
 
 def test_blocks_start_as_the_identity():
     model = make(awake=False)
-    layout = pack(None, None, 4, 10, 3, 8, torch.float32, torch.device("cpu"))
+    layout = pack(None, None, PackingShape(4, 10, 3, 8, torch.float32, torch.device("cpu")))
     rows = torch.randn(4 * 13, 32)
     assert torch.equal(model.blocks[0](rows, torch.randn(4, 24), layout), rows)
 

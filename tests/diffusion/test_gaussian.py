@@ -3,12 +3,12 @@ import itertools
 import pytest
 import torch
 
-from mmldlm.diffusion.gaussian import PATHS, PREDICTIONS, GaussianProcess
+from mmldlm.diffusion.gaussian import PREDICTIONS, SCHEDULES, GaussianProcess
 
 PAIRS = [
-    (path, prediction)
-    for path, prediction in itertools.product(PATHS, PREDICTIONS)
-    if (prediction == "flow") == (path == "rectified_flow") or prediction in ("x0", "epsilon")
+    (schedule, prediction)
+    for schedule, prediction in itertools.product(SCHEDULES, PREDICTIONS)
+    if (prediction == "flow") == (schedule == "rectified_flow") or prediction in ("x0", "epsilon")
 ]
 
 
@@ -18,26 +18,27 @@ def sample(size=64, dim=8, low=0.01, high=0.99):
     return x0, noise, low + (high - low) * torch.rand(size, dtype=torch.float64, generator=generator)
 
 
-@pytest.mark.parametrize(("path", "prediction"), PAIRS)
-def test_round_trips(path, prediction):
-    diffusion = GaussianProcess(path, prediction)
+@pytest.mark.parametrize(("schedule", "prediction"), PAIRS)
+def test_round_trips(schedule, prediction):
+    diffusion = GaussianProcess(schedule, prediction)
     x0, noise, t = sample()
     z = diffusion.add_noise(x0, noise, t)
-    back = diffusion.to_x0(diffusion.target(x0, noise, t), z, t)
-    tolerance = 1e-9 if (path, prediction) == ("linear", "epsilon") else 1e-11
-    torch.testing.assert_close(back, x0, rtol=0, atol=tolerance * 100 if path == "linear" else tolerance)
-    torch.testing.assert_close(diffusion.noise_of(x0, z, t), noise, rtol=0, atol=1e-9)
+    back = diffusion.to_x0(diffusion.targets(x0, noise, t), z, t)
+    tolerance = 1e-9 if (schedule, prediction) == ("linear", "epsilon") else 1e-11
+    torch.testing.assert_close(back, x0, rtol=0, atol=tolerance * 100 if schedule == "linear" else tolerance)
+    alpha, sigma = (value[:, None] for value in diffusion.alpha_sigma(t))
+    torch.testing.assert_close((z - alpha * x0) / sigma, noise, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_ends_are_data_and_noise(path):
-    diffusion = GaussianProcess(path)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_ends_are_data_and_noise(schedule):
+    diffusion = GaussianProcess(schedule)
     alpha, sigma = diffusion.alpha_sigma(torch.tensor([0.0, 1.0]))
     assert alpha[0] == pytest.approx(1, abs=1e-12) and sigma[0] == pytest.approx(0, abs=1e-9)
     assert alpha[1] < 7e-3 and sigma[1] == pytest.approx(1, abs=1e-4)
     grid_alpha, grid_sigma = diffusion.alpha_sigma(torch.linspace(0, 1, 101))
     assert (grid_alpha.diff() <= 1e-12).all() and (grid_sigma.diff() >= -1e-12).all()
-    if path != "rectified_flow":
+    if schedule != "rectified_flow":
         torch.testing.assert_close(grid_alpha**2 + grid_sigma**2, torch.ones(101).double())
 
 
@@ -52,8 +53,8 @@ def test_weights_are_equivalent_across_predictions():
         alpha, sigma = (value[:, None] for value in diffusion.alpha_sigma(t))
         implied_noise = (z - alpha * guess) / sigma
         output = {"x0": guess, "epsilon": implied_noise, "v": alpha * implied_noise - sigma * guess}[prediction]
-        error = (output - diffusion.target(x0, noise, t)).square().mean(1)
-        errors.append(error * diffusion.loss_weight(t))
+        error = (output - diffusion.targets(x0, noise, t)).square().mean(1)
+        errors.append(error * diffusion.loss_weights(t))
     torch.testing.assert_close(errors[0], errors[1])
     torch.testing.assert_close(errors[0], errors[2])
 
@@ -64,15 +65,15 @@ def integrate(diffusion, denoise, z, steps, eta=0.0):
     for t, s in zip(times[:-1], times[1:], strict=True):
         here, there = t.expand(len(z)), s.expand(len(z))
         noise = torch.randn(z.shape, dtype=z.dtype, generator=generator)
-        z = diffusion.step(denoise(z, here), z, here, there, eta, noise)
+        z = diffusion.step(denoise(z, here), z, here, there, eta=eta, noise=noise)
     return z
 
 
-@pytest.mark.parametrize("path", ["cosine", "sigmoid", "rectified_flow"])
+@pytest.mark.parametrize("schedule", ["cosine", "sigmoid", "rectified_flow"])
 @pytest.mark.parametrize("eta", [0.0, 1.0])
-def test_gaussian_data_with_the_optimal_field_keeps_its_variance(path, eta):
+def test_gaussian_data_with_the_optimal_field_keeps_its_variance(schedule, eta):
     """Data N(0, v): the posterior mean is a v z / (a^2 v + s^2); a correct sampler ends with variance v."""
-    diffusion = GaussianProcess(path)
+    diffusion = GaussianProcess(schedule)
     v = 0.49
 
     def denoise(z, t):
@@ -95,15 +96,15 @@ def test_one_step_keeps_the_marginal(eta):
     x0 = torch.full((size, 1), 1.7, dtype=torch.float64)
     t, s = torch.full((size,), 0.8).double(), torch.full((size,), 0.45).double()
     z = diffusion.add_noise(x0, torch.randn(size, 1, dtype=torch.float64, generator=generator), t)
-    out = diffusion.step(x0, z, t, s, eta, torch.randn(size, 1, dtype=torch.float64, generator=generator))
+    out = diffusion.step(x0, z, t, s, eta=eta, noise=torch.randn(size, 1, dtype=torch.float64, generator=generator))
     alpha, sigma = diffusion.alpha_sigma(torch.tensor(0.45))
     assert out.mean().item() == pytest.approx(1.7 * alpha.item(), abs=5e-3)
     assert out.std().item() == pytest.approx(sigma.item(), abs=5e-3)
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_a_single_data_point_is_found(path):
-    diffusion = GaussianProcess(path)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_single_data_point_is_found(schedule):
+    diffusion = GaussianProcess(schedule)
     point = torch.full((16, 3), 2.5, dtype=torch.float64)
     out = integrate(diffusion, lambda z, t: point, torch.randn(16, 3, dtype=torch.float64), steps=7, eta=1.0)
     torch.testing.assert_close(out, point, rtol=0, atol=1e-6)
@@ -112,7 +113,7 @@ def test_a_single_data_point_is_found(path):
 def test_zero_flow_leaves_the_noise():
     diffusion = GaussianProcess("rectified_flow", "flow")
     noise = torch.randn(10, 3, dtype=torch.float64)
-    out = integrate(diffusion, lambda z, t: diffusion.to_x0(torch.zeros_like(z), z, t), noise, steps=9)
+    out = integrate(diffusion, lambda z, t: torch.zeros_like(z), noise, steps=9)
     torch.testing.assert_close(out, noise)
 
 
@@ -122,6 +123,6 @@ def test_copying_the_input_does_not_solve_t2l():
     diffusion = GaussianProcess("cosine", "x0")
     x0, noise, t = sample(size=20_000, dim=16, low=0.001, high=1.0)
     z = diffusion.add_noise(x0, noise, t)
-    target = diffusion.target(x0, noise, t)
+    target = diffusion.targets(x0, noise, t)
     best = (z * target).sum() / (z * z).sum()
     assert ((best * z - target) ** 2).mean() > 0.3

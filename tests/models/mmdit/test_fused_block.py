@@ -1,4 +1,4 @@
-"""The fast path equals the plain one, values and gradients, in fp64."""
+"""The fused block equals the reference, values and gradients, in fp64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mmldlm.models import MultimodalMMDiT
 from mmldlm.models.mmdit.config import ModelConfig
 from mmldlm.models.mmdit.packing import has_varlen
-from tests.models.plain import use_plain_blocks
+from tests.models.reference_mmdit import use_reference_blocks
 
 RELATIVE = 1e-10  # of the largest element of a tensor; fp64 rounding through two blocks is about 1e-13
 
@@ -82,17 +82,17 @@ CASES = {
 
 @pytest.mark.parametrize("qk_rmsnorm", [True, False])
 @pytest.mark.parametrize("case", CASES)
-def test_equals_the_plain_path_with_all_gradients(case, qk_rmsnorm):
+def test_equals_the_reference_with_all_gradients(case, qk_rmsnorm):
     given = batch(*CASES[case])
     fast, plain = make(qk_rmsnorm=qk_rmsnorm), make(qk_rmsnorm=qk_rmsnorm)
-    use_plain_blocks(plain)
+    use_reference_blocks(plain)
     error, name = largest_error(gradients(fast, given), gradients(plain, given))
     assert error < RELATIVE, f"{name}: {error}"
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_hook_or_a_replaced_layer_is_called_and_changes_nothing(case):
-    """Replay, the sanity check and whoever wraps a layer see their layer called; the result stays the same."""
+def test_a_hooked_or_replaced_layer_is_called(case):
+    """Replay and the sanity check see each hooked layer called; the result stays the same."""
     given = batch(*CASES[case])
     fast, hooked = make(), make()
     called = []
@@ -107,11 +107,11 @@ def test_a_hook_or_a_replaced_layer_is_called_and_changes_nothing(case):
 
 @pytest.mark.parametrize("more", [{}, {"hidden_size": 24, "mlp_ratio": 2.3}, {"qk_rmsnorm": False}])
 @pytest.mark.parametrize("case", CASES)
-def test_fp32_with_its_grouped_products_equals_the_plain_path_in_fp64(case, more):
+def test_fp32_grouped_products_equal_the_reference(case, more):
     """Grouped products take rows of whole 16 bytes only (not those of 55 elements) and no fp64."""
     given = batch(*CASES[case])
     plain = make(**more)
-    use_plain_blocks(plain)
+    use_reference_blocks(plain)
     exact = gradients(plain, given)
     grouped: list[str] = []
 
@@ -140,7 +140,7 @@ def test_whatever_rows_are_read_of_the_last_block(case, order, dtype, bound):
     chosen = {"none": positions[:0], "backwards": positions.flip(0), "twice": positions[[0, 1, 1]]}[order]
     given |= {"text_positions": chosen, "text_targets": 4 + chosen % 30, "text_weights": torch.rand(len(chosen))}
     plain = make()
-    use_plain_blocks(plain)
+    use_reference_blocks(plain)
     exact = gradients(plain, given)
     rows: list[int] = []
     model = make().to(dtype)
@@ -151,7 +151,7 @@ def test_whatever_rows_are_read_of_the_last_block(case, order, dtype, bound):
     assert error < bound, f"{name}: {error}"
 
 
-def test_the_last_block_computes_no_row_that_nobody_reads():
+def test_last_block_computes_only_rows_that_are_used():
     """Its results have as many rows as are read, recomputed or not, and through layers, too."""
     given = batch([16, 3, 9, 1])
     shapes: list[int] = []
@@ -177,7 +177,7 @@ def test_a_second_backward_pass_is_refused():
 def test_the_comparison_sees_a_small_mistake():
     given = batch([16, 3, 9, 1])
     fast, plain = make(), make()
-    use_plain_blocks(plain)
+    use_reference_blocks(plain)
     fast.blocks[1].qk_norm.weight.data[9] += 1e-6
     assert largest_error(gradients(fast, given), gradients(plain, given))[0] > RELATIVE
 

@@ -1,6 +1,6 @@
-"""The MMDiT's blocks in plain, padded PyTorch: the reference that the fused ones are compared with.
+"""Reference for the fused blocks of the MMDiT, in plain, padded PyTorch.
 
-`use_plain_blocks(model)` makes a model compute its blocks this way: every text position, padding included, one
+`use_reference_blocks(model)` makes a model compute its blocks this way: every text position, padding included, one
 operation after the other, attention as a softmax over a masked matrix.
 """
 
@@ -25,19 +25,19 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
     return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
 
 
-def of_stream(layer, number: int) -> Tensor:
+def stream_weight(layer, number: int) -> Tensor:
     """A stream's weight [O, I]: 0 text, 1 latents."""
     return layer.weight.chunk(2)[number]
 
 
-def plain_block(block, text: Tensor, latent: Tensor, condition: Tensor) -> tuple[Tensor, Tensor]:
+def reference_block(block, text: Tensor, latent: Tensor, condition: Tensor) -> tuple[Tensor, Tensor]:
     """One block on one sample: text [n, H] (all real), latent [L, H], condition [C]."""
     streams = ((0, text), (1, latent))
     parts, queries, keys, values = [], [], [], []
     for number, x in streams:
         shift, scale, gate, *rest = block.modulation(condition).chunk(2)[number].chunk(6)
         hidden = F.layer_norm(x, x.shape[-1:], eps=1e-6) * scale + shift
-        projected = hidden @ of_stream(block.to_qkv, number).T
+        projected = hidden @ stream_weight(block.to_qkv, number).T
         query, key, value = projected.view(len(x), 3, block.n_heads, -1).permute(1, 2, 0, 3)
         if block.qk_norm is not None:
             of_query, of_key = block.qk_norm.weight.chunk(2)[number].chunk(2)
@@ -54,37 +54,38 @@ def plain_block(block, text: Tensor, latent: Tensor, condition: Tensor) -> tuple
     for (number, x), (gate, shift, scale, mlp_gate), given in zip(
         streams, parts, (mixed[: len(text)], mixed[len(text) :])
     ):
-        x = x + gate * (given @ of_stream(block.to_out, number).T)
+        x = x + gate * (given @ stream_weight(block.to_out, number).T)
         hidden = F.layer_norm(x, x.shape[-1:], eps=1e-6) * scale + shift
-        inner = F.gelu(hidden @ of_stream(block.mlp_in, number).T)
-        out.append(x + mlp_gate * (inner @ of_stream(block.mlp_out, number).T))
+        inner = F.gelu(hidden @ stream_weight(block.mlp_in, number).T)
+        out.append(x + mlp_gate * (inner @ stream_weight(block.mlp_out, number).T))
     return out[0], out[1]
 
 
-def plain_forward(block, rows: Tensor, condition: Tensor, layout) -> Tensor:
-    """What block.forward(rows, condition, layout) must give, sample by sample.
+def reference_forward(block, rows: Tensor, condition: Tensor, packing) -> Tensor:
+    """What block.forward(rows, condition, packing) must give, sample by sample.
 
-    Keys that the layout's mask forbids are left out of their sample, so their rows come back unchanged.
+    Keys that the packing's mask forbids are left out of their sample, so their rows come back unchanged.
     """
     out = rows.clone()
-    latents = (len(rows) - layout.num_text) // layout.batch
-    for b in range(layout.batch):
-        of_text = (layout.sample[: layout.num_text] == b).nonzero()[:, 0]
-        if layout.key_mask is not None and layout.order.shape[0] == len(rows):
-            of_text = of_text[layout.key_mask[b, 0, 0, : len(of_text)]]
-        of_latent = layout.num_text + b * latents + torch.arange(latents)
-        text, latent = plain_block(block, rows[of_text], rows[of_latent], condition[b])
+    latents = (len(rows) - packing.num_text) // packing.batch
+    for b in range(packing.batch):
+        of_text = (packing.sample[: packing.num_text] == b).nonzero()[:, 0]
+        if packing.key_mask is not None and packing.order.shape[0] == len(rows):
+            of_text = of_text[packing.key_mask[b, 0, 0, : len(of_text)]]
+        of_latent = packing.num_text + b * latents + torch.arange(latents)
+        text, latent = reference_block(block, rows[of_text], rows[of_latent], condition[b])
         out = out.index_copy(0, of_text, text).index_copy(0, of_latent, latent)
     return out
 
 
-def use_plain_blocks(model) -> None:
-    """Replace the forward pass of every block of a model; all rows are computed, whoever reads them."""
+def use_reference_blocks(model) -> None:
+    """Replace the forward pass of every block of a model; all rows are computed, used or not."""
 
     def replaced(block):
-        def forward(rows, condition, layout, recompute=False, after=None):
-            out = plain_forward(block, rows, condition, layout)
-            return out if after is None or after.read is None else out[after.read]
+        def forward(rows, condition, packing, recompute=False, output_packing=None):
+            out = reference_forward(block, rows, condition, packing)
+            kept = None if output_packing is None else output_packing.kept_rows
+            return out if kept is None else out[kept]
 
         return forward
 
