@@ -184,7 +184,7 @@ def test_the_help_of_a_kind_lists_its_own_options(capsys):
     for words, listed, others in (
         (["sample", "l2t"], "--latent-file", "--eta"),
         (["sample", "t2l"], "--eta", "--latent-file"),
-        (["sample", "unconditional"], "--way", "--guidance"),
+        (["sample", "unconditional"], "--method", "--guidance"),
         (["convert", "inspect"], "SRC", "--dtype"),
         (["convert", "diff"], "--optimizer", "--dtype"),
     ):
@@ -193,6 +193,16 @@ def test_the_help_of_a_kind_lists_its_own_options(capsys):
         text = capsys.readouterr().out
         assert done.value.code == 0 and listed in text and others not in text
         assert text.startswith(f"usage: mmldlm {' '.join(words)} ")
+
+
+def test_the_former_spelling_of_method_names_the_new_one(capsys):
+    from mmldlm import cli
+
+    for words in (["sample", "unconditional"], ["sample"]):
+        with pytest.raises(SystemExit) as done:
+            cli.main([*words, "--way", "joint"])
+        assert done.value.code == 2
+        assert "--way was renamed: use --method joint" in capsys.readouterr().err
 
 
 def test_options_before_the_kind_are_read_as_well(checkpoint, tmp_path):

@@ -81,7 +81,7 @@ def test_t2l_compares_with_the_encoder_where_there_is_one(checkpoint, tmp_path, 
     assert "cosine" not in lines(tmp_path / "a")[0]
     made = np.load(tmp_path / "a" / "latents.npy")
     other = np.roll(made, 1, axis=0)  # of the encoder: the other text's vector
-    monkeypatch.setattr("mmldlm.commands.sample.encode_texts", lambda texts, pretrained, progress: 3 * other)
+    monkeypatch.setattr("mmldlm.sampling.generate.encode_texts", lambda texts, pretrained, progress: 3 * other)
     assert run(*words, tmp_path / "b") == 0
     expected = [float(a @ b) for a, b in zip(made, other)]
     assert [line["cosine"] for line in lines(tmp_path / "b")] == pytest.approx(expected, abs=1e-5)
@@ -113,7 +113,7 @@ def test_t2l_writes_unit_vectors(checkpoint, tmp_path):
 def test_unconditional_writes_pairs(checkpoint, tmp_path, way, sampler):
     out = tmp_path / "out"
     run("unconditional", "--checkpoint", checkpoint, "--output-dir", out, "--num-samples", 6, "--num-steps", 6,
-        "--way", way, "--sampler", sampler)  # fmt: skip
+        "--method", way, "--sampler", sampler)  # fmt: skip
     assert np.isfinite(np.load(out / "latents.npy")).all()
     records = lines(out)
     assert len(records) == 6 and {record["way"] for record in records} == {way}
@@ -184,7 +184,7 @@ def test_missing_and_foreign_files_are_refused(checkpoint, tmp_path):
 
 def test_a_folder_that_cannot_be_written_costs_no_samples(checkpoint, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("kept")
-    monkeypatch.setattr("mmldlm.commands.sample.sample_latents", lambda *a, **k: pytest.fail("the samples are lost"))
+    monkeypatch.setattr("mmldlm.sampling.generate.sample_latents", lambda *a, **k: pytest.fail("the samples are lost"))
     with pytest.raises(UserError, match="Not a directory"):
         run("t2l", "--checkpoint", checkpoint, "--text", "word1", "--output-dir", tmp_path / "file" / "out")
 
@@ -312,7 +312,7 @@ def test_a_model_of_several_latents_a_text_reads_and_writes_them_all(checkpoint,
     made = np.load(tmp_path / "a" / "latents.npy")
     assert made.shape == (2, 3, 6) and [len(line["norm"]) for line in lines(tmp_path / "a")] == [3, 3]
     for way in ("joint", "chain"):
-        assert run("unconditional", "--num-samples", 2, "--way", way, *shared, tmp_path / way) == 0
+        assert run("unconditional", "--num-samples", 2, "--method", way, *shared, tmp_path / way) == 0
         assert np.load(tmp_path / way / "latents.npy").shape == (2, 3, 6)
     for array, count in ((made, 2), (made[0], 1)):
         np.save(tmp_path / "x.npy", array)

@@ -17,15 +17,10 @@ from mmldlm.data.store.store import Store
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.masked import SCHEDULES
 from mmldlm.errors import MmldlmError, UserError
-from mmldlm.evaluation.conditioning_gain import (
-    Settings,
-    choose_sentences,
-    evaluate,
-    latent_estimates,
-    measure_l2t,
-    untrained_control,
-)
+from mmldlm.evaluation.conditioning_gain import evaluate, untrained_control
+from mmldlm.evaluation.directions import Settings, latent_estimates, measure_l2t
 from mmldlm.evaluation.metrics.nelbo import measure
+from mmldlm.evaluation.sentences import choose_sentences
 from mmldlm.evaluation.statistics import derangement, ratio
 
 
@@ -68,11 +63,11 @@ def test_uniform_denoiser_scores_log_of_the_vocabulary_under_every_schedule(make
     texts = texts_of()
     value = math.log(make.VOCAB - 1)
     found = run_measure(make, lambda latents, batch: torch.full((batch,), value), texts, schedule)
-    for name in ("right", "shuffled", "null"):
+    for name in ("matched", "shuffled", "null"):
         estimate = ratio(found.nelbo[name], found.num_tokens)
         assert abs(estimate.value - value) < 5 * estimate.se + 2e-3 * value
-    assert (found.nelbo["right"] == found.nelbo["null"]).all()  # the same masks, so no difference at all
-    assert found.length_nll["right"] == pytest.approx(np.full(len(texts), math.log(64)))
+    assert (found.nelbo["matched"] == found.nelbo["null"]).all()  # the same masks, so no difference at all
+    assert found.length_nll["matched"] == pytest.approx(np.full(len(texts), math.log(64)))
 
 
 def test_perfect_denoiser_scores_zero_and_the_right_latent_is_told_from_others(make):
@@ -83,8 +78,8 @@ def test_perfect_denoiser_scores_zero_and_the_right_latent_is_told_from_others(m
 
     found = run_measure(make, nll, texts)
     index = np.arange(60)
-    assert (found.nelbo["right"][index % 2 == 0] == 0).all() and (found.nelbo["right"][index % 2 == 1] > 0).all()
-    assert (found.correct["right"] == np.where(index % 2 == 0, found.masked, 0)).all()
+    assert (found.nelbo["matched"][index % 2 == 0] == 0).all() and (found.nelbo["matched"][index % 2 == 1] > 0).all()
+    assert (found.correct["matched"] == np.where(index % 2 == 0, found.masked, 0)).all()
     partner = derangement(60, 0)
     assert ((found.nelbo["shuffled"] == 0) == (partner % 2 == 0)).all()
     assert (found.num_tokens == [len(text) + 1 for text in texts]).all()
@@ -97,7 +92,7 @@ def test_nelbo_does_not_depend_on_the_batch(make):
         return torch.full((batch,), 2.0) if latents is None else 1 + latents[:, 0] % 3
 
     big, small = (run_measure(make, nll, texts, batch_tokens=size) for size in (10_000, 1))
-    np.testing.assert_allclose(big.nelbo["right"], small.nelbo["right"], rtol=1e-6)
+    np.testing.assert_allclose(big.nelbo["matched"], small.nelbo["matched"], rtol=1e-6)
 
 
 def test_nan_likelihood_is_an_error(make):
@@ -181,7 +176,7 @@ def test_only_trained_directions_are_evaluated(pretrained, store):
 
 
 def test_stores_that_do_not_fit_are_refused(pretrained, make, tmp_path, store):
-    with pytest.raises(UserError, match="41 asked for, 40 in"):
+    with pytest.raises(UserError, match="41 requested, 40 in"):
         choose_sentences(store, pretrained.model, 41, 0)
     long = Store(make.store(tmp_path / "long", 5, longest=30), "validation")
     with pytest.raises(UserError, match="max_seq_len"):
@@ -196,10 +191,10 @@ def test_stores_that_do_not_fit_are_refused(pretrained, make, tmp_path, store):
 @pytest.mark.parametrize(
     "words,named",
     [
-        (["--eval-dataset", "stsb"], "--sts-file"),
+        (["--suite", "stsb"], "--sts-file"),
         ([], "--data"),
         (["--data", "x", "--num-draws", "0"], "--num-draws"),
-        (["--eval-dataset", "stsb", "--sts-file", "absent.csv"], "STS Benchmark"),
+        (["--suite", "stsb", "--sts-file", "absent.csv"], "STS Benchmark"),
         (["--data", "absent"], "store"),
         (["--data", "x", "--batch-size", "0"], "--batch-size"),
     ],
@@ -209,6 +204,15 @@ def test_unusable_requests_are_refused(words, named):
     add_arguments(parser)
     with pytest.raises(UserError, match=named):
         main(parser.parse_intermixed_args(["--checkpoint", "absent", *words]))
+
+
+def test_the_former_spelling_of_suite_names_the_new_one(capsys):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with pytest.raises(SystemExit) as done:
+        parser.parse_args(["--checkpoint", "x", "--eval-dataset", "gain"])
+    assert done.value.code == 2
+    assert "--eval-dataset was renamed: use --suite conditioning_gain" in capsys.readouterr().err
 
 
 def test_several_latents_a_text_are_measured_together(pretrained, make, tmp_path):
