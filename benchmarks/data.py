@@ -60,12 +60,13 @@ def reset_peak() -> None:
 
 def real_texts(corpus: str | None, num: int) -> list[str]:
     """Different texts: prose of docstrings, or the lines of a file."""
-    from mmldlm.data.corpora.docstrings import _source_files, docstrings_of, prose_paragraphs
+    from mmldlm.data.corpora.docstring_prose import prose_paragraphs
+    from mmldlm.data.corpora.docstrings import docstrings_of, source_files
 
     if corpus is not None:
         return list(dict.fromkeys(Path(corpus).read_text(encoding="utf-8").splitlines()))[:num]
     found: dict[str, None] = {}
-    for path in _source_files():
+    for path in source_files():
         source = path.read_bytes()
         if b'"""' not in source:
             continue

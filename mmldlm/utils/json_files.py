@@ -1,4 +1,4 @@
-"""JSON files written by other programs, and JSON without NaN words."""
+"""Read JSON files written by other programs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from mmldlm.utils.formatting import describe_os_error
 
 
 def read_json(path: Path, fix: str, max_bytes: int = 64 << 20) -> dict[str, Any]:
-    """The object in a JSON file, of which nothing is believed yet.
+    """Read the object in an untrusted JSON file.
 
     Args:
-        fix: what the error advises. max_bytes: a larger file is not parsed.
+        path: the file.
+        fix: the advice of the error.
+        max_bytes: larger files are not parsed.
 
     Raises:
         UserError: not readable, too large, not JSON, nested too deep, or not an object.

@@ -13,8 +13,9 @@ import pytest
 from mmldlm.data.corpora import corpus as corpora
 from mmldlm.data.corpora import docstrings, hub_datasets, text_files
 from mmldlm.data.corpora.corpus import open_corpus
-from mmldlm.data.corpora.docstrings import docstrings_of, prose_paragraphs
-from mmldlm.data.sentences import content_hash, normalise, split_sentences
+from mmldlm.data.corpora.docstring_prose import prose_paragraphs
+from mmldlm.data.corpora.docstrings import docstrings_of
+from mmldlm.data.sentences import content_hash, normalize, split_sentences
 from mmldlm.errors import UserError
 
 
@@ -188,11 +189,11 @@ def test_splitting_loses_nothing():
 
 def test_content_folds_case_space_punctuation_and_nothing_else():
     same = ["It's a  dog.", "it s a dog", "IT'S A DOG!", "\u201cIt\u2019s a dog\u201d"]
-    assert len({normalise(text) for text in same}) == 1
+    assert len({normalize(text) for text in same}) == 1
     assert len({content_hash(text) for text in same}) == 1
     # Marks are letters' parts, digits and symbols are content, and punctuation alone stands for itself.
     different = ["\u0915\u093e", "\u0915\u0940", "a 1", "a 2", "a", "a + b", "a b", "...", "!!!"]
-    assert len({normalise(text) for text in different}) == len(different)
+    assert len({normalize(text) for text in different}) == len(different)
     assert content_hash("a", "x") != content_hash("a", "y")
 
 

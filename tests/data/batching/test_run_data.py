@@ -41,7 +41,7 @@ def test_a_mixture_is_one_store_with_the_statistics_of_its_weights(made_store, o
         own.tokens[0].tolist(), first.get([3]).tokens[0].tolist(), own.tokens[1].tolist(),
     ]  # fmt: skip
     assert data.train.texts([1, 39]) == [first.text(1), second.text(1)]
-    assert data.train.place(39) == (other_store / "train", 1)
+    assert data.train.locate(39) == (other_store / "train", 1)
     latents = [store.get(range(len(store))).latents.astype(np.float64) for store in (first, second)]
     weights = np.concatenate([np.full(38, 0.75 / 38), np.full(16, 0.25 / 16)])[:, None]
     mean = (weights * np.concatenate(latents)).sum(0)
@@ -147,7 +147,7 @@ def test_a_run_goes_on_with_its_own_plan_only(tmp_path, monkeypatch):
     def load(saved, plan):
         checkpoints = Checkpointer.__new__(Checkpointer)
         checkpoints.state, checkpoints.config = TrainingState(8, 100, 0, plan=plan), _config()
-        checkpoints.engine = SimpleNamespace(world_size=1, all_ok=lambda ok: ok, gather_texts=lambda text: [text])
+        checkpoints.engine = SimpleNamespace(world_size=1, all_agree=lambda ok: ok, gather_messages=lambda text: [text])
 
         checkpoints.average = None
 

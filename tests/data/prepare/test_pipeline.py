@@ -14,21 +14,22 @@ import pytest
 import torch
 
 from mmldlm import cli
+from mmldlm.commands import prepare, verify_data
 from mmldlm.data.encoders import encoder
 from mmldlm.data.prepare import encode_stage, options, pipeline
 from mmldlm.data.prepare import tokenizer as tokenizers
 from mmldlm.data.prepare.options import PrepareOptions
-from mmldlm.data.prepare.publish_stage import refuse_other_folders
+from mmldlm.data.prepare.publish_stage import check_output_free
 from mmldlm.data.prepare.task_queue import TaskQueue
 from mmldlm.data.prepare.work_dir import WorkDir
-from mmldlm.data.sentences import normalise
+from mmldlm.data.sentences import normalize
 from mmldlm.data.store import verify
 from mmldlm.data.store.latent_statistics import LatentStatistics
 from mmldlm.data.store.store import Store, load_tokenizer
 from mmldlm.errors import MmldlmError, UserError
 from tests.helpers import run_ranks
 
-WIKISPLIT = Path(__file__).resolve().parents[3] / "shared" / "data" / "wikisplit" / "validation.txt"
+WIKISPLIT = Path(__file__).resolve().parents[4] / "shared" / "data" / "wikisplit" / "validation.txt"
 
 
 def _texts(root, split):
@@ -37,7 +38,7 @@ def _texts(root, split):
 
 
 def _normal(texts):
-    return {normalise(text) for text in texts}
+    return {normalize(text) for text in texts}
 
 
 def _files(root):
@@ -62,7 +63,7 @@ def test_manifest_accounts_for_every_text(made_store, sentences):
     assert manifest["encoder"]["name"] == "minilm" and manifest["tokenizer"]["vocab_size"] == 30522
     files = {path.relative_to(made_store).as_posix() for path in made_store.rglob("*") if path.is_file()}
     assert files == set(manifest["files"]) | {"manifest.json"}
-    assert Store(made_store)._tokens.dtype == np.uint16
+    assert Store(made_store).token_ids.dtype == np.uint16
 
 
 def test_no_machine_path_is_written(made_store, corpus_file):
@@ -406,14 +407,14 @@ def test_what_differs_is_said_with_both_values(tmp_path):
 def test_a_finished_store_of_other_options_says_which(tmp_path):
     plan = {"options": PrepareOptions("", "a.txt", max_tokens=30).identity(), "corpus": {}}
     (tmp_path / "manifest.json").write_text(json.dumps({"options": PrepareOptions("", "a.txt").identity()}))
-    with pytest.raises(UserError, match="a store of others: --max-tokens was 62, now 30"):
-        refuse_other_folders(tmp_path, False, plan)
+    with pytest.raises(UserError, match="a store of other options: --max-tokens was 62, now 30"):
+        check_output_free(tmp_path, False, plan)
     (tmp_path / "manifest.json").write_text(json.dumps({"options": plan["options"]}))
-    with pytest.raises(UserError, match="files of the corpus have changed"):
-        refuse_other_folders(tmp_path, False, plan)
+    with pytest.raises(UserError, match="corpus files have changed"):
+        check_output_free(tmp_path, False, plan)
     (tmp_path / "manifest.json").write_text("{}")
-    with pytest.raises(UserError, match="something is there already"):
-        refuse_other_folders(tmp_path, False, plan)
+    with pytest.raises(UserError, match="a folder that is not a store"):
+        check_output_free(tmp_path, False, plan)
 
 
 def test_interrupted_it_says_how_to_go_on(need_minilm, corpus_file, tmp_path, capsys, monkeypatch):
@@ -425,8 +426,8 @@ def test_interrupted_it_says_how_to_go_on(need_minilm, corpus_file, tmp_path, ca
             patch.setattr(encode_stage, "encode", lambda *args, number=number: os.kill(os.getpid(), number))
             assert cli.main(words) == 5
         said = capsys.readouterr().err
-        assert f"interrupted: the same command continues from what is done, in {tmp_path / 's.work'}" in said
-    assert cli.main(words) == 0 and "going on with" in capsys.readouterr().out
+        assert f"interrupted: rerun the same command to resume from {tmp_path / 's.work'}" in said
+    assert cli.main(words) == 0 and "resuming from" in capsys.readouterr().out
     assert verify.verify(tmp_path / "s") == []
 
 
@@ -451,7 +452,7 @@ def test_a_signal_to_one_rank_ends_all_within_a_batch(need_minilm, corpus_file, 
     words = [str(corpus_file), "--output-dir", str(tmp_path / "s")]
     done = run_ranks(2, tmp_path / "script.py", *words, timeout=200)
     assert done.returncode == 5, done.stdout[-3000:]
-    assert done.stdout.count("interrupted: the same command continues") == 1 and "Traceback" not in done.stdout
+    assert done.stdout.count("interrupted: rerun the same command") == 1 and "Traceback" not in done.stdout
     assert not (tmp_path / "s").exists() and (tmp_path / "s.work" / "plan.json").exists()
 
 
@@ -462,15 +463,15 @@ def test_options_survive_the_way_to_the_ranks():
     other = PrepareOptions("out", datasets=["openwebtext", "lm1b"], encoder="e5", batch_size=256, normalize=True)
     for wanted in (given, other):
         parser = argparse.ArgumentParser()
-        options.add_arguments(parser)
-        assert options.from_arguments(parser.parse_intermixed_args(options.to_arguments(wanted))) == wanted
+        prepare.add_arguments(parser)
+        assert prepare.to_options(parser.parse_intermixed_args(options.to_arguments(wanted))) == wanted
 
 
 def test_mm_ldlms_flags_are_understood():
     parser = argparse.ArgumentParser()
-    options.add_arguments(parser)
+    prepare.add_arguments(parser)
     words = "--datasets openwebtext --latent-model e5 --batch-size 256 --max-samples 10000000 --output-dir DIR".split()
-    found = options.from_arguments(parser.parse_intermixed_args(words))
+    found = prepare.to_options(parser.parse_intermixed_args(words))
     assert (found.datasets, found.encoder, found.batch_size, found.max_samples) == (["openwebtext"], "e5", 256, 10**7)
 
 
@@ -487,19 +488,19 @@ def test_statistics_do_not_depend_on_the_blocks():
 @pytest.mark.usefixtures("need_minilm")
 def test_the_two_verbs_from_their_arguments(corpus_file, tmp_path, capsys):
     parser = argparse.ArgumentParser()
-    options.add_arguments(parser)
+    prepare.add_arguments(parser)
     root = tmp_path / "s"
     words = [str(corpus_file), "--output-dir", str(root), "--latent-model", "minilm", "--max-samples", "30"]
-    assert pipeline.main(parser.parse_args(words)) == 0
+    assert prepare.main(parser.parse_args(words)) == 0
     out = capsys.readouterr().out
     assert "mmldlm config --config-name quickstart data.latent_data_root=" in out and "effective rank" in out
     parser = argparse.ArgumentParser()
-    verify.add_arguments(parser)
-    assert verify.main(parser.parse_args([str(root)])) == 0
+    verify_data.add_arguments(parser)
+    assert verify_data.main(parser.parse_args([str(root)])) == 0
     manifest = json.loads((root / "manifest.json").read_text())
     manifest["splits"]["train"]["max_tokens"] += 1
     (root / "manifest.json").write_text(json.dumps(manifest))
-    assert verify.main(parser.parse_args([str(root)])) == 1
+    assert verify_data.main(parser.parse_args([str(root)])) == 1
     assert "max_tokens" in capsys.readouterr().out
     assert PrepareOptions("x") == PrepareOptions(
         **{key: value for key, value in vars(_defaults()).items() if key in PrepareOptions.__dataclass_fields__}
@@ -508,5 +509,5 @@ def test_the_two_verbs_from_their_arguments(corpus_file, tmp_path, capsys):
 
 def _defaults():
     parser = argparse.ArgumentParser()
-    options.add_arguments(parser)
+    prepare.add_arguments(parser)
     return parser.parse_args(["--output-dir", "x"])

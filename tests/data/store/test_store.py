@@ -10,7 +10,8 @@ import pytest
 
 from mmldlm.data.store.repair_hints import MANIFEST
 from mmldlm.data.store.store import SPLITS, Store, check_latents, load_tokenizer
-from mmldlm.data.store.verify import examine, plot, verify
+from mmldlm.commands.verify_data import plot
+from mmldlm.data.store.verify import examine, verify
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import sha256_of
 
