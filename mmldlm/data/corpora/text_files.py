@@ -16,6 +16,7 @@ from pathlib import Path
 
 from mmldlm.data.sentences import MAX_TEXT_BYTES, TOO_LARGE
 from mmldlm.errors import UserError
+from mmldlm.utils.formatting import first_line
 
 KINDS = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz", ".txt.zst", ".jsonl.zst", ".parquet")
 PART_BYTES = 32 << 20
@@ -191,7 +192,7 @@ def parquet_units(path: Path, text_field: str) -> list[tuple[str, Callable[[Coun
     try:
         file = parquet.ParquetFile(path)
     except (arrow.ArrowException, OSError) as error:
-        raise UserError(f"a parquet file at {path}", str(error).splitlines()[0], "copy or make it again") from None
+        raise UserError(f"a parquet file at {path}", first_line(error), "copy or convert it again") from None
     names = file.schema_arrow.names
     kind = file.schema_arrow.field(text_field).type if text_field in names else None
     if kind is None or not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):

@@ -119,7 +119,7 @@ def test_offsets_that_fall_are_refused_at_open(store_copy):
     offsets = np.load(path)
     offsets[5], offsets[6] = offsets[6], offsets[5]
     np.save(path, offsets)
-    with pytest.raises(UserError, match="offsets that rise"):
+    with pytest.raises(UserError, match="ascending offsets"):
         Store(store_copy)
 
 

@@ -94,7 +94,7 @@ def test_compressed_files_are_read_whole(tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines))
     assert list(open_corpus(tmp_path / "a.jsonl.gz")) == texts
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines)[:-20])
-    with pytest.raises(UserError, match="whole compressed file"):
+    with pytest.raises(UserError, match="complete compressed file"):
         list(open_corpus(tmp_path / "b.jsonl.gz"))
     zstandard = pytest.importorskip("zstandard")
     (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(lines))
@@ -285,7 +285,7 @@ def test_docstring_corpus_is_repeatable_and_counts_what_it_leaves(tmp_path, monk
     )
     (tmp_path / "c.py").write_text('"""Broken.""" def')
     files = [tmp_path / name for name in ("a.py", "b.py", "c.py", "missing.py")]
-    monkeypatch.setattr(docstrings, "_source_files", lambda: files)
+    monkeypatch.setattr(docstrings, "source_files", lambda: files)
     corpus = open_corpus("docstrings")
     assert list(corpus) == list(corpus) == ["The cat sleeps near the warm window.", "The dog sleeps near the window."]
     assert corpus.counts == {
@@ -299,7 +299,7 @@ def test_docstring_corpus_is_repeatable_and_counts_what_it_leaves(tmp_path, monk
 
 
 def test_docstring_corpus_skips_tests_and_ourselves():
-    parts = {part for path in docstrings._source_files() for part in path.parts[-3:-1]}
+    parts = {part for path in docstrings.source_files() for part in path.parts[-3:-1]}
     assert not parts & {"test", "tests", "mmldlm", "__pycache__"}
 
 

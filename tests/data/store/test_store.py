@@ -234,5 +234,5 @@ def test_verify_finds_what_checksums_cannot(made_store, store_copy):
     _rewrite(store_copy, "train/tokens.npy", spoil_tokens)
     _rewrite(store_copy, "validation/latents.npy", scale)
     problems = "\n".join(verify(store_copy))
-    for words in ("NaN or infinite values in 1 row: 2", "token ids", "norms", "both in train and in validation"):
+    for words in ("NaN or infinite values in 1 row: 2", "token ids", "norms", "in both train and validation"):
         assert words in problems
