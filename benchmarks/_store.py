@@ -45,7 +45,8 @@ def make(folder: Path) -> str:
 def stdlib_sentences(count: int) -> list[str]:
     """Different English sentences from the docstrings of the standard library's modules, by name."""
     sys.path.insert(0, str(ROOT))
-    from mmldlm.data.corpora.docstrings import docstrings_of, prose_paragraphs, reject_reason
+    from mmldlm.data.corpora.docstring_prose import prose_paragraphs, reject_reason
+    from mmldlm.data.corpora.docstrings import docstrings_of
     from mmldlm.data.sentences import split_sentences
 
     found: dict[str, None] = {}

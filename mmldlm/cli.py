@@ -26,34 +26,6 @@ def _sanity(parser):
     return lambda args: sanity.main(args, command_line.parse_config)
 
 
-def _prepare(parser):
-    from mmldlm.data.prepare import options
-    from mmldlm.data.prepare import pipeline as prepare
-
-    options.add_arguments(parser)
-    return lambda args: _prepare_by_ranks(args, prepare, options)
-
-
-def _prepare_by_ranks(args, prepare, options) -> int:
-    """Alone in this process, or become the launcher of several ranks."""
-    import torch
-
-    _check_ranks("--num-procs", args.num_procs)
-    nproc = args.num_procs or (1 if "RANK" in os.environ else max(torch.cuda.device_count(), 1))
-    if nproc == 1 or "RANK" in os.environ:
-        return prepare.main(args)
-    words = options.to_arguments(options.from_arguments(args))
-    for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS"):  # the encoder's threads, and the tokenizer's
-        os.environ.setdefault(name, str(max((os.cpu_count() or 1) // nproc, 1)))
-    launcher = [sys.executable, "-m", "mmldlm.launch.local_launcher", str(nproc), "-m", "mmldlm.data.prepare"]
-    os.execv(sys.executable, [*launcher, *words])
-
-
-def _check_ranks(option: str, count: int | None) -> None:
-    if count is not None and count < 1:
-        raise UserError(f"{option} of at least 1", str(count), "give the number of ranks, or leave it out")
-
-
 def _convert(parser):
     # numpy's OpenBLAS starts a thread for every core, which takes as long as all other imports; nothing here uses it.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -85,12 +57,9 @@ def _sample_kind(kind: str):
 # Verb (of one word or two) -> (who fills its parser and runs it, help). A module's name stands for its add_arguments
 # and main.
 VERBS = {
-    "prepare": (_prepare, "encode a corpus into a store"),
-    "pack": (
-        "mmldlm.data.importers.sample_folders",
-        "make a store of MM-LDLM's folders of text or token files and latents",
-    ),
-    "verify-data": ("mmldlm.data.store.verify", "check a store: checksums, dims, norms, leakage"),
+    "prepare": ("mmldlm.commands.prepare", "encode a corpus into a store"),
+    "pack": ("mmldlm.commands.pack", "turn MM-LDLM's folders of text or token files and latents into a store"),
+    "verify-data": ("mmldlm.commands.verify_data", "check a store: checksums, dimensions, norms, leakage"),
     "config": ("mmldlm.commands.config", "print the resolved config and parameter counts"),
     "sanity": (_sanity, "a few real steps in one process, every part of them checked"),
     "preflight": ("mmldlm.preflight.runner", "will this run start on these hosts, fit and finish?"),

@@ -48,7 +48,8 @@ def sentences() -> list[str]:
     import unittest.mock
     import zipfile
 
-    from mmldlm.data.corpora.docstrings import docstrings_of, prose_paragraphs, reject_reason
+    from mmldlm.data.corpora.docstring_prose import prose_paragraphs, reject_reason
+    from mmldlm.data.corpora.docstrings import docstrings_of
     from mmldlm.data.sentences import split_sentences
 
     found: dict[str, None] = {}

@@ -108,10 +108,10 @@ def test_while_it_waits_for_a_rank_that_never_comes(store, tmp_path):
 
 def test_a_command_that_is_asked_to_stop_does_what_ctrl_c_does(tmp_path, monkeypatch, capsys):
     from mmldlm import cli
-    from mmldlm.data.store import verify
+    from mmldlm.commands import verify_data
 
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)  # a background job of a shell ignores SIGINT
-        monkeypatch.setattr(verify, "main", lambda args, number=number: os.kill(os.getpid(), number))
+        monkeypatch.setattr(verify_data, "main", lambda args, number=number: os.kill(os.getpid(), number))
         assert cli.main(["verify-data", str(tmp_path)]) == 1
         assert capsys.readouterr().err == "interrupted\n"

@@ -293,7 +293,7 @@ class RunLogger:
             if validation and sample["id"] in self._bad_validation:
                 continue
             split = self.data.validation if validation else self.data.train
-            file, row = split.place(sample["id"])
+            file, row = split.locate(sample["id"])
             self.event("bad_sample", step=self.state.step, file=str(file), row=row, **sample)
             what = "mended in" if sample.get("mended") else "left out of"
             where = f"{'the evaluation at ' if validation else ''}step {self.state.step}"

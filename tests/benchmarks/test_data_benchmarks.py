@@ -35,7 +35,7 @@ def _run(name, corpus, tmp_path):
 
 def test_killed_preparations_end_in_the_same_bytes(corpus, tmp_path):
     """Two kills -9 at random moments, one to three ranks in each life."""
-    claims, output = _run("prepare_kill.py", corpus, tmp_path)
+    claims, output = _run("prepare_kill_resume.py", corpus, tmp_path)
     assert set(claims) == {"stores_unequal"} and claims["stores_unequal"]["value"] == 0, output
     assert output.count("killed (") == 2
 

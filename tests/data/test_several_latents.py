@@ -27,34 +27,6 @@ from mmldlm.tasks.translation.objective import TranslationObjective
 N, D = 3, 384
 
 
-def _plain(text):
-    return "".join(text.split())
-
-
-def test_pieces_are_the_text_and_end_where_sentences_do():
-    sentences = [f"Sentence {number} is {'rather ' * (number % 4)}short." for number in range(17)]
-    text = "  ".join(sentences)
-    for count in range(1, 18):
-        parts = split_into_parts(text, count)
-        assert len(parts) == count and _plain("".join(parts)) == _plain(text)
-        assert all(part.endswith(".") for part in parts)
-        if 1 < count < 6:  # no piece strays from its share by more than a sentence at each end
-            assert max(abs(len(part) - len(text) / count) for part in parts) < 2 * max(map(len, sentences))
-
-
-@pytest.mark.parametrize(
-    "text", ["One two three four five.", "A sentence. Another one!", "abcdefgh", "a b c d", "漢字仮名"]
-)
-def test_texts_of_few_sentences_are_halved_between_words_and_then_in_them(text):
-    for count in (2, 3, 4):
-        parts = split_into_parts(text, count)
-        assert len(parts) == count and all(part == part.strip() != "" for part in parts)
-        assert "".join(map(_plain, parts)) == _plain(text)
-        if len(text.split()) >= count:
-            assert [word for part in parts for word in part.split()] == text.split()
-    assert split_into_parts("Ok.", 4) is None and split_into_parts("", 2) is None and split_into_parts("", 1) == [""]
-
-
 class Marked:
     """Encodes a text as its length; fails on texts with "bad" in them."""
 
@@ -157,7 +129,7 @@ def test_the_model_takes_as_many_as_the_store_has(store, data, made_store):
     assert data.config.model.max_latents == N and data.notes == ["3 latents per text (model.max_latents)"]
     with pytest.raises(UserError, match="max_latents=3"):
         open_data(load_config("tiny", None, [f"data.latent_data_root={store[0]}", "model.max_latents=2"]))
-    with pytest.raises(UserError, match="number of latents a text"):
+    with pytest.raises(UserError, match="number of latents per text"):
         mixture = json.dumps({str(made_store): 1.0, str(store[0]): 1.0})
         open_data(load_config("tiny", None, [f"data.mixture={mixture}"]))
 

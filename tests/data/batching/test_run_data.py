@@ -41,7 +41,7 @@ def test_a_mixture_is_one_store_with_the_statistics_of_its_weights(made_store, o
         own.tokens[0].tolist(), first.get([3]).tokens[0].tolist(), own.tokens[1].tolist(),
     ]  # fmt: skip
     assert data.train.texts([1, 39]) == [first.text(1), second.text(1)]
-    assert data.train.place(39) == (other_store / "train", 1)
+    assert data.train.locate(39) == (other_store / "train", 1)
     latents = [store.get(range(len(store))).latents.astype(np.float64) for store in (first, second)]
     weights = np.concatenate([np.full(38, 0.75 / 38), np.full(16, 0.25 / 16)])[:, None]
     mean = (weights * np.concatenate(latents)).sum(0)
@@ -121,7 +121,7 @@ def test_offsets_that_fall_are_refused_at_open(store_copy):
     offsets = np.load(path)
     offsets[5], offsets[6] = offsets[6], offsets[5]
     np.save(path, offsets)
-    with pytest.raises(UserError, match="offsets that rise"):
+    with pytest.raises(UserError, match="ascending offsets"):
         Store(store_copy)
 
 

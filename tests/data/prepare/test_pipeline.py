@@ -14,21 +14,17 @@ import pytest
 import torch
 
 from mmldlm import cli
+from mmldlm.commands import prepare, verify_data
 from mmldlm.data.encoders import encoder
-from mmldlm.data.prepare import encode_stage, options, pipeline
-from mmldlm.data.prepare import tokenizer as tokenizers
+from mmldlm.data.prepare import encode_stage, pipeline
 from mmldlm.data.prepare.options import PrepareOptions
-from mmldlm.data.prepare.publish_stage import refuse_other_folders
-from mmldlm.data.prepare.task_queue import TaskQueue
-from mmldlm.data.prepare.work_dir import WorkDir
-from mmldlm.data.sentences import normalise
+from mmldlm.data.sentences import normalize
 from mmldlm.data.store import verify
-from mmldlm.data.store.latent_statistics import LatentStatistics
 from mmldlm.data.store.store import Store, load_tokenizer
 from mmldlm.errors import MmldlmError, UserError
 from tests.helpers import run_ranks
 
-WIKISPLIT = Path(__file__).resolve().parents[3] / "shared" / "data" / "wikisplit" / "validation.txt"
+WIKISPLIT = Path(__file__).resolve().parents[4] / "shared" / "data" / "wikisplit" / "validation.txt"
 
 
 def _texts(root, split):
@@ -37,21 +33,11 @@ def _texts(root, split):
 
 
 def _normal(texts):
-    return {normalise(text) for text in texts}
+    return {normalize(text) for text in texts}
 
 
 def _files(root):
     return {path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()}
-
-
-def test_a_trained_vocabulary_depends_on_the_texts_alone(sentences):
-    """Not on their order, nor on what the library's hash tables do: most merges of so small a corpus are ties."""
-    texts = [*sentences, "Ünïcode naïvely 漢字 mixed (with signs), and 12345 digits!"]
-    found = {
-        tokenizers.load("train", texts=order, vocab_size=400).backend_tokenizer.to_str()
-        for order in (texts, texts[::-1], sorted(texts), texts)
-    }
-    assert len(found) == 1
 
 
 def test_manifest_accounts_for_every_text(made_store, sentences):
@@ -62,7 +48,7 @@ def test_manifest_accounts_for_every_text(made_store, sentences):
     assert manifest["encoder"]["name"] == "minilm" and manifest["tokenizer"]["vocab_size"] == 30522
     files = {path.relative_to(made_store).as_posix() for path in made_store.rglob("*") if path.is_file()}
     assert files == set(manifest["files"]) | {"manifest.json"}
-    assert Store(made_store)._tokens.dtype == np.uint16
+    assert Store(made_store).token_ids.dtype == np.uint16
 
 
 def test_no_machine_path_is_written(made_store, corpus_file):
@@ -343,79 +329,6 @@ def test_empty_and_filtered_out_corpora_are_refused(need_minilm, corpus_file, tm
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.txt"]
 
 
-def _word_level(folder, **special):
-    """A small local tokenizer with just the special tokens named."""
-    import tokenizers as hf
-    from transformers import PreTrainedTokenizerFast
-
-    words = {word: number for number, word in enumerate(["the", "cat", "[UNK]", *special.values()])}
-    core = hf.Tokenizer(hf.models.WordLevel(words, unk_token="[UNK]"))
-    core.pre_tokenizer = hf.pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=core, unk_token="[UNK]", **special).save_pretrained(folder)
-    return str(folder)
-
-
-def test_tokenizer_without_mask_is_refused_with_an_offer(tmp_path):
-    name = _word_level(tmp_path / "t", pad_token="[PAD]", eos_token="</s>")
-    with pytest.raises(UserError) as error:
-        tokenizers.load(name)
-    assert error.value.found == "no MASK token" and "--add-mask-token" in error.value.fix
-    assert "becomes 6 tokens" in error.value.fix
-    tokenizer = tokenizers.load(name, add_mask_token=True)
-    identity = tokenizers.identity(tokenizer, name)
-    assert identity["vocab_size"] == 6 and identity["mask_token_id"] == 5 and str(tmp_path) not in identity["key"]
-
-
-def test_pad_that_is_also_eos_is_refused(tmp_path):
-    name = _word_level(tmp_path / "t", pad_token="</s>", eos_token="</s>", mask_token="<mask>")
-    with pytest.raises(UserError, match="no PAD token"):
-        tokenizers.load(name)
-    tokenizer = tokenizers.load(name, add_mask_token=True)
-    assert len({tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.mask_token_id}) == 3
-
-
-def test_unknown_tokenizer_is_refused(tmp_path):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="--tokenizer minilm"):
-        tokenizers.load(str(tmp_path / "empty"))
-
-
-@pytest.mark.usefixtures("need_minilm")
-def test_only_one_preparation_at_a_time(corpus_file, tmp_path):
-    work = WorkDir(tmp_path / "s", TaskQueue())
-    work.open({"options": {}}, force=False)
-    with pytest.raises(UserError, match="no other preparation"):
-        pipeline.prepare(PrepareOptions(str(tmp_path / "s"), str(corpus_file), force=True))
-
-
-def test_what_differs_is_said_with_both_values(tmp_path):
-    def plan(name, **options):
-        identity = PrepareOptions("", name, **options).identity()
-        return {"options": identity, "shards": [1], "corpus": {"train": [f"txt:{name}"]}}
-
-    work = WorkDir(tmp_path / "store", TaskQueue())
-    work.open(plan("a.txt", text_field="body"), force=False)
-    with pytest.raises(UserError) as error:
-        work.open(plan("b.txt", max_tokens=30, latents_per_text=2), force=False)
-    for said in ("CORPUS was a.txt, now b.txt", "--text-field was body, now not given", "--max-tokens was 62, now 30",
-                 "--latents-per-text was 1, now 2", "the corpus had txt:a.txt, has txt:b.txt"):  # fmt: skip
-        assert said in error.value.found, error.value.found
-    assert "seed" not in error.value.found
-
-
-def test_a_finished_store_of_other_options_says_which(tmp_path):
-    plan = {"options": PrepareOptions("", "a.txt", max_tokens=30).identity(), "corpus": {}}
-    (tmp_path / "manifest.json").write_text(json.dumps({"options": PrepareOptions("", "a.txt").identity()}))
-    with pytest.raises(UserError, match="a store of others: --max-tokens was 62, now 30"):
-        refuse_other_folders(tmp_path, False, plan)
-    (tmp_path / "manifest.json").write_text(json.dumps({"options": plan["options"]}))
-    with pytest.raises(UserError, match="files of the corpus have changed"):
-        refuse_other_folders(tmp_path, False, plan)
-    (tmp_path / "manifest.json").write_text("{}")
-    with pytest.raises(UserError, match="something is there already"):
-        refuse_other_folders(tmp_path, False, plan)
-
-
 def test_interrupted_it_says_how_to_go_on(need_minilm, corpus_file, tmp_path, capsys, monkeypatch):
     words = ["prepare", str(corpus_file), "--output-dir", str(tmp_path / "s"), "--num-procs", "1"]
 
@@ -425,8 +338,8 @@ def test_interrupted_it_says_how_to_go_on(need_minilm, corpus_file, tmp_path, ca
             patch.setattr(encode_stage, "encode", lambda *args, number=number: os.kill(os.getpid(), number))
             assert cli.main(words) == 5
         said = capsys.readouterr().err
-        assert f"interrupted: the same command continues from what is done, in {tmp_path / 's.work'}" in said
-    assert cli.main(words) == 0 and "going on with" in capsys.readouterr().out
+        assert f"interrupted: rerun the same command to resume from {tmp_path / 's.work'}" in said
+    assert cli.main(words) == 0 and "resuming from" in capsys.readouterr().out
     assert verify.verify(tmp_path / "s") == []
 
 
@@ -451,55 +364,26 @@ def test_a_signal_to_one_rank_ends_all_within_a_batch(need_minilm, corpus_file, 
     words = [str(corpus_file), "--output-dir", str(tmp_path / "s")]
     done = run_ranks(2, tmp_path / "script.py", *words, timeout=200)
     assert done.returncode == 5, done.stdout[-3000:]
-    assert done.stdout.count("interrupted: the same command continues") == 1 and "Traceback" not in done.stdout
+    assert done.stdout.count("interrupted: rerun the same command") == 1 and "Traceback" not in done.stdout
     assert not (tmp_path / "s").exists() and (tmp_path / "s.work" / "plan.json").exists()
-
-
-def test_options_survive_the_way_to_the_ranks():
-    given = PrepareOptions(
-        "out", "a b.jsonl", latent_dim=64, normalize=False, keep_duplicates=True, prefix="a: ", max_quarantined=0.5
-    )
-    other = PrepareOptions("out", datasets=["openwebtext", "lm1b"], encoder="e5", batch_size=256, normalize=True)
-    for wanted in (given, other):
-        parser = argparse.ArgumentParser()
-        options.add_arguments(parser)
-        assert options.from_arguments(parser.parse_intermixed_args(options.to_arguments(wanted))) == wanted
-
-
-def test_mm_ldlms_flags_are_understood():
-    parser = argparse.ArgumentParser()
-    options.add_arguments(parser)
-    words = "--datasets openwebtext --latent-model e5 --batch-size 256 --max-samples 10000000 --output-dir DIR".split()
-    found = options.from_arguments(parser.parse_intermixed_args(words))
-    assert (found.datasets, found.encoder, found.batch_size, found.max_samples) == (["openwebtext"], "e5", 256, 10**7)
-
-
-def test_statistics_do_not_depend_on_the_blocks():
-    latents = np.random.default_rng(0).normal(3.0, 0.1, (100, 5)).astype(np.float32)
-    whole, parts = LatentStatistics(5), LatentStatistics(5)
-    whole.add(latents)
-    for block in np.array_split(latents, 7):
-        parts.add(block)
-    np.testing.assert_allclose(whole.result()["std"], latents.astype(np.float64).std(0), rtol=1e-9)
-    np.testing.assert_allclose(whole.result()["std"], parts.result()["std"], rtol=1e-9)
 
 
 @pytest.mark.usefixtures("need_minilm")
 def test_the_two_verbs_from_their_arguments(corpus_file, tmp_path, capsys):
     parser = argparse.ArgumentParser()
-    options.add_arguments(parser)
+    prepare.add_arguments(parser)
     root = tmp_path / "s"
     words = [str(corpus_file), "--output-dir", str(root), "--latent-model", "minilm", "--max-samples", "30"]
-    assert pipeline.main(parser.parse_args(words)) == 0
+    assert prepare.main(parser.parse_args(words)) == 0
     out = capsys.readouterr().out
     assert "mmldlm config --config-name quickstart data.latent_data_root=" in out and "effective rank" in out
     parser = argparse.ArgumentParser()
-    verify.add_arguments(parser)
-    assert verify.main(parser.parse_args([str(root)])) == 0
+    verify_data.add_arguments(parser)
+    assert verify_data.main(parser.parse_args([str(root)])) == 0
     manifest = json.loads((root / "manifest.json").read_text())
     manifest["splits"]["train"]["max_tokens"] += 1
     (root / "manifest.json").write_text(json.dumps(manifest))
-    assert verify.main(parser.parse_args([str(root)])) == 1
+    assert verify_data.main(parser.parse_args([str(root)])) == 1
     assert "max_tokens" in capsys.readouterr().out
     assert PrepareOptions("x") == PrepareOptions(
         **{key: value for key, value in vars(_defaults()).items() if key in PrepareOptions.__dataclass_fields__}
@@ -508,5 +392,5 @@ def test_the_two_verbs_from_their_arguments(corpus_file, tmp_path, capsys):
 
 def _defaults():
     parser = argparse.ArgumentParser()
-    options.add_arguments(parser)
+    prepare.add_arguments(parser)
     return parser.parse_args(["--output-dir", "x"])

@@ -1,4 +1,4 @@
-"""One rank of a preparation with small shards, for prepare_kill.py: _prepare_rank.py SHARD prepare WORD..."""
+"""One rank of a preparation with small shards: _prepare_worker.py SHARD prepare ARG... (prepare_kill_resume.py)"""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from mmldlm.commands import pack
 from mmldlm.data.importers import sample_folders
 from mmldlm.data.importers.sample_folders import PackOptions
 from mmldlm.data.prepare import tokenizer as tokenizers
@@ -191,7 +192,7 @@ def test_a_validation_split_never_shares_a_text_with_train(sentences, tmp_path):
 
 
 def test_what_cannot_be_packed_is_refused(sentences, tmp_path):
-    with pytest.raises(UserError, match="no folder"):
+    with pytest.raises(UserError, match="not a folder"):
         sample_folders.pack(PackOptions(str(tmp_path / "none"), str(tmp_path / "s")))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("x")
@@ -209,7 +210,7 @@ def test_the_verb(files, tmp_path, capsys, monkeypatch):
     clock = iter([100.0, 136.2])
     monkeypatch.setattr(sample_folders, "time", SimpleNamespace(perf_counter=clock.__next__))
     parser = argparse.ArgumentParser()
-    sample_folders.add_arguments(parser)
-    assert sample_folders.main(parser.parse_args([str(files), "--output-dir", str(tmp_path / "s")])) == 0
+    pack.add_arguments(parser)
+    assert pack.main(parser.parse_args([str(files), "--output-dir", str(tmp_path / "s")])) == 0
     said = capsys.readouterr().out
     assert "data.latent_data_root=" in said and re.search(r"time +│ 36 s", said)

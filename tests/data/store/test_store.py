@@ -10,9 +10,8 @@ import pytest
 
 from mmldlm.data.store.repair_hints import MANIFEST
 from mmldlm.data.store.store import SPLITS, Store, check_latents, load_tokenizer
-from mmldlm.data.store.verify import examine, plot, verify
+from mmldlm.data.store.verify import verify
 from mmldlm.errors import UserError
-from mmldlm.utils.atomic_files import sha256_of
 
 
 def test_reads_back_what_the_tokenizer_and_encoder_say(made_store, sentences):
@@ -181,57 +180,3 @@ def test_check_latents_refuses_zero_vectors_and_other_dimensions():
     latents[3] = 0
     with pytest.raises(UserError, match="zero vectors in 1 row: 3"):
         check_latents(latents, "here")
-
-
-def _rewrite(root, name, change):
-    """Damages an array and makes the manifest agree, as a faulty writer would."""
-    array = np.load(root / name)
-    change(array)
-    np.save(root / name, array)
-    manifest = json.loads((root / MANIFEST).read_text())
-    manifest["files"][name] = {"bytes": (root / name).stat().st_size, "sha256": sha256_of(root / name)}
-    (root / MANIFEST).write_text(json.dumps(manifest))
-
-
-def test_the_plot_shows_shares(made_store, tmp_path, monkeypatch):
-    from matplotlib import pyplot
-
-    monkeypatch.setattr(pyplot, "close", lambda figure: None)
-    report = examine(made_store)
-    plot(report, json.loads((made_store / MANIFEST).read_text()), str(tmp_path / "plot.png"))
-    left, middle, _ = pyplot.gcf().axes
-    monkeypatch.undo()
-    pyplot.close("all")
-    for axes in (left, middle):
-        assert axes.get_ylabel() == "share of samples"
-        assert sum(bar.get_height() for bar in axes.patches) == pytest.approx(2)  # 1 in train, 1 in validation
-
-
-def test_verify_finds_what_checksums_cannot(made_store, store_copy):
-    assert verify(made_store) == []
-
-    def spoil_latents(latents):
-        latents[2, 0] = np.nan
-
-    def spoil_tokens(tokens):
-        tokens[5] = 40000
-
-    def scale(latents):
-        latents[0] *= 2
-
-    def repeat(text):
-        offsets = np.load(store_copy / "train" / "text_offsets.npy")
-        source = np.load(store_copy / "validation" / "text.npy")
-        ends = np.load(store_copy / "validation" / "text_offsets.npy")
-        length = int(offsets[1] - offsets[0])
-        row = next(row for row in range(len(ends) - 1) if ends[row + 1] - ends[row] <= length)
-        text[:length] = ord(" ")
-        text[: ends[row + 1] - ends[row]] = source[ends[row] : ends[row + 1]]
-
-    _rewrite(store_copy, "train/text.npy", repeat)
-    _rewrite(store_copy, "train/latents.npy", spoil_latents)
-    _rewrite(store_copy, "train/tokens.npy", spoil_tokens)
-    _rewrite(store_copy, "validation/latents.npy", scale)
-    problems = "\n".join(verify(store_copy))
-    for words in ("NaN or infinite values in 1 row: 2", "token ids", "norms", "both in train and in validation"):
-        assert words in problems

@@ -178,7 +178,7 @@ def test_matryoshka_cuts_and_normalises_again(table):
     np.testing.assert_allclose(found, expected, atol=1e-6)
     with pytest.raises(UserError, match="from 4 to 32"):
         Encoder("qwen", device="cpu", latent_dim=2)
-    with pytest.raises(UserError, match="not trained to be cut"):
+    with pytest.raises(UserError, match="not trained with Matryoshka"):
         Encoder("e5", device="cpu", latent_dim=8)
 
 
