@@ -17,10 +17,12 @@ import pytest
 import torch
 
 from tests.helpers import ROOT, environment, launch, read_log, run_ranks, torchrun, train_words
-from tests.worker import ENGINES, UNEVEN
+from tests.support.engine_worker import ENGINES, UNEVEN
+
+pytestmark = pytest.mark.long
 
 SCRIPT = str(ROOT / "mmldlm" / "train.py")
-WORKER = str(ROOT / "tests" / "worker.py")
+WORKER = str(ROOT / "tests" / "support" / "engine_worker.py")
 
 
 def test_zero_stages_give_the_losses_of_one_process(store, tmp_path):

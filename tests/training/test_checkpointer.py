@@ -18,7 +18,9 @@ from mmldlm.config.load import load_config
 from mmldlm.data.batching.run_data import open_data
 from mmldlm.tasks.translation.build_model import build_model
 from mmldlm.train import main
-from tests.helpers import ROOT, read_log, run_ranks, train_words
+from tests.helpers import read_log, train_words
+
+pytestmark = pytest.mark.long
 
 
 def words(store, folder, *more: str, name: str = "run") -> list[str]:
@@ -355,20 +357,6 @@ def test_trouble_before_the_first_save_goes_back_to_where_the_run_came_from(stor
     (rollback,) = events(tmp_path, "rollback")
     assert (rollback["from_step"], rollback["to_step"]) == (10, 6) and rollback["path"] == str(source.resolve())
     assert steps_of(tmp_path) == [6, 14]
-
-
-def test_one_failure_is_one_lost_checkpoint_and_a_slow_disk_is_none(store, tmp_path):
-    """Two FSDP ranks: those that are well must not wait in collectives for one that failed, or for one that writes or
-    checks for longer than engine.timeout."""
-    done = run_ranks(2, ROOT / "tests" / "checkpoint_worker.py", str(tmp_path), str(store))
-    assert done.returncode == 0, done.stdout[-4000:]
-    (failed,) = events(tmp_path, "save_failed")
-    assert failed["step"] == 2 and "rank 0 on" in failed["reason"] and "out of pinned memory" in failed["reason"]
-    assert [event["step"] for event in events(tmp_path, "save")] == [4, 6, 7]
-    assert [event["source"][-1] for event in events(tmp_path, "resume")] == ["6"]
-    # One validation sample for two ranks: one of them has nothing to evaluate.
-    for record in read_log(tmp_path, "run", "eval_log.jsonl"):
-        assert record["l2t_nelbo"] > 0 and not any(name.endswith("_nonfinite") for name in record), record
 
 
 def test_a_folder_that_cannot_be_cleared_does_not_stop_every_later_save(tmp_path, monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -14,7 +13,7 @@ import pytest
 
 from tests.helpers import ROOT, environment, read_log, run_ranks, train_words
 
-WORKER = ROOT / "tests" / "signal_worker.py"
+WORKER = ROOT / "tests" / "support" / "signal_worker.py"
 
 
 @pytest.fixture(scope="module")
@@ -104,14 +103,3 @@ def test_while_it_waits_for_a_rank_that_never_comes(store, tmp_path):
     assert process.returncode == 5, error
     assert b"before the run began" in error and b"Traceback" not in error
     assert not list(tmp_path.glob("run/[!l]*"))
-
-
-def test_a_command_that_is_asked_to_stop_does_what_ctrl_c_does(tmp_path, monkeypatch, capsys):
-    from mmldlm import cli
-    from mmldlm.data.store import verify
-
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, signal.SIG_DFL)  # a background job of a shell ignores SIGINT
-        monkeypatch.setattr(verify, "main", lambda args, number=number: os.kill(os.getpid(), number))
-        assert cli.main(["verify-data", str(tmp_path)]) == 1
-        assert capsys.readouterr().err == "interrupted\n"
