@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+import numpy.typing as npt
 
 from mmldlm.errors import MmldlmError
 
@@ -65,7 +66,7 @@ def write_json(path: Path, value: Any) -> None:
 def write_npz(path: Path, **arrays: np.ndarray) -> None:
     """Write arrays as an uncompressed .npz (its CRCs are checked when it is read), wholly or not at all."""
     buffer = io.BytesIO()
-    np.savez(buffer, **arrays)
+    np.savez(buffer, **arrays)  # type: ignore[arg-type]  # numpy's stub: any name may be allow_pickle
     write_bytes(path, buffer.getvalue())
 
 
@@ -124,7 +125,7 @@ class NpyWriter:
         path: the file. dtype: of its items. row: shape of a row; none for one dimension.
     """
 
-    def __init__(self, path: Path, dtype, row: Sequence[int] = ()):
+    def __init__(self, path: Path, dtype: npt.DTypeLike, row: Sequence[int] = ()):
         self.dtype, self.row, self.num_rows = np.dtype(dtype), tuple(row), 0
         self._file = open(path, "w+b")
         self._file.write(self._header())

@@ -44,8 +44,9 @@ def fold(text: str, width: int, indent: str = "") -> str:
     lines: list[str] = []
     for line in text.splitlines():
         lead = line[: len(line) - len(line.lstrip())] + indent
-        whole_words = {"break_long_words": False, "break_on_hyphens": False}
-        lines += textwrap.wrap(line, width, subsequent_indent=lead, **whole_words) or [""]
+        lines += textwrap.wrap(line, width, subsequent_indent=lead, break_long_words=False, break_on_hyphens=False) or [
+            ""
+        ]
     return "\n".join(lines)
 
 
