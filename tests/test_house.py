@@ -3,6 +3,7 @@
 import pytest
 
 from tests.support import house
+from tests.support.import_rules import ORDER
 
 RULES = house.broken_bounds(house.sources())
 
@@ -39,3 +40,10 @@ def test_a_test_without_module_is_found(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     assert house.tests_without_module(tmp_path / "tests", tmp_path / "mmldlm") == ["a/test_d.py"]
+
+
+def test_the_architecture_page_has_the_order():
+    page = (house.PACKAGE.parent / "docs" / "architecture.md").read_text()
+    assert " < ".join(ORDER) in " ".join(page.split())
+    missing = [room for room in ORDER if (house.PACKAGE / room).is_dir() and f"| `{room}/` |" not in page]
+    assert missing == []
