@@ -26,7 +26,7 @@ ENGINES: dict[str, list[str]] = {
 
 
 def settings(data: str, folder: str | Path, name: str, world_size: int, *more: str) -> list[str]:
-    """Command line of a tiny training; the global batch is the same whatever the world size."""
+    """Return the arguments of a tiny training; the global batch does not depend on the world size."""
     return [
         "--config-name",
         "tiny",
@@ -46,7 +46,7 @@ def settings(data: str, folder: str | Path, name: str, world_size: int, *more: s
 
 
 def read_log(run_dir: str | Path, file: str = "training_log.jsonl") -> list[dict]:
-    """Whole lines of a run's log, [] before it exists; a line being written is left out."""
+    """Return the complete lines of a run's log, [] before it exists."""
     path = Path(run_dir) / file
     if not path.exists():
         return []
@@ -55,12 +55,12 @@ def read_log(run_dir: str | Path, file: str = "training_log.jsonl") -> list[dict
 
 
 def losses(run_dir: str | Path) -> dict[int, float]:
-    """step -> loss of a run."""
+    """Return step -> loss of a run."""
     return {record["step"]: record["loss"] for record in read_log(run_dir)}
 
 
 def loss_difference(found: dict[int, float], reference: dict[int, float], first: int, last: int) -> float:
-    """Largest relative difference over the steps first .. last; infinite where a step or a finite loss is missing."""
+    """Return the largest relative difference over the steps first .. last; infinite if a finite loss is missing."""
     worst = 0.0
     for step in range(first, last + 1):
         ours, theirs = found.get(step), reference.get(step)
