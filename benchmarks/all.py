@@ -3,9 +3,9 @@
     python benchmarks/all.py [--quick] [--only NAME ...] [--data STORE] [--json FILE] [--logs DIR] [--timeout SECONDS]
 
 The scripts are those of this folder whose names do not begin with an underscore. They share one store. A script that
-ends with an error, runs out of time or makes no claim counts as a failure. Not checked, and not counted as held: a script
-that cannot measure here (exit code 3: it needs a package of the extra `bench`, root or network namespaces), and times
-and memory under --quick, whose shapes are toys.
+ends with an error, runs out of time or makes no claim counts as a failure. Not checked, and not counted as held: a
+script that cannot measure here (exit code 3: it needs a package of the extra `bench`, root or network namespaces), and
+times and memory under --quick, whose shapes are toys.
 Exit codes: 0 no failure, 1 some failure, 2 usage, 3 nothing could be judged.
 """
 
