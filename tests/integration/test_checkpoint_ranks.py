@@ -9,7 +9,7 @@ def events(folder, kind: str) -> list[dict]:
     return [event for event in read_log(folder, "run", "events.jsonl") if event["event"] == kind]
 
 
-def test_one_failure_is_one_lost_checkpoint_and_a_slow_disk_is_none(store, tmp_path):
+def test_one_failure_loses_one_checkpoint_a_slow_disk_none(store, tmp_path):
     """Two FSDP ranks: those that are well must not wait in collectives for one that failed, or for one that writes or
     checks for longer than engine.timeout."""
     done = run_ranks(2, ROOT / "tests" / "support" / "checkpoint_worker.py", str(tmp_path), str(store))

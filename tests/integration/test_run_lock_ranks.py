@@ -21,7 +21,7 @@ end_process(code)
 """
 
 
-def test_a_second_job_is_refused_on_all_ranks_and_a_killed_one_is_resumed_at_once(store, tmp_path, monkeypatch, capsys):
+def test_a_second_job_is_refused_and_a_killed_one_resumed(store, tmp_path, monkeypatch, capsys):
     from mmldlm.train import main
 
     words = train_words(store, tmp_path, "run", "training.num_train_steps=100000", "logging.save_freq=100000")

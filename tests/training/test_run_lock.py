@@ -64,7 +64,7 @@ def test_on_one_host_the_process_decides(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_process_number_given_anew_is_another_process(tmp_path):
+def test_a_reused_process_number_is_another_process(tmp_path):
     with child() as other:
         acquire(tmp_path)
         rewrite(tmp_path, pid=other.pid)
@@ -141,7 +141,7 @@ def test_renewing_keeps_it_fresh_and_sees_that_it_was_taken(tmp_path, monkeypatc
     assert (tmp_path / LOCK).exists()
 
 
-def test_a_job_that_waited_for_another_to_end_does_not_overwrite_it(store, tmp_path, monkeypatch, capsys):
+def test_a_job_that_waited_does_not_overwrite_the_other(store, tmp_path, monkeypatch, capsys):
     from mmldlm.train import main
 
     run = tmp_path / "run"

@@ -6,7 +6,7 @@ import os
 import signal
 
 
-def test_a_command_that_is_asked_to_stop_does_what_ctrl_c_does(tmp_path, monkeypatch, capsys):
+def test_stop_signals_act_like_ctrl_c_in_a_command(tmp_path, monkeypatch, capsys):
     from mmldlm import cli
     from mmldlm.data.store import verify
 
