@@ -1,5 +1,7 @@
 """The package keeps the bounds of tests/support/house.py, and the checks see what breaks them."""
 
+import re
+
 import pytest
 
 from tests.support import house
@@ -47,3 +49,15 @@ def test_the_architecture_page_has_the_order():
     assert " < ".join(ORDER) in " ".join(page.split())
     missing = [room for room in ORDER if (house.PACKAGE / room).is_dir() and f"| `{room}/` |" not in page]
     assert missing == []
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
+def test_files_named_in_the_guides_exist(page):
+    """A short name like `store/store.py` is the end of a path; NAME, TOPIC, VERB and a/b/c.py stand for any file."""
+    root = house.PACKAGE.parent
+    named = set(re.findall(r"`([\w./-]+(?:\.py|\.sh|\.txt|/))`", (root / page).read_text()))
+    named = {name for name in named if not re.search("NAME|TOPIC|VERB|a/b/", name)}
+    files = [path for folder in ("mmldlm", "tests") for path in (root / folder).rglob("*")]
+    existing = "".join(f"/{path.relative_to(root).as_posix()}{'/' if path.is_dir() else ''}\n" for path in files)
+    missing = {name for name in named if not (root / name).exists() and f"/{name}\n" not in existing}
+    assert len(named) > 20 and missing == set()
