@@ -30,7 +30,7 @@ def test_closed_streams_become_the_null_device(closed):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_process_ends_with_its_own_code_where_streams_are_closed():
-    code = "from mmldlm.train import exit_without_teardown; exit_without_teardown(0)"
+def test_the_exit_code_survives_closed_streams():
+    code = "from mmldlm.distributed.exit import exit_without_teardown; exit_without_teardown(0)"
     done = subprocess.run(["sh", "-c", f'exec "{sys.executable}" -c "{code}" >&- 2>&-'], env=environment())
     assert done.returncode == 0

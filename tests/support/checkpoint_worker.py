@@ -1,4 +1,4 @@
-"""What the two ranks of tests/test_run_checkpoints.py run: FOLDER STORE.
+"""What the two ranks of tests/integration/test_checkpoint_ranks.py run: FOLDER STORE.
 
 The first checkpoint fails on rank 0 before it is written, the second takes rank 0 longer than any collective may, and
 so does the check before the resume that follows.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ import pytest
 from mmldlm.errors import UserError
 from mmldlm.training import run_lock
 from mmldlm.training.run_lock import LOCK, RunLock
-from tests.helpers import ROOT, environment, read_log, run_ranks, train_words
+from tests.helpers import environment, train_words
 
 
 def child(code: str = "import time; time.sleep(600)") -> subprocess.Popen:
@@ -65,7 +64,7 @@ def test_on_one_host_the_process_decides(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_process_number_given_anew_is_another_process(tmp_path):
+def test_a_reused_process_number_is_another_process(tmp_path):
     with child() as other:
         acquire(tmp_path)
         rewrite(tmp_path, pid=other.pid)
@@ -142,47 +141,7 @@ def test_renewing_keeps_it_fresh_and_sees_that_it_was_taken(tmp_path, monkeypatc
     assert (tmp_path / LOCK).exists()
 
 
-RANK = """
-import sys
-from mmldlm.training import run_lock
-from mmldlm.distributed.exit import exit_without_teardown
-from mmldlm.train import main
-run_lock.DYING = 0.5
-code = main(sys.argv[1:])
-print("ended with", code, flush=True)
-exit_without_teardown(code)
-"""
-
-
-def test_a_second_job_is_refused_on_all_ranks_and_a_killed_one_is_resumed_at_once(store, tmp_path, monkeypatch, capsys):
-    from mmldlm.train import main
-
-    words = train_words(store, tmp_path, "run", "training.num_train_steps=100000", "logging.save_freq=100000")
-    script = [sys.executable, str(ROOT / "mmldlm" / "train.py")]
-    first = subprocess.Popen([*script, *words, "engine.kind=single"], env=environment(), stdout=subprocess.DEVNULL)
-    log = tmp_path / "run" / "training_log.jsonl"
-    try:
-        deadline = time.monotonic() + 120
-        while not (log.exists() and log.read_text().count("\n") > 2):
-            assert first.poll() is None and time.monotonic() < deadline
-            time.sleep(0.1)
-        (tmp_path / "rank.py").write_text(RANK)
-        second = run_ranks(2, tmp_path / "rank.py", *words, "engine.kind=ddp", timeout=120)
-        assert second.stdout.count("ended with 2") == 2, second.stdout[-3000:]
-        assert f"process {first.pid} on " in second.stdout and "training.resume=auto" in second.stdout
-        assert first.poll() is None
-    finally:
-        first.send_signal(signal.SIGKILL)
-        first.wait()
-    assert (tmp_path / "run" / LOCK).exists()
-    more = ["engine.kind=single", "training.num_train_steps=2", "training.resume=auto"]
-    assert main([*words, *more]) == 0
-    assert "that process is gone" in capsys.readouterr().err
-    assert [record["step"] for record in read_log(tmp_path, "run")] == [1, 2]
-    assert not (tmp_path / "run" / LOCK).exists()
-
-
-def test_a_job_that_waited_for_another_to_end_does_not_overwrite_it(store, tmp_path, monkeypatch, capsys):
+def test_a_job_that_waited_does_not_overwrite_the_other(store, tmp_path, monkeypatch, capsys):
     from mmldlm.train import main
 
     run = tmp_path / "run"

@@ -1,6 +1,6 @@
-"""What the ranks of tests/test_signals.py run: several trainings in one launch, each of which gets a stop signal.
+"""The ranks of tests/integration/test_stop_signals.py: several trainings in one launch, each gets a stop signal.
 
-python -m torch.distributed.run --nproc_per_node=2 tests/signal_worker.py STORE FOLDER
+python -m torch.distributed.run --nproc_per_node=2 tests/support/signal_worker.py STORE FOLDER
 The signal is a real one, which a rank sends to itself at the place that is tried; FOLDER/codes_rank{N}.json has how
 each training ended.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from mmldlm.config.load import load_config  # noqa: E402
 from mmldlm.distributed.exit import leave_process_group

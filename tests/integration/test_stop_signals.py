@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -14,7 +13,7 @@ import pytest
 
 from tests.helpers import ROOT, environment, read_log, run_ranks, train_words
 
-WORKER = ROOT / "tests" / "signal_worker.py"
+WORKER = ROOT / "tests" / "support" / "signal_worker.py"
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +40,7 @@ def test_an_evaluation_is_left_at_the_next_batch_on_all_ranks(ended, name, steps
 
 
 @pytest.mark.parametrize("name", ["middle", "last", "save", "search", "rollback"])
-def test_continued_it_has_the_very_losses_and_figures_of_an_undisturbed_run(ended, name):
+def test_resumed_it_has_the_figures_of_an_undisturbed_run(ended, name):
     folder, _, _ = ended
     expected, found = read_log(folder, "straight"), read_log(folder, name)
     keys = ("step", "loss", "grad_norm", "lr", "samples")
@@ -64,7 +63,7 @@ def test_a_save_is_waited_for_and_no_step_follows(ended):
     assert first[-1]["step"] == 3 and first[-1]["exit_code"] == 5
 
 
-def test_the_search_for_a_checkpoint_is_left_and_nothing_is_changed(ended):
+def test_the_search_for_a_checkpoint_is_left_without_a_change(ended):
     folder, codes, output = ended
     assert codes["search"] == 0 and codes["search1"] == 5 and codes["search2"] == 0
     assert "stopped by a signal while checking a checkpoint" in output
@@ -79,7 +78,7 @@ def test_a_rollback_comes_to_its_end_and_the_run_stops_there(ended):
     assert kinds.index("rollback") < kinds.index("end") and events[kinds.index("end")]["step"] == 3
 
 
-def test_while_it_waits_for_a_rank_that_never_comes(store, tmp_path):
+def test_a_signal_while_waiting_for_an_absent_rank(store, tmp_path):
     """Rank 0 stands inside torch's rendezvous, where no Python handler runs."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -104,14 +103,3 @@ def test_while_it_waits_for_a_rank_that_never_comes(store, tmp_path):
     assert process.returncode == 5, error
     assert b"before the run began" in error and b"Traceback" not in error
     assert not list(tmp_path.glob("run/[!l]*"))
-
-
-def test_a_command_that_is_asked_to_stop_does_what_ctrl_c_does(tmp_path, monkeypatch, capsys):
-    from mmldlm import cli
-    from mmldlm.commands import verify_data
-
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, signal.SIG_DFL)  # a background job of a shell ignores SIGINT
-        monkeypatch.setattr(verify_data, "main", lambda args, number=number: os.kill(os.getpid(), number))
-        assert cli.main(["verify-data", str(tmp_path)]) == 1
-        assert capsys.readouterr().err == "interrupted\n"

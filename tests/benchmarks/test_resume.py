@@ -12,6 +12,8 @@ import resume
 
 from tests.helpers import ROOT, launch
 
+pytestmark = pytest.mark.long
+
 
 def test_every_engine_is_left_and_reached(store, tmp_path):
     report = tmp_path / "report.json"
@@ -59,7 +61,7 @@ def test_a_parameter_that_is_not_loaded_is_seen(store, tmp_path):
     script, name = tmp_path / "forgetful.py", "blocks.0.mlp_in.weight"
     script.write_text(FORGETFUL.format(benchmarks=str(ROOT / "benchmarks"), name=name))
     place = resume.Place("ddp", 1)
-    with _runs.Launcher(tmp_path / "ranks") as launcher:
+    with _runs.RankServer(tmp_path / "ranks") as launcher:
         matrix = resume.Matrix(launcher, str(store), tmp_path)
         matrix.target_script = script
         equal, goes_on, line = matrix.target("fp32", place, place)

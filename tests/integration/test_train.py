@@ -17,10 +17,12 @@ import pytest
 import torch
 
 from tests.helpers import ROOT, environment, launch, read_log, run_ranks, torchrun, train_words
-from tests.worker import ENGINES, UNEVEN
+from tests.support.engine_worker import ENGINES, UNEVEN
+
+pytestmark = pytest.mark.long
 
 SCRIPT = str(ROOT / "mmldlm" / "train.py")
-WORKER = str(ROOT / "tests" / "worker.py")
+WORKER = str(ROOT / "tests" / "support" / "engine_worker.py")
 
 
 def test_zero_stages_give_the_losses_of_one_process(store, tmp_path):
@@ -53,7 +55,7 @@ def kill_when(command, condition, timeout=200):
 
 
 @pytest.mark.parametrize(("world", "words"), [(1, ["engine.kind=single"]), (2, ["engine.zero_stage=2"])])
-def test_killed_and_resumed_it_has_the_very_losses(store, tmp_path, world, words):
+def test_killed_and_resumed_it_has_the_same_losses(store, tmp_path, world, words):
     common = [
         "training.num_train_steps=14",
         "training.train_batch_size=4",
@@ -104,7 +106,7 @@ def test_sigterm_saves_and_exits_5(store, tmp_path, num_workers):
     assert "training.resume=auto" in output
 
 
-def test_a_nan_on_one_rank_skips_the_step_on_all_and_never_reaches_the_weights(store, tmp_path):
+def test_a_nan_on_one_rank_skips_the_step_on_all(store, tmp_path):
     from mmldlm.convert.to_safetensors import convert
 
     done = run_ranks(2, WORKER, "nonfinite", str(store), str(tmp_path), timeout=400)
@@ -123,7 +125,7 @@ def test_a_nan_on_one_rank_skips_the_step_on_all_and_never_reaches_the_weights(s
             convert(tmp_path / name / "latest", tmp_path / f"{name}_out")  # refuses non-finite weights
 
 
-def test_uneven_batches_and_frozen_groups_are_the_same_on_every_engine(store, tmp_path):
+def test_uneven_batches_and_frozen_groups_on_every_engine(store, tmp_path):
     """Short and empty micro-batches, micro-batches with nothing masked, frozen groups: the losses of one process."""
     from safetensors.torch import load_file
 
@@ -196,7 +198,7 @@ def poisoned_copy(checkpoint, target, kind) -> Path:
     return shards
 
 
-def test_save_now_init_from_and_resume_are_told_apart(store, tmp_path, capsys):
+def test_save_now_init_from_and_resume_differ(store, tmp_path, capsys):
     """A file `save_now` saves without stopping; init_from takes weights alone, reports what did not fit."""
     from mmldlm.train import main
 
@@ -365,7 +367,7 @@ def test_a_used_folder_is_not_overwritten(store, tmp_path, capsys):
     assert "training.resume=auto" in capsys.readouterr().err
 
 
-def test_settings_that_cost_are_said_at_the_start(store, tmp_path, capsys):
+def test_expensive_settings_are_warned_of_at_the_start(store, tmp_path, capsys):
     from mmldlm.train import main
 
     words = [
@@ -395,7 +397,7 @@ def test_settings_that_cost_are_said_at_the_start(store, tmp_path, capsys):
     assert "freeze=mode)" in said and "random projection" not in said
 
 
-def test_a_folder_that_cannot_be_made_is_said_by_all_ranks(store, tmp_path, capsys):
+def test_a_folder_that_cannot_be_made_is_refused(store, tmp_path, capsys):
     from mmldlm.train import main
 
     (tmp_path / "runs").write_text("a file where the folder should be")
@@ -403,7 +405,7 @@ def test_a_folder_that_cannot_be_made_is_said_by_all_ranks(store, tmp_path, caps
     assert "logging.save_dir" in capsys.readouterr().err
 
 
-def test_too_many_skips_in_a_row_exit_4_and_another_seed_is_no_resume(store, tmp_path, capsys, monkeypatch):
+def test_too_many_skips_exit_4_and_another_seed_is_refused(store, tmp_path, capsys, monkeypatch):
     from mmldlm.data.batching import loader
     from mmldlm.train import main
 
@@ -503,7 +505,7 @@ def test_a_full_disk_under_every_log_ends_no_run(store, tmp_path, monkeypatch, c
     assert (tmp_path / "run" / "latest").resolve().name == "step_00000004"
 
 
-def test_without_a_reader_and_without_wandb_a_run_goes_on(store, tmp_path, monkeypatch, capfd):
+def test_without_a_reader_and_without_wandb_a_run_continues(store, tmp_path, monkeypatch, capfd):
     """`mmldlm train | head -3`, and wandb's process killed: each is said once; the exit code is that of a good run."""
     from mmldlm.train import main
     from mmldlm.training import run_logger as run
@@ -537,7 +539,7 @@ def test_without_a_reader_and_without_wandb_a_run_goes_on(store, tmp_path, monke
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
-def test_bad_validation_samples_are_in_no_figure_and_are_told(store, tmp_path, monkeypatch, capsys, share):
+def test_bad_validation_samples_are_reported_and_not_scored(store, tmp_path, monkeypatch, capsys, share):
     """Rows read so from a failing disk: a store that lies there with them is refused at the start."""
     from mmldlm.data.store.store import Store
     from mmldlm.train import main
@@ -579,7 +581,7 @@ sys.exit(train.main(sys.argv[1:]))
 """
 
 
-def test_ranks_that_decide_freeze_otherwise_end_together(store, tmp_path):
+def test_ranks_that_decide_freeze_differently_end_together(store, tmp_path):
     """One node that does not see the run's checkpoints: an error on all ranks before an engine is built, not a hang."""
     script = tmp_path / "otherwise.py"
     script.write_text(RANKS_DECIDE_OTHERWISE)

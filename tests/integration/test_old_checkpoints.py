@@ -17,7 +17,7 @@ from mmldlm.config.renamed_keys import with_new_names
 from mmldlm.config.yaml_reader import read_yaml
 from tests.helpers import ROOT, environment, read_log, run_ranks
 
-ARCHIVE = Path(__file__).parent / "fixtures" / "checkpoints_2b95890.tar.xz"
+ARCHIVE = ROOT / "tests" / "fixtures" / "checkpoints_2b95890.tar.xz"
 # Of the tensors that commit 2b95890 converts them to.
 SHA256 = {
     "zero2": "e9e7ad0b70147a659a62178475d294893fa55882580ca04010b8057832718b6e",

@@ -1,6 +1,6 @@
-"""What the ranks of tests/test_train.py run: several real trainings in one launch, because starting DeepSpeed is slow.
+"""The ranks of tests/integration/test_train.py: several trainings in one launch, because starting DeepSpeed is slow.
 
-python -m torch.distributed.run --nproc_per_node=2 tests/worker.py CASE STORE FOLDER
+python -m torch.distributed.run --nproc_per_node=2 tests/support/engine_worker.py CASE STORE FOLDER
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from mmldlm.config.load import load_config  # noqa: E402
 from mmldlm.distributed.exit import leave_process_group
