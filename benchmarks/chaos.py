@@ -4,7 +4,7 @@
                                [--keep DIR] [--json FILE]
 
 ZeRO-2 on two of the three hosts of tests/support/virtual_cluster.py (root is needed), under `mmldlm launch --retries`,
-with some samples of the store NaN. Faults of benchmarks/_chaos_faults.py strike one after the other, at a random moment:
+with some NaN samples in the store. Faults of benchmarks/_chaos_faults.py strike one after the other, at random moments:
 while it trains, saves, evaluates or starts. If the launch ends, the same command with training.resume=auto is started
 again, as a user or a batch system would. Then the training runs to its end, and once more from the start, undisturbed.
 

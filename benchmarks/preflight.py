@@ -2,11 +2,11 @@
 
     python benchmarks/preflight.py [--quick] [--part faults|times] [--json FILE] [--data STORE] [--names 256]
 
-Injects every fault of tests/support/preflight_faults.py alone; its check must report it on the right node, and no other
-check may fail. Measures levels 0 to 2 on three healthy hosts. Injects every fault of tests/support/launch_faults.py into
-a running launch and measures the time until the launch has ended. Ends launches next to another one, which must not be
-affected. --quick injects compatible faults together, and one fault of a launch. --part runs one half: the faults take 10
-minutes on two cores and do not need a quiet machine. --names N measures the fan-out up to N nodes, with a stub of ssh.
+Injects every fault of tests/support/preflight_faults.py alone; its check must report it on its node, and no other check
+may fail. Measures levels 0 to 2 on healthy hosts. Injects every fault of tests/support/launch_faults.py into a running
+launch and measures the time until it has ended. Ends launches next to another one, which must not be affected. --quick
+injects compatible faults together, and one fault of a launch. --part runs one half: the faults take 10 minutes on two
+cores and do not need a quiet machine. --names N measures the fan-out up to N nodes, with a stub of ssh.
 """
 
 from __future__ import annotations
