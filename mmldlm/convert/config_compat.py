@@ -1,6 +1,6 @@
-"""Do the weights fit the config.json beside which they will lie? Told without torch, from the sizes in the config.
+"""Verify, without torch, that exported weights match config.json.
 
-Shapes: mmldlm/models (a test compares them with a model that was built).
+Shapes: mmldlm/models (a test compares them with a model).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mmldlm.errors import UserError
 
 
 def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Shapes that a MultimodalMMDiT of this config has, for weights that between them use every size in it."""
+    """Return shapes of a MultimodalMMDiT with this config, for weights that together depend on every size in it."""
     width, cond, vocab = config["hidden_size"], config["cond_dim"], config["vocab_size"]
     latent, tokens, heads = config["latent_dim"], config["latent_tokens"], config["n_heads"]
     mlp = int(width * config["mlp_ratio"])
@@ -38,10 +38,10 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def check_config(weights: WeightSource, checkpoint: Path | None) -> None:
-    """Compares a source with the model_config.json of the checkpoint around it; nothing where there is none.
+    """Compare a source with the model_config.json of its checkpoint, if there is one.
 
     Raises:
-        UserError: a weight that the config asks for and that is absent or of another shape, or more blocks than in it.
+        UserError: a weight is missing or has another shape than in the config, or there are more blocks.
     """
     path = checkpoint / MODEL_CONFIG if checkpoint else None
     if path is None or not path.is_file():
@@ -50,7 +50,7 @@ def check_config(weights: WeightSource, checkpoint: Path | None) -> None:
         config = json.loads(path.read_text())
         if config.get("architecture") != "MultimodalMMDiT":
             return
-        if config.get("n_blocks", 0) > len(weights.tensors):  # before a loop over as many as it says
+        if config.get("n_blocks", 0) > len(weights.tensors):  # before a loop over all of them
             raise ValueError(f"n_blocks {config['n_blocks']} for {len(weights.tensors)} tensors")
         shapes = expected_shapes(config)
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -58,12 +58,12 @@ def check_config(weights: WeightSource, checkpoint: Path | None) -> None:
     for name, shape in shapes.items():
         found = weights.tensors[name].shape if name in weights.tensors else "no such weight"
         if found != shape:
-            raise _misfit(path, weights, f"{name} of shape {shape}", f"{found}")
+            raise _mismatch_error(path, weights, f"{name} of shape {shape}", f"{found}")
     blocks = {name.split(".")[1] for name in weights.tensors if name.startswith("blocks.")}
     if len(blocks) > config["n_blocks"]:
-        raise _misfit(path, weights, f"{config['n_blocks']} blocks", f"{len(blocks)}")
+        raise _mismatch_error(path, weights, f"{config['n_blocks']} blocks", f"{len(blocks)}")
 
 
-def _misfit(path: Path, weights: WeightSource, expected: str, found: str) -> UserError:
-    fix = "the two are of different runs: restore the checkpoint as it was saved"
+def _mismatch_error(path: Path, weights: WeightSource, expected: str, found: str) -> UserError:
+    fix = "restore the checkpoint as it was saved; the two are of different runs"
     return UserError(f"{expected}, as {path} says", f"{found} in {weights.path}", fix)

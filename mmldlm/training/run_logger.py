@@ -212,7 +212,7 @@ class RunLogger:
             f"accumulated x {self.engine.world_size} rank(s); {training.num_train_steps:,} steps = "
             f"{training.num_train_steps * state.global_batch / len(lengths):.2f} epochs; {training.dtype}"
         )
-        for line in [] if taken is None else taken.lines():
+        for line in [] if taken is None else taken.messages():
             say(f"weights  {line}")
         if resumed_from is not None:
             say(f"resumed  at step {state.step} from {resumed_from}")
