@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -22,7 +22,7 @@ from mmldlm.utils.formatting import for_screen, format_duration
 
 _MAX_LINE = 1 << 20  # bytes; what is longer is no record
 _KEPT_EVENTS = 10_000
-MONITORED_METRICS = ("loss", "text_loss", "latent_loss", "grad_norm")
+_NONFINITE = "_nonfinite"  # ending of the key that JsonlLog writes next to a value that JSON cannot hold
 
 
 @dataclass
@@ -135,7 +135,7 @@ def assess(
     health.finished = ended is not None or (total_steps is not None and reached >= total_steps)
     skipped = [record for record in recent if record.get("skipped")]
     applied = [record for record in recent if not record.get("skipped")]
-    nonfinite = {key: sum(f"{key}_nonfinite" in record for record in applied) for key in MONITORED_METRICS}
+    nonfinite = Counter(key.removesuffix(_NONFINITE) for r in applied for key in r if key.endswith(_NONFINITE))
 
     if num_skipped is None:
         num_skipped = sum(bool(record.get("skipped")) for record in records)

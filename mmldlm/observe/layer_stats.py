@@ -7,7 +7,7 @@ that is looked at, nothing on any other.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -122,6 +122,7 @@ class LayerStatsCollector:
             whole = {fragment.name: math.prod(fragment.shape) for fragment in engine.parameter_shards()}
             # Every rank needs every name, also those of which it holds nothing.
             trainable = [name for name, parameter in engine.model.named_parameters() if parameter.requires_grad]
+            self._layers = layer_modules(engine.model)
             # A block's parameters hold text's half, then the latents'; each has a row of its own.
             inside = [f"{name}." for name, module in engine.model.named_modules() if hasattr(module, "split_streams")]
             count = 0
@@ -217,7 +218,8 @@ class LayerStatsCollector:
         parts: dict[str, tuple[int, list[float]]] = {}  # part of a parameter -> elements, sums
         own: dict[str, list] = {}  # layer -> those of its parts
         for name, rows in self._rows.items():
-            for part, layer, row in zip(parts_of(name, len(rows)), layers_of(name, len(rows)), rows, strict=True):
+            layers = layers_of(name, len(rows), self._layers)
+            for part, layer, row in zip(parts_of(name, len(rows)), layers, rows, strict=True):
                 parts[part] = sizes[name], total[width * row : width * (row + 1)]
                 own.setdefault(layer, []).append(parts[part])
         rms = self._activations.rms(total[width * self._num_rows :])
@@ -244,11 +246,26 @@ def parts_of(name: str, parts: int) -> list[str]:
     return [name] if parts == 1 else [f"{name}[{stream}]" for stream in STREAMS]
 
 
-def layers_of(name: str, parts: int) -> list[str]:
-    """The layers a parameter of so many parts belongs to: the streams of a block ("blocks.3.text", "blocks.3.latent"),
-    or a part of the model."""
+def layer_modules(model: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
+    """Return the layers that statistics name: the modules of every numbered stack, and the parts next to the stacks."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_children():
+        if isinstance(module, nn.ModuleList):
+            found |= {f"{prefix}{name}.{number}": block for number, block in enumerate(module)}
+        elif any(isinstance(child, nn.ModuleList) for child in module.modules()):
+            found |= layer_modules(module, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = module
+    return found
+
+
+def layers_of(name: str, parts: int, layers: Collection[str] = ()) -> list[str]:
+    """Return the layers of a parameter of so many parts: the streams of a block ("blocks.3.text", "blocks.3.latent"),
+    the layer that holds it, or else the first word of its name."""
     if parts == 1:
-        return [name.split(".")[0]]
+        words = name.split(".")
+        prefixes = (".".join(words[:count]) for count in range(len(words), 0, -1))
+        return [next((prefix for prefix in prefixes if prefix in layers), words[0])]
     return [".".join([*name.split(".")[:2], stream]) for stream in STREAMS]
 
 
@@ -281,12 +298,9 @@ class _Activations:
 
     def __init__(self, model: nn.Module):
         self._names: dict[nn.Module, list[str]] = {}
-        for name, module in model.named_children():
-            if isinstance(module, nn.ModuleList):
-                for number, block in enumerate(module):
-                    block_name = f"{name}.{number}"
-                    streams = [f"{block_name}.{stream}" for stream in STREAMS]
-                    self._names[block] = streams if hasattr(block, "split_streams") else [block_name]
+        for name, module in layer_modules(model).items():
+            if hasattr(module, "split_streams"):
+                self._names[module] = [f"{name}.{stream}" for stream in STREAMS]
             elif name != "text_head":  # it returns losses
                 self._names[module] = [name]
         self._rows = {name: row for row, name in enumerate(n for names in self._names.values() for n in names)}

@@ -66,12 +66,11 @@ class Checkpointer:
         Raises:
             UserError: on every rank, when rank 0 cannot read it.
         """
-        if self.config.data.roots:
-            self._kept_files = self._raise_together(
-                lambda: read_files_to_keep(self.data) if self.is_main else {},
-                f"a readable tokenizer in {self.data.train.root}",
-                "copy it from where the store was made, or prepare the store again",
-            )
+        self._kept_files = self._raise_together(
+            lambda: read_files_to_keep(self.data) if self.is_main else {},
+            f"readable files of the data (such as a tokenizer) in {self.data.source}",
+            "copy them from where the data was made, or prepare it again",
+        )
 
     def _peers(self) -> commit.RankGroup:
         engine = self.engine

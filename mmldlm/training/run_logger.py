@@ -24,7 +24,7 @@ from mmldlm.errors import EXIT_DONE, Interrupted, MmldlmError, StabilityStop, Us
 from mmldlm.observe.console import Console, link_latest, train_log_path
 from mmldlm.observe.jsonl_log import JsonlLog
 from mmldlm.observe.layer_stats import LayerStats
-from mmldlm.observe.loss_plots import plot_run
+from mmldlm.observe.loss_plots import LossCurve, plot_run
 from mmldlm.observe.wandb_logger import open_wandb
 from mmldlm.stability.skipped_steps import bad_micro_batches, save_skipped_step
 from mmldlm.tasks.base import Task, ValidationRun
@@ -159,7 +159,13 @@ class RunLogger:
         if resumed_from is not None:
             self.progress.message(f"resumed  at step {state.step} from {resumed_from}")
         self._warn_of_settings(is_fresh=resumed_from is None)
-        self.event("start" if resumed_from is None else "resume", step=state.step, source=str(resumed_from or ""))
+        losses = [
+            LossCurve(metric.name, metric.label or metric.name, metric.evaluation or metric.name)
+            for metric in self.task.metrics
+            if metric.is_loss
+        ]
+        kind = "start" if resumed_from is None else "resume"
+        self.event(kind, step=state.step, source=str(resumed_from or ""), task=config.task, losses=losses)
 
     def _print_start(self, trainable: dict[str, tuple[int, int]], optimizer_groups: list[tuple[float, int]]) -> None:
         """Print what is about to be trained, on what and how."""
@@ -293,8 +299,8 @@ class RunLogger:
             if validation and sample["id"] in self._bad_validation:
                 continue
             split = self.data.validation if validation else self.data.train
-            file, row = split.locate(sample["id"])
-            self.event("bad_sample", step=self.state.step, file=str(file), row=row, **sample)
+            file, row = self.data.locate(split, sample["id"])
+            self.event("bad_sample", step=self.state.step, file=file, row=row, **sample)
             what = "mended in" if sample.get("mended") else "left out of"
             where = f"{'the evaluation at ' if validation else ''}step {self.state.step}"
             self.progress.warning(f"sample {sample['id']} {what} {where}: {sample['reason']}")
@@ -304,10 +310,11 @@ class RunLogger:
     def too_many_bad_samples_error(self, reason: str) -> StabilityStop:
         """The error that ends the run on every rank because too many samples are bad."""
         self.event("stability_stop", step=self.state.step, reason=reason)
+        verify = " and `mmldlm verify-data`" if self.config.data.roots else ""
         return StabilityStop(
             f"stopped at step {self.state.step}: {reason}. Which samples, in which files and why: "
             f"{self.run_dir / 'events.jsonl'} (bad_sample). Last checkpoint: {self.run_dir / 'latest'}. Check the "
-            f"storage of {', '.join(self.config.data.roots)} and `mmldlm verify-data`, then add training.resume=auto."
+            f"storage of {self.data.source}{verify}, then add training.resume=auto."
         )
 
     def truncate_logs(self) -> None:

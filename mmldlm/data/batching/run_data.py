@@ -42,6 +42,14 @@ class RunData(ABC):
         """Where the data comes from, for the screen."""
         return "the task's data"
 
+    def locate(self, split: Any, sample: int) -> tuple[str, int]:
+        """Return file or folder of a sample, and its row in it: where to look for a bad one.
+
+        Args:
+            split: self.train or self.validation.
+        """
+        return self.source, sample
+
     def training_plan(self, global_batch: int) -> BatchPlan:
         """Return the batch plan of training."""
         data, seed = self.config.data, self.config.training.seed

@@ -49,6 +49,11 @@ class StoreData(RunData):
         data = self.config.data
         return " + ".join(data.mixture or [str(data.latent_data_root)])
 
+    def locate(self, split: Store | MixedStore, sample: int) -> tuple[str, int]:
+        """Return the folder of a sample's split, and its row in it."""
+        folder, row = split.locate(sample)
+        return str(folder), row
+
     def _order(self) -> MixtureOrder | None:
         if not isinstance(self.train, MixedStore):
             return None
@@ -108,9 +113,7 @@ def lengths_in_use(
     Raises:
         UserError: a text is longer than max_seq_len.
     """
-    limit = config.max_validation_samples  # auto: the evaluation chooses, which knows the global batch
-    limits = (config.max_train_samples, None if limit == "auto" else limit)
-    lengths = [store.lengths[:limit] + 1 for store, limit in zip((train, validation), limits)]
+    lengths = [part + 1 for part in config.limit_samples(train.lengths, validation.lengths)]
     longest = int(max(part.max() for part in lengths))
     if longest > max_seq_len:
         raise UserError(

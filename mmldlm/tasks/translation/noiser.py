@@ -124,8 +124,7 @@ class Noiser:
         modes_real, lengths_real = modes_all[:num_real], lengths[batch.ids]
         has_text = modes_real != T2L
 
-        real = slots < num_real
-        ids = batch.ids[np.where(real, slots, 0)]
+        ids, real = batch.samples_at(slots)
         places = np.minimum(slots, batch.size - 1)  # of placeholders, any will do
         modes = modes_all[places]
         rows = samples.get(ids)
