@@ -40,10 +40,10 @@ class Marked:
 
 
 def test_a_text_has_latents_where_every_piece_has_one():
-    told = []
+    counted = []
     texts = ["aa bbbb", "so bad", "c ddd"]
-    found = encode_stage.encode(Marked(), texts, 1, told.append, latents_per_text=2)
-    assert found.is_ok.tolist() == [True, False, True] and sum(told) == 3
+    found = encode_stage.encode(Marked(), texts, 1, counted.append, latents_per_text=2)
+    assert found.is_ok.tolist() == [True, False, True] and sum(counted) == 3
     assert found.latents[..., 0].tolist() == [[2, 4], [1, 3]]
     assert found.reasons == {1: "piece 2 of 2: NaN or infinite values"}
 

@@ -1,4 +1,4 @@
-"""Closed standard streams: a run that is complete says so by its exit code, and no file takes their numbers."""
+"""Closed standard streams: a finished run exits with 0, and no file takes their numbers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_closed_streams_become_the_null_device(closed):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_process_ends_with_its_own_code_where_streams_are_closed():
+def test_exit_code_with_closed_streams():
     code = "from mmldlm.train import end_process; end_process(0)"
     done = subprocess.run(["sh", "-c", f'exec "{sys.executable}" -c "{code}" >&- 2>&-'], env=environment())
     assert done.returncode == 0
