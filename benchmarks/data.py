@@ -250,7 +250,7 @@ def read_noised(folder: Path):
 def open_dataset(config):
     """What training reads from, for one rank, and the config that the store has completed."""
     from mmldlm.data.batching.loader import MicroBatches
-    from mmldlm.data.batching.run_data import open_data
+    from mmldlm.tasks.translation.data import open_data
     from mmldlm.tasks.translation.noiser import Noiser
 
     data = open_data(config)

@@ -5,7 +5,7 @@ Philox4x64 (Salmon et al., SC 2011).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 
 import numpy as np
@@ -39,8 +39,8 @@ def generator(seed: int, stream: Stream) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=[seed, stream]))
 
 
-def _generators(seed: int, stream: int, indices: Sequence[int]):
-    # The low counter word counts the draws of one index.
+def _generators(seed: int, stream: int, indices: Sequence[int]) -> Iterator[np.random.Generator]:
+    # Philox4x64 (Salmon et al., SC 2011): the low counter word is left to the draws themselves.
     return (np.random.Generator(np.random.Philox(key=[seed, stream], counter=[0, int(i), 0, 0])) for i in indices)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from types import FrameType
 from typing import NoReturn
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -16,7 +17,7 @@ def interrupt_on_stop_signals() -> None:
     A signal that the process was started to ignore (nohup, a shell's background job) stays ignored.
     """
 
-    def interrupt(number, frame) -> NoReturn:
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt
 
     if threading.current_thread() is threading.main_thread():

@@ -9,6 +9,8 @@ import pytest
 
 from tests.helpers import ROOT, launch
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def corpus(sentences, tmp_path_factory):

@@ -13,6 +13,8 @@ from bed import end
 
 from tests.helpers import LONG, ROOT
 
+pytestmark = pytest.mark.long
+
 # A killed rank is in the retry's test below; benchmarks/preflight.py plays all eight and measures them.
 PLAYED = ("launcher killed before the group forms", "host cut off after the group forms")
 

@@ -16,7 +16,8 @@ from mmldlm.checkpoints.locate import CHECKPOINTS, LATEST, locate_checkpoint
 from mmldlm.checkpoints.manifest import MANIFEST, examine, read_manifest
 from mmldlm.errors import UserError
 
-BUFFERS = ("latent_mean", "latent_std")  # of a MultimodalMMDiT; all else in it is trained
+# Of a MultimodalMMDiT saved before model_config.json listed them; everything else in it is trained.
+_BUFFERS = ("latent_mean", "latent_std")
 MODEL_FILE, OPTIMIZER_FILE = "model.pt", "optimizer.pt"
 _HEAD_BYTES = 512
 _STEP = re.compile(r"step_\d{8,}")
@@ -217,7 +218,8 @@ def mark_buffers(weights: WeightSource, folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError, RecursionError):
         return
-    if isinstance(config, dict) and config.get("architecture") == "MultimodalMMDiT":
-        for name in BUFFERS:
+    if isinstance(config, dict):
+        listed = config.get("buffers", _BUFFERS if config.get("architecture") == "MultimodalMMDiT" else ())
+        for name in listed if isinstance(listed, list | tuple) else ():
             if name in weights.tensors and weights.tensors[name].kind == "parameter":
                 weights.retype(name, "buffer")

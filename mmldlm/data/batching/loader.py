@@ -17,26 +17,26 @@ from mmldlm.utils.prefetch import prefetch
 from mmldlm.utils.stop_signals import STOP_SIGNALS
 
 if TYPE_CHECKING:
-    from mmldlm.tasks.translation.noiser import NoisedBatch, Noiser
+    from mmldlm.data.batching.batch import Batch, Collator
 
 
 class MicroBatches(Dataset):
     """Item i is this rank's micro-batch i % accum of step i // accum, with random access."""
 
-    def __init__(self, store, plan: BatchPlan, noiser: Noiser, rank: int, world_size: int, accum: int):
-        self.store, self.plan, self.noiser = store, plan, noiser
+    def __init__(self, samples, plan: BatchPlan, collator: Collator, rank: int, world_size: int, accum: int):
+        self.samples, self.plan, self.collator = samples, plan, collator
         self.rank, self.world_size, self.accum = rank, world_size, accum
 
-    def __getitem__(self, item: int) -> NoisedBatch:
+    def __getitem__(self, item: int) -> Batch:
         step, micro = divmod(item, self.accum)
         batch = self.plan.batch(step)
         slots = self.plan.slots(batch, self.world_size, self.accum, self.rank, micro)
-        return self.noiser.make(batch, slots, self.store, self.plan.lengths)
+        return self.collator.collate(batch, slots, self.samples, self.plan.lengths)
 
 
 def iterate_steps(
     dataset: MicroBatches, first_step: int, last_step: int, num_workers: int = 0, prefetch_factor: int = 4
-) -> Iterator[list[NoisedBatch]]:
+) -> Iterator[list[Batch]]:
     """Yield the micro-batches of steps first_step .. last_step - 1, one list of `accum` per step.
 
     The start costs the same at every step: nothing is read and skipped.

@@ -6,7 +6,7 @@ ROOT/{train,validation}/text_offsets.npy   int64 [N + 1]   start of each text, a
 ROOT/{train,validation}/tokens.npy         uint16 or int32 token ids, concatenated, without special tokens
 ROOT/{train,validation}/token_offsets.npy  int64 [N + 1]
 ROOT/{train,validation}/latents.npy        float32 [N, D]  as encoded ([N, K, D] with K latents per text)
-ROOT/{train,validation}/documents.npy      int64 [N]       (only with --overlong chunk) text of the corpus that each sample is from
+ROOT/{train,validation}/documents.npy      int64 [N]       (only with --overlong chunk) corpus row of each sample's text
 ROOT/quarantine.jsonl                      (only if any) texts on which the encoder failed, with reasons
 ROOT/tokenizer/                            the tokenizer, as `save_pretrained` writes it
 """
@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mmldlm.data.store.arrays import map_array
-from mmldlm.utils.atomic_files import sha256_of
-from mmldlm.data.store.manifest import find_problems
-from mmldlm.data.store.repair_hints import MANIFEST, rebuild_hint, find_store_hint
 from mmldlm.data.encoders.tokenizer_files import read_tokenizer
+from mmldlm.data.store.arrays import map_array
+from mmldlm.data.store.manifest import find_problems
+from mmldlm.data.store.repair_hints import MANIFEST, find_store_hint, rebuild_hint
 from mmldlm.errors import UserError
+from mmldlm.utils.atomic_files import sha256_of
 from mmldlm.utils.formatting import join_some
 from mmldlm.utils.json_files import read_json
 
@@ -120,7 +120,9 @@ def check_files(root: str | os.PathLike, manifest: dict[str, Any], level: str, p
             kind = "truncated" if size < entry["bytes"] else "too long"
             raise UserError(expected, f"{size} bytes ({kind})", rebuild_hint(root, manifest))
         if level == "checksums" and sha256_of(root / name) != entry["sha256"]:
-            raise UserError(f"{root / name} with the SHA-256 of its manifest", "other content", rebuild_hint(root, manifest))
+            raise UserError(
+                f"{root / name} with the SHA-256 of its manifest", "other content", rebuild_hint(root, manifest)
+            )
 
 
 def changed_files(root: str | os.PathLike) -> list[str]:
@@ -253,7 +255,9 @@ class Store:
             raise UserError(f"an array in {path}", str(error), rebuild_hint(self.root, self.manifest)) from None
         if array.dtype not in _DTYPES[name]:
             found = f"{array.dtype} in {path}"
-            raise UserError(f"{name} of type {' or '.join(_DTYPES[name])}", found, rebuild_hint(self.root, self.manifest))
+            raise UserError(
+                f"{name} of type {' or '.join(_DTYPES[name])}", found, rebuild_hint(self.root, self.manifest)
+            )
         return array
 
     def _read_lengths(self) -> np.ndarray:

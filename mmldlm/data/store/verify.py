@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from mmldlm.data.sentences import content_hash
 from mmldlm.data.store.latent_statistics import LatentStatistics
 from mmldlm.data.store.store import SPLITS, Store, check_files, check_latents, load_tokenizer, read_manifest
-from mmldlm.data.sentences import content_hash
 from mmldlm.errors import UserError
 
 CHECKS = ("checksums", "tokenizer", "shape", "token ids", "latents", "statistics", "texts", "duplicates", "leakage")
@@ -106,7 +106,9 @@ def _examine_split(store: Store, checks: dict[str, list[str]]) -> SplitFindings:
     summary = manifest["splits"][store.split]
     own = {"num_samples": len(store), "num_tokens": int(store.lengths.sum()), "max_tokens": int(store.lengths.max())}
     checks["shape"] += [
-        f"{where}: {key} is {own[key]}, but {summary[key]} in the manifest" for key in own if own[key] != summary.get(key)
+        f"{where}: {key} is {own[key]}, but {summary[key]} in the manifest"
+        for key in own
+        if own[key] != summary.get(key)
     ]
     if store.documents is not None and len(store.documents) != len(store):
         checks["shape"].append(f"{where}/documents.npy has {len(store.documents)} rows")

@@ -7,6 +7,7 @@ import importlib.util
 import json
 from pathlib import Path
 
+from mmldlm.config.load import build_config
 from mmldlm.config.resume_compat import batch_fix, diff_configs
 from mmldlm.errors import UserError
 from mmldlm.preflight import memory_model as size
@@ -100,8 +101,7 @@ def data_fits_config(context):
         return fail(found["found"], found["expected"], found["fix"])
     if context.plan_error is not None:
         return fail(context.plan_error, "a readable store", "look at the message; `mmldlm config` shows it in full")
-    model, samples = context.plan["model"], context.plan["samples"]
-    return ok(f"{samples['train']:,} samples, D={model['latent_dim']}, V={model['vocab_size']}")
+    return ok(", ".join([f"{context.plan['samples']['train']:,} samples", *context.plan["shape"]]))
 
 
 def _nothing_to_size(context) -> str | None:
@@ -292,10 +292,8 @@ def _resume_differences(context, folder: Path, manifest: dict) -> list[str]:
         found.append(f"{state['num_samples']} training samples, now {samples}")
     if state.get("data", context.plan.get("fingerprint")) != context.plan.get("fingerprint"):
         found.append("another training split")
-    # Of the model, what the data settles stands in the plan.
-    sections = {"model": context.plan["model"]} if "model" in context.plan else {}
-    _, refused = diff_configs(folder, {**config.model_dump(mode="json", exclude={"model"}), **sections})
-    found += refused
+    resolved = build_config(context.plan["config"]) if "config" in context.plan else config
+    found += diff_configs(folder, resolved).errors
     return found
 
 

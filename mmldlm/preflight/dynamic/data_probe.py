@@ -13,9 +13,8 @@ from mmldlm.errors import UserError
 
 def measure(config, world_size: int) -> dict:
     """Config against engine and data; elements and activations of the model that both settle."""
-    from mmldlm.data.batching.run_data import open_data
+    from mmldlm.config.task_registry import find_task
     from mmldlm.engines.build import check_engine
-    from mmldlm.preflight.memory_model import model_sizes
 
     found: dict = {}
     try:
@@ -23,7 +22,8 @@ def measure(config, world_size: int) -> dict:
     except UserError as error:
         found["engine_error"] = {"expected": error.expected, "found": error.found, "fix": error.fix}
     try:
-        data = open_data(config)
+        task = find_task(config.task)
+        data = task.open_data(config)
     except UserError as error:
         found["data_error"] = {"expected": error.expected, "found": error.found, "fix": error.fix}
         return found
@@ -31,8 +31,9 @@ def measure(config, world_size: int) -> dict:
     found["samples"] = {"train": len(data.train_lengths), "validation": len(data.validation_lengths)}
     found["fingerprint"] = data.fingerprint()
     found["longest"] = int(max(data.train_lengths.max(), data.validation_lengths.max()))
-    found["model"] = config.model.model_dump(mode="json")
-    found.update(model_sizes(config, found["longest"]))
+    found["shape"] = data.shape()
+    found["config"] = config.model_dump(mode="json")
+    found.update(task.model_sizes(config, found["longest"]) or {})
     return found
 
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from mmldlm.config.load import load_config
-from mmldlm.data.batching.run_data import open_data
 from mmldlm.data.prepare.options import PrepareOptions
 from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.data.store.mixture import MixedStore
 from mmldlm.data.store.repair_hints import MANIFEST
 from mmldlm.data.store.store import Store
 from mmldlm.errors import MmldlmError, UserError
+from mmldlm.tasks.translation.data import open_data
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,9 @@ def test_token_batches_train_on_every_rank_alike(made_store):
         (whole,) = [MicroBatches(data.train, plan, noiser, 0, 1, 1)[step]]
         parts = [MicroBatches(data.train, plan, noiser, rank, 4, 1)[step] for rank in range(4)]
         ids = np.concatenate([part.ids[part.real] for part in parts])
-        assert np.array_equal(ids, whole.ids) and {part.num_text_tokens for part in parts} == {whole.num_text_tokens}
+        assert np.array_equal(ids, whole.ids) and {part.counts["text_tokens"] for part in parts} == {
+            whole.counts["text_tokens"]
+        }
         for name in ("text_timesteps", "latent_timesteps", "latents"):
             joined = np.concatenate([part.tensors[name].numpy()[part.real] for part in parts])
             np.testing.assert_array_equal(joined, whole.tensors[name].numpy())
@@ -142,7 +144,7 @@ def test_a_run_goes_on_with_its_own_plan_only(tmp_path, monkeypatch):
 
     from mmldlm.training import checkpointer
     from mmldlm.training.checkpointer import Checkpointer
-    from mmldlm.training.run_logger import TrainingState
+    from mmldlm.training.state import TrainingState
 
     def load(saved, plan):
         checkpoints = Checkpointer.__new__(Checkpointer)

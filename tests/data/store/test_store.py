@@ -10,10 +10,8 @@ import pytest
 
 from mmldlm.data.store.repair_hints import MANIFEST
 from mmldlm.data.store.store import SPLITS, Store, check_latents, load_tokenizer
-from mmldlm.commands.verify_data import plot
-from mmldlm.data.store.verify import examine, verify
+from mmldlm.data.store.verify import verify
 from mmldlm.errors import UserError
-from mmldlm.utils.atomic_files import sha256_of
 
 
 def test_reads_back_what_the_tokenizer_and_encoder_say(made_store, sentences):
@@ -182,9 +180,3 @@ def test_check_latents_refuses_zero_vectors_and_other_dimensions():
     latents[3] = 0
     with pytest.raises(UserError, match="zero vectors in 1 row: 3"):
         check_latents(latents, "here")
-
-
-
-
-
-

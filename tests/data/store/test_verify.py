@@ -1,15 +1,15 @@
 """Verifying a store."""
 
 from __future__ import annotations
+
 import json
-import pickle
+
 import numpy as np
 import pytest
-from mmldlm.data.store.repair_hints import MANIFEST
-from mmldlm.data.store.store import SPLITS, Store, check_latents, load_tokenizer
+
 from mmldlm.commands.verify_data import plot
+from mmldlm.data.store.repair_hints import MANIFEST
 from mmldlm.data.store.verify import examine, verify
-from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import sha256_of
 
 
