@@ -157,8 +157,8 @@ VERBS = {
     "sample t2l": (_sample_kind("t2l"), "embeddings from text"),
     "sample unconditional": (_sample_kind("unconditional"), "text and embeddings from nothing"),
     "evaluate": ("mmldlm.commands.evaluate", "conditioning gain, retrieval and F1 on unseen text"),
-    "plot": ("mmldlm.observe.loss_plots", "draw a run's loss curve"),
-    "monitor": ("mmldlm.observe.health_monitor", "follow a run's log and judge its health"),
+    "plot": ("mmldlm.commands.plot", "draw a run's loss curve"),
+    "monitor": ("mmldlm.commands.monitor", "follow a run's log and report its health"),
 }
 
 

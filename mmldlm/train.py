@@ -253,7 +253,7 @@ def train_steps(engine, alive, stop, at_end, data, trainable: dict[str, tuple[in
     while state.step < training.num_train_steps and not interrupted:
         alive.beat(state.step, "data")
         profiler.before(state.step + 1)
-        with meter.part("data"):
+        with meter.section("data"):
             batches = next(stream)
         alive.beat(state.step, "step", patience)
         if state.is_excluded():
@@ -293,7 +293,7 @@ def train_steps(engine, alive, stop, at_end, data, trainable: dict[str, tuple[in
             engine.discard_gradients()
         look = diagnostics.after_step(lr, verdict.apply)
         num_samples = len(plan.batch(state.step).ids)
-        guard.bad_share.admit(int(num_bad), num_samples)
+        guard.bad_samples.update(int(num_bad), num_samples)
         state.advance(verdict, num_samples)
         sums_by_name = dict(zip(METRICS, values, strict=True))
         cost = meter.step(num_samples, num_tokens, sums_by_name["text_masked"])
@@ -309,7 +309,7 @@ def train_steps(engine, alive, stop, at_end, data, trainable: dict[str, tuple[in
             folder.log_layer_stats(look)
         if num_bad:
             folder.log_bad_samples([sample for batch in batches for sample in batch.bad])
-        if (lost := guard.bad_share.trouble()) is not None:
+        if (lost := guard.bad_samples.check()) is not None:
             checkpoints.finish_save()
             raise folder.too_many_bad_samples_error(lost)
 
@@ -324,23 +324,23 @@ def train_steps(engine, alive, stop, at_end, data, trainable: dict[str, tuple[in
         trouble = needs_rollback(config.stability, state.step, state.consecutive_skips, bad_state)
         if trouble is not None:
             alive.beat(state.step, "load")
-            with meter.part("checkpoint"):
+            with meter.section("checkpoint"):
                 checkpoints.roll_back(trouble)
             stream, overdue, interrupted = batches_from(state.step), False, interrupted or stop.agreed(engine)
             continue
         patience = 1.0
         if checkpoints.has_uncommitted and not num_writing:
-            with meter.part("checkpoint"):
+            with meter.section("checkpoint"):
                 checkpoints.finish_save()
         state.evaluation_left = evaluation_due and interrupted  # who is told to stop has little time
         if evaluation_due and not interrupted:
-            with meter.part("evaluation"):
+            with meter.section("evaluation"):
                 interrupted = not evaluate()
         alive.beat(state.step, "save")
         if last or interrupted:
             checkpoints.save_before_end()
         elif save_due:
-            with meter.part("checkpoint"):
+            with meter.section("checkpoint"):
                 checkpoints.save()
             interrupted = stop.agreed(engine)  # it may have taken long
         overdue = overdue and not save_due

@@ -19,7 +19,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 LONGEST = (
     "benchmarks/test_engines_benchmarks.py",
     "test_train.py",
-    "stability/test_faults.py",
+    "integration/test_fault_injection.py",
     "multinode/test_preflight.py",
     "checkpoints/test_benchmark.py",
     "benchmarks/test_data_benchmarks.py",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import platform
-import resource
 from collections.abc import Callable
 
 import torch
@@ -19,6 +17,7 @@ from mmldlm.engines.build import build_engine
 from mmldlm.engines.gradient_shards import gradient_fragments
 from mmldlm.engines.optimizer import learning_rate
 from mmldlm.observe.layer_stats import LayerStats, LayerStatsCollector
+from mmldlm.observe.throughput import peak_memory, reset_peak_memory
 from mmldlm.stability.loss_scaler import LossScaler
 from mmldlm.stability.state_audit import nonfinite_tensors
 from mmldlm.tasks.translation.build_model import build_model
@@ -75,7 +74,7 @@ class SanityRunner:
         """Check the engine, take max_steps steps on the run's batches and overfit_steps on one of them."""
         engine, findings = self.engine, self.findings
         if engine.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(engine.device)
+            reset_peak_memory(engine.device)
         checks.check_device(engine, findings)
         checks.check_coverage(engine, findings)
         frozen = checks.checksums(engine.frozen_fragments())
@@ -336,11 +335,3 @@ class SanityRunner:
     def _check_memory(self) -> None:
         self.peak_bytes, kind = peak_memory(self.engine.device)
         self.findings.passed("memory", f"{self.peak_bytes / 2**30:.2f} GiB of {kind}")
-
-
-def peak_memory(device: torch.device) -> tuple[int, str]:
-    """Return (bytes, kind): allocated on the GPU since the last reset, or the process's peak resident size."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device), "GPU memory, allocated"
-    unit = 1 if platform.system() == "Darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "host memory, entire process"

@@ -1,12 +1,14 @@
-"""What a step cost: its rate, the share of the hardware's peak, and where the wall time went."""
+"""Measure the cost of a step: throughput, MFU, fractions of the wall time, peak memory."""
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,58 +16,88 @@ import torch
 from mmldlm.config.schema import Config
 from mmldlm.observe.flops import FlopRate, peak_flops
 
-PARTS = ("data", "checkpoint", "evaluation")
+SECTIONS = ("data", "checkpoint", "evaluation")
 
 
 class StepTimer:
-    """Measures from one step's record to the next. Wall clock of this rank; no device is asked to wait.
+    """Measure from one step's record to the next, by the wall clock of this rank and without device synchronization.
 
     Args:
-        config: the run's. world_size: devices. device: of this rank.
+        config: config of the run.
+        world_size: number of devices.
+        device: device of this rank.
     """
 
     def __init__(self, config: Config, world_size: int, device: torch.device):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
         peak = peak_flops(name, config.training.dtype, config.logging.peak_tflops)
         self.rate, self.device = FlopRate(config.model, world_size, peak), device
-        self._spent = dict.fromkeys(PARTS, 0.0)
+        self._spent = dict.fromkeys(SECTIONS, 0.0)
         self._last = time.perf_counter()
+        self._epoch: int | None = None
 
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Counts what runs inside as one of PARTS."""
+    def section(self, name: str) -> Iterator[None]:
+        """Count the time of the block as one of SECTIONS."""
         started = time.perf_counter()
         try:
             yield
         finally:
             self._spent[name] += time.perf_counter() - started
 
-    def step(self, num_samples: int, num_tokens: float, num_scored: float) -> dict[str, Any]:
-        """Fields of the record of the step that has just ended; counts are over all ranks.
+    def step(self, num_samples: int, num_tokens: float, num_scored: float, epoch: int | None = None) -> dict[str, Any]:
+        """Return the fields of the record of the step that has just ended.
+
+        Args:
+            num_samples: samples over all ranks.
+            num_tokens: real text tokens over all ranks.
+            num_scored: scored text positions over all ranks.
+            epoch: epoch of the step; the peak memory is that since the first step of the epoch.
 
         Returns:
-            tokens_per_second (real text tokens; checkpoints and evaluation do not count), tflops (a device's, of the
-            step's real work), mfu (None where the device's peak is not known), data_share and checkpoint_share (of the
-            wall time since the last record; a checkpoint is written after a step's record and so counts in the next
-            one's), peak_memory_gib (allocated on the GPU; on a CPU resident in the process).
+            tokens_per_second: of real text tokens, without the time of checkpoints and evaluations.
+            tflops: per device, of the step's real work.
+            mfu: None if the device's peak is unknown.
+            data_share, checkpoint_share: fractions of the wall time since the last record. A checkpoint is written
+                after a step's record and therefore counts in the next one.
+            peak_memory_gib: allocated on the GPU; on a CPU, resident in the process.
         """
+        if epoch is not None and epoch != self._epoch:
+            if self._epoch is not None:
+                self.reset_peak()
+            self._epoch = epoch
         now = time.perf_counter()
-        whole = max(now - self._last, 1e-9)
-        working = max(whole - self._spent["checkpoint"] - self._spent["evaluation"], 1e-9)
+        elapsed = max(now - self._last, 1e-9)
+        training = max(elapsed - self._spent["checkpoint"] - self._spent["evaluation"], 1e-9)
         flops = self.rate.flops(num_samples, num_tokens, num_scored)
         record = {
-            "tokens_per_second": num_tokens / working,
-            "tflops": flops / working / self.rate.world_size / 1e12,
-            "mfu": self.rate.mfu(flops, working),
-            "data_share": self._spent["data"] / whole,
-            "checkpoint_share": self._spent["checkpoint"] / whole,
-            "peak_memory_gib": self._peak_bytes() / 2**30,
+            "tokens_per_second": num_tokens / training,
+            "tflops": flops / training / self.rate.world_size / 1e12,
+            "mfu": self.rate.mfu(flops, training),
+            "data_share": self._spent["data"] / elapsed,
+            "checkpoint_share": self._spent["checkpoint"] / elapsed,
+            "peak_memory_gib": peak_memory(self.device)[0] / 2**30,
         }
-        self._spent, self._last = dict.fromkeys(PARTS, 0.0), now
+        self._spent, self._last = dict.fromkeys(SECTIONS, 0.0), now
         return record
 
-    def _peak_bytes(self) -> int:
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    def reset_peak(self) -> None:
+        """Start a new measurement of the peak memory."""
+        reset_peak_memory(self.device)
+
+
+def peak_memory(device: torch.device) -> tuple[int, str]:
+    """Return (bytes, kind): allocated on the GPU, or resident in the process, since the last reset."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device), "GPU memory, allocated"
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "host memory, entire process"
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Reset `peak_memory`; for host memory where the system allows it (Linux)."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
