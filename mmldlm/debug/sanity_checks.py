@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from mmldlm.engines.gradient_shards import gradient_fragments, optimizer_groups
 from mmldlm.engines.parameter_shards import ParameterShard
 from mmldlm.observe.layer_stats import LayerStats
 from mmldlm.stability.state_audit import STATES
+from mmldlm.tasks.translation.noiser import NoisedBatch
 
 # -- before the first step ---------------------------------------------------------------------------------------------
 
@@ -138,6 +139,35 @@ def check_layer_stats(stats: LayerStats, findings: Findings) -> None:
     for name, tensor in stats.parameters.items():
         if tensor.num_nonfinite:
             findings.failed("finite", f"step {stats.step}: {tensor.num_nonfinite} non-finite gradients in {name}")
+
+
+def measured_loss_drop(
+    engine: Engine, objective: Callable, batches: Sequence[NoisedBatch], relative_drop: float
+) -> float | str:
+    """Take one gradient step sized for a relative drop of the loss; return measured / expected drop.
+
+    A message instead if the loss or the gradient norm cannot be compared.
+    """
+    before = 0.0
+    for batch in batches:
+        loss, _ = objective(engine.module, batch)
+        engine.backward(loss)
+        before += float(loss.detach())
+    norm = float(engine.grad_norm())
+    if not (math.isfinite(before) and math.isfinite(norm) and norm > 0):
+        engine.discard_gradients()
+        return f"a loss of {before} with a gradient of norm {norm} cannot be compared"
+    expected = relative_drop * abs(before)
+    with torch.no_grad():
+        for fragment, gradient in gradient_fragments(engine):
+            if gradient is not None and fragment.count:
+                alpha = -expected / norm**2 / engine.loss_scale
+                fragment.of(fragment.owner).add_(gradient, alpha=alpha)
+    engine.discard_gradients()
+    engine.sync_weights_from_masters()
+    with torch.no_grad():
+        after = math.fsum(float(objective(engine.module, batch)[0]) for batch in batches)
+    return (before - after) / expected
 
 
 def expected_zero_gradients(model: nn.Module, mode: str, null_rows: dict[str, bool]) -> tuple[str, ...]:

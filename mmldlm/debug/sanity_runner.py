@@ -256,40 +256,22 @@ class SanityRunner:
 
     def _check_gradient_scale(self, batches: list[NoisedBatch]) -> None:
         """Check that a small gradient step lowers the loss by its length times the gradient norm."""
-        engine, relative_drop = self.engine, 0.001 if self.config.training.dtype == "fp32" else 0.005
+        dtype, findings = self.config.training.dtype, self.findings
         with self._record_exceptions(len(self.steps) + 1):
-            before = 0.0
-            for batch in batches:
-                loss, _ = self.objective(engine.module, batch.to(engine.device))
-                engine.backward(loss)
-                before += float(loss.detach())
-            norm = float(engine.grad_norm())
-            if not (math.isfinite(before) and math.isfinite(norm) and norm > 0):
-                engine.discard_gradients()
-                self.findings.failed(
-                    "gradient_scale", f"a loss of {before} with a gradient of norm {norm} cannot be compared"
-                )
-                return
-            expected = relative_drop * abs(before)
-            with torch.no_grad():
-                for fragment, gradient in gradient_fragments(engine):
-                    if gradient is not None and fragment.count:
-                        alpha = -expected / norm**2 / engine.loss_scale
-                        fragment.of(fragment.owner).add_(gradient, alpha=alpha)
-            engine.discard_gradients()
-            engine.sync_weights_from_masters()
-            with torch.no_grad():
-                after = math.fsum(float(self.objective(engine.module, batch)[0]) for batch in batches)
-        ratio = (before - after) / expected
-        result = f"a gradient step lowers the loss by {ratio:.2f} times the expected amount"
-        if not 1 / 1.5 < ratio < 1.5:
-            self.findings.failed("gradient_scale", f"{result} (expected about 1)")
+            batches = [batch.to(self.engine.device) for batch in batches]
+            drop = checks.measured_loss_drop(self.engine, self.objective, batches, 0.001 if dtype == "fp32" else 0.005)
+        if isinstance(drop, str):
+            findings.failed("gradient_scale", drop)
+            return
+        result = f"a gradient step lowers the loss by {drop:.2f} times the expected amount"
+        if not 1 / 1.5 < drop < 1.5:
+            findings.failed("gradient_scale", f"{result} (expected about 1)")
         scaler = {
             "bf16": "no loss scaling: bf16 has the range of fp32",
             "fp32": "no loss scaling: fp32 needs none",
-            "fp16": f"loss scale {engine.loss_scale:g}",
+            "fp16": f"loss scale {self.engine.loss_scale:g}",
         }
-        self.findings.passed("gradient_scale", f"{result}; {scaler[self.config.training.dtype]}")
+        findings.passed("gradient_scale", f"{result}; {scaler[dtype]}")
 
     # -- at the end --------------------------------------------------------------------------------------------------
 

@@ -134,27 +134,35 @@ def sample_latents(
         z = draws[:, 0]
         grid = time_grid(diffusion, steps).tolist()
         for k, (t, s) in enumerate(zip(grid[:-1], grid[1:])):
-            x0 = x0_at(z, t)
             if k == steps - 1:
-                z = x0
+                z = x0_at(z, t)
             elif method == "ddim":
                 noise = draws[:, 1 + k] if eta > 0 else None
-                z = diffusion.step(project(x0), z, _times(t, z), _times(s, z), eta, noise)
+                z = diffusion.step(project(x0_at(z, t)), z, _times(t, z), _times(s, z), eta, noise)
             else:
-                velocity = (z - project(x0)) / t
-                z_next = z + (s - t) * velocity
-                z = z + (s - t) * 0.5 * (velocity + (z_next - project(x0_at(z_next, s))) / s)
+                z = _heun_step(lambda z, t: project(x0_at(z, t)), z, t, s)
             done += len(rows)
             if progress is not None:
                 progress(done, count * steps)
-        if not bool(torch.isfinite(z).all()):
-            raise MmldlmError(
-                "the model returned NaN or infinite latents: its weights are corrupt or its input out of range"
-            )
+        _check_finite(z)
         latents[torch.from_numpy(rows.copy())] = model.unscale_latents(z).cpu()
     if unit:
         latents = latents / latents.norm(dim=-1, keepdim=True).clamp_min(1e-12)
     return latents
+
+
+def _check_finite(z: Tensor) -> None:
+    if not bool(torch.isfinite(z).all()):
+        raise MmldlmError(
+            "the model returned NaN or infinite latents: its weights are corrupt or its input out of range"
+        )
+
+
+def _heun_step(x0_at: Callable[[Tensor, float], Tensor], z: Tensor, t: float, s: float) -> Tensor:
+    """Take one second-order step of rectified flow from t to s > 0."""
+    velocity = (z - x0_at(z, t)) / t
+    z_next = z + (s - t) * velocity
+    return z + (s - t) * 0.5 * (velocity + (z_next - x0_at(z_next, s)) / s)
 
 
 def _times(t: float, z: Tensor) -> Tensor:
