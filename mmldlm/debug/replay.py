@@ -18,8 +18,10 @@ from mmldlm.checkpoints.layout import ENGINE_FOLDER, STATE_FILE
 from mmldlm.checkpoints.manifest import examine
 from mmldlm.checkpoints.resume_reader import open_training_state
 from mmldlm.config.load import build_config
+from mmldlm.config.renamed_keys import with_new_names
+from mmldlm.config.task_registry import find_task
+from mmldlm.data.batching.batch import Batch
 from mmldlm.data.batching.loader import MicroBatches
-from mmldlm.data.batching.run_data import RunData, open_data
 from mmldlm.debug.nan_tracer import NanTracer, nonfinite_inputs, nonfinite_kind, nonfinite_weights
 from mmldlm.debug.replay_report import ReplayResult, explain_clean, is_clean, print_samples
 from mmldlm.engines.base import Autocast, compute_dtype, pick_device
@@ -29,10 +31,6 @@ from mmldlm.engines.single import SingleEngine
 from mmldlm.errors import UserError
 from mmldlm.stability.guard import Guard
 from mmldlm.stability.skipped_steps import bad_micro_batches, load_skipped_step
-from mmldlm.tasks.translation.build_model import build_model
-from mmldlm.tasks.translation.freezing import apply_freezing
-from mmldlm.tasks.translation.noiser import NoisedBatch, Noiser
-from mmldlm.tasks.translation.objective import TranslationObjective
 from mmldlm.utils.formatting import for_screen
 
 DTYPES = ("bf16", "fp16", "fp32")
@@ -102,21 +100,20 @@ class Replay:
 
     def __init__(self, run_dir: Path, case: dict, checkpoint: str | None, exact: bool):
         self.case, self.run_dir = case, run_dir
-        self.config = build_config(case["config"])
-        self.data: RunData = open_data(self.config)
+        self.config = build_config(with_new_names(case["config"]))
+        self.task = find_task(self.config.task)
+        self.data = self.task.open_data(self.config)
+        self.config = self.data.config
         self.device = pick_device(0)
         self.plan = self.data.training_plan(case["global_batch"])
-        model = self.config.model
-        special_ids = (model.mask_token_id, model.pad_token_id, model.eos_token_id)
-        scaling = (self.data.latent_mean, self.data.latent_std)
-        self.noiser = Noiser(self.config, *special_ids, *scaling, max_norm=self.data.max_latent_norm())
-        self.objective = TranslationObjective(self.config)
+        self.collator = self.task.collator(self.data)
+        self.objective = self.task.objective(self.config)
         self.batch = self.plan.batch(case["step"] - 1)
         self._check_samples()
         self.num_steps_before: int | None = None
-        self.model = build_model(self.data)
-        training = self.config.training
-        apply_freezing(self.model, training.loss_type, training.freeze)
+        self.model = self.task.build_model(self.data)
+        self.parameters = self.task.parameter_plan(self.model, self.config)
+        self.parameters.set_requires_grad(self.model)
         self.weights, self.is_exact = self._load_weights(checkpoint, exact)
 
     def _check_samples(self) -> None:
@@ -126,7 +123,7 @@ class Replay:
             if ids.tolist() != entry["ids"]:
                 raise UserError(
                     f"the samples of step {self.case['step']} as the run read them",
-                    f"other samples in {', '.join(self.config.data.roots)}",
+                    f"other samples in {self.data.source}",
                     "restore the data that the run was trained on",
                 )
 
@@ -179,7 +176,7 @@ class Replay:
             init_weights(self.model, config.training.init_from)
         shares = case["world_size"] * case["accum"]
         config.training.grad_accum_steps = shares
-        engine = SingleEngine(self.model, config)
+        engine = SingleEngine(self.model, config, self.parameters)
         saved = {} if path is None else json.loads((path / STATE_FILE).read_text())
         applied = saved.get("applied_steps", 0)
         if path is not None:
@@ -188,7 +185,7 @@ class Replay:
             engine.sync_weights_from_masters()
         guard = Guard(config.stability, config.training.dtype)
         guard.restore(saved.get("guard", {}))
-        batches = MicroBatches(self.data.train, self.plan, self.noiser, 0, 1, shares)
+        batches = MicroBatches(self.data.train, self.plan, self.collator, 0, 1, shares)
         for step in range(start, end):
             if any(first <= step < last for first, last in case["passed_over"]):
                 continue
@@ -264,7 +261,7 @@ class Replay:
 
         A failing pass is repeated under NanTracer, whose hooks make the blocks run layer by layer.
         """
-        batch = self.noiser.make(self.batch, slots, self.data.train, self.data.train_lengths).to(self.device)
+        batch = self.collator.collate(self.batch, slots, self.data.train, self.data.train_lengths).to(self.device)
         result = self._run_once(model, module, batch)
         if result.is_clean:
             return result
@@ -275,7 +272,7 @@ class Replay:
         result.only_fused = by_layers.is_clean and not result.origins
         return result
 
-    def _run_once(self, model: nn.Module, module: nn.Module, batch: NoisedBatch) -> ReplayResult:
+    def _run_once(self, model: nn.Module, module: nn.Module, batch: Batch) -> ReplayResult:
         model.zero_grad(set_to_none=True)
         module.train()
         loss, _ = self.objective(module, batch)

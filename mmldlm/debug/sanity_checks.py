@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mmldlm.config.schema import Config
+from mmldlm.data.batching.batch import Batch
 from mmldlm.debug.findings import Findings, format_names
 from mmldlm.engines.base import Engine, compute_dtype
 from mmldlm.engines.deepspeed.engine import DeepSpeedEngine
@@ -17,7 +18,6 @@ from mmldlm.engines.gradient_shards import gradient_fragments, optimizer_groups
 from mmldlm.engines.parameter_shards import ParameterShard
 from mmldlm.observe.layer_stats import LayerStats
 from mmldlm.stability.state_audit import STATES
-from mmldlm.tasks.translation.noiser import NoisedBatch
 
 # -- before the first step ---------------------------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ def check_layer_stats(stats: LayerStats, findings: Findings) -> None:
 
 
 def measured_loss_drop(
-    engine: Engine, objective: Callable, batches: Sequence[NoisedBatch], relative_drop: float
+    engine: Engine, objective: Callable, batches: Sequence[Batch], relative_drop: float
 ) -> float | str:
     """Take one gradient step sized for a relative drop of the loss; return measured / expected drop.
 
@@ -168,21 +168,6 @@ def measured_loss_drop(
     with torch.no_grad():
         after = math.fsum(float(objective(engine.module, batch)[0]) for batch in batches)
     return (before - after) / expected
-
-
-def expected_zero_gradients(model: nn.Module, mode: str, null_rows: dict[str, bool]) -> tuple[str, ...]:
-    """Return name prefixes of parameters (layer_stats.parts_of) whose gradient is zero by design.
-
-    In the last block, the stream that no head of the mode reads provides only keys and values to the other one. A
-    learned null has a gradient only in batches with a dropped condition.
-
-    Args:
-        null_rows: "text", "latent" -> whether a batch had a sample with this condition dropped.
-    """
-    stream = {"l2t": "latent", "t2l": "text"}.get(mode)
-    last = f"blocks.{len(model.blocks) - 1}"
-    unread = [f"{last}.{layer}.weight[{stream}]" for layer in ("to_out", "mlp_in", "mlp_out")] if stream else []
-    return (*unread, *(f"{side}_encoder.null_" for side, used in null_rows.items() if not used))
 
 
 def connected(engine: Engine, fired: set[str]) -> set[str]:

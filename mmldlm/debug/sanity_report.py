@@ -23,7 +23,7 @@ def as_dict(sanity: SanityRunner) -> dict:
             "engine": engine.describe(),
             "device": str(engine.device),
             "dtype": config.training.dtype,
-            "loss_type": config.training.loss_type,
+            "task": sanity.task.describe(config),
             "grad_clip_norm": config.optimizer.grad_clip_norm,
             "torch": torch.__version__,
         },
@@ -40,7 +40,7 @@ def heading(sanity: SanityRunner) -> str:
     """Describe the run about to start: a large model on a CPU takes minutes per step."""
     config, engine = sanity.config, sanity.engine
     return (
-        f"sanity   {engine.describe()}, {engine.device}, {config.training.dtype}, mode {config.training.loss_type}; "
+        f"sanity   {engine.describe()}, {engine.device}, {config.training.dtype}, {sanity.task.describe(config)}; "
         + ", ".join(f"{group} {part:,} of {total:,}" for group, (part, total) in sanity.trainable.items())
         + f" parameters trainable; batches of {config.training.train_batch_size}"
     )

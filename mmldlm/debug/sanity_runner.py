@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import torch
 
+from mmldlm.config.task_registry import find_task
+from mmldlm.data.batching.batch import Batch
 from mmldlm.data.batching.loader import MicroBatches, iterate_steps
 from mmldlm.data.batching.run_data import RunData
 from mmldlm.debug import sanity_checks as checks
@@ -20,10 +22,6 @@ from mmldlm.observe.layer_stats import LayerStats, LayerStatsCollector
 from mmldlm.observe.throughput import peak_memory, reset_peak_memory
 from mmldlm.stability.loss_scaler import LossScaler
 from mmldlm.stability.state_audit import nonfinite_tensors
-from mmldlm.tasks.translation.build_model import build_model
-from mmldlm.tasks.translation.freezing import apply_freezing, verify_parameter_freezing
-from mmldlm.tasks.translation.noiser import NoisedBatch, Noiser
-from mmldlm.tasks.translation.objective import TranslationObjective
 from mmldlm.utils.formatting import first_line
 
 OVERFIT_STEPS = 10
@@ -58,15 +56,16 @@ class SanityRunner:
         self.log: Callable[[str], None] = lambda text: None
         self._has_gradient: set[str] = set()
         self._connected: set[str] = set()
-        self._null_rows = {"text": False, "latent": False}
+        self._unused: set[str] | None = None  # parameters that no batch so far has used
         self._applied = 0
         self._loss_scale = LossScaler(self.config.stability, self.config.training.dtype)
-        model = build_model(data)
-        apply_freezing(model, self.config.training.loss_type, self.config.training.freeze)
-        self.trainable = verify_parameter_freezing(model, self.config.training.loss_type, self.config.training.freeze)
+        self.task = find_task(self.config.task)
+        model = self.task.build_model(data)
+        parameters = self.task.parameter_plan(model, self.config)
+        self.trainable = parameters.apply(model, self.task.parameter_groups(model))
         # Blocks stay uncompiled under training.compile_model: hooks inside them see what eager code does.
-        self.engine = build_engine(model, self.config)
-        self.objective = TranslationObjective(self.config)
+        self.engine = build_engine(model, self.config, parameters)
+        self.objective = self.task.objective(self.config)
         # Every step is measured, to know which parameters received a gradient; `interval` selects what is printed.
         self.interval, self._collector = interval, LayerStatsCollector(self.engine, 1, self.config.training.dtype)
 
@@ -113,29 +112,28 @@ class SanityRunner:
 
     def _micro_batches(self) -> MicroBatches:
         config, data = self.config, self.data
-        training, model = config.training, config.model
+        training = config.training
         plan = data.training_plan(training.train_batch_size * training.grad_accum_steps)
-        special_ids = (model.mask_token_id, model.pad_token_id, model.eos_token_id)
-        noiser = Noiser(config, *special_ids, data.latent_mean, data.latent_std, max_norm=data.max_latent_norm())
-        return MicroBatches(data.train, plan, noiser, 0, 1, training.grad_accum_steps)
+        return MicroBatches(data.train, plan, self.task.collator(data), 0, 1, training.grad_accum_steps)
 
     def _largest_step(self) -> int:
-        """Return the step whose batch uses most of the model: the most modes and learned nulls."""
+        """Return the step whose batch uses most of the model."""
 
-        def num_used(step: int) -> int:
-            batches = self._step_batches(step)
-            nulls = [bool(sum(b.tensors[f"{side}_is_null"].any() for b in batches)) for side in self._null_rows]
-            return sum(nulls) + len({int(mode) for b in batches for mode in b.modes[b.real]})
+        def num_unused(step: int) -> int:
+            return len(set.intersection(*(self._unused_by(batch) for batch in self._step_batches(step))))
 
-        return max(range(min(MAX_CANDIDATES, self.dataset.plan.batches_per_epoch)), key=num_used)
+        return min(range(min(MAX_CANDIDATES, self.dataset.plan.batches_per_epoch)), key=num_unused)
 
-    def _step_batches(self, step: int) -> list[NoisedBatch]:
+    def _unused_by(self, batch: Batch) -> set[str]:
+        return set(self.task.unused_parameters(self.engine.model, self.config, batch))
+
+    def _step_batches(self, step: int) -> list[Batch]:
         accum = self.dataset.accum
         return [self.dataset[step * accum + micro] for micro in range(accum)]
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
-    def _step(self, step: int, batches: list[NoisedBatch], lr: float) -> float:
+    def _step(self, step: int, batches: list[Batch], lr: float) -> float:
         """One optimizer step as the training loop takes it; returns its loss.
 
         Raises:
@@ -191,12 +189,12 @@ class SanityRunner:
             self.findings.failed(check, f"step {step}: {first_line(error)}")
             raise SanityAborted from error
 
-    def _micro_batch(self, step: int, batch: NoisedBatch) -> float:
+    def _micro_batch(self, step: int, batch: Batch) -> float:
         engine, findings, first = self.engine, self.findings, step == 1
-        for side in self._null_rows:
-            self._null_rows[side] |= bool(batch.tensors[f"{side}_is_null"].any())
+        unused = self._unused_by(batch)
+        self._unused = unused if self._unused is None else self._unused & unused
         batch.to(engine.device)
-        check_batch(batch, self.data, engine.device, findings)
+        check_batch(self.task, batch, self.data, engine.device, findings)
         findings.passed(
             "batches", "tokens, masks and latents of every sample are the store's; all finite, on the device"
         )
@@ -254,7 +252,7 @@ class SanityRunner:
             findings.failed("overfit", f"it went {change}")
         findings.passed("overfit", change)
 
-    def _check_gradient_scale(self, batches: list[NoisedBatch]) -> None:
+    def _check_gradient_scale(self, batches: list[Batch]) -> None:
         """Check that a small gradient step lowers the loss by its length times the gradient norm."""
         dtype, findings = self.config.training.dtype, self.findings
         with self._record_exceptions(len(self.steps) + 1):
@@ -281,7 +279,7 @@ class SanityRunner:
         cut_off = [name for name in names if name not in self._connected]
         if cut_off:
             findings.failed("gradient_coverage", f"no gradient, cut off from the loss: {format_names(cut_off)}")
-        exempt = checks.expected_zero_gradients(engine.model, self.config.training.loss_type, self._null_rows)
+        exempt = tuple(self._unused or ())
         zero = [part for part, name in parts.items() if name in self._connected and part not in self._has_gradient]
         unexpected = [part for part in zero if not part.startswith(exempt)]
         if unexpected:

@@ -26,7 +26,7 @@ class ActivationRecorder:
                 for number, block in enumerate(module):
                     block_name = f"{name}.{number}"
                     streams = [f"{block_name}.{stream}" for stream in STREAMS]
-                    self._names[block] = streams if hasattr(block, "streams") else [block_name]
+                    self._names[block] = streams if hasattr(block, "split_streams") else [block_name]
             elif name != "text_head":  # it returns losses
                 self._names[module] = [name]
         self._rows = {name: row for row, name in enumerate(n for names in self._names.values() for n in names)}
@@ -58,8 +58,8 @@ class ActivationRecorder:
 
     @torch.no_grad()
     def _record(self, module: nn.Module, output, inputs: tuple) -> None:
-        if hasattr(module, "streams"):  # a block returns its two streams as rows of one tensor
-            output = module.streams(output, *inputs)
+        if hasattr(module, "split_streams"):  # a block returns its two streams as rows of one tensor
+            output = module.split_streams(output, *inputs)
         tensors, names = list(_float_tensors(output)), self._names[module]
         if len(names) != len(tensors):
             names = names[:1] * len(tensors)

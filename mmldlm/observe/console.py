@@ -20,13 +20,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from mmldlm.tasks.base import Metric
 from mmldlm.utils.formatting import fold, format_duration
 
 # Fields of a step's record in a line: key, label, format.
 _FIELDS = (
-    ("loss", "loss", "#.4g"),
-    ("text_loss", "text", "#.4g"),
-    ("latent_loss", "latent", "#.4g"),
     ("grad_norm", "grad_norm", "#.3g"),
     ("lr", "lr", ".1e"),
     ("tokens_per_second", "tok/s", ".0f"),
@@ -34,8 +32,6 @@ _FIELDS = (
     ("data_share", "data wait", ".0%"),
 )
 LATEST_LOG = "latest.log"
-# Losses of single steps depend on the batch, so lines show their means.
-_MEANS = ("loss", "text_loss", "latent_loss")
 _PACE_STEPS = 100  # steps from which the time left is estimated
 _REFRESH_SECONDS = 0.1
 _PLAIN_SECONDS = 30.0  # between two plain lines of an evaluation
@@ -75,18 +71,25 @@ def _drop_output(stream: TextIO) -> None:
         os.close(devnull)
 
 
-def format_step(record: Mapping[str, Any], total_steps: int | None, num_skipped: int, eta: float | None = None) -> str:
+def format_step(
+    record: Mapping[str, Any],
+    total_steps: int | None,
+    num_skipped: int,
+    eta: float | None = None,
+    metrics: Sequence[Metric] = (),
+) -> str:
     """Format a step's record as one line for grep; missing fields and None are omitted."""
     parts = [f"step {record['step']}" + (f"/{total_steps}" if total_steps else "")]
-    parts += [f"{label}: {value}" for label, value in _format_fields(record)]
+    parts += [f"{label}: {value}" for label, value in _format_fields(record, metrics)]
     parts.append(f"skipped: {num_skipped}")
     if eta is not None:
         parts.append(f"eta: {format_duration(eta)}")
     return " | ".join(parts)
 
 
-def _format_fields(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for key, label, form in _FIELDS:
+def _format_fields(record: Mapping[str, Any], metrics: Sequence[Metric]) -> Iterator[tuple[str, str]]:
+    losses = [("loss", "loss"), *((metric.name, metric.label) for metric in metrics if metric.label)]
+    for key, label, form in (*((key, label, "#.4g") for key, label in losses), *_FIELDS):
         value = record.get(key)
         if value is not None:
             yield label, f"{value:{form}}"
@@ -94,20 +97,24 @@ def _format_fields(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield label, record[f"{key}_nonfinite"]
 
 
-def _format_live(record: Mapping[str, Any], total_steps: int, num_skipped: int, eta: float | None) -> str:
+def _format_live(
+    record: Mapping[str, Any], total_steps: int, num_skipped: int, eta: float | None, metrics: Sequence[Metric]
+) -> str:
     """Format a step's record in fewer columns; the time left comes first, because a narrow terminal cuts the end."""
     left = f" eta {format_duration(eta)}" if eta is not None else ""
-    fields = "  ".join(f"{label} {value}" for label, value in _format_fields(record))
+    fields = "  ".join(f"{label} {value}" for label, value in _format_fields(record, metrics))
     return f"{record['step']}/{total_steps}{left}  {fields}  skipped {num_skipped}"
 
 
-def with_mean_losses(record: Mapping[str, Any], recent: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the record with its losses replaced by their means over applied recent steps.
+def with_mean_losses(
+    record: Mapping[str, Any], recent: Sequence[Mapping[str, Any]], metrics: Sequence[Metric] = ()
+) -> dict[str, Any]:
+    """Return the record with the losses of a line replaced by their means over applied recent steps.
 
     If no step was applied, the losses of the record itself remain.
     """
     means = dict(record)
-    for key in _MEANS:
+    for key in ("loss", *(metric.name for metric in metrics if metric.label)):
         values = [step[key] for step in recent if not step.get("skipped") and _is_finite(step.get(key))]
         if values:
             means[key] = math.fsum(values) / len(values)
@@ -141,7 +148,9 @@ class Console:
         log_file: str | Path | None = None,
         start_step: int = 0,
         stream: TextIO | None = None,
+        metrics: Sequence[Metric] = (),
     ):
+        self._metrics = metrics
         self.total_steps, self.log_freq = total_steps, log_freq
         self.num_skipped = 0
         """Number of skipped steps in this process."""
@@ -176,18 +185,18 @@ class Console:
         self.num_skipped += bool(record.get("skipped"))
         self._pace.append((step, time.monotonic()))
         self._recent.append(record)
-        progress = (self.total_steps, self.num_skipped, self.eta())
+        progress = (self.total_steps, self.num_skipped, self.eta(), self._metrics)
         due = step % self.log_freq == 0 or step == self.total_steps
         if due:
             since_line = [recent for recent in self._recent if recent["step"] > self._line_step]
             self._line_step = step
-            line = format_step(with_mean_losses(record, since_line), *progress)
+            line = format_step(with_mean_losses(record, since_line, self._metrics), *progress)
             self._write_file(line)
             if self._console is not None and self._live is None:
                 self._print(line)
         if self._live is not None and (due or time.monotonic() - self._drawn_at >= _REFRESH_SECONDS):
             self._drawn_at = time.monotonic()
-            line = self._live_line(_format_live(with_mean_losses(record, self._recent), *progress), step)
+            line = self._live_line(_format_live(with_mean_losses(record, self._recent, self._metrics), *progress), step)
             self._draw_safely(lambda: self._live.update(line, refresh=True))
 
     def evaluation(self, step: int, done: int, total: int) -> None:

@@ -131,7 +131,7 @@ class LayerStatsCollector:
             # Every rank needs every name, even without elements of that parameter.
             trainable = [name for name, parameter in engine.model.named_parameters() if parameter.requires_grad]
             # A block's parameters hold the text half, then the latent half; each half has a row.
-            inside = [f"{name}." for name, module in engine.model.named_modules() if hasattr(module, "streams")]
+            inside = [f"{name}." for name, module in engine.model.named_modules() if hasattr(module, "split_streams")]
             count = 0
             for name in trainable:
                 rows = len(STREAMS) if name.startswith(tuple(inside)) else 1

@@ -6,7 +6,7 @@ import contextlib
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from mmldlm.config.schema import Config
-from mmldlm.observe.flops import FlopRate, peak_flops
+from mmldlm.observe.flops import peak_flops
+from mmldlm.tasks.base import Task
 
 SECTIONS = ("data", "checkpoint", "evaluation")
 
@@ -23,18 +24,23 @@ class StepTimer:
     """Measure from one step's record to the next, by the wall clock of this rank and without device synchronization.
 
     Args:
+        task: counts the FLOPs.
         config: config of the run.
         world_size: number of devices.
         device: device of this rank.
     """
 
-    def __init__(self, config: Config, world_size: int, device: torch.device):
+    def __init__(self, task: Task, config: Config, world_size: int, device: torch.device):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-        peak = peak_flops(name, config.training.dtype, config.logging.peak_tflops)
-        self.rate, self.device = FlopRate(config.model, world_size, peak), device
+        self._peak = peak_flops(name, config.training.dtype, config.logging.peak_tflops)
+        self._task, self._config, self._world_size, self.device = task, config, world_size, device
+        self._epoch: int | None = None
+        self.restart()
+
+    def restart(self) -> None:
+        """Restart the measurement, so that set-up does not count."""
         self._spent = dict.fromkeys(SECTIONS, 0.0)
         self._last = time.perf_counter()
-        self._epoch: int | None = None
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
@@ -45,13 +51,15 @@ class StepTimer:
         finally:
             self._spent[name] += time.perf_counter() - started
 
-    def step(self, num_samples: int, num_tokens: float, num_scored: float, epoch: int | None = None) -> dict[str, Any]:
+    def step(
+        self, num_samples: int, num_tokens: float, sums: Mapping[str, float], epoch: int | None = None
+    ) -> dict[str, Any]:
         """Return the fields of the record of the step that has just ended.
 
         Args:
             num_samples: samples over all ranks.
             num_tokens: real text tokens over all ranks.
-            num_scored: scored text positions over all ranks.
+            sums: sums of the objective over all ranks, by name.
             epoch: epoch of the step; the peak memory is that since the first step of the epoch.
 
         Returns:
@@ -69,11 +77,12 @@ class StepTimer:
         now = time.perf_counter()
         elapsed = max(now - self._last, 1e-9)
         training = max(elapsed - self._spent["checkpoint"] - self._spent["evaluation"], 1e-9)
-        flops = self.rate.flops(num_samples, num_tokens, num_scored)
+        flops = self._task.training_flops(self._config, num_samples, num_tokens, sums)
+        rate = flops / training / self._world_size  # per device
         record = {
             "tokens_per_second": num_tokens / training,
-            "tflops": flops / training / self.rate.world_size / 1e12,
-            "mfu": self.rate.mfu(flops, training),
+            "tflops": rate / 1e12,
+            "mfu": None if self._peak is None else rate / self._peak,
             "data_share": self._spent["data"] / elapsed,
             "checkpoint_share": self._spent["checkpoint"] / elapsed,
             "peak_memory_gib": peak_memory(self.device)[0] / 2**30,

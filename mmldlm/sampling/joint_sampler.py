@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from mmldlm.diffusion import GaussianProcess, MaskedDiffusion
+from mmldlm.diffusion import MaskedDiffusion
+from mmldlm.diffusion.process import LatentProcess
 from mmldlm.errors import UserError
 from mmldlm.sampling.device import device_of
 from mmldlm.sampling.latent_sampler import latent_shape, project_to_sphere, time_grid
@@ -62,7 +64,7 @@ def sample_joint(
     num_samples: int,
     *,
     text_diffusion: MaskedDiffusion,
-    latent_diffusion: GaussianProcess,
+    latent_diffusion: LatentProcess,
     steps: int = 64,
     sampler: str = "ancestral",
     temperature: float | None = None,
@@ -94,6 +96,7 @@ def sample_joint(
     latents = torch.empty(num_samples, *shape)
     grid = time_grid(latent_diffusion, steps).tolist()
     draw, done = DrawSettings(temperature, top_p), 0
+    project = partial(project_to_sphere, model) if renormalise else None
     for index in order.split(batch_size):
         rows = index.tolist()
         strategy = start_decoding(
@@ -113,11 +116,11 @@ def sample_joint(
             t, s = (torch.full((len(rows),), time, dtype=torch.float64, device=device) for time in times)
             positions = strategy.positions(k)
             out = model(state.tokens, z, strategy.timesteps(k), t.float(), state.real, text_positions=positions)
-            x0 = latent_diffusion.to_x0(out["latent_pred"].float(), z, t)
+            prediction = out["latent_pred"].float()
             if k < steps - 1:
-                z = latent_diffusion.step(project_to_sphere(model, x0) if renormalise else x0, z, t, s)
+                z = latent_diffusion.step(prediction, z, t, s, project=project)
             else:
-                z = x0
+                z = latent_diffusion.to_x0(prediction, z, t)
             strategy.update(k, positions, out["text_logits"])
             done += len(rows)
             if progress is not None:

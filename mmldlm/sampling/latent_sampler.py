@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from mmldlm.data.encoders.encoder import token_budget_batches
-from mmldlm.diffusion import GaussianProcess
+from mmldlm.diffusion.process import LatentProcess
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.sampling.device import device_of
 from mmldlm.utils.counter_rng import Stream, normals
 
 SOLVERS = ("ddim", "heun")
-# An epsilon prediction is divided by a(t), which is 0 at t = 1 for most schedules.
-_EPSILON_START = 0.99
 
 
-def time_grid(diffusion: GaussianProcess, steps: int) -> Tensor:
-    """Return [steps + 1] fp64 timesteps from 1 (slightly less for epsilon) to 0."""
-    start = _EPSILON_START if diffusion.prediction == "epsilon" else 1.0
-    return torch.linspace(start, 0.0, steps + 1, dtype=torch.float64)
+def time_grid(process: LatentProcess, steps: int) -> Tensor:
+    """[steps + 1] fp64 timesteps from the start of sampling to 0."""
+    return torch.linspace(process.sampling_start, 0.0, steps + 1, dtype=torch.float64)
 
 
 def project_to_sphere(model: nn.Module, x0: Tensor) -> Tensor:
@@ -74,7 +72,7 @@ def sample_latents(
     model: nn.Module,
     texts: Sequence[Sequence[int]] | None,
     *,
-    diffusion: GaussianProcess,
+    diffusion: LatentProcess,
     steps: int = 12,
     num_samples: int | None = None,
     method: str = "ddim",
@@ -110,8 +108,8 @@ def sample_latents(
         MmldlmError: NaN predictions.
         ValueError: a method that the schedule does not support.
     """
-    if method not in SOLVERS or (method == "heun" and diffusion.path != "rectified_flow"):
-        raise ValueError(f"method {method!r} on path {diffusion.path!r}: expected ddim, or heun with rectified_flow")
+    if method not in diffusion.solvers:
+        raise ValueError(f"method {method!r}: expected ddim, or heun with rectified flow; found {diffusion.solvers}")
     count = len(texts) if texts is not None else num_samples
     assert count is not None, "num_samples is needed without texts"
     device, config = device_of(model), model.config
@@ -125,22 +123,20 @@ def sample_latents(
             tokens, real = pad_texts([texts[row] for row in rows], config.eos_token_id, config.pad_token_id, device)
         draws = normals(seed, Stream.LATENT, rows, (1 + (steps if eta > 0 else 0), *shape)).to(device)
 
-        def x0_at(z: Tensor, t: float, tokens=tokens, real=real) -> Tensor:
-            return _x0(model, diffusion, tokens, real, z, t, guidance)
+        def predict(z: Tensor, t: float, tokens=tokens, real=real) -> Tensor:
+            return _predict(model, tokens, real, z, t, guidance)
 
-        def project(x0: Tensor) -> Tensor:
-            return project_to_sphere(model, x0) if renormalise else x0
-
+        project = partial(project_to_sphere, model) if renormalise else None
         z = draws[:, 0]
         grid = time_grid(diffusion, steps).tolist()
         for k, (t, s) in enumerate(zip(grid[:-1], grid[1:])):
             if k == steps - 1:
-                z = x0_at(z, t)
+                z = diffusion.to_x0(predict(z, t), z, _times(t, z))
             elif method == "ddim":
                 noise = draws[:, 1 + k] if eta > 0 else None
-                z = diffusion.step(project(x0_at(z, t)), z, _times(t, z), _times(s, z), eta, noise)
+                z = diffusion.step(predict(z, t), z, _times(t, z), _times(s, z), eta=eta, noise=noise, project=project)
             else:
-                z = _heun_step(lambda z, t: project(x0_at(z, t)), z, t, s)
+                z = diffusion.heun_step(predict, z, t, s, project=project)
             done += len(rows)
             if progress is not None:
                 progress(done, count * steps)
@@ -158,20 +154,12 @@ def _check_finite(z: Tensor) -> None:
         )
 
 
-def _heun_step(x0_at: Callable[[Tensor, float], Tensor], z: Tensor, t: float, s: float) -> Tensor:
-    """Take one second-order step of rectified flow from t to s > 0."""
-    velocity = (z - x0_at(z, t)) / t
-    z_next = z + (s - t) * velocity
-    return z + (s - t) * 0.5 * (velocity + (z_next - x0_at(z_next, s)) / s)
-
-
 def _times(t: float, z: Tensor) -> Tensor:
     return torch.full((len(z),), t, dtype=torch.float64, device=z.device)
 
 
-def _x0(
+def _predict(
     model: nn.Module,
-    diffusion: GaussianProcess,
     tokens: Tensor | None,
     real: Tensor | None,
     z: Tensor,
@@ -184,4 +172,4 @@ def _x0(
     if guidance != 1.0 and tokens is not None:
         null = model(None, z, None, times.float())["latent_pred"]
         prediction = null + guidance * (prediction - null)
-    return diffusion.to_x0(prediction.float(), z, times)
+    return prediction.float()

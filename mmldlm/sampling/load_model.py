@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
-from mmldlm.checkpoints.formats.open import OpenedCheckpoint, open_source
+from mmldlm.checkpoints.formats.base import OpenedCheckpoint
+from mmldlm.checkpoints.formats.open import open_source
 from mmldlm.checkpoints.formats.weight_source import WeightSource
 from mmldlm.checkpoints.init_from import as_torch
 from mmldlm.checkpoints.layout import MODEL_CONFIG
+from mmldlm.config.task_registry import DEFAULT_TASK
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
 from mmldlm.models.pretrained_io import check_shapes, model_config, read_config
@@ -43,6 +45,12 @@ def load_model(
     with opened.weights as weights:
         config_path = _find_config(opened, path)
         values = read_config(config_path)
+        if values.get("task", DEFAULT_TASK) != DEFAULT_TASK:
+            raise UserError(
+                f"a model of task={DEFAULT_TASK}, the task that can be sampled",
+                f"task={values['task']} in {config_path}",
+                "convert it with `mmldlm convert` and sample it with the library that it belongs to",
+            )
         if values.get("architecture", ARCHITECTURE) != ARCHITECTURE:
             raise UserError(f"the config of a {ARCHITECTURE} in {config_path}", f"{values['architecture']!r}", CONVERT)
         config = model_config(values)

@@ -10,12 +10,12 @@ import torch
 from pydantic import BaseModel, ValidationError
 from torch import Tensor, nn
 
-from mmldlm.config.schema import LatentDiffusionConfig, TextDiffusionConfig
 from mmldlm.data.encoders.tokenizer_files import read_tokenizer
 from mmldlm.diffusion import GaussianProcess, MaskedDiffusion
 from mmldlm.errors import UserError
 from mmldlm.models.pretrained_io import COPY_AGAIN
 from mmldlm.sampling.load_model import CONVERT, load_model
+from mmldlm.tasks.translation.config import LatentDiffusionConfig, TextDiffusionConfig
 
 # Latents of norm 1 have sum(mean^2 + std^2) = 1 up to rounding; other encoders differ by far more.
 _UNIT_TOLERANCE = 1e-2
@@ -136,7 +136,7 @@ def load_pretrained(path: str | Path, device: str = "cpu", dtype: torch.dtype = 
             sections[key] = section(**values[key])
         except ValidationError as error:
             raise UserError(f'a valid "{key}" in {config_path}', str(error), CONVERT) from error
-    model.normalises_latents = sections["latent_diffusion"].l2_normalise
+    model.normalizes_latents = sections["latent_diffusion"].l2_normalise
     training, encoder = values.get("training") or {}, values.get("encoder")
     try:
         settings = _TrainingSettings(**training)

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mmldlm.data.batching.batch import Batch
 from mmldlm.engines.base import Engine
 from mmldlm.errors import UserError
-from mmldlm.tasks.translation.noiser import NoisedBatch
 from mmldlm.utils.formatting import join_some
 from mmldlm.utils.json_files import nonfinite_to_words
 
@@ -26,7 +26,7 @@ MAX_RECORDS = 200
 """Maximum number of records per run; later skips are reported in its events only."""
 
 
-def collect_step_record(engine: Engine, batches: list[NoisedBatch], losses: list[Tensor]) -> list[dict]:
+def collect_step_record(engine: Engine, batches: list[Batch], losses: list[Tensor]) -> list[dict]:
     """Return every micro-batch of the step over all ranks: {rank, host, micro, loss, ids}. Collective; only on a skip.
 
     Args:

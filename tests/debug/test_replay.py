@@ -61,8 +61,8 @@ def test_an_inf_of_one_module_in_bf16_alone_is_found(store, tmp_path, monkeypatc
 
 def test_weights_that_bf16_cannot_hold_are_named(store, tmp_path):
     from mmldlm.config.load import load_config
-    from mmldlm.data.batching.run_data import open_data
     from mmldlm.tasks.translation.build_model import build_model
+    from mmldlm.tasks.translation.data import open_data
     from mmldlm.train import main
 
     data = open_data(load_config("tiny", None, [f"data.latent_data_root={store}", "model.n_blocks=4"]))
@@ -103,7 +103,7 @@ def test_one_sample_of_a_later_step_is_singled_out(store, tmp_path, monkeypatch,
     monkeypatch.setattr(Noiser, "_rejection_reason", lambda self, tokens, latent, length: None)
     from mmldlm.config.load import load_config
     from mmldlm.data.batching.batch_plan import BatchPlan
-    from mmldlm.data.batching.run_data import open_data
+    from mmldlm.tasks.translation.data import open_data
 
     lengths = open_data(load_config("tiny", None, [f"data.latent_data_root={store}"])).train_lengths
     chosen.append(int(BatchPlan(lengths, 4, 0).batch(3).ids[2]))

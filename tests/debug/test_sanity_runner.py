@@ -13,17 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmldlm import train
 from mmldlm.commands import sanity
 from mmldlm.config.load import load_config
 from mmldlm.data.batching import loader
-from mmldlm.data.batching.run_data import open_data
 from mmldlm.debug import sanity_runner
 from mmldlm.debug.findings import CHECKS, FAIL, NOT_RUN, PASS
 from mmldlm.debug.sanity_runner import SanityRunner
 from mmldlm.engines.gradient_shards import gradient_fragments
 from mmldlm.errors import UserError
 from mmldlm.models.mmdit import model as mmdit
+from mmldlm.tasks.translation.data import open_data
 from tests.helpers import launch
 
 # ddp and ZeRO-0 keep gradients and state as one process does.
@@ -34,10 +33,9 @@ LMOL = "--max_steps 3 --amp_dtype bf16 --grad_log_interval 1 --detect_anomaly fa
 def command(store, *words: str) -> int:
     """What `mmldlm sanity` runs."""
     parser = argparse.ArgumentParser()
-    train.add_arguments(parser)
     sanity.add_arguments(parser)
     args = parser.parse_intermixed_args(["--config-name", "tiny", f"data.latent_data_root={store}", *words])
-    return sanity.main(args, train.parse_config)
+    return sanity.main(args)
 
 
 def main(store: str, folder: str) -> None:
@@ -135,7 +133,7 @@ def test_a_stream_that_a_block_does_not_change_is_named(store, monkeypatch):
 
     def without_latents(self, rows, condition, layout, recompute=False, after=None):
         out = forward(self, rows, condition, layout, recompute, after)
-        text, latent = self.streams(out, rows, condition, layout, recompute, after)
+        text, latent = self.split_streams(out, rows, condition, layout, recompute, after)
         return torch.cat([text, rows[len(rows) - len(latent) :]])  # latents come last, and all are read
 
     monkeypatch.setattr(mmdit.MMDiTBlock, "forward", without_latents)

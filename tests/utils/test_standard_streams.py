@@ -11,7 +11,7 @@ from tests.helpers import environment
 
 CODE = """
 import os, subprocess, sys
-from mmldlm.train import end_process
+from mmldlm.distributed.exit import exit_without_teardown
 from mmldlm.utils.standard_streams import open_standard_streams
 open_standard_streams()
 for stream in (sys.stdout, sys.stderr):
@@ -19,7 +19,7 @@ for stream in (sys.stdout, sys.stderr):
 assert sys.stdin is not None and os.open("/", os.O_RDONLY) > 2
 child = "import sys; sys.exit(None in (sys.stdin, sys.stdout, sys.stderr))"
 assert subprocess.run([sys.executable, "-c", child]).returncode == 0  # what a launcher starts has them, too
-end_process(0)
+exit_without_teardown(0)
 """
 
 
@@ -30,7 +30,7 @@ def test_closed_streams_become_the_null_device(closed):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_process_ends_with_its_own_code_where_streams_are_closed():
-    code = "from mmldlm.train import end_process; end_process(0)"
+def test_the_exit_code_survives_closed_streams():
+    code = "from mmldlm.distributed.exit import exit_without_teardown; exit_without_teardown(0)"
     done = subprocess.run(["sh", "-c", f'exec "{sys.executable}" -c "{code}" >&- 2>&-'], env=environment())
     assert done.returncode == 0

@@ -1,4 +1,4 @@
-"""What preparation shows: progress over all ranks, and a table of what was made."""
+"""The display of a preparation: progress over all ranks, and the table at the end."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ class RankProgress:
     """Progress of one stage, counted over all ranks and displayed by rank 0.
 
     Attributes:
-        total: what all ranks will have done at the end of the stage.
+        total: number of items of the stage over all ranks.
     """
 
-    def __init__(self, console: Console, tasks: TaskQueue, label: str, unit: str, total: int = 0):
+    def __init__(self, console: Console, queue: TaskQueue, label: str, unit: str, total: int = 0):
         self.total = total
-        self._tasks, self._key = tasks, f"progress/{label}"
+        self._queue, self._key = queue, f"progress/{label}"
         self._bar = ProgressBar(label, unit, stream=console.file, enabled=not console.quiet)
 
     def __call__(self, num_done: int) -> None:
-        """Add what this rank has done since the last call.
+        """Add the number of items that this rank has done since the last call.
 
         Raises:
             RankFailed: another rank has failed.
         """
         if num_done:
-            self._tasks.check()
-            self._bar(self._tasks.add(self._key, num_done), self.total)
+            self._queue.check()
+            self._bar(self._queue.add(self._key, num_done), self.total)
 
     def __enter__(self) -> RankProgress:
         return self
@@ -42,7 +42,7 @@ class RankProgress:
 
 
 def print_summary(console: Console, root: Path, manifest: dict[str, Any], seconds: float) -> None:
-    """The table that ends a preparation."""
+    """Print the table that ends a preparation."""
     table = Table(title=f"store {root}", show_header=False)
     corpus, statistics = manifest["corpus"], manifest["latent_stats"]
     table.add_row("corpus", corpus["source"])
@@ -51,9 +51,9 @@ def print_summary(console: Console, root: Path, manifest: dict[str, Any], second
         table.add_row(f"  dropped: {reason.replace('_', ' ')}", f"{number:,}")
     table.add_row("kept", f"{corpus['kept']:,}")
     if corpus.get("truncated"):
-        table.add_row("  of them truncated", f"{corpus['truncated']:,}")
+        table.add_row("  truncated", f"{corpus['truncated']:,}")
     if corpus.get("chunked"):
-        table.add_row("  of them pieces", f"{corpus['chunks']:,} of {corpus['chunked']:,} longer texts")
+        table.add_row("  pieces", f"{corpus['chunks']:,} of {corpus['chunked']:,} longer texts")
     for name, split in manifest["splits"].items():
         lengths = f"mean {split['num_tokens'] / split['num_samples']:.1f}, max {split['max_tokens']}"
         table.add_row(name, f"{split['num_samples']:,} samples, {split['num_tokens']:,} tokens ({lengths})")
@@ -62,7 +62,7 @@ def print_summary(console: Console, root: Path, manifest: dict[str, Any], second
     encoder = manifest["encoder"]
     table.add_row("latents", f"{encoder['name']} ({encoder['source']}), {manifest['latent_dim']} dimensions")
     if "latents_per_text" in manifest:
-        table.add_row("  of each text", f"{manifest['latents_per_text']}")
+        table.add_row("  per text", f"{manifest['latents_per_text']}")
     table.add_row("  norm", f"{norm['mean']:.4f} ({norm['min']:.4f} to {norm['max']:.4f})")
     table.add_row("  effective rank", f"{statistics['effective_rank']:.1f} of {manifest['latent_dim']}")
     if manifest["files"]:

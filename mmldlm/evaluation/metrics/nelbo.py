@@ -90,7 +90,7 @@ def measure(
             noised, masked, fraction = diffusion.corrupt_count(
                 tokens, strata, uniform[:, draw, :width], real, config.mask_token_id
             )
-            t = diffusion.time_of(fraction)
+            t = diffusion.timestep_of(fraction)
             positions = masked.flatten().nonzero()[:, 0]
             owner = positions // width
             weight = (1 / fraction)[owner]

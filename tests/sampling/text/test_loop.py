@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from mmldlm.config.schema import ModelConfig
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.masked import SCHEDULES
 from mmldlm.errors import MmldlmError
+from mmldlm.models.mmdit.config import ModelConfig
 from mmldlm.sampling.text.draw import DrawSettings, draw_tokens
 from mmldlm.sampling.text.length_rule import choose_lengths
 from mmldlm.sampling.text.loop import sample_text
