@@ -85,7 +85,7 @@ class Session:
     def phase(self, name: str, section: str | None = None) -> Iterator[None]:
         """Enter a phase, and account its wall time as a section of StepTimer (default: of the same name)."""
         self.enter_phase(name)
-        with self.timer.part(section or name):
+        with self.timer.section(section or name):
             yield
 
     def continue_evaluation(self, num_done: int) -> bool:
