@@ -135,8 +135,8 @@ def check_same_freeze(config: Config) -> None:
     """
     import torch
 
-    from mmldlm.engines.base import pick_device, rank_environment
-    from mmldlm.engines.deepspeed.engine import start_process_group
+    from mmldlm.distributed.environment import pick_device, rank_environment
+    from mmldlm.distributed.process_group import start_process_group
 
     _, local_rank, world_size = rank_environment()
     if world_size == 1:
@@ -198,12 +198,12 @@ def train_steps(engine, alive, stop, at_end, data, trainable: dict[str, tuple[in
     at_end.push(folder.log_end)
     checkpoints = Checkpointer(folder, average, guard, alive.touch, lambda: stop.received)
     stop.leave_if_agreed(engine, "before the first step")
-    alive.beat(state.step, "claim")
+    alive.enter_phase(state.step, "claim")
     folder.claim(lambda: (alive.touch(), stop.leave_if_received()))
     checkpoints.read_descriptions()
     resume_from, notes = checkpoints.find_resume(), []
     if resume_from is not None:
-        alive.beat(state.step, "load")
+        alive.enter_phase(state.step, "load")
         notes = checkpoints.resume(resume_from)
     elif training.init_from is not None and taken is None:
         raise UserError(
@@ -232,7 +232,7 @@ def train_steps(engine, alive, stop, at_end, data, trainable: dict[str, tuple[in
 
     def evaluate() -> bool:
         """Whether it came to its end: False, on every rank, where a signal asks to stop."""
-        alive.beat(state.step, "evaluate")
+        alive.enter_phase(state.step, "evaluate")
         figures = validation.run(goes_on)
         state.evaluation_left = figures is None
         if figures is not None:
@@ -252,11 +252,11 @@ def train_steps(engine, alive, stop, at_end, data, trainable: dict[str, tuple[in
     if state.evaluation_left:  # by the run that this one continues
         interrupted = not evaluate()
     while state.step < training.num_train_steps and not interrupted:
-        alive.beat(state.step, "data")
+        alive.enter_phase(state.step, "data")
         profiler.before(state.step + 1)
         with meter.part("data"):
             batches = next(stream)
-        alive.beat(state.step, "step", patience)
+        alive.enter_phase(state.step, "step", patience)
         if state.is_excluded():
             state.skip_batch(num_samples=len(plan.batch(state.step).ids))
             folder.event("passed_over", step=state.step)
@@ -324,7 +324,7 @@ def train_steps(engine, alive, stop, at_end, data, trainable: dict[str, tuple[in
         bad_state = audit_on_all_ranks(engine, average) if audit_due else {}
         trouble = needs_rollback(config.stability, state.step, state.consecutive_skips, bad_state)
         if trouble is not None:
-            alive.beat(state.step, "load")
+            alive.enter_phase(state.step, "load")
             with meter.part("checkpoint"):
                 checkpoints.roll_back(trouble)
             stream, overdue, interrupted = batches_from(state.step), False, interrupted or stop.agreed(engine)
@@ -337,7 +337,7 @@ def train_steps(engine, alive, stop, at_end, data, trainable: dict[str, tuple[in
         if evaluation_due and not interrupted:
             with meter.part("evaluation"):
                 interrupted = not evaluate()
-        alive.beat(state.step, "save")
+        alive.enter_phase(state.step, "save")
         if last or interrupted:
             checkpoints.save_before_end()
         elif save_due:
@@ -347,11 +347,11 @@ def train_steps(engine, alive, stop, at_end, data, trainable: dict[str, tuple[in
         overdue = overdue and not save_due
     if checkpoints.saved_step != state.step:  # its last steps passed over, or a signal while a checkpoint was written
         interrupted = interrupted or not evaluate()
-        alive.beat(state.step, "save")
+        alive.enter_phase(state.step, "save")
         checkpoints.finish_save()
         if checkpoints.saved_step != state.step:
             checkpoints.save_before_end()
-    alive.beat(state.step, "close", math.inf)  # rank 0 draws and uploads; nobody waits for it
+    alive.enter_phase(state.step, "close", math.inf)  # rank 0 draws and uploads; nobody waits for it
     done = state.step >= training.num_train_steps
     if not interrupted or (done and not state.evaluation_left):
         folder.close()
@@ -395,9 +395,10 @@ def main(argv: list[str] | None = None) -> int:
 def _tell_trace(error: Exception, config: Config) -> None:
     """Print where the error comes from; of one that a lost peer makes, keep it in a file, so that what Liveness has
     said of the rank to blame is the last on the screen."""
-    from mmldlm.distributed.stack_dump import describe_error, is_collective_error
+    from mmldlm.distributed.stack_dump import is_collective_error
+    from mmldlm.utils.formatting import first_line
 
-    text = "".join([*traceback.format_exception(error), f"ERROR: {describe_error(error)}\n"])
+    text = "".join([*traceback.format_exception(error), f"ERROR: {first_line(error)}\n"])
     with contextlib.suppress(OSError):
         if is_collective_error(error):
             path = config.run_dir() / "logs" / f"error_rank{os.environ.get('RANK', 0)}.txt"

@@ -23,7 +23,7 @@ LONGEST = (
     "multinode/test_preflight.py",
     "checkpoints/test_benchmark.py",
     "benchmarks/test_data_benchmarks.py",
-    "engines/test_liveness.py",
+    "distributed/test_heartbeat.py",
     "test_resume.py",
     "multinode/test_watcher.py",
     "models/mmdit/test_model.py",

@@ -22,7 +22,8 @@ from mmldlm.config.load import build_config
 from mmldlm.data.batching.loader import MicroBatches
 from mmldlm.data.batching.run_data import RunData, open_data
 from mmldlm.debug.nan_tracer import NanOrigin, NanTracer, faults_of_weights, nonfinite_kind
-from mmldlm.engines.base import Autocast, compute_dtype, pick_device
+from mmldlm.distributed.environment import pick_device
+from mmldlm.engines.base import Autocast, compute_dtype
 from mmldlm.engines.deepspeed.config import resolve_stage
 from mmldlm.engines.optimizer import learning_rate
 from mmldlm.engines.single import SingleEngine

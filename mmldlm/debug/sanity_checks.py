@@ -13,7 +13,7 @@ from mmldlm.config.schema import Config
 from mmldlm.data.batching.run_data import RunData
 from mmldlm.engines.base import Engine, compute_dtype
 from mmldlm.engines.deepspeed.engine import DeepSpeedEngine
-from mmldlm.engines.gradient_shards import gradient_fragments, optimizer_groups
+from mmldlm.engines.gradient_shards import gradient_shards, optimizer_groups
 from mmldlm.observe.layer_stats import LayerStats
 from mmldlm.stability.state_audit import STATES
 from mmldlm.tasks.translation.noiser import NoisedBatch
@@ -252,7 +252,7 @@ def check_clipping(engine: Engine, config: Config, norm: float, findings: Findin
     states, squares = engine.optimizer_state(), 0.0
     for fragment in engine.parameter_shards():
         if fragment.count and states.get(fragment.owner):
-            moment = fragment.of(states[fragment.owner]["exp_avg"])
+            moment = fragment.slice_of(states[fragment.owner]["exp_avg"])
             squares += float(torch.linalg.vector_norm(moment, dtype=torch.float64).square())
     given = math.sqrt(squares) / (1 - config.optimizer.betas[0])
     clip = config.optimizer.grad_clip_norm
@@ -289,7 +289,7 @@ def connected(engine: Engine, fired: set[str]) -> set[str]:
     """Parameters that the last backward pass reached, even with zeros. fired: whose own hook was called (ZeRO)."""
     if isinstance(engine, DeepSpeedEngine) and engine.stage > 0:
         return set(fired)
-    return {fragment.name for fragment, gradient in gradient_fragments(engine) if gradient is not None}
+    return {fragment.name for fragment, gradient in gradient_shards(engine) if gradient is not None}
 
 
 def checksums(fragments) -> dict[tuple[str, int], tuple[float, float]]:
@@ -300,7 +300,7 @@ def checksums(fragments) -> dict[tuple[str, int], tuple[float, float]]:
             float(torch.linalg.vector_norm(view, dtype=torch.float64)),
         )
         for fragment in fragments
-        for view in [fragment.of(fragment.owner)]
+        for view in [fragment.slice_of(fragment.owner)]
     }
 
 

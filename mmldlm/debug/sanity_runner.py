@@ -15,7 +15,7 @@ from mmldlm.data.batching.run_data import RunData
 from mmldlm.debug import sanity_checks as checks
 from mmldlm.debug.sanity_checks import Findings
 from mmldlm.engines.build import build_engine
-from mmldlm.engines.gradient_shards import gradient_fragments
+from mmldlm.engines.gradient_shards import gradient_shards
 from mmldlm.engines.optimizer import learning_rate
 from mmldlm.observe.layer_stats import LayerStats, LayerStatsCollector
 from mmldlm.stability.loss_scaler import LossScaler
@@ -73,7 +73,7 @@ class SanityRunner:
             torch.cuda.reset_peak_memory_stats(engine.device)
         checks.check_device(engine, findings)
         checks.check_coverage(engine, findings)
-        frozen = checks.checksums(engine.frozen_fragments())
+        frozen = checks.checksums(engine.frozen_shards())
         start = checks.checksums(engine.parameter_shards())
         self._watch = checks.GradientHooks(engine.model)
         engine.module.train()
@@ -229,7 +229,7 @@ class SanityRunner:
         for name, parameter in engine.model.named_parameters():
             if name not in trainable and (parameter.requires_grad or parameter.grad is not None):
                 findings.failed("frozen", f"{name} has a gradient although it is frozen")
-        for fragment, gradient in gradient_fragments(engine):
+        for fragment, gradient in gradient_shards(engine):
             if gradient is not None and gradient.dtype != torch.float32:
                 findings.failed("precision", f"the gradient of {fragment.name} is {str(gradient.dtype)[6:]}")
 
@@ -265,10 +265,10 @@ class SanityRunner:
                 return
             expected = fall * abs(before)
             with torch.no_grad():
-                for fragment, gradient in gradient_fragments(engine):
+                for fragment, gradient in gradient_shards(engine):
                     if gradient is not None and fragment.count:
                         alpha = -expected / norm**2 / engine.loss_scale
-                        fragment.of(fragment.owner).add_(gradient, alpha=alpha)
+                        fragment.slice_of(fragment.owner).add_(gradient, alpha=alpha)
             engine.discard_gradients()
             engine.sync_weights_from_masters()
             with torch.no_grad():
@@ -316,7 +316,7 @@ class SanityRunner:
         findings.passed("finite", f"gradient norms {min(norms):.4g} to {max(norms):.4g}")
 
     def _check_frozen(self, before: dict) -> None:
-        moved = checks.changed(before, checks.checksums(self.engine.frozen_fragments()))
+        moved = checks.changed(before, checks.checksums(self.engine.frozen_shards()))
         if moved:
             self.findings.failed("frozen", f"changed during the steps: {checks.format_names(moved)}")
         names = {name for name, _ in before}

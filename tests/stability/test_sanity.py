@@ -19,7 +19,7 @@ from mmldlm.data.batching import loader
 from mmldlm.data.batching.run_data import open_data
 from mmldlm.debug import sanity_report, sanity_runner
 from mmldlm.debug.sanity_checks import CHECKS, FAIL, NOT_RUN, PASS
-from mmldlm.engines.gradient_shards import gradient_fragments
+from mmldlm.engines.gradient_shards import gradient_shards
 from mmldlm.errors import UserError
 from mmldlm.models.mmdit import model as mmdit
 from tests.helpers import launch
@@ -321,7 +321,7 @@ def test_another_learning_rate_in_a_group_is_seen(store):
 
 def test_a_loss_that_climbs_is_seen(store):
     def uphill(engine):
-        for _, gradient in gradient_fragments(engine):
+        for _, gradient in gradient_shards(engine):
             gradient.neg_()
 
     found = failed(examined(store, plant=lambda s: on_step(s, uphill)))
