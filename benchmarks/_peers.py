@@ -101,9 +101,9 @@ class Ours(Variant):
     """
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: str = "cpu", **model):
-        from mmldlm.config.schema import Config
         from mmldlm.engines.optimizer import build_optimizer
         from mmldlm.models import MultimodalMMDiT
+        from mmldlm.tasks.translation.config import TranslationConfig
         from mmldlm.tasks.translation.noiser import NoisedBatch
         from mmldlm.tasks.translation.objective import TranslationObjective
         from mmldlm.tasks.translation.parameter_plan import no_decay_names
@@ -114,7 +114,7 @@ class Ours(Variant):
             "mask_token_id": min(MASK_ID, shape.vocab - 1), "pad_token_id": PAD_ID,
             "eos_token_id": min(EOS_ID, shape.vocab - 2), **model,
         }  # fmt: skip
-        config = Config(model=settings)
+        config = TranslationConfig(model=settings)
         torch.manual_seed(0)
         network = awake(MultimodalMMDiT(config.model)).to(device)
         self.masters = []  # fp32 weights of a model in bf16
@@ -141,7 +141,7 @@ class Ours(Variant):
         }  # fmt: skip
         self.batch = NoisedBatch(
             tensors=tensors, ids=np.arange(shape.batch), modes=np.zeros(shape.batch), real=np.ones(shape.batch, bool),
-            num_text_tokens=batch.num_tokens, num_latents=shape.batch, num_lengths=shape.batch,
+            counts={"text_tokens": batch.num_tokens, "latents": shape.batch, "lengths": shape.batch},
             num_tokens=batch.num_tokens, epoch=0, index=0,
         )  # fmt: skip
 

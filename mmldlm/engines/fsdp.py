@@ -57,7 +57,7 @@ class FsdpEngine(TorchEngine):
         fully_shard(model, mesh=mesh, mp_policy=policy)
         self.module = model
         self._setup(model, config, plan)
-        self._save_timeout = timedelta(seconds=config.checkpoints.timeout)
+        self._save_timeout = timedelta(seconds=config.checkpoints.save_timeout)
         self.reset_after_failed_save()
 
     def reset_after_failed_save(self) -> None:

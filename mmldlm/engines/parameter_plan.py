@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
+
+from mmldlm.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -28,3 +30,26 @@ class ParameterPlan:
         """Set requires_grad of every parameter; DeepSpeed ignores changes after the engine is built."""
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name not in self.frozen)
+
+    def apply(self, model: nn.Module, groups: Mapping[str, Sequence[str]]) -> dict[str, tuple[int, int]]:
+        """Set requires_grad of every parameter; DeepSpeed ignores changes after the engine is built.
+
+        Args:
+            groups: group -> names of its parameters, for the counts.
+
+        Returns:
+            group -> (trainable, all) elements.
+
+        Raises:
+            UserError: nothing is trainable.
+        """
+        self.set_requires_grad(model)
+        parameters = dict(model.named_parameters())
+        counts = {}
+        for group, names in groups.items():
+            sizes = {name: parameters[name].numel() for name in names}
+            trainable = sum(size for name, size in sizes.items() if name not in self.frozen)
+            counts[group] = (trainable, sum(sizes.values()))
+        if not any(trainable for trainable, _ in counts.values()):
+            raise UserError("at least one trainable parameter", "none", "freeze less of the model")
+        return counts

@@ -1,4 +1,4 @@
-"""Latents by continuous diffusion: from noise to an embedding, given a text or nothing."""
+"""Latents by continuous diffusion: from noise to an embedding, given a text or unconditionally."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mmldlm.data.encoders.encoder import token_budget_batches
 from mmldlm.diffusion.process import LatentProcess
 from mmldlm.errors import MmldlmError, UserError
-from mmldlm.sampling.text.loop import device_of
+from mmldlm.sampling.device import device_of
 from mmldlm.utils.counter_rng import Stream, normals
 
 SOLVERS = ("ddim", "heun")
@@ -24,7 +24,7 @@ def time_grid(process: LatentProcess, steps: int) -> Tensor:
 
 
 def project_to_sphere(model: nn.Module, x0: Tensor) -> Tensor:
-    """Model-space latents [..., D] moved to where their raw form has norm 1."""
+    """Project model-space latents [..., D] to those whose raw form has norm 1."""
     raw = model.unscale_latents(x0)
     return model.scale_latents(raw / raw.norm(dim=-1, keepdim=True).clamp_min(1e-12))
 
@@ -32,7 +32,11 @@ def project_to_sphere(model: nn.Module, x0: Tensor) -> Tensor:
 def pad_texts(
     texts: Sequence[Sequence[int]], eos_token_id: int, pad_token_id: int, device=None
 ) -> tuple[Tensor, Tensor]:
-    """Ids without EOS -> tokens [B, S] int64 ending in EOS and padded, and mask [B, S] bool of the real ones."""
+    """Append EOS to ids and pad them.
+
+    Returns:
+        tokens [B, S] int64, and the mask [B, S] bool of real tokens.
+    """
     width = max(len(text) for text in texts) + 1
     tokens = np.full((len(texts), width), pad_token_id, dtype=np.int64)
     real = np.zeros((len(texts), width), dtype=bool)
@@ -44,20 +48,20 @@ def pad_texts(
 
 
 def latent_shape(config) -> tuple[int, ...]:
-    """Shape of one sample's latents: (D,), or (M, D) of a model of M latents a text."""
+    """Return the shape of one sample's latents: (D,), or (M, D) for a model of M latents per text."""
     count = getattr(config, "max_latents", 1)
     return (config.latent_dim,) if count == 1 else (count, config.latent_dim)
 
 
 def check_latents_per_text(store, config) -> None:
-    """Refuses a store whose texts have another number of latents than the model's.
+    """Check that a store has as many latents per text as the model.
 
     Raises:
-        UserError: so.
+        UserError: it has another number.
     """
     if store.latents_per_text != config.max_latents:
         raise UserError(
-            f"a store of {config.max_latents} latents a text, as the model was trained on (model.max_latents)",
+            f"a store of {config.max_latents} latents per text, as the model was trained on (model.max_latents)",
             f"{store.latents_per_text} in {store.root}",
             f"prepare one with --latents-per-text {config.max_latents}",
         )
@@ -80,24 +84,29 @@ def sample_latents(
     batch_tokens: int = 4096,
     progress: Callable[[int, int], None] | None = None,
 ) -> Tensor:
-    """The latent of every text, or num_samples latents from nothing (the learned null text).
+    """Sample one latent per text, or num_samples latents unconditionally (the learned null text).
 
     Args:
-        model: with the forward contract of MultimodalMMDiT. texts: N lists of ids without EOS, or None.
-        diffusion: the noise process of training. steps: passes (heun: 2 steps - 1).
-        method: ddim (any prediction), or heun for rectified flow (second order). eta: noise of DDIM, 1 is ancestral.
-        guidance: classifier-free, null + g (given - null) in the prediction's space.
-        renormalise: put every x0 estimate but the last back on the sphere (only for encoders of unit vectors).
-        unit: return vectors of norm 1. seed: a sample's noise depends on it and the sample's index alone.
-        batch_tokens: padded positions of one pass. progress: called after every step with the steps
-            of all latents done so far, and in all.
+        model: with the forward contract of MultimodalMMDiT.
+        texts: N lists of ids without EOS, or None.
+        diffusion: noise process of training.
+        steps: number of steps (heun: 2 steps - 1 passes).
+        method: ddim (any prediction), or heun for rectified flow (second order).
+        eta: noise of DDIM, 1 is ancestral.
+        guidance: classifier-free guidance, null + g (given - null) in the prediction's space.
+        renormalise: project every x0 estimate but the last onto the sphere (only for encoders of unit vectors).
+        unit: return vectors of norm 1.
+        seed: the noise of a sample depends on the seed and its index only.
+        batch_tokens: maximum padded positions per pass.
+        progress: called after every step with the number of steps done and in total, over all latents.
 
     Returns:
-        [N, D] fp32 on the CPU (or [N, M, D] of a model of M latents a text), in the encoder's space. The last step
+        [N, D] fp32 on the CPU (or [N, M, D] for a model of M latents per text), in the encoder's space. The last step
         returns its x0 estimate.
 
     Raises:
-        MmldlmError: when the model gives NaN; nothing is put in its place. ValueError: a method the path has not.
+        MmldlmError: NaN predictions.
+        ValueError: a method that the schedule does not support.
     """
     if method not in diffusion.solvers:
         raise ValueError(f"method {method!r}: expected ddim, or heun with rectified flow; found {diffusion.solvers}")
@@ -133,7 +142,7 @@ def sample_latents(
                 progress(done, count * steps)
         if not bool(torch.isfinite(z).all()):
             raise MmldlmError(
-                "the model gave NaN or infinite latents: its weights are damaged or its input out of range"
+                "the model returned NaN or infinite latents: its weights are corrupt or its input out of range"
             )
         latents[torch.from_numpy(rows.copy())] = model.unscale_latents(z).cpu()
     if unit:
@@ -154,8 +163,8 @@ def _predict(
     guidance: float,
 ) -> Tensor:
     times = _times(t, z)
-    nothing = torch.empty(0, dtype=torch.int64, device=z.device)
-    prediction = model(tokens, z, None, times.float(), real, text_positions=nothing)["latent_pred"]
+    no_positions = torch.empty(0, dtype=torch.int64, device=z.device)
+    prediction = model(tokens, z, None, times.float(), real, text_positions=no_positions)["latent_pred"]
     if guidance != 1.0 and tokens is not None:
         null = model(None, z, None, times.float())["latent_pred"]
         prediction = null + guidance * (prediction - null)

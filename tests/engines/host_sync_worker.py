@@ -74,11 +74,11 @@ def step(store: str, dtype: str, words=(), full: bool = False, hooked: bool = Fa
 
     from mmldlm.config.load import load_config
     from mmldlm.data.batching.loader import MicroBatches
-    from mmldlm.data.batching.run_data import open_data
     from mmldlm.engines.base import Autocast, compute_dtype
     from mmldlm.engines.ema import WeightAverage
     from mmldlm.engines.single import SingleEngine
     from mmldlm.models import MultimodalMMDiT
+    from mmldlm.tasks.translation.data import open_data
     from mmldlm.tasks.translation.noiser import Noiser
     from mmldlm.tasks.translation.objective import TranslationObjective
     from mmldlm.tasks.translation.parameter_plan import parameter_plan

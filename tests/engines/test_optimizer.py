@@ -1,9 +1,10 @@
 import pytest
 import torch
 
-from mmldlm.config.schema import ModelConfig, OptimizerConfig
+from mmldlm.config.schema import OptimizerConfig
 from mmldlm.engines.optimizer import build_optimizer, clipped_step, learning_rate, parameter_groups
 from mmldlm.models import MultimodalMMDiT
+from mmldlm.models.mmdit.config import ModelConfig
 from mmldlm.tasks.translation.parameter_plan import no_decay_names
 
 

@@ -18,10 +18,10 @@ import torch
 from mmldlm.config.load import load_config
 from mmldlm.data.batching.batch_plan import BatchPlan
 from mmldlm.data.batching.loader import MicroBatches
-from mmldlm.data.batching.run_data import open_data
 from mmldlm.engines.build import build_engine
 from mmldlm.models import MultimodalMMDiT
 from mmldlm.observe.layer_stats import DEAD_AFTER_REPORTS, LayerStatsCollector, adamw_update, layers_of
+from mmldlm.tasks.translation.data import open_data
 from mmldlm.tasks.translation.freezing import apply_freezing
 from mmldlm.tasks.translation.noiser import Noiser
 from mmldlm.tasks.translation.objective import TranslationObjective
@@ -91,7 +91,7 @@ def steps(store: str, accum: int, words: list[str], frozen: str = "unconditional
 
 
 def main(store: str, folder: str) -> None:
-    from mmldlm.train import leave_process_group
+    from mmldlm.distributed.exit import leave_process_group
 
     for dtype in ("fp32", "bf16"):
         for name, words in ENGINES.items():

@@ -31,9 +31,9 @@ def test_the_plain_loop_dies_of_it_and_ours_skips_one_step(store, tmp_path, monk
     from mmldlm.config.load import load_config
     from mmldlm.data.batching.batch_plan import BatchPlan
     from mmldlm.data.batching.loader import MicroBatches, iterate_steps
-    from mmldlm.data.batching.run_data import open_data
     from mmldlm.engines import build
     from mmldlm.models import MultimodalMMDiT
+    from mmldlm.tasks.translation.data import open_data
     from mmldlm.tasks.translation.noiser import Noiser
     from mmldlm.tasks.translation.objective import TranslationObjective
     from mmldlm.train import main

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from mmldlm.config.load import load_config
-from mmldlm.config.schema import ModelConfig
 from mmldlm.engines.parameter_plan import ParameterPlan
 from mmldlm.engines.single import SingleEngine
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
+from mmldlm.models.mmdit.config import ModelConfig
 from mmldlm.stability.precision_check import check_precision, precision_faults
 
 

@@ -8,28 +8,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mmldlm.config.schema import ModelConfig
 from mmldlm.errors import UserError
 from mmldlm.models import pretrained_io
 from mmldlm.models.layers import Modulation, StreamLinear, TimestepEmbedding, compute_dtype
 from mmldlm.models.mmdit.block import MMDiTBlock
+from mmldlm.models.mmdit.config import ModelConfig
+from mmldlm.models.mmdit.costs import GROUPS, group_of
 from mmldlm.models.mmdit.encoders import LatentEncoder, TextEncoder
 from mmldlm.models.mmdit.fused_block import select_rows
 from mmldlm.models.mmdit.heads import LatentHead, TextHead
 from mmldlm.models.mmdit.null_condition import apply_null_condition
 from mmldlm.models.mmdit.packing import RECTANGLE_FILL, Packing, PackingShape, has_varlen, pack
-
-GROUPS = ("text", "latent", "shared")
-_GROUP_OF_MODULE = {
-    "text_encoder": "text",
-    "text_head": "text",
-    "length_head": "text",
-    "latent_encoder": "latent",
-    "latent_head": "latent",
-    "text_timestep": "shared",
-    "latent_timestep": "shared",
-    "blocks": "shared",
-}
 
 
 class MultimodalMMDiT(nn.Module):
@@ -306,7 +295,7 @@ class MultimodalMMDiT(nn.Module):
         """Names of the parameters in the groups text, latent and shared (MM-LDLM's freezing groups)."""
         groups: dict[str, list[str]] = {group: [] for group in GROUPS}
         for name, _ in self.named_parameters():
-            groups[_GROUP_OF_MODULE[name.split(".")[0]]].append(name)
+            groups[group_of(name)].append(name)
         return groups
 
     def compile_blocks(self) -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mmldlm.config.schema import ModelConfig
 from mmldlm.models import MultimodalMMDiT
+from mmldlm.models.mmdit.config import ModelConfig
 from mmldlm.models.mmdit.packing import has_varlen
 from tests.models.reference_mmdit import use_reference_blocks
 

@@ -3,10 +3,12 @@ import json
 import pytest
 import torch
 
-from mmldlm.config.schema import ModelConfig
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
+from mmldlm.models.mmdit.config import ModelConfig
 from mmldlm.models.mmdit.packing import PackingShape, pack
+
+pytestmark = pytest.mark.long
 
 BASE = dict(
     hidden_size=32, n_blocks=2, n_heads=4, cond_dim=24, max_seq_len=16, latent_dim=12, latent_tokens=3,
