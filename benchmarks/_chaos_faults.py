@@ -141,7 +141,7 @@ def _stop_rank_for_ever(training: Training, chance: random.Random, moment: str) 
     """Every rank names the one that stands still, within engine.timeout."""
     host = _any_host(training, chance)
     rank = f"rank {RANK_OF[host.name]} on {host.name}"
-    words = tuple(f"{rank} (pid {{}}) {how}" for how in ("has given no sign of life", "has not moved"))
+    words = tuple(f"{rank} (pid {{}}) {how}" for how in ("has sent no heartbeat", "has made no progress"))
     struck = Struck(f"rank on {host.name} until the attempt ends", RETRIED, (), words)
     before = len(training.ends())
     pids = training.pids(host, "rank")
