@@ -12,6 +12,8 @@ import pytest
 from tests.helpers import LONG, ROOT
 from tests.support.preflight_faults import ALL, FAULTS, HARMLESS, PYTHON, TOGETHER, Scene, problem_text, problems
 
+pytestmark = pytest.mark.long
+
 BY_NAME = {fault.name: fault for fault in FAULTS}
 HEAD_ALONE = ("hostfile missing", "typo in slots", "uneven slots", "one host that is not this one", "unknown key")
 ALONE = [name for name in BY_NAME if name not in HEAD_ALONE and all(name not in group for group in TOGETHER)]

@@ -23,6 +23,8 @@ from tests.support.launch_faults import (
 )
 from tests.support.virtual_cluster import end
 
+pytestmark = pytest.mark.long
+
 # A killed rank is in the retry's test below; benchmarks/preflight.py plays all eight and measures them.
 PLAYED = ("launcher killed before the group forms", "host cut off after the group forms")
 

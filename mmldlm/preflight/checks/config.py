@@ -95,5 +95,5 @@ def data_fits_config(context):
         return fail(error["found"], error["expected"], error["fix"])
     if context.data_probe_error is not None:
         return fail(context.data_probe_error, "a readable store", "run `mmldlm config` for the full message")
-    model, samples = context.data_facts["model"], context.data_facts["samples"]
-    return ok(f"{samples['train']:,} samples, D={model['latent_dim']}, V={model['vocab_size']}")
+    facts = context.data_facts
+    return ok(", ".join([f"{facts['samples']['train']:,} samples", *facts["shape"]]))

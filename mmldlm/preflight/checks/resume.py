@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from mmldlm.config.load import build_config
 from mmldlm.config.resume_compat import batch_fix, diff_configs
 from mmldlm.errors import UserError
 from mmldlm.preflight.check import check, fail, ok, skip, warn
@@ -66,10 +67,9 @@ def _resume_differences(context, folder: Path, manifest: dict) -> list[str]:
         found.append(f"{state['num_samples']} training samples, now {samples}")
     if state.get("data", context.data_facts.get("fingerprint")) != context.data_facts.get("fingerprint"):
         found.append("another training split")
-    # The data probe has the model section with the keys that the data sets.
-    sections = {"model": context.data_facts["model"]} if "model" in context.data_facts else {}
-    _, errors = diff_configs(folder, {**config.model_dump(mode="json", exclude={"model"}), **sections})
-    return found + errors
+    # The data probe has the config with the keys that the data sets.
+    resolved = build_config(context.data_facts["config"]) if "config" in context.data_facts else config
+    return found + diff_configs(folder, resolved).errors
 
 
 def _global_batch(context) -> int:

@@ -16,11 +16,10 @@ def measure(config, world_size: int) -> dict:
 
     Returns:
         {"engine_error"} and {"data_error"} as {"expected", "found", "fix"} if any; else "samples", "fingerprint",
-        "longest" (tokens), "model" (config section) and the entries of memory_model.model_sizes.
+        "longest" (tokens), "shape", "config" (with what the data decides) and the entries of Task.model_sizes.
     """
-    from mmldlm.data.batching.run_data import open_data
+    from mmldlm.config.task_registry import find_task
     from mmldlm.engines.build import check_engine
-    from mmldlm.preflight.memory_model import model_sizes
 
     found: dict = {}
     try:
@@ -28,15 +27,17 @@ def measure(config, world_size: int) -> dict:
     except UserError as error:
         found["engine_error"] = _to_json(error)
     try:
-        data = open_data(config)
+        task = find_task(config.task)
+        data = task.open_data(config)
     except UserError as error:
         return {**found, "data_error": _to_json(error)}
     config = data.config
     found["samples"] = {"train": len(data.train_lengths), "validation": len(data.validation_lengths)}
     found["fingerprint"] = data.fingerprint()
     found["longest"] = int(max(data.train_lengths.max(), data.validation_lengths.max()))
-    found["model"] = config.model.model_dump(mode="json")
-    found.update(model_sizes(config, found["longest"]))
+    found["shape"] = data.shape()
+    found["config"] = config.model_dump(mode="json")
+    found.update(task.model_sizes(config, found["longest"]) or {})
     return found
 
 
