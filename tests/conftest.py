@@ -15,13 +15,15 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+pytest_plugins = ["tests.support.checkpoint_fixtures"]
+
 # What lasts longest begins first, or one of two workers ends alone with it.
 LONGEST = (
     "benchmarks/test_engines_benchmarks.py",
     "test_train.py",
     "stability/test_faults.py",
     "multinode/test_preflight.py",
-    "checkpoints/test_benchmark.py",
+    "benchmarks/test_convert.py",
     "benchmarks/test_data_benchmarks.py",
     "engines/test_liveness.py",
     "test_resume.py",
