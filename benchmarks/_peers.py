@@ -101,11 +101,12 @@ class Ours(Variant):
     """
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: str = "cpu", **model):
-        from mmldlm.config.schema import Config
         from mmldlm.engines.optimizer import build_optimizer
         from mmldlm.models import MultimodalMMDiT
+        from mmldlm.tasks.translation.config import TranslationConfig
         from mmldlm.tasks.translation.noiser import NoisedBatch
         from mmldlm.tasks.translation.objective import TranslationObjective
+        from mmldlm.tasks.translation.parameter_plan import no_decay_names
 
         settings = {
             "hidden_size": shape.width, "n_blocks": shape.depth, "n_heads": shape.heads, "cond_dim": shape.width,
@@ -113,16 +114,17 @@ class Ours(Variant):
             "mask_token_id": min(MASK_ID, shape.vocab - 1), "pad_token_id": PAD_ID,
             "eos_token_id": min(EOS_ID, shape.vocab - 2), **model,
         }  # fmt: skip
-        config = Config(model=settings)
+        config = TranslationConfig(model=settings)
         torch.manual_seed(0)
         network = awake(MultimodalMMDiT(config.model)).to(device)
         self.masters = []  # fp32 weights of a model in bf16
         if dtype == torch.bfloat16:
             exact, network = network, copy.deepcopy(network).bfloat16()
             self.masters = list(exact.parameters())
-            super().__init__(network, build_optimizer(exact, config.optimizer), device)
+            optimizer = build_optimizer(exact, config.optimizer, no_decay_names(exact))
         else:
-            super().__init__(network, build_optimizer(network, config.optimizer), device)
+            optimizer = build_optimizer(network, config.optimizer, no_decay_names(network))
+        super().__init__(network, optimizer, device)
         self.clip = config.optimizer.grad_clip_norm
         self.objective, batch = TranslationObjective(config), Batch(shape, device)
         rows = batch.positions // shape.length
@@ -139,7 +141,7 @@ class Ours(Variant):
         }  # fmt: skip
         self.batch = NoisedBatch(
             tensors=tensors, ids=np.arange(shape.batch), modes=np.zeros(shape.batch), real=np.ones(shape.batch, bool),
-            num_text_tokens=batch.num_tokens, num_latents=shape.batch, num_lengths=shape.batch,
+            counts={"text_tokens": batch.num_tokens, "latents": shape.batch, "lengths": shape.batch},
             num_tokens=batch.num_tokens, epoch=0, index=0,
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The JSON form that every benchmark writes, and its table."""
+"""The JSON report that every benchmark writes, and its lines on the screen."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ COULD_NOT_CHECK = 3  # exit code
 
 
 def claim(name: str, value: float, op: str, bound: float, measured: bool = False) -> dict:
-    """One claim; `holds` is False for NaN.
+    """Return one claim; `holds` is False for NaN.
 
-    measured: the value is a time, memory or a share that belongs to the machine and to data of a real size. --quick
-    prints such a claim and does not judge it; counts, equality and model errors are judged in every form.
+    Args:
+        measured: the value is a time, an amount of memory or a share, which depends on the machine and on data of a
+            real size. --quick prints such a claim without judging it. Counts, equality and model errors are always
+            judged.
     """
     holds = bool(_OPS[op](value, bound))
     return {"id": name, "value": value, "op": op, "bound": bound, "holds": holds, "measured": measured}
 
 
 def conditions(**more) -> dict:
-    """Machine and versions that the figures belong to."""
+    """Return the machine and the versions to which the figures belong."""
     versions = {name: metadata.version(name) for name in ("torch", "deepspeed", "numpy", "transformers")}
     return {
         "python": platform.python_version(),
@@ -36,19 +38,19 @@ def conditions(**more) -> dict:
 
 
 def verdict(entry: dict, quick: bool) -> str:
-    """ "holds", "FAILS", or "not judged" for what --quick measures."""
+    """Return "holds", "FAILS", or "not judged" (a measured claim under --quick)."""
     if quick and entry.get("measured"):
         return "not judged"
     return "holds" if entry["holds"] else "FAILS"
 
 
 def line(entry: dict, quick: bool) -> str:
-    """A claim on the screen."""
+    """Format a claim for the screen."""
     return f"{verdict(entry, quick):10}  {entry['id']} = {entry['value']:.4g} ({entry['op']} {entry['bound']:g})"
 
 
 def write(path: str | None, claims: list[dict], quick: bool = False, **more) -> int:
-    """Print the claims, write the JSON file, and return the exit code: 0 when no judged claim fails, 1 otherwise."""
+    """Print the claims, write the JSON file, and return the exit code: 1 if a judged claim fails, else 0."""
     for entry in claims:
         print(line(entry, quick))
     if path is not None:

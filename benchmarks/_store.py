@@ -1,4 +1,4 @@
-"""The small store that a benchmark makes itself when it gets none."""
+"""A small store for benchmarks that are started without --data."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 import _report
 
 ROOT = Path(__file__).resolve().parent.parent
-HELP = "a store made by `mmldlm prepare` (default: a small one is made of docstrings, which takes half a minute)"
-NUM_TRAIN, NUM_VALIDATION = 576, 64  # the most that a benchmark asks for is parity.py's 509
+HELP = "store made by `mmldlm prepare` (default: a small one is made from docstrings, in half a minute)"
+NUM_TRAIN, NUM_VALIDATION = 576, 64  # parity.py needs the most: 509
 
 _folders: list[tempfile.TemporaryDirectory] = []  # removed when the benchmark ends
 
 
 def given_or_made(data: str | None) -> str:
-    """Absolute path of the given store, or of a new one in a temporary folder that lasts as long as this process."""
+    """Return the absolute path of the given store, or of a new one in a folder that is removed with this process."""
     if data is not None:
         return str(Path(data).resolve())
     _folders.append(tempfile.TemporaryDirectory(prefix="mmldlm_benchmark_"))
@@ -26,7 +26,7 @@ def given_or_made(data: str | None) -> str:
 
 
 def make(folder: Path) -> str:
-    """Path of a store of the standard library's docstrings in folder, made by `mmldlm prepare`; exits if it cannot."""
+    """Prepare a store from the standard library's docstrings in `folder` and return its path; exits on failure."""
     sentences = stdlib_sentences(NUM_TRAIN + NUM_VALIDATION)
     corpus, store = folder / "corpus.txt", folder / "store"
     corpus.write_text("\n".join(sentences) + "\n", encoding="utf-8")
@@ -37,15 +37,16 @@ def make(folder: Path) -> str:
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     if done.returncode:
-        print(f"{done.stdout[-2000:]}\ncannot be measured here without --data: `mmldlm prepare` failed, see above")
+        print(f"{done.stdout[-2000:]}\ncannot measure here without --data: `mmldlm prepare` failed, see above")
         sys.exit(_report.COULD_NOT_CHECK)
     return str(store)
 
 
 def stdlib_sentences(count: int) -> list[str]:
-    """Different English sentences from the docstrings of the standard library's modules, by name."""
+    """Return distinct English sentences from the docstrings of the standard library, in the order of its modules."""
     sys.path.insert(0, str(ROOT))
-    from mmldlm.data.corpora.docstrings import docstrings_of, prose_paragraphs, reject_reason
+    from mmldlm.data.corpora.docstring_prose import prose_paragraphs, reject_reason
+    from mmldlm.data.corpora.docstrings import docstrings_of
     from mmldlm.data.sentences import split_sentences
 
     found: dict[str, None] = {}

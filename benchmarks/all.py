@@ -1,11 +1,11 @@
-"""Every benchmark, each as a process of its own: which claims hold, which fail, and what was not checked.
+"""Run every benchmark in a process of its own and report which claims hold, fail, or were not checked.
 
     python benchmarks/all.py [--quick] [--only NAME ...] [--data STORE] [--json FILE] [--logs DIR] [--timeout SECONDS]
 
 The scripts are those of this folder whose names do not begin with an underscore. They share one store. A script that
-ends with an error, runs out of time or claims nothing is a failure. A script that cannot measure here (exit code 3: a
-package of the extra `bench` is missing, or root, or network namespaces) is not checked, and so is what --quick measures
-(times and memory of toy shapes); neither counts as held.
+ends with an error, runs out of time or makes no claim counts as a failure. Not checked, and not counted as held: a
+script that cannot measure here (exit code 3: it needs a package of the extra `bench`, root or network namespaces), and
+times and memory under --quick, whose shapes are toys.
 Exit codes: 0 no failure, 1 some failure, 2 usage, 3 nothing could be judged.
 """
 
@@ -26,33 +26,42 @@ import _report
 import _store
 
 HERE = Path(__file__).resolve().parent
-SECONDS = {True: 1800.0, False: 12 * 3600.0}  # of one script, with and without --quick
-GRACE = 60.0  # seconds that an interrupted script has to end what it started
+SECONDS = {True: 1800.0, False: 12 * 3600.0}  # per script, with and without --quick
+GRACE = 60.0  # seconds in which an interrupted script ends what it started
 TAIL = 1500  # characters of a failed script's output on the screen
 
 
 @dataclass
 class Outcome:
-    """What became of one script."""
+    """Result of one script.
+
+    Attributes:
+        script: its name.
+        seconds: its wall time.
+        claims: as in its report.
+        error: why it failed to run.
+        skipped: why it could not be checked.
+        conditions: as in its report.
+    """
 
     script: str
     seconds: float = 0.0
     claims: list[dict] = field(default_factory=list)
-    error: str | None = None  # why it failed to run
-    skipped: str | None = None  # why it could not be checked
+    error: str | None = None
+    skipped: str | None = None
     conditions: dict = field(default_factory=dict)
 
 
 def discover(folder: Path = HERE) -> dict[str, Path]:
-    """Name -> benchmark script of a folder."""
+    """Return name -> path of the benchmark scripts in a folder."""
     found = sorted(path for path in folder.glob("*.py") if not path.name.startswith("_"))
     return {path.stem: path for path in found if path.resolve() != Path(__file__).resolve()}
 
 
 def run_script(path: Path, words: list[str], log: Path, timeout: float) -> Outcome:
-    """Run one benchmark to its end and read the claims that it wrote."""
+    """Run one benchmark and read the claims it wrote."""
     report, started = log.with_suffix(".json"), time.monotonic()
-    report.unlink(missing_ok=True)  # of an earlier run with the same --logs
+    report.unlink(missing_ok=True)  # left by an earlier run with the same --logs
     command = [sys.executable, str(path), *words, "--json", str(report)]
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
@@ -68,7 +77,7 @@ def run_script(path: Path, words: list[str], log: Path, timeout: float) -> Outco
 
 
 def end(process: subprocess.Popen) -> None:
-    """End a script that still runs: as Ctrl-C does, so that it cleans up; then all of its session."""
+    """Interrupt a script that still runs, so that it cleans up; then kill its session."""
     if process.poll() is not None:
         return
     process.send_signal(signal.SIGINT)
@@ -80,7 +89,7 @@ def end(process: subprocess.Popen) -> None:
 
 
 def judge(name: str, code: int | None, report: Path, log: Path, timeout: float) -> Outcome:
-    """What an exit code (None: out of time) and a report amount to."""
+    """Derive the outcome from an exit code (None: out of time) and a report."""
     outcome, output = Outcome(name), log.read_text(errors="replace")
     if code is None:
         outcome.error = f"no end after {timeout:g} s:\n{output[-TAIL:]}"
@@ -95,18 +104,18 @@ def judge(name: str, code: int | None, report: Path, log: Path, timeout: float) 
         failed = any(_report.verdict(claim, quick) == "FAILS" for claim in outcome.claims)
     except (OSError, ValueError, KeyError, TypeError) as error:
         outcome.claims = []
-        outcome.error = f"exit code {code} and no whole report ({error!r}):\n{output[-TAIL:]}"
+        outcome.error = f"exit code {code} and no complete report ({error!r}):\n{output[-TAIL:]}"
         return outcome
-    if code != failed:  # it died after its report: what it claims is worth nothing
+    if code != failed:  # it died after its report, so its claims are void
         outcome.claims = []
         outcome.error = f"exit code {code}, but its claims say {int(failed)}:\n{output[-TAIL:]}"
     elif not outcome.claims:
-        outcome.error = "it claims nothing"
+        outcome.error = "it makes no claim"
     return outcome
 
 
 def show(outcome: Outcome, quick: bool) -> None:
-    """The lines of one script."""
+    """Print the result of one script."""
     for claim in outcome.claims:
         print(f"  {_report.line(claim, quick)}")
     if outcome.skipped is not None:
@@ -117,7 +126,7 @@ def show(outcome: Outcome, quick: bool) -> None:
 
 
 def summary(outcomes: list[Outcome], quick: bool) -> int:
-    """Print what held, failed and was not checked; returns the exit code."""
+    """Print what held, failed and was not checked; return the exit code."""
     verdicts = {"holds": [], "FAILS": [], "not judged": []}
     for outcome in outcomes:
         for claim in outcome.claims:
@@ -141,14 +150,14 @@ def summary(outcomes: list[Outcome], quick: bool) -> int:
 def main(folder: Path = HERE) -> int:
     scripts = discover(folder)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the short form of every script")
-    parser.add_argument("--only", nargs="+", metavar="NAME", choices=scripts, default=list(scripts), help="these alone")
+    parser.add_argument("--quick", action="store_true", help="run the short form of every script")
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", choices=scripts, default=list(scripts), help="run only these"
+    )
     parser.add_argument("--data", help=_store.HELP)
     parser.add_argument("--json", help="write the claims of all scripts here")
     parser.add_argument("--logs", type=Path, help="keep the output and the report of each script in this folder")
-    parser.add_argument(
-        "--timeout", type=float, help="seconds of one script (half an hour with --quick, else 12 hours)"
-    )
+    parser.add_argument("--timeout", type=float, help="seconds per script (default: 1,800 with --quick, else 43,200)")
     args = parser.parse_args()
     if args.logs is not None:
         args.logs.mkdir(parents=True, exist_ok=True)

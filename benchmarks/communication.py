@@ -51,7 +51,7 @@ def variants(folder: Path, quick: bool) -> dict[str, list[str]]:
     return found
 
 
-def measure(launcher: _runs.Launcher, args, folder: Path, words: list[str]) -> tuple[list[float], float, float]:
+def measure(launcher: _runs.RankServer, args, folder: Path, words: list[str]) -> tuple[list[float], float, float]:
     """Seconds of the timed steps, exposed share of the profiled ones, peak GiB of a rank."""
     last = WARM + TIMED
     words = _runs.settings(
@@ -83,7 +83,7 @@ def main() -> int:
         folder = Path(name)
         words = variants(folder, args.quick)
         found = {variant: ([], [], []) for variant in words}
-        with _runs.Launcher(folder / "logs") as launcher:
+        with _runs.RankServer(folder / "logs") as launcher:
             for turn in range(rounds):
                 for variant, more in words.items():
                     seconds, exposed, memory = measure(launcher, args, folder, more)

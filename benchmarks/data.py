@@ -1,27 +1,25 @@
-"""The loader against the files it replaces: samples per CPU-second, memory, padding, ten million rows, waiting.
+"""Compare the loader with the files it replaces: samples per CPU-second, memory, padding, ten million rows, waiting.
 
     python benchmarks/data.py [--corpus FILE] [--samples N] [--work DIR] [--quick] [--json FILE]
 
 Real text: the prose of 20,000 docstrings of at least 35 words in the installed packages (or the lines of --corpus),
-each cut to 510 tokens. Latents are random unit vectors of 1,024 components: no reader looks at their values. The same
-samples are written as
+each cut to 510 tokens. Latents are random unit vectors of 1,024 components. The same samples are written as
 
-    seed      train_data.json with every text, latents/train/*.npy; a text is tokenized when it is read (BERT's, padded
-              to 512), which is how MM-LDLM's users have their data
+    seed      train_data.json with every text, latents/train/*.npy; texts are tokenized on reading (BERT's tokenizer,
+              padded to 512), which is the layout of MM-LDLM's users
     pairs     X_tokens.npz (padded to 512) and X.npy: MM-LDLM's faster layout
-    store     ours, tokens cached, read in the order of the batch plan with data.batching=tokens and windows of
+    store     the packed store, read in the order of the batch plan with data.batching=tokens and windows of
               8,192 samples
 
-and read by turns, each time by a process of its own: one epoch in batches of 32, as the tensors input_ids,
-attention_mask and latents. CPU-seconds are those of reading alone; memory is the growth of the process's peak from
-before opening. `noised` reads the store through the training loader, noise and masks drawn; its positions give
-`real_position_share`.
+and read in turns, each time by its own process: one epoch in batches of 32, as the tensors input_ids, attention_mask
+and latents. CPU-seconds are those of reading only; memory is the growth of the process's peak since before opening.
+`noised` reads the store through the training loader, with noise and masks; its positions give `real_position_share`.
 
-Ten million rows (random tokens, latents of 32): a run opens them as it does at its start, then asks for the batch that
-follows 9,000,000 samples. Then the preset `small` trains some steps on the real text, and the share of the time that
-it waits for `next(batches)` with data.num_workers=0 is taken.
+Ten million rows (random tokens, latents of 32) are opened as at the start of a run, and the batch after 9,000,000
+samples is read. Then the preset `small` trains some steps on the real text, to measure the share of the time that it
+waits for `next(batches)` with data.num_workers=0.
 
-Writing all that (a few GiB) takes longer than measuring; --work DIR --write-only, then --work DIR, parts the two.
+Writing the data (a few GiB) takes longer than measuring; --work DIR --write-only, then --work DIR, separates the two.
 """
 
 from __future__ import annotations
@@ -39,19 +37,19 @@ from pathlib import Path
 import _report
 
 ROOT = Path(__file__).resolve().parents[1]
-MAX_TOKENS, MIN_WORDS, DIM, BATCH = 510, 35, 1024, 32
+MAX_TOKENS, MIN_OVERRIDES, DIM, BATCH = 510, 35, 1024, 32
 BUCKETS = 256  # global batches of 32 in a window, as many samples as 32 batches of 256
 ROWS, ROW_DIM, RESUME_AT = 10_000_000, 32, 9_000_000
-WORDS = ["training.dtype=fp32", "training.train_batch_size=8", "model.max_seq_len=512", "engine.kind=single"]
+OVERRIDES = ["training.dtype=fp32", "training.train_batch_size=8", "model.max_seq_len=512", "engine.kind=single"]
 
 
 def peak_kib() -> int:
-    """Largest resident set of this process since it was last reset."""
+    """Return the largest resident set of this process since the last reset."""
     return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
 
 
 def reset_peak() -> None:
-    """Begin to measure the peak anew (Linux)."""
+    """Reset the measured peak (Linux)."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -59,19 +57,20 @@ def reset_peak() -> None:
 
 
 def real_texts(corpus: str | None, num: int) -> list[str]:
-    """Different texts: prose of docstrings, or the lines of a file."""
-    from mmldlm.data.corpora.docstrings import _source_files, docstrings_of, prose_paragraphs
+    """Return different texts: prose of docstrings, or the lines of a file."""
+    from mmldlm.data.corpora.docstring_prose import prose_paragraphs
+    from mmldlm.data.corpora.docstrings import docstrings_of, source_files
 
     if corpus is not None:
         return list(dict.fromkeys(Path(corpus).read_text(encoding="utf-8").splitlines()))[:num]
     found: dict[str, None] = {}
-    for path in _source_files():
+    for path in source_files():
         source = path.read_bytes()
         if b'"""' not in source:
             continue
         for docstring in docstrings_of(source) or []:
             text = " ".join(prose_paragraphs(docstring))
-            if len(text.split()) >= MIN_WORDS:
+            if len(text.split()) >= MIN_OVERRIDES:
                 found[text] = None
         if len(found) >= num:
             break
@@ -79,7 +78,7 @@ def real_texts(corpus: str | None, num: int) -> list[str]:
 
 
 def write_layouts(folder: Path, texts: list[str]) -> float:
-    """Write the three layouts; returns the mean number of tokens."""
+    """Write the three layouts; return the mean number of tokens."""
     import numpy as np
 
     from mmldlm.data.prepare import tokenizer as tokenizers
@@ -119,7 +118,7 @@ def write_layouts(folder: Path, texts: list[str]) -> float:
 
 
 def write_store(root: Path, splits: dict, identity: dict, dim: int) -> None:
-    """A store as `mmldlm prepare` writes it, of samples that are given (or, as an iterator, of blocks of them)."""
+    """Write a store as `mmldlm prepare` does, from samples or from an iterator of blocks of samples."""
     from mmldlm.data.store.latent_statistics import LatentStatistics
     from mmldlm.data.store.writers import StoreSplit
     from mmldlm.utils.atomic_files import list_files, write_json
@@ -127,12 +126,12 @@ def write_store(root: Path, splits: dict, identity: dict, dim: int) -> None:
     root.mkdir()
     summaries, measured = {}, None
     for name, blocks in splits.items():
-        writer, seen = StoreSplit(root, name, (dim,), identity["vocab_size"]), LatentStatistics(dim, 10**9)
+        writer, statistics = StoreSplit(root, name, (dim,), identity["vocab_size"]), LatentStatistics(dim, 10**9)
         for texts, tokens, latents in [blocks] if isinstance(blocks, tuple) else blocks:
             writer.add(texts, tokens, latents)
-            seen.add(latents)
+            statistics.add(latents)
         summaries[name] = writer.close()
-        measured = measured or seen.result()
+        measured = measured or statistics.result()
     manifest = {
         "format": "mmldlm-store",
         "version": 1,
@@ -147,7 +146,7 @@ def write_store(root: Path, splits: dict, identity: dict, dim: int) -> None:
 
 
 def write_rows(root: Path, rows: int) -> None:
-    """A store of random rows, by the blocks."""
+    """Write a store of random rows, block by block."""
     import numpy as np
 
     rng = np.random.default_rng(0)
@@ -166,11 +165,11 @@ def write_rows(root: Path, rows: int) -> None:
     write_store(root, {"train": blocks(rows), "validation": blocks(1000)}, identity, ROW_DIM)
 
 
-# -- reading them, each in a process of its own -----------------------------------------------------------------------
+# -- reading them, each in its own process -----------------------------------------------------------------------
 
 
 def read_seed(folder: Path):
-    """MM-LDLM's layout: texts in one JSON file, tokenized when they are read."""
+    """Read MM-LDLM's layout: texts in one JSON file, tokenized on reading."""
     import numpy as np
     import torch
     from transformers import AutoTokenizer
@@ -192,7 +191,7 @@ def read_seed(folder: Path):
 
 
 def read_pairs(folder: Path):
-    """MM-LDLM's token files."""
+    """Read MM-LDLM's token files."""
     import numpy as np
     import torch
 
@@ -211,7 +210,7 @@ def read_pairs(folder: Path):
 
 
 def read_store(folder: Path):
-    """Ours."""
+    """Read the packed store."""
     import numpy as np
     import torch
 
@@ -231,17 +230,17 @@ def read_store(folder: Path):
 
 
 def read_noised(folder: Path):
-    """Ours through the training loader: timesteps, masks and noise drawn."""
+    """Read the packed store through the training loader, with timesteps, masks and noise."""
     from mmldlm.config.load import load_config
     from mmldlm.data.batching.loader import iterate_steps
 
-    words = [
+    overrides = [
         f"data.latent_data_root={folder / 'store'}",
         "data.batching=tokens",
         f"data.bucket_batches={BUCKETS}",
-        *WORDS,
+        *OVERRIDES,
     ]
-    config = load_config("small", None, [*words, f"training.train_batch_size={BATCH}"])
+    config = load_config("small", None, [*overrides, f"training.train_batch_size={BATCH}"])
     yield "ready"
     dataset, _ = open_dataset(config)
     for (batch,) in iterate_steps(dataset, 0, dataset.plan.batches_per_epoch):
@@ -251,7 +250,7 @@ def read_noised(folder: Path):
 def open_dataset(config):
     """What training reads from, for one rank, and the config that the store has completed."""
     from mmldlm.data.batching.loader import MicroBatches
-    from mmldlm.data.batching.run_data import open_data
+    from mmldlm.tasks.translation.data import open_data
     from mmldlm.tasks.translation.noiser import Noiser
 
     data = open_data(config)
@@ -266,11 +265,11 @@ READERS = {"seed": read_seed, "pairs": read_pairs, "store": read_store, "noised"
 
 
 def measure_reading(kind: str, folder: Path) -> dict:
-    """Samples, CPU-seconds, peak memory and positions of one epoch."""
+    """Measure samples, CPU-seconds, peak memory and positions of one epoch."""
     import torch
 
     torch.set_num_threads(1)
-    from mmldlm.data.store import store  # noqa: F401  imports are no part of opening
+    from mmldlm.data.store import store  # noqa: F401  imports do not count as opening
 
     reader = READERS[kind](folder)
     next(reader)
@@ -284,12 +283,12 @@ def measure_reading(kind: str, folder: Path) -> dict:
 
 
 def measure_rows(folder: Path) -> dict:
-    """Opening, and the first batch after a resume."""
+    """Measure opening, and the first batch after a resume."""
     from mmldlm.config.load import load_config
     from mmldlm.data.batching import loader, run_data
     from mmldlm.tasks.translation import noiser as noising  # noqa: F401
 
-    config = load_config("small", None, [f"data.latent_data_root={folder / 'rows'}", *WORDS])
+    config = load_config("small", None, [f"data.latent_data_root={folder / 'rows'}", *OVERRIDES])
     rows = json.loads((folder / "rows" / "manifest.json").read_text())["splits"]["train"]["num_samples"]
     reset_peak()
     before, started = peak_kib(), time.perf_counter()
@@ -306,7 +305,7 @@ def measure_rows(folder: Path) -> dict:
 
 
 def measure_wait(folder: Path, steps: int, preset: str) -> dict:
-    """Seconds waited for batches, and of whole steps, of a preset."""
+    """Measure the seconds of waiting for batches, and of complete steps, of a preset."""
     import torch
 
     from mmldlm.config.load import load_config
@@ -314,13 +313,13 @@ def measure_wait(folder: Path, steps: int, preset: str) -> dict:
     from mmldlm.models import MultimodalMMDiT
     from mmldlm.tasks.translation.objective import TranslationObjective
 
-    config = load_config(preset, None, [f"data.latent_data_root={folder / 'store'}", *WORDS])
+    config = load_config(preset, None, [f"data.latent_data_root={folder / 'store'}", *OVERRIDES])
     dataset, config = open_dataset(config)
     torch.manual_seed(0)
     model, objective = MultimodalMMDiT(config.model), TranslationObjective(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     stream = iterate_steps(dataset, 0, steps + 1, config.data.num_workers, config.data.prefetch_factor)
-    waits, wholes = [], []
+    waits, steps_seconds = [], []
     for _ in range(steps + 1):
         started = time.perf_counter()
         (batch,) = next(stream)
@@ -329,22 +328,22 @@ def measure_wait(folder: Path, steps: int, preset: str) -> dict:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        wholes.append(time.perf_counter() - started)
-    return {"wait": waits[1:], "step": wholes[1:]}  # the first step also sets up
+        steps_seconds.append(time.perf_counter() - started)
+    return {"wait": waits[1:], "step": steps_seconds[1:]}  # the first step includes setup
 
 
-def child(part: str, folder: Path, *words: str) -> dict:
-    """Runs one measurement in a process of its own."""
+def run_child(part: str, folder: Path, *args: str) -> dict:
+    """Run one measurement in its own process."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    line = [sys.executable, __file__, "--part", part, "--folder", str(folder), *words]
-    done = subprocess.run(line, env={**env, "TOKENIZERS_PARALLELISM": "false"}, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, __file__, "--part", part, "--folder", str(folder), *args]
+    done = subprocess.run(command, env={**env, "TOKENIZERS_PARALLELISM": "false"}, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise SystemExit(f"{part} ended with {done.returncode}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def forget_pages(folder: Path) -> None:
-    """Ask the kernel to drop the files' pages, so that they come from the disk again."""
+def drop_page_cache(folder: Path) -> None:
+    """Ask the kernel to drop the cached pages of the files, so that they are read from the disk."""
     os.sync()
     for path in folder.rglob("*.npy"):
         descriptor = os.open(path, os.O_RDONLY)
@@ -354,12 +353,12 @@ def forget_pages(folder: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--corpus", help="a text file, one text a line (default: docstrings of installed packages)")
+    parser.add_argument("--corpus", help="a text file, one text per line (default: docstrings of installed packages)")
     parser.add_argument("--samples", type=int, help="samples of real text (20000)")
     parser.add_argument("--quick", action="store_true", help="300 samples, 100,000 rows, one turn, two steps of tiny")
-    parser.add_argument("--json", help="write conditions and claims here")
-    parser.add_argument("--work", type=Path, help="write the data here, keep it, and read what an earlier run wrote")
-    parser.add_argument("--write-only", action="store_true", help="with --work: write the data, measure another time")
+    parser.add_argument("--json", help="write conditions and claims to this file")
+    parser.add_argument("--work", type=Path, help="folder that keeps the data for later runs")
+    parser.add_argument("--write-only", action="store_true", help="with --work: write the data without measuring")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=5, help=argparse.SUPPRESS)
@@ -378,15 +377,15 @@ def main() -> int:
     rows = 100_000 if args.quick else ROWS
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.work or Path(temporary)
-        kept = folder / "written.json"
-        if not kept.is_file():
+        record = folder / "written.json"
+        if not record.is_file():
             if args.work is not None:
                 folder.mkdir(parents=True)
             texts = real_texts(args.corpus, num)
             mean = write_layouts(folder, texts)
             write_rows(folder / "rows", rows)
-            kept.write_text(json.dumps({"asked": num, "texts": len(texts), "mean": mean, "rows": rows}))
-        written = json.loads(kept.read_text())
+            record.write_text(json.dumps({"asked": num, "texts": len(texts), "mean": mean, "rows": rows}))
+        written = json.loads(record.read_text())
         if (written["asked"], written["rows"]) != (num, rows):
             raise SystemExit(f"{folder} holds data of another run: {written}")
         num_texts, mean = written["texts"], written["mean"]
@@ -396,7 +395,7 @@ def main() -> int:
         found: dict[str, list[dict]] = {kind: [] for kind in READERS}
         for _ in range(turns):
             for kind in READERS:
-                found[kind].append(child(kind, folder))
+                found[kind].append(run_child(kind, folder))
         rate = {}
         print(f"{'layout':8} {'samples/CPU-s':>14} {'peak MiB':>9} {'real positions':>15}")
         for kind, runs in found.items():
@@ -405,15 +404,13 @@ def main() -> int:
             assert {run["samples"] for run in runs} == {num_texts}
             print(f"{kind:8} {rate[kind]:14,.0f} {mib:9.1f} {runs[0]['share']:15.3f}", flush=True)
         ratios = (rate["store"] / rate[kind] for kind in ("seed", "pairs"))
-        print("store against seed {:.0f} x, against pairs {:.0f} x".format(*ratios))
-        wait = child("wait", folder, *(["--steps", "2", "--preset", "tiny"] if args.quick else []))
+        print("store / seed {:.0f}x, store / pairs {:.0f}x".format(*ratios))
+        wait = run_child("wait", folder, *(["--steps", "2", "--preset", "tiny"] if args.quick else []))
         wait_share = sum(wait["wait"]) / sum(wait["step"])
-        print(
-            f"small, batch 8: step {statistics.median(wait['step']):.2f} s, of it waiting {wait_share:.2%}", flush=True
-        )
-        warm = [child("rows", folder) for _ in range(turns)]
-        forget_pages(folder / "rows")
-        cold = child("rows", folder)
+        print(f"small, batch 8: step {statistics.median(wait['step']):.2f} s, waiting {wait_share:.2%}", flush=True)
+        warm = [run_child("rows", folder) for _ in range(turns)]
+        drop_page_cache(folder / "rows")
+        cold = run_child("rows", folder)
     best = {key: statistics.median(run[key] for run in warm) for key in ("open", "mib", "first")}
     print(
         f"{rows:,} rows: open {best['open']:.2f} s (from the disk {cold['open']:.2f} s), {best['mib']:.0f} MiB; ",

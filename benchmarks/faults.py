@@ -130,7 +130,7 @@ def nonfinite(checkpoint: Path) -> str:
     return ""
 
 
-def judge_ended(launcher: _runs.Launcher, words: list[str]) -> str:
+def judge_ended(launcher: _runs.RankServer, words: list[str]) -> str:
     """The other rank must have ended by itself, with a word on which rank was to blame."""
     ranks = launcher.start(2, words, SCRIPT)
     codes = ranks.wait(LIMIT_ENDED, grace=LIMIT_ENDED)
@@ -154,7 +154,7 @@ def main() -> int:
     left_out = [] if _mounts.is_allowed() else list(MOUNTING)
     if left_out:
         print(f"left out, as only root may mount: {'; '.join(left_out)}")
-    with tempfile.TemporaryDirectory() as folder, _runs.Launcher(f"{folder}/output") as launcher:
+    with tempfile.TemporaryDirectory() as folder, _runs.RankServer(f"{folder}/output") as launcher:
         for engine, accum in ((engine, accum) for engine, accums in chosen.items() for accum in accums):
             words = [store, folder, engine, str(accum)]
             skips_saving = args.quick and engine not in QUICK_SAVING

@@ -148,14 +148,16 @@ def audit_seconds(args, folder: str) -> float:
     import torch
 
     from mmldlm.config.load import load_config
-    from mmldlm.data.batching.run_data import open_data
     from mmldlm.engines.build import build_engine
     from mmldlm.models import MultimodalMMDiT
     from mmldlm.stability.state_audit import audit_on_all_ranks
+    from mmldlm.tasks.translation.data import open_data
+    from mmldlm.tasks.translation.parameter_plan import parameter_plan
 
     words = [f"data.latent_data_root={args.data}", "engine.kind=single", f"logging.save_dir={folder}"]
     data = open_data(load_config("tiny" if args.quick else "base", None, words))
-    engine = build_engine(MultimodalMMDiT(data.config.model), data.config)
+    model = MultimodalMMDiT(data.config.model)
+    engine = build_engine(model, data.config, parameter_plan(model, data.config))
     states = engine.optimizer_state()
     for fragment in engine.parameter_shards():
         states[fragment.owner] = {key: torch.zeros_like(fragment.owner) for key in ("exp_avg", "exp_avg_sq")}

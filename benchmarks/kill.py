@@ -45,7 +45,7 @@ AT_A_TIME = 3
 class Run:
     """One run on one engine, through many lives."""
 
-    def __init__(self, launcher: _runs.Launcher, data: str, folder: Path, engine: str, num_kills: int):
+    def __init__(self, launcher: _runs.RankServer, data: str, folder: Path, engine: str, num_kills: int):
         self.launcher, self.data, self.folder, self.engine, self.num_kills = launcher, data, folder, engine, num_kills
         self.num_steps = 5 * num_kills + 2 * MARGIN
         self.run_dir = folder / engine
@@ -148,7 +148,7 @@ class Run:
 
         from mmldlm.config.load import load_config
         from mmldlm.data.batching.batch_plan import BatchPlan
-        from mmldlm.data.batching.run_data import open_data
+        from mmldlm.tasks.translation.data import open_data
 
         ranks = self.start()
         codes = ranks.wait(LAST_LIMIT)
@@ -199,7 +199,7 @@ def main() -> int:
     num_kills = args.kills or (4 if args.quick else 100)
     seed = secrets.randbelow(2**31) if args.seed is None else args.seed
     print(f"{num_kills} kills, seed {seed}")
-    with tempfile.TemporaryDirectory() as folder, _runs.Launcher(f"{folder}/output") as launcher:
+    with tempfile.TemporaryDirectory() as folder, _runs.RankServer(f"{folder}/output") as launcher:
 
         def kill_all(place: int) -> int:
             engine, own = ENGINES[place], len(range(place, num_kills, len(ENGINES)))

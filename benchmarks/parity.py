@@ -61,7 +61,7 @@ def main() -> int:
     worst = dict.fromkeys(BOUNDS, 0.0)
     print(f"{'':18} {'largest relative loss difference':>33} {'distance of weights':>23}")
     print(f"{'engine':18} {'fp32':>18} {'bf16':>14} {'fp32':>12} {'bf16':>10}")
-    with tempfile.TemporaryDirectory() as folder, _runs.Launcher(f"{folder}/output") as launcher:
+    with tempfile.TemporaryDirectory() as folder, _runs.RankServer(f"{folder}/output") as launcher:
 
         def train(name: str, world_size: int, dtype: str) -> Path:
             run = Path(folder) / f"{name}_{world_size}_{dtype}"

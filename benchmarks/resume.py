@@ -159,13 +159,13 @@ def check_what_is_loaded(kept_in: Path, report: Path) -> None:
 
     make, load = build.build_engine, Checkpointer.load
 
-    def make_from_other_weights(model, config):
+    def make_from_other_weights(model, config, plan):
         import torch
 
         generator = torch.Generator().manual_seed(20_000)
         for tensor in [*model.parameters(), *model.buffers()]:
             tensor.data.add_(torch.randn(tensor.shape, generator=generator))
-        return make(model, config)
+        return make(model, config, plan)
 
     def load_and_check(self, checkpoint):
         before = {id(p) for p in self.engine.model.parameters()}
@@ -244,7 +244,7 @@ def rank_main(kind: str, folder: str, report: str, words: list[str]) -> None:
 class Matrix:
     """Sources are trained once, when first needed; targets one after the other."""
 
-    def __init__(self, launcher: _runs.Launcher, data: str, folder: Path):
+    def __init__(self, launcher: _runs.RankServer, data: str, folder: Path):
         self.launcher, self.data, self.folder = launcher, data, folder
         self._sources: dict[tuple[str, Place], dict[int, float]] = {}
         self.target_script = Path(__file__)
@@ -304,7 +304,7 @@ def main() -> int:
     print(
         f"{'variant':7} {'source':8}    {'target':8} {'loaded':8} {'largest relative loss difference of 5 steps':>10}"
     )
-    with tempfile.TemporaryDirectory() as folder, _runs.Launcher(f"{folder}/output") as launcher:
+    with tempfile.TemporaryDirectory() as folder, _runs.RankServer(f"{folder}/output") as launcher:
         matrix = Matrix(launcher, data, Path(folder))
         for pair in pairs:
             equal, goes_on, line = matrix.target(*pair)

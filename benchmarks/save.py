@@ -69,7 +69,7 @@ def rank_main(report: str, words: list[str]) -> None:
 class Measurement:
     """One run of a kind on an engine: windows with and without a save in turns."""
 
-    def __init__(self, launcher: _runs.Launcher, folder: Path, engine: str, kind: str, args: argparse.Namespace):
+    def __init__(self, launcher: _runs.RankServer, folder: Path, engine: str, kind: str, args: argparse.Namespace):
         name = f"{engine}_{kind}"
         every, num_steps = args.every, 2 * args.every * (1 + args.pairs) + 1
         words = [
@@ -134,7 +134,7 @@ def main() -> int:
     shares, figures = [], {}
     head = f"seconds a {args.every} steps"
     print(f"{'engine':8} {'checkpoints':12} {head:>20} {'time lost':>10} {'CPU time':>9} {'blocked':>8}")
-    with tempfile.TemporaryDirectory() as folder, _runs.Launcher(f"{folder}/output") as launcher:
+    with tempfile.TemporaryDirectory() as folder, _runs.RankServer(f"{folder}/output") as launcher:
         for engine in ("zero2", "fsdp"):
             for kind in KINDS:
                 measured = Measurement(launcher, Path(folder), engine, kind, args)

@@ -136,7 +136,7 @@ def flop_error(shape: Shape) -> float:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
-    from mmldlm.observe.flops import step_flops
+    from mmldlm.models.mmdit.costs import step_flops
 
     variant = Ours(shape, torch.float32)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
@@ -164,12 +164,12 @@ def predicted_memory(shape: Shape) -> float:
 
     An upper bound: while the backward pass makes gradients, activations are freed.
     """
-    from mmldlm.config.schema import Config
-    from mmldlm.preflight.memory_model import model_sizes
+    from mmldlm.config.task_registry import find_task
+    from mmldlm.tasks.translation.config import TranslationConfig
 
     model = Ours(shape, torch.float32).model.config.model_dump()
-    config = Config(model=model, training={"train_batch_size": shape.batch, "dtype": "fp32", "freeze": "none"})
-    sizes = model_sizes(config, shape.length)
+    training = {"train_batch_size": shape.batch, "dtype": "fp32", "freeze": "none"}
+    sizes = find_task("translation").model_sizes(TranslationConfig(model=model, training=training), shape.length)
     return (sizes["activations"] + sizes["logits_cpu"] + 4 * sizes["trainable"]) / 2**20
 
 
@@ -250,7 +250,7 @@ def named(values: dict, form: str) -> str:
 
 def growth(args) -> tuple[list[dict], dict]:
     """Step time against batch, length, depth and width, beside the FLOP model (fp32, CPU seconds)."""
-    from mmldlm.observe.flops import step_flops
+    from mmldlm.models.mmdit.costs import step_flops
 
     base = Shape("base", depth=4, width=384, length=128, batch=4)
     series = {
@@ -294,7 +294,8 @@ def gpu_claims(args) -> tuple[list[dict], dict]:
 
     Without a GPU the same code runs a small model on the CPU (--device cpu --gpu-form) and claims nothing of MFU.
     """
-    from mmldlm.observe.flops import peak_flops, step_flops
+    from mmldlm.models.mmdit.costs import step_flops
+    from mmldlm.observe.flops import peak_flops
 
     on_gpu = args.device == "cuda"
     size = dict(depth=24, width=1024) if on_gpu else dict(depth=2, width=64, vocab=500, latent=32)

@@ -38,7 +38,7 @@ def main() -> int:
         "model.token_embedding_init=encoder",
     ]
     worst = 0.0
-    with tempfile.TemporaryDirectory() as folder, _runs.Launcher(f"{folder}/output") as launcher:
+    with tempfile.TemporaryDirectory() as folder, _runs.RankServer(f"{folder}/output") as launcher:
         for name, world_size in [("single", 1), *((f"zero{stage}", 2) for stage in STAGES)]:
             launcher.run(world_size, _runs.settings(data, folder, name, world_size, *common, *_runs.ENGINES[name]))
             found = _runs.losses(f"{folder}/{name}")

@@ -17,89 +17,13 @@ from mmldlm.utils.standard_streams import open_standard_streams
 from mmldlm.utils.stop_signals import interrupt_on_stop_signals
 
 
-def _config(parser):
-    from mmldlm import train
-    from mmldlm.commands import config as show
-
-    train.add_arguments(parser)
-    show.add_arguments(parser)
-    parser.add_argument(
-        "--check", action="store_true", help="print nothing; check what `train` checks before its ranks"
-    )
-
-    def run(args) -> int:
-        if not args.check:
-            return show.main(args, train.parse_config)
-        train.check_run(train.parse_config(args), args.world_size)
-        return EXIT_DONE
-
-    return run
-
-
 def _sanity(parser):
-    from mmldlm import train
-    from mmldlm.debug import sanity_report
+    from mmldlm.commands import sanity
+    from mmldlm.config import command_line
 
-    train.add_arguments(parser)
-    sanity_report.add_arguments(parser)
-    return lambda args: sanity_report.main(args, train.parse_config)
-
-
-def _prepare(parser):
-    from mmldlm.data.prepare import options
-    from mmldlm.data.prepare import pipeline as prepare
-
-    options.add_arguments(parser)
-    return lambda args: _prepare_by_ranks(args, prepare, options)
-
-
-def _prepare_by_ranks(args, prepare, options) -> int:
-    """Alone in this process, or become the launcher of several ranks."""
-    import torch
-
-    _check_ranks("--num-procs", args.num_procs)
-    nproc = args.num_procs or (1 if "RANK" in os.environ else max(torch.cuda.device_count(), 1))
-    if nproc == 1 or "RANK" in os.environ:
-        return prepare.main(args)
-    words = options.to_arguments(options.from_arguments(args))
-    for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS"):  # the encoder's threads, and the tokenizer's
-        os.environ.setdefault(name, str(max((os.cpu_count() or 1) // nproc, 1)))
-    launcher = [sys.executable, "-m", "mmldlm.launch.local_launcher", str(nproc), "-m", "mmldlm.data.prepare"]
-    os.execv(sys.executable, [*launcher, *words])
-
-
-def _train(parser):
-    from mmldlm import train
-
-    train.add_arguments(parser)
-    parser.add_argument("--nproc", type=int, metavar="N", help="ranks on this machine (default: its GPUs, or 1)")
-    return lambda args: _launch_local(args, train)
-
-
-def _launch_local(args, train) -> int:
-    """Check everything in this process, then become the launcher: a mistake is found before any rank starts."""
-    import torch
-
-    _check_ranks("--nproc", args.nproc)
-    nproc = args.nproc or max(torch.cuda.device_count(), 1)
-    config = train.parse_config(args)
-    train.check_run(config, nproc)
-    words = [*_option("--config-name", args.config_name), *_option("--config", args.config)]
-    words += [*_option("--deepspeed_config", args.deepspeed_config), *args.overrides]
-    script = Path(train.__file__)
-    if config.engine.kind == "single":
-        os.execv(sys.executable, [sys.executable, str(script), *words])
-    # On CPUs every rank would start a thread pool of all cores, and they would fight.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // nproc, 1)))
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # Not the deepspeed launcher: a signal to it ends the ranks unsaved, or not at all (launch/local_launcher.py).
-    os.execv(sys.executable, [sys.executable, "-m", "mmldlm.launch.local_launcher", str(nproc), str(script), *words])
-
-
-def _check_ranks(option: str, count: int | None) -> None:
-    if count is not None and count < 1:
-        raise UserError(f"{option} of at least 1", str(count), "give the number of ranks, or leave it out")
+    command_line.add_arguments(parser)
+    sanity.add_arguments(parser)
+    return lambda args: sanity.main(args, command_line.parse_config)
 
 
 def _convert(parser):
@@ -134,25 +58,18 @@ def _sample_kind(kind: str):
     return fill
 
 
-def _option(name: str, value) -> list[str]:
-    return [] if value is None else [name, str(value)]
-
-
 # Verb (of one word or two) -> (who fills its parser and runs it, help). A module's name stands for its add_arguments
 # and main.
 VERBS = {
-    "prepare": (_prepare, "encode a corpus into a store"),
-    "pack": (
-        "mmldlm.data.importers.sample_folders",
-        "make a store of MM-LDLM's folders of text or token files and latents",
-    ),
-    "verify-data": ("mmldlm.data.store.verify", "check a store: checksums, dims, norms, leakage"),
-    "config": (_config, "print the resolved config and parameter counts"),
+    "prepare": ("mmldlm.commands.prepare", "encode a corpus into a store"),
+    "pack": ("mmldlm.commands.pack", "turn MM-LDLM's folders of text or token files and latents into a store"),
+    "verify-data": ("mmldlm.commands.verify_data", "check a store: checksums, dimensions, norms, leakage"),
+    "config": ("mmldlm.commands.config", "print the resolved config and parameter counts"),
     "sanity": (_sanity, "a few real steps in one process, every part of them checked"),
-    "preflight": ("mmldlm.preflight.runner", "will this run start on these hosts, fit and finish?"),
-    "launch": ("mmldlm.launch.launcher", "preflight, then the launcher, then a watcher"),
-    "replay": ("mmldlm.debug.replay", "run a skipped step again and name where its bad numbers were made"),
-    "train": (_train, "check everything, then train on this machine"),
+    "preflight": ("mmldlm.commands.preflight", "check whether a run will start on its hosts, fit and finish"),
+    "launch": ("mmldlm.commands.launch", "preflight, then the launcher, then a watcher"),
+    "replay": ("mmldlm.commands.replay", "rerun a skipped step and name the operation behind its non-finite numbers"),
+    "train": ("mmldlm.commands.train", "check everything, then train on this machine"),
     "convert": (_convert, "convert a checkpoint to safetensors, or for another engine and world size"),
     "convert inspect": (_convert_inspect, "print the content of a checkpoint without reading its weights"),
     "convert diff": (_convert_diff, "compare two checkpoints tensor by tensor"),

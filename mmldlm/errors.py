@@ -1,8 +1,8 @@
-"""The two kinds of failure a command reports: the user's input is wrong, or the run had to stop."""
+"""Errors that a command reports as one message, and its exit codes."""
 
 from __future__ import annotations
 
-# Exit codes of every command (ARCHITECTURE: "Config and commands").
+# Exit codes of every command.
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -12,18 +12,18 @@ EXIT_INTERRUPTED = 5
 
 
 class MmldlmError(Exception):
-    """Base of the errors that a command prints as one message, without a traceback."""
+    """Base class of the errors that a command prints as one message, without a traceback."""
 
     exit_code = EXIT_FAILED
 
 
 class UserError(MmldlmError, ValueError):
-    """Input that cannot be used: says what was expected, what was found, and what to do.
+    """Unusable input; the message has the form expected / found / fix.
 
     Args:
-        expected: what would have been accepted, and where it was looked for.
-        found: what was there instead.
-        fix: what the user can do about it.
+        expected: the accepted input and its place.
+        found: the actual input.
+        fix: an imperative that names the key, option or command to change.
     """
 
     exit_code = EXIT_USAGE
@@ -34,12 +34,12 @@ class UserError(MmldlmError, ValueError):
 
 
 class StabilityStop(MmldlmError):
-    """The stability guard ended the run on all ranks (exit 4)."""
+    """A stop of all ranks by the stability guard (exit 4)."""
 
     exit_code = EXIT_STABILITY
 
 
 class Interrupted(MmldlmError):
-    """A signal ended the run after all ranks had saved a checkpoint (exit 5)."""
+    """A stop by a signal, after all ranks have saved a checkpoint (exit 5)."""
 
     exit_code = EXIT_INTERRUPTED

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 import os
-from pathlib import Path
 
 import pytest
 
@@ -17,26 +16,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 pytest_plugins = ["tests.support.checkpoint_fixtures"]
 
-# What lasts longest begins first, or one of two workers ends alone with it.
-LONGEST = (
-    "benchmarks/test_engines_benchmarks.py",
-    "test_train.py",
-    "stability/test_faults.py",
-    "multinode/test_preflight.py",
-    "benchmarks/test_convert.py",
-    "benchmarks/test_data_benchmarks.py",
-    "engines/test_liveness.py",
-    "test_resume.py",
-    "multinode/test_watcher.py",
-    "models/test_mmdit.py",
-    "test_run_checkpoints.py",
-)
-
 
 def pytest_collection_modifyitems(items):
-    """The order in which pytest-xdist hands files to its workers (tests/run.sh)."""
-    tests, order = Path(__file__).resolve().parent, {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: order.get(item.path.relative_to(tests).as_posix(), len(order)))
+    """Put the files with long tests first, or one of two workers would end alone with them (tests/run.sh)."""
+    long = {item.path for item in items if item.get_closest_marker("long")}
+    items.sort(key=lambda item: item.path not in long)
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +34,8 @@ def sentences() -> list[str]:
     import unittest.mock
     import zipfile
 
-    from mmldlm.data.corpora.docstrings import docstrings_of, prose_paragraphs, reject_reason
+    from mmldlm.data.corpora.docstring_prose import prose_paragraphs, reject_reason
+    from mmldlm.data.corpora.docstrings import docstrings_of
     from mmldlm.data.sentences import split_sentences
 
     found: dict[str, None] = {}

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.rank_server import RankServer
+
 ROOT = Path(__file__).resolve().parent.parent
 # Whole launches are dear: what stands for all of them runs always, the rest of them when it is asked for.
 LONG = pytest.mark.skipif(
@@ -51,10 +53,10 @@ def launch(command: list[str], timeout: float = 240, **more: str) -> subprocess.
 
 
 def run_ranks(world_size: int, script: str | Path, *words: str, timeout: float = 300) -> subprocess.CompletedProcess:
-    """Run a script as some real ranks and wait for them.
+    """Run a script as world_size real ranks and wait for them; returncode is that of the first rank that failed.
 
-    Without a launcher: they are forked from one process that has imported torch and deepspeed (benchmarks/_runs.py),
-    which saves each launch seven seconds. returncode is that of the first rank that failed.
+    Without a launcher: the ranks are forked from one process that has imported torch and deepspeed
+    (tests/support/rank_server.py), which saves seven seconds per launch.
     """
     ranks = _rank_server().start(world_size, list(words), Path(script))
     codes = ranks.wait(timeout)
@@ -63,10 +65,8 @@ def run_ranks(world_size: int, script: str | Path, *words: str, timeout: float =
 
 @functools.cache
 def _rank_server():
-    import _runs  # of benchmarks/, which pyproject.toml puts in pytest's path
-
     folder = tempfile.TemporaryDirectory(prefix="mmldlm_ranks_")
-    server = _runs.Launcher(folder.name)
+    server = RankServer(folder.name)
     server.__enter__()
     atexit.register(lambda: (server.__exit__(), folder.cleanup()))
     return server

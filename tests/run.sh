@@ -5,6 +5,6 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 . launchers/_env.sh
 mmldlm_env quickstart dev
-unset PYTHONDONTWRITEBYTECODE # hundreds of processes would compile mmldlm anew, a third of a second each
-# Two files at a time: the ranks of one test mostly wait for each other. tests/conftest.py has the order.
+unset PYTHONDONTWRITEBYTECODE # hundreds of processes would each compile mmldlm, for a third of a second
+# Two files at a time: the ranks of one test mostly wait for each other. Files marked `long` begin first.
 exec "$PYTHON" -m pytest -ra -n "${MMLDLM_TEST_WORKERS:-2}" --dist loadfile --no-loadscope-reorder "$@"

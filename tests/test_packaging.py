@@ -129,7 +129,7 @@ def test_a_finished_set_up_is_not_repeated(finished_venv):
     assert run.stdout.splitlines() == [f"{finished_venv}/bin/python"]
 
 
-def test_a_missing_extra_or_a_stale_stamp_installs_again_and_says_why_it_failed(finished_venv):
+def test_a_missing_extra_or_a_stale_stamp_installs_again(finished_venv):
     env = {"MMLDLM_VENV": str(finished_venv)}
     missing = bash("set -euo pipefail; . launchers/_env.sh; mmldlm_env quickstart; echo not reached", **env)
     assert missing.returncode == 1 and "not reached" not in missing.stdout

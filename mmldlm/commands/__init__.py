@@ -1,1 +1,21 @@
 """The command line: one file per verb, with all of its argument parsing."""
+
+from __future__ import annotations
+
+import argparse
+
+
+class RenamedOption(argparse.Action):
+    """A former spelling of an option: an error that names the new one. Not listed in --help.
+
+    Args:
+        new: the new spelling, with its values where these changed.
+    """
+
+    def __init__(self, option_strings: list[str], dest: str, new: str, **options):
+        options |= {"nargs": "?", "help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+        super().__init__(option_strings, dest, **options)
+        self.new = new
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        parser.error(f"{option_string} was renamed: use {self.new}")

@@ -1,34 +1,43 @@
-"""`mmldlm config`: the resolved config, the batch arithmetic, the parameter counts."""
+"""`mmldlm config`: print the resolved config, the batch arithmetic and the parameter counts."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 
+from mmldlm.config import command_line
 from mmldlm.config.load import all_keys, allowed_words, to_yaml
+from mmldlm.config.task_registry import find_task
+from mmldlm.errors import EXIT_DONE
+from mmldlm.training.check_run import check_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options beside those of `train`."""
+    """Add the options of `mmldlm config`."""
+    command_line.add_arguments(parser)
     parser.add_argument(
         "--keys", action="store_true", help="list every key with its default, the words it takes, and its meaning"
     )
     parser.add_argument("--world-size", type=int, default=1, help="ranks, for the batch arithmetic")
+    parser.add_argument(
+        "--check", action="store_true", help="print nothing; check what `train` checks before its ranks"
+    )
 
 
-def main(args: argparse.Namespace, parse_config: Callable) -> int:
-    """Print; with data.latent_data_root set, also check the config against the data."""
+def main(args: argparse.Namespace) -> int:
+    """Print the config; where it names data, also check the one against the other."""
+    config = command_line.parse_config(args)
+    if args.check:
+        check_run(config, args.world_size)
+        return EXIT_DONE
     if args.keys:
-        for key, default, text in all_keys():
-            words = allowed_words(key)
+        for key, default, text in all_keys(type(config)):
+            words = allowed_words(key, type(config))
             choice = f"  ({' | '.join(words)})" if words else ""
             print(f"{key} = {default}{choice}\n    {' '.join(text.split())}")
-        return 0
-    config = parse_config(args)
-    if config.data.latent_data_root is not None or config.data.mixture is not None:
-        from mmldlm.data.batching.run_data import open_data
-
-        config = open_data(config).config
+        return EXIT_DONE
+    task = find_task(config.task)
+    if task.names_data(config):
+        config = task.open_data(config).config
     print(to_yaml(config), end="")
     training = config.training
     per_step = training.train_batch_size * training.grad_accum_steps * args.world_size
@@ -36,19 +45,11 @@ def main(args: argparse.Namespace, parse_config: Callable) -> int:
         f"\n# global batch {per_step} = {training.train_batch_size} per rank x {training.grad_accum_steps} accumulated "
         f"x {args.world_size} rank(s)"
     )
-    if config.model.latent_dim is None or config.model.vocab_size is None:
-        print(
-            "# parameters: set data.latent_data_root (or model.latent_dim, vocab_size and the token ids) to count them"
-        )
-        return 0
-    import torch
-
-    from mmldlm.models import MultimodalMMDiT
-
-    with torch.device("meta"):
-        model = MultimodalMMDiT(config.model)
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    print(f"# parameters {sum(sizes.values()):,}")
-    for group, names in model.parameter_groups().items():
-        print(f"#   {group:7s}{sum(sizes[name] for name in names):>15,}")
-    return 0
+    counts = task.parameter_counts(config)
+    if counts is None:
+        print("# parameters: name the data (or set what it decides, such as model.vocab_size) to count them")
+        return EXIT_DONE
+    print(f"# parameters {sum(counts.values()):,}")
+    for group, count in counts.items():
+        print(f"#   {group:7s}{count:>15,}")
+    return EXIT_DONE

@@ -1,70 +1,71 @@
-"""`mmldlm evaluate`: the conditioning gain of a model, and STS-B."""
+"""`mmldlm evaluate`: the conditioning gain of a model, or its correlation with human scores on STS-B."""
 
 from __future__ import annotations
 
 import argparse
 
+from mmldlm.commands import RenamedOption
 from mmldlm.errors import EXIT_DONE, UserError
+from mmldlm.evaluation.suite import SUITES
 from mmldlm.utils.output_paths import check_writable_file
+from mmldlm.utils.progress import ProgressBar
+
+MINIMUMS = {
+    "num_samples": 2,
+    "num_steps": 1,
+    "latent_steps": 1,
+    "num_draws": 1,
+    "control_samples": 2,
+    "seed": 0,
+    "batch_size": 1,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `mmldlm evaluate`."""
+    """Add the options of `mmldlm evaluate`."""
     add = parser.add_argument
     add(
         "--checkpoint",
         required=True,
         metavar="PATH",
-        help="a run, RUN/latest, a checkpoint, a model.pt, or a folder that `mmldlm convert` wrote",
+        help="a run, RUN/latest, a checkpoint, a model.pt, or a folder written by `mmldlm convert`",
     )
+    suites = "; ".join(f"{name}: {text}" for name, text in SUITES.items())
+    add("--suite", choices=tuple(SUITES), default="conditioning_gain", help=f"{suites} (default %(default)s)")
+    add("--eval-dataset", action=RenamedOption, new="--suite conditioning_gain (formerly gain) or --suite stsb")
     add("--data", metavar="STORE", help="prepared store; its validation split is evaluated")
-    add("--num-samples", type=int, metavar="N", help="unseen sentences (default 1000, or all there are)")
+    add("--num-samples", type=int, metavar="N", help="number of unseen sentences (default 1000, or all)")
     add("--num-steps", type=int, default=12, help="confidence steps of l2t (default %(default)s)")
     add("--latent-steps", type=int, default=10, help="denoising steps of t2l (default %(default)s)")
-    add("--num-draws", type=int, default=2, help="timesteps a sentence in the NELBO (default %(default)s)")
+    add("--num-draws", type=int, default=2, help="timesteps per sentence in the NELBO (default %(default)s)")
     add("--control-samples", type=int, default=100, help="sentences of the untrained controls (default %(default)s)")
     add("--guidance", type=float, default=1.0, help="classifier-free guidance of both samplers (default 1: none)")
-    add("--presence-penalty", type=float, default=1.0, help="of l2t, against repetition (default %(default)s)")
-    add("--batch-size", type=int, metavar="N", help="texts of full length in one pass (default: some thousand tokens)")
-    add("--seed", type=int, default=0, help="of every draw (default %(default)s)")
-    add("--json", metavar="FILE", help="also write the figures here")
-    add("--eval-dataset", choices=("gain", "stsb"), default="gain", help="what is evaluated (default %(default)s)")
-    add("--sts-file", metavar="CSV", help="STS Benchmark file (sts-dev.csv), for --eval-dataset stsb")
-    add("--device", help="default: cuda where there is one, else cpu")
+    add("--presence-penalty", type=float, default=1.0, help="penalty of l2t on repeated tokens (default %(default)s)")
+    add("--batch-size", type=int, metavar="N", help="texts of full length per pass (default: some thousand tokens)")
+    add("--seed", type=int, default=0, help="seed of every draw (default %(default)s)")
+    add("--json", metavar="FILE", help="also write the results to this file")
+    add("--sts-file", metavar="CSV", help="STS Benchmark file (sts-dev.csv), for --suite stsb")
+    add("--device", help="default: cuda if available, else cpu")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs `mmldlm evaluate`; returns the exit code (0 also where a claim does not hold: the report says so)."""
-    for key, least in (("num_samples", 2), ("num_steps", 1), ("latent_steps", 1), ("num_draws", 1),
-                       ("control_samples", 2), ("seed", 0), ("batch_size", 1)):  # fmt: skip
-        value = getattr(args, key)
-        if value is not None and value < least:
-            raise UserError(f"--{key.replace('_', '-')} of at least {least}", str(value), "give a larger number")
-    if args.eval_dataset == "stsb" and not args.sts_file:
-        raise UserError(
-            "--sts-file: an STS Benchmark file (sts-dev.csv or sts-test.csv)",
-            "none given",
-            "name the file; there is no built-in stand-in for it",
-        )
-    if args.eval_dataset == "gain" and not args.data:
-        raise UserError("--data STORE, whose validation split is evaluated", "none given", "name the prepared store")
-    if args.json:
-        check_writable_file(args.json, "--json")
-
-    from mmldlm.evaluation.conditioning_gain import Settings, evaluate
+    """Run `mmldlm evaluate`; return 0, also if a claim does not hold (the report shows it)."""
+    _check_arguments(args)
+    from mmldlm.evaluation import conditioning_gain
+    from mmldlm.evaluation.directions import Settings
     from mmldlm.evaluation.metrics import sts_benchmark
-    from mmldlm.observe.progress_meter import Meter
-    from mmldlm.sampling.pretrained import load_pretrained, usable_device
+    from mmldlm.sampling.device import usable_device
+    from mmldlm.sampling.pretrained import load_pretrained
 
     device = usable_device(args.device)
-    pairs = sts_benchmark.read_pairs(args.sts_file) if args.eval_dataset == "stsb" else None
+    pairs = sts_benchmark.read_pairs(args.sts_file) if args.suite == "stsb" else None
     store = None
     if pairs is None:
         from mmldlm.data.store.store import Store
 
         store = Store(args.data, "validation")
     pretrained = load_pretrained(args.checkpoint, device)
-    with Meter() as begin:
+    with ProgressBar() as progress:
         if pairs is not None:
             report = sts_benchmark.evaluate(
                 pretrained,
@@ -72,15 +73,31 @@ def main(args: argparse.Namespace) -> int:
                 steps=args.latent_steps,
                 guidance=args.guidance,
                 seed=args.seed,
-                say=begin,
+                log=progress.start,
                 batch_size=args.batch_size,
             )
         else:
-            names = Settings.__dataclass_fields__
-            settings = Settings(**{key: value for key, value in vars(args).items() if key in names})
-            report = evaluate(pretrained, store, settings, begin)
+            settings = Settings(**{key: getattr(args, key) for key in Settings.__dataclass_fields__})
+            report = conditioning_gain.evaluate(pretrained, store, settings, progress.start)
     report.show()
     if args.json:
         report.write(args.json)
         print(f"written to {args.json}")
     return EXIT_DONE
+
+
+def _check_arguments(args: argparse.Namespace) -> None:
+    for key, minimum in MINIMUMS.items():
+        value = getattr(args, key)
+        if value is not None and value < minimum:
+            raise UserError(f"--{key.replace('_', '-')} of at least {minimum}", str(value), "choose a larger number")
+    if args.suite == "stsb" and not args.sts_file:
+        raise UserError(
+            "--sts-file: an STS Benchmark file (sts-dev.csv or sts-test.csv)",
+            "none given",
+            "name the file; no substitute is built in",
+        )
+    if args.suite == "conditioning_gain" and not args.data:
+        raise UserError("--data STORE, whose validation split is evaluated", "none given", "name the prepared store")
+    if args.json:
+        check_writable_file(args.json, "--json")

@@ -1,4 +1,4 @@
-"""From a preset, a file and `key=value` words to one checked Config."""
+"""Resolve a preset, a file and `section.key=value` arguments to one validated Config of the task they name."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ import re
 import sys
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from mmldlm.config.old_keys import hint_for_old_key
+from mmldlm.config.renamed_keys import hint_for_renamed_key
 from mmldlm.config.schema import Config
+from mmldlm.config.section import IsPath, Section
+from mmldlm.config.task_registry import DEFAULT_TASK, find_task
 from mmldlm.config.yaml_reader import as_sections, parse_yaml, read_yaml
 from mmldlm.errors import UserError
+
+ConfigT = TypeVar("ConfigT", bound=Section)
 
 
 def preset_names() -> list[str]:
@@ -50,27 +55,47 @@ def load_config(
         values = as_sections(parse_yaml(text, f"preset {name}"), f"preset {name}")
     if path is not None:
         values = _merge(values, read_yaml(path))
+    named = [word.partition("=")[2] for word in overrides if word.startswith("task=")]
+    values |= {"task": named[-1]} if named else {}
+    config_class = config_class_of(values)
     for word in overrides:
-        values = _merge(values, parse_override(word))
+        values = _merge(values, parse_override(word, config_class))
     return build_config(values)
+
+
+def config_class_of(values: dict[str, Any]) -> type[Config]:
+    """Return the config class of the task that a nested dict names (`translation` where it names none).
+
+    Raises:
+        UserError: not the name of a task.
+    """
+    name = values.get("task", DEFAULT_TASK)
+    if not isinstance(name, str):
+        raise UserError("task: a name, or package.module:Class", f"task={name!r}", "write task=translation")
+    return find_task(name).config_class
 
 
 def build_config(values: dict[str, Any]) -> Config:
     """Validate a nested dict; every problem is listed in one UserError."""
-    problems = list(_unknown_keys(values, Config, ""))
+    config_class = config_class_of(values)
+    problems = list(_unknown_keys(values, config_class, config_class, ""))
     if problems:
         raise UserError(
             "keys of mmldlm's config", "\n           ".join(problems), "`mmldlm config --keys` lists all keys"
         )
     try:
-        return Config(**values)
+        return config_class(**values)
     except ValidationError as error:
         lines = []
         for item in error.errors():
             key = ".".join(str(part) for part in item["loc"])
             shown = "" if isinstance(item.get("input"), dict) else f" (found {item.get('input')!r})"
             message = item["msg"].removeprefix("Value error, ")
-            lines.append(f"{key}: {message}{shown}{_describe_problem(key, item)}" if key and "." in key else message)
+            lines.append(
+                f"{key}: {message}{shown}{_describe_problem(key, item, config_class)}"
+                if key and "." in key
+                else message
+            )
         raise UserError(
             "values that fit together", "\n           ".join(lines), "change the keys named above"
         ) from error
@@ -81,10 +106,10 @@ _ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "f
 _ALIASES |= {f"zero{stage}": f"engine.kind=deepspeed engine.zero_stage={stage}" for stage in range(4)}
 
 
-def _describe_problem(key: str, problem: Any) -> str:
+def _describe_problem(key: str, problem: Any, config_class: type[Config]) -> str:
     """What the user may have meant; "" where nothing comes to mind."""
     found, kind, context = problem.get("input"), problem["type"], problem.get("ctx") or {}
-    field = _field(key)
+    field = _field(key, config_class)
     if kind == "literal_error" and isinstance(found, str):
         choices = re.findall(r"'([^']*)'", str(context.get("expected", "")))
         meant = _ALIASES.get(found.lower()) or next(iter(difflib.get_close_matches(found.lower(), choices, 1)), None)
@@ -97,16 +122,16 @@ def _describe_problem(key: str, problem: Any) -> str:
     return "; null switches it off" if none_is_meant and type(None) in get_args(field) else ""
 
 
-def _field(key: str) -> Any:
-    """Annotation of a key's value; None of an unknown key."""
-    section: Any = Config
+def _field(key: str, config_class: type[Config]) -> Any:
+    """Return the annotation of a key's value; None for an unknown key."""
+    section: Any = config_class
     for part in key.split("."):
         field = section.model_fields.get(part) if hasattr(section, "model_fields") else None
         section = None if field is None else field.annotation
     return section
 
 
-def parse_override(word: str) -> dict[str, Any]:
+def parse_override(word: str, config_class: type[Config]) -> dict[str, Any]:
     """`a.b=value` -> {"a": {"b": value}}."""
     key, equals, value = word.partition("=")
     if key.startswith(("+", "~")):  # Hydra's words for adding and deleting a key
@@ -123,16 +148,18 @@ def parse_override(word: str) -> dict[str, Any]:
             "set LC_ALL=C.UTF-8 (or PYTHONUTF8=1) where the words are UTF-8; else write them in UTF-8",
         )
     nested: Any = value
-    if not _is_string_field(key) or _is_null_or_quoted(value):  # else it is text: a run may be called 7, off or 010
+    if not _is_string_field(key, config_class) or _is_null_or_quoted(
+        value
+    ):  # else it is text: a run may be called 7, off or 010
         nested = parse_yaml(value, key, "quote it for the shell, e.g. 'key={l2t: 0.7, t2l: 0.3}'")
     for part in reversed(key.split(".")):
         nested = {part: nested}
     return nested
 
 
-def _is_string_field(key: str) -> bool:
+def _is_string_field(key: str, config_class: type[Config]) -> bool:
     """Whether a key's value is free text (or null)."""
-    section = _field(key)
+    section = _field(key, config_class)
     choices = get_args(section)
     return section is str or (str in choices and set(choices) <= {str, type(None)})
 
@@ -142,8 +169,8 @@ def _is_null_or_quoted(value: str) -> bool:
     return word in ("", "~", "null", "Null", "NULL") or word[:1] in ("'", '"')
 
 
-def all_keys() -> list[tuple[str, str, str]]:
-    """(key, default, description) of every key, for `mmldlm config --keys`."""
+def all_keys(config_class: type[Config]) -> list[tuple[str, str, str]]:
+    """Return (key, default, description) of every key, for `mmldlm config --keys`."""
 
     def walk(section: type[BaseModel], prefix: str):
         for name, field in section.model_fields.items():
@@ -157,12 +184,12 @@ def all_keys() -> list[tuple[str, str, str]]:
                     field.description or "",
                 )
 
-    return list(walk(Config, ""))
+    return list(walk(config_class, ""))
 
 
-def allowed_words(key: str) -> list[str]:
+def allowed_words(key: str, config_class: type[Config]) -> list[str]:
     """The words that a key takes, null included; [] where it takes more than some words."""
-    annotation = _field(key)
+    annotation = _field(key, config_class)
     parts = [annotation] if get_origin(annotation) is Literal else get_args(annotation)
     words = [word for part in parts if get_origin(part) is Literal for word in get_args(part)]
     others = [part for part in parts if get_origin(part) is not Literal and part is not type(None)]
@@ -176,22 +203,19 @@ def to_yaml(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
-def with_absolute_paths(config: Config) -> Config:
-    """The config for a file that is read from another folder one day."""
-
-    def absolute(path: str | None) -> str | None:
-        return None if path is None else str(Path(path).absolute())
-
-    data, training = config.data, config.training
-    mixture = data.mixture and {absolute(root): share for root, share in data.mixture.items()}
-    resume = training.resume if training.resume == "auto" else absolute(training.resume)
-    changed = {
-        "data": data.model_copy(update={"latent_data_root": absolute(data.latent_data_root), "mixture": mixture}),
-        "training": training.model_copy(update={"resume": resume, "init_from": absolute(training.init_from)}),
-        "engine": config.engine.model_copy(update={"deepspeed_config": absolute(config.engine.deepspeed_config)}),
-        "logging": config.logging.model_copy(update={"save_dir": absolute(config.logging.save_dir)}),
-    }
-    return config.model_copy(update=changed)
+def with_absolute_paths(section: ConfigT) -> ConfigT:
+    """Return a copy whose paths are absolute, for a file that is read from another folder."""
+    changed: dict[str, Any] = {}
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        marker = next((marker for marker in field.metadata if isinstance(marker, IsPath)), None)
+        if isinstance(value, Section):
+            changed[name] = with_absolute_paths(value)
+        elif isinstance(value, dict) and marker is not None:
+            changed[name] = {str(Path(path).absolute()): share for path, share in value.items()}
+        elif value is not None and marker is not None and value not in marker.words:
+            changed[name] = str(Path(value).absolute())
+    return section.model_copy(update=changed)
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -203,15 +227,17 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _unknown_keys(values: dict[str, Any], section: type[BaseModel], prefix: str):
+def _unknown_keys(values: dict[str, Any], config_class: type[Config], section: type[BaseModel], prefix: str):
     for key, value in values.items():
         field = section.model_fields.get(key)
         if field is None:
-            known = [name for name, _, _ in all_keys()] + list(section.model_fields)
-            yield f"{prefix}{key}{hint_for_old_key(f'{prefix}{key}', value) or _closest_key(f'{prefix}{key}', known)}"
+            known = [name for name, _, _ in all_keys(config_class)] + list(section.model_fields)
+            full = f"{prefix}{key}"
+            hint = hint_for_renamed_key(full) or hint_for_old_key(full, value) or _closest_key(full, known)
+            yield f"{full}{hint}"
         elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             if isinstance(value, dict):
-                yield from _unknown_keys(value, field.annotation, f"{prefix}{key}.")
+                yield from _unknown_keys(value, config_class, field.annotation, f"{prefix}{key}.")
             else:
                 yield f"{prefix}{key}={value!r}: a section, expected keys below it"
 

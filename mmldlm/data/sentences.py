@@ -1,4 +1,4 @@
-"""Text itself: equality by content, and sentence ends."""
+"""Content hashes of texts, and splitting texts into sentences."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import re
 import unicodedata
 
 MAX_TEXT_BYTES = 16 << 20
-"""Bound on one text, and on one line of a file: what is longer is damaged, hostile, or not of texts."""
+"""Largest text and largest line of a file that is read; longer ones are damaged, hostile, or not text."""
 TOO_LARGE = f"drop_over_{MAX_TEXT_BYTES >> 20}_MiB"
-"""Under what such texts are counted."""
+"""Counter of the texts above MAX_TEXT_BYTES."""
 
 
 class _ContentFold(dict):
-    """Maps code points for str.translate: punctuation, spaces and control characters become a space."""
+    """Map code points for str.translate: punctuation, spaces and control characters become a space."""
 
     def __missing__(self, code: int) -> str:
         self[code] = " " if unicodedata.category(chr(code))[0] in "PZC" else chr(code)
@@ -24,23 +24,20 @@ class _ContentFold(dict):
 _FOLD = _ContentFold()
 
 
-def normalise(text: str) -> str:
-    """The text as content: compatibility forms, case, white space and punctuation folded.
+def normalize(text: str) -> str:
+    """Fold compatibility forms, case, white space and punctuation of a text.
 
-    Two texts with one normal form count as the same text everywhere: in deduplication and in the choice of the
-    validation split. A text of punctuation alone stands for itself.
+    Texts with equal normal forms count as the same text in deduplication and in the choice of the validation split. A
+    text of punctuation alone is its own normal form.
     """
     folded = " ".join(unicodedata.normalize("NFKC", text).casefold().translate(_FOLD).split())
     return folded or text.strip()
 
 
 def content_hash(text: str, salt: str = "") -> int:
-    """64 bits that depend on nothing but ``normalise(text)`` and ``salt``: equal texts always fall on one side."""
-    digest = hashlib.blake2b(normalise(text).encode("utf-8", "surrogatepass"), digest_size=8, key=salt.encode()[:64])
+    """Return a 64-bit hash of `normalize(text)` and `salt`, so that equal texts fall into one split."""
+    digest = hashlib.blake2b(normalize(text).encode("utf-8", "surrogatepass"), digest_size=8, key=salt.encode()[:64])
     return int.from_bytes(digest.digest(), "big")
-
-
-# Files -----------------------------------------------------------------------------------------------------------
 
 
 _SENTENCE_END = re.compile(r"""[.!?]+["')\]\u201d\u2019]*\s+(?=["'(\[\u201c\u2018]*[A-Z0-9])""")
@@ -51,10 +48,10 @@ _ABBREVIATIONS = frozenset(
 
 
 def split_sentences(text: str) -> list[str]:
-    """Splits one paragraph at sentence ends, keeping abbreviations, initials and decimals whole.
+    """Split one paragraph at sentence ends, but not inside abbreviations, initials and decimals.
 
-    A break needs . ! or ? (and closing quotes), white space, and a capital or digit after it; it is refused after a
-    known abbreviation and after a single capital letter (an initial). Nothing but white space is lost.
+    A break needs . ! or ? (and closing quotes), white space, and a capital or digit after it. A known abbreviation or
+    a single capital letter (an initial) before the period prevents it. Only white space is lost.
     """
     sentences, start = [], 0
     for match in _SENTENCE_END.finditer(text):
@@ -72,14 +69,13 @@ def split_sentences(text: str) -> list[str]:
 
 
 def split_into_parts(text: str, count: int) -> list[str] | None:
-    """The pieces of a text that have a latent each: as even in length as sentence ends allow.
+    """Split a text into the pieces that have one latent each, as even in length as sentence ends allow.
 
-    Where there are fewer sentences than pieces, the longest pieces are halved at the white space nearest to the middle,
-    and words without any in the middle. A function of the text alone: sampling cuts as preparation did. Joined by
-    spaces the pieces are the text, up to white space (and up to where a word was cut).
+    With fewer sentences than pieces, the longest piece is halved at the white space nearest to its middle, or at its
+    middle. The result depends on the text alone, so sampling cuts as preparation did. Only white space is lost.
 
     Returns:
-        ``count`` pieces, or None for a text of fewer characters (white space not counted).
+        `count` pieces, or None for a text with fewer characters (white space not counted).
     """
     if count == 1:
         return [text]
@@ -88,12 +84,12 @@ def split_into_parts(text: str, count: int) -> list[str] | None:
     parts = split_sentences(text)
     if len(parts) <= count:
         while len(parts) < count:
-            place = max(range(len(parts)), key=lambda i: (len(parts[i]), -i))
-            parts[place : place + 1] = _halved(parts[place])
+            longest = max(range(len(parts)), key=lambda i: (len(parts[i]), -i))
+            parts[longest : longest + 1] = _halve(parts[longest])
         return parts
     ends = list(itertools.accumulate(map(len, parts)))
     pieces, start = [], 0
-    for number in range(1, count):  # to the sentence end nearest to its even share; at least one for each piece
+    for number in range(1, count):  # cut at the sentence end nearest to the even share; each piece keeps one sentence
         share = ends[-1] * number / count
         end = min(range(start + 1, len(parts) - (count - number) + 1), key=lambda i: abs(ends[i - 1] - share))
         pieces.append(" ".join(parts[start:end]))
@@ -101,11 +97,8 @@ def split_into_parts(text: str, count: int) -> list[str] | None:
     return [*pieces, " ".join(parts[start:])]
 
 
-def _halved(text: str) -> list[str]:
+def _halve(text: str) -> list[str]:
     middle = len(text) / 2
     spaces = [match.start() for match in re.finditer(r"\s+", text)]
-    cut = min(spaces, key=lambda place: abs(place - middle), default=len(text) // 2)
+    cut = min(spaces, key=lambda position: abs(position - middle), default=len(text) // 2)
     return [text[:cut].strip(), text[cut:].strip()]
-
-
-# Docstrings ------------------------------------------------------------------------------------------------------

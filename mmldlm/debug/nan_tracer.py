@@ -1,7 +1,8 @@
-"""Where non-finite values come from: the first operation, forward or backward, that made one from finite inputs."""
+"""Find the first operation, forward or backward, that produced a non-finite value from finite inputs."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +12,9 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.module_tracker import ModuleTracker
 
 _aten = torch.ops.aten
-# Memory that nobody has written yet may hold anything.
-_UNWRITTEN = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
-# These write infinities only where the program says so (masks).
+# Uninitialized memory may hold anything.
+_UNINITIALIZED_OPS = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
+# Operations that write infinities on purpose (masks).
 ALLOWED_INF_OPS = {
     _aten.fill, _aten.fill_, _aten.full, _aten.full_like, _aten.new_full, _aten.masked_fill, _aten.masked_fill_,
     _aten.scalar_tensor, _aten.lift_fresh, _aten.lift_fresh_copy, _aten.constant_pad_nd,
@@ -22,12 +23,14 @@ ALLOWED_INF_OPS = {
 
 @dataclass(frozen=True)
 class NanOrigin:
-    """One operation that turned finite numbers into others.
+    """The first occurrence of a non-finite value.
 
     Attributes:
-        phase: "weights" (the dtype cannot hold them), "input", "forward" or "backward". kind: "NaN" or "Inf".
-        module: name of the innermost module at work, "" outside of all. operation: aten's name. parameters: names of
-            the parameters that it read.
+        phase: "weights" (the dtype cannot represent them), "input", "forward" or "backward".
+        kind: "NaN" or "Inf".
+        module: name of the innermost running module, "" outside the model.
+        operation: name of the aten operation.
+        parameters: names of the parameters that the operation read.
     """
 
     phase: str
@@ -45,8 +48,14 @@ class NanOrigin:
 
 
 class NanTracer(TorchDispatchMode):
-    """`with NanTracer(model) as found:` around forward and backward; found.forward and found.backward are the first
-    Origins, or None. Reads every result of every operation: for one batch, not for training."""
+    """Context manager around forward and backward that finds the first non-finite result of each.
+
+    It reads every result of every operation: meant for one batch, not for training.
+
+    Attributes:
+        forward: first origin in the forward pass, or None.
+        backward: first origin in the backward pass, or None.
+    """
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -69,21 +78,22 @@ class NanTracer(TorchDispatchMode):
         kwargs = kwargs or {}
         backward = self._tracker.is_bw
         packet = function.overloadpacket
-        known = self.backward if backward else self.forward
-        if known is not None or packet in _UNWRITTEN or packet in ALLOWED_INF_OPS:
+        found = self.backward if backward else self.forward
+        if found is not None or packet in _UNINITIALIZED_OPS or packet in ALLOWED_INF_OPS:
             return function(*args, **kwargs)
         inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-        # An operation in place overwrites what it read.
+        # An in-place operation overwrites its inputs.
         before = [nonfinite_kind(leaf) for leaf in inputs] if function._schema.is_mutable else None
         result = function(*args, **kwargs)
-        made = {nonfinite_kind(leaf) for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)} - {""}
-        if made:
-            seen = set(before if before is not None else [nonfinite_kind(leaf) for leaf in inputs]) - {""}
-            if made - seen - ({"Inf"} if "NaN" in seen else set()):
-                self._remember(backward, "NaN" if "NaN" in made - seen else "Inf", packet, inputs)
+        after = {nonfinite_kind(leaf) for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)} - {""}
+        if after:
+            inherited = set(before if before is not None else [nonfinite_kind(leaf) for leaf in inputs]) - {""}
+            created = after - inherited
+            if created - ({"Inf"} if "NaN" in inherited else set()):
+                self._record(backward, "NaN" if "NaN" in created else "Inf", packet, inputs)
         return result
 
-    def _remember(self, backward: bool, kind: str, packet, inputs: list[Tensor]) -> None:
+    def _record(self, backward: bool, kind: str, packet, inputs: list[Tensor]) -> None:
         module = max((name for name in self._tracker.parents if name != "Global"), key=len, default="")
         root = next((root for root in self._roots if module == root or module.startswith(f"{root}.")), "")
         module = module.removeprefix(root).removeprefix(".")
@@ -98,7 +108,7 @@ class NanTracer(TorchDispatchMode):
 
 
 def nonfinite_kind(tensor: Tensor) -> str:
-    """ "NaN" or "Inf" when a floating-point tensor holds one (NaN goes before), else ""."""
+    """Return "NaN" or "Inf" if a floating-point tensor holds one (NaN takes precedence), else ""."""
     if not tensor.is_floating_point() or not tensor.numel() or tensor.is_meta:
         return ""
     if bool(torch.isnan(tensor).any()):
@@ -106,7 +116,12 @@ def nonfinite_kind(tensor: Tensor) -> str:
     return "Inf" if bool(torch.isinf(tensor).any()) else ""
 
 
-def faults_of_weights(model: nn.Module) -> list[NanOrigin]:
-    """Parameters and buffers with a non-finite element, as they are in the model's present dtype."""
-    every = [*model.named_parameters(), *model.named_buffers()]
-    return [NanOrigin("weights", kind, name) for name, tensor in every if (kind := nonfinite_kind(tensor.detach()))]
+def nonfinite_weights(model: nn.Module) -> list[NanOrigin]:
+    """Return the parameters and buffers with a non-finite element in the model's current dtype."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return [NanOrigin("weights", kind, name) for name, tensor in tensors if (kind := nonfinite_kind(tensor.detach()))]
+
+
+def nonfinite_inputs(tensors: Mapping[str, Tensor]) -> list[NanOrigin]:
+    """Return the tensors of a batch with a non-finite element."""
+    return [NanOrigin("input", kind, name) for name, tensor in tensors.items() if (kind := nonfinite_kind(tensor))]

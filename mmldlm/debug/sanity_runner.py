@@ -1,4 +1,4 @@
-"""The steps of `mmldlm sanity`: those of a real run in one process, each part of which is looked at."""
+"""Run the steps of `mmldlm sanity` in one process, as a real run takes them, and check every part."""
 
 from __future__ import annotations
 
@@ -10,63 +10,68 @@ from collections.abc import Callable
 
 import torch
 
+from mmldlm.config.task_registry import find_task
+from mmldlm.data.batching.batch import Batch
 from mmldlm.data.batching.loader import MicroBatches, iterate_steps
 from mmldlm.data.batching.run_data import RunData
 from mmldlm.debug import sanity_checks as checks
-from mmldlm.debug.sanity_checks import Findings
+from mmldlm.debug.batch_checks import check_batch, check_pinned
+from mmldlm.debug.findings import Findings, format_names
 from mmldlm.engines.build import build_engine
 from mmldlm.engines.gradient_shards import gradient_fragments
 from mmldlm.engines.optimizer import learning_rate
 from mmldlm.observe.layer_stats import LayerStats, LayerStatsCollector
 from mmldlm.stability.loss_scaler import LossScaler
 from mmldlm.stability.state_audit import nonfinite_tensors
-from mmldlm.tasks.translation.build_model import build_model
-from mmldlm.tasks.translation.freezing import apply_freezing, verify_parameter_freezing
-from mmldlm.tasks.translation.noiser import NoisedBatch, Noiser
-from mmldlm.tasks.translation.objective import TranslationObjective
+from mmldlm.utils.formatting import first_line
 
 OVERFIT_STEPS = 10
-"""Steps on one batch. Fewer than about five would leave layers behind adaLN-Zero's zeros without a gradient."""
+"""Steps on one batch. With fewer than about five, layers behind adaLN-Zero have no gradient yet."""
 MIN_LOSS_DROP = 1e-4  # of the first loss
-CANDIDATES = 64  # steps searched for the batch that uses most of the model
+MAX_CANDIDATES = 64  # steps searched for the batch that uses most of the model
 
 
 class SanityAborted(Exception):
-    """A fault after which no further step makes sense; it is in the findings already."""
+    """Raised after a recorded failure that makes further steps meaningless."""
 
 
 class SanityRunner:
-    """The steps and what was found.
+    """Run real steps and collect findings.
 
     Args:
-        data: the run's data and config. interval: steps between two looks at the layers (0: none).
-        detect_anomaly: torch's anomaly detection (slow; names the forward operation of a NaN gradient).
+        data: the run's data and config.
+        interval: steps between two layer statistics (0: none).
+        detect_anomaly: use torch's anomaly detection (slow; names the forward operation of a NaN gradient).
 
     Attributes:
-        findings: faults by check. steps: what each step gave. look: the last look at the layers, or None.
+        findings: failures per check.
+        steps: loss, gradient norm and learning rate of each step.
+        layer_stats: the last layer statistics, or None.
+        log: called with a line of progress before each part.
     """
 
     def __init__(self, data: RunData, interval: int = 1, detect_anomaly: bool = False):
         self.data, self.config, self.detect_anomaly = data, data.config, detect_anomaly
         self.findings, self.steps, self.groups = Findings(), [], []
-        self.look: LayerStats | None = None
-        self.say: Callable[[str], None] = lambda text: None  # what is being tried, while it is tried
+        self.layer_stats: LayerStats | None = None
+        self.log: Callable[[str], None] = lambda text: None
         self._has_gradient: set[str] = set()
         self._connected: set[str] = set()
-        self._null_rows = {"text": False, "latent": False}
+        self._unused: set[str] | None = None  # parameters that no batch so far has used
         self._applied = 0
         self._loss_scale = LossScaler(self.config.stability, self.config.training.dtype)
-        model = build_model(data)
-        apply_freezing(model, self.config.training.loss_type, self.config.training.freeze)
-        self.trainable = verify_parameter_freezing(model, self.config.training.loss_type, self.config.training.freeze)
+        self.task = find_task(self.config.task)
+        model = self.task.build_model(data)
+        parameters = self.task.parameter_plan(model, self.config)
+        self.trainable = parameters.apply(model, self.task.parameter_groups(model))
         # Blocks stay uncompiled under training.compile_model: hooks inside them see what eager code does.
-        self.engine = build_engine(model, self.config)
-        self.objective = TranslationObjective(self.config)
-        # Sanity needs every step's figures to know which parameters a gradient reached; `interval` is what it shows.
-        self.interval, self._diagnostics = interval, LayerStatsCollector(self.engine, 1, self.config.training.dtype)
+        self.engine = build_engine(model, self.config, parameters)
+        self.objective = self.task.objective(self.config)
+        # Every step is measured, to know which parameters received a gradient; `interval` selects what is printed.
+        self.interval, self._collector = interval, LayerStatsCollector(self.engine, 1, self.config.training.dtype)
 
     def run(self, max_steps: int, overfit_steps: int = OVERFIT_STEPS) -> None:
-        """Checks before the steps, max_steps steps on the run's own batches, overfit_steps on one of them."""
+        """Check the engine, take max_steps steps on the run's batches and overfit_steps on one of them."""
         engine, findings = self.engine, self.findings
         if engine.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(engine.device)
@@ -74,26 +79,28 @@ class SanityRunner:
         checks.check_coverage(engine, findings)
         frozen = checks.checksums(engine.frozen_fragments())
         start = checks.checksums(engine.parameter_shards())
-        self._watch = checks.GradientHooks(engine.model)
+        self._hooks = checks.GradientHooks(engine.model)
         engine.module.train()
         try:
             with torch.autograd.set_detect_anomaly(self.detect_anomaly):
                 batches = self._batches(max_steps)
                 for step in range(1, max_steps + 1):
-                    own = next(batches)
-                    checks.check_pinned(own, engine.device, findings)
-                    loss = self._step(step, own, learning_rate(self._applied, max_steps, self.config.optimizer))
-                    self.say(f"step {step}/{max_steps}: loss {loss:.4g}")
-                self.say(f"{overfit_steps} more on one batch, which it must learn")
+                    micro_batches = next(batches)
+                    check_pinned(micro_batches, engine.device, findings)
+                    loss = self._step(
+                        step, micro_batches, learning_rate(self._applied, max_steps, self.config.optimizer)
+                    )
+                    self.log(f"step {step}/{max_steps}: loss {loss:.4g}")
+                self.log(f"{overfit_steps} more steps on one batch, to overfit it")
                 self._overfit(max_steps, overfit_steps)
             note = ", blocks not compiled" if self.config.training.compile_model else ""
-            findings.passed("runs", f"{len(self.steps)} steps on {engine.describe()}, {engine.device}{note}")
-            self._after_all(start)
+            findings.passed("step_runs", f"{len(self.steps)} steps on {engine.describe()}, {engine.device}{note}")
+            self._final_checks(start)
         except SanityAborted:
             pass
         finally:
-            self._watch.close()
-        # Whether or not the steps came to their end.
+            self._hooks.close()
+        # Also after aborted steps.
         self._check_frozen(frozen)
         self._check_memory()
 
@@ -106,47 +113,46 @@ class SanityRunner:
 
     def _micro_batches(self) -> MicroBatches:
         config, data = self.config, self.data
-        training, model = config.training, config.model
+        training = config.training
         plan = data.training_plan(training.train_batch_size * training.grad_accum_steps)
-        special_ids = (model.mask_token_id, model.pad_token_id, model.eos_token_id)
-        noiser = Noiser(config, *special_ids, data.latent_mean, data.latent_std, max_norm=data.max_latent_norm())
-        return MicroBatches(data.train, plan, noiser, 0, 1, training.grad_accum_steps)
+        return MicroBatches(data.train, plan, self.task.collator(data), 0, 1, training.grad_accum_steps)
 
-    def _fullest_step(self) -> int:
-        """The step among the first ones whose batch uses most of the model: every mode and both learned nulls."""
+    def _largest_step(self) -> int:
+        """Return the step whose batch uses most of the model."""
 
-        def used(step: int) -> int:
-            batches = self._make(step)
-            nulls = [bool(sum(b.tensors[f"{side}_is_null"].any() for b in batches)) for side in self._null_rows]
-            return sum(nulls) + len({int(mode) for b in batches for mode in b.modes[b.real]})
+        def num_unused(step: int) -> int:
+            return len(set.intersection(*(self._unused_by(batch) for batch in self._step_batches(step))))
 
-        return max(range(min(CANDIDATES, self.dataset.plan.batches_per_epoch)), key=used)
+        return min(range(min(MAX_CANDIDATES, self.dataset.plan.batches_per_epoch)), key=num_unused)
 
-    def _make(self, step: int) -> list[NoisedBatch]:
+    def _unused_by(self, batch: Batch) -> set[str]:
+        return set(self.task.unused_parameters(self.engine.model, self.config, batch))
+
+    def _step_batches(self, step: int) -> list[Batch]:
         accum = self.dataset.accum
         return [self.dataset[step * accum + micro] for micro in range(accum)]
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
-    def _step(self, step: int, batches: list[NoisedBatch], lr: float) -> float:
+    def _step(self, step: int, batches: list[Batch], lr: float) -> float:
         """One optimizer step as the training loop takes it; returns its loss.
 
         Raises:
-            Stopped: nothing further can be checked.
+            SanityAborted: nothing further can be checked.
         """
         engine, findings = self.engine, self.findings
-        with self._faults_are_findings(step):
+        with self._record_exceptions(step):
             while True:
                 engine.loss_scale = self._loss_scale.value
-                self._watch.fired.clear()
-                self._diagnostics.before_forward(step)
+                self._hooks.fired.clear()
+                self._collector.before_forward(step)
                 loss = math.fsum(self._micro_batch(step, batch) for batch in batches)
                 norm = float(engine.grad_norm())
-                self._diagnostics.before_step()
+                self._collector.before_step()
                 if math.isfinite(norm) or not math.isfinite(loss) or not self._loss_scale.can_decrease:
                     break
-                # fp16: what a run skips until the loss scale fits is taken again here, on the same batch.
-                self._diagnostics.after_step(lr, False)
+                # fp16: a run would skip this step; here it is repeated on the same batch with a lower scale.
+                self._collector.after_step(lr, False)
                 engine.discard_gradients()
                 self._loss_scale.on_overflow()
             self._check_gradients()
@@ -160,37 +166,36 @@ class SanityRunner:
                 self._applied += 1
             else:
                 engine.discard_gradients()
-            look = self._diagnostics.after_step(lr, finite)
-            self._has_gradient |= {part for part, p in look.parameters.items() if p.num_zeros < p.numel}
-            checks.check_layer_stats(look, findings)
+            stats = self._collector.after_step(lr, finite)
+            self._has_gradient |= {part for part, p in stats.parameters.items() if p.num_zeros < p.numel}
+            checks.check_layer_stats(stats, findings)
             if self.interval and step % self.interval == 0:
-                self.look = look
+                self.layer_stats = stats
             self.steps.append({"step": step, "loss": loss, "grad_norm": norm, "lr": lr, "applied": finite})
             if finite:
                 checks.check_groups(engine, self.config, lr, findings)
                 self.groups = checks.group_table(engine, lr)
                 if self._applied == 1:
                     checks.check_clipping(engine, self.config, norm, findings)
-                    checks.check_dtypes(engine, self.config, self._watch.products, findings)
+                    checks.check_dtypes(engine, self.config, self._hooks.products, findings)
         return loss
 
     @contextlib.contextmanager
-    def _faults_are_findings(self, step: int):
+    def _record_exceptions(self, step: int):
         try:
             yield
         except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
-            # The user asked what is wrong with the steps: whatever breaks in one is the answer, not a crash.
-            check = "in_place" if "modified by an inplace operation" in str(error) else "runs"
-            first_line = str(error).strip().split("\n")[0]
-            self.findings.failed(check, f"step {step}: {type(error).__name__}: {first_line}")
+            # An exception inside a step is a finding, not a crash.
+            check = "in_place" if "modified by an inplace operation" in str(error) else "step_runs"
+            self.findings.failed(check, f"step {step}: {first_line(error)}")
             raise SanityAborted from error
 
-    def _micro_batch(self, step: int, batch: NoisedBatch) -> float:
+    def _micro_batch(self, step: int, batch: Batch) -> float:
         engine, findings, first = self.engine, self.findings, step == 1
-        for side in self._null_rows:
-            self._null_rows[side] |= bool(batch.tensors[f"{side}_is_null"].any())
+        unused = self._unused_by(batch)
+        self._unused = unused if self._unused is None else self._unused & unused
         batch.to(engine.device)
-        checks.check_batch(batch, self.data, engine.device, findings)
+        check_batch(self.task, batch, self.data, engine.device, findings)
         findings.passed(
             "batches", "tokens, masks and latents of every sample are the store's; all finite, on the device"
         )
@@ -200,31 +205,31 @@ class SanityRunner:
         loss, _ = self.objective(engine.module, batch)
         evaluating = [name or "the model" for name, module in engine.model.named_modules() if not module.training]
         if evaluating:
-            findings.failed("train_mode", f"in eval mode: {checks.format_names(evaluating)}")
+            findings.failed("train_mode", f"in eval mode: {format_names(evaluating)}")
         findings.passed("train_mode", f"{sum(1 for _ in engine.model.modules())} modules")
         if torch.is_autocast_enabled(engine.device.type):
             findings.failed("precision", "autocast is on outside the forward pass")
         if loss.dtype != torch.float32:
             findings.failed("precision", f"the loss is {str(loss.dtype)[6:]}, not float32")
         if not loss.requires_grad:
-            findings.failed("attached", "the loss has no graph: it was detached, or replaced by a constant")
+            findings.failed("loss_graph", "the loss has no graph: it was detached, or replaced by a constant")
             raise SanityAborted
-        findings.passed("attached", f"it comes from {type(loss.grad_fn).__name__}")
+        findings.passed("loss_graph", f"grad_fn is {type(loss.grad_fn).__name__}")
 
         engine.backward(loss)
-        moved = checks.changed(weights, checks.checksums(engine.parameter_shards())) if first else []
-        if moved:
-            findings.failed("in_place", f"forward or backward changed weights: {checks.format_names(moved)}")
+        changed = checks.changed(weights, checks.checksums(engine.parameter_shards())) if first else []
+        if changed:
+            findings.failed("in_place", f"forward or backward changed weights: {format_names(changed)}")
         written = [name for name, tensor in batch.tensors.items() if tensor._version != versions[name]]
         if written:
-            findings.failed("in_place", f"forward or backward wrote into the batch: {checks.format_names(written)}")
-        findings.passed("in_place", "inputs and weights are as before, autograd saw no saved tensor overwritten")
+            findings.failed("in_place", f"forward or backward wrote into the batch: {format_names(written)}")
+        findings.passed("in_place", "inputs and weights unchanged, no saved tensor overwritten")
         return float(loss.detach())
 
     def _check_gradients(self) -> None:
         engine, findings = self.engine, self.findings
-        self._connected |= checks.connected(engine, self._watch.fired)
-        trainable = {name for name in self._diagnostics.names}
+        self._connected |= checks.connected(engine, self._hooks.fired)
+        trainable = {name for name in self._collector.names}
         for name, parameter in engine.model.named_parameters():
             if name not in trainable and (parameter.requires_grad or parameter.grad is not None):
                 findings.failed("frozen", f"{name} has a gradient although it is frozen")
@@ -232,26 +237,26 @@ class SanityRunner:
             if gradient is not None and gradient.dtype != torch.float32:
                 findings.failed("precision", f"the gradient of {fragment.name} is {str(gradient.dtype)[6:]}")
 
-    # -- one batch again and again -----------------------------------------------------------------------------------
+    # -- overfitting one batch -----------------------------------------------------------------------------------
 
     def _overfit(self, max_steps: int, overfit_steps: int) -> None:
-        """The loss of one batch with one noise must fall; the run's peak LR, no warm-up."""
-        chosen, findings = self._fullest_step(), self.findings
-        self._check_scale(self._make(chosen))
+        """Check that the loss of one batch with fixed noise falls at the run's peak LR without warm-up."""
+        chosen, findings = self._largest_step(), self.findings
+        self._check_gradient_scale(self._step_batches(chosen))
         lr, losses = self.config.optimizer.lr, []
         for step in range(max_steps + 1, max_steps + overfit_steps + 1):
-            losses.append(self._step(step, self._make(chosen), lr))
+            losses.append(self._step(step, self._step_batches(chosen), lr))
         if len(losses) < 2:
             return
-        told = f"from {losses[0]:.5g} to {losses[-1]:.5g} in {len(losses) - 1} steps at LR {lr:g}"
+        change = f"from {losses[0]:.5g} to {losses[-1]:.5g} in {len(losses) - 1} steps at LR {lr:g}"
         if not losses[-1] < losses[0] - MIN_LOSS_DROP * abs(losses[0]):
-            findings.failed("overfit", f"it went {told}")
-        findings.passed("overfit", told)
+            findings.failed("overfit", f"it went {change}")
+        findings.passed("overfit", change)
 
-    def _check_scale(self, batches: list[NoisedBatch]) -> None:
-        """A small step straight down the gradient must lower the loss by its length times the gradient's norm."""
-        engine, fall = self.engine, 0.001 if self.config.training.dtype == "fp32" else 0.005
-        with self._faults_are_findings(len(self.steps) + 1):
+    def _check_gradient_scale(self, batches: list[Batch]) -> None:
+        """Check that a small gradient step lowers the loss by its length times the gradient norm."""
+        engine, relative_drop = self.engine, 0.001 if self.config.training.dtype == "fp32" else 0.005
+        with self._record_exceptions(len(self.steps) + 1):
             before = 0.0
             for batch in batches:
                 loss, _ = self.objective(engine.module, batch.to(engine.device))
@@ -260,9 +265,11 @@ class SanityRunner:
             norm = float(engine.grad_norm())
             if not (math.isfinite(before) and math.isfinite(norm) and norm > 0):
                 engine.discard_gradients()
-                self.findings.failed("scale", f"a loss of {before} with a gradient of norm {norm} cannot be compared")
+                self.findings.failed(
+                    "gradient_scale", f"a loss of {before} with a gradient of norm {norm} cannot be compared"
+                )
                 return
-            expected = fall * abs(before)
+            expected = relative_drop * abs(before)
             with torch.no_grad():
                 for fragment, gradient in gradient_fragments(engine):
                     if gradient is not None and fragment.count:
@@ -273,54 +280,56 @@ class SanityRunner:
             with torch.no_grad():
                 after = math.fsum(float(self.objective(engine.module, batch)[0]) for batch in batches)
         ratio = (before - after) / expected
-        told = f"a step down the gradient lowers the loss by {ratio:.2f} times what its norm says"
+        result = f"a gradient step lowers the loss by {ratio:.2f} times the expected amount"
         if not 1 / 1.5 < ratio < 1.5:
-            self.findings.failed("scale", f"{told} (expected about 1)")
+            self.findings.failed("gradient_scale", f"{result} (expected about 1)")
         scaler = {
             "bf16": "no loss scaling: bf16 has the range of fp32",
             "fp32": "no loss scaling: fp32 needs none",
             "fp16": f"loss scale {engine.loss_scale:g}",
         }
-        self.findings.passed("scale", f"{told}; {scaler[self.config.training.dtype]}")
+        self.findings.passed("gradient_scale", f"{result}; {scaler[self.config.training.dtype]}")
 
     # -- at the end --------------------------------------------------------------------------------------------------
 
-    def _after_all(self, start: dict) -> None:
+    def _final_checks(self, start: dict) -> None:
         engine, findings = self.engine, self.findings
-        names, parts = self._diagnostics.names, self._diagnostics.parts
+        names, parts = self._collector.names, self._collector.parts
         cut_off = [name for name in names if name not in self._connected]
         if cut_off:
-            findings.failed("reached", f"no gradient, cut off from the loss: {checks.format_names(cut_off)}")
-        excused = checks.expected_zero_gradients(engine.model, self.config.training.loss_type, self._null_rows)
+            findings.failed("gradient_coverage", f"no gradient, cut off from the loss: {format_names(cut_off)}")
+        exempt = tuple(self._unused or ())
         zero = [part for part, name in parts.items() if name in self._connected and part not in self._has_gradient]
-        unexcused = [part for part in zero if not part.startswith(excused)]
-        if unexcused:
+        unexpected = [part for part in zero if not part.startswith(exempt)]
+        if unexpected:
             findings.failed(
-                "reached", f"a zero gradient in each of {len(self.steps)} steps: {checks.format_names(unexcused)}"
+                "gradient_coverage", f"a zero gradient in each of {len(self.steps)} steps: {format_names(unexpected)}"
             )
-        idle = f"; the mode and these batches do not use {checks.format_names(zero)}" if zero else ""
-        findings.passed("reached", f"{len(parts) - len(zero)} of {len(parts)} tensors (a block's by streams){idle}")
+        idle = f"; the mode and these batches do not use {format_names(zero)}" if zero else ""
+        findings.passed(
+            "gradient_coverage", f"{len(parts) - len(zero)} of {len(parts)} tensors (a block's by streams){idle}"
+        )
 
-        moved = checks.changed(start, checks.checksums(engine.parameter_shards()))
+        changed = checks.changed(start, checks.checksums(engine.parameter_shards()))
         used = {parts[part] for part in self._has_gradient}
-        still = [name for name in names if name in used and name not in moved]
-        if still:
-            findings.failed("moves", f"a gradient, but the weight stayed as it was: {checks.format_names(still)}")
-        findings.passed("moves", f"{len(moved)} of {len(names)} tensors")
+        unchanged = [name for name in names if name in used and name not in changed]
+        if unchanged:
+            findings.failed("weights_update", f"a gradient, but an unchanged weight: {format_names(unchanged)}")
+        findings.passed("weights_update", f"{len(changed)} of {len(names)} tensors")
 
         bad = nonfinite_tensors(engine)
         if bad:
-            findings.failed("finite", "non-finite after the steps: " + checks.format_names(list(bad)))
+            findings.failed("finite", "non-finite after the steps: " + format_names(list(bad)))
         norms = [step["grad_norm"] for step in self.steps]
         findings.passed("finite", f"gradient norms {min(norms):.4g} to {max(norms):.4g}")
 
     def _check_frozen(self, before: dict) -> None:
-        moved = checks.changed(before, checks.checksums(self.engine.frozen_fragments()))
-        if moved:
-            self.findings.failed("frozen", f"changed during the steps: {checks.format_names(moved)}")
+        changed = checks.changed(before, checks.checksums(self.engine.frozen_fragments()))
+        if changed:
+            self.findings.failed("frozen", f"changed during the steps: {format_names(changed)}")
         names = {name for name, _ in before}
-        told = f"{len(names)} frozen tensors, bit for bit as they were" if names else "nothing is frozen in this run"
-        self.findings.passed("frozen", told)
+        result = f"{len(names)} frozen tensors, bitwise unchanged" if names else "nothing is frozen in this run"
+        self.findings.passed("frozen", result)
 
     def _check_memory(self) -> None:
         self.peak_bytes, kind = peak_memory(self.engine.device)
@@ -328,8 +337,8 @@ class SanityRunner:
 
 
 def peak_memory(device: torch.device) -> tuple[int, str]:
-    """Bytes, and of what: allocated on the GPU since the last reset, or resident in this process since it began."""
+    """Return (bytes, kind): allocated on the GPU since the last reset, or the process's peak resident size."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device), "GPU memory, allocated"
     unit = 1 if platform.system() == "Darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "host memory, the whole process"
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "host memory, entire process"

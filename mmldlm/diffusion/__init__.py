@@ -1,4 +1,4 @@
-"""Masked diffusion of text, continuous diffusion of latents, and how timesteps are drawn; torch only."""
+"""Noise processes of text and latents, and how timesteps are drawn; torch only."""
 
 from mmldlm.diffusion.gaussian import GaussianProcess
 from mmldlm.diffusion.masked import MaskedDiffusion

@@ -1,125 +1,211 @@
-"""Continuous diffusion of latents: z_t = a(t) x + s(t) e, with conversions between all prediction targets."""
+"""Gaussian diffusion of latents: z_t = alpha(t) x0 + sigma(t) noise, with conversions between prediction targets."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-PATHS = ("cosine", "linear", "sigmoid", "rectified_flow")
-PREDICTIONS = ("x0", "v", "epsilon", "flow")
+
+def _cosine(t: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.cos(0.5 * math.pi * t), torch.sin(0.5 * math.pi * t)
+
+
+def _linear(t: Tensor) -> tuple[Tensor, Tensor]:
+    """Integral of beta from 0.1 to 20: the continuous limit of DDPM's 1000 linear betas (arXiv 2011.13456)."""
+    log_alpha_squared = -(0.1 * t + 0.5 * (20.0 - 0.1) * t**2)
+    return (0.5 * log_alpha_squared).exp(), (-torch.expm1(log_alpha_squared)).sqrt()
+
+
+def _sigmoid(t: Tensor) -> tuple[Tensor, Tensor]:
+    """alpha^2 falls from 0.9975 to 0.0025 along a logistic curve, rescaled to reach 1 and 0 exactly."""
+    low, high = torch.sigmoid(torch.tensor(-6.0).double()), torch.sigmoid(torch.tensor(6.0).double())
+    alpha_squared = ((torch.sigmoid(6.0 - 12.0 * t) - low) / (high - low)).clamp(0, 1)
+    return alpha_squared.sqrt(), (1 - alpha_squared).sqrt()
+
+
+def _rectified_flow(t: Tensor) -> tuple[Tensor, Tensor]:
+    return 1 - t, t
+
+
+class Prediction(NamedTuple):
+    """One prediction target.
+
+    Attributes:
+        target: (alpha, sigma, x0, noise) -> what the network should output.
+        to_x0: (alpha, sigma, prediction, z) -> x0 estimate.
+        weight: (x0-space weight, SNR, sigma) -> the weight in this target's space.
+        max_timestep: largest t at which `to_x0` is computed; above it, t is replaced by it.
+        sampling_start: timestep at which sampling starts.
+    """
+
+    target: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    to_x0: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    weight: Callable[[Tensor, Tensor, Tensor], Tensor]
+    max_timestep: float = 1.0
+    sampling_start: float = 1.0
+
+
+# schedule -> t (fp64) -> alpha, sigma
+SCHEDULES = {"cosine": _cosine, "linear": _linear, "sigmoid": _sigmoid, "rectified_flow": _rectified_flow}
+PREDICTIONS = {
+    "x0": Prediction(
+        target=lambda alpha, sigma, x0, noise: x0,
+        to_x0=lambda alpha, sigma, prediction, z: prediction,
+        weight=lambda weight, snr, sigma: weight,
+    ),
+    "v": Prediction(
+        target=lambda alpha, sigma, x0, noise: alpha * noise - sigma * x0,
+        to_x0=lambda alpha, sigma, prediction, z: alpha * z - sigma * prediction,
+        weight=lambda weight, snr, sigma: weight / (snr + 1),
+    ),
+    # Its x0 estimate divides by alpha(t), which is 0 at t = 1 under most schedules.
+    "epsilon": Prediction(
+        target=lambda alpha, sigma, x0, noise: noise,
+        to_x0=lambda alpha, sigma, prediction, z: (z - sigma * prediction) / alpha,
+        weight=lambda weight, snr, sigma: weight / snr.clamp_min(1e-8),
+        max_timestep=0.999,
+        sampling_start=0.99,
+    ),
+    "flow": Prediction(
+        target=lambda alpha, sigma, x0, noise: noise - x0,
+        to_x0=lambda alpha, sigma, prediction, z: z - sigma * prediction,
+        weight=lambda weight, snr, sigma: weight * sigma**2,
+    ),
+}
 
 
 class GaussianProcess:
-    """Forward process, targets, loss weights and one deterministic or stochastic step back.
+    """A `LatentProcess`: forward noising, targets, loss weights and one step back.
 
-    The paths are continuous in t in [0, 1] (t = 0 data, t = 1 noise): variance preserving with a = cos(pi t / 2)
-    (cosine), log-SNR of the linear-beta DDPM (arXiv 2006.11239) or linear in logit space (sigmoid), and the straight
-    path a = 1 - t, s = t (rectified flow, arXiv 2209.03003). Discrete indices never enter.
+    Schedules are continuous in t in [0, 1] (t = 0 data, t = 1 noise). Variance preserving: alpha = cos(pi t / 2)
+    (cosine), the linear-beta DDPM (linear, arXiv 2006.11239) and linear in logit space (sigmoid). The straight path
+    alpha = 1 - t, sigma = t is rectified flow (arXiv 2209.03003). There are no discrete timestep indices.
 
     Args:
-        path: one of PATHS. prediction: what the network outputs, one of PREDICTIONS.
+        schedule: one of SCHEDULES.
+        prediction: what the network outputs, one of PREDICTIONS.
         weighting: unit, min_snr (arXiv 2303.09556) or velocity, always in the space of the prediction.
         min_snr_gamma: gamma of min_snr.
+
+    Raises:
+        ValueError: an unknown schedule or prediction.
     """
 
+    num_predictions = 1
+
     def __init__(
-        self, path: str = "cosine", prediction: str = "x0", weighting: str = "unit", min_snr_gamma: float = 5.0
+        self, schedule: str = "cosine", prediction: str = "x0", weighting: str = "unit", min_snr_gamma: float = 5.0
     ):
-        if path not in PATHS or prediction not in PREDICTIONS:
-            raise ValueError(f"path {path!r} of {PATHS}, prediction {prediction!r} of {PREDICTIONS}")
-        self.path, self.prediction = path, prediction
+        if schedule not in SCHEDULES or prediction not in PREDICTIONS:
+            raise ValueError(
+                f"schedule {schedule!r} of {tuple(SCHEDULES)}, prediction {prediction!r} of {tuple(PREDICTIONS)}"
+            )
+        self.schedule, self.prediction = schedule, prediction
         self.weighting, self.min_snr_gamma = weighting, min_snr_gamma
+        self.sampling_start = PREDICTIONS[prediction].sampling_start
+        self.solvers = ("ddim", "heun") if schedule == "rectified_flow" else ("ddim",)
 
     def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """a(t), s(t) in fp64, same shape as t in [0, 1]."""
-        t = t.double()
-        if self.path == "rectified_flow":
-            return 1 - t, t
-        if self.path == "cosine":
-            return torch.cos(0.5 * math.pi * t), torch.sin(0.5 * math.pi * t)
-        if self.path == "linear":
-            # integral of beta from 0.1 to 20: the continuous limit of DDPM's 1000 linear betas (arXiv 2011.13456)
-            log_alpha_squared = -(0.1 * t + 0.5 * (20.0 - 0.1) * t**2)
-        else:
-            # signal share falls from 0.9975 to 0.0025 along a logistic curve, rescaled to reach 1 and 0 exactly
-            low, high = torch.sigmoid(torch.tensor(-6.0).double()), torch.sigmoid(torch.tensor(6.0).double())
-            share = (torch.sigmoid(6.0 - 12.0 * t) - low) / (high - low)
-            share = share.clamp(0, 1)
-            return share.sqrt(), (1 - share).sqrt()
-        return (0.5 * log_alpha_squared).exp(), (-torch.expm1(log_alpha_squared)).sqrt()
+        """alpha(t) and sigma(t) in fp64, same shape as t in [0, 1]."""
+        return SCHEDULES[self.schedule](t.double())
 
-    @staticmethod
-    def _like(value: Tensor, x: Tensor) -> Tensor:
-        return value.reshape(value.shape + (1,) * (x.dim() - value.dim())).to(x.dtype)
+    def _alpha_sigma_like(self, t: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """alpha(t) and sigma(t) of t [B] in the dtype of x [B, ...], with trailing dimensions to broadcast."""
+        alpha, sigma = (value.reshape(value.shape + (1,) * (x.dim() - t.dim())) for value in self.alpha_sigma(t))
+        return alpha.to(x.dtype), sigma.to(x.dtype)
 
     def add_noise(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         """x0, noise [B, ..., D] and t [B] -> z_t, shape and dtype of x0."""
-        alpha, sigma = self.alpha_sigma(t)
-        return self._like(alpha, x0) * x0 + self._like(sigma, x0) * noise
+        alpha, sigma = self._alpha_sigma_like(t, x0)
+        return alpha * x0 + sigma * noise
 
-    def target(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        """What the network should output for (x0, noise, t)."""
+    def targets(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        """What the network should output for (x0, noise, t). [B, ..., D]"""
+        return PREDICTIONS[self.prediction].target(*self._alpha_sigma_like(t, x0), x0, noise)
+
+    def to_x0(self, predictions: Tensor, z: Tensor, t: Tensor) -> Tensor:
+        """Estimate of x0 from the network's output at (z, t). For epsilon, t above 0.999 counts as 0.999."""
         if self.prediction == "x0":
-            return x0
-        if self.prediction == "epsilon":
-            return noise
-        if self.prediction == "flow":
-            return noise - x0
+            return predictions
+        rule = PREDICTIONS[self.prediction]
+        return rule.to_x0(*self._alpha_sigma_like(t.clamp_max(rule.max_timestep), z), predictions, z)
+
+    def loss_weights(self, t: Tensor) -> Tensor:
+        """Weight of the squared error in the prediction's own space. [B] fp64"""
         alpha, sigma = self.alpha_sigma(t)
-        return self._like(alpha, x0) * noise - self._like(sigma, x0) * x0
-
-    def to_x0(self, prediction: Tensor, z: Tensor, t: Tensor) -> Tensor:
-        """Network output at (z, t) -> x0 estimate. For epsilon the caller must keep t below 1 (division by a)."""
-        if self.prediction == "x0":
-            return prediction
-        alpha, sigma = (self._like(value, z) for value in self.alpha_sigma(t))
-        if self.prediction == "v":
-            return alpha * z - sigma * prediction
-        if self.prediction == "flow":
-            return z - sigma * prediction
-        return (z - sigma * prediction) / alpha
-
-    def noise_of(self, x0: Tensor, z: Tensor, t: Tensor) -> Tensor:
-        """The noise that leads from x0 to z at t > 0."""
-        alpha, sigma = (self._like(value, z) for value in self.alpha_sigma(t))
-        return (z - alpha * x0) / sigma
-
-    def loss_weight(self, t: Tensor) -> Tensor:
-        """Weight of the squared error in the prediction's own space; [B] fp64."""
-        alpha, sigma = self.alpha_sigma(t)
-        snr = (alpha / sigma.clamp_min(1e-8)) ** 2
         if self.weighting == "unit":
             return torch.ones_like(alpha)
-        if self.weighting == "velocity":
-            # x0-space weight of the v loss is SNR + 1 and of the flow loss 1 / s^2; other spaces follow from eps =
-            # SNR * x
-            x_weight = 1 / sigma.clamp_min(1e-3) ** 2 if self.path == "rectified_flow" else snr + 1
-        else:
-            x_weight = snr.clamp_max(self.min_snr_gamma)
-        if self.prediction == "x0":
-            return x_weight
-        if self.prediction == "epsilon":
-            return x_weight / snr.clamp_min(1e-8)
-        if self.prediction == "v":
-            return x_weight / (snr + 1)
-        return x_weight * sigma**2
+        snr = (alpha / sigma.clamp_min(1e-8)) ** 2
+        if self.weighting == "min_snr":
+            x0_weight = snr.clamp_max(self.min_snr_gamma)
+        elif self.schedule == "rectified_flow":  # the flow loss weighs the squared x0 error by 1 / sigma^2
+            x0_weight = 1 / sigma.clamp_min(1e-3) ** 2
+        else:  # the v loss weighs it by SNR + 1
+            x0_weight = snr + 1
+        return PREDICTIONS[self.prediction].weight(x0_weight, snr, sigma)
 
     def step(
-        self, x0: Tensor, z: Tensor, t: Tensor, s: Tensor, eta: float = 0.0, noise: Tensor | None = None
+        self,
+        predictions: Tensor,
+        z: Tensor,
+        t: Tensor,
+        s: Tensor,
+        *,
+        eta: float = 0.0,
+        noise: Tensor | None = None,
+        project: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """One DDIM step (arXiv 2010.02502, eq. 12 and 16) from t to s < t given an x0 estimate.
+        """One DDIM step (arXiv 2010.02502, eq. 12 and 16) from t to s < t; under rectified flow, an Euler step.
 
         Args:
-            x0, z: [B, ..., D]; t, s: [B]; eta: 0 deterministic, 1 ancestral; noise: needed when eta > 0.
+            predictions: network output at (z, t). [B, ..., D]
+            z: state at t. [B, ..., D]
+            t: current timestep. [B]
+            s: next timestep. [B]
+            eta: 0 deterministic, 1 ancestral.
+            noise: standard normal noise like z, needed when eta > 0.
+            project: applied to the x0 estimate before the step.
         """
-        alpha_t, sigma_t = (self._like(value, z) for value in self.alpha_sigma(t))
-        alpha_s, sigma_s = (self._like(value, z) for value in self.alpha_sigma(s))
+        x0 = self.to_x0(predictions, z, t)
+        x0 = x0 if project is None else project(x0)
+        alpha_t, sigma_t = self._alpha_sigma_like(t, z)
+        alpha_s, sigma_s = self._alpha_sigma_like(s, z)
         direction = (z - alpha_t * x0) / sigma_t
         if eta == 0:
             return alpha_s * x0 + sigma_s * direction
-        # Ancestral standard deviation for a general (a, s): s_s^2 (1 - (a_t s_s / (a_s s_t))^2), finite at a_t = 0.
+        # Ancestral standard deviation: sigma_s^2 (1 - (alpha_t sigma_s / (alpha_s sigma_t))^2), finite at alpha_t = 0.
         ratio = alpha_t * sigma_s / (alpha_s * sigma_t)
         std = eta * sigma_s * (1 - ratio**2).clamp_min(0).sqrt()
         return alpha_s * x0 + (sigma_s**2 - std**2).clamp_min(0).sqrt() * direction + std * noise
+
+    def heun_step(
+        self,
+        predict: Callable[[Tensor, float], Tensor],
+        z: Tensor,
+        t: float,
+        s: float,
+        *,
+        project: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """One Heun step of rectified flow from t to s < t, 0 < s: second order, with two network evaluations.
+
+        Args:
+            predict: (z, t) -> network output.
+            z: state at t. [B, ..., D]
+            t: current timestep.
+            s: next timestep.
+            project: applied to each x0 estimate.
+        """
+        assert "heun" in self.solvers, f"heun_step needs schedule rectified_flow, not {self.schedule}"
+
+        def velocity(z: Tensor, t: float) -> Tensor:
+            times = torch.full((len(z),), t, dtype=torch.float64, device=z.device)
+            x0 = self.to_x0(predict(z, t), z, times)
+            return (z - (x0 if project is None else project(x0))) / t
+
+        first = velocity(z, t)
+        return z + (s - t) * 0.5 * (first + velocity(z + (s - t) * first, s))

@@ -11,15 +11,18 @@ SCHEDULES = ("loglinear", "cosine", "polynomial")
 
 
 class MaskedDiffusion:
-    """q(x_t | x_0) keeps a token with probability alpha_t and replaces it by [MASK] otherwise.
+    """A `TokenProcess`: q(x_t | x_0) keeps a token with probability alpha_t and replaces it by [MASK] otherwise.
 
     The continuous-time NELBO of a denoiser under SUBS is E_t[w(t) * sum over masked positions of -log p(x_0 | x_t)]
-    with w(t) = -alpha'_t / (1 - alpha_t), which is exactly 1 / t for the log-linear schedule whatever its eps.
+    with w(t) = -alpha'_t / (1 - alpha_t), which is exactly 1 / t for the log-linear schedule, for every eps.
 
     Args:
         mask_token_id: id of [MASK].
         schedule: loglinear (alpha = 1 - (1 - eps) t), cosine (alpha = cos(pi t / 2)), polynomial (alpha = 1 - t^2).
-        eps: share of tokens the log-linear schedule keeps at t = 1.
+        eps: fraction of tokens that the log-linear schedule keeps at t = 1.
+
+    Raises:
+        ValueError: an unknown schedule.
     """
 
     def __init__(self, mask_token_id: int, schedule: str = "loglinear", eps: float = 1e-4):
@@ -28,7 +31,7 @@ class MaskedDiffusion:
         self.mask_token_id, self.schedule, self.eps = mask_token_id, schedule, eps
 
     def alpha(self, t: Tensor) -> Tensor:
-        """Probability that a token is still there at t in [0, 1]; same shape, fp64."""
+        """Probability that a token is not masked at t in [0, 1]; same shape, fp64."""
         t = t.double()
         if self.schedule == "loglinear":
             return 1 - (1 - self.eps) * t
@@ -36,8 +39,8 @@ class MaskedDiffusion:
             return torch.cos(0.5 * math.pi * t)
         return 1 - t**2
 
-    def nelbo_weight(self, t: Tensor) -> Tensor:
-        """-alpha'_t / (1 - alpha_t) at t > 0; same shape, fp64."""
+    def loss_weights(self, t: Tensor) -> Tensor:
+        """NELBO weight -alpha'_t / (1 - alpha_t) at t > 0; same shape, fp64."""
         t = t.double()
         if self.schedule == "loglinear":
             return 1 / t
@@ -50,7 +53,10 @@ class MaskedDiffusion:
         """Mask tokens independently with probability 1 - alpha_t.
 
         Args:
-            tokens: [B, S] int64. t: [B]. uniform: [B, S] fp64 in [0, 1). maskable: [B, S] bool (real tokens).
+            tokens: [B, S] int64.
+            t: [B].
+            uniform: [B, S] fp64 in [0, 1).
+            maskable: [B, S] bool (real tokens).
 
         Returns:
             noised tokens [B, S] and masked [B, S] bool.
@@ -58,14 +64,14 @@ class MaskedDiffusion:
         masked = (uniform >= self.alpha(t)[:, None]) & maskable
         return tokens.masked_fill(masked, self.mask_token_id), masked
 
-    def time_of(self, masked_share: Tensor) -> Tensor:
-        """The t at which a share in (0, 1] of the tokens is masked in expectation; same shape, fp64."""
-        share = masked_share.double()
+    def timestep_of(self, masked_fraction: Tensor) -> Tensor:
+        """The t at which a fraction in (0, 1] of the tokens is masked in expectation; same shape, fp64."""
+        fraction = masked_fraction.double()
         if self.schedule == "loglinear":
-            return (share / (1 - self.eps)).clamp_max(1.0)
+            return (fraction / (1 - self.eps)).clamp_max(1.0)
         if self.schedule == "cosine":
-            return torch.acos((1 - share).clamp(-1, 1)) / (0.5 * math.pi)
-        return share.sqrt()
+            return torch.acos((1 - fraction).clamp(-1, 1)) / (0.5 * math.pi)
+        return fraction.sqrt()
 
     @staticmethod
     def corrupt_count(
@@ -73,16 +79,18 @@ class MaskedDiffusion:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Mask exactly k = ceil(u * L) of a sample's L tokens, chosen at random; k is then uniform on 1 .. L.
 
-        Integrating 1 / t against the binomial probability of k masked tokens gives 1 / k, so with weight L / k a masked
-        token the expectation is the same NELBO for t_min -> 0 whatever the schedule (LLaDA, arXiv 2502.09992, eq. 14;
-        RADD, arXiv 2406.03736) while the estimate no longer has the heavy tail of 1 / t at small t.
+        Integrating 1 / t against the binomial probability of k masked tokens gives 1 / k. With weight L / k per masked
+        token the expectation is therefore the same NELBO for min_timestep -> 0, under every schedule (LLaDA, arXiv
+        2502.09992, eq. 14; RADD, arXiv 2406.03736). The estimate no longer has the heavy tail of 1 / t at small t.
 
         Args:
-            tokens: [B, S] int64. uniform_t: [B] in [0, 1). uniform: [B, S] in [0, 1). maskable: [B, S] bool, some in
-                each row.
+            tokens: [B, S] int64.
+            uniform_t: [B] in [0, 1).
+            uniform: [B, S] in [0, 1).
+            maskable: [B, S] bool, at least one per row.
 
         Returns:
-            noised [B, S], masked [B, S] bool, share of masked tokens k / L [B] fp64.
+            noised [B, S], masked [B, S] bool, fraction of masked tokens k / L [B] fp64.
         """
         length = maskable.sum(1)
         count = ((uniform_t.double() * length).floor() + 1).clamp_max(length.double())
@@ -93,3 +101,21 @@ class MaskedDiffusion:
     def stay_masked(self, t: Tensor, s: Tensor) -> Tensor:
         """Probability that a token masked at t is still masked at s < t: (1 - alpha_s) / (1 - alpha_t)."""
         return (1 - self.alpha(s)) / (1 - self.alpha(t))
+
+    def reverse(self, tokens: Tensor, logits: Tensor, t: Tensor, s: Tensor, uniform: Tensor) -> Tensor:
+        """One ancestral step from t to s < t: each masked token is drawn with probability 1 - stay_masked.
+
+        Args:
+            tokens: state at t. [B, S] int64
+            logits: of x_0, -inf for [MASK]. [B, S, V]
+            t: current timestep. [B]
+            s: next timestep. [B]
+            uniform: numbers in [0, 1): which tokens are drawn, and their place in the CDF. [2, B, S]
+
+        Returns:
+            tokens at s. [B, S]
+        """
+        cdf = logits.double().softmax(-1).cumsum(-1)
+        drawn = torch.searchsorted(cdf, (uniform[1].double() * cdf[..., -1])[..., None], right=True)[..., 0]
+        unmasked = (tokens == self.mask_token_id) & (uniform[0] >= self.stay_masked(t, s)[:, None])
+        return torch.where(unmasked, drawn.clamp_max(logits.shape[-1] - 1), tokens)

@@ -1,4 +1,4 @@
-"""Maps from uniform numbers to timesteps. The uniforms come from the data pipeline's counter-based generator."""
+"""Map uniform numbers to timesteps. The uniforms come from the data pipeline's counter-based generator."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ def low_discrepancy(ranks: Tensor, offset: Tensor | float, count: int) -> Tensor
     """One-offset strata: (rank / count + offset) mod 1 (MDLM's antithetic sampling; VDM, arXiv 2107.00630).
 
     Args:
-        ranks: [B] each sample's place in a random permutation of the whole global batch, 0 .. count - 1.
-        offset: one uniform number of the global batch. count: samples in the global batch.
+        ranks: position of each sample in a random permutation of the global batch, 0 .. count - 1. [B]
+        offset: one uniform number of the global batch.
+        count: number of samples in the global batch.
 
     Returns:
         [B] uniforms in [0, 1); over a global batch every interval of width 1 / count holds exactly one.
@@ -19,9 +20,9 @@ def low_discrepancy(ranks: Tensor, offset: Tensor | float, count: int) -> Tensor
     return torch.remainder(ranks.double() / count + offset, 1.0)
 
 
-def stretch(uniform: Tensor, t_min: float) -> Tensor:
-    """[B] uniforms in [0, 1) -> timesteps in [t_min, 1)."""
-    return t_min + (1.0 - t_min) * uniform
+def stretch(uniform: Tensor, min_timestep: float) -> Tensor:
+    """[B] uniforms in [0, 1) -> timesteps in [min_timestep, 1)."""
+    return min_timestep + (1.0 - min_timestep) * uniform
 
 
 def logit_normal(uniform: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
@@ -31,6 +32,6 @@ def logit_normal(uniform: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor
     return torch.sigmoid(mean + std * torch.special.ndtri(inside))
 
 
-def shift(t: Tensor, amount: float) -> Tensor:
-    """t in [0, 1] -> amount t / (1 + (amount - 1) t): the same ends, more mass near 1 for amount > 1 (SD3, eq. 23)."""
-    return amount * t / (1 + (amount - 1) * t)
+def shift(t: Tensor, factor: float) -> Tensor:
+    """t in [0, 1] -> factor t / (1 + (factor - 1) t): the same ends, more mass near 1 for factor > 1 (SD3, eq. 23)."""
+    return factor * t / (1 + (factor - 1) * t)

@@ -15,6 +15,7 @@ import socket
 import sys
 import tempfile
 import time
+import traceback
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -86,3 +87,25 @@ def _is_recent(path: Path) -> bool:
         return time.time() - path.stat().st_mtime < CLAIM_TTL
     except OSError:
         return False
+
+
+def report_traceback(error: Exception, logs: Path | None) -> None:
+    """Print the traceback of an unexpected error.
+
+    For a collective error, write it to a file instead, so that the heartbeat's message that names the failed rank stays
+    last on the screen.
+
+    Args:
+        logs: folder for the file; None before the run's folder is known.
+    """
+    from mmldlm.distributed.stack_dump import describe_error, is_collective_error
+
+    text = "".join([*traceback.format_exception(error), f"ERROR: {describe_error(error)}\n"])
+    with contextlib.suppress(OSError):
+        if logs is not None and is_collective_error(error):
+            try:
+                (logs / f"error_rank{os.environ.get('RANK', 0)}.txt").write_text(text)
+                return
+            except OSError:
+                pass  # the screen is left
+        sys.stderr.write(text)

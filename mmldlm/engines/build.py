@@ -12,10 +12,12 @@ if TYPE_CHECKING:  # check_engine is asked by preflight, which starts without to
     from torch import nn
 
     from mmldlm.engines.base import Engine
+    from mmldlm.engines.parameter_plan import ParameterPlan
 
 
-def build_engine(model: nn.Module, config: Config) -> Engine:
-    """Wrap the model (freezing already decided) in the engine that config.engine.kind names. Collective."""
+def build_engine(model: nn.Module, config: Config, plan: ParameterPlan) -> Engine:
+    """Freeze what the plan freezes and wrap the model in the engine that config.engine.kind names. Collective."""
+    plan.set_requires_grad(model)
     kind = config.engine.kind
     if kind == "single":
         from mmldlm.engines.single import SingleEngine as Kind
@@ -25,7 +27,7 @@ def build_engine(model: nn.Module, config: Config) -> Engine:
         from mmldlm.engines.fsdp import FsdpEngine as Kind
     else:
         from mmldlm.engines.deepspeed.engine import DeepSpeedEngine as Kind
-    return Kind(model, config)
+    return Kind(model, config, plan)
 
 
 def check_engine(config: Config, world_size: int) -> None:

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mmldlm.config.schema import Config
 from mmldlm.engines.base import Autocast, compute_dtype, pick_device, rank_environment
 from mmldlm.engines.deepspeed.engine import start_process_group
+from mmldlm.engines.parameter_plan import ParameterPlan
 from mmldlm.engines.torch_engine import TorchEngine
 
 
@@ -19,7 +20,7 @@ class DdpEngine(TorchEngine):
 
     kind = "ddp"
 
-    def __init__(self, model: nn.Module, config: Config):
+    def __init__(self, model: nn.Module, config: Config, plan: ParameterPlan):
         self.rank, local_rank, self.world_size = rank_environment()
         self.device = pick_device(local_rank)
         start_process_group(self.device, config.engine.timeout)
@@ -31,7 +32,7 @@ class DdpEngine(TorchEngine):
         # argument's new name, which 2.6 does not know.
         warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
         self.module = DistributedDataParallel(inner, broadcast_buffers=False, gradient_as_bucket_view=True)
-        self._take(model, config)
+        self._setup(model, config, plan)
 
     def _sync_gradients(self, sync: bool) -> None:
         # What DDP.no_sync sets; as an attribute it needs no `with` around the loop's forward pass.

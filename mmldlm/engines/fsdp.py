@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from mmldlm.config.schema import Config
 from mmldlm.engines.base import compute_dtype, persistent_buffers, pick_device, rank_environment, tied_names
 from mmldlm.engines.deepspeed.engine import start_process_group
+from mmldlm.engines.parameter_plan import ParameterPlan
 from mmldlm.engines.parameter_shards import ParameterShard, dim0_shard
 from mmldlm.engines.torch_engine import TorchEngine
 
@@ -32,7 +33,7 @@ class FsdpEngine(TorchEngine):
 
     kind = "fsdp"
 
-    def __init__(self, model: nn.Module, config: Config):
+    def __init__(self, model: nn.Module, config: Config, plan: ParameterPlan):
         self.rank, local_rank, self.world_size = rank_environment()
         self.device, self.replicas = pick_device(local_rank), config.engine.replicas
         start_process_group(self.device, config.engine.timeout)
@@ -50,12 +51,12 @@ class FsdpEngine(TorchEngine):
         # The model returns slices of larger tensors; nobody changes them in place.
         warnings.filterwarnings("ignore", message=".*returned a view tensor", category=UserWarning)
         model.to(self.device)
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh, mp_policy=policy)
+        for unit in plan.sharding_units:
+            fully_shard(unit, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
         self.module = model
-        self._take(model, config)
-        self._patience = timedelta(seconds=config.checkpoints.timeout)
+        self._setup(model, config, plan)
+        self._patience = timedelta(seconds=config.checkpoints.save_timeout)
         self.reset_after_failed_save()
 
     def reset_after_failed_save(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 import torch
 from torch import nn
@@ -10,10 +11,11 @@ from torch import nn
 from mmldlm.config.schema import OptimizerConfig
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+def parameter_groups(model: nn.Module, weight_decay: float, no_decay: Collection[str] = ()) -> list[dict]:
     """Two AdamW groups of the trainable parameters: matrices with weight decay; norms, biases, embeddings without.
 
-    Learned tokens and positions are embeddings too: pulling them to zero has no reason.
+    Args:
+        no_decay: names of further parameters without weight decay (ParameterPlan.no_decay).
     """
     no_decay_modules = (nn.Embedding, nn.LayerNorm, nn.RMSNorm)
     embeddings = {
@@ -22,21 +24,24 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
         if isinstance(module, no_decay_modules)
         for parameter in module.parameters(recurse=False)
     }
-    decay, no_decay = [], []
+    with_decay, without_decay = [], []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        learned_token = name.rsplit(".", 1)[-1].startswith(("null_", "chunk_position", "latent_position"))
-        plain = parameter.dim() < 2 or id(parameter) in embeddings or learned_token
-        (no_decay if plain else decay).append(parameter)
-    groups = [{"params": decay, "weight_decay": weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
+        is_exempt = parameter.dim() < 2 or id(parameter) in embeddings or name in no_decay
+        (without_decay if is_exempt else with_decay).append(parameter)
+    groups = [{"params": with_decay, "weight_decay": weight_decay}, {"params": without_decay, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+def build_optimizer(model: nn.Module, config: OptimizerConfig, no_decay: Collection[str] = ()) -> torch.optim.AdamW:
     """AdamW over the trainable parameters; fused is 5 x faster than the default on CPU as well as on GPU."""
     return torch.optim.AdamW(
-        parameter_groups(model, config.weight_decay), lr=config.lr, betas=config.betas, eps=config.eps, fused=True
+        parameter_groups(model, config.weight_decay, no_decay),
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        fused=True,
     )
 
 

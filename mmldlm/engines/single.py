@@ -7,6 +7,7 @@ from torch import nn
 
 from mmldlm.config.schema import Config
 from mmldlm.engines.base import Autocast, compute_dtype, pick_device, rank_environment
+from mmldlm.engines.parameter_plan import ParameterPlan
 from mmldlm.engines.torch_engine import TorchEngine
 from mmldlm.errors import UserError
 
@@ -16,7 +17,7 @@ class SingleEngine(TorchEngine):
 
     kind = "single"
 
-    def __init__(self, model: nn.Module, config: Config):
+    def __init__(self, model: nn.Module, config: Config, plan: ParameterPlan):
         self.rank, local_rank, self.world_size = rank_environment()
         if self.world_size != 1:
             raise UserError(
@@ -25,6 +26,6 @@ class SingleEngine(TorchEngine):
                 "use engine.kind=deepspeed, fsdp or ddp, or one process",
             )
         self.device = pick_device(local_rank)
-        self._take(model.to(self.device), config)
+        self._setup(model.to(self.device), config, plan)
         dtype = compute_dtype(config.training.dtype)
         self.module = model if dtype == torch.float32 else Autocast(model, self.device.type, dtype)

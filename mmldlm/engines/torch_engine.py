@@ -10,16 +10,17 @@ from torch import Tensor, nn
 from mmldlm.config.schema import Config
 from mmldlm.engines.base import Engine, persistent_buffers, tied_names
 from mmldlm.engines.optimizer import build_optimizer, clipped_step
+from mmldlm.engines.parameter_plan import ParameterPlan
 from mmldlm.engines.parameter_shards import ParameterShard, full_shard
 
 
 class TorchEngine(Engine):
     """Clip by the true global norm, judge it, step. Subclasses wrap the model and say when gradients are reduced."""
 
-    def _take(self, model: nn.Module, config: Config) -> None:
+    def _setup(self, model: nn.Module, config: Config, plan: ParameterPlan) -> None:
         """Build the optimizer over the (wrapped) model's parameters."""
         self.model = model
-        self.optimizer = build_optimizer(model, config.optimizer)
+        self.optimizer = build_optimizer(model, config.optimizer, plan.no_decay)
         self.clip = config.optimizer.grad_clip_norm
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._accum, self._micro = config.training.grad_accum_steps, 0

@@ -1,4 +1,4 @@
-"""The evaluation as JSON (the form of all benchmarks) and as tables on the screen."""
+"""The report of an evaluation: JSON (in the form of all benchmarks) and tables."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.evaluation.statistics import Estimate
+from mmldlm.utils import atomic_files
 
 _OPERATORS = {">=": operator.ge, "<=": operator.le}
 
-# (key, label, digits) of the lines on the screen, in order.
+# (key, label, digits) of the printed rows, in order.
 ROWS = (
     ("nelbo_right", "l2t NELBO, nats/token", 3),
     ("nelbo_shuffled", "  another sentence's embedding", 3),
@@ -29,7 +30,7 @@ ROWS = (
     ("f1_right", "l2t free-running set-F1, points", 1),
     ("f1_shuffled", "  another sentence's embedding", 1),
     ("f1_gap", "  gap", 1),
-    ("bleu_right", "l2t BLEU-4 of word pieces, points", 1),
+    ("token_bleu_right", "l2t token BLEU-4 (word pieces), points", 1),
     ("exact_match_right", "l2t exact match, points", 1),
     ("cosine", "t2l cosine with the encoder's", 3),
     ("cosine_shuffled", "  with another sentence's", 3),
@@ -43,17 +44,18 @@ ROWS = (
 
 
 def claim(name: str, value: float, op: str, bound: float) -> dict[str, Any]:
-    """One claim in the form of ARCHITECTURE's benchmarks."""
+    """Return one claim in the form of the benchmarks."""
     return {"id": name, "value": value, "op": op, "bound": bound, "holds": bool(_OPERATORS[op](value, bound))}
 
 
 @dataclass
 class EvaluationReport:
-    """What an evaluation found.
+    """The results of an evaluation.
 
     Attributes:
-        conditions: how it was measured. arms: named estimates of the model, the two untrained controls and the floors.
-        examples: sentences beside what the model wrote from their embeddings.
+        conditions: how it was measured.
+        arms: named estimates of the model, the two untrained controls and the floors.
+        examples: sentences, and the texts that the model wrote from their embeddings.
     """
 
     conditions: dict[str, Any]
@@ -62,7 +64,7 @@ class EvaluationReport:
 
     @property
     def claims(self) -> list[dict[str, Any]]:
-        """The claims that this model's modes allow."""
+        """The claims that apply to this model's modes."""
         model, untrained = self.arms["model"], self.arms["untrained"]
         claims = []
         if "gain_null" in model:
@@ -77,7 +79,7 @@ class EvaluationReport:
         return claims
 
     def as_dict(self) -> dict[str, Any]:
-        """{"conditions", "claims", "details"}, JSON-ready."""
+        """Return {"conditions", "claims", "details"}, JSON-ready."""
         details: dict[str, Any] = {
             arm: {name: estimate.as_dict() for name, estimate in found.items()} for arm, found in self.arms.items()
         }
@@ -90,15 +92,11 @@ class EvaluationReport:
         return {"conditions": self.conditions, "claims": self.claims, "details": details}
 
     def write(self, path: str | os.PathLike) -> None:
-        """Write the JSON, whole or not at all."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps(self.as_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-        os.replace(partial, path)
+        """Write the JSON atomically."""
+        write_report(path, self.as_dict())
 
     def show(self, console=None) -> None:
-        """Print the figures, the claims and the examples."""
+        """Print the estimates, the claims and the examples."""
         from rich.box import SIMPLE
         from rich.console import Console
         from rich.table import Table
@@ -116,22 +114,25 @@ class EvaluationReport:
         console.print(table)
         console.print(f"untrained: same config, fresh weights, {conditions['num_control_sentences']} of the sentences.")
         if "gain_shuffled" in gates:
-            moved, gain = gates["latent_sensitivity"].value, gates["gain_shuffled"]
+            sensitivity, gain = gates["latent_sensitivity"].value, gates["gain_shuffled"]
             console.print(
                 "It ignores its embedding exactly (adaLN-Zero): its gain is 0 by construction.\n"
-                "With its zero layers drawn at random, another embedding moves the NELBO by\n"
-                f"{moved:.3f}, but the mean of another's - right is {_cell(gain, 4)}: {gain.in_standard_errors:.1f} SE."
+                "With its zero layers initialized at random, another embedding changes the NELBO by\n"
+                f"{sensitivity:.3f}, but the mean of another's - right is {_cell(gain, 4)}: "
+                f"{gain.in_standard_errors:.1f} SE."
             )
         for note in conditions["notes"]:
             console.print(f"note: {note}")
-        show_claims(self.claims, console)
+        print_claims(self.claims, console)
         if self.examples:
             self._show_examples(console)
 
     def _show_examples(self, console) -> None:
         from rich.table import Table
 
-        table = Table(title="unseen sentences, and what the model wrote from their embeddings", show_lines=True)
+        table = Table(
+            title="unseen sentences, and the texts that the model wrote from their embeddings", show_lines=True
+        )
         for column in ("sentence", "written from its embedding"):
             table.add_column(column, ratio=1, overflow="fold")
         table.add_column("set-F1", justify="right")
@@ -140,7 +141,14 @@ class EvaluationReport:
         console.print(table)
 
 
-def show_claims(claims: list[dict[str, Any]], console) -> None:
+def write_report(path: str | os.PathLike, report: dict[str, Any]) -> None:
+    """Write a report as JSON atomically, creating its folder."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    atomic_files.write_bytes(Path(path), text.encode())
+
+
+def print_claims(claims: list[dict[str, Any]], console) -> None:
     """Print claims as a table."""
     from rich.table import Table
 

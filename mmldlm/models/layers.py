@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
-from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-# t in [0, 1] is stretched before the sinusoids: unscaled, t=0 and t=0.01 are 0.027 apart and nearly all of the 256
-# dimensions are constant (facts: earlier-system 7.A.5).
+# t in [0, 1] is stretched before the sinusoids: unscaled, t = 0 and t = 0.01 are 0.027 apart and nearly all of the 256
+# dimensions are constant.
 TIMESTEP_SCALE = 1000.0
+MAX_CACHED = 8  # tables per function
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
@@ -31,9 +33,9 @@ def without_autocast(tensor: Tensor):
 
 
 def has_no_hooks(layer: nn.Module, *kinds: type) -> bool:
-    """Whether a layer is just one of these classes: then what it computes may be computed in its place.
+    """Whether a layer is exactly one of these classes, without hooks and with its own forward.
 
-    Nobody hooks it (or all modules), and nobody replaced its forward.
+    Then its result may be computed without calling it.
     """
     return (
         type(layer) in kinds
@@ -43,72 +45,91 @@ def has_no_hooks(layer: nn.Module, *kinds: type) -> bool:
     )
 
 
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
-_caches: dict = {}
+def cache_tensor(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Decorator: keep the constant tensors that a function of hashable arguments makes.
 
-
-def cache_tensors(make):
-    """A function of hashable arguments that makes tensors: what it gave for the last four arguments is given again.
-
-    Not where tensors are fake or made under inference mode, for those are of no use elsewhere.
+    Not a buffer: engines that cast a module to bf16 would cast it too.
     """
-    if torch.is_inference_mode_enabled() or torch._C._get_dispatch_mode(_FAKE) is not None:
-        return make
-    if make not in _caches:
-        _caches[make] = lru_cache(maxsize=4)(make)
-    return _caches[make]
+    cached: dict[tuple, Tensor] = {}
+
+    @functools.wraps(make)
+    def wrapper(*args) -> Tensor:
+        if args in cached:
+            return cached[args]
+        with torch.inference_mode(False):  # an inference tensor could not be saved for a backward pass
+            tensor = make(*args)
+        if type(tensor) is Tensor:  # a FakeTensor is of no use outside its mode
+            if len(cached) == MAX_CACHED:
+                cached.clear()
+            cached[args] = tensor
+        return tensor
+
+    return wrapper
 
 
 class StreamLinear(nn.Module):
-    """Two linear layers without bias, one for text rows, one for latent rows, their weights in one parameter.
+    """One linear layer without bias per stream (text rows, latent rows), their weights in one parameter.
 
-    One parameter, so that a grouped product takes both; two-dimensional, so that FSDP cuts it into even shares.
+    One parameter, so that a grouped product takes all; two-dimensional, so that FSDP cuts it into even shards.
 
     Args:
-        inputs, outputs: widths I, O of a row before and after.
+        inputs: width I of a row before.
+        outputs: width O of a row after.
+        num_streams: number of streams.
     """
 
-    def __init__(self, inputs: int, outputs: int):
+    def __init__(self, inputs: int, outputs: int, num_streams: int = 2):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(2 * outputs, inputs))
+        self.num_streams = num_streams
+        self.weight = nn.Parameter(torch.empty(num_streams * outputs, inputs))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Xavier's bounds (Glorot and Bengio, 2010) of each of the two."""
-        for half in self.weight.chunk(2):
-            nn.init.xavier_uniform_(half)
+        """Xavier's bounds (Glorot and Bengio, 2010) for each stream."""
+        for weight in self.weight.chunk(self.num_streams):
+            nn.init.xavier_uniform_(weight)
 
-    def forward(self, rows: Tensor, num_text: int) -> Tensor:
-        """[R, I], the first num_text of text -> [R, O]."""
-        text, latent = self.weight.chunk(2)
-        return torch.cat([F.linear(rows[:num_text], text), F.linear(rows[num_text:], latent)])
+    def forward(self, rows: Tensor, stream_ends: tuple[int, ...]) -> Tensor:
+        """[R, I], stream by stream, the streams ending at these rows -> [R, O]."""
+        weights = self.weight.chunk(self.num_streams)
+        return torch.cat([F.linear(rows[part], weight) for part, weight in zip(stream_slices(stream_ends), weights)])
+
+
+def stream_slices(stream_ends: tuple[int, ...]) -> list[slice]:
+    """The rows of each stream."""
+    return [slice(start, end) for start, end in zip((0, *stream_ends), stream_ends)]
 
 
 class QKNorm(nn.Module):
-    """RMS norms of the queries and the keys of both streams (arXiv 2010.04245, 2302.05442).
+    """RMS norms of the queries and the keys of every stream (arXiv 2010.04245, 2302.05442).
 
     Args:
-        head_dim: width of a query. eps: added to the mean square.
+        head_dim: width of a query.
+        eps: added to the mean square.
+        num_streams: number of streams.
     """
 
-    def __init__(self, head_dim: int, eps: float):
+    def __init__(self, head_dim: int, eps: float, num_streams: int = 2):
         super().__init__()
-        self.head_dim, self.eps = head_dim, eps
-        self.weight = nn.Parameter(torch.ones(2 * 2 * head_dim))  # of text's queries, its keys, of latents'
+        self.head_dim, self.eps, self.num_streams = head_dim, eps, num_streams
+        # Of stream 0's queries, its keys, of stream 1's queries, ...
+        self.weight = nn.Parameter(torch.ones(num_streams * 2 * head_dim))
 
-    def forward(self, rows: Tensor, num_text: int) -> Tensor:
-        """Queries and keys [R, 2, heads, head_dim], the first num_text of text -> the same, in rows' dtype."""
-        weight = self.weight.to(rows.dtype).view(2, 2, 1, -1)
+    def forward(self, rows: Tensor, stream_ends: tuple[int, ...]) -> Tensor:
+        """Queries and keys [R, 2, heads, head_dim], stream by stream -> the same, in rows' dtype."""
+        weights = self.weight.to(rows.dtype).view(self.num_streams, 2, 1, -1)
         normal = F.rms_norm(rows, (self.head_dim,), None, self.eps)
-        return torch.cat([normal[:num_text] * weight[0], normal[num_text:] * weight[1]])
+        return torch.cat([normal[part] * weight for part, weight in zip(stream_slices(stream_ends), weights)])
 
 
 class Modulation(nn.Linear):
-    """adaLN: condition [B, C] -> [B, groups x kinds x H]; starts as no change whatever the condition.
+    """adaLN: condition [B, C] -> [B, groups x kinds x H]; starts as the identity for every condition.
 
     Args:
-        cond_dim: C. hidden_size: H. kinds: what is put out, in order, of shift (starts at 0), scale (1), gate (0).
-        groups: how often.
+        cond_dim: C.
+        hidden_size: H.
+        kinds: outputs, in order, of shift (starts at 0), scale (1), gate (0).
+        groups: number of repetitions (streams).
     """
 
     def __init__(self, cond_dim: int, hidden_size: int, kinds: tuple[str, ...], groups: int = 1):
@@ -123,6 +144,7 @@ class Modulation(nn.Linear):
         self.bias.view(self.groups, len(self.kinds), -1).copy_(starts[:, None])
 
 
+@cache_tensor
 def _frequencies(count: int, max_period: float, device: torch.device) -> Tensor:
     """[count] angles of t = 1, falling from TIMESTEP_SCALE by the factor max_period."""
     step = -math.log(max_period) / count
@@ -145,7 +167,7 @@ class TimestepEmbedding(nn.Module):
 
     def sinusoids(self, t: Tensor) -> Tensor:
         """[B] timesteps in [0, 1] -> [B, frequency_dim] in fp32 (bf16 holds only half of 1000 distinct t)."""
-        angles = t.float()[:, None] * cache_tensors(_frequencies)(self.frequency_dim // 2, self.max_period, t.device)
+        angles = t.float()[:, None] * _frequencies(self.frequency_dim // 2, self.max_period, t.device)
         return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
     def forward(self, t: Tensor) -> Tensor:
@@ -155,10 +177,7 @@ class TimestepEmbedding(nn.Module):
 
 def rotary_table(length: int, head_dim: int, device, theta: float = 1e4) -> Tensor:
     """cos and sin of RoPE (arXiv 2104.09864), [length, head_dim / 2, 2] in fp32; dimensions 2 d and 2 d + 1 turn
-    together.
-
-    Not kept as a buffer: engines that cast a module to bf16 would cast it too.
-    """
+    together."""
     inverse = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
     angles = torch.arange(length, dtype=torch.float32, device=device)[:, None] * inverse
     return torch.stack([angles.cos(), angles.sin()], -1)

@@ -1,130 +1,155 @@
-"""Cross-entropy of a linear head without ever holding [positions, vocabulary]."""
+"""Cross-entropy of a linear head that never holds [positions, vocabulary]."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from mmldlm.models.buffer_reuse import gradient_memory, reusable_buffer
 from mmldlm.models.layers import compute_dtype, without_autocast
 
 # Logits that exist at once: a GPU wants large products, on a CPU they are as fast in small ones (fp32 elements; of low
 # precision twice as many).
 CHUNK_ELEMENTS = {"cpu": 8 << 20, "cuda": 64 << 20}
 MIN_ROWS = 64
-# Rows whose softmax exists at once in fp32 beside logits in low precision on a CPU: few, so that it stays in the cache.
+# Rows whose softmax exists at once in fp32 next to low-precision logits on a CPU: few, so that it stays in the cache.
 MIN_SHARED_ROWS = 64
-# Rows of logits start at multiples of this: with a row of 30,522 the product that makes them takes 1.4 times as long on
-# a CPU (stores cross cache lines), and leaves the aligned kernels on a GPU.
+# Rows of logits start at multiples of this: unaligned rows of 30,522 take 1.4 times as long on a CPU (stores cross
+# cache lines) and leave the aligned kernels on a GPU.
 ROW_ALIGNMENT = 64
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    """Weighted sum of token NLLs; gradients are made chunk by chunk in the forward pass.
-
-    The loss is linear in the NLLs, so their gradients are known as soon as a chunk's softmax is: keeping them (as large
-    as the inputs) replaces keeping the logits (V / H times as large). Idea: Cut Cross-Entropy, arXiv 2411.09009.
+class _ChunkedHead:
+    """Scores chunks of rows and sums up gradients.
 
     With P = softmax, t the target and w the row's weight, the gradient of the logits is w (P - onehot(t)). P - onehot
-    is made in P's place; w scales the rows of the small factors and is never written into [rows, V].
+    replaces P in place; w scales the rows of the small factors and is never written into [rows, V].
+
+    Args:
+        hidden: [M, H].
+        weight: [V, H].
+        bias: [V].
+        targets: [M].
+        loss_weights: [M].
+        excluded_token_id: id with probability zero.
+        chunk_rows: rows whose logits exist at once.
+        needs: whether gradients of hidden, weight and bias are wanted.
+    """
+
+    def __init__(self, hidden, weight, bias, targets, loss_weights, excluded_token_id, chunk_rows, needs):
+        low = compute_dtype(hidden)
+        exact = torch.float64 if low == torch.float64 else torch.float32
+        num_rows, device = len(hidden), hidden.device
+        self.vocab_size, self.chunk_rows, self.low, self.exact = len(weight), chunk_rows, low, exact
+        self.targets, self.weights = targets, loss_weights.to(exact)[:, None]
+        self.hidden, self.weight = hidden.to(low), weight.to(low)
+        # An excluded id has neither probability nor gradient: its bias, and so its logit, is -inf.
+        self.bias = bias.to(low, copy=True)
+        self.bias[excluded_token_id].fill_(float("-inf"))  # an assignment would make the host wait for a GPU
+        self.nll = torch.empty(num_rows, dtype=exact, device=device)
+        self.correct = torch.empty(num_rows, dtype=torch.bool, device=device)
+        width = _aligned(self.vocab_size)
+        self.logits = torch.empty(min(chunk_rows, num_rows), width, dtype=low, device=device)
+        self.part_rows = MIN_SHARED_ROWS if device.type == "cpu" and low != exact else chunk_rows
+        self.softmax = self.logits  # written over its logits if it has their dtype
+        if low != exact:
+            self.softmax = torch.empty(min(self.part_rows, len(self.logits)), width, dtype=exact, device=device)
+        self.minus_one = self.weights.new_full((1, 1), -1.0)
+        self.grad_hidden = torch.empty_like(self.hidden) if needs[0] else None
+        # Each chunk's share of the weight's gradient is rounded to the compute dtype. Two shares are summed with one
+        # more rounding, more of them in fp32.
+        sums = low if weight.dtype == low and num_rows <= 2 * chunk_rows else exact
+        self.grad_weight = torch.empty(weight.shape, dtype=sums, device=device) if needs[1] else None
+        self.product = torch.empty(weight.shape, dtype=low, device=device) if needs[1] and sums != low else None
+        self.grad_bias = torch.zeros(bias.shape, dtype=exact, device=device) if needs[2] else None
+        self.needs_any = any(needs)
+
+    def run(self) -> None:
+        """Score all rows and sum the gradients that are wanted."""
+        for start in range(0, len(self.nll), self.chunk_rows):
+            rows = slice(start, min(start + self.chunk_rows, len(self.nll)))
+            grad_logits = self._score(rows)
+            if self.grad_hidden is not None:
+                torch.mm(grad_logits, self.weight, out=self.grad_hidden[rows]).mul_(self.weights[rows])
+            if self.grad_weight is not None:
+                self._add_weight_grad(grad_logits, rows)
+        if len(self.nll) == 0 and self.grad_weight is not None:
+            self.grad_weight.zero_()
+
+    def _score(self, rows: slice) -> Tensor:
+        """NLL and correctness of a chunk; returns P - onehot(t) of it [rows, V], if gradients are wanted."""
+        chunk = self.hidden[rows]
+        logits = self.logits[: len(chunk)]
+        logits[:, self.vocab_size :].fill_(float("-inf"))
+        scores = torch.addmm(self.bias, chunk, self.weight.t(), out=logits[:, : self.vocab_size])
+        for first in range(0, len(chunk), self.part_rows):
+            part = logits[first : first + self.part_rows]
+            part_rows = slice(rows.start + first, rows.start + first + len(part))
+            target, softmax = self.targets[part_rows, None], part
+            if self.low != self.exact:  # softmax would allocate a copy of its own
+                softmax = self.softmax[: len(part)]
+                part = softmax.copy_(part)
+            largest = part.amax(-1, keepdim=True)  # far cheaper than max, which finds the indices, too
+            target_score = part.gather(1, target)
+            torch.ge(target_score, largest, out=self.correct[part_rows, None])
+            probs = torch.softmax(part, -1, self.exact, out=softmax)[:, : self.vocab_size]
+            # log of the normalizer from the largest probability, which is at least 1 / V
+            log_normalizer = largest - probs.amax(-1, keepdim=True).log_()
+            torch.sub(log_normalizer, target_score, out=self.nll[part_rows, None])
+            if not self.needs_any:
+                continue
+            probs.scatter_add_(1, target, self.minus_one.expand(len(part), 1))
+            if self.grad_bias is not None:
+                self.grad_bias.addmv_(probs.t(), self.weights[part_rows, 0])
+            if self.low != self.exact:
+                scores[first : first + len(part)] = probs
+        return scores
+
+    def _add_weight_grad(self, grad_logits: Tensor, rows: slice) -> None:
+        weighted = (self.hidden[rows] * self.weights[rows]).to(self.low)
+        if self.product is None and rows.start:
+            torch.addmm(self.grad_weight, grad_logits.t(), weighted, out=self.grad_weight)
+        else:
+            torch.mm(grad_logits.t(), weighted, out=self.grad_weight if self.product is None else self.product)
+        if self.product is not None:
+            _add(self.grad_weight, self.product, is_first=rows.start == 0)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Weighted sum of token NLLs; gradients are computed chunk by chunk in the forward pass.
+
+    The loss is linear in the NLLs, so their gradients are known as soon as a chunk's softmax is. Saving them (as large
+    as the inputs) replaces saving the logits (V / H times as large). Idea: Cut Cross-Entropy, arXiv 2411.09009.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, loss_weights, forbidden_id, chunk_rows, want_grads):
-        needs = [want_grads and ctx.needs_input_grad[i] for i in range(3)]
-        num_rows = hidden.shape[0]
-        low = compute_dtype(hidden)
+    def forward(ctx, hidden, weight, bias, targets, loss_weights, excluded_token_id, chunk_rows, wants_grads):
+        needs = [wants_grads and ctx.needs_input_grad[i] for i in range(3)]
         with without_autocast(hidden):
-            rows_low, weight_low = hidden.to(low), weight.to(low)
-            # A forbidden id has no probability and so no gradient: its logit is -inf by its bias.
-            bias_low = bias.to(low, copy=True)
-            bias_low[forbidden_id].fill_(float("-inf"))  # an assignment would make the host wait for a GPU
-            exact = torch.float64 if low == torch.float64 else torch.float32
-            weights = loss_weights.to(exact)[:, None]
-            nll = torch.empty(num_rows, dtype=exact, device=hidden.device)
-            correct = torch.empty(num_rows, dtype=torch.bool, device=hidden.device)
-            vocab, on_cpu = weight.shape[0], hidden.device.type == "cpu"
-            logits = reusable_buffer(weight, "logits", (min(chunk_rows, num_rows), _aligned(vocab)), low)
-            part_rows = MIN_SHARED_ROWS if on_cpu and low != exact else chunk_rows
-            shares = logits  # the softmax is written over its logits where it has their dtype
-            if low != exact:
-                shares = reusable_buffer(weight, "shares", (min(part_rows, len(logits)), _aligned(vocab)), exact)
-            grad_hidden = torch.empty_like(rows_low) if needs[0] else None
-            # Each chunk's part of the weight's gradient comes rounded to the compute dtype. Two of them are summed with
-            # one more rounding, more of them in fp32.
-            sums = low if weight.dtype == low and num_rows <= 2 * chunk_rows else exact
-            grad_weight = gradient_memory(weight, sums) if needs[1] else None
-            product = reusable_buffer(weight, "product", weight.shape, low) if needs[1] and sums != low else None
-            grad_bias = torch.zeros(bias.shape, dtype=exact, device=bias.device) if needs[2] else None
-            minus_one = weights.new_full((1, 1), -1.0)
-            for start in range(0, num_rows, chunk_rows):
-                rows = slice(start, min(start + chunk_rows, num_rows))
-                chunk = rows_low[rows]
-                wide = logits[: len(chunk)]
-                wide[:, vocab:].fill_(float("-inf"))
-                scores = torch.addmm(bias_low, chunk, weight_low.t(), out=wide[:, :vocab])
-                for first in range(0, len(chunk), part_rows):
-                    part = wide[first : first + part_rows]
-                    here = slice(start + first, start + first + len(part))
-                    target, wide_share = targets[here, None], part if low == exact else shares[: len(part)]
-                    if low != exact:  # softmax would take memory for a copy of its own
-                        part = wide_share.copy_(part)
-                    largest = part.amax(-1, keepdim=True)  # far cheaper than max, which finds the places, too
-                    target_score = part.gather(1, target)
-                    torch.ge(target_score, largest, out=correct[here, None])
-                    share = torch.softmax(part, -1, exact, out=wide_share)[:, :vocab]
-                    # log of the normaliser from the largest share, which is at least 1 / V
-                    log_normaliser = largest - share.amax(-1, keepdim=True).log_()
-                    torch.sub(log_normaliser, target_score, out=nll[here, None])
-                    if not any(needs):
-                        continue
-                    share.scatter_add_(1, target, minus_one.expand(len(part), 1))
-                    if needs[2]:
-                        grad_bias.addmv_(share.t(), weights[here, 0])
-                    if low != exact:
-                        scores[first : first + len(part)] = share
-                if needs[0]:
-                    torch.mm(scores, weight_low, out=grad_hidden[rows]).mul_(weights[rows])
-                if needs[1]:
-                    weighted = (chunk * weights[rows]).to(low)
-                    if product is None and start:
-                        torch.addmm(grad_weight, scores.t(), weighted, out=grad_weight)
-                    else:
-                        torch.mm(scores.t(), weighted, out=grad_weight if product is None else product)
-                    if product is not None:
-                        _add(grad_weight, product, is_first=start == 0)
-            if num_rows == 0 and needs[1]:
-                grad_weight.zero_()
-        ctx.grads = (
-            grad_hidden.to(hidden.dtype) if needs[0] else None,
-            _in_dtype_of(weight, grad_weight) if needs[1] else None,
-            grad_bias.to(bias.dtype) if needs[2] else None,
-        )
-        ctx.mark_non_differentiable(nll, correct)
-        return (nll * loss_weights).sum(), nll, correct
+            head = _ChunkedHead(hidden, weight, bias, targets, loss_weights, excluded_token_id, chunk_rows, needs)
+            head.run()
+        grads = (head.grad_hidden, head.grad_weight, head.grad_bias)
+        ctx.grads = [None if g is None else g.to(x.dtype) for g, x in zip(grads, (hidden, weight, bias))]
+        ctx.mark_non_differentiable(head.nll, head.correct)
+        return (head.nll * loss_weights).sum(), head.nll, head.correct
 
     @staticmethod
     def backward(ctx, grad_sum, _nll, _correct):
         if ctx.grads is None:
             raise RuntimeError("the text head's graph goes backward once: run the forward pass again")
-        # In place: the weight's gradient is the largest tensor of a small model's step, and nothing else holds it.
+        # In place: the weight's gradient is the largest tensor of a small model's step, and only ctx holds it.
         grads = [None if g is None else g.mul_(grad_sum.to(g.dtype)) for g in ctx.grads]
         ctx.grads = None
         return (*grads, None, None, None, None, None)
 
 
 def _add(total: Tensor, part: Tensor, is_first: bool) -> None:
-    """Add to a total of another dtype; on a CPU by rows, for torch makes a copy of all that it converts there."""
+    """Add to a total of another dtype; on a CPU by rows, because torch copies all that it converts there."""
     if is_first:
         total.copy_(part)
         return
     rows = 4096 if total.device.type == "cpu" else len(total)
-    for mine, more in zip(total.split(rows), part.split(rows)):
-        mine.add_(more)
-
-
-def _in_dtype_of(weight: Tensor, grad: Tensor) -> Tensor:
-    return grad if grad.dtype == weight.dtype else gradient_memory(weight, weight.dtype).copy_(grad)
+    for total_rows, part_rows in zip(total.split(rows), part.split(rows)):
+        total_rows.add_(part_rows)
 
 
 def _aligned(vocab_size: int) -> int:
@@ -132,7 +157,7 @@ def _aligned(vocab_size: int) -> int:
 
 
 def rows_of_a_chunk(vocab_size: int, device_type: str, low_bytes: int) -> int:
-    """Rows whose logits exist at once. low_bytes: of an element in the compute dtype."""
+    """Number of rows whose logits exist at once. low_bytes: size of an element in the compute dtype."""
     elements = CHUNK_ELEMENTS.get(device_type, CHUNK_ELEMENTS["cuda"])
     if device_type == "cpu" and low_bytes < 4:
         elements *= 2
@@ -140,13 +165,13 @@ def rows_of_a_chunk(vocab_size: int, device_type: str, low_bytes: int) -> int:
 
 
 def logits_bytes(num_rows: int, vocab_size: int, device_type: str, low_bytes: int) -> int:
-    """Most bytes of logits and shares that exist at once; bounded, however many rows are scored.
+    """Most bytes of logits and probabilities that exist at once; bounded for any number of rows.
 
-    low_bytes: of an element in the compute dtype; below 4 the shares stand beside the logits in fp32.
+    low_bytes: size of an element in the compute dtype; below 4 the probabilities are a separate fp32 tensor.
     """
     rows = min(rows_of_a_chunk(vocab_size, device_type, low_bytes), num_rows)
-    shares = 0 if low_bytes >= 4 else 4 * (min(rows, MIN_SHARED_ROWS) if device_type == "cpu" else rows)
-    return _aligned(vocab_size) * (rows * low_bytes + shares)
+    probs = 0 if low_bytes >= 4 else 4 * (min(rows, MIN_SHARED_ROWS) if device_type == "cpu" else rows)
+    return _aligned(vocab_size) * (rows * low_bytes + probs)
 
 
 def linear_cross_entropy(
@@ -155,17 +180,18 @@ def linear_cross_entropy(
     bias: Tensor,
     targets: Tensor,
     loss_weights: Tensor,
-    forbidden_id: int,
+    excluded_token_id: int,
     chunk_rows: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """NLL of targets under softmax(hidden @ weight.T + bias) with one id given probability zero.
 
     Args:
-        hidden: [M, H] rows to score (M may be 0).
-        weight: [V, H], bias: [V].
-        targets: [M] int64 token ids, none of them forbidden_id.
-        loss_weights: [M] fp32 weight of each row in the sum.
-        forbidden_id: id that is never predicted ([MASK], the zero-mask-probability half of SUBS).
+        hidden: rows to score (M may be 0). [M, H]
+        weight: [V, H].
+        bias: [V].
+        targets: int64 token ids, none of them excluded_token_id. [M]
+        loss_weights: fp32 weight of each row in the sum. [M]
+        excluded_token_id: id that is never predicted ([MASK], the zero-mask-probability half of SUBS).
         chunk_rows: rows whose logits exist at once. None: as many as fit CHUNK_ELEMENTS.
 
     Returns:
@@ -173,6 +199,7 @@ def linear_cross_entropy(
     """
     if chunk_rows is None:
         chunk_rows = rows_of_a_chunk(weight.shape[0], hidden.device.type, compute_dtype(hidden).itemsize)
-    # Inside a Function's forward grad mode is always off, so whether gradients are wanted is asked here.
-    want_grads = torch.is_grad_enabled()
-    return _LinearCrossEntropy.apply(hidden, weight, bias, targets, loss_weights, forbidden_id, chunk_rows, want_grads)
+    # Inside a Function's forward grad mode is always off, so it is passed on from here.
+    wants_grads = torch.is_grad_enabled()
+    arguments = (targets, loss_weights, excluded_token_id, chunk_rows, wants_grads)
+    return _LinearCrossEntropy.apply(hidden, weight, bias, *arguments)

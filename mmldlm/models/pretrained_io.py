@@ -16,8 +16,8 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from mmldlm.config.schema import ModelConfig
 from mmldlm.errors import UserError
+from mmldlm.models.mmdit.config import ModelConfig
 from mmldlm.utils.json_files import read_json
 
 if TYPE_CHECKING:

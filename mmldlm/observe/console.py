@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,13 +20,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from mmldlm.tasks.base import Metric
 from mmldlm.utils.formatting import fold, format_duration
 
 # What a line shows of a step's record: key, word on the screen, format.
 _FIELDS = (
-    ("loss", "loss", "#.4g"),
-    ("text_loss", "text", "#.4g"),
-    ("latent_loss", "latent", "#.4g"),
     ("grad_norm", "grad_norm", "#.3g"),
     ("lr", "lr", ".1e"),
     ("tokens_per_second", "tok/s", ".0f"),
@@ -73,18 +71,25 @@ def _drop_output(stream: TextIO) -> None:
         os.close(nowhere)
 
 
-def format_step(record: Mapping[str, Any], total_steps: int | None, num_skipped: int, eta: float | None = None) -> str:
+def format_step(
+    record: Mapping[str, Any],
+    total_steps: int | None,
+    num_skipped: int,
+    eta: float | None = None,
+    metrics: Sequence[Metric] = (),
+) -> str:
     """One grep-able line of a step's record; fields that the record lacks or holds as None are left out."""
     parts = [f"step {record['step']}" + (f"/{total_steps}" if total_steps else "")]
-    parts += [f"{word}: {value}" for word, value in _format_fields(record)]
+    parts += [f"{word}: {value}" for word, value in _format_fields(record, metrics)]
     parts.append(f"skipped: {num_skipped}")
     if eta is not None:
         parts.append(f"eta: {format_duration(eta)}")
     return " | ".join(parts)
 
 
-def _format_fields(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for key, word, form in _FIELDS:
+def _format_fields(record: Mapping[str, Any], metrics: Sequence[Metric]) -> Iterator[tuple[str, str]]:
+    losses = [("loss", "loss"), *((metric.name, metric.label) for metric in metrics if metric.label)]
+    for key, word, form in (*((key, word, "#.4g") for key, word in losses), *_FIELDS):
         value = record.get(key)
         if value is not None:
             yield word, f"{value:{form}}"
@@ -92,10 +97,12 @@ def _format_fields(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield word, record[f"{key}_nonfinite"]
 
 
-def _format_live(record: Mapping[str, Any], total_steps: int, num_skipped: int, eta: float | None) -> str:
+def _format_live(
+    record: Mapping[str, Any], total_steps: int, num_skipped: int, eta: float | None, metrics: Sequence[Metric]
+) -> str:
     """The same in fewer columns, the time left near the front: a narrow terminal cuts the end."""
     left = f" eta {format_duration(eta)}" if eta is not None else ""
-    figures = "  ".join(f"{word} {value}" for word, value in _format_fields(record))
+    figures = "  ".join(f"{word} {value}" for word, value in _format_fields(record, metrics))
     return f"{record['step']}/{total_steps}{left}  {figures}  skipped {num_skipped}"
 
 
@@ -119,7 +126,9 @@ class Console:
         log_file: str | Path | None = None,
         start_step: int = 0,
         stream: TextIO | None = None,
+        metrics: Sequence[Metric] = (),
     ):
+        self._metrics = metrics
         self.total_steps, self.log_freq = total_steps, log_freq
         self.num_skipped = 0
         """Steps this process saw with a true `skipped`."""
@@ -147,7 +156,7 @@ class Console:
         step = record["step"]
         self.num_skipped += bool(record.get("skipped"))
         self._pace.append((step, time.monotonic()))
-        shown = (record, self.total_steps, self.num_skipped, self.eta())
+        shown = (record, self.total_steps, self.num_skipped, self.eta(), self._metrics)
         due = step % self.log_freq == 0 or step == self.total_steps
         if due:
             line = format_step(*shown)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+
+from mmldlm.utils.json_files import to_strict_json
 
 # What readers of a step's record calculate with; other values are only shown.
 _COUNTS = ("step", "samples", "bad_samples")
@@ -56,33 +57,6 @@ class JsonlLog:
         self.close()
 
 
-def to_strict_json(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy that strict JSON can hold; scalars of NumPy and torch become Python numbers.
-
-    A non-finite number becomes None, and `<key>_nonfinite` says "nan", "inf" or "-inf" (a list of such words and
-    None where a list held it).
-    """
-    out: dict[str, Any] = {}
-    for key, value in record.items():
-        value = _number(value)
-        if isinstance(value, Mapping):
-            out[key] = to_strict_json(value)
-        elif isinstance(value, (list, tuple)):
-            items = [_number(item) for item in value]
-            words = [_nonfinite(item) for item in items]
-            out[key] = [
-                to_strict_json(item) if isinstance(item, Mapping) else None if word else item
-                for item, word in zip(items, words)
-            ]
-            if any(words):
-                out[f"{key}_nonfinite"] = words
-        elif word := _nonfinite(value):
-            out[key], out[f"{key}_nonfinite"] = None, word
-        else:
-            out[key] = value
-    return out
-
-
 def parse_line(line: str) -> dict[str, Any] | None:
     """The record of one line, or None where the line is torn or not strict JSON."""
     try:
@@ -128,17 +102,6 @@ def read_records(path: str | os.PathLike) -> tuple[list[dict[str, Any]], int]:
         parsed = [parse_line(line) for line in file if line.strip()]
     records = [record for record in parsed if record is not None]
     return records, len(parsed) - len(records)
-
-
-def _number(value: Any) -> Any:
-    item = getattr(value, "item", None)
-    return item() if callable(item) else value
-
-
-def _nonfinite(value: Any) -> str | None:
-    if not isinstance(value, float) or math.isfinite(value):
-        return None
-    return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
 
 
 def _reject_constant(word: str) -> None:

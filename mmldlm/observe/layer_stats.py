@@ -123,7 +123,7 @@ class LayerStatsCollector:
             # Every rank needs every name, also those of which it holds nothing.
             trainable = [name for name, parameter in engine.model.named_parameters() if parameter.requires_grad]
             # A block's parameters hold text's half, then the latents'; each has a row of its own.
-            inside = [f"{name}." for name, module in engine.model.named_modules() if hasattr(module, "streams")]
+            inside = [f"{name}." for name, module in engine.model.named_modules() if hasattr(module, "split_streams")]
             count = 0
             for name in trainable:
                 rows = len(STREAMS) if name.startswith(tuple(inside)) else 1
@@ -286,7 +286,7 @@ class _Activations:
                 for number, block in enumerate(module):
                     block_name = f"{name}.{number}"
                     streams = [f"{block_name}.{stream}" for stream in STREAMS]
-                    self._names[block] = streams if hasattr(block, "streams") else [block_name]
+                    self._names[block] = streams if hasattr(block, "split_streams") else [block_name]
             elif name != "text_head":  # it returns losses
                 self._names[module] = [name]
         self._rows = {name: row for row, name in enumerate(n for names in self._names.values() for n in names)}
@@ -318,8 +318,8 @@ class _Activations:
 
     @torch.no_grad()
     def _record(self, module: nn.Module, output, given: tuple) -> None:
-        if hasattr(module, "streams"):  # a block puts its two streams out as the rows of one tensor
-            output = module.streams(output, *given)
+        if hasattr(module, "split_streams"):  # a block puts its two streams out as the rows of one tensor
+            output = module.split_streams(output, *given)
         tensors, names = list(_float_tensors(output)), self._names[module]
         if len(names) != len(tensors):
             names = names[:1] * len(tensors)

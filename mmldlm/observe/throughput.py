@@ -5,14 +5,15 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from mmldlm.config.schema import Config
-from mmldlm.observe.flops import FlopRate, peak_flops
+from mmldlm.observe.flops import peak_flops
+from mmldlm.tasks.base import Task
 
 PARTS = ("data", "checkpoint", "evaluation")
 
@@ -21,13 +22,17 @@ class StepTimer:
     """Measures from one step's record to the next. Wall clock of this rank; no device is asked to wait.
 
     Args:
-        config: the run's. world_size: devices. device: of this rank.
+        task: counts the FLOPs. config: the run's. world_size: devices. device: of this rank.
     """
 
-    def __init__(self, config: Config, world_size: int, device: torch.device):
+    def __init__(self, task: Task, config: Config, world_size: int, device: torch.device):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-        peak = peak_flops(name, config.training.dtype, config.logging.peak_tflops)
-        self.rate, self.device = FlopRate(config.model, world_size, peak), device
+        self._peak = peak_flops(name, config.training.dtype, config.logging.peak_tflops)
+        self._task, self._config, self._world_size, self.device = task, config, world_size, device
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin to measure now: what came before was set-up."""
         self._spent = dict.fromkeys(PARTS, 0.0)
         self._last = time.perf_counter()
 
@@ -40,7 +45,7 @@ class StepTimer:
         finally:
             self._spent[name] += time.perf_counter() - started
 
-    def step(self, num_samples: int, num_tokens: float, num_scored: float) -> dict[str, Any]:
+    def step(self, num_samples: int, num_tokens: float, sums: Mapping[str, float]) -> dict[str, Any]:
         """Fields of the record of the step that has just ended; counts are over all ranks.
 
         Returns:
@@ -52,11 +57,12 @@ class StepTimer:
         now = time.perf_counter()
         whole = max(now - self._last, 1e-9)
         working = max(whole - self._spent["checkpoint"] - self._spent["evaluation"], 1e-9)
-        flops = self.rate.flops(num_samples, num_tokens, num_scored)
+        flops = self._task.training_flops(self._config, num_samples, num_tokens, sums)
+        rate = flops / working / self._world_size  # per device
         record = {
             "tokens_per_second": num_tokens / working,
-            "tflops": flops / working / self.rate.world_size / 1e12,
-            "mfu": self.rate.mfu(flops, working),
+            "tflops": rate / 1e12,
+            "mfu": None if self._peak is None else rate / self._peak,
             "data_share": self._spent["data"] / whole,
             "checkpoint_share": self._spent["checkpoint"] / whole,
             "peak_memory_gib": self._peak_bytes() / 2**30,

@@ -1,4 +1,4 @@
-"""What `mmldlm sample` reads: texts, their token ids, and their embeddings from a file or from the encoder."""
+"""Inputs of sampling: texts, their token ids, and their embeddings from a file or from the encoder."""
 
 from __future__ import annotations
 
@@ -10,26 +10,28 @@ import numpy as np
 
 from mmldlm.data.store.arrays import read_array
 from mmldlm.errors import UserError
-from mmldlm.observe.progress_meter import Advance
 from mmldlm.sampling.latent_sampler import latent_shape
 from mmldlm.sampling.pretrained import Pretrained
-from mmldlm.utils.formatting import describe_os_error
+from mmldlm.utils.formatting import describe_os_error, join_some
+from mmldlm.utils.progress import ProgressCallback
 
-# Norms further from 1 than this are not vectors of an encoder that normalizes.
-_NORM_SLACK = 0.05
+# Tolerance of the norm of vectors from a normalizing encoder.
+_NORM_TOLERANCE = 0.05
 
 
 def read_latents(path: str, pretrained: Pretrained) -> np.ndarray:
-    """Embeddings [N, D] fp32 of a .npy file that holds [D] or [N, D]; of a model of M latents a text [N, M, D] of
-    [M, D] or [N, M, D].
+    """Read embeddings from a .npy file of [D] or [N, D]; of [M, D] or [N, M, D] for a model of M latents per text.
+
+    Returns:
+        [N, D] or [N, M, D] fp32.
 
     Raises:
-        UserError: no such file, not an array, empty, of another dimension, NaN, infinite or zero vectors.
+        UserError: a missing file, not an array, an empty one, another dimension, NaN, infinite or zero vectors.
     """
     shape = latent_shape(pretrained.model.config)
-    one = ", ".join(map(str, shape))
-    expected = f"a .npy file of numbers [{one}] or [N, {one}] (the model's latents of a text) at {path}"
-    fix = "save the encoder's vectors with numpy.save; nothing is filled in for missing or damaged ones"
+    dims = ", ".join(map(str, shape))
+    expected = f"a .npy file of numbers [{dims}] or [N, {dims}] (the model's latents of one text) at {path}"
+    fix = "save the encoder's vectors with numpy.save"
     try:
         values = read_array(Path(path))
     except FileNotFoundError:
@@ -44,27 +46,29 @@ def read_latents(path: str, pretrained: Pretrained) -> np.ndarray:
     rows = np.ascontiguousarray(rows, dtype=np.float32)
     bad = np.unique(np.nonzero(~np.isfinite(rows).all(-1) | ~rows.any(-1))[0])
     if len(bad):
-        named = ", ".join(map(str, bad[:10])) + (", ..." if len(bad) > 10 else "")
-        raise UserError(f"finite, non-zero vectors in {path}", f"NaN, infinite or zero vectors in rows {named}", fix)
+        rows_found = f"NaN, infinite or zero vectors in rows {join_some(bad, 10)}"
+        raise UserError(f"finite, non-zero vectors in {path}", rows_found, fix)
     norm = float(np.median(np.linalg.norm(rows, axis=-1)))
-    if pretrained.unit_norm and abs(norm - 1) > _NORM_SLACK:
+    if pretrained.unit_norm and abs(norm - 1) > _NORM_TOLERANCE:
         print(
-            f"warning: the vectors in {path} have norm {norm:.3g}, those the model was trained on have norm 1; "
-            "are they of the same encoder, unscaled?",
+            f"warning: the vectors in {path} have norm {norm:.3g}, the training latents have norm 1; "
+            "check that they are unscaled outputs of the same encoder",
             file=sys.stderr,
         )
     return rows
 
 
-def encode_texts(texts: Sequence[str], pretrained: Pretrained, progress: Advance | None = None) -> np.ndarray:
-    """Embeddings [N, D] of texts by the encoder the model was trained on; [N, M, D] where it has M latents per text.
+def encode_texts(texts: Sequence[str], pretrained: Pretrained, progress: ProgressCallback | None = None) -> np.ndarray:
+    """Embed texts with the encoder that produced the model's training latents.
 
     Args:
-        progress: called after every batch with the texts (or pieces of texts) done so far, and in all.
+        progress: called after every batch with the number of texts (or parts of texts) done and in total.
+
+    Returns:
+        [N, D], or [N, M, D] for a model of M latents per text.
 
     Raises:
-        UserError: the checkpoint does not name its encoder, the one at hand has other weights, or a text is too short
-            for M pieces.
+        UserError: an unknown encoder, an encoder with other weights, or a text too short for M parts.
     """
     from mmldlm.data.encoders.encoder import Encoder
     from mmldlm.data.sentences import split_into_parts
@@ -72,50 +76,50 @@ def encode_texts(texts: Sequence[str], pretrained: Pretrained, progress: Advance
     identity = pretrained.encoder
     if identity is None:
         raise UserError(
-            f'"encoder" in the model\'s config in {pretrained.folder}, which names the encoder of its latents',
+            f'"encoder" in the model\'s config in {pretrained.folder}, the encoder of its latents',
             "no such key",
             "embed the texts yourself and pass --latent-file",
         )
     if not pretrained.has_encoder:
         raise UserError(
-            "a model whose data names the encoder of its latents",
+            "a model with a known encoder of its latents",
             "its store was packed without --encoder",
-            "embed the texts yourself with that encoder and give the latents with --latent-file",
+            "embed the texts yourself with that encoder and pass --latent-file",
         )
-    count, pieces = pretrained.model.config.max_latents, []
-    for text in texts:  # cut as prepare cuts them
+    count, all_parts = pretrained.model.config.max_latents, []
+    for text in texts:  # split as in `mmldlm prepare`
         parts = split_into_parts(text, count)
         if parts is None:
             raise UserError(
-                f"texts of at least {count} characters, which the model's {count} latents are of",
+                f"texts of at least {count} characters, for the model's {count} latents per text",
                 repr(text),
-                "leave it out",
+                "omit it",
             )
-        pieces += parts
+        all_parts += parts
     done = 0
 
-    def advance(just_done: int) -> None:
+    def advance(num_new: int) -> None:
         nonlocal done
-        done += just_done
+        done += num_new
         if progress is not None:
-            progress(done, len(pieces))
+            progress(done, len(all_parts))
 
-    latents = Encoder.from_identity(identity).encode(pieces, advance)
+    latents = Encoder.from_identity(identity).encode(all_parts, advance)
     return latents.reshape(len(texts), *latent_shape(pretrained.model.config))
 
 
 def given_texts(texts: list[str] | None, text_file: str | None) -> list[str]:
-    """The texts of --text, or of --text-file, one a line (blank lines left out).
+    """Return the texts of --text or --text-file (one per line, blank lines ignored).
 
     Raises:
-        UserError: no such file, not UTF-8, no text, or a blank one.
+        UserError: a missing file, not UTF-8, no text, or a blank one.
     """
     if text_file:
         try:
             texts = Path(text_file).read_text(encoding="utf-8").splitlines()
         except OSError as error:
             found = f"{text_file}: {describe_os_error(error)}"
-            raise UserError("a text file, one text a line", found, "check the path") from error
+            raise UserError("a text file with one text per line", found, "check the path") from error
         except UnicodeDecodeError as error:
             raise UserError(
                 f"UTF-8 text in {text_file}",
@@ -124,22 +128,22 @@ def given_texts(texts: list[str] | None, text_file: str | None) -> list[str]:
             ) from None
         texts = [text for text in texts if text.strip()]
     if not texts or any(not text.strip() for text in texts):
-        raise UserError("texts that are not empty", f"{texts!r}", "give at least one text, none of them blank")
+        raise UserError("texts that are not empty", f"{texts!r}", "name at least one text, none of them blank")
     return [text.strip() for text in texts]
 
 
 def tokenize_texts(texts: Sequence[str], pretrained: Pretrained) -> list[list[int]]:
-    """Ids without special tokens.
+    """Tokenize texts without special tokens.
 
     Raises:
-        UserError: a text too long for the model, or of no token.
+        UserError: a text too long for the model, or without tokens.
     """
     ids = pretrained.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-    room = pretrained.model.config.max_seq_len - 1
+    limit = pretrained.model.config.max_seq_len - 1
     for text, row in zip(texts, ids):
-        if not 1 <= len(row) <= room:
+        if not 1 <= len(row) <= limit:
             raise UserError(
-                f"texts of 1 to {room} tokens (model.max_seq_len, less one for EOS)",
+                f"texts of 1 to {limit} tokens (model.max_seq_len minus one for EOS)",
                 f"{len(row)} tokens in {text[:60]!r}",
                 "shorten it, or split it into sentences",
             )

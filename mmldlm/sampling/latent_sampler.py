@@ -1,32 +1,30 @@
-"""Latents by continuous diffusion: from noise to an embedding, given a text or nothing."""
+"""Latents by continuous diffusion: from noise to an embedding, given a text or unconditionally."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from mmldlm.data.encoders.encoder import token_budget_batches
-from mmldlm.diffusion import GaussianProcess
+from mmldlm.diffusion.process import LatentProcess
 from mmldlm.errors import MmldlmError, UserError
-from mmldlm.sampling.text.loop import device_of
+from mmldlm.sampling.device import device_of
 from mmldlm.utils.counter_rng import Stream, normals
 
 SOLVERS = ("ddim", "heun")
-# An epsilon estimate is divided by a(t), which is 0 at t = 1 on most paths.
-_EPSILON_START = 0.99
 
 
-def time_grid(diffusion: GaussianProcess, steps: int) -> Tensor:
-    """[steps + 1] fp64 timesteps from the start (1, or just below it for epsilon) to 0."""
-    start = _EPSILON_START if diffusion.prediction == "epsilon" else 1.0
-    return torch.linspace(start, 0.0, steps + 1, dtype=torch.float64)
+def time_grid(process: LatentProcess, steps: int) -> Tensor:
+    """[steps + 1] fp64 timesteps from the start of sampling to 0."""
+    return torch.linspace(process.sampling_start, 0.0, steps + 1, dtype=torch.float64)
 
 
 def project_to_sphere(model: nn.Module, x0: Tensor) -> Tensor:
-    """Model-space latents [..., D] moved to where their raw form has norm 1."""
+    """Project model-space latents [..., D] to those whose raw form has norm 1."""
     raw = model.unscale_latents(x0)
     return model.scale_latents(raw / raw.norm(dim=-1, keepdim=True).clamp_min(1e-12))
 
@@ -34,7 +32,11 @@ def project_to_sphere(model: nn.Module, x0: Tensor) -> Tensor:
 def pad_texts(
     texts: Sequence[Sequence[int]], eos_token_id: int, pad_token_id: int, device=None
 ) -> tuple[Tensor, Tensor]:
-    """Ids without EOS -> tokens [B, S] int64 ending in EOS and padded, and mask [B, S] bool of the real ones."""
+    """Append EOS to ids and pad them.
+
+    Returns:
+        tokens [B, S] int64, and the mask [B, S] bool of real tokens.
+    """
     width = max(len(text) for text in texts) + 1
     tokens = np.full((len(texts), width), pad_token_id, dtype=np.int64)
     real = np.zeros((len(texts), width), dtype=bool)
@@ -46,20 +48,20 @@ def pad_texts(
 
 
 def latent_shape(config) -> tuple[int, ...]:
-    """Shape of one sample's latents: (D,), or (M, D) of a model of M latents a text."""
+    """Return the shape of one sample's latents: (D,), or (M, D) for a model of M latents per text."""
     count = getattr(config, "max_latents", 1)
     return (config.latent_dim,) if count == 1 else (count, config.latent_dim)
 
 
 def check_latents_per_text(store, config) -> None:
-    """Refuses a store whose texts have another number of latents than the model's.
+    """Check that a store has as many latents per text as the model.
 
     Raises:
-        UserError: so.
+        UserError: it has another number.
     """
     if store.latents_per_text != config.max_latents:
         raise UserError(
-            f"a store of {config.max_latents} latents a text, as the model was trained on (model.max_latents)",
+            f"a store of {config.max_latents} latents per text, as the model was trained on (model.max_latents)",
             f"{store.latents_per_text} in {store.root}",
             f"prepare one with --latents-per-text {config.max_latents}",
         )
@@ -70,7 +72,7 @@ def sample_latents(
     model: nn.Module,
     texts: Sequence[Sequence[int]] | None,
     *,
-    diffusion: GaussianProcess,
+    diffusion: LatentProcess,
     steps: int = 12,
     num_samples: int | None = None,
     method: str = "ddim",
@@ -82,27 +84,32 @@ def sample_latents(
     batch_tokens: int = 4096,
     progress: Callable[[int, int], None] | None = None,
 ) -> Tensor:
-    """The latent of every text, or num_samples latents from nothing (the learned null text).
+    """Sample one latent per text, or num_samples latents unconditionally (the learned null text).
 
     Args:
-        model: with the forward contract of MultimodalMMDiT. texts: N lists of ids without EOS, or None.
-        diffusion: the noise process of training. steps: passes (heun: 2 steps - 1).
-        method: ddim (any prediction), or heun for rectified flow (second order). eta: noise of DDIM, 1 is ancestral.
-        guidance: classifier-free, null + g (given - null) in the prediction's space.
-        renormalise: put every x0 estimate but the last back on the sphere (only for encoders of unit vectors).
-        unit: return vectors of norm 1. seed: a sample's noise depends on it and the sample's index alone.
-        batch_tokens: padded positions of one pass. progress: called after every step with the steps
-            of all latents done so far, and in all.
+        model: with the forward contract of MultimodalMMDiT.
+        texts: N lists of ids without EOS, or None.
+        diffusion: noise process of training.
+        steps: number of steps (heun: 2 steps - 1 passes).
+        method: ddim (any prediction), or heun for rectified flow (second order).
+        eta: noise of DDIM, 1 is ancestral.
+        guidance: classifier-free guidance, null + g (given - null) in the prediction's space.
+        renormalise: project every x0 estimate but the last onto the sphere (only for encoders of unit vectors).
+        unit: return vectors of norm 1.
+        seed: the noise of a sample depends on the seed and its index only.
+        batch_tokens: maximum padded positions per pass.
+        progress: called after every step with the number of steps done and in total, over all latents.
 
     Returns:
-        [N, D] fp32 on the CPU (or [N, M, D] of a model of M latents a text), in the encoder's space. The last step
+        [N, D] fp32 on the CPU (or [N, M, D] for a model of M latents per text), in the encoder's space. The last step
         returns its x0 estimate.
 
     Raises:
-        MmldlmError: when the model gives NaN; nothing is put in its place. ValueError: a method the path has not.
+        MmldlmError: NaN predictions.
+        ValueError: a method that the schedule does not support.
     """
-    if method not in SOLVERS or (method == "heun" and diffusion.path != "rectified_flow"):
-        raise ValueError(f"method {method!r} on path {diffusion.path!r}: expected ddim, or heun with rectified_flow")
+    if method not in diffusion.solvers:
+        raise ValueError(f"method {method!r}: expected ddim, or heun with rectified flow; found {diffusion.solvers}")
     count = len(texts) if texts is not None else num_samples
     assert count is not None, "num_samples is needed without texts"
     device, config = device_of(model), model.config
@@ -116,31 +123,26 @@ def sample_latents(
             tokens, real = pad_texts([texts[row] for row in rows], config.eos_token_id, config.pad_token_id, device)
         draws = normals(seed, Stream.LATENT, rows, (1 + (steps if eta > 0 else 0), *shape)).to(device)
 
-        def x0_at(z: Tensor, t: float, tokens=tokens, real=real) -> Tensor:
-            return _x0(model, diffusion, tokens, real, z, t, guidance)
+        def predict(z: Tensor, t: float, tokens=tokens, real=real) -> Tensor:
+            return _predict(model, tokens, real, z, t, guidance)
 
-        def settle(x0: Tensor) -> Tensor:
-            return project_to_sphere(model, x0) if renormalise else x0
-
+        project = partial(project_to_sphere, model) if renormalise else None
         z = draws[:, 0]
         grid = time_grid(diffusion, steps).tolist()
         for k, (t, s) in enumerate(zip(grid[:-1], grid[1:])):
-            x0 = x0_at(z, t)
             if k == steps - 1:
-                z = x0
+                z = diffusion.to_x0(predict(z, t), z, _times(t, z))
             elif method == "ddim":
                 noise = draws[:, 1 + k] if eta > 0 else None
-                z = diffusion.step(settle(x0), z, _times(t, z), _times(s, z), eta, noise)
+                z = diffusion.step(predict(z, t), z, _times(t, z), _times(s, z), eta=eta, noise=noise, project=project)
             else:
-                velocity = (z - settle(x0)) / t
-                ahead = z + (s - t) * velocity
-                z = z + (s - t) * 0.5 * (velocity + (ahead - settle(x0_at(ahead, s))) / s)
+                z = diffusion.heun_step(predict, z, t, s, project=project)
             done += len(rows)
             if progress is not None:
                 progress(done, count * steps)
         if not bool(torch.isfinite(z).all()):
             raise MmldlmError(
-                "the model gave NaN or infinite latents: its weights are damaged or its input out of range"
+                "the model returned NaN or infinite latents: its weights are corrupt or its input out of range"
             )
         latents[torch.from_numpy(rows.copy())] = model.unscale_latents(z).cpu()
     if unit:
@@ -152,9 +154,8 @@ def _times(t: float, z: Tensor) -> Tensor:
     return torch.full((len(z),), t, dtype=torch.float64, device=z.device)
 
 
-def _x0(
+def _predict(
     model: nn.Module,
-    diffusion: GaussianProcess,
     tokens: Tensor | None,
     real: Tensor | None,
     z: Tensor,
@@ -162,9 +163,9 @@ def _x0(
     guidance: float,
 ) -> Tensor:
     times = _times(t, z)
-    nothing = torch.empty(0, dtype=torch.int64, device=z.device)
-    prediction = model(tokens, z, None, times.float(), real, text_positions=nothing)["latent_pred"]
+    no_positions = torch.empty(0, dtype=torch.int64, device=z.device)
+    prediction = model(tokens, z, None, times.float(), real, text_positions=no_positions)["latent_pred"]
     if guidance != 1.0 and tokens is not None:
         null = model(None, z, None, times.float())["latent_pred"]
         prediction = null + guidance * (prediction - null)
-    return diffusion.to_x0(prediction.float(), z, times)
+    return prediction.float()

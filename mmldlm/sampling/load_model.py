@@ -1,5 +1,7 @@
-"""A model for sampling and evaluation from whatever a user names: a run, a checkpoint of any engine, a model.pt, or a
-converted folder. The weights go from the files into the model; nothing is written, nothing is unpickled."""
+"""Load a model for sampling and evaluation from a run, a checkpoint of any engine, a model.pt or a converted folder.
+
+The weights are copied from the files into the model; nothing is written or unpickled.
+"""
 
 from __future__ import annotations
 
@@ -13,39 +15,49 @@ from mmldlm.checkpoints.formats.open import open_source
 from mmldlm.checkpoints.formats.weight_source import WeightSource
 from mmldlm.checkpoints.init_from import as_torch
 from mmldlm.checkpoints.layout import MODEL_CONFIG
+from mmldlm.config.task_registry import DEFAULT_TASK
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
 from mmldlm.models.pretrained_io import check_shapes, model_config, read_config
 
 ARCHITECTURE = "MultimodalMMDiT"
-CONVERT = "give a run or a checkpoint of mmldlm, or make the folder with `mmldlm convert RUN/latest OUT`"
+CONVERT = "name a run or a checkpoint of mmldlm, or create the folder with `mmldlm convert RUN/latest OUT`"
 _HEAD, _EMBEDDING = "text_head.weight", "text_encoder.token_embedding.weight"
 
 
 def load_model(
     path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32
 ) -> tuple[MultimodalMMDiT, dict[str, Any], Path]:
-    """Load the weights (not their moving average, as `mmldlm convert` without --ema).
+    """Load the weights, not their moving average (as in `mmldlm convert` without --ema).
 
     Args:
-        path: RUN, RUN/latest, a step folder, a model.pt, or a folder that `mmldlm convert` wrote. device: where to put
-            the model. dtype: of the weights; the latent statistics stay fp32.
+        path: RUN, RUN/latest, a step folder, a model.pt, or a folder written by `mmldlm convert`.
+        device: device of the model.
+        dtype: dtype of the weights; the latent statistics stay fp32.
 
     Returns:
-        the model in eval mode, its config.json as a dict, and that file, beside which the tokenizer lies.
+        the model in eval mode, its config.json as a dict, and the path of that file (the tokenizer is next to it).
 
     Raises:
-        UserError: nothing readable there, a damaged or unsafe file, or weights that do not fit the config.
+        UserError: an unreadable, corrupt or unsafe file, or weights that do not match the config.
     """
     opened = open_source(path)
     with opened.weights as weights:
         config_path = _find_config(opened, path)
         values = read_config(config_path)
+        if values.get("task", DEFAULT_TASK) != DEFAULT_TASK:
+            raise UserError(
+                f"a model of task={DEFAULT_TASK}, the task that can be sampled",
+                f"task={values['task']} in {config_path}",
+                "convert it with `mmldlm convert` and sample it with the library that it belongs to",
+            )
         if values.get("architecture", ARCHITECTURE) != ARCHITECTURE:
             raise UserError(f"the config of a {ARCHITECTURE} in {config_path}", f"{values['architecture']!r}", CONVERT)
         config = model_config(values)
         shapes = {name: info.shape for name, info in weights.tensors.items()}
-        check_shapes(MultimodalMMDiT, config, shapes, config_path)  # first: a damaged config may name any size
+        check_shapes(
+            MultimodalMMDiT, config, shapes, config_path
+        )  # before allocating: a corrupt config may name any size
         model = MultimodalMMDiT(config)
         _copy_weights(model, weights)
     mean, std = model.latent_mean.clone(), model.latent_std.clone()
@@ -55,20 +67,20 @@ def load_model(
 
 
 def _find_config(opened: OpenedCheckpoint, named: str | Path) -> Path:
-    """The model's config: in the checkpoint, beside the weights, or in the checkpoint whose engine's files were named.
+    """Find the model's config: in the checkpoint, next to the weights, or in one of two parent folders.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no config.
     """
     weights = opened.weights.path
-    beside = weights if weights.is_dir() else weights.parent
-    folders = [opened.checkpoint] if opened.checkpoint else [beside, *list(beside.parents)[:2]]
+    folder = weights if weights.is_dir() else weights.parent
+    folders = [opened.checkpoint] if opened.checkpoint else [folder, *list(folder.parents)[:2]]
     for folder in folders:
         for name in (MODEL_CONFIG, "config.json"):
             if (folder / name).is_file():
                 return folder / name
     raise UserError(
-        f"config.json beside the weights in {named}, which says what model they are of",
+        f"config.json next to the weights in {named}, which describes the model",
         f"no such file in {folders[0]}",
         CONVERT,
     )
@@ -79,6 +91,6 @@ def _copy_weights(model: MultimodalMMDiT, weights: WeightSource) -> None:
     own = model.state_dict()
     for name, info in weights.tensors.items():
         own[name].copy_(as_torch(weights.read(name), info.dtype))
-    if model.config.tie_embeddings and _HEAD not in weights.tensors:  # as save_pretrained leaves it out
+    if model.config.tie_embeddings and _HEAD not in weights.tensors:  # save_pretrained omits a tied head
         own[_HEAD].copy_(own[_EMBEDDING])
     weights.finish()

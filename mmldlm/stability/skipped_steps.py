@@ -15,16 +15,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mmldlm.data.batching.batch import Batch
 from mmldlm.engines.base import Engine
 from mmldlm.errors import UserError
-from mmldlm.tasks.translation.noiser import NoisedBatch
 
 SKIPPED_STEPS_DIR = "forensics"
 MAX_RECORDS = 200
 """A run that skips more often than this has its first cases kept and says so in its events."""
 
 
-def collect_step_record(engine: Engine, batches: list[NoisedBatch], losses: list[Tensor]) -> list[dict]:
+def collect_step_record(engine: Engine, batches: list[Batch], losses: list[Tensor]) -> list[dict]:
     """Every micro-batch of the step over all ranks: {rank, host, micro, loss, ids}. Collective; only on a skip.
 
     Args:

@@ -12,7 +12,7 @@ import torch
 from mmldlm.checkpoints import commit
 from mmldlm.engines.base import Engine
 from mmldlm.errors import Interrupted, MmldlmError
-from mmldlm.training.run_logger import TrainingState
+from mmldlm.training.state import TrainingState
 
 MIN_POLL, MAX_POLL = 0.005, 0.5  # seconds between two questions whether all ranks are done
 
@@ -88,8 +88,8 @@ def wait_on_all_ranks(
         if num_late:
             late = engine.gather_messages(f"still at it after {timeout:g} s" if is_late else None)
             raise MmldlmError(
-                f"{what} takes longer than checkpoints.timeout={timeout:g} s: {'; '.join(late[:4])}. Look at the disk "
-                "of logging.save_dir, or allow more."
+                f"{what} takes longer than checkpoints.save_timeout={timeout:g} s: {'; '.join(late[:4])}. Check the "
+                "disk of logging.save_dir, or allow more."
             )
         still()
         time.sleep(pause)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mmldlm.checkpoints.layout import ENGINE_FOLDER, STATE_FILE
+from mmldlm.checkpoints.layout import ENGINE_FOLDER, MODEL_CONFIG, STATE_FILE
 from mmldlm.checkpoints.resume_reader import open_training_state
 from mmldlm.config.load import to_yaml, with_absolute_paths
 from mmldlm.config.resume_compat import CONFIG_FILE, batch_fix
@@ -18,7 +18,8 @@ from mmldlm.data.batching.run_data import RunData
 from mmldlm.engines.base import Engine, persistent_buffers
 from mmldlm.engines.ema import WeightAverage
 from mmldlm.errors import UserError
-from mmldlm.training.run_logger import TrainingState
+from mmldlm.tasks.base import Task
+from mmldlm.training.state import TrainingState
 
 
 def load_training_state(checkpoint: Path, state: TrainingState, config: Config, world_size: int) -> dict[str, Any]:
@@ -105,37 +106,23 @@ def restore_rng(rng: dict[str, Any] | None) -> None:
         torch.cuda.set_rng_state(rng["cuda"])
 
 
-def read_tokenizer(data: RunData) -> dict[str, bytes]:
-    """The files of the store's tokenizer, by name."""
-    return {path.name: path.read_bytes() for path in sorted((data.train.root / "tokenizer").iterdir())}
+def read_files_to_keep(data: RunData) -> dict[str, bytes]:
+    """Read the files of the data that every checkpoint holds, by their path in it."""
+    return {name: path.read_bytes() for name, path in data.files_to_keep().items()}
 
 
-def write_metadata(path: Path, training_state: str, config: Config, data: RunData, tokenizer: dict[str, bytes]) -> None:
-    """Everything beside the engine's files: state, config, model and tokenizer (read_tokenizer's)."""
+def write_metadata(path: Path, training_state: str, task: Task, data: RunData, kept: dict[str, bytes]) -> None:
+    """Write everything next to the engine's files: state, config, model config, and files of the data.
+
+    Args:
+        kept: what read_files_to_keep returned.
+    """
     (path / STATE_FILE).write_text(training_state)
-    (path / CONFIG_FILE).write_text(to_yaml(with_absolute_paths(config)))
-    (path / "model_config.json").write_text(json.dumps(model_config(config, data), indent=2) + "\n")
-    target = path / "tokenizer"
-    target.mkdir(exist_ok=True)
-    for name, content in tokenizer.items():
-        (target / name).write_bytes(content)
-
-
-def model_config(config, data: RunData) -> dict:
-    """What config.json of the exported model holds: the model, its diffusion, and which encoder its latents
-    belong to."""
-    return {
-        "architecture": "MultimodalMMDiT",
-        **config.model.model_dump(),
-        "text_diffusion": config.text_diffusion.model_dump(),
-        "latent_diffusion": config.latent_diffusion.model_dump(),
-        "training": {
-            "mode_weights": config.training.mode_weights(),
-            "condition_dropout": config.training.condition_dropout,
-        },
-        "encoder": data.train.manifest["encoder"],
-        "tokenizer": data.train.manifest["tokenizer"],
-    }
+    (path / CONFIG_FILE).write_text(to_yaml(with_absolute_paths(data.config)))
+    (path / MODEL_CONFIG).write_text(json.dumps(task.model_config(data), indent=2) + "\n")
+    for name, content in kept.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(content)
 
 
 def package_version(package: str) -> str:

@@ -26,8 +26,8 @@ from mmldlm.training.checkpoint_contents import (
     load_engine_state,
     load_training_state,
     package_version,
+    read_files_to_keep,
     read_rng,
-    read_tokenizer,
     restore_rng,
     write_metadata,
 )
@@ -58,7 +58,7 @@ class Checkpointer:
         self._source: Path | None = None  # where a resumed run came from
         self.saved_step: int | None = None  # of the newest committed (or loaded) checkpoint
         self._failure = ""  # of the last save
-        self._tokenizer: dict[str, bytes] = {}
+        self._kept_files: dict[str, bytes] = {}
 
     def read_descriptions(self) -> None:
         """Read what every checkpoint holds of the store: saving it must not need the store again. Collective.
@@ -67,8 +67,8 @@ class Checkpointer:
             UserError: on every rank, when rank 0 cannot read it.
         """
         if self.config.data.roots:
-            self._tokenizer = self._raise_together(
-                lambda: read_tokenizer(self.data) if self.is_main else {},
+            self._kept_files = self._raise_together(
+                lambda: read_files_to_keep(self.data) if self.is_main else {},
                 f"a readable tokenizer in {self.data.train.root}",
                 "copy it from where the store was made, or prepare the store again",
             )
@@ -84,7 +84,7 @@ class Checkpointer:
             self._still()
             self.folder.renew_lock()
 
-        wait_on_all_ranks(self.engine, is_running, what, self.config.checkpoints.timeout, live, *may_stop)
+        wait_on_all_ranks(self.engine, is_running, what, self.config.checkpoints.save_timeout, live, *may_stop)
 
     # -- continuing --------------------------------------------------------------------------------------------------
 
@@ -290,7 +290,7 @@ class Checkpointer:
         return self._saving is not None
 
     def save(self) -> bool:
-        """Start a checkpoint of the present step; with checkpoints.async it is written while training goes on.
+        """Start a checkpoint of the present step; with checkpoints.async_save it is written while training goes on.
 
         One that cannot be saved is an event and a warning; the run goes on with the previous one.
 
@@ -304,7 +304,7 @@ class Checkpointer:
             failure: Exception | None = None
             work: list[Callable[[], None]] = []
             try:
-                work = self._snapshot_writers(pending.path, self.config.checkpoints.in_background)
+                work = self._snapshot_writers(pending.path, self.config.checkpoints.async_save)
             except Exception as error:
                 failure = error
             # Before any rank's thread enters a collective of its own: one that failed would never come.
@@ -315,7 +315,7 @@ class Checkpointer:
         self._saving = PendingSave(pending, self.state, [*work, pending.write_manifest_entry], self.engine.device)
         if self.save_requested:
             self._clear_save_request()
-        if not self.config.checkpoints.in_background:
+        if not self.config.checkpoints.async_save:
             return self.finish_save()
         self._saving.stalled = time.perf_counter() - started
         return True
@@ -412,5 +412,5 @@ class Checkpointer:
                 name: package_version(name) for name in ("mmldlm", "torch", "deepspeed", "transformers", "numpy")
             }
             text = json.dumps(asdict(self.state) | {"host": socket.gethostname()}, indent=2) + "\n"
-            work.append(lambda: write_metadata(path, text, self.config, self.data, self._tokenizer))
+            work.append(lambda: write_metadata(path, text, self.folder.task, self.data, self._kept_files))
         return work

@@ -7,14 +7,16 @@ import math
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from mmldlm.checkpoints.commit import try_longest
+from mmldlm.checkpoints.init_from import InitReport
 from mmldlm.checkpoints.layout import ENGINE_FOLDER
 from mmldlm.config.load import to_yaml, with_absolute_paths
+from mmldlm.config.schema import Config
 from mmldlm.data.batching.run_data import RunData
 from mmldlm.distributed import error_reporting
 from mmldlm.engines.base import Engine
@@ -24,10 +26,13 @@ from mmldlm.observe.jsonl_log import JsonlLog
 from mmldlm.observe.layer_stats import LayerStats
 from mmldlm.observe.loss_plots import plot_run
 from mmldlm.observe.wandb_logger import open_wandb
-from mmldlm.stability.guard import StepDecision
 from mmldlm.stability.skipped_steps import bad_micro_batches, save_skipped_step
-from mmldlm.tasks.translation.freezing import random_projection
+from mmldlm.tasks.base import Task, ValidationRun
 from mmldlm.training.run_lock import RunLock, check_no_checkpoints
+from mmldlm.training.state import TrainingState
+
+if TYPE_CHECKING:
+    from mmldlm.training.step import StepReport
 
 
 def engine_folders(engine: Engine) -> list[str]:
@@ -35,64 +40,11 @@ def engine_folders(engine: Engine) -> list[str]:
     return [ENGINE_FOLDER, *(f"{ENGINE_FOLDER}/{name}" for name in engine.folders)]
 
 
-@dataclass
-class TrainingState:
-    """Where a run stands; everything else follows from it, the config and the weights.
-
-    Attributes:
-        global_batch, num_samples, seed: what the order of samples and the noise depend on; plan: and in which way.
-        step: optimizer steps taken, skipped ones included. applied_steps: those that moved the weights (the schedule's
-            clock). consumed_samples: training samples seen. skipped_steps: refused steps. consecutive_skips: since
-            the last applied one. num_rollbacks, lr_scale: returns to a checkpoint, and what they did to the rate.
-        rolled_back_to, applied_at_rollback: step and applied steps of the last return's checkpoint.
-        passed_over: [first, end) steps, counted from 0, whose batches are not trained on. guard: its windows.
-        evaluation_left: a stop signal ended the evaluation of this step, or came before it; a resumed run makes it.
-        data: RunData.fingerprint().
-    """
-
-    global_batch: int
-    num_samples: int
-    seed: int = 0
-    step: int = 0
-    applied_steps: int = 0
-    consumed_samples: int = 0
-    skipped_steps: int = 0
-    consecutive_skips: int = 0
-    num_rollbacks: int = 0
-    lr_scale: float = 1.0
-    rolled_back_to: int = -1
-    applied_at_rollback: int = -1
-    passed_over: list[list[int]] = field(default_factory=list)
-    guard: dict = field(default_factory=dict)
-    evaluation_left: bool = False
-    plan: str = ""
-    data: str = ""
-    versions: dict[str, str] = field(default_factory=dict)
-
-    def advance(self, verdict: StepDecision, num_samples: int) -> None:
-        """Count one step of `num_samples` samples; an fp16 overflow mends itself and is no reason to roll back."""
-        applied = verdict.apply
-        self.step += 1
-        self.consumed_samples += num_samples
-        self.applied_steps += applied
-        self.skipped_steps += not applied
-        self.consecutive_skips = 0 if applied else self.consecutive_skips + (not verdict.is_overflow)
-
-    def is_excluded(self) -> bool:
-        """Whether the next step's batch is not to be trained on."""
-        return any(first <= self.step < end for first, end in self.passed_over)
-
-    def skip_batch(self, num_samples: int) -> None:
-        """Count one step whose batch is not trained on."""
-        self.step += 1
-        self.consumed_samples += num_samples
-        self.skipped_steps += 1
-
-
 class RunLogger:
     """The logs of a run. Rank 0 owns them."""
 
-    def __init__(self, config, data: RunData, engine: Engine, state: TrainingState):
+    def __init__(self, task: Task, config: Config, data: RunData, engine: Engine, state: TrainingState):
+        self.task = task
         self.config, self.data, self.engine, self.state = config, data, engine, state
         self.run_dir = config.run_dir()
         self.is_main = engine.rank == 0
@@ -104,16 +56,25 @@ class RunLogger:
 
     # -- opening -----------------------------------------------------------------------------------------------------
 
-    def open(self, trainable: dict[str, tuple[int, int]], resumed_from: Path | None, taken=None) -> None:
+    def open(
+        self,
+        trainable: dict[str, tuple[int, int]],
+        optimizer_groups: list[tuple[float, int]],
+        resumed_from: Path | None,
+        init_report: InitReport | None = None,
+    ) -> None:
         """Start the logs and say what is about to happen. Collective.
 
         Args:
-            trainable: group -> (trainable, all) parameters. taken: InitReport of training.init_from.
+            trainable: group -> (trainable, all) parameters.
+            optimizer_groups: (weight decay, elements) of each group of the optimizer.
+            resumed_from: checkpoint that the run continues from.
+            init_report: of training.init_from.
 
         Raises:
             MmldlmError: on every rank, when rank 0 could not open the logs or wandb.
         """
-        self._on_main_rank_then_agree(lambda: self._open(trainable, resumed_from, taken))
+        self._on_main_rank_then_agree(lambda: self._open(trainable, optimizer_groups, resumed_from, init_report))
 
     def claim(self, beat: Callable[[], None]) -> None:
         """Take the folder for this job alone, before anything is read of it. Collective.
@@ -155,7 +116,13 @@ class RunLogger:
             "set logging.save_dir to a folder that can be written to",
         )
 
-    def _open(self, trainable: dict[str, tuple[int, int]], resumed_from: Path | None, taken) -> None:
+    def _open(
+        self,
+        trainable: dict[str, tuple[int, int]],
+        optimizer_groups: list[tuple[float, int]],
+        resumed_from: Path | None,
+        init_report: InitReport | None,
+    ) -> None:
         config, state = self.config, self.state
         path = train_log_path(self.run_dir, int(os.environ.get("GROUP_RANK", 0))) if self.is_main else None
         self.progress = Console(
@@ -164,6 +131,7 @@ class RunLogger:
             log_freq=config.logging.log_freq,
             log_file=path,
             start_step=state.step,
+            metrics=self.task.metrics,
         )
         if not self.is_main:
             return
@@ -171,7 +139,7 @@ class RunLogger:
             link_latest(path)
         (self.run_dir / "config.yaml").write_text(to_yaml(with_absolute_paths(config)))
         self.log = JsonlLog(self.run_dir / "training_log.jsonl", state.step)
-        # An evaluation that a signal left is made again.
+        # An evaluation that a signal cut short is repeated.
         self.evaluations = JsonlLog(self.run_dir / "eval_log.jsonl", state.step - state.evaluation_left)
         self.gradients = JsonlLog(self.run_dir / "gradient_log.jsonl", state.step)
         self.events = JsonlLog(self.run_dir / "events.jsonl")
@@ -185,45 +153,44 @@ class RunLogger:
             config.model_dump(),
             resumed_from is not None,
         )
-        say = self.progress.message
-        total = sum(count for _, count in trainable.values())
-        say(
-            f"run      {self.run_dir} on {self.engine.describe()}, {self.engine.world_size} rank(s), "
-            f"{self.engine.device.type}"
-        )
-        say(
-            f"model    {total / 1e6:.1f}M parameters; trainable "
-            + ", ".join(
-                f"{group} {part / 1e6:.1f}M of {whole / 1e6:.1f}M" for group, (part, whole) in trainable.items()
-            )
-            + f" (mode {config.training.loss_type}, freeze={config.training.freeze})"
-        )
-        lengths = self.data.train_lengths
-        source = " + ".join(config.data.mixture or [str(config.data.latent_data_root)])
-        say(
-            f"data     {len(lengths):,} training and {len(self.data.validation_lengths):,} validation texts from "
-            f"{source}, {int(lengths.sum()):,} tokens, latents of {config.model.latent_dim}"
-        )
-        for note in self.data.notes:
-            say(f"data     {note}")
-        training = config.training
-        say(
-            f"batch    {state.global_batch} = {training.train_batch_size} a rank x {training.grad_accum_steps} "
-            f"accumulated x {self.engine.world_size} rank(s); {training.num_train_steps:,} steps = "
-            f"{training.num_train_steps * state.global_batch / len(lengths):.2f} epochs; {training.dtype}"
-        )
-        for line in [] if taken is None else taken.messages():
-            say(f"weights  {line}")
+        self._print_start(trainable, optimizer_groups)
+        for message in [] if init_report is None else init_report.messages():
+            self.progress.message(f"weights  {message}")
         if resumed_from is not None:
-            say(f"resumed  at step {state.step} from {resumed_from}")
+            self.progress.message(f"resumed  at step {state.step} from {resumed_from}")
         self._warn_of_settings(is_fresh=resumed_from is None)
         self.event("start" if resumed_from is None else "resume", step=state.step, source=str(resumed_from or ""))
 
+    def _print_start(self, trainable: dict[str, tuple[int, int]], optimizer_groups: list[tuple[float, int]]) -> None:
+        """Print what is about to be trained, on what and how."""
+        config, engine, training = self.config, self.engine, self.config.training
+        message = self.progress.message
+        message(f"run      {self.run_dir} on {engine.describe()}, {engine.world_size} rank(s), {engine.device.type}")
+        total = sum(count for _, count in trainable.values())
+        groups = ", ".join(
+            f"{group} {part / 1e6:.1f}M of {all_ / 1e6:.1f}M" for group, (part, all_) in trainable.items()
+        )
+        message(f"model    {total / 1e6:.1f}M parameters; trainable {groups} ({self.task.describe(config)})")
+        message(f"data     {self.data.describe()}")
+        for note in self.data.notes:
+            message(f"data     {note}")
+        global_batch = self.state.global_batch
+        message(
+            f"batch    {global_batch} = {training.train_batch_size} per rank x {training.grad_accum_steps} "
+            f"accumulated x {engine.world_size} rank(s); {training.num_train_steps:,} steps = "
+            f"{training.num_train_steps * global_batch / len(self.data.train_lengths):.2f} epochs; {training.dtype}"
+        )
+        optimizer = config.optimizer
+        decays = ", ".join(f"weight decay {decay:g} on {size / 1e6:.1f}M" for decay, size in optimizer_groups)
+        message(
+            f"optim    AdamW, lr {optimizer.lr:g} after {optimizer.warmup_steps:,} steps of warm-up, "
+            f"{optimizer.schedule} to {optimizer.min_lr:g}; {decays}"
+        )
+
     def _warn_of_settings(self, is_fresh: bool) -> None:
         training, optimizer = self.config.training, self.config.optimizer
-        frozen = random_projection(training.loss_type, training.freeze, training.init_from)
-        if frozen is not None and is_fresh:
-            self.progress.warning(frozen)
+        for warning in self.task.warnings(self.config) if is_fresh else []:
+            self.progress.warning(warning)
         if optimizer.warmup_steps >= training.num_train_steps:
             self.progress.warning(
                 f"optimizer.warmup_steps={optimizer.warmup_steps} in a run of training.num_train_steps="
@@ -232,61 +199,46 @@ class RunLogger:
 
     # -- while it runs -----------------------------------------------------------------------------------------------
 
-    def log_step(
-        self,
-        sums: dict[str, float],
-        batch,
-        verdict: StepDecision,
-        grad_norm: float,
-        lr: float,
-        cost: dict,
-        num_bad: int,
-    ) -> None:
-        """Write the record of the step that state counted last.
-
-        Args:
-            sums: over all ranks and micro-batches. cost: StepTimer.step's. num_bad: samples of all ranks that were left
-                out or mended.
-        """
-        if not verdict.apply:
-            self.last_reasons = [*self.last_reasons[-4:], verdict.reason]
+    def log_step(self, report: StepReport) -> None:
+        """Write the record of the step that the state counted last."""
+        decision, shared, batch = report.decision, report.shared, report.batch
+        if not decision.apply:
+            self.last_reasons = [*self.last_reasons[-4:], decision.reason]
         if not self.is_main:
             return
         record = {
             "epoch": batch.epoch,
             "step": self.state.step,
             "batch_in_epoch": batch.index,
-            "loss": sums["loss"],
-            "lr": lr,
-            "text_loss": sums["text_nelbo_sum"] / batch.num_text_tokens if batch.num_text_tokens else None,
-            "latent_loss": sums["latent_error_sum"] / batch.num_latents if batch.num_latents else None,
-            "length_loss": sums["length_nll_sum"] / batch.num_lengths if batch.num_lengths else None,
-            "text_accuracy": sums["text_correct"] / sums["text_masked"] if sums["text_masked"] else None,
-            "latent_cosine": sums["latent_cosine_sum"] / batch.num_latents if batch.num_latents else None,
-            "grad_norm": grad_norm,
-            **{key: value for key, value in cost.items() if value is not None},
+            "loss": report.loss,
+            "lr": report.lr,
+            **{metric.name: metric.value(shared.sums, batch.counts) for metric in self.task.metrics},
+            "grad_norm": shared.grad_norm,
+            **{key: value for key, value in report.cost.items() if value is not None},
             "samples": self.state.consumed_samples,
-            "bad_samples": num_bad,
-            "skipped": not verdict.apply,
+            "bad_samples": int(shared.counts.bad),
+            "skipped": not decision.apply,
             **({"loss_scale": self.engine.loss_scale} if self.config.training.dtype == "fp16" else {}),
         }
         self._write(self.log, record)
         self.progress.update(record)
         self._to_wandb(record)
-        if verdict.apply and verdict.reason:
-            told = {"grad_norm": str(grad_norm), "loss": str(sums["loss"])}
-            self.event("spike", step=self.state.step, reason=verdict.reason, **told)
-            self.progress.warning(f"step {self.state.step} seen: {verdict.reason}")
+        if decision.apply and decision.reason:
+            figures = {"grad_norm": str(shared.grad_norm), "loss": str(report.loss)}
+            self.event("spike", step=self.state.step, reason=decision.reason, **figures)
+            self.progress.warning(f"step {self.state.step} seen: {decision.reason}")
 
-    def log_skip(self, verdict: StepDecision, loss: float, grad_norm: float, micro_batches: list[dict], batch) -> None:
-        """The event of a skipped step, and the case that `mmldlm replay` runs again (rank 0).
+    def log_skip(self, report: StepReport, micro_batches: list[dict]) -> None:
+        """Write the event of a skipped step, and the record that `mmldlm replay` runs again (rank 0).
 
         Args:
-            micro_batches: forensics.gather's. batch: any of the step's micro-batches.
+            micro_batches: what collect_step_record returned.
         """
         if not self.is_main:
             return
-        state, training, reason = self.state, self.config.training, verdict.reason
+        decision, batch = report.decision, report.batch
+        loss, grad_norm = report.loss, report.shared.grad_norm
+        state, training, reason = self.state, self.config.training, decision.reason
         bad = [
             {key: entry[key] for key in ("rank", "host", "micro", "ids")} for entry in bad_micro_batches(micro_batches)
         ]
@@ -299,17 +251,17 @@ class RunLogger:
         }  # fmt: skip
         path = None
         try:
-            path = None if verdict.is_overflow else save_skipped_step(self.run_dir, case)
+            path = None if decision.is_overflow else save_skipped_step(self.run_dir, case)
         except OSError as error:
             self.progress.warning(f"step {state.step}: its case could not be kept for replay: {error}")
         kept = {} if path is None else {"case": str(path.relative_to(self.run_dir))}
         told = {"grad_norm": str(grad_norm), "loss": str(loss), "bad_micro_batches": bad, **kept}
-        self.event("overflow" if verdict.is_overflow else "skip", step=state.step, reason=reason, **told)
+        self.event("overflow" if decision.is_overflow else "skip", step=state.step, reason=reason, **told)
         ranks = sorted({entry["rank"] for entry in bad})
         whose = f" (rank {', '.join(map(str, ranks))})" if ranks else ""
         how = f"; `mmldlm replay {self.run_dir} {state.step}` says where it was made" if path is not None else ""
         said = f"step {state.step} skipped on all ranks: {reason}{whose}{how}"
-        if verdict.is_overflow or (math.isfinite(loss) and 0 <= grad_norm < math.inf):
+        if decision.is_overflow or (math.isfinite(loss) and 0 <= grad_norm < math.inf):
             self.progress.warning(said)  # fp16's loss scale finds its height, or a spike
         else:
             self.progress.error(said)
@@ -341,7 +293,7 @@ class RunLogger:
             if validation and sample["id"] in self._bad_validation:
                 continue
             split = self.data.validation if validation else self.data.train
-            file, row = split.place(sample["id"])
+            file, row = split.locate(sample["id"])
             self.event("bad_sample", step=self.state.step, file=str(file), row=row, **sample)
             what = "mended in" if sample.get("mended") else "left out of"
             where = f"{'the evaluation at ' if validation else ''}step {self.state.step}"
@@ -382,12 +334,8 @@ class RunLogger:
         except OSError as error:  # what a full disk kept waiting in memory
             self.progress.warning(f"the last lines of {log.path.name} could not be written: {error}")
 
-    def say_validation(self, validation) -> None:
-        """One line on what an evaluation is (rank 0).
-
-        Args:
-            validation: mmldlm.tasks.translation.validation.Validation.
-        """
+    def log_validation(self, validation: ValidationRun) -> None:
+        """Print what an evaluation covers (rank 0)."""
         if self.is_main:
             self.progress.message(
                 f"eval     {validation.num_samples:,} of {validation.num_available:,} validation samples each "

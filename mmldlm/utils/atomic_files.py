@@ -1,4 +1,7 @@
-"""Files that exist wholly or not at all: written beside, synced, renamed."""
+"""Files and folders that are either complete or absent: written under another name, synced, then renamed.
+
+Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +13,16 @@ import json
 import os
 import shutil
 import stat
-import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
-
-from mmldlm.errors import MmldlmError
-
 
 def open_regular(path: Path) -> BinaryIO:
-    """A regular file opened for reading.
+    """Open a regular file for reading, without waiting for a FIFO.
 
     Raises:
-        OSError: not to be read, or a FIFO, socket or device, which is not waited for.
+        OSError: the file is not readable, or is a FIFO, socket or device.
     """
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -34,21 +32,12 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of a file's bytes, as hexadecimal."""
+    """Return the SHA-256 of a file's bytes in hexadecimal."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(1 << 22):
             digest.update(block)
     return digest.hexdigest()
-
-
-def sync(path: Path) -> None:
-    """Force a file or folder to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def fsync_path(path: Path) -> None:
@@ -72,40 +61,20 @@ def write_text_synced(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a whole file at once, or nothing."""
-    with whole_file(path) as file:
+    """Write a file atomically."""
+    with atomic_file(path) as file:
         file.write(content)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a value as JSON, wholly or not at all."""
+    """Write a value as JSON atomically."""
     write_bytes(path, json.dumps(value, indent=1).encode())
 
 
-def write_npz(path: Path, **arrays: np.ndarray) -> None:
-    """Write arrays as an uncompressed .npz (its CRCs are checked when it is read), wholly or not at all."""
-    buffer = io.BytesIO()
-    np.savez(buffer, **arrays)
-    write_bytes(path, buffer.getvalue())
-
-
-def read_npz(path: Path, *names: str) -> dict[str, np.ndarray]:
-    """What write_npz wrote (or some arrays of it), every byte that is read checked.
-
-    Raises:
-        MmldlmError: the file is damaged.
-    """
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            return {name: file[name] for name in names or file.files}
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise MmldlmError(f"{path} is damaged ({error}): delete it and start again, it will be made anew") from error
-
-
 @contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[io.BufferedWriter]:
-    """A file to write that takes its name only at the end of the block, synced."""
-    partial = path.with_name(f".{path.name}.{os.uname().nodename}-{os.getpid()}")
+def atomic_file(path: Path) -> Iterator[io.BufferedWriter]:
+    """Open a file for writing that is synced and appears under its name at the end of the block."""
+    partial = _partial_path(path)
     try:
         with open(partial, "wb") as file:
             yield file
@@ -118,16 +87,19 @@ def whole_file(path: Path) -> Iterator[io.BufferedWriter]:
 
 
 @contextlib.contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill that takes its name only at the end of the block, everything in it synced."""
-    partial = path.with_name(f".{path.name}.{os.uname().nodename}-{os.getpid()}")
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Make a folder to fill; at the end of the block its files are synced and it appears under its name.
+
+    A folder of that name that appeared in the meantime is kept instead.
+    """
+    partial = _partial_path(path)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         yield partial
         for file in sorted(partial.rglob("*")):
-            sync(file)
-        sync(partial)
+            fsync_path(file)
+        fsync_path(partial)
         if path.exists():  # an orphan of a killed launch was faster: it wrote the same
             shutil.rmtree(partial)
         else:
@@ -137,46 +109,13 @@ def whole_folder(path: Path) -> Iterator[Path]:
         raise
 
 
-class NpyWriter:
-    """A .npy file written block by block: memory of one block, any number of rows.
-
-    Args:
-        path: the file. dtype: of its items. row: shape of a row; none for one dimension.
-    """
-
-    def __init__(self, path: Path, dtype, row: Sequence[int] = ()):
-        self.dtype, self.row, self.num_rows = np.dtype(dtype), tuple(row), 0
-        self._file = open(path, "w+b")
-        self._file.write(self._header())
-
-    def _header(self) -> bytes:
-        shape = (self.num_rows, *self.row)
-        buffer = io.BytesIO()
-        # numpy leaves room for the largest count, so that the header's length does not depend on it
-        np.lib.format.write_array_header_1_0(buffer, {"descr": self.dtype.str, "fortran_order": False, "shape": shape})
-        return buffer.getvalue()
-
-    def append(self, block: np.ndarray) -> None:
-        """Add the items (or rows) of a block."""
-        block = np.ascontiguousarray(block, dtype=self.dtype)
-        assert block.shape[1:] == self.row
-        self._file.write(block.tobytes())
-        self.num_rows += len(block)
-
-    def close(self) -> None:
-        """Write the number of rows and force everything to the disk."""
-        start = self._header()
-        self._file.seek(0)
-        assert len(self._file.read(len(start))) == len(start)
-        self._file.seek(0)
-        self._file.write(start)
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+def _partial_path(path: Path) -> Path:
+    """Return a hidden name in the same folder, different for every process of every host."""
+    return path.with_name(f".{path.name}.{os.uname().nodename}-{os.getpid()}")
 
 
 def list_files(folder: Path) -> dict[str, dict[str, Any]]:
-    """Relative name -> {bytes, sha256} of every file below a folder."""
+    """Map the relative name of every file below a folder to its `bytes` and `sha256`."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in files

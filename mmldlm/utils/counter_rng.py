@@ -5,7 +5,7 @@ Philox4x64 (Salmon et al., SC 2011).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 
 import numpy as np
@@ -27,23 +27,30 @@ class Stream(IntEnum):
     BLEU_BOOTSTRAP = 0xB1E0
 
 
+def mix64(values: np.ndarray) -> np.ndarray:
+    """Apply the SplitMix64 finalizer (Steele et al., OOPSLA 2014) to uint64 values; it wraps by design."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
 def generator(seed: int, stream: Stream) -> np.random.Generator:
     """Return the generator of one stream."""
     return np.random.Generator(np.random.Philox(key=[seed, stream]))
 
 
-def _generators(seed: int, stream: int, indices: Sequence[int]):
+def _generators(seed: int, stream: int, indices: Sequence[int]) -> Iterator[np.random.Generator]:
     # Philox4x64 (Salmon et al., SC 2011): the low counter word is left to the draws themselves.
     return (np.random.Generator(np.random.Philox(key=[seed, stream], counter=[0, int(i), 0, 0])) for i in indices)
 
 
 def uniforms(seed: int, stream: int, indices: Sequence[int], shape: tuple[int, ...]) -> Tensor:
-    """[len(indices), *shape] fp64 in [0, 1)."""
+    """Draw [len(indices), *shape] fp64 in [0, 1)."""
     rows = [generator.random(shape) for generator in _generators(seed, stream, indices)]
     return torch.from_numpy(np.stack(rows)) if rows else torch.empty(0, *shape, dtype=torch.float64)
 
 
 def normals(seed: int, stream: int, indices: Sequence[int], shape: tuple[int, ...]) -> Tensor:
-    """[len(indices), *shape] fp32 standard normal."""
+    """Draw [len(indices), *shape] fp32 standard normal numbers."""
     rows = [generator.standard_normal(shape, dtype=np.float32) for generator in _generators(seed, stream, indices)]
     return torch.from_numpy(np.stack(rows)) if rows else torch.empty(0, *shape)

@@ -27,14 +27,14 @@ def describe_os_error(error: OSError) -> str:
 
 def format_duration(seconds: float) -> str:
     """Format seconds: 75 -> 1m15s, 4000 -> 1h06m, 200000 -> 2d07h."""
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+    total = max(0, round(seconds))
+    if total < 60:
+        return f"{total}s"
+    if total < 3600:
+        return f"{total // 60}m{total % 60:02d}s"
+    if total < 86400:
+        return f"{total // 3600}h{total % 3600 // 60:02d}m"
+    return f"{total // 86400}d{total % 86400 // 3600:02d}h"
 
 
 def fold(text: str, width: int, indent: str = "") -> str:
@@ -44,8 +44,9 @@ def fold(text: str, width: int, indent: str = "") -> str:
     lines: list[str] = []
     for line in text.splitlines():
         lead = line[: len(line) - len(line.lstrip())] + indent
-        whole_words = {"break_long_words": False, "break_on_hyphens": False}
-        lines += textwrap.wrap(line, width, subsequent_indent=lead, **whole_words) or [""]
+        lines += textwrap.wrap(line, width, subsequent_indent=lead, break_long_words=False, break_on_hyphens=False) or [
+            ""
+        ]
     return "\n".join(lines)
 
 

@@ -18,6 +18,9 @@ def prefetch(
     An exception of the iterable is raised here after the items before it. Closing the iterator ends the thread.
 
     Args:
+        items: consumed by the thread.
+        depth: the most items that wait for the consumer.
+        thread_name: of the thread.
         on_start: called first in the thread, for example to select a CUDA device.
     """
     ready: queue.Queue[tuple[str, object]] = queue.Queue(depth)

@@ -7,9 +7,9 @@ import sys
 
 
 def open_standard_streams() -> None:
-    """Put /dev/null where the shell has closed stdin, stdout or stderr (`>&-`, cron, daemons); call it first of all.
+    """Open /dev/null in place of a closed stdin, stdout or stderr (`>&-`, cron, daemons); call it before anything else.
 
-    Python has None there, on which libraries fail, and the next file that is opened would get the number.
+    Python sets a closed stream to None, on which libraries fail, and the next opened file would take its number.
     """
     for fd in range(3):
         try:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import signal
 import threading
+from types import FrameType
 from typing import NoReturn
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""What asks a process to stop; SIGUSR1 is Slurm's warning."""
+"""Requests to stop; SIGUSR1 is Slurm's warning."""
 
 
 def interrupt_on_stop_signals() -> None:
-    """Let every stop signal do what Ctrl-C does: raise KeyboardInterrupt, so that partial outputs are removed.
+    """Raise KeyboardInterrupt on every stop signal, so that partial outputs are removed.
 
     A signal that the process was started to ignore (nohup, a shell's background job) stays ignored.
     """
 
-    def interrupt(number, frame) -> NoReturn:
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt
 
     if threading.current_thread() is threading.main_thread():

@@ -9,8 +9,11 @@ import pytest
 
 from tests.helpers import ROOT, launch, run_ranks
 
+pytestmark = pytest.mark.long
+
 torch = pytest.importorskip("torch", reason="torch is not installed")
 SCRIPTS = ROOT / "benchmarks"
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,8 @@ import pytest
 
 from tests.helpers import ROOT, launch
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def corpus(sentences, tmp_path_factory):
@@ -35,7 +37,7 @@ def _run(name, corpus, tmp_path):
 
 def test_killed_preparations_end_in_the_same_bytes(corpus, tmp_path):
     """Two kills -9 at random moments, one to three ranks in each life."""
-    claims, output = _run("prepare_kill.py", corpus, tmp_path)
+    claims, output = _run("prepare_kill_resume.py", corpus, tmp_path)
     assert set(claims) == {"stores_unequal"} and claims["stores_unequal"]["value"] == 0, output
     assert output.count("killed (") == 2
 

@@ -11,6 +11,8 @@ import pytest
 
 from tests.helpers import ROOT, launch
 
+pytestmark = pytest.mark.long
+
 
 def run_script(name: str, store, tmp_path, *words: str) -> tuple[dict[str, dict], str]:
     """Claims by id, and what was printed."""
@@ -73,7 +75,7 @@ def test_a_line_being_written_is_left_out(tmp_path):
 
 @pytest.fixture(scope="module")
 def launcher(tmp_path_factory):
-    with _runs.Launcher(tmp_path_factory.mktemp("ranks")) as opened:
+    with _runs.RankServer(tmp_path_factory.mktemp("ranks")) as opened:
         yield opened
 
 
@@ -107,7 +109,7 @@ def test_a_failed_run_ends_the_script_with_its_output(launcher, tmp_path):
 def test_ranks_end_with_the_launcher(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import time\ntime.sleep(600)\n")
-    with _runs.Launcher(tmp_path / "ranks") as opened:
+    with _runs.RankServer(tmp_path / "ranks") as opened:
         (pid,) = opened.start(1, [], script).pids
         os.kill(pid, 0)
     with pytest.raises(ProcessLookupError):

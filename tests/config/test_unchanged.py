@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mmldlm.config.load import load_config
-from mmldlm.config.resume_compat import decided_freeze
+from mmldlm.tasks.translation.freezing import decided_freeze
 
 
 def decided(folder, *words, preset="mmdit_stable"):

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from mmldlm.checkpoints.commit import begin
-from mmldlm.convert.config_compat import expected_shapes
 from mmldlm.convert.to_safetensors import convert
 from mmldlm.errors import UserError
+from mmldlm.models.mmdit.costs import expected_shapes
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 SIZES = {
@@ -20,8 +20,8 @@ SIZES = {
 
 
 def built(**more):
-    from mmldlm.config.schema import ModelConfig
     from mmldlm.models import MultimodalMMDiT
+    from mmldlm.models.mmdit.config import ModelConfig
 
     config = ModelConfig(**{**SIZES, **more})
     return config.model_dump(), MultimodalMMDiT(config).state_dict()

@@ -275,7 +275,7 @@ def test_a_training_goes_on_from_the_end_of_the_chain(store, tmp_path):
     common = ["training.num_train_steps=6", "logging.save_freq=3", "optimizer.ema_decay=0.9", *_runs.ENGINES["zero2"]]
     script = tmp_path / "other.py"
     script.write_text(OTHER_INIT.format(script=str(_runs.TRAIN)))
-    with _runs.Launcher(tmp_path / "ranks") as ranks:
+    with _runs.RankServer(tmp_path / "ranks") as ranks:
         ranks.run(2, _runs.settings(str(store), tmp_path, "straight", 2, *common))
         path = tmp_path / "straight" / "checkpoints" / "step_00000003"
         with open_source(path).weights as source:

@@ -55,8 +55,8 @@ def test_noise_does_not_depend_on_how_the_batch_is_cut(world, accum):
         parts = [dataset(world, accum, rank)[step * accum + m] for rank in range(world) for m in range(accum)]
         assert by_sample(parts) == by_sample([whole])
         for part in parts:
-            assert (part.num_text_tokens, part.num_latents, part.num_lengths) == (
-                whole.num_text_tokens, whole.num_latents, whole.num_lengths,
+            assert (part.counts["text_tokens"], part.counts["latents"], part.counts["lengths"]) == (
+                whole.counts["text_tokens"], whole.counts["latents"], whole.counts["lengths"],
             )  # fmt: skip
 
 
@@ -70,8 +70,8 @@ def test_placeholders_weigh_nothing():
 def test_counts_are_those_of_the_whole_batch():
     batch = dataset()[0]
     text = batch.modes != T2L
-    assert batch.num_text_tokens == int(batch.tensors["attention_mask"].sum(1).numpy()[text].sum())
-    assert batch.num_latents == (batch.modes != L2T).sum() and batch.num_lengths == text.sum()
+    assert batch.counts["text_tokens"] == int(batch.tensors["attention_mask"].sum(1).numpy()[text].sum())
+    assert batch.counts["latents"] == (batch.modes != L2T).sum() and batch.counts["lengths"] == text.sum()
 
 
 def test_modes_noise_the_right_side():

@@ -11,7 +11,6 @@ import torch
 
 from mmldlm.config.load import load_config
 from mmldlm.data.batching.batch_plan import local_slots
-from mmldlm.data.batching.run_data import open_data
 from mmldlm.data.encoders.encoder import Encoder
 from mmldlm.data.importers import sample_folders
 from mmldlm.data.prepare import encode_stage, pipeline
@@ -21,38 +20,11 @@ from mmldlm.data.store.store import Store
 from mmldlm.data.store.verify import verify
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
+from mmldlm.tasks.translation.data import open_data
 from mmldlm.tasks.translation.noiser import L2T, Noiser
 from mmldlm.tasks.translation.objective import TranslationObjective
 
 N, D = 3, 384
-
-
-def _plain(text):
-    return "".join(text.split())
-
-
-def test_pieces_are_the_text_and_end_where_sentences_do():
-    sentences = [f"Sentence {number} is {'rather ' * (number % 4)}short." for number in range(17)]
-    text = "  ".join(sentences)
-    for count in range(1, 18):
-        parts = split_into_parts(text, count)
-        assert len(parts) == count and _plain("".join(parts)) == _plain(text)
-        assert all(part.endswith(".") for part in parts)
-        if 1 < count < 6:  # no piece strays from its share by more than a sentence at each end
-            assert max(abs(len(part) - len(text) / count) for part in parts) < 2 * max(map(len, sentences))
-
-
-@pytest.mark.parametrize(
-    "text", ["One two three four five.", "A sentence. Another one!", "abcdefgh", "a b c d", "漢字仮名"]
-)
-def test_texts_of_few_sentences_are_halved_between_words_and_then_in_them(text):
-    for count in (2, 3, 4):
-        parts = split_into_parts(text, count)
-        assert len(parts) == count and all(part == part.strip() != "" for part in parts)
-        assert "".join(map(_plain, parts)) == _plain(text)
-        if len(text.split()) >= count:
-            assert [word for part in parts for word in part.split()] == text.split()
-    assert split_into_parts("Ok.", 4) is None and split_into_parts("", 2) is None and split_into_parts("", 1) == [""]
 
 
 class Marked:
@@ -154,10 +126,10 @@ def test_the_files_layout_holds_them_too_and_packs_back(store, tmp_path):
 
 
 def test_the_model_takes_as_many_as_the_store_has(store, data, made_store):
-    assert data.config.model.max_latents == N and data.notes == ["3 latents a text (model.max_latents)"]
+    assert data.config.model.max_latents == N and data.notes == ["3 latents per text (model.max_latents)"]
     with pytest.raises(UserError, match="max_latents=3"):
         open_data(load_config("tiny", None, [f"data.latent_data_root={store[0]}", "model.max_latents=2"]))
-    with pytest.raises(UserError, match="number of latents a text"):
+    with pytest.raises(UserError, match="number of latents per text"):
         mixture = json.dumps({str(made_store): 1.0, str(store[0]): 1.0})
         open_data(load_config("tiny", None, [f"data.mixture={mixture}"]))
 
@@ -177,7 +149,7 @@ def _batches(data, world, accum, step=0):
     noiser = Noiser(data.config, *ids, data.latent_mean, data.latent_std, max_norm=data.max_latent_norm())
     plan = data.training_plan(6)
     return [
-        noiser.make(plan.batch(step), local_slots(6, world, accum, rank, micro), data.train, plan.lengths)
+        noiser.collate(plan.batch(step), local_slots(6, world, accum, rank, micro), data.train, plan.lengths)
         for micro in range(accum)
         for rank in range(world)
     ]
@@ -195,7 +167,7 @@ def test_gradients_add_up_and_every_latent_counts(data):
     last = len(data.train_lengths) // 6  # an incomplete batch: some parts hold placeholders
     for step in (0, last):
         (whole,) = _batches(data, 1, 1, step)
-        assert whole.num_latents == N * int((whole.modes[whole.real] != L2T).sum())
+        assert whole.counts["latents"] == N * int((whole.modes[whole.real] != L2T).sum())
         assert whole.tensors["latents"].shape == (len(whole.ids), N, D)
         loss, expected = gradients([whole])
         for world, accum in ((2, 1), (1, 3)):
@@ -209,7 +181,7 @@ def test_the_latent_loss_is_the_mean_over_real_latents(data):
     (batch,) = _batches(data, 1, 1)
     net, tensors = _model(data), batch.tensors
     _, metrics = TranslationObjective(data.config)(net, batch)
-    assert float(metrics["latent_scored"]) == batch.num_latents
+    assert float(metrics["latent_scored"]) == batch.counts["latents"]
     scored = tensors["latent_weights"] > 0
     with torch.no_grad():
         out = net(
@@ -217,7 +189,7 @@ def test_the_latent_loss_is_the_mean_over_real_latents(data):
             tensors["attention_mask"], text_is_null=tensors["text_is_null"], latent_is_null=tensors["latent_is_null"],
         )["latent_pred"]  # fmt: skip
     error = (out - tensors["latent_targets"])[scored].square().mean()
-    torch.testing.assert_close(metrics["latent_error_sum"] / batch.num_latents, error, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(metrics["latent_error_sum"] / batch.counts["latents"], error, rtol=1e-4, atol=1e-6)
 
 
 def test_one_bad_vector_masks_its_sample(data):
@@ -230,7 +202,7 @@ def test_one_bad_vector_masks_its_sample(data):
     plan, model = data.training_plan(6), data.config.model
     ids = (model.mask_token_id, model.pad_token_id, model.eos_token_id)
     noiser = Noiser(data.config, *ids, data.latent_mean, data.latent_std)
-    batch = noiser.make(plan.batch(0), np.arange(6), Damaged(), plan.lengths)
+    batch = noiser.collate(plan.batch(0), np.arange(6), Damaged(), plan.lengths)
     assert [entry["id"] for entry in batch.bad] == [int(batch.ids[2])] and not batch.real[2]
     assert all(torch.isfinite(t).all() for t in batch.tensors.values() if t.is_floating_point())
 

@@ -1,4 +1,4 @@
-"""Invariants of facts section 2.6."""
+"""Masked diffusion: NELBO weights, marginals, counted masks and the ancestral step."""
 
 import math
 
@@ -26,7 +26,7 @@ def nelbo_per_token(diffusion, nll_of, seed=0):
     noised, masked = diffusion.corrupt(tokens, t, uniform, real)
     assert torch.equal(noised[~masked], tokens[~masked]) and (noised[masked] == MASK).all()
     nll = nll_of(tokens, t) * masked
-    return (diffusion.nelbo_weight(t)[:, None] * nll).sum(1) / LENGTH, t
+    return (diffusion.loss_weights(t)[:, None] * nll).sum(1) / LENGTH, t
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -63,7 +63,7 @@ def test_weight_is_the_derivative_of_the_schedule(schedule):
     t = torch.linspace(0.01, 0.99, 50).double()
     h = 1e-6
     slope = (diffusion.alpha(t + h) - diffusion.alpha(t - h)) / (2 * h)
-    torch.testing.assert_close(diffusion.nelbo_weight(t), -slope / (1 - diffusion.alpha(t)), rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(diffusion.loss_weights(t), -slope / (1 - diffusion.alpha(t)), rtol=1e-6, atol=1e-8)
 
 
 def test_loglinear_weight_is_exactly_one_over_t_for_any_eps():
@@ -72,7 +72,7 @@ def test_loglinear_weight_is_exactly_one_over_t_for_any_eps():
         diffusion = MaskedDiffusion(MASK, "loglinear", eps)
         sigma = -torch.log(diffusion.alpha(t))
         d_sigma = (1 - eps) / diffusion.alpha(t)
-        torch.testing.assert_close(diffusion.nelbo_weight(t), d_sigma / torch.expm1(sigma), rtol=1e-12, atol=0)
+        torch.testing.assert_close(diffusion.loss_weights(t), d_sigma / torch.expm1(sigma), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -85,10 +85,10 @@ def test_marginals_are_consistent(schedule):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_time_of_inverts_the_schedule(schedule):
+def test_timestep_of_inverts_the_schedule(schedule):
     diffusion = MaskedDiffusion(MASK, schedule, eps=0.0)
     share = torch.linspace(0.01, 1, 40).double()
-    torch.testing.assert_close(1 - diffusion.alpha(diffusion.time_of(share)), share)
+    torch.testing.assert_close(1 - diffusion.alpha(diffusion.timestep_of(share)), share)
 
 
 def test_counted_masks_estimate_the_same_nelbo_with_less_variance():
@@ -130,3 +130,23 @@ def test_unmask_counts_are_binomial():
         assert abs(freed.mean() - LENGTH / steps) < 5 * freed.std() / math.sqrt(size) + 2e-2
         masked = left
     assert not masked.any()
+
+
+def test_ancestral_steps_draw_the_predicted_tokens():
+    """A fully masked state ends as independent draws from the predicted distribution."""
+    diffusion = MaskedDiffusion(MASK, eps=0.0)
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(VOCABULARY, generator=generator)
+    logits[MASK] = float("-inf")
+    tokens = torch.full((500, LENGTH), MASK)
+    times = torch.linspace(1, 0, 5).double()
+    for t, s in zip(times[:-1], times[1:], strict=True):
+        before, uniform = tokens, torch.rand(2, *tokens.shape, dtype=torch.float64, generator=generator)
+        tokens = diffusion.reverse(
+            tokens, logits.expand(*tokens.shape, -1), t.expand(len(tokens)), s.expand(len(tokens)), uniform
+        )
+        assert torch.equal(tokens[before != MASK], before[before != MASK])
+        masked = (tokens == MASK).double().mean()
+        assert abs(masked - s) < 0.02
+    found = torch.bincount(tokens.flatten(), minlength=VOCABULARY) / tokens.numel()
+    torch.testing.assert_close(found, logits.softmax(0), rtol=0, atol=0.01)

@@ -74,13 +74,14 @@ def step(store: str, dtype: str, words=(), full: bool = False, hooked: bool = Fa
 
     from mmldlm.config.load import load_config
     from mmldlm.data.batching.loader import MicroBatches
-    from mmldlm.data.batching.run_data import open_data
     from mmldlm.engines.base import Autocast, compute_dtype
     from mmldlm.engines.ema import WeightAverage
     from mmldlm.engines.single import SingleEngine
     from mmldlm.models import MultimodalMMDiT
+    from mmldlm.tasks.translation.data import open_data
     from mmldlm.tasks.translation.noiser import Noiser
     from mmldlm.tasks.translation.objective import TranslationObjective
+    from mmldlm.tasks.translation.parameter_plan import parameter_plan
 
     data = open_data(load_config("tiny", None, [f"data.latent_data_root={store}", "model.n_heads=2", *words]))
     config, device = data.config, torch.device("cuda", 0)
@@ -100,7 +101,7 @@ def step(store: str, dtype: str, words=(), full: bool = False, hooked: bool = Fa
                 block.to_qkv.register_forward_hook(lambda *args: None)
         engine = SingleEngine.__new__(SingleEngine)  # its own start would look for the GPU
         engine.rank, engine.world_size, engine.device = 0, 1, device
-        engine._take(model, config)
+        engine._setup(model, config, parameter_plan(model, config))
         engine.module = Autocast(model, "cuda", compute_dtype(dtype)) if autocast else model
         batch.tensors = {name: mode.from_tensor(tensor).to(device) for name, tensor in batch.tensors.items()}
         objective, average = TranslationObjective(config), WeightAverage(engine, 0.99)

@@ -32,6 +32,8 @@ from mmldlm.engines.single import SingleEngine
 from mmldlm.errors import UserError
 from tests.helpers import launch, torchrun
 
+pytestmark = pytest.mark.long
+
 WORKER = str(Path(__file__).with_name("liveness_worker.py"))
 CASES = [
     *("exit@1", "kill@1", "stop@1", "sleep@1", "raise@1", "exit@0", "kill@0", "stop@0", "sleep@0", "raise@0"),

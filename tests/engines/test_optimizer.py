@@ -1,9 +1,11 @@
 import pytest
 import torch
 
-from mmldlm.config.schema import ModelConfig, OptimizerConfig
+from mmldlm.config.schema import OptimizerConfig
 from mmldlm.engines.optimizer import build_optimizer, clipped_step, learning_rate, parameter_groups
 from mmldlm.models import MultimodalMMDiT
+from mmldlm.models.mmdit.config import ModelConfig
+from mmldlm.tasks.translation.parameter_plan import no_decay_names
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
@@ -25,7 +27,7 @@ def test_weight_decay_only_where_it_belongs():
                     eos_token_id=2, tie_embeddings=True)
     )  # fmt: skip
     model.latent_head.requires_grad_(False)
-    decayed, plain = parameter_groups(model, 0.1)
+    decayed, plain = parameter_groups(model, 0.1, no_decay_names(model))
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
     names = {id(p): name for name, p in model.named_parameters()}
     decayed_names, plain_names = ({names[id(p)] for p in group["params"]} for group in (decayed, plain))

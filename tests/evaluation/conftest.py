@@ -59,8 +59,8 @@ class Words:
 
 
 def small_model(seed: int = 0, gates: float = 0.2, **shape):
-    from mmldlm.config.schema import ModelConfig
     from mmldlm.models import MultimodalMMDiT
+    from mmldlm.models.mmdit.config import ModelConfig
 
     torch.manual_seed(seed)
     values = {"hidden_size": 16, "n_blocks": 1, "n_heads": 2, "cond_dim": 16, "max_seq_len": 16, "latent_tokens": 2}
@@ -75,8 +75,8 @@ def small_model(seed: int = 0, gates: float = 0.2, **shape):
 
 @pytest.fixture
 def pretrained():
-    from mmldlm.config.schema import LatentDiffusionConfig, TextDiffusionConfig
     from mmldlm.sampling.pretrained import Pretrained
+    from mmldlm.tasks.translation.config import LatentDiffusionConfig, TextDiffusionConfig
 
     weights = {"unconditional": 0.0, "l2t": 0.5, "t2l": 0.5}
     return Pretrained(small_model(), Words(), TextDiffusionConfig(), LatentDiffusionConfig(), weights, 0.1)

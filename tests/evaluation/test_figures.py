@@ -35,7 +35,7 @@ def test_zero_gain_counts_as_no_standard_errors():
 
 
 @pytest.mark.parametrize("count", [2, 3, 10, 1000])
-def test_nobody_is_its_own_partner(count):
+def test_no_sentence_is_paired_with_itself(count):
     partner = derangement(count, seed=1)
     assert (partner != np.arange(count)).all() and sorted(partner) == list(range(count))
     assert (derangement(count, seed=1) == partner).all()
@@ -52,17 +52,17 @@ def test_exact_match_wants_the_order_too():
 
 def test_bleu_of_known_cases():
     reference = [[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11]]
-    assert text_overlap.bleu(reference, reference).value == pytest.approx(100)
-    assert text_overlap.bleu([[1, 1, 1, 1, 1], [9]], reference).value == 0
+    assert text_overlap.token_bleu(reference, reference).value == pytest.approx(100)
+    assert text_overlap.token_bleu([[1, 1, 1, 1, 1], [9]], reference).value == 0
     # One word of twelve wrong in the middle: precisions 11/12, 9/11, 7/10, 5/9, no brevity.
     text = list(range(12))
     wrong = text.copy()
     wrong[5] = 99
     expected = 100 * np.prod([11 / 12, 9 / 11, 7 / 10, 5 / 9]) ** 0.25
-    assert text_overlap.bleu([wrong], [text]).value == pytest.approx(expected)
+    assert text_overlap.token_bleu([wrong], [text]).value == pytest.approx(expected)
     # A text cut to half pays exp(1 - 2) for brevity and nothing else.
-    assert text_overlap.bleu([text[:6]], [text]).value == pytest.approx(100 * np.exp(-1))
-    assert text_overlap.bleu([[1, 1, 1, 1, 1, 1]], [[1, 2, 3, 4, 5, 6]]).value == 0  # counts are clipped
+    assert text_overlap.token_bleu([text[:6]], [text]).value == pytest.approx(100 * np.exp(-1))
+    assert text_overlap.token_bleu([[1, 1, 1, 1, 1, 1]], [[1, 2, 3, 4, 5, 6]]).value == 0  # counts are clipped
 
 
 def test_ranks_and_ties():

@@ -7,7 +7,12 @@ import pytest
 
 from mmldlm.config.load import load_config
 from mmldlm.data.batching.batch_plan import BatchPlan, Spaced
-from mmldlm.tasks.translation.validation import num_samples, passes_of
+from mmldlm.tasks import validation
+from mmldlm.tasks.translation.validation import passes_of
+
+
+def num_samples(config, available: int, global_batch: int) -> int:
+    return validation.num_samples(config, available, global_batch, len(passes_of(config)))
 
 
 def test_auto_costs_a_few_percent_of_the_training_between_two():

@@ -35,7 +35,7 @@ def test_no_rows_give_zero_loss_and_zero_gradients():
     assert torch.equal(weight.grad, torch.zeros(9, 4)) and torch.equal(bias.grad, torch.zeros(9))
 
 
-def test_forbidden_id_has_no_probability_and_no_gradient():
+def test_excluded_id_has_no_probability_and_no_gradient():
     weight, bias = torch.randn(6, 4, requires_grad=True), torch.zeros(6, requires_grad=True)
     hidden = torch.randn(5, 4)
     bias.data[2] = 100.0  # would win everywhere

@@ -3,11 +3,11 @@ import pytest
 import torch
 
 from mmldlm.config.load import build_config
-from mmldlm.config.schema import ModelConfig
 from mmldlm.data.batching.batch_plan import BatchPlan, local_slots
 from mmldlm.data.store.store import Rows
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
+from mmldlm.models.mmdit.config import ModelConfig
 from mmldlm.tasks.translation.freezing import apply_freezing, frozen_names, verify_parameter_freezing
 from mmldlm.tasks.translation.noiser import Noiser
 from mmldlm.tasks.translation.objective import TranslationObjective
@@ -44,7 +44,7 @@ def micro_batches(config, world=1, accum=1, step=0, size=12):
     noiser = Noiser(config, 3, 0, 2, np.zeros(DIM, np.float32), np.ones(DIM, np.float32))
     plan = BatchPlan(rows.lengths, size, 0)
     return [
-        noiser.make(plan.batch(step), local_slots(size, world, accum, rank, micro), rows, rows.lengths)
+        noiser.collate(plan.batch(step), local_slots(size, world, accum, rank, micro), rows, rows.lengths)
         for micro in range(accum)
         for rank in range(world)
     ]
@@ -92,8 +92,8 @@ def test_metrics_are_those_of_the_definition():
     nll = -logits.flatten(0, 1)[t["text_positions"]].log_softmax(-1).gather(1, t["text_targets"][:, None])[:, 0]
     expected = (nll * t["text_weights"]).sum()
     torch.testing.assert_close(metrics["text_nelbo_sum"], expected)
-    rest = loss - expected / batch.num_text_tokens
-    torch.testing.assert_close(rest, 0.1 * metrics["length_nll_sum"] / batch.num_lengths, rtol=1e-3, atol=1e-5)
+    rest = loss - expected / batch.counts["text_tokens"]
+    torch.testing.assert_close(rest, 0.1 * metrics["length_nll_sum"] / batch.counts["lengths"], rtol=1e-3, atol=1e-5)
 
 
 def test_clamps_leave_a_zero_gradient_above_them():

@@ -8,9 +8,10 @@ from _peers import Ours, Shape
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from mmldlm.config.schema import ModelConfig
 from mmldlm.models.mmdit.block import MMDiTBlock
-from mmldlm.observe.flops import FlopRate, peak_flops, step_flops
+from mmldlm.models.mmdit.config import ModelConfig
+from mmldlm.models.mmdit.costs import step_flops, training_flops
+from mmldlm.observe.flops import peak_flops
 
 SHAPE = Shape("small", depth=2, width=128, length=48, batch=4, vocab=1500, latent=96)
 
@@ -59,14 +60,12 @@ def test_of_the_large_model_a_text_token_meets_one_stream_only():
 
 
 def test_the_runs_counts_give_the_same_figure():
-    rate = FlopRate(model(), world_size=4, peak=1e15)
     lengths, scored = [100] * 8, 300
-    flops = rate.flops(num_samples=8, num_tokens=800.0, num_scored=300.0)
+    flops = training_flops(model(), num_samples=8, num_tokens=800.0, num_scored=300.0)
     assert flops == pytest.approx(step_flops(model(), lengths, scored).training, rel=1e-9)
     uneven = step_flops(model(), [60, 140] * 4, scored).training
     assert flops == pytest.approx(uneven, rel=0.01)
-    assert rate.mfu(flops, 0.5) == pytest.approx(flops / 0.5 / 4e15)
-    assert rate.flops(0, 0.0, 0.0) == 0.0
+    assert training_flops(model(), 0, 0.0, 0.0) == 0.0
 
 
 def test_peaks_are_known_or_not_given():
@@ -76,4 +75,3 @@ def test_peaks_are_known_or_not_given():
     assert peak_flops("NVIDIA H200 NVL", "fp16") == peak_flops("NVIDIA H200 NVL", "bf16") == 835.5e12
     assert peak_flops(None, "bf16") is None and peak_flops("Some GPU 1", "bf16") is None
     assert peak_flops(None, "bf16", 2.5) == 2.5e12
-    assert FlopRate(model(), 1, None).mfu(1e12, 1.0) is None

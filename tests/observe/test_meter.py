@@ -9,33 +9,37 @@ import pytest
 import torch
 
 from mmldlm.config.schema import Config
-from mmldlm.observe.flops import step_flops
+from mmldlm.config.task_registry import find_task
+from mmldlm.models.mmdit.costs import step_flops
 from mmldlm.observe.throughput import StepTimer
+from mmldlm.tasks.translation.config import TranslationConfig
 from tests.helpers import read_log, train_words
+
+TASK = find_task("translation")
 
 
 def config(**logging) -> Config:
-    return Config(model={"latent_dim": 32, "vocab_size": 500}, logging=logging)
+    return TranslationConfig(model={"latent_dim": 32, "vocab_size": 500}, logging=logging)
 
 
 def test_parts_are_shares_of_the_whole_and_start_anew(monkeypatch):
     clock = iter([0.0, 1.0, 3.0, 4.0, 9.0, 10.0, 20.0])
     monkeypatch.setattr("mmldlm.observe.throughput.time.perf_counter", lambda: next(clock))
-    meter = StepTimer(config(peak_tflops=2.0), 4, torch.device("cpu"))
+    meter = StepTimer(TASK, config(peak_tflops=2.0), 4, torch.device("cpu"))
     with meter.part("data"):  # 1 to 3
         pass
     with meter.part("checkpoint"):  # 4 to 9
         pass
-    record = meter.step(num_samples=8, num_tokens=100.0, num_scored=50.0)  # at 10
+    record = meter.step(num_samples=8, num_tokens=100.0, sums={"text_masked": 50.0})  # at 10
     assert record["data_share"] == 0.2 and record["checkpoint_share"] == 0.5
     assert record["tokens_per_second"] == 100 / 5, "writing a checkpoint is not training"
     assert record["mfu"] == pytest.approx(record["tflops"] / 2.0)
-    again = meter.step(num_samples=8, num_tokens=100.0, num_scored=50.0)
+    again = meter.step(num_samples=8, num_tokens=100.0, sums={"text_masked": 50.0})
     assert again["data_share"] == again["checkpoint_share"] == 0 and again["tokens_per_second"] == 10
 
 
 def test_utilisation_of_an_unknown_device_is_not_invented():
-    record = StepTimer(config(), 1, torch.device("cpu")).step(4, 40.0, 20.0)
+    record = StepTimer(TASK, config(), 1, torch.device("cpu")).step(4, 40.0, {"text_masked": 20.0})
     assert record["mfu"] is None and record["tflops"] > 0 and record["peak_memory_gib"] > 0.05
 
 
@@ -94,7 +98,7 @@ def test_shares_of_communication():
 
 def test_the_records_flops_are_those_of_the_batch():
     """What the loop counts (samples, tokens, scored positions) suffices: equal to the count from every length."""
-    meter = StepTimer(config(peak_tflops=1.0), 1, torch.device("cpu"))
+    meter = StepTimer(TASK, config(peak_tflops=1.0), 1, torch.device("cpu"))
     lengths, scored = [20, 21, 22, 23], 40
     found = meter.rate.flops(4, float(sum(lengths)), float(scored))
     assert found == pytest.approx(step_flops(config().model, lengths, scored).training, rel=1e-3)

@@ -12,7 +12,8 @@ import pytest
 
 from mmldlm.errors import UserError
 from mmldlm.observe.health_monitor import LogTail, add_arguments, assess, main
-from mmldlm.observe.jsonl_log import JsonlLog, is_event, to_strict_json
+from mmldlm.observe.jsonl_log import JsonlLog, is_event
+from mmldlm.utils.json_files import to_strict_json
 
 NOW = datetime(2030, 1, 1, tzinfo=timezone.utc)
 

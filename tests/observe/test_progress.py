@@ -9,6 +9,7 @@ import pytest
 
 from mmldlm.observe import console as module
 from mmldlm.observe.console import LATEST_LOG, Console, format_step, link_latest, train_log_path
+from mmldlm.tasks.translation.task import TranslationTask
 from mmldlm.utils.formatting import format_duration
 
 RECORD = {
@@ -22,7 +23,7 @@ def step(number, **more):
 
 def test_plain_lines_come_every_log_freq_steps_and_can_be_grepped():
     out = io.StringIO()
-    with Console(95, log_freq=10, stream=out) as progress:
+    with Console(95, log_freq=10, stream=out, metrics=TranslationTask.metrics) as progress:
         for number in range(1, 96):
             progress.update(step(number, skipped=number in (3, 4)))
     lines = out.getvalue().splitlines()

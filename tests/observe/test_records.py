@@ -4,7 +4,8 @@ import math
 import numpy as np
 import pytest
 
-from mmldlm.observe.jsonl_log import JsonlLog, parse_line, read_records, to_strict_json
+from mmldlm.observe.jsonl_log import JsonlLog, parse_line, read_records
+from mmldlm.utils.json_files import to_strict_json
 
 
 def write(path, steps):

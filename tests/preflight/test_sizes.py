@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from mmldlm.config.load import load_config, preset_names
-from mmldlm.config.resume_compat import decided_freeze
+from mmldlm.config.task_registry import find_task
 from mmldlm.models import MultimodalMMDiT
 from mmldlm.models.linear_cross_entropy import logits_bytes
-from mmldlm.preflight.memory_model import PLANS, model_sizes, state_bytes
-from mmldlm.tasks.translation.freezing import apply_freezing
+from mmldlm.preflight.memory_model import PLANS, state_bytes
+from mmldlm.tasks.translation.freezing import apply_freezing, decided_freeze
 
+model_sizes = find_task("translation").model_sizes
 FROM_DATA = [
     "model.latent_dim=71", "model.vocab_size=1009", "model.mask_token_id=1", "model.pad_token_id=0",
     "model.eos_token_id=2",

@@ -102,8 +102,9 @@ def checkpoint(tmp_path_factory):
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from mmldlm.config.schema import LatentDiffusionConfig, ModelConfig, TextDiffusionConfig
     from mmldlm.models import MultimodalMMDiT
+    from mmldlm.models.mmdit.config import ModelConfig
+    from mmldlm.tasks.translation.config import LatentDiffusionConfig, TextDiffusionConfig
 
     folder = tmp_path_factory.mktemp("converted")
     words = ["[MASK]", "[PAD]", "[EOS]", "[UNK]", *(f"word{i}" for i in range(28))]

@@ -24,7 +24,7 @@ def field_model(toys, diffusion, x0_of, **shape):
             alpha, sigma = (value[:, None] for value in diffusion.alpha_sigma(t))
             x0 = x0_of(z.double(), alpha, sigma)
             noise = (z.double() - alpha * x0) / sigma
-            return diffusion.target(x0, noise, t).float()
+            return diffusion.targets(x0, noise, t).float()
 
     return Field(**shape)
 

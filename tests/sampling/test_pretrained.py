@@ -15,7 +15,8 @@ from mmldlm.convert.to_checkpoint import convert_state
 from mmldlm.convert.to_safetensors import convert
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
-from mmldlm.sampling.pretrained import load_pretrained, usable_device
+from mmldlm.sampling.device import usable_device
+from mmldlm.sampling.pretrained import load_pretrained
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,7 @@ def test_a_bf16_export_is_widened(run, tmp_path):
 
 
 def test_a_tied_model_has_one_embedding(checkpoint, tmp_path):
-    from mmldlm.config.schema import ModelConfig
+    from mmldlm.models.mmdit.config import ModelConfig
 
     values = json.loads((checkpoint / "config.json").read_text())
     known = {key: value for key, value in values.items() if key in ModelConfig.model_fields}
@@ -161,7 +162,7 @@ def test_a_device_that_is_not_here_is_refused_first(name, command, tmp_path, mon
     }[command]
     assert cli.main([*words, "--checkpoint", str(tmp_path / "none"), "--device", name]) == 2
     said = capsys.readouterr().err
-    assert "--device" in said and f"found: {name}" in said and "leave --device out" in said
+    assert "--device" in said and f"found: {name}" in said and "omit --device" in said
 
 
 def _without_cuda(empty):
@@ -183,7 +184,7 @@ def test_the_help_of_a_kind_lists_its_own_options(capsys):
     for words, listed, others in (
         (["sample", "l2t"], "--latent-file", "--eta"),
         (["sample", "t2l"], "--eta", "--latent-file"),
-        (["sample", "unconditional"], "--way", "--guidance"),
+        (["sample", "unconditional"], "--method", "--guidance"),
         (["convert", "inspect"], "SRC", "--dtype"),
         (["convert", "diff"], "--optimizer", "--dtype"),
     ):
@@ -192,6 +193,16 @@ def test_the_help_of_a_kind_lists_its_own_options(capsys):
         text = capsys.readouterr().out
         assert done.value.code == 0 and listed in text and others not in text
         assert text.startswith(f"usage: mmldlm {' '.join(words)} ")
+
+
+def test_the_former_spelling_of_method_names_the_new_one(capsys):
+    from mmldlm import cli
+
+    for words in (["sample", "unconditional"], ["sample"]):
+        with pytest.raises(SystemExit) as done:
+            cli.main([*words, "--way", "joint"])
+        assert done.value.code == 2
+        assert "--way was renamed: use --method joint" in capsys.readouterr().err
 
 
 def test_options_before_the_kind_are_read_as_well(checkpoint, tmp_path):

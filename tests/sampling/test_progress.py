@@ -1,50 +1,16 @@
-"""What a long measurement shows: every pass counts, a log gets lines, a terminal a bar that goes away."""
+"""Progress of the samplers and the NELBO: every pass is reported."""
 
 from __future__ import annotations
-
-import io
 
 import numpy as np
 import torch
 
 from mmldlm.diffusion import GaussianProcess, MaskedDiffusion
 from mmldlm.evaluation.metrics.nelbo import measure
-from mmldlm.observe.progress_meter import Meter
 from mmldlm.sampling.joint_sampler import sample_joint
 from mmldlm.sampling.latent_sampler import sample_latents
 from mmldlm.sampling.pretrained import load_pretrained
 from mmldlm.sampling.text.loop import sample_text
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def meter(stream, times):
-    said = []
-    return said, Meter(said.append, stream, interval=10.0, clock=iter(times).__next__)
-
-
-def test_a_log_gets_a_line_now_and_then_with_the_time_left():
-    log = io.StringIO()
-    said, begin = meter(log, [0.0, 4.0, 20.0, 25.0, 40.0, 50.0])
-    with begin:
-        advance = begin("writing 4 texts")
-        for done in (1, 1, 2, 3, 4):  # at 4, 20, 25, 40 and 50 s
-            advance(done, 4)
-    assert said == ["writing 4 texts"]
-    assert log.getvalue().splitlines() == ["  25% after 20s, 1m00s left", "  75% after 40s, 13s left"]
-
-
-def test_a_terminal_gets_a_bar_that_goes_away():
-    screen = Terminal()
-    _, begin = meter(screen, [0.0])
-    with begin:
-        advance = begin("writing")
-        advance(1, 2)
-        assert begin._bar is not None and begin._bar.tasks[0].percentage == 50
-    assert begin._bar is None and "%" in screen.getvalue()
 
 
 def test_every_pass_of_every_sampler_is_reported(checkpoint):

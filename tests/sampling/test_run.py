@@ -81,7 +81,7 @@ def test_t2l_compares_with_the_encoder_where_there_is_one(checkpoint, tmp_path, 
     assert "cosine" not in lines(tmp_path / "a")[0]
     made = np.load(tmp_path / "a" / "latents.npy")
     other = np.roll(made, 1, axis=0)  # of the encoder: the other text's vector
-    monkeypatch.setattr("mmldlm.commands.sample.encode_texts", lambda texts, pretrained, progress: 3 * other)
+    monkeypatch.setattr("mmldlm.sampling.generate.encode_texts", lambda texts, pretrained, progress: 3 * other)
     assert run(*words, tmp_path / "b") == 0
     expected = [float(a @ b) for a, b in zip(made, other)]
     assert [line["cosine"] for line in lines(tmp_path / "b")] == pytest.approx(expected, abs=1e-5)
@@ -113,7 +113,7 @@ def test_t2l_writes_unit_vectors(checkpoint, tmp_path):
 def test_unconditional_writes_pairs(checkpoint, tmp_path, way, sampler):
     out = tmp_path / "out"
     run("unconditional", "--checkpoint", checkpoint, "--output-dir", out, "--num-samples", 6, "--num-steps", 6,
-        "--way", way, "--sampler", sampler)  # fmt: skip
+        "--method", way, "--sampler", sampler)  # fmt: skip
     assert np.isfinite(np.load(out / "latents.npy")).all()
     records = lines(out)
     assert len(records) == 6 and {record["way"] for record in records} == {way}
@@ -184,7 +184,7 @@ def test_missing_and_foreign_files_are_refused(checkpoint, tmp_path):
 
 def test_a_folder_that_cannot_be_written_costs_no_samples(checkpoint, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("kept")
-    monkeypatch.setattr("mmldlm.commands.sample.sample_latents", lambda *a, **k: pytest.fail("the samples are lost"))
+    monkeypatch.setattr("mmldlm.sampling.generate.sample_latents", lambda *a, **k: pytest.fail("the samples are lost"))
     with pytest.raises(UserError, match="Not a directory"):
         run("t2l", "--checkpoint", checkpoint, "--text", "word1", "--output-dir", tmp_path / "file" / "out")
 
@@ -196,7 +196,7 @@ def test_a_mode_that_was_not_trained_is_refused(checkpoint, latent_file, tmp_pat
     words = ("--checkpoint", folder, source, latent_file if source == "--latent-file" else "word1", "--output-dir")
     with pytest.raises(UserError, match=f"trained in mode {kind}") as error:
         run(kind, *words, tmp_path / "out")
-    assert error.value.found.endswith(f"learned only {other}") and not (tmp_path / "out").exists()
+    assert error.value.found.endswith(f"trained only in {other}") and not (tmp_path / "out").exists()
 
 
 def test_a_text_file_that_is_not_utf_8_is_told_from_a_wrong_path(checkpoint, tmp_path):
@@ -297,8 +297,8 @@ def test_unit_norm_is_known_from_encoder_or_statistics(checkpoint, tmp_path):
 
 
 def test_a_model_of_several_latents_a_text_reads_and_writes_them_all(checkpoint, tmp_path):
-    from mmldlm.config.schema import ModelConfig
     from mmldlm.models import MultimodalMMDiT
+    from mmldlm.models.mmdit.config import ModelConfig
 
     several = shutil.copytree(checkpoint, tmp_path / "several")
     config = json.loads((checkpoint / "config.json").read_text())
@@ -312,7 +312,7 @@ def test_a_model_of_several_latents_a_text_reads_and_writes_them_all(checkpoint,
     made = np.load(tmp_path / "a" / "latents.npy")
     assert made.shape == (2, 3, 6) and [len(line["norm"]) for line in lines(tmp_path / "a")] == [3, 3]
     for way in ("joint", "chain"):
-        assert run("unconditional", "--num-samples", 2, "--way", way, *shared, tmp_path / way) == 0
+        assert run("unconditional", "--num-samples", 2, "--method", way, *shared, tmp_path / way) == 0
         assert np.load(tmp_path / way / "latents.npy").shape == (2, 3, 6)
     for array, count in ((made, 2), (made[0], 1)):
         np.save(tmp_path / "x.npy", array)

@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from mmldlm.config.schema import ModelConfig
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.masked import SCHEDULES
 from mmldlm.errors import MmldlmError
+from mmldlm.models.mmdit.config import ModelConfig
+from mmldlm.sampling.text.draw import DrawSettings, draw_tokens
 from mmldlm.sampling.text.length_rule import choose_lengths
-from mmldlm.sampling.text.loop import DecodingState, draw_tokens, sample_text
+from mmldlm.sampling.text.loop import sample_text
+from mmldlm.sampling.text.state import DecodingState
+from mmldlm.sampling.text.strategies import strategy_class
 
 TEXTS = [[3, 4, 5], [7], [6, 6, 3, 4, 7, 5, 3], [5, 4], []]
 
@@ -36,29 +39,29 @@ def test_perfect_denoiser_gives_back_the_text(toys, sampler, schedule, steps):
     assert found.lengths.tolist() == [len(text) + 1 for text in TEXTS]
 
 
-def state_of(toys, lengths, steps, sampler, schedule="loglinear", seed=0, **options):
+def strategy_of(toys, lengths, steps, sampler, schedule="loglinear", seed=0, **options):
     lengths = torch.tensor(lengths)
     uniform = torch.rand(len(lengths), 2, int(lengths.max()), generator=torch.Generator().manual_seed(seed)).double()
-    return DecodingState(
-        lengths, int(lengths.max()), steps, sampler=sampler, diffusion=MaskedDiffusion(toys.MASK, schedule),
-        temperature=None, top_p=1.0, uniform=uniform, eos_token_id=toys.EOS, pad_token_id=toys.PAD, **options,
-    )  # fmt: skip
+    ids = {"mask_token_id": toys.MASK, "eos_token_id": toys.EOS, "pad_token_id": toys.PAD}
+    state = DecodingState(lengths, int(lengths.max()), **ids)
+    options |= {"diffusion": MaskedDiffusion(toys.MASK, schedule), "steps": steps, "uniform": uniform}
+    return strategy_class(sampler)(state, draw=DrawSettings(), **options)
 
 
-def run_state(state, steps, vocab=8):
-    counts = []
+def run_strategy(strategy, steps, vocab=8):
+    counts, state = [], strategy.state
     for k in range(steps):
-        before = state.open.sum(1)
-        positions = state.wanted(k)
+        before = state.undecided.sum(1)
+        positions = strategy.positions(k)
         logits = torch.randn(len(positions), vocab, generator=torch.Generator().manual_seed(k))
-        state.update(k, positions, logits if len(positions) else None)
-        counts.append(before - state.open.sum(1))
+        strategy.update(k, positions, logits if len(positions) else None)
+        counts.append(before - state.undecided.sum(1))
     return torch.stack(counts, 1)
 
 
 def test_ancestral_unmasks_binomial_counts_and_leaves_nothing(toys):
     length, steps, rows = 33, 8, 600
-    counts = run_state(state_of(toys, [length] * rows, steps, "ancestral"), steps).double()
+    counts = run_strategy(strategy_of(toys, [length] * rows, steps, "ancestral"), steps).double()
     assert (counts.sum(1) == length - 1).all()
     left = torch.full((rows,), length - 1.0).double()
     for k in range(steps):
@@ -75,15 +78,15 @@ def test_ancestral_unmasks_binomial_counts_and_leaves_nothing(toys):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("common_clock", [False, True])
+@pytest.mark.parametrize("shared_schedule", [False, True])
 @pytest.mark.parametrize("steps", [1, 2, 7, 16, 64])
-def test_confidence_ends_without_masks_within_its_steps(toys, schedule, common_clock, steps):
+def test_confidence_ends_without_masks_within_its_steps(toys, schedule, shared_schedule, steps):
     lengths = [1, 2, 3, 9, 17, 30]
-    state = state_of(toys, lengths, steps, "confidence", schedule, common_clock=common_clock)
-    counts = run_state(state, steps)
+    strategy = strategy_of(toys, lengths, steps, "confidence", schedule, shared_schedule=shared_schedule)
+    counts, state = run_strategy(strategy, steps), strategy.state
     assert counts.sum(1).tolist() == [length - 1 for length in lengths]
-    assert not bool(state.open.any()) and not bool((state.tokens == toys.MASK).any())
-    if schedule == "loglinear" and not common_clock:
+    assert not bool(state.undecided.any()) and not bool((state.tokens == toys.MASK).any())
+    if schedule == "loglinear" and not shared_schedule:
         # Even: no step commits two tokens more than another.
         for length, row in zip(lengths, counts.tolist()):
             used = row[: min(steps, length - 1)]
@@ -98,12 +101,13 @@ def test_confidence_commits_the_most_confident_first(toys):
             return out
 
     model, diffusion = Sure(), MaskedDiffusion(toys.MASK)
-    state = state_of(toys, [5], 4, "confidence")
+    strategy = strategy_of(toys, [5], 4, "confidence")
+    state = strategy.state
     for k in range(4):
-        positions = state.wanted(k)
+        positions = strategy.positions(k)
         logits = model(state.tokens, None, None, None, state.real, text_positions=positions)["text_logits"]
-        state.update(k, positions, logits)
-        assert state.open[0].tolist() == [place < 3 - k for place in range(4)] + [False]
+        strategy.update(k, positions, logits)
+        assert state.undecided[0].tolist() == [place < 3 - k for place in range(4)] + [False]
     assert diffusion.mask_token_id == toys.MASK
 
 

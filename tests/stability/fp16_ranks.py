@@ -44,6 +44,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    from mmldlm.train import end_process
+    from mmldlm.distributed.exit import exit_without_teardown
 
-    end_process(0)
+    exit_without_teardown(0)

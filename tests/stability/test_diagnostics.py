@@ -18,13 +18,14 @@ import torch
 from mmldlm.config.load import load_config
 from mmldlm.data.batching.batch_plan import BatchPlan
 from mmldlm.data.batching.loader import MicroBatches
-from mmldlm.data.batching.run_data import open_data
 from mmldlm.engines.build import build_engine
 from mmldlm.models import MultimodalMMDiT
 from mmldlm.observe.layer_stats import DEAD_AFTER_REPORTS, LayerStatsCollector, adamw_update, layers_of
+from mmldlm.tasks.translation.data import open_data
 from mmldlm.tasks.translation.freezing import apply_freezing
 from mmldlm.tasks.translation.noiser import Noiser
 from mmldlm.tasks.translation.objective import TranslationObjective
+from mmldlm.tasks.translation.parameter_plan import parameter_plan
 from tests.helpers import run_ranks
 
 ENGINES = {
@@ -51,7 +52,7 @@ def steps(store: str, accum: int, words: list[str], frozen: str = "unconditional
     torch.manual_seed(0)
     model = MultimodalMMDiT(config.model)
     apply_freezing(model, config.training.loss_type, config.training.freeze)
-    engine = build_engine(model, config)
+    engine = build_engine(model, config, parameter_plan(model, config))
     ids = (config.model.mask_token_id, config.model.pad_token_id, config.model.eos_token_id)
     plan = BatchPlan(data.train_lengths, GLOBAL_BATCH, 0)
     batches = MicroBatches(
@@ -88,7 +89,7 @@ def steps(store: str, accum: int, words: list[str], frozen: str = "unconditional
 
 
 def main(store: str, folder: str) -> None:
-    from mmldlm.train import leave_process_group
+    from mmldlm.distributed.exit import leave_process_group
 
     for dtype in ("fp32", "bf16"):
         for name, words in ENGINES.items():
@@ -204,7 +205,7 @@ def test_nothing_happens_on_steps_that_are_not_looked_at(store):
         def __init__(self, model):
             self.model = model
 
-        def fragments(self):
+        def parameter_shards(self):
             return []
 
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
@@ -231,7 +232,7 @@ def test_compiled_blocks_are_watched_without_a_hook_inside_them():
             return 2 * x, 3 * x
 
         @staticmethod
-        def streams(output, x):
+        def split_streams(output, x):
             return output
 
     model = torch.nn.Module()

@@ -31,9 +31,9 @@ def test_the_plain_loop_dies_of_it_and_ours_skips_one_step(store, tmp_path, monk
     from mmldlm.config.load import load_config
     from mmldlm.data.batching.batch_plan import BatchPlan
     from mmldlm.data.batching.loader import MicroBatches, iterate_steps
-    from mmldlm.data.batching.run_data import open_data
     from mmldlm.engines import build
     from mmldlm.models import MultimodalMMDiT
+    from mmldlm.tasks.translation.data import open_data
     from mmldlm.tasks.translation.noiser import Noiser
     from mmldlm.tasks.translation.objective import TranslationObjective
     from mmldlm.train import main
@@ -63,9 +63,9 @@ def test_the_plain_loop_dies_of_it_and_ours_skips_one_step(store, tmp_path, monk
 
     build_engine = build.build_engine
 
-    def planted(model, config):
+    def planted(model, config, plan):
         with_an_inf(model, bad_step=3)
-        return build_engine(model, config)
+        return build_engine(model, config, plan)
 
     monkeypatch.setattr(build, "build_engine", planted)
     assert main(train_words(store, tmp_path, "run", *words)) == 0

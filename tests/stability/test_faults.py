@@ -7,7 +7,11 @@ import json
 import os
 import sys
 
+import pytest
+
 from tests.helpers import ROOT, launch
+
+pytestmark = pytest.mark.long
 
 
 def test_no_fault_reaches_the_weights_hangs_a_rank_or_goes_unnamed(store, tmp_path):

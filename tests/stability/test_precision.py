@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from mmldlm.config.load import load_config
-from mmldlm.config.schema import ModelConfig
+from mmldlm.engines.parameter_plan import ParameterPlan
 from mmldlm.engines.single import SingleEngine
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
+from mmldlm.models.mmdit.config import ModelConfig
 from mmldlm.stability.precision_check import check_precision, precision_faults
 
 
@@ -17,7 +18,8 @@ def engine_and_config(dtype: str):
     config = load_config("tiny", None, [f"training.dtype={dtype}", "engine.kind=single"])
     shape = dict(hidden_size=16, n_blocks=1, n_heads=2, cond_dim=16, latent_dim=6, vocab_size=30)
     ids = dict(mask_token_id=3, pad_token_id=0, eos_token_id=2)
-    return SingleEngine(MultimodalMMDiT(ModelConfig(**shape, **ids)), config), config
+    model = MultimodalMMDiT(ModelConfig(**shape, **ids))
+    return SingleEngine(model, config, ParameterPlan()), config
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])

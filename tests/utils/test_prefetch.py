@@ -1,4 +1,4 @@
-"""The prefetch thread: items in order, errors re-raised by the consumer, no thread left."""
+"""Prefetched items: the same ones in the same order, errors in their turn, no thread left behind."""
 
 from __future__ import annotations
 
@@ -9,49 +9,59 @@ import pytest
 from mmldlm.utils.prefetch import prefetch
 
 
-def prefetchers() -> list[threading.Thread]:
+def _threads():
     return [thread for thread in threading.enumerate() if thread.name == "prefetch"]
 
 
-def test_the_same_items_in_order():
-    assert list(prefetch(range(1000), 8)) == list(range(1000)) and list(prefetch([], 8)) == []
-    assert not prefetchers()
+def test_same_items_same_order():
+    assert list(prefetch(range(100), 4)) == list(range(100)) and not _threads()
 
 
-def test_it_runs_ahead_but_not_without_bound():
-    seen = []
+def test_at_most_depth_items_ahead():
+    made, go = [], threading.Semaphore(0)
 
     def items():
-        for number in range(100):
-            seen.append(number)
+        for number in range(50):
+            made.append(number)
+            go.release()
             yield number
 
-    stream = prefetch(items(), 8)
-    assert next(stream) == 0
-    deadline = threading.Event()
-    while len(seen) < 9 and not deadline.wait(0.01):
-        pass
-    deadline.wait(0.05)
-    assert 9 <= len(seen) <= 11
-    stream.close()
-    assert not prefetchers()
+    batches = prefetch(items(), 3)
+    assert next(batches) == 0
+    for _ in range(5):  # one taken, three waiting, one in the thread's hand
+        assert go.acquire(timeout=10)
+    assert not go.acquire(timeout=0.3) and made == [0, 1, 2, 3, 4]
+    batches.close()
+    assert not _threads()
 
 
-def test_an_error_comes_after_the_items_before_it():
+def test_error_is_raised_in_its_turn():
+    def items():
+        yield 1
+        raise ValueError("a bad batch")
+
+    batches = prefetch(items(), 4)
+    assert next(batches) == 1
+    with pytest.raises(ValueError, match="a bad batch"):
+        next(batches)
+    assert not _threads()
+
+
+def test_all_items_before_an_error_arrive():
     def items():
         yield 1
         yield 2
         raise ValueError("the third")
 
-    got = []
+    received = []
     with pytest.raises(ValueError, match="the third"):
         for item in prefetch(items(), 8):
-            got.append(item)
-    assert got == [1, 2] and not prefetchers()
+            received.append(item)
+    assert received == [1, 2] and not _threads()
 
 
 def test_an_error_of_the_consumer_ends_the_thread():
     with pytest.raises(KeyError):
         for _ in prefetch(iter(int, 1), 8):  # zeros without end
             raise KeyError
-    assert not prefetchers()
+    assert list(prefetch([], 8)) == [] and not _threads()

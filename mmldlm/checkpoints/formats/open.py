@@ -15,7 +15,8 @@ from mmldlm.checkpoints.locate import locate_checkpoint
 from mmldlm.checkpoints.manifest import MANIFEST, examine
 from mmldlm.errors import UserError
 
-BUFFERS = ("latent_mean", "latent_std")  # of a MultimodalMMDiT; all other tensors of it are trained
+# Of a MultimodalMMDiT saved before model_config.json listed them; everything else in it is trained.
+_BUFFERS = ("latent_mean", "latent_std")
 _STEP = re.compile(r"step_\d{8,}")
 
 
@@ -75,7 +76,7 @@ def _check_manifest(checkpoint: Path, weights_only: bool) -> None:
 
 
 def _is_run_checkpoint(path: Path) -> bool:
-    # A plain file `latest` is mmldlm's or DeepSpeed's; nobody names DeepSpeed's own file, but its folder.
+    # A plain file `latest` is mmldlm's or DeepSpeed's; users name DeepSpeed's folder, not that file.
     if path.name == LATEST and (path.is_symlink() or path.is_file()):
         return True
     if not path.is_dir():
@@ -122,7 +123,8 @@ def mark_buffers(weights: WeightSource, folder: Path) -> None:
         config = json.loads((folder / CONFIG_FILE).read_text())
     except (OSError, ValueError, RecursionError):
         return
-    if isinstance(config, dict) and config.get("architecture") == "MultimodalMMDiT":
-        for name in BUFFERS:
+    if isinstance(config, dict):
+        listed = config.get("buffers", _BUFFERS if config.get("architecture") == "MultimodalMMDiT" else ())
+        for name in listed if isinstance(listed, list | tuple) else ():
             if name in weights.tensors and weights.tensors[name].kind == "parameter":
                 weights.set_kind_and_dtype(name, "buffer")

@@ -1,5 +1,4 @@
-"""The batch plan: which samples make up the global batch of a step. A pure function of (seed, lengths, batch size,
-step)."""
+"""The batch plan: the samples of every step's global batch, a pure function of (seed, lengths, batch size, step)."""
 
 from __future__ import annotations
 
@@ -8,26 +7,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mmldlm.utils.counter_rng import mix64
+
 _U64 = np.uint64
 
 
-def _mix(x: np.ndarray, key: np.uint64) -> np.ndarray:
-    """SplitMix64's finaliser (Steele et al., OOPSLA 2014): uint64 -> uint64, wraps by design."""
-    with np.errstate(over="ignore"):
-        x = x + key * _U64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> _U64(27))) * _U64(0x94D049BB133111EB)
-        return x ^ (x >> _U64(31))
+def _keyed_mix(values: np.ndarray, key: np.uint64) -> np.ndarray:
+    with np.errstate(over="ignore"):  # a product of scalars warns where that of arrays wraps
+        return mix64(values + key * _U64(0x9E3779B97F4A7C15))
 
 
 def permute(positions: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
-    """Ids at some positions of a pseudo-random permutation of range(count), without making the whole of it.
+    """Return the ids at some positions of a pseudo-random permutation of range(count).
 
-    A four-round Feistel network on the next even number of bits, walked until it lands below count, so that ten million
-    samples are shuffled in the memory of the positions asked for.
+    A four-round Feistel network on the next even number of bits is iterated until it falls below count. Memory is that
+    of the requested positions, so ten million samples need no shuffled array.
 
     Args:
-        positions: [P] int64 in [0, count). count: samples. seed, epoch: key of the permutation.
+        positions: [P] int64 in [0, count).
+        count: number of samples.
+        seed, epoch: key of the permutation.
 
     Returns:
         [P] int64 ids; over all positions every id appears once.
@@ -35,14 +34,14 @@ def permute(positions: np.ndarray, count: int, seed: int, epoch: int) -> np.ndar
     half_bits = _U64(max(1, (max(count - 1, 1).bit_length() + 1) // 2))
     low_mask = (_U64(1) << half_bits) - _U64(1)
     base = np.array([(seed * 0x2545F4914F6CDD1D + epoch * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF], dtype=_U64)
-    keys = [_mix(base, _U64(i + 1))[0] for i in range(4)]
+    keys = [_keyed_mix(base, _U64(i + 1))[0] for i in range(4)]
     ids = positions.astype(_U64)
     todo = np.arange(len(ids))
     while len(todo):
         x = ids[todo]
         left, right = x >> half_bits, x & low_mask
         for key in keys:
-            left, right = right, left ^ (_mix(right, key) & low_mask)
+            left, right = right, left ^ (_keyed_mix(right, key) & low_mask)
         x = (left << half_bits) | right
         ids[todo] = x
         todo = todo[x >= count]
@@ -54,7 +53,9 @@ class GlobalBatch:
     """The samples of one optimizer step over all ranks and micro-batches.
 
     Attributes:
-        step: 0-based step. epoch, index: epoch and place in it.
+        step: 0-based step.
+        epoch: 0-based epoch.
+        index: position of the batch in the epoch.
         ids: [n] int64 sample ids sorted by length; n is the global batch size, less at an epoch's end.
         size: the configured global batch size, or that of ids under data.batching=tokens.
     """
@@ -67,13 +68,13 @@ class GlobalBatch:
 
 
 class ShuffledOrder:
-    """The samples of one store, in another order every epoch."""
+    """The samples of one store, shuffled differently in every epoch."""
 
     def __init__(self, count: int, seed: int):
         self.count, self.seed, self.name = count, seed, ""
 
     def ids(self, positions: np.ndarray, epoch: int) -> np.ndarray:
-        """[P] ids at positions of an epoch."""
+        """Return the [P] ids at positions of an epoch."""
         return permute(positions, self.count, self.seed, epoch)
 
 
@@ -81,7 +82,8 @@ class Spaced:
     """Samples spread evenly over a split, in the stored order (evaluation).
 
     Args:
-        count: how many. total: samples of the split.
+        count: number of samples to use.
+        total: number of samples in the split.
     """
 
     name = ""
@@ -90,18 +92,20 @@ class Spaced:
         self.count, self.total = count, total
 
     def ids(self, positions: np.ndarray, epoch: int) -> np.ndarray:
-        """[P] ids at positions; the same in every epoch."""
+        """Return the [P] ids at positions, the same in every epoch."""
         return np.asarray(positions, np.int64) * self.total // self.count
 
 
 class MixtureOrder:
-    """The samples of several stores by weight: of every _BLOCK positions each store has its fixed share.
+    """The samples of several stores by weight: each store has a fixed share of every _BLOCK positions.
 
-    A store is passed over in its own epochs, each in another order, however often it comes round in one epoch of the
-    mixture, which is as long as all stores together. Ids count through the stores in the order given.
+    Each store has its own epochs, each in another order, and may repeat within one epoch of the mixture. An epoch of
+    the mixture has as many samples as all stores together. Ids count through the stores in the given order.
 
     Args:
-        counts: samples of each store. weights: share of each store, any positive numbers. seed: of the order.
+        counts: number of samples per store.
+        weights: share per store, any positive numbers.
+        seed: of the order.
     """
 
     _BLOCK = 4096
@@ -114,17 +118,17 @@ class MixtureOrder:
         assert shares.min() > 0, "a weight too small to be drawn"
         self.shares, self.offsets = shares, np.concatenate([[0], np.cumsum(self.counts)[:-1]])
         self.name = ":mixed" + "".join(f":{count}x{share}" for count, share in zip(counts, shares.tolist()))
-        # Which store each place of a block belongs to, and the how-many-th of that store in the block it is.
+        # Per position of a block: its store, and its index among the positions of that store.
         self._store = np.repeat(np.arange(len(shares)), shares)[permute(np.arange(self._BLOCK), self._BLOCK, seed, 0)]
         self._number = np.empty(self._BLOCK, np.int64)
         for store, share in enumerate(shares):
             self._number[self._store == store] = np.arange(share)
 
     def ids(self, positions: np.ndarray, epoch: int) -> np.ndarray:
-        """[P] ids at positions of an epoch."""
-        blocks, places = np.divmod(epoch * self.count + np.asarray(positions, np.int64), self._BLOCK)
-        stores = self._store[places]
-        numbers = blocks * self.shares[stores] + self._number[places]
+        """Return the [P] ids at positions of an epoch."""
+        blocks, offsets = np.divmod(epoch * self.count + np.asarray(positions, np.int64), self._BLOCK)
+        stores = self._store[offsets]
+        numbers = blocks * self.shares[stores] + self._number[offsets]
         ids = np.empty(len(numbers), np.int64)
         for store, count in enumerate(self.counts.tolist()):
             own = np.flatnonzero(stores == store)
@@ -139,19 +143,20 @@ class MixtureOrder:
 class BatchPlan:
     """Length-bucketed shuffled batches, the same on every rank and for every world size.
 
-    An epoch is cut into windows of `bucket_batches` global batches in shuffled order; a window is sorted by length, cut
-    into batches, and those are shuffled, so that one batch holds texts of nearly one length. The last batch of an epoch
-    may be smaller: no sample is dropped or repeated.
+    An epoch is cut into windows of `bucket_batches` global batches in shuffled order. Each window is sorted by length,
+    cut into batches, and these are shuffled, so that the texts of a batch have nearly equal lengths. The last batch of
+    an epoch may be smaller: no sample is dropped or repeated.
 
     Args:
         lengths: [N] token counts.
-        global_batch: samples of one optimizer step over all ranks.
-        seed: of the order. bucket_batches: global batches in a window.
+        global_batch: samples per optimizer step over all ranks.
+        seed: of the order.
+        bucket_batches: global batches per window.
         shuffle: False keeps the order of the batches of a window (evaluation).
-        order: which samples, and their order before sorting; None: all, Shuffled or as they are stored.
+        order: the samples in use and their order before sorting (default: all, shuffled or as stored).
 
     Attributes:
-        version: what the order depends on besides seed, global batch and lengths; a run that continues must keep it.
+        version: identifies the order together with seed, global batch and lengths; a resumed run must keep it.
     """
 
     _KIND = "samples-1"
@@ -176,18 +181,18 @@ class BatchPlan:
         self._cached: tuple[tuple[int, int] | None, list[np.ndarray]] = (None, [])
 
     def batch(self, step: int) -> GlobalBatch:
-        """The global batch of a 0-based step, in time independent of the step."""
+        """Return the global batch of a 0-based step, in time independent of the step."""
         epoch, index = divmod(step, self.batches_per_epoch)
-        window, place = divmod(index, self.bucket_batches)
-        key, batches = self._cached  # one tuple: the thread that makes batches asks for later steps meanwhile
+        window, position = divmod(index, self.bucket_batches)
+        key, batches = self._cached  # one tuple: the prefetch thread asks for later steps in the meantime
         if key != (epoch, window):
             batches = self._make_window(epoch, window)
             self._cached = ((epoch, window), batches)
-        ids = batches[place]
+        ids = batches[position]
         return GlobalBatch(step, epoch, index, ids, self._size(ids))
 
     def slots(self, batch: GlobalBatch, world_size: int, accum: int, rank: int, micro: int) -> np.ndarray:
-        """Places in the global batch that one rank computes in one micro-batch."""
+        """Return the positions in the global batch that one rank computes in one micro-batch."""
         return local_slots(self.global_batch, world_size, accum, rank, micro)
 
     def _size(self, ids: np.ndarray) -> int:
@@ -214,10 +219,10 @@ class BatchPlan:
 
 
 class TokenBatchPlan(BatchPlan):
-    """As BatchPlan, but the batches of a window have equal numbers of tokens instead of samples.
+    """A BatchPlan whose batches have equal numbers of tokens within a window, instead of samples.
 
-    A window has as many batches as there, so that a step is found in the same constant time, and a batch has on average
-    `global_batch` samples: many short texts, or few long ones. Ranks and micro-batches share its tokens evenly, too.
+    A window has the same number of batches as in BatchPlan, so a step is found in the same constant time. A batch has
+    `global_batch` samples on average. Its tokens are also shared evenly by ranks and micro-batches.
     """
 
     _KIND = "tokens-1"
@@ -239,30 +244,32 @@ class TokenBatchPlan(BatchPlan):
 
 
 def _even_cuts(lengths: np.ndarray, num_parts: int) -> np.ndarray:
-    """[num_parts + 1] bounds of parts of nearly equal sums, each of at least one sample; with fewer samples than parts
-    the last parts lie beyond them."""
+    """Return [num_parts + 1] bounds of parts with nearly equal sums of lengths.
+
+    Every part has at least one sample; with fewer samples than parts the last parts are out of range.
+    """
     num = len(lengths)
     if num <= num_parts:
         return np.arange(num_parts + 1)
     ends = np.cumsum(lengths, dtype=np.int64)
     targets = ends[-1] * np.arange(1, num_parts) / num_parts
     cuts = np.searchsorted(ends, targets) + 1
-    # The nearer of the two ends around a target.
+    # Of the two ends around a target take the nearer.
     nearer = np.abs(ends[np.maximum(cuts - 2, 0)] - targets) < np.abs(ends[np.minimum(cuts - 1, num - 1)] - targets)
     cuts = cuts - (nearer & (cuts > 1))
-    places = np.arange(1, num_parts)
-    cuts = np.maximum.accumulate(np.maximum(cuts, places) - places) + places
-    cuts = np.minimum(cuts, num - num_parts + places)
+    minimum = np.arange(1, num_parts)
+    cuts = np.maximum.accumulate(np.maximum(cuts, minimum) - minimum) + minimum
+    cuts = np.minimum(cuts, num - num_parts + minimum)
     return np.concatenate([[0], cuts, [num]])
 
 
-def build_batch_plan(batching: str, *arguments, **more) -> BatchPlan:
-    """The plan that data.batching names; further arguments are BatchPlan's."""
-    return {"samples": BatchPlan, "tokens": TokenBatchPlan}[batching](*arguments, **more)
+def build_batch_plan(batching: str, *args, **kwargs) -> BatchPlan:
+    """Build the plan that data.batching names; the other arguments are those of BatchPlan."""
+    return {"samples": BatchPlan, "tokens": TokenBatchPlan}[batching](*args, **kwargs)
 
 
 def local_slots(global_batch: int, world_size: int, accum: int, rank: int, micro: int) -> np.ndarray:
-    """Places in the global batch that one rank computes in one micro-batch (contiguous, so of nearly one length)."""
+    """Return the positions of one rank's micro-batch: a contiguous part, so its texts have nearly equal lengths."""
     size = global_batch // (world_size * accum)
     start = (micro * world_size + rank) * size
     return np.arange(start, start + size)

@@ -1,8 +1,8 @@
-"""Corpora: where texts come from. Each is an ordered, repeatable pass over Unicode texts, cut into units of reading.
+"""Open a corpus: an ordered, repeatable pass over texts, cut into units of reading.
 
-A corpus is named by a word: a file (.txt, .jsonl or .parquet, the first two also as .gz or .zst), a folder of such
-files, ``docstrings`` (the English sentences in the documentation of the Python packages installed here: real text that
-needs no download), or the name of a Hugging Face dataset, which is streamed.
+A corpus is a file (.txt, .jsonl or .parquet, the first two also as .gz or .zst), a folder of such files, `docstrings`
+(English sentences in the documentation of the installed Python packages: real text without a download), or a Hugging
+Face dataset, which is streamed.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class ReadUnit:
     """A part of a corpus that one rank reads.
 
     Attributes:
-        name: equal names mean equal texts, as far as can be seen without reading them.
-        read: starts the pass; given ``counts``, yields texts.
+        name: identifies the texts, if they are distinguishable without reading them.
+        read: yields the texts and updates the given counters.
     """
 
     name: str
@@ -41,8 +41,9 @@ class Corpus:
     """One pass over texts, in the order of its units.
 
     Attributes:
-        source: what it is, for the manifest. units: its parts, a function of what lies there.
-        counts: filled by iterating: ``read`` (candidate texts), ``drop_<reason>``, and numbers of files.
+        source: its name in the manifest.
+        units: its parts, in a reproducible order.
+        counts: updated by iterating: `read` (candidate texts), `drop_<reason>`, and numbers of files.
         has_documents: whether texts are documents of any length rather than sentences.
     """
 
@@ -64,21 +65,23 @@ def open_corpus(
     sentences: bool = False,
     whole_files: bool = False,
 ) -> Corpus:
-    """The corpus that ``name`` stands for.
+    """Open a corpus by name.
 
     Args:
-        name: see the module. text_field: the field of a record that holds the text; None: ``text``, or what is known
-            of the dataset. max_documents: read only the first so many texts. sentences: split every text into
-            sentences. whole_files: a .txt file of a folder is one text (else it is split into sentences).
+        name: see the module.
+        text_field: the field of a record that holds the text (default: `text`, or that of the dataset).
+        max_documents: read only the first texts.
+        sentences: split every text into sentences.
+        whole_files: each .txt file of a folder is one text (default: split into sentences).
 
     Raises:
-        UserError: nothing lies there, it has no text files, or its kind is not known.
+        UserError: the path does not exist, has no text files, or is of an unknown kind.
     """
     corpus = _open(name, text_field, max_documents, whole_files)
     if max_documents is not None:
         corpus.units = [_limit_documents(corpus.units, max_documents)]
     if sentences:
-        corpus.units = [_split(unit) for unit in corpus.units]
+        corpus.units = [_split_unit(unit) for unit in corpus.units]
         corpus.has_documents = False
     return corpus
 
@@ -114,7 +117,7 @@ def _open(name: str | os.PathLike, text_field: str | None, max_documents: int | 
 
 
 def _looks_like_path(name: str) -> bool:
-    """Whether a name of nothing here is a mistyped path: the hub must not be asked for minutes about `corpus.csv`."""
+    """Whether an unknown name is a mistyped path, such as `corpus.csv`, which must not be looked up on the hub."""
     path = Path(name)
     if kind_of(path) or path.is_absolute() or len(path.parts) > 2 or name.startswith("."):
         return True
@@ -162,14 +165,14 @@ def _units_of(path: Path, name: str, kind: str, text_field: str) -> list[ReadUni
     return [ReadUnit(f"{name}#{part.start}-{part.end}", part.read) for part in file_units(path, kind, text_field)]
 
 
-def _read_documents(files: list[Path], counts: Counter, whole: bool) -> Iterator[str]:
+def _read_documents(files: list[Path], counts: Counter, whole_files: bool) -> Iterator[str]:
     for path in files:
         counts["files"] += 1
-        for piece in _pieces(FileUnit(path, "txt", 0, None).lines(counts), whole):
+        for piece in _pieces(FileUnit(path, "txt", 0, None).lines(counts), whole_files):
             if piece is None:
                 counts["read"] += 1
                 counts[TOO_LARGE] += 1
-            elif whole:
+            elif whole_files:
                 yield from clean(piece, counts)
             else:
                 for sentence in split_sentences(" ".join(piece.split())):
@@ -177,8 +180,8 @@ def _read_documents(files: list[Path], counts: Counter, whole: bool) -> Iterator
                     yield sentence
 
 
-def _pieces(lines: Iterator[tuple[int, str]], whole: bool) -> Iterator[str | None]:
-    """The paragraphs of a document, or all of it; None for one that is longer than a text may be."""
+def _pieces(lines: Iterator[tuple[int, str]], whole_files: bool) -> Iterator[str | None]:
+    """Yield the paragraphs of a document, or all of it as one; None for each above MAX_TEXT_BYTES."""
     piece: list[str] = []
     size = 0
 
@@ -186,7 +189,7 @@ def _pieces(lines: Iterator[tuple[int, str]], whole: bool) -> Iterator[str | Non
         return "\n".join(piece) if size <= MAX_TEXT_BYTES else None
 
     for _, line in lines:
-        if not line and not whole:
+        if not line and not whole_files:
             if size:
                 yield joined()
             piece, size = [], 0
@@ -194,7 +197,7 @@ def _pieces(lines: Iterator[tuple[int, str]], whole: bool) -> Iterator[str | Non
         size += len(line) + 1
         if size <= MAX_TEXT_BYTES:
             piece.append(line)
-    if size or whole:
+    if size or whole_files:
         yield joined()
 
 
@@ -205,7 +208,7 @@ def _limit_documents(units: list[ReadUnit], max_documents: int) -> ReadUnit:
     return ReadUnit(f"first {max_documents} of {';'.join(unit.name for unit in units)}", read)
 
 
-def _split(unit: ReadUnit) -> ReadUnit:
+def _split_unit(unit: ReadUnit) -> ReadUnit:
     def read(counts: Counter) -> Iterator[str]:
         own: Counter = Counter()
         for text in unit.read(own):

@@ -1,4 +1,4 @@
-"""The default corpus: English sentences in the docstrings of the Python packages installed here."""
+"""The default corpus: English sentences in the docstrings of the installed Python packages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import hashlib
 import importlib.metadata
 import os
 import platform
-import re
 import site
 import sysconfig
 import warnings
@@ -16,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from mmldlm.data.corpora.docstring_prose import prose_paragraphs, reject_reason, skeleton
 from mmldlm.data.sentences import split_sentences
 
 _SKIPPED_FOLDERS = frozenset(
@@ -24,15 +24,15 @@ _SKIPPED_FOLDERS = frozenset(
 
 
 def docstrings_source() -> str:
-    """Names the environment, so that another one is not taken for the same corpus."""
+    """Return a name that differs between environments with different packages."""
     found = {(dist.name, dist.version) for dist in importlib.metadata.distributions()}
     names = sorted(f"{name}=={version}" for name, version in found if name and name != "mmldlm")
     digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
     return f"docstrings:python-{platform.python_version()}:{len(names)}-packages:{digest}"
 
 
-def _source_files() -> list[Path]:
-    """Python sources of the standard library, then of the installed packages, each sorted by relative path."""
+def source_files() -> list[Path]:
+    """Return the Python sources of the standard library, then of the packages, each sorted by relative path."""
     paths = sysconfig.get_paths()
     roots = [paths["stdlib"], paths["purelib"], paths["platlib"], *site.getsitepackages()]
     files: list[Path] = []
@@ -48,9 +48,10 @@ def _source_files() -> list[Path]:
 
 
 def read_docstrings(counts: Counter) -> Iterator[str]:
-    seen: set[bytes] = set()
-    seen_whole: set[str] = set()
-    for path in _source_files():
+    """Yield the English sentences of all docstrings, without near-repeats; count the others by reason."""
+    seen_keys: set[bytes] = set()
+    seen: set[str] = set()
+    for path in source_files():
         counts["files"] += 1
         try:
             source = path.read_bytes()
@@ -67,15 +68,15 @@ def read_docstrings(counts: Counter) -> Iterator[str]:
             for paragraph in prose_paragraphs(doc):
                 for sentence in split_sentences(paragraph):
                     counts["read"] += 1
-                    if sentence in seen_whole:
+                    if sentence in seen:
                         counts["drop_repeated"] += 1
                         continue
-                    seen_whole.add(sentence)
+                    seen.add(sentence)
                     reason = reject_reason(sentence)
                     if reason is None:
-                        key = hashlib.blake2b(_skeleton(sentence).encode(), digest_size=12).digest()
-                        if key not in seen:
-                            seen.add(key)
+                        key = hashlib.blake2b(skeleton(sentence).encode(), digest_size=12).digest()
+                        if key not in seen_keys:
+                            seen_keys.add(key)
                             yield sentence
                             continue
                         reason = "near_repeat"
@@ -88,8 +89,8 @@ _WITH_BODY = (ast.ClassDef, *_FUNCTIONS, ast.If, ast.Try, ast.With)
 
 
 def docstrings_of(source: bytes) -> list[str] | None:
-    """All docstrings of a Python source in order, without running it; None where it does not parse."""
-    # The trees are large and hold no cycles: collecting while they grow only costs time.
+    """Return all docstrings of a Python source in order, without running it; None if it does not parse."""
+    # The trees are large and without cycles, so garbage collection would only cost time.
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -108,209 +109,6 @@ def docstrings_of(source: bytes) -> list[str] | None:
             doc = ast.get_docstring(node, clean=True)
             if doc:
                 docs.append(doc)
-        if not isinstance(node, _FUNCTIONS):  # functions inside functions are hardly ever documented
+        if not isinstance(node, _FUNCTIONS):  # nested functions are hardly ever documented
             todo += [child for child in reversed(node.body) if isinstance(child, _WITH_BODY)]
     return docs
-
-
-_FENCE = re.compile(r"^(```|~~~)")
-_UNDERLINE = re.compile(r"^([=\-~^\"'`*#+_.:<>])\1{2,}$")
-_TABLE = re.compile(r"^[|+]|\S\s+\|\s|^[=\-+]+(\s+[=\-+]+)+$|\S\s{3,}\S")
-_DIRECTIVE = re.compile(r"^\.\.( |$)")
-_PROSE_DIRECTIVE = re.compile(r"^\.\. (note|warning|tip|important|caution|attention|hint|seealso|admonition)::\s*(.*)$")
-_RST_FIELD = re.compile(
-    r"^[:@](param|parameter|arg|argument|key|keyword|raises?|returns?|yields?|ivar|cvar|var|attr)\b[^:]*:\s*(.*)$"
-)
-_OTHER_FIELD = re.compile(r"^(:[\w\s.\-]+:(?!`)|@\w+)")
-_NUMPY_NAME = re.compile(r"^[*`]*[\w.]+[`*]*(\s*,\s*[*`]*[\w.]+[`*]*)*\s*:(\s|$)(?!.*[.!?]$)")
-_NAME_ALONE = re.compile(r"^[\-*+]?\s*[*`'\"]{0,3}[a-z_][\w.*\-]*[`'\"*]*\s*(\(.*\))?[`*]*:$")
-_ARG_LEAD = re.compile(
-    r"^[\-*+]?\s*[*`'\"]{0,3}[a-z_][\w.*\-]*[`'\"*]*(\s*\([^)]*\))?[`*]*\s*(:|--|\u2013)\s+"
-    r"(defaults? to \S+\s+)?(?=\S)"
-)
-_BULLET = re.compile(r"^([\-*+\u2022]|\(?\d{1,2}[.)]|\(?[a-z]\))\s+(?=\S)")
-_HEADING = re.compile(r"^(#+ .*|[A-Z][\w /\-]{0,40}::?)$")
-_PROMPT = re.compile(r"^(>>>|\.\.\. |\$ |% |In \[|Out\[|C:\\)")
-
-
-def prose_paragraphs(doc: str) -> list[str]:
-    """The paragraphs of prose in a cleaned docstring (RST, Google, NumPy or Markdown), markup removed.
-
-    Code, doctests, literal blocks, tables, headings, directives, field names and parameter lines are left out; the
-    descriptions of parameters stay.
-    """
-    paragraphs: list[str] = []
-    current: list[str] = []
-    current_indent, hanging = 0, False
-    skip_deeper_than: int | None = None
-    in_fence = in_doctest = False
-
-    def finish() -> None:
-        if current:
-            paragraphs.append(" ".join(current))
-            current.clear()
-
-    lines = doc.expandtabs().splitlines()
-    for number, raw in enumerate(lines):
-        line = raw.strip()
-        indent = len(raw) - len(raw.lstrip())
-        if _FENCE.match(line):
-            finish()
-            in_fence = not in_fence
-            continue
-        if in_fence:
-            continue
-        if not line:
-            finish()
-            in_doctest = False
-            continue
-        if skip_deeper_than is not None:
-            if indent > skip_deeper_than:
-                continue
-            skip_deeper_than = None
-        if in_doctest or _PROMPT.match(line):
-            finish()
-            in_doctest = True
-            continue
-        below = lines[number + 1].strip() if number + 1 < len(lines) else ""
-        if _UNDERLINE.match(line) or (_UNDERLINE.match(below) and len(below) >= 3) or _HEADING.match(line):
-            finish()
-            if line.endswith("::"):
-                skip_deeper_than = indent
-            continue
-        directive = _PROSE_DIRECTIVE.match(line)
-        if directive or _DIRECTIVE.match(line):
-            finish()
-            if not directive:
-                skip_deeper_than = indent
-                continue
-            line, current_indent, hanging = directive.group(2), indent, True
-            if line:
-                current.append(line)
-            continue
-        rst_field = _RST_FIELD.match(line)
-        if rst_field or _OTHER_FIELD.match(line):
-            finish()
-            if rst_field and rst_field.group(2):
-                current.append(rst_field.group(2))
-                current_indent, hanging = indent, True
-            continue
-        outward = not current or indent <= current_indent
-        if outward and (_NAME_ALONE.match(line) or (len(line) < 100 and _NUMPY_NAME.match(line))):
-            finish()
-            continue
-        if _TABLE.search(line):
-            finish()
-            continue
-        lead = (_ARG_LEAD.match(line) or _BULLET.match(line)) if outward else None
-        if lead:
-            finish()
-            line = line[lead.end() :]
-            inner = _ARG_LEAD.match(line)
-            line = line[inner.end() :] if inner else line
-            current_indent, hanging = indent, True
-        elif current and (indent < current_indent or (indent > current_indent and not hanging)):
-            finish()
-            current_indent, hanging = indent, False
-        elif not current:
-            current_indent, hanging = indent, False
-        elif hanging and indent <= current_indent:
-            finish()
-            current_indent, hanging = indent, False
-        current.append(line)
-        if line.endswith("::"):
-            finish()
-            skip_deeper_than = indent
-    finish()
-    return [text for text in (_strip_markup(paragraph) for paragraph in paragraphs) if text]
-
-
-_MARKUP = [
-    (re.compile(r":[\w:\-]+:`~?([^`<>]*?)\s*<[^`<>]*>`"), r"\1"),
-    (re.compile(r":[\w:\-]+:`~(?:[\w.]*\.)?([^`]*)`"), r"\1"),
-    (re.compile(r":[\w:\-]+:`!?\.?([^`]*)`"), r"\1"),
-    (re.compile(r"`([^`<>]+?)\s*<[^`<>]*>`__?"), r"\1"),
-    (re.compile(r"!?\[`*~?([^\]`]+)`*\]\([^)]*\)"), r"\1"),
-    (re.compile(r"\[`~?(?:[\w.]*\.)?([^\]`]+)`\]"), r"\1"),
-    (re.compile(r"``([^`]+)``"), r"\1"),
-    (re.compile(r"`([^`]+)`(?:__?(?!\w))?"), r"\1"),
-    (re.compile(r"\*\*(\S[^*]*\S|\S)\*\*"), r"\1"),
-    (re.compile(r"(?<![\w*])\*([A-Za-z][^*]*?)\*(?![\w*])"), r"\1"),
-    (re.compile(r"\s*\[(?:#\w*|\d+|[A-Z][A-Za-z]+\d{2,4}\w?)\]_?(?!\w)"), ""),
-    (re.compile(r"\|(\w+)\|_?"), r"\1"),
-    (re.compile(r"\\([*_`|\\ ])"), r"\1"),
-    (re.compile(r"\s+([,.;:!?])(?=\s|$)"), r"\1"),
-]
-
-
-def _strip_markup(text: str) -> str:
-    if "`" in text or "*" in text or "[" in text or "|" in text or "\\" in text:
-        for pattern, replacement in _MARKUP:
-            text = pattern.sub(replacement, text)
-    return " ".join(text.split())
-
-
-# The words that nearly every English sentence has one of.
-_STOP_WORDS = frozenset(
-    "the a an of to is are be in that this it for and or with as not on by from if can will was were has have which"
-    " when you we its their these no all any at but does do should may must they there he she his her i".split()
-)
-_WORD = re.compile(r"^[A-Za-z]+(?:['\u2019-][A-Za-z]+)*$")
-_CAMEL = re.compile(r"[a-z][A-Z]|[A-Z]{2,}[a-z]{2,}")
-_FORBIDDEN = re.compile(
-    r"https?://|www\.|[{}$\\<>|^~`@\[\]*%&#]|==|->|::|\w=|=\w|;;|\.\.|/\w+/|__|--| = |\w\(|\?\?|TODO|FIXME|XXX"
-)
-# What a removed citation or link leaves: "as shown in, and ..." or "... is taken from."
-_GAP = re.compile(r"\b(?:in|see|from|by|of|the|non),|\b(?:the|an?|of|non)[.!?]$")
-_NOT_LETTERS = re.compile(r"[^A-Za-z ]+")
-_IDENTIFIER = re.compile(r"_|[A-Za-z]\.[A-Za-z]{2}|\w/\w|\d.*[A-Za-z]|[A-Za-z].*\d")
-_EDGE = "\"'()\u201c\u201d\u2018\u2019,.;:!?"
-
-
-def reject_reason(sentence: str) -> str | None:
-    """Why a sentence is not plain English prose, or None if it is (the first rule that fails)."""
-    words = sentence.split()
-    if not 5 <= len(words) <= 40:
-        return "length"
-    if not sentence[0].isupper() or sentence[-1] not in ".!?" or not sentence.isascii():
-        return "form"
-    if _FORBIDDEN.search(sentence):
-        return "symbols"
-    if _GAP.search(sentence):
-        return "gap"
-    if sentence.count("(") != sentence.count(")") or sentence.count('"') % 2:
-        return "brackets"
-    if len(_NOT_LETTERS.sub("", sentence)) < 0.75 * len(sentence):
-        return "letters"
-    bare = [word.strip(_EDGE) for word in words]
-    lowered = {word.lower() for word in bare}
-    if not lowered & _STOP_WORDS:
-        return "no_stop_word"
-    num_identifiers = sum(_is_identifier(word) for word in bare)
-    if num_identifiers > 1 or _is_identifier(bare[0]):
-        return "identifiers"
-    num_plain = sum(word.islower() and bool(_WORD.match(word)) for word in bare[1:])
-    if num_plain < 0.7 * (len(bare) - 1):
-        return "not_words"
-    return None
-
-
-def _is_identifier(word: str) -> bool:
-    return not _WORD.match(word) and bool(_IDENTIFIER.search(word)) or bool(_CAMEL.search(word))
-
-
-def _skeleton(sentence: str) -> str:
-    """What near-repeats share: the set of content words, plural s cut, identifiers, names and numbers as one mark.
-
-    "Builds a FooModel." and "Builds the BarModel." are one, as are sentences that differ in a stop word or in order:
-    documentation is full of both, and one of the two in validation would not be unseen.
-    """
-    content = set()
-    for number, word in enumerate(sentence.split()):
-        word = word.strip(_EDGE)
-        folded = word.lower()
-        if folded in _STOP_WORDS:
-            continue
-        is_plain = number == 0 or (word.islower() and _WORD.match(word))
-        content.add((folded[:-1] if folded.endswith("s") and len(folded) > 3 else folded) if is_plain else "#")
-    return " ".join(sorted(content))

@@ -1,4 +1,4 @@
-"""Hugging Face datasets as corpora, streamed: nothing of them is kept but the texts."""
+"""Stream Hugging Face datasets as corpora; only the texts are stored."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ from itertools import islice
 
 from mmldlm.data.corpora.text_files import clean
 from mmldlm.errors import UserError
+from mmldlm.utils.formatting import first_line
 
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """Where a dataset with a short name lies.
+    """The location of a dataset on the hub.
 
     Attributes:
-        path: the hub's repository. name: its configuration. revision: of the repository; the hub keeps a parquet copy
-            of datasets that were scripts, which newer releases of ``datasets`` do not run. split, text_field: in it.
+        path: the repository.
+        name: its configuration.
+        revision: of the repository. The hub has parquet copies of script datasets, which new releases of `datasets` do
+            not run.
+        split: the split to read.
+        text_field: the field that holds the text.
     """
 
     path: str
@@ -39,7 +44,7 @@ DATASETS: dict[str, DatasetSpec] = {
 
 
 def parse(name: str) -> DatasetSpec:
-    """A short name of DATASETS, or PATH[:CONFIG][@SPLIT] on the hub."""
+    """Parse a short name of DATASETS, or PATH[:CONFIG][@SPLIT] on the hub."""
     if name in DATASETS:
         return DATASETS[name]
     path, _, split = name.partition("@")
@@ -50,14 +55,15 @@ def parse(name: str) -> DatasetSpec:
 def open_dataset(
     name: str, text_field: str | None = None, max_documents: int | None = None
 ) -> tuple[str, list[tuple[str, Callable[[Counter], Iterator[str]]]]]:
-    """Source and (name, reader) of every shard of a dataset.
+    """Return the source, and the (name, reader) of every shard of a dataset.
 
     Args:
-        name: see ``parse``; also a folder that ``datasets`` can load. text_field: None: what is known of it, or
-            ``text``. max_documents: the caller reads no more than this; one shard after the other then.
+        name: as in `parse`; also a folder that `datasets` can load.
+        text_field: the field that holds the text (default: that of the DatasetSpec).
+        max_documents: the most texts that the caller reads; the dataset is then one unit.
 
     Raises:
-        UserError: no package ``datasets``, no such dataset, or no such field.
+        UserError: the package `datasets`, the dataset, or the field is missing.
     """
     spec = parse(name)
     text_field = text_field or spec.text_field
@@ -65,18 +71,17 @@ def open_dataset(
         import datasets
     except ImportError:
         raise UserError(
-            f"the package datasets, to stream the Hugging Face dataset {spec.path} (nothing lies at ./{name})",
+            f"the package datasets, to stream the Hugging Face dataset {spec.path} (./{name} does not exist)",
             "it is not installed",
             "pip install 'mmldlm[data]', or give the path of a corpus",
         ) from None
     try:
         stream = datasets.load_dataset(spec.path, spec.name, split=spec.split, revision=spec.revision, streaming=True)
         names = stream.column_names or list(next(iter(stream)))
-    except Exception as error:  # no network, no such name, a script, a login: all of different kinds
-        first = (str(error).splitlines() or [""])[0][:200]
+    except Exception as error:  # no network, an unknown name, a script, a login: many types
         raise UserError(
             f"a corpus named '{name}': a path, or a Hugging Face dataset ({spec.path}, split {spec.split})",
-            f"{type(error).__name__}: {first}",
+            first_line(error),
             "check the name and the network, or give the path of a corpus (PATH[:CONFIG][@SPLIT] for a dataset)",
         ) from error
     if text_field not in names:

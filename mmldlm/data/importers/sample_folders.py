@@ -1,16 +1,15 @@
-"""``mmldlm pack DIR``: folders of one file a sample, as MM-LDLM's users have them, become a packed store.
+"""Pack folders of one file per sample, MM-LDLM's layouts, into a store.
 
-What is read:
+Input layouts:
   DIR/{train,validation}_data.json         records with latent_path and text or text_path
   DIR/texts/SPLIT/X.txt, DIR/latents/SPLIT/X.npy            pairs by name
-  DIR/tokens/SPLIT/X[_tokens].npz, DIR/latents/SPLIT/X.npy  input_ids and attention_mask of the named tokenizer
+  DIR/tokens/SPLIT/X[_tokens].npz, DIR/latents/SPLIT/X.npy  input_ids and attention_mask of the given tokenizer
   DIR/X.npy, DIR/X_tokens.npz              the same in one folder
-Latents are taken as they are. Every file is either in the store or counted with the reason why it is not.
+Latents are copied unchanged. Every file is either in the store or counted with the reason of its omission.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import time
@@ -22,28 +21,30 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from mmldlm.data.encoders.specs import ENCODERS
-from mmldlm.data.importers.folder_layouts import LAYOUTS, SampleFiles, find_samples
+from mmldlm.data.importers.folder_layouts import SampleFiles, find_samples
 from mmldlm.data.prepare import select_stage
 from mmldlm.data.prepare import tokenizer as tokenizers
 from mmldlm.data.prepare.chunking import truncate
-from mmldlm.data.prepare.publish_stage import commit, latents_suffix, refuse_other_folders, versions
+from mmldlm.data.prepare.publish_stage import check_output_free, check_readable, commit, latents_suffix, versions
 from mmldlm.data.prepare.summary import print_summary
 from mmldlm.data.sentences import MAX_TEXT_BYTES, content_hash
 from mmldlm.data.store.arrays import read_array, read_small_npz
 from mmldlm.data.store.latent_statistics import LatentStatistics
 from mmldlm.data.store.repair_hints import MANIFEST
-from mmldlm.data.store.store import FORMAT, SPLITS, TOKENIZER_FOLDER, VERSION, Store
+from mmldlm.data.store.store import FORMAT, SPLITS, TOKENIZER_FOLDER, VERSION
 from mmldlm.data.store.writers import FILES_FORMAT, StoreSplit
-from mmldlm.errors import EXIT_DONE, UserError
+from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import list_files, open_regular, write_json
+from mmldlm.utils.formatting import join_some
 from mmldlm.utils.json_files import read_json
 from mmldlm.utils.output_paths import check_writable_dir
+
+_BLOCK = 4096
 
 
 @dataclass
 class PackOptions:
-    """What ``pack`` is asked for; each field is the flag of the same name."""
+    """The options of `mmldlm pack`; each field is the option of the same name."""
 
     source: str
     output_dir: str
@@ -61,90 +62,56 @@ class PackOptions:
 
 
 def pack(options: PackOptions, console: Console | None = None) -> Path:
-    """Reads a folder of files and writes a store, which appears whole or not at all.
+    """Read a folder of sample files and write a store atomically; return its folder.
 
     Raises:
-        UserError: no such layout, no tokenizer for token files, latents without one usual dimension, or nothing usable.
+        UserError: an unknown layout, token files without a tokenizer, latents of several dimensions, or too few usable
+            samples.
     """
     started = time.perf_counter()
     console = console or Console()
     source, root = Path(options.source), Path(os.path.abspath(options.output_dir))
-    refuse_other_folders(root, options.force)
+    check_output_free(root, options.force)
     check_writable_dir(root.parent, "--output-dir")
     counts: Counter = Counter()
-    splits = find_samples(source, counts)
-    known = _known(source)
-    latents_per_text = options.latents_per_text or known.get("latents_per_text", 1)
-    has_tokens = any(sample.tokens_path for part in splits.values() for sample in part)
-    name = options.tokenizer or (None if has_tokens else "minilm")
-    if name is None:
-        raise UserError(
-            f"--tokenizer NAME: the one whose ids are in {source}", "none", "give it (MM-LDLM's: bert-base-uncased)"
-        )
-    tokenizer = tokenizers.load(name, options.cache_dir, options.add_mask_token)
-    identity = tokenizers.identity(tokenizer, name)
-    tokenizer.split_special_tokens = True
+    samples = find_samples(source, counts)
+    prepared = _read_manifest(source)
+    tokenizer, identity = _load_tokenizer(options, source, samples)
+    latents_per_text = options.latents_per_text or prepared.get("latents_per_text", 1)
     packer = _Packer(options, tokenizer, identity["vocab_size"], counts, latents_per_text)
-    texts = {split: packer.look_at(split, samples) for split, samples in splits.items()}
-    packer.leave_out_other_dimensions(texts, source)
-    hashes = {}
-    for split in splits:
-        hashes[split] = np.array([content_hash(text) for text, _ in texts[split].values()], np.uint64)
-    chosen = _choose(splits, texts, hashes, options, counts)
+    texts = {split: packer.inspect(split, part) for split, part in samples.items()}
+    packer.drop_other_dimensions(texts, source)
+    chosen = _choose(texts, options, counts)
     for split, rows in chosen.items():
         if len(rows) < 2:
             raise UserError(
                 f"at least 2 usable samples for the {split} split in {source}",
                 f"{len(rows)}; {dict(counts)}",
-                "look at the files that were left out",
+                "check the files that were left out",
             )
     partial = root.with_name(f"{root.name}.partial-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        summaries, statistics = {}, None
-        for split, rows in chosen.items():
-            writer = StoreSplit(partial, split, packer.latent_shape, identity["vocab_size"])
-            seen = LatentStatistics(packer.latent_dim, len(rows) * latents_per_text)
-            for block in (rows[start : start + 4096] for start in range(0, len(rows), 4096)):
-                pairs = [texts[origin][place] for origin, place in block]
-                latents = np.stack([packer.latent(splits[origin][place].latent) for origin, place in block])
-                writer.add([text for text, _ in pairs], [ids for _, ids in pairs], latents)
-                seen.add(latents)
-            summaries[split] = writer.close()
-            statistics = seen.result() if split == "train" else statistics
+        summaries, statistics = packer.write_splits(partial, chosen, texts, samples)
         tokenizer.save_pretrained(partial / TOKENIZER_FOLDER)
-        dropped = {key[5:]: value for key, value in sorted(counts.items()) if key.startswith("drop_") and value}
-        kept = sum(summary["num_samples"] for summary in summaries.values())
-        encoder = known.get("encoder") or {"name": options.encoder or "unknown", "source": "imported"}
-        if "normalize" not in encoder:
-            norm = statistics["norm"]
-            encoder["normalize"] = bool(abs(norm["min"] - 1) < 1e-3 and abs(norm["max"] - 1) < 1e-3)
+        encoder = prepared.get("encoder") or {"name": options.encoder or "unknown", "source": "imported"}
         manifest = {
             "format": FORMAT,
             "version": VERSION,
             "latent_dim": packer.latent_dim,
             **latents_suffix(latents_per_text),
-            "encoder": encoder,
+            "encoder": _with_normalize(encoder, statistics["norm"]),
             "latent_stats": statistics,
             "tokenizer": identity,
             "splits": summaries,
-            "corpus": {
-                "source": f"files:{source.resolve().name}",
-                "read": counts["read"],
-                "kept": kept,
-                "dropped": dropped,
-                **({"truncated": counts["truncated"]} if counts["truncated"] else {}),
-                "files": counts["files"],
-            },
+            "corpus": _describe_corpus(source, summaries, counts),
             "options": {"keep_duplicates": options.keep_duplicates, "seed": options.seed},
             "files": list_files(partial),
             "created_with": versions(),
         }
-        assert counts["read"] == kept + sum(dropped.values()), "a sample is not accounted for"
         write_json(partial / MANIFEST, manifest)
-        for split in summaries:
-            assert len(Store(partial, split)) == summaries[split]["num_samples"]
+        check_readable(partial, summaries)
         commit(partial, root, options.force)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -153,22 +120,61 @@ def pack(options: PackOptions, console: Console | None = None) -> Path:
     return root
 
 
+def _load_tokenizer(options: PackOptions, source: Path, samples: dict[str, list[SampleFiles]]):
+    """Return the tokenizer and its identity."""
+    has_tokens = any(sample.tokens_path for part in samples.values() for sample in part)
+    name = options.tokenizer or (None if has_tokens else "minilm")
+    if name is None:
+        raise UserError(
+            f"--tokenizer NAME: the one whose ids are in {source}", "none", "give it (MM-LDLM's: bert-base-uncased)"
+        )
+    tokenizer = tokenizers.load(name, options.cache_dir, options.add_mask_token)
+    identity = tokenizers.identity(tokenizer, name)
+    tokenizer.split_special_tokens = True
+    return tokenizer, identity
+
+
+def _with_normalize(encoder: dict[str, Any], norm: dict[str, float]) -> dict[str, Any]:
+    """Return the encoder's entry with `normalize`, measured if it is unknown."""
+    is_unit = bool(abs(norm["min"] - 1) < 1e-3 and abs(norm["max"] - 1) < 1e-3)
+    return encoder if "normalize" in encoder else {**encoder, "normalize": is_unit}
+
+
+def _describe_corpus(source: Path, summaries: dict[str, dict[str, int]], counts: Counter) -> dict[str, Any]:
+    """Return the manifest's entry of the corpus, in which every sample is accounted for."""
+    dropped = {key[5:]: value for key, value in sorted(counts.items()) if key.startswith("drop_") and value}
+    kept = sum(summary["num_samples"] for summary in summaries.values())
+    assert counts["read"] == kept + sum(dropped.values()), "a sample is not accounted for"
+    return {
+        "source": f"files:{source.resolve().name}",
+        "read": counts["read"],
+        "kept": kept,
+        "dropped": dropped,
+        **({"truncated": counts["truncated"]} if counts["truncated"] else {}),
+        "files": counts["files"],
+    }
+
+
 class _Packer:
-    """Reads one sample's files; what cannot be used is counted and left out."""
+    """Reader of sample files, which counts and leaves out unusable ones.
+
+    Attributes:
+        latent_dim: D, known after `drop_other_dimensions`.
+    """
 
     def __init__(self, options: PackOptions, tokenizer, vocab_size: int, counts: Counter, latents_per_text: int):
         self.options, self.tokenizer, self.vocab_size, self.counts = options, tokenizer, vocab_size, counts
         self.latents_per_text = latents_per_text
         self.latent_dim = 0
-        self.places_of_dim: dict[int, list[tuple[str, int]]] = {}
+        self.positions_of_dim: dict[int, list[tuple[str, int]]] = {}
         self.specials = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
 
-    def look_at(self, split: str, samples: list[SampleFiles]) -> dict[int, tuple[str, np.ndarray]]:
-        """Place -> (text, token ids) of the samples whose every part can be used."""
+    def inspect(self, split: str, samples: list[SampleFiles]) -> dict[int, tuple[str, np.ndarray]]:
+        """Return position -> (text, token ids) of the usable samples."""
         found = {}
-        for place, sample in enumerate(samples):
+        for position, sample in enumerate(samples):
             self.counts["read"] += 1
-            dim, reason = self._look_at_latent(sample.latent)
+            dim, reason = self._inspect_latent(sample.latent)
             text, ids = ("", np.empty(0, np.int64)) if reason else self._text_and_ids(sample)
             if not reason:
                 reason = "unreadable_text" if text is None else self._length_reason(ids)
@@ -179,39 +185,61 @@ class _Packer:
             if limit is not None and len(ids) > limit:
                 ids, text = truncate(self.tokenizer, text, limit)
                 self.counts["truncated"] += 1
-            found[place] = (text, np.asarray(ids, np.int64))
-            self.places_of_dim.setdefault(dim, []).append((split, place))
+            found[position] = (text, np.asarray(ids, np.int64))
+            self.positions_of_dim.setdefault(dim, []).append((split, position))
         return found
 
-    def leave_out_other_dimensions(self, texts: dict[str, dict[int, Any]], source: Path) -> None:
-        """Settle on the dimension that most latents have; samples of another are counted and taken out of texts.
+    def drop_other_dimensions(self, texts: dict[str, dict[int, Any]], source: Path) -> None:
+        """Choose the dimension of most latents; count samples of other dimensions and remove them from `texts`.
 
         Raises:
-            UserError: no dimension is that of more than half of them.
+            UserError: no dimension has more than half of the latents.
         """
-        sizes = {dim: len(places) for dim, places in self.places_of_dim.items()}
+        sizes = {dim: len(positions) for dim, positions in self.positions_of_dim.items()}
         if not sizes:
             return
         self.latent_dim = max(sizes, key=sizes.get)
         if 2 * sizes[self.latent_dim] <= sum(sizes.values()):
-            found = ", ".join(f"{count} of {dim}" for dim, count in sorted(sizes.items())[:8])
+            found = join_some((f"{count} of {dim}" for dim, count in sorted(sizes.items())), limit=8)
             raise UserError(f"latents of one dimension in {source}", found, "keep latents of one encoder in one folder")
-        for dim, places in self.places_of_dim.items():
-            for split, place in places if dim != self.latent_dim else ():
-                del texts[split][place]
+        for dim, positions in self.positions_of_dim.items():
+            for split, position in positions if dim != self.latent_dim else ():
+                del texts[split][position]
                 self.counts["drop_latent_of_another_dimension"] += 1
+
+    def write_splits(
+        self,
+        folder: Path,
+        chosen: dict[str, list[tuple[str, int]]],
+        texts: dict[str, dict[int, tuple[str, np.ndarray]]],
+        samples: dict[str, list[SampleFiles]],
+    ) -> tuple[dict[str, dict[str, int]], dict[str, Any]]:
+        """Write all splits; return their summaries and the statistics of the training latents."""
+        summaries, statistics = {}, {}
+        for split, rows in chosen.items():
+            writer = StoreSplit(folder, split, self.latent_shape, self.vocab_size)
+            latent_statistics = LatentStatistics(self.latent_dim, len(rows) * self.latents_per_text)
+            for block in (rows[start : start + _BLOCK] for start in range(0, len(rows), _BLOCK)):
+                pairs = [texts[origin][position] for origin, position in block]
+                latents = np.stack([self.latent(samples[origin][position].latent) for origin, position in block])
+                writer.add([text for text, _ in pairs], [ids for _, ids in pairs], latents)
+                latent_statistics.add(latents)
+            summaries[split] = writer.close()
+            if split == "train":
+                statistics = latent_statistics.result()
+        return summaries, statistics
 
     @property
     def latent_shape(self) -> tuple[int, ...]:
-        """Of one sample: [D], or [N, D] with several latents a text."""
+        """The shape of a sample's latents: [D], or [K, D] with several latents per text."""
         return (self.latent_dim,) if self.latents_per_text == 1 else (self.latents_per_text, self.latent_dim)
 
     def latent(self, path: Path) -> np.ndarray:
-        """[D] or [N, D] float32."""
+        """Read the latents of a sample as float32 [D] or [K, D]."""
         return read_array(path).reshape(self.latent_shape).astype(np.float32)
 
-    def _look_at_latent(self, path: Path) -> tuple[int, str | None]:
-        """Dimension of a file's latents, and why they cannot be used; None where they can."""
+    def _inspect_latent(self, path: Path) -> tuple[int, str | None]:
+        """Return the dimension of a file's latents, and the reason why they are unusable, or None."""
         try:
             vectors = read_array(path)
         except (OSError, ValueError, MemoryError):
@@ -222,7 +250,7 @@ class _Packer:
         vectors = vectors[None] if vectors.ndim == 1 else vectors
         if vectors.ndim != 2 or len(vectors) != count or not vectors.shape[1]:
             return 0, "latent_not_one_vector" if count == 1 else f"latent_not_{count}_vectors"
-        with np.errstate(over="ignore"):  # of float64; infinities are looked for here
+        with np.errstate(over="ignore"):  # of float64; infinities are checked next
             vectors = vectors.astype(np.float32)
         if not np.isfinite(vectors).all():
             return 0, "latent_not_finite"
@@ -241,7 +269,7 @@ class _Packer:
                         f"{int(ids.min())}..{int(ids.max())} in {sample.tokens_path}",
                         "give the --tokenizer that made them",
                     )
-                ids = ids[~np.isin(ids, list(self.specials))]  # CLS, SEP and PAD are no part of a text
+                ids = ids[~np.isin(ids, list(self.specials))]  # CLS, SEP and PAD are not part of a text
                 return self.tokenizer.decode(ids), ids
             text = sample.text if sample.text is not None else _read_text(sample.text_path)
         except (OSError, ValueError, IndexError) as error:
@@ -256,29 +284,32 @@ class _Packer:
         return "too_short" if len(ids) < max(self.options.min_tokens, 1) else None
 
 
-def _choose(splits, texts, hashes, options: PackOptions, counts: Counter) -> dict[str, list[tuple[str, int]]]:
-    """Split -> (split it came from, place) of what goes into the store; validation never shares a text with train."""
-    places = {split: np.array(list(texts[split]), np.int64) for split in splits}
-    for split in splits:
-        keep = np.arange(len(places[split]))
+def _choose(
+    texts: dict[str, dict[int, tuple[str, np.ndarray]]], options: PackOptions, counts: Counter
+) -> dict[str, list[tuple[str, int]]]:
+    """Map each split to the (original split, position) of its samples; validation never shares a text with train."""
+    positions = {split: np.array(list(part), np.int64) for split, part in texts.items()}
+    hashes = {
+        split: np.array([content_hash(text) for text, _ in part.values()], np.uint64) for split, part in texts.items()
+    }
+    for split in texts:
+        keep = np.arange(len(positions[split]))
         if not options.keep_duplicates:
             keep = select_stage.first_occurrences(hashes[split])
-        if split == "train" and "validation" in splits:
-            keep_in = ~np.isin(hashes["train"][keep], hashes["validation"])
-            counts["drop_in_validation"] += int((~keep_in).sum())
-            counts["drop_duplicate"] += len(places[split]) - len(keep)
-            keep = keep[keep_in]
-        else:
-            counts["drop_duplicate"] += len(places[split]) - len(keep)
-        places[split], hashes[split] = places[split][keep], hashes[split][keep]
-    if "validation" in splits:
-        return {split: [(split, int(place)) for place in places[split]] for split in SPLITS}
+        counts["drop_duplicate"] += len(positions[split]) - len(keep)
+        if split == "train" and "validation" in texts:
+            is_new = ~np.isin(hashes["train"][keep], hashes["validation"])
+            counts["drop_in_validation"] += int((~is_new).sum())
+            keep = keep[is_new]
+        positions[split], hashes[split] = positions[split][keep], hashes[split][keep]
+    if "validation" in texts:
+        return {split: [(split, int(position)) for position in positions[split]] for split in SPLITS}
     keys = select_stage.split_keys(hashes["train"], options.seed)
     number = min(select_stage.num_validation(len(keys), options.validation_samples), len(keys))
     inside = keys <= np.sort(keys)[number - 1] if number else np.zeros(0, dtype=bool)
     return {
-        "train": [("train", int(place)) for place in places["train"][~inside]],
-        "validation": [("train", int(place)) for place in places["train"][inside]],
+        "train": [("train", int(position)) for position in positions["train"][~inside]],
+        "validation": [("train", int(position)) for position in positions["train"][inside]],
     }
 
 
@@ -290,40 +321,10 @@ def _read_text(path: Path) -> str:
     return raw.decode("utf-8")
 
 
-def _known(source: Path) -> dict[str, Any]:
-    """The manifest beside a folder that `mmldlm prepare --layout files` wrote."""
+def _read_manifest(source: Path) -> dict[str, Any]:
+    """Read the manifest of a folder that `mmldlm prepare --layout files` wrote; {} for other folders."""
     path = source / MANIFEST
     if not path.is_file():
         return {}
     manifest = read_json(path, "delete it, or write the folder again")
     return manifest if manifest.get("format") == FILES_FORMAT else {}
-
-
-# The command -----------------------------------------------------------------------------------------------------
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of ``mmldlm pack``."""
-    add = parser.add_argument
-    add("source", metavar="DIR", help=f"a folder with {LAYOUTS}")
-    add("--output-dir", required=True, metavar="STORE", help="the folder of the store; must not exist yet")
-    add("--tokenizer", metavar="NAME", help="for token files the one that made them (default for texts: minilm)")
-    add("--encoder", choices=sorted(ENCODERS), help="what made the latents, where that is known")
-    add("--cache-dir", metavar="DIR", help="where tokenizers from the hub are kept")
-    add("--add-mask-token", action="store_true", help="add the special tokens that the tokenizer lacks")
-    add("--min-tokens", type=int, default=1, help="shorter texts are dropped (default %(default)s)")
-    add("--max-tokens", type=int, help="longer texts are cut (their latents are of the whole texts)")
-    add("--validation-samples", type=int, metavar="N", help="where there is no validation split (1000 or 5 %%)")
-    add("--keep-duplicates", action="store_true", help="keep texts that differ only in case, spaces or punctuation")
-    add(
-        "--latents-per-text", type=int, metavar="N", help="vectors in every .npy file (default: 1, or as prepare wrote)"
-    )
-    add("--seed", type=int, default=0, help="of the split (default %(default)s)")
-    add("--force", action="store_true", help="replace an existing store once the new one is whole")
-
-
-def main(args: argparse.Namespace) -> int:
-    """Runs ``mmldlm pack``; returns the exit code."""
-    names = PackOptions.__dataclass_fields__
-    pack(PackOptions(**{name: value for name, value in vars(args).items() if name in names}))
-    return EXIT_DONE

@@ -1,12 +1,11 @@
-"""python -m mmldlm.data.prepare, under torchrun: the same as `mmldlm prepare`."""
+"""`python -m mmldlm.data.prepare`, for torchrun: one rank of `mmldlm prepare`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from mmldlm.data.prepare.options import add_arguments
-from mmldlm.data.prepare.pipeline import main
+from mmldlm.commands.prepare import add_arguments, run_rank
 from mmldlm.errors import EXIT_FAILED, EXIT_INTERRUPTED, MmldlmError
 from mmldlm.utils.standard_streams import open_standard_streams
 from mmldlm.utils.stop_signals import interrupt_on_stop_signals
@@ -17,7 +16,7 @@ if __name__ == "__main__":
     add_arguments(parser)
     interrupt_on_stop_signals()
     try:
-        sys.exit(main(parser.parse_intermixed_args()))
+        sys.exit(run_rank(parser.parse_intermixed_args()))
     except MmldlmError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

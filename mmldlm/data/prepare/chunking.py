@@ -1,4 +1,4 @@
-"""Texts longer than the model: cut at sentence ends with nothing dropped, or truncated."""
+"""Cut texts that are longer than the model: into pieces at sentence ends, or truncated."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from mmldlm.data.sentences import split_sentences
 
 
 def truncate(tokenizer, text: str, max_tokens: int) -> tuple[list[int], str]:
-    """The first max_tokens token ids of a text, and the text that they cover."""
+    """Return the first max_tokens token ids of a text, and the text that they cover."""
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     cut = text[: encoding["offset_mapping"][max_tokens - 1][1]].rstrip()
     return encoding["input_ids"][:max_tokens], cut
 
 
 def chunk(tokenizer, text: str, max_tokens: int) -> list[tuple[list[int], str]]:
-    """Pieces of a text, (token ids, text) each, of at most max_tokens tokens.
+    """Cut a text into pieces of at most max_tokens tokens, (token ids, text) each.
 
-    Sentences are put together as long as they fit; one that does not fit by itself is cut at white space, and a word
-    that does not fit at tokens. Joined by spaces the pieces are the text, up to white space.
+    Consecutive sentences are joined as long as they fit. A longer sentence is cut at white space, and a longer word at
+    tokens. Only white space is lost.
     """
     pieces: list[tuple[list[int], str]] = []
-    todo = _counted(tokenizer, split_sentences(text))[::-1]
+    todo = _count_tokens(tokenizer, split_sentences(text))[::-1]
     while todo:
         if todo[-1][1] > max_tokens:
-            halves = _halves(tokenizer, todo.pop()[0], max_tokens)
-            todo += _counted(tokenizer, halves)[::-1]
+            parts = _cut_sentence(tokenizer, todo.pop()[0], max_tokens)
+            todo += _count_tokens(tokenizer, parts)[::-1]
             continue
-        taken, total = [todo.pop()], 0
+        taken = [todo.pop()]
         total = taken[0][1]
         while todo and total + todo[-1][1] <= max_tokens:
             total += todo[-1][1]
@@ -35,12 +35,12 @@ def chunk(tokenizer, text: str, max_tokens: int) -> list[tuple[list[int], str]]:
             ids = tokenizer(joined, add_special_tokens=False, verbose=False)["input_ids"]
             if len(ids) <= max_tokens or len(taken) == 1:
                 break
-            todo.append(taken.pop())  # together they have a token more than one by one
+            todo.append(taken.pop())  # joined they may have more tokens than one by one
         pieces.append((ids, joined))
     return pieces
 
 
-def _counted(tokenizer, parts) -> list[tuple[str, int]]:
+def _count_tokens(tokenizer, parts) -> list[tuple[str, int]]:
     parts = [part for part in parts if part]
     if not parts:
         return []
@@ -48,8 +48,8 @@ def _counted(tokenizer, parts) -> list[tuple[str, int]]:
     return list(zip(parts, map(len, encoded)))
 
 
-def _halves(tokenizer, sentence: str, max_tokens: int) -> tuple[str, str]:
-    """A sentence that does not fit: as much of its beginning as fits, to the last white space in it, and the rest."""
+def _cut_sentence(tokenizer, sentence: str, max_tokens: int) -> tuple[str, str]:
+    """Cut a too long sentence at the last white space of the part that fits; return that part and the rest."""
     offsets = tokenizer(sentence, add_special_tokens=False, return_offsets_mapping=True, verbose=False)[
         "offset_mapping"
     ]
@@ -58,7 +58,7 @@ def _halves(tokenizer, sentence: str, max_tokens: int) -> tuple[str, str]:
         space = sentence.rfind(" ", 1, end + 1)
         cut = space if space > 0 else end
         head = sentence[:cut].strip()
-        # Cut text can have one token more than the same characters had inside the sentence.
+        # The head alone can have more tokens than the same characters inside the sentence.
         if head and len(tokenizer(head, add_special_tokens=False, verbose=False)["input_ids"]) <= max_tokens:
             return head, sentence[cut:].strip()
     return sentence[:1], sentence[1:].strip()

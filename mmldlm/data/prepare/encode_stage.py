@@ -1,4 +1,4 @@
-"""Third stage: samples become latents, shard by shard; what an encoder cannot encode is set aside with the reason."""
+"""Stage 3: encode samples into latents, shard by shard, and set aside texts on which the encoder fails."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 
 from mmldlm.data.encoders.encoder import Encoder
 from mmldlm.data.sentences import split_into_parts
+from mmldlm.data.store.arrays import read_npz, write_npz
 from mmldlm.errors import MmldlmError
-from mmldlm.utils.atomic_files import read_npz, write_npz
 from mmldlm.utils.formatting import first_line
 
 SHARD = 4096
-# So many texts failing one by one, and none that does not, is a broken encoder (or a broken GPU), not bad texts.
+# When this many texts fail one by one and none succeeds, the encoder or the GPU is broken, not the texts.
 FATAL_ERRORS = 16
 _SMALLEST_BUDGET = 1024  # tokens
 
@@ -27,8 +27,9 @@ class EncodeResult:
     """A shard of latents.
 
     Attributes:
-        is_ok: [N] whether each text has a latent. latents: [number of those, D] or [..., N, D] float32.
-        reasons: place in the shard -> why it has none.
+        is_ok: [N] whether each text has a latent.
+        latents: [M, D] float32 of the M texts that have one, or [M, K, D] with K latents per text.
+        reasons: position in the shard -> reason of a missing latent.
     """
 
     is_ok: np.ndarray
@@ -43,11 +44,14 @@ def encode(
     progress: Callable[[int], None] | None = None,
     latents_per_text: int = 1,
 ) -> EncodeResult:
-    """Encodes texts; those on which the encoder fails are tried again one by one.
+    """Encode texts; retry those on which the encoder fails one by one.
 
     Args:
-        retries: tries of one text, after the batch it was in. latents_per_text: N; each text is cut in so many pieces
-            (``split_into_parts``), and has a latent where every piece has one.
+        encoder: the sentence encoder.
+        texts: of one shard.
+        retries: attempts per text after the failure of its batch.
+        progress: called with the number of texts done since the last call.
+        latents_per_text: number of pieces per text (`split_into_parts`); a text is valid if all its pieces are.
 
     Raises:
         MmldlmError: the encoder fails on everything.
@@ -57,18 +61,18 @@ def encode(
     pieces = [piece for text in texts for piece in split_into_parts(text, latents_per_text)]
     num_done = 0
 
-    def tell(num_pieces: int) -> None:
+    def count_texts(num_pieces: int) -> None:
         nonlocal num_done
         before, num_done = num_done, num_done + num_pieces
         progress(num_done // latents_per_text - before // latents_per_text)
 
-    found = _encode(encoder, pieces, retries, None if progress is None else tell)
+    found = _encode(encoder, pieces, retries, None if progress is None else count_texts)
     latents = np.zeros((len(pieces), encoder.latent_dim), np.float32)
     latents[found.is_ok] = found.latents
     is_ok = found.is_ok.reshape(-1, latents_per_text).all(axis=1)
     reasons: dict[int, str] = {}
-    for place, reason in found.reasons.items():
-        text, piece = divmod(place, latents_per_text)
+    for position, reason in found.reasons.items():
+        text, piece = divmod(position, latents_per_text)
         reasons.setdefault(text, f"piece {piece + 1} of {latents_per_text}: {reason}")
     return EncodeResult(is_ok, latents.reshape(len(texts), latents_per_text, -1)[is_ok], reasons)
 
@@ -79,24 +83,25 @@ def _encode(
     reasons: dict[int, str] = {}
     try:
         latents = _encode_all(encoder, texts, progress)
-        again = [int(place) for place in np.flatnonzero(invalid_rows(latents))]
-    except MmldlmError:  # of the user's making, or another rank has failed
+        failed = np.flatnonzero(invalid_rows(latents)).tolist()
+    except MmldlmError:  # a user error, or another rank has failed
         raise
     except Exception as error:  # out of memory, a kernel's failure, a tokenizer's panic
         _release_memory(error)
         latents = np.full((len(texts), encoder.latent_dim), np.nan, np.float32)
-        again = list(range(len(texts)))
-    num_good = len(texts) - len(again)
-    for place in again:
-        latent, reason = _encode_one(encoder, texts[place], retries)
+        failed = list(range(len(texts)))
+    num_good = len(texts) - len(failed)
+    for position in failed:
+        latent, reason = _encode_one(encoder, texts[position], retries)
         if latent is None:
-            reasons[place] = reason
+            reasons[position] = reason
         else:
-            latents[place] = latent
+            latents[position] = latent
             num_good += 1
         if num_good == 0 and len(reasons) >= FATAL_ERRORS:
             raise MmldlmError(
-                f"encoder {encoder.name} fails on every text: {reason}\n  the work so far is kept; start again to go on"
+                f"encoder {encoder.name} fails on every text: {reason}\n"
+                "  the work so far is kept; rerun the same command to resume"
             )
     is_ok = np.ones(len(texts), dtype=bool)
     is_ok[list(reasons)] = False
@@ -104,7 +109,7 @@ def _encode(
 
 
 def _encode_all(encoder: Encoder, texts: Sequence[str], progress: Callable[[int], None] | None) -> np.ndarray:
-    """All texts; where the device has no memory for a batch, in smaller ones."""
+    """Encode all texts, in smaller batches where the device runs out of memory."""
     budget = encoder.batch_tokens
     try:
         while True:
@@ -115,13 +120,13 @@ def _encode_all(encoder: Encoder, texts: Sequence[str], progress: Callable[[int]
                     raise
                 _release_memory(error)
                 encoder.batch_tokens //= 2
-                progress = None  # these texts were counted in part
+                progress = None  # some of these texts are counted already
     finally:
         encoder.batch_tokens = budget
 
 
 def invalid_rows(latents: np.ndarray) -> np.ndarray:
-    """[N] whether each latent has NaN or infinite values, or is a zero vector."""
+    """Return [N] bools: latents with NaN or infinite values, and zero vectors."""
     return ~np.isfinite(latents).all(axis=1) | ~latents.any(axis=1)
 
 
@@ -148,21 +153,21 @@ def _release_memory(error: Exception) -> None:
 
 
 def write_encoded(path: Path, encoded: EncodeResult) -> None:
-    """Writes a shard of latents, wholly or not at all."""
+    """Write a shard of latents atomically."""
     reasons = np.frombuffer(json.dumps(encoded.reasons).encode(), np.uint8)
     write_npz(path, is_ok=encoded.is_ok, latents=encoded.latents, reasons=reasons)
 
 
 def read_encoded(path: Path) -> EncodeResult:
-    """Reads what write_encoded wrote; every byte is checked against its CRC."""
+    """Read a shard of latents, with its CRCs checked."""
     file = read_npz(path)
     return EncodeResult(file["is_ok"], file["latents"], _reasons(file))
 
 
 def read_reasons(path: Path) -> dict[int, str]:
-    """Which texts of a shard have no latent, and why, without reading the latents."""
+    """Read the positions of the texts of a shard without a latent, and the reasons, but not the latents."""
     return _reasons(read_npz(path, "reasons"))
 
 
 def _reasons(file: dict[str, np.ndarray]) -> dict[int, str]:
-    return {int(place): reason for place, reason in json.loads(file["reasons"].tobytes()).items()}
+    return {int(position): reason for position, reason in json.loads(file["reasons"].tobytes()).items()}

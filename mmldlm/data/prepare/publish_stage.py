@@ -1,4 +1,4 @@
-"""The last stage: what was made becomes one folder that appears whole, with a manifest that accounts for every text."""
+"""Stage 4: write the results atomically as one folder, with a manifest that accounts for every text."""
 
 from __future__ import annotations
 
@@ -28,18 +28,23 @@ from mmldlm.data.store.repair_hints import MANIFEST
 from mmldlm.data.store.store import FORMAT, TOKENIZER_FOLDER, VERSION, Store
 from mmldlm.data.store.writers import FILES_FORMAT, FilesSplit, StoreSplit
 from mmldlm.errors import UserError
-from mmldlm.utils.atomic_files import list_files, sync, write_json
+from mmldlm.utils.atomic_files import fsync_path, list_files, write_json
 
 QUARANTINE = "quarantine.jsonl"
-TOKENIZER_IDENTITY = "tokenizer.json"  # beside the tokenizer's folder in the work folder
+TOKENIZER_IDENTITY = "tokenizer.json"  # next to the tokenizer's folder in the work folder
 
 
 @dataclass
 class StoreOutput:
-    """What the stages before have made.
+    """The results of the earlier stages.
 
     Attributes:
-        splits: name -> samples. texts: name -> where their texts are. encoded: name -> shards of latents.
+        options: of the preparation.
+        encoder: of the latents.
+        work: the work folder.
+        splits: split -> samples.
+        texts: split -> texts of its corpus.
+        encoded: split -> shards of latents.
     """
 
     options: PrepareOptions
@@ -51,13 +56,13 @@ class StoreOutput:
 
     @property
     def latent_shape(self) -> tuple[int, ...]:
-        """Of one sample: [D], or [N, D] with several latents a text."""
+        """The shape of a sample's latents: [D], or [K, D] with several latents per text."""
         count = self.options.latents_per_text
         return (self.encoder.latent_dim,) if count == 1 else (count, self.encoder.latent_dim)
 
 
 def existing_output(root: Path, plan: dict[str, Any]) -> bool:
-    """Whether the folder was made by a preparation of this very plan."""
+    """Whether the folder is the result of exactly this plan."""
     try:
         manifest = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
         return manifest.get("options") == plan["options"] and manifest.get("units") == _digest(plan)
@@ -78,36 +83,23 @@ def publish(
     counts: Counter,
     held_counts: Counter,
 ) -> dict[str, Any]:
-    """Write the splits, the tokenizer and the manifest beside, then rename; returns the manifest.
+    """Write the splits, the tokenizer and the manifest to the work folder, then rename it; return the manifest.
 
     Raises:
-        UserError: too many samples without a latent, or a folder that appeared meanwhile.
+        UserError: too many samples without a latent, or a folder that appeared in the meantime.
     """
     quarantined = _check_quarantine(output)
-    for line in quarantined:
-        own = held_counts if held_source is not None and line["split"] == "validation" else counts
+    for entry in quarantined:
+        own = held_counts if held_source is not None and entry["split"] == "validation" else counts
         own["drop_quarantined"] += 1
     partial = output.work.folder / "output"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     tokenizer = json.loads((output.work.folder / TOKENIZER_IDENTITY).read_text())
     is_store = output.options.layout == "store"
-    summaries, statistics = {}, None
-    for name, samples in output.splits.items():
-        split = (
-            StoreSplit(partial, name, output.latent_shape, tokenizer["vocab_size"], bool(counts["chunked"]))
-            if is_store
-            else FilesSplit(partial, name, source, output.encoder.name)
-        )
-        seen = LatentStatistics(output.encoder.latent_dim, len(samples) * output.options.latents_per_text)
-        for texts, tokens, latents, rows in _blocks(output, name):
-            split.add(texts, tokens, latents, rows)
-            seen.add(latents)
-        summaries[name] = split.close()
-        if name == "train":
-            statistics = seen.result()
+    summaries, statistics = _write_splits(output, partial, tokenizer["vocab_size"], source, bool(counts["chunked"]))
     if quarantined:
-        lines = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in quarantined)
+        lines = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in quarantined)
         (partial / QUARANTINE).write_text(lines, encoding="utf-8")
     shutil.copytree(output.work.folder / TOKENIZER_FOLDER, partial / TOKENIZER_FOLDER)
     manifest = {
@@ -130,44 +122,70 @@ def publish(
         manifest["validation_corpus"] = {"source": held_source, **_merge_counts(held_counts, own, True)}
     write_json(partial / MANIFEST, manifest)
     if is_store:
-        for name in summaries:  # what was written opens, and says what was meant
-            assert len(Store(partial, name)) == summaries[name]["num_samples"]
+        check_readable(partial, summaries)
     commit(partial, root, output.options.force)
     return manifest
 
 
+def _write_splits(
+    output: StoreOutput, folder: Path, vocab_size: int, source: str, with_documents: bool
+) -> tuple[dict[str, dict[str, int]], dict[str, Any]]:
+    """Write all splits; return their summaries and the statistics of the training latents."""
+    summaries, statistics = {}, {}
+    for name, samples in output.splits.items():
+        split = (
+            StoreSplit(folder, name, output.latent_shape, vocab_size, with_documents)
+            if output.options.layout == "store"
+            else FilesSplit(folder, name, source, output.encoder.name)
+        )
+        latent_statistics = LatentStatistics(output.encoder.latent_dim, len(samples) * output.options.latents_per_text)
+        for texts, tokens, latents, rows in _blocks(output, name):
+            split.add(texts, tokens, latents, rows)
+            latent_statistics.add(latents)
+        summaries[name] = split.close()
+        if name == "train":
+            statistics = latent_statistics.result()
+    return summaries, statistics
+
+
+def check_readable(folder: Path, summaries: dict[str, dict[str, int]]) -> None:
+    """Assert that a finished store opens with the written number of samples."""
+    for name, summary in summaries.items():
+        assert len(Store(folder, name)) == summary["num_samples"]
+
+
 def _check_quarantine(output: StoreOutput) -> list[dict[str, Any]]:
-    """Every sample without a latent: its split, row in the corpus, text and reason."""
+    """Return the split, corpus row, text and reason of every sample without a latent."""
     found = []
     for name, samples in output.splits.items():
         num_bad = 0
         for number, path in enumerate(output.encoded[name]):
-            for place, reason in encode_stage.read_reasons(path).items():
-                row = number * encode_stage.SHARD + place
+            for position, reason in encode_stage.read_reasons(path).items():
+                row = number * encode_stage.SHARD + position
                 text = samples.read(output.texts[name], row, row + 1)[0][0]
                 found.append({"split": name, "row": int(samples.rows[row]), "reason": reason, "text": text})
                 num_bad += 1
         if len(samples) - num_bad < 2:
-            reasons = Counter(line["reason"] for line in found)
+            reasons = Counter(entry["reason"] for entry in found)
             raise UserError(
                 f"at least 2 samples with a latent in the {name} split",
                 f"{num_bad} of {len(samples)} without: {dict(reasons)}",
-                "look at these texts and at the encoder (its weights, --dtype), then prepare again",
+                "check these texts and the encoder (its weights, --dtype), then prepare again",
             )
     total = sum(map(len, output.splits.values()))
     if len(found) > output.options.max_quarantined * total:
-        reasons = Counter(line["reason"] for line in found)
+        reasons = Counter(entry["reason"] for entry in found)
         raise UserError(
             f"at most {output.options.max_quarantined:.2%} of {total:,} samples on which {output.encoder.name} fails",
             f"{len(found)}: {dict(reasons)}, first {found[0]['text'][:80]!r}",
-            "look at the encoder (its weights, --dtype), or allow more with --max-quarantined; nothing was written, "
-            f"{output.work.folder} keeps what was done",
+            "check the encoder (its weights, --dtype), or allow more with --max-quarantined; nothing was written, "
+            f"{output.work.folder} keeps the finished work",
         )
     return found
 
 
 def _blocks(output: StoreOutput, name: str) -> Iterator[tuple[list[str], list[np.ndarray], np.ndarray, np.ndarray]]:
-    """(texts, token ids, latents, rows in the corpus) of the samples that have a latent, shard by shard."""
+    """Yield (texts, token ids, latents, corpus rows) of the samples that have a latent, shard by shard."""
     samples, texts = output.splits[name], output.texts[name]
     for number, path in enumerate(output.encoded[name]):
         start = number * encode_stage.SHARD
@@ -175,10 +193,11 @@ def _blocks(output: StoreOutput, name: str) -> Iterator[tuple[list[str], list[np
         part, ids = samples.read(texts, start, start + encode_stage.SHARD)
         keep = np.flatnonzero(encoded.is_ok)
         rows = samples.rows[start : start + encode_stage.SHARD][keep]
-        yield [part[place] for place in keep], [ids[place] for place in keep], encoded.latents, rows
+        yield [part[i] for i in keep], [ids[i] for i in keep], encoded.latents, rows
 
 
 def _merge_counts(counts: Counter, summaries: dict[str, dict[str, int]], both: bool) -> dict[str, Any]:
+    """Return the counters of a corpus for the manifest, in which every text is accounted for."""
     kinds = ("documents", "files", "files_unreadable", "truncated", "chunked", "chunks")
     more = {key: counts[key] for key in kinds if counts[key]}
     dropped = {key[5:]: value for key, value in sorted(counts.items()) if key.startswith("drop_") and value}
@@ -189,12 +208,12 @@ def _merge_counts(counts: Counter, summaries: dict[str, dict[str, int]], both: b
 
 
 def latents_suffix(count: int) -> dict[str, int]:
-    """What the manifest says of the latents of a text; nothing where each has one."""
+    """Return the manifest entry of several latents per text; empty for one."""
     return {} if count == 1 else {"latents_per_text": count}
 
 
 def versions() -> dict[str, str]:
-    """Of what the bytes of a store may depend on."""
+    """Return the versions of the packages on which the bytes of a store may depend."""
     packages = ("torch", "transformers", "tokenizers", "numpy")
     return {
         "mmldlm": mmldlm.__version__,
@@ -203,25 +222,27 @@ def versions() -> dict[str, str]:
     }
 
 
-def refuse_other_folders(root: Path, force: bool, plan: dict[str, Any] | None = None) -> None:
-    """An output folder that is there is only replaced when it is one of ours and ``force`` says so.
+def check_output_free(root: Path, force: bool, plan: dict[str, Any] | None = None) -> None:
+    """Check that the output folder is free or, with `force`, a store that may be replaced.
 
     Args:
-        plan: that of the preparation that would write there, to be compared with that of a store.
+        root: the output folder.
+        force: replace an existing store.
+        plan: of this preparation, to describe how an existing store differs.
 
     Raises:
-        UserError: otherwise.
+        UserError: the folder is in use.
     """
     if root.exists() and not force and (not root.is_dir() or any(root.iterdir())):
         raise UserError(
             f"an --output-dir that does not exist yet: {root}",
             _describe_existing(root, plan),
-            "choose another folder, or add --force to replace it once the new store is whole",
+            "choose another folder, or add --force to replace it when the new store is complete",
         )
     if root.is_dir() and force and any(root.iterdir()) and not (root / MANIFEST).is_file():
         raise UserError(
             f"a store to replace at {root}",
-            f"a folder with other things in it (no {MANIFEST})",
+            f"a folder with other files in it (no {MANIFEST})",
             "choose another --output-dir; --force only replaces stores",
         )
 
@@ -230,30 +251,35 @@ def _describe_existing(root: Path, plan: dict[str, Any] | None) -> str:
     try:
         options = json.loads((root / MANIFEST).read_text(encoding="utf-8"))["options"]
     except (OSError, ValueError, KeyError, TypeError):
-        return "something is there already"
-    if (
-        plan is None or not isinstance(options, dict) or "corpus" not in options
-    ):  # one of the two was packed, which has other options
-        return "a store is there already"
-    others = diff_options(options, plan["options"])
-    return f"a store of others: {'; '.join(others) or 'the same options, but the files of the corpus have changed'}"
+        return "a folder that is not a store"
+    # `pack` has other options, which cannot be compared.
+    if plan is None or not isinstance(options, dict) or "corpus" not in options:
+        return "an existing store"
+    changes = diff_options(options, plan["options"])
+    return (
+        f"a store of other options: {'; '.join(changes)}"
+        if changes
+        else "a store of the same options whose corpus files have changed"
+    )
 
 
 def commit(partial: Path, root: Path, force: bool) -> None:
-    """Rename a finished folder into place; with ``force`` what was there goes when the new one is in place.
+    """Rename a finished folder to its place; with `force` an existing one is deleted afterwards.
 
     Raises:
-        UserError: a folder appeared at ``root`` meanwhile.
+        UserError: a folder appeared at `root` in the meantime.
     """
     for folder in (*(path for path in partial.rglob("*") if path.is_dir()), partial):
-        sync(folder)
+        fsync_path(folder)
     old = root.with_name(f"{root.name}.old-{os.getpid()}")
     if root.is_dir() and not any(root.iterdir()):
         root.rmdir()
     if root.exists() and not force:
-        raise UserError(f"no folder yet at {root}", "another one appeared meanwhile", "choose another --output-dir")
+        raise UserError(
+            f"no folder yet at {root}", "another one appeared in the meantime", "choose another --output-dir"
+        )
     if root.exists():
         root.rename(old)
     partial.rename(root)
-    sync(root.parent)
+    fsync_path(root.parent)
     shutil.rmtree(old, ignore_errors=True)

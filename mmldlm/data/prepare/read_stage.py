@@ -1,4 +1,4 @@
-"""First stage: the texts of a corpus, read unit by unit into flat files, with a hash of each text's content."""
+"""Stage 1: read the texts of a corpus, unit by unit, into flat files with a hash of each text's content."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import numpy as np
 
 from mmldlm.data.corpora.corpus import ReadUnit
 from mmldlm.data.sentences import content_hash
-from mmldlm.utils.atomic_files import whole_folder, write_json
+from mmldlm.utils.atomic_files import atomic_folder, write_json
 
 
 def read_unit(unit: ReadUnit, folder: Path) -> None:
-    """Reads one unit into ``folder``: text.bin, offsets.npy, hashes.npy and counts.json, in bounded memory for text."""
+    """Read one unit into text.bin, offsets.npy, hashes.npy and counts.json; memory holds one text at a time."""
     counts: Counter = Counter()
     offsets, hashes = array.array("q", [0]), array.array("Q")
-    with whole_folder(folder) as partial:
+    with atomic_folder(folder) as partial:
         with open(partial / "text.bin", "wb") as file:
             for text in unit.read(counts):
                 raw = text.encode("utf-8", "surrogatepass")
@@ -41,7 +41,8 @@ class TextShards:
     """All texts of a corpus after reading, by row: the number of a text in corpus order.
 
     Attributes:
-        hashes: [N] uint64 content hashes. counts: what reading counted.
+        hashes: [N] uint64 content hashes.
+        counts: counters of reading: texts read, and texts dropped by reason.
     """
 
     def __init__(self, folders: Sequence[Path]):
@@ -59,11 +60,11 @@ class TextShards:
         return len(self.hashes)
 
     def get(self, rows: Sequence[int]) -> list[str]:
-        """The texts at some rows."""
+        """Return the texts at some rows."""
         return list(self.iterate(rows))
 
     def iterate(self, rows: Sequence[int]) -> Iterator[str]:
-        """The texts at some rows, one by one."""
+        """Yield the texts at some rows."""
         for row in np.asarray(rows, dtype=np.int64).tolist():
             part = int(np.searchsorted(self._starts, row, side="right")) - 1
             start, end = self._offsets[part][row - self._starts[part] : row - self._starts[part] + 2].tolist()
@@ -72,7 +73,7 @@ class TextShards:
 
 @dataclass
 class SelectedTexts:
-    """The texts at some rows, to be read any number of times."""
+    """The texts at some rows, as an iterable that can be read any number of times."""
 
     texts: TextShards
     rows: Sequence[int]

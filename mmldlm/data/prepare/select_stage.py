@@ -1,9 +1,8 @@
-"""Which texts become samples, and in which split: functions of content hashes over the whole corpus."""
+"""Select samples and assign their splits, as functions of the content hashes of the complete corpus."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,17 +10,21 @@ import numpy as np
 
 from mmldlm.data.prepare import tokenize_stage
 from mmldlm.data.prepare.read_stage import TextShards
+from mmldlm.utils.counter_rng import mix64
 
 _FIELDS = ("shards", "pieces", "rows", "hashes", "lengths")
 
 
 @dataclass
 class Samples:
-    """Pieces of texts in corpus order, by place in the shards of the tokenizing stage.
+    """References to samples in the shards of the tokenizing stage, in corpus order.
 
     Attributes:
-        paths: the shards. shards, pieces: [N] where each sample lies. rows: [N] its text's row in the corpus.
-        hashes: [N] uint64 of its own content. lengths: [N] tokens.
+        paths: the shards.
+        shards, pieces: [N] shard and position in it of each sample.
+        rows: [N] row of its text in the corpus.
+        hashes: [N] uint64 hash of its own content.
+        lengths: [N] tokens.
     """
 
     paths: list[Path]
@@ -35,15 +38,11 @@ class Samples:
         return len(self.rows)
 
     def take(self, chosen: np.ndarray) -> Samples:
-        """The samples at some places, or where a mask is true."""
+        """Select samples by position or by mask."""
         return Samples(self.paths, *(getattr(self, name)[chosen] for name in _FIELDS))
 
-    def arrays(self, prefix: str) -> dict[str, np.ndarray]:
-        """For a .npz file."""
-        return {f"{prefix}_{name}": getattr(self, name) for name in _FIELDS}
-
     def read(self, texts: TextShards, start: int, end: int) -> tuple[list[str], list[np.ndarray]]:
-        """Texts and token ids of a range of samples."""
+        """Return the texts and token ids of a range of samples."""
         found_texts, found_ids = [], []
         for shard_number, piece, row in zip(
             self.shards[start:end].tolist(), self.pieces[start:end].tolist(), self.rows[start:end].tolist()
@@ -57,31 +56,29 @@ class Samples:
         return found_texts, found_ids
 
 
-def mix64(values: Sequence[int] | np.ndarray, salt: int) -> np.ndarray:
-    """uint64 keys that order texts at random, as a function of content and salt (the SplitMix64 finaliser)."""
-    key = np.asarray(values, dtype=np.uint64) + np.uint64((salt * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) % 2**64)
-    key = (key ^ (key >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    key = (key ^ (key >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return key ^ (key >> np.uint64(31))
+def _random_keys(hashes: np.ndarray, salt: int) -> np.ndarray:
+    """Return uint64 keys that order texts at random, as a function of content and salt."""
+    offset = np.uint64((salt * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) % 2**64)
+    return mix64(np.asarray(hashes, dtype=np.uint64) + offset)
 
 
 def split_keys(hashes: np.ndarray, seed: int) -> np.ndarray:
-    """The texts with the smallest of these keys become validation."""
-    return mix64(hashes, 2 * seed)
+    """Return the keys of the split: the texts with the smallest keys become validation."""
+    return _random_keys(hashes, 2 * seed)
 
 
 def sample_keys(hashes: np.ndarray, seed: int) -> np.ndarray:
-    """With --max-samples, texts are taken in the order of these keys."""
-    return mix64(hashes, 2 * seed + 1)
+    """Return the keys of the order in which --max-samples takes texts."""
+    return _random_keys(hashes, 2 * seed + 1)
 
 
 def first_occurrences(hashes: np.ndarray) -> np.ndarray:
-    """Places of the first text of each content, rising."""
+    """Return the ascending positions of the first text of each content."""
     return np.sort(np.unique(hashes, return_index=True)[1])
 
 
 def deduplicate(texts: TextShards, held_out: np.ndarray, keep_duplicates: bool, counts: Counter) -> np.ndarray:
-    """Rows that may become samples: different ones (unless duplicates are kept) that are not held out."""
+    """Return the rows that may become samples: not held out and, unless duplicates are kept, all different."""
     rows = np.arange(len(texts)) if keep_duplicates else first_occurrences(texts.hashes)
     counts["drop_duplicate"] += len(texts) - len(rows)
     kept = rows[~np.isin(texts.hashes[rows], held_out)]
@@ -89,16 +86,16 @@ def deduplicate(texts: TextShards, held_out: np.ndarray, keep_duplicates: bool, 
     return kept
 
 
-def num_validation(num_texts: int, wanted: int | None) -> int:
-    """Samples of the validation split: as wanted, else a twentieth and at most 1,000."""
-    return max(2, min(1000, num_texts // 20)) if wanted is None else wanted
+def num_validation(num_texts: int, requested: int | None) -> int:
+    """Return the size of the validation split: as requested, else a twentieth and at most 1,000."""
+    return max(2, min(1000, num_texts // 20)) if requested is None else requested
 
 
 class SelectionRounds:
-    """The candidates in the order in which they are tokenized: all of them, or wave by wave until there are enough.
+    """The candidates in the order of tokenizing: all at once, or in rounds until there are enough samples.
 
-    A wave holds the candidates with the next sample keys, in corpus order, so that the samples are those with the
-    smallest keys of an allowed length, whatever the waves are.
+    A round holds the candidates with the next sample keys, in corpus order. So the samples are those with the smallest
+    keys of an allowed length, independent of the sizes of the rounds.
     """
 
     def __init__(self, rows: np.ndarray, hashes: np.ndarray, limit: int | None, seed: int):
@@ -108,7 +105,7 @@ class SelectionRounds:
         self._end = 0
 
     def next(self, num_kept: int) -> np.ndarray | None:
-        """Rows of the next wave, rising; None when there are enough samples or no more candidates."""
+        """Return the ascending rows of the next round; None with enough samples or no more candidates."""
         total = len(self.order)
         if self._end >= total or (self.limit is not None and num_kept >= self.limit):
             return None
@@ -125,14 +122,39 @@ class SelectionRounds:
 
 def collect_samples(
     texts: TextShards,
-    waves: SelectionRounds,
+    rounds: SelectionRounds,
     shard_rows: list[np.ndarray],
     paths: list[Path],
     keep_duplicates: bool,
     counts: Counter,
     seed: int,
 ) -> Samples:
-    """All that tokenizing made, as samples in corpus order, what became of every candidate counted."""
+    """Collect the tokenized samples in corpus order, and count the outcome of every candidate."""
+    samples, status, num_short = _read_shards(shard_rows, paths)
+    all_seen = seen = np.concatenate(shard_rows)
+    if rounds.limit is not None:
+        samples, seen, status = _first_by_key(texts, samples, seen, status, rounds.limit, seed)
+    counts["drop_too_short"] += int((status == tokenize_stage.TOO_SHORT).sum())
+    counts["drop_too_long"] += int((status == tokenize_stage.TOO_LONG).sum())
+    counts["truncated"] += int((status == tokenize_stage.TRUNCATED).sum())
+    counts["drop_not_sampled"] += len(rounds.rows) - len(seen)
+    num_chunked = int((status == tokenize_stage.CHUNKED).sum())
+    if num_chunked:
+        counts["chunked"] += num_chunked
+        counts["chunks"] += int(np.isin(samples.rows, seen[status == tokenize_stage.CHUNKED]).sum())
+        dropped = int(num_short[np.isin(all_seen, seen)].sum())
+        counts["chunks"] += dropped
+        counts["drop_piece_too_short"] += dropped
+    samples = samples.take(np.lexsort((samples.pieces, samples.shards, samples.rows)))
+    if not keep_duplicates and (counts["truncated"] or num_chunked):
+        first = first_occurrences(samples.hashes)  # texts that differed only after the cut are equal now
+        counts["drop_duplicate"] += len(samples) - len(first)
+        samples = samples.take(first)
+    return samples
+
+
+def _read_shards(shard_rows: list[np.ndarray], paths: list[Path]) -> tuple[Samples, np.ndarray, np.ndarray]:
+    """Return all samples of the shards, and per text its status and its number of pieces that are too short."""
     parts: list[list[np.ndarray]] = [[] for _ in _FIELDS]
     statuses, num_short = [], []
     for number, (rows, path) in enumerate(zip(shard_rows, paths, strict=True)):
@@ -149,32 +171,13 @@ def collect_samples(
         )
         for part, column in zip(parts, columns):
             part.append(column)
-    samples = Samples(list(paths), *map(np.concatenate, parts))
-    all_seen, status, shorts = np.concatenate(shard_rows), np.concatenate(statuses), np.concatenate(num_short)
-    seen = all_seen
-    if waves.limit is not None:
-        samples, seen, status = _first_by_key(texts, samples, seen, status, waves.limit, seed)
-    counts["drop_too_short"] += int((status == tokenize_stage.TOO_SHORT).sum())
-    counts["drop_too_long"] += int((status == tokenize_stage.TOO_LONG).sum())
-    counts["truncated"] += int((status == tokenize_stage.TRUNCATED).sum())
-    counts["drop_not_sampled"] += len(waves.rows) - len(seen)
-    num_chunked = int((status == tokenize_stage.CHUNKED).sum())
-    if num_chunked:
-        counts["chunked"] += num_chunked
-        counts["chunks"] += int(np.isin(samples.rows, seen[status == tokenize_stage.CHUNKED]).sum())
-        dropped = int(shorts[np.isin(all_seen, seen)].sum())
-        counts["chunks"] += dropped
-        counts["drop_piece_too_short"] += dropped
-    samples = samples.take(np.lexsort((samples.pieces, samples.shards, samples.rows)))
-    if not keep_duplicates and (counts["truncated"] or num_chunked):
-        first = first_occurrences(samples.hashes)  # texts that only differed after the cut are one text now
-        counts["drop_duplicate"] += len(samples) - len(first)
-        samples = samples.take(first)
-    return samples
+    return Samples(list(paths), *map(np.concatenate, parts)), np.concatenate(statuses), np.concatenate(num_short)
 
 
-def _first_by_key(texts: TextShards, samples: Samples, seen: np.ndarray, status: np.ndarray, limit: int, seed: int):
-    """The first ``limit`` samples in the order of their texts' sample keys, and the texts looked at to find them."""
+def _first_by_key(
+    texts: TextShards, samples: Samples, seen: np.ndarray, status: np.ndarray, limit: int, seed: int
+) -> tuple[Samples, np.ndarray, np.ndarray]:
+    """Return the first `limit` samples in the order of sample keys, and the rows and status of the texts up to them."""
     text_keys = sample_keys(texts.hashes[seen], seed)
     text_order = np.lexsort((seen, text_keys))
     rank = np.empty(len(seen), np.int64)
@@ -184,14 +187,14 @@ def _first_by_key(texts: TextShards, samples: Samples, seen: np.ndarray, status:
     order = np.lexsort((samples.pieces, samples.shards, ranks))[:limit]
     if len(order) < limit:
         return samples, seen, status
-    looked_at = text_order[: int(ranks[order[-1]]) + 1]
-    return samples.take(order), seen[looked_at], status[looked_at]
+    examined = text_order[: int(ranks[order[-1]]) + 1]
+    return samples.take(order), seen[examined], status[examined]
 
 
-def split_validation(samples: Samples, wanted: int | None, seed: int) -> dict[str, Samples]:
-    """The smallest split keys are validation; equal texts have equal keys, so they never part."""
+def split_validation(samples: Samples, requested: int | None, seed: int) -> dict[str, Samples]:
+    """Assign the smallest split keys to validation; equal texts have equal keys and stay together."""
     keys = split_keys(samples.hashes, seed)
-    number = num_validation(len(keys), wanted)
+    number = num_validation(len(keys), requested)
     if number > len(keys):
         inside = np.ones(len(keys), dtype=bool)
     else:

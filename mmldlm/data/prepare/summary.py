@@ -1,8 +1,7 @@
-"""What preparation shows: progress over all ranks, and a table of what was made."""
+"""The display of a preparation: progress over all ranks, and the table at the end."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -10,61 +9,40 @@ from rich.console import Console
 from rich.table import Table
 
 from mmldlm.data.prepare.task_queue import TaskQueue
+from mmldlm.utils.progress import ProgressBar
 
 
-class ProgressBar:
-    """A bar with rate and ETA on a terminal; elsewhere a plain line every ten seconds. Counts over all ranks.
+class RankProgress:
+    """Progress of one stage, counted over all ranks and displayed by rank 0.
 
-    Args:
-        what: names the stage, once. unit: what is counted. total: how many there are.
+    Attributes:
+        total: number of items of the stage over all ranks.
     """
 
-    def __init__(self, console: Console, peers: TaskQueue, what: str, unit: str, total: int = 0):
-        self._console, self._peers, self._what, self._unit, self.total = console, peers, what, unit, total
-        self._started = self._printed = time.perf_counter()
-        self._bar = None
-
-    def __enter__(self):
-        if self._console.is_terminal and not self._console.quiet:
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-            from rich.progress import Progress as Bar
-
-            self._bar = Bar(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[rate]:.0f} {task.fields[unit]}/s"),
-                TimeRemainingColumn(),
-                console=self._console,
-            )
-            self._task = self._bar.add_task(self._what, total=self.total, rate=0.0, unit=self._unit)
-            self._bar.start()
-        return self
+    def __init__(self, console: Console, queue: TaskQueue, label: str, unit: str, total: int = 0):
+        self.total = total
+        self._queue, self._key = queue, f"progress/{label}"
+        self._bar = ProgressBar(label, unit, stream=console.file, enabled=not console.quiet)
 
     def __call__(self, num_done: int) -> None:
-        """Count what this rank has done; leave with the others where one of them has failed."""
-        if not num_done:
-            return
-        self._peers.check()
-        done = self._peers.add(f"progress/{self._what}", num_done)
-        now = time.perf_counter()
-        rate = done / max(now - self._started, 1e-9)
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done, total=self.total, rate=rate)
-        elif now - self._printed >= 10:
-            self._printed = now
-            left = max(self.total - done, 0) / rate
-            self._console.print(
-                f"{self._what}: {done:,} of {self.total:,}, {rate:.0f} {self._unit}/s, {left:.0f} s left"
-            )
+        """Add the number of items that this rank has done since the last call.
 
-    def __exit__(self, *_):
-        if self._bar is not None:
-            self._bar.stop()
+        Raises:
+            RankFailed: another rank has failed.
+        """
+        if num_done:
+            self._queue.check()
+            self._bar(self._queue.add(self._key, num_done), self.total)
+
+    def __enter__(self) -> RankProgress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
 
 
 def print_summary(console: Console, root: Path, manifest: dict[str, Any], seconds: float) -> None:
-    """The table that ends a preparation."""
+    """Print the table that ends a preparation."""
     table = Table(title=f"store {root}", show_header=False)
     corpus, statistics = manifest["corpus"], manifest["latent_stats"]
     table.add_row("corpus", corpus["source"])
@@ -73,9 +51,9 @@ def print_summary(console: Console, root: Path, manifest: dict[str, Any], second
         table.add_row(f"  dropped: {reason.replace('_', ' ')}", f"{number:,}")
     table.add_row("kept", f"{corpus['kept']:,}")
     if corpus.get("truncated"):
-        table.add_row("  of them truncated", f"{corpus['truncated']:,}")
+        table.add_row("  truncated", f"{corpus['truncated']:,}")
     if corpus.get("chunked"):
-        table.add_row("  of them pieces", f"{corpus['chunks']:,} of {corpus['chunked']:,} longer texts")
+        table.add_row("  pieces", f"{corpus['chunks']:,} of {corpus['chunked']:,} longer texts")
     for name, split in manifest["splits"].items():
         lengths = f"mean {split['num_tokens'] / split['num_samples']:.1f}, max {split['max_tokens']}"
         table.add_row(name, f"{split['num_samples']:,} samples, {split['num_tokens']:,} tokens ({lengths})")
@@ -84,7 +62,7 @@ def print_summary(console: Console, root: Path, manifest: dict[str, Any], second
     encoder = manifest["encoder"]
     table.add_row("latents", f"{encoder['name']} ({encoder['source']}), {manifest['latent_dim']} dimensions")
     if "latents_per_text" in manifest:
-        table.add_row("  of each text", f"{manifest['latents_per_text']}")
+        table.add_row("  per text", f"{manifest['latents_per_text']}")
     table.add_row("  norm", f"{norm['mean']:.4f} ({norm['min']:.4f} to {norm['max']:.4f})")
     table.add_row("  effective rank", f"{statistics['effective_rank']:.1f} of {manifest['latent_dim']}")
     if manifest["files"]:

@@ -1,7 +1,7 @@
-"""The ranks that prepare data together: they claim tasks from a counter, wait for one another, and fail as one.
+"""Ranks that prepare data together: they claim tasks from a shared counter, wait for each other, and fail together.
 
-What is claimed lives in the launch's key-value store (torchrun's, or rank 0's) and dies with the launch; what is done
-lives on the disk. So a killed launch leaves no claim behind, and the next one may have any number of ranks.
+Claims are kept in the key-value store of the launch (torchrun's, or rank 0's) and end with the launch; results are
+files. So a killed launch leaves no claims behind, and the next one may have any number of ranks.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from datetime import timedelta
 from mmldlm.errors import EXIT_FAILED, EXIT_INTERRUPTED, MmldlmError
 
 _POLL = 0.1  # seconds
-_FAILED, _GONE = "failed", "gone"
-SHUTDOWN_DELAY = 3.0  # seconds that a failing rank 0 keeps the store for those who still have to read why
+_FAILED_KEY, _DONE_KEY = "failed", "gone"
+SHUTDOWN_DELAY = 3.0  # seconds that a failing rank 0 keeps the store, so that the other ranks can read the reason
 
 
 class RankFailed(MmldlmError):
     """Another rank failed.
 
     Attributes:
-        is_told: that rank reports it itself.
+        already_reported: that rank reports the error itself.
     """
 
-    def __init__(self, message: str, exit_code: int, is_told: bool):
-        self.exit_code, self.is_told = exit_code, is_told
+    def __init__(self, message: str, exit_code: int, already_reported: bool):
+        self.exit_code, self.already_reported = exit_code, already_reported
         super().__init__(message)
 
 
 class TaskQueue:
-    """One process that works alone.
+    """The tasks of a process that works alone.
 
     Attributes:
         rank, world_size, local_rank: of this process.
@@ -43,43 +43,43 @@ class TaskQueue:
         self._counts: dict[str, int] = {}
 
     def add(self, key: str, amount: int = 1) -> int:
-        """Add to a counter that all ranks share; returns its new value."""
+        """Add to a counter that all ranks share; return its new value."""
         self._counts[key] = self._counts.get(key, 0) + amount
         return self._counts[key]
 
     def claim(self, stage: str, count: int) -> Iterator[int]:
-        """Tasks of range(count), each given to one rank only, in order."""
+        """Yield tasks of range(count) in order, each on one rank only."""
         while (task := self.add(f"{stage}/next") - 1) < count:
             self.check()
             yield task
 
     def check(self) -> None:
-        """Leave with the others: called between two batches of work.
+        """Raise if another rank has failed; called between two batches of work.
 
         Raises:
-            RankFailed: another rank has failed, or was asked to stop.
+            RankFailed: another rank has failed or was interrupted.
         """
 
     def barrier(self, stage: str) -> None:
-        """Wait until every rank has come here; each name may be used once."""
+        """Wait until every rank has called this; each name may be used once."""
 
-    def first_alone(self, stage: str, work: Callable[[], None]) -> None:
-        """Rank 0 does `work` while the others wait for it."""
+    def rank_0_first(self, stage: str, work: Callable[[], None]) -> None:
+        """Run `work` on rank 0 while the other ranks wait for it."""
         work()
 
-    def failed(self, error: BaseException) -> None:
-        """Tell the waiting ranks that this one will not come."""
+    def announce_failure(self, error: BaseException) -> None:
+        """Report to the other ranks that this rank has failed."""
 
-    def speaks(self) -> bool:
-        """Whether this rank reports its failure: of several that found the same mistake only the first does."""
+    def is_reporter(self) -> bool:
+        """Whether this rank prints its error: of several ranks with the same error only the first does."""
         return True
 
     def close(self) -> None:
-        """Rank 0 keeps the store until the others have read what they wait for."""
+        """Wait, on rank 0, until the other ranks do not need the store any more."""
 
 
 class StoreTaskQueue(TaskQueue):
-    """Ranks of one launch (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), tied by a key-value store and nothing else.
+    """The tasks of the ranks of one launch (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), in a key-value store.
 
     Raises:
         RankFailed: in every method that waits, as soon as another rank has failed or rank 0 is gone.
@@ -94,7 +94,7 @@ class StoreTaskQueue(TaskQueue):
         self._store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
 
     def add(self, key: str, amount: int = 1) -> int:
-        return self._ask(lambda: self._store.add(key, amount))
+        return self._call(lambda: self._store.add(key, amount))
 
     def barrier(self, stage: str) -> None:
         arrived = self.add(f"{stage}/arrived")
@@ -103,52 +103,52 @@ class StoreTaskQueue(TaskQueue):
             time.sleep(_POLL)
             arrived = self.add(f"{stage}/arrived", 0)
 
-    def first_alone(self, stage: str, work: Callable[[], None]) -> None:
+    def rank_0_first(self, stage: str, work: Callable[[], None]) -> None:
         if self.rank == 0:
             work()
         self.barrier(stage)
 
-    def failed(self, error: BaseException) -> None:
+    def announce_failure(self, error: BaseException) -> None:
         if self._has_failed:
             return
         self._has_failed = True
         code = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", EXIT_FAILED)
         first = (str(error).splitlines() or [type(error).__name__])[0]
         try:
-            self._store.set(_FAILED, f"{code} rank {self.rank}: {first}")
-            self._store.add(_GONE, 1)
+            self._store.set(_FAILED_KEY, f"{code} rank {self.rank}: {first}")
+            self._store.add(_DONE_KEY, 1)
             deadline = time.monotonic() + SHUTDOWN_DELAY
-            while self.rank == 0 and self._store.add(_GONE, 0) < self.world_size and time.monotonic() < deadline:
+            while self.rank == 0 and self._store.add(_DONE_KEY, 0) < self.world_size and time.monotonic() < deadline:
                 time.sleep(_POLL)
-        except Exception:  # rank 0, which keeps the store, is gone: the others see that by themselves
+        except Exception:  # rank 0, which keeps the store, is gone: the other ranks notice it themselves
             pass
 
-    def speaks(self) -> bool:
+    def is_reporter(self) -> bool:
         try:
-            return self._store.add("spoke", 1) == 1
+            return self._store.add("reporters", 1) == 1
         except Exception:
             return True
 
     def close(self) -> None:
-        gone = self.add(_GONE)
-        while self.rank == 0 and gone < self.world_size:
+        num_done = self.add(_DONE_KEY)
+        while self.rank == 0 and num_done < self.world_size:
             self.check()
             time.sleep(_POLL)
-            gone = self.add(_GONE, 0)
+            num_done = self.add(_DONE_KEY, 0)
 
     def check(self) -> None:
-        if self._ask(lambda: self._store.check([_FAILED])):
-            code, message = self._ask(lambda: self._store.get(_FAILED)).decode().split(" ", 1)
-            self.add(_GONE)
-            raise RankFailed(message, int(code), is_told=True)
+        if self._call(lambda: self._store.check([_FAILED_KEY])):
+            code, message = self._call(lambda: self._store.get(_FAILED_KEY)).decode().split(" ", 1)
+            self.add(_DONE_KEY)
+            raise RankFailed(message, int(code), already_reported=True)
 
-    def _ask(self, question: Callable):
+    def _call(self, operation: Callable):
         try:
-            return question()
-        except Exception as error:  # the store's errors are of many kinds, all of them mean this
-            raise RankFailed(f"rank 0 is gone ({type(error).__name__})", EXIT_FAILED, is_told=False) from error
+            return operation()
+        except Exception as error:  # the store raises many types, all for a lost connection
+            raise RankFailed(f"rank 0 is gone ({type(error).__name__})", EXIT_FAILED, already_reported=False) from error
 
 
 def connect() -> TaskQueue:
-    """The ranks of this launch: several under torchrun or `mmldlm prepare --num-procs`, else this process alone."""
+    """Connect the ranks of this launch: torchrun's or `mmldlm prepare --num-procs`; else this process alone."""
     return StoreTaskQueue() if int(os.environ.get("WORLD_SIZE", 1)) > 1 else TaskQueue()

@@ -1,44 +1,63 @@
-"""Second stage: texts become samples of an allowed length, shard by shard."""
+"""Stage 2: turn texts into samples of an allowed number of tokens, shard by shard."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
+from transformers import PreTrainedTokenizerFast
 
 from mmldlm.data.prepare.chunking import chunk, truncate
 from mmldlm.data.prepare.read_stage import TextShards
 from mmldlm.data.sentences import content_hash, split_into_parts
-from mmldlm.utils.atomic_files import read_npz, write_npz
+from mmldlm.data.store.arrays import read_npz, write_npz
 
 SHARD = 4096
 OK, TOO_SHORT, TOO_LONG, TRUNCATED, CHUNKED = range(5)
 
 
-def tokenize_shard(
-    path: Path,
-    texts: TextShards,
-    rows: np.ndarray,
-    tokenizer,
-    min_tokens: int,
-    max_tokens: int,
-    overlong: str,
-    latents_per_text: int = 1,
-) -> None:
-    """Tokenizes the texts at some rows and writes one shard.
+@dataclass(frozen=True)
+class LengthRules:
+    """The lengths of samples, and the treatment of longer texts.
 
-    The shard holds of every text what became of it (``status``), and of every piece kept its text's place in ``rows``,
-    content hash, token ids, and its own text where it is not the whole one. With several latents a text also how many
-    pieces of each are too short to be cut in so many (``num_short``).
+    Attributes:
+        min_tokens, max_tokens: bounds of a sample.
+        overlong: `drop`, `truncate` or `chunk`.
+        latents_per_text: samples with fewer characters than latents are too short.
     """
-    status, num_short = np.zeros(len(rows), np.uint8), np.zeros(len(rows), np.int32)
-    place_of, hashes, ids_of, own_text = [], [], [], []
+
+    min_tokens: int
+    max_tokens: int
+    overlong: str
+    latents_per_text: int = 1
+
+    def has_pieces(self, text: str) -> bool:
+        """Whether the text can be split into one piece per latent."""
+        return self.latents_per_text == 1 or split_into_parts(text, self.latents_per_text) is not None
+
+
+@dataclass
+class _TextResult:
+    """The samples of one text: token ids and own text of each (None where it is the complete text)."""
+
+    status: int
+    samples: Sequence[tuple[list[int], str | None]] = ()
+    num_short: int = 0
+
+
+def tokenize_shard(
+    path: Path, texts: TextShards, rows: np.ndarray, tokenizer: PreTrainedTokenizerFast, rules: LengthRules
+) -> None:
+    """Tokenize the texts at some rows and write one shard.
+
+    The shard holds the `status` of every text. For every sample it holds the position of its text in `rows`
+    (`places`), content hash, token ids, and its own text where that is not the complete one. With several latents per
+    text it also holds, per text, the number of pieces too short for them (`num_short`).
+    """
     originals = texts.get(rows)
-
-    def can_part(text: str) -> bool:
-        return latents_per_text == 1 or split_into_parts(text, latents_per_text) is not None
-
     encoded = tokenizer(
         originals,
         add_special_tokens=False,
@@ -46,48 +65,49 @@ def tokenize_shard(
         return_token_type_ids=False,
         verbose=False,
     )["input_ids"] if originals else []  # fmt: skip
-    for place, (text, ids) in enumerate(zip(originals, encoded)):
-        if len(ids) < min_tokens or not can_part(text):
-            status[place] = TOO_SHORT
-            continue
-        if len(ids) <= max_tokens:
-            pieces, whole = [(ids, text)], True
-        elif overlong == "drop":
-            status[place] = TOO_LONG
-            continue
-        elif overlong == "truncate":
-            # The stored text is the encoder's input too, so it must be cut where the tokens are.
-            status[place], whole = TRUNCATED, False
-            pieces = [truncate(tokenizer, text, max_tokens)]
-            if not can_part(pieces[0][1]):
-                status[place] = TOO_SHORT
-                continue
-        else:
-            status[place], whole = CHUNKED, False
-            found = [piece for piece in chunk(tokenizer, text, max_tokens) if piece[0]]
-            pieces = [piece for piece in found if can_part(piece[1])]
-            num_short[place] = len(found) - len(pieces)
-        for piece_ids, piece_text in pieces:
-            place_of.append(place)
-            ids_of.append(np.asarray(piece_ids, dtype=np.int32))
-            hashes.append(int(texts.hashes[rows[place]]) if whole else content_hash(piece_text))
-            own_text.append(b"" if whole else piece_text.encode("utf-8"))
+    status, num_short = np.zeros(len(rows), np.uint8), np.zeros(len(rows), np.int32)
+    positions, hashes, ids_of, own_text = [], [], [], []
+    for position, (text, ids) in enumerate(zip(originals, encoded)):
+        result = _cut_text(text, ids, tokenizer, rules)
+        status[position], num_short[position] = result.status, result.num_short
+        for sample_ids, sample_text in result.samples:
+            positions.append(position)
+            ids_of.append(np.asarray(sample_ids, dtype=np.int32))
+            is_complete = sample_text is None
+            hashes.append(int(texts.hashes[rows[position]]) if is_complete else content_hash(sample_text))
+            own_text.append(b"" if is_complete else sample_text.encode("utf-8"))
     write_npz(
         path,
         status=status,
-        places=np.array(place_of, np.int32),
+        places=np.array(positions, np.int32),
         hashes=np.array(hashes, np.uint64),
         lengths=np.array([len(ids) for ids in ids_of], np.int32),
         ids=np.concatenate(ids_of) if ids_of else np.empty(0, np.int32),
         text_lengths=np.array([len(text) for text in own_text], np.int64),
         text=np.frombuffer(b"".join(own_text), np.uint8),
-        **({} if latents_per_text == 1 else {"num_short": num_short}),
+        **({} if rules.latents_per_text == 1 else {"num_short": num_short}),
     )
+
+
+def _cut_text(text: str, ids: list[int], tokenizer: PreTrainedTokenizerFast, rules: LengthRules) -> _TextResult:
+    if len(ids) < rules.min_tokens or not rules.has_pieces(text):
+        return _TextResult(TOO_SHORT)
+    if len(ids) <= rules.max_tokens:
+        return _TextResult(OK, [(ids, None)])
+    if rules.overlong == "drop":
+        return _TextResult(TOO_LONG)
+    if rules.overlong == "truncate":
+        # The stored text is also the encoder's input, so it must be cut where the tokens are.
+        sample = truncate(tokenizer, text, rules.max_tokens)
+        return _TextResult(TRUNCATED, [sample]) if rules.has_pieces(sample[1]) else _TextResult(TOO_SHORT)
+    chunks = [piece for piece in chunk(tokenizer, text, rules.max_tokens) if piece[0]]
+    samples = [piece for piece in chunks if rules.has_pieces(piece[1])]
+    return _TextResult(CHUNKED, samples, len(chunks) - len(samples))
 
 
 @lru_cache(maxsize=8)
 def read_shard(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of a shard, with ``offsets`` of its ids and ``text_offsets`` of its texts."""
+    """Read the arrays of a shard, with the `offsets` of its ids and the `text_offsets` of its texts."""
     shard = read_npz(path)
     for name, lengths in (("offsets", "lengths"), ("text_offsets", "text_lengths")):
         shard[name] = np.concatenate([[0], np.cumsum(shard[lengths], dtype=np.int64)])

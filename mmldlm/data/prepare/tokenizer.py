@@ -1,4 +1,4 @@
-"""Text tokenizers: any fast Hugging Face tokenizer with PAD, MASK and EOS, or one trained on the corpus."""
+"""Load a text tokenizer: any fast Hugging Face one with PAD, MASK and EOS, or one trained on the corpus."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ def load(
     texts: Iterable[str] | None = None,
     vocab_size: int = 8192,
 ) -> PreTrainedTokenizerFast:
-    """A fast tokenizer with ``pad_token_id``, ``mask_token_id`` and ``eos_token_id``, three different ids.
+    """Load a fast tokenizer with three different ids for PAD, MASK and EOS.
 
     Args:
-        name: the name of an encoder (``minilm``: what that encoder ships), a Hugging Face name, a folder, or
-            ``train`` (a lower-casing WordPiece trained on ``texts``).
-        cache_dir: where hub files are kept.
-        add_mask_token: add the special tokens that are missing instead of refusing the tokenizer.
-        texts: training texts, needed by ``train``, which reads them twice (no iterator).
-        vocab_size: the largest vocabulary that ``train`` may make.
+        name: an encoder (`minilm`: the tokenizer that it ships), a Hugging Face name, a folder, or `train` (a
+            lower-casing WordPiece trained on `texts`).
+        cache_dir: folder for hub files.
+        add_mask_token: add missing special tokens instead of rejecting the tokenizer.
+        texts: training texts of `train`, which iterates over them twice.
+        vocab_size: the largest vocabulary of `train`.
 
     Raises:
-        UserError: it cannot be loaded, is not a fast one, or lacks a special token.
+        UserError: it cannot be loaded, is not a fast tokenizer, or lacks a special token.
     """
     if name == TRAIN:
         tokenizer = _train(texts or (), vocab_size)
     else:
-        place = find_model_folder(name)[0] if name in ENCODERS else name
-        tokenizer = _from_pretrained(str(place), cache_dir, name)
-    # Files often carry the padding and truncation of their last use (MiniLM's pads to 128): never for stored tokens.
+        source = find_model_folder(name)[0] if name in ENCODERS else name
+        tokenizer = _from_pretrained(str(source), cache_dir, name)
+    # Files often keep the padding and truncation of their last use (MiniLM's pads to 128): not for stored tokens.
     tokenizer.backend_tokenizer.no_padding()
     tokenizer.backend_tokenizer.no_truncation()
     _complete_special_tokens(tokenizer, name, add_mask_token)
     return tokenizer
 
 
-def _from_pretrained(place: str, cache_dir: str | None, name: str) -> PreTrainedTokenizerFast:
+def _from_pretrained(source: str, cache_dir: str | None, name: str) -> PreTrainedTokenizerFast:
     tokenizer = read_tokenizer(
-        place,
+        source,
         f"a tokenizer named '{name}': an encoder's name, a Hugging Face name, a folder, or '{TRAIN}'",
         "check the name and the network, or use --tokenizer minilm or --tokenizer train",
         cache_dir=cache_dir,
@@ -67,19 +67,19 @@ def _from_pretrained(place: str, cache_dir: str | None, name: str) -> PreTrained
 
 
 def _complete_special_tokens(tokenizer: PreTrainedTokenizerFast, name: str, add_missing: bool) -> None:
-    # A BERT-like vocabulary closes a text with SEP; it is the same thing under another name.
+    # BERT-like vocabularies end a text with SEP, which serves as EOS.
     if tokenizer.eos_token is None and tokenizer.sep_token is not None:
         tokenizer.eos_token = tokenizer.sep_token
     missing = [kind for kind in _ADDED if getattr(tokenizer, kind) is None]
-    # PAD that equals EOS would make the padding of a batch read as modelled ends of text.
+    # If PAD equaled EOS, padding would look like modeled ends of text.
     if "pad_token" not in missing and tokenizer.pad_token_id in (tokenizer.eos_token_id, tokenizer.mask_token_id):
         missing.append("pad_token")
     if missing and not add_missing:
-        words = ", ".join(kind.replace("_token", "").upper() for kind in missing)
+        kinds = ", ".join(kind.replace("_token", "").upper() for kind in missing)
         added = ", ".join(_ADDED[kind] for kind in missing)
         raise UserError(
             f"a tokenizer with MASK, PAD and EOS tokens of their own ('{name}', {len(tokenizer)} tokens)",
-            f"no {words} token",
+            f"no {kinds} token",
             f"add --add-mask-token: it adds {added} and the vocabulary becomes {len(tokenizer) + len(missing)} tokens",
         )
     if missing:
@@ -87,11 +87,11 @@ def _complete_special_tokens(tokenizer: PreTrainedTokenizerFast, name: str, add_
 
 
 def _train(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A WordPiece vocabulary that is a function of the texts, whatever their order.
+    """Train a WordPiece vocabulary that depends on the set of texts, but not on their order.
 
-    The library breaks ties between merges by the ids of their parts, but numbers the characters inside words ("##e")
-    in the order of a hash table, which is another in every run. So these are found by a first pass without merges, and
-    numbered by the alphabet, as reserved tokens of the second.
+    The library breaks ties between merges by token ids, but numbers the characters inside words ("##e") in the order
+    of a hash table, which differs between runs. So a first pass without merges finds these characters, and the second
+    pass gets them sorted as reserved tokens.
     """
     import tokenizers as hf
     from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
@@ -123,13 +123,14 @@ def _train(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def identity(tokenizer: PreTrainedTokenizerFast, name: str) -> dict[str, object]:
-    """What token ids mean, JSON-ready. ``vocab_size`` counts added tokens: every id is below it.
+    """Return the JSON-ready meaning of token ids.
 
-    ``key`` is a short name for this very vocabulary; ``sha256`` is that of its tokenizer.json text.
+    `vocab_size` includes added tokens, so that every id is below it. `key` is a short unique name of the vocabulary,
+    and `sha256` the hash of its tokenizer.json.
     """
     digest = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode("utf-8")).hexdigest()
     if Path(name).is_dir():
-        name = Path(name).resolve().name  # where it lay on this machine says nothing about it
+        name = Path(name).resolve().name  # the folders of this machine are not part of the identity
     return {
         "key": f"{name.replace('/', '-')}-{digest[:12]}",
         "name": name,

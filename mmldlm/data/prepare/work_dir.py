@@ -1,4 +1,4 @@
-"""The folder beside the output in which a preparation keeps what is done, so that it can be killed and go on."""
+"""The folder next to the output that keeps finished work, so that a killed preparation can be resumed."""
 
 from __future__ import annotations
 
@@ -13,45 +13,41 @@ from mmldlm.data.prepare.options import diff_options
 from mmldlm.data.prepare.task_queue import TaskQueue
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import write_json
+from mmldlm.utils.formatting import join_some
 from mmldlm.utils.output_paths import check_writable_dir
 
 PLAN = "plan.json"
-_MOST_NAMED = 3
 
 
-def differences(found: dict[str, Any], plan: dict[str, Any]) -> list[str]:
-    """What distinguishes two plans, with both values."""
+def diff_plans(found: dict[str, Any], plan: dict[str, Any]) -> list[str]:
+    """Describe each difference between two plans, with both values."""
     lines = diff_options(found.get("options") or {}, plan["options"])
     if found.get("corpus") != plan["corpus"]:
         before, now = (dict.fromkeys(sum(side.values(), [])) for side in (found.get("corpus") or {}, plan["corpus"]))
-        lost = [unit for unit in before if unit not in now]
-        new = [unit for unit in now if unit not in before]
-        lines.append(f"the corpus had {join_some(lost)}, has {join_some(new)}")
+        removed = join_some((unit for unit in before if unit not in now), limit=3)
+        added = join_some((unit for unit in now if unit not in before), limit=3)
+        lines.append(f"the corpus had {removed or 'nothing more'}, has {added or 'nothing more'}")
     return lines or [f"another cut of the work ({found.get('shards')}, now {plan['shards']})"]
 
 
-def join_some(units: list[str]) -> str:
-    more = f" and {len(units) - _MOST_NAMED} more" if units[_MOST_NAMED:] else ""
-    return ", ".join(units[:_MOST_NAMED]) + more or "nothing more"
-
-
 class WorkDir:
-    """ROOT.work: finished tasks as files, and the plan that they belong to.
+    """ROOT.work: the results of finished tasks as files, and the plan that they belong to.
 
     Args:
-        root: the folder that is being made. peers: of this launch.
+        root: the output folder.
+        queue: the ranks of this launch.
     """
 
-    def __init__(self, root: Path, peers: TaskQueue):
-        self.root, self.peers = root, peers
+    def __init__(self, root: Path, queue: TaskQueue):
+        self.root, self.queue = root, queue
         self.folder = root.with_name(f"{root.name}.work")
         self._lock = None
 
     def open(self, plan: dict[str, Any], force: bool) -> bool:
-        """Start, or go on where an earlier launch stopped. Rank 0 only.
+        """Lock the folder and start, or resume an earlier launch. Rank 0 only.
 
         Returns:
-            Whether there was something to go on with.
+            Whether there is earlier work to resume.
 
         Raises:
             UserError: another launch is at work, or the folder belongs to other options or another corpus.
@@ -65,18 +61,18 @@ class WorkDir:
             raise UserError(
                 f"no other preparation at work on {self.root}",
                 f"one holds {self.folder / 'lock'}",
-                "wait for it, or end it; the next one goes on where it stopped",
+                "wait for it, or stop it; the next one resumes its work",
             ) from None
-        except OSError:  # a file system without locks: the user keeps launches apart
+        except OSError:  # a file system without locks: the user must keep launches apart
             pass
         path = self.folder / PLAN
         found = json.loads(path.read_text()) if path.is_file() else None
         if found is not None and found != plan:
             if not force:
                 raise UserError(
-                    f"the options and corpus with which {self.folder} was begun",
-                    "; ".join(differences(found, plan)),
-                    "give the same to go on, or --force to throw away what was done so far, or another --output-dir",
+                    f"the options and corpus that {self.folder} was started with",
+                    "; ".join(diff_plans(found, plan)),
+                    "give the same to resume, --force to discard the earlier work, or another --output-dir",
                 )
             self.clear()
             found = None
@@ -85,7 +81,7 @@ class WorkDir:
         return found is not None
 
     def clear(self) -> None:
-        """Throw away what was done; the lock stays."""
+        """Discard all results; the lock stays."""
         for path in self.folder.iterdir():
             if path.is_dir():
                 shutil.rmtree(path)
@@ -93,22 +89,27 @@ class WorkDir:
                 path.unlink()
 
     def remove(self) -> None:
-        """The output is whole: nothing of this is needed any more."""
+        """Delete the folder, when the output is complete."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def claim_tasks(self, stage: str, count: int) -> list[Path]:
-        """The files (or folders) that the tasks of a stage end in."""
+    def task_paths(self, stage: str, count: int) -> list[Path]:
+        """Return the path of each task's result, a file or a folder, and create the folder of the stage."""
         (self.folder / stage).mkdir(exist_ok=True)
         return [self.folder / stage / f"{number:06d}" for number in range(count)]
 
-    def run(self, stage: str, paths: list[Path], do: Callable[[int], None], done: Callable[[int], None]) -> None:
-        """Do every task of a stage whose file is not there yet, shared by all ranks; ends when all of them are done.
+    def run(
+        self, stage: str, paths: list[Path], run_task: Callable[[int], None], on_done: Callable[[int], None]
+    ) -> None:
+        """Run the tasks of a stage that have no result yet, shared by all ranks; return when all tasks are done.
 
         Args:
-            do: makes paths[i], wholly or not at all. done: called for a task that needs nothing more.
+            stage: a name that is used once.
+            paths: the results.
+            run_task: writes paths[i] atomically.
+            on_done: called on one rank for each finished task.
         """
-        for number in self.peers.claim(stage, len(paths)):
+        for number in self.queue.claim(stage, len(paths)):
             if not paths[number].exists():
-                do(number)
-            done(number)
-        self.peers.barrier(stage)
+                run_task(number)
+            on_done(number)
+        self.queue.barrier(stage)

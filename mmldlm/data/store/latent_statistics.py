@@ -1,4 +1,4 @@
-"""Latent statistics of a store: mean, standard deviation, norms and effective rank, summed block by block."""
+"""Statistics of a store's latents, accumulated block by block."""
 
 from __future__ import annotations
 
@@ -6,31 +6,29 @@ from typing import Any
 
 import numpy as np
 
-# Rows whose covariance is summed: the cost of it grows with D^2, and beyond this its spectrum does not move.
+# Rows in the covariance: its cost grows with D^2, and more rows do not change its spectrum.
 COVARIANCE_ROWS = 262_144
 
 
 class LatentStatistics:
-    """Mean, standard deviation, norms and effective rank of latents seen block by block, summed in float64.
+    """Mean, standard deviation, norms and effective rank of latents, accumulated in float64.
 
     Args:
-        latent_dim: D. num_expected: rows that will come; with more than ``covariance_rows``, only every so many-th
-            block counts for the effective rank.
+        latent_dim: D.
+        num_expected: number of rows to come; above `covariance_rows` the effective rank uses every n-th block only.
+        covariance_rows: about the most rows in the covariance.
     """
 
     def __init__(self, latent_dim: int, num_expected: int = 0, covariance_rows: int = COVARIANCE_ROWS):
         self._num, self._sum, self._squares = 0, np.zeros(latent_dim), np.zeros(latent_dim)
-        self._products, self._product_sum, self._num_products = (
-            np.zeros((latent_dim, latent_dim)),
-            np.zeros(latent_dim),
-            0,
-        )
+        self._products, self._product_sum = np.zeros((latent_dim, latent_dim)), np.zeros(latent_dim)
+        self._num_products = 0
         self._stride = -(-num_expected // covariance_rows) if num_expected > covariance_rows else 1
         self._num_blocks = 0
         self._norms = [np.inf, 0.0, 0.0]
 
     def add(self, latents: np.ndarray) -> None:
-        """Counts a block ``[..., D]`` in, every vector by itself."""
+        """Add the vectors of a block [..., D]."""
         if not len(latents):
             return
         block = latents.reshape(-1, latents.shape[-1]).astype(np.float64)
@@ -47,8 +45,10 @@ class LatentStatistics:
         self._norms = [min(low, norms.min()), total + norms.sum(), max(high, norms.max())]
 
     def result(self) -> dict[str, Any]:
-        """The manifest's ``latent_stats``. Effective rank: exp of the entropy of the covariance's normalised
-        eigenvalues (Roy and Vetterli, 2007), of ``effective_rank_samples`` rows.
+        """Return the manifest's `latent_stats`.
+
+        The effective rank is exp of the entropy of the covariance's normalized eigenvalues (Roy and Vetterli, 2007),
+        over `effective_rank_samples` rows.
         """
         mean = self._sum / self._num
         variance = np.clip(self._squares / self._num - np.square(mean), 0, None)

@@ -1,4 +1,4 @@
-"""What a store's manifest must hold before its numbers are used: types and ranges, as a form."""
+"""The schema of a store's manifest: types and ranges of the entries that are used."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ class _Manifest(BaseModel):
 
     @field_validator("files")
     @classmethod
-    def _lie_in_the_store(cls, files: dict[str, _File]) -> dict[str, _File]:
+    def _check_relative(cls, files: dict[str, _File]) -> dict[str, _File]:
         for name in files:
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-                raise ValueError(f"{name[:80]} lies outside the store")
+                raise ValueError(f"{name[:80]} is outside the store")
         return files
 
 
-def fault_of(manifest: dict[str, Any]) -> str | None:
-    """What is wrong with a manifest, in words; None where nothing is. Further keys are left alone."""
+def find_problems(manifest: dict[str, Any]) -> str | None:
+    """Describe the problems of a manifest; None for a valid one. Unknown keys are ignored."""
     try:
         _Manifest.model_validate(manifest, strict=True)
     except ValidationError as error:

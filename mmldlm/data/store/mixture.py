@@ -1,4 +1,4 @@
-"""Several stores as one, for training on a mixture: ids count through the stores in the order given."""
+"""Several stores as one, for training on a mixture: ids count through the stores in the given order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from mmldlm.data.store.store import Rows, Store, latent_shape
 from mmldlm.errors import UserError
 
-# What must be equal for latents of two stores to be of one space.
+# Latents of two stores are comparable if these entries are equal.
 _ENCODER_KEYS = ("name", "weights_sha256", "pooling", "normalize", "prefix", "cut_to")
 
 
@@ -19,25 +19,27 @@ class MixedStore:
     """One split of several stores that have one tokenizer and one encoder.
 
     Args:
-        stores: of one split. weights: share of each in training; the latent statistics are those of the mixture.
+        stores: of one split.
+        weights: share of each store in training; the latent statistics are those of the mixture.
 
     Raises:
-        UserError: their latents or token ids do not mean the same.
+        UserError: their tokenizers, encoders or latent shapes differ.
     """
 
     def __init__(self, stores: Sequence[Store], weights: Sequence[float]):
         self.stores, self.weights, self.root = list(stores), list(weights), stores[0].root
         first = stores[0].manifest
         for store in stores[1:]:
-            for what, own, known in (
+            for subject, own, expected in (
                 ("the tokenizer", store.manifest["tokenizer"].get("sha256"), first["tokenizer"].get("sha256")),
                 ("the dimension of latents", store.latent_dim, first["latent_dim"]),
-                ("the number of latents a text", store.latents_per_text, first.get("latents_per_text", 1)),
+                ("the number of latents per text", store.latents_per_text, first.get("latents_per_text", 1)),
                 ("the encoder", *(_encoder_of(manifest) for manifest in (store.manifest, first))),
             ):
-                if own != known:
+                if own != expected:
                     raise UserError(
-                        f"one tokenizer and one encoder in all stores of data.mixture: {what} of {self.root} ({known})",
+                        f"one tokenizer and one encoder in all stores of data.mixture: {subject} of {self.root} "
+                        f"({expected})",
                         f"{own} in {store.root}",
                         "prepare both with the same --tokenizer and --encoder",
                     )
@@ -56,7 +58,7 @@ class MixedStore:
 
     @property
     def latents_per_text(self) -> int:
-        """Number of latents N of every sample."""
+        """Number of latents K per sample."""
         return self.stores[0].latents_per_text
 
     def _moments(self) -> tuple[np.ndarray, np.ndarray]:
@@ -68,16 +70,16 @@ class MixedStore:
 
     @property
     def latent_mean(self) -> np.ndarray:
-        """float32 ``[D]``: mean of the latents of the mixture."""
+        """float32 [D]: mean of the latents of the mixture."""
         return self._moments()[0].astype(np.float32)
 
     @property
     def latent_std(self) -> np.ndarray:
-        """float32 ``[D]``: standard deviation of the latents of the mixture."""
+        """float32 [D]: standard deviation of the latents of the mixture."""
         return self._moments()[1].astype(np.float32)
 
     def get(self, indices: Sequence[int]) -> Rows:
-        """The samples at ``indices``; see Store.get."""
+        """Return the samples at `indices`, as Store.get does."""
         rows = np.asarray(indices, dtype=np.int64).reshape(-1)
         owners = np.searchsorted(self._starts, rows, side="right") - 1
         tokens: list = [None] * len(rows)
@@ -88,22 +90,22 @@ class MixedStore:
             own = np.flatnonzero(owners == owner)
             batch = self.stores[owner].get(rows[own] - self._starts[owner])
             latents[own] = batch.latents
-            for place, ids in zip(own.tolist(), batch.tokens):
-                tokens[place] = ids
+            for position, ids in zip(own.tolist(), batch.tokens):
+                tokens[position] = ids
         return Rows(tokens, latents)
 
-    def place(self, index: int) -> tuple[Path, int]:
-        """The folder of the split and the row in it where a sample lies."""
+    def locate(self, index: int) -> tuple[Path, int]:
+        """Return the folder of a sample's split and its row in it."""
         owner = int(np.searchsorted(self._starts, index, side="right")) - 1
-        return self.stores[owner].place(index - int(self._starts[owner]))
+        return self.stores[owner].locate(index - int(self._starts[owner]))
 
     def text(self, index: int) -> str:
-        """The text of one sample."""
+        """Return the text of one sample."""
         owner = int(np.searchsorted(self._starts, index, side="right")) - 1
         return self.stores[owner].text(index - int(self._starts[owner]))
 
     def texts(self, indices: Sequence[int]) -> list[str]:
-        """The texts of several samples."""
+        """Return the texts of several samples."""
         return [self.text(int(index)) for index in indices]
 
 

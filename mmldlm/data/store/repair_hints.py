@@ -1,4 +1,4 @@
-"""What an error says of making a store again, or of finding it: never a command that would encode another corpus."""
+"""Hints for rebuilding or locating a store, reconstructed from its manifest."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from mmldlm.utils.formatting import join_some
+
 MANIFEST = "manifest.json"
-MOST_LOOKED_AT, MOST_NAMED = 1000, 5
-_PATHS_NOT_RECORDED = "(of files and folders the store knows only the names: give their paths)"
+MAX_EXAMINED, MAX_NAMED = 1000, 5
+_PATHS_NOT_RECORDED = "(the store records only the names of files and folders: give their paths)"
 
 
 def rebuild_hint(root: Path, manifest: Any = None) -> str:
-    """How to mend a damaged store: with the corpus and options of its manifest, as far as that can be read."""
-    return f"copy the store again, or make it again with: {_command(root, manifest)}"
+    """Return the advice for a damaged store, with the corpus and options of its manifest if it is readable."""
+    return f"copy the store again, or rebuild it with: {_command(root, manifest)}"
 
 
 def _command(root: Path, manifest: Any) -> str:
-    """`mmldlm prepare` alone would read the default corpus, and --force put it in the store's place."""
+    """Return the command that made the store; a bare `prepare --force` would replace it with the default corpus."""
     from mmldlm.data.prepare.options import PrepareOptions, to_arguments
 
     target = shlex.join(["--force", "--output-dir", str(root)])
@@ -30,27 +32,28 @@ def _command(root: Path, manifest: Any) -> str:
     if not isinstance(options, dict) or not (options.get("corpus") or options.get("datasets")):
         return f"mmldlm prepare CORPUS {target} (with the CORPUS and options that made it)"
     names = PrepareOptions.__dataclass_fields__
-    wanted = PrepareOptions(str(root), **{key: value for key, value in options.items() if key in names})
-    words = [word for word in to_arguments(wanted) if not word.startswith("--output-dir")]
-    if not wanted.datasets and words[:1] != [wanted.corpus]:
-        words.insert(0, wanted.corpus)  # to_arguments leaves the default out; a reader should see it
-    is_whole = wanted.corpus == names["corpus"].default and not wanted.datasets and wanted.validation_corpus is None
-    return " ".join(filter(None, [f"mmldlm prepare {shlex.join(words)}", target, "" if is_whole else _PATHS_NOT_RECORDED]))
+    original = PrepareOptions(str(root), **{key: value for key, value in options.items() if key in names})
+    args = [arg for arg in to_arguments(original) if not arg.startswith("--output-dir")]
+    if not original.datasets and args[:1] != [original.corpus]:
+        args.insert(0, original.corpus)  # to_arguments omits the default; the reader should see it
+    needs_paths = original.corpus != names["corpus"].default or original.datasets or original.validation_corpus
+    note = _PATHS_NOT_RECORDED if needs_paths else ""
+    return " ".join(filter(None, [f"mmldlm prepare {shlex.join(args)}", target, note]))
 
 
 def find_store_hint(root: Path) -> str:
-    """What to do where no store is: check the path, with the stores that lie directly below or beside it."""
-    found = _stores_in(root) or _stores_in(root.parent, besides=root)
-    named = ", ".join(str(path) for path in found[:MOST_NAMED]) + (", ..." if len(found) > MOST_NAMED else "")
+    """Return the advice for a missing store: the stores directly below the path or next to it."""
+    found = _stores_in(root) or _stores_in(root.parent, except_for=root)
+    named = join_some(found, limit=MAX_NAMED)
     near = f" (there {'is a store' if len(found) == 1 else 'are stores'} at {named})" if found else ""
     make = shlex.join(["mmldlm", "prepare", "CORPUS", "--output-dir", str(root)])
     return f"check the path{near}, or make a store there with: {make}"
 
 
-def _stores_in(folder: Path, besides: Path | None = None) -> list[Path]:
+def _stores_in(folder: Path, except_for: Path | None = None) -> list[Path]:
     try:
-        inside = list(islice(folder.iterdir(), MOST_LOOKED_AT))
-        return sorted(path for path in inside if path != besides and (path / MANIFEST).is_file() and _is_store(path))
+        inside = list(islice(folder.iterdir(), MAX_EXAMINED))
+        return sorted(path for path in inside if path != except_for and (path / MANIFEST).is_file() and _is_store(path))
     except OSError:
         return []
 

@@ -1,14 +1,14 @@
 """The packed store: texts, tokens and latents in plain .npy files, read through memory maps.
 
 ROOT/manifest.json
-ROOT/{train,validation}/text.npy           uint8 [bytes]   UTF-8 of all texts, end to end
-ROOT/{train,validation}/text_offsets.npy   int64 [N + 1]   where each text starts; the last is the end
-ROOT/{train,validation}/tokens.npy         uint16 or int32 token ids, end to end, without special tokens
+ROOT/{train,validation}/text.npy           uint8 [bytes]   UTF-8 of all texts, concatenated
+ROOT/{train,validation}/text_offsets.npy   int64 [N + 1]   start of each text, and the end
+ROOT/{train,validation}/tokens.npy         uint16 or int32 token ids, concatenated, without special tokens
 ROOT/{train,validation}/token_offsets.npy  int64 [N + 1]
-ROOT/{train,validation}/latents.npy        float32 [N, D]  as the encoder gave them ([N, K, D] with K latents a text)
-ROOT/{train,validation}/documents.npy      int64 [N]       (only with --overlong chunk) the text a sample is a piece of
-ROOT/quarantine.jsonl                      (only where there were any) texts on which the encoder failed, with reasons
-ROOT/tokenizer/                            the tokenizer, as ``save_pretrained`` writes it
+ROOT/{train,validation}/latents.npy        float32 [N, D]  as encoded ([N, K, D] with K latents per text)
+ROOT/{train,validation}/documents.npy      int64 [N]       (only with --overlong chunk) corpus text of each sample
+ROOT/quarantine.jsonl                      (only if any) texts on which the encoder failed, with reasons
+ROOT/tokenizer/                            the tokenizer, as `save_pretrained` writes it
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mmldlm.data.store.arrays import map_array
-from mmldlm.utils.atomic_files import sha256_of
-from mmldlm.data.store.manifest import fault_of
-from mmldlm.data.store.repair_hints import MANIFEST, rebuild_hint, find_store_hint
 from mmldlm.data.encoders.tokenizer_files import read_tokenizer
+from mmldlm.data.store.arrays import map_array
+from mmldlm.data.store.manifest import find_problems
+from mmldlm.data.store.repair_hints import MANIFEST, find_store_hint, rebuild_hint
 from mmldlm.errors import UserError
+from mmldlm.utils.atomic_files import sha256_of
+from mmldlm.utils.formatting import join_some
 from mmldlm.utils.json_files import read_json
 
 FORMAT = "mmldlm-store"
@@ -42,22 +43,26 @@ _DTYPES = {
     "latents": ("float32",),
 }
 ARRAYS = tuple(_DTYPES)
-_PACK = "these are files of single samples: make a store of them with mmldlm pack {root} --output-dir STORE"
+_PACK = "these are files of single samples: turn them into a store with mmldlm pack {root} --output-dir STORE"
 
 
 class Rows(NamedTuple):
-    """Samples as stored: ``tokens`` int64 arrays of their own lengths (no EOS), ``latents`` float32 ``[B, D]``, or
-    ``[B, N, D]`` where a text has several."""
+    """Stored samples.
+
+    Attributes:
+        tokens: int64 arrays of different lengths, without EOS.
+        latents: float32 [B, D], or [B, K, D] with K latents per text.
+    """
 
     tokens: list[np.ndarray]
     latents: np.ndarray
 
 
 def read_manifest(root: str | os.PathLike) -> dict[str, Any]:
-    """The manifest of a store.
+    """Read and check the manifest of a store.
 
     Raises:
-        UserError: ROOT is missing, empty, not a store, or of another version.
+        UserError: `root` is missing, empty, not a store, or of another version.
     """
     root = Path(root)
     expected = f"a store made by 'mmldlm prepare' at {root}"
@@ -79,29 +84,35 @@ def read_manifest(root: str | os.PathLike) -> dict[str, Any]:
             f"version {manifest.get('version')!r}",
             f"use the mmldlm that wrote it; else {rebuild_hint(root, manifest)}",
         )
-    if fault := fault_of(manifest):
-        raise UserError(expected, f"{MANIFEST}: {fault}", rebuild_hint(root, manifest))
+    if problems := find_problems(manifest):
+        raise UserError(expected, f"{MANIFEST}: {problems}", rebuild_hint(root, manifest))
     return manifest
 
 
 def latent_shape(manifest: dict[str, Any]) -> tuple[int, ...]:
-    """Shape of one sample's latents: (D,), or (N, D) where a text has several."""
+    """Return the shape of one sample's latents: (D,), or (K, D) with K latents per text."""
     count = manifest.get("latents_per_text", 1)
     return (manifest["latent_dim"],) if count == 1 else (count, manifest["latent_dim"])
 
 
 def check_files(root: str | os.PathLike, manifest: dict[str, Any], level: str, prefix: str = "") -> None:
-    """Compares the files below ``prefix`` with the manifest: ``sizes`` or ``checksums`` (SHA-256 of every byte).
+    """Compare the files below `prefix` with the manifest.
+
+    Args:
+        root: the store.
+        manifest: of the store.
+        level: `sizes`, `checksums` (SHA-256 of every byte), or `none`.
+        prefix: of the names of the files to check.
 
     Raises:
-        UserError: for the first file that is missing, shorter or longer, or other than what was written.
+        UserError: the first file that is missing, or whose size or content differs.
     """
     assert level in ("none", "sizes", "checksums"), level
     root = Path(root)
     for name, entry in manifest["files"].items():
         if level == "none" or not name.startswith(prefix):
             continue
-        expected = f"{root / name} of {entry['bytes']} bytes (as its manifest says)"
+        expected = f"{root / name} of {entry['bytes']} bytes (as in its manifest)"
         if not (root / name).is_file():
             raise UserError(expected, "the file is missing", rebuild_hint(root, manifest))
         size = (root / name).stat().st_size
@@ -109,67 +120,69 @@ def check_files(root: str | os.PathLike, manifest: dict[str, Any], level: str, p
             kind = "truncated" if size < entry["bytes"] else "too long"
             raise UserError(expected, f"{size} bytes ({kind})", rebuild_hint(root, manifest))
         if level == "checksums" and sha256_of(root / name) != entry["sha256"]:
-            raise UserError(f"{root / name} with the SHA-256 of its manifest", "other content", rebuild_hint(root, manifest))
+            raise UserError(
+                f"{root / name} with the SHA-256 of its manifest", "other content", rebuild_hint(root, manifest)
+            )
 
 
 def changed_files(root: str | os.PathLike) -> list[str]:
-    """Files of a store that are missing or not of the size in its manifest, in words.
+    """Describe the files of a store that are missing or whose size differs from the manifest.
 
     Raises:
-        UserError: ROOT is not a store (any more).
+        UserError: `root` is not a store (any more).
     """
     found = []
     for name, entry in read_manifest(root)["files"].items():
         path = Path(root, name)
         size = path.stat().st_size if path.is_file() else None
         if size != entry["bytes"]:
-            is_now = "is missing" if size is None else f"has {size:,} bytes, not {entry['bytes']:,}"
-            found.append(f"{path} {is_now}")
+            state = "is missing" if size is None else f"has {size:,} bytes, not {entry['bytes']:,}"
+            found.append(f"{path} {state}")
     return found
 
 
 def check_latents(latents: np.ndarray, where: str, latent_dim: int | None = None, first_row: int = 0) -> None:
-    """Refuses latents that no model should train on.
+    """Check that latents are usable for training.
 
     Args:
-        latents: ``[B, D]``, or ``[B, N, D]`` where a text has several.
-        where: named in the error: a file, or an encoder.
-        latent_dim: the D that is expected, if known. first_row: number of the first of these rows there.
+        latents: [B, D], or [B, K, D] with K latents per text.
+        where: their file or encoder, for the error.
+        latent_dim: the expected D, if known.
+        first_row: number of the first of these rows in `where`.
 
     Raises:
-        UserError: not a matrix, another dimension, NaN or Inf, or a zero vector; names the rows.
+        UserError: a wrong shape, NaN or infinite values, or zero vectors; names the rows.
     """
     if latents.ndim not in (2, 3) or (latent_dim is not None and latents.shape[-1] != latent_dim):
-        wanted = "any number" if latent_dim is None else str(latent_dim)
+        expected_dim = "any number" if latent_dim is None else str(latent_dim)
         raise UserError(
-            f"latents of shape [samples, {wanted}] in {where}",
+            f"latents of shape [samples, {expected_dim}] in {where}",
             f"shape {list(latents.shape)}",
-            "set model.latent_dim to the encoder's dimension, or prepare the data with the encoder you mean",
+            "set model.latent_dim to the encoder's dimension, or prepare the data with the intended encoder",
         )
     bad = ~np.isfinite(latents).all(axis=tuple(range(1, latents.ndim)))
     zero = ~latents.any(axis=-1).all(axis=tuple(range(1, latents.ndim - 1)))
-    # Both are said at once: a NaN must not hide the rows of zeros, which would only come up in the next round.
+    # Report both at once: otherwise the zero vectors would only come up after the NaNs are fixed.
     kinds = [("finite latents", "NaN or infinite values", bad), ("latents of non-zero norm", "zero vectors", zero)]
     kinds = [kind for kind in kinds if kind[2].any()]
     if not kinds:
         return
     raise UserError(
         f"{' and '.join(expected for expected, _, _ in kinds)} in {where}",
-        "; ".join(f"{found} in {_rows_named(first_row + np.flatnonzero(rows))}" for _, found, rows in kinds),
-        "look at these texts, remove them from the corpus, and prepare again (nothing is filled in for them)",
+        "; ".join(f"{found} in {_name_rows(first_row + np.flatnonzero(rows))}" for _, found, rows in kinds),
+        "check these texts, remove them from the corpus, and prepare again (no values are filled in)",
     )
 
 
-def _rows_named(rows: np.ndarray) -> str:
-    named = ", ".join(str(row) for row in rows[:10]) + (", ..." if len(rows) > 10 else "")
-    return f"{len(rows)} row{'s' if len(rows) > 1 else ''}: {named}"
+def _name_rows(rows: np.ndarray) -> str:
+    return f"{len(rows)} row{'s' if len(rows) > 1 else ''}: {join_some(rows, limit=10)}"
 
 
 def load_tokenizer(root: str | os.PathLike):
-    """The tokenizer stored with the data: a fast Hugging Face tokenizer, read from local files only.
+    """Load the store's tokenizer, a fast Hugging Face one, from local files only.
 
     Raises:
-        UserError: ROOT is not a store, or its tokenizer folder is damaged.
+        UserError: `root` is not a store, or its tokenizer folder is damaged.
     """
     manifest = read_manifest(root)
     check_files(root, manifest, "sizes", prefix=TOKENIZER_FOLDER + "/")
@@ -178,7 +191,7 @@ def load_tokenizer(root: str | os.PathLike):
     for kind in ("mask_token_id", "pad_token_id", "eos_token_id"):
         if getattr(tokenizer, kind) != manifest["tokenizer"][kind]:
             raise UserError(
-                f"{kind} {manifest['tokenizer'][kind]} in {Path(root, TOKENIZER_FOLDER)} (as the manifest says)",
+                f"{kind} {manifest['tokenizer'][kind]} in {folder} (as in the manifest)",
                 str(getattr(tokenizer, kind)),
                 rebuild_hint(root, manifest),
             )
@@ -186,19 +199,22 @@ def load_tokenizer(root: str | os.PathLike):
 
 
 class Store:
-    """One split of a packed store. Cheap to open, to pickle (by path) and to index.
+    """One split of a packed store, cheap to open, to pickle (by path) and to index.
 
     Args:
-        root: the folder that ``mmldlm prepare`` wrote.
-        split: ``train`` or ``validation``.
-        verify: ``sizes`` (every file is there and as long as it was), ``checksums`` (reads every byte), ``none``.
-        max_tokens: longer texts are cut to so many tokens when they are read; None: none is.
+        root: the folder that `mmldlm prepare` wrote.
+        split: `train` or `validation`.
+        verify: `sizes` (compare sizes with the manifest), `checksums` (also read every byte), or `none`.
+        max_tokens: longer texts are truncated on reading (default: not).
 
     Attributes:
-        lengths: [N] int32 tokens of every sample, as ``get`` gives them. num_truncated: samples that are cut.
+        lengths: [N] int32 tokens per sample, as `get` returns them.
+        num_truncated: number of truncated samples.
+        text_offsets, token_offsets: [N + 1] int64 memory maps of the offsets into texts and tokens.
+        token_ids: memory map of all token ids.
 
     Raises:
-        UserError: not a store, no such split, damaged files, or arrays that contradict the manifest.
+        UserError: not a store, an unknown split, damaged files, or arrays that contradict the manifest.
     """
 
     def __init__(
@@ -214,15 +230,15 @@ class Store:
                 f"split '{split}' in {self.root}", f"only {', '.join(self.manifest['splits'])}", "name one of these"
             )
         check_files(self.root, self.manifest, verify, prefix=split + "/")
-        self._text, self._text_offsets, self._tokens, self._token_offsets, self._latents = map(self._map, ARRAYS)
+        self._text, self.text_offsets, self.token_ids, self.token_offsets, self._latents = map(self._map, ARRAYS)
         num = self.manifest["splits"][split]["num_samples"]
-        shapes = (len(self._text_offsets) - 1, len(self._token_offsets) - 1, *self._latents.shape)
+        shapes = (len(self.text_offsets) - 1, len(self.token_offsets) - 1, *self._latents.shape)
         rows = (num, *latent_shape(self.manifest))
-        ends = (int(self._text_offsets[-1]), int(self._token_offsets[-1]))
-        if shapes != (num, num, *rows) or ends != (len(self._text), len(self._tokens)):
+        ends = (int(self.text_offsets[-1]), int(self.token_offsets[-1]))
+        if shapes != (num, num, *rows) or ends != (len(self._text), len(self.token_ids)):
             raise UserError(
                 f"{num} samples of {self.latents_per_text} x latent_dim {self.latent_dim} in {self.root / split} "
-                "(as its manifest says)",
+                "(as in its manifest)",
                 f"text, token and latent arrays of shapes {shapes}, ending at {ends}",
                 rebuild_hint(self.root, self.manifest),
             )
@@ -239,12 +255,14 @@ class Store:
             raise UserError(f"an array in {path}", str(error), rebuild_hint(self.root, self.manifest)) from None
         if array.dtype not in _DTYPES[name]:
             found = f"{array.dtype} in {path}"
-            raise UserError(f"{name} of type {' or '.join(_DTYPES[name])}", found, rebuild_hint(self.root, self.manifest))
+            raise UserError(
+                f"{name} of type {' or '.join(_DTYPES[name])}", found, rebuild_hint(self.root, self.manifest)
+            )
         return array
 
     def _read_lengths(self) -> np.ndarray:
-        """[N] int32, read block by block and not through the map, whose pages would stay with the process."""
-        num, path = len(self._token_offsets) - 1, self.root / self.split / "token_offsets.npy"
+        """Return [N] int32, read in blocks: pages of the memory map would stay in the process's memory."""
+        num, path = len(self.token_offsets) - 1, self.root / self.split / "token_offsets.npy"
         lengths, last = np.empty(num, np.int32), 0
         with open(path, "rb") as file:
             file.seek(-8 * num, os.SEEK_END)
@@ -253,7 +271,7 @@ class Store:
                 part = np.diff(offsets, prepend=last)
                 if part.min() < 0 or part.max() > np.iinfo(np.int32).max:
                     raise UserError(
-                        f"offsets that rise in {path}",
+                        f"ascending offsets in {path}",
                         f"{part.min()} tokens in row {start + int(part.argmin())}",
                         rebuild_hint(self.root, self.manifest),
                     )
@@ -265,12 +283,12 @@ class Store:
         return len(self.lengths)
 
     def __reduce__(self):
-        # Workers open their own maps; the files were checked when the first one was opened.
+        # Workers open their own memory maps; the files were checked on the first opening.
         return (type(self), (self.root, self.split, "none", self._max_tokens))
 
     @property
     def documents(self) -> np.ndarray | None:
-        """[N] int64: the text of the corpus that each sample is a piece of; None where texts were not cut in pieces."""
+        """[N] int64: the corpus row of the text that each sample is a piece of; None if texts were not chunked."""
         path = self.root / self.split / "documents.npy"
         return np.load(path, mmap_mode="r") if path.is_file() else None
 
@@ -281,43 +299,45 @@ class Store:
 
     @property
     def latents_per_text(self) -> int:
-        """Number of latents N of every sample."""
+        """Number of latents K per sample."""
         return self.manifest.get("latents_per_text", 1)
 
     @property
     def latent_mean(self) -> np.ndarray:
-        """float32 ``[D]``: mean of the training latents."""
+        """float32 [D]: mean of the training latents."""
         return np.asarray(self.manifest["latent_stats"]["mean"], dtype=np.float32)
 
     @property
     def latent_std(self) -> np.ndarray:
-        """float32 ``[D]``: standard deviation of the training latents (0 for a constant dimension)."""
+        """float32 [D]: standard deviation of the training latents (0 for a constant dimension)."""
         return np.asarray(self.manifest["latent_stats"]["std"], dtype=np.float32)
 
     def get(self, indices: Sequence[int]) -> Rows:
-        """The samples at ``indices`` (any order, repeats allowed), copied out of the maps.
+        """Return copies of the samples at `indices`, in any order and with repeats.
 
         Raises:
-            IndexError: an index outside ``0 .. len - 1``.
+            IndexError: an index outside 0 .. len - 1.
         """
         rows = np.asarray(indices, dtype=np.int64).reshape(-1)
         if len(rows) and (rows.min() < 0 or rows.max() >= len(self)):
             raise IndexError(f"indices {rows.min()}..{rows.max()} of a split with {len(self)} samples")
-        starts, lengths = self._token_offsets[rows], self._token_offsets[rows + 1] - self._token_offsets[rows]
+        starts, lengths = self.token_offsets[rows], self.token_offsets[rows + 1] - self.token_offsets[rows]
         if self._max_tokens is not None:
             lengths = np.minimum(lengths, self._max_tokens)
         ends = np.cumsum(lengths)
-        # All tokens of the batch in one gather: place in the batch -> place in the file.
-        places = np.arange(int(ends[-1]) if len(ends) else 0)
-        places += np.repeat(starts - (ends - lengths), lengths)
-        flat = self._tokens[places].astype(np.int64)
+        # Gather all tokens of the batch at once: position in the batch -> position in the file.
+        positions = np.arange(int(ends[-1]) if len(ends) else 0)
+        positions += np.repeat(starts - (ends - lengths), lengths)
+        flat = self.token_ids[positions].astype(np.int64)
         bounds = [0, *ends.tolist()]
         tokens = [flat[start:end] for start, end in zip(bounds, bounds[1:])]
         return Rows(tokens, np.asarray(self._latents[rows], dtype=np.float32))
 
     def latent_blocks(self, num_rows: int, num_blocks: int = 64) -> Iterator[tuple[int, np.ndarray]]:
-        """(first row, latents [n, D] or [n, N, D]) of blocks spread evenly over the split, of about num_rows rows
-        together; all of them where it has no more. Read by copying: pages of the map would stay with the process."""
+        """Yield (first row, latents [n, D] or [n, K, D]) of evenly spread blocks with about num_rows rows together.
+
+        A split with fewer rows is read completely. Blocks are copied: pages of the memory map would stay in memory.
+        """
         if len(self) <= num_rows:
             starts, size = range(0, len(self), _LATENT_BLOCK), _LATENT_BLOCK
         else:
@@ -333,16 +353,16 @@ class Store:
                 block = np.fromfile(file, self._latents.dtype, num * row_items)
                 yield start, block.reshape(num, *row).astype(np.float32, copy=False)
 
-    def place(self, index: int) -> tuple[Path, int]:
-        """The folder of the split and the row in it where a sample lies."""
+    def locate(self, index: int) -> tuple[Path, int]:
+        """Return the folder of a sample's split and its row in it."""
         return self.root / self.split, int(index)
 
     def text(self, index: int) -> str:
-        """The text of one sample."""
+        """Return the text of one sample."""
         if not 0 <= index < len(self):
             raise IndexError(f"index {index} of a split with {len(self)} samples")
-        return self._text[self._text_offsets[index] : self._text_offsets[index + 1]].tobytes().decode("utf-8")
+        return self._text[self.text_offsets[index] : self.text_offsets[index + 1]].tobytes().decode("utf-8")
 
     def texts(self, indices: Sequence[int]) -> list[str]:
-        """The texts of several samples."""
+        """Return the texts of several samples."""
         return [self.text(int(index)) for index in indices]

@@ -1,4 +1,4 @@
-"""What preparation ends in: the packed store, or one file a sample as MM-LDLM's users have them."""
+"""Write prepared samples: as a packed store, or as one file per sample in MM-LDLM's layout."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mmldlm.utils.atomic_files import NpyWriter, sync, write_json
+from mmldlm.data.store.arrays import NpyWriter
+from mmldlm.utils.atomic_files import fsync_path
 
 LAYOUTS = ("store", "files")
 FILES_FORMAT = "mmldlm-files"
@@ -18,9 +19,11 @@ class StoreSplit:
     """One split of a packed store, written block by block in the order of its samples.
 
     Args:
-        root: folder of the store. split: its name. latent_shape: of a sample's latents, [D] or [N, D].
-        vocab_size: token ids are below it.
-        with_documents: also write documents.npy, the document that each sample is a piece of.
+        root: folder of the store.
+        split: its name.
+        latent_shape: of a sample's latents, [D] or [K, D].
+        vocab_size: upper bound of the token ids.
+        with_documents: also write documents.npy, the row of the document that each sample is a piece of.
     """
 
     def __init__(
@@ -30,10 +33,8 @@ class StoreSplit:
         folder.mkdir(parents=True)
         self.vocab_size = vocab_size
         token_dtype = np.uint16 if vocab_size <= 2**16 else np.int32
-        self._text, self._tokens = (
-            NpyWriter(folder / "text.npy", np.uint8),
-            NpyWriter(folder / "tokens.npy", token_dtype),
-        )
+        self._text = NpyWriter(folder / "text.npy", np.uint8)
+        self._tokens = NpyWriter(folder / "tokens.npy", token_dtype)
         self._text_offsets = NpyWriter(folder / "text_offsets.npy", np.int64)
         self._token_offsets = NpyWriter(folder / "token_offsets.npy", np.int64)
         self._latents = NpyWriter(folder / "latents.npy", np.float32, latent_shape)
@@ -50,7 +51,7 @@ class StoreSplit:
         latents: np.ndarray,
         documents: np.ndarray | None = None,
     ) -> None:
-        """Appends samples: texts, their token ids, and their latents, one row a sample."""
+        """Append samples: their texts, token ids, latents, and documents."""
         assert len(texts) == len(tokens) == len(latents)
         if not len(texts):
             return
@@ -58,12 +59,11 @@ class StoreSplit:
         flat = np.concatenate(tokens)
         assert len(flat) == 0 or (0 <= flat.min() and flat.max() < self.vocab_size)
         lengths = [len(ids) for ids in tokens]
-        for place, (writer, sizes) in enumerate(
-            ((self._text_offsets, [len(text) for text in raw]), (self._token_offsets, lengths))
-        ):
-            ends = self._ends[place] + np.cumsum(sizes, dtype=np.int64)
+        columns = ((self._text_offsets, [len(text) for text in raw]), (self._token_offsets, lengths))
+        for i, (writer, sizes) in enumerate(columns):
+            ends = self._ends[i] + np.cumsum(sizes, dtype=np.int64)
             writer.append(ends)
-            self._ends[place] = int(ends[-1])
+            self._ends[i] = int(ends[-1])
         self._text.append(np.frombuffer(b"".join(raw), dtype=np.uint8))
         self._tokens.append(flat)
         self._latents.append(latents)
@@ -74,7 +74,7 @@ class StoreSplit:
         self.summary["max_tokens"] = max(self.summary["max_tokens"], *lengths)
 
     def close(self) -> dict[str, int]:
-        """Finishes the files; returns the split's summary for the manifest."""
+        """Finish the files; return the split's summary for the manifest."""
         arrays = (self._text, self._tokens, self._text_offsets, self._token_offsets, self._latents, self._documents)
         for writer in arrays:
             if writer is not None:
@@ -86,7 +86,9 @@ class FilesSplit:
     """One split as texts/SPLIT/*.txt, latents/SPLIT/*.npy and SPLIT_data.json (MM-LDLM's layout).
 
     Args:
-        root: the folder. split: its name. dataset, model: named in every record.
+        root: the folder.
+        split: its name.
+        dataset, model: entries of every record.
     """
 
     def __init__(self, root: Path, split: str, dataset: str, model: str):
@@ -104,8 +106,8 @@ class FilesSplit:
         latents: np.ndarray,
         documents: np.ndarray | None = None,
     ) -> None:
-        """Writes samples, two files each."""
-        for place, (text, ids, latent) in enumerate(zip(texts, tokens, latents, strict=True)):
+        """Write samples, two files each."""
+        for position, (text, ids, latent) in enumerate(zip(texts, tokens, latents, strict=True)):
             number = self.summary["num_samples"]
             name = f"{self.split}_{number:09d}"
             record = {
@@ -113,7 +115,7 @@ class FilesSplit:
                 "text_path": f"texts/{self.split}/{name}.txt",
                 "latent_path": f"latents/{self.split}/{name}.npy",
                 "dataset": self.dataset,
-                "doc_id": int(documents[place]) if documents is not None else number,
+                "doc_id": int(documents[position]) if documents is not None else number,
                 "model": self.model,
                 "embedding_dim": latent.shape[-1],
             }
@@ -125,13 +127,8 @@ class FilesSplit:
             self.summary["max_tokens"] = max(self.summary["max_tokens"], len(ids))
 
     def close(self) -> dict[str, int]:
-        """Finishes the JSON file; returns the split's summary for the manifest."""
+        """Finish the JSON file; return the split's summary for the manifest."""
         self._json.write("\n]\n")
         self._json.close()
-        sync(self.root / f"{self.split}_data.json")
+        fsync_path(self.root / f"{self.split}_data.json")
         return self.summary
-
-
-def write_manifest(folder: Path, name: str, manifest: dict) -> None:
-    """The last file of a store, written when all others are there."""
-    write_json(folder / name, manifest)

@@ -20,6 +20,7 @@ from mmldlm.engines.deepspeed.config import CPU_BUCKET, GPU_BUCKET, merged_confi
 from mmldlm.engines.deepspeed.overflow_override import OverflowOverride
 from mmldlm.engines.deepspeed.zero_partitions import copy_masters_to_model, local_partition, master_shards
 from mmldlm.engines.optimizer import build_optimizer, scale_gradients
+from mmldlm.engines.parameter_plan import ParameterPlan
 from mmldlm.engines.parameter_shards import ParameterShard, full_shard
 from mmldlm.errors import UserError
 
@@ -33,7 +34,7 @@ class DeepSpeedEngine(Engine):
     kind = "deepspeed"
     folders = (TAG,)
 
-    def __init__(self, model: nn.Module, config: Config):
+    def __init__(self, model: nn.Module, config: Config, plan: ParameterPlan):
         deepspeed = import_deepspeed()
         self.rank, local_rank, self.world_size = rank_environment()
         self.device = pick_device(local_rank)
@@ -46,7 +47,7 @@ class DeepSpeedEngine(Engine):
         deepspeed.init_distributed(dist_backend=backend_for(self.device), verbose=False)
         self.model = model
         self.saves_shards = self.stage > 0 or self.rank == 0
-        optimizer = build_optimizer(model, config.optimizer)
+        optimizer = build_optimizer(model, config.optimizer, plan.no_decay)
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         # DeepSpeed replaces the optimizer's parameters by its masters; ZeRO-0 saves those without their names.
         self._own_groups = [{"params": list(group["params"])} for group in optimizer.param_groups]
@@ -54,10 +55,10 @@ class DeepSpeedEngine(Engine):
         rounded = dtype != torch.float32 and self.stage > 0
         exact = {name: p.detach().clone() for name, p in model.named_parameters()} if rounded else {}
         if self.stage == 3:  # a block reads its layers' weights itself: they are gathered together, for the block
-            for block in model.blocks:
-                deepspeed.utils.set_z3_leaf_module(block, True)
+            for unit in plan.sharding_units:
+                deepspeed.utils.set_z3_leaf_module(unit, True)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
-        self._start_from(exact)
+        self._init_masters_exactly(exact)
         # ZeRO-0 has no 16-bit optimizer with fp32 accumulation; fp32 weights under autocast are the same arithmetic.
         autocast = self.stage == 0 and dtype != torch.float32
         self.module = Autocast(self._engine, self.device.type, dtype) if autocast else self._engine
@@ -67,7 +68,7 @@ class DeepSpeedEngine(Engine):
         # DeepSpeed averages over ranks and accumulated micro-batches; our losses are shares of a sum.
         self._undo_averaging = self.world_size * config.training.grad_accum_steps
 
-    def _start_from(self, exact: dict[str, Tensor]) -> None:
+    def _init_masters_exactly(self, exact: dict[str, Tensor]) -> None:
         """DeepSpeed makes its fp32 masters from weights already rounded to 16 bits: put the exact ones there, as every
         other engine starts from them."""
         for fragment in self.parameter_shards() if exact else ():

@@ -1,8 +1,7 @@
-"""STS Benchmark: do the cosines of a model's embeddings rank sentence pairs as people do?"""
+"""STS Benchmark: correlation of the similarity of a model's embeddings with human scores."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections import Counter
@@ -13,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from mmldlm.errors import UserError
-from mmldlm.evaluation.conditioning_gain import Say, batch_budget
 from mmldlm.evaluation.metrics import retrieval
+from mmldlm.evaluation.report import write_report
+from mmldlm.evaluation.suite import Log, batch_budget
 from mmldlm.sampling.inputs import encode_texts, tokenize_texts
 from mmldlm.sampling.latent_sampler import sample_latents
 from mmldlm.sampling.pretrained import Pretrained
@@ -25,7 +25,7 @@ _RESAMPLES = 1000
 
 @dataclass
 class Pairs:
-    """Sentence pairs with people's scores [N] in 0 .. 5."""
+    """Sentence pairs with human scores [N] in 0 .. 5."""
 
     first: list[str]
     second: list[str]
@@ -37,7 +37,7 @@ def read_pairs(path: str) -> Pairs:
     """Read a file of the STS Benchmark: tab separated, no quoting, score in column 5, sentences in columns 6 and 7.
 
     Raises:
-        UserError: missing, or a line that is not of that form. There is no stand-in data.
+        UserError: a missing file, or a line of another form.
     """
     expected = f"an STS Benchmark file (tab separated: genre, file, year, id, score, two sentences) at {path}"
     try:
@@ -62,26 +62,26 @@ def read_pairs(path: str) -> Pairs:
 
 
 def average_ranks(values: np.ndarray) -> np.ndarray:
-    """[N] ranks, ties sharing their mean rank."""
+    """Return [N] ranks; ties share their mean rank."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
     return (last - 0.5 * (counts - 1))[inverse]
 
 
 def pearson(a: np.ndarray, b: np.ndarray) -> float:
-    """Pearson's correlation; 0 when either is constant."""
+    """Return Pearson's correlation; 0 if an input is constant."""
     a, b = a - a.mean(), b - b.mean()
     scale = np.sqrt((a * a).sum() * (b * b).sum())
     return float((a * b).sum() / scale) if scale > 0 else 0.0
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
-    """Spearman's correlation."""
+    """Return Spearman's correlation."""
     return pearson(average_ranks(a), average_ranks(b))
 
 
 def correlations(similarities: np.ndarray, scores: np.ndarray, seed: int) -> dict[str, Any]:
-    """Spearman and Pearson with 95 % bootstrap intervals over pairs."""
+    """Return Spearman and Pearson with 95 % bootstrap intervals over pairs."""
     draws = generator(seed, Stream.STS_BOOTSTRAP).integers(0, len(scores), (_RESAMPLES, len(scores)))
     result = {}
     for name, function in (("spearman", spearman), ("pearson", pearson)):
@@ -92,7 +92,7 @@ def correlations(similarities: np.ndarray, scores: np.ndarray, seed: int) -> dic
 
 
 def bag_similarities(pairs: Pairs, weighted: bool) -> np.ndarray:
-    """[N] cosine of word counts, or of TF-IDF weights fitted on these very sentences."""
+    """Return [N] cosines of word counts, or of TF-IDF weights fitted on these sentences."""
     bags = [Counter(re.findall(r"\w+", text.lower())) for text in pairs.first + pairs.second]
     frequency = Counter(word for bag in bags for word in bag)
     weight = {word: 1 + np.log((1 + len(bags)) / (1 + count)) if weighted else 1.0 for word, count in frequency.items()}
@@ -110,19 +110,18 @@ def bag_similarities(pairs: Pairs, weighted: bool) -> np.ndarray:
 
 @dataclass
 class StsReport:
-    """Correlations of the model and of the floors and ceiling."""
+    """Correlations of the model, the floors and the ceiling."""
 
     conditions: dict[str, Any]
     rows: dict[str, dict[str, Any]]
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready; makes no claim."""
+        """Return the JSON-ready report; it contains no claims."""
         return {"conditions": self.conditions, "claims": [], "details": self.rows}
 
     def write(self, path: str | os.PathLike) -> None:
-        """Write the JSON."""
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(self.as_dict(), indent=2, allow_nan=False) + "\n")
+        """Write the JSON atomically."""
+        write_report(path, self.as_dict())
 
     def show(self, console=None) -> None:
         """Print the table."""
@@ -146,22 +145,22 @@ def evaluate(
     steps: int = 12,
     guidance: float = 1.0,
     seed: int = 0,
-    say: Say = print,
+    log: Log = print,
     batch_size: int | None = None,
 ) -> StsReport:
     """Embed both sentences of every pair with t2l and correlate their cosines with the scores.
 
-    Floors: bag of words and TF-IDF. Ceiling: the encoder the model learned from, when the checkpoint names it.
+    Floors: bag of words and TF-IDF. Ceiling: the encoder of the training latents, if the checkpoint names it.
 
     Raises:
-        UserError: a sentence too long for the model; the model was not trained in t2l.
+        UserError: a sentence too long for the model, or a model not trained in t2l.
     """
     pretrained.check_mode("t2l")
     pretrained.check_guidance(guidance)
     texts = list(dict.fromkeys(pairs.first + pairs.second))
-    place = {text: row for row, text in enumerate(texts)}
-    progress = say(f"embedding {len(texts)} sentences in {steps} steps")
-    made = sample_latents(
+    row_of = {text: row for row, text in enumerate(texts)}
+    progress = log(f"embedding {len(texts)} sentences in {steps} steps")
+    sampled = sample_latents(
         pretrained.model,
         tokenize_texts(texts, pretrained),
         diffusion=pretrained.latent_diffusion,
@@ -175,16 +174,16 @@ def evaluate(
 
     def similarities(vectors: np.ndarray) -> np.ndarray:
         vectors = retrieval.pool_latents(vectors)
-        left, right = ([place[text] for text in side] for side in (pairs.first, pairs.second))
+        left, right = ([row_of[text] for text in side] for side in (pairs.first, pairs.second))
         return retrieval.cosine_similarity(vectors[left], vectors[right])
 
     rows = {
-        "model (t2l)": similarities(made),
+        "model (t2l)": similarities(sampled),
         "floor: bag of words": bag_similarities(pairs, weighted=False),
         "floor: TF-IDF": bag_similarities(pairs, weighted=True),
     }
     if pretrained.encoder is not None and pretrained.has_encoder:
-        progress = say(f"embedding them with the encoder {pretrained.encoder['name']}")
+        progress = log(f"embedding them with the encoder {pretrained.encoder['name']}")
         rows["ceiling: the encoder"] = similarities(encode_texts(texts, pretrained, progress))
     conditions = {"file": pairs.name, "num_pairs": len(pairs.scores), "latent_steps": steps, "seed": seed}
     return StsReport(conditions, {name: correlations(values, pairs.scores, seed) for name, values in rows.items()})

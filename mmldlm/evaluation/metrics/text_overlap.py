@@ -1,4 +1,4 @@
-"""How near a written text comes to its reference: token-set F1, exact match, BLEU."""
+"""Overlap of sampled texts with their references: token-set F1, exact match, token-level BLEU."""
 
 from __future__ import annotations
 
@@ -15,36 +15,37 @@ _RESAMPLES = 200
 
 
 def token_f1(written: Sequence[Sequence[int]], references: Sequence[Sequence[int]]) -> np.ndarray:
-    """[N] F1 between the sets of token ids of each pair (EOS not in them), in 0 .. 1; 0 when they share nothing."""
+    """Return [N] F1 scores in 0 .. 1 between the sets of token ids of each pair (without EOS)."""
     scores = np.zeros(len(written))
-    for i, (own, reference) in enumerate(zip(written, references)):
-        own, reference = set(own), set(reference)
-        common = len(own & reference)
+    for i, (text, reference) in enumerate(zip(written, references)):
+        text, reference = set(text), set(reference)
+        common = len(text & reference)
         if common:
-            scores[i] = 2 * common / (len(own) + len(reference))
+            scores[i] = 2 * common / (len(text) + len(reference))
     return scores
 
 
 def exact_match(written: Sequence[Sequence[int]], references: Sequence[Sequence[int]]) -> np.ndarray:
-    """[N] bool, same ids in the same order."""
-    return np.array([list(own) == list(reference) for own, reference in zip(written, references)])
+    """Return [N] bool: the same ids in the same order."""
+    return np.array([list(text) == list(reference) for text, reference in zip(written, references)])
 
 
-def bleu(written: Sequence[Sequence[int]], references: Sequence[Sequence[int]], seed: int = 0) -> Estimate:
-    """Corpus BLEU-4 over token ids (Papineni et al., ACL 2002), unsmoothed, in points; standard error by bootstrap.
+def token_bleu(written: Sequence[Sequence[int]], references: Sequence[Sequence[int]], seed: int = 0) -> Estimate:
+    """Return the corpus BLEU-4 over token ids, unsmoothed, in points, with a bootstrap standard error.
 
-    Over word pieces, not words: figures of other tokenizers do not compare.
+    As Papineni et al. (ACL 2002), but over word pieces instead of words: not comparable with BLEU in publications, nor
+    between tokenizers.
     """
-    counts = np.array([_counts(own, reference) for own, reference in zip(written, references)], dtype=np.float64)
+    counts = np.array([_counts(text, reference) for text, reference in zip(written, references)], dtype=np.float64)
     draws = generator(seed, Stream.BLEU_BOOTSTRAP).integers(0, len(counts), (_RESAMPLES, len(counts)))
     samples = np.array([_score(counts[draw].sum(0)) for draw in draws])
     return Estimate(_score(counts.sum(0)), float(samples.std(ddof=1)), "points")
 
 
-def _counts(own: Sequence[int], reference: Sequence[int]) -> list[int]:
-    row = [len(own), len(reference)]
+def _counts(text: Sequence[int], reference: Sequence[int]) -> list[int]:
+    row = [len(text), len(reference)]
     for order in range(1, _ORDERS + 1):
-        grams = [Counter(tuple(ids[i : i + order]) for i in range(len(ids) - order + 1)) for ids in (own, reference)]
+        grams = [Counter(tuple(ids[i : i + order]) for i in range(len(ids) - order + 1)) for ids in (text, reference)]
         row += [sum((grams[0] & grams[1]).values()), sum(grams[0].values())]
     return row
 

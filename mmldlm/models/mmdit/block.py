@@ -1,4 +1,4 @@
-"""One MMDiT block: two streams with their own weights, one joint bidirectional attention (SD3, arXiv 2403.03206)."""
+"""One MMDiT block: streams with their own weights, one joint bidirectional attention (SD3, arXiv 2403.03206)."""
 
 from __future__ import annotations
 
@@ -14,64 +14,72 @@ KINDS = ("shift", "scale", "gate")
 
 
 class MMDiTBlock(nn.Module):
-    """Joint attention over [text | latent] and an MLP a stream, all under adaLN-Zero (DiT, arXiv 2212.09748).
+    """Joint attention over [text | latent] and one MLP per stream, all under adaLN-Zero (DiT, arXiv 2212.09748).
 
-    Products have no biases: what adaLN adds to their inputs does the same, a sample at a time; leaving them out made
-    large models steadier (PaLM, arXiv 2204.02311).
+    Linear layers have no biases: adaLN's shift of their inputs does the same per sample, and large models train more
+    stably without them (PaLM, arXiv 2204.02311).
 
     Args:
         hidden_size: width H.
-        n_heads: attention heads.
+        n_heads: number of attention heads.
         cond_dim: width of the conditioning vector.
         mlp_ratio: MLP width over H.
-        qk_rmsnorm: RMS-normalise queries and keys in every head.
+        qk_rmsnorm: RMS-normalize queries and keys in every head.
+        num_streams: number of streams.
     """
 
-    def __init__(self, hidden_size: int, n_heads: int, cond_dim: int, mlp_ratio: float, qk_rmsnorm: bool):
+    def __init__(
+        self, hidden_size: int, n_heads: int, cond_dim: int, mlp_ratio: float, qk_rmsnorm: bool, num_streams: int = 2
+    ):
         super().__init__()
         self.n_heads = n_heads
         mlp_width = int(hidden_size * mlp_ratio)
-        self.modulation = Modulation(cond_dim, hidden_size, 2 * KINDS, groups=2)
-        self.to_qkv = StreamLinear(hidden_size, 3 * hidden_size)
-        self.qk_norm = QKNorm(hidden_size // n_heads, QK_EPS) if qk_rmsnorm else None
-        self.to_out = StreamLinear(hidden_size, hidden_size)
-        self.mlp_in = StreamLinear(hidden_size, mlp_width)
-        self.mlp_out = StreamLinear(mlp_width, hidden_size)
+        self.modulation = Modulation(cond_dim, hidden_size, 2 * KINDS, groups=num_streams)
+        self.to_qkv = StreamLinear(hidden_size, 3 * hidden_size, num_streams)
+        self.qk_norm = QKNorm(hidden_size // n_heads, QK_EPS, num_streams) if qk_rmsnorm else None
+        self.to_out = StreamLinear(hidden_size, hidden_size, num_streams)
+        self.mlp_in = StreamLinear(hidden_size, mlp_width, num_streams)
+        self.mlp_out = StreamLinear(mlp_width, hidden_size, num_streams)
 
     def forward(
-        self, rows: Tensor, condition: Tensor, layout: Packing, recompute: bool = False, after: Packing | None = None
+        self,
+        rows: Tensor,
+        condition: Tensor,
+        packing: Packing,
+        recompute: bool = False,
+        output_packing: Packing | None = None,
     ) -> Tensor:
-        """One block.
+        """Run the block.
 
         Args:
-            rows: [R, H] real text tokens, then latent tokens (layout.py).
-            condition: [B, C] SiLU'd conditioning vector.
-            layout: where the rows stand.
-            recompute: keep only the inputs for the backward pass (where `runs_fused`).
-            after: the Q rows that somebody reads of the last block (`Layout.reading`): behind attention, no others are
-                computed. None: all.
+            rows: real text tokens, then latent tokens (packing.py). [R, H]
+            condition: SiLU'd conditioning vector. [B, C]
+            packing: layout of the rows.
+            recompute: save only the inputs for the backward pass (where `runs_fused`).
+            output_packing: the Q rows whose outputs are used (`Packing.restrict_to`), for the last block: after
+                attention, only these are computed. None: all.
 
         Returns:
-            The rows after the block, [R, H]; with after [Q, H], those that are read.
+            The rows after the block, [R, H]; with output_packing [Q, H].
         """
-        after = layout if after is None else after
+        output_packing = packing if output_packing is None else output_packing
         if not self.runs_fused():
-            return self._forward_reference(rows, condition, layout, after)
+            return self._forward_reference(rows, condition, packing, output_packing)
         weights = BlockWeights(
             self.modulation.weight, self.modulation.bias, self.to_qkv.weight,
             None if self.qk_norm is None else self.qk_norm.weight,
             self.to_out.weight, self.mlp_in.weight, self.mlp_out.weight,
         )  # fmt: skip
-        # Inside a Function grad mode is always off, so whether gradients are wanted is asked here.
+        # Inside a Function grad mode is always off, so it is passed on from here.
         return FusedBlock.apply(
-            rows, condition, layout, after, self.n_heads, recompute, torch.is_grad_enabled(), *weights
+            rows, condition, packing, output_packing, self.n_heads, recompute, torch.is_grad_enabled(), *weights
         )
 
     def runs_fused(self) -> bool:
         """Whether the block computes as one operation.
 
-        Not under torch.compile, which fuses and chooses what to keep; and a layer that somebody hooks or replaces
-        must really be called.
+        Not under torch.compile, which fuses and chooses what to save; and a hooked or replaced layer must really be
+        called.
         """
         layers = self._modules.values()
         kinds = (Modulation, StreamLinear, QKNorm)
@@ -79,32 +87,33 @@ class MMDiTBlock(nn.Module):
             layer is None or has_no_hooks(layer, *kinds) for layer in layers
         )
 
-    def _forward_reference(self, rows: Tensor, condition: Tensor, layout: Packing, after: Packing) -> Tensor:
-        """The same with one call a layer, under autograd."""
-        n, (num_rows, width) = layout.num_text, rows.shape
-        table = self.modulation(condition).unflatten(1, (2, -1)).flatten(0, 1)
-        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = modulation_of_rows(table, layout, after)
+    def _forward_reference(self, rows: Tensor, condition: Tensor, packing: Packing, output_packing: Packing) -> Tensor:
+        """The same computation with one call per layer, under autograd."""
+        ends, width = packing.stream_ends, rows.shape[1]
+        table = self.modulation(condition).unflatten(1, (len(ends), -1)).flatten(0, 1)
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = modulation_of_rows(table, packing, output_packing)
         hidden = modulate(F.layer_norm(rows, (width,), eps=NORM_EPS), shift, scale)
-        qkv = self.to_qkv(hidden, n).view(num_rows, 3, self.n_heads, -1)
+        qkv = self.to_qkv(hidden, ends).view(len(rows), 3, self.n_heads, -1)
         queries_keys, values = qkv[:, :2], qkv[:, 2:]
         if self.qk_norm is not None:
-            queries_keys = self.qk_norm(queries_keys, n)
-        cos, sin = layout.rotation[:, 0, None, None].to(queries_keys.dtype).unbind(-1)
-        even, odd = queries_keys[:n].unflatten(-1, (-1, 2)).unbind(-1)
-        turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
-        joint = torch.cat([torch.cat([turned, queries_keys[n:]]), values], dim=1).index_select(0, layout.order)
-        n = after.num_text
-        mixed = attend(joint, layout).index_select(0, after.back)
-        rows = torch.addcmul(select_rows(rows, after), gate, self.to_out(mixed, n))
+            queries_keys = self.qk_norm(queries_keys, ends)
+        num_text = ends[0]
+        cos, sin = packing.rotation[:, 0, None, None].to(queries_keys.dtype).unbind(-1)
+        even, odd = queries_keys[:num_text].unflatten(-1, (-1, 2)).unbind(-1)
+        rotated = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
+        joint = torch.cat([torch.cat([rotated, queries_keys[num_text:]]), values], dim=1)
+        mixed = attend(joint.index_select(0, packing.order), packing).index_select(0, output_packing.inverse_order)
+        ends = output_packing.stream_ends
+        rows = torch.addcmul(select_rows(rows, output_packing), gate, self.to_out(mixed, ends))
         hidden = modulate(F.layer_norm(rows, (width,), eps=NORM_EPS), mlp_shift, mlp_scale)
-        inner = F.gelu(self.mlp_in(hidden, n))
-        return torch.addcmul(rows, mlp_gate, self.mlp_out(inner, n))
+        inner = F.gelu(self.mlp_in(hidden, ends))
+        return torch.addcmul(rows, mlp_gate, self.mlp_out(inner, ends))
 
     @staticmethod
-    def streams(
-        output: Tensor, rows: Tensor, condition: Tensor, layout: Packing, recompute: bool = False,
-        after: Packing | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """What forward(...) of these arguments gave, as text rows and latent rows."""
-        num_text = (layout if after is None else after).num_text
-        return output[:num_text], output[num_text:]
+    def split_streams(
+        output: Tensor, rows: Tensor, condition: Tensor, packing: Packing, recompute: bool = False,
+        output_packing: Packing | None = None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """The result of forward(...) of these arguments, as text rows and latent rows."""
+        ends = (packing if output_packing is None else output_packing).stream_ends
+        return output.tensor_split(ends[:-1])

@@ -1,11 +1,11 @@
-"""A whole block as one autograd Function: few operations, few saved tensors.
+"""A complete block as one autograd Function: few operations, few saved tensors.
 
-What autograd would keep of a block (norms, modulated rows, GELU's output, rotated queries) is cheap to compute again,
-so it is: saved are products of matrices only. Both streams' rows stand in one tensor (layout.py), so every
-elementwise operation runs once for both, and a product with their two weights is one grouped product on a CPU.
+Most of what autograd would save of a block (norms, modulated rows, GELU's output, rotated queries) is cheap to
+recompute; only results of matrix products are saved. The rows of all streams are in one tensor (packing.py), so every
+elementwise operation runs once, and the product with the streams' weights is one grouped product on a CPU.
 
-Rows keep the dtype they come in (fp32 under autocast); matrix products run in `compute_dtype`. The plain form of the
-same arithmetic stands in tests/models/plain.py, and tests compare values and gradients in fp64.
+Rows keep their dtype (fp32 under autocast); matrix products run in `compute_dtype`. The reference in plain PyTorch is
+tests/models/reference_mmdit.py, whose values and gradients tests compare in fp64.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mmldlm.models.layers import compute_dtype, without_autocast
+from mmldlm.models.layers import compute_dtype, stream_slices, without_autocast
 from mmldlm.models.mmdit.packing import Packing, attend, attention_dtype
 
 NORM_EPS = 1e-6
@@ -25,11 +25,16 @@ aten = torch.ops.aten
 
 
 class BlockWeights(NamedTuple):
-    """Parameters of a block of width H under a condition of width C; text's half first in each.
+    """Parameters of a block of width H under a condition of width C, with T streams; stream by stream in each.
 
-    modulation [2 x 6 H, C] and its bias [2 x 6 H] (shift, scale, gate of attention, then of the MLP), qkv [2 x 3 H, H],
-    qk_norm [2 x 2 x head_dim] (of queries, of keys; None without QK-RMSNorm), out [2 H, H], mlp_in [2 x 4 H, H],
-    mlp_out [2 H, 4 H].
+    Attributes:
+        modulation: shift, scale and gate of attention, then of the MLP. [T * 6 H, C]
+        modulation_bias: [T * 6 H].
+        qkv: [T * 3 H, H].
+        qk_norm: of queries, of keys; None without QK-RMSNorm. [T * 2 * head_dim]
+        out: [T * H, H].
+        mlp_in: [T * 4 H, H].
+        mlp_out: [T * H, 4 H].
     """
 
     modulation: Tensor
@@ -42,11 +47,17 @@ class BlockWeights(NamedTuple):
 
 
 class SavedTensors(NamedTuple):
-    """What the backward pass needs of a block's forward pass beside its inputs.
+    """What the backward pass needs of a block's forward pass, in addition to its inputs.
 
-    table [2 B, 6 H]; unit [R, 2, heads, head_dim] queries and keys of length 1, length [R, 2, heads, 1] what they were
-    divided by; joint [P, 3, heads, head_dim] and mixed [P, H], attention's ends in a graph of its own; attended [Q, H],
-    inner [Q, 4 H], outer [Q, H] results of to_out and the MLP's two layers, for the Q rows that are read.
+    Attributes:
+        table: modulation of each sample's streams. [T * B, 6 H]
+        unit: queries and keys of length 1; None without QK-RMSNorm. [R, 2, heads, head_dim]
+        length: what they were divided by. [R, 2, heads, 1]
+        joint: attention's input, the start of a graph of its own. [P, 3, heads, head_dim]
+        mixed: attention's output, the end of that graph. [P, H]
+        attended: result of `out` for the Q rows whose outputs are used. [Q, H]
+        inner: result of `mlp_in`. [Q, 4 H]
+        outer: result of `mlp_out`. [Q, H]
     """
 
     table: Tensor
@@ -59,66 +70,73 @@ class SavedTensors(NamedTuple):
     outer: Tensor
 
 
+# -- products with one weight per stream -------------------------------------------------------------------------------
+
+
 def _find_grouped_mm():
-    """torch's grouped product where it is known to work on a CPU: not in every version that is supported."""
+    """torch's grouped product if it works on a CPU: not in every version that is supported."""
     function = getattr(F, "grouped_mm", None)
     x = torch.arange(12, dtype=torch.float32, device="cpu").view(3, 4)
-    halves = torch.arange(32, dtype=torch.float32, device="cpu").view(2, 4, 4)
+    weights = torch.arange(32, dtype=torch.float32, device="cpu").view(2, 4, 4)
     try:
-        found = function(x, halves, offs=torch.tensor([2, 3], dtype=torch.int32, device="cpu"))
+        result = function(x, weights, offs=torch.tensor([2, 3], dtype=torch.int32, device="cpu"))
     except (TypeError, RuntimeError, NotImplementedError):
         return None
-    return function if torch.equal(found, torch.cat([x[:2] @ halves[0], x[2:] @ halves[1]])) else None
+    return function if torch.equal(result, torch.cat([x[:2] @ weights[0], x[2:] @ weights[1]])) else None
 
 
 _grouped_mm = _find_grouped_mm()
 
 
-def _is_grouped(layout: Packing, x: Tensor, weight: Tensor) -> bool:
+def _is_grouped(packing: Packing, x: Tensor, weight: Tensor) -> bool:
     """Whether grouped_mm takes this product: rows of both must start at multiples of 16 bytes."""
-    if _grouped_mm is None or layout.ends is None or x.dtype == torch.float64:
+    if _grouped_mm is None or packing.group_offsets is None or x.dtype == torch.float64:
         return False
-    return not any(size * x.element_size() % 16 for size in (x.shape[1], weight.shape[0] // 2, weight.shape[1]))
+    sizes = (x.shape[1], weight.shape[0] // len(packing.stream_ends), weight.shape[1])
+    return not any(size * x.element_size() % 16 for size in sizes)
 
 
-def _product(x: Tensor, weight: Tensor, layout: Packing) -> Tensor:
-    """x [R, I] @ weight [2 x O, I].T of each row's stream: [R, O]."""
-    halves = weight.view(2, -1, weight.shape[1])
-    return _by_stream(x, halves.transpose(1, 2), layout, _is_grouped(layout, x, weight), None)
+def _stream_matmul(x: Tensor, weight: Tensor, packing: Packing) -> Tensor:
+    """x [R, I] @ weight [T x O, I].T of each row's stream: [R, O]."""
+    weights = weight.view(len(packing.stream_ends), -1, weight.shape[1])
+    return _matmul(x, weights.transpose(1, 2), packing, _is_grouped(packing, x, weight))
 
 
-def _product_back(grad: Tensor, weight: Tensor, layout: Packing, out: Tensor | None = None) -> Tensor:
-    """grad [R, O] @ weight [2 x O, I] of each row's stream: [R, I]. With out (in any dtype), written there."""
-    halves = weight.view(2, -1, weight.shape[1])
-    return _by_stream(grad, halves, layout, _is_grouped(layout, grad, weight), out)
+def _stream_matmul_transposed(grad: Tensor, weight: Tensor, packing: Packing, out: Tensor | None = None) -> Tensor:
+    """grad [R, O] @ weight [T x O, I] of each row's stream: [R, I]. With out (in any dtype), written there."""
+    weights = weight.view(len(packing.stream_ends), -1, weight.shape[1])
+    is_grouped = _is_grouped(packing, grad, weight)
+    if out is not None and out.dtype != grad.dtype:
+        return out.copy_(_matmul(grad, weights, packing, is_grouped))
+    return _matmul(grad, weights, packing, is_grouped, out)
 
 
-def _by_stream(x: Tensor, halves: Tensor, layout: Packing, is_grouped: bool, out: Tensor | None) -> Tensor:
-    if out is not None and out.dtype != x.dtype:
-        return out.copy_(_by_stream(x, halves, layout, is_grouped, None))
+def _matmul(x: Tensor, weights: Tensor, packing: Packing, is_grouped: bool, out: Tensor | None = None) -> Tensor:
     if out is None and is_grouped:
-        return _grouped_mm(x, halves, offs=layout.ends)
+        return _grouped_mm(x, weights, offs=packing.group_offsets)
     if out is None:
-        out = x.new_empty(x.shape[0], halves.shape[2])
-    n = layout.num_text
-    torch.mm(x[:n], halves[0], out=out[:n])
-    torch.mm(x[n:], halves[1], out=out[n:])
+        out = x.new_empty(x.shape[0], weights.shape[2])
+    for rows, weight in zip(stream_slices(packing.stream_ends), weights):
+        torch.mm(x[rows], weight, out=out[rows])
     return out
 
 
-def _weight_grad(grad: Tensor, x: Tensor, weight: Tensor, layout: Packing) -> Tensor:
-    """Gradient [2 x O, I] of a weight that took x [R, I] to where grad [R, O] stands, in the weight's dtype."""
-    if _is_grouped(layout, x, weight):
-        found = _grouped_mm(grad.t(), x, offs=layout.ends)
-        return found.view(weight.shape).to(weight.dtype)
-    found, n = grad.new_empty(2, grad.shape[1], x.shape[1]), layout.num_text
-    torch.mm(grad[:n].t(), x[:n], out=found[0])
-    torch.mm(grad[n:].t(), x[n:], out=found[1])
-    return found.view(weight.shape).to(weight.dtype)
+def _weight_grad(grad: Tensor, x: Tensor, weight: Tensor, packing: Packing) -> Tensor:
+    """Gradient [T x O, I], in the weight's dtype, of a weight that took x [R, I] to outputs of gradient [R, O]."""
+    if _is_grouped(packing, x, weight):
+        result = _grouped_mm(grad.t(), x, offs=packing.group_offsets)
+        return result.view(weight.shape).to(weight.dtype)
+    result = grad.new_empty(len(packing.stream_ends), grad.shape[1], x.shape[1])
+    for rows, part in zip(stream_slices(packing.stream_ends), result):
+        torch.mm(grad[rows].t(), x[rows], out=part)
+    return result.view(weight.shape).to(weight.dtype)
+
+
+# -- small parts -------------------------------------------------------------------------------------------------------
 
 
 def _norm(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Layer norm without weights: normalised rows, mean, reciprocal deviation."""
+    """Layer norm without weights: normalized rows, mean, reciprocal deviation."""
     return aten.native_layer_norm(x, [x.shape[-1]], None, None, NORM_EPS)
 
 
@@ -126,10 +144,16 @@ def _norm_backward(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Tenso
     return aten.native_layer_norm_backward(grad, x, [x.shape[-1]], mean, rstd, None, None, [True, False, False])[0]
 
 
-def _rotate(rows: Tensor, layout: Packing, back: bool = False) -> None:
-    """RoPE on text rows [N, 2, heads, head_dim], in place: neighbouring dimensions turn together as complex numbers."""
-    turn = torch.view_as_complex(layout.rotation[:, int(back)])[:, None, None]
+def _rotate(rows: Tensor, packing: Packing, inverse: bool = False) -> None:
+    """RoPE on text rows [N, 2, heads, head_dim], in place: neighboring dimensions turn together as complex numbers."""
+    turn = torch.view_as_complex(packing.rotation[:, int(inverse)])[:, None, None]
     torch.view_as_complex(rows.unflatten(-1, (-1, 2))).mul_(turn)
+
+
+def _scale_streams(rows: Tensor, weights: Tensor, packing: Packing, out: Tensor) -> None:
+    """out = rows [R, 2, heads, head_dim] times the norm weights [T, 2, 1, head_dim] of each row's stream."""
+    for part, weight in zip(stream_slices(packing.stream_ends), weights):
+        torch.mul(rows[part], weight, out=out[part])
 
 
 def _multiply_out(a: Tensor, b: Tensor, out: Tensor) -> None:
@@ -139,201 +163,221 @@ def _multiply_out(a: Tensor, b: Tensor, out: Tensor) -> None:
         torch.mul(a, b, out=out)
 
 
+def modulation_of_rows(table: Tensor, packing: Packing, output_packing: Packing) -> tuple[Tensor, ...]:
+    """[T * B, 6 H] -> shift, scale of attention [R, H]; its gate, the MLP's shift, scale and gate [Q, H]."""
+    if output_packing is packing:
+        return table.index_select(0, packing.modulation_index).view(-1, 6, table.shape[1] // 6).unbind(1)
+    inputs, outputs = table.tensor_split((table.shape[1] // 3,), 1)
+    return (
+        *inputs.index_select(0, packing.modulation_index).chunk(2, 1),
+        *outputs.index_select(0, output_packing.modulation_index).chunk(4, 1),
+    )
+
+
+def select_rows(x: Tensor, output_packing: Packing) -> Tensor:
+    """[R, H] -> [Q, H]."""
+    return x if output_packing.kept_rows is None else x.index_select(0, output_packing.kept_rows)
+
+
+# -- the block ---------------------------------------------------------------------------------------------------------
+
+
 def _forward(
-    x: Tensor, condition: Tensor, layout: Packing, after: Packing, heads: int, low: torch.dtype, weights: BlockWeights,
-    keeps: bool,
+    x: Tensor, condition: Tensor, packing: Packing, output_packing: Packing, heads: int, low: torch.dtype,
+    weights: BlockWeights, saves: bool,
 ) -> tuple[Tensor, SavedTensors]:  # fmt: skip
-    n, (num_rows, width) = layout.num_text, x.shape
+    num_text, (num_rows, width) = packing.num_text, x.shape
     bias = weights.modulation_bias.to(low)
     table = torch.addmm(bias, condition.to(low), weights.modulation.to(low).t()).to(x.dtype).view(-1, 6 * width)
-    shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = modulation_of_rows(table, layout, after)
+    shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = modulation_of_rows(table, packing, output_packing)
 
-    qkv = _product(torch.addcmul(shift, _norm(x)[0], scale).to(low), weights.qkv.to(low), layout)
+    qkv = _stream_matmul(torch.addcmul(shift, _norm(x)[0], scale).to(low), weights.qkv.to(low), packing)
     qkv = qkv.to(attention_dtype(low, x.device))
     queries_keys = qkv[:, : 2 * width].view(num_rows, 2, heads, -1)
-    exact = layout.eps.dtype
+    exact = packing.eps.dtype
     unit = length = softmax_scale = None
-    turned = queries_keys if qkv.dtype == exact else torch.empty_like(queries_keys, dtype=exact)
+    rotated = queries_keys if qkv.dtype == exact else torch.empty_like(queries_keys, dtype=exact)
     if weights.qk_norm is not None:
         # Of length 1 here, of mean square 1 in the model: the softmax's scale makes up for it.
         softmax_scale = (width // heads) ** 0.5
-        length = torch.linalg.vector_norm(queries_keys, dim=-1, keepdim=True, dtype=exact).hypot(layout.eps)
+        length = torch.linalg.vector_norm(queries_keys, dim=-1, keepdim=True, dtype=exact).hypot(packing.eps)
         unit = queries_keys / length
-        learned = weights.qk_norm.to(exact).view(2, 2, 1, -1)
-        torch.mul(unit[:n], learned[0], out=turned[:n])
-        torch.mul(unit[n:], learned[1], out=turned[n:])
+        norm_weights = weights.qk_norm.to(exact).view(len(packing.stream_ends), 2, 1, -1)
+        _scale_streams(unit, norm_weights, packing, out=rotated)
         unit = unit.to(low)
-    elif turned is not queries_keys:
-        turned.copy_(queries_keys)
-    _rotate(turned[:n], layout)
-    if turned is not queries_keys:
-        queries_keys.copy_(turned)
+    elif rotated is not queries_keys:
+        rotated.copy_(queries_keys)
+    _rotate(rotated[:num_text], packing)
+    if rotated is not queries_keys:
+        queries_keys.copy_(rotated)
 
-    joint = qkv.index_select(0, layout.order).view(-1, 3, heads, width // heads)
-    with torch.set_grad_enabled(keeps):  # inside a Function nothing records but this
-        mixed = attend(joint.requires_grad_(keeps), layout, softmax_scale)
+    joint = qkv.index_select(0, packing.order).view(-1, 3, heads, width // heads)
+    with torch.set_grad_enabled(saves):  # inside a Function nothing else records
+        mixed = attend(joint.requires_grad_(saves), packing, softmax_scale)
 
-    attended = _product(mixed.detach().to(low).index_select(0, after.back), weights.out.to(low), after)
-    middle = torch.addcmul(select_rows(x, after), gate, attended.to(x.dtype))
+    rows = mixed.detach().to(low).index_select(0, output_packing.inverse_order)
+    attended = _stream_matmul(rows, weights.out.to(low), output_packing)
+    middle = torch.addcmul(select_rows(x, output_packing), gate, attended.to(x.dtype))
     rows = torch.addcmul(mlp_shift, _norm(middle)[0], mlp_scale).to(low)
-    inner = _product(rows, weights.mlp_in.to(low), after)
-    outer = _product(F.gelu(inner), weights.mlp_out.to(low), after)
+    inner = _stream_matmul(rows, weights.mlp_in.to(low), output_packing)
+    outer = _stream_matmul(F.gelu(inner), weights.mlp_out.to(low), output_packing)
     out = torch.addcmul(middle, mlp_gate, outer.to(x.dtype))
     return out, SavedTensors(table, unit, length, joint, mixed, attended, inner, outer)
 
 
-def modulation_of_rows(table: Tensor, layout: Packing, after: Packing) -> tuple[Tensor, ...]:
-    """[2 B, 6 H] -> shift, scale of attention [R, H]; its gate, the MLP's shift, scale and gate [Q, H]."""
-    if after is layout:
-        return table.index_select(0, layout.owner).view(-1, 6, table.shape[1] // 6).unbind(1)
-    before, behind = table.tensor_split((table.shape[1] // 3,), 1)
-    return *before.index_select(0, layout.owner).chunk(2, 1), *behind.index_select(0, after.owner).chunk(4, 1)
-
-
-def select_rows(x: Tensor, after: Packing) -> Tensor:
-    """[R, H] -> [Q, H]."""
-    return x if after.read is None else x.index_select(0, after.read)
-
-
 class FusedBlock(torch.autograd.Function):
-    """x [R, H], condition [B, C] (SiLU'd), layouts before and after, the number of heads, `BlockWeights` -> [Q, H].
+    """x [R, H], condition [B, C] (SiLU'd), packings, the number of heads, `BlockWeights` -> [Q, H].
 
-    The layout after is that of the Q rows that somebody reads (`Layout.reading`), or the one before: then Q = R.
-    With recompute only the inputs are kept, and the backward pass begins with the forward pass.
+    The output packing is that of the Q rows whose outputs are used (`Packing.restrict_to`), or the input's: then Q = R.
+    With recompute only the inputs are saved, and the backward pass begins with the forward pass.
     """
 
     @staticmethod
     def forward(
-        ctx, x, condition, layout: Packing, after: Packing, heads: int, recompute: bool, needs_grad: bool, *weights
-    ):
-        keeps, low = needs_grad and not recompute, compute_dtype(weights[2])
+        ctx, x, condition, packing: Packing, output_packing: Packing, heads: int, recompute: bool, needs_grad: bool,
+        *weights,
+    ):  # fmt: skip
+        saves, low = needs_grad and not recompute, compute_dtype(weights[2])
         with without_autocast(x):
-            out, kept = _forward(x, condition, layout, after, heads, low, BlockWeights(*weights), keeps)
-        ctx.layouts, ctx.heads, ctx.low, ctx.attention, tensors = (layout, after), heads, low, None, ()
-        if keeps:
-            ctx.attention = kept.joint, torch.autograd.graph.get_gradient_edge(kept.mixed)
-            tensors = (kept.table, kept.unit, kept.length, kept.mixed.detach(), *kept[5:])
+            weights = BlockWeights(*weights)
+            out, saved = _forward(x, condition, packing, output_packing, heads, low, weights, saves)
+        ctx.packings, ctx.heads, ctx.low, ctx.attention, tensors = (packing, output_packing), heads, low, None, ()
+        if saves:
+            ctx.attention = saved.joint, torch.autograd.graph.get_gradient_edge(saved.mixed)
+            tensors = (saved.table, saved.unit, saved.length, saved.mixed.detach(), *saved[5:])
         ctx.save_for_backward(x, condition, *weights, *tensors)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        x, condition, *saved = ctx.saved_tensors
+        x, condition, *stored = ctx.saved_tensors
         num_weights = len(BlockWeights._fields)
-        weights, tensors = BlockWeights(*saved[:num_weights]), saved[num_weights:]
-        low = ctx.low
+        weights, tensors = BlockWeights(*stored[:num_weights]), stored[num_weights:]
         with without_autocast(x):
             if tensors:
                 if ctx.attention is None:  # its graph is freed with the first pass, as torch frees any
                     raise RuntimeError("a block's graph goes backward once: run the forward pass again")
                 (joint, edge), ctx.attention = ctx.attention, None
-                kept = SavedTensors(*tensors[:3], joint, *tensors[3:])
+                saved = SavedTensors(*tensors[:3], joint, *tensors[3:])
             else:
-                kept = _forward(x, condition, *ctx.layouts, ctx.heads, low, weights, True)[1]
-                joint, edge = kept.joint, torch.autograd.graph.get_gradient_edge(kept.mixed)
+                saved = _forward(x, condition, *ctx.packings, ctx.heads, ctx.low, weights, True)[1]
+                edge = torch.autograd.graph.get_gradient_edge(saved.mixed)
             needs = dict(zip(BlockWeights._fields, ctx.needs_input_grad[7:]))
-            return _backward(grad, x, condition, *ctx.layouts, low, weights, needs, kept, edge)
+            backward = _Backward(x, condition, *ctx.packings, ctx.low, weights, needs, saved)
+            return backward.run(grad, edge)
 
 
-def _backward(
-    grad,
-    x,
-    condition,
-    layout: Packing,
-    after: Packing,
-    low: torch.dtype,
-    weights: BlockWeights,
-    needs,
-    kept: SavedTensors,
-    edge,
-):
-    """Gradients of FusedBlock's inputs."""
-    n, (num_rows, width) = layout.num_text, x.shape
-    heads = kept.joint.shape[2]
-    found: dict[str, Tensor | None] = dict.fromkeys(BlockWeights._fields)
+class _Backward:
+    """The backward pass of one block, from its output to its inputs; gradients of weights collect in `grads`."""
 
-    def weight_grad(name: str, d: Tensor, rows: Tensor, where: Packing) -> None:
-        if needs[name]:
-            found[name] = _weight_grad(d, rows, getattr(weights, name), where)
+    def __init__(self, x, condition, packing, output_packing, low, weights: BlockWeights, needs, saved: SavedTensors):
+        self.x, self.condition, self.packing, self.output_packing = x, condition, packing, output_packing
+        self.low, self.weights, self.needs, self.saved = low, weights, needs, saved
+        self.grads: dict[str, Tensor | None] = dict.fromkeys(BlockWeights._fields)
+        # Gradients that are summed over the rows of a sample are columns of one tensor: norms of queries and keys, then
+        # attention's shift and scale; the other four modulations (which may have fewer rows).
+        width = x.shape[1]
+        self.has_norm = saved.unit is not None
+        widths = ((4 if self.has_norm else 2) * width, 4 * width)
+        if output_packing is packing:
+            self.columns = x.new_empty(x.shape[0], sum(widths))
+            self.input_columns, self.output_columns = self.columns.split(widths, dim=1)
+        else:
+            self.input_columns = x.new_empty(x.shape[0], widths[0])
+            self.output_columns = x.new_empty(saved.outer.shape[0], widths[1])
 
-    # What is summed over the rows of a sample stands side by side: norms of queries and keys, attention's shift and
-    # scale, then the other four modulations (of another number of rows where not all are read).
-    with_norm = kept.unit is not None
-    widths = ((4 if with_norm else 2) * width, 4 * width)
-    if after is layout:
-        columns = x.new_empty(num_rows, sum(widths))
-        before, behind = columns.split(widths, dim=1)
-    else:
-        before, behind = x.new_empty(num_rows, widths[0]), x.new_empty(grad.shape[0], widths[1])
-    *d_norms, d_shift, d_scale = before.split((*((2 * width,) if with_norm else ()), width, width), dim=1)
-    d_gate, d_mlp_shift, d_mlp_scale, d_mlp_gate = behind.chunk(4, dim=1)
-    shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = modulation_of_rows(kept.table, layout, after)
+    def run(self, grad: Tensor, edge) -> tuple[Tensor | None, ...]:
+        """Gradients of FusedBlock's inputs."""
+        modulation = modulation_of_rows(self.saved.table, self.packing, self.output_packing)
+        shift, scale, gate, *mlp_modulation = modulation
+        d_middle = self._mlp(grad, gate, *mlp_modulation)
+        d_joint = self._attention(d_middle, gate, edge)
+        d_x = self._queries_keys_values(d_joint, shift, scale, d_middle)
+        d_condition = self._modulation()
+        return d_x, d_condition, None, None, None, None, None, *self.grads.values()
 
-    # The MLP and its residual branch.
-    _multiply_out(grad, kept.outer, d_mlp_gate)
-    d_outer = (grad * mlp_gate).to(low)
-    weight_grad("mlp_out", d_outer, F.gelu(kept.inner), after)
-    d_inner = _product_back(d_outer, weights.mlp_out.to(low), after)
-    d_inner = aten.gelu_backward(d_inner, kept.inner)
-    middle = torch.addcmul(select_rows(x, after), gate, kept.attended.to(x.dtype))
-    hat, mean, rstd = _norm(middle)
-    weight_grad("mlp_in", d_inner, torch.addcmul(mlp_shift, hat, mlp_scale).to(low), after)
-    _product_back(d_inner, weights.mlp_in.to(low), after, out=d_mlp_shift)
-    torch.mul(d_mlp_shift, hat, out=d_mlp_scale)
-    d_middle = _norm_backward(d_mlp_shift * mlp_scale, middle, mean, rstd).add_(grad)
+    def _weight_grad(self, name: str, grad: Tensor, rows: Tensor, packing: Packing) -> None:
+        if self.needs[name]:
+            self.grads[name] = _weight_grad(grad, rows, getattr(self.weights, name), packing)
 
-    # Attention's output.
-    _multiply_out(d_middle, kept.attended, d_gate)
-    d_attended = (d_middle * gate).to(low)
-    weight_grad("out", d_attended, kept.mixed.to(low).index_select(0, after.back), after)
-    d_rows = _product_back(d_attended, weights.out.to(low), after)
-    if layout.order.shape[0] == d_rows.shape[0] and after.read is None:
-        d_mixed = d_rows.index_select(0, layout.order)
-    else:  # padded positions are nobody's output
-        d_mixed = d_rows.new_zeros(layout.order.shape[0], width)
-        put = d_mixed.index_copy_ if after.read is None else d_mixed.index_add_  # a row may be read twice
-        put(0, after.back, d_rows)
-    (d_joint,) = torch.autograd.grad((edge,), (kept.joint,), (d_mixed.to(kept.mixed.dtype),))
+    def _mlp(self, grad, gate, mlp_shift, mlp_scale, mlp_gate) -> Tensor:
+        """The MLP and its residual branch: the gradient of the rows before it. [Q, H]"""
+        saved, packing = self.saved, self.output_packing
+        _, d_shift, d_scale, d_gate = self.output_columns.chunk(4, dim=1)
+        _multiply_out(grad, saved.outer, d_gate)
+        d_outer = (grad * mlp_gate).to(self.low)
+        self._weight_grad("mlp_out", d_outer, F.gelu(saved.inner), packing)
+        d_inner = _stream_matmul_transposed(d_outer, self.weights.mlp_out.to(self.low), packing)
+        d_inner = aten.gelu_backward(d_inner, saved.inner)
+        middle = torch.addcmul(select_rows(self.x, packing), gate, saved.attended.to(self.x.dtype))
+        normal, mean, rstd = _norm(middle)
+        self._weight_grad("mlp_in", d_inner, torch.addcmul(mlp_shift, normal, mlp_scale).to(self.low), packing)
+        _stream_matmul_transposed(d_inner, self.weights.mlp_in.to(self.low), packing, out=d_shift)
+        torch.mul(d_shift, normal, out=d_scale)
+        return _norm_backward(d_shift * mlp_scale, middle, mean, rstd).add_(grad)
 
-    # Queries, keys and values.
-    d_qkv = d_joint.view(-1, 3 * width).index_select(0, layout.back)
-    d_queries_keys = d_qkv[:, : 2 * width].view(num_rows, 2, heads, -1)
-    d = d_queries_keys.to(layout.eps.dtype)
-    _rotate(d[:n], layout, back=True)
-    if with_norm:
-        unit = kept.unit.to(d.dtype)
-        torch.mul(d, unit, out=d_norms[0].view(d.shape))
-        learned = weights.qk_norm.to(d.dtype).view(2, 2, 1, -1)
-        d[:n].mul_(learned[0])
-        d[n:].mul_(learned[1])
-        along = (d * unit).sum(-1, keepdim=True)
-        d.addcmul_(unit, along, value=-1).div_(kept.length)
-    if d.dtype != d_queries_keys.dtype:
-        d_queries_keys.copy_(d)
-    d_qkv = d_qkv.to(low)
-    hat, mean, rstd = _norm(x)
-    weight_grad("qkv", d_qkv, torch.addcmul(shift, hat, scale).to(low), layout)
-    _product_back(d_qkv, weights.qkv.to(low), layout, out=d_shift)
-    torch.mul(d_shift, hat, out=d_scale)
-    d_x = _norm_backward(d_shift * scale, x, mean, rstd)
-    d_x = d_x.add_(d_middle) if after.read is None else d_x.index_add_(0, after.read, d_middle)
+    def _attention(self, d_middle: Tensor, gate: Tensor, edge) -> Tensor:
+        """Attention and its output layer: the gradient of its input. [P, 3, heads, head_dim]"""
+        saved, packing, width = self.saved, self.output_packing, self.x.shape[1]
+        order = self.packing.order
+        _multiply_out(d_middle, saved.attended, self.output_columns[:, :width])
+        d_attended = (d_middle * gate).to(self.low)
+        self._weight_grad("out", d_attended, saved.mixed.to(self.low).index_select(0, packing.inverse_order), packing)
+        d_rows = _stream_matmul_transposed(d_attended, self.weights.out.to(self.low), packing)
+        if order.shape[0] == d_rows.shape[0] and packing.kept_rows is None:
+            d_mixed = d_rows.index_select(0, order)
+        else:  # the outputs of padded positions are not used
+            d_mixed = d_rows.new_zeros(order.shape[0], width)
+            # A kept row may be listed twice.
+            put = d_mixed.index_copy_ if packing.kept_rows is None else d_mixed.index_add_
+            put(0, packing.inverse_order, d_rows)
+        return torch.autograd.grad((edge,), (saved.joint,), (d_mixed.to(saved.mixed.dtype),))[0]
 
-    # Over samples.
-    if after is layout:
-        sums = layout.sum_by_sample(columns)
-        d_table = sums[:, -6 * width :].contiguous()
-    else:
-        sums = layout.sum_by_sample(before)
-        d_table = torch.cat([sums[:, -2 * width :], after.sum_by_sample(behind)], dim=1)
-    d_table = d_table.view(layout.batch, -1)
-    found["modulation_bias"] = d_table.sum(0).to(weights.modulation_bias.dtype)
-    if with_norm:
-        d_norm = sums[:, : 2 * width].view(layout.batch, 2, 2, heads, -1).sum((0, 3))
-        found["qk_norm"] = d_norm.view(-1).to(weights.qk_norm.dtype)
-    d_table = d_table.to(low)
-    if needs["modulation"]:
-        d_weight = torch.mm(d_table.t(), condition.to(low))
-        found["modulation"] = d_weight.to(weights.modulation.dtype)
-    d_condition = torch.mm(d_table, weights.modulation.to(low)).to(condition.dtype)
-    return d_x, d_condition, None, None, None, None, None, *found.values()
+    def _queries_keys_values(self, d_joint: Tensor, shift: Tensor, scale: Tensor, d_middle: Tensor) -> Tensor:
+        """Queries, keys and values, and the first norm: the gradient of the block's input. [R, H]"""
+        saved, packing, (num_rows, width) = self.saved, self.packing, self.x.shape
+        d_shift, d_scale = self.input_columns[:, -2 * width :].chunk(2, dim=1)
+        d_qkv = d_joint.view(-1, 3 * width).index_select(0, packing.inverse_order)
+        d_queries_keys = d_qkv[:, : 2 * width].view(num_rows, 2, saved.joint.shape[2], -1)
+        d = d_queries_keys.to(packing.eps.dtype)
+        _rotate(d[: packing.num_text], packing, inverse=True)
+        if self.has_norm:
+            unit = saved.unit.to(d.dtype)
+            torch.mul(d, unit, out=self.input_columns[:, : 2 * width].view(d.shape))
+            norm_weights = self.weights.qk_norm.to(d.dtype).view(len(packing.stream_ends), 2, 1, -1)
+            _scale_streams(d, norm_weights, packing, out=d)
+            along = (d * unit).sum(-1, keepdim=True)
+            d.addcmul_(unit, along, value=-1).div_(saved.length)
+        if d.dtype != d_queries_keys.dtype:
+            d_queries_keys.copy_(d)
+        d_qkv = d_qkv.to(self.low)
+        normal, mean, rstd = _norm(self.x)
+        self._weight_grad("qkv", d_qkv, torch.addcmul(shift, normal, scale).to(self.low), packing)
+        _stream_matmul_transposed(d_qkv, self.weights.qkv.to(self.low), packing, out=d_shift)
+        torch.mul(d_shift, normal, out=d_scale)
+        d_x = _norm_backward(d_shift * scale, self.x, mean, rstd)
+        kept = self.output_packing.kept_rows
+        return d_x.add_(d_middle) if kept is None else d_x.index_add_(0, kept, d_middle)
+
+    def _modulation(self) -> Tensor:
+        """Sums over the rows of each sample: gradients of norms and modulation, and of the condition. [B, C]"""
+        weights, packing, width = self.weights, self.packing, self.x.shape[1]
+        if self.output_packing is packing:
+            sums = packing.sum_by_sample(self.columns)
+            d_table = sums[:, -6 * width :].contiguous()
+        else:
+            sums = packing.sum_by_sample(self.input_columns)
+            outputs = self.output_packing.sum_by_sample(self.output_columns)
+            d_table = torch.cat([sums[:, -2 * width :], outputs], dim=1)
+        d_table = d_table.view(packing.batch, -1)
+        self.grads["modulation_bias"] = d_table.sum(0).to(weights.modulation_bias.dtype)
+        if self.has_norm:
+            heads, num_streams = self.saved.joint.shape[2], len(packing.stream_ends)
+            d_norm = sums[:, : 2 * width].view(packing.batch, num_streams, 2, heads, -1).sum((0, 3))
+            self.grads["qk_norm"] = d_norm.view(-1).to(weights.qk_norm.dtype)
+        d_table = d_table.to(self.low)
+        if self.needs["modulation"]:
+            d_weight = torch.mm(d_table.t(), self.condition.to(self.low))
+            self.grads["modulation"] = d_weight.to(weights.modulation.dtype)
+        return torch.mm(d_table, weights.modulation.to(self.low)).to(self.condition.dtype)

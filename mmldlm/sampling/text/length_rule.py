@@ -1,21 +1,26 @@
-"""How long a text shall be, from the model's own p(length | latent): sampling never sees the true length."""
+"""Choose the length of a text from the model's own p(length | latent); sampling never uses the true length."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from mmldlm.sampling.device import device_of
+from mmldlm.utils.counter_rng import Stream, uniforms
 
 RULES = ("median", "mode", "sample")
 
 
 def choose_lengths(logits: Tensor, rule: str = "median", uniform: Tensor | None = None) -> Tensor:
-    """Lengths from the length head's logits.
+    """Choose lengths from the length head's logits.
 
-    The median minimises the expected absolute error and is the default where a latent is given; without a latent
-    the distribution is broad and only drawing from it gives texts of different lengths.
+    The median minimizes the expected absolute error and is the default with a latent. Without a latent the distribution
+    is broad, and only drawing from it gives texts of different lengths.
 
     Args:
-        logits: [B, L] for lengths 1 .. L, EOS counted. rule: one of RULES. uniform: [B] in [0, 1), needed by sample.
+        logits: [B, L] for lengths 1 .. L, EOS counted.
+        rule: one of RULES.
+        uniform: [B] in [0, 1), required by `sample`.
 
     Returns:
         [B] int64 in 1 .. L.
@@ -28,3 +33,30 @@ def choose_lengths(logits: Tensor, rule: str = "median", uniform: Tensor | None 
     point = torch.full_like(cumulative[:, 0], 0.5) if rule == "median" else uniform.to(cumulative)
     below = (cumulative <= (point * cumulative[:, -1])[:, None]).sum(-1)
     return below.clamp_max(logits.shape[-1] - 1) + 1
+
+
+@torch.inference_mode()
+def predict_lengths(
+    model: nn.Module, latents: Tensor | None, count: int, rule: str | None = None, seed: int = 0, batch_size: int = 512
+) -> Tensor:
+    """Predict lengths with the model's length head; see `choose_lengths`.
+
+    Args:
+        latents: [count, D] (or [count, M, D]) in the encoder's space, or None.
+        rule: None takes the median of p(length | latent), or a draw from p(length) without a latent.
+
+    Returns:
+        [count] int64 lengths, EOS counted.
+    """
+    rule = rule or ("sample" if latents is None else "median")
+    device = device_of(model)
+    uniform = uniforms(seed, Stream.LENGTH, range(count), (1,))[:, 0].to(device)
+    if latents is None:
+        start = torch.full((1, 1), model.config.mask_token_id, dtype=torch.int64, device=device)
+        logits = model(start, None, text_positions=start.new_empty(0))["length_logits"].expand(count, -1)
+        return choose_lengths(logits, rule, uniform).cpu()
+    parts = []
+    for part, part_uniform in zip(latents.split(batch_size), uniform.split(batch_size)):
+        logits = model(None, model.scale_latents(part.to(device)))["length_logits"]
+        parts.append(choose_lengths(logits, rule, part_uniform))
+    return torch.cat(parts).cpu()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from mmldlm.data.batching.run_data import RunData
 from mmldlm.models import MultimodalMMDiT
+from mmldlm.tasks.translation.data import TranslationData
 from mmldlm.tasks.translation.embedding_init import encoder_token_embeddings
 
 
-def build_model(data: RunData) -> MultimodalMMDiT:
+def build_model(data: TranslationData) -> MultimodalMMDiT:
     """A function of config and data alone (training.seed, model.*); nothing is frozen yet, no engine wraps it."""
     config = data.config
     torch.manual_seed(config.training.seed)

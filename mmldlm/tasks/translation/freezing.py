@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import TYPE_CHECKING
 
+from mmldlm.config.renamed_keys import with_new_names
+from mmldlm.config.resume_compat import configs_to_resume
+from mmldlm.config.yaml_reader import read_yaml
 from mmldlm.errors import UserError
+from mmldlm.tasks.translation.config import TranslationConfig
+
+if TYPE_CHECKING:
+    from torch import nn
 
 # MM-LDLM's rule: l2t keeps the latent side, t2l the text side as it is. Valid for a model whose frozen side is already
 # trained; from scratch it leaves a random projection (docs/objectives.md), hence training.freeze=auto.
@@ -13,9 +20,19 @@ FROZEN_GROUPS = {"unconditional": (), "mixed": (), "l2t": ("latent",), "t2l": ("
 UNREAD_MODULES = {"unconditional": (), "mixed": (), "l2t": ("latent_head",), "t2l": ("text_head", "length_head")}
 
 
+def frozen_modules(mode: str, freeze: str) -> set[str]:
+    """Return the top-level modules that are not trained; preflight counts with it, without torch."""
+    sides = {
+        "text": ("text_encoder", "text_head", "length_head"),
+        "latent": ("latent_encoder", "latent_head"),
+    }
+    frozen = {name for group in FROZEN_GROUPS[mode] for name in sides[group]} if freeze == "mode" else set()
+    return frozen | set(UNREAD_MODULES[mode])
+
+
 def frozen_names(model: nn.Module, mode: str, freeze: str) -> set[str]:
     """Names of the parameters that training.loss_type=mode with training.freeze=freeze leaves alone."""
-    assert freeze in ("mode", "none"), "auto is decided when the data is opened (config.unchanged.decided_freeze)"
+    assert freeze in ("mode", "none"), "auto is decided when the data is opened (decided_freeze)"
     groups = model.parameter_groups()
     names = {name for group in FROZEN_GROUPS[mode] for name in groups[group]} if freeze == "mode" else set()
     names |= {name for name, _ in model.named_parameters() if name.split(".")[0] in UNREAD_MODULES[mode]}
@@ -66,3 +83,22 @@ def verify_parameter_freezing(model: nn.Module, mode: str, freeze: str) -> dict[
             "at least one trainable parameter", "none", "choose another training.freeze or training.loss_type"
         )
     return counts
+
+
+def decided_freeze(config: TranslationConfig) -> str:
+    """training.freeze with `auto` decided: `mode` or `none`.
+
+    A run that continues keeps what its checkpoints were trained with: one begun with training.init_from need not name
+    it again. Else trained weights are frozen by mode, and a random projection never.
+    """
+    training = config.training
+    if training.freeze != "auto":
+        return training.freeze
+    for path in configs_to_resume(config):
+        try:
+            before = with_new_names(read_yaml(path))["training"]["freeze"]
+        except (OSError, UserError, KeyError, TypeError):
+            continue  # what cannot be read is refused where the checkpoint itself is read
+        if before in ("mode", "none"):
+            return before
+    return "none" if training.init_from is None else "mode"

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mmldlm.config.schema import PURE_MODES, Config
+from mmldlm.data.batching.batch import Batch
 from mmldlm.data.batching.batch_plan import GlobalBatch, permute
 from mmldlm.diffusion import GaussianProcess, MaskedDiffusion
 from mmldlm.diffusion.timesteps import logit_normal, low_discrepancy, shift, stretch
+from mmldlm.tasks.translation.config import PURE_MODES, TranslationConfig
 
 UNCONDITIONAL, L2T, T2L = range(3)
 assert PURE_MODES == ("unconditional", "l2t", "t2l")
@@ -21,46 +22,25 @@ assert PURE_MODES == ("unconditional", "l2t", "t2l")
 _SAMPLE_STREAM, _BATCH_STREAM = 1, 2
 
 
-@dataclass
-class NoisedBatch:
-    """One micro-batch, ready for the model. B samples, S positions (longest text), M scored positions, D latent dim.
+@dataclass(kw_only=True)
+class NoisedBatch(Batch):
+    """One micro-batch, noised. B samples, S positions (longest text), M scored positions, D latent dim.
+
+    Where a text has N latents, [B, D] below is [B, N, D].
 
     Attributes:
-        tensors: text_tokens [B, S] int64 (noised), attention_mask [B, S] bool, latents [B, D] fp32 (noised, model
-            space; like latent_targets and latent_clean [B, N, D] where a text has N latents), text_timesteps [B],
-            latent_timesteps [B] fp32, text_is_null and latent_is_null [B] bool, token_positions [N] int64 in B * S (the
-            text to compute: real tokens, of a null text the first position), text_positions [M] int64 in B * S,
-            text_targets [M] int64, text_weights [M] fp32 (NELBO weight), text_rows [M] int64 (sample of each scored
-            position), latent_targets [B, D] fp32, latent_clean [B, D] fp32, latent_weights [B] fp32 (0 where the
-            latent is not scored), length_targets [B] int64 (length - 1), length_weights [B] fp32.
-        ids: [B] sample ids. modes: [B]. real: [B] False for placeholders of an incomplete batch.
-        num_text_tokens, num_latents, num_lengths: counts over the whole GLOBAL batch that normalise the three losses
-            (of N latents a text, every one).
-        num_tokens: real text tokens of this micro-batch.
-        bad: {id, reason} of samples masked out as unusable or, with "mended": True, mended (stability.nan_to_num).
+        tensors: text_tokens [B, S] int64 (noised), attention_mask [B, S] bool, latents [B, D] fp32 (noised, in model
+            space, as latent_targets and latent_clean), text_timesteps [B], latent_timesteps [B] fp32, text_is_null and
+            latent_is_null [B] bool, token_positions [T] int64 in B * S (text to compute: real tokens, of a null text
+            the first position), text_positions [M] int64 in B * S, text_targets [M] int64, text_weights [M] fp32 (NELBO
+            weight), text_rows [M] int64 (sample of each scored position), latent_targets [B, D] fp32, latent_clean
+            [B, D] fp32, latent_weights [B] fp32 (0 where the latent is not scored), length_targets [B] int64
+            (length - 1), length_weights [B] fp32.
+        modes: [B] index in PURE_MODES.
+        counts: text_tokens, latents (of N latents per text, each), lengths.
     """
 
-    tensors: dict[str, Tensor]
-    ids: np.ndarray
     modes: np.ndarray
-    real: np.ndarray
-    num_text_tokens: int
-    num_latents: int
-    num_lengths: int
-    num_tokens: int
-    epoch: int
-    index: int
-    bad: list[dict] = field(default_factory=list)
-
-    def to(self, device, non_blocking: bool = True) -> NoisedBatch:
-        """Move the tensors to a device."""
-        self.tensors = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self.tensors.items()}
-        return self
-
-    def pin_memory(self) -> NoisedBatch:
-        """Called by DataLoader's pinning thread."""
-        self.tensors = {name: tensor.pin_memory() for name, tensor in self.tensors.items()}
-        return self
 
 
 def _generator(seed: int, epoch: int, *counter: int) -> np.random.Generator:
@@ -88,7 +68,7 @@ class Noiser:
 
     def __init__(
         self,
-        config: Config,
+        config: TranslationConfig,
         mask_token_id: int,
         pad_token_id: int,
         eos_token_id: int,
@@ -129,12 +109,12 @@ class Noiser:
         latent_u = low_discrepancy(torch.from_numpy(ranks[2]), float(offsets[2]), batch.size)
         return modes, text_u, latent_u
 
-    def make(self, batch: GlobalBatch, slots: np.ndarray, store, lengths: np.ndarray) -> NoisedBatch:
+    def collate(self, batch: GlobalBatch, slots: np.ndarray, samples, lengths: np.ndarray) -> NoisedBatch:
         """Noise the samples at some places of a global batch.
 
         Args:
             batch: the global batch. slots: [B] places; places past its end become placeholders of weight 0.
-            store: read with `get(ids)`. lengths: [N] tokens of every sample, EOS included.
+            samples: a store, read with `get(ids)`. lengths: [N] tokens of every sample, EOS included.
 
         Returns:
             The micro-batch on the CPU.
@@ -148,7 +128,7 @@ class Noiser:
         ids = batch.ids[np.where(real, slots, 0)]
         places = np.minimum(slots, batch.size - 1)  # of placeholders, any will do
         modes = modes_all[places]
-        rows = store.get(ids)
+        rows = samples.get(ids)
         rows, mended = self._replace_nonfinite(rows)
         reasons = [
             self._rejection_reason(rows.tokens[row], rows.latents[row], lengths[sample])
@@ -206,7 +186,7 @@ class Noiser:
         clean, noise_tensor = torch.from_numpy(latents), torch.from_numpy(noise)
         z = torch.where(_over(mode == L2T, clean), clean, self.latent.add_noise(clean, noise_tensor, latent_t))
         latent_scored = torch.from_numpy(real & (modes != L2T))
-        latent_weights = torch.where(latent_scored, self.latent.loss_weight(latent_t.clamp_min(1e-6)), 0.0)
+        latent_weights = torch.where(latent_scored, self.latent.loss_weights(latent_t.clamp_min(1e-6)), 0.0)
         length_scored = torch.from_numpy(real & (modes != T2L))
         tensors = {
             "text_tokens": noised,
@@ -219,7 +199,7 @@ class Noiser:
             "text_targets": clean_tokens.flatten()[positions],
             "text_weights": weights[text_rows].float(),
             "text_rows": text_rows,
-            "latent_targets": self.latent.target(clean, noise_tensor, latent_t),
+            "latent_targets": self.latent.targets(clean, noise_tensor, latent_t),
             "latent_clean": clean,
             "latent_weights": latent_weights.float(),
             "length_targets": real_tokens.sum(1) - 1,
@@ -234,9 +214,11 @@ class Noiser:
             ids=ids,
             modes=modes,
             real=real,
-            num_text_tokens=int(lengths_real[has_text].sum()),
-            num_latents=int((modes_real != L2T).sum()) * math.prod(latents.shape[1:-1]),
-            num_lengths=int(has_text.sum()),
+            counts={
+                "text_tokens": int(lengths_real[has_text].sum()),
+                "latents": int((modes_real != L2T).sum()) * math.prod(latents.shape[1:-1]),
+                "lengths": int(has_text.sum()),
+            },
             num_tokens=int(attention[real].sum()),
             epoch=batch.epoch,
             index=batch.index,
@@ -279,10 +261,10 @@ class Noiser:
             return tokens.masked_fill(masked, self.text.mask_token_id), masked, ones, ones
         if config.masking == "count":
             noised, masked, share = self.text.corrupt_count(tokens, strata, uniform, maskable, self.text.mask_token_id)
-            return noised, masked, self.text.time_of(share), 1 / share
+            return noised, masked, self.text.timestep_of(share), 1 / share
         t = stretch(strata, config.t_min)
         noised, masked = self.text.corrupt(tokens, t, uniform, maskable)
-        return noised, masked, t, self.text.nelbo_weight(t)
+        return noised, masked, t, self.text.loss_weights(t)
 
     def _latent_timesteps(self, strata: Tensor, own: Tensor) -> Tensor:
         config = self.latent_config

@@ -6,21 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmldlm.config.schema import Config
 from mmldlm.diffusion import GaussianProcess
-
-# Sums over a micro-batch, in the order of the vector that is all-reduced once a step.
-METRICS = (
-    "loss",  # this rank's contribution to the step's loss
-    "text_nelbo_sum",  # nats, weighted by 1 / t
-    "text_correct",  # masked positions predicted right
-    "text_masked",  # masked positions
-    "latent_error_sum",  # squared error a dimension, summed over scored samples
-    "latent_cosine_sum",  # cosine of the x0 estimate with the clean latent
-    "latent_scored",
-    "length_nll_sum",
-    "length_scored",
-)
+from mmldlm.tasks.translation.config import TranslationConfig
 
 
 def _weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
@@ -39,7 +26,7 @@ class TranslationObjective:
         config: the run's config (loss weights, options, latent diffusion).
     """
 
-    def __init__(self, config: Config):
+    def __init__(self, config: TranslationConfig):
         self.loss = config.loss
         # The text's share of the loss is taken into the rows' weights, which saves a pass over the head's gradients;
         # float16 lacks the range for that (its loss scale comes later).
@@ -52,7 +39,10 @@ class TranslationObjective:
 
         Returns:
             loss: fp32 scalar, this micro-batch's share of the global batch's loss.
-            metrics: fp32 scalars named in METRICS, detached.
+            metrics: fp32 scalars, detached: text_nelbo_sum (nats, weighted by 1 / t), text_correct (masked positions
+                predicted right), text_masked (masked positions), latent_error_sum (squared error per dimension),
+                latent_cosine_sum (cosine of the x0 estimate with the clean latent), latent_scored, length_nll_sum,
+                length_scored, and loss.
         """
         tensors = batch.tensors
         weights = tensors["text_weights"]
@@ -60,7 +50,7 @@ class TranslationObjective:
             weights = weights.clamp_max(self.loss.text_weight_clip)
         if self.loss.text_loss_clamp is not None:
             weights = self._clamped_text_weights(model, batch, weights)
-        text_share = self.loss.text_loss_weight / max(batch.num_text_tokens, 1)
+        text_share = self.loss.text_loss_weight / max(batch.counts["text_tokens"], 1)
         if self._weighs_inside:
             text_loss = (out := self._forward(model, tensors, weights * text_share))["text_loss_sum"]
         else:
@@ -77,8 +67,8 @@ class TranslationObjective:
 
         # Each term is in the graph even where this batch scores nothing of it: every parameter then has a (zero)
         # gradient on every rank, and no engine waits for one that never comes.
-        latent_share = self.loss.latent_loss_weight / max(batch.num_latents, 1)
-        length_share = self.loss.length_loss_weight / max(batch.num_lengths, 1)
+        latent_share = self.loss.latent_loss_weight / max(batch.counts["latents"], 1)
+        length_share = self.loss.length_loss_weight / max(batch.counts["lengths"], 1)
         loss = text_loss.add(latent_sum, alpha=latent_share).add(length_sum, alpha=length_share)
         with torch.no_grad():
             metrics = self._metrics(loss, out, tensors, error, length_sum)
@@ -130,9 +120,7 @@ class TranslationObjective:
 
     def _metrics(self, loss, out, tensors, error, length_sum) -> dict[str, Tensor]:
         scored = (tensors["latent_weights"] > 0).float()
-        x0 = out["latent_pred"]
-        if self.latent.prediction != "x0":
-            x0 = self.latent.to_x0(x0, tensors["latents"], tensors["latent_timesteps"].clamp_max(0.999))
+        x0 = self.latent.to_x0(out["latent_pred"], tensors["latents"], tensors["latent_timesteps"])
         return {
             "loss": loss.detach(),
             "text_nelbo_sum": _weighted_sum(out["text_nll"], tensors["text_weights"]),

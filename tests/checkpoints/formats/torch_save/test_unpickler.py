@@ -77,7 +77,9 @@ TENSOR = b"ctorch._utils\n_rebuild_tensor_v2\n(" + STORAGE + b"K\x00(K\x02t(K\x0
 
 
 @pytest.mark.parametrize("value", [STORAGE, TENSOR, b"ctorch\nfloat32\n", b"ctorch._utils\n_rebuild_parameter\n"])
-@pytest.mark.parametrize("state", [b"}X\x05\x00\x00\x00dtypeX\x05\x00\x00\x00int64s", b"N}\x86", b"](X\x01\x00\x00\x00ae"])
+@pytest.mark.parametrize(
+    "state", [b"}X\x05\x00\x00\x00dtypeX\x05\x00\x00\x00int64s", b"N}\x86", b"](X\x01\x00\x00\x00ae"]
+)
 def test_no_attribute_can_be_set(value, state):
     """BUILD on descriptions: dataclasses must not get a __setstate__ that obeys it."""
     assert read_pickle(b"\x80\x02" + value + b".") is not None

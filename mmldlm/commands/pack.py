@@ -1,0 +1,37 @@
+"""`mmldlm pack`: turn folders of one file per sample, MM-LDLM's layouts, into a store."""
+
+from __future__ import annotations
+
+import argparse
+
+from mmldlm.commands.prepare import CACHE_DIR_HELP
+from mmldlm.data.encoders.specs import ENCODERS
+from mmldlm.data.importers.folder_layouts import LAYOUTS
+from mmldlm.errors import EXIT_DONE
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `mmldlm pack`."""
+    add = parser.add_argument
+    add("source", metavar="DIR", help=f"a folder with {LAYOUTS}")
+    add("--output-dir", required=True, metavar="STORE", help="folder of the store; must not exist yet")
+    add("--tokenizer", metavar="NAME", help="tokenizer that made the token files (default for texts: minilm)")
+    add("--encoder", choices=sorted(ENCODERS), help="encoder of the latents, if known")
+    add("--cache-dir", metavar="DIR", help=CACHE_DIR_HELP)
+    add("--add-mask-token", action="store_true", help="add the special tokens that the tokenizer lacks")
+    add("--min-tokens", type=int, default=1, help="shorter texts are dropped (default %(default)s)")
+    add("--max-tokens", type=int, help="longer texts are truncated (their latents remain those of the complete texts)")
+    add("--validation-samples", type=int, metavar="N", help="if there is no validation split (default: 1000 or 5 %%)")
+    add("--keep-duplicates", action="store_true", help="keep texts that differ only in case, spaces or punctuation")
+    add("--latents-per-text", type=int, metavar="N", help="vectors per .npy file (default: 1, or as prepare wrote)")
+    add("--seed", type=int, default=0, help="seed of the split (default %(default)s)")
+    add("--force", action="store_true", help="replace an existing store when the new one is complete")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run `mmldlm pack`; return the exit code."""
+    from mmldlm.data.importers.sample_folders import PackOptions, pack
+
+    names = PackOptions.__dataclass_fields__
+    pack(PackOptions(**{name: value for name, value in vars(args).items() if name in names}))
+    return EXIT_DONE

@@ -1,0 +1,169 @@
+"""`mmldlm prepare`: encode a corpus into a store, with one rank per GPU."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from mmldlm.data.corpora.corpus import DEFAULT_CORPUS
+from mmldlm.data.encoders.specs import ENCODERS, POOLINGS
+from mmldlm.data.prepare.options import OVERLONG, PrepareOptions, to_arguments
+from mmldlm.data.store.writers import LAYOUTS
+from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, MmldlmError, UserError
+
+CACHE_DIR_HELP = "folder for files from the Hugging Face hub"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `mmldlm prepare`."""
+    parser.add_argument(
+        "--output-dir", required=True, metavar="DIR", help="output folder; rerun the same command to resume"
+    )
+    parser.add_argument("--num-procs", type=int, metavar="N", help="ranks on this machine (default: its GPUs, or 1)")
+    _add_corpus_arguments(parser)
+    _add_sample_arguments(parser)
+    _add_encoder_arguments(parser)
+    _add_tokenizer_arguments(parser)
+    add = parser.add_argument
+    add("--layout", choices=LAYOUTS, default="store", help="files: one .txt and one .npy per sample, as in MM-LDLM")
+    add("--seed", type=int, default=0, help="seed of the sampling and the split (default %(default)s)")
+    add("--force", action="store_true", help="replace an existing store when the new one is complete")
+
+
+def _add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "corpus",
+        nargs="?",
+        default=DEFAULT_CORPUS,
+        metavar="CORPUS",
+        help=".txt (one sentence per line), .jsonl or .parquet (one text per record; the first two also .gz and .zst), "
+        "a folder of such files, a Hugging Face dataset (openwebtext, lm1b, PATH[:CONFIG][@SPLIT]), or 'docstrings' "
+        "(default; needs no download)",
+    )
+    add("--datasets", nargs="+", metavar="NAME", help="one or more corpora, read one after the other")
+    add("--validation-corpus", metavar="PATH", help="corpus of the validation split (default: held-out training texts)")
+    add("--text-field", help="field of a record that holds the text (default: text)")
+    add("--sentences", action="store_true", help="split every text into sentences first")
+    add("--whole-files", action="store_true", help="one text per .txt file of a folder (default: one per sentence)")
+    add("--max-documents", type=int, metavar="N", help="read only the first N texts of the corpus")
+
+
+def _add_sample_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--max-samples", type=int, metavar="N", help="keep N samples, chosen by a hash of their content")
+    add("--validation-samples", type=int, metavar="N", help="validation split (default: 1000 or 5 %%, the smaller)")
+    add("--min-tokens", type=int, default=3, help="shorter texts are dropped (default %(default)s)")
+    add("--max-tokens", type=int, default=62, help="longest sample, without the closing EOS (default %(default)s)")
+    add(
+        "--overlong",
+        choices=OVERLONG,
+        help="treatment of longer texts; chunk cuts at sentence ends and drops nothing (default: chunk for "
+        "Hugging Face datasets, else drop)",
+    )
+    add("--keep-duplicates", action="store_true", help="keep texts that differ only in case, spaces or punctuation")
+
+
+def _add_encoder_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--encoder",
+        "--latent-model",
+        default="minilm",
+        help=f"one of: {', '.join(ENCODERS)}; or a folder or Hugging Face name (default %(default)s)",
+    )
+    add(
+        "--latent-dim", type=int, metavar="D", help="cut latents to D components and normalize again (qwen: 32 to 1024)"
+    )
+    add(
+        "--latents-per-text",
+        type=int,
+        default=1,
+        metavar="N",
+        help="latents per text, of N pieces cut at sentence ends (default %(default)s; for long texts)",
+    )
+    add("--pooling", choices=POOLINGS, help="pooling of a model that does not declare it")
+    add("--prefix", help="prefix of every text (default: that of the encoder's card)")
+    add(
+        "--normalize",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="scale latents to unit norm (default: as the encoder's card)",
+    )
+    add("--max-length", type=int, help="tokens of a text that the encoder reads (default: as its card)")
+    add("--dtype", choices=("fp32", "bf16", "fp16"), help="of the encoder (default: fp32 on the CPU, bf16 on a GPU)")
+    add("--batch-tokens", type=int, help="padded tokens per forward pass (default 1024, on a GPU 65536)")
+    add("--batch-size", type=int, help="maximum texts per forward pass")
+    add("--compile", action="store_true", help="torch.compile the encoder")
+    add("--retries", type=int, default=2, help="retries per text before it is quarantined (default %(default)s)")
+    add(
+        "--max-quarantined",
+        type=float,
+        default=0.01,
+        metavar="SHARE",
+        help="largest share of samples on which the encoder may fail (default %(default)s)",
+    )
+
+
+def _add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--tokenizer",
+        default="minilm",
+        metavar="NAME",
+        help="an encoder's name (its own tokenizer), a Hugging Face name or folder, or 'train'",
+    )
+    add("--cache-dir", metavar="DIR", help=CACHE_DIR_HELP)
+    add("--vocab-size", type=int, default=8192, help="vocabulary of --tokenizer train (default %(default)s)")
+    add("--add-mask-token", action="store_true", help="add the special tokens that the tokenizer lacks")
+
+
+def to_options(args: argparse.Namespace) -> PrepareOptions:
+    """Return the options of a parsed command line."""
+    names = PrepareOptions.__dataclass_fields__
+    return PrepareOptions(**{name: value for name, value in vars(args).items() if name in names})
+
+
+def main(args: argparse.Namespace) -> int:
+    """Prepare in this process, or become the launcher of several ranks; return the exit code."""
+    import torch
+
+    if args.num_procs is not None and args.num_procs < 1:
+        raise UserError("--num-procs of at least 1", str(args.num_procs), "give the number of ranks, or leave it out")
+    num_procs = args.num_procs or (1 if "RANK" in os.environ else max(torch.cuda.device_count(), 1))
+    if num_procs == 1 or "RANK" in os.environ:
+        return run_rank(args)
+    for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS"):  # threads of the encoder and of the tokenizer
+        os.environ.setdefault(name, str(max((os.cpu_count() or 1) // num_procs, 1)))
+    launcher = [sys.executable, "-m", "mmldlm.launch.local_launcher", str(num_procs), "-m", "mmldlm.data.prepare"]
+    os.execv(sys.executable, [*launcher, *to_arguments(to_options(args))])
+
+
+def run_rank(args: argparse.Namespace) -> int:
+    """Prepare as one of the ranks of this launch; return the exit code, 5 if a signal came and the work can resume."""
+    from mmldlm.data.prepare.pipeline import prepare
+    from mmldlm.data.prepare.task_queue import connect
+    from mmldlm.data.prepare.work_dir import PLAN, WorkDir
+
+    options, queue = to_options(args), connect()
+    try:
+        prepare(options, queue=queue)
+    except MmldlmError as error:
+        if queue.world_size == 1:
+            raise
+        # A RankFailed is reported by the rank that failed, unless that rank cannot report any more.
+        if not getattr(error, "already_reported", False) and queue.is_reporter():
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except KeyboardInterrupt:
+        work = WorkDir(Path(os.path.abspath(options.output_dir)), queue).folder
+        can_resume = (work / PLAN).is_file()
+        hint = [f"rerun the same command to resume from {work}"] if can_resume else []
+        if queue.world_size == 1:
+            raise KeyboardInterrupt(*hint) from None
+        if queue.is_reporter():  # the signal may have reached any rank
+            print(": ".join(["interrupted", *hint]), file=sys.stderr, flush=True)
+        return EXIT_INTERRUPTED if can_resume else EXIT_FAILED
+    return EXIT_DONE

@@ -1,0 +1,78 @@
+"""`mmldlm sanity`: check a config with a few real steps in one process; print a table of PASS and FAIL."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+
+from mmldlm.config.schema import Config
+from mmldlm.config.task_registry import find_task
+from mmldlm.debug.sanity_report import as_dict, heading, print_tables
+from mmldlm.debug.sanity_runner import OVERFIT_STEPS, SanityRunner
+from mmldlm.engines.build import check_engine
+from mmldlm.errors import EXIT_DONE, EXIT_FAILED, UserError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `mmldlm sanity` to those of `train`. Their names are those of LMOL."""
+    option = parser.add_argument
+    option("--max_steps", "--max-steps", type=_positive_int, default=3, help="steps on the run's batches (default 3)")
+    option("--overfit_steps", "--overfit-steps", type=_positive_int, default=OVERFIT_STEPS,
+           help=f"steps on one batch, to check that its loss falls (default {OVERFIT_STEPS})")  # fmt: skip
+    option("--amp_dtype", "--amp-dtype", choices=("bf16", "fp32", "fp16"), help="training.dtype")
+    option("--grad_log_interval", "--grad-log-interval", type=int, default=1,
+           help="steps between two layer statistics, 0 for none (default 1)")  # fmt: skip
+    option("--detect_anomaly", "--detect-anomaly", type=_bool, default=False, metavar="true|false",
+           help="torch's anomaly detection: slow, names the operation behind a NaN (default false)")  # fmt: skip
+    option("--clip_grad_norm", "--clip-grad-norm", type=float, help="optimizer.grad_clip_norm")
+    option("--json", metavar="FILE", help="also write the findings as JSON")
+
+
+def main(args: argparse.Namespace, parse_config: Callable[[argparse.Namespace], Config]) -> int:
+    """Run the steps and print the tables; return 0 if every check passed, else 1.
+
+    Raises:
+        UserError: an invalid config, or more than one process.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) != 1:
+        raise UserError("one process", f"WORLD_SIZE={os.environ['WORLD_SIZE']}", "run `mmldlm sanity` by itself")
+    overrides = {"training.dtype": args.amp_dtype, "optimizer.grad_clip_norm": args.clip_grad_norm}
+    args.overrides = [*args.overrides, *(f"{key}={value}" for key, value in overrides.items() if value is not None)]
+    config = parse_config(args)
+    check_engine(config, 1)
+    console = Console()
+
+    def log(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True)
+
+    log("reading  the data")
+    data = find_task(config.task).open_data(config)
+    log(f"data     {data.describe()}")
+    sanity = SanityRunner(data, args.grad_log_interval, args.detect_anomaly)
+    sanity.log = log
+    log(heading(sanity))
+    sanity.run(args.max_steps, args.overfit_steps)
+    print_tables(sanity, console)
+    report = as_dict(sanity)
+    if args.json:
+        Path(args.json).write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
+    return EXIT_DONE if report["ok"] else EXIT_FAILED
+
+
+def _positive_int(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return value
+
+
+def _bool(text: str) -> bool:
+    values = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    if text.lower() not in values:
+        raise argparse.ArgumentTypeError(f"{text} is neither true nor false")
+    return values[text.lower()]

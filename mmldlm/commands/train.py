@@ -1,0 +1,41 @@
+"""`mmldlm train`: check everything in this process, then become the launcher of the ranks of this machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import mmldlm
+from mmldlm.config import command_line
+from mmldlm.errors import UserError
+from mmldlm.training.check_run import check_run
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `mmldlm train`."""
+    command_line.add_arguments(parser)
+    parser.add_argument("--nproc", type=int, metavar="N", help="ranks on this machine (default: its GPUs, or 1)")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Check the run, then replace this process by the launcher: a mistake is found before any rank starts."""
+    import torch
+
+    if args.nproc is not None and args.nproc < 1:
+        raise UserError("--nproc of at least 1", str(args.nproc), "give the number of ranks, or leave it out")
+    nproc = args.nproc or max(torch.cuda.device_count(), 1)
+    config = command_line.parse_config(args)
+    check_run(config, nproc)
+    options = {"--config-name": args.config_name, "--config": args.config, "--deepspeed_config": args.deepspeed_config}
+    given = [text for option, value in options.items() if value is not None for text in (option, str(value))]
+    command = [str(Path(mmldlm.__file__).with_name("train.py")), *given, *args.overrides]
+    if config.engine.kind == "single":
+        os.execv(sys.executable, [sys.executable, *command])
+    # On CPUs every rank would start a thread pool of all cores, and they would compete.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // nproc, 1)))
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # Not the deepspeed launcher: a signal to it ends the ranks unsaved, or not at all (launch/local_launcher.py).
+    os.execv(sys.executable, [sys.executable, "-m", "mmldlm.launch.local_launcher", str(nproc), *command])

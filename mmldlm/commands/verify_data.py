@@ -1,0 +1,98 @@
+"""`mmldlm verify-data`: check a store and show its statistics."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from mmldlm.data.store.store import read_manifest
+from mmldlm.data.store.verify import StoreReport, examine
+from mmldlm.errors import EXIT_DONE, EXIT_FAILED
+from mmldlm.utils.output_paths import check_writable_file
+
+BARS, DIGITS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588", " 12345678"  # the latter for ASCII terminals
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `mmldlm verify-data`."""
+    parser.add_argument("root", metavar="DIR", help="a store made by mmldlm prepare or pack")
+    parser.add_argument("--plot", metavar="FILE", help="plot lengths, norms and components of the latents (.png, .pdf)")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print tables and the problems; return 0 if there are none, else 1."""
+    if args.plot:
+        check_writable_file(args.plot, "--plot")
+    report, console = examine(args.root), Console()
+    manifest = read_manifest(args.root)
+    console.print(_splits_table(args.root, report, manifest, console))
+    checks = Table("check", "result")
+    for name, problems in report.checks.items():
+        checks.add_row(name, f"{len(problems)} problems" if problems else "passed")
+    console.print(checks)
+    for problem in report.problems:
+        console.print(f"problem: {problem}", markup=False, highlight=False, soft_wrap=True)
+    if args.plot:
+        plot(report, manifest, args.plot)
+        console.print(f"plotted: {args.plot}", soft_wrap=True)
+    num_problems, files = len(report.problems), len(manifest["files"])
+    console.print(f"{files} files, {'no problems' if not num_problems else f'{num_problems} problems'}")
+    return EXIT_FAILED if num_problems else EXIT_DONE
+
+
+def _splits_table(root: str, report: StoreReport, manifest: dict[str, Any], console: Console) -> Table:
+    marks = BARS if console.encoding.startswith("utf") else DIGITS
+    table = Table("split", "samples", "tokens", "longest", "lengths", "norm", "rank", title=f"store {root}")
+    for name, split in manifest["splits"].items():
+        numbers = [f"{split[key]:,}" for key in ("num_samples", "num_tokens", "max_tokens")]
+        found = report.splits.get(name)
+        statistics = None if found is None else found.statistics
+        norm = "?" if statistics is None else f"{statistics['norm']['mean']:.4f}"
+        rank = "?" if statistics is None else f"{statistics['effective_rank']:.0f}/{manifest['latent_dim']}"
+        table.add_row(name, *numbers, "?" if found is None else histogram(found.lengths, marks), norm, rank)
+    return table
+
+
+def histogram(lengths: np.ndarray, marks: str = BARS, bins: int = 10) -> str:
+    """Return one of nine marks per range of lengths, for its share of samples; ranges are equal, from 0 on."""
+    if not len(lengths):
+        return ""
+    counts, _ = np.histogram(lengths, bins=bins, range=(0, max(int(lengths.max()), 1)))
+    return "".join(marks[int(np.ceil(8 * count / counts.max()))] for count in counts)
+
+
+def _shares(values: np.ndarray) -> np.ndarray:
+    """Return weights with which the bars of a histogram add up to 1."""
+    return np.full(len(values), 1 / len(values))
+
+
+def plot(report: StoreReport, manifest: dict[str, Any], path: str) -> None:
+    """Plot token counts, latent norms, and mean and deviation of each component of the training latents."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
+    for name, found in report.splits.items():
+        if len(found.lengths):
+            left.hist(found.lengths, bins=50, weights=_shares(found.lengths), alpha=0.6, label=name)
+        norms = found.norms[np.isfinite(found.norms)].astype(np.float64)
+        if len(norms):  # unit vectors differ by rounding only: show them as one bar
+            limits = (norms.min() - 1e-3, norms.max() + 1e-3)
+            middle.hist(norms, bins=50, range=limits, weights=_shares(norms), alpha=0.6, label=name)
+    left.set(xlabel="tokens", ylabel="share of samples")
+    middle.set(xlabel="norm of the latent", ylabel="share of samples")
+    for axes in (left, middle):
+        axes.legend()
+    statistics = manifest["latent_stats"]
+    right.plot(np.sort(np.abs(statistics["mean"]))[::-1], label="|mean|")
+    right.plot(np.sort(statistics["std"])[::-1], label="std")
+    right.set(xlabel="component, sorted", title=f"effective rank {statistics['effective_rank']:.1f}", yscale="log")
+    right.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

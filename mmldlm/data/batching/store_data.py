@@ -1,0 +1,122 @@
+"""The data of a task that trains on prepared stores: opened, checked, and compared with the config."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mmldlm.data.batching.batch_plan import MixtureOrder
+from mmldlm.data.batching.run_data import RunData
+from mmldlm.data.store.config import StoreDataConfig
+from mmldlm.data.store.mixture import MixedStore
+from mmldlm.data.store.store import Store, check_latents
+from mmldlm.errors import UserError
+
+# Rows whose latents are checked when a run opens a store; prepare and verify-data check all of them.
+ROWS_CHECKED = 50_000
+MAX_NORM_RATIO = 20.0  # times the root mean square norm of the training latents
+
+
+@dataclass(kw_only=True)
+class StoreData(RunData):
+    """Both splits of one store, or of a mixture of stores. Lengths count the EOS token."""
+
+    train: Store | MixedStore
+    validation: Store | MixedStore
+
+    def max_latent_norm(self) -> float:
+        """Return the norm above which a latent is a corrupted row, not an unusual one."""
+        mean, std = self.train.latent_mean, self.train.latent_std
+        return MAX_NORM_RATIO * float(np.sqrt((np.square(mean) + np.square(std)).sum()))
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the files and weights of the training split."""
+        stores = self.train.stores if isinstance(self.train, MixedStore) else [self.train]
+        files = [
+            {name: entry for name, entry in store.manifest["files"].items() if name.startswith("train/")}
+            for store in stores
+        ]
+        weights = list(map(float, self.train.weights)) if isinstance(self.train, MixedStore) else [1.0]
+        return hashlib.sha256(json.dumps([files, weights], sort_keys=True).encode()).hexdigest()
+
+    @property
+    def source(self) -> str:
+        """Folders of the stores."""
+        data = self.config.data
+        return " + ".join(data.mixture or [str(data.latent_data_root)])
+
+    def _order(self) -> MixtureOrder | None:
+        if not isinstance(self.train, MixedStore):
+            return None
+        return MixtureOrder([len(store) for store in self.train.stores], self.train.weights, self.config.training.seed)
+
+    def describe(self) -> str:
+        """Return one line for the screen."""
+        return (
+            f"{len(self.train_lengths):,} training and {len(self.validation_lengths):,} validation texts from "
+            f"{self.source}, {int(self.train_lengths.sum()):,} tokens, latents of {self.train.latent_dim}"
+        )
+
+    def files_to_keep(self) -> dict[str, Path]:
+        """The tokenizer's files."""
+        folder = self.train.root / "tokenizer"
+        return {f"tokenizer/{path.name}": path for path in sorted(folder.iterdir())}
+
+
+def open_splits(config: StoreDataConfig, max_seq_len: int) -> tuple[Store | MixedStore, Store | MixedStore]:
+    """Open and check the training and the validation split.
+
+    Args:
+        max_seq_len: longest text in tokens, EOS included.
+
+    Raises:
+        UserError: no store, a damaged or empty store, unusable latents.
+    """
+    roots = config.mixture or {config.latent_data_root: 1.0}
+    if None in roots:
+        raise UserError(
+            "data.latent_data_root: the folder of a prepared store",
+            "no data.latent_data_root",
+            "make one with `mmldlm prepare CORPUS --output-dir DIR`, then add data.latent_data_root=DIR",
+        )
+    max_tokens = max_seq_len - 1 if config.overlong == "truncate" else None
+    splits = {
+        split: [Store(root, split, config.verify, max_tokens) for root in roots] for split in ("train", "validation")
+    }
+    for store in (store for stores in splits.values() for store in stores):
+        if len(store) == 0:
+            raise UserError(
+                f"samples in split {store.split} of {store.root}", "none", "prepare the store from a larger corpus"
+            )
+        for first, block in store.latent_blocks(ROWS_CHECKED):
+            check_latents(block, f"{store.root}/{store.split}", store.latent_dim, first)
+    if config.mixture is None:
+        return splits["train"][0], splits["validation"][0]
+    train, validation = (MixedStore(stores, list(roots.values())) for stores in splits.values())
+    return train, validation
+
+
+def lengths_in_use(
+    config: StoreDataConfig, max_seq_len: int, train: Store | MixedStore, validation: Store | MixedStore
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the lengths, EOS included, of the samples that the config's limits leave of both splits.
+
+    Raises:
+        UserError: a text is longer than max_seq_len.
+    """
+    limit = config.max_validation_samples  # auto: the evaluation chooses, which knows the global batch
+    limits = (config.max_train_samples, None if limit == "auto" else limit)
+    lengths = [store.lengths[:limit] + 1 for store, limit in zip((train, validation), limits)]
+    longest = int(max(part.max() for part in lengths))
+    if longest > max_seq_len:
+        raise UserError(
+            f"texts of at most model.max_seq_len={max_seq_len} tokens, EOS included",
+            f"one of {longest} in {train.root}",
+            f"set model.max_seq_len={longest} or more, data.overlong=truncate, or prepare with --max-tokens "
+            f"{max_seq_len - 1}",
+        )
+    return lengths[0], lengths[1]

@@ -1,0 +1,54 @@
+"""Config of a task that trains on prepared stores."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import model_validator
+
+from mmldlm.config.schema import DataConfig
+from mmldlm.config.section import FilePath, IsPath, OnResume, Section
+
+
+class TokenizerConfig(Section):
+    """Which tokenizer the data must have been prepared with."""
+
+    name: str | None = None
+    """Tokenizer the store was prepared with (a Hugging Face name or folder, `minilm`, or `train`). None: the
+    store's own."""
+    cache_dir: str | None = None
+    """Folder in which Hugging Face keeps downloaded files."""
+
+
+class StoreDataConfig(DataConfig):
+    """Where the prepared data lies and how it is fed."""
+
+    latent_data_root: Annotated[FilePath, OnResume.IGNORE] = None
+    """Folder of the store that `mmldlm prepare` wrote."""
+    mixture: Annotated[dict[str, float] | None, IsPath(), OnResume.IGNORE] = None
+    """Several stores instead of latent_data_root: folder -> weight, as in 'data.mixture={a: 0.8, b: 0.2}'. Of every
+    4,096 samples each store has its share, in epochs of its own; they must have one tokenizer and one encoder."""
+    overlong: Literal["error", "truncate"] = "error"
+    """What to do with texts longer than model.max_seq_len. truncate cuts them when they are read (the number is
+    reported; their latents are of the whole texts). `mmldlm prepare --overlong chunk` drops nothing."""
+    verify: Annotated[Literal["none", "sizes", "checksums"], OnResume.IGNORE] = "sizes"
+    """How much of the store is checked when a run opens it."""
+
+    @property
+    def roots(self) -> list[str]:
+        """Folders of all stores that a run reads."""
+        own = [] if self.latent_data_root is None else [self.latent_data_root]
+        return own if self.mixture is None else list(self.mixture)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> StoreDataConfig:
+        if self.mixture is not None:
+            if self.latent_data_root is not None:
+                raise ValueError("data.latent_data_root and data.mixture are both set: one of them names the data")
+            if not self.mixture or min(self.mixture.values()) <= 0:
+                raise ValueError(f"data.mixture={self.mixture}: at least one folder, each with a weight above 0")
+            if self.max_train_samples is not None or self.max_validation_samples not in (None, "auto"):
+                raise ValueError(
+                    "data.max_train_samples and data.max_validation_samples are for one store, not a mixture"
+                )
+        return self

@@ -1,0 +1,69 @@
+"""Protocols of noise processes: what a batch noiser, an objective and a sampler need to know of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+
+class LatentProcess(Protocol):
+    """Continuous diffusion of latents x0 [B, ..., D]; timesteps t [B] run from 0 (data) to 1 (noise).
+
+    Attributes:
+        num_predictions: P, the number of vectors that the network predicts per latent. Predictions and targets are
+            [B, ..., P * D].
+        sampling_start: timestep at which sampling starts: 1, or below it where `to_x0` is not defined at 1.
+        solvers: names of the solvers that `step` (ddim) and `heun_step` (heun) offer.
+    """
+
+    num_predictions: int
+    sampling_start: float
+    solvers: tuple[str, ...]
+
+    def add_noise(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        """z_t, with the shape and dtype of x0."""
+        ...
+
+    def targets(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        """Regression targets of the network at (x0, noise, t)."""
+        ...
+
+    def to_x0(self, predictions: Tensor, z: Tensor, t: Tensor) -> Tensor:
+        """Estimate of x0 from the network's output at (z, t); finite for every t in [0, 1]."""
+        ...
+
+    def loss_weights(self, t: Tensor) -> Tensor:
+        """Weights of the squared error in the space of the targets. [B] fp64"""
+        ...
+
+    def step(
+        self,
+        predictions: Tensor,
+        z: Tensor,
+        t: Tensor,
+        s: Tensor,
+        *,
+        eta: float = 0.0,
+        noise: Tensor | None = None,
+        project: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """z_s from z_t, s < t. `eta` scales the fresh noise, `project` maps the x0 estimate before it is used."""
+        ...
+
+
+class TokenProcess(Protocol):
+    """Discrete diffusion of tokens [B, S]; timesteps t [B] run from 0 (data) to 1 (noise)."""
+
+    def corrupt(self, tokens: Tensor, t: Tensor, uniform: Tensor, maskable: Tensor) -> tuple[Tensor, Tensor]:
+        """Noised tokens [B, S] and which positions the loss scores [B, S] bool; uniform [B, S] in [0, 1)."""
+        ...
+
+    def loss_weights(self, t: Tensor) -> Tensor:
+        """Weights of the per-token NLL that make its expectation over t the NELBO. Shape of t, fp64"""
+        ...
+
+    def reverse(self, tokens: Tensor, logits: Tensor, t: Tensor, s: Tensor, uniform: Tensor) -> Tensor:
+        """Tokens at s < t drawn from tokens at t and logits [B, S, V]; uniform [2, B, S] in [0, 1)."""
+        ...

@@ -1,0 +1,201 @@
+"""Measure one model in each direction: text from latents (l2t) and latents from text (t2l)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import nn
+
+from mmldlm.evaluation.metrics import retrieval, text_overlap
+from mmldlm.evaluation.metrics.nelbo import Likelihood, measure
+from mmldlm.evaluation.sentences import Sentences
+from mmldlm.evaluation.statistics import Estimate, mean, proportion, ratio
+from mmldlm.evaluation.suite import Log, batch_budget
+from mmldlm.sampling.latent_sampler import sample_latents
+from mmldlm.sampling.pretrained import Pretrained
+from mmldlm.sampling.text.draw import PRESENCE_PENALTY
+from mmldlm.sampling.text.loop import TextSamples, sample_text
+
+NATS = "nats/token"
+# Names of the conditions in reports (JSON keys such as nelbo_right).
+_REPORT_NAMES = {"matched": "right", "shuffled": "shuffled", "null": "null"}
+
+
+@dataclass
+class Settings:
+    """Extent and options of the measurements.
+
+    Attributes:
+        num_samples: unseen sentences; None is 1,000, or all if there are fewer.
+        num_steps: confidence steps of l2t.
+        latent_steps: denoising steps of t2l.
+        num_draws: timesteps per sentence in the NELBO.
+        control_samples: how many of the sentences the two untrained controls use.
+        guidance: classifier-free guidance of both samplers.
+        presence_penalty: of l2t (see `sample_text`).
+        seed: of every draw.
+        batch_size: texts of full length per pass; None: the default token budget of each measurement.
+    """
+
+    num_samples: int | None = None
+    num_steps: int = 12
+    latent_steps: int = 10
+    num_draws: int = 2
+    control_samples: int = 100
+    guidance: float = 1.0
+    presence_penalty: float = PRESENCE_PENALTY
+    seed: int = 0
+    batch_size: int | None = None
+
+
+@dataclass
+class DirectionResult:
+    """The measurements of one model in one direction.
+
+    Attributes:
+        estimates: by name.
+        written: ids of the sampled texts (l2t).
+        f1: [N] token F1 of these texts (l2t).
+        latents: the sampled latents (t2l).
+    """
+
+    estimates: dict[str, Estimate] = field(default_factory=dict)
+    written: list[list[int]] = field(default_factory=list)
+    f1: np.ndarray | None = None
+    latents: np.ndarray | None = None
+
+
+def measure_l2t(
+    pretrained: Pretrained, model: nn.Module, sentences: Sentences, settings: Settings, log: Log
+) -> DirectionResult:
+    """Measure NELBO, lengths and sampled texts of one model.
+
+    A sampled text depends on its latent only. The shuffled condition therefore reuses the text sampled from the other
+    sentence's latent and compares it with this sentence's reference.
+    """
+    latents, shuffled_index = torch.from_numpy(sentences.latents), sentences.shuffled_index
+    progress = log(f"NELBO of {len(sentences)} sentences, {settings.num_draws} draws, right / shuffled / null latent")
+    likelihood = measure(
+        model,
+        sentences.tokens,
+        latents,
+        shuffled_index,
+        diffusion=pretrained.text_diffusion,
+        draws=settings.num_draws,
+        seed=settings.seed,
+        progress=progress,
+        **batch_budget(model, settings.batch_size),
+    )
+    result = DirectionResult(likelihood_estimates(likelihood))
+    progress = log(f"writing {len(sentences)} texts from their embeddings in {settings.num_steps} confidence steps")
+    samples = sample_text(
+        model,
+        latents,
+        diffusion=pretrained.text_diffusion,
+        steps=settings.num_steps,
+        guidance=settings.guidance,
+        presence_penalty=settings.presence_penalty,
+        seed=settings.seed,
+        progress=progress,
+        **batch_budget(model, settings.batch_size),
+    )
+    result.estimates |= text_estimates(samples, sentences.tokens, shuffled_index, likelihood.num_tokens, settings.seed)
+    result.written, result.f1 = samples.tokens, text_overlap.token_f1(samples.tokens, sentences.tokens)
+    return result
+
+
+def likelihood_estimates(likelihood: Likelihood) -> dict[str, Estimate]:
+    """Return per-token estimates (sum over sentences / sum of their tokens, EOS counted) and paired differences."""
+    nelbo, tokens = likelihood.nelbo, likelihood.num_tokens
+    result = {f"nelbo_{_REPORT_NAMES[name]}": ratio(values, tokens, NATS) for name, values in nelbo.items()}
+    result["gain_null"] = ratio(nelbo["null"] - nelbo["matched"], tokens, NATS)
+    result["gain_shuffled"] = ratio(nelbo["shuffled"] - nelbo["matched"], tokens, NATS)
+    for name, correct in likelihood.correct.items():
+        result[f"token_accuracy_{_REPORT_NAMES[name]}"] = ratio(correct, likelihood.masked, "share of masked")
+    for name, nll in likelihood.length_nll.items():
+        result[f"length_nll_{_REPORT_NAMES[name]}"] = mean(nll, "nats/text")
+    # Not a quality measure: shows whether the model reads its latent at all, so that a gain of 0 is meaningful.
+    result["latent_sensitivity"] = mean(np.abs(nelbo["shuffled"] - nelbo["matched"]) / tokens, NATS)
+    return result
+
+
+def text_estimates(
+    samples: TextSamples,
+    references: Sequence[Sequence[int]],
+    shuffled_index: np.ndarray,
+    num_tokens: np.ndarray,
+    seed: int,
+) -> dict[str, Estimate]:
+    """Compare sampled texts, and those sampled from another sentence's latent, with the references."""
+    shuffled = [samples.tokens[other] for other in shuffled_index]
+    f1, shuffled_f1 = text_overlap.token_f1(samples.tokens, references), text_overlap.token_f1(shuffled, references)
+    lengths = samples.lengths.numpy()
+    return {
+        "f1_right": mean(f1, "points", 100),
+        "f1_shuffled": mean(shuffled_f1, "points", 100),
+        "f1_gap": mean(f1 - shuffled_f1, "points", 100),
+        "token_bleu_right": text_overlap.token_bleu(samples.tokens, references, seed),
+        "token_bleu_shuffled": text_overlap.token_bleu(shuffled, references, seed),
+        "exact_match_right": mean(text_overlap.exact_match(samples.tokens, references), "points", 100),
+        "length_error": mean(np.abs(lengths - num_tokens), "tokens"),
+        "length_error_shuffled": mean(np.abs(lengths[shuffled_index] - num_tokens), "tokens"),
+    }
+
+
+def measure_t2l(
+    pretrained: Pretrained,
+    model: nn.Module,
+    sentences: Sentences,
+    gallery: np.ndarray,
+    settings: Settings,
+    log: Log,
+) -> DirectionResult:
+    """Compare latents sampled from text with the encoder's.
+
+    Args:
+        gallery: [N, D] (or [N, M, D]) latents for retrieval; the first rows are those of the sentences.
+    """
+    progress = log(f"embedding {len(sentences)} texts in {settings.latent_steps} steps, retrieval among {len(gallery)}")
+    latents = sample_latents(
+        model,
+        sentences.tokens,
+        diffusion=pretrained.latent_diffusion,
+        steps=settings.latent_steps,
+        guidance=settings.guidance,
+        renormalise=pretrained.renormalise,
+        seed=settings.seed,
+        progress=progress,
+        **batch_budget(model, settings.batch_size),
+    ).numpy()
+    return DirectionResult(latent_estimates(latents, sentences, gallery), latents=latents)
+
+
+def latent_estimates(predictions: np.ndarray, sentences: Sentences, gallery: np.ndarray) -> dict[str, Estimate]:
+    """Return cosine, recall and norm ratio of predicted latents [Q, D].
+
+    With several latents per text, [Q, M, D], cosine and norm ratio are means over them; retrieval uses their mean.
+    """
+    pooled, pooled_gallery = retrieval.pool_latents(predictions), retrieval.pool_latents(gallery)
+    ranks = retrieval.ranks(pooled, pooled_gallery, np.arange(len(predictions)))
+    norm_ratio = np.linalg.norm(predictions, axis=-1) / np.linalg.norm(sentences.latents, axis=-1)
+    shuffled = predictions[sentences.shuffled_index]
+    return {
+        "cosine": mean(retrieval.cosine_similarity(predictions, sentences.latents), "cosine"),
+        "cosine_shuffled": mean(retrieval.cosine_similarity(shuffled, sentences.latents), "cosine"),
+        "recall_at_1": proportion(ranks < 1, f"share, of {len(gallery)}"),
+        "recall_at_10": proportion(ranks < 10, f"share, of {len(gallery)}"),
+        "norm_ratio": mean(retrieval.mean_over_latents(norm_ratio), "made / true"),
+    }
+
+
+def chance_baselines(sentences: Sentences, model: nn.Module) -> dict[str, Estimate]:
+    """Return t2l results without reading the text: the mean training latent for every sentence, and chance."""
+    average = model.unscale_latents(torch.zeros(1, model.config.latent_dim, device=model.latent_mean.device))
+    constant = np.broadcast_to(average.cpu().numpy(), sentences.latents.shape)
+    estimates = latent_estimates(constant, sentences, sentences.latents)
+    result = {f"mean_embedding_{name}": value for name, value in estimates.items()}
+    result["chance_recall_at_1"] = Estimate(1 / len(sentences), 0.0, f"share, of {len(sentences)}")
+    return result

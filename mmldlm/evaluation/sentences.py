@@ -1,0 +1,76 @@
+"""The unseen sentences of an evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import nn
+
+from mmldlm.data.store.store import Store, check_latents
+from mmldlm.errors import UserError
+from mmldlm.evaluation.statistics import derangement
+from mmldlm.sampling.latent_sampler import check_latents_per_text
+from mmldlm.utils.counter_rng import Stream, generator
+
+
+@dataclass
+class Sentences:
+    """Unseen sentences and the pairing of the shuffled control.
+
+    Attributes:
+        tokens: N lists of ids without EOS.
+        latents: [N, D] (or [N, M, D]) fp32.
+        texts: N strings.
+        shuffled_index: [N] index of another sentence for each.
+    """
+
+    tokens: list[list[int]]
+    latents: np.ndarray
+    texts: list[str]
+    shuffled_index: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def first(self, count: int, seed: int) -> Sentences:
+        """Return the first sentences, paired among themselves."""
+        pairing = derangement(count, seed)
+        return Sentences(self.tokens[:count], self.latents[:count], self.texts[:count], pairing)
+
+
+def choose_sentences(store: Store, model: nn.Module, num_samples: int | None, seed: int) -> Sentences:
+    """Draw sentences of a store's validation split, the same for the same seed.
+
+    Raises:
+        UserError: fewer sentences than requested, another latent dimension or vocabulary, long texts, invalid latents.
+    """
+    config, split = model.config, f"{store.root}/{store.split}"
+    count = min(1000, len(store)) if num_samples is None else num_samples
+    if not 2 <= count <= len(store):
+        raise UserError(
+            "at least 2 sentences (each is compared with the latent of another) and at most those in the store",
+            f"{count} requested, {len(store)} in {split}",
+            "lower --num-samples, or prepare with more --validation-samples",
+        )
+    tokenizer = store.manifest["tokenizer"]
+    expected = {key: getattr(config, key) for key in ("mask_token_id", "pad_token_id", "eos_token_id")}
+    found = {key: tokenizer[key] for key in expected}
+    if found != expected or tokenizer["vocab_size"] > config.vocab_size:
+        raise UserError(
+            f"a store with the model's tokenizer: {expected}, at most {config.vocab_size} tokens",
+            f"{found}, {tokenizer['vocab_size']} tokens in {store.root}",
+            "evaluate on a store prepared with the model's tokenizer",
+        )
+    ids = np.sort(generator(seed, Stream.SENTENCES).permutation(len(store))[:count])
+    longest = int(store.lengths[ids].max()) + 1
+    if longest > config.max_seq_len:
+        raise UserError(
+            f"texts of at most model.max_seq_len={config.max_seq_len} tokens, EOS included",
+            f"one of {longest} in {split}",
+            f"prepare with --max-tokens {config.max_seq_len - 1}",
+        )
+    batch = store.get(ids)
+    check_latents(batch.latents, split, config.latent_dim)
+    check_latents_per_text(store, config)
+    return Sentences([row.tolist() for row in batch.tokens], batch.latents, store.texts(ids), derangement(count, seed))

@@ -1,0 +1,70 @@
+"""Config of the MMDiT."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from mmldlm.config.section import MAX_COUNT, MAX_WIDTH, OnResume, Section
+
+
+class ModelConfig(Section):
+    """The MMDiT: shape, vocabulary and switches. Also what `config.json` of an exported model holds."""
+
+    on_resume = OnResume.FIXED
+
+    hidden_size: int = Field(384, ge=8, le=MAX_WIDTH)
+    """Width H of both streams."""
+    n_blocks: int = Field(6, ge=1, le=10_000)
+    """Number of joint blocks."""
+    n_heads: int = Field(6, ge=1, le=MAX_WIDTH)
+    """Attention heads; must divide hidden_size, and hidden_size / n_heads must be even (RoPE)."""
+    cond_dim: int = Field(256, ge=8, le=MAX_WIDTH)
+    """Width of the conditioning vector (timesteps and pooled latent) that drives adaLN-Zero."""
+    mlp_ratio: float = Field(4.0, gt=0, le=1000)
+    """Hidden width of each MLP as a multiple of hidden_size."""
+    max_seq_len: int = Field(128, ge=2, le=MAX_COUNT)
+    """Longest text in tokens, EOS included."""
+    latent_dim: int | None = Field(None, ge=1, le=MAX_WIDTH)
+    """Dimension D of a latent. None: taken from the data."""
+    latent_tokens: int = Field(4, ge=1, le=MAX_WIDTH)
+    """Chunk tokens K that present one latent; K * hidden_size >= D passes it without loss."""
+    max_latents: int = Field(1, ge=1, le=MAX_COUNT)
+    """Latents N of one sample. 1: as many as the data has (`mmldlm prepare --latents-per-text N`, for long texts)."""
+    qk_rmsnorm: bool = True
+    """RMS-normalise queries and keys in every head (keeps attention logits bounded in bf16)."""
+    tie_embeddings: bool = False
+    """Share the token embedding with the text head."""
+    token_embedding_init: Literal["random", "encoder"] = "random"
+    """encoder: start from the input embeddings of the encoder that made the latents, cut to hidden_size by their
+    principal components (the store must use that encoder's tokenizer)."""
+    gradient_checkpointing: Annotated[bool, OnResume.REPORT] = False
+    """Keep only the rows between blocks and run each block again in the backward pass: a third more work for about a
+    tenth of the memory. Off, blocks still recompute what is cheap (norms, modulation, GELU, rotation)."""
+    vocab_size: int | None = Field(None, ge=3, le=MAX_COUNT)
+    """Vocabulary V. None: taken from the tokenizer."""
+    mask_token_id: int | None = None
+    """Id of [MASK]; the text head never predicts it (SUBS). None: taken from the tokenizer."""
+    pad_token_id: int | None = None
+    """Id used to fill up rows. None: taken from the tokenizer."""
+    eos_token_id: int | None = None
+    """Id that ends every text. None: taken from the tokenizer."""
+
+    @model_validator(mode="after")
+    def _heads_divide_width(self) -> ModelConfig:
+        if self.hidden_size % self.n_heads:
+            low = [n for n in range(1, math.isqrt(self.hidden_size) + 1) if self.hidden_size % n == 0]
+            divisors = {*low, *(self.hidden_size // n for n in low)}
+            near = sorted(divisors, key=lambda n: abs(n - self.n_heads))[:3]
+            raise ValueError(
+                f"model.n_heads={self.n_heads} does not divide model.hidden_size={self.hidden_size}; "
+                f"nearest that do: {', '.join(map(str, sorted(near)))}"
+            )
+        if (self.hidden_size // self.n_heads) % 2:
+            raise ValueError(
+                f"a head is model.hidden_size / model.n_heads = {self.hidden_size // self.n_heads} wide; "
+                "RoPE needs an even width: choose another model.n_heads"
+            )
+        return self

@@ -1,0 +1,206 @@
+"""Costs and shapes of the MMDiT by arithmetic alone, without torch: parameters, activations, logits, FLOPs, weights.
+
+The counts restate the modules next to this file, so that preflight needs no import of seconds; tests hold them against
+the model itself, parameters to the element. FLOPs: only matrix products count, 2 per multiply-add, as in PaLM's MFU
+(arXiv 2204.02311, appendix B) and torch's FlopCounterMode. A text token meets the text stream and the head alone: 6 N
+FLOPs per token with all N parameters would overstate the work of the 0.9B model three times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mmldlm.models.mmdit.config import ModelConfig
+
+GROUPS = ("text", "latent", "shared")
+_GROUP_OF_MODULE = {
+    "text_encoder": "text",
+    "text_head": "text",
+    "length_head": "text",
+    "latent_encoder": "latent",
+    "latent_head": "latent",
+    "text_timestep": "shared",
+    "latent_timestep": "shared",
+    "blocks": "shared",
+}
+FREQUENCIES = 256  # models/layers.py: sinusoids of a timestep
+# Of models/linear_cross_entropy.py; elements on a CPU, on a GPU.
+_CHUNK_ELEMENTS, _CHUNK_ROWS, _SHARE_ROWS, _ROW_ALIGNMENT = (8 << 20, 64 << 20), 64, 64, 64
+
+
+def group_of(name: str) -> str:
+    """Return the group (GROUPS) of a module or parameter of MultimodalMMDiT."""
+    return _GROUP_OF_MODULE[name.split(".")[0]]
+
+
+def parameter_counts(model: ModelConfig) -> dict[str, int]:
+    """Parameters of each module of MultimodalMMDiT; tied embeddings count once, as the token embedding.
+
+    Args:
+        model: with latent_dim and vocab_size set.
+    """
+    width, cond, vocab, dim = model.hidden_size, model.cond_dim, model.vocab_size, model.latent_dim
+    chunks = model.latent_tokens * width
+    two_layers = cond * cond + cond  # the second layer of every small MLP
+    return {
+        "text_encoder": vocab * width + width,
+        "latent_encoder": dim * chunks + 3 * chunks + model.max_latents * width + dim * cond + cond + two_layers + cond,
+        "text_timestep": FREQUENCIES * cond + cond + two_layers,
+        "latent_timestep": FREQUENCIES * cond + cond + two_layers,
+        "blocks": model.n_blocks * block_elements(model),
+        "text_head": 2 * width * (cond + 1) + vocab + (0 if model.tie_embeddings else vocab * width),
+        "latent_head": 2 * width * (cond + 1) + chunks * dim + dim,
+        "length_head": two_layers + (cond + 1) * model.max_seq_len,
+    }
+
+
+def block_elements(model: ModelConfig) -> int:
+    """Parameters of one MMDiTBlock: two streams."""
+    width, mlp = model.hidden_size, int(model.hidden_size * model.mlp_ratio)
+    norms = 2 * (width // model.n_heads) if model.qk_rmsnorm else 0
+    return 2 * (6 * width * (model.cond_dim + 1) + 4 * width * width + norms + 2 * width * mlp)
+
+
+def activation_bytes(model: ModelConfig, batch: int, length: int, dtype: str) -> int:
+    """Bytes that autograd keeps for one micro-batch, attention's weights among them (a fused kernel does without).
+
+    Counted from mmldlm/models/mmdit/fused_block.py, which keeps products of matrices only. With gradient
+    checkpointing: every block's inputs, and the whole of the one block that is being computed again.
+    """
+    size = 4 if dtype == "fp32" else 2
+    width, mlp, heads = model.hidden_size, int(model.hidden_size * model.mlp_ratio), model.n_heads
+    tokens = length + model.max_latents * model.latent_tokens
+    # A row in a block: itself, queries, keys and values, what attention mixed, both branches, the MLP's hidden layer;
+    # queries and keys before the weights of their norms. In low precision unfused attention copies 3 H.
+    token = size * ((7 + (2 if model.qk_rmsnorm else 0) + (0 if size == 4 else 3)) * width + mlp)
+    token += 4 * heads * (tokens + (2 if model.qk_rmsnorm else 0))
+    block = batch * (tokens * token + size * 12 * width)
+    inputs = batch * tokens * width * size
+    if model.gradient_checkpointing:
+        blocks = model.n_blocks * inputs + block
+    else:  # in the last one, both branches and the MLP of the scored half alone
+        blocks = model.n_blocks * block - batch * length / 2 * size * (2 * width + mlp)
+    head = 2.5 * length * width + 8 * width  # rows of the scored half, their norm and modulation
+    outside = batch * size * (head + 12 * model.cond_dim + 2 * FREQUENCIES + model.max_latents * model.latent_dim)
+    return int(blocks + outside)
+
+
+def logits_bytes(model: ModelConfig, batch: int, length: int, dtype: str, on_gpu: bool) -> int:
+    """Most bytes of logits that exist at once when half of the text is scored (models/linear_cross_entropy.py)."""
+    low = 4 if dtype == "fp32" else 2
+    wide = -(-model.vocab_size // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+    elements = _CHUNK_ELEMENTS[on_gpu] * (1 if on_gpu or low == 4 else 2)
+    scored = max(batch * length // 2, 1)
+    rows = min(max(elements // wide, _CHUNK_ROWS), scored)
+    shares = 0 if low == 4 else 4 * (rows if on_gpu else min(rows, _SHARE_ROWS))
+    return wide * (rows * low + shares)
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """Forward FLOPs by module. `training` is three times their sum: a product has two gradients of its own size."""
+
+    embeddings: float
+    modulation: float
+    text_blocks: float
+    latent_blocks: float
+    attention: float
+    text_head: float
+    latent_head: float
+    length_head: float
+    inputs: float
+    """Forward FLOPs of the layers that read the batch itself (a part of embeddings): no gradient goes back to it."""
+
+    @property
+    def forward(self) -> float:
+        return sum(value for name, value in vars(self).items() if name != "inputs")
+
+    @property
+    def training(self) -> float:
+        """Model FLOPs of forward and backward: what MFU is taken of."""
+        return 3 * self.forward
+
+    @property
+    def without_input_gradients(self) -> float:
+        """training, less the gradients that autograd leaves out because nothing before those layers learns."""
+        return self.training - self.inputs
+
+
+def step_flops(model: ModelConfig, lengths: Sequence[int], scored: int, num_latents: int | None = None) -> StepFlops:
+    """Forward FLOPs of one batch.
+
+    Real work: `lengths` of the real tokens (EOS included) and `scored` masked positions. Nominal work, what a padded
+    batch with a dense head would cost: lengths [S] * B and scored B * S. What the last block does behind attention is
+    work for scored positions only: nobody reads the others.
+
+    Args:
+        model: its shape; latent_dim and vocab_size set. lengths: text tokens of each sample.
+        scored: text positions that the head scores. num_latents: latents a sample (default: max_latents).
+    """
+    num_latents = model.max_latents if num_latents is None else num_latents
+    width, cond, inner = model.hidden_size, model.cond_dim, int(model.hidden_size * model.mlp_ratio)
+    batch, tokens = len(lengths), sum(lengths)
+    latent_tokens = num_latents * model.latent_tokens
+    a_row = 2 * width * (4 * width + 2 * inner)  # to_qkv, to_out, and the two MLP layers
+    behind_attention = 2 * width * (width + 2 * inner)
+    pairs = sum((length + latent_tokens) ** 2 for length in lengths)
+    timesteps = 2 * (2 * 256 * cond + 2 * cond * cond)
+    latent_in = (
+        num_latents * 2 * model.latent_dim * (model.latent_tokens * width + cond) + num_latents * 2 * cond * cond
+    )
+    first = 2 * 2 * 256 * cond + num_latents * 2 * model.latent_dim * (model.latent_tokens * width + cond)
+    return StepFlops(
+        embeddings=batch * (timesteps + latent_in),
+        modulation=batch * (model.n_blocks * 2 * 2 * cond * 6 * width + 2 * 2 * cond * 2 * width),
+        text_blocks=model.n_blocks * tokens * a_row - (tokens - scored) * behind_attention,
+        latent_blocks=model.n_blocks * batch * latent_tokens * a_row,
+        attention=model.n_blocks * 4 * pairs * width,
+        text_head=2 * scored * width * model.vocab_size,
+        latent_head=batch * num_latents * 2 * model.latent_tokens * width * model.latent_dim,
+        length_head=batch * 2 * cond * (cond + model.max_seq_len),
+        inputs=batch * first,
+    )
+
+
+def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shapes that a MultimodalMMDiT of this config has, for weights that between them use every size in it."""
+    width, cond, vocab = config["hidden_size"], config["cond_dim"], config["vocab_size"]
+    latent, tokens, heads = config["latent_dim"], config["latent_tokens"], config["n_heads"]
+    mlp = int(width * config["mlp_ratio"])
+    shapes = {
+        "latent_mean": (latent,),
+        "text_encoder.token_embedding.weight": (vocab, width),
+        "latent_encoder.to_tokens.weight": (tokens * width, latent),
+        "latent_encoder.latent_position": (config["max_latents"], 1, width),
+        "text_head.weight": (vocab, width),
+        "latent_head.to_latent.weight": (latent, tokens * width),
+        "length_head.3.weight": (config["max_seq_len"], cond),
+    }
+    for block in range(config["n_blocks"]):
+        name = f"blocks.{block}"
+        shapes[f"{name}.modulation.weight"] = (12 * width, cond)
+        shapes[f"{name}.mlp_in.weight"] = (2 * mlp, width)
+        if config["qk_rmsnorm"]:
+            shapes[f"{name}.qk_norm.weight"] = (4 * (width // heads),)
+    return shapes
+
+
+def training_flops(model: ModelConfig, num_samples: int, num_tokens: float, num_scored: float) -> float:
+    """Return forward and backward FLOPs of a global batch's real work, from its counts (recomputation does not count).
+
+    Attention is quadratic in the length: the sum of squares is taken at the batch's mean length, which length-bucketed
+    batches hold within a few percent of attention's share.
+    """
+    if not num_samples or not num_tokens:
+        return 0.0
+    one, unread = step_flops(model, [1], 1), step_flops(model, [1], 0)
+    mean = num_tokens / num_samples
+    latents = model.max_latents * model.latent_tokens
+    per_row = one.text_blocks  # at one token
+    saved = (num_tokens - num_scored) * (one.text_blocks - unread.text_blocks)
+    pairs = (mean + latents) ** 2 / (1 + latents) ** 2
+    fixed = one.embeddings + one.modulation + one.latent_blocks + one.latent_head + one.length_head
+    head = 2 * num_scored * model.hidden_size * model.vocab_size
+    return 3 * (num_samples * (fixed + per_row * mean + one.attention * pairs) - saved + head)

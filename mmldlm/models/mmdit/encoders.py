@@ -1,0 +1,54 @@
+"""Inputs of the MMDiT: text tokens and latents become rows, with learned nulls."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from mmldlm.models.embedding import embedding
+from mmldlm.models.layers import has_no_hooks
+from mmldlm.models.mmdit.null_condition import apply_null_condition
+
+
+class TextEncoder(nn.Module):
+    """Token embedding, and the learned null text of samples without a text."""
+
+    def __init__(self, vocab_size: int, hidden_size: int):
+        super().__init__()
+        self.token_embedding = nn.Embedding(vocab_size, hidden_size)
+        self.null_text = nn.Parameter(torch.randn(hidden_size) * 0.02)
+
+    def forward(self, tokens: Tensor, first_rows: Tensor, is_null: Tensor | None) -> Tensor:
+        """[N] ids, [B] row of each sample's first token, [B] bool -> [N, H].
+
+        A null sample starts with the null text; the caller masks or leaves out what follows it.
+        """
+        table = self.token_embedding
+        x = embedding(table.weight, tokens) if has_no_hooks(table, nn.Embedding) else table(tokens)
+        return x if is_null is None else apply_null_condition(x, self.null_text, is_null, first_rows)
+
+
+class LatentEncoder(nn.Module):
+    """N latents of D -> N * K chunk tokens and one pooled vector; learned nulls of samples without a latent."""
+
+    def __init__(self, latent_dim: int, latent_tokens: int, max_latents: int, hidden_size: int, cond_dim: int):
+        super().__init__()
+        self.latent_tokens, self.hidden_size = latent_tokens, hidden_size
+        self.to_tokens = nn.Linear(latent_dim, latent_tokens * hidden_size)
+        self.to_pooled = nn.Sequential(nn.Linear(latent_dim, cond_dim), nn.SiLU(), nn.Linear(cond_dim, cond_dim))
+        self.chunk_position = nn.Parameter(torch.randn(latent_tokens, hidden_size) * 0.02)
+        self.latent_position = nn.Parameter(torch.randn(max_latents, 1, hidden_size) * 0.02)
+        self.null_tokens = nn.Parameter(torch.randn(latent_tokens, hidden_size) * 0.02)
+        self.null_pooled = nn.Parameter(torch.zeros(cond_dim))
+
+    def forward(self, latents: Tensor, is_null: Tensor | None) -> tuple[Tensor, Tensor]:
+        """[B, N, D], [B] bool -> tokens [B, N * K, H], pooled [B, C]."""
+        batch, count, _ = latents.shape
+        tokens = self.to_tokens(latents).view(batch, count, self.latent_tokens, self.hidden_size)
+        pooled = self.to_pooled(latents)
+        pooled = pooled.squeeze(1) if count == 1 else pooled.mean(dim=1)
+        if is_null is not None:
+            tokens = apply_null_condition(tokens, self.null_tokens, is_null)
+            pooled = apply_null_condition(pooled, self.null_pooled, is_null)
+        tokens = tokens + self.chunk_position + self.latent_position[:count]
+        return tokens.flatten(1, 2), pooled

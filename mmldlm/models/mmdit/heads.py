@@ -1,0 +1,53 @@
+"""Outputs of the MMDiT: token distributions and latents."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from mmldlm.models.layers import Modulation, modulate
+from mmldlm.models.linear_cross_entropy import linear_cross_entropy
+
+
+class TextHead(nn.Module):
+    """adaLN, then a linear layer over the vocabulary, run only on the rows whose logits are used."""
+
+    def __init__(self, hidden_size: int, cond_dim: int, vocab_size: int, mask_token_id: int):
+        super().__init__()
+        self.mask_token_id = mask_token_id
+        self.norm = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
+        self.modulation = Modulation(cond_dim, hidden_size, ("shift", "scale"))
+        self.weight = nn.Parameter(torch.randn(vocab_size, hidden_size) * 0.02)
+        self.bias = nn.Parameter(torch.zeros(vocab_size))
+
+    def forward(
+        self, rows: Tensor, sample: Tensor, condition: Tensor, targets: Tensor | None, weights: Tensor | None
+    ) -> dict[str, Tensor]:
+        """Score rows [M, H] of samples [M]; `MultimodalMMDiT.forward` documents targets, weights and the result."""
+        shift, scale = self.modulation(condition).index_select(0, sample).chunk(2, dim=-1)
+        rows = modulate(self.norm(rows), shift, scale)
+        if targets is not None:
+            loss_sum, nll, correct = linear_cross_entropy(
+                rows, self.weight, self.bias, targets, weights, self.mask_token_id
+            )
+            return {"text_loss_sum": loss_sum, "text_nll": nll, "text_correct": correct}
+        logits = torch.addmm(self.bias, rows, self.weight.t()).float()
+        logits[:, self.mask_token_id] = float("-inf")
+        return {"text_logits": logits}
+
+
+class LatentHead(nn.Module):
+    """adaLN, then the K chunk outputs of each latent, concatenated and projected back to D (never averaged)."""
+
+    def __init__(self, hidden_size: int, cond_dim: int, latent_tokens: int, latent_dim: int):
+        super().__init__()
+        self.latent_tokens = latent_tokens
+        self.norm = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
+        self.modulation = Modulation(cond_dim, hidden_size, ("shift", "scale"))
+        self.to_latent = nn.Linear(latent_tokens * hidden_size, latent_dim)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        """[B, N * K, H] -> [B, N, D]."""
+        shift, scale = self.modulation(condition)[:, None].chunk(2, dim=-1)
+        x = modulate(self.norm(x), shift, scale)
+        return self.to_latent(x.reshape(x.shape[0], -1, self.latent_tokens * x.shape[-1]))

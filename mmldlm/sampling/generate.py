@@ -1,0 +1,214 @@
+"""The three kinds of `mmldlm sample`: text from latents, latents from text, both unconditionally."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from mmldlm.errors import UserError
+from mmldlm.sampling.inputs import encode_texts, given_texts, read_latents, tokenize_texts
+from mmldlm.sampling.joint_sampler import choose_method, sample_joint
+from mmldlm.sampling.latent_sampler import check_latents_per_text, sample_latents
+from mmldlm.sampling.pretrained import Pretrained
+from mmldlm.sampling.text.draw import PRESENCE_PENALTY
+from mmldlm.sampling.text.loop import TextSamples, sample_text
+from mmldlm.utils.progress import ProgressBar
+
+
+@dataclass
+class SampleOptions:
+    """Options of `mmldlm sample`, as in its --help; None where the kind does not use one."""
+
+    latent_file: str | None = None
+    data: str | None = None
+    text: list[str] | None = None
+    text_file: str | None = None
+    num_samples: int | None = None
+    num_steps: int = 64
+    sampler: str | None = None
+    temperature: float | None = None
+    top_p: float = 1.0
+    guidance: float = 1.0
+    presence_penalty: float | None = None
+    method: str | None = None
+    eta: float = 0.0
+    seed: int = 0
+
+
+@dataclass
+class Samples:
+    """The result of one call.
+
+    Attributes:
+        records: one JSON-ready record per sample.
+        latents: [N, D] (or [N, M, D]); None for text from given latents.
+        extra: further entries of settings.json.
+    """
+
+    records: list[dict[str, Any]]
+    latents: np.ndarray | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def sample_l2t(pretrained: Pretrained, options: SampleOptions, progress: ProgressBar) -> Samples:
+    """Sample texts from latents."""
+    references, latents = _read_l2t_input(pretrained, options, progress)
+    count = options.num_samples or len(latents)
+    source = np.arange(count) % len(latents)
+    temperature = options.temperature
+    if temperature is None and count > len(latents):
+        temperature = 1.0
+    penalty = options.presence_penalty
+    if penalty is None:
+        penalty = PRESENCE_PENALTY if options.sampler == "confidence" else 0.0
+    samples = sample_text(
+        pretrained.model,
+        torch.from_numpy(latents[source]),
+        diffusion=pretrained.text_diffusion,
+        steps=options.num_steps,
+        sampler=options.sampler,
+        temperature=temperature,
+        top_p=options.top_p,
+        guidance=options.guidance,
+        presence_penalty=penalty,
+        seed=options.seed,
+        progress=progress.start(f"writing {count_noun(count, 'text')} in at most {options.num_steps} steps"),
+    )
+    records = _text_records(pretrained, samples)
+    for record, row in zip(records, source.tolist()):
+        record["latent"] = row
+        if references is not None:
+            record["reference"] = references[row]
+    return Samples(records, None, {"forward_passes_per_sample": samples.num_rows / len(records)})
+
+
+def _read_l2t_input(
+    pretrained: Pretrained, options: SampleOptions, progress: ProgressBar
+) -> tuple[list[str] | None, np.ndarray]:
+    """Return the reference texts, if any, and the latents."""
+    if options.latent_file:
+        return None, read_latents(options.latent_file, pretrained)
+    if options.data:
+        from mmldlm.data.store.store import Store, check_latents
+
+        store = Store(options.data, "validation")
+        ids = np.arange(min(options.num_samples or len(store), len(store)))
+        latents = store.get(ids).latents
+        check_latents(latents, f"{options.data}/validation", pretrained.model.config.latent_dim)
+        check_latents_per_text(store, pretrained.model.config)
+        return store.texts(ids), latents
+    texts = given_texts(options.text, options.text_file)
+    message = f"embedding {count_noun(len(texts), 'text')} with the encoder"
+    return texts, encode_texts(texts, pretrained, progress.start(message))
+
+
+def sample_t2l(pretrained: Pretrained, options: SampleOptions, progress: ProgressBar) -> Samples:
+    """Sample latents from texts; compare them with the encoder's if the encoder is available."""
+    if options.method == "heun" and pretrained.latent_config.path != "rectified_flow":
+        raise UserError("--method ddim", f"heun on path {pretrained.latent_config.path}", "heun needs rectified_flow")
+    texts = given_texts(options.text, options.text_file)
+    ids = tokenize_texts(texts, pretrained)
+    latents = sample_latents(
+        pretrained.model,
+        ids,
+        diffusion=pretrained.latent_diffusion,
+        steps=options.num_steps,
+        method=options.method,
+        eta=options.eta,
+        guidance=options.guidance,
+        renormalise=pretrained.renormalise,
+        unit=pretrained.renormalise,
+        seed=options.seed,
+        progress=progress.start(f"embedding {count_noun(len(texts), 'text')} in {options.num_steps} steps"),
+    )
+    norms = latents.norm(dim=-1).tolist()
+    records: list[dict[str, Any]] = [
+        {"index": i, "text": text, "num_tokens": len(row), "latent": i, "norm": norm}
+        for i, (text, row, norm) in enumerate(zip(texts, ids, norms))
+    ]
+    cosines = _encoder_cosines(pretrained, texts, latents.numpy(), progress)
+    if cosines is None:
+        return Samples(records, latents.numpy())
+    for record, cosine in zip(records, cosines):
+        record["cosine"] = cosine
+    return Samples(records, latents.numpy(), {"mean_cosine_with_encoder": float(np.mean(cosines))})
+
+
+def _encoder_cosines(
+    pretrained: Pretrained, texts: list[str], sampled: np.ndarray, progress: ProgressBar
+) -> list[float] | None:
+    """Return the cosine of each sampled latent with the encoder's (the mean over a text's latents).
+
+    None without the encoder: the samples are valid without this comparison.
+    """
+    try:
+        message = f"embedding {count_noun(len(texts), 'text')} with the encoder, to compare"
+        encoded = encode_texts(texts, pretrained, progress.start(message))
+    except (UserError, ImportError, OSError) as error:
+        found = f"{error.found} (expected {error.expected})" if isinstance(error, UserError) else str(error)
+        print(f"no cosine with the encoder's embedding: {found}", file=sys.stderr)
+        return None
+    norms = np.linalg.norm(sampled, axis=-1) * np.linalg.norm(encoded, axis=-1)
+    cosines = (sampled * encoded).sum(-1) / np.maximum(norms, 1e-12)
+    return cosines.reshape(len(texts), -1).mean(-1).tolist()
+
+
+def sample_unconditional(pretrained: Pretrained, options: SampleOptions, progress: ProgressBar) -> Samples:
+    """Sample pairs of text and latent."""
+    method, count, steps = choose_method(pretrained, options.method), options.num_samples, options.num_steps
+    shared = {
+        "steps": steps,
+        "sampler": options.sampler,
+        "temperature": options.temperature,
+        "top_p": options.top_p,
+        "seed": options.seed,
+    }
+    if method == "joint":
+        samples, latents = sample_joint(
+            pretrained.model,
+            count,
+            text_diffusion=pretrained.text_diffusion,
+            latent_diffusion=pretrained.latent_diffusion,
+            renormalise=pretrained.renormalise,
+            progress=progress.start(f"sampling {count} texts and embeddings together in {steps} steps"),
+            **shared,
+        )
+    else:
+        latents = sample_latents(
+            pretrained.model,
+            None,
+            num_samples=count,
+            diffusion=pretrained.latent_diffusion,
+            steps=steps,
+            renormalise=pretrained.renormalise,
+            unit=pretrained.renormalise,
+            seed=options.seed,
+            progress=progress.start(f"sampling {count} embeddings in {steps} steps"),
+        )
+        samples = sample_text(
+            pretrained.model,
+            latents,
+            diffusion=pretrained.text_diffusion,
+            progress=progress.start(f"writing their texts in {steps} steps"),
+            **shared,
+        )
+    records = _text_records(pretrained, samples)
+    for i, record in enumerate(records):
+        record.update(latent=i, way=method)
+    return Samples(records, latents.numpy(), {"way": method})
+
+
+def _text_records(pretrained: Pretrained, samples: TextSamples) -> list[dict[str, Any]]:
+    texts = pretrained.tokenizer.batch_decode(samples.tokens, skip_special_tokens=True)
+    return [
+        {"index": i, "text": text, "num_tokens": len(ids)} for i, (text, ids) in enumerate(zip(texts, samples.tokens))
+    ]
+
+
+def count_noun(number: int, noun: str) -> str:
+    """Format a count: "1 text", "2 texts"."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")

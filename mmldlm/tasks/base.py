@@ -1,0 +1,215 @@
+"""The seam between the training system and what is trained: one Task per model.
+
+Everything else (engines, loop, guard, resume, replay, sanity, preflight, convert, logs, plots) asks the task and names
+no model. docs/tasks.md explains it with an example of one file.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypedDict
+
+from mmldlm.config.schema import Config
+from mmldlm.data.batching.batch import Batch, Collator
+from mmldlm.data.batching.run_data import RunData
+
+if TYPE_CHECKING:  # preflight asks a task before torch is imported
+    from torch import Tensor, nn
+
+    from mmldlm.engines.base import Engine
+    from mmldlm.engines.parameter_plan import ParameterPlan
+
+Objective = Callable[["nn.Module", Batch], tuple["Tensor", dict[str, "Tensor"]]]
+"""(module, batch on the device) -> (loss, {name: sum}).
+
+The loss is this micro-batch's share of the GLOBAL batch's loss: sums divided by `batch.counts`, so that adding up
+gradients over ranks and micro-batches gives the gradient of the whole batch. The sums are fp32 scalars, detached.
+"""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One figure of a step: a sum over the global batch, divided by a count of it. One row serves all logs.
+
+    Attributes:
+        name: key in training_log.jsonl and wandb.
+        numerator: name of a sum that the objective returns.
+        denominator: name of a count of the batch, or of another sum.
+        label: word on the progress line; None: not shown there.
+        is_loss: drawn with the loss and watched for non-finite values (`mmldlm monitor`).
+    """
+
+    name: str
+    numerator: str
+    denominator: str
+    label: str | None = None
+    is_loss: bool = False
+
+    def value(self, sums: Mapping[str, float], counts: Mapping[str, int]) -> float | None:
+        """Return the figure; None where the batch has nothing of the kind."""
+        denominator = counts.get(self.denominator, sums.get(self.denominator, 0.0))
+        return sums[self.numerator] / denominator if denominator else None
+
+
+class ModelSizes(TypedDict):
+    """What preflight's memory model needs to know of a model and one micro-batch per rank.
+
+    trainable, frozen, largest_block (gathered at once by ZeRO-3 and FSDP2), buffers: numbers of elements. activations
+    (kept for backward), logits_cpu, logits_gpu (that exist at once): bytes.
+    """
+
+    trainable: int
+    frozen: int
+    largest_block: int
+    buffers: int
+    activations: int
+    logits_cpu: int
+    logits_gpu: int
+
+
+class ValidationRun(Protocol):
+    """An evaluation during training: the same samples and noise at every call.
+
+    Attributes:
+        num_samples: samples of one evaluation.
+        num_available: samples of the validation split in use.
+        num_batches: batches of one evaluation.
+        bad: {id, reason} of samples that this rank left out in the last call.
+    """
+
+    num_samples: int
+    num_available: int
+    num_batches: int
+    bad: list[dict]
+
+    def run(self, goes_on: Callable[[int], bool] = ...) -> dict[str, float] | None:
+        """Return the figures, equal on every rank; None where `goes_on` answered no. Collective.
+
+        Args:
+            goes_on: called before every batch with the number of batches done; its answer is the same on every rank.
+        """
+        ...
+
+
+class Task(ABC):
+    """What is trained. Has no state: every method is a function of its arguments.
+
+    Class attributes:
+        name: shown on the screen.
+        config_class: subclass of Config with the task's own sections.
+        sums: names of the sums that the objective returns; one of them is "loss".
+        metrics: figures derived from the sums.
+        buffers: names of the model's tensors that are not trained (they are buffers, not parameters).
+    """
+
+    name: ClassVar[str]
+    config_class: ClassVar[type[Config]]
+    sums: ClassVar[tuple[str, ...]] = ("loss",)
+    metrics: ClassVar[tuple[Metric, ...]] = ()
+    buffers: ClassVar[frozenset[str]] = frozenset()
+
+    # -- without torch: config, preflight, convert ------------------------------------------------------------------
+
+    @abstractmethod
+    def open_data(self, config: Config) -> RunData:
+        """Open both splits and fill in the keys that the data decides.
+
+        Raises:
+            UserError: the data is missing, damaged, or contradicts the config.
+        """
+
+    def names_data(self, config: Config) -> bool:
+        """Return whether the config names data to open (`mmldlm config` also works without)."""
+        return True
+
+    def parameter_counts(self, config: Config) -> dict[str, int] | None:
+        """Return parameters by group; None: not known, or keys are unset that the data decides."""
+        sizes = self.model_sizes(config, 1)
+        return None if sizes is None else {"trained": sizes["trainable"], "frozen": sizes["frozen"]}
+
+    def model_sizes(self, config: Config, length: int) -> ModelSizes | None:
+        """Return the sizes for a micro-batch whose longest sample has `length` tokens; None: not known."""
+        return None
+
+    def training_flops(self, config: Config, num_samples: int, num_tokens: float, sums: Mapping[str, float]) -> float:
+        """Return forward and backward FLOPs of a global batch; 6 per parameter and token (arXiv 2001.08361)."""
+        sizes = self.model_sizes(config, 1)
+        return 0.0 if sizes is None else 6.0 * (sizes["trainable"] + sizes["frozen"]) * num_tokens
+
+    def describe(self, config: Config) -> str:
+        """Return a few words about the config for the line about the model."""
+        return self.name
+
+    def warnings(self, config: Config) -> list[str]:
+        """Return warnings to print when a run starts afresh."""
+        return []
+
+    def expected_shapes(self, model_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        """Return shapes that `convert` checks weights against before it writes them next to `model_config`.
+
+        Raises:
+            KeyError, TypeError, ValueError: a damaged model_config.
+        """
+        return {}
+
+    # -- with torch -------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def build_model(self, data: RunData) -> nn.Module:
+        """Build the model on its first weights: a function of config and data, equal on every rank."""
+
+    def parameter_plan(self, model: nn.Module, config: Config) -> ParameterPlan:
+        """Choose frozen parameters, weight decay and sharding units. Default: the longest ModuleList is sharded."""
+        from torch import nn
+
+        from mmldlm.engines.parameter_plan import ParameterPlan
+
+        stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        return ParameterPlan(sharding_units=list(max(stacks, key=len, default=[])))
+
+    def parameter_groups(self, model: nn.Module) -> dict[str, list[str]]:
+        """Return parameter names by group, for the screen. Default: by the first part of the name."""
+        groups: dict[str, list[str]] = {}
+        for name, _ in model.named_parameters():
+            groups.setdefault(name.split(".")[0], []).append(name)
+        return groups
+
+    def compile(self, model: nn.Module, plan: ParameterPlan) -> None:
+        """Compile the model in place (training.compile_model)."""
+        for unit in plan.sharding_units:
+            unit.compile()
+
+    @abstractmethod
+    def collator(self, data: RunData, seed: int | None = None) -> Collator:
+        """Return what makes micro-batches.
+
+        Args:
+            seed: of the noise; None: training.seed. Evaluation passes its own, so that it never sees training noise.
+        """
+
+    @abstractmethod
+    def objective(self, config: Config) -> Objective:
+        """Return the loss."""
+
+    def validation(self, data: RunData, engine: Engine) -> ValidationRun:
+        """Return the evaluation during training. Default: every metric on the validation split."""
+        from mmldlm.tasks.validation import Validation, metric_values
+
+        seed = data.config.training.seed + Validation.SEED_OFFSET
+        return Validation(self, data, engine, [("validation", self.collator(data, seed))], metric_values(self))
+
+    def model_config(self, data: RunData) -> dict[str, Any]:
+        """Return what `config.json` of an exported model holds (model_config.json in a checkpoint)."""
+        return {"task": data.config.task, "buffers": sorted(self.buffers)}
+
+    # -- debugging --------------------------------------------------------------------------------------------------
+
+    def unused_parameters(self, model: nn.Module, config: Config, batch: Batch) -> Sequence[str]:
+        """Return beginnings of the names of parameters that rightly get a zero gradient from a batch (`sanity`)."""
+        return ()
+
+    def check_batch(self, data: RunData, batch: Batch) -> list[str]:
+        """Compare a batch with the data it was made from; return what is wrong with it (`sanity`)."""
+        return []

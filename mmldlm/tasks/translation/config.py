@@ -1,0 +1,162 @@
+"""Config of the translation task: its modes, its diffusion processes and its loss."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from mmldlm.config.schema import Config, TrainingConfig
+from mmldlm.config.section import OnResume, Section
+from mmldlm.data.store.config import StoreDataConfig, TokenizerConfig
+from mmldlm.models.mmdit.config import ModelConfig
+
+Mode = Literal["unconditional", "l2t", "t2l", "mixed"]
+
+
+PURE_MODES = ("unconditional", "l2t", "t2l")
+
+
+class TextDiffusionConfig(Section):
+    """Masked diffusion of text (MDLM, arXiv 2406.07524)."""
+
+    schedule: Annotated[Literal["loglinear", "cosine", "polynomial"], OnResume.FIXED] = "loglinear"
+    """Masking schedule: loglinear masks (1 - eps) t, cosine 1 - cos(pi t / 2), polynomial t^2."""
+    eps: float = Field(1e-4, ge=0, lt=0.5)
+    """Log-linear schedule keeps a token with probability eps at t = 1."""
+    masking: Literal["count", "independent"] = "count"
+    """count masks exactly ceil(t L) of L tokens with weight L / k: the same NELBO with far less variance. independent
+    masks every token by itself with weight 1 / t (MDLM)."""
+    t_min: float = Field(1e-3, gt=0, lt=0.5)
+    """Smallest timestep of independent masking; its NELBO misses at most t_min * log V nats a token."""
+    timesteps: Literal["low_discrepancy", "uniform"] = "low_discrepancy"
+    """How the timesteps of one global batch are spread over (t_min, 1)."""
+    fully_masked_only: bool = False
+    """Train at t = 1 alone, as MM-LDLM did in l2t; harms every sampler of more than one step."""
+
+
+class LatentDiffusionConfig(Section):
+    """Continuous diffusion of latents."""
+
+    path: Annotated[Literal["cosine", "linear", "sigmoid", "rectified_flow"], OnResume.FIXED] = "cosine"
+    """Noise schedule: three variance preserving ones, or the straight path z = (1 - t) x + t e."""
+    prediction: Annotated[Literal["x0", "v", "epsilon", "flow"], OnResume.FIXED] = "x0"
+    """What the latent head predicts."""
+    timesteps: Literal["low_discrepancy", "uniform", "logit_normal"] = "low_discrepancy"
+    """How timesteps are drawn; logit_normal is sigmoid(N(0, 1)) (SD3)."""
+    timestep_shift: float = Field(1.0, gt=0)
+    """SD3's shift s: t' = s t / (1 + (s - 1) t). Above 1 it trains more at high noise, where the text decides."""
+    weighting: Literal["unit", "min_snr", "velocity"] = "unit"
+    """Weight of the squared error: 1, min-SNR-gamma (arXiv 2303.09556), or that of the v / flow loss, in
+    the prediction's space."""
+    min_snr_gamma: float = Field(5.0, gt=0)
+    """gamma of weighting=min_snr."""
+    t_min: float = Field(1e-3, gt=0, lt=0.5)
+    """Smallest timestep."""
+    scaling: Annotated[Literal["standardise", "sqrt_d", "none"], OnResume.FIXED] = "standardise"
+    """Per-dimension mean and std of the training data, a factor sqrt(D) for unit-norm latents, or raw latents."""
+    l2_normalise: Annotated[bool, OnResume.FIXED] = False
+    """Divide every latent by its norm before scaling (MM-LDLM). The norm is lost: samples are unit vectors."""
+    renormalise_x0: bool = True
+    """Sampling puts x0 predictions back on the sphere when the encoder's latents are unit vectors."""
+
+    @model_validator(mode="after")
+    def _prediction_fits_path(self) -> LatentDiffusionConfig:
+        if (self.prediction == "flow") != (self.path == "rectified_flow") and self.prediction in ("flow", "v"):
+            raise ValueError(
+                f"latent_diffusion.prediction={self.prediction} does not go with latent_diffusion.path={self.path}: "
+                "flow belongs to rectified_flow, v to cosine, linear and sigmoid; x0 and epsilon go with all"
+            )
+        if self.l2_normalise and self.scaling == "standardise":
+            raise ValueError(
+                "latent_diffusion.l2_normalise does not go with latent_diffusion.scaling=standardise, whose mean and "
+                "std are those of the latents as stored: set latent_diffusion.scaling=sqrt_d"
+            )
+        return self
+
+
+class LossConfig(Section):
+    """Weights of the loss terms, and MM-LDLM's measures as named options."""
+
+    latent_loss_weight: float = Field(1.0, ge=0)
+    """Weight of the latent loss."""
+    text_loss_weight: float = Field(1.0, ge=0)
+    """Weight of the text NELBO per token."""
+    length_loss_weight: float = Field(0.1, ge=0)
+    """Weight of the length head's negative log-likelihood (per sample)."""
+    latent_loss: Literal["mse", "normalised_mse"] = "mse"
+    """normalised_mse is MM-LDLM's: both sides L2-normalised, 2 (1 - cos); sound for x0-prediction only."""
+    normalise_eps: float = Field(1e-8, gt=0)
+    """Added to the norm in normalised_mse."""
+    text_loss_clamp: float | None = Field(None, gt=0)
+    """Clamp each sample's text NELBO per token (MM-LDLM: 100). Above it the gradient is zero. None: off."""
+    latent_loss_clamp: float | None = Field(None, gt=0)
+    """Clamp each sample's latent loss (MM-LDLM: 10). Above it the gradient is zero. None: off."""
+    text_weight_clip: float | None = Field(None, gt=0)
+    """Largest weight of a masked token (1 / t under MDLM). Clipped, the loss bounds no likelihood. None: off."""
+    latent_weight_clip: float | None = Field(None, gt=0)
+    """Largest weight of a sample's latent error (RadioDiff's weight clipping). None: off."""
+    latent_prediction_clamp: float | None = Field(None, gt=0)
+    """Clamp every element of the latent prediction to [-c, c] in the loss. Beyond it there is no gradient."""
+    latent_target_clamp: float | None = Field(None, gt=0)
+    """Clamp every element of the latent target to [-c, c]. Larger values are then never learnt. None: off."""
+    allow_unsound: bool = False
+    """Permit normalised_mse with a noise or velocity target, which cannot learn the latent's scale."""
+
+
+class TranslationTrainingConfig(TrainingConfig):
+    """Modes, and the common training keys."""
+
+    loss_type: Annotated[Mode, OnResume.FIXED] = "mixed"
+    """Mode: unconditional, l2t (embedding to text), t2l (text to embedding), or mixed (one mode a sample)."""
+    loss_type_weights: dict[Literal["unconditional", "l2t", "t2l"], float] | None = None
+    """Shares of the modes under mixed, as in 'training.loss_type_weights={l2t: 0.7, t2l: 0.3}' or
+    training.loss_type_weights.l2t=0.7; a mode that is not named has none. None: equal shares."""
+    freeze: Annotated[Literal["auto", "mode", "none"], OnResume.IGNORE] = "auto"
+    """mode: l2t freezes the latent encoder and head, t2l the text encoder and head. none: both sides are trained. auto:
+    mode where training.init_from gives trained weights, none from scratch; a resumed run keeps what it began with."""
+    condition_dropout: float = Field(0.1, ge=0, lt=1)
+    """Share of l2t and t2l samples whose condition is replaced by the learned null (classifier-free guidance)."""
+
+    @model_validator(mode="after")
+    def _weights_belong_to_mixed(self) -> TranslationTrainingConfig:
+        weights = self.loss_type_weights
+        if weights is not None:
+            if self.loss_type != "mixed":
+                raise ValueError(
+                    f"training.loss_type_weights is read only when training.loss_type=mixed (it is {self.loss_type})"
+                )
+            if min(weights.values(), default=0) < 0 or sum(weights.values()) <= 0:
+                raise ValueError(f"training.loss_type_weights={weights}: weights are >= 0 and one of them > 0")
+        return self
+
+    def mode_weights(self) -> dict[str, float]:
+        """Shares of the three pure modes, adding up to 1."""
+        if self.loss_type != "mixed":
+            return {mode: float(mode == self.loss_type) for mode in PURE_MODES}
+        weights = self.loss_type_weights or dict.fromkeys(PURE_MODES, 1.0)
+        total = sum(weights.values())
+        return {mode: weights.get(mode, 0.0) / total for mode in PURE_MODES}
+
+
+class TranslationConfig(Config):
+    """One run of the translation task."""
+
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
+    data: StoreDataConfig = Field(default_factory=StoreDataConfig)
+    text_diffusion: TextDiffusionConfig = Field(default_factory=TextDiffusionConfig)
+    latent_diffusion: LatentDiffusionConfig = Field(default_factory=LatentDiffusionConfig)
+    loss: LossConfig = Field(default_factory=LossConfig)
+    training: TranslationTrainingConfig = Field(default_factory=TranslationTrainingConfig)
+
+    @model_validator(mode="after")
+    def _loss_fits_prediction(self) -> TranslationConfig:
+        noise_target = self.latent_diffusion.prediction != "x0"
+        if self.loss.latent_loss == "normalised_mse" and noise_target and not self.loss.allow_unsound:
+            raise ValueError(
+                f"loss.latent_loss=normalised_mse with latent_diffusion.prediction={self.latent_diffusion.prediction} "
+                "cannot learn the scale of the noise, which every sampler needs (docs/objectives.md); use "
+                "latent_diffusion.prediction=x0, or loss.latent_loss=mse, or loss.allow_unsound=true to do it anyway"
+            )
+        return self

@@ -1,0 +1,186 @@
+"""The translation task: text from latents and latents from text, by one MMDiT. Torch is imported where it is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mmldlm.models.mmdit import costs
+from mmldlm.tasks.base import Metric, ModelSizes, Task
+from mmldlm.tasks.translation import freezing
+from mmldlm.tasks.translation.config import PURE_MODES, TranslationConfig
+from mmldlm.tasks.translation.data import TranslationData, open_data
+
+if TYPE_CHECKING:
+    from mmldlm.engines.base import Engine
+    from mmldlm.engines.parameter_plan import ParameterPlan
+    from mmldlm.models import MultimodalMMDiT
+    from mmldlm.tasks.translation.noiser import NoisedBatch, Noiser
+    from mmldlm.tasks.translation.objective import TranslationObjective
+    from mmldlm.tasks.validation import Validation
+
+ARCHITECTURE = "MultimodalMMDiT"
+
+
+class TranslationTask(Task):
+    """Masked diffusion of text and continuous diffusion of latents, in four modes (docs/objectives.md)."""
+
+    name = "translation"
+    config_class = TranslationConfig
+    sums = (
+        "loss",
+        "text_nelbo_sum",
+        "text_correct",
+        "text_masked",
+        "latent_error_sum",
+        "latent_cosine_sum",
+        "latent_scored",
+        "length_nll_sum",
+        "length_scored",
+    )
+    metrics = (
+        Metric("text_loss", "text_nelbo_sum", "text_tokens", label="text", is_loss=True),
+        Metric("latent_loss", "latent_error_sum", "latents", label="latent", is_loss=True),
+        Metric("length_loss", "length_nll_sum", "lengths"),
+        Metric("text_accuracy", "text_correct", "text_masked"),
+        Metric("latent_cosine", "latent_cosine_sum", "latents"),
+    )
+    buffers = frozenset({"latent_mean", "latent_std"})
+
+    # -- without torch ----------------------------------------------------------------------------------------------
+
+    def open_data(self, config: TranslationConfig) -> TranslationData:
+        return open_data(config)
+
+    def names_data(self, config: TranslationConfig) -> bool:
+        return bool(config.data.roots)
+
+    def parameter_counts(self, config: TranslationConfig) -> dict[str, int] | None:
+        if config.model.latent_dim is None or config.model.vocab_size is None:
+            return None
+        modules, counts = costs.parameter_counts(config.model), {"text": 0, "latent": 0, "shared": 0}
+        for module, count in modules.items():
+            counts[costs.group_of(module)] += count
+        return counts
+
+    def model_sizes(self, config: TranslationConfig, length: int) -> ModelSizes:
+        model, training = config.model, config.training
+        modules = costs.parameter_counts(model)
+        num_frozen = sum(modules[name] for name in freezing.frozen_modules(training.loss_type, training.freeze))
+        tied = model.vocab_size * model.hidden_size if model.tie_embeddings else 0
+        batch, dtype = training.train_batch_size, training.dtype
+        return ModelSizes(
+            trainable=sum(modules.values()) - num_frozen,
+            frozen=num_frozen,
+            largest_block=max(
+                costs.block_elements(model),
+                modules["text_encoder"],
+                modules["text_head"] + tied,
+                modules["latent_encoder"],
+            ),
+            buffers=2 * model.latent_dim,
+            activations=costs.activation_bytes(model, batch, length, dtype),
+            logits_cpu=costs.logits_bytes(model, batch, length, dtype, on_gpu=False),
+            logits_gpu=costs.logits_bytes(model, batch, length, dtype, on_gpu=True),
+        )
+
+    def training_flops(
+        self, config: TranslationConfig, num_samples: int, num_tokens: float, sums: Mapping[str, float]
+    ) -> float:
+        return costs.training_flops(config.model, num_samples, num_tokens, sums["text_masked"])
+
+    def describe(self, config: TranslationConfig) -> str:
+        return f"mode {config.training.loss_type}, freeze={config.training.freeze}"
+
+    def warnings(self, config: TranslationConfig) -> list[str]:
+        training = config.training
+        frozen = freezing.random_projection(training.loss_type, training.freeze, training.init_from)
+        return [] if frozen is None else [frozen]
+
+    def expected_shapes(self, model_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        return costs.expected_shapes(model_config)
+
+    # -- with torch -------------------------------------------------------------------------------------------------
+
+    def build_model(self, data: TranslationData) -> MultimodalMMDiT:
+        from mmldlm.tasks.translation.build_model import build_model
+
+        return build_model(data)
+
+    def parameter_plan(self, model: MultimodalMMDiT, config: TranslationConfig) -> ParameterPlan:
+        from mmldlm.tasks.translation.parameter_plan import parameter_plan
+
+        return parameter_plan(model, config)
+
+    def parameter_groups(self, model: MultimodalMMDiT) -> dict[str, list[str]]:
+        return model.parameter_groups()
+
+    def compile(self, model: MultimodalMMDiT, plan: ParameterPlan) -> None:
+        model.compile_blocks()
+
+    def collator(
+        self,
+        data: TranslationData,
+        seed: int | None = None,
+        mode: str | None = None,
+        condition_dropout: float | None = None,
+    ) -> Noiser:
+        """Return the noiser; `mode` and `condition_dropout` replace those of training."""
+        from mmldlm.tasks.translation.noiser import Noiser
+
+        model = data.config.model
+        return Noiser(
+            data.config,
+            model.mask_token_id,
+            model.pad_token_id,
+            model.eos_token_id,
+            data.latent_mean,
+            data.latent_std,
+            mode_weights=None if mode is None else {other: float(other == mode) for other in PURE_MODES},
+            seed=seed,
+            condition_dropout=condition_dropout,
+            max_norm=data.max_latent_norm(),
+        )
+
+    def objective(self, config: TranslationConfig) -> TranslationObjective:
+        from mmldlm.tasks.translation.objective import TranslationObjective
+
+        return TranslationObjective(config)
+
+    def validation(self, data: TranslationData, engine: Engine) -> Validation:
+        from mmldlm.tasks.translation.validation import figures, passes_of
+        from mmldlm.tasks.validation import Validation
+
+        seed = data.config.training.seed + Validation.SEED_OFFSET
+        passes = [(name, self.collator(data, seed, mode, dropout)) for name, mode, dropout in passes_of(data.config)]
+        return Validation(self, data, engine, passes, figures)
+
+    def model_config(self, data: TranslationData) -> dict[str, Any]:
+        """Return the model, its diffusion, and the encoder that its latents belong to."""
+        config = data.config
+        return {
+            "task": self.name,
+            "architecture": ARCHITECTURE,
+            "buffers": sorted(self.buffers),
+            **config.model.model_dump(),
+            "text_diffusion": config.text_diffusion.model_dump(),
+            "latent_diffusion": config.latent_diffusion.model_dump(),
+            "training": {
+                "mode_weights": config.training.mode_weights(),
+                "condition_dropout": config.training.condition_dropout,
+            },
+            "encoder": data.train.manifest["encoder"],
+            "tokenizer": data.train.manifest["tokenizer"],
+        }
+
+    # -- debugging --------------------------------------------------------------------------------------------------
+
+    def unused_parameters(self, model: MultimodalMMDiT, config: TranslationConfig, batch: NoisedBatch) -> Sequence[str]:
+        from mmldlm.tasks.translation.batch_checks import unused_parameters
+
+        return unused_parameters(model, config, batch)
+
+    def check_batch(self, data: TranslationData, batch: NoisedBatch) -> list[str]:
+        from mmldlm.tasks.translation.batch_checks import batch_problems
+
+        return batch_problems(data, batch)

@@ -1,0 +1,162 @@
+"""Evaluation during training, for any task: passes over validation samples, with noise that training never sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from mmldlm.config.schema import Config
+from mmldlm.data.batching.batch import Collator
+from mmldlm.data.batching.batch_plan import BatchPlan, Spaced
+from mmldlm.data.batching.loader import MicroBatches, iterate_steps
+from mmldlm.data.batching.run_data import RunData
+from mmldlm.engines.base import Engine
+
+if TYPE_CHECKING:
+    from mmldlm.tasks.base import Task
+
+_COST_SHARE = 0.05  # of the training between two evaluations, under data.max_validation_samples=auto
+_MIN_SAMPLES = 64  # fewer give no useful estimate
+_TRAINING_COST = 3  # forward passes that training on a sample costs: the backward pass is two
+
+
+@dataclass
+class PassTotals:
+    """Totals of one pass over the validation samples, equal on every rank.
+
+    Attributes:
+        sums: of the objective, over all ranks.
+        counts: of the batches.
+        num_tokens: real tokens of the samples that were not left out.
+    """
+
+    sums: dict[str, float]
+    counts: dict[str, int]
+    num_tokens: int
+
+
+Figures = Callable[[dict[str, PassTotals]], dict[str, float]]
+"""Totals by pass -> metrics."""
+
+
+def metric_values(task: Task) -> Figures:
+    """Return every metric of the task for every pass: `{pass}_{metric}`."""
+
+    def figures(totals: dict[str, PassTotals]) -> dict[str, float]:
+        found = {}
+        for name, total in totals.items():
+            for metric in task.metrics:
+                value = metric.value(total.sums, total.counts)
+                if value is not None:
+                    found[f"{name}_{metric.name}"] = value
+        return found
+
+    return figures
+
+
+def num_samples(config: Config, available: int, global_batch: int, num_passes: int) -> int:
+    """Return the samples of one evaluation: of `auto`, what a few percent of the training pay for.
+
+    Args:
+        available: samples of the split in use.
+        global_batch: training samples of one optimizer step.
+        num_passes: passes over the samples in one evaluation.
+    """
+    if config.data.max_validation_samples != "auto":
+        return available
+    between = min(config.logging.eval_freq, config.training.num_train_steps) * global_batch
+    affordable = int(_COST_SHARE * _TRAINING_COST * between / num_passes)
+    return min(available, max(affordable, _MIN_SAMPLES))
+
+
+class Validation:
+    """The same samples, masks, timesteps and noise at every call, so that two calls differ only by the weights.
+
+    Args:
+        task: whose objective and sums are evaluated.
+        data: of the run.
+        engine: whose model is evaluated; every rank must call.
+        passes: (name, collator) of each pass over the samples.
+        figures: metrics from the totals of all passes.
+
+    Attributes:
+        num_samples, num_available, num_batches: see ValidationRun.
+        bad: {id, reason} of samples that this rank found unusable in the last call: they are in no figure.
+    """
+
+    SEED_OFFSET = 7_919
+
+    def __init__(
+        self, task: Task, data: RunData, engine: Engine, passes: Sequence[tuple[str, Collator]], figures: Figures
+    ):
+        config = data.config
+        self.engine, self.objective, self.sums = engine, task.objective(config), task.sums
+        self._figures = figures
+        training = config.training
+        micro = training.eval_batch_size or training.train_batch_size
+        self.num_available = len(data.validation_lengths)
+        global_batch = training.train_batch_size * training.grad_accum_steps * engine.world_size
+        self.num_samples = num_samples(config, self.num_available, global_batch, len(passes))
+        self.plan = BatchPlan(
+            data.validation_lengths,
+            micro * engine.world_size,
+            training.seed + self.SEED_OFFSET,
+            shuffle=False,
+            order=Spaced(self.num_samples, self.num_available),
+        )
+        self.passes = [
+            (name, MicroBatches(data.validation, self.plan, collator, engine.rank, engine.world_size, accum=1))
+            for name, collator in passes
+        ]
+        self.num_batches = len(self.passes) * self.plan.batches_per_epoch
+        self.bad: list[dict] = []
+
+    @torch.no_grad()
+    def run(self, goes_on: Callable[[int], bool] = lambda _: True) -> dict[str, float] | None:
+        """Evaluate the validation samples; equal on every rank. Collective.
+
+        Args:
+            goes_on: called before every batch with the number of batches done; its answer must be the same on every
+                rank.
+
+        Returns:
+            None where goes_on said no. Else the figures, and bad_samples (of all ranks) where any rank found some. A
+            figure without anything scored is left out.
+        """
+        module = self.engine.module
+        was_training = module.training
+        module.eval()
+        try:
+            return self._run(goes_on)
+        finally:
+            module.train(was_training)
+
+    def _run(self, goes_on: Callable[[int], bool]) -> dict[str, float] | None:
+        totals: dict[str, PassTotals] = {}
+        bad: dict[int, dict] = {}
+        num_bad = num_done = 0
+        for name, dataset in self.passes:
+            sums = torch.zeros(len(self.sums), dtype=torch.float64, device=self.engine.device)
+            counts: dict[str, int] = {}
+            num_tokens, found = 0, {}
+            for batches in iterate_steps(dataset, 0, self.plan.batches_per_epoch):
+                if not goes_on(num_done):
+                    return None
+                num_done += 1
+                for batch in batches:
+                    _, metrics = self.objective(self.engine.module, batch.to(self.engine.device))
+                    sums += torch.stack([metrics[key].double() for key in self.sums])
+                    num_tokens += batch.num_tokens  # of valid samples; the counts are the plan's
+                    counts = {key: counts.get(key, 0) + value for key, value in batch.counts.items()}
+                    found.update({sample["id"]: sample for sample in batch.bad})
+            bad.update(found)
+            local = self.engine.to_device([num_tokens, len(found)])
+            *values, all_tokens, num_found = self.engine.sum_on_host(torch.cat([sums, local]))
+            num_bad = max(num_bad, int(num_found))
+            totals[name] = PassTotals(dict(zip(self.sums, values, strict=True)), counts, int(all_tokens))
+        self.bad = list(bad.values())
+        figures = self._figures(totals)
+        return figures | ({"bad_samples": num_bad} if num_bad else {})

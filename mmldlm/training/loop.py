@@ -1,0 +1,193 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mmldlm.config.schema import Config
+from mmldlm.errors import EXIT_INTERRUPTED, Interrupted
+from mmldlm.stability.rollback_policy import RollbackReason, needs_rollback
+from mmldlm.stability.skipped_steps import collect_step_record
+from mmldlm.stability.state_audit import audit_on_all_ranks
+from mmldlm.training.setup import Session
+from mmldlm.training.state import TrainingState
+from mmldlm.training.step import StepReport, train_step
+
+FIRST_STEP_TIMEOUT_FACTOR = 3.0  # the first step compiles, builds groups and imports
+
+
+def train(session: Session) -> None:
+    """Train until the last step, a stop signal, or a stability stop. Collective over all ranks.
+
+    Raises:
+        Interrupted: on every rank, when a signal ended the run.
+        StabilityStop: on every rank, when no rollback is left.
+    """
+    state, checkpointer = session.state, session.checkpointer
+    schedule = SaveSchedule(session.config)
+    batches = session.batches()
+    session.engine.module.train()
+    timeout_factor = FIRST_STEP_TIMEOUT_FACTOR
+    # The run that this one continues may have left its last evaluation to it.
+    interrupted = state.evaluation_left and not evaluate(session)
+
+    while state.step < session.num_steps and not interrupted:
+        with session.phase("data"):
+            session.profiler.before(state.step + 1)
+            micro_batches = next(batches)
+        session.enter_phase("step", timeout_factor)
+        if state.is_excluded():  # a rollback decided not to train on this batch again
+            state.skip_batch(num_samples=len(session.plan.batch(state.step).ids))
+            session.logger.event("passed_over", step=state.step)
+            schedule.postpone_if_due(state.step)
+            continue
+
+        report = train_step(session, micro_batches)
+        log_report(session, report)
+        if (data_failure := session.guard.bad_share.trouble()) is not None:
+            checkpointer.finish_save()
+            raise session.logger.too_many_bad_samples_error(data_failure)
+        interrupted = report.stop_requested
+
+        due = schedule.due(state, report)
+        reason = rollback_reason(session, audit=due.audit)
+        if reason is not None:
+            with session.phase("load", section="checkpoint"):
+                checkpointer.roll_back(reason)
+            batches = session.batches()
+            schedule.reset()
+            interrupted = interrupted or session.stop.agreed(session.engine)
+            continue
+        timeout_factor = 1.0
+
+        if checkpointer.has_uncommitted and not report.write_in_progress:
+            with session.timer.part("checkpoint"):
+                checkpointer.finish_save()
+        state.evaluation_left = (
+            due.evaluate and interrupted
+        )  # a preempted job has little time, so save before evaluating
+        if due.evaluate and not interrupted:
+            with session.timer.part("evaluation"):
+                interrupted = not evaluate(session)
+        session.enter_phase("save")
+        if due.is_last or interrupted:
+            checkpointer.save_before_end()
+        elif due.save:
+            with session.timer.part("checkpoint"):
+                checkpointer.save()
+            interrupted = session.stop.agreed(session.engine)  # saving may have taken long
+        schedule.saved(due)
+
+    finish(session, interrupted)
+
+
+def finish(session: Session, interrupted: bool) -> None:
+    """Save what is not saved yet, and close the logs. Collective.
+
+    Raises:
+        Interrupted: on every rank, when a signal ended the run.
+    """
+    state, checkpointer = session.state, session.checkpointer
+    if checkpointer.saved_step != state.step:  # its last batches were excluded, or a signal came during a save
+        interrupted = interrupted or not evaluate(session)
+        session.enter_phase("save")
+        checkpointer.finish_save()
+        if checkpointer.saved_step != state.step:
+            checkpointer.save_before_end()
+    session.enter_phase("close", math.inf)  # rank 0 draws plots and uploads; no rank waits for it
+    is_done = state.step >= session.num_steps
+    if not interrupted or (is_done and not state.evaluation_left):
+        session.logger.close()
+        return
+    missing = ", without the last evaluation" if is_done else ""
+    reason = f"stopped by a signal at step {state.step}{missing}; checkpoint saved"
+    session.logger.close(EXIT_INTERRUPTED, reason)
+    raise Interrupted(f"{reason}: resume with training.resume=auto")
+
+
+def evaluate(session: Session) -> bool:
+    """Evaluate on the validation samples. Collective.
+
+    Returns:
+        False, on every rank, where a signal ended the evaluation.
+    """
+    session.enter_phase("evaluate")
+    figures = session.validation.run(session.continue_evaluation)
+    session.state.evaluation_left = figures is None
+    if figures is None:
+        return False
+    session.logger.log_evaluation(figures)
+    if "bad_samples" in figures:  # on every rank or on none
+        session.logger.log_bad_samples(session.validation.bad, validation=True)
+    return True
+
+
+def log_report(session: Session, report: StepReport) -> None:
+    """Write everything that is logged of a step. Collective where samples were bad or the step was skipped."""
+    logger = session.logger
+    logger.log_step(report)
+    if (profile := session.profiler.after(session.state.step)) is not None:
+        logger.progress.message(f"profile  {profile}")
+        logger.event("profile", **profile.record())
+    if not report.decision.apply:
+        record = collect_step_record(session.engine, report.micro_batches, report.losses)
+        logger.log_skip(report, record)
+    if report.layer_stats is not None:
+        logger.log_layer_stats(report.layer_stats)
+    if report.shared.counts.bad:
+        logger.log_bad_samples([sample for batch in report.micro_batches for sample in batch.bad])
+
+
+def rollback_reason(session: Session, audit: bool) -> RollbackReason | None:
+    """Return why the run cannot continue from its present state; None: it can. Collective where `audit`."""
+    nonfinite = audit_on_all_ranks(session.engine, session.average) if audit else {}
+    state = session.state
+    return needs_rollback(session.config.stability, state.step, state.consecutive_skips, nonfinite)
+
+
+@dataclass(frozen=True)
+class Due:
+    """What follows a step."""
+
+    is_last: bool
+    save: bool
+    evaluate: bool
+    audit: bool
+
+
+class SaveSchedule:
+    """When to save, evaluate and audit: a function of numbers that all ranks share.
+
+    Attributes:
+        is_overdue: a checkpoint is due but postponed, because recent steps were skipped or excluded.
+    """
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.is_overdue = False
+
+    def postpone_if_due(self, step: int) -> None:
+        """Remember a checkpoint that is due at a step without training."""
+        self.is_overdue = self.is_overdue or step % self.config.logging.save_freq == 0
+
+    def due(self, state: TrainingState, report: StepReport) -> Due:
+        """Decide what follows the step that was counted last."""
+        logging, step = self.config.logging, state.step
+        self.postpone_if_due(step)
+        is_last = step == self.config.training.num_train_steps
+        evaluate = is_last or step % logging.eval_freq == 0
+        # Not amid skips: the weights may be their cause, and the checkpoint would push out a good one.
+        can_save = self.is_overdue and state.consecutive_skips == 0
+        save = is_last or report.stop_requested or report.save_requested or can_save
+        # Audit before an evaluation too: a signal may cut it short, and then the weights are saved.
+        audit = save or evaluate or step % self.config.stability.audit_every == 0
+        return Due(is_last, save, evaluate, audit)
+
+    def saved(self, due: Due) -> None:
+        """Clear a postponed checkpoint after it was saved."""
+        self.is_overdue = self.is_overdue and not due.save
+
+    def reset(self) -> None:
+        """Forget a postponed checkpoint: a rollback has saved one."""
+        self.is_overdue = False

@@ -1,0 +1,174 @@
+"""One optimizer step: forward and backward of every micro-batch, one reduction, then apply or discard on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mmldlm.data.batching.batch import Batch
+from mmldlm.engines.base import Engine
+from mmldlm.engines.optimizer import learning_rate
+from mmldlm.observe.layer_stats import LayerStats
+from mmldlm.stability.guard import StepDecision
+
+if TYPE_CHECKING:
+    from mmldlm.training.setup import Session
+
+
+@dataclass(frozen=True)
+class LocalCounts:
+    """What this rank adds to the step's one reduction, besides losses and the gradient norm.
+
+    Attributes:
+        stops: 1 where this rank was asked to stop.
+        writing: 1 where this rank still writes a checkpoint.
+        save_requests: 1 where a user asked for a checkpoint.
+        tokens: real tokens.
+        bad: samples left out or repaired.
+        usable: samples not left out.
+    """
+
+    stops: float
+    writing: float
+    save_requests: float
+    tokens: float
+    bad: float
+    usable: float
+
+    @classmethod
+    def of(cls, session: Session, batches: Sequence[Batch]) -> LocalCounts:
+        """Count this rank's micro-batches."""
+        return cls(
+            stops=session.stop.received,
+            writing=session.checkpointer.write_in_progress,
+            save_requests=session.checkpointer.save_requested,
+            tokens=sum(batch.num_tokens for batch in batches),
+            bad=sum(len(batch.bad) for batch in batches),
+            usable=sum(int(batch.real.sum()) for batch in batches),
+        )
+
+
+@dataclass(frozen=True)
+class SharedNumbers:
+    """Result of the reduction: the same on every rank, so that all ranks decide alike.
+
+    Attributes:
+        sums: of the objective, by name.
+        num_bad_losses: micro-batches whose loss was not finite.
+        grad_norm: global norm before clipping.
+        counts: LocalCounts, added up.
+    """
+
+    sums: dict[str, float]
+    num_bad_losses: int
+    grad_norm: float
+    counts: LocalCounts
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What a step did: the one value that logs, schedule and stability policy read.
+
+    Attributes:
+        lr: learning rate of the step.
+        shared: see SharedNumbers.
+        decision: whether the step was applied.
+        num_samples: of the global batch.
+        cost: StepTimer's fields of the record.
+        layer_stats: statistics of every layer where they were due.
+        losses: of this rank's micro-batches, on the device.
+        micro_batches: of this rank.
+    """
+
+    lr: float
+    shared: SharedNumbers
+    decision: StepDecision
+    num_samples: int
+    cost: Mapping[str, Any]
+    layer_stats: LayerStats | None
+    losses: list[Tensor]
+    micro_batches: list[Batch]
+
+    @property
+    def loss(self) -> float:
+        """Loss of the global batch."""
+        return self.shared.sums["loss"]
+
+    @property
+    def batch(self) -> Batch:
+        """Any micro-batch of the step: epoch, index and counts are those of the global batch."""
+        return self.micro_batches[0]
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether any rank was asked to stop."""
+        return self.shared.counts.stops > 0
+
+    @property
+    def save_requested(self) -> bool:
+        """Whether a user asked for a checkpoint."""
+        return self.shared.counts.save_requests > 0
+
+    @property
+    def write_in_progress(self) -> bool:
+        """Whether any rank still writes a checkpoint."""
+        return self.shared.counts.writing > 0
+
+
+def train_step(session: Session, batches: list[Batch]) -> StepReport:
+    """Train on one global batch. Collective.
+
+    Args:
+        batches: this rank's micro-batches.
+    """
+    engine, state, guard = session.engine, session.state, session.guard
+    config = session.config
+    lr = state.lr_scale * learning_rate(state.applied_steps, config.training.num_train_steps, config.optimizer)
+    session.layer_stats.before_forward(state.step + 1)
+    sums = torch.zeros(len(session.task.sums) + 1, dtype=torch.float64, device=engine.device)
+    engine.loss_scale, losses = guard.loss_scale.value, []
+    for batch in batches:
+        loss, metrics = session.objective(engine.module, batch.to(engine.device))
+        # Run backward even for a non-finite loss, so that all ranks issue the same collectives.
+        engine.backward(loss)
+        losses.append(loss.detach())
+        is_bad = ~torch.isfinite(losses[-1])
+        sums += torch.stack([*(metrics[name].double() for name in session.task.sums), is_bad.double()])
+    norm = engine.grad_norm().to(sums)
+    session.layer_stats.before_step()
+    shared = reduce_step(engine, session.task.sums, sums, norm, LocalCounts.of(session, batches))
+    decision = guard.decide(shared.sums["loss"], shared.num_bad_losses, shared.grad_norm, int(shared.counts.usable))
+    if decision.apply:
+        engine.step(lr, shared.grad_norm)
+        if session.average is not None:
+            session.average.update()
+    else:
+        engine.discard_gradients()
+    layer_stats = session.layer_stats.after_step(lr, decision.apply)
+    num_samples = len(session.plan.batch(state.step).ids)
+    guard.bad_share.admit(int(shared.counts.bad), num_samples)
+    state.advance(decision, num_samples)
+    cost = session.timer.step(num_samples, shared.counts.tokens, shared.sums)
+    return StepReport(lr, shared, decision, num_samples, cost, layer_stats, losses, batches)
+
+
+def reduce_step(
+    engine: Engine, names: Sequence[str], sums: Tensor, grad_norm: Tensor, local: LocalCounts
+) -> SharedNumbers:
+    """Add up one vector over all ranks and read it: the step's one host sync. Collective.
+
+    Args:
+        names: of the sums.
+        sums: [len(names) + 1] fp64 on the device: the sums and the number of non-finite losses.
+        grad_norm: global norm, a scalar on the device.
+    """
+    # Average the norm over ranks: if any rank's norm is non-finite, the average is too.
+    norm = (grad_norm / engine.world_size).view(1)
+    vector = engine.sum_on_host(torch.cat([sums, norm, engine.to_device(list(vars(local).values()))]))
+    *values, num_bad_losses, shared_norm = vector[: len(names) + 2]
+    counts = LocalCounts(*vector[len(names) + 2 :])
+    return SharedNumbers(dict(zip(names, values, strict=True)), int(num_bad_losses), shared_norm, counts)

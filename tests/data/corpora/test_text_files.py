@@ -1,0 +1,116 @@
+"""Files of texts in parts, with bounded memory."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tracemalloc
+
+import pytest
+
+from mmldlm.data.corpora import text_files
+from mmldlm.data.corpora.corpus import open_corpus
+from mmldlm.errors import UserError
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+@pytest.mark.parametrize("part_bytes", [1, 7, 30, 1000])
+def test_parts_of_a_file_hold_every_line_once(tmp_path, monkeypatch, kind, part_bytes):
+    texts = ["One.", "Two is longer, with \u00fc.", "", "Four.", "x" * 40, "Six"]
+    lines = texts if kind == "txt" else [json.dumps({"text": text}) for text in texts]
+    path = tmp_path / f"a.{kind}"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    monkeypatch.setattr(text_files, "PART_BYTES", part_bytes)
+    corpus = open_corpus(path)
+    assert len(corpus.units) == -(-path.stat().st_size // part_bytes)
+    assert list(corpus) == [text for text in texts if text]
+
+
+def test_a_bad_line_of_a_later_part_has_its_number(tmp_path, monkeypatch):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n' * 5 + "{\n")
+    monkeypatch.setattr(text_files, "PART_BYTES", 20)
+    with pytest.raises(UserError, match="line 6"):
+        list(open_corpus(path))
+
+
+def test_compressed_files_are_read_whole(tmp_path):
+    texts = [f"Text number {number}." for number in range(50)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines))
+    assert list(open_corpus(tmp_path / "a.jsonl.gz")) == texts
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines)[:-20])
+    with pytest.raises(UserError, match="complete compressed file"):
+        list(open_corpus(tmp_path / "b.jsonl.gz"))
+    zstandard = pytest.importorskip("zstandard")
+    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(lines))
+    assert list(open_corpus(tmp_path / "a.jsonl.zst")) == texts
+
+
+def test_parquet_by_row_groups(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    texts = [f"Text  {number}." for number in range(10)] + [None]
+    parquet.write_table(arrow.table({"body": texts, "id": range(11)}), path, row_group_size=4)
+    corpus = open_corpus(path, text_field="body")
+    assert len(corpus.units) == 3 and list(corpus) == [f"Text {number}." for number in range(10)]
+    assert corpus.counts == {"read": 11, "drop_empty": 1}
+    with pytest.raises(UserError, match="columns body, id"):
+        open_corpus(path)
+    with pytest.raises(UserError, match="of int64"):
+        open_corpus(path, text_field="id")
+    (tmp_path / "b.parquet").write_bytes(b"no parquet")
+    with pytest.raises(UserError, match="a parquet file"):
+        open_corpus(tmp_path / "b.parquet")
+
+
+def test_carriage_returns_alone_end_lines(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfOne here.\rTwo there.\r\rThree.\r")
+    corpus = open_corpus(tmp_path / "a.txt")
+    assert list(corpus) == ["One here.", "Two there.", "Three."] and corpus.counts["read"] == 3
+    (tmp_path / "b.jsonl").write_bytes(b'{"text": "One."}\r{"text": "Two."}\r')
+    assert list(open_corpus(tmp_path / "b.jsonl")) == ["One.", "Two."]
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "c.txt").write_bytes(b"One sentence\rgoes on.\r\rAnother.\r")
+    assert list(open_corpus(tmp_path / "folder")) == ["One sentence goes on.", "Another."]
+
+
+def test_a_line_of_any_length_takes_no_more_memory_than_a_text(tmp_path, capsys):
+    path = tmp_path / "a.txt.gz"
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        file.write(b"First.\n")
+        for _ in range(48):
+            file.write(b"endless " * (1 << 17))
+        file.write(b"\nLast.\n")
+    corpus = open_corpus(path)
+    tracemalloc.start()
+    assert list(corpus) == ["First.", "Last."]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 40 << 20 and corpus.counts == {"read": 3, "drop_over_16_MiB": 1}
+    assert f"{path}: line 2 of 50,331,649 bytes left out" in capsys.readouterr().err
+
+
+def test_parts_of_a_file_agree_on_a_line_that_is_too_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_files, "PART_BYTES", 1000)
+    monkeypatch.setattr(text_files, "MAX_TEXT_BYTES", 2000)
+    path = tmp_path / "a.txt"
+    path.write_text(f"One.\n{'x' * 4500}\nTwo.\n{'y' * 1500}\nThree.")
+    corpus = open_corpus(path)
+    assert len(corpus.units) == 7 and list(corpus) == ["One.", "Two.", "y" * 1500, "Three."]
+    assert corpus.counts == {"read": 5, "drop_over_16_MiB": 1}
+
+
+def test_many_lines_without_a_newline_are_told_from_one(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"A line of its own.\r" * 1_000_000)
+    with pytest.raises(UserError, match=r"tr '\\r' '\\n' < a.txt"):
+        list(open_corpus(path))
+
+
+def test_json_of_brackets_is_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "One."}\n' + "[" * 200_000 + "\n")
+    with pytest.raises(UserError, match="line 2"):
+        list(open_corpus(tmp_path / "a.jsonl"))

@@ -1,0 +1,34 @@
+"""The work folder: one launch at a time, and errors that name differing options."""
+
+from __future__ import annotations
+
+import pytest
+
+from mmldlm.data.prepare import pipeline
+from mmldlm.data.prepare.options import PrepareOptions
+from mmldlm.data.prepare.task_queue import TaskQueue
+from mmldlm.data.prepare.work_dir import WorkDir
+from mmldlm.errors import UserError
+
+
+@pytest.mark.usefixtures("need_minilm")
+def test_only_one_preparation_at_a_time(corpus_file, tmp_path):
+    work = WorkDir(tmp_path / "s", TaskQueue())
+    work.open({"options": {}}, force=False)
+    with pytest.raises(UserError, match="no other preparation"):
+        pipeline.prepare(PrepareOptions(str(tmp_path / "s"), str(corpus_file), force=True))
+
+
+def test_what_differs_is_said_with_both_values(tmp_path):
+    def plan(name, **options):
+        identity = PrepareOptions("", name, **options).identity()
+        return {"options": identity, "shards": [1], "corpus": {"train": [f"txt:{name}"]}}
+
+    work = WorkDir(tmp_path / "store", TaskQueue())
+    work.open(plan("a.txt", text_field="body"), force=False)
+    with pytest.raises(UserError) as error:
+        work.open(plan("b.txt", max_tokens=30, latents_per_text=2), force=False)
+    for said in ("CORPUS was a.txt, now b.txt", "--text-field was body, now not given", "--max-tokens was 62, now 30",
+                 "--latents-per-text was 1, now 2", "the corpus had txt:a.txt, has txt:b.txt"):  # fmt: skip
+        assert said in error.value.found, error.value.found
+    assert "seed" not in error.value.found

@@ -1,0 +1,67 @@
+"""Verifying a store."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from mmldlm.commands.verify_data import plot
+from mmldlm.data.store.repair_hints import MANIFEST
+from mmldlm.data.store.verify import examine, verify
+from mmldlm.utils.atomic_files import sha256_of
+
+
+def _rewrite(root, name, change):
+    """Damages an array and makes the manifest agree, as a faulty writer would."""
+    array = np.load(root / name)
+    change(array)
+    np.save(root / name, array)
+    manifest = json.loads((root / MANIFEST).read_text())
+    manifest["files"][name] = {"bytes": (root / name).stat().st_size, "sha256": sha256_of(root / name)}
+    (root / MANIFEST).write_text(json.dumps(manifest))
+
+
+def test_the_plot_shows_shares(made_store, tmp_path, monkeypatch):
+    from matplotlib import pyplot
+
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    report = examine(made_store)
+    plot(report, json.loads((made_store / MANIFEST).read_text()), str(tmp_path / "plot.png"))
+    left, middle, _ = pyplot.gcf().axes
+    monkeypatch.undo()
+    pyplot.close("all")
+    for axes in (left, middle):
+        assert axes.get_ylabel() == "share of samples"
+        assert sum(bar.get_height() for bar in axes.patches) == pytest.approx(2)  # 1 in train, 1 in validation
+
+
+def test_verify_finds_what_checksums_cannot(made_store, store_copy):
+    assert verify(made_store) == []
+
+    def spoil_latents(latents):
+        latents[2, 0] = np.nan
+
+    def spoil_tokens(tokens):
+        tokens[5] = 40000
+
+    def scale(latents):
+        latents[0] *= 2
+
+    def repeat(text):
+        offsets = np.load(store_copy / "train" / "text_offsets.npy")
+        source = np.load(store_copy / "validation" / "text.npy")
+        ends = np.load(store_copy / "validation" / "text_offsets.npy")
+        length = int(offsets[1] - offsets[0])
+        row = next(row for row in range(len(ends) - 1) if ends[row + 1] - ends[row] <= length)
+        text[:length] = ord(" ")
+        text[: ends[row + 1] - ends[row]] = source[ends[row] : ends[row + 1]]
+
+    _rewrite(store_copy, "train/text.npy", repeat)
+    _rewrite(store_copy, "train/latents.npy", spoil_latents)
+    _rewrite(store_copy, "train/tokens.npy", spoil_tokens)
+    _rewrite(store_copy, "validation/latents.npy", scale)
+    problems = "\n".join(verify(store_copy))
+    for words in ("NaN or infinite values in 1 row: 2", "token ids", "norms", "in both train and validation"):
+        assert words in problems

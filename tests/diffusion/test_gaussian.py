@@ -1,0 +1,128 @@
+import itertools
+
+import pytest
+import torch
+
+from mmldlm.diffusion.gaussian import PREDICTIONS, SCHEDULES, GaussianProcess
+
+PAIRS = [
+    (schedule, prediction)
+    for schedule, prediction in itertools.product(SCHEDULES, PREDICTIONS)
+    if (prediction == "flow") == (schedule == "rectified_flow") or prediction in ("x0", "epsilon")
+]
+
+
+def sample(size=64, dim=8, low=0.01, high=0.99):
+    generator = torch.Generator().manual_seed(0)
+    x0, noise = (torch.randn(size, dim, dtype=torch.float64, generator=generator) for _ in range(2))
+    return x0, noise, low + (high - low) * torch.rand(size, dtype=torch.float64, generator=generator)
+
+
+@pytest.mark.parametrize(("schedule", "prediction"), PAIRS)
+def test_round_trips(schedule, prediction):
+    diffusion = GaussianProcess(schedule, prediction)
+    x0, noise, t = sample()
+    z = diffusion.add_noise(x0, noise, t)
+    back = diffusion.to_x0(diffusion.targets(x0, noise, t), z, t)
+    tolerance = 1e-9 if (schedule, prediction) == ("linear", "epsilon") else 1e-11
+    torch.testing.assert_close(back, x0, rtol=0, atol=tolerance * 100 if schedule == "linear" else tolerance)
+    alpha, sigma = (value[:, None] for value in diffusion.alpha_sigma(t))
+    torch.testing.assert_close((z - alpha * x0) / sigma, noise, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_ends_are_data_and_noise(schedule):
+    diffusion = GaussianProcess(schedule)
+    alpha, sigma = diffusion.alpha_sigma(torch.tensor([0.0, 1.0]))
+    assert alpha[0] == pytest.approx(1, abs=1e-12) and sigma[0] == pytest.approx(0, abs=1e-9)
+    assert alpha[1] < 7e-3 and sigma[1] == pytest.approx(1, abs=1e-4)
+    grid_alpha, grid_sigma = diffusion.alpha_sigma(torch.linspace(0, 1, 101))
+    assert (grid_alpha.diff() <= 1e-12).all() and (grid_sigma.diff() >= -1e-12).all()
+    if schedule != "rectified_flow":
+        torch.testing.assert_close(grid_alpha**2 + grid_sigma**2, torch.ones(101).double())
+
+
+def test_weights_are_equivalent_across_predictions():
+    """eps-MSE = SNR x-MSE and v-MSE = (SNR + 1) x-MSE, so min-SNR weights the same x0 error alike in every space."""
+    x0, noise, t = sample(low=0.05, high=0.95)
+    errors = []
+    for prediction in ("x0", "epsilon", "v"):
+        diffusion = GaussianProcess("cosine", prediction, "min_snr")
+        z = diffusion.add_noise(x0, noise, t)
+        guess = x0 + 0.1
+        alpha, sigma = (value[:, None] for value in diffusion.alpha_sigma(t))
+        implied_noise = (z - alpha * guess) / sigma
+        output = {"x0": guess, "epsilon": implied_noise, "v": alpha * implied_noise - sigma * guess}[prediction]
+        error = (output - diffusion.targets(x0, noise, t)).square().mean(1)
+        errors.append(error * diffusion.loss_weights(t))
+    torch.testing.assert_close(errors[0], errors[1])
+    torch.testing.assert_close(errors[0], errors[2])
+
+
+def integrate(diffusion, denoise, z, steps, eta=0.0):
+    generator = torch.Generator().manual_seed(5)
+    times = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
+    for t, s in zip(times[:-1], times[1:], strict=True):
+        here, there = t.expand(len(z)), s.expand(len(z))
+        noise = torch.randn(z.shape, dtype=z.dtype, generator=generator)
+        z = diffusion.step(denoise(z, here), z, here, there, eta=eta, noise=noise)
+    return z
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "sigmoid", "rectified_flow"])
+@pytest.mark.parametrize("eta", [0.0, 1.0])
+def test_gaussian_data_with_the_optimal_field_keeps_its_variance(schedule, eta):
+    """Data N(0, v): the posterior mean is a v z / (a^2 v + s^2); a correct sampler ends with variance v."""
+    diffusion = GaussianProcess(schedule)
+    v = 0.49
+
+    def denoise(z, t):
+        alpha, sigma = (value[:, None] for value in diffusion.alpha_sigma(t))
+        return alpha * v * z / (alpha**2 * v + sigma**2)
+
+    z = torch.randn(4000, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    # Ancestral steps put the posterior mean in x0's place, which costs variance of the order of a step.
+    out = integrate(diffusion, denoise, z, steps=1000 if eta else 100, eta=eta)
+    assert out.var().item() == pytest.approx(v, rel=0.06)
+    assert torch.isfinite(out).all()
+
+
+@pytest.mark.parametrize("eta", [0.0, 0.5, 1.0])
+def test_one_step_keeps_the_marginal(eta):
+    """With the true x0, a step from q(z_t | x0) lands in q(z_s | x0): mean a_s x0, variance s_s^2, for every eta."""
+    diffusion = GaussianProcess("cosine")
+    generator = torch.Generator().manual_seed(1)
+    size = 200_000
+    x0 = torch.full((size, 1), 1.7, dtype=torch.float64)
+    t, s = torch.full((size,), 0.8).double(), torch.full((size,), 0.45).double()
+    z = diffusion.add_noise(x0, torch.randn(size, 1, dtype=torch.float64, generator=generator), t)
+    out = diffusion.step(x0, z, t, s, eta=eta, noise=torch.randn(size, 1, dtype=torch.float64, generator=generator))
+    alpha, sigma = diffusion.alpha_sigma(torch.tensor(0.45))
+    assert out.mean().item() == pytest.approx(1.7 * alpha.item(), abs=5e-3)
+    assert out.std().item() == pytest.approx(sigma.item(), abs=5e-3)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_single_data_point_is_found(schedule):
+    diffusion = GaussianProcess(schedule)
+    point = torch.full((16, 3), 2.5, dtype=torch.float64)
+    out = integrate(diffusion, lambda z, t: point, torch.randn(16, 3, dtype=torch.float64), steps=7, eta=1.0)
+    torch.testing.assert_close(out, point, rtol=0, atol=1e-6)
+
+
+def test_zero_flow_leaves_the_noise():
+    diffusion = GaussianProcess("rectified_flow", "flow")
+    noise = torch.randn(10, 3, dtype=torch.float64)
+    out = integrate(diffusion, lambda z, t: torch.zeros_like(z), noise, steps=9)
+    torch.testing.assert_close(out, noise)
+
+
+def test_copying_the_input_does_not_solve_t2l():
+    """The earlier t2l was solved by copying: its target was its input. Here the best scaled copy of z leaves a large
+    error."""
+    diffusion = GaussianProcess("cosine", "x0")
+    x0, noise, t = sample(size=20_000, dim=16, low=0.001, high=1.0)
+    z = diffusion.add_noise(x0, noise, t)
+    target = diffusion.targets(x0, noise, t)
+    best = (z * target).sum() / (z * z).sum()
+    assert ((best * z - target) ** 2).mean() > 0.3

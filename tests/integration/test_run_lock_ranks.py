@@ -1,0 +1,50 @@
+"""The lock of a run folder when a second job with several ranks asks for it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+from mmldlm.training.run_lock import LOCK
+from tests.helpers import ROOT, environment, read_log, run_ranks, train_words
+
+RANK = """
+import sys
+from mmldlm.training import run_lock
+from mmldlm.distributed.exit import exit_without_teardown
+from mmldlm.train import main
+run_lock.EXIT_GRACE = 0.5
+code = main(sys.argv[1:])
+print("ended with", code, flush=True)
+exit_without_teardown(code)
+"""
+
+
+def test_a_second_job_is_refused_and_a_killed_one_resumed(store, tmp_path, monkeypatch, capsys):
+    from mmldlm.train import main
+
+    words = train_words(store, tmp_path, "run", "training.num_train_steps=100000", "logging.save_freq=100000")
+    script = [sys.executable, str(ROOT / "mmldlm" / "train.py")]
+    first = subprocess.Popen([*script, *words, "engine.kind=single"], env=environment(), stdout=subprocess.DEVNULL)
+    log = tmp_path / "run" / "training_log.jsonl"
+    try:
+        deadline = time.monotonic() + 120
+        while not (log.exists() and log.read_text().count("\n") > 2):
+            assert first.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        (tmp_path / "rank.py").write_text(RANK)
+        second = run_ranks(2, tmp_path / "rank.py", *words, "engine.kind=ddp", timeout=120)
+        assert second.stdout.count("ended with 2") == 2, second.stdout[-3000:]
+        assert f"process {first.pid} on " in second.stdout and "training.resume=auto" in second.stdout
+        assert first.poll() is None
+    finally:
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+    assert (tmp_path / "run" / LOCK).exists()
+    more = ["engine.kind=single", "training.num_train_steps=2", "training.resume=auto"]
+    assert main([*words, *more]) == 0
+    assert "that process is gone" in capsys.readouterr().err
+    assert [record["step"] for record in read_log(tmp_path, "run")] == [1, 2]
+    assert not (tmp_path / "run" / LOCK).exists()

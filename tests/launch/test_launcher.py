@@ -1,0 +1,197 @@
+"""`mmldlm launch` on this machine alone: real ranks, no ssh; and the arithmetic of a retry with fewer nodes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mmldlm.checkpoints import commit
+from mmldlm.cluster.hostfile import Node
+from mmldlm.config.load import load_config
+from mmldlm.launch import launcher
+from mmldlm.launch.launcher import exclude_nodes
+from mmldlm.launch.launcher_start import launcher_start
+from mmldlm.launch.outcome import Outcome
+from mmldlm.preflight.context import Context
+from tests.helpers import LONG, ROOT
+
+SECRET = b"cannot-be-read-in-the-run"
+
+
+def start(store, folder, *words, launcher="torchrun"):
+    command = [sys.executable, "-m", "mmldlm.launch", "--launcher", launcher, "--nproc", "2"]
+    command += ["--config-name", "tiny"]
+    command += ["--skip", "PROC001,LIM003", "--master_port", "29533", f"data.latent_data_root={store}"]
+    command += [f"logging.save_dir={folder}", "logging.run_name=run", "data.max_validation_samples=16"]
+    command += ["training.train_batch_size=4", "logging.eval_freq=1000000", *words]
+    hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    environment = {k: v for k, v in os.environ.items() if k not in hidden} | {"OMP_NUM_THREADS": "1"}
+    environment["WANDB_API_KEY"] = SECRET.decode()
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes)
+
+
+def ranks_of(process) -> list[int]:
+    """Processes of train.py below a launch."""
+    below, found = {process.pid}, []
+    for entry in sorted((e for e in os.listdir("/proc") if e.isdigit()), key=int):
+        try:
+            parent = int(Path(f"/proc/{entry}/stat").read_text().rpartition(") ")[2].split()[1])
+            command = Path(f"/proc/{entry}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if parent in below:
+            below.add(int(entry))
+            if b"mmldlm/train.py" in command:
+                found.append(int(entry))
+    return found
+
+
+def is_running(pid: int) -> bool:
+    """Not gone, and not only waiting for an init to take note of its end."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except OSError:
+        return False
+
+
+def steps(folder) -> int:
+    log = folder / "run" / "training_log.jsonl"
+    return len(log.read_text().splitlines()) if log.exists() else 0
+
+
+@pytest.mark.parametrize("launcher", ["deepspeed", pytest.param("torchrun", marks=LONG)])
+def test_a_run_to_its_end(store, tmp_path, launcher):
+    process = start(store, tmp_path, "training.num_train_steps=3", launcher=launcher)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output[-3000:]
+    assert steps(tmp_path) == 3
+    assert output.count("step 3/3 |") == 1  # what rank 0 says is on the screen, once
+    (logs,) = (tmp_path / "run" / "logs").glob("launch_*")
+    assert len(list(logs.glob("*_rank*.log"))) == 2
+    # Keys reach the ranks, but no file of the run's folder.
+    assert not any(SECRET in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+
+
+def test_a_killed_rank_ends_the_other_with_its_status(store, tmp_path):
+    process = start(store, tmp_path, "training.num_train_steps=1000000", "logging.save_freq=1000000")
+    deadline = time.monotonic() + 200
+    while steps(tmp_path) < 2 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    ranks = ranks_of(process)
+    assert len(ranks) == 2, process.stdout.read() if process.poll() is not None else ranks
+    os.kill(ranks[1], signal.SIGKILL)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode != 0 and "ended first, with status 137 (signal 9)" in output, output[-3000:]
+    # The trace of the other rank's broken collective would push what matters off the screen.
+    traces = list((tmp_path / "run" / "logs").glob("error_rank*.txt"))
+    assert "Traceback" not in output and all("Traceback" in path.read_text() for path in traces), output[-3000:]
+    assert not any(is_running(pid) for pid in ranks)
+
+
+def test_a_missing_store_is_bad_input_and_nothing_starts(tmp_path):
+    process = start(tmp_path / "nowhere", tmp_path)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 2 and "DATA001" in output
+    assert not (tmp_path / "run" / "logs").exists()
+
+
+def three_nodes(tmp_path, slots):
+    config = load_config("tiny", None, [f"logging.save_dir={tmp_path}", "training.train_batch_size=4",
+                                        "training.grad_accum_steps=2"])  # fmt: skip
+    (config.run_dir() / "logs").mkdir(parents=True)
+    nodes = [Node(name, count) for name, count in zip("abc", slots, strict=True)]
+    options = argparse.Namespace(hostfile="h", master_addr=None, master_port=1, ssh_port=None, launcher="deepspeed")
+    return Context(options, nodes, config=config)
+
+
+def test_fewer_nodes_keep_the_global_batch(tmp_path):
+    context = three_nodes(tmp_path, (2, 2, 2))
+    assert exclude_nodes(context, ["c"], 48) == ["training.grad_accum_steps=3"]
+    assert context.names == ["a", "b"] and context.master_address() == "a"
+    launcher_start(context, tmp_path, ["rank.py"], {})
+    assert (tmp_path / "hostfile").read_text() == "a slots=2\nb slots=2\n"
+    # Another one is lost later: it is still the batch that the run began with; and another node is the first.
+    assert exclude_nodes(context, ["a"], 48) == ["training.grad_accum_steps=6"]
+    assert context.names == ["b"] and context.master_address() == "b"
+
+
+@pytest.mark.parametrize(("slots", "bad"), [((5, 1, 1), ["b", "c"]), ((1, 1, 1), ["a", "b", "c"])])
+def test_a_batch_that_cannot_be_kept_ends_the_run(tmp_path, slots, bad, capsys):
+    assert exclude_nodes(three_nodes(tmp_path, slots), bad, 8 * sum(slots)) is None
+    assert "cannot continue" in capsys.readouterr().err
+
+
+def replace_parts(context, monkeypatch, watcher):
+    """Let launch() run without a preflight and with another watcher."""
+    monkeypatch.setattr(launcher, "Watcher", watcher)
+    monkeypatch.setattr(launcher, "run_preflight", lambda args: (context, 0))
+
+
+@pytest.mark.parametrize(
+    ("name", "interrupted", "attempts"),
+    [("deepspeed", False, 3), ("deepspeed", True, 1), ("slurm", False, 1)],  # Slurm warns the ranks, not the launch
+)
+def test_a_foreign_signal_is_a_fault_that_is_retried(tmp_path, monkeypatch, name, interrupted, attempts):
+    context, seen = three_nodes(tmp_path, (1, 1, 1)), []
+    context.options.launcher = name
+
+    class Ends:
+        def __init__(self, context, train_args, log_dir, grace):
+            seen.append(log_dir)
+
+        def run(self):
+            return Outcome(5, "rank 1 ended first", interrupted=interrupted)
+
+    replace_parts(context, monkeypatch, Ends)
+    args = argparse.Namespace(config_name="tiny", config=None, deepspeed_config=None, overrides=[], retries=2,
+                              elastic=False, grace=1.0, strict=False)  # fmt: skip
+    assert launcher.launch(args) == 5
+    # Attempts of one second have logs of their own.
+    assert len(set(seen)) == len(seen) == attempts and all(path.is_dir() for path in seen)
+
+
+def test_the_end_names_the_latest_checkpoint(tmp_path, capsys):
+    launcher.print_outcome(Outcome(1, "interrupted twice: stopped immediately"), tmp_path, (tmp_path / "step_5", 1))
+    launcher.print_outcome(Outcome(1, "rank 0 ended first"), tmp_path, None)
+    printed = capsys.readouterr().err
+    assert f"latest checkpoint: {tmp_path}/step_5" in printed and "no complete checkpoint" in printed
+
+
+@pytest.mark.parametrize("resume", [["training.resume=/runs/old/latest"], []])
+def test_a_retry_resumes_only_what_this_launch_has_saved(tmp_path, monkeypatch, resume):
+    """With nothing saved, training.resume=auto would be a fresh start, or what another run left in the folder."""
+    context = three_nodes(tmp_path, (1, 1, 1))
+    run_dir, seen = context.config.run_dir(), []
+
+    def save(step):
+        pending = commit.begin(run_dir, step)
+        (pending.path / "model.pt").write_text("weights")
+        pending.commit()
+
+    class Fails:
+        def __init__(self, context, train_args, log_dir, grace):
+            seen.append(list(train_args))
+
+        def run(self):
+            if len(seen) == 2:
+                save(7)
+            return Outcome(1, "rank 3 ended first")
+
+    replace_parts(context, monkeypatch, Fails)
+    if resume:
+        save(6)  # of an earlier run, which the explicit resume leaves aside
+    given = ["--config-name", "tiny", "logging.run_name=run", *resume]
+    args = argparse.Namespace(config_name="tiny", config=None, deepspeed_config=None, overrides=given[2:],
+                              retries=3, elastic=False, grace=1.0, strict=False)  # fmt: skip
+    assert launcher.launch(args) == 1
+    auto = [*given, "training.resume=auto"]
+    assert seen[:3] == [given, given, auto]
+    assert load_config("tiny", None, seen[3][2:]).training.resume == "auto"

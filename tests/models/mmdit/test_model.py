@@ -1,0 +1,278 @@
+import json
+
+import pytest
+import torch
+
+from mmldlm.errors import UserError
+from mmldlm.models import MultimodalMMDiT
+from mmldlm.models.mmdit.config import ModelConfig
+from mmldlm.models.mmdit.packing import PackingShape, pack
+
+pytestmark = pytest.mark.long
+
+BASE = dict(
+    hidden_size=32, n_blocks=2, n_heads=4, cond_dim=24, max_seq_len=16, latent_dim=12, latent_tokens=3,
+    vocab_size=40, mask_token_id=3, pad_token_id=0, eos_token_id=2,
+)  # fmt: skip
+
+
+def make(seed=0, awake=True, **more) -> MultimodalMMDiT:
+    """A small model; `awake` gives the zero-initialised gates values, so that every path shows in the output."""
+    torch.manual_seed(seed)
+    model = MultimodalMMDiT(ModelConfig(**{**BASE, **more}))
+    if awake:
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in model.parameters():
+            if not parameter.any():
+                parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
+    return model.eval()
+
+
+def inputs(batch=4, length=10, seed=1):
+    torch.manual_seed(seed)
+    return torch.randint(4, 40, (batch, length)), torch.randn(batch, 12), torch.rand(batch), torch.rand(batch)
+
+
+def test_shapes_of_all_inputs():
+    model = make(max_latents=2)
+    tokens, latents, text_t, latent_t = inputs()
+    out = model(tokens, latents, text_t, latent_t)
+    assert out["text_logits"].shape == (4, 10, 40) and out["latent_pred"].shape == (4, 12)
+    assert out["length_logits"].shape == (4, 16)
+    assert torch.isneginf(out["text_logits"][..., 3]).all()
+    assert model(tokens, latents[:, None].expand(4, 2, 12), text_t, latent_t)["latent_pred"].shape == (4, 2, 12)
+    assert "text_logits" not in model(None, latents)
+    assert model(tokens, None)["latent_pred"].shape == (4, 12)
+    one = make(latent_tokens=1)
+    assert one(tokens, latents)["latent_pred"].shape == (4, 12)
+
+
+def test_text_only_is_the_null_latent_and_latent_only_the_null_text():
+    model = make()
+    tokens, latents, text_t, latent_t = inputs()
+    everyone = torch.ones(4, dtype=torch.bool)
+    a = model(tokens, None, text_t)
+    b = model(tokens, latents, text_t, latent_is_null=everyone)
+    torch.testing.assert_close(a["text_logits"], b["text_logits"])
+    c = model(None, latents, None, latent_t)
+    d = model(tokens, latents, None, latent_t, text_is_null=everyone)
+    torch.testing.assert_close(c["latent_pred"], d["latent_pred"], rtol=1e-4, atol=1e-5)
+    # Null rows do not touch their neighbours.
+    half = torch.tensor([True, False, True, False])
+    e = model(tokens, latents, text_t, latent_is_null=half)["text_logits"]
+    torch.testing.assert_close(e[half], b["text_logits"][half])
+    torch.testing.assert_close(e[~half], model(tokens, latents, text_t)["text_logits"][~half])
+
+
+def test_padding_never_reaches_a_real_token():
+    model = make()
+    tokens, latents, text_t, latent_t = inputs(length=12)
+    real = torch.arange(12) < torch.tensor([12, 7, 3, 9])[:, None]
+    a = model(tokens, latents, text_t, latent_t, real)
+    other = torch.where(real, tokens, torch.randint(4, 40, tokens.shape))
+    b = model(other, latents, text_t, latent_t, real)
+    assert torch.equal(a["text_logits"][real], b["text_logits"][real])
+    assert torch.equal(a["latent_pred"], b["latent_pred"])
+    short = model(tokens[2:3, :3], latents[2:3], text_t[2:3], latent_t[2:3])
+    torch.testing.assert_close(short["text_logits"][0], a["text_logits"][2, :3], rtol=1e-4, atol=1e-4)
+
+
+def test_logits_only_where_they_are_read():
+    model = make()
+    tokens, latents, text_t, latent_t = inputs()
+    full = model(tokens, latents, text_t, latent_t)["text_logits"].flatten(0, 1)
+    positions = torch.tensor([0, 11, 37, 5])
+    some = model(tokens, latents, text_t, latent_t, text_positions=positions)["text_logits"]
+    torch.testing.assert_close(some, full[positions])
+    targets = tokens.flatten()[positions]
+    out = model(
+        tokens, latents, text_t, latent_t, text_positions=positions, text_targets=targets, text_weights=torch.ones(4)
+    )
+    nll = -full[positions].log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(out["text_nll"], nll)
+    assert "text_logits" not in out
+
+
+def test_qk_rmsnorm_switch_changes_parameters_and_output():
+    with_norm, without = make(), make(qk_rmsnorm=False)
+    names = {name for name, _ in with_norm.named_parameters()} - {name for name, _ in without.named_parameters()}
+    assert names and all("qk_norm" in name for name in names)
+    without.load_state_dict({k: v for k, v in with_norm.state_dict().items() if k in without.state_dict()})
+    tokens, latents, text_t, latent_t = inputs()
+    a, b = (m(tokens, latents, text_t, latent_t)["text_logits"][..., 4:] for m in (with_norm, without))
+    assert (a - b).abs().max() > 1e-3
+    # and it bounds the attention logits: scaling all queries and keys changes nothing
+    scaled = make()
+    for block in scaled.blocks:
+        for weight in block.to_qkv.weight.data.chunk(2):
+            weight[:64] *= 1000
+    torch.testing.assert_close(
+        scaled(tokens, latents, text_t, latent_t)["text_logits"][..., 4:], a, rtol=1e-2, atol=1e-2
+    )
+
+
+@pytest.mark.parametrize("key", ["n_heads", "latent_tokens", "n_blocks", "mlp_ratio", "cond_dim", "tie_embeddings"])
+def test_every_shape_key_does_something(key):
+    """MM-LDLM's n_heads, qk_rmsnorm and dropout were read by nobody."""
+    other = {"n_heads": 2, "latent_tokens": 2, "n_blocks": 3, "mlp_ratio": 2.0, "cond_dim": 16, "tie_embeddings": True}
+    tokens, latents, text_t, latent_t = inputs()
+    a, b = make(), make(**{key: other[key]})
+    outputs = [m(tokens, latents, text_t, latent_t)["text_logits"][..., 4:] for m in (a, b)]
+    assert not torch.allclose(*outputs)
+
+
+def test_timesteps_and_latent_condition_the_text():
+    model = make()
+    tokens, latents, text_t, latent_t = inputs()
+    base = model(tokens, latents, text_t, latent_t)["text_logits"][..., 4:]
+    for changed in (
+        model(tokens, latents, text_t * 0.5, latent_t),
+        model(tokens, latents, text_t, latent_t * 0.5),
+        model(tokens, latents + 1, text_t, latent_t),
+    ):
+        assert (changed["text_logits"][..., 4:] - base).abs().max() > 1e-3
+
+
+def test_close_timesteps_are_told_apart():
+    """Unscaled, t = 0 and t = 0.01 were 0.027 apart."""
+    sinusoids = make().text_timestep.sinusoids(torch.tensor([0.0, 0.01]))
+    assert (sinusoids[0] - sinusoids[1]).norm() > 1.0
+
+
+def test_blocks_start_as_the_identity():
+    model = make(awake=False)
+    layout = pack(None, None, PackingShape(4, 10, 3, 8, torch.float32, torch.device("cpu")))
+    rows = torch.randn(4 * 13, 32)
+    assert torch.equal(model.blocks[0](rows, torch.randn(4, 24), layout), rows)
+
+
+def test_length_logits_use_only_clean_latents():
+    model = make()
+    tokens, latents, text_t, _ = inputs()
+    clean = model(tokens, latents, text_t, torch.zeros(4))["length_logits"]
+    noisy = model(tokens, latents, text_t, torch.full((4,), 0.5))["length_logits"]
+    nothing = model(tokens, None, text_t)["length_logits"]
+    assert not torch.allclose(clean, noisy)
+    torch.testing.assert_close(noisy, nothing)
+
+
+def loss_of(model):
+    tokens, latents, text_t, latent_t = inputs()
+    positions = torch.arange(0, 40, 3)
+    out = model(
+        tokens, latents, text_t, latent_t,
+        text_positions=positions, text_targets=tokens.flatten()[positions], text_weights=torch.ones(len(positions)),
+    )  # fmt: skip
+    return out["text_loss_sum"] + out["latent_pred"].square().sum() + out["length_logits"].logsumexp(-1).sum()
+
+
+def test_gradient_checkpointing_changes_no_gradient():
+    grads = []
+    for switch in (False, True):
+        model = make(gradient_checkpointing=switch).train()
+        loss_of(model).backward()
+        grads.append({name: p.grad for name, p in model.named_parameters()})
+    for name in grads[0]:
+        assert (grads[0][name] is None) == (grads[1][name] is None)
+        if grads[0][name] is not None:
+            torch.testing.assert_close(grads[0][name], grads[1][name])
+
+
+def test_gradients_reach_every_parameter():
+    model = make().train()
+    everyone = torch.tensor([True, False, False, False])
+    tokens, latents, text_t, latent_t = inputs()
+    positions = torch.cat([torch.zeros(1, dtype=torch.int64), torch.arange(10, 40)])  # of a null text only its first
+    out = model(
+        tokens, latents, text_t, torch.tensor([0.5, 0.5, 0.0, 0.0]), text_is_null=everyone,
+        latent_is_null=everyone.flip(0),
+        text_positions=positions, text_targets=tokens.flatten()[positions], text_weights=torch.ones(31),
+    )  # fmt: skip
+    (out["text_loss_sum"] + out["latent_pred"].square().sum() + out["length_logits"].logsumexp(-1).sum()).backward()
+    missing = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_save_and_load_again(tmp_path, tie):
+    model = make(tie_embeddings=tie)
+    model.set_latent_statistics(torch.randn(12), torch.rand(12) + 0.5)
+    model.save_pretrained(tmp_path)
+    loaded = MultimodalMMDiT.from_pretrained(tmp_path)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, loaded.state_dict()[name]), name
+    x = torch.randn(3, 12)
+    torch.testing.assert_close(loaded.unscale_latents(loaded.scale_latents(x)), x)
+    half = MultimodalMMDiT.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert half.latent_mean.dtype == torch.float32 and half.blocks[0].to_out.weight.dtype == torch.bfloat16
+
+
+def test_load_refuses_tensors_of_another_model(tmp_path):
+    make().save_pretrained(tmp_path)
+    text = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(text.replace('"hidden_size": 32', '"hidden_size": 48'))
+    with pytest.raises(UserError, match="text_encoder"):
+        MultimodalMMDiT.from_pretrained(tmp_path)
+    with pytest.raises(UserError, match="config.json"):
+        MultimodalMMDiT.from_pretrained(tmp_path.parent)
+
+
+def test_bad_shapes_are_named():
+    model = make()
+    tokens, latents, _, _ = inputs(length=10)
+    with pytest.raises(ValueError, match="max_seq_len"):
+        model(torch.cat([tokens, tokens], 1), latents)
+    with pytest.raises(ValueError, match="latent_dim"):
+        model(tokens, latents[:, :5])
+    with pytest.raises(UserError, match="mask_token_id"):
+        make(mask_token_id=40)
+
+
+def test_compiled_blocks_give_the_same_with_one_graph_for_all_lengths():
+    import shutil
+
+    from torch._dynamo.utils import counters
+
+    if shutil.which("g++") is None and shutil.which("c++") is None:
+        pytest.skip("torch.compile on CPU needs a C++ compiler")
+    model, compiled = make().train(), make().train()
+    compiled.compile_blocks()
+    counters.clear()
+    for lengths in ([10, 10, 8, 10], [12, 7, 11], [9, 9, 9, 3, 6]):  # several blocks, batches and lengths
+        real = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+        tokens, latents, text_t, latent_t = inputs(len(lengths), max(lengths))
+        positions = real.flatten().nonzero()[::2, 0]
+        for m in (model, compiled):
+            m.zero_grad()
+            out = m(
+                tokens, latents, text_t, latent_t, real, text_positions=positions,
+                text_targets=tokens.flatten()[positions], text_weights=torch.ones(len(positions)),
+            )  # fmt: skip
+            (out["text_loss_sum"] + out["latent_pred"].square().sum()).backward()
+        for (name, p), q in zip(model.named_parameters(), compiled.parameters()):
+            if p.grad is not None:
+                largest = float(p.grad.abs().max())
+                torch.testing.assert_close(
+                    q.grad, p.grad, rtol=1e-3, atol=1e-6 * largest, msg=lambda m, name=name: f"{name}: {m}"
+                )
+    assert counters["stats"]["unique_graphs"] == 1, counters["stats"]
+
+
+def test_from_pretrained_reads_shards_and_names_a_missing_one(tmp_path):
+    from safetensors.torch import save_file
+
+    model = make()
+    model.save_pretrained(tmp_path)
+    tensors = dict(model.state_dict())
+    names = sorted(tensors)
+    halves = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, part in halves.items():
+        save_file({name: tensors[name].contiguous() for name in part}, tmp_path / file)
+    weight_map = {name: file for file, part in halves.items() for name in part}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / "model.safetensors").unlink()
+    loaded = MultimodalMMDiT.from_pretrained(tmp_path)
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in loaded.state_dict().items())
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(UserError, match="00002-of-00002"):
+        MultimodalMMDiT.from_pretrained(tmp_path)

@@ -1,0 +1,107 @@
+"""The ranks of tests/integration/test_train.py: several trainings in one launch, because starting DeepSpeed is slow.
+
+python -m torch.distributed.run --nproc_per_node=2 tests/support/engine_worker.py CASE STORE FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from mmldlm.config.load import load_config  # noqa: E402
+from mmldlm.distributed.exit import leave_process_group
+from mmldlm.train import check_run, train
+
+ENGINES = {
+    "ddp": ["engine.kind=ddp"],
+    "fsdp": ["engine.kind=fsdp"],
+    **{f"zero{stage}": [f"engine.zero_stage={stage}"] for stage in range(4)},
+}
+# What the last batch of an epoch, a mode without masked tokens, or frozen groups do to some ranks.
+UNEVEN = {
+    # 21 samples in global batches of 8: the last has 5, so two of its four micro-batches of 2 are short or empty.
+    "short_epoch": ["data.max_train_samples=21", "training.grad_accum_steps=2", "model.gradient_checkpointing=true"],
+    # Whole micro-batches of rows whose text is given: nothing is masked there.
+    "sparse_modes": ["training.loss_type_weights={t2l: 0.8, l2t: 0.2}", "training.profile=[2,3]"],
+    "frozen_l2t": ["training.freeze=mode", "training.loss_type=l2t"],
+    "frozen_t2l": ["training.freeze=mode", "training.loss_type=t2l"],
+}
+BAD_STEP = 3
+
+
+def run(store: str, folder: str, name: str, *words: str) -> None:
+    """One training of the tiny preset through the product's own loop."""
+    common = [
+        f"data.latent_data_root={store}",
+        f"logging.save_dir={folder}",
+        f"logging.run_name={name}",
+        "data.max_validation_samples=16",
+        "training.train_batch_size=4",
+        "logging.eval_freq=100",
+    ]
+    train(check_run(load_config("tiny", None, [*common, *words]), int(os.environ["WORLD_SIZE"])))
+
+
+def nonfinite(store: str, folder: str) -> None:
+    """At one step, one rank has a NaN in each latent of its micro-batch, at the next an Inf in one row of a gradient
+    behind a finite loss: under every engine, in fp32 and in bf16."""
+    from mmldlm.data.batching import loader
+    from mmldlm.engines.deepspeed.config import CPU_BUCKET
+    from mmldlm.engines.deepspeed.engine import DeepSpeedEngine
+    from mmldlm.models import MultimodalMMDiT
+
+    make = loader.MicroBatches.__getitem__
+
+    def poisoned(self, item):
+        batch = make(self, item)
+        # Validation has another plan; only training's rank 1 at one step is hit.
+        if self.rank == 1 and item // self.accum == BAD_STEP - 1 and self.plan.shuffle:
+            batch.tensors["latents"][:, 0] = float("nan")
+        return batch
+
+    loader.MicroBatches.__getitem__ = poisoned
+    forward, calls = MultimodalMMDiT.forward, [0]
+
+    def planted(self, *args, **kwargs):
+        out = forward(self, *args, **kwargs)
+        if self.training:
+            calls[0] += 1
+            if calls[0] == BAD_STEP + 1 and int(os.environ["RANK"]) == 1:
+                out["latent_pred"].register_hook(
+                    lambda grad: grad.index_fill(0, grad.new_zeros(1).long(), float("inf"))
+                )
+        return out
+
+    start = DeepSpeedEngine._init_masters_exactly
+
+    def checked(self, exact):  # what DeepSpeed itself will do: its default buckets are gigabytes
+        assert self.stage == 0 or self._engine.zero_reduce_bucket_size() == CPU_BUCKET, self.stage
+        start(self, exact)
+
+    MultimodalMMDiT.forward, DeepSpeedEngine._init_masters_exactly = planted, checked
+    for dtype in ("fp32", "bf16"):
+        for name, engine in ENGINES.items():
+            words = ["training.num_train_steps=6", "logging.save_freq=6", f"training.dtype={dtype}"]
+            calls[0] = 0
+            run(store, folder, f"{dtype}_{name}", *engine, *words)
+
+
+def uneven(store: str, folder: str) -> None:
+    """Every uneven case on every engine (or, alone, on the single process they are compared with)."""
+    world = int(os.environ["WORLD_SIZE"])
+    for case, words in UNEVEN.items():
+        micro = 8 // world // (2 if case == "short_epoch" else 1)
+        sizes = [f"training.train_batch_size={micro}", "training.num_train_steps=5", "logging.save_freq=5"]
+        for name, engine in ENGINES.items() if world > 1 else [("single", ["engine.kind=single"])]:
+            run(store, folder, f"{case}_{name}", *engine, *words, *sizes)
+
+
+if __name__ == "__main__":
+    case, *arguments = sys.argv[1:]
+    {"nonfinite": nonfinite, "uneven": uneven}[case](*arguments)
+    leave_process_group()
+    print(json.dumps({"done": case}))

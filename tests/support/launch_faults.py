@@ -1,0 +1,206 @@
+"""Faults of a running launch on the virtual cluster, and how `mmldlm launch` must end; for tests and benchmarks."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.virtual_cluster import ROOT, VirtualCluster, end
+
+PYTHON = sys.executable
+NODES = "n1 slots=1\nn2 slots=1\n"
+
+
+@dataclass(frozen=True)
+class LaunchFault:
+    """act(cluster, stack) happens before or after the group has formed; the screen must then say one of `words`."""
+
+    name: str
+    after: bool
+    act: Callable[[VirtualCluster, contextlib.ExitStack], None]
+    words: tuple[str, ...]
+
+
+def _kill(host, pattern: str, signal: str = "-KILL") -> None:
+    """Not by pkill, which `pkill_logged` watches."""
+    host.sh("kill", signal, *pids(host, pattern))
+
+
+def _cut(cluster, stack) -> None:
+    stack.enter_context(cluster.cable_pulled(cluster["n2"]))
+
+
+_ACTS = {
+    "rank killed": (lambda cluster, stack: _kill(cluster["n2"], "mmldlm/train.py"), ("rank 1 on n2 ended first",)),
+    "node's launcher killed": (
+        lambda cluster, stack: _kill(cluster["n2"], "deepspeed.launcher.launch"),
+        ("n2: its launcher ended",),
+    ),
+    "launcher killed": (lambda cluster, stack: _kill(cluster["n1"], "^pdsh "), ("the launcher ended",)),
+    "host cut off": (_cut, ("n2 is lost",)),
+}
+LAUNCH_FAULTS = [
+    LaunchFault(f"{name} {'after' if after else 'before'} the group forms", after, act, words)
+    for name, (act, words) in _ACTS.items()
+    for after in (False, True)
+]
+
+
+@dataclass(frozen=True)
+class Neighbor:
+    """A launch beside another; act(cluster, name) ends it, and the other must not notice."""
+
+    name: str
+    port: int
+    act: Callable[[VirtualCluster, str], None]
+    codes: tuple[int, ...]
+
+
+def head_pattern(name: str) -> str:
+    """Pattern of the head's process of a launch."""
+    return f"python -m mmldlm.launch .*run_name={name}( |$)"
+
+
+NEIGHBORS = [
+    Neighbor("interrupted", 29600, lambda cluster, name: _kill(cluster["n1"], head_pattern(name), "-INT"), (5,)),
+    Neighbor(
+        "rank_killed", 29700, lambda cluster, name: _kill(cluster["n2"], f"train.py .*run_name={name}( |$)"), (137,)
+    ),
+    Neighbor("head_killed", 29800, lambda cluster, name: _kill(cluster["n1"], head_pattern(name)), (-9, 137)),
+]
+
+
+def start(
+    cluster: VirtualCluster,
+    store: Path,
+    folder: Path,
+    *words: str,
+    launcher: str = "deepspeed",
+    name: str = "run",
+    host: str = "n1",
+    env: dict[str, str] | None = None,
+) -> subprocess.Popen:
+    """`mmldlm launch` for n1 and n2."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "hostfile").write_text(NODES)
+    command = [PYTHON, "-m", "mmldlm.launch", "--hostfile", folder / "hostfile", "--launcher", launcher]
+    command += ["--config-name", "tiny", f"data.latent_data_root={store}", f"logging.save_dir={folder}/runs"]
+    command += ["data.max_validation_samples=16", f"logging.run_name={name}", "training.train_batch_size=4", *words]
+    return cluster[host].popen(
+        *command,
+        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})},  # the hosts share one machine's cores
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen, seconds: float = 240) -> None:
+    """Wait until a condition holds while a launch runs."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise AssertionError(f"the launch never came so far:\n{process.stdout.read()[-4000:]}")
+        time.sleep(0.1)
+
+
+def pids(host, pattern: str) -> list[int]:
+    """Processes on a host whose command line matches."""
+    done = host.run("pgrep", "-f", pattern)
+    return [int(line) for line in done.stdout.split()] if done.returncode == 0 else []
+
+
+def ranks_on(host, name: str | None = None) -> list[int]:
+    """Processes of train.py on a host, of one run or of all."""
+    return pids(host, "mmldlm/train.py" + (f" .*run_name={name}( |$)" if name else ""))
+
+
+def steps_of(folder: Path, name: str = "run") -> int:
+    """Steps that a launch has logged."""
+    path = folder / "runs" / name / "training_log.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+@contextlib.contextmanager
+def pkill_logged(cluster: VirtualCluster, folder: Path):
+    """Every pkill on a host leaves a line in the file that this gives, and then does its work."""
+    folder.mkdir(parents=True, exist_ok=True)
+    log, script = folder / "pkill.log", folder / "pkill_logged"
+    for name in ("pgrep", "pkill"):  # one program with two names
+        shutil.copy(shutil.which("pgrep"), folder / name)
+    log.touch()
+    script.write_text(f"""#!/bin/sh
+case "$0" in *pkill) echo "$(hostname): $*" >> {log};; esac
+exec {folder}/$(basename "$0") "$@"
+""")
+    script.chmod(0o755)
+    with contextlib.ExitStack() as stack:
+        for host in cluster.hosts:
+            stack.enter_context(host.bound(script, Path(shutil.which("pgrep")).resolve()))
+        yield log
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How one neighbor ended: code, screen, ranks left, and whether the kept launch trained on."""
+
+    neighbor: Neighbor
+    code: int
+    output: str
+    left: list[int]
+    kept_trains: bool
+    pkills: str
+
+
+def play_beside(cluster: VirtualCluster, store: Path, folder: Path, neighbors: list[Neighbor]) -> list[Ended]:
+    """One launch trains; the neighbors start beside it in the same second, and are ended one after the other."""
+    long, found = ("--level", "0", "training.num_train_steps=100000", "logging.save_freq=100000"), []
+    with contextlib.ExitStack() as stack:
+        log = stack.enter_context(pkill_logged(cluster, folder / "pkill"))
+        kept = start(cluster, store, folder, *long, name="kept")
+        stack.callback(end, kept)
+        wait_for(lambda: steps_of(folder, "kept") >= 2, kept)
+        beside = [start(cluster, store, folder, *long, "--master_port", str(n.port), name=n.name) for n in neighbors]
+        for process in beside:
+            stack.callback(end, process)
+        for neighbor, process in zip(neighbors, beside, strict=True):
+            wait_for(lambda name=neighbor.name: steps_of(folder, name) >= 2, process, 400)
+        for neighbor, process in zip(neighbors, beside, strict=True):
+            neighbor.act(cluster, neighbor.name)
+            output, _ = process.communicate(timeout=240)
+            deadline = time.monotonic() + 60  # without a head, the nodes end their parts by themselves
+            while (left := _left(cluster, neighbor.name)) and time.monotonic() < deadline:
+                time.sleep(0.5)
+            seen, deadline = steps_of(folder, "kept"), time.monotonic() + 60
+            while steps_of(folder, "kept") < seen + 3 and kept.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.2)
+            trains = kept.poll() is None and steps_of(folder, "kept") >= seen + 3
+            found.append(Ended(neighbor, process.returncode, output, left, trains, log.read_text()))
+    return found
+
+
+def _left(cluster: VirtualCluster, name: str) -> list[int]:
+    return ranks_on(cluster["n1"], name) + ranks_on(cluster["n2"], name)
+
+
+def play(cluster: VirtualCluster, store: Path, folder: Path, fault: LaunchFault) -> tuple[float, int, str, list[int]]:
+    """Start a long run, let the fault happen; (seconds until the launch had ended, exit code, screen, ranks that
+    are left on n1)."""
+    with contextlib.ExitStack() as stack:
+        process = start(cluster, store, folder, "training.num_train_steps=100000", "logging.save_freq=100000")
+        stack.callback(end, process)
+        wait_for(lambda: len(ranks_on(cluster["n2"])) > 0, process)
+        if fault.after:
+            wait_for(lambda: steps_of(folder) >= 3, process)
+        fault.act(cluster, stack)
+        happened = time.monotonic()
+        output, _ = process.communicate(timeout=120)
+        seconds = time.monotonic() - happened
+        left = ranks_on(cluster["n1"])
+    return seconds, process.returncode, output, left

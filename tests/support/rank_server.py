@@ -1,0 +1,212 @@
+"""Start the ranks of real trainings quickly, for tests and benchmarks.
+
+A rank is a process of its own that runs `mmldlm/train.py` (or a script around it) as a launcher would start it, with
+RANK, WORLD_SIZE and MASTER_* in its environment. Ranks are forked from one process that has already imported torch and
+deepspeed: a start then takes a tenth of a second instead of ten, and a benchmark may start hundreds.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pkgutil
+import random
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAIN = ROOT / "mmldlm" / "train.py"
+
+
+class Ranks:
+    """The processes of one training; index = rank."""
+
+    def __init__(self, server: RankServer, pids: list[int], logs: list[Path]):
+        self._server, self.pids, self._logs = server, pids, logs
+        self._codes: list[int | None] = [None] * len(pids)
+
+    def codes(self) -> list[int | None]:
+        """Exit codes so far: None while a rank runs, -9 after SIGKILL."""
+        running = [pid for pid, code in zip(self.pids, self._codes) if code is None]
+        found = self._server.ask(poll=running) if running else {}
+        self._codes = [found.get(str(pid)) if code is None else code for pid, code in zip(self.pids, self._codes)]
+        return self._codes
+
+    def kill(self, rank: int) -> None:
+        """Send SIGKILL if the rank still runs. Only this class reaps it, so the pid is still its own."""
+        if self._codes[rank] is None:
+            os.kill(self.pids[rank], signal.SIGKILL)
+
+    def wait(self, timeout: float, grace: float = 60.0) -> list[int]:
+        """Wait for all ranks and return their exit codes.
+
+        Ranks that still run after `timeout` seconds, or `grace` seconds after the first failure, are killed.
+        """
+        deadline = time.monotonic() + timeout
+        while None in (codes := self.codes()):
+            if any(codes):
+                deadline = min(deadline, time.monotonic() + grace)
+                grace = float("inf")
+            if time.monotonic() > deadline:
+                for rank in range(len(codes)):
+                    self.kill(rank)
+            time.sleep(0.02)
+        return codes
+
+    def output(self, most: int = 3000) -> str:
+        """The last `most` characters that each rank printed."""
+        return "\n".join(f"--- rank {rank}\n{path.read_text()[-most:]}" for rank, path in enumerate(self._logs))
+
+
+class RankServer:
+    """Starts ranks. Use as a context manager: leaving it ends all of them.
+
+    Args:
+        logs: folder for what the ranks print.
+    """
+
+    def __init__(self, logs: str | Path):
+        self._logs, self._num_started = Path(logs), 0
+        self._lock = threading.Lock()  # several threads may each run a training
+        self._logs.mkdir(parents=True, exist_ok=True)
+        inherited = os.environ.get("PYTHONPATH")
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",  # thread pools of ranks on one machine would fight for its cores
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *([inherited] if inherited else [])]),
+        }
+        if not _has_gpu():
+            environment["DS_ACCELERATOR"] = "cpu"
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._process = subprocess.Popen([sys.executable, __file__], env=environment, text=True, **pipes)
+
+    def __enter__(self) -> RankServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+
+    def ask(self, **request) -> dict:
+        with self._lock:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            answer = self._process.stdout.readline()
+        if not answer:
+            raise RuntimeError("the process that forks the ranks has exited; its message is above")
+        return json.loads(answer)
+
+    def start(self, world_size: int, words: list[str], script: Path = TRAIN) -> Ranks:
+        """Start `script words` on world_size ranks of this machine."""
+        shared = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
+        shared["MASTER_PORT"] = str(_rendezvous_port())
+        with self._lock:
+            self._num_started += 1
+            logs = [self._logs / f"{self._num_started:04d}_rank{rank}.txt" for rank in range(world_size)]
+        pids = []
+        for rank in range(world_size):
+            environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            answer = self.ask(
+                script=str(script), words=[str(word) for word in words], environment=environment, log=str(logs[rank])
+            )
+            pids.append(answer["pid"])
+        return Ranks(self, pids, logs)
+
+    def run(self, world_size: int, words: list[str], script: Path = TRAIN, timeout: float = 1800) -> None:
+        """Start ranks and wait for them; exits this program when a rank failed."""
+        ranks = self.start(world_size, words, script)
+        codes = ranks.wait(timeout)
+        if any(codes):
+            sys.exit(f"{script} {' '.join(map(str, words))}\nended with {codes}:\n{ranks.output()}")
+
+
+def _has_gpu() -> bool:
+    return os.path.exists("/dev/nvidiactl")
+
+
+def _rendezvous_port() -> int:
+    """A free port below those that the system gives to outgoing connections, of which gloo opens many."""
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_000)
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+
+
+# -- the process from which ranks are forked ---------------------------------------------------------------------------
+
+
+def _serve() -> dict | None:
+    """Answer requests until the parent ends (None); in a forked rank, return the request it must run."""
+    _import_what_ranks_need()
+    children: set[int] = set()
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "poll" in request:
+            answer = {}
+            for pid in request["poll"]:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                answer[pid] = os.waitstatus_to_exitcode(status) if done else None
+                children.discard(done)
+        else:
+            pid = os.fork()
+            if pid == 0:
+                return request
+            children.add(pid)
+            answer = {"pid": pid}
+        print(json.dumps(answer), flush=True)
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return None
+
+
+# Slow modules that a rank imports (torch's compiler too: deepspeed and torch's optimizers import it).
+_SLOW_IMPORTS = """
+matplotlib.backends.backend_agg matplotlib.pyplot fsspec networkx torch._dynamo torch._inductor.compile_fx torch.onnx
+torch.distributed.checkpoint torch.distributed.fsdp
+""".split()
+
+
+def _import_what_ranks_need() -> None:
+    if _has_gpu():  # an import may initialize CUDA, which does not survive a fork: every rank imports for itself
+        return
+    import mmldlm
+
+    own = [module.name for module in pkgutil.walk_packages(mmldlm.__path__, "mmldlm.")]
+    for name in _SLOW_IMPORTS + [name for name in own if not name.endswith(".__main__")]:
+        importlib.import_module(name)
+    from mmldlm.engines.deepspeed.engine import import_deepspeed
+
+    import_deepspeed()
+
+
+def _become(request: dict) -> None:
+    """Turn a fresh fork into a rank: its output, its environment, its command line."""
+    for path, flags, numbers in (("/dev/null", os.O_RDONLY, (0,)), (request["log"], os.O_WRONLY | os.O_CREAT, (1, 2))):
+        opened = os.open(path, flags, 0o644)
+        for number in numbers:
+            os.dup2(opened, number)
+        os.close(opened)
+    os.environ.update(request["environment"])
+    sys.argv = [request["script"], *request["words"]]
+    sys.path[0] = str(Path(request["script"]).parent)
+
+
+if __name__ == "__main__":
+    request = _serve()
+    if request is not None:
+        _become(request)
+        runpy.run_path(request["script"], run_name="__main__")

@@ -1,0 +1,63 @@
+"""The package keeps the bounds of tests/support/house.py, and the checks see what breaks them."""
+
+import re
+
+import pytest
+
+from tests.support import house
+from tests.support.import_rules import ORDER
+
+RULES = house.broken_bounds(house.sources())
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_house_keeps(rule):
+    assert RULES[rule] == []
+
+
+def test_lengths_count_docstrings_and_nested_functions():
+    files = {"a/b.py": 'def f():\n    """Doc."""\n    def g():\n        pass\n    return g\n', "c.py": ""}
+    assert house.function_lengths(files) == {"a/b.py:f": 5, "a/b.py:g": 2}
+    assert house.files_per_folder(files) == {"a": 1, ".": 1}
+    assert house.file_lengths(files) == {"a/b.py": 5, "c.py": 0}
+
+
+@pytest.mark.parametrize(
+    "text", ["# Told so", "mended", "a file that is no file", "who is to blame", "Nobody", "was_told = 1"]
+)
+def test_a_forbidden_word_is_found(text):
+    assert len(house.forbidden_words({"a.py": f"x = 1\n{text}\n"})) == 1
+
+
+@pytest.mark.parametrize("text", ["it is no longer valid", "recommended", "amend", "the untold", "is not a file"])
+def test_other_words_pass(text):
+    assert house.forbidden_words({"a.py": text}) == []
+
+
+def test_a_test_without_module_is_found(tmp_path):
+    for name in ("tests/a/test_c.py", "tests/a/test_d.py", "tests/integration/test_e.py", "tests/test_p.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    for name in ("mmldlm/a/c.py", "mmldlm/p/__init__.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert house.tests_without_module(tmp_path / "tests", tmp_path / "mmldlm") == ["a/test_d.py"]
+
+
+def test_the_architecture_page_has_the_order():
+    page = (house.PACKAGE.parent / "docs" / "architecture.md").read_text()
+    assert " < ".join(ORDER) in " ".join(page.split())
+    missing = [room for room in ORDER if (house.PACKAGE / room).is_dir() and f"| `{room}/` |" not in page]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
+def test_files_named_in_the_guides_exist(page):
+    """A short name like `store/store.py` is the end of a path; NAME, TOPIC, VERB and a/b/c.py stand for any file."""
+    root = house.PACKAGE.parent
+    named = set(re.findall(r"`([\w./-]+(?:\.py|\.sh|\.txt|/))`", (root / page).read_text()))
+    named = {name for name in named if not re.search("NAME|TOPIC|VERB|a/b/", name)}
+    files = [path for folder in ("mmldlm", "tests") for path in (root / folder).rglob("*")]
+    existing = "".join(f"/{path.relative_to(root).as_posix()}{'/' if path.is_dir() else ''}\n" for path in files)
+    missing = {name for name in named if not (root / name).exists() and f"/{name}\n" not in existing}
+    assert len(named) > 20 and missing == set()

@@ -1,0 +1,154 @@
+"""One job a run folder: a second one is refused on all ranks, and a job that is gone stands in nobody's way."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mmldlm.errors import UserError
+from mmldlm.training import run_lock
+from mmldlm.training.run_lock import LOCK, RunLock
+from tests.helpers import environment, train_words
+
+
+def child(code: str = "import time; time.sleep(600)") -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment())
+
+
+def hold(folder) -> subprocess.Popen:
+    """Another process of this host that holds the lock."""
+    code = f"from mmldlm.training.run_lock import *; RunLock(Path({str(folder)!r})).acquire(print)"
+    code += "; print('held', flush=True)"
+    process = child(f"{code}; time.sleep(600)")
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def acquire(folder, **more) -> tuple[RunLock, list[str]]:
+    lock, told = RunLock(folder), []
+    lock.acquire(told.append, **more)
+    return lock, told
+
+
+def rewrite(folder, age: float = 0.0, **changed) -> None:
+    """Make the lock one of another place, or another age."""
+    path = folder / LOCK
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    os.utime(path, (time.time() - age, time.time() - age))
+
+
+OTHER = {"place": ["elsewhere"], "host": "elsewhere", "pid": 7}
+
+
+def test_on_one_host_the_process_decides(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_lock, "EXIT_GRACE", 0.5)
+    holder = hold(tmp_path)
+    rewrite(tmp_path, age=10_000)  # nothing was logged for long, but it lives
+    with pytest.raises(UserError, match=f"process {holder.pid} on .*trains in it"):
+        acquire(tmp_path)
+    holder.kill()  # and is not waited for: a zombie is gone, too
+    time.sleep(0.2)
+    lock, told = acquire(tmp_path)
+    assert told[-1].endswith("that process is gone")
+    holder.wait()
+    again, told = acquire(tmp_path)  # a process that trains twice
+    assert told == []
+    lock.release()
+    assert (tmp_path / LOCK).exists(), "it is the second time's"
+    again.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reused_process_number_is_another_process(tmp_path):
+    with child() as other:
+        acquire(tmp_path)
+        rewrite(tmp_path, pid=other.pid)
+        assert acquire(tmp_path)[1][0].endswith("that process is gone")
+        other.kill()
+
+
+def test_from_another_host_the_age_decides(tmp_path, monkeypatch):
+    acquire(tmp_path)
+    rewrite(tmp_path, age=run_lock.STALE_AFTER + 5, **OTHER)
+    assert "process 7 on elsewhere" in acquire(tmp_path)[1][0]
+    # Fresh: waited for until it is stale; with less patience than that, or renewed meanwhile, refused.
+    rewrite(tmp_path, **OTHER)
+    with pytest.raises(UserError, match="logging.run_name"):
+        acquire(tmp_path, patience=0.1)
+    with pytest.raises(UserError):
+        acquire(tmp_path, beat=lambda: os.utime(tmp_path / LOCK))
+    rewrite(tmp_path, age=run_lock.STALE_AFTER - 1, **OTHER)
+    told = acquire(tmp_path)[1]
+    assert "waiting" in told[0] and "not renewed for 180 s" in told[1]
+    # Torn: nobody knows whose.
+    (tmp_path / LOCK).write_text("{")
+    with pytest.raises(UserError, match="an unknown job"):
+        acquire(tmp_path, patience=0.1)
+
+
+def test_a_lock_that_cannot_be_read_is_named_and_not_waited_for(tmp_path, monkeypatch):
+    path = tmp_path / LOCK
+    path.mkdir()
+    with pytest.raises(UserError, match=r"\.lock.*\n.*Is a directory"):
+        acquire(tmp_path)
+    path.rmdir()
+    path.symlink_to("nowhere")
+    with pytest.raises(UserError, match="a link to nowhere"):
+        acquire(tmp_path)
+    path.unlink()
+    path.symlink_to(LOCK)
+    with pytest.raises(UserError, match="symbolic links"):
+        acquire(tmp_path)
+    path.unlink()
+    path.write_text("{}")
+
+    def refuse(self, *args, **more):  # of another user with mode 600; the tests may run as root
+        raise PermissionError(13, "Permission denied", str(self))
+
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="Permission denied"):
+        patch.setattr(type(path), "read_text", refuse)
+        acquire(tmp_path)
+    for partial in ('{"host": "x"}', '{"host": "x", "pid": "7"}', "[]", '"x"', "[" * 100_000):
+        path.write_text(partial)
+        with pytest.raises(UserError, match="an unknown job"):
+            acquire(tmp_path, patience=0.1)
+
+
+def test_a_requeued_slurm_job_takes_its_own_lock_over_at_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    acquire(tmp_path)
+    rewrite(tmp_path, **OTHER)
+    with pytest.raises(UserError, match="Slurm job 12"):  # another step of the same job
+        acquire(tmp_path, patience=0.1)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert "started the job again" in acquire(tmp_path)[1][0]
+
+
+def test_renewing_keeps_it_fresh_and_sees_that_it_was_taken(tmp_path, monkeypatch):
+    lock, _ = acquire(tmp_path)
+    os.utime(tmp_path / LOCK, (0, 0))
+    assert lock.renew() and (tmp_path / LOCK).stat().st_mtime == 0, "not oftener than every so many seconds"
+    monkeypatch.setattr(run_lock, "RENEW_INTERVAL", 0.0)
+    assert lock.renew() and time.time() - (tmp_path / LOCK).stat().st_mtime < 60
+    rewrite(tmp_path, **OTHER)
+    assert not lock.renew()
+    lock.release()
+    assert (tmp_path / LOCK).exists()
+
+
+def test_a_job_that_waited_does_not_overwrite_the_other(store, tmp_path, monkeypatch, capsys):
+    from mmldlm.train import main
+
+    run = tmp_path / "run"
+
+    def end_meanwhile(self, *args, **more):
+        (run / "checkpoints" / "step_00000010").mkdir(parents=True)
+
+    monkeypatch.setattr(RunLock, "acquire", end_meanwhile)
+    assert main(train_words(store, tmp_path, "run", "engine.kind=single")) == 2
+    assert "already holds checkpoints" in capsys.readouterr().err
