@@ -115,7 +115,7 @@ def _list_some(path: Path) -> str:
 
 
 def mark_buffers(weights: WeightSource, folder: Path) -> None:
-    """Classify the buffers of a MultimodalMMDiT in a format without kinds, by the config.json next to it.
+    """Classify the buffers that the config.json next to a file lists, for formats without kinds.
 
     Otherwise --dtype would round them, and they would count as parameters.
     """
