@@ -7,7 +7,7 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from mmldlm.engines.parameter_shards import ParameterShard
 from mmldlm.engines.pinned_copy import PinnedSnapshot
 from mmldlm.errors import UserError
+
+if TYPE_CHECKING:
+    from mmldlm.checkpoints.resume_reader import ResumeReader
 
 
 class Engine(ABC):
@@ -100,7 +103,7 @@ class Engine(ABC):
         """After a checkpoint that some rank could not write: be ready for the next. Collective."""
         return
 
-    def load(self, reader, applied_steps: int) -> None:
+    def load(self, reader: ResumeReader, applied_steps: int) -> None:
         """Take weights, moments and buffers from a checkpoint of any engine, stage and world size.
 
         Reads only what this rank holds; call masters_written() on every rank when all ranks have read.
@@ -209,9 +212,8 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 def rank_environment() -> tuple[int, int, int]:
     """rank, local rank and world size that the launcher put into the environment (0, 0, 1 without one)."""
-    return tuple(
-        int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
-    )
+    environ = os.environ
+    return int(environ.get("RANK", 0)), int(environ.get("LOCAL_RANK", 0)), int(environ.get("WORLD_SIZE", 1))
 
 
 def local_world_size(local_rank: int) -> int:

@@ -38,7 +38,8 @@ class MixedStore:
             ):
                 if own != expected:
                     raise UserError(
-                        f"one tokenizer and one encoder in all stores of data.mixture: {subject} of {self.root} ({expected})",
+                        f"one tokenizer and one encoder in all stores of data.mixture: {subject} of {self.root} "
+                        f"({expected})",
                         f"{own} in {store.root}",
                         "prepare both with the same --tokenizer and --encoder",
                     )
