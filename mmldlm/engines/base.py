@@ -120,8 +120,8 @@ class Engine(ABC):
                 values = reader.read(fragment.name, "weight", fragment.start, fragment.count)
                 fragment.of(fragment.owner).copy_(torch.from_numpy(values))
             for name, buffer in persistent_buffers(self.model).items():
-                values = torch.from_numpy(reader.read(name, "weight", 0, buffer.numel()))
-                buffer.copy_(values.view(buffer.shape))
+                values = reader.read(name, "weight", 0, buffer.numel())
+                buffer.copy_(torch.from_numpy(values).view(buffer.shape))
             states = self.optimizer_state()
             for owner in {id(fragment.owner): fragment.owner for fragment in fragments}.values():
                 states[owner] = self._fresh_state(owner, applied_steps) if applied_steps else {}

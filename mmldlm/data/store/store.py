@@ -6,7 +6,7 @@ ROOT/{train,validation}/text_offsets.npy   int64 [N + 1]   start of each text, a
 ROOT/{train,validation}/tokens.npy         uint16 or int32 token ids, concatenated, without special tokens
 ROOT/{train,validation}/token_offsets.npy  int64 [N + 1]
 ROOT/{train,validation}/latents.npy        float32 [N, D]  as encoded ([N, K, D] with K latents per text)
-ROOT/{train,validation}/documents.npy      int64 [N]       (only with --overlong chunk) corpus text that each sample is from
+ROOT/{train,validation}/documents.npy      int64 [N]       (only with --overlong chunk) corpus text of each sample
 ROOT/quarantine.jsonl                      (only if any) texts on which the encoder failed, with reasons
 ROOT/tokenizer/                            the tokenizer, as `save_pretrained` writes it
 """
