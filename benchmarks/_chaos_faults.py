@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from _chaos_run import ENGINE_TIMEOUT, SAVE_FREQ, Launch, Training, run_to_end, wait
-from bed import Host
+
+from tests.support.virtual_cluster import Host
 
 GOES_ON, RETRIED, ENDED = "goes on", "is started again by the launch", "ends"
 TRAINING, SAVING, EVALUATING, STARTING = "training", "saving", "evaluating", "starting"
@@ -25,7 +26,7 @@ RANK_OF = {"n1": 0, "n2": 1}  # by the hostfile
 INTERRUPTED = 5
 START_LIMIT = 90.0  # seconds from the command to the ranks, on a busy machine
 END_LIMIT = ENGINE_TIMEOUT + 40  # seconds from a fault to the end of what it ends
-LEASE = 25.0  # seconds after which nodes that the head asks nothing end their part
+IDLE_TIMEOUT = 25.0  # seconds without a request of the head after which nodes end their part
 
 
 @dataclass
@@ -60,7 +61,7 @@ class Fault:
 
 
 def _any_host(training: Training, chance: random.Random) -> Host:
-    return training.bed[chance.choice(tuple(RANK_OF))]
+    return training.cluster[chance.choice(tuple(RANK_OF))]
 
 
 def _signal(training: Training, host: Host, part: str, number: int, problems: list[str]) -> None:
@@ -84,7 +85,7 @@ def _kill_rank(part: str) -> Callable:
 def _kill_both_ranks(training: Training, chance: random.Random, moment: str) -> Struck:
     struck = Struck("ranks on n1 and n2", RETRIED, (137,), ("ended first, with status 137",))
     for name in RANK_OF:
-        _signal(training, training.bed[name], "rank", signal.SIGKILL, struck.problems)
+        _signal(training, training.cluster[name], "rank", signal.SIGKILL, struck.problems)
     return struck
 
 
@@ -99,13 +100,13 @@ def _kill_node_launcher(training: Training, chance: random.Random, moment: str) 
 def _kill_launcher(training: Training, chance: random.Random, moment: str) -> Struck:
     part = chance.choice(("launcher", "pdsh"))
     struck = Struck(f"{part} on n1", RETRIED, (), ("the launcher ended",))
-    _signal(training, training.bed["n1"], part, signal.SIGKILL, struck.problems)
+    _signal(training, training.cluster["n1"], part, signal.SIGKILL, struck.problems)
     return struck
 
 
 def _kill_agent(training: Training, chance: random.Random, moment: str) -> Struck:
     part = chance.choice(("agent", "session of the watcher"))
-    host = _any_host(training, chance) if part == "agent" else training.bed["n1"]
+    host = _any_host(training, chance) if part == "agent" else training.cluster["n1"]
     struck = Struck(f"{part} on {host.name}")
     _signal(training, host, part, signal.SIGKILL, struck.problems)
     return struck
@@ -114,7 +115,7 @@ def _kill_agent(training: Training, chance: random.Random, moment: str) -> Struc
 def _kill_head(training: Training, chance: random.Random, moment: str) -> Struck:
     """The nodes must end their part by themselves before the user starts again."""
     struck = Struck("head on n1", ENDED, (137,))
-    _signal(training, training.bed["n1"], "head", signal.SIGKILL, struck.problems)
+    _signal(training, training.cluster["n1"], "head", signal.SIGKILL, struck.problems)
     if not wait(lambda: training.ranks() == 0, END_LIMIT):
         struck.problems.append(f"{training.ranks()} rank(s) train on {END_LIMIT:.0f} s after the head was killed")
     return struck
@@ -125,7 +126,7 @@ def _kill_head(training: Training, chance: random.Random, moment: str) -> Struck
 
 def _stop_for(part: str, shortest: float, longest: float) -> Callable:
     def strike(training: Training, chance: random.Random, moment: str) -> Struck:
-        host = training.bed["n1"] if part == "head" else _any_host(training, chance)
+        host = training.cluster["n1"] if part == "head" else _any_host(training, chance)
         seconds = chance.uniform(shortest, longest)
         struck = Struck(f"{part} on {host.name} for {seconds:.1f} s")
         _signal(training, host, part, signal.SIGSTOP, struck.problems)
@@ -161,11 +162,11 @@ def _own_pid(pid: int) -> int:
 
 def _stop_head_for_long(training: Training, chance: random.Random, moment: str) -> Struck:
     """Longer than the nodes wait for a head that asks nothing: they end their part, and the head starts again."""
-    struck = Struck(f"head on n1 for {LEASE + 15:.0f} s", RETRIED)
-    _signal(training, training.bed["n1"], "head", signal.SIGSTOP, struck.problems)
-    if not wait(lambda: training.ranks() == 0, LEASE + 15):
+    struck = Struck(f"head on n1 for {IDLE_TIMEOUT + 15:.0f} s", RETRIED)
+    _signal(training, training.cluster["n1"], "head", signal.SIGSTOP, struck.problems)
+    if not wait(lambda: training.ranks() == 0, IDLE_TIMEOUT + 15):
         struck.problems.append("the nodes went on without a head")
-    training.signal(training.bed["n1"], "head", signal.SIGCONT)
+    training.signal(training.cluster["n1"], "head", signal.SIGCONT)
     return struck
 
 
@@ -174,7 +175,7 @@ def _stop_head_for_long(training: Training, chance: random.Random, moment: str) 
 
 def _cut_for_a_moment(training: Training, chance: random.Random, moment: str) -> Struck:
     host, seconds = _any_host(training, chance), chance.uniform(0.5, 3.0)
-    with training.bed.cable_pulled(host):
+    with training.cluster.cable_pulled(host):
         wait(lambda: False, seconds)
     return Struck(f"link of {host.name} for {seconds:.1f} s")
 
@@ -182,7 +183,7 @@ def _cut_for_a_moment(training: Training, chance: random.Random, moment: str) ->
 def _cut_until_lost(training: Training, chance: random.Random, moment: str) -> Struck:
     """n2 is named whichever link is cut: the head, on n1, cannot tell. Retries fail until the link is back."""
     host, more, before = _any_host(training, chance), chance.uniform(0, 8), len(training.ends())
-    with training.bed.cable_pulled(host):
+    with training.cluster.cable_pulled(host):
         wait(lambda: len(training.ends()) > before or training.launch.code() is not None, END_LIMIT)
         wait(lambda: False, more)
     return Struck(f"link of {host.name} until n2 is lost and {more:.1f} s more", RETRIED, (), ("n2 is lost",))
@@ -259,7 +260,7 @@ def _hidden(hosts: list[Host], folder: Path):
 
 
 def _some_hosts(training: Training, chance: random.Random) -> list[Host]:
-    return [training.bed[name] for name in chance.choice((("n1",), ("n2",), ("n1", "n2")))]
+    return [training.cluster[name] for name in chance.choice((("n1",), ("n2",), ("n1", "n2")))]
 
 
 def _read_only_folder(training: Training, chance: random.Random, moment: str) -> Struck:
@@ -299,7 +300,7 @@ def _second_launch(training: Training, chance: random.Random, moment: str) -> St
     folder, how = training.folder.parent / name, chance.choice(("SIGINT", "SIGTERM", "kill its rank", "kill its head"))
     struck = Struck(f"a second launch: {how}")
     more = ("--master_port", "29700", "training.num_train_steps=100000", "logging.save_freq=100000")
-    launch = Launch(training.bed, training.store, folder, folder.with_suffix(".log"), *more)
+    launch = Launch(training.cluster, training.store, folder, folder.with_suffix(".log"), *more)
     try:
         _end_second(training, launch, chance, how, struck)
     finally:
@@ -308,7 +309,7 @@ def _second_launch(training: Training, chance: random.Random, moment: str) -> St
 
 
 def _end_second(training: Training, launch: Launch, chance: random.Random, how: str, struck: Struck) -> None:
-    n1, n2, folder = training.bed["n1"], training.bed["n2"], launch.folder
+    n1, n2, folder = training.cluster["n1"], training.cluster["n2"], launch.folder
     if not wait(lambda: training.pids(n2, "rank", folder) or launch.code() is not None, START_LIMIT):
         struck.problems.append("the second launch did not start")
     log = folder / "runs" / "run" / "training_log.jsonl"
@@ -331,7 +332,7 @@ def _same_folder(training: Training, chance: random.Random, moment: str) -> Stru
     """A second launch into this run's folder is refused."""
     struck = Struck("a second launch into the same folder")
     more = ("--master_port", "29701", "training.resume=auto", "training.num_train_steps=100000")
-    launch = Launch(training.bed, training.store, training.folder, training.folder.with_suffix(".log"), *more)
+    launch = Launch(training.cluster, training.store, training.folder, training.folder.with_suffix(".log"), *more)
     try:
         code = run_to_end(launch, START_LIMIT + END_LIMIT)
     finally:
@@ -345,7 +346,7 @@ def _interrupt(training: Training, chance: random.Random, moment: str) -> Struck
     """Before training begins there is nothing to save: then the launch may end by the signal itself."""
     name, before = chance.choice(("SIGTERM", "SIGINT")), len(training.starts())
     struck = Struck(f"{name} to the head on n1", ENDED, (INTERRUPTED,), graceful=True)
-    _signal(training, training.bed["n1"], "head", getattr(signal, name), struck.problems)
+    _signal(training, training.cluster["n1"], "head", getattr(signal, name), struck.problems)
     if moment == STARTING:
         wait(lambda: training.launch.code() is not None, END_LIMIT)
         if len(training.starts()) == before:
@@ -356,7 +357,7 @@ def _interrupt(training: Training, chance: random.Random, moment: str) -> Struck
 def _tell_rank_to_stop(training: Training, chance: random.Random, moment: str) -> Struck:
     """A signal that the launch did not send: all ranks save and end, and the launch starts again."""
     name, host = chance.choice(("SIGTERM", "SIGUSR1", "SIGINT")), _any_host(training, chance)
-    words = ("it was sent a signal, and not by this launch",)
+    words = ("it received a signal that this launch did not send",)
     struck = Struck(f"{name} to the rank on {host.name}", RETRIED, (INTERRUPTED,), words, graceful=True)
     _signal(training, host, "rank", getattr(signal, name), struck.problems)
     return struck

@@ -1,7 +1,7 @@
 """One training of two hosts under `mmldlm launch --retries`, as its user sees it: screen, logs, checkpoints, processes.
 
 For benchmarks/chaos.py. Nothing here decides what is right; it starts the launch, again when it has ended, follows what
-it prints and logs, and finds its processes on the hosts of the bed.
+it prints and logs, and finds its processes on the hosts of the cluster.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import _runs
-from accidents import start as start_launch
-from bed import Bed, Host, end
+
+from tests.support.launch_faults import start as start_launch
+from tests.support.virtual_cluster import Host, VirtualCluster, end
 
 ENGINE_TIMEOUT = 20.0  # engine.timeout: a rank that stands still is noticed after so many seconds
 SAVE_FREQ, EVAL_FREQ = 20, 50
@@ -30,7 +31,7 @@ _ENDED = re.compile(r"^ended: (.*) \(exit (\d+)\)$")
 # Parts of a launch -> how the program of its process is named (argv[0] ends so), and a word of its command line.
 PARTS = {
     "rank": ("python", "mmldlm/train.py"),
-    "wrapper of a rank": ("python", "launch/rank.py"),
+    "wrapper of a rank": ("python", "launch/rank_wrapper.py"),
     "launcher of a node": ("python", "deepspeed.launcher.launch"),
     "launcher": ("python", "deepspeed.launcher.runner"),
     "pdsh": ("pdsh", ""),
@@ -69,11 +70,11 @@ class End:
 class Launch:
     """One `mmldlm launch` on n1, from its start to its end; a thread follows its screen."""
 
-    def __init__(self, bed: Bed, store: Path, folder: Path, screen: Path, *more: str):
+    def __init__(self, cluster: VirtualCluster, store: Path, folder: Path, screen: Path, *more: str):
         self.folder, self._screen = folder, screen
         self.lines: list[str] = []
         self.ends: list[End] = []
-        self.process = start_launch(bed, store, folder, *words(*more))
+        self.process = start_launch(cluster, store, folder, *words(*more))
         self._follower = threading.Thread(target=self._follow, daemon=True)
         self._follower.start()
 
@@ -104,8 +105,8 @@ class Launch:
 class Training:
     """The training that the faults strike: one run folder, as many launches as it takes."""
 
-    def __init__(self, bed: Bed, store: Path, folder: Path):
-        self.bed, self.store, self.folder = bed, store, folder
+    def __init__(self, cluster: VirtualCluster, store: Path, folder: Path):
+        self.cluster, self.store, self.folder = cluster, store, folder
         self.run_dir = folder / "runs" / "run"
         self.checkpoints = self.run_dir / "checkpoints"
         self.screen = folder / "screen.log"
@@ -118,7 +119,7 @@ class Training:
     def start(self) -> None:
         """Type the command: always the same one, until the last time sets where it ends."""
         more = (f"training.num_train_steps={self.num_steps}", f"logging.save_freq={SAVE_FREQ}", "training.resume=auto")
-        launch = Launch(self.bed, self.store, self.folder, self.screen, "--retries", str(RETRIES), *more)
+        launch = Launch(self.cluster, self.store, self.folder, self.screen, "--retries", str(RETRIES), *more)
         self.launches.append(launch)
 
     @property
@@ -130,7 +131,7 @@ class Training:
         """End the launch and what it has left on the hosts."""
         for launch in self.launches:
             launch.kill()
-        for host in self.bed.hosts:
+        for host in self.cluster.hosts:
             for part in ("launcher", "launcher of a node", "wrapper of a rank", "rank"):
                 self.signal(host, part, signal.SIGKILL)
 
@@ -204,12 +205,12 @@ class Training:
 
     def ranks(self) -> int:
         """Ranks that run on all hosts."""
-        return sum(len(self.pids(host, "rank")) for host in self.bed.hosts)
+        return sum(len(self.pids(host, "rank")) for host in self.cluster.hosts)
 
     def picture(self) -> str:
         """Processes on the hosts, to diagnose why nothing moves."""
         parts = []
-        for host in self.bed.hosts:
+        for host in self.cluster.hosts:
             parts.append(f"--- {host.name}")
             parts += [f"{pid:8} {_stat(pid)[0]} {' '.join(words)[:160]}" for pid, words in host_processes(host)]
         return "\n".join(parts)

@@ -3,10 +3,10 @@
     python benchmarks/chaos.py [--quick] [--minutes 30] [--faults 45] [--seed N] [--only KIND,...] [--data STORE]
                                [--keep DIR] [--json FILE]
 
-ZeRO-2 on two of the three hosts of tests/multinode/bed.py (root is needed), under `mmldlm launch --retries`, with some
-samples of the store NaN. Faults of benchmarks/_chaos_faults.py strike one after the other, at a random moment: while it
-trains, saves, evaluates or starts. Where the launch ends, the same command with training.resume=auto is typed again, as
-a user or a batch system would. Then the training runs to its end, and once more from the start, undisturbed.
+ZeRO-2 on two of the three hosts of tests/support/virtual_cluster.py (root is needed), under `mmldlm launch --retries`,
+with some NaN samples in the store. Faults of benchmarks/_chaos_faults.py strike one after the other, at random moments:
+while it trains, saves, evaluates or starts. If the launch ends, the same command with training.resume=auto is started
+again, as a user or a batch system would. Then the training runs to its end, and once more from the start, undisturbed.
 
 `runs_ended_wrongly`: faults after which something ended that should not, or with the wrong exit code, or with a reason
 that does not name what was struck, or with a traceback. `hangs`: faults after which nothing moved, or nothing ended.
@@ -39,7 +39,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "multinode"), str(Path(__file__).resolve().parent)]
+sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 
 import _report  # noqa: E402
 import _runs  # noqa: E402
@@ -59,7 +59,8 @@ from _chaos_faults import (  # noqa: E402
     Struck,
 )
 from _chaos_run import ENGINE_TIMEOUT, EVAL_FREQ, RETRIES, SAVE_FREQ, Launch, Training, run_to_end, wait  # noqa: E402
-from bed import Bed, reason_to_skip  # noqa: E402
+
+from tests.support.virtual_cluster import VirtualCluster, reason_to_skip  # noqa: E402
 
 STILL_LIMIT = 3 * ENGINE_TIMEOUT + 60  # seconds without any sign: a first step may take three times engine.timeout
 START_LIMIT = 120.0  # seconds from the command to the first step, on a busy machine
@@ -269,7 +270,9 @@ class Chaos:
             if struck.codes and ends[0].code not in struck.codes:
                 row.problems.append(f"exit {ends[0].code}, not {' or '.join(map(str, struck.codes))}")
             # Retries cannot reach a host that is still cut off.
-            row.problems += [f"ended again: {end.reason}" for end in ends[1:] if "no watcher there" not in end.reason]
+            row.problems += [
+                f"ended again: {end.reason}" for end in ends[1:] if "its agent did not start" not in end.reason
+            ]
         else:
             row.result = f"ended with {training.launches[before.launches - 1].code()}"
         if struck.words and not any(word in text for word in struck.words):
@@ -375,7 +378,7 @@ def finish(chaos: Chaos) -> tuple[float, list[str]]:
     folder = training.folder.parent / "undisturbed"
     print(f"the same {num_steps} steps, undisturbed ...", flush=True)
     more = (f"training.num_train_steps={num_steps}", "logging.save_freq=1000000", "logging.eval_freq=1000000")
-    launch = Launch(training.bed, training.store, folder, folder.with_suffix(".log"), *more)
+    launch = Launch(training.cluster, training.store, folder, folder.with_suffix(".log"), *more)
     if run_to_end(launch, START_LIMIT + num_steps) != 0:
         return math.inf, [*problems, "the undisturbed run did not end well: " + "\n".join(launch.lines[-20:])]
     worst, differ = compare(training, folder / "runs" / "run")
@@ -456,8 +459,8 @@ def run(
     disk = ("mount", "-t", "tmpfs", "-o", f"size={DISK}m", "none", str(training.checkpoints))
     subprocess.run(disk, check=True)
     try:
-        with Bed(folder / "bed") as bed:
-            training.bed = bed
+        with VirtualCluster(folder / "cluster") as cluster:
+            training.cluster = cluster
             try:
                 training.start()
                 wait(lambda: training.last_step() >= 1 or training.launch.code() is not None, START_LIMIT)

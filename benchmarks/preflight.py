@@ -1,13 +1,12 @@
-"""Preflight and the watcher, measured on three real hosts (network namespaces with sshd; root is needed).
+"""Preflight and the watcher, measured on a virtual cluster of three hosts (network namespaces with sshd; needs root).
 
     python benchmarks/preflight.py [--quick] [--part faults|times] [--json FILE] [--data STORE] [--names 256]
 
-Injects every fault of tests/multinode/faults.py alone and looks whether its check, and nothing else, says so on the
-right node; measures levels 0 to 2 on three healthy hosts; lets every accident of tests/multinode/accidents.py happen to
-a running launch and measures how long the rest of it lives; ends launches beside another one, which must not notice.
---quick injects faults together where they allow it, and lets one accident happen. --part does one half of it: faults
-take 10 minutes on two cores, but no quiet machine.
---names N shows how the fan-out grows up to N nodes, with a transport that only answers.
+Injects every fault of tests/support/preflight_faults.py alone; its check must report it on its node, and no other check
+may fail. Measures levels 0 to 2 on healthy hosts. Injects every fault of tests/support/launch_faults.py into a running
+launch and measures the time until it has ended. Ends launches next to another one, which must not be affected. --quick
+injects compatible faults together, and one fault of a launch. --part runs one half: the faults take 10 minutes on two
+cores and do not need a quiet machine. --names N measures the fan-out up to N nodes, with a stub of ssh.
 """
 
 from __future__ import annotations
@@ -24,16 +23,17 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "multinode"), str(Path(__file__).resolve().parent)]
+sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 
 from _report import claim, write  # noqa: E402
-from accidents import ACCIDENTS, NEIGHBORS, play, play_beside  # noqa: E402
-from bed import Bed, reason_to_skip  # noqa: E402
-from faults import FAULTS, HARMLESS, TOGETHER, Scene, said, verdicts  # noqa: E402
+
+from tests.support.launch_faults import LAUNCH_FAULTS, NEIGHBORS, play, play_beside  # noqa: E402
+from tests.support.preflight_faults import FAULTS, HARMLESS, TOGETHER, Scene, said, verdicts  # noqa: E402
+from tests.support.virtual_cluster import VirtualCluster, reason_to_skip  # noqa: E402
 
 
 def make_store(folder: Path) -> Path:
-    """A small store of real sentences (the docstrings of the standard library's argparse, ast and logging)."""
+    """Return a small store of real sentences (docstrings of the standard library's argparse, ast and logging)."""
     import argparse as one
     import ast as two
     import logging as three
@@ -48,7 +48,7 @@ def make_store(folder: Path) -> Path:
 
 
 def save_run(store: Path, folder: Path) -> Path:
-    """A finished run to resume from: one rank, global batch 12."""
+    """Return a finished run to resume from: one rank, global batch 12."""
     words = ["--config-name", "tiny", f"data.latent_data_root={store}", f"logging.save_dir={folder}"]
     words += [
         "logging.run_name=saved",
@@ -63,13 +63,13 @@ def save_run(store: Path, folder: Path) -> Path:
 
 
 def inject(scene: Scene, faults) -> tuple[set[str], set[tuple[str, str]], str]:
-    """Faults at once -> (names found with the right node and remedy, verdicts that none of them explains, screen)."""
+    """Inject faults together; return (names found with node and fix, results that no fault explains, screen)."""
     with contextlib.ExitStack() as stack:
         for fault in faults:
             fault.inject(scene, stack)
         try:
             receipt = scene.run()
-        except AssertionError as error:  # no end, or no receipt: nothing was found
+        except AssertionError as error:  # a timeout, or no receipt: nothing was found
             return set(), set(), str(error)
     seen = verdicts(receipt)
     found = {f.name for f in faults if f.expected <= seen and all(word in said(receipt, f.id) for word in f.words)}
@@ -77,12 +77,12 @@ def inject(scene: Scene, faults) -> tuple[set[str], set[tuple[str, str]], str]:
 
 
 def fan_out(names: int, folder: Path) -> float:
-    """Seconds of starting, asking and stopping agents on N names whose ssh answers after 0.3 s, as a network's does."""
+    """Return the seconds to start, call and stop agents on N names whose ssh answers after 0.3 s."""
     from mmldlm.preflight.remote.ssh import Agent, AgentPool
 
     programs = folder / "bin"
     programs.mkdir(exist_ok=True)
-    # Answers every request with the facts of one node; sh, because N interpreters would measure this machine's cores.
+    # Answers every request with the facts of one node; sh, because N Python processes would measure the cores.
     answer = json.dumps({"identity": {"value": {"machine": "m", "hostname": "h"}}, "filler": {"value": "x" * 4000}})
     (programs / "ssh").write_text(
         "#!/bin/sh\nsleep 0.3\necho '@mmldlm {\"hello\": 1}'\nn=0\nwhile read -r line; do n=$((n + 1)); sleep 0.3\n"
@@ -93,25 +93,25 @@ def fan_out(names: int, folder: Path) -> float:
     os.environ["PATH"] = f"{programs}:{before}"
     try:
         started = time.perf_counter()
-        fleet = AgentPool([Agent(f"node{number}") for number in range(names)])
-        fleet.start()
-        answers = fleet.ask("facts", {"probes": []})
-        fleet.stop()
-        assert len(answers) == names, fleet.failures
+        pool = AgentPool([Agent(f"node{number}") for number in range(names)])
+        pool.start()
+        answers = pool.call("collect_facts", {"probes": []})
+        pool.stop()
+        assert len(answers) == names, pool.failures
         return time.perf_counter() - started
     finally:
         os.environ["PATH"] = before
 
 
-def measure_faults(bed: Bed, store: Path, folder: Path, quick: bool) -> tuple[int, int, int]:
-    """(found, missed, false alarms), with the healthy hosts' alarms."""
+def measure_faults(cluster: VirtualCluster, store: Path, folder: Path, quick: bool) -> tuple[int, int, int]:
+    """Return (found, missed, false alarms), including those on healthy hosts."""
     saved = save_run(store, folder)
     by_name = {fault.name: fault for fault in FAULTS}
     groups = [[by_name[name] for name in group] for group in TOGETHER] if quick else [[fault] for fault in FAULTS]
     num_found, num_missed, num_false = 0, 0, 0
     for number, group in enumerate(groups):
         started = time.perf_counter()
-        found, unexplained, screen = inject(Scene(bed, store, folder / f"scene{number}", saved), group)
+        found, unexplained, screen = inject(Scene(cluster, store, folder / f"scene{number}", saved), group)
         missed = [fault.name for fault in group if fault.name not in found]
         num_found, num_missed = num_found + len(found), num_missed + len(missed)
         num_false += len(unexplained)
@@ -119,12 +119,12 @@ def measure_faults(bed: Bed, store: Path, folder: Path, quick: bool) -> tuple[in
         if missed or unexplained:
             print(f"          MISSED {missed}, unexplained {sorted(unexplained)}\n{screen}", flush=True)
     for number, harmless in enumerate(HARMLESS):
-        ended, alarms, screen = inject(Scene(bed, store, folder / f"harmless{number}", saved), [harmless])
+        ended, alarms, screen = inject(Scene(cluster, store, folder / f"harmless{number}", saved), [harmless])
         num_false += len(alarms) + (not ended)
         seen = "no end" if not ended else f"{len(alarms)} alarm(s)"
         print(f"          harmless, {harmless.name}: {seen} {screen if alarms or not ended else ''}", flush=True)
     for launcher in ("deepspeed",) if quick else ("deepspeed", "torchrun", "mpi"):
-        scene = Scene(bed, store, folder / f"healthy_{launcher}")
+        scene = Scene(cluster, store, folder / f"healthy_{launcher}")
         scene.words += ["--launcher", launcher]
         alarms = verdicts(scene.run())
         num_false += len(alarms)
@@ -132,14 +132,16 @@ def measure_faults(bed: Bed, store: Path, folder: Path, quick: bool) -> tuple[in
     return num_found, num_missed, num_false
 
 
-def measure_levels(bed: Bed, store: Path, folder: Path, times: int) -> dict[str, float]:
-    """Median seconds of `mmldlm preflight` on three healthy hosts: of level 0, and of levels 0 to 2. CPU seconds of
-    this command and its children beside them, which other load does not change (what ssh started is not in it)."""
+def measure_levels(cluster: VirtualCluster, store: Path, folder: Path, times: int) -> dict[str, float]:
+    """Return the median seconds of `mmldlm preflight` on three healthy hosts, of level 0 and of levels 0 to 2.
+
+    Also the CPU seconds of this command and its children, without processes started by ssh: independent of other load.
+    """
     medians = {}
     for name, level in (("level_0", 0), ("levels_0_to_2", 2)):
         seconds, busy = [], []
         for number in range(times):
-            scene = Scene(bed, store, folder / f"timed{level}_{number}", level=level)
+            scene = Scene(cluster, store, folder / f"timed{level}_{number}", level=level)
             started, used = time.perf_counter(), os.times()
             scene.run()
             now = os.times()
@@ -150,29 +152,29 @@ def measure_levels(bed: Bed, store: Path, folder: Path, times: int) -> dict[str,
     return medians
 
 
-def measure_watcher(bed: Bed, store: Path, folder: Path, quick: bool) -> float:
-    """The longest time from an accident to the end of the whole launch; NaN when one was not handled."""
+def measure_watcher(cluster: VirtualCluster, store: Path, folder: Path, quick: bool) -> float:
+    """Return the longest time from a fault to the end of the launch; NaN if a fault was not handled."""
     stops = []
-    for number, accident in enumerate(ACCIDENTS[1:2] if quick else ACCIDENTS):
+    for number, fault in enumerate(LAUNCH_FAULTS[1:2] if quick else LAUNCH_FAULTS):
         try:
-            seconds, code, output, left = play(bed, store, folder / f"accident{number}", accident)
+            seconds, code, output, left = play(cluster, store, folder / f"launch_fault{number}", fault)
         except (AssertionError, subprocess.TimeoutExpired) as error:
             seconds, code, output, left = float("nan"), 0, str(error), []
-        well = code != 0 and not left and any(words in output for words in accident.words)
-        said_instead = "" if well else f", NOT handled: {output[-800:]}"
-        print(f"{seconds:6.1f} s  {accident.name}: exit {code}{said_instead}", flush=True)
-        stops.append(seconds if well else float("nan"))
+        handled = code != 0 and not left and any(words in output for words in fault.words)
+        said_instead = "" if handled else f", NOT handled: {output[-800:]}"
+        print(f"{seconds:6.1f} s  {fault.name}: exit {code}{said_instead}", flush=True)
+        stops.append(seconds if handled else float("nan"))
     return max(stops, key=lambda s: (s != s, s))
 
 
-def count_disturbed(bed: Bed, store: Path, folder: Path, quick: bool) -> int:
-    """How many ends of a launch (Ctrl-C, a dead rank, a dead head) another launch noticed, or left something behind."""
+def count_disturbed(cluster: VirtualCluster, store: Path, folder: Path, quick: bool) -> int:
+    """Return how many ends of a launch (Ctrl-C, dead rank, dead head) disturbed another launch or left processes."""
     disturbed = 0
-    for ended in play_beside(bed, store, folder / "beside", NEIGHBORS[1:2] if quick else NEIGHBORS):
-        well = ended.kept_trains and not ended.pkills and not ended.left and ended.code in ended.neighbor.codes
-        said_instead = "" if well else f", NOT WELL: {ended.pkills} {ended.output[-800:]}"
-        print(f"beside another launch, {ended.neighbor.name}: exit {ended.code}{said_instead}", flush=True)
-        disturbed += not well
+    for ended in play_beside(cluster, store, folder / "beside", NEIGHBORS[1:2] if quick else NEIGHBORS):
+        undisturbed = ended.kept_trains and not ended.pkills and not ended.left and ended.code in ended.neighbor.codes
+        said_instead = "" if undisturbed else f", DISTURBED: {ended.pkills} {ended.output[-800:]}"
+        print(f"next to another launch, {ended.neighbor.name}: exit {ended.code}{said_instead}", flush=True)
+        disturbed += not undisturbed
     return disturbed
 
 
@@ -189,13 +191,14 @@ def main() -> int:
         print(f"cannot be measured here: {reason}", file=sys.stderr)
         return 3
     claims, more = [], {}
-    with tempfile.TemporaryDirectory(prefix="mmldlm_preflight_") as temporary, Bed(Path(temporary) / "bed") as bed:
-        folder = Path(temporary)
+    temporary = tempfile.TemporaryDirectory(prefix="mmldlm_preflight_")
+    with temporary, VirtualCluster(Path(temporary.name) / "cluster") as cluster:
+        folder = Path(temporary.name)
         store = Path(args.data).absolute() if args.data else make_store(folder)
         if args.part != "faults":
-            medians = measure_levels(bed, store, folder, 1 if args.quick else 5)
-            worst = measure_watcher(bed, store, folder, args.quick)
-            disturbed = count_disturbed(bed, store, folder, args.quick)
+            medians = measure_levels(cluster, store, folder, 1 if args.quick else 5)
+            worst = measure_watcher(cluster, store, folder, args.quick)
+            disturbed = count_disturbed(cluster, store, folder, args.quick)
             growth = {n: fan_out(n, folder) for n in (4, 16, 64, 256, 1024) if n <= args.names}
             print("fan-out: " + ", ".join(f"{n} nodes {s:.1f} s" for n, s in growth.items()), flush=True)
             claims.append(claim("levels_0_to_2_seconds_3_hosts", medians["levels_0_to_2"], "<=", 30))
@@ -203,7 +206,7 @@ def main() -> int:
             claims.append(claim("launches_disturbed_by_another", disturbed, "==", 0))
             more = {"seconds": medians, "fan_out_seconds": growth}
         if args.part != "times":
-            found, missed, alarms = measure_faults(bed, store, folder, args.quick)
+            found, missed, alarms = measure_faults(cluster, store, folder, args.quick)
             claims.append(claim("faults_found", found, ">=", 30))
             claims.append(claim("faults_missed", missed, "==", 0))
             claims.append(claim("false_alarms", alarms, "==", 0))

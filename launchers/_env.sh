@@ -1,19 +1,19 @@
 # Shared set-up, to be sourced:  . launchers/_env.sh; mmldlm_env quickstart dev
 #
-# Makes (or reuses) a virtual environment with mmldlm and the named extras of setup.py, puts it first in PATH and
-# sets PYTHON. Settings from outside:
+# Create (or reuse) a virtual environment with mmldlm and the named extras of setup.py, put it first in PATH and set
+# PYTHON. Settings:
 #   MMLDLM_VENV     folder of the environment (default: .venv of this checkout)
-#   MMLDLM_PYTHON   Python to make it with (default: the first Python >= 3.10 found in PATH)
+#   MMLDLM_PYTHON   Python of a new environment (default: the first Python >= 3.10 in PATH)
 
 MMLDLM_ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
-# Usage: mmldlm_fail WHAT FIX   (status 2: the input is at fault)
+# Usage: mmldlm_fail WHAT FIX   (status 2: bad input)
 mmldlm_fail() {
     printf 'error: %s\n  fix: %s\n' "$1" "$2" >&2
     return 2
 }
 
-# Prints the first Python that runs and is new enough. A name in PATH may be a shim that cannot start anything.
+# Print the first Python that runs and is recent enough. A name in PATH may be a shim without a Python.
 mmldlm_find_python() {
     local name
     for name in ${MMLDLM_PYTHON:-python3 python3.13 python3.12 python3.11 python3.10 python}; do
@@ -23,10 +23,10 @@ mmldlm_find_python() {
         fi
     done
     mmldlm_fail "expected Python 3.10 or newer, found none among: ${MMLDLM_PYTHON:-python3 python3.10 ... python3.13}" \
-        "install one, or name it: MMLDLM_PYTHON=path/to/python3"
+        "install one, or set MMLDLM_PYTHON=path/to/python3"
 }
 
-# Debian and Ubuntu ship Python without the module that fills a new environment with pip.
+# Debian and Ubuntu ship Python without the module that installs pip into a new environment.
 mmldlm_need_venv_module() {
     local python=$1 package
     "$python" -c 'import ensurepip, venv' >/dev/null 2>&1 && return
@@ -38,12 +38,12 @@ mmldlm_need_venv_module() {
             return
         fi
     fi
-    mmldlm_fail "this Python cannot make virtual environments (no ensurepip)" \
+    mmldlm_fail "this Python cannot create virtual environments (no ensurepip)" \
         "on Debian or Ubuntu: sudo apt-get install $package"
 }
 
-# What an installation depends on: the two lists, the interpreter, and where checkout and environment lie (an
-# environment does not survive being moved).
+# Print a hash of everything an installation depends on: both lists, the interpreter, the paths of checkout and
+# environment (an environment cannot be moved).
 mmldlm_stamp() {
     local python=$1 venv=$2
     "$python" - "$MMLDLM_ROOT" "$venv" <<'PY'
@@ -58,13 +58,13 @@ PY
 mmldlm_pip() {
     if ! "$PYTHON" -m pip --disable-pip-version-check install -c "$MMLDLM_ROOT/constraints.txt" "$@" >>"$MMLDLM_LOG" 2>&1; then
         tail -n 20 "$MMLDLM_LOG" >&2
-        mmldlm_fail "the installation stopped (all of its output: setup.log in the virtual environment)" \
-            "remove the cause named above; the same command then continues where it stopped"
+        mmldlm_fail "the installation failed (complete output: setup.log in the virtual environment)" \
+            "fix the cause named above; the same command then continues where it stopped"
         return 1
     fi
 }
 
-# Usage: mmldlm_missing VENV STAMP EXTRA...   (prints what is not installed yet, a word a line)
+# Usage: mmldlm_missing VENV STAMP EXTRA...   (prints the extras that are not installed, one per line)
 mmldlm_missing() {
     local venv=$1 stamp=$2 extra
     for extra in base "${@:3}"; do
@@ -72,7 +72,7 @@ mmldlm_missing() {
     done
 }
 
-# Usage: mmldlm_install VENV STAMP EXTRA...   (PYTHON is the environment's own)
+# Usage: mmldlm_install VENV STAMP EXTRA...   (PYTHON is that of the environment)
 mmldlm_install() {
     local venv=$1 stamp=$2 extra names="" missing=()
     mapfile -t missing < <(mmldlm_missing "$@")
@@ -90,33 +90,33 @@ mmldlm_install() {
         *) names="$names,$extra" ;;
         esac
     done
-    # torch first and alone: it is the one long download, so a broken connection costs nothing else.
+    # torch first and alone: it is the only long download, so a broken connection costs nothing else.
     if [ "${missing[0]}" = base ]; then
         echo "set-up: torch (the long download)"
         mmldlm_pip torch || return
     fi
     if [ "${missing[0]}" = base ] || [ -n "$names" ]; then
-        echo "set-up: mmldlm${names:+ with ${names#,}} and what it needs"
+        echo "set-up: mmldlm${names:+ with ${names#,}} and its dependencies"
         mmldlm_pip -e "$MMLDLM_ROOT${names:+[${names#,}]}" || return
     fi
     for extra in "${missing[@]}"; do echo "$stamp" >"$venv/.mmldlm-$extra"; done
     echo "set-up: done"
 }
 
-# Usage: mmldlm_need_write VENV   (before anything in it is made or changed)
+# Usage: mmldlm_need_write VENV   (before anything in it is created or changed)
 mmldlm_need_write() {
-    [ -w "$1" ] || mmldlm_fail "$1 is not set up for this checkout, and you may not write to it" \
-        "set up one of your own: MMLDLM_VENV=a folder of yours"
+    [ -w "$1" ] || mmldlm_fail "$1 is not set up for this checkout, and is not writable" \
+        "set up another one: MMLDLM_VENV=a writable folder"
 }
 
 mmldlm_env() {
     local venv=${MMLDLM_VENV:-$MMLDLM_ROOT/.venv} base stamp
     mkdir -p "$venv" || return
     venv=$(cd "$venv" && pwd)
-    # A moved environment still starts, but its scripts (torchrun, deepspeed) point at the old place.
+    # A moved environment still starts, but its scripts (torchrun, deepspeed) point to the old path.
     if [ -e "$venv/.mmldlm-home" ] && [ "$(cat "$venv/.mmldlm-home")" != "$venv" ]; then
         mmldlm_need_write "$venv" || return
-        echo "set-up: the virtual environment was moved, making a new one"
+        echo "set-up: the virtual environment was moved, creating a new one"
         rm -rf "$venv"
         mkdir -p "$venv"
     fi
@@ -130,14 +130,14 @@ mmldlm_env() {
     fi
     PYTHON=$venv/bin/python
     stamp=$(mmldlm_stamp "$PYTHON" "$venv") || return
-    # What is installed needs no lock, and may belong to another user.
+    # A complete installation needs no lock, and may belong to another user.
     if [ -n "$(mmldlm_missing "$venv" "$stamp" "$@")" ]; then
         mmldlm_need_write "$venv" || return
-        # Two scripts started together must not install into one environment at once.
+        # Two scripts must not install into one environment at the same time.
         if command -v flock >/dev/null; then
             (
                 flock -w 5 9 ||
-                    { echo "set-up: another script sets up $venv; this one continues when it is done" && flock 9; }
+                    { echo "set-up: another script sets up $venv; waiting for it to finish" && flock 9; }
                 mmldlm_install "$venv" "$stamp" "$@"
             ) 9>"$venv/.mmldlm-lock" || return
         else

@@ -3,24 +3,24 @@
 #   HOSTFILE=hostfiles/two_nodes bash launchers/mpi.sh data.latent_data_root=STORE [key=value ...]
 #
 #   HOSTFILE         a DeepSpeed hostfile (NAME slots=N); without it, this machine with NPROC_PER_NODE ranks
-#   MASTER_ADDR, MASTER_PORT   only where the first node's own name is not its address on the training network
-#   CARRY            further variables that ranks need, for instance "NCCL_SOCKET_IFNAME HF_HOME": mpirun takes none by itself
+#   MASTER_ADDR, MASTER_PORT   only if the first node's own name is not its address on the training network
+#   CARRY            further variables for the ranks, for example "NCCL_SOCKET_IFNAME HF_HOME": mpirun propagates none
 #   CONFIG_NAME, DS_CONFIG, LEARNING_RATE ...: as in launchers/single_node.sh
 #
-# Ranks find their numbers through mpi4py (mmldlm/distributed/mpi_environment.py). Checkout, virtual environment and data lie at the same
-# path on every node.
+# Ranks get their numbers from mpi4py (mmldlm/distributed/mpi_environment.py). Checkout, virtual environment and data
+# must have the same path on every node.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 . "$here/_env.sh"
-. "$here/_words.sh"
+. "$here/_launch_args.sh"
 
-mmldlm_words
+mmldlm_launch_args
 command -v mpirun >/dev/null || mmldlm_fail "no mpirun in PATH" "apt-get install openmpi-bin, or load the site's MPI module"
 mmldlm_env
 if [ -n "${HOSTFILE:-}" ]; then
     mmldlm_read_hostfile
     ranks=$MMLDLM_RANKS
-    # mpirun's own hostfiles allow more than DeepSpeed's; the hosts are handed over by name and number.
+    # mpirun's own hostfiles allow more than DeepSpeed's; the hosts are passed by name and number.
     where=(--host "$(tr ' ' ':' <<<"$MMLDLM_NODES" | paste -sd, -)")
 else
     [ "${NNODES:-1}" = 1 ] || mmldlm_fail "NNODES=$NNODES, but no HOSTFILE" "name the nodes: HOSTFILE=hostfiles/two_nodes"
@@ -35,4 +35,4 @@ for name in OMP_NUM_THREADS DS_ACCELERATOR MASTER_ADDR MASTER_PORT ${CARRY:-}; d
 done
 [ "$(id -u)" = 0 ] && carry+=(--allow-run-as-root)
 exec mpirun -np "$ranks" "${where[@]}" --bind-to none --map-by slot "${carry[@]}" \
-    "$PYTHON" -u "$MMLDLM_ROOT/mmldlm/train.py" "${MMLDLM_WORDS[@]}" "$@"
+    "$PYTHON" -u "$MMLDLM_ROOT/mmldlm/train.py" "${MMLDLM_ARGS[@]}" "$@"

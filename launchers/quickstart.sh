@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# From nothing to text out of embeddings:  bash launchers/quickstart.sh
+# From an empty checkout to a trained model:  bash launchers/quickstart.sh
 #
-# Sets everything up, encodes a corpus, trains an MMDiT under DeepSpeed ZeRO-2 on two ranks, converts the ZeRO checkpoint
-# to one safetensors file, and measures on unseen sentences what it has learnt. About 20 minutes on two CPU cores after
-# the installation. Run again, it goes on where it stopped.
+# Install, encode a corpus, train an MMDiT under DeepSpeed ZeRO-2 on two ranks, convert the ZeRO checkpoint to one
+# safetensors file, and evaluate on unseen sentences. About 20 minutes on two CPU cores after the installation. If it is
+# interrupted, run it again to continue.
 #
 #   CORPUS        a .txt file (one sentence a line), .jsonl, or a folder of .txt  (default: the docstrings of the
-#                 installed Python packages, which need no download)
-#   OUT           folder for everything it makes                                  (default: runs/quickstart-<corpus>)
+#                 installed Python packages, without a download)
+#   OUT           output folder                                                   (default: runs/quickstart-<corpus>)
 #   MAX_SAMPLES   sentences of the corpus to use                                  (default: 32000)
-#   STEPS         optimizer steps  (default: 1300; 3200 for your own corpus, which is rarely as narrow as docstrings)
+#   STEPS         optimizer steps  (default: 1300; 3200 for your own corpus, usually broader than docstrings)
 #   NPROC         ranks                                                           (default: 2 on a CPU, else all GPUs)
-# Words after the script's name are config overrides, e.g. training.num_train_steps=5000
+# Arguments are config overrides, for example training.num_train_steps=5000
 set -euo pipefail
 [ -z "${CORPUS:-}" ] || [ "$CORPUS" = docstrings ] || CORPUS=$(realpath -- "$CORPUS")
 cd "$(dirname "$0")/.."
@@ -30,8 +30,8 @@ mkdir -p "$out"
 
 if ! nvidia-smi -L >/dev/null 2>&1; then
     NPROC=${NPROC:-2}
-    # Training frees and asks for the same large buffers at every step: keeping them spares the page faults (a sixth of the
-    # time). Not all in GLIBC_TUNABLES, which glibc cuts at its first colon for the processes started from here.
+    # Training allocates the same large buffers at every step: keeping them avoids page faults (a sixth of the time).
+    # Not all in GLIBC_TUNABLES, which glibc truncates at the first colon for child processes.
     export GLIBC_TUNABLES=${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}
     export MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_TOP_PAD_=268435456
 fi
@@ -40,7 +40,7 @@ step() { printf '\n== %s\n' "$*"; }
 
 step "1/5 prepare: $corpus -> $store"
 if [ -f "$store/manifest.json" ]; then
-    echo "already there"
+    echo "already exists"
 else
     mmldlm prepare "$corpus" --output-dir "$store" --max-samples "${MAX_SAMPLES:-32000}"
 fi
@@ -51,7 +51,7 @@ mmldlm train ${NPROC:+--nproc "$NPROC"} --config-name quickstart --deepspeed_con
     training.num_train_steps="$steps" "$@"
 
 if [ "$out/run/report.json" -nt "$out/run/latest/manifest.json" ]; then
-    step "measured already: delete $out to begin anew"
+    step "already evaluated: delete $out to start from scratch"
     exec "$PYTHON" launchers/quickstart_report.py "$out" --show
 fi
 
@@ -64,9 +64,9 @@ step "4/5 ZeRO-0, 1, 2, 3 against one process"
 step "5/5 evaluate on unseen sentences"
 mmldlm evaluate --checkpoint "$out/model" --data "$store" --json "$out/evaluation.json"
 
-watch=()
+bounds=()
 if [ "$name-$steps-${NPROC:-}-${MAX_SAMPLES:-}-$*" = docstrings-1300-2-- ]; then
-    watch=(--nelbo-at-most 4.35) # what this corpus, budget and batch give, and a little (README.md)
+    bounds=(--nelbo-at-most 4.35) # reached with this corpus, budget and batch, plus a margin (README.md)
 fi
 "$PYTHON" launchers/quickstart_report.py "$out" --seconds $((SECONDS - installed)) \
-    --setup-seconds $((installed - start)) "${watch[@]}"
+    --setup-seconds $((installed - start)) "${bounds[@]}"

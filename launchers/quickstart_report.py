@@ -1,4 +1,4 @@
-"""Puts the quickstart's figures together: report.json in the run's folder, and the table at the end."""
+"""Collect the quickstart's results: write report.json to the run folder and print the final table."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from rich.table import Table
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--seconds", type=int, help="everything after the installation")
-    parser.add_argument("--setup-seconds", type=int)
-    parser.add_argument("--nelbo-at-most", type=float, help="nats a token: what this corpus and budget should reach")
-    parser.add_argument("--show", action="store_true", help="only show the report that is there")
+    parser.add_argument("--seconds", type=int, help="duration after the installation")
+    parser.add_argument("--setup-seconds", type=int, help="duration of the installation")
+    parser.add_argument("--nelbo-at-most", type=float, help="bound in nats per token for this corpus and budget")
+    parser.add_argument("--show", action="store_true", help="only print an existing report")
     args = parser.parse_args()
     path = args.out / "run" / "report.json"
     if not args.show:
@@ -27,12 +27,12 @@ def main() -> int:
 
 
 def write_report(args: argparse.Namespace, path: Path) -> None:
-    """Join the evaluation's and the parity check's figures."""
+    """Write the results of the evaluation and of the parity check to one file."""
     evaluation = json.loads((args.out / "evaluation.json").read_text())
     parity = json.loads((args.out / "parity.json").read_text())
     claims = evaluation["claims"] + parity["claims"]
     if args.nelbo_at_most is not None:
-        # Gain and F1 compare the model with itself: a model that learns all text worse passes them.
+        # Gain and F1 compare the model with itself; a model with worse NELBO on all text would pass them.
         value, bound = evaluation["details"]["model"]["nelbo_right"]["value"], args.nelbo_at_most
         claims.insert(0, {"id": "l2t_nelbo_nats", "value": value, "op": "<=", "bound": bound, "holds": value <= bound})
     conditions = {
@@ -46,10 +46,10 @@ def write_report(args: argparse.Namespace, path: Path) -> None:
 
 
 def show(out: Path, report: dict, path: Path) -> int:
-    """Print the table; exit code 0 when every claim holds."""
+    """Print the table; return 0 if every claim holds."""
     claims, seconds = report["claims"], report["conditions"]["seconds_after_installation"]
-    table = Table(title="quickstart: measured on sentences the model never saw")
-    for heading in ("claim", "measured", "wanted", ""):
+    table = Table(title="quickstart: measured on unseen sentences")
+    for heading in ("claim", "measured", "expected", ""):
         table.add_column(heading)
     for entry in claims:
         mark = "holds" if entry["holds"] else "DOES NOT HOLD"

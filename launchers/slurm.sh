@@ -10,27 +10,27 @@
 #   MASTER_PORT      default 29500
 #   CONFIG_NAME, DS_CONFIG, LEARNING_RATE ...: as in launchers/single_node.sh
 #
-# Nodes, tasks and time are the #SBATCH lines' (or sbatch's options). Five minutes before the time is up Slurm sends
-# SIGUSR1: the ranks save a checkpoint and end with 5; add training.resume=auto to go on in another job.
-# Run `bash launchers/single_node.sh` or `mmldlm config` once before, so that the virtual environment is there.
+# Nodes, tasks and time are set by the #SBATCH lines (or options of sbatch). Five minutes before the time limit Slurm sends
+# SIGUSR1: the ranks save a checkpoint and exit with 5; add training.resume=auto to continue in another job.
+# Run `bash launchers/single_node.sh` or `mmldlm config` once before, to create the virtual environment.
 set -euo pipefail
 root=${SLURM_SUBMIT_DIR:-$(cd "$(dirname "$0")/.." && pwd)}
 . "$root/launchers/_env.sh"
-. "$root/launchers/_words.sh"
+. "$root/launchers/_launch_args.sh"
 [ -n "${SLURM_JOB_ID:-}" ] || mmldlm_fail "this is not a Slurm job" "start it with: sbatch launchers/slurm.sh ..."
 
-mmldlm_words
-mmldlm_same NNODES SLURM_NNODES "give the nodes to sbatch: unset NNODES, or sbatch --nodes=${NNODES:-}"
+mmldlm_launch_args
+mmldlm_same NNODES SLURM_NNODES "pass the nodes to sbatch: unset NNODES, or sbatch --nodes=${NNODES:-}"
 mmldlm_same NPROC_PER_NODE SLURM_NTASKS_PER_NODE \
-    "give the ranks to sbatch: unset NPROC_PER_NODE, or sbatch --ntasks-per-node=${NPROC_PER_NODE:-}"
+    "pass the ranks to sbatch: unset NPROC_PER_NODE, or sbatch --ntasks-per-node=${NPROC_PER_NODE:-}"
 mmldlm_env
 mmldlm_check "$SLURM_NTASKS" "$@"
-# One address for all: each task taking its own would leave every one waiting for the others.
+# One address for all tasks: with its own address every task would wait for the others.
 MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}
 export MASTER_ADDR MASTER_PORT="${MASTER_PORT:-29500}"
-# srun does not take --cpus-per-task from the batch job (Slurm 22.05 and later): every rank would get one core.
+# srun does not inherit --cpus-per-task from the batch job (Slurm 22.05 and later): every rank would get one core.
 export SRUN_CPUS_PER_TASK=${SRUN_CPUS_PER_TASK:-${SLURM_CPUS_PER_TASK:-1}}
-# All five variables that DeepSpeed and torch read, from Slurm's own: no task has to discover anything.
+# All five variables that DeepSpeed and torch read, from Slurm's own: tasks need no discovery.
 exec srun --kill-on-bad-exit=1 --label bash -c '
     export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
-    exec "$0" -u "$@"' "$PYTHON" "$MMLDLM_ROOT/mmldlm/train.py" "${MMLDLM_WORDS[@]}" "$@"
+    exec "$0" -u "$@"' "$PYTHON" "$MMLDLM_ROOT/mmldlm/train.py" "${MMLDLM_ARGS[@]}" "$@"

@@ -27,21 +27,25 @@ def _sanity(parser):
 
 
 def _convert(parser):
-    # numpy's OpenBLAS starts a thread for every core, which takes as long as all other imports; nothing here uses it.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from mmldlm.commands import convert
-
+    convert = _import_convert()
     convert.add_arguments(parser)
     return convert.main
 
 
-def _convert_part(part: str):
-    def fill(parser):
-        from mmldlm.commands import convert
+def _convert_inspect(parser):
+    return _import_convert().add_inspect_arguments(parser)
 
-        return convert.add_part_arguments(parser, part)
 
-    return fill
+def _convert_diff(parser):
+    return _import_convert().add_diff_arguments(parser)
+
+
+def _import_convert():
+    # numpy's OpenBLAS starts a thread per core, which takes as long as all other imports and is not used here.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from mmldlm.commands import convert
+
+    return convert
 
 
 def _sample_kind(kind: str):
@@ -62,13 +66,13 @@ VERBS = {
     "verify-data": ("mmldlm.commands.verify_data", "check a store: checksums, dimensions, norms, leakage"),
     "config": ("mmldlm.commands.config", "print the resolved config and parameter counts"),
     "sanity": (_sanity, "a few real steps in one process, every part of them checked"),
-    "preflight": ("mmldlm.preflight.runner", "will this run start on these hosts, fit and finish?"),
-    "launch": ("mmldlm.launch.launcher", "preflight, then the launcher, then a watcher"),
+    "preflight": ("mmldlm.commands.preflight", "check whether a run will start on its hosts, fit and finish"),
+    "launch": ("mmldlm.commands.launch", "preflight, then the launcher, then a watcher"),
     "replay": ("mmldlm.commands.replay", "rerun a skipped step and name the operation behind its non-finite numbers"),
     "train": ("mmldlm.commands.train", "check everything, then train on this machine"),
-    "convert": (_convert, "a checkpoint as safetensors, or for another engine and world size"),
-    "convert inspect": (_convert_part("inspect"), "what a checkpoint holds; no weight is read"),
-    "convert diff": (_convert_part("diff"), "where two checkpoints differ, tensor by tensor"),
+    "convert": (_convert, "convert a checkpoint to safetensors, or for another engine and world size"),
+    "convert inspect": (_convert_inspect, "print the content of a checkpoint without reading its weights"),
+    "convert diff": (_convert_diff, "compare two checkpoints tensor by tensor"),
     "sample": ("mmldlm.commands.sample", "text from embeddings, embeddings from text, or both from nothing"),
     "sample l2t": (_sample_kind("l2t"), "text from embeddings"),
     "sample t2l": (_sample_kind("t2l"), "embeddings from text"),
@@ -191,25 +195,7 @@ def _stdout_closed() -> bool:
 
 def console_main() -> NoReturn:
     """Entry of the console command."""
-    code = main()
-    if sys.argv[1:2] == ["convert"]:
-        leave_at_once(code)
-    sys.exit(code)
-
-
-def leave_at_once(code: int) -> NoReturn:
-    """Ends the process without taking the interpreter apart, which takes a conversion of a second's quarter 15 ms.
-
-    For commands that leave no thread, child or exit handler behind.
-    """
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except BrokenPipeError:  # whoever read has enough
-        code = code or EXIT_FAILED
-    except (OSError, ValueError):
-        sys.exit(code)  # the interpreter says what is wrong
-    os._exit(code)
+    sys.exit(main())
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""A checkpoint exists wholly or not at all.
+"""Atomic, crash-safe checkpoint commits.
 
     RUN/checkpoints/step_00001000/{engine files, training_state.json, ..., manifest.json}
     RUN/latest -> checkpoints/step_00001000
 
-The order that a crash at any point leaves sound: write into .partial_step_N; every rank fsyncs its files and lists
-them; rank 0 writes the manifest, fsyncs it and the folders, renames the folder, fsyncs its parent, and only then moves
-`latest`.
+The order of operations tolerates a crash at any point: write into .partial_step_N; every rank fsyncs its files and
+lists them; rank 0 writes the manifest, fsyncs it and the folders, renames the folder, fsyncs its parent, and moves
+`latest` last.
 """
 
 from __future__ import annotations
@@ -19,18 +19,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mmldlm.checkpoints.locate import (
-    CHECKPOINTS,
-    LATEST,
-    recover_interrupted_commit,
-)
+from mmldlm.checkpoints.layout import CHECKPOINTS, LATEST
+from mmldlm.checkpoints.locate import recover_interrupted_commit
 from mmldlm.checkpoints.manifest import FORMAT, MANIFEST, VERSION, describe_file, examine, list_files
 from mmldlm.errors import MmldlmError, UserError
+from mmldlm.utils.atomic_files import fsync_path, write_text_synced
 
 _OWNER = re.compile(r"(?:pp_rank_|rng_state_rank|ema_rank|^__)(\d+)")
-_TRIAL = ".try_rank"  # every rank's first file in a new checkpoint
-_LONGEST_NAME = 64  # at least that of any file below a checkpoint's folders
-# What to do about an error of the system. Nothing is said of those that have no one remedy.
+_PROBE_FILE = ".try_rank"  # first file of every rank in a new checkpoint
+_MAX_NAME_LENGTH = 64  # of any file in the folders of a checkpoint
+# Fixes for errors of the system that have one.
 _ADVICE = {
     errno.ENOSPC: "free the disk",
     errno.EDQUOT: "free space within the quota",
@@ -39,24 +37,26 @@ _ADVICE = {
     errno.EPERM: "give this user the right to write there",
     errno.ENAMETOOLONG: "choose a shorter logging.save_dir or logging.run_name",
     errno.ENOENT: "the folder is gone: put it back, or mount it again",
-    errno.ENOTDIR: "a file stands where a folder should be: move it away",
-    errno.EIO: "look at the disk and at the system's log (dmesg)",
+    errno.ENOTDIR: "a file is in the place of a folder: move it away",
+    errno.EIO: "check the disk and the system log (dmesg)",
     errno.ESTALE: "the file server has lost the folder: mount it again",
 }
-_LITTLE = 16 * 2**20  # bytes left on a disk that counts as full
+_DISK_FULL_BYTES = 16 * 2**20  # a disk with fewer bytes left counts as full
 
 
 class CommitFailed(MmldlmError):
-    """A checkpoint could not be saved. Raised on every rank alike; the previous one and `latest` are as before."""
+    """A checkpoint could not be saved. Raised on all ranks; the previous checkpoint and `latest` are unchanged."""
 
 
 class RankGroup(NamedTuple):
-    """How the ranks agree. Both callables are collective: every rank calls them the same number of times.
+    """Collective operations of the ranks: every rank calls each of them the same number of times.
 
     Attributes:
-        all_ok: True on every rank if every rank passed True (an all-reduce AND).
+        rank: of this process.
+        world_size: number of ranks.
         barrier: returns once every rank has called it.
-        gather: what every rank that has something to say says, on every rank.
+        all_agree: True on every rank if every rank passed True (an all-reduce AND).
+        gather: on every rank, the texts of all ranks that passed one.
     """
 
     rank: int
@@ -70,13 +70,14 @@ SINGLE_RANK = RankGroup(rank=0, world_size=1, barrier=lambda: None, all_agree=la
 
 
 def step_name(step: int) -> str:
+    """Return the folder name of a step."""
     return f"step_{step:08d}"
 
 
 def owner_of(name: str, world_size: int) -> int:
-    """The rank that wrote a file, by the name that DeepSpeed, DCP and our own files give it; else rank 0.
+    """Return the rank that wrote a file, from the names of DeepSpeed, DCP and mmldlm; rank 0 for any other name.
 
-    The writer itself must fsync: on a network file system another host cannot flush its pages.
+    The writer must fsync: on a network file system another host cannot flush its pages.
     """
     found = _OWNER.search(Path(name).name)
     rank = int(found[1]) if found else 0
@@ -87,23 +88,26 @@ class PendingCheckpoint:
     """A checkpoint being written. Write files below `path`, then call commit() on every rank.
 
     Attributes:
+        run_dir: the run's folder.
+        step: training step.
+        group: the ranks.
         path: RUN/checkpoints/.partial_step_N, to write into.
-        final: RUN/checkpoints/step_N, where it will stand.
+        final: RUN/checkpoints/step_N, its path after the commit.
     """
 
-    def __init__(self, run_dir: Path, step: int, peers: RankGroup):
-        self.run_dir, self.step, self.peers = run_dir, step, peers
+    def __init__(self, run_dir: Path, step: int, group: RankGroup):
+        self.run_dir, self.step, self.group = run_dir, step, group
         self.final = run_dir / CHECKPOINTS / step_name(step)
         self.path = self.final.with_name(f".partial_{self.final.name}")
 
-    def commit(self, saved: BaseException | None = None, *, sealed: bool = False, **facts: Any) -> Path:
-        """Makes the checkpoint real, or removes it, on all ranks alike. Collective.
+    def commit(self, error: BaseException | None = None, *, has_entry: bool = False, **metadata: Any) -> Path:
+        """Publish the checkpoint, or remove it, on all ranks. Collective.
 
         Args:
-            saved: the exception that writing the files ended with on this rank, None if it went well. Passing it here
-                instead of raising keeps the ranks together.
-            sealed: True where seal() was called already (in the thread that wrote the files).
-            **facts: what else the manifest should say, e.g. engine="deepspeed", stage=2.
+            error: the exception that writing the files raised on this rank; None on success. Passing it here
+                instead of raising keeps the ranks in step.
+            has_entry: True if write_manifest_entry() was called already (in the thread that wrote the files).
+            **metadata: further entries of the manifest, e.g. engine="deepspeed", stage=2.
 
         Returns:
             The folder RUN/checkpoints/step_N.
@@ -111,82 +115,82 @@ class PendingCheckpoint:
         Raises:
             CommitFailed: on every rank, if anything failed on any rank.
         """
-        self.raise_together("writing its files", saved)
-        if not sealed:
+        self.raise_together("writing its files", error)
+        if not has_entry:
             error = _try(self.write_manifest_entry)
             self.raise_together("flushing its files to the disk", error)
-        error = _try(self._publish, facts) if self.peers.rank == 0 else None
+        error = _try(self._publish, metadata) if self.group.rank == 0 else None
         self.raise_together("publishing the checkpoint", error)
         return self.final
 
     def discard(self) -> None:
-        """Removes the partial folder. Collective."""
-        self.peers.barrier()
-        if self.peers.rank == 0:
+        """Remove the partial folder. Collective."""
+        self.group.barrier()
+        if self.group.rank == 0:
             shutil.rmtree(self.path, ignore_errors=True)
             _try(recover_interrupted_commit, self.run_dir)
-        self.peers.barrier()
+        self.group.barrier()
 
-    def raise_together(self, doing: str, error: BaseException | None) -> None:
-        """Go on when all ranks did this without an error; else remove the checkpoint. Collective.
+    def raise_together(self, phase: str, error: BaseException | None) -> None:
+        """Return if no rank had an error in this phase; otherwise remove the checkpoint. Collective.
 
         Raises:
-            CommitFailed: on every rank, naming those that had one.
+            CommitFailed: on every rank, with the errors.
         """
-        if self.peers.all_agree(error is None):
+        if self.group.all_agree(error is None):
             return
-        # Asked before the partial files go: they are what fills the disk.
+        # Before the partial files are removed, which may be what fills the disk.
         own = None if error is None else f"{type(error).__name__}: {error}{_advice(error, self.path)}"
-        said = self.peers.gather(own)
+        messages = self.group.gather(own)
         self.discard()
-        who = "; ".join(said[:3]) or "on another rank"
-        more = f", and {len(said) - 3} more ranks" if len(said) > 3 else ""
+        more = f", and {len(messages) - 3} more ranks" if len(messages) > 3 else ""
+        reasons = ("; ".join(messages[:3]) or "on another rank") + more
         raise CommitFailed(
-            f"checkpoint of step {self.step} was not saved: {doing} failed ({who}{more}). "
+            f"checkpoint of step {self.step} was not saved: {phase} failed ({reasons}). "
             f"The previous checkpoint in {self.run_dir} is untouched."
         ) from error
 
     def write_manifest_entry(self) -> None:
-        """Flushes this rank's files to the disk and lists them with sizes and checksums. No collective."""
-        mine = [name for name in list_files(self.path) if owner_of(name, self.peers.world_size) == self.peers.rank]
-        # Rank lists start with a dot and belong to rank 0's clean-up; a stale one cannot exist, begin() saw to that.
+        """Flush this rank's files to the disk and list them with sizes and checksums. Not collective."""
+        mine = [name for name in list_files(self.path) if owner_of(name, self.group.world_size) == self.group.rank]
+        # The lists of ranks are removed by rank 0; begin() has removed stale ones.
         mine = [name for name in mine if not name.startswith(".files_rank")]
         for name in mine:
             fsync_path(self.path / name)
         files = {name: describe_file(self.path / name) for name in mine}
-        _write_synced(self.path / f".files_rank{self.peers.rank}.json", json.dumps(files))
+        write_text_synced(self.path / f".files_rank{self.group.rank}.json", json.dumps(files))
 
-    def _publish(self, facts: dict[str, Any]) -> None:
+    def _publish(self, metadata: dict[str, Any]) -> None:
         files: dict[str, dict] = {}
-        lists = [self.path / f".files_rank{rank}.json" for rank in range(self.peers.world_size)]
+        lists = [self.path / f".files_rank{rank}.json" for rank in range(self.group.world_size)]
         for rank, path in enumerate(lists):
             try:
                 files.update(json.loads(path.read_text()))
             except FileNotFoundError:
                 raise UserError(
                     f"{self.run_dir} on a file system that all hosts share",
-                    f"what rank {rank} wrote there is not visible to rank 0",
+                    f"files of rank {rank} that rank 0 cannot see",
                     "set logging.save_dir to a shared folder",
                 ) from None
             path.unlink()
         for name in list_files(self.path):
             if name not in files or (self.path / name).stat().st_size != files[name]["bytes"]:
-                raise RuntimeError(f"{self.path / name} is being written while the checkpoint is committed")
+                raise RuntimeError(f"{self.path / name} changes while the checkpoint is committed")
         manifest = {
             "format": FORMAT,
             "version": VERSION,
             "step": self.step,
-            "world_size": self.peers.world_size,
-            **facts,
+            "world_size": self.group.world_size,
+            **metadata,
             "files": {name: files[name] for name in sorted(files)},
         }
-        _write_synced(self.path / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+        write_text_synced(self.path / MANIFEST, json.dumps(manifest, indent=1) + "\n")
         for base, _, _ in os.walk(self.path):
             fsync_path(Path(base))
         replaced = self.final.with_name(f".replaced_{self.final.name}")
         if os.path.lexists(self.final):
             if _is_replaceable(self.final):
-                # A step saved again, after a rollback. heal() undoes this rename after a crash here.
+                # A step saved again after a rollback; recover_interrupted_commit() undoes this rename after a crash.
                 shutil.rmtree(replaced, ignore_errors=True)
                 os.rename(self.final, replaced)
             else:
@@ -198,26 +202,28 @@ class PendingCheckpoint:
 
 
 def begin(
-    run_dir: Path | str, step: int, peers: RankGroup = SINGLE_RANK, folders: Sequence[str] = ()
+    run_dir: Path | str, step: int, group: RankGroup = SINGLE_RANK, folders: Sequence[str] = ()
 ) -> PendingCheckpoint:
-    """Starts a checkpoint: rank 0 clears what crashed saves left and makes the partial folder, and every rank tries to
-    write in it. Collective.
+    """Start a checkpoint: rank 0 removes leftovers of crashed saves, and every rank tries to write in the new folder.
 
-    What can fail is tried here, because an engine's own save may be collective: a rank that failed in it would leave
-    its peers waiting.
+    Collective. An engine's own save may be collective too, so that a rank failing there would leave the others waiting;
+    likely failures are provoked here.
 
     Args:
-        folders: those below the checkpoint that the engine writes in.
+        run_dir: the run's folder.
+        step: training step.
+        group: the ranks.
+        folders: those in the checkpoint that the engine writes to.
 
     Raises:
         CommitFailed: on every rank, if the folder cannot be made, or some rank cannot see it or write there.
     """
-    pending = PendingCheckpoint(Path(run_dir), step, peers)
-    error = _try(_prepare, pending, folders) if peers.rank == 0 else None
+    pending = PendingCheckpoint(Path(run_dir), step, group)
+    error = _try(_prepare, pending, folders) if group.rank == 0 else None
     pending.raise_together("making its folder", error)
-    error = _try(_see, pending.path)
+    error = _try(_check_visible, pending.path)
     pending.raise_together("seeing its folder (logging.save_dir must be shared by all hosts)", error)
-    error = _try(_try_writing, [pending.path, *(pending.path / name for name in folders)], f"{_TRIAL}{peers.rank}")
+    error = _try(_try_writing, [pending.path, *(pending.path / name for name in folders)], f"{_PROBE_FILE}{group.rank}")
     pending.raise_together("trying to write in its folder", error)
     return pending
 
@@ -227,13 +233,13 @@ def _prepare(pending: PendingCheckpoint, folders: Sequence[str]) -> None:
     parent.mkdir(parents=True, exist_ok=True)
     recover_interrupted_commit(pending.run_dir)
     if os.path.lexists(pending.final):
-        _is_replaceable(pending.final)  # said now, not when everything is written
+        _is_replaceable(pending.final)  # fail before everything is written
     patterns = (".partial_*", ".deleting_*", ".replaced_*", ".longest_*")
     for stale in (path for pattern in patterns for path in parent.glob(pattern)):
         try:
             shutil.rmtree(stale)
         except OSError:
-            # NFS keeps a file that some process still has open. Only a folder of this very name is in the way.
+            # NFS keeps a file that a process still has open; only a folder of this name must go.
             if stale == pending.path:
                 os.rename(stale, _free_name(stale.with_name(f".stale{stale.name}")))
     pending.path.mkdir()
@@ -242,7 +248,7 @@ def _prepare(pending: PendingCheckpoint, folders: Sequence[str]) -> None:
     fsync_path(parent)
 
 
-def _see(path: Path) -> None:
+def _check_visible(path: Path) -> None:
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is not visible here")
 
@@ -255,10 +261,10 @@ def _try_writing(folders: Sequence[Path], name: str) -> None:
 
 
 def _is_replaceable(final: Path) -> bool:
-    """Whether what stands where a checkpoint goes is a whole one; a damaged one is kept.
+    """Return whether an existing checkpoint of this step is complete and may be replaced; a damaged one is kept.
 
     Raises:
-        RuntimeError: it cannot be read, and stays where it is.
+        RuntimeError: it cannot be read; it is left unchanged.
     """
     found = examine(final, checksums=False)
     if found.unreadable:
@@ -267,68 +273,68 @@ def _is_replaceable(final: Path) -> bool:
 
 
 def try_longest(run_dir: Path, last_step: int, folders: Sequence[str]) -> None:
-    """Makes the longest path that a save of this run will need, and removes it again. Call it on one rank.
+    """Create and remove the longest path that a save of this run will need. Call it on one rank.
 
     Raises:
-        OSError: the system refuses it, e.g. because it is too long.
+        OSError: the system refuses it, e.g. as too long.
     """
     parent = run_dir / CHECKPOINTS
-    was_there = parent.is_dir()
+    existed = parent.is_dir()
     longest = parent / f".longest_{step_name(last_step)}"  # as long as .partial_
     try:
         for folder in folders:
             (longest / folder).mkdir(parents=True, exist_ok=True)
-            _try_writing([longest / folder], "n" * _LONGEST_NAME)
+            _try_writing([longest / folder], "n" * _MAX_NAME_LENGTH)
     finally:
         shutil.rmtree(longest, ignore_errors=True)
-        if not was_there:
+        if not existed:
             _try(parent.rmdir)
 
 
 def update_latest(run_dir: Path, target: Path) -> None:
-    """Moves RUN/latest to a checkpoint atomically: a symlink, or a text file where there are no symlinks."""
-    beside = run_dir / f".{LATEST}_new"
-    beside.unlink(missing_ok=True)
+    """Point RUN/latest to a checkpoint atomically: a symlink, or a text file where symlinks are not supported."""
+    new = run_dir / f".{LATEST}_new"
+    new.unlink(missing_ok=True)
     relative = target.relative_to(run_dir).as_posix()
     try:
-        os.symlink(relative, beside, target_is_directory=True)
+        os.symlink(relative, new, target_is_directory=True)
     except (OSError, NotImplementedError):
-        _write_synced(beside, relative + "\n")
-    os.replace(beside, run_dir / LATEST)
+        write_text_synced(new, relative + "\n")
+    os.replace(new, run_dir / LATEST)
     fsync_path(run_dir)
 
 
 def set_aside(path: Path) -> Path:
-    """Moves a checkpoint to checkpoints/.dropped_step_N, where nothing finds or deletes it; returns the new path."""
-    aside = _free_name(path.with_name(f".dropped_{path.name}"))
-    os.rename(path, aside)
-    return aside
+    """Rename a checkpoint to checkpoints/.dropped_step_N, which is neither found nor deleted; return the new path."""
+    new_path = _free_name(path.with_name(f".dropped_{path.name}"))
+    os.rename(path, new_path)
+    return new_path
 
 
 def _free_name(path: Path) -> Path:
-    """This path, or with a number behind it the first that is not taken."""
-    taken, number = path, 1
+    """Return this path, or the first free one with a number appended."""
+    original, number = path, 1
     while path.exists():
         number += 1
-        path = taken.with_name(f"{taken.name}.{number}")
+        path = original.with_name(f"{original.name}.{number}")
     return path
 
 
 def _try(work: Callable[..., None], *args: Any) -> Exception | None:
     try:
         work(*args)
-    except Exception as error:  # any failure must reach the vote; raising here would leave the peers waiting
+    except Exception as error:  # the caller votes on it; raising here would leave the other ranks waiting
         return error
     return None
 
 
 def _advice(error: BaseException, folder: Path) -> str:
-    """What to do about a failed write, ready to stand behind the error; "" where nothing is known."""
+    """Return a fix for a failed write, to append to the error; "" if none is known."""
     number = _errno(error)
-    if number is None:  # torch hides the error of the system
-        number = _errno(_try(_try_writing, [folder], f"{_TRIAL}_again"))
+    if number is None:  # torch hides the system's error
+        number = _errno(_try(_try_writing, [folder], f"{_PROBE_FILE}_again"))
     free = _free_bytes(folder)
-    if number == errno.ENOSPC or (number is None and free is not None and free < _LITTLE):
+    if number == errno.ENOSPC or (number is None and free is not None and free < _DISK_FULL_BYTES):
         return f"; {_ADVICE[errno.ENOSPC]} ({(free or 0) / 2**20:,.0f} MiB are free)"
     return f"; {_ADVICE[number]}" if number in _ADVICE else ""
 
@@ -342,29 +348,9 @@ def _errno(error: BaseException | None) -> int | None:
 
 
 def _free_bytes(path: Path) -> int | None:
-    for place in (path, *path.parents):
+    for folder in (path, *path.parents):
         try:
-            return shutil.disk_usage(place).free
+            return shutil.disk_usage(folder).free
         except OSError:
             continue
     return None
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def fsync_path(path: Path) -> None:
-    """Flushes a file or a folder to the disk."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        # Some network file systems cannot fsync a folder and say EINVAL; a file that cannot be flushed is a failure.
-        if error.errno != errno.EINVAL or not path.is_dir():
-            raise
-    finally:
-        os.close(fd)

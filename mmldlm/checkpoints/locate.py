@@ -1,4 +1,4 @@
-"""Which checkpoints a run has, and from which of them it can continue."""
+"""Find a run's checkpoints, and those from which it can continue."""
 
 from __future__ import annotations
 
@@ -7,27 +7,26 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from mmldlm.checkpoints.layout import CHECKPOINTS, LATEST
 from mmldlm.checkpoints.manifest import MANIFEST, examine, read_manifest
 from mmldlm.errors import UserError
 
-CHECKPOINTS = "checkpoints"
-LATEST = "latest"
 _STEP = re.compile(r"step_(\d{8,})")
 
 
 def recover_interrupted_commit(run_dir: Path) -> None:
-    """Puts back a checkpoint that a crash caught moved aside, while its replacement was not in place yet."""
-    for aside in (run_dir / CHECKPOINTS).glob(".replaced_step_*"):
-        final = aside.with_name(aside.name.removeprefix(".replaced_"))
+    """Restore a checkpoint that was renamed by a commit that crashed before its replacement was in place."""
+    for replaced in (run_dir / CHECKPOINTS).glob(".replaced_step_*"):
+        final = replaced.with_name(replaced.name.removeprefix(".replaced_"))
         if not os.path.lexists(final):
             try:
-                os.rename(aside, final)
-            except OSError:  # another process did it, or the run is read-only; verify() will tell
+                os.rename(replaced, final)
+            except OSError:  # another process did it, or the run is read-only
                 pass
 
 
 def read_latest(run_dir: Path) -> Path | None:
-    """The folder that RUN/latest names, whether or not it exists; None without a `latest`."""
+    """Return the folder that RUN/latest names, existing or not; None without a `latest`."""
     latest = run_dir / LATEST
     if latest.is_symlink():
         return run_dir / os.readlink(latest)
@@ -37,7 +36,7 @@ def read_latest(run_dir: Path) -> Path | None:
 
 
 def list_checkpoints(run_dir: Path | str) -> list[tuple[int, Path]]:
-    """(step, folder) of every committed checkpoint of a run, oldest first, whole or not.
+    """Return (step, folder) of every committed checkpoint of a run, oldest first, complete or damaged.
 
     Raises:
         UserError: their folder cannot be read.
@@ -48,27 +47,27 @@ def list_checkpoints(run_dir: Path | str) -> list[tuple[int, Path]]:
     except OSError as error:
         if isinstance(error, (FileNotFoundError, NotADirectoryError)) and not os.path.lexists(parent):
             return []
-        raise cannot_read(run_dir, f"{parent}: {error.strerror or error}") from error
+        raise unreadable_error(run_dir, f"{parent}: {error.strerror or error}") from error
     return sorted((int(match[1]), parent / name) for name in names if (match := _STEP.fullmatch(name)))
 
 
 def holds_checkpoints(run_dir: Path | str) -> bool:
-    """Whether a run has saved anything, be it damaged, unreadable, or gone while `latest` still names it."""
+    """Return whether a run has saved anything, even if damaged, unreadable, or missing while `latest` names it."""
     return bool(list_checkpoints(run_dir)) or read_latest(Path(run_dir)) is not None
 
 
-def cannot_read(run_dir: Path | str, what: str) -> UserError:
-    """The refusal to judge checkpoints that cannot be read."""
+def unreadable_error(run_dir: Path | str, found: str) -> UserError:
+    """Return the error for checkpoints that cannot be read."""
     return UserError(
-        f"checkpoints in {run_dir} that can be read",
-        what,
+        f"readable checkpoints in {run_dir}",
+        found,
         "make it readable again (its owner and mode, its disk, its mount), or move it away to continue without it; "
         "nothing was changed",
     )
 
 
 def is_rollback_candidate(path: Path) -> bool:
-    """Whether a rollback may go there: saved amid skipped steps, the weights may be what made them bad."""
+    """Return whether a rollback may use it: weights saved amid skipped steps may be what caused the skips."""
     return not (read_manifest(path).get("consecutive_skips") or 0)
 
 
@@ -79,17 +78,21 @@ def find_latest_valid(
     for_rollback: bool = False,
     below: int | None = None,
 ) -> Path | None:
-    """The newest whole checkpoint of a run; None if there is none. `on_damaged` gets one line for each damaged one that
-    is passed over, and for damaged files that hold no state of training.
+    """Return the newest complete checkpoint of a run; None if there is none.
 
-    Call it on one rank, and report what it found to the others: with `checksums` it reads every byte.
+    Call it on one rank and broadcast the result: with `checksums` it reads every byte.
 
     Args:
-        for_rollback: of those that are fit for it. below: of steps before this one.
+        run_dir: the run's folder.
+        on_damaged: called with one line per damaged checkpoint that is skipped, and for damaged files without
+            training state.
+        checksums: compare every byte, not only presence and sizes.
+        for_rollback: consider only checkpoints that a rollback may use.
+        below: consider only steps before this one.
 
     Raises:
-        UserError: a checkpoint newer than any whole one cannot be read, so that it may be whole; or all of them are
-            gone, and `latest` still names one.
+        UserError: a newer checkpoint cannot be read, so that it may be complete; or `latest` names one, and all
+            checkpoints are missing.
     """
     run_dir = Path(run_dir)
     recover_interrupted_commit(run_dir)
@@ -98,19 +101,21 @@ def find_latest_valid(
         raise UserError(
             f"the checkpoints of {run_dir}, as its `latest` names {latest.name}",
             f"none in {run_dir / CHECKPOINTS}",
-            f"put them back, or mount their disk; to begin from scratch delete {run_dir / LATEST}",
+            f"put them back, or mount their disk; to start from scratch delete {run_dir / LATEST}",
         )
     for step, path in reversed(steps):
         if below is not None and step >= below:
             continue
         found = examine(path, checksums=checksums)
         if found.unreadable:
-            raise cannot_read(run_dir, _first(found.unreadable))
+            raise unreadable_error(run_dir, _first(found.unreadable))
         if found.damaged:
             on_damaged(f"checkpoint {path.name} is damaged and was skipped: {_first(found.damaged)}")
         elif not for_rollback or is_rollback_candidate(path):
             if found.descriptions:
-                on_damaged(f"checkpoint {path.name} is used, its training state is whole: {_first(found.descriptions)}")
+                on_damaged(
+                    f"checkpoint {path.name} is used, its training state is complete: {_first(found.descriptions)}"
+                )
             return path
     return None
 
@@ -120,20 +125,20 @@ def _first(problems: list[str]) -> str:
 
 
 def locate_checkpoint(path: Path | str) -> Path:
-    """The checkpoint folder for training.resume=PATH: a run, RUN/latest, RUN/checkpoints/step_N.
+    """Return the checkpoint folder for training.resume=PATH: a run, RUN/latest, RUN/checkpoints/step_N.
 
     Only presence and sizes of its files are checked.
 
     Raises:
-        UserError: nothing there, no checkpoint there, one that is damaged or cannot be read (its file is named).
+        UserError: nothing there, no checkpoint, or one that is damaged or unreadable (the error names the file).
     """
     try:
-        return _resolve(Path(path))
+        return _locate(Path(path))
     except OSError as error:
-        raise cannot_read(path, f"{error.filename or path}: {error.strerror or error}") from error
+        raise unreadable_error(path, f"{error.filename or path}: {error.strerror or error}") from error
 
 
-def _resolve(path: Path) -> Path:
+def _locate(path: Path) -> Path:
     expected = f"a run, its `latest`, or a checkpoints/step_* folder at {path}"
     folder: Path | None = path
     if path.name == LATEST and (path.is_symlink() or path.is_file()):
@@ -154,25 +159,25 @@ def _resolve(path: Path) -> Path:
                 )
             folder = steps[-1][1]
     if folder is None or not folder.is_dir():
-        what = "nothing" if folder in (None, path) else f"a `latest` that names {folder}, which does not exist"
-        raise UserError(expected, what, "check the path; training.resume=auto takes the newest whole checkpoint")
-    check_whole(folder, checksums=False)
+        found = "nothing" if folder in (None, path) else f"a `latest` that names {folder}, which does not exist"
+        raise UserError(expected, found, "check the path; training.resume=auto takes the newest complete checkpoint")
+    check_complete(folder, checksums=False)
     return folder.resolve()
 
 
-def check_whole(folder: Path, checksums: bool = True) -> list[str]:
-    """Makes sure that a run can continue from a checkpoint; returns what is wrong with files that hold no state.
+def check_complete(folder: Path, checksums: bool = True) -> list[str]:
+    """Check that a run can continue from a checkpoint; return the problems of files without training state.
 
     Raises:
-        UserError: it cannot.
+        UserError: it cannot continue.
     """
     found = examine(folder, checksums=checksums)
     if found.unreadable:
-        raise cannot_read(folder, "; ".join(found.unreadable[:3]))
+        raise unreadable_error(folder, "; ".join(found.unreadable[:3]))
     if found.damaged:
         raise UserError(
-            f"a whole checkpoint in {folder}",
+            f"a complete checkpoint in {folder}",
             "; ".join(found.damaged[:3]),
-            "training.resume=auto takes the newest whole checkpoint of the run",
+            "training.resume=auto takes the newest complete checkpoint of the run",
         )
     return found.descriptions

@@ -1,4 +1,4 @@
-"""manifest.json: which files make up a checkpoint, with sizes and checksums. It is what makes a folder a checkpoint."""
+"""manifest.json: the files of a checkpoint with sizes and checksums. A folder with one is a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ MANIFEST = "manifest.json"
 FORMAT = "mmldlm-checkpoint"
 VERSION = 1
 _CHUNK = 4 << 20
-# Enough for the central directory of a torch.save zip: it lists the CRC of every record, so a matching tail plus the
-# records' own CRCs prove what was read of a file without a pass over the rest.
+# Covers the central directory of a torch.save zip, which lists the CRC of every record: a matching tail and the
+# records' own CRCs verify what was read of a file without reading the rest.
 TAIL_BYTES = 1 << 20
-# Files that hold no state of training: a run continues without them.
+# Files without training state: a run continues without them.
 _DESCRIPTIONS = re.compile(r"config\.yaml|model_config\.json|tokenizer/.*")
 
 
 class CannotRead(ValueError):
-    """A manifest of which nothing is known: the system does not let it be read, or another program wrote it."""
+    """A manifest whose content is unknown: it cannot be read, or another program wrote it."""
 
 
 class Examination(NamedTuple):
-    """What is wrong with a checkpoint folder, one line per problem.
+    """Problems of a checkpoint folder, one line each.
 
     Attributes:
-        damaged: state of training that is missing, cut or changed.
-        unreadable: state of training that cannot be read now, for whatever reason: it may be whole.
-        descriptions: either of files that hold no state of training.
+        damaged: training state that is missing, truncated or changed.
+        unreadable: training state that cannot be read now; it may be complete.
+        descriptions: either problem of files without training state.
     """
 
     damaged: list[str]
@@ -39,15 +39,15 @@ class Examination(NamedTuple):
 
     @property
     def problems(self) -> list[str]:
-        """Why a run cannot continue from it; empty where it can."""
+        """Reasons why a run cannot continue from it; empty if it can."""
         return [*self.unreadable, *self.damaged]
 
 
 def describe_file(path: Path) -> dict[str, int]:
-    """{"bytes", "crc32", "tail_crc32"} of a file, read whole.
+    """Read a file and return its {"bytes", "crc32", "tail_crc32"}.
 
-    CRC-32 because it is in the standard library, runs at memory speed, and the enemy is a damaged disk, a cut copy or
-    a mixed-up folder; nobody is kept out by a checksum that lies beside the data.
+    CRC-32 is in the standard library and runs at memory speed. It detects damaged disks, truncated copies and mixed-up
+    folders; no checksum stored next to the data protects against manipulation.
     """
     size, crc = 0, 0
     with open(path, "rb", buffering=0) as file:
@@ -58,7 +58,7 @@ def describe_file(path: Path) -> dict[str, int]:
 
 
 def tail_crc(path: Path) -> int:
-    """CRC-32 of the last TAIL_BYTES of a file."""
+    """Return the CRC-32 of the last TAIL_BYTES of a file."""
     with open(path, "rb", buffering=0) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
         crc = 0
@@ -68,7 +68,7 @@ def tail_crc(path: Path) -> int:
 
 
 def list_files(folder: Path) -> list[str]:
-    """All files below `folder`, relative with forward slashes, sorted; the manifest itself left out."""
+    """Return all files below `folder` but the manifest, relative with forward slashes, sorted."""
     found = []
     for base, _, names in os.walk(folder):
         found += [(Path(base) / name).relative_to(folder).as_posix() for name in names]
@@ -76,17 +76,17 @@ def list_files(folder: Path) -> list[str]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint folder.
+    """Return the manifest of a checkpoint folder.
 
     Raises:
-        ValueError: there is none, or it is damaged; the message says which. CannotRead, if it cannot be read or is of
-            another format or version.
+        ValueError: it does not exist or is damaged; the message says which.
+        CannotRead: it cannot be read, or is of another format or version.
     """
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_bytes())
     except FileNotFoundError:
-        if not os.path.isdir(folder):  # a link to a disk that is not mounted
+        if not os.path.isdir(folder):  # a symlink to a disk that is not mounted
             raise CannotRead(f"{folder} is not a folder that can be opened") from None
         raise ValueError(f"{path} is missing: the checkpoint was never finished or is being deleted") from None
     except OSError as error:
@@ -98,7 +98,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if manifest.get("version") != VERSION:
         raise CannotRead(f"{path} has version {manifest.get('version')!r}, this mmldlm reads version {VERSION}")
     if not isinstance(manifest.get("files"), dict):
-        raise ValueError(f"{path} is damaged: it lists no files")
+        raise ValueError(f"{path} is damaged: it does not list files")
     return manifest
 
 
@@ -106,6 +106,7 @@ def examine(folder: Path | str, checksums: bool = True, tails: bool = False) -> 
     """Compare a checkpoint folder with its manifest.
 
     Args:
+        folder: of the checkpoint.
         checksums: read every byte and compare CRC-32; otherwise only presence and sizes.
         tails: without `checksums`, compare the end of every file (cheap at any size).
     """
@@ -132,13 +133,13 @@ def examine(folder: Path | str, checksums: bool = True, tails: bool = False) -> 
 
 
 def verify(folder: Path | str, checksums: bool = True, tails: bool = False) -> list[str]:
-    """Everything that `examine` finds, in one list: empty if every file is as it was saved."""
+    """Return all findings of `examine` in one list; empty if every file is as it was saved."""
     found = examine(folder, checksums, tails)
     return [*found.problems, *found.descriptions]
 
 
 def is_as_saved(folder: Path, name: str) -> bool:
-    """Whether one (small) file of a checkpoint is what the manifest says; True where it lists no such file."""
+    """Return whether one (small) file of a checkpoint matches the manifest, or is not listed in it."""
     try:
         entry = read_manifest(folder)["files"].get(name)
         return entry is None or _difference(folder / name, entry, checksums=True, tails=False) is None
@@ -147,10 +148,10 @@ def is_as_saved(folder: Path, name: str) -> bool:
 
 
 def _difference(path: Path, entry: Any, checksums: bool, tails: bool) -> str | None:
-    """How a file differs from its entry in the manifest; None where it does not.
+    """Describe how a file differs from its entry in the manifest; None if it does not.
 
     Raises:
-        OSError: it is there and cannot be read.
+        OSError: it exists and cannot be read.
     """
     try:
         size = path.stat().st_size
@@ -163,5 +164,5 @@ def _difference(path: Path, entry: Any, checksums: bool, tails: bool) -> str | N
     except FileNotFoundError:
         return f"{path} is missing"
     except (KeyError, TypeError) as error:
-        return f"{path} has no usable entry in the manifest ({error!r})"
+        return f"{path} has an invalid entry in the manifest ({error!r})"
     return None

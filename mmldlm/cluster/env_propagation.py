@@ -1,4 +1,4 @@
-"""Which variables of the head's environment a launcher takes to the other nodes."""
+"""Environment variables that each launcher propagates from the head node to the other nodes."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ PREFIXES = (
     "MASTER_", "PYTORCH_",
 )  # fmt: skip
 
-# deepspeed/launcher/runner.py (0.19.8): EXPORT_ENVS, and what its CUDA accelerator adds; on CPUs it adds nothing.
+# deepspeed/launcher/runner.py (0.19.8): EXPORT_ENVS and the additions of its CUDA accelerator; CPUs add nothing.
 _DEEPSPEED_PREFIXES = ("MLFLOW", "PYTHON", "MV2", "UCX")
 _DEEPSPEED_CUDA = ("NCCL",)
 DEEPSPEED_EXPORTS = _DEEPSPEED_PREFIXES + _DEEPSPEED_CUDA
-# Set anew by every launcher, meant for the head alone, or of no consequence.
+# Set by every launcher itself, meant for the head alone, or without effect on a run.
 OWN = (
     "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "DS_ENV_FILE", "PYTHONPATH", "PYTHONUNBUFFERED",
     "PYTHONDONTWRITEBYTECODE",
 )  # fmt: skip
-# Without these ranks take other interfaces than the user chose, and wait for one another.
+# Without these, ranks use other network interfaces than the user chose and wait for each other.
 REQUIRED = (
     "GLOO_SOCKET_IFNAME",
     "NCCL_SOCKET_IFNAME",
@@ -36,19 +36,19 @@ _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
 def run_variables(environment: dict[str, str] | None = None) -> dict[str, str]:
-    """The head's variables that a run should see on every node."""
+    """Return the head's variables that a run needs on every node."""
     environment = dict(os.environ) if environment is None else environment
     return {k: v for k, v in environment.items() if k.startswith(PREFIXES) and k not in OWN}
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable's name says that its value must not be shown or written to a file."""
-    words = name.upper().replace("TOKENIZERS", "")
-    return any(mark in words for mark in _SECRET)
+    """Return whether a variable's name marks its value as secret: not to be printed or written to a file."""
+    text = name.upper().replace("TOKENIZERS", "")
+    return any(mark in text for mark in _SECRET)
 
 
 def env_files() -> list[Path]:
-    """The .deepspeed_env files that DeepSpeed reads, in its order (the later one wins)."""
+    """Return the .deepspeed_env files that DeepSpeed reads, in its order (the later file wins)."""
     name = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
     paths = [Path(folder, name) for folder in (os.path.expanduser("~"), ".")]
     found = [path for path in paths if path.is_file()]
@@ -56,21 +56,20 @@ def env_files() -> list[Path]:
 
 
 def read_env_file(path: Path) -> tuple[dict[str, str], list[str]]:
-    """(variables, problems) of a .deepspeed_env. Values are taken literally, without quotes around them.
+    """Read a .deepspeed_env: (variables, problems). Values are taken literally, without quotes around them.
 
-    DeepSpeed 0.19.8 itself pastes each line into a shell line of pdsh on every node, in double quotes where it is not
-    plain: what a shell or pdsh would read as something else is a problem. `mmldlm launch` hands the values over by a
-    file instead.
+    DeepSpeed 0.19.8 pastes each line into a shell line of pdsh on every node, in double quotes if it is not plain.
+    A value that a shell or pdsh would change is a problem. `mmldlm launch` passes the values in a file instead.
     """
     values, problems = {}, []
     text = path.read_text(errors="surrogateescape")
     for number, line in enumerate(text.removesuffix("\n").split("\n") if text else [], 1):
         name, equals, value = (part.strip() for part in line.partition("="))
         if not equals or name.startswith("#"):
-            problems.append(f"{path}:{number}: DeepSpeed stops at a blank line, a comment, or a line without '='")
+            problems.append(f"{path}:{number}: DeepSpeed fails on a blank line, a comment, or a line without '='")
             continue
         if not _VARIABLE.fullmatch(name):
-            problems.append(f"{path}:{number}: {name!r} is not the name of a variable, and goes through a shell")
+            problems.append(f"{path}:{number}: {name!r} is not a valid variable name, and a shell would expand it")
             continue
         quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
         values[name] = value[1:-1] if quoted else value
@@ -83,13 +82,13 @@ def read_env_file(path: Path) -> tuple[dict[str, str], list[str]]:
 
 
 def propagated_variables(launcher: str, has_gpus: bool) -> dict[str, str] | None:
-    """The variables (of those wanted) that arrive; None where the launcher starts ranks in shells of their own."""
+    """Return the run variables that a launcher propagates; None if it starts ranks in shells on the nodes."""
     if launcher == "slurm":
-        return run_variables()  # srun exports all unless told otherwise
+        return run_variables()  # srun exports everything by default
     if launcher == "torchrun":
         return None
     if launcher == "mpi":
-        return {}  # mpirun takes only what -x names
+        return {}  # mpirun propagates only variables named with -x
     prefixes = _DEEPSPEED_PREFIXES + (_DEEPSPEED_CUDA if has_gpus else ())
     found = {k: v for k, v in run_variables().items() if k.startswith(prefixes)}
     for path in env_files():
@@ -98,9 +97,9 @@ def propagated_variables(launcher: str, has_gpus: bool) -> dict[str, str] | None
 
 
 def write_env_file(path: Path, names: list[str]) -> list[str]:
-    """Add variables of this environment to a .deepspeed_env; returns the names that could not be written.
+    """Add variables of this environment to a .deepspeed_env; return the names that could not be written.
 
-    DeepSpeed pastes the values unquoted into a shell line, so only plain ones can travel; secrets are left out.
+    DeepSpeed pastes the values unquoted into a shell line: only plain values are written, and no secrets.
     """
     lines = path.read_text().splitlines() if path.exists() else []
     kept = [line for line in lines if "=" in line and line.split("=", 1)[0].strip() not in names]

@@ -1,4 +1,4 @@
-"""The hostfile, read strictly: what DeepSpeed's own reader takes silently for something else is an error here."""
+"""Strict reader of DeepSpeed hostfiles: lines that DeepSpeed would silently misread are errors."""
 
 from __future__ import annotations
 
@@ -17,12 +17,18 @@ _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?")
 _RANGE = re.compile(r"\[[0-9,-]+\]")
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 _PIPE_SECONDS = 10.0
-_MOST_BYTES = 1 << 24
+_MAX_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
 class Node:
-    """A line of the hostfile: the name that ssh takes, its ranks, and where the line stands."""
+    """One line of the hostfile.
+
+    Attributes:
+        name: host name or address for ssh.
+        slots: number of ranks.
+        line: line number in the file; 0 if it was not read from a file.
+    """
 
     name: str
     slots: int
@@ -30,11 +36,11 @@ class Node:
 
 
 def read_hostfile(path: str | Path) -> list[Node]:
-    """The nodes of a DeepSpeed hostfile, in order.
+    """Return the nodes of a DeepSpeed hostfile, in order.
 
     Raises:
-        UserError: no such file, or any line that DeepSpeed would refuse, skip, or read as something else; every such
-            line is named as file:line.
+        UserError: the file is missing, or DeepSpeed would reject, skip or misread a line. Every such line is
+            reported as file:line.
     """
     path = Path(path)
     try:
@@ -43,7 +49,7 @@ def read_hostfile(path: str | Path) -> list[Node]:
         raise UserError(
             f"a hostfile at {path}",
             error.strerror or str(error),
-            "check the path: DeepSpeed takes a missing hostfile for a run on this machine alone",
+            "check the path (DeepSpeed would treat a missing hostfile as a run on this machine alone)",
         ) from error
     try:
         text = data.decode("utf-8")
@@ -51,77 +57,83 @@ def read_hostfile(path: str | Path) -> list[Node]:
         raise UserError(
             f"a text file at {path}", f"bytes that are not UTF-8 (offset {error.start})", "save it as plain UTF-8"
         ) from error
+    nodes, problems = _parse(text, path)
+    if problems:
+        raise UserError("one 'NAME slots=N' per line", "\n         ".join(problems), "correct the lines named above")
+    return nodes
+
+
+def _parse(text: str, path: Path) -> tuple[list[Node], list[str]]:
+    """Return the nodes and the problems of a hostfile's text."""
     problems: list[str] = []
     if text.startswith("\ufeff"):
         problems.append(f"{path}:1: a byte order mark, which would become part of the first name")
         text = text[1:]
     nodes: list[Node] = []
-    for number, line in enumerate(re.split(r"\r\n|\r|\n", text), 1):  # DeepSpeed's lines: a form feed ends none
+    for number, line in enumerate(re.split(r"\r\n|\r|\n", text), 1):  # DeepSpeed's line ends: a form feed is not one
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         node, problem = _read_line(line, number)
         if problem is None and (first := next((n for n in nodes if n.name == node.name), None)):
-            problem = f"{node.name} stands in line {first.line} already"
+            problem = f"{node.name} is already in line {first.line}"
         if problem is not None:
             problems.append(f"{path}:{number}: {problem}")
         else:
             nodes.append(node)
     if not nodes and not problems:
-        problems.append(f"{path}: no node in it")
+        problems.append(f"{path}: no nodes")
     local = [node for node in nodes if node.name in LOCAL_NAMES]
     if len(local) > 1 or (local and len(nodes) > 1):
         problems.append(
             f"{path}:{local[-1].line}: {local[-1].name} means another machine on every node; write its real name"
         )
-    if problems:
-        raise UserError("one 'NAME slots=N' a line", "\n         ".join(problems), "correct the lines named above")
-    return nodes
+    return nodes, problems
 
 
 def _read_bytes(path: Path) -> bytes:
-    """Content of a file, or of a pipe (a shell's process substitution) whose writer is done within _PIPE_SECONDS.
+    """Read a file, or a pipe (a shell's process substitution) whose writer finishes within _PIPE_SECONDS.
 
     Raises:
-        OSError: it cannot be read, is neither a file nor a pipe, or its writer takes too long.
+        OSError: unreadable, neither a file nor a pipe, or the writer takes too long.
     """
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # without it, a pipe that nothing writes to is waited for
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # otherwise open() blocks on a pipe without a writer
     try:
         kind, deadline, data = os.fstat(file).st_mode, time.monotonic() + _PIPE_SECONDS, b""
         if not (stat.S_ISREG(kind) or stat.S_ISFIFO(kind) or stat.S_ISDIR(kind)):
             raise OSError(None, "neither a file nor a pipe")
-        while len(data) <= _MOST_BYTES:
+        while len(data) <= _MAX_BYTES:
             if not select.select([file], [], [], max(deadline - time.monotonic(), 0))[0]:
-                raise OSError(None, f"a pipe whose writer was not done within {_PIPE_SECONDS:.0f} s")
+                raise OSError(None, f"a pipe whose writer did not finish within {_PIPE_SECONDS:.0f} s")
             chunk = os.read(file, 1 << 16)
             if not chunk:
                 if not data and stat.S_ISFIFO(kind):
-                    raise OSError(None, "a pipe that nothing has written to")
+                    raise OSError(None, "an empty pipe")
                 return data
             data += chunk
-        raise OSError(None, f"more than {_MOST_BYTES >> 20} MiB")
+        raise OSError(None, f"more than {_MAX_BYTES >> 20} MiB")
     finally:
         os.close(file)
 
 
 def _read_line(line: str, number: int) -> tuple[Node | None, str | None]:
-    words = line.split()
-    name, rest = words[0], words[1:]
+    """Return (node, None) or (None, problem)."""
+    name, *rest = line.split()
     if "#" in line:
-        return None, "a comment behind a node, which is read as part of it: give the comment its own line"
+        return None, "a comment after a node, which is read as part of it: put the comment on its own line"
     if _RANGE.search(name):
-        return None, f"{name!r} is a range, which DeepSpeed takes for one name: write each node on its own line"
+        return None, f"{name!r} is a range, which DeepSpeed reads as one name: write each node on its own line"
     if not _NAME.fullmatch(name):
         if re.fullmatch(r"\[?[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*:[0-9A-Fa-f:.%\w]*\]?", name):
-            return None, f"{name!r} is an IPv6 address, which the launchers do not take: write a host name"
+            return None, f"{name!r} is an IPv6 address, which the launchers do not accept: write a host name"
         hint = ": write 'NAME slots=N'" if ":" in name else ""
         return None, f"{name!r} is not a host name{hint}"
     if not rest:
-        return None, f"no slots behind {name}: write '{name} slots=N'"
+        return None, f"no slots after {name}: write '{name} slots=N'"
     if len(rest) > 1:
         joined = "".join(rest)
         spaced = re.fullmatch(r"slots=\d+", joined)
         hint = f"write {joined} without blanks" if spaced else "only slots=N may follow"
-        return None, f"{' '.join(rest)!r} behind {name}: {hint}"
+        return None, f"{' '.join(rest)!r} after {name}: {hint}"
     key, equals, value = rest[0].partition("=")
     if not equals or key != "slots":
         close = difflib.get_close_matches(key, ["slots", "max_slots"], 1, 0.5) or not equals
@@ -131,7 +143,7 @@ def _read_line(line: str, number: int) -> tuple[Node | None, str | None]:
         )
         return None, f"{rest[0]!r}: {meant}"
     if not value.isascii() or not value.isdigit():
-        return None, f"{rest[0]!r}: slots needs a whole number"
+        return None, f"{rest[0]!r}: slots must be an integer"
     if int(value) == 0:
-        return None, f"slots=0: {name} would start no rank; leave the line out"
+        return None, f"slots=0: {name} would start no rank; delete the line"
     return Node(name, int(value), number), None

@@ -1,4 +1,4 @@
-"""Command lines of the launchers, with what they need to work on many nodes (facts: preflight-and-launch.md, 3)."""
+"""Command lines of the launchers, with the options that they need on many nodes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmldlm.errors import UserError
 
 PACKAGE = Path(__file__).resolve().parents[1]
 TRAIN = str(PACKAGE / "train.py")
-# Means itself to every shell, and to pdsh, which expands %h, %n and %u.
+# Characters that no shell changes, nor pdsh, which expands %h, %n and %u.
 _PLAIN = re.compile(r"[\w@+=:,./-]*")
 
 
@@ -30,21 +30,30 @@ def deepspeed_command(
     script: list[str],
     folder: str | None = None,
 ) -> list[str]:
-    """`deepspeed` (pdsh) on the head. --force_multi: a hostfile of one node would be run here, whatever it names.
+    """Return the `deepspeed` (pdsh) command for the head node.
+
+    --force_multi: otherwise DeepSpeed runs a hostfile of one node on this machine, whatever host it names.
 
     Args:
-        script: any text; words that are not plain go as base64, because DeepSpeed pastes them into a shell line.
-        folder: where the line will be run (default: here), which DeepSpeed pastes too.
+        nodes: hosts and slots.
+        local: whether the run is on this machine alone, without ssh.
+        hostfile: path of a hostfile with these nodes; unused if `local`.
+        address: --master_addr.
+        port: --master_port.
+        ssh_port: port of sshd; None for the default.
+        script: script and arguments. Arguments that are not plain are passed as base64, because DeepSpeed pastes them
+            into a shell line.
+        folder: working folder of the command (default: the current one), which DeepSpeed pastes too.
 
     Raises:
-        UserError: a path that DeepSpeed pastes into that line is not plain text.
+        UserError: a path that DeepSpeed pastes into a shell line is not plain text.
     """
     runner = ["-m", "deepspeed.launcher.runner", "--master_port", str(port), "--no_local_rank"]
     if local:
-        # A path that does not exist: DeepSpeed would read /job/hostfile where there is one.
-        more = ["--hostfile", "/nonexistent", "--num_gpus", str(nodes[0].slots), "--log_level", "error", *script]
-        return [sys.executable, *runner, *more]
-    if not all(_PLAIN.fullmatch(word) for word in script):
+        # A missing path: DeepSpeed would read /job/hostfile if it exists.
+        runner += ["--hostfile", "/nonexistent", "--num_gpus", str(nodes[0].slots), "--log_level", "error"]
+        return [sys.executable, *runner, *script]
+    if not all(_PLAIN.fullmatch(argument) for argument in script):
         script = [run_decoded.__file__, base64.urlsafe_b64encode(json.dumps(script).encode()).decode()]
     _check_plain(
         {
@@ -62,49 +71,40 @@ def deepspeed_command(
 
 
 def _check_plain(texts: dict[str, str]) -> None:
-    bad = {what: text for what, text in texts.items() if not _PLAIN.fullmatch(text)}
+    bad = {label: text for label, text in texts.items() if not _PLAIN.fullmatch(text)}
     if bad:
         raise UserError(
-            "letters, digits and @+=:,./_- in what DeepSpeed's launcher hands to a shell on every node",
-            "; ".join(f"{what} is {text!r}" for what, text in bad.items()),
+            "only letters, digits and @+=:,./_- in values that DeepSpeed's launcher passes through shells on nodes",
+            "; ".join(f"{label} is {text!r}" for label, text in bad.items()),
             "use a path without other characters, or --launcher torchrun",
         )
 
 
-def torchrun_command(nodes: Sequence[Node], number: int, address: str, port: int, script: list[str]) -> list[str]:
-    """`torchrun` on one node; every node gets one. Static rendezvous: nobody has to guess who hosts the store."""
-    node = nodes[number]
-    line = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(nodes)), "--node_rank", str(number)]
-    line += ["--nproc_per_node", str(node.slots), "--master_addr", address, "--master_port", str(port)]
-    return [*line, *script]
+def torchrun_command(nodes: Sequence[Node], node_rank: int, address: str, port: int, script: list[str]) -> list[str]:
+    """Return the `torchrun` command of one node, with a static rendezvous: the host of the store is given."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(nodes))]
+    command += ["--node_rank", str(node_rank), "--nproc_per_node", str(nodes[node_rank].slots)]
+    command += ["--master_addr", address, "--master_port", str(port)]
+    return [*command, *script]
 
 
 def mpi_command(
     nodes: Sequence[Node], local: bool, environment: dict[str, str], ssh_port: int | None, script: list[str]
 ) -> list[str]:
-    """Open MPI's `mpirun` on the head: rank order of the hostfile, variables by name (their values need no quoting)."""
+    """Return Open MPI's `mpirun` command: ranks in hostfile order, variables by name (no quoting of values)."""
     hosts = ",".join(f"{'localhost' if local else node.name}:{node.slots}" for node in nodes)
-    line = [
-        "mpirun",
-        "-np",
-        str(sum(node.slots for node in nodes)),
-        "--host",
-        hosts,
-        "--map-by",
-        "slot",
-        "--bind-to",
-        "none",
-    ]
+    num_ranks = sum(node.slots for node in nodes)
+    command = ["mpirun", "-np", str(num_ranks), "--host", hosts, "--map-by", "slot", "--bind-to", "none"]
     agent = "ssh -o BatchMode=yes" + (f" -p {ssh_port}" if ssh_port else "")
-    line += ["--mca", "plm_rsh_agent", agent]
+    command += ["--mca", "plm_rsh_agent", agent]
     if os.geteuid() == 0:
-        line.append("--allow-run-as-root")
+        command.append("--allow-run-as-root")
     for name in sorted(environment):
-        line += ["-x", name]
-    return [*line, sys.executable, *script]
+        command += ["-x", name]
+    return [*command, sys.executable, *script]
 
 
-# Slurm gives no RANK and no master; all five variables, so that no task has to discover anything.
+# Slurm sets neither RANK nor a master address; with all five variables, tasks need no discovery.
 _FROM_SLURM = (
     "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS MASTER_ADDR=$1 MASTER_PORT=$2; "
     'shift 2; exec "$@"'
@@ -112,9 +112,9 @@ _FROM_SLURM = (
 
 
 def srun_command(nodes: Sequence[Node], address: str, port: int, script: list[str]) -> list[str]:
-    """Slurm's `srun` inside an allocation; it exports the whole environment by default."""
-    line = ["srun", "--nodes", str(len(nodes)), "--ntasks-per-node", str(nodes[0].slots), "--kill-on-bad-exit=1"]
-    line += ["--nodelist", ",".join(node.name for node in nodes)]
-    if "SLURM_CPUS_PER_TASK" in os.environ:  # of the batch job; srun does not take it over (Slurm 22.05 and later)
-        line += ["--cpus-per-task", os.environ["SLURM_CPUS_PER_TASK"]]
-    return [*line, "bash", "-c", _FROM_SLURM, "bash", address, str(port), sys.executable, "-u", *script]
+    """Return Slurm's `srun` command inside an allocation; it exports the full environment by default."""
+    command = ["srun", "--nodes", str(len(nodes)), "--ntasks-per-node", str(nodes[0].slots), "--kill-on-bad-exit=1"]
+    command += ["--nodelist", ",".join(node.name for node in nodes)]
+    if "SLURM_CPUS_PER_TASK" in os.environ:  # of the batch job; srun does not inherit it (since Slurm 22.05)
+        command += ["--cpus-per-task", os.environ["SLURM_CPUS_PER_TASK"]]
+    return [*command, "bash", "-c", _FROM_SLURM, "bash", address, str(port), sys.executable, "-u", *script]

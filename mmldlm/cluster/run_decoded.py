@@ -1,6 +1,6 @@
-"""Run a script with words of any text: `python decoded.py BASE64`, where BASE64 is of a JSON list [SCRIPT, WORD...].
+"""Run a script with arbitrary arguments: `python run_decoded.py BASE64` of the JSON list [SCRIPT, ARG, ...].
 
-For launchers that paste their words into a line of a shell.
+For launchers that paste their arguments into a shell line.
 """
 
 from __future__ import annotations

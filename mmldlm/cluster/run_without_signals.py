@@ -1,7 +1,7 @@
-"""Run a command with SIGINT and SIGTERM blocked: `python unsignaled.py COMMAND WORD...`.
+"""Run a command with SIGINT and SIGTERM blocked: `python run_without_signals.py COMMAND ARG...`.
 
-For DeepSpeed's runner, which answers either of them with `pkill -f "python -u -m deepspeed.launcher.launch"` on every
-node: that ends every other DeepSpeed run of the user there. It can still be killed.
+DeepSpeed's runner answers either signal with `pkill -f "python -u -m deepspeed.launcher.launch"` on every node. That
+would end every other DeepSpeed run of the user there. SIGKILL still works.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Do the weights fit the config.json beside which they will lie? Told without torch, from the sizes in the config.
+"""Verify, without torch, that exported weights match config.json.
 
-Shapes: mmldlm/models (a test compares them with a model that was built).
+Shapes: mmldlm/models (a test compares them with a model).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from mmldlm.errors import UserError
 
 
 def check_config(weights: WeightSource, checkpoint: Path | None) -> None:
-    """Compares a source with the model_config.json of the checkpoint around it; nothing where there is none.
+    """Compare a source with the model_config.json of its checkpoint, if there is one.
 
     Raises:
-        UserError: a weight that the config asks for and that is absent or of another shape, or more blocks than in it.
+        UserError: a weight is missing or has another shape than in the config, or there are more blocks.
     """
     path = checkpoint / MODEL_CONFIG if checkpoint else None
     if path is None or not path.is_file():
@@ -30,7 +30,7 @@ def check_config(weights: WeightSource, checkpoint: Path | None) -> None:
         task = config.get("task", DEFAULT_TASK if config.get("architecture") == "MultimodalMMDiT" else None)
         if task not in TASKS:
             return
-        if config.get("n_blocks", 0) > len(weights.tensors):  # before a loop over as many as it says
+        if config.get("n_blocks", 0) > len(weights.tensors):  # before a loop over all of them
             raise ValueError(f"n_blocks {config['n_blocks']} for {len(weights.tensors)} tensors")
         shapes = find_task(task).expected_shapes(config)
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -38,11 +38,11 @@ def check_config(weights: WeightSource, checkpoint: Path | None) -> None:
     for name, shape in shapes.items():
         found = weights.tensors[name].shape if name in weights.tensors else "no such weight"
         if found != shape:
-            raise _misfit(path, weights, f"{name} of shape {shape}", f"{found}")
+            raise _mismatch_error(path, weights, f"{name} of shape {shape}", f"{found}")
     expected, found = _layers(shapes), _layers(weights.tensors)
     for stack in expected:
         if len(found.get(stack, ())) > len(expected[stack]):
-            raise _misfit(path, weights, f"{len(expected[stack])} {stack}", f"{len(found[stack])}")
+            raise _mismatch_error(path, weights, f"{len(expected[stack])} {stack}", f"{len(found[stack])}")
 
 
 def _layers(names: Iterable[str]) -> dict[str, set[str]]:
@@ -55,6 +55,6 @@ def _layers(names: Iterable[str]) -> dict[str, set[str]]:
     return {stack: numbers for stack, numbers in found.items() if "0" in numbers}
 
 
-def _misfit(path: Path, weights: WeightSource, expected: str, found: str) -> UserError:
-    fix = "the two are of different runs: restore the checkpoint as it was saved"
+def _mismatch_error(path: Path, weights: WeightSource, expected: str, found: str) -> UserError:
+    fix = "restore the checkpoint as it was saved; the two are of different runs"
     return UserError(f"{expected}, as {path} says", f"{found} in {weights.path}", fix)

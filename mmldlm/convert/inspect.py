@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and where two of them differ."""
+"""Show the content of a checkpoint, and the differences between two."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from pathlib import Path
 
 import numpy as np
 
-from mmldlm.checkpoints.formats.adam_state import MOMENTS
+from mmldlm.checkpoints.formats.base import OpenedCheckpoint
 from mmldlm.checkpoints.formats.dtypes import DTYPES, bf16_to_fp32
-from mmldlm.checkpoints.formats.open import OpenedCheckpoint, open_source
+from mmldlm.checkpoints.formats.open import open_source
 from mmldlm.checkpoints.formats.weight_source import WeightSource
+from mmldlm.checkpoints.layout import MOMENTS
 from mmldlm.utils.formatting import print_table
 
 
 def summarize(opened: OpenedCheckpoint) -> list[tuple[str, str]]:
-    """(what, value) of a source as a whole."""
+    """Return rows (label, value) that describe a source."""
     weights = opened.weights
     stored = [info for info in weights.tensors.values() if info.kind != "alias"]
     rows = [("source", str(opened.checkpoint or weights.path)), ("engine", opened.engine)]
@@ -29,13 +30,13 @@ def summarize(opened: OpenedCheckpoint) -> list[tuple[str, str]]:
         if of_kind:
             elements, size = sum(info.numel for info in of_kind), sum(info.nbytes for info in of_kind)
             rows.append((kind, f"{len(of_kind)} tensors, {elements:,} elements, {size:,} bytes"))
-    averaged = sum(weights.tensors[name].numel for name in weights.ema)
-    rows.append(("EMA", f"of {len(weights.ema)} tensors, {averaged:,} elements" if weights.ema else "none"))
+    num_averaged = sum(weights.tensors[name].numel for name in weights.ema)
+    rows.append(("EMA", f"of {len(weights.ema)} tensors, {num_averaged:,} elements" if weights.ema else "none"))
     return rows
 
 
 def inspect(path: Path | str) -> int:
-    """Prints what a checkpoint holds, without reading its weights."""
+    """Print the content of a checkpoint without reading its weights; return the exit code."""
     opened = open_source(path, allow_nonfinite=True, with_ema=True)
     with opened.weights as weights:
         print_table(summarize(opened))
@@ -51,13 +52,15 @@ def inspect(path: Path | str) -> int:
 
 @dataclass
 class CheckpointDiff:
-    """Where two sources differ; names are those of tensors or of tied weights' second names.
+    """Differences between two sources; names include the second names of tied weights.
 
     Attributes:
-        equal: number of tensors whose values are bit for bit the same (after widening where the dtypes differ).
-        values: name -> (elements that differ, largest absolute difference; nan where one is NaN and the other not).
-        shapes: name -> (shape in a, in b). only_a, only_b: names of one side alone.
+        equal: number of tensors with equal bits (after widening if the dtypes differ).
+        values: name -> (number of differing elements, largest absolute difference; NaN if only one of them is).
+        shapes: name -> (shape in a, in b).
         dtypes: name -> (dtype in a, in b); the values may still be equal.
+        only_a: names only in a.
+        only_b: names only in b.
     """
 
     equal: int = 0
@@ -69,15 +72,15 @@ class CheckpointDiff:
 
     @property
     def any(self) -> bool:
-        """Whether a tensor is missing or has other values; another dtype alone does not count."""
+        """Whether a tensor is missing or has other values; a different dtype alone does not count."""
         return bool(self.values or self.shapes or self.only_a or self.only_b)
 
     def add(
         self, name: str, a: Iterator[np.ndarray], b: Iterator[np.ndarray], in_a: str = "float32", in_b: str = "float32"
     ) -> None:
-        """Compares the chunks of one tensor, of dtype `in_a` and `in_b`."""
+        """Compare the chunks of one tensor, of dtype `in_a` and `in_b`."""
         count, largest = 0, 0.0
-        for x, y in _paired(a, b):
+        for x, y in _align(a, b):
             differ, most = _difference(x, in_a, y, in_b)
             count, largest = count + differ, float(np.maximum(largest, most))
         if count:
@@ -87,7 +90,7 @@ class CheckpointDiff:
 
 
 def compare(a: WeightSource, b: WeightSource) -> CheckpointDiff:
-    """Compares two sources tensor by tensor, in chunks, and the moments that they were opened with.
+    """Compare two sources tensor by tensor, in chunks, and the moments that they were opened with.
 
     Raises:
         UserError: one of them is damaged.
@@ -119,7 +122,7 @@ def compare(a: WeightSource, b: WeightSource) -> CheckpointDiff:
 
 
 def diff(path_a: Path | str, path_b: Path | str, with_ema: bool = False, with_moments: bool = False) -> int:
-    """Prints where two checkpoints differ; returns 0 where all tensors are equal, else 1."""
+    """Print the differences between two checkpoints; return 0 if all tensors are equal, else 1."""
     opened_a = open_source(path_a, allow_nonfinite=True, with_ema=with_ema, with_moments=with_moments)
     with opened_a.weights as a:
         opened_b = open_source(path_b, allow_nonfinite=True, with_ema=with_ema, with_moments=with_moments)
@@ -149,8 +152,8 @@ def _bare_names(source: WeightSource) -> dict[str, str]:
     return {name.removeprefix(prefix): name for name in source.tensors}
 
 
-def _paired(one: Iterator[np.ndarray], two: Iterator[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Chunks of two streams of the same length, cut to the same places."""
+def _align(one: Iterator[np.ndarray], two: Iterator[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield chunks of two streams of the same length, cut at the same positions."""
     x, y = next(one, None), next(two, None)
     while x is not None and y is not None:
         count = min(x.size, y.size)
@@ -161,11 +164,11 @@ def _paired(one: Iterator[np.ndarray], two: Iterator[np.ndarray]) -> Iterator[tu
 
 
 def _difference(x: np.ndarray, x_dtype: str, y: np.ndarray, y_dtype: str) -> tuple[int, float]:
-    """How many elements differ, and by how much at most. NaNs equal each other; 0.0 and -0.0 do not."""
+    """Return the number of differing elements and the largest difference. NaNs are equal; 0.0 and -0.0 are not."""
     if x_dtype == y_dtype:
         if np.array_equal(x.view(np.uint8), y.view(np.uint8)):
             return 0, 0.0
-        # Also right for integers beyond 2^53; of two NaNs with other bits the widened values decide below.
+        # Correct also for integers beyond 2^53; NaNs with different bits are handled below.
         same = x == y
     x, y = _widened(x, x_dtype), _widened(y, y_dtype)
     if DTYPES[x_dtype].is_float or x_dtype != y_dtype:
@@ -177,7 +180,7 @@ def _difference(x: np.ndarray, x_dtype: str, y: np.ndarray, y_dtype: str) -> tup
 
 
 def _widened(values: np.ndarray, dtype: str) -> np.ndarray:
-    """float64; of float8 the bits, which is enough to see whether two are equal."""
+    """Widen to float64; float8 stays bits, which suffices for equality."""
     return (bf16_to_fp32(values) if dtype == "bfloat16" else values).astype(np.float64)
 
 

@@ -1,6 +1,6 @@
-"""A training checkpoint becomes model.safetensors + config.json + tokenizer, tensor by tensor in bounded memory.
+"""Convert a training checkpoint to model.safetensors, config.json and tokenizer in bounded memory.
 
-Nothing is unpickled but descriptions, torch and deepspeed are not imported, and OUT appears only when it is whole.
+Only descriptions are unpickled, torch and deepspeed are not imported, and OUT appears when it is complete.
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from mmldlm import __version__
-from mmldlm.checkpoints.formats.detect import INDEX, SINGLE, TOKENIZER_FILES
-from mmldlm.checkpoints.formats.dtypes import DTYPES, cast, nonfinite_count
-from mmldlm.checkpoints.formats.open import OpenedCheckpoint, open_source
+from mmldlm.checkpoints.formats.base import OpenedCheckpoint
+from mmldlm.checkpoints.formats.dtypes import DTYPES, cast, count_nonfinite, nbytes
+from mmldlm.checkpoints.formats.open import open_source
 from mmldlm.checkpoints.formats.safetensors.writer import SafetensorsWriter
 from mmldlm.checkpoints.formats.weight_source import TensorInfo, WeightSource
 from mmldlm.checkpoints.io.crc32 import RangedCrc32
 from mmldlm.checkpoints.io.parallel import run_in_threads
-from mmldlm.checkpoints.late_numpy import np
-from mmldlm.checkpoints.layout import MODEL_CONFIG
+from mmldlm.checkpoints.layout import CONFIG_FILE, MODEL_CONFIG, RUN_CONFIG, SAFETENSORS_FILE, SAFETENSORS_INDEX
 from mmldlm.convert.config_compat import check_config
-from mmldlm.convert.output_dir import write_atomically
+from mmldlm.convert.output_dir import TOKENIZER_FILES, write_atomically
 from mmldlm.errors import MmldlmError, UserError
 
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "keep": None}
@@ -35,7 +36,7 @@ WIDE_FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
 class Summary(NamedTuple):
-    """What one conversion wrote. `num_parameters` counts stored elements of parameters, not buffers or aliases."""
+    """What a conversion wrote. `num_parameters` counts stored elements of parameters, without buffers and aliases."""
 
     num_tensors: int
     num_aliases: int
@@ -47,7 +48,13 @@ class Summary(NamedTuple):
 
 
 class PlannedTensor(NamedTuple):
-    """One tensor to write: its name in the source, its name and dtype in the output."""
+    """One tensor to write.
+
+    Attributes:
+        info: the tensor in the source.
+        name: its name in the output.
+        dtype: its dtype in the output.
+    """
 
     info: TensorInfo
     name: str
@@ -55,13 +62,17 @@ class PlannedTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return self.info.numel * DTYPES[self.dtype].itemsize
+        """Number of bytes in the output."""
+        return nbytes(self.info.shape, self.dtype)
 
 
 class ExportPlan(NamedTuple):
-    """Source name -> what to write, in the model's order; `aliases` are second names in the output -> names.
+    """What to write.
 
-    `names` are all names in the output, in the model's order.
+    Attributes:
+        tensors: source name -> what to write, in the model's order.
+        aliases: second name of a tied weight in the output -> its name.
+        names: all names in the output, in the model's order.
     """
 
     tensors: dict[str, PlannedTensor]
@@ -70,6 +81,7 @@ class ExportPlan(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Number of bytes of all tensors."""
         return sum(planned.nbytes for planned in self.tensors.values())
 
 
@@ -84,26 +96,28 @@ def convert(
     shard_bytes: int | None = None,
     only: Sequence[str] = (),
     verify: bool = False,
-    is_flushed: bool = True,
+    fsync: bool = True,
 ) -> Summary:
-    """Converts a checkpoint into the folder `out`.
+    """Convert a checkpoint into the folder `out`.
 
     Args:
-        source: whatever open_source takes.
+        source: any path that open_source accepts.
+        out: the new folder.
         dtype: fp32, bf16, fp16 or keep (the dtype of each tensor in the source; masters are fp32). Applies to
             parameters; buffers keep their dtype, integers always do.
         force: replace `out` if it is an earlier conversion.
-        on_bytes: called with bytes written so far and in all.
+        allow_nonfinite: write NaN and infinite weights too.
+        on_bytes: called with the bytes written so far and in total.
         ema: write the moving average of the weights instead of the weights.
-        shard_bytes: cut the output into files of at most this many bytes of tensors (a larger tensor has one of its
-            own), with model.safetensors.index.json; None: one file.
+        shard_bytes: split the output into files of at most this many bytes (a larger tensor has its own file), with
+            model.safetensors.index.json; None for one file.
         only: names to write, as shell patterns (`blocks.0.*`); empty: all.
         verify: read the output back and compare every byte with what was written.
-        is_flushed: wait until all of it is on the disk, before it gets its name.
+        fsync: flush everything to the disk before `out` appears.
 
     Raises:
-        UserError: the source is damaged or unsafe, `out` exists, there is no space, or values do not fit `dtype`.
-        MmldlmError: writing failed. In both cases `out` is as it was before.
+        UserError: the source is damaged or unsafe, `out` exists, there is no space, or values overflow `dtype`.
+        MmldlmError: writing failed. In both cases `out` is unchanged.
     """
     started = time.monotonic()
     out = Path(os.path.abspath(out))
@@ -119,15 +133,15 @@ def convert(
 
         def write(folder: Path) -> None:
             nonlocal num_bytes
-            sums = _write_model(opened, plan, files, folder, ema, verify, on_bytes, is_flushed)
+            sums = _write_model(opened, plan, files, folder, ema, verify, on_bytes, fsync)
             notes.extend([*weights.notes, *copy_tokenizer_files(opened, plan.tensors, folder)])
             if verify:
                 _verify(folder, sums)
             num_bytes = sum((folder / name).stat().st_size for name in files)
 
-        # A tokenizer's files could be anybody's: beside them the marker says that all of it may be replaced.
+        # Tokenizer files may come from anywhere; next to them the marker permits --force to replace the folder.
         marker = {"to": "safetensors", "from": source_metadata(opened)} if model_folder(opened) else None
-        write_atomically(opened.checkpoint or weights.path, out, force, plan.nbytes, write, marker, is_flushed)
+        write_atomically(opened.checkpoint or weights.path, out, force, plan.nbytes, write, marker, fsync)
         infos = [planned.info for planned in plan.tensors.values()]
         return Summary(
             num_tensors=len(infos),
@@ -144,30 +158,32 @@ def convert(
 
 
 def plan_tensors(weights: WeightSource, dtype: str, only: Sequence[str] = ()) -> ExportPlan:
-    """What to write of a source.
+    """Plan what to write of a source.
 
     Raises:
-        UserError: an unknown dtype, a source without tensors, or patterns that nothing fits.
+        UserError: an unknown dtype, a source without tensors, or patterns without a match.
     """
     if dtype not in DTYPE_NAMES:
         raise UserError(f"--dtype one of {', '.join(DTYPE_NAMES)}", dtype, "choose one of them")
     if all(info.alias_of for info in weights.tensors.values()):
         raise UserError(f"weights in {weights.path}", "a checkpoint without a single tensor", "check what was saved")
-    # DistributedDataParallel puts "module." before every name; a model may have a child of that name, so all or none.
+    # DistributedDataParallel prefixes every name with "module."; a model may have a child of that name, so all or none.
     prefix = "module." if all(name.startswith("module.") for name in weights.tensors) else ""
     bare = {name: name.removeprefix(prefix) for name in weights.tensors}
     chosen = {name for name in bare if not only or any(fnmatch.fnmatchcase(bare[name], pattern) for pattern in only)}
-    # A tied weight is stored under its first name: it is wanted where any of its names is.
-    wanted = {weights.tensors[name].alias_of or name for name in chosen}
-    if not wanted:
-        raise UserError(f"a tensor that fits {' or '.join(only)}", "none", "see `mmldlm convert inspect` for the names")
+    # A tied weight is stored under its first name, and selected by any of its names.
+    selected = {weights.tensors[name].alias_of or name for name in chosen}
+    if not selected:
+        raise UserError(
+            f"a tensor that matches {' or '.join(only)}", "none", "see `mmldlm convert inspect` for the names"
+        )
     target = DTYPE_NAMES[dtype]
     tensors, aliases = {}, {}
     for name, info in weights.tensors.items():
         if info.alias_of:
-            if info.alias_of in wanted and name in chosen:
+            if info.alias_of in selected and name in chosen:
                 aliases[bare[name]] = bare[info.alias_of]
-        elif name in wanted:
+        elif name in selected:
             is_cast = target is not None and info.kind != "buffer" and info.dtype in WIDE_FLOATS
             tensors[name] = PlannedTensor(info, bare[name], target if is_cast and target else info.dtype)
     names = tuple(bare[name] for name in weights.tensors if name in tensors or bare[name] in aliases)
@@ -175,7 +191,7 @@ def plan_tensors(weights: WeightSource, dtype: str, only: Sequence[str] = ()) ->
 
 
 def _shards(plan: ExportPlan, shard_bytes: int | None) -> dict[str, list[str]]:
-    """File name -> source names in it, in the model's order, filled greedily."""
+    """Return file name -> source names in it, in the model's order, filled greedily."""
     groups: list[list[str]] = [[]]
     size = 0
     for name, planned in plan.tensors.items():
@@ -185,7 +201,7 @@ def _shards(plan: ExportPlan, shard_bytes: int | None) -> dict[str, list[str]]:
         groups[-1].append(name)
         size += planned.nbytes
     if len(groups) == 1:
-        return {SINGLE: groups[0]}
+        return {SAFETENSORS_FILE: groups[0]}
     return {f"model-{number:05d}-of-{len(groups):05d}.safetensors": group for number, group in enumerate(groups, 1)}
 
 
@@ -193,41 +209,30 @@ def _shards(plan: ExportPlan, shard_bytes: int | None) -> dict[str, list[str]]:
 
 
 def copy_planned(
-    weights: WeightSource,
-    plan: ExportPlan,
-    write: Callable[[PlannedTensor, int, memoryview], None],
-    is_direct: bool = False,
+    weights: WeightSource, plan: ExportPlan, write: Callable[[PlannedTensor, int, memoryview], None]
 ) -> None:
-    """Calls write(planned, first byte, bytes) for every planned tensor, chunk by chunk in its output dtype.
+    """Call write(planned, first byte, bytes) for every planned tensor, in chunks of its output dtype.
 
-    Several threads do; the source is read in one sweep, and all of it is proven when this returns.
+    Several threads call it; the source is read in one sequential pass and verified before this returns.
 
     Raises:
-        UserError: a damaged source, or values that do not fit the output dtype.
+        UserError: a damaged source, or values outside the range of the output dtype.
     """
 
     def copy(item: tuple[str, int, int]) -> None:
         name, low, high = item
         planned = plan.tensors[name]
         position = low * DTYPES[planned.dtype].itemsize
-        is_copied = weights.is_stored_as(name, planned.dtype)
-        for view in weights.copies(name, low, high) if is_copied else _cast(weights, planned, low, high):
+        for chunk, _ in weights.iter_range(name, low, high):
+            converted = cast(chunk, planned.info.dtype, planned.dtype)
+            _check_range(weights, planned, converted)
+            view = memoryview(np.ascontiguousarray(converted).view(np.uint8))
             write(planned, position, view)
             position += len(view)
 
-    if not all(weights.is_stored_as(name, planned.dtype) for name, planned in plan.tensors.items()):
-        np.ndarray  # noqa: B018  # imported now: in a thread it would hold up the others
-    wanted = (name for name in weights.reading_order() if name in plan.tensors)
-    run_in_threads(copy, ((name, *span) for name in wanted for span in weights.spans(name)), is_direct)
+    names = (name for name in weights.reading_order() if name in plan.tensors)
+    run_in_threads(copy, ((name, *bounds) for name in names for bounds in weights.ranges(name)))
     weights.finish()
-
-
-def _cast(weights: WeightSource, planned: PlannedTensor, low: int, high: int) -> Iterator[memoryview]:
-    """The bytes of a tensor's elements [low, high) in its output dtype, chunk by chunk."""
-    for chunk, _ in weights.pieces(planned.info.name, low, high):
-        converted = cast(chunk, planned.info.dtype, planned.dtype)
-        _check_fits(weights, planned, converted)
-        yield memoryview(np.ascontiguousarray(converted).view(np.uint8))
 
 
 def _write_model(
@@ -238,9 +243,9 @@ def _write_model(
     ema: bool,
     verify: bool,
     on_bytes: Callable[[int, int], None],
-    is_flushed: bool,
+    fsync: bool,
 ) -> dict[str, int]:
-    """Writes the files and their index; returns the CRC-32 of every tensor where they are to be verified."""
+    """Write the files and their index; return the CRC-32 of every tensor (0 without `verify`)."""
     metadata = _metadata(opened, plan, ema)
     writers: list[SafetensorsWriter] = []
     writer_of: dict[str, SafetensorsWriter] = {}
@@ -249,21 +254,21 @@ def _write_model(
         for name, members in files.items():
             tensors = [plan.tensors[member] for member in members]
             entries = [(planned.name, planned.dtype, planned.info.shape) for planned in tensors]
-            writers.append(SafetensorsWriter(folder / name, entries, metadata, is_flushed))
+            writers.append(SafetensorsWriter(folder / name, entries, metadata, fsync))
             writer_of.update({planned.name: writers[-1] for planned in tensors})
         done, total = 0, plan.nbytes
-        counting = threading.Lock()
+        lock = threading.Lock()
 
         def write(planned: PlannedTensor, position: int, view: memoryview) -> None:
             nonlocal done
             writer_of[planned.name].write(planned.name, position, view)
             if verify:
                 sums[planned.name].add(position, view)
-            with counting:
+            with lock:
                 done += len(view)
                 on_bytes(done, total)
 
-        copy_planned(opened.weights, plan, write, any(writer.is_direct for writer in writers))
+        copy_planned(opened.weights, plan, write)
         for writer in writers:
             writer.finish()
     finally:
@@ -272,22 +277,22 @@ def _write_model(
     if len(files) > 1:
         weight_map = {plan.tensors[member].name: name for name, members in files.items() for member in members}
         index = {"metadata": {"total_size": plan.nbytes}, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (folder / SAFETENSORS_INDEX).write_text(json.dumps(index, indent=2) + "\n")
     return {name: runs.value()[1] for name, runs in sums.items()}
 
 
 def _metadata(opened: OpenedCheckpoint, plan: ExportPlan, ema: bool) -> dict[str, str]:
-    facts = {
+    entries = {
         "format": "pt",
         **source_metadata(opened),
         "ema": "true" if ema else None,
         "aliases": json.dumps(plan.aliases) if plan.aliases else None,
     }
-    return {key: str(value) for key, value in facts.items() if value is not None}
+    return {key: str(value) for key, value in entries.items() if value is not None}
 
 
 def source_metadata(opened: OpenedCheckpoint) -> dict[str, object]:
-    """What a conversion says of where it came from."""
+    """Return what a conversion records of its source."""
     return {
         "mmldlm_version": __version__,
         "source": str(opened.checkpoint or opened.weights.path),
@@ -299,40 +304,44 @@ def source_metadata(opened: OpenedCheckpoint) -> dict[str, object]:
     }
 
 
-def _check_fits(weights: WeightSource, planned: PlannedTensor, converted: np.ndarray) -> None:
+def _check_range(weights: WeightSource, planned: PlannedTensor, converted: np.ndarray) -> None:
     if planned.dtype == planned.info.dtype or weights.allow_nonfinite:
         return
-    lost = nonfinite_count(converted, planned.dtype)
-    if lost:
+    count = count_nonfinite(converted, planned.dtype)
+    if count:
         raise UserError(
-            f"the weights to fit {planned.dtype}",
-            f"{lost} elements of {planned.name} that overflow it",
+            f"weights in the range of {planned.dtype}",
+            f"{count} elements of {planned.name} that overflow it",
             "use --dtype fp32 or bf16, or --allow-nonfinite",
         )
 
 
 def _verify(folder: Path, sums: dict[str, int]) -> None:
-    """Reads the written tensors back; MmldlmError where one is not what was written."""
+    """Read the written tensors back.
+
+    Raises:
+        MmldlmError: one differs from what was written.
+    """
     from mmldlm.checkpoints.formats.safetensors.reader import SafetensorsModel
 
     with SafetensorsModel.open(folder, allow_nonfinite=True) as written:
         for name, expected in sums.items():
-            found = 0
+            crc = 0
             for chunk in written.iter_chunks(name):
-                found = zlib.crc32(chunk.view(np.uint8), found)
-            if found != expected:
+                crc = zlib.crc32(chunk.view(np.uint8), crc)
+            if crc != expected:
                 raise MmldlmError(f"{name} read back from {folder} differs from what was written: the disk is failing")
 
 
 def copy_tokenizer_files(opened: OpenedCheckpoint, tensors: dict[str, PlannedTensor], folder: Path) -> list[str]:
-    """config.json, the run's config.yaml and the tokenizer, as far as the source has them. Returns notes."""
+    """Copy config.json, the run's config.yaml and the tokenizer, if the source has them. Return notes."""
     if opened.checkpoint is None:
-        beside = model_folder(opened)
-        if beside is None:
+        source = model_folder(opened)
+        if source is None:
             return ["no mmldlm checkpoint around these weights: no config.json and no tokenizer were written"]
-        _copy_config(beside / "config.json", tensors, folder)
-        for path in sorted(beside.iterdir()):
-            if TOKENIZER_FILES.fullmatch(path.name) and path.name != "config.json":
+        _copy_config(source / CONFIG_FILE, tensors, folder)
+        for path in sorted(source.iterdir()):
+            if TOKENIZER_FILES.fullmatch(path.name) and path.name != CONFIG_FILE:
                 (shutil.copytree if path.is_dir() else shutil.copyfile)(path, folder / path.name)
         return []
     notes = []
@@ -341,8 +350,8 @@ def copy_tokenizer_files(opened: OpenedCheckpoint, tensors: dict[str, PlannedTen
         _copy_config(config_path, tensors, folder)
     else:
         notes.append(f"{config_path.name} is not in the checkpoint: no config.json was written")
-    if (opened.checkpoint / "config.yaml").is_file():
-        shutil.copyfile(opened.checkpoint / "config.yaml", folder / "config.yaml")
+    if (opened.checkpoint / RUN_CONFIG).is_file():
+        shutil.copyfile(opened.checkpoint / RUN_CONFIG, folder / RUN_CONFIG)
     if (opened.checkpoint / "tokenizer").is_dir():
         shutil.copytree(opened.checkpoint / "tokenizer", folder / "tokenizer")
     else:
@@ -351,19 +360,19 @@ def copy_tokenizer_files(opened: OpenedCheckpoint, tensors: dict[str, PlannedTen
 
 
 def model_folder(opened: OpenedCheckpoint) -> Path | None:
-    """The model's folder that the weights lie in, Hugging Face's or of `--to model.pt`; None for other sources."""
+    """Return the model folder of the weights, Hugging Face's or of `--to model.pt`; None for other sources."""
     path = opened.weights.path
     folder = path if path.is_dir() else path.parent
     is_file_of_weights = opened.checkpoint is None and opened.weights.engine in ("safetensors", "model.pt")
-    return folder if is_file_of_weights and (folder / "config.json").is_file() else None
+    return folder if is_file_of_weights and (folder / CONFIG_FILE).is_file() else None
 
 
 def _copy_config(path: Path, tensors: dict[str, PlannedTensor], folder: Path) -> None:
-    """A model's config as config.json, with the dtype that its weights have now."""
+    """Copy a model's config as config.json, with the dtype of the written weights."""
     try:
         config = json.loads(path.read_text())
         if not isinstance(config, dict):
-            raise ValueError("no JSON object")
+            raise ValueError("not a JSON object")
     except ValueError as error:
         raise UserError(f"the config of a model in {path}", str(error), "restore the file, or move it away") from error
     sizes: dict[str, int] = {}
@@ -371,6 +380,6 @@ def _copy_config(path: Path, tensors: dict[str, PlannedTensor], folder: Path) ->
         if planned.dtype in WIDE_FLOATS and planned.info.kind != "buffer":
             sizes[planned.dtype] = sizes.get(planned.dtype, 0) + planned.info.numel
     if sizes:
-        # transformers has renamed it; it reads both.
+        # transformers has renamed the key and reads both.
         config["dtype" if "dtype" in config else "torch_dtype"] = max(sizes, key=lambda name: sizes[name])
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")

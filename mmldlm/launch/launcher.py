@@ -1,99 +1,77 @@
-"""`mmldlm launch`: preflight, then the launcher, then the watcher."""
+"""Launch a run: preflight, then the launcher under a watcher, with retries."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-import time
 from datetime import datetime, timezone
 from pathlib import Path
 
 from mmldlm.checkpoints.locate import find_latest_valid
 from mmldlm.checkpoints.manifest import MANIFEST
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, UserError
-from mmldlm.launch.watcher import COLLECTIVE_EXIT_CODES, Outcome, Watcher
-from mmldlm.preflight import runner as preflight
+from mmldlm.launch.local_launcher import COLLECTIVE_EXIT_CODES
+from mmldlm.launch.outcome import Outcome
+from mmldlm.launch.watcher import Watcher
 from mmldlm.preflight.collect import data_address
-from mmldlm.preflight.context import Context
-from mmldlm.preflight.report import exit_code, print_report
+from mmldlm.preflight.context import Context, train_arguments
+from mmldlm.preflight.runner import run_preflight
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `mmldlm launch`."""
-    preflight.add_run_arguments(parser)
-    parser.add_argument("--level", type=int, choices=range(5), default=2, help="preflight up to this level (default 2)")
-    parser.add_argument(
-        "--retries", type=int, default=0, metavar="N", help="start again, from the newest checkpoint if there is one"
-    )
-    parser.add_argument("--elastic", action="store_true", help="a retry leaves out the nodes that failed")
-    parser.add_argument("--grace", type=float, default=120.0, metavar="S", help="seconds to save in after Ctrl-C")
+def launch(args: argparse.Namespace) -> int:
+    """Run the preflight, then up to 1 + args.retries attempts.
 
-
-def main(args: argparse.Namespace) -> int:
-    """Run; returns 0, the worst exit code of any rank, or that of the preflight (2 where the data cannot be used)."""
-    args.carries_all = True  # rank.py carries the variables itself, whatever the launcher does
-    started = time.perf_counter()
-    context, results = preflight.run(args)
-    code = exit_code(results, args.strict)
-    seconds = time.perf_counter() - started
-    print_report(context, results, seconds, sys.stdout)
-    preflight.record(context, results, code, seconds, None)
+    Returns:
+        0, the worst exit code of any rank, or the code of the preflight (2 if the data cannot be used).
+    """
+    context, code = run_preflight(args)
     if code != EXIT_DONE:
-        # As the ranks would end: data that is not there, or does not fit the config, is bad input.
-        return EXIT_USAGE if code == EXIT_FAILED and context.plan.get("data_error") else code
-    words, training = train_words(args), context.config.training
-    batch = training.train_batch_size * training.grad_accum_steps * context.world_size
+        # The code with which the ranks would exit: missing or mismatched data is bad input.
+        return EXIT_USAGE if code == EXIT_FAILED and context.data_facts.get("data_error") else code
+    train_args, training = train_arguments(args), context.config.training
+    global_batch = training.train_batch_size * training.grad_accum_steps * context.world_size
     run_dir = context.config.run_dir()
-    before = latest_checkpoint(run_dir)
+    initial_checkpoint = latest_checkpoint(run_dir)
     for attempt in range(args.retries + 1):
         if attempt:
             print(f"\nattempt {attempt + 1} of {args.retries + 1}", flush=True)
-        logs = log_folder(context)
-        outcome = Watcher(context, words, logs, args.grace).run()
-        report(outcome, logs, latest_checkpoint(run_dir))
-        # Under Slurm the ranks are sent the signal before the time is up; elsewhere it is a fault like others.
-        by_signal = outcome.code == EXIT_INTERRUPTED and context.launcher != "slurm"
-        if (
-            outcome.code == EXIT_DONE
-            or outcome.interrupted
-            or (outcome.code in COLLECTIVE_EXIT_CODES and not by_signal)
-        ):
+        log_dir = create_log_dir(context)
+        outcome = Watcher(context, train_args, log_dir, args.grace).run()
+        print_outcome(outcome, log_dir, latest_checkpoint(run_dir))
+        if attempt == args.retries or not _is_retryable(outcome, context.launcher):
             break
-        if attempt == args.retries:
-            break
-        # Where this launch has saved nothing, auto would be a fresh start, or another run's checkpoint, in place of the
-        # training.resume that was asked for.
-        if latest_checkpoint(run_dir) not in (None, before):
-            words.append("training.resume=auto")
-        if args.elastic and outcome.bad_nodes and not context.local:
-            more = exclude_nodes(context, outcome.bad_nodes, batch)
-            if more is None:
+        # Only a checkpoint saved by this launch is resumed: auto would otherwise start from scratch, or take a
+        # checkpoint of another run instead of the requested training.resume.
+        if latest_checkpoint(run_dir) not in (None, initial_checkpoint):
+            train_args.append("training.resume=auto")
+        if args.elastic and outcome.failed_nodes and not context.local:
+            overrides = exclude_nodes(context, outcome.failed_nodes, global_batch)
+            if overrides is None:
                 break
-            words += more  # of words that set one key, the last one counts
+            train_args += overrides  # the last override of a key wins
     return outcome.code
 
 
-def train_words(args: argparse.Namespace) -> list[str]:
-    """The words of train.py that stand for this command line."""
-    given = (
-        ("--config-name", args.config_name),
-        ("--config", args.config),
-        ("--deepspeed_config", args.deepspeed_config),
-    )
-    return [word for option, value in given if value for word in (option, value)] + list(args.overrides)
+def _is_retryable(outcome: Outcome, launcher: str) -> bool:
+    """Return whether an attempt failed in a way that a restart may fix."""
+    if outcome.code == EXIT_DONE or outcome.interrupted:
+        return False
+    # Slurm signals the ranks before the time limit; elsewhere such a signal is a fault.
+    by_foreign_signal = outcome.code == EXIT_INTERRUPTED and launcher != "slurm"
+    return by_foreign_signal or outcome.code not in COLLECTIVE_EXIT_CODES
 
 
 def latest_checkpoint(run_dir: Path) -> tuple[Path, int] | None:
-    """The newest whole checkpoint of a run and when it was committed (ns); training checks its bytes again."""
+    """Return the latest complete checkpoint of a run and its commit time (ns); training verifies the checksums."""
     path = find_latest_valid(run_dir, checksums=False)
     return None if path is None else (path, (path / MANIFEST).stat().st_mtime_ns)
 
 
-def log_folder(context: Context) -> Path:
-    """Make a folder for this attempt's logs in the run's folder: one that no other launch has, nor gets.
+def create_log_dir(context: Context) -> Path:
+    """Create a new folder for the logs of one attempt, in the run folder.
 
     Raises:
-        UserError: it cannot be made.
+        UserError: it cannot be created.
     """
     stamp = datetime.now(timezone.utc).strftime("%Y%m%d_%H%M%S")
     folder = context.config.run_dir() / "logs"
@@ -103,39 +81,39 @@ def log_folder(context: Context) -> Path:
         except FileExistsError:
             continue
         except OSError as error:
-            raise UserError(f"a folder for logs in {folder}", error.strerror, "check logging.save_dir") from error
+            raise UserError(f"a writable log folder {folder}", error.strerror, "check logging.save_dir") from error
         return folder / name
     raise AssertionError(f"a hundred launches in one second in {folder}")
 
 
-def report(outcome: Outcome, logs: Path, checkpoint: tuple[Path, int] | None) -> None:
-    """Print how it ended, the last lines of the rank that ended first, what is saved, and where the rest is."""
+def print_outcome(outcome: Outcome, log_dir: Path, checkpoint: tuple[Path, int] | None) -> None:
+    """Print why the attempt ended, last lines of the first failed rank, the latest checkpoint and the log folder."""
     sys.stdout.flush()
     if outcome.code == EXIT_DONE:
-        print(f"done; logs of all ranks: {logs}", file=sys.stderr, flush=True)
+        print(f"done; logs of all ranks: {log_dir}", file=sys.stderr, flush=True)
         return
     print(f"\nended: {outcome.reason} (exit {outcome.code})", file=sys.stderr)
-    for line in outcome.last:
+    for line in outcome.last_lines:
         print(f"    {line}", file=sys.stderr)
-    saved = "no whole checkpoint in the run's folder" if checkpoint is None else f"newest checkpoint: {checkpoint[0]}"
-    print(f"{saved}\nlogs of all ranks: {logs}", file=sys.stderr, flush=True)
+    saved = "no complete checkpoint in the run folder" if checkpoint is None else f"latest checkpoint: {checkpoint[0]}"
+    print(f"{saved}\nlogs of all ranks: {log_dir}", file=sys.stderr, flush=True)
 
 
-def exclude_nodes(context: Context, bad: list[str], batch: int) -> list[str] | None:
-    """Take nodes out of the run; the words that keep its global batch, or None when that cannot be."""
+def exclude_nodes(context: Context, failed: list[str], global_batch: int) -> list[str] | None:
+    """Remove nodes from the run; return the overrides that keep its global batch, or None if that is impossible."""
     training = context.config.training
-    left = [node for node in context.nodes if node.name not in bad]
-    ranks = sum(node.slots for node in left)
-    if not left or batch % (ranks * training.train_batch_size):
+    remaining = [node for node in context.nodes if node.name not in failed]
+    num_ranks = sum(node.slots for node in remaining)
+    if not remaining or global_batch % (num_ranks * training.train_batch_size):
         print(
-            f"cannot go on with {ranks} rank(s): the global batch of {batch} is no multiple of {ranks} x "
-            f"training.train_batch_size={training.train_batch_size}, and the order of samples rests on it",
+            f"cannot continue with {num_ranks} rank(s): the global batch of {global_batch} is not a multiple of "
+            f"{num_ranks} x training.train_batch_size={training.train_batch_size}; the sample order depends on it",
             file=sys.stderr,
         )
         return None
-    print(f"going on without {', '.join(bad)}: {ranks} rank(s)", file=sys.stderr)
-    first, context.nodes = context.names[0], left
-    if left[0].name != first:  # its address was another's; what was tried of it are the pairs
-        known = context.value(left[0].name, "network")
-        context.master["address"] = data_address(context, left[0].name) if known else left[0].name
-    return [f"training.grad_accum_steps={batch // (ranks * training.train_batch_size)}"]
+    print(f"continuing without {', '.join(failed)}: {num_ranks} rank(s)", file=sys.stderr)
+    old_first, context.nodes = context.names[0], remaining
+    first = remaining[0].name
+    if first != old_first:  # the known master address was that of another node
+        context.master["address"] = data_address(context, first) if context.value(first, "network") else first
+    return [f"training.grad_accum_steps={global_batch // (num_ranks * training.train_batch_size)}"]

@@ -1,40 +1,40 @@
-"""Starts a run's ranks on this machine and stands by: signals reach all ranks at once, and the exit code is theirs.
+"""Start the ranks of a run on this machine, forward signals to all of them, and return their exit code.
 
-Why not one of the launchers for this (measured, deepspeed 0.19.8 and torch 2.13): a SIGTERM to `deepspeed` ends only
-`deepspeed` itself (exit 143) and the ranks train on as orphans; its launch.py passes it to one rank after the other and
-kills each 30 s later, in the middle of a save, and exits 1; torchrun tells all ranks but exits 1 with a traceback.
-Torch is not imported here: python -m mmldlm.launch.local_launcher NPROC SCRIPT WORD...
+Neither `deepspeed` nor torchrun serves here: on SIGTERM their ranks continue as orphans, are killed during a save, or
+their exit code is lost. Without torch: `python -m mmldlm.launch.local_launcher NPROC SCRIPT ARG...`.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STABILITY, EXIT_USAGE
+from mmldlm.utils.network import free_port
+from mmldlm.utils.processes import set_parent_death_signal
 from mmldlm.utils.standard_streams import open_standard_streams
 
-# What all ranks end with together, by agreement: the slower ones are writing, and are waited for. One rank alone that
-# ends so (its node lacks the data) has agreed with nobody: what the others wait for will not come.
+# Codes with which all ranks exit together, by agreement; the slower ones may still be writing. If only one rank exits
+# with such a code (for example, missing data on its node), the others would wait forever.
 COLLECTIVE_EXIT_CODES = (EXIT_STABILITY, EXIT_INTERRUPTED, EXIT_USAGE)
-EXIT_GRACE = 30.0  # seconds from a rank's failure until the others, which may be stuck waiting for it, are ended
+EXIT_GRACE = 30.0  # seconds from the failure of a rank until the others, which may hang, are terminated
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 def run_local(command: list[str], nproc: int, grace: float = EXIT_GRACE) -> int:
     """Run `command` as nproc ranks and wait for all of them.
 
-    SIGTERM, SIGINT and SIGUSR1 go to every rank, which then save and exit 5; SIGHUP (the terminal is gone) is passed on
-    as SIGTERM. There is no limit on how long they may save. When this process is killed, the ranks get a SIGTERM.
-    When a rank has ended with 2, 4 or 5, the others get a SIGTERM `grace` seconds later: one that is writing goes on,
-    one that waits for the rank that is gone ends. When a rank has failed, they are killed.
+    SIGTERM, SIGINT and SIGUSR1 are forwarded to every rank; the ranks save and exit with 5, without a time limit.
+    SIGHUP (the terminal is gone) is forwarded as SIGTERM. If this process is killed, the ranks get SIGTERM.
+    `grace` seconds after a rank has exited with 2, 4 or 5, the others get SIGTERM: a rank that is writing finishes, a
+    rank that waits for the missing one ends. After a failed rank the others are killed.
 
     Returns:
-        0 when every rank ended well; the code of the first that ended with 2, 4 or 5; 1 when any rank failed.
+        0 if every rank succeeded; the code of the first rank that exited with 2, 4 or 5; 1 if any rank failed.
     """
     ranks: list[subprocess.Popen] = []
 
@@ -44,12 +44,11 @@ def run_local(command: list[str], nproc: int, grace: float = EXIT_GRACE) -> int:
                 process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
     handlers = {number: signal.signal(number, forward) for number in FORWARDED}
+    die_with_parent = functools.partial(set_parent_death_signal, signal.SIGTERM)
     try:
-        port = _free_port()
+        port = free_port()
         for rank in range(nproc):
-            ranks.append(
-                subprocess.Popen(command, env=_environment(rank, nproc, port), preexec_fn=_set_parent_death_signal)
-            )
+            ranks.append(subprocess.Popen(command, env=_environment(rank, nproc, port), preexec_fn=die_with_parent))
         return _wait(ranks, grace, command)
     finally:
         for process in ranks:
@@ -60,44 +59,47 @@ def run_local(command: list[str], nproc: int, grace: float = EXIT_GRACE) -> int:
 
 
 def _wait(ranks: list[subprocess.Popen], grace: float, command: list[str]) -> int:
-    killed_at, told_at, agreed, told = None, None, EXIT_DONE, set()
+    """Wait for all ranks and return the common exit code; terminate ranks that hang after another one has ended."""
+    kill_time, terminate_time, agreed, terminated = None, None, EXIT_DONE, set()
     while True:
         codes = [process.poll() for process in ranks]
-        if told_at is None and any(code in COLLECTIVE_EXIT_CODES for code in codes):
+        if terminate_time is None and any(code in COLLECTIVE_EXIT_CODES for code in codes):
             agreed = next(code for code in COLLECTIVE_EXIT_CODES if code in codes)
-            told_at = time.monotonic() + grace
-        if told_at is not None and not told and time.monotonic() > told_at:
-            told = {rank for rank, code in enumerate(codes) if code is None}
-            for rank in told:
-                print(f"rank {rank} still runs, another ended with {agreed}: SIGTERM", file=sys.stderr, flush=True)
+            terminate_time = time.monotonic() + grace
+        if terminate_time is not None and not terminated and time.monotonic() > terminate_time:
+            terminated = {rank for rank, code in enumerate(codes) if code is None}
+            for rank in terminated:
+                print(
+                    f"rank {rank} still runs after another exited with {agreed}: SIGTERM", file=sys.stderr, flush=True
+                )
                 ranks[rank].terminate()
-        # How one ends that was told to says nothing new.
-        ended = [(rank, code) for rank, code in enumerate(codes) if rank not in told]
+        # The exit code of a terminated rank has no information.
+        ended = [(rank, code) for rank, code in enumerate(codes) if rank not in terminated]
         failed = [(rank, code) for rank, code in ended if code not in (None, EXIT_DONE, *COLLECTIVE_EXIT_CODES)]
-        if failed and killed_at is None:
+        if failed and kill_time is None:
             rank, code = failed[0]
-            killed_at = time.monotonic() + grace
-            how = _how_it_ended(code, command)
-            print(f"ERROR: rank {rank} (pid {ranks[rank].pid}) ended with {how}", file=sys.stderr, flush=True)
-        if killed_at is not None and time.monotonic() > killed_at:
+            kill_time = time.monotonic() + grace
+            exit_text = _describe_exit(code, command)
+            print(f"ERROR: rank {rank} (pid {ranks[rank].pid}) ended with {exit_text}", file=sys.stderr, flush=True)
+        if kill_time is not None and time.monotonic() > kill_time:
             for process in ranks:
                 if process.poll() is None:
-                    process.kill()  # SIGKILL also ends one that is stopped
+                    process.kill()  # SIGKILL also ends a stopped process
         if None not in codes:
             return EXIT_FAILED if failed else agreed
         time.sleep(0.1)
 
 
-def _how_it_ended(code: int, command: list[str]) -> str:
+def _describe_exit(code: int, command: list[str]) -> str:
     if code == -signal.SIGBUS:
         from mmldlm.launch.sigbus_report import explain_sigbus
 
-        return f"SIGBUS: {explain_sigbus(command[3:])}"  # the words after python -u SCRIPT
+        return f"SIGBUS: {explain_sigbus(command[3:])}"  # the arguments after python -u SCRIPT
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
 def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:
-    """What torchrun and deepspeed would set on one node (LOCAL_SIZE: read by DeepSpeed's CPU accelerator)."""
+    """Return the variables that torchrun and deepspeed set on one node (DeepSpeed's CPU accelerator: LOCAL_SIZE)."""
     numbers = {
         "RANK": rank,
         "LOCAL_RANK": rank,
@@ -106,23 +108,8 @@ def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:
         "LOCAL_SIZE": nproc,
         "MASTER_PORT": port,
     }
-    fixed = {"MASTER_ADDR": "127.0.0.1", "PYTHONFAULTHANDLER": "1"}  # the second: where a SIGSEGV or SIGBUS came from
+    fixed = {"MASTER_ADDR": "127.0.0.1", "PYTHONFAULTHANDLER": "1"}  # the second prints a stack on SIGSEGV and SIGBUS
     return {**os.environ, **fixed, **{name: str(number) for name, number in numbers.items()}}
-
-
-def _set_parent_death_signal() -> None:
-    """Linux: a SIGTERM for this rank when its parent dies, so that none trains on as an orphan."""
-    if sys.platform == "linux":
-        import ctypes
-
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 if __name__ == "__main__":

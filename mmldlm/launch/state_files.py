@@ -1,8 +1,7 @@
-"""Small files of a launch on one node: what its ranks are to do (launch file), and how they stand.
+"""Small files of a launch on one node: the launch file for its ranks, and the state of each rank.
 
-They lie in fixed folders named by the launch's id: no path depends on TMPDIR, which a batch job and an ssh session may
-set differently, and none holds text of the user's, which a launcher would hand to a shell. The node's agent makes the
-folders; rank.py writes only where it finds one.
+The folders are fixed and named by the launch id. No path depends on TMPDIR, which may differ between a batch job and an
+ssh session, and no path contains text of the user. The node agent creates the folders; rank_wrapper.py only writes.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ import stat
 from pathlib import Path
 from typing import Any
 
-# More than one, because any of them may be full, or private to a batch job's own mount namespace.
+# Several, because one may be full or private to a batch job's mount namespace.
 ROOTS = ("/tmp", "/dev/shm", "/var/tmp")
-RESERVED = 1 << 14  # bytes of each state file: its blocks are there to be overwritten when the disk is full
+RESERVED = 1 << 14  # bytes per state file: its blocks can be overwritten when the disk is full
 
 
-def state_folders(launch: str) -> list[Path]:
-    """Folders of a launch on this node that exist and belong to this user alone."""
+def state_folders(launch_id: str) -> list[Path]:
+    """Return the existing folders of a launch on this node that belong to this user."""
     found = []
     for root in ROOTS:
-        folder = Path(root) / f"mmldlm_{launch}"
+        folder = Path(root) / f"mmldlm_{launch_id}"
         with contextlib.suppress(OSError):
             status = folder.lstat()
             if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
@@ -31,41 +30,43 @@ def state_folders(launch: str) -> list[Path]:
     return found
 
 
-def make_folders(launch: str) -> None:
-    """Make the folders of a launch, wherever that is possible."""
+def make_folders(launch_id: str) -> None:
+    """Create the folders of a launch where possible."""
     for root in ROOTS:
         with contextlib.suppress(OSError):
-            os.mkdir(Path(root) / f"mmldlm_{launch}", mode=0o700)
+            os.mkdir(Path(root) / f"mmldlm_{launch_id}", mode=0o700)
 
 
 def write(folder: Path, name: str, text: str) -> None:
-    """Write a file that only its user can read, atomically.
+    """Write a file atomically, readable by this user alone (utils/atomic_files keeps the umask, and syncs).
 
     Raises:
-        OSError: the folder is full, or gone; nothing is left of the file then.
+        OSError: the folder is full or missing; no partial file is left.
     """
-    beside = folder / f".{name}_{os.getpid()}"
+    partial = folder / f".{name}_{os.getpid()}"
     try:
-        with open(os.open(beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+        with open(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
             file.write(text)
-        os.replace(beside, folder / name)
+        os.replace(partial, folder / name)
     except OSError:
         with contextlib.suppress(OSError):
-            beside.unlink()
+            partial.unlink()
         raise
 
 
-def write_anywhere(launch: str, name: str, text: str) -> bool:
-    """Write a file into the first folder that takes it, or over the blocks of its older self where none does.
+def write_anywhere(launch_id: str, name: str, text: str) -> bool:
+    """Write a file into the first folder with space, or overwrite the blocks of its previous version.
 
     Args:
+        launch_id: id of the launch.
+        name: file name.
         text: JSON of at most RESERVED bytes.
 
     Returns:
         Whether it was written. Never raises OSError: a rank must not end because of it.
     """
     text = text.ljust(RESERVED)
-    folders = state_folders(launch)
+    folders = state_folders(launch_id)
     for folder in folders:
         with contextlib.suppress(OSError):
             write(folder, name, text)
@@ -77,10 +78,10 @@ def write_anywhere(launch: str, name: str, text: str) -> bool:
     return False
 
 
-def read_newest(launch: str, pattern: str) -> dict[str, Any]:
-    """Name -> parsed content of the newest file of that name, of those that can be read."""
+def read_newest(launch_id: str, pattern: str) -> dict[str, Any]:
+    """Return name -> parsed content of the newest readable file of each name."""
     found: dict[str, tuple[int, Any]] = {}
-    for folder in state_folders(launch):
+    for folder in state_folders(launch_id):
         for path in folder.glob(pattern):
             with contextlib.suppress(OSError, ValueError):
                 entry = (path.stat().st_mtime_ns, json.loads(path.read_text()))
@@ -89,16 +90,16 @@ def read_newest(launch: str, pattern: str) -> dict[str, Any]:
     return {name: content for name, (_, content) in sorted(found.items())}
 
 
-def remove(launch: str, pattern: str) -> None:
+def remove(launch_id: str, pattern: str) -> None:
     """Delete files of a launch from all of its folders."""
-    for folder in state_folders(launch):
+    for folder in state_folders(launch_id):
         for path in folder.glob(pattern):
             with contextlib.suppress(OSError):
                 path.unlink()
 
 
-def remove_folders(launch: str) -> None:
-    """Delete the folders that are empty (hosts may share one)."""
-    for folder in state_folders(launch):
+def remove_folders(launch_id: str) -> None:
+    """Delete the empty folders of a launch (hosts may share one)."""
+    for folder in state_folders(launch_id):
         with contextlib.suppress(OSError):
             folder.rmdir()

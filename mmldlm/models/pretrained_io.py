@@ -6,8 +6,9 @@ Nothing in such a folder is believed: config.json is compared with the tensors' 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,15 +47,9 @@ def read(kind: type[MultimodalMMDiT], path: str | Path, device: str, dtype: torc
         folder = _download(str(path))
     config = model_config(read_config(folder / "config.json"))
     files = _weight_files(folder)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in files:
-        with open_safetensors(path) as file:
-            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+    shapes = {name: shape for name, shape, _ in iter_safetensors(files)}
     check_shapes(kind, config, shapes, folder / "config.json")
-    tensors: dict[str, Tensor] = {}
-    for path in files:
-        with open_safetensors(path) as file:
-            tensors |= {name: file.get_tensor(name) for name in file.keys()}
+    tensors = {name: read_tensor() for name, _, read_tensor in iter_safetensors(files)}
     if other := [f"{name}: {tensor.dtype}" for name, tensor in tensors.items() if tensor.dtype not in _DTYPES]:
         raise UserError(f"floating-point weights in {folder}", "; ".join(other[:5]), CONVERT)
     if config.tie_embeddings:
@@ -118,18 +113,34 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-@contextlib.contextmanager
-def open_safetensors(path: Path) -> Iterator[Any]:
-    """A safetensors file opened for reading; what is wrong with it, then or in the block, is one error.
+def iter_safetensors(files: list[Path]) -> Iterator[tuple[str, tuple[int, ...], Callable[[], Tensor]]]:
+    """Yield (name, shape, function that reads the tensor) of every tensor of safetensors files.
 
-    Raises:
-        UserError: cut off, or a header that lies about sizes, shapes or places.
+    Raises (also from the function):
+        UserError: a truncated file, or a header with wrong sizes, shapes or positions.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
+
+    for path in files:
+        with _damage_as_user_error(path):
+            file = safe_open(path, framework="pt")
+
+        def read_tensor(name: str, path: Path = path, file: Any = file) -> Tensor:
+            with _damage_as_user_error(path):
+                return file.get_tensor(name)
+
+        with _damage_as_user_error(path):
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+        for name, shape in shapes.items():
+            yield name, shape, functools.partial(read_tensor, name)
+
+
+@contextlib.contextmanager
+def _damage_as_user_error(path: Path) -> Iterator[None]:
+    from safetensors import SafetensorError
 
     try:
-        with safe_open(path, framework="pt") as file:
-            yield file
+        yield
     except (SafetensorError, OSError, RuntimeError, OverflowError, TypeError) as error:
         first = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise UserError(f"an intact safetensors file {path}", f"damaged file: {first}", COPY_AGAIN) from error

@@ -1,5 +1,5 @@
-"""Preflight: will this run start on these hosts, fit in their memory and finish on their disks?
+"""Preflight: check whether a run will start on its hosts, fit in their memory and finish on their disks.
 
-probes/ measure on a node and judge nothing; agent.py runs them there; transport.py reaches the agents; checks/ judge
-what came back, one function a check; report.py shows it. docs/preflight.md lists the checks.
+probes/ measure on a node, remote/ runs them there over ssh, collect.py puts the facts into a Context, checks/ evaluates
+them (one function per check), report.py prints the results. docs/preflight.md lists the checks.
 """

@@ -1,9 +1,8 @@
-"""What a check says: one Result, and the register in which the checks are found."""
+"""Results of checks, and the registry of all checks."""
 
 from __future__ import annotations
 
 import importlib
-import pkgutil
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -14,13 +13,20 @@ SCOPES = ("head", "node", "pair", "cluster")
 
 @dataclass
 class Result:
-    """One verdict.
+    """Result of a check for one node, one pair or the whole job.
 
     Attributes:
-        status: PASS, WARN, FAIL, SKIP (`why` says the reason) or ERROR (the check itself broke: no verdict).
-        measured, expected, fix: one sentence each; `fix` is empty where nothing is to be done.
-        node: name as in the hostfile; "" for verdicts on the head or on the whole job. A pair is "from->to".
-        id, scope, level, title, seconds: of the check, filled in by run_check.
+        status: PASS, WARN, FAIL, SKIP or ERROR (the check itself failed: no statement about the node).
+        measured: one sentence.
+        expected: one sentence; empty if the check passed.
+        fix: one sentence; empty if nothing needs to be done.
+        node: name as in the hostfile, "from->to" for a pair, "" for the head or the whole job.
+        why: reason of SKIP or ERROR.
+        id: of the check, filled in by run_check, as are the following.
+        scope: one of SCOPES.
+        level: level of the check.
+        title: short title of the check.
+        seconds: duration of the check.
     """
 
     status: str
@@ -57,9 +63,14 @@ def skip(why: str, node: str = "") -> Result:
 
 @dataclass(frozen=True)
 class Check:
-    """A check as registered: stable id, the level it belongs to, whom it judges, and its function.
+    """A registered check.
 
-    The function takes the Context and yields (or returns) Results; its docstring is what --explain prints.
+    Attributes:
+        id: stable id.
+        level: lowest level of the preflight that runs it.
+        scope: one of SCOPES.
+        title: short title.
+        function: takes the Context and yields (or returns) Results; --explain prints its docstring.
     """
 
     id: str
@@ -69,39 +80,41 @@ class Check:
     function: Callable[..., Iterable[Result] | Result]
 
 
-_REGISTER: dict[str, Check] = {}
+_REGISTRY: dict[str, Check] = {}
 
 
 def check(id: str, level: int, scope: str, title: str):
-    """Decorator that registers a check. Ids never change their meaning and are never used again."""
+    """Register a check (decorator). An id never changes its meaning and is never reused."""
     assert scope in SCOPES and 0 <= level <= 4
 
     def register(function):
-        assert id not in _REGISTER or _REGISTER[id].function.__module__ == function.__module__, f"{id} is taken"
+        assert id not in _REGISTRY or _REGISTRY[id].function.__module__ == function.__module__, f"{id} is taken"
         assert function.__doc__, f"{id} needs a docstring: --explain prints it"
-        _REGISTER[id] = Check(id, level, scope, title, function)
+        _REGISTRY[id] = Check(id, level, scope, title, function)
         return function
 
     return register
 
 
 def all_checks() -> list[Check]:
-    """Every check in preflight/checks/, by level and then in the order in which the files have them."""
+    """Return every check, by level, then in the order of checks.MODULES and of each file."""
     from mmldlm.preflight import checks
 
-    for module in sorted(pkgutil.iter_modules(checks.__path__), key=lambda found: found.name):
-        importlib.import_module(f"{checks.__name__}.{module.name}")
-    return sorted(_REGISTER.values(), key=lambda found: found.level)
+    modules = [f"{checks.__name__}.{name}" for name in checks.MODULES]
+    for module in modules:
+        importlib.import_module(module)
+    registered = [found for found in _REGISTRY.values() if found.function.__module__ in modules]
+    return sorted(registered, key=lambda found: (found.level, modules.index(found.function.__module__)))
 
 
 def run_check(found: Check, context) -> list[Result]:
-    """Run one check; a fault inside it is an ERROR of the tool, never a verdict on a node."""
+    """Run one check; an exception in it is an ERROR of the tool, not a statement about a node."""
     started = time.perf_counter()
     try:
         returned = found.function(context)
         results = [returned] if isinstance(returned, Result) else list(returned)
     except Exception as error:
-        results = [Result(ERROR, why=f"the check broke: {type(error).__name__}: {error}")]
+        results = [Result(ERROR, why=f"the check failed: {type(error).__name__}: {error}")]
     for result in results:
         result.id, result.scope, result.level, result.title = found.id, found.scope, found.level, found.title
         result.seconds = round(time.perf_counter() - started, 3)

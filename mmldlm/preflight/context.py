@@ -1,4 +1,4 @@
-"""What the checks judge: the plan of the run, and what was measured of it."""
+"""Input of the checks: the options of the run and the collected facts."""
 
 from __future__ import annotations
 
@@ -16,16 +16,30 @@ Facts = dict[str, dict[str, Any]]
 
 @dataclass
 class Context:
-    """Everything known when the checks run. Nothing here is judged yet.
+    """Options and facts of a preflight, before any evaluation.
 
     Attributes:
-        options: the command line. nodes: of the hostfile, in order. local: one node, this machine, without ssh.
-        config, config_error: the resolved config, or why there is none. plan: what plan_child found.
-        head: facts of this machine. facts: node -> probe -> {"value"} or {"error"}.
-        failures: nodes whose agent gave no (more) answer. clocks: node -> (offset, half round trip) in seconds.
-        master: {"address", "port", "listening", "candidates", "reach"}. matrix: (from, to) -> {"ms"} or {"error"}.
-        shared: (writer, reader) -> whether the reader saw the writer's token. arrived: node -> {"rank", "variables"}
-            of a process that the launcher itself started; through: how that went. chosen: ids of the checks to run.
+        options: parsed command line.
+        nodes: nodes of the hostfile, in order.
+        local: whether the run is on this machine alone, without ssh.
+        hostfile_error: why the hostfile cannot be used.
+        config: resolved config.
+        config_error: why the config is invalid.
+        data_facts: result of dynamic/data_probe.py: samples, model sizes, or errors of data and engine.
+        data_probe_error: why the data probe failed.
+        head: probe -> {"value"} or {"error"} of this machine.
+        facts: node -> probe -> {"value"} or {"error"}.
+        failures: nodes whose agent stopped answering.
+        errors: (node, action) -> error of an agent's action.
+        clocks: node -> (clock offset, half round trip) in seconds.
+        master: {"address", "guessed", "port", "listening", "candidates", "reach", "free_port"}.
+        connections: (from, to) -> {"ms", "segments", "retransmitted"} or {"error"}.
+        shared_folder: (writer, reader) -> whether the reader saw the writer's file.
+        launched: node -> {"rank", "variables"} of a process that the launcher itself started.
+        launcher_result: {"code", "lines"} of that launcher, or {"skipped": reason}.
+        check_ids: ids of the checks to run.
+        collectives: results of level 3: {"rounds", "ranks"}.
+        dry_run: results of level 4: {"train", "resume", "log"}.
     """
 
     options: argparse.Namespace
@@ -34,19 +48,19 @@ class Context:
     hostfile_error: UserError | None = None
     config: Config | None = None
     config_error: UserError | None = None
-    plan: dict[str, Any] = field(default_factory=dict)
-    plan_error: str | None = None
+    data_facts: dict[str, Any] = field(default_factory=dict)
+    data_probe_error: str | None = None
     head: Facts = field(default_factory=dict)
     facts: dict[str, Facts] = field(default_factory=dict)
     failures: dict[str, AgentFailure] = field(default_factory=dict)
     errors: dict[tuple[str, str], str] = field(default_factory=dict)
     clocks: dict[str, tuple[float, float]] = field(default_factory=dict)
     master: dict[str, Any] = field(default_factory=dict)
-    matrix: dict[tuple[str, str], dict] = field(default_factory=dict)
-    shared: dict[tuple[str, str], bool] = field(default_factory=dict)
-    arrived: dict[str, dict] = field(default_factory=dict)
-    through: dict[str, Any] = field(default_factory=dict)
-    chosen: set[str] = field(default_factory=set)
+    connections: dict[tuple[str, str], dict] = field(default_factory=dict)
+    shared_folder: dict[tuple[str, str], bool] = field(default_factory=dict)
+    launched: dict[str, dict] = field(default_factory=dict)
+    launcher_result: dict[str, Any] = field(default_factory=dict)
+    check_ids: set[str] = field(default_factory=set)
     collectives: dict[str, Any] = field(default_factory=dict)
     dry_run: dict[str, Any] = field(default_factory=dict)
 
@@ -70,20 +84,20 @@ class Context:
         return next(node.slots for node in self.nodes if node.name == name)
 
     def value(self, name: str, probe: str) -> Any:
-        """What a probe measured on a node; None where it gave no value."""
+        """Return a probe's value on a node; None if it has none."""
         return self.facts.get(name, {}).get(probe, {}).get("value")
 
     def head_value(self, probe: str) -> Any:
-        """What a probe measured on this machine."""
+        """Return a probe's value on this machine; None if it has none."""
         return self.head.get(probe, {}).get("value")
 
-    def answered(self, probe: str) -> dict[str, Any]:
-        """node -> value, of the nodes where the probe gave one."""
+    def probe_values(self, probe: str) -> dict[str, Any]:
+        """Return node -> value of a probe, without nodes that have none."""
         found = {name: self.value(name, probe) for name in self.names}
         return {name: value for name, value in found.items() if value is not None}
 
-    def unanswered(self, probe: str) -> dict[str, str]:
-        """node -> why the probe gave no value there, of nodes whose agent did answer."""
+    def probe_errors(self, probe: str) -> dict[str, str]:
+        """Return node -> error of a probe, for nodes whose agent answered without a value."""
         return {
             name: facts[probe].get("error", "no value")
             for name, facts in self.facts.items()
@@ -91,12 +105,12 @@ class Context:
         }
 
     def has_gpus(self) -> bool:
-        """Whether any node (or this machine, when none was asked) has a GPU."""
-        found = list(self.answered("gpus").values()) or [self.head_value("gpus") or {}]
+        """Return whether any node (or this machine, if no node was asked) has a GPU."""
+        found = list(self.probe_values("gpus").values()) or [self.head_value("gpus") or {}]
         return any(entry.get("gpus") for entry in found)
 
     def engine_plan(self) -> str:
-        """The row of sizes.PLANS that the config asks for."""
+        """Return the engine of the config as an entry of memory_model.PLANS."""
         from mmldlm.engines.deepspeed.config import resolve_stage
 
         kind = self.config.engine.kind
@@ -105,39 +119,54 @@ class Context:
         return {"ddp": "zero0"}.get(kind, kind)
 
     def master_address(self) -> str:
-        """Address of the first node that the launcher is given: the one that was tried (level 2), else --master_addr,
-        else what this machine knows of the first node."""
+        """Return the address of the first node for the launcher.
+
+        In this order: the address tested by level 2, --master_addr, the address known on this machine.
+        """
         if self.local:
             return "127.0.0.1"
-        named = next(iter(self.reachable_addresses(self.names[0])), self.names[0])
-        return self.master.get("address") or self.options.master_addr or named
+        known = next(iter(self.reachable_addresses(self.names[0])), self.names[0])
+        return self.master.get("address") or self.options.master_addr or known
 
     def addresses(self, name: str) -> list[str]:
-        """Addresses that this machine knows of a name of the hostfile."""
+        """Return the addresses of a hostfile name, as this machine resolves it."""
         return (self.head_value("resolve") or {}).get(name, {}).get("addresses", [])
 
     def reachable_addresses(self, name: str) -> list[str]:
-        """The same without loopback, which means another machine elsewhere."""
+        """Return the same addresses without loopback, which means another machine elsewhere."""
         return [address for address in self.addresses(name) if not address.startswith("127.")]
 
     def environment_on(self, name: str) -> dict[str, str] | None:
-        """Variables as a rank on this node will have them.
+        """Return the environment of a rank on a node.
 
-        As the launcher was seen to bring them (level 2, through.py); before that, the login's, and over them what the
-        launcher is known to carry. None where the launcher starts ranks in shells that preflight does not see.
+        Level 2 reads it from a process that the launcher started. Before, it is the login's environment plus the
+        variables that the launcher is known to propagate. None if the launcher starts ranks in shells unknown here.
         """
         from mmldlm.cluster.env_propagation import propagated_variables, run_variables
 
-        if name in self.arrived:
-            return self.arrived[name]["variables"]
-        own = self.value(name, "environment")
-        taken = run_variables() if self.options.carries_all else propagated_variables(self.launcher, self.has_gpus())
+        if name in self.launched:
+            return self.launched[name]["variables"]
         if self.local:
             return run_variables()
-        return None if own is None or taken is None else {**own, **taken}
+        login = self.value(name, "environment")
+        if self.options.propagates_all:
+            propagated = run_variables()
+        else:
+            propagated = propagated_variables(self.launcher, self.has_gpus())
+        return None if login is None or propagated is None else {**login, **propagated}
+
+
+def train_arguments(options: argparse.Namespace) -> list[str]:
+    """Return the arguments of train.py that correspond to a command line."""
+    given = (
+        ("--config-name", options.config_name),
+        ("--config", options.config),
+        ("--deepspeed_config", options.deepspeed_config),
+    )
+    return [text for name, value in given if value for text in (name, value)] + list(options.overrides)
 
 
 def majority(values: dict[str, Any]) -> Any:
-    """The value that most nodes have; of equally many, the first node's."""
+    """Return the value of most nodes; in a tie, that of the first node."""
     counted = list(values.values())
     return max(counted, key=counted.count) if counted else None

@@ -1,4 +1,4 @@
-"""preflight.json: what was checked, of which config, hosts and versions; `train` compares itself with it."""
+"""preflight.json: results of a preflight with its config, hosts and versions; training compares itself with it."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from pathlib import Path
 
 from mmldlm.config.schema import Config
 from mmldlm.preflight.probes.system import code, versions
+from mmldlm.utils.atomic_files import write_bytes
 
 FORMAT, VERSION = "mmldlm-preflight", 1
 NAME = "preflight.json"
 STALE_DAYS = 7
 
-
-# Settled by the data where they are not set; train knows them filled in.
+# Keys that the data sets where the config does not; training has them filled in.
 _FROM_DATA = ("latent_dim", "max_latents", "vocab_size", "mask_token_id", "pad_token_id", "eos_token_id")
 
 
 def config_hash(config: Config) -> str:
-    """Identity of a config and of its DeepSpeed JSON.
+    """Return a hash of a config and of its DeepSpeed JSON.
 
-    Left out: training.resume (a continued run is the same run), training.freeze (what `auto` means is decided when the
-    data is opened) and what the data settles.
+    Without training.resume (a resumed run is the same run), training.freeze (`auto` is resolved when the data is
+    opened) and the keys that the data sets.
     """
     values = config.model_dump(mode="json")
     values["training"] |= {"resume": None, "freeze": None}
@@ -35,13 +35,13 @@ def config_hash(config: Config) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def installed() -> dict:
-    """Versions and sources that a receipt speaks of."""
+def installed_versions() -> dict:
+    """Return the versions and the source hash that a receipt records."""
     return {**versions({})["packages"], "sources": code({})["sources"]}
 
 
-def make(context, results, verdict: int, seconds: float) -> dict:
-    """The receipt as JSON-able values."""
+def create(context, results, code: int, seconds: float) -> dict:
+    """Return the receipt as JSON values."""
     from mmldlm.preflight.report import failing_nodes
 
     hostfile = context.options.hostfile
@@ -56,8 +56,8 @@ def make(context, results, verdict: int, seconds: float) -> dict:
         "nodes": {node.name: node.slots for node in context.nodes},
         "config_sha256": config_hash(context.config) if context.config is not None else None,
         "hostfile_sha256": _file_hash(hostfile) if hostfile else None,
-        "installed": installed(),
-        "exit_code": verdict,
+        "installed": installed_versions(),
+        "exit_code": code,
         "failing_nodes": failing_nodes(context, results),
         "exclude": "@".join(failing_nodes(context, results)),
         "results": [result.as_dict() for result in results],
@@ -65,20 +65,18 @@ def make(context, results, verdict: int, seconds: float) -> dict:
 
 
 def _file_hash(path: str) -> str | None:
-    """Hash of a regular file; None for what is not one (a hostfile may be a pipe, and is read once)."""
+    """Return the hash of a regular file; None for others (a hostfile may be a pipe that is read once)."""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest() if os.path.isfile(path) else None
 
 
 def write(receipt: dict, path: Path) -> None:
-    """Write atomically."""
+    """Write a receipt atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}_{os.getpid()}")
-    beside.write_text(json.dumps(receipt, indent=2) + "\n")
-    os.replace(beside, path)
+    write_bytes(path, (json.dumps(receipt, indent=2) + "\n").encode())
 
 
 def read(run_dir: Path) -> dict | None:
-    """The receipt in a run's folder; None where there is none that can be read."""
+    """Return the receipt of a run folder; None if it is missing or unreadable."""
     try:
         receipt = json.loads((run_dir / NAME).read_text())
     except (OSError, ValueError):
@@ -87,7 +85,7 @@ def read(run_dir: Path) -> dict | None:
 
 
 def staleness_reasons(config: Config, world_size: int) -> list[str]:
-    """Why the receipt in the run's folder does not speak for this run; empty when it does, or when there is none."""
+    """Return why the receipt in the run folder does not apply to this run; empty if it applies or is missing."""
     receipt = read(config.run_dir())
     if receipt is None:
         return []
@@ -95,8 +93,8 @@ def staleness_reasons(config: Config, world_size: int) -> list[str]:
     if receipt["config_sha256"] != config_hash(config):
         reasons.append("the config has changed since")
     if receipt["world_size"] != world_size:
-        reasons.append(f"it was made for {receipt['world_size']} ranks, this run has {world_size}")
-    now = installed()
+        reasons.append(f"it was written for {receipt['world_size']} ranks, this run has {world_size}")
+    now = installed_versions()
     changed = [name for name, value in receipt["installed"].items() if now.get(name) != value]
     if changed:
         reasons.append(f"other versions since: {', '.join(changed)}")
@@ -109,12 +107,14 @@ def staleness_reasons(config: Config, world_size: int) -> list[str]:
 
 
 def log_receipt(config: Config, world_size: int, folder) -> None:
-    """For train, on rank 0: the receipt goes into events.jsonl, and a warning is given where it is of another run.
+    """Log the receipt to events.jsonl, with a warning if it belongs to another run; for training, on rank 0.
 
-    Never raises, because the other ranks do not do this.
+    Never raises, because the other ranks do not call it.
 
     Args:
-        config, world_size: of the run that starts. folder: mmldlm.training.run_logger.RunFolder, open.
+        config: of the run that starts.
+        world_size: of the run that starts.
+        folder: open mmldlm.training.run_logger.RunLogger.
     """
     try:
         found = read(config.run_dir())
@@ -126,5 +126,5 @@ def log_receipt(config: Config, world_size: int, folder) -> None:
         reasons = [f"it cannot be read ({type(error).__name__}: {error})"]
     if reasons:
         folder.progress.warning(
-            f"{NAME} here does not speak for this run: {'; '.join(reasons)}. `mmldlm preflight` makes a new one"
+            f"{NAME} does not apply to this run: {'; '.join(reasons)}. `mmldlm preflight` writes a new one"
         )

@@ -1,4 +1,4 @@
-"""The screen: one row a node, healthy checks counted only, one block for each thing that is wrong."""
+"""Print the report: one row per node with counts, one block per failed check, and the exit code."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ from mmldlm.preflight.context import Context
 _WORST = (FAIL, ERROR, WARN, PASS, SKIP)
 # A run whose hostfile or config cannot be read is a usage error.
 _USAGE_IDS = ("HOST001", "CFG001")
-# What is well and still worth reading: what this run is, needs and will take.
+# Printed even if passed: the size of the run, its memory, disk space and duration.
 ALWAYS_SHOWN = ("CFG003", "DATA001", "MEM001", "DISK001", "RES001", "COLL002", "DRY001")
 
 
 def worst(results: list[Result]) -> str:
-    """The gravest status among results; SKIP when nothing was judged."""
+    """Return the most severe status; SKIP without any evaluated result."""
     found = {result.status for result in results}
     return next((status for status in _WORST if status in found), SKIP)
 
 
 def exit_code(results: list[Result], strict: bool = False) -> int:
-    """0 fine, 1 a check failed (with strict: or warned), 2 hostfile or config unusable, 3 a check could not be made."""
+    """Return the exit code.
+
+    0: passed. 1: a check failed (strict: or warned). 2: unusable hostfile or config. 3: a check could not run.
+    """
     if any(r.status == FAIL and r.id in _USAGE_IDS for r in results):
         return EXIT_USAGE
     status = worst(results)
@@ -33,20 +36,22 @@ def exit_code(results: list[Result], strict: bool = False) -> int:
 
 
 def nodes_of(result: Result) -> list[str]:
-    """Nodes that a result speaks of: both of a pair."""
+    """Return the nodes of a result: both nodes of a pair."""
     return [name for name in result.node.split("->") if name]
 
 
 def failing_nodes(context: Context, results: list[Result]) -> list[str]:
-    """Nodes with a FAIL of their own, in the hostfile's order. A pair blames neither side alone: the node in most bad
-    pairs is named."""
+    """Return the nodes that failed a check, in hostfile order.
+
+    A failed pair does not identify one of its two nodes; only the node with the most failed pairs is included.
+    """
     own = {r.node for r in results if r.status == FAIL and r.scope != "pair"}
     pairs = Counter(name for r in results if r.status == FAIL and r.scope == "pair" for name in nodes_of(r))
     return [name for name in context.names if name in own or (pairs[name] > 1 and pairs[name] == max(pairs.values()))]
 
 
 def print_report(context: Context, results: list[Result], seconds: float, out: TextIO) -> None:
-    """Print the report."""
+    """Print the report of a preflight."""
     title = f"preflight, level 0-{context.level}" if context.level else "preflight, level 0"
     ranks = f"{len(context.nodes)} node(s), {context.world_size} rank(s), {context.launcher}"
     print(f"{title}: {ranks}", file=out)
@@ -55,35 +60,36 @@ def print_report(context: Context, results: list[Result], seconds: float, out: T
     width = max(len(name) for name, _ in rows)
     for name, own in rows:
         counts = Counter(r.status for r in own)
-        faults = ", ".join(dict.fromkeys(r.id for r in own if r.status in (FAIL, ERROR, WARN)))
+        problems = ", ".join(dict.fromkeys(r.id for r in own if r.status in (FAIL, ERROR, WARN)))
         skipped = f", {counts[SKIP]} skipped" if counts[SKIP] else ""
-        print(f"  {name:{width}}  {worst(own):5} {counts[PASS]} passed{skipped}  {faults}".rstrip(), file=out)
+        print(f"  {name:{width}}  {worst(own):5} {counts[PASS]} passed{skipped}  {problems}".rstrip(), file=out)
     for r in results:
         if r.id in ALWAYS_SHOWN and r.status == PASS:
             print(f"  {r.title:{max(width, 24)}}  {r.measured}", file=out)
     for group in _grouped([r for r in results if r.status in (FAIL, ERROR, WARN)]):
         _print_group(group, out)
-    for why, group in _skips(results).items():
+    for why, group in _skips_by_reason(results).items():
         nodes = ", ".join(dict.fromkeys(r.node for r in group if r.node))
         ids = ", ".join(dict.fromkeys(r.id for r in group))
         print(f"  SKIP  {ids}{f' on {nodes}' if nodes else ''}: {why}", file=out)
     bad = failing_nodes(context, results)
     if bad and len(context.nodes) > 1:
-        exclude = f"nodes to leave out: --exclude {'@'.join(bad)}"
-        print(f"\n  {exclude if len(bad) < len(context.nodes) else 'every node has a fault'}", file=out)
+        exclude = f"nodes to exclude: --exclude {'@'.join(bad)}"
+        print(f"\n  {exclude if len(bad) < len(context.nodes) else 'every node failed a check'}", file=out)
     counts = Counter(r.status for r in results)
-    print(f"\n{worst(results)}: {_sum(counts)} ({seconds:.1f} s)", file=out, flush=True)
+    print(f"\n{worst(results)}: {_summary(counts)} ({seconds:.1f} s)", file=out, flush=True)
 
 
-def _sum(counts: Counter) -> str:
-    words = {PASS: "passed", WARN: "warned", FAIL: "failed", ERROR: "could not be checked", SKIP: "skipped"}
+def _summary(counts: Counter) -> str:
+    """Return "1 failed, 40 passed"."""
+    labels = {PASS: "passed", WARN: "warned", FAIL: "failed", ERROR: "could not be checked", SKIP: "skipped"}
     return ", ".join(
-        f"{counts[status]} {words[status]}" for status in (FAIL, ERROR, WARN, PASS, SKIP) if counts[status]
+        f"{counts[status]} {labels[status]}" for status in (FAIL, ERROR, WARN, PASS, SKIP) if counts[status]
     )
 
 
 def _grouped(results: list[Result]) -> list[list[Result]]:
-    """Results that say the same of several nodes, together; the gravest first."""
+    """Group equal results of several nodes; the most severe first."""
     groups: dict[tuple, list[Result]] = {}
     for r in results:
         own = r.node or "\0"
@@ -101,7 +107,7 @@ def _print_group(group: list[Result], out: TextIO) -> None:
         print(f"        fix: {r.fix}", file=out)
 
 
-def _skips(results: list[Result]) -> dict[str, list[Result]]:
+def _skips_by_reason(results: list[Result]) -> dict[str, list[Result]]:
     groups: dict[str, list[Result]] = {}
     for r in results:
         if r.status == SKIP:

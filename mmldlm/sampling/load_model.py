@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from mmldlm.checkpoints.formats.open import OpenedCheckpoint, open_source
+from mmldlm.checkpoints.formats.base import OpenedCheckpoint
+from mmldlm.checkpoints.formats.open import open_source
 from mmldlm.checkpoints.formats.weight_source import WeightSource
 from mmldlm.checkpoints.init_from import as_torch
 from mmldlm.checkpoints.layout import MODEL_CONFIG

@@ -153,8 +153,8 @@ class Checkpointer:
                 self._warn(message)
             return path
         path = locate.locate_checkpoint(resume)
-        for problem in locate.check_whole(path)[:1]:
-            self._warn(f"checkpoint {path.name} is used, its training state is whole: {problem}")
+        for problem in locate.check_complete(path)[:1]:
+            self._warn(f"checkpoint {path.name} is used, its training state is complete: {problem}")
         return str(path)
 
     def resume(self, checkpoint: Path) -> list[str]:
@@ -338,7 +338,7 @@ class Checkpointer:
         self._saving = None
         skips = {"consecutive_skips": saving.consecutive_skips} if saving.consecutive_skips else {}
         try:
-            step_dir = saving.pending.commit(saving.failure, sealed=True, engine=self.engine.describe(), **skips)
+            step_dir = saving.pending.commit(saving.failure, has_entry=True, engine=self.engine.describe(), **skips)
         except commit.CommitFailed as error:
             self._log_save_failure(saving.step, error)
             return False

@@ -154,7 +154,7 @@ class RunLogger:
             resumed_from is not None,
         )
         self._print_start(trainable, optimizer_groups)
-        for message in [] if init_report is None else init_report.lines():
+        for message in [] if init_report is None else init_report.messages():
             self.progress.message(f"weights  {message}")
         if resumed_from is not None:
             self.progress.message(f"resumed  at step {state.step} from {resumed_from}")

@@ -40,13 +40,24 @@ def sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def fsync_path(path: str | os.PathLike) -> None:
-    """Flush a file or folder to the disk."""
+def fsync_path(path: Path) -> None:
+    """Flush a file or a folder to the disk; ignore EINVAL, with which some network file systems refuse folders."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
+
+
+def write_text_synced(path: Path, text: str) -> None:
+    """Write a text file and flush it to the disk; for a file that is not visible under its final name yet."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def write_bytes(path: Path, content: bytes) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 from dataclasses import dataclass
 
 _PR_SET_PDEATHSIG = 1
@@ -54,6 +55,18 @@ def list_pids() -> list[int]:
     return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
 
 
+def list_ancestors(pid: int) -> set[int]:
+    """Return the PIDs of a process and of all its ancestors."""
+    found: set[int] = set()
+    while pid > 0:
+        found.add(pid)
+        stat = read_stat(pid)
+        pid = 0 if stat is None else stat.parent
+    return found
+
+
 def set_parent_death_signal(number: signal.Signals) -> None:
-    """Ask the kernel to send `number` to this process when its parent exits (prctl(2), Linux)."""
+    """Ask the kernel to send `number` to this process when its parent exits (prctl(2)); Linux only."""
+    if sys.platform != "linux":
+        return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)

@@ -336,7 +336,7 @@ def test_folder_cannot_be_made(tmp_path):
 
 
 def test_files_that_grow_during_the_commit_are_noticed(tmp_path, monkeypatch):
-    original = commit_module._write_synced
+    original = commit_module.write_text_synced
 
     def late_write(path, text):
         original(path, text)
@@ -344,7 +344,7 @@ def test_files_that_grow_during_the_commit_are_noticed(tmp_path, monkeypatch):
 
     pending = begin(tmp_path, 1)
     write_files(pending.path, 0, "a")
-    monkeypatch.setattr(commit_module, "_write_synced", late_write)
+    monkeypatch.setattr(commit_module, "write_text_synced", late_write)
     with pytest.raises(CommitFailed, match="late.bin"):
         pending.commit()
 
@@ -419,7 +419,7 @@ def test_what_cannot_be_read_is_refused_and_neither_deleted_nor_moved_nor_replac
     victim = tmp_path / "checkpoints" / "step_00000002"
     UNREADABLE[case](victim, monkeypatch)
     before = sorted(os.listdir(tmp_path / "checkpoints"))
-    with pytest.raises(UserError, match="that can be read[^$]*step_00000002"):
+    with pytest.raises(UserError, match="readable checkpoints[^$]*step_00000002"):
         find_latest_valid(tmp_path)
     with pytest.raises(UserError, match="step_00000002"):
         set_aside_after(tmp_path, 1)
@@ -454,7 +454,7 @@ def test_files_that_hold_no_state_do_not_make_a_checkpoint_unusable(tmp_path):
     (path / "config.yaml").symlink_to("config.yaml")
     told: list[str] = []
     assert find_latest_valid(tmp_path, told.append) == path == locate_checkpoint(tmp_path)
-    assert len(told) == 1 and "training state is whole" in told[0] and "2 more problems" in told[0]
+    assert len(told) == 1 and "training state is complete" in told[0] and "2 more problems" in told[0]
     assert len(verify(path)) == 3 and not is_as_saved(path, "config.yaml") and is_as_saved(path, "rng_state_rank0.pt")
 
 

@@ -7,7 +7,6 @@ import zlib
 
 import pytest
 
-from mmldlm.checkpoints.io import crc32
 from mmldlm.checkpoints.io.crc32 import RangedCrc32, combine
 from mmldlm.checkpoints.io.parallel import run_in_threads
 
@@ -18,14 +17,6 @@ DATA = random.Random(3).randbytes(100_000)
 def test_combine_is_the_crc_of_both(cut):
     first, second = DATA[:cut], DATA[cut:]
     assert combine(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(DATA)
-
-
-@pytest.mark.parametrize("has_library", [True, False])
-@pytest.mark.parametrize("data", [b"", DATA[:10], DATA[1:5000], DATA, memoryview(bytearray(DATA))[3:]])
-def test_the_crc_is_zlibs_with_and_without_the_other_library(monkeypatch, data, has_library):
-    if not has_library:
-        monkeypatch.setattr(crc32, "_fast", None)
-    assert crc32.crc32(data) == zlib.crc32(data)
 
 
 def pieces(seed: int) -> list[tuple[int, int]]:

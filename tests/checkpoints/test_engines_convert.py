@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 
@@ -13,18 +12,13 @@ from mmldlm.checkpoints.commit import begin
 from mmldlm.checkpoints.formats.dcp.reader import DcpCheckpoint
 from mmldlm.checkpoints.formats.open import open_source
 from mmldlm.checkpoints.formats.safetensors.reader import SafetensorsModel
-from mmldlm.commands.convert import add_arguments, main, parse_size
+from mmldlm.commands.convert import parse_size
 from mmldlm.convert.inspect import compare
 from mmldlm.convert.to_safetensors import convert
 from mmldlm.errors import UserError
+from tests.support.convert_command import command
 
 torch = pytest.importorskip("torch", reason="torch is not installed: no truth to compare with")
-
-
-def command(*words) -> int:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return main(parser.parse_args([str(word) for word in words]))
 
 
 def state_of(folder) -> dict:
@@ -146,7 +140,7 @@ def test_damaged_dcp(fsdp_dir, tmp_path, damage):
         one.write_bytes(data)
     else:
         with DcpCheckpoint.open(folder) as source:
-            item = source._parts["wide.weight"][1].file
+            item = source.parts["wide.weight"][1].file
             data[item._open().position_of(item._stored, 3)] ^= 1
         two.write_bytes(data)
     with pytest.raises(UserError, match="distcp"):
@@ -318,7 +312,7 @@ def test_diff(fsdp_dir, zero_dir, tmp_path, capsys):
     assert "values     wide.weight: " in text and "values     counts" not in text
     assert command("diff", plain, fsdp_dir / "fsdp", "--ema") == 1
     assert command("diff", zero_dir / "z2_bf16", zero_dir / "z2_later") == 1
-    with pytest.raises(UserError, match="two paths"):
+    with pytest.raises(SystemExit):
         command("diff", plain)
 
 

@@ -1,70 +1,76 @@
-"""A file written in any order by threads holds what was written, past the page cache as through it."""
+"""A file written in any order by threads holds what was written."""
 
+import errno
+import os
 import random
-import threading
 
 import numpy as np
 import pytest
 
-from mmldlm.checkpoints.io import output_file
 from mmldlm.checkpoints.io.output_file import OutputFile
+from mmldlm.checkpoints.io.parallel import run_in_threads
 
-BLOCK = 8192
-
-
-@pytest.fixture
-def small_blocks(monkeypatch):
-    monkeypatch.setattr(output_file, "DIRECT_BYTES", 0)
-    monkeypatch.setattr(output_file, "BLOCK_BYTES", BLOCK)
-    monkeypatch.setattr(output_file, "_pool", output_file._Pool())
+SIZE = 400_003
 
 
-def pieces_of(size: int, chooser: random.Random) -> list[tuple[int, int]]:
-    ends = sorted({size, *(chooser.randrange(1, size) for _ in range(size // 3000))})
-    return list(zip([0, *ends[:-1]], ends, strict=True))
-
-
-@pytest.mark.parametrize("is_flushed", [True, False])
-@pytest.mark.parametrize("order", ["forward", "shuffled", "four threads"])
-def test_every_byte_arrives(tmp_path, small_blocks, order, is_flushed):
-    """Shuffled, more blocks are half full than there is memory for."""
+@pytest.mark.parametrize("fsync", [True, False])
+@pytest.mark.parametrize("order", ["forward", "shuffled", "threads"])
+def test_every_byte_is_written(tmp_path, order, fsync):
     chooser = random.Random(7)
-    size = BLOCK * output_file.MAX_BLOCKS * 3 + 1237
-    data = np.random.default_rng(0).integers(0, 256, size, np.uint8).tobytes()
-    pieces = pieces_of(size, chooser)
+    data = np.random.default_rng(0).integers(0, 256, SIZE, np.uint8).tobytes()
+    ends = sorted({SIZE, *(chooser.randrange(1, SIZE) for _ in range(130))})
+    pieces = list(zip([0, *ends[:-1]], ends, strict=True))
     if order != "forward":
         chooser.shuffle(pieces)
-    file = OutputFile(tmp_path / "out", size, is_flushed)
-    if not file.is_direct and is_flushed:
-        pytest.skip("this file system is not written past the page cache")
-    assert file.is_direct == is_flushed
+    file = OutputFile(tmp_path / "out", SIZE, fsync)
 
-    def write(mine):
-        for first, end in mine:
-            file.write(memoryview(data)[first:end], first)
+    def write(piece):
+        file.write(memoryview(data)[piece[0] : piece[1]], piece[0])
 
-    num = 4 if order == "four threads" else 1
-    threads = [threading.Thread(target=write, args=(pieces[start::num],)) for start in range(num)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(write, pieces) if order == "threads" else [write(piece) for piece in pieces]
     file.finish()
     assert (tmp_path / "out").read_bytes() == data
 
 
-def test_a_small_file_takes_the_page_cache(tmp_path):
-    file = OutputFile(tmp_path / "out", 10)
-    assert not file.is_direct
+@pytest.mark.parametrize("fsync", [True, False])
+def test_fsync_only_on_request(tmp_path, monkeypatch, fsync):
+    calls = []
+    monkeypatch.setattr(os, "fsync", calls.append)
+    file = OutputFile(tmp_path / "out", 10, fsync)
     file.write(b"0123456789", 0)
+    assert not calls
     file.finish()
-    assert (tmp_path / "out").read_bytes() == b"0123456789"
+    assert len(calls) == fsync and (tmp_path / "out").read_bytes() == b"0123456789"
+
+
+def test_an_existing_file_is_refused(tmp_path):
+    (tmp_path / "out").write_text("kept")
     with pytest.raises(FileExistsError):
+        OutputFile(tmp_path / "out", 10)
+    assert (tmp_path / "out").read_text() == "kept"
+
+
+def test_a_full_disk_is_reported_at_once(tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"):
         OutputFile(tmp_path / "out", 10)
 
 
-def test_a_conversion_left_half_way_lets_go_of_its_memory(tmp_path, small_blocks):
-    file = OutputFile(tmp_path / "out", BLOCK * 5)
-    file.write(bytes(100), 0)
+def test_no_preallocation_makes_a_sparse_file(tmp_path, monkeypatch):
+    def unsupported(*args):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(os, "posix_fallocate", unsupported)
+    file = OutputFile(tmp_path / "out", 10)
+    file.write(b"9", 9)
+    file.finish()
+    assert (tmp_path / "out").read_bytes() == bytes(9) + b"9"
+
+
+def test_close_twice(tmp_path):
+    file = OutputFile(tmp_path / "out", 10)
     file.close()
-    assert output_file._pool._num_taken == 0
+    file.close()

@@ -6,15 +6,16 @@ import threading
 
 import pytest
 
-from mmldlm.checkpoints.io.parallel import ahead, run_in_threads
+from mmldlm.checkpoints.io.parallel import run_in_threads
+from mmldlm.utils.prefetch import prefetch
 
 
 def readers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "reader"]
+    return [thread for thread in threading.enumerate() if thread.name == "prefetch"]
 
 
 def test_the_same_items_in_order():
-    assert list(ahead(range(1000))) == list(range(1000)) and list(ahead([])) == []
+    assert list(prefetch(range(1000), 8)) == list(range(1000)) and list(prefetch([], 8)) == []
     assert not readers()
 
 
@@ -26,7 +27,7 @@ def test_it_runs_ahead_but_not_without_bound():
             seen.append(number)
             yield number
 
-    stream = ahead(items())
+    stream = prefetch(items(), 8)
     assert next(stream) == 0
     deadline = threading.Event()
     while len(seen) < 9 and not deadline.wait(0.01):
@@ -45,14 +46,14 @@ def test_an_error_comes_after_the_items_before_it():
 
     got = []
     with pytest.raises(ValueError, match="the third"):
-        for item in ahead(items()):
+        for item in prefetch(items(), 8):
             got.append(item)
     assert got == [1, 2] and not readers()
 
 
 def test_an_error_of_the_consumer_ends_the_reader():
     with pytest.raises(KeyError):
-        for _ in ahead(iter(int, 1)):  # zeros without end
+        for _ in prefetch(iter(int, 1), 8):  # zeros without end
             raise KeyError
     assert not readers()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import errno
 import json
 import os
@@ -15,14 +14,14 @@ import pytest
 
 from mmldlm.checkpoints.commit import begin
 from mmldlm.checkpoints.formats.open import open_source
-from mmldlm.checkpoints.formats.optimizer_metadata import training_facts
+from mmldlm.checkpoints.formats.registry import read_optimizer_metadata
 from mmldlm.checkpoints.formats.weight_source import WeightSource
 from mmldlm.checkpoints.locate import locate_checkpoint
-from mmldlm.commands.convert import add_arguments, main
 from mmldlm.convert.inspect import compare
 from mmldlm.convert.to_checkpoint import convert_state
 from mmldlm.errors import MmldlmError, UserError
 from tests.helpers import run_ranks
+from tests.support.convert_command import command
 
 HERE = Path(__file__).resolve().parent
 CHAIN = [("zero3", 4), ("dcp", 1), ("universal", None), ("zero2", 2)]
@@ -37,12 +36,6 @@ SOURCES = [
     "z3_fp16",
     "z0_bf16_named",
 ]
-
-
-def command(*words) -> int:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return main(parser.parse_args([str(word) for word in words]))
 
 
 def open_all(path: Path) -> WeightSource:
@@ -62,7 +55,7 @@ def assert_same(a: Path, b: Path, num_moments: int = 2) -> None:
 def facts_of(path: Path):
     opened = open_source(path, with_moments=True)
     with opened.weights:
-        return training_facts(opened)
+        return read_optimizer_metadata(opened)
 
 
 # -- the same bits -----------------------------------------------------------------------------------------------------
@@ -312,7 +305,7 @@ def test_a_training_goes_on_from_the_end_of_the_chain(store, tmp_path):
 def test_a_flipped_bit_is_refused_and_nothing_is_left(zero_copy, tmp_path, target, what):
     folder = zero_copy("z3_bf16")
     with open_all(folder) as source:
-        parts = source._parts["wide.weight"] if what == "weight" else source.moments["exp_avg_sq"]["wide.weight"]
+        parts = source.parts["wide.weight"] if what == "weight" else source.moments["exp_avg_sq"]["wide.weight"]
         place = parts[0].file.position_of(parts[0].ref, parts[0].start)
     path = parts[0].file.path
     data = bytearray(path.read_bytes())
@@ -339,13 +332,13 @@ def test_another_optimizer_is_refused(zero_copy, tmp_path):
 
 
 def test_a_full_disk_leaves_nothing(zero_dir, tmp_path, monkeypatch):
-    from mmldlm.checkpoints.formats.torch_save import writer
+    from mmldlm.checkpoints.io import output_file
     from mmldlm.convert import output_dir
 
     def full(fd: int, size: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(writer, "reserve", full)
+    monkeypatch.setattr(output_file, "preallocate", full)
     with pytest.raises(MmldlmError, match="No space left"):
         convert_state(zero_dir / "z2_bf16", tmp_path / "out", "zero3", 4)
     monkeypatch.undo()

@@ -223,7 +223,7 @@ def test_every_byte_of_a_weight_is_guarded(zero_copy):
     folder = zero_copy("z3_bf16")
     path = folder / OPTIM.format(0)
     with ZeroCheckpoint.open(folder) as checkpoint:
-        part = checkpoint._parts["wide.weight"][0]
+        part = checkpoint.parts["wide.weight"][0]
         place = part.file.records[f"data/{part.ref.key}"].start + 4 * part.start + 1
     data = bytearray(path.read_bytes())
     data[place] ^= 1
@@ -239,7 +239,7 @@ def test_nonfinite_weights(zero_dir, tmp_path):
     for path in (zero_dir / "z3_bf16" / "zero").glob("*_states.pt"):
         (folder / path.name).write_bytes(path.read_bytes())
     with ZeroCheckpoint.open(folder) as checkpoint:
-        part = checkpoint._parts["wide.weight"][0]
+        part = checkpoint.parts["wide.weight"][0]
         key, start = part.ref.key, 4 * part.start
         intact = checkpoint.read("wide.weight")
     path = folder / OPTIM.format(0)

@@ -9,7 +9,7 @@ import zipfile
 
 import pytest
 
-from mmldlm.checkpoints.formats.torch_save.zip_directory import BadZip, read_directory
+from mmldlm.checkpoints.formats.dcp.zip_directory import BadZip, read_directory
 
 
 def zipped(count: int = 3, comment: bytes = b"", compression: int = zipfile.ZIP_STORED) -> bytes:
@@ -58,7 +58,7 @@ def test_sizes_beyond_32_bits():
         return (bytes(max(end - place, 0)) + tail[max(place - end, 0) :])[:count]
 
     [found] = read_directory(end + len(tail), read)
-    assert (found.name, found.crc, found.stored, found.size, found.header_at) == ("n", 7, size, size, at)
+    assert (found.name, found.crc, found.stored, found.size, found.header_offset) == ("n", 7, size, size, at)
 
 
 def test_damaged_ones_are_refused_or_the_same():

@@ -1,4 +1,4 @@
-"""What the watcher concludes from the states of ranks, on three nodes that are only named."""
+"""Outcomes that the watcher derives from rank states, for three nodes without processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from mmldlm.errors import EXIT_DONE, EXIT_INTERRUPTED
 from mmldlm.launch import watcher
 from mmldlm.launch.watcher import Watcher
-from tests.launch.test_command import three_nodes
+from tests.launch.test_launcher import three_nodes
 
 
 @pytest.fixture
@@ -36,9 +36,9 @@ def watched(tmp_path, monkeypatch):
         for number, name in enumerate("abc")
     }
     views = {name: {"ranks": [state], "processes": 2, "ended": []} for name, state in states.items()}
-    one.fleet.ask = lambda *args, **more: views
+    one.pool.call = lambda *args, **more: views
     yield one, states, views
-    one.fleet.stop()
+    one.pool.stop()
 
 
 def ended(code: int) -> subprocess.Popen:
@@ -49,22 +49,22 @@ def ended(code: int) -> subprocess.Popen:
 
 
 @pytest.mark.parametrize(
-    ("state", "words"),
+    ("state", "text"),
     [
         ({"exit": 137, "out_of_memory": True}, "out of memory, see dmesg on b"),
-        ({"exit": 137, "out_of_memory": False}, "(signal 9): killed by hand, by the scheduler, or for want of memory"),
+        ({"exit": 137, "out_of_memory": False}, "(signal 9): killed manually, by the scheduler, or for lack of memory"),
         ({"exit": 128 + signal.SIGSEGV}, "(signal 11)"),
-        ({"exit": EXIT_INTERRUPTED}, "it was sent a signal, and not by this launch"),
+        ({"exit": EXIT_INTERRUPTED}, "it received a signal that this launch did not send"),
     ],
 )
-def test_the_reason_names_rank_node_and_what_the_status_means(watched, state, words):
+def test_the_reason_names_rank_node_and_what_the_status_means(watched, state, text):
     one, states, views = watched
     states["b"].update(state, alive=False)
-    outcome = one._judge(views, False, 10.0)
+    outcome = one.evaluate(views, False, 10.0)
     assert (
         outcome.code == state["exit"]
         and outcome.reason.startswith("rank 1 on b ended first")
-        and words in outcome.reason
+        and text in outcome.reason
     )
 
 
@@ -73,7 +73,7 @@ def test_an_end_that_was_asked_for_is_not_called_a_fault(watched):
     one.interrupts = 1
     for state in states.values():
         state.update(exit=EXIT_INTERRUPTED, alive=False)
-    assert one._judge(views, False, 10.0).reason == "interrupted, as asked for"
+    assert one.evaluate(views, False, 10.0).reason == "interrupted as requested"
 
 
 @pytest.mark.parametrize(("code", "processes", "expected"), [(0, 0, EXIT_DONE), (1, 0, 1), (0, 2, 1)])
@@ -82,23 +82,23 @@ def test_a_rank_without_a_state_is_judged_by_the_launcher(watched, capsys, code,
     one, states, views = watched
     one.process = ended(code)
     views_of_none = {name: {"ranks": [], "processes": 0, "ended": []} for name in "abc"}
-    assert one._judge(views_of_none, True, 10.0).code == 1  # a launcher that ended before it started anything
+    assert one.evaluate(views_of_none, True, 10.0).code == 1  # a launcher that ended before it started anything
     for name in "ac":
         states[name].update(exit=EXIT_DONE, alive=False)
         views[name]["processes"] = 0
     views["b"] = {"ranks": [], "processes": processes, "ended": []}
-    outcome = one._judge(views, True, 10.0)
+    outcome = one.evaluate(views, True, 10.0)
     assert outcome.code == expected
     assert ("left no status" in capsys.readouterr().out) == (expected == EXIT_DONE)
 
 
-def test_a_rank_that_ends_for_another_one_is_not_the_one_that_failed(watched):
+def test_a_rank_that_ends_because_of_another_has_not_failed(watched):
     """A stopped rank ends nothing: the first to end is the healthy one that found it."""
     one, states, views = watched
     sentence = "rank 0 on a (pid 7) has not moved since step 4"
     states["b"].update(exit=1, alive=False, failure={"ranks": [0], "sentence": sentence})
-    outcome = one._failed_rank(views)
-    assert (outcome.code, outcome.reason, outcome.bad_nodes) == (1, sentence, ["a"])
+    outcome = one.evaluate_failed_rank(views)
+    assert (outcome.code, outcome.reason, outcome.failed_nodes) == (1, sentence, ["a"])
     states["b"].update(failure={"ranks": [1], "sentence": "rank 1 on b failed"})
-    outcome = one._failed_rank(views)
-    assert outcome.bad_nodes == ["b"] and "rank 1 on b ended first" in outcome.reason
+    outcome = one.evaluate_failed_rank(views)
+    assert outcome.failed_nodes == ["b"] and "rank 1 on b ended first" in outcome.reason

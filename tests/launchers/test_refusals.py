@@ -73,7 +73,7 @@ def test_with_a_store_ranks_start(venv, store):
         ("single_node.sh", {"L2T_CONFIG": "mmdit_stable"}, ("L2T_CONFIG", "CONFIG_NAME=mmdit_stable")),
         ("mpi.sh", {"L2T_TRAIN_BS": "4"}, ("L2T_TRAIN_BS", "training.train_batch_size=4")),
         ("single_node.sh", {"LEARNING_RATE": "1e-4", "OPTIMIZER_LR": "1e-5"}, ("disagree", "keep one")),
-        ("single_node.sh", {"NPROC_PER_NODE": "all"}, ("NPROC_PER_NODE=all", "whole number")),
+        ("single_node.sh", {"NPROC_PER_NODE": "all"}, ("NPROC_PER_NODE=all", "integer")),
         ("single_node.sh", {"HOSTFILE": "hostfiles/two_nodes"}, ("HOSTFILE", "multi_node.sh")),
         ("single_node.sh", {"NODE_RANK": "1"}, ("NODE_RANK=1", "multi_node.sh")),
         ("multi_node.sh", {"NNODES": "two", "MASTER_ADDR": "n0", "NODE_RANK": "0"}, ("NNODES=two",)),

@@ -1,28 +1,24 @@
-"""The bed, once a session, and what runs on it."""
+"""The virtual cluster, once per session, and runs on it."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from bed import Bed, reason_to_skip  # noqa: E402
-from short_run import losses, words_of  # noqa: E402
-
 from tests.helpers import ROOT, environment, train_words
+from tests.support.short_run import losses, words_of
+from tests.support.virtual_cluster import VirtualCluster, reason_to_skip
 
 
 @pytest.fixture(scope="session")
-def bed(tmp_path_factory):
+def cluster(tmp_path_factory):
     reason = reason_to_skip()
     if reason is not None:
         pytest.skip(reason)
-    with Bed(tmp_path_factory.mktemp("bed") / "hosts") as bed:
-        yield bed
+    with VirtualCluster(tmp_path_factory.mktemp("cluster") / "hosts") as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="session")
@@ -43,10 +39,10 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def one_host(bed, store, folder):
+def one_host(cluster, store, folder):
     """Losses of ZeRO-2 on one host with two ranks."""
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     line += [ROOT / "mmldlm" / "train.py", *words_of(store, folder, "one_host", 2)]
-    done = bed["n1"].run(*line, env={"OMP_NUM_THREADS": "1"}, timeout=280)
+    done = cluster["n1"].run(*line, env={"OMP_NUM_THREADS": "1"}, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:]
     return losses(folder, "one_host")

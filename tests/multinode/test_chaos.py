@@ -8,9 +8,9 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from bed import reason_to_skip
 
 from tests.helpers import ROOT, launch
+from tests.support.virtual_cluster import reason_to_skip
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 

@@ -64,13 +64,13 @@ def words(store, folder) -> list[str]:
 
 @LONG
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_rank_killed_while_it_commits(bed, store, tmp_path, undisturbed, moment):
+def test_a_rank_killed_while_it_commits(cluster, store, tmp_path, undisturbed, moment):
     (tmp_path / "killer").mkdir()
     (tmp_path / "killer" / "sitecustomize.py").write_text(KILLER.format(moment=moment, mark=str(tmp_path / "killed")))
     (tmp_path / "hostfile").write_text("n1 slots=1\nn2 slots=1\n")
     environment = {"PYTHONPATH": f"{tmp_path / 'killer'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "mmldlm.launch", "--hostfile", tmp_path / "hostfile", "--retries", "1"]
-    process = bed["n1"].popen(
+    process = cluster["n1"].popen(
         *command, "--level", "0", *words(store, tmp_path), env=environment, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip

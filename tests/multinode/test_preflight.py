@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-from faults import ALL, FAULTS, HARMLESS, PYTHON, TOGETHER, Scene, said, verdicts
 
 from tests.helpers import LONG, ROOT
+from tests.support.preflight_faults import ALL, FAULTS, HARMLESS, PYTHON, TOGETHER, Scene, said, verdicts
 
 pytestmark = pytest.mark.long
 
@@ -20,8 +20,8 @@ ALONE = [name for name in BY_NAME if name not in HEAD_ALONE and all(name not in 
 
 
 @pytest.fixture
-def scene(bed, store, saved_run, tmp_path):
-    return Scene(bed, store, tmp_path / "scene", saved_run)
+def scene(cluster, store, saved_run, tmp_path):
+    return Scene(cluster, store, tmp_path / "scene", saved_run)
 
 
 def inject(scene, names):
@@ -82,7 +82,7 @@ def test_launch_trains_with_it(scene):
         command = [PYTHON, "-m", "mmldlm.launch", "--hostfile", hostfile, "--config-name", "tiny"]
         command += [f"data.latent_data_root={scene.store}", f"logging.save_dir={scene.save_dir}"]
         command += ["training.num_train_steps=2", "training.train_batch_size=4", "data.max_validation_samples=16"]
-        done = scene.bed["n1"].run(*command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, timeout=280)
+        done = scene.cluster["n1"].run(*command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, timeout=280)
     assert done.returncode == 0 and "done; logs of all ranks" in done.stdout, done.stdout[-3000:]
 
 

@@ -6,10 +6,10 @@ import subprocess
 import sys
 
 import pytest
-import slurm
-from short_run import NODES, close, losses, more_words
 
 from tests.helpers import LONG, ROOT
+from tests.support import slurm_cluster
+from tests.support.short_run import NODES, close, losses, more_words
 
 pytestmark = LONG
 PROGRAMS = {"mmldlm": "mmldlm.cli", "deepspeed": "deepspeed.launcher.runner", "torchrun": "torch.distributed.run"}
@@ -38,28 +38,30 @@ def words(store, folder, name):
     return [*more, "data.max_validation_samples=16", *more_words(2)]
 
 
-def test_mpi(bed, store, folder, one_host, variables):
+def test_mpi(cluster, store, folder, one_host, variables):
     (folder / "hostfile").write_text(NODES)
     own = {**variables, "HOSTFILE": str(folder / "hostfile")}
-    done = bed["n1"].run("bash", "launchers/mpi.sh", *words(store, folder, "mpi_sh"), cwd=ROOT, env=own, timeout=280)
+    done = cluster["n1"].run(
+        "bash", "launchers/mpi.sh", *words(store, folder, "mpi_sh"), cwd=ROOT, env=own, timeout=280
+    )
     assert done.returncode == 0, done.stdout[-3000:]
     close(losses(folder, "mpi_sh"), one_host)
 
 
-def test_multi_node_with_a_hostfile(bed, store, folder, one_host, variables):
+def test_multi_node_with_a_hostfile(cluster, store, folder, one_host, variables):
     (folder / "hostfile").write_text(NODES)
     own = {**variables, "HOSTFILE": str(folder / "hostfile"), "MASTER_ADDR": "10.77.0.1"}
     script = ["bash", "launchers/multi_node.sh", *words(store, folder, "multi_node_sh")]
-    done = bed["n1"].run(*script, cwd=ROOT, env=own, timeout=280)
+    done = cluster["n1"].run(*script, cwd=ROOT, env=own, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:]
     close(losses(folder, "multi_node_sh"), one_host)
 
 
-def test_multi_node_on_each_host(bed, store, folder, one_host, variables):
+def test_multi_node_on_each_host(cluster, store, folder, one_host, variables):
     def start(name, rank):
         own = {**variables, "NNODES": "2", "NODE_RANK": rank, "MASTER_ADDR": "10.77.0.1", "NPROC_PER_NODE": "1"}
         script = ["bash", "launchers/multi_node.sh", *words(store, folder, "each_node_sh")]
-        return bed[name].popen(*script, cwd=ROOT, env=own, stdin=-3, stdout=-1, stderr=-2)
+        return cluster[name].popen(*script, cwd=ROOT, env=own, stdin=-3, stdout=-1, stderr=-2)
 
     ranks = [start(name, rank) for name, rank in (("n1", "0"), ("n2", "1"))]
     outputs = [process.communicate(timeout=280)[0] for process in ranks]
@@ -68,29 +70,29 @@ def test_multi_node_on_each_host(bed, store, folder, one_host, variables):
 
 
 @pytest.fixture(scope="module")
-def slurm_variables(bed, tmp_path_factory):
-    reason = slurm.reason_to_skip()
+def slurm_variables(cluster, tmp_path_factory):
+    reason = slurm_cluster.reason_to_skip()
     if reason is not None:
         pytest.skip(reason)
-    with slurm.cluster(bed, tmp_path_factory.mktemp("slurm") / "run", ["n1", "n2"]) as found:
+    with slurm_cluster.slurm_cluster(cluster, tmp_path_factory.mktemp("slurm") / "run", ["n1", "n2"]) as found:
         yield found
 
 
-def test_slurm_job(bed, store, folder, one_host, variables, slurm_variables):
+def test_slurm_job(cluster, store, folder, one_host, variables, slurm_variables):
     script = ["sbatch", "--wait", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1"]
     script += [f"--output={folder}/job.log", "launchers/slurm.sh", *words(store, folder, "slurm_sh")]
-    done = bed["n1"].run(*script, cwd=ROOT, env={**variables, **slurm_variables}, timeout=280)
+    done = cluster["n1"].run(*script, cwd=ROOT, env={**variables, **slurm_variables}, timeout=280)
     log = (folder / "job.log").read_text() if (folder / "job.log").exists() else ""
     assert done.returncode == 0, done.stdout + log[-3000:]
     close(losses(folder, "slurm_sh"), one_host)
 
 
-def test_launch_in_a_slurm_allocation(bed, store, folder, one_host, slurm_variables):
+def test_launch_in_a_slurm_allocation(cluster, store, folder, one_host, slurm_variables):
     """Preflight, srun, watcher; the variables arrive as srun carries them."""
     (folder / "hostfile").write_text(NODES)
     line = ["salloc", "--quiet", "--nodes=2", "--ntasks-per-node=1", sys.executable, "-m", "mmldlm.launch"]
     line += ["--launcher", "slurm", "--hostfile", folder / "hostfile", "--config-name", "tiny"]
     own = {**slurm_variables, "PYTHONPATH": str(ROOT)}
-    done = bed["n1"].run(*line, *words(store, folder, "slurm_launch"), cwd=ROOT, env=own, timeout=280)
+    done = cluster["n1"].run(*line, *words(store, folder, "slurm_launch"), cwd=ROOT, env=own, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:]
     close(losses(folder, "slurm_launch"), one_host)

@@ -8,10 +8,20 @@ import time
 from pathlib import Path
 
 import pytest
-from accidents import ACCIDENTS, NEIGHBORS, pids, play, play_beside, ranks_on, start, steps_of, wait_for
-from bed import end
 
 from tests.helpers import LONG, ROOT
+from tests.support.launch_faults import (
+    LAUNCH_FAULTS,
+    NEIGHBORS,
+    pids,
+    play,
+    play_beside,
+    ranks_on,
+    start,
+    steps_of,
+    wait_for,
+)
+from tests.support.virtual_cluster import end
 
 pytestmark = pytest.mark.long
 
@@ -20,45 +30,45 @@ PLAYED = ("launcher killed before the group forms", "host cut off after the grou
 
 
 @pytest.mark.parametrize(
-    "accident",
-    [pytest.param(a, marks=() if a.name == PLAYED[1] else LONG, id=a.name) for a in ACCIDENTS if a.name in PLAYED],
+    "fault",
+    [pytest.param(a, marks=() if a.name == PLAYED[1] else LONG, id=a.name) for a in LAUNCH_FAULTS if a.name in PLAYED],
 )
-def test_an_accident_ends_the_whole_run_and_nothing_else(bed, store, tmp_path, accident):
-    with bed["n1"].process("sleep", "1000") as stranger:
-        _, code, output, left = play(bed, store, tmp_path, accident)
+def test_an_accident_ends_the_whole_run_and_nothing_else(cluster, store, tmp_path, fault):
+    with cluster["n1"].process("sleep", "1000") as stranger:
+        _, code, output, left = play(cluster, store, tmp_path, fault)
         assert stranger.poll() is None
     assert code != 0 and left == [], output[-3000:]
-    assert any(words in output for words in accident.words), output[-3000:]
+    assert any(words in output for words in fault.words), output[-3000:]
     (logs,) = (tmp_path / "runs" / "run" / "logs").glob("launch_*")
     assert "deepspeed.launcher.launch" in (logs / "launcher.log").read_text()
 
 
 @LONG
-def test_ends_of_three_other_launches_do_not_touch_one_that_trains(bed, store, tmp_path):
-    for ended in play_beside(bed, store, tmp_path, NEIGHBORS):
+def test_ends_of_three_other_launches_do_not_touch_one_that_trains(cluster, store, tmp_path):
+    for ended in play_beside(cluster, store, tmp_path, NEIGHBORS):
         assert ended.code in ended.neighbor.codes and ended.left == [], ended.output[-3000:]
         assert ended.kept_trains and ended.pkills == "", ended
 
 
 @LONG
 @pytest.mark.parametrize("launcher", ["deepspeed", "mpi"])
-def test_odd_names_another_tmpdir_and_a_full_tmp_do_not_change_the_end(bed, store, tmp_path, launcher):
+def test_odd_names_another_tmpdir_and_a_full_tmp_do_not_change_the_end(cluster, store, tmp_path, launcher):
     """TMPDIR of a batch job on the head, and in .deepspeed_env; n2's folder in /tmp takes nothing while ranks run."""
     (tmp_path / "job").mkdir()
     (tmp_path / "env").write_text(f"TMPDIR={tmp_path}/job\n")
     name = "exp_$(touch pwned) `touch pwned`; '%h\"%n é"
     env = {"TMPDIR": f"{tmp_path}/job", "DS_ENV_FILE": f"{tmp_path}/env", "WANDB_API_KEY": "cannot-be-read"}
     words = ["--level", "0", "training.num_train_steps=8", "logging.save_freq=8", "logging.eval_freq=1000"]
-    process = start(bed, store, tmp_path, *words, launcher=launcher, name=name, env=env)
+    process = start(cluster, store, tmp_path, *words, launcher=launcher, name=name, env=env)
     wait_for(lambda: steps_of(tmp_path, name) >= 2, process)
-    (rank,) = pids(bed["n2"], "rank.py [0-9a-f]{32}$")[-1:]
-    folder = f"/tmp/mmldlm_{bed['n2'].sh('ps', '-o', 'args=', rank).split()[-1]}"
-    bed["n2"].sh("mount", "--bind", folder, folder)
+    (rank,) = pids(cluster["n2"], "rank_wrapper.py [0-9a-f]{32}$")[-1:]
+    folder = f"/tmp/mmldlm_{cluster['n2'].sh('ps', '-o', 'args=', rank).split()[-1]}"
+    cluster["n2"].sh("mount", "--bind", folder, folder)
     try:
-        bed["n2"].sh("mount", "-o", "remount,bind,ro", folder)
+        cluster["n2"].sh("mount", "-o", "remount,bind,ro", folder)
         output, _ = process.communicate(timeout=240)
     finally:
-        bed["n2"].sh("umount", "--lazy", folder)
+        cluster["n2"].sh("umount", "--lazy", folder)
     assert process.returncode == 0 and steps_of(tmp_path, name) == 8, output[-3000:]
     assert not list(ROOT.glob("*pwned*")) and not Path("/pwned").exists()
     run = tmp_path / "runs" / name
@@ -67,11 +77,11 @@ def test_odd_names_another_tmpdir_and_a_full_tmp_do_not_change_the_end(bed, stor
 
 
 @LONG
-def test_of_two_launches_into_one_folder_in_the_same_second_one_trains(bed, store, tmp_path):
+def test_of_two_launches_into_one_folder_in_the_same_second_one_trains(cluster, store, tmp_path):
     """On two hosts, with ports of their own: each would have its own master."""
     long = ("--level", "0", "training.num_train_steps=100000", "logging.save_freq=100000")
     both = [
-        start(bed, store, tmp_path, *long, "--master_port", str(port), host=host)
+        start(cluster, store, tmp_path, *long, "--master_port", str(port), host=host)
         for host, port in (("n1", 29500), ("n2", 29600))
     ]
     try:
@@ -91,42 +101,42 @@ def test_of_two_launches_into_one_folder_in_the_same_second_one_trains(bed, stor
 
 
 @LONG
-def test_when_the_head_is_killed_every_node_ends_its_part(bed, store, tmp_path):
-    process = start(bed, store, tmp_path, "training.num_train_steps=100000", "logging.save_freq=100000")
+def test_when_the_head_is_killed_every_node_ends_its_part(cluster, store, tmp_path):
+    process = start(cluster, store, tmp_path, "training.num_train_steps=100000", "logging.save_freq=100000")
     wait_for(lambda: steps_of(tmp_path) >= 2, process)
     end(process)
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and (ranks_on(bed["n1"]) or ranks_on(bed["n2"])):
+    while time.monotonic() < deadline and (ranks_on(cluster["n1"]) or ranks_on(cluster["n2"])):
         time.sleep(0.5)
-    assert ranks_on(bed["n1"]) == ranks_on(bed["n2"]) == []
+    assert ranks_on(cluster["n1"]) == ranks_on(cluster["n2"]) == []
 
 
 @LONG
-def test_a_broken_session_is_opened_anew_and_an_interrupt_saves_and_ends_cleanly(bed, store, tmp_path):
+def test_a_broken_session_is_reopened_and_an_interrupt_saves(cluster, store, tmp_path):
     words = ["training.num_train_steps=100000", "logging.save_freq=100000"]
-    process = start(bed, store, tmp_path, *words, launcher="torchrun")
+    process = start(cluster, store, tmp_path, *words, launcher="torchrun")
     wait_for(lambda: steps_of(tmp_path) >= 2, process)
-    bed["n1"].sh("pkill", "-KILL", "-f", "^ssh .*mmldlm.launch.node_agent")
+    cluster["n1"].sh("pkill", "-KILL", "-f", "^ssh .*mmldlm.launch.node_agent")
     time.sleep(15)  # longer than the agents wait for another to take over
     seen = steps_of(tmp_path)
     wait_for(lambda: steps_of(tmp_path) > seen, process)
-    bed["n1"].sh("pkill", "-INT", "-f", "python -m mmldlm.launch --hostfile")
+    cluster["n1"].sh("pkill", "-INT", "-f", "python -m mmldlm.launch --hostfile")
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 5, output[-3000:]
     assert list((tmp_path / "runs" / "run" / "checkpoints").glob("step_*/manifest.json"))
-    assert ranks_on(bed["n1"]) == ranks_on(bed["n2"]) == []
+    assert ranks_on(cluster["n1"]) == ranks_on(cluster["n2"]) == []
 
 
 @LONG
-def test_an_elastic_retry_goes_on_without_the_host_that_was_lost(bed, store, tmp_path):
+def test_an_elastic_retry_goes_on_without_the_host_that_was_lost(cluster, store, tmp_path):
     words = ["--retries", "1", "--elastic", "training.num_train_steps=30", "logging.save_freq=5"]
-    process = start(bed, store, tmp_path, *words, "logging.eval_freq=1000")
+    process = start(cluster, store, tmp_path, *words, "logging.eval_freq=1000")
     run = tmp_path / "runs" / "run"
     wait_for(lambda: list(run.glob("checkpoints/step_*5/manifest.json")) != [], process)
-    with bed.cable_pulled(bed["n2"]):
+    with cluster.cable_pulled(cluster["n2"]):
         output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output[-4000:]
-    assert "n2 is lost" in output and "going on without n2: 1 rank(s)" in output
+    assert "n2 is lost" in output and "continuing without n2: 1 rank(s)" in output
     steps = [json.loads(line)["step"] for line in (run / "training_log.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 31))
     manifest = json.loads((run / "latest" / "manifest.json").read_text())
@@ -134,11 +144,11 @@ def test_an_elastic_retry_goes_on_without_the_host_that_was_lost(bed, store, tmp
 
 
 @LONG
-def test_a_retry_goes_on_from_the_newest_checkpoint(bed, store, tmp_path):
+def test_a_retry_goes_on_from_the_newest_checkpoint(cluster, store, tmp_path):
     words = ["--retries", "1", "training.num_train_steps=40", "logging.save_freq=5", "logging.eval_freq=1000"]
-    process = start(bed, store, tmp_path, *words, launcher="torchrun")
+    process = start(cluster, store, tmp_path, *words, launcher="torchrun")
     wait_for(lambda: list((tmp_path / "runs" / "run").glob("checkpoints/step_*5/manifest.json")) != [], process)
-    bed["n2"].sh("pkill", "-KILL", "-f", "mmldlm/train.py")
+    cluster["n2"].sh("pkill", "-KILL", "-f", "mmldlm/train.py")
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output[-4000:]
     assert "attempt 2 of 2" in output and steps_of(tmp_path) == 40

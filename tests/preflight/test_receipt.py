@@ -9,16 +9,17 @@ import sys
 
 import pytest
 
+from mmldlm.commands import preflight
 from mmldlm.config.load import load_config
 from mmldlm.errors import UserError
-from mmldlm.preflight import receipt, runner
+from mmldlm.preflight import receipt
 
 
 def run(tmp_path, *words, capsys=None):
     parser = argparse.ArgumentParser()
-    runner.add_arguments(parser)
+    preflight.add_arguments(parser)
     path = tmp_path / "receipt.json"
-    code = runner.main(parser.parse_intermixed_args(["--json", str(path), *words]))
+    code = preflight.main(parser.parse_intermixed_args(["--json", str(path), *words]))
     return code, json.loads(path.read_text()) if path.exists() else None
 
 
@@ -70,7 +71,7 @@ def test_explain_prints_what_a_check_looks_at(tmp_path, capsys):
 
 WITHOUT_TORCH = """
 import sys
-from mmldlm.preflight import __main__; from mmldlm.preflight.dynamic import data_probe as plan_child
+from mmldlm.preflight import __main__; from mmldlm.preflight.dynamic import data_probe
 sys.argv[1:] = sys.argv[1:] or {words!r}
 {call}
 slow = [name for name in ("torch", "transformers", "deepspeed") if name in sys.modules]
@@ -84,7 +85,7 @@ def test_level_0_needs_no_torch(store, tmp_path, part):
     call = "assert __main__.run() == 0"
     if part == "data":  # its child process
         (tmp_path / "c.yaml").write_text(f"data: {{latent_data_root: {store}}}\nengine: {{zero_stage: 3}}\n")
-        words, call = [str(tmp_path / "c.yaml"), "2"], "assert plan_child.main() == 0"
+        words, call = [str(tmp_path / "c.yaml"), "2"], "assert data_probe.main() == 0"
     code = WITHOUT_TORCH.format(words=words, call=call)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -92,13 +93,13 @@ def test_level_0_needs_no_torch(store, tmp_path, part):
 
 
 class Folder:
-    """What receipt.tell needs of RunLogger."""
+    """The part of RunLogger that receipt.log_receipt uses."""
 
     def __init__(self):
-        self.said, self.events, self.progress = [], [], self
+        self.warnings, self.events, self.progress = [], [], self
 
     def warning(self, text):
-        self.said.append(text)
+        self.warnings.append(text)
 
     def event(self, kind, **values):
         self.events.append((kind, values))
@@ -108,14 +109,14 @@ def test_train_records_the_receipt_and_warns_when_it_is_of_another_run(store, tm
     words = [f"data.latent_data_root={store}", f"logging.save_dir={tmp_path}"]
     config, folder = load_config("tiny", None, words), Folder()
     receipt.log_receipt(config, 1, folder)
-    assert folder.said == folder.events == []  # no preflight was made: nothing to compare with
+    assert folder.warnings == folder.events == []  # no preflight was made: nothing to compare with
     _, found = run(tmp_path, "--level", "0", "--config-name", "tiny", *words)
     receipt.write(found, config.run_dir() / receipt.NAME)
     receipt.log_receipt(config, 1, folder)
     ((kind, values),) = folder.events
-    assert (kind, values["level"], values["stale"], folder.said) == ("preflight", 0, [], [])
+    assert (kind, values["level"], values["stale"], folder.warnings) == ("preflight", 0, [], [])
     receipt.log_receipt(config, 2, folder)
-    assert "this run has 2" in folder.said[0] and "mmldlm preflight" in folder.said[0]
+    assert "this run has 2" in folder.warnings[0] and "mmldlm preflight" in folder.warnings[0]
     (config.run_dir() / receipt.NAME).write_text('{"format": "mmldlm-preflight"}')
     receipt.log_receipt(config, 1, folder)  # cut short by a full disk: no reason to end a run
-    assert "cannot be read" in folder.said[-1]
+    assert "cannot be read" in folder.warnings[-1]

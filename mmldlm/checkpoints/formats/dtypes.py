@@ -1,17 +1,27 @@
-"""Element types of checkpoint tensors and the casts between them, on numpy alone.
+"""Element types of checkpoint tensors, their sizes and the casts between them, with numpy alone.
 
-numpy has no bfloat16 and no float8: such elements travel as raw unsigned integers beside their dtype's name.
+numpy has no bfloat16 and no float8: such elements are raw unsigned integers next to the name of their dtype.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from mmldlm.checkpoints.late_numpy import np
+import numpy as np
 
 
 class DType(NamedTuple):
-    """One element type: its torch name, the numpy type that carries its bytes, its safetensors code, its bytes."""
+    """One element type.
+
+    Attributes:
+        name: its name in torch.
+        raw: the numpy type that carries its bytes.
+        safetensors: its code in safetensors files.
+        is_float: whether it is a floating-point type.
+        itemsize: bytes per element.
+    """
 
     name: str
     raw: str
@@ -44,13 +54,23 @@ def _table() -> dict[str, DType]:
 DTYPES: dict[str, DType] = _table()
 
 
+def numel(shape: Sequence[int]) -> int:
+    """Return the number of elements of a shape."""
+    return math.prod(shape)
+
+
+def nbytes(shape: Sequence[int], dtype: str) -> int:
+    """Return the number of bytes of a tensor."""
+    return numel(shape) * DTYPES[dtype].itemsize
+
+
 def bf16_to_fp32(bits: np.ndarray) -> np.ndarray:
-    """bfloat16 bits (uint16) -> float32, exact."""
+    """Convert bfloat16 bits (uint16) to float32, exactly."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def fp32_to_bf16(values: np.ndarray) -> np.ndarray:
-    """float32 -> bfloat16 bits (uint16), rounding to nearest even as torch and CUDA do; NaN stays NaN."""
+    """Convert float32 to bfloat16 bits (uint16), rounding to nearest even as torch and CUDA; NaN stays NaN."""
     result = _rounded(values).view(np.uint16)[..., 1::2].copy()
     nan = np.isnan(values)
     if nan.any():
@@ -59,14 +79,14 @@ def fp32_to_bf16(values: np.ndarray) -> np.ndarray:
 
 
 def is_rounded(values: np.ndarray, bits: np.ndarray) -> bool:
-    """Whether bfloat16 `bits` are float32 `values` rounded; False also where it takes a closer look (NaN, -0.0)."""
+    """Return True if bfloat16 `bits` are float32 `values` rounded; False may need an exact comparison (NaN, -0.0)."""
     differing = np.left_shift(bits, 16, dtype=np.uint32)
     differing ^= _rounded(values)
     return not differing.size or bool(differing.max() < 1 << 16)
 
 
 def _rounded(values: np.ndarray) -> np.ndarray:
-    """float32 values rounded to nearest even in their upper halves; wrong for NaN payloads that wrap."""
+    """Round float32 to nearest even in the upper halves of the bits; wrong for NaN payloads that wrap."""
     bits = np.ascontiguousarray(values).view(np.uint32)
     rounded = bits >> 16
     rounded &= 1
@@ -75,8 +95,8 @@ def _rounded(values: np.ndarray) -> np.ndarray:
     return rounded
 
 
-def nonfinite_count(chunk: np.ndarray, dtype: str) -> int:
-    """How many elements of a chunk of `dtype` are NaN or infinite. Integers and float8 count as finite."""
+def count_nonfinite(chunk: np.ndarray, dtype: str) -> int:
+    """Count the NaN and infinite elements of a chunk of `dtype`; integers and float8 count as finite."""
     if dtype == "bfloat16":
         return int(np.count_nonzero((chunk & 0x7F80) == 0x7F80))
     if dtype in ("float64", "float32", "float16"):
@@ -85,10 +105,10 @@ def nonfinite_count(chunk: np.ndarray, dtype: str) -> int:
 
 
 def cast(chunk: np.ndarray, source: str, target: str) -> np.ndarray:
-    """One chunk from dtype `source` to dtype `target`; both carried as DTYPES[...].raw.
+    """Cast a chunk from dtype `source` to dtype `target`, both as DTYPES[...].raw.
 
     Raises:
-        ValueError: the cast is not one between float types wider than 8 bits.
+        ValueError: not a cast between float types wider than 8 bits.
     """
     if source == target:
         return chunk
@@ -96,7 +116,7 @@ def cast(chunk: np.ndarray, source: str, target: str) -> np.ndarray:
     if source not in wide or target not in wide:
         raise ValueError(f"no cast from {source} to {target}")
     values = bf16_to_fp32(chunk) if source == "bfloat16" else chunk
-    with np.errstate(over="ignore"):  # the caller counts the infinities: a warning would name no tensor
+    with np.errstate(over="ignore"):  # the caller counts infinities; a warning would not name the tensor
         if target == "bfloat16":
             return fp32_to_bf16(values.astype(np.float32, copy=False))
         return values.astype(DTYPES[target].raw, copy=False)

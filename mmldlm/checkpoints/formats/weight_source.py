@@ -1,26 +1,32 @@
-"""What every readable source of weights offers: named tensors in chunks, checked on the way."""
+"""Named tensors of an opened checkpoint, read in chunks and verified while reading."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from mmldlm.checkpoints.finite import are_finite
-from mmldlm.checkpoints.formats.dtypes import DTYPES, bf16_to_fp32, cast, is_rounded, nonfinite_count
-from mmldlm.checkpoints.formats.torch_save.reader import CHUNK_BYTES, TorchFile, corrupt_file_error
+import numpy as np
+
+from mmldlm.checkpoints.formats.dtypes import DTYPES, bf16_to_fp32, cast, count_nonfinite, is_rounded, nbytes, numel
+from mmldlm.checkpoints.formats.torch_save.reader import CHUNK_BYTES, SAME_SAVE_HINT, corrupt_file_error
 from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
-from mmldlm.checkpoints.late_numpy import np
 from mmldlm.errors import UserError
 
-# trainable: given as its fp32 master. frozen, buffer: in their stored dtype. parameter: the file does not say which.
-# alias: another name of a tensor that is stored once (tied weights).
-SPAN_ELEMENTS = 4 << 20
-KINDS = ("trainable", "frozen", "buffer", "parameter", "alias")
+RANGE_ELEMENTS = 4 << 20  # of a range that one thread reads
 
 
 class TensorInfo(NamedTuple):
-    """One named tensor. `dtype` is what read() gives; `alias_of` names the stored tensor of an alias."""
+    """One named tensor.
+
+    Attributes:
+        name: its name in the model's state_dict.
+        dtype: what read() returns; of a trainable tensor that of its fp32 master.
+        shape: of the unsharded tensor.
+        kind: "trainable", "frozen", "buffer", "alias" (another name of a tied weight), or "parameter" where the
+            checkpoint does not record which of these it is.
+        alias_of: the name that stores an alias.
+    """
 
     name: str
     dtype: str
@@ -30,37 +36,49 @@ class TensorInfo(NamedTuple):
 
     @property
     def numel(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        """Number of elements."""
+        return numel(self.shape)
 
     @property
     def nbytes(self) -> int:
-        return self.numel * DTYPES[self.dtype].itemsize
+        """Number of bytes in `dtype`."""
+        return nbytes(self.shape, self.dtype)
+
+
+class TensorFile(Protocol):
+    """A file that stores tensors: TorchFile, DcpItem, SafetensorsFile."""
+
+    path: Path
+
+    def position_of(self, ref: TensorRef, start: int = 0) -> int: ...
+    def read_elements_into(self, ref: TensorRef, start: int, view: memoryview) -> int | None: ...
+    def read_strided(self, ref: TensorRef, what: str) -> np.ndarray: ...
+    def check_ref_crc(self, ref: TensorRef) -> None: ...
+    def verify_read_records(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class FileRange(NamedTuple):
-    """`count` consecutive elements of a flat tensor, found from element `start` of a tensor in a file."""
+    """`count` consecutive elements of a flat tensor, stored from element `start` of a tensor in a file."""
 
-    file: TorchFile
+    file: TensorFile
     ref: TensorRef
     start: int
     count: int
 
 
 def read_parts(parts: list[FileRange], start: int, count: int) -> np.ndarray:
-    """Elements [start, start + count) of the concatenation of `parts`, which all have one dtype."""
+    """Return elements [start, start + count) of the concatenation of `parts`, which all have one dtype."""
     out = np.empty(count, DTYPES[parts[0].ref.dtype].raw)
     read_parts_into(parts, start, out)
     return out
 
 
 def read_parts_into(parts: list[FileRange], start: int, out: np.ndarray | memoryview) -> int | None:
-    """Fills `out` with the elements from `start` of the concatenation of `parts`; it is an array of their raw dtype, or
-    its bytes.
+    """Fill `out`, an array of the raw dtype or its bytes, with the elements from `start` of concatenated `parts`.
 
-    Returns the CRC-32 of its bytes, where it is known: when they came from one part.
+    Returns:
+        The CRC-32 of the bytes if it is known, that is, if they came from one part.
     """
     view = out if isinstance(out, memoryview) else memoryview(out.view(np.uint8))
     size = DTYPES[parts[0].ref.dtype].itemsize if parts else 1
@@ -78,40 +96,44 @@ def read_parts_into(parts: list[FileRange], start: int, out: np.ndarray | memory
 
 
 class WeightSource:
-    """Base of ZeroCheckpoint and ModelFile. Subclasses fill the fields; reading is here.
+    """Base class of the readers of all formats. Subclasses fill the attributes; reading is implemented here.
 
     Attributes:
         path: what was opened.
-        engine: "deepspeed" or "model.pt".
-        stage, world_size, step: None where the source does not record them.
+        engine: "deepspeed", "fsdp", "model.pt" or "safetensors".
+        random_access: read only what is requested (see torch_save/reader).
+        stage: ZeRO stage; None if not recorded.
+        world_size: number of ranks that saved it; None if not recorded.
+        step: training step; None if not recorded.
         tensors: name -> TensorInfo, in the order of the model's state_dict; aliases included.
-        notes: facts a user should see (tensors of the checkpoint that are not weights, ...).
-        moments: "exp_avg" and "exp_avg_sq" -> trainable name -> parts. Filled where opened `with_moments`; empty where
-            the optimizer has not stepped yet.
-        ema: trainable name -> parts of its moving average (ema_files.add_ema); empty where there is none.
+        notes: facts for the user (tensors of the checkpoint that are not weights, ...).
+        parts: name -> where a stored tensor is.
+        moments: "exp_avg" and "exp_avg_sq" -> trainable name -> parts. Filled if opened `with_moments`; empty if the
+            optimizer has not stepped yet.
+        ema: trainable name -> parts of its moving average (formats/ema); empty if there is none.
+        low_precision_copies: trainable name -> parts of the copy that training computed with, which must equal the
+            rounded master.
     """
 
     engine = ""
 
-    def __init__(self, path: Path, allow_nonfinite: bool = False, is_ranged: bool = False):
+    def __init__(self, path: Path, allow_nonfinite: bool = False, random_access: bool = False):
         self.path = path
         self.allow_nonfinite = allow_nonfinite
-        self.is_ranged = is_ranged  # see torch_file
-        self.moments: dict[str, dict[str, list[FileRange]]] = {}
-        self.ema: dict[str, list[FileRange]] = {}
+        self.random_access = random_access
         self.stage: int | None = None
         self.world_size: int | None = None
         self.step: int | None = None
         self.tensors: dict[str, TensorInfo] = {}
         self.notes: list[str] = []
-        self.files: list[TorchFile] = []
-        self._parts: dict[str, list[FileRange]] = {}
-        # The low-precision copy that training computed with; it must be the rounded master.
-        self._mirrors: dict[str, list[FileRange]] = {}
-
-    # -- life -----------------------------------------------------------------------------------------------------
+        self.files: list[TensorFile] = []
+        self.parts: dict[str, list[FileRange]] = {}
+        self.moments: dict[str, dict[str, list[FileRange]]] = {}
+        self.ema: dict[str, list[FileRange]] = {}
+        self.low_precision_copies: dict[str, list[FileRange]] = {}
 
     def close(self) -> None:
+        """Close the files."""
         for file in self.files:
             file.close()
 
@@ -123,134 +145,137 @@ class WeightSource:
 
     # -- names ----------------------------------------------------------------------------------------------------
 
-    def owners_of(self, names: list[str], told_by: TorchFile) -> list[str]:
-        """The names that store these parameters: of two tied names a file may have kept the other.
+    @property
+    def unclassified(self) -> list[str]:
+        """Names of the tensors of which the checkpoint does not record whether they are trained."""
+        return [name for name, info in self.tensors.items() if info.kind == "parameter"]
+
+    def resolve_tied(self, names: list[str], listed_in: Path) -> list[str]:
+        """Return the names that store these parameters: of two tied names a file may have kept the other.
 
         Raises:
-            UserError: a name that is not in the checkpoint, or two of one tensor; `told_by` is the file named.
+            UserError: a name that is not in the checkpoint, or two names of one tensor; it names `listed_in`.
         """
         unknown = [name for name in names if name not in self.tensors]
         if unknown:
-            raise corrupt_file_error(
-                told_by.path, f"it names {unknown[0]} as a parameter, which the weights do not have"
-            )
+            raise corrupt_file_error(listed_in, f"a parameter {unknown[0]} that is not among the weights")
         owners = [self.tensors[name].alias_of or name for name in names]
         if len(set(owners)) != len(owners):
-            raise corrupt_file_error(told_by.path, "it names one and the same parameter twice")
+            raise corrupt_file_error(listed_in, "the same parameter twice")
         return owners
 
-    def set_kinds(self, trained: set[str], buffers: set[str]) -> None:
-        """Sorts tensors of unknown kind: trained ones, buffers (integers can be nothing else), and frozen ones."""
-        for name, info in self.tensors.items():
-            if info.kind == "parameter":
-                is_buffer = name in buffers or not DTYPES[info.dtype].is_float
-                self.retype(name, "trainable" if name in trained else "buffer" if is_buffer else "frozen")
+    def classify(self, trained: set[str], buffers: set[str]) -> None:
+        """Set the kind of unclassified tensors: trained ones, buffers (all integers are), frozen ones."""
+        for name in self.unclassified:
+            is_buffer = name in buffers or not DTYPES[self.tensors[name].dtype].is_float
+            self.set_kind_and_dtype(name, "trainable" if name in trained else "buffer" if is_buffer else "frozen")
 
-    def mark_aliases(self, aliases: dict[str, str], told_by: Path) -> None:
-        """Makes second names of what were tensors of their own: {second name: name}.
+    def mark_tied(self, aliases: dict[str, str], listed_in: Path) -> None:
+        """Turn tensors that were saved twice into aliases: {second name: name}.
 
         Raises:
-            UserError: two tensors of different shapes; `told_by` is the file named.
+            UserError: two tensors of different dtypes or shapes; it names `listed_in`.
         """
         for alias, owner in aliases.items():
             mine, other = self.tensors.get(alias), self.tensors.get(owner)
             if mine is None or other is None or mine.alias_of or other.alias_of:
                 continue
             if (mine.dtype, mine.shape) != (other.dtype, other.shape):
-                raise corrupt_file_error(told_by, f"it says that {alias} {mine.shape} is tied to {owner} {other.shape}")
+                found = f"{alias} {mine.shape} listed as tied to {owner} {other.shape}"
+                raise corrupt_file_error(listed_in, found)
             self.tensors[alias] = TensorInfo(alias, other.dtype, other.shape, "alias", owner)
 
-    def retype(self, name: str, kind: str, dtype: str | None = None) -> None:
-        """Says what a tensor is, once the checkpoint has told."""
+    def set_kind_and_dtype(self, name: str, kind: str, dtype: str | None = None) -> None:
+        """Change the kind of a tensor, and its dtype if given."""
         info = self.tensors[name]
         self.tensors[name] = TensorInfo(name, dtype or info.dtype, info.shape, kind)
 
-    def retype_aliases(self) -> None:
-        """Aliases may have been found among 16-bit weights; what they give is what their owner gives."""
+    def update_aliases(self) -> None:
+        """Give aliases the dtype of their owners, which may have become fp32 masters since."""
         for name, info in self.tensors.items():
             if info.alias_of:
                 owner = self.tensors[info.alias_of]
                 self.tensors[name] = TensorInfo(name, owner.dtype, owner.shape, "alias", owner.name)
 
     def use_ema(self) -> None:
-        """From now on the trainable weights read as their moving average.
+        """Read the moving average of the trainable weights instead of the weights.
 
         Raises:
             UserError: the checkpoint has none.
         """
         if not self.ema:
             raise UserError(
-                f"a moving average of the weights beside {self.path} (ema_rank*.pt)",
+                f"a moving average of the weights next to {self.path} (ema_rank*.pt)",
                 "none: the run kept none",
                 "leave --ema out; a run keeps one with optimizer.ema_decay=0.999",
             )
         self._find_tied()
         for name, parts in self.ema.items():
-            self._parts[name] = parts
-            self._mirrors.pop(name, None)
-            self.retype(name, self.tensors[name].kind, "float32")
-        self.retype_aliases()
+            self.parts[name] = parts
+            self.low_precision_copies.pop(name, None)
+            self.set_kind_and_dtype(name, self.tensors[name].kind, "float32")
+        self.update_aliases()
 
     def _find_tied(self) -> None:
-        """A matrix that was not trained and holds the very values of one that was is its second name, saved apart.
+        """Mark frozen matrices with the values of an averaged one as its alias.
 
-        Where the checkpoint does not say so, the two names would otherwise part: one averaged, one not.
+        A checkpoint may have saved a tied weight twice without recording it; the average covers one name only.
         """
         for name, info in list(self.tensors.items()):
             if info.kind == "frozen" and len(info.shape) > 1:
-                twins = [owner for owner in self.ema if self.tensors[owner].shape == info.shape]
-                tied = next((owner for owner in twins if self._same_values(name, owner)), None)
+                candidates = [owner for owner in self.ema if self.tensors[owner].shape == info.shape]
+                tied = next((owner for owner in candidates if self._same_values(name, owner)), None)
                 if tied is not None:
                     self.notes.append(f"{name} holds the values of {tied} and was taken as tied to it")
                     self.tensors[name] = TensorInfo(name, self.tensors[tied].dtype, info.shape, "alias", tied)
 
     def _same_values(self, name: str, other: str) -> bool:
-        """Whether two tensors hold the same bytes, and not one value throughout (as freshly initialised ones may)."""
+        """Return whether two tensors hold the same bytes, and not one constant (as freshly initialized ones may)."""
         if self.tensors[name].dtype != self.tensors[other].dtype:
             return False
         varies = False
-        for one, two in zip(self.iter_chunks(name), self.iter_chunks(other)):
-            if not np.array_equal(one.view(np.uint8), two.view(np.uint8)):
+        for a, b in zip(self.iter_chunks(name), self.iter_chunks(other)):
+            if not np.array_equal(a.view(np.uint8), b.view(np.uint8)):
                 return False
-            varies = varies or bool((one != one[0]).any())
+            varies = varies or bool((a != a[0]).any())
         return varies
 
     # -- reading --------------------------------------------------------------------------------------------------
 
     def reading_order(self) -> list[str]:
-        """Stored names in the order in which their bytes lie in the files, so that reading is one sweep."""
+        """Return the stored names in the order of their bytes in the files, for one sequential pass."""
         stored = [name for name, info in self.tensors.items() if info.kind != "alias"]
-        return self.in_file_order({name: self._parts[name] for name in stored})
+        return self.in_file_order({name: self.parts[name] for name in stored})
 
     def in_file_order(self, table: dict[str, list[FileRange]]) -> list[str]:
-        """The names of `table` in the order in which their parts lie in the files, empty ones last."""
-        rank = {id(file): number for number, file in enumerate(self.files)}
+        """Return the names of `table` in the order of their first part in the files, empty tensors last."""
+        number_of = {id(file): number for number, file in enumerate(self.files)}
 
-        def place(name: str) -> tuple[int, int]:
+        def position(name: str) -> tuple[int, int]:
             first = table[name][0]
-            return rank[id(first.file)], first.file.position_of(first.ref, first.start)
+            return number_of[id(first.file)], first.file.position_of(first.ref, first.start)
 
         empty = [name for name, parts in table.items() if not parts]
-        return sorted((name for name, parts in table.items() if parts), key=place) + empty
+        return sorted((name for name, parts in table.items() if parts), key=position) + empty
 
-    def spans(self, name: str) -> Iterator[tuple[int, int]]:
-        """(first element, end) of the ranges in which a tensor and its moments may be read by several threads."""
-        parts, count = self._parts[name], self.tensors[name].numel
-        # What is not contiguous is read whole, and an empty tensor not at all.
-        step = SPAN_ELEMENTS if parts and parts[0].ref.is_contiguous else max(count, 1)
+    def ranges(self, name: str) -> Iterator[tuple[int, int]]:
+        """Yield (first element, end) of the ranges in which threads may read a tensor and its moments."""
+        parts, count = self.parts[name], self.tensors[name].numel
+        # A non-contiguous tensor is read as one range, an empty one not at all.
+        step = RANGE_ELEMENTS if parts and parts[0].ref.is_contiguous else max(count, 1)
         return ((low, min(low + step, count)) for low in range(0, count, step))
 
     def iter_moment(self, what: str, name: str) -> Iterator[np.ndarray]:
-        """A moment's elements in order, flat float32; see iter_chunks."""
-        return (chunk.copy() for chunk, _ in self.moment_pieces(what, name))
+        """Yield a moment's elements in order, flat float32, in new arrays."""
+        return (chunk.copy() for chunk, _ in self.iter_moment_range(what, name))
 
-    def moment_pieces(
+    def iter_moment_range(
         self, what: str, name: str, low: int = 0, high: int | None = None
     ) -> Iterator[tuple[np.ndarray, int | None]]:
-        """Elements [low, high) of a moment in order, flat float32; see pieces.
+        """Yield elements [low, high) of a moment in order, flat float32; see iter_range.
 
         Raises:
-            UserError: a damaged file, or an element that is not finite.
+            UserError: a damaged file, or a non-finite element.
         """
         parts = self.moments[what][name]
         count = sum(part.count for part in parts)
@@ -266,22 +291,20 @@ class WeightSource:
             yield cast(chunk, dtype, "float32"), crc if dtype == "float32" else None
 
     def iter_chunks(self, name: str) -> Iterator[np.ndarray]:
-        """The tensor's elements in order, flat, as DTYPES[info.dtype].raw (bfloat16 as uint16 bits); see pieces."""
-        return (chunk.copy() for chunk, _ in self.pieces(name))
+        """Yield the tensor's elements in order, flat, in new arrays; see iter_range."""
+        return (chunk.copy() for chunk, _ in self.iter_range(name))
 
-    def pieces(self, name: str, low: int = 0, high: int | None = None) -> Iterator[tuple[np.ndarray, int | None]]:
-        """The tensor's elements [low, high) in order, as in iter_chunks; each with its CRC-32, where that is known.
+    def iter_range(self, name: str, low: int = 0, high: int | None = None) -> Iterator[tuple[np.ndarray, int | None]]:
+        """Yield elements [low, high) in order, flat, as DTYPES[info.dtype].raw; each with its CRC-32 if known.
 
-        An array is valid until the next one is asked for: they share their memory, because new memory for every chunk
-        costs as much as reading it.
-
-        The CRC of what was read is proven only once finish() has been called.
+        An array is valid until the next one is requested: they share memory, because allocating each chunk would cost
+        as much as reading it. CRCs are verified by finish() only.
 
         Raises:
-            UserError: a damaged file, a non-finite weight, or a master that is not what the model computed with.
+            UserError: a damaged file, a non-finite weight, or a master that does not match its low-precision copy.
         """
         info = self.tensors[name]
-        parts = self._parts[info.alias_of or name]
+        parts = self.parts[info.alias_of or name]
         if not parts:
             return
         stored = parts[0].ref
@@ -296,76 +319,59 @@ class WeightSource:
             else:
                 chunk, crc = parts[0].file.read_strided(stored, name)[low:high], None
             self._check_finite(info, chunk, stored.dtype)
-            if self._mirrors.get(name) and not self.is_ranged:
-                self._check_mirror(name, start, chunk, stored.dtype)
+            if self.low_precision_copies.get(name) and not self.random_access:
+                self._check_copy(name, start, chunk, stored.dtype)
             yield cast(chunk, stored.dtype, info.dtype), None if is_cast else crc
 
-    def is_stored_as(self, name: str, dtype: str) -> bool:
-        """Whether its bytes can be copied as they are: nothing to cast, to gather or to compare; see copies()."""
-        parts = self._parts[name]
-        if self._mirrors.get(name) or self.tensors[name].dtype != dtype:
-            return False
-        return not parts or parts[0].ref.dtype == dtype and parts[0].ref.is_contiguous
-
-    def copies(self, name: str, low: int, high: int) -> Iterator[memoryview]:
-        """The bytes of the tensor's elements [low, high) in order, of one that is_stored_as it should be; see pieces.
-
-        numpy is not needed for them.
-        """
-        info, parts = self.tensors[name], self._parts[name]
-        itemsize = DTYPES[info.dtype].itemsize
-        step = CHUNK_BYTES // itemsize
-        buffer = memoryview(bytearray(min(step, high - low) * itemsize))
-        for start in range(low, high, step):
-            view = buffer[: (high - start) * itemsize]
-            read_parts_into(parts, start, view)
-            if info.dtype != "float32" or not are_finite(view):
-                self._check_finite(info, view, info.dtype)
-            yield view
-
     def read(self, name: str) -> np.ndarray:
-        """The whole tensor in its shape, as DTYPES[info.dtype].raw; its CRC is compared, except in ranged mode."""
+        """Return the complete tensor in its shape, as DTYPES[info.dtype].raw, its CRC verified (see random_access)."""
         info = self.tensors[name]
         chunks = list(self.iter_chunks(name))
-        for part in [] if self.is_ranged else self._parts[info.alias_of or name] + self._mirrors.get(name, []):
-            part.file.check_ref_crc(part.ref)
+        if not self.random_access:
+            for part in self.parts[info.alias_of or name] + self.low_precision_copies.get(name, []):
+                part.file.check_ref_crc(part.ref)
         flat = np.concatenate(chunks) if chunks else np.empty(0, DTYPES[info.dtype].raw)
         return flat.reshape(info.shape)
 
     def finish(self) -> None:
-        """Compares the CRC of every record of which anything was read. Raises UserError naming the file."""
-        for file in self.files:
-            file.check_touched()
+        """Verify the CRC of every record that was read.
 
-    def _check_finite(self, info: TensorInfo, chunk: np.ndarray | memoryview, dtype: str) -> None:
+        Raises:
+            UserError: a record has changed since it was saved; the error names the file.
+        """
+        for file in self.files:
+            file.verify_read_records()
+
+    def _check_finite(self, info: TensorInfo, chunk: np.ndarray, dtype: str) -> None:
         # Buffers may hold infinities by design (attention masks).
-        if self.allow_nonfinite or info.kind == "buffer" or not DTYPES[dtype].is_float:
+        if self.allow_nonfinite or info.kind == "buffer":
             return
-        count = nonfinite_count(np.frombuffer(chunk, DTYPES[dtype].raw), dtype)
+        count = count_nonfinite(chunk, dtype)
         if count:
             raise UserError(
                 f"finite weights in {self.path}",
                 f"{count} NaN or infinite elements in {info.name}",
-                "use an older checkpoint, or --allow-nonfinite to convert it all the same",
+                "use an older checkpoint, or --allow-nonfinite to convert it anyway",
             )
 
-    def _check_mirror(self, name: str, low: int, master: np.ndarray, dtype: str) -> None:
-        mirror_parts = self._mirrors[name]
-        mirror_dtype = mirror_parts[0].ref.dtype
-        mirror = read_parts(mirror_parts, low, master.size)
-        if (dtype, mirror_dtype) == ("float32", "bfloat16") and is_rounded(master, mirror):
+    def _check_copy(self, name: str, low: int, master: np.ndarray, dtype: str) -> None:
+        """Raise UserError if elements of the low-precision copy are not the rounded master."""
+        parts = self.low_precision_copies[name]
+        low_dtype = parts[0].ref.dtype
+        copy = read_parts(parts, low, master.size)
+        if (dtype, low_dtype) == ("float32", "bfloat16") and is_rounded(master, copy):
             return
-        rounded = cast(master, dtype, mirror_dtype)
-        if np.array_equal(rounded.view(np.uint8), mirror.view(np.uint8)):
+        rounded = cast(master, dtype, low_dtype)
+        if np.array_equal(rounded.view(np.uint8), copy.view(np.uint8)):
             return
-        floats = [bf16_to_fp32(x) if mirror_dtype == "bfloat16" else x for x in (rounded, mirror)]
-        wrong = floats[0] != floats[1]
-        wrong &= ~(np.isnan(floats[0]) & np.isnan(floats[1]))
-        if wrong.any():
-            masters = sorted({part.file.path.name for part in self._parts[name]})
+        floats = [bf16_to_fp32(x) if low_dtype == "bfloat16" else x for x in (rounded, copy)]
+        differs = floats[0] != floats[1]
+        differs &= ~(np.isnan(floats[0]) & np.isnan(floats[1]))
+        if differs.any():
+            masters = sorted({part.file.path.name for part in self.parts[name]})
             raise UserError(
-                f"{name} in {', '.join(masters)} to be the fp32 master of {name} in {mirror_parts[0].file.path.name}",
-                f"{int(wrong.sum())} of {wrong.size} elements that differ by more than rounding: the files are of "
+                f"{name} in {', '.join(masters)} to be the fp32 master of {name} in {parts[0].file.path.name}",
+                f"{int(differs.sum())} of {differs.size} elements that differ by more than rounding: the files are of "
                 "different steps, or of swapped ranks",
-                f"restore all files in {self.path} from one and the same save",
+                f"{SAME_SAVE_HINT} in {self.path}",
             )

@@ -1,1 +1,1 @@
-"""Reading and writing large files: threads, checksums, durable output."""
+"""Low-level file access: descriptors, one output file, checksums of ranges, threads."""

@@ -1,4 +1,4 @@
-"""Files and versions: there on every node, the same on every node, shared where they must be."""
+"""Files and versions on the nodes: present, equal, and shared where required."""
 
 from __future__ import annotations
 
@@ -8,46 +8,46 @@ from pathlib import Path
 from mmldlm.preflight.check import check, fail, ok, skip, warn
 from mmldlm.preflight.context import majority
 from mmldlm.preflight.probes.storage import files_of
-from mmldlm.utils.formatting import format_bytes
+from mmldlm.utils.formatting import format_bytes, join_some
 
-# Another version of these on one node breaks collectives, checkpoints or arithmetic; of the others it is a warning.
+# Different versions of these break collectives, checkpoints or arithmetic; of other packages they warn.
 _MUST_AGREE = ("torch", "deepspeed", "nccl", "python")
 
 
 @check("DATA002", 1, "node", "data present")
 def data_is_there(context):
-    """The store is on the node, with every file as long as its manifest says."""
+    """The store is on the node, and every file has the size in its manifest."""
     if context.config is None or not context.config.data.roots:
         yield skip("no data.latent_data_root")
         return
     roots = context.config.data.roots
-    whole = [str(Path(root).absolute()) for root in roots]
-    what = f"the store {roots[0]}" if len(roots) == 1 else f"the stores {', '.join(roots)} (data.mixture)"
-    for name, why in context.unanswered("data").items():
+    paths = [str(Path(root).absolute()) for root in roots]
+    expected = f"the store {roots[0]}" if len(roots) == 1 else f"the stores {', '.join(roots)} (data.mixture)"
+    for name, error in context.probe_errors("data").items():
         if context.facts[name]["data"].get("timeout"):
             fix = f"the file system hangs on {name}: remount it, or exclude the node"
         else:
-            missing = [root for root in whole if f"{root}/" in why] or whole
+            missing = [root for root in paths if f"{root}/" in error] or paths
             fix = f"copy the store to {name}:{', '.join(missing)}, or mount it there"
-        yield fail(why, what, fix, name)
+        yield fail(error, expected, fix, name)
     entries = _manifest(context)
-    for name, found in context.answered("data").items():
+    for name, found in context.probe_values("data").items():
         wrong = []
         for file, seen in found["files"].items():
-            expected = entries[file]["bytes"] if file in entries else None
-            if expected is not None and ("error" in seen or seen["bytes"] != expected):
-                error = seen.get("error") or f"{format_bytes(seen['bytes'])}, not {format_bytes(expected)}"
+            size = entries[file]["bytes"] if file in entries else None
+            if size is not None and ("error" in seen or seen["bytes"] != size):
+                error = seen.get("error") or f"{format_bytes(seen['bytes'])}, not {format_bytes(size)}"
                 wrong.append(f"{file}: {error}")
         if wrong:
-            bad = [root for root in whole if len(whole) == 1 or any(file.startswith(f"{root}/") for file in wrong)]
+            bad = [root for root in paths if len(paths) == 1 or any(file.startswith(f"{root}/") for file in wrong)]
             fix = f"copy the store to {name} again (rsync -a {bad[0]}/ {name}:{bad[0]}/)"
-            yield fail("; ".join(wrong[:3]), "files as long as the manifest says", fix, name)
+            yield fail(join_some(wrong, 3, "; "), "files with the sizes in the manifest", fix, name)
         else:
             yield ok(f"{len(found['files'])} files", name)
 
 
 def _manifest(context) -> dict:
-    """What this machine's manifests say of every file; nothing where one of them is missing (DATA001 tells)."""
+    """Return the manifest entries of all files on this machine; empty if a manifest is missing (DATA001)."""
     paths = {root: Path(root, "manifest.json") for root in map(os.path.abspath, context.config.data.roots)}
     if not all(path.exists() for path in paths.values()):
         return {}
@@ -56,9 +56,11 @@ def _manifest(context) -> dict:
 
 @check("DATA003", 2, "node", "same data")
 def data_is_the_same(context):
-    """Every node has the same manifest, and the bytes that were read (all of a small store, samples of a large one) are
-    those of the manifest, or of the majority."""
-    answers = context.answered("data")
+    """Every node has the same manifest and the same bytes: all of a small store, sampled blocks of a large one.
+
+    Complete files are compared with the manifest's SHA-256, sampled blocks with the majority of the nodes.
+    """
+    answers = context.probe_values("data")
     if not answers:
         yield skip("no node read the data")
         return
@@ -66,40 +68,40 @@ def data_is_the_same(context):
     for name, found in answers.items():
         fix = f"copy the store to {name} again (rsync -ac), or mount one store on all nodes"
         if found["manifest_sha256"] != usual:
-            yield fail("another manifest.json: another preparation of the data", "the majority's", fix, name)
+            measured = "a different manifest.json: another preparation of the data"
+            yield fail(measured, "the manifest of the majority", fix, name)
             continue
         wrong = []
         for file, seen in found["files"].items():
             if "sha256" in seen and file in entries and seen["sha256"] != entries[file]["sha256"]:
-                wrong.append(f"{file} is not what the manifest's SHA-256 says")
+                wrong.append(f"{file} does not match the SHA-256 in the manifest")
             elif "blocks" in seen:
                 blocks = majority({n: a["files"][file].get("blocks") for n, a in answers.items() if file in a["files"]})
                 if seen["blocks"] != blocks:
                     wrong.append(f"{file} differs from the majority in the sampled blocks")
         share = found["bytes_read"] / max(found["bytes_total"], 1)
         if wrong:
-            yield fail(
-                f"{len(wrong)} of {len(found['files'])} files: {'; '.join(wrong[:3])}", "the same bytes", fix, name
-            )
+            measured = f"{len(wrong)} of {len(found['files'])} files: {join_some(wrong, 3, '; ')}"
+            yield fail(measured, "the same bytes", fix, name)
         else:
             yield ok(f"{share:.0%} of {format_bytes(found['bytes_total'])} read", name)
 
 
 @check("CKPT001", 1, "node", "checkpoint folder")
 def checkpoint_folder_works(context):
-    """A file can be written to logging.save_dir, flushed, renamed and removed on every node that writes there."""
-    for name, why in context.unanswered("checkpoints").items():
+    """Every node can write, flush, rename and delete a file in logging.save_dir."""
+    for name, error in context.probe_errors("checkpoints").items():
         hangs = context.facts[name]["checkpoints"].get("timeout")
-        fix = f"the file system hangs on {name}: remount it" if hangs else f"look at logging.save_dir on {name}"
-        yield fail(why, "an answer within 15 s", fix, name)
-    for name, found in context.answered("checkpoints").items():
+        fix = f"the file system hangs on {name}: remount it" if hangs else f"check logging.save_dir on {name}"
+        yield fail(error, "an answer within 15 s", fix, name)
+    for name, found in context.probe_values("checkpoints").items():
         if "write_error" in found:
             fix = {
                 "No space left on device": "free some space, or set logging.save_dir to a larger disk",
-                "Read-only file system": f"remount it read-write on {name}, or set logging.save_dir to another place",
-                "Permission denied": f"give this user the right to write there on {name}",
-            }.get(found["write_error"], f"look at {found['folder']} on {name}")
-            yield fail(f"{found['folder']}: {found['write_error']}", "a folder that can be written", fix, name)
+                "Read-only file system": f"remount it read-write on {name}, or set logging.save_dir to another folder",
+                "Permission denied": f"give this user write permission on {name}",
+            }.get(found["write_error"], f"check {found['folder']} on {name}")
+            yield fail(f"{found['folder']}: {found['write_error']}", "a writable folder", fix, name)
         elif not found["rename"]:
             yield fail(f"{found['folder']}: rename is not atomic", "an atomic rename", "use another file system", name)
         elif found["free_inodes"] is not None and found["free_inodes"] < 10_000:
@@ -111,44 +113,43 @@ def checkpoint_folder_works(context):
 
 @check("CKPT002", 2, "node", "checkpoint folder shared")
 def checkpoint_folder_is_shared(context):
-    """A file that one node writes into logging.save_dir is seen by the others: a checkpoint is one folder."""
-    if len(context.nodes) < 2 or not context.shared:
-        yield skip("one node" if len(context.nodes) < 2 else "no token could be written (see CKPT001)")
+    """A file that one node writes into logging.save_dir is visible on the others: a checkpoint is one folder."""
+    if len(context.nodes) < 2 or not context.shared_folder:
+        yield skip("one node" if len(context.nodes) < 2 else "no file could be written (see CKPT001)")
         return
-    for (writer, reader), seen in context.shared.items():
-        if seen:
-            yield ok(f"sees what {writer} wrote", reader)
+    for (writer, reader), visible in context.shared_folder.items():
+        if visible:
+            yield ok(f"sees the file of {writer}", reader)
         else:
             fix = "set logging.save_dir to a file system that all nodes mount at this path"
-            yield fail(
-                f"does not see what {writer} wrote in {context.config.logging.save_dir}", "a shared folder", fix, reader
-            )
+            measured = f"does not see the file of {writer} in {context.config.logging.save_dir}"
+            yield fail(measured, "a shared folder", fix, reader)
 
 
 @check("VER001", 2, "node", "versions")
 def versions_agree(context):
-    """Python, torch, DeepSpeed, NCCL as loaded and the other packages are those of the majority."""
+    """The versions of Python, torch, DeepSpeed, the loaded NCCL and other packages are those of the majority."""
     found = {
         name: {**value["packages"], "nccl": value["nccl"], "machine": value["machine"]}
-        for name, value in context.answered("versions").items()
+        for name, value in context.probe_values("versions").items()
     }
     usual = {key: majority({n: v[key] for n, v in found.items()}) for key in next(iter(found.values()), {})}
     for name, own in found.items():
         differ = {key: value for key, value in own.items() if value != usual[key]}
-        shown_diff = ", ".join(f"{k} {v or 'missing'} (others {usual[k] or 'none'})" for k, v in differ.items())
+        measured = ", ".join(f"{k} {v or 'missing'} (others {usual[k] or 'none'})" for k, v in differ.items())
         fix = f"on {name}: pip install -c constraints.txt " + " ".join(f"{k}=={usual[k]}" for k in differ if usual[k])
         if any(key in _MUST_AGREE for key in differ):
-            yield fail(shown_diff, "the same versions on all nodes", fix, name)
+            yield fail(measured, "the same versions on all nodes", fix, name)
         elif differ:
-            yield warn(shown_diff, "the same versions on all nodes", fix, name)
+            yield warn(measured, "the same versions on all nodes", fix, name)
         else:
             yield ok(f"torch {own['torch']}, deepspeed {own['deepspeed']}, python {own['python']}", name)
 
 
 @check("VER002", 2, "node", "same code")
 def code_agrees(context):
-    """The sources of mmldlm are the same on every node, and come from the same commit."""
-    found = context.answered("code")
+    """The sources of mmldlm and their commit are the same on every node."""
+    found = context.probe_values("code")
     sources = majority({n: v["sources"] for n, v in found.items()})
     commit = majority({n: v["commit"] for n, v in found.items()})
     for name, own in found.items():

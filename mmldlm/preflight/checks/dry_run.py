@@ -1,4 +1,4 @@
-"""Levels 3 and 4: collectives on all nodes, and two real training steps."""
+"""Results of levels 3 and 4: collectives on all nodes, and two real training steps."""
 
 from __future__ import annotations
 
@@ -7,26 +7,23 @@ from statistics import median
 from mmldlm.preflight.check import check, fail, ok, skip, warn
 from mmldlm.utils.formatting import format_bytes
 
-CHECKPOINTS = "checkpoints"  # the round of FSDP's writers
+CHECKPOINTS = "checkpoints"  # round of FSDP's checkpoint writers
 SLOW = 2.0  # times the median (DLRover)
 
 
-def _rounds(context, wanted):
-    """(round name, nodes, {(node, local rank): found}) of the rounds that `wanted` takes."""
+def _rounds(context, selects):
+    """Yield (nodes, {(node, local rank): result}) of the rounds whose names `selects` accepts."""
     ranks = context.collectives.get("ranks", {})
     for name, nodes in context.collectives.get("rounds", ()):
-        if wanted(name):
-            yield (
-                name,
-                nodes,
-                {key: found.get(name, found.get("start", {})) for key, found in ranks.items() if key[0] in nodes},
-            )
+        if selects(name):
+            results = {key: found.get(name, found.get("start", {})) for key, found in ranks.items() if key[0] in nodes}
+            yield nodes, results
 
 
-def _evaluate_round(name: str, nodes: list[str], found: dict):
-    """What is wrong with a round: {node: sentence}."""
+def _evaluate_round(nodes: list[str], results: dict) -> dict[str, str]:
+    """Return node -> problem of a round; empty if it passed."""
     bad = {}
-    for (node, local_rank), entry in found.items():
+    for (node, local_rank), entry in results.items():
         if entry.get("error"):
             bad[node] = f"rank {local_rank}: {entry['error']}"
         elif entry.get("wrong"):
@@ -34,21 +31,21 @@ def _evaluate_round(name: str, nodes: list[str], found: dict):
         elif "formed" not in entry:
             bad[node] = f"rank {local_rank} gave no answer"
     for node in nodes:
-        if not any(key[0] == node for key in found):
+        if not any(key[0] == node for key in results):
             bad[node] = "gave no answer"
     return bad
 
 
 @check("COLL001", 3, "node", "collectives in pairs")
 def pairs_compute_right(context):
-    """Two rounds of pairs form process groups and get right values from every collective that training uses.
+    """Two rounds of pairs form process groups and get correct values from every collective that training uses.
 
-    A node that is in two bad groups is named; a bad group whose members do well elsewhere names both.
+    A node that fails in both rounds is reported; a bad pair whose nodes both pass elsewhere reports both.
     """
     bad: dict[str, list[str]] = {}
     good: set[str] = set()
-    for _, nodes, found in _rounds(context, lambda name: name not in ("all", CHECKPOINTS)):
-        wrong = _evaluate_round("", nodes, found)
+    for nodes, results in _rounds(context, lambda name: name not in ("all", CHECKPOINTS)):
+        wrong = _evaluate_round(nodes, results)
         for node in nodes:
             if wrong:
                 bad.setdefault(node, []).append(
@@ -59,35 +56,35 @@ def pairs_compute_right(context):
     if not bad and not good:
         yield skip("no node took part")
     for node in sorted(good - set(bad)):
-        yield ok("right values", node)
-    # Whoever does well with anybody is sound, unless nobody else is left to blame.
-    guilty = {node for node in bad if node not in good} or set(bad)
-    for node in sorted(guilty):
-        fix = "mend NET001-NET006 first; else leave the node out"
-        yield fail("; ".join(bad[node]), "a group that forms and right values", fix, node)
+        yield ok("correct values", node)
+    # A node that passed in any pair is healthy; if no node did, report all.
+    failed = {node for node in bad if node not in good} or set(bad)
+    for node in sorted(failed):
+        fix = "fix NET001-NET006 first; otherwise exclude the node"
+        yield fail("; ".join(bad[node]), "a process group with correct values", fix, node)
 
 
 @check("COLL002", 3, "cluster", "collectives on all ranks")
 def all_ranks_compute_right(context):
-    """All ranks together get right values; the bus bandwidth of all_reduce is shown."""
+    """All ranks together get correct values; the report shows the bus bandwidth of all_reduce."""
     rounds = list(_rounds(context, lambda name: name == "all")) or list(
         _rounds(context, lambda name: name != CHECKPOINTS)
     )
     if not rounds:
         return skip("no node took part")
-    name, nodes, found = rounds[-1]
-    wrong = _evaluate_round(name, nodes, found)
+    nodes, results = rounds[-1]
+    wrong = _evaluate_round(nodes, results)
     if wrong:
-        node, why = next(iter(wrong.items()))
-        return fail(f"{node}, {why}", "right values on all ranks", "see COLL001 for the node to blame", node)
-    rates = [entry["busbw"] for entry in found.values() if "busbw" in entry]
-    backend = next(iter(found.values()))["backend"]
-    return ok(f"{len(found)} ranks, {backend}" + (f", bus bandwidth {format_bytes(min(rates))}/s" if rates else ""))
+        node, problem = next(iter(wrong.items()))
+        return fail(f"{node}, {problem}", "correct values on all ranks", "see COLL001 for the failing node", node)
+    rates = [entry["busbw"] for entry in results.values() if "busbw" in entry]
+    backend = next(iter(results.values()))["backend"]
+    return ok(f"{len(results)} ranks, {backend}" + (f", bus bandwidth {format_bytes(min(rates))}/s" if rates else ""))
 
 
 @check("COLL003", 3, "node", "stragglers")
 def no_stragglers(context):
-    """No node computes at less than half of the median's pace."""
+    """No node computes at less than half of the median speed."""
     ranks = context.collectives.get("ranks", {})
     compute: dict[str, float] = {}
     for (node, _), found in ranks.items():
@@ -100,28 +97,28 @@ def no_stragglers(context):
     for node, seconds in compute.items():
         if seconds > SLOW * usual:
             measured = f"a matrix product takes {seconds * 1e3:.1f} ms, the median node {usual * 1e3:.1f} ms"
-            yield warn(
-                measured, "at most twice the median", "look for other load, throttling, or leave the node out", node
-            )
+            fix = "look for other load or throttling, or exclude the node"
+            yield warn(measured, "at most twice the median", fix, node)
         else:
             yield ok(f"{seconds * 1e3:.1f} ms", node)
 
 
 @check("COLL004", 3, "cluster", "group of FSDP's writers")
 def writers_form_their_group(context):
-    """On GPUs FSDP's checkpoints are written by a gloo group beside NCCL's: it forms on all ranks, too."""
+    """The gloo group of FSDP's checkpoint writers, in addition to NCCL's, forms on all ranks."""
     rounds = list(_rounds(context, lambda name: name == CHECKPOINTS))
     if not rounds:
-        return skip("only engine.kind=fsdp on GPUs has one")
+        return skip("only for engine.kind=fsdp on GPUs")
     wrong = _evaluate_round(*rounds[0])
     if wrong:
-        node, why = next(iter(wrong.items()))
-        fix = "set GLOO_SOCKET_IFNAME to the interface between the nodes (is a host's own name 127.0.1.1 to it?)"
-        return fail(f"{node}, {why}", "a gloo group of all ranks", fix, node)
-    return ok(f"{len(rounds[0][2])} ranks, gloo")
+        node, problem = next(iter(wrong.items()))
+        fix = "set GLOO_SOCKET_IFNAME to the interface between the nodes (does a host's own name resolve to 127.0.1.1?)"
+        return fail(f"{node}, {problem}", "a gloo group of all ranks", fix, node)
+    return ok(f"{len(rounds[0][1])} ranks, gloo")
 
 
-def _last_lines(output: str) -> str:
+def _last_error(output: str) -> str:
+    """Return the last line with an error, else the last line."""
     lines = [line.strip() for line in output.strip().splitlines() if line.strip()]
     marked = [line for line in lines if "error:" in line.lower()]
     return (marked or lines or ["no output"])[-1][:300]
@@ -129,26 +126,26 @@ def _last_lines(output: str) -> str:
 
 @check("DRY001", 4, "cluster", "two training steps")
 def two_steps_run(context):
-    """Two real steps of this config through the launcher itself, with a save; shows step time and time to the end."""
+    """Two real steps of this config and a save run through the launcher; the report shows step and total time."""
     found = context.dry_run.get("train")
     if found is None:
         return skip("not run (see the failures above)")
     log = context.dry_run.get("log", [])
     if found["code"] != 0 or len(log) < 2:
-        how = "ran out of time" if found["code"] is None else f"status {found['code']}"
+        status = "timed out" if found["code"] is None else f"status {found['code']}"
         return fail(
-            f"{how}: {_last_lines(found['output'])}",
+            f"{status}: {_last_error(found['output'])}",
             "two steps and status 0",
-            "mend what the message names, then try again",
+            "fix the cause in the message, then try again",
         )
     if any(record.get("loss") is None for record in log):
         return fail("the loss is not finite", "a finite loss", "mmldlm verify-data; lower optimizer.lr")
     rate, step = log[1]["tokens_per_second"], _step_seconds(log)
     hours = step * context.config.training.num_train_steps / 3600
-    wait = log[1].get("data_share")
-    waits = "" if wait is None else f", {wait:.0%} of it waiting for data"
-    pace = f"{step:.2f} s a step{waits}, {rate:.0f} tokens/s"
-    return ok(f"{found['seconds']:.0f} s in all, {pace}: about {hours:.1f} h for the run")
+    data_share = log[1].get("data_share")
+    data_wait = "" if data_share is None else f", {data_share:.0%} of it waiting for data"
+    speed = f"{step:.2f} s per step{data_wait}, {rate:.0f} tokens/s"
+    return ok(f"{found['seconds']:.0f} s in total, {speed}: about {hours:.1f} h for the run")
 
 
 def _step_seconds(log: list[dict]) -> float:
@@ -160,12 +157,12 @@ def _step_seconds(log: list[dict]) -> float:
 
 @check("DRY002", 4, "cluster", "save and resume")
 def save_and_resume(context):
-    """The checkpoint of these steps is resumed through the launcher, and a third step follows."""
+    """The launcher resumes the checkpoint of these steps, and a third step follows."""
     found = context.dry_run.get("resume")
     if found is None:
         return skip("no checkpoint to resume (see DRY001)")
     steps = [record["step"] for record in context.dry_run.get("log", [])]
     if found["code"] != 0 or steps[-1:] != [3]:
-        return fail(f"status {found['code']}: {_last_lines(found['output'])}", "a third step after the resume",
-                    "look at the checkpoint folder (CKPT001, CKPT002) and at the message")  # fmt: skip
-    return ok("saved, loaded, and one step more")
+        return fail(f"status {found['code']}: {_last_error(found['output'])}", "a third step after the resume",
+                    "check the checkpoint folder (CKPT001, CKPT002) and the message")  # fmt: skip
+    return ok("saved, loaded, and one more step")

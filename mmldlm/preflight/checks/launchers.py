@@ -1,4 +1,4 @@
-"""The launcher: is it there, does this version do it, and which variables does it leave behind?"""
+"""The launcher: installed, supported version, reachable nodes, and propagated variables."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from importlib import metadata
 
 from mmldlm.cluster.env_propagation import REQUIRED, env_files, is_secret, read_env_file, run_variables
 from mmldlm.preflight.check import check, fail, ok, skip, warn
+from mmldlm.utils.formatting import join_some
 
 _PROGRAMS = {
     "deepspeed": ("pdsh", "apt-get install pdsh (or use --launcher torchrun)"),
@@ -19,20 +20,20 @@ _PROGRAMS = {
 
 @check("LNCH001", 0, "head", "launcher present")
 def launcher_is_here(context):
-    """The programs that the chosen launcher calls are on this machine."""
+    """The programs of the selected launcher are installed on this machine."""
     program, fix = _PROGRAMS.get(context.launcher, (None, ""))
     if context.local and context.launcher == "deepspeed":
         return ok("one machine: no pdsh needed")
     if program is not None and shutil.which(program) is None:
         return fail(f"no {program} in PATH", f"{program} for --launcher {context.launcher}", fix)
     if context.launcher == "mpi" and importlib.util.find_spec("mpi4py") is None:
-        return fail("no mpi4py", "mpi4py, which tells a rank its number", "pip install -c constraints.txt mpi4py")
+        return fail("no mpi4py", "mpi4py, from which a rank gets its number", "pip install -c constraints.txt mpi4py")
     return ok(program or "torch.distributed.run")
 
 
 @check("LNCH002", 0, "head", "launcher versions")
 def versions_work_together(context):
-    """The installed DeepSpeed can do what is asked of it with this launcher."""
+    """The installed DeepSpeed supports this run and this launcher."""
     if context.config is None or context.config.engine.kind != "deepspeed":
         return skip("no DeepSpeed in this run")
     try:
@@ -51,20 +52,20 @@ def versions_work_together(context):
 
 @check("ENV001", 0, "head", "harmful variables")
 def no_harmful_variables(context):
-    """No variable here makes a hang endless or a launch contradict itself."""
+    """No variable on this machine makes a hang endless or contradicts the launch."""
     found = os.environ
     if found.get("TORCH_NCCL_ENABLE_MONITORING") == "0":
         yield warn("TORCH_NCCL_ENABLE_MONITORING=0", "the NCCL watchdog on", "unset it: a hang would never end")
-    beat = found.get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "0")
-    if beat.isdigit() and int(beat) > 7200:
-        measured = f"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC={beat} ({int(beat) / 86400:.0f} days)"
-        yield warn(measured, "minutes", "unset it: a dead rank would hold the others for that long")
+    timeout = found.get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "0")
+    if timeout.isdigit() and int(timeout) > 7200:
+        measured = f"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC={timeout} ({int(timeout) / 86400:.0f} days)"
+        yield warn(measured, "minutes", "unset it: the others would wait that long for a dead rank")
     if found.get("NCCL_ASYNC_ERROR_HANDLING") == "0" or found.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0":
         yield warn("async error handling is off", "on", "unset it: a failed collective would hang")
     ranks = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in found]
     if ranks and "SLURM_JOB_ID" not in found:
         measured = f"{', '.join(ranks)} set in this shell"
-        yield warn(measured, "unset where a launcher starts the ranks", f"unset {' '.join(ranks)}")
+        yield warn(measured, "unset: a launcher starts the ranks", f"unset {' '.join(ranks)}")
     for path in env_files():
         for problem in read_env_file(path)[1] if context.launcher == "deepspeed" else ():
             yield fail(problem, "NAME=value on every line", "correct or delete that line")
@@ -73,66 +74,63 @@ def no_harmful_variables(context):
 
 @check("LNCH003", 2, "node", "launcher reaches the node")
 def launcher_starts_processes(context):
-    """The launcher itself, with this hostfile, starts a process on the node.
+    """The launcher, with this hostfile, starts a process on the node.
 
-    One rank a node, in place of train.py: by `deepspeed` through pdsh, by mpirun, or by srun.
+    It starts one rank per node instead of train.py: `deepspeed` through pdsh, mpirun, or srun.
     """
-    through = context.through
-    if "code" not in through:
-        yield skip(through.get("skipped", "the nodes were not asked"))
+    result = context.launcher_result
+    if "code" not in result:
+        yield skip(result.get("skipped", "the nodes were not asked"))
         return
-    if through["code"] is None and not context.arrived:
+    if result["code"] is None and not context.launched:
         yield skip("the launcher took too long to start anything (an import from a slow disk?)")
         return
     for name in context.names:
-        # pdsh puts the node's name before each line of it, and its own sum of them last.
-        about = [line for line in through["lines"] if line.startswith(f"{name}: ")] or through["lines"]
-        last = (about or ["no message"])[-1].strip()
-        if name in context.arrived:
-            yield ok(f"rank {context.arrived[name]['rank']} through {context.launcher}", name)
+        # pdsh prefixes each line with the node's name, and prints a summary last.
+        lines = [line for line in result["lines"] if line.startswith(f"{name}: ")] or result["lines"]
+        last = (lines or ["no message"])[-1].strip()
+        if name in context.launched:
+            yield ok(f"rank {context.launched[name]['rank']} through {context.launcher}", name)
         else:
-            how = "ran out of time" if through["code"] is None else f"status {through['code']}"
-            fix = f"try by hand: {_BY_HAND[context.launcher].format(name=name)}"
-            measured = f"no process of {context.launcher} there ({how}): {last[:200]}"
-            yield fail(measured, "a process that the launcher started", fix, name)
+            status = "timed out" if result["code"] is None else f"status {result['code']}"
+            fix = f"try manually: {_MANUAL_COMMANDS[context.launcher].format(name=name)}"
+            measured = f"{context.launcher} started no process ({status}): {last[:200]}"
+            yield fail(measured, "a process started by the launcher", fix, name)
 
 
-_BY_HAND = {
+_MANUAL_COMMANDS = {
     "deepspeed": "PDSH_RCMD_TYPE=ssh pdsh -w {name} hostname",
     "mpi": "mpirun --host {name} hostname",
     "slurm": "srun --nodelist {name} hostname",
 }
 
 
-@check("ENV002", 2, "node", "variables that stay behind")
-def variables_arrive(context):
-    """What is set here and matters to a run is the same for a rank on every node, through the chosen launcher.
+@check("ENV002", 2, "node", "variables not propagated")
+def variables_are_propagated(context):
+    """Variables of this shell that affect a run have the same value for a rank on every node.
 
-    Compares this shell with what a process has that the launcher itself started on the node. Where it could not be
-    started (LNCH003), with the node's own login plus what the launcher is known to export. DeepSpeed takes along names
-    beginning with PYTHON, MLFLOW, MV2, UCX, on GPUs NCCL, and .deepspeed_env; mpirun what -x names; srun all. --fix
-    adds what is missing to ./.deepspeed_env.
+    Compares this shell with a process that the launcher started on the node. Without one (LNCH003), with the node's
+    login plus the variables that the launcher is known to export. DeepSpeed propagates names beginning with PYTHON,
+    MLFLOW, MV2, UCX, on GPUs NCCL, and .deepspeed_env; mpirun those named with -x; srun all. --fix adds missing ones to
+    ./.deepspeed_env.
     """
     here = run_variables()
     for name in context.names:
         there = context.environment_on(name)
-        if context.launcher == "torchrun" and not context.local and not context.options.carries_all:
-            yield skip("torchrun is started on each node by a shell of its own: set variables there", name)
+        if context.launcher == "torchrun" and not context.local and not context.options.propagates_all:
+            yield skip("torchrun is started on each node by its own shell: set variables there", name)
             continue
         if there is None:
             continue
-        seen = "" if name in context.arrived or context.local else " (reckoned)"
-        behind = sorted(key for key, value in here.items() if there.get(key) != value)
-        if not behind:
-            yield ok(f"{len(here)} variable(s) arrive{seen}", name)
+        source = "" if name in context.launched or context.local else " (inferred)"
+        missing = sorted(key for key, value in here.items() if there.get(key) != value)
+        if not missing:
+            yield ok(f"{len(here)} variable(s) propagated{source}", name)
             continue
-        shown = ", ".join(
-            k if is_secret(k) else f"{k} (here {here[k]}, there {there.get(k, 'unset')})" for k in behind[:6]
-        )
-        more = f" and {len(behind) - 6} more" if len(behind) > 6 else ""
+        values = (k if is_secret(k) else f"{k} (here {here[k]}, there {there.get(k, 'unset')})" for k in missing)
         fix = {
-            "deepspeed": "--fix writes them to ./.deepspeed_env, which DeepSpeed carries (or start with mmldlm launch)",
-            "mpi": "mpirun " + " ".join(f"-x {key}" for key in behind) + " (or start with mmldlm launch)",
+            "deepspeed": "--fix writes them to ./.deepspeed_env, which DeepSpeed propagates (or use mmldlm launch)",
+            "mpi": "mpirun " + " ".join(f"-x {key}" for key in missing) + " (or use mmldlm launch)",
         }.get(context.launcher, "set them in the job script")
-        verdict = fail if any(key in REQUIRED for key in behind) else warn
-        yield verdict(f"stay behind{seen}: {shown}{more}", "the same variables on every node", fix, name)
+        result = fail if any(key in REQUIRED for key in missing) else warn
+        yield result(f"not propagated{source}: {join_some(values, 6)}", "the same variables on every node", fix, name)

@@ -1,4 +1,4 @@
-"""The hostfile, and whether each node can be logged in to and answers."""
+"""The hostfile, and ssh access to each node."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from mmldlm.preflight.check import ERROR, Result, check, fail, ok, skip, warn
 
 @check("HOST001", 0, "head", "hostfile")
 def hostfile_parses(context):
-    """The hostfile exists and every line means what it seems to mean.
+    """The hostfile exists and DeepSpeed reads every line as intended.
 
-    DeepSpeed takes a missing hostfile for a local run, `a slots=8x` for 8, and `node[1-2]` for one name.
+    DeepSpeed treats a missing hostfile as a local run, reads `a slots=8x` as 8, and `node[1-2]` as one name.
     """
     if context.hostfile_error is not None:
         error = context.hostfile_error
@@ -23,26 +23,26 @@ def hostfile_parses(context):
 def slots_are_even(context):
     """All nodes have the same number of ranks.
 
-    With uneven slots DeepSpeed's launcher gives LOCAL_RANK = rank % slots: ranks change places, or share a GPU.
+    With uneven slots DeepSpeed's launcher sets LOCAL_RANK = rank % slots: ranks are permuted, or share a GPU.
     """
     counts = {node.slots for node in context.nodes}
     if len(counts) < 2:
-        return ok(f"{max(counts, default=0)} a node")
-    shown = ", ".join(f"{node.name}={node.slots}" for node in context.nodes)
+        return ok(f"{max(counts, default=0)} per node")
+    measured = ", ".join(f"{node.name}={node.slots}" for node in context.nodes)
     if context.launcher == "deepspeed":
         return fail(
-            shown,
+            measured,
             "the same slots on all nodes (DeepSpeed computes LOCAL_RANK as rank % slots)",
-            f"set slots={min(counts)} on every line, or drop the odd node",
+            f"set slots={min(counts)} on every line, or remove the odd node",
         )
-    return warn(shown, "the same slots on all nodes", "make them equal if ranks land on wrong GPUs")
+    return warn(measured, "the same slots on all nodes", "make them equal if ranks use wrong GPUs")
 
 
 @check("HOST003", 0, "head", "one host")
 def single_host_is_this_one(context):
-    """A hostfile with one host names this machine, or DeepSpeed would start its ranks here all the same."""
+    """A hostfile with one host names this machine; DeepSpeed would start the ranks here in any case."""
     if len(context.nodes) != 1 or context.local or context.launcher != "deepspeed":
-        return ok("not a hostfile of one host" if len(context.nodes) != 1 else "this machine")
+        return ok("not a hostfile with one host" if len(context.nodes) != 1 else "this machine")
     name, own = context.nodes[0].name, context.head_value("network") or {}
     addresses = {entry["address"] for entry in own.get("interfaces", ())}
     if name == own.get("hostname") or set(context.addresses(name)) & addresses:
@@ -53,14 +53,14 @@ def single_host_is_this_one(context):
 
 @check("HOST004", 1, "node", "different machines")
 def no_machine_twice(context):
-    """No two names are one machine."""
+    """No two names refer to the same machine."""
     seen: dict[str, str] = {}
-    for name, identity in context.answered("identity").items():
+    for name, identity in context.probe_values("identity").items():
         first = seen.setdefault(identity["machine"], name)
         if first != name:
             yield fail(
                 f"{name} is the same machine as {first} ({identity['hostname']})",
-                "every line another machine",
+                "a different machine in every line",
                 f"delete one of the lines {first} and {name}",
                 name,
             )
@@ -73,12 +73,15 @@ def _port(context) -> str:
 
 
 def _ssh(context, cause_fixes: dict, expected: str):
+    """Yield a FAIL for nodes whose failure has one of these causes (cause -> fix), a PASS for nodes that answer."""
     for name in context.names:
         failure = context.failures.get(name)
         if context.local:
             yield skip("this machine: no ssh needed", name)
         elif failure is not None and failure.cause in cause_fixes:
-            yield fail(failure.said, expected, cause_fixes[failure.cause].format(name=name, port=_port(context)), name)
+            yield fail(
+                failure.message, expected, cause_fixes[failure.cause].format(name=name, port=_port(context)), name
+            )
         elif failure is None:
             yield ok("", name)
 
@@ -95,15 +98,15 @@ def ssh_port_answers(context):
     """An ssh server answers at the node's port, within five seconds."""
     fixes = {
         "refused": "start sshd on {name}, or give its port with --ssh-port (and PDSH_SSH_ARGS_APPEND='-p PORT')",
-        "unreachable": "switch {name} on, mend its link or firewall, or delete its line from the hostfile",
-        "closed": "look at sshd's log on {name} (journalctl -u ssh): it closed the connection",
+        "unreachable": "switch {name} on, repair its link or firewall, or delete its line from the hostfile",
+        "closed": "check the log of sshd on {name} (journalctl -u ssh): it closed the connection",
     }
     yield from _ssh(context, fixes, f"an ssh server at port {context.options.ssh_port or 'of ssh_config (22)'}")
 
 
 @check("SSH003", 1, "node", "host key")
 def host_key_known(context):
-    """The node's host key is known: under pdsh nobody can answer ssh's question."""
+    """The node's host key is known, because pdsh cannot answer ssh's prompt."""
     fixes = {
         "key_unknown": "ssh-keyscan {port}-H {name} >> ~/.ssh/known_hosts (compare the fingerprint with the node's)",
         "key_changed": "if it was reinstalled: ssh-keygen -R {name}; ssh-keyscan {port}-H {name} >> ~/.ssh/known_hosts",
@@ -114,49 +117,49 @@ def host_key_known(context):
 @check("SSH004", 1, "node", "login without password")
 def login_accepted(context):
     """The node accepts this user's key."""
-    yield from _ssh(context, {"denied": "ssh-copy-id {port}{name}"}, "a login with a key, without a question")
+    yield from _ssh(context, {"denied": "ssh-copy-id {port}{name}"}, "a login with a key, without a prompt")
 
 
 @check("SSH005", 1, "node", "answers")
 def node_answers(context):
-    """The node starts the agent and answers every question in time. One that does not is FAIL by its hostfile name."""
+    """The node starts the agent and answers every request in time."""
     expected = "answers within the time limit"
     hung = "log in to {name} and look for a hung file system (df), a full process table, or an overload (top)"
-    shell = "`ssh {port}{name} true` must end at once with status 0: look at ~/.bashrc and the login shell of {name}"
+    shell = "`ssh {port}{name} true` must exit immediately with status 0: check ~/.bashrc and the login shell of {name}"
     mtu = (
-        "large packets are lost on the way to {name}: give both hosts and every switch between them one MTU "
+        "large packets to {name} are lost: set one MTU on both hosts and every switch between them "
         "(`ip link`; `ip link set dev INTERFACE mtu 1500`)"
     )
-    fixes = {"silent": hung, "shell": shell, "mtu": mtu, "ended": "try by hand: ssh {port}{name} true"}
+    fixes = {"silent": hung, "shell": shell, "mtu": mtu, "ended": "try manually: ssh {port}{name} true"}
     yield from _ssh(context, fixes, expected)
 
 
-# Checks of their own say why these gave no value.
+# Probes whose errors other checks report.
 COVERED_BY_OTHER_CHECKS = ("data", "checkpoints", "gpus")
 
 
 @check("SSH006", 1, "node", "measurements")
 def everything_was_measured(context):
-    """Every measurement gave a value in time; one that broke is this tool's fault, one that hung the node's."""
+    """Every probe returned a value in time; a failed probe is an error of this tool, a hung one of the node."""
     for name, facts in context.facts.items():
-        broken = {
+        failed = {
             probe: found
             for probe, found in facts.items()
             if "value" not in found and probe not in COVERED_BY_OTHER_CHECKS
         }
-        for probe, found in broken.items():
+        for probe, found in failed.items():
             if found.get("timeout"):
-                fix = f"log in to {name} and look for what hangs (a file system, DNS, /proc)"
+                fix = f"log in to {name} and find the cause of the hang (a file system, DNS, /proc)"
                 yield fail(f"{probe}: {found['error']}", "an answer in time", fix, name)
             else:
                 yield Result(ERROR, node=name, why=f"{probe} could not be measured: {found['error']}")
-        if not broken:
+        if not failed:
             yield ok(f"{len(facts)} measurements", name)
 
 
 @check("PY001", 1, "node", "python and folder")
 def python_and_folder(context):
-    """The interpreter and the working folder of this command exist on the node: launchers use both paths there."""
+    """The interpreter and the working folder of this command exist on the node; launchers use both paths there."""
     fixes = {
         "python": "install the same virtual environment at the same path on {name}, or share it",
         "cwd": "make the folder (the checkout) on {name} at the same path, or share it",
@@ -170,6 +173,6 @@ def python_and_folder(context):
 
 @check("PY002", 1, "node", "mmldlm imports")
 def package_imports(context):
-    """mmldlm can be imported by that interpreter on the node."""
+    """That interpreter can import mmldlm on the node."""
     fix = "copy this checkout to {name} at the same path; its python must be 3.10 or newer"
     yield from _ssh(context, {"import": fix}, "mmldlm at the same path")

@@ -1,1 +1,1 @@
-"""Checks that start processes: data probe, launcher probe, collectives, dry run."""
+"""Measurements that start processes: data probe, launcher probe, collectives, dry run."""

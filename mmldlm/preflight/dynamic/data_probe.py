@@ -1,4 +1,4 @@
-"""Child process of level 0: what reads the data, whose file system may hang. Without torch. Prints one JSON object.
+"""Child process of level 0 that opens the data, because its file system may hang. Without torch; prints a JSON object.
 
 python -m mmldlm.preflight.dynamic.data_probe CONFIG.yaml WORLD_SIZE
 """
@@ -12,7 +12,12 @@ from mmldlm.errors import UserError
 
 
 def measure(config, world_size: int) -> dict:
-    """Config against engine and data; elements and activations of the model that both settle."""
+    """Return samples and model sizes, or the errors of engine and data.
+
+    Returns:
+        {"engine_error"} and {"data_error"} as {"expected", "found", "fix"} if any; else "samples", "fingerprint",
+        "longest" (tokens), "shape", "config" (with what the data decides) and the entries of Task.model_sizes.
+    """
     from mmldlm.config.task_registry import find_task
     from mmldlm.engines.build import check_engine
 
@@ -20,13 +25,12 @@ def measure(config, world_size: int) -> dict:
     try:
         check_engine(config, world_size)
     except UserError as error:
-        found["engine_error"] = {"expected": error.expected, "found": error.found, "fix": error.fix}
+        found["engine_error"] = _to_json(error)
     try:
         task = find_task(config.task)
         data = task.open_data(config)
     except UserError as error:
-        found["data_error"] = {"expected": error.expected, "found": error.found, "fix": error.fix}
-        return found
+        return {**found, "data_error": _to_json(error)}
     config = data.config
     found["samples"] = {"train": len(data.train_lengths), "validation": len(data.validation_lengths)}
     found["fingerprint"] = data.fingerprint()
@@ -37,7 +41,12 @@ def measure(config, world_size: int) -> dict:
     return found
 
 
+def _to_json(error: UserError) -> dict[str, str]:
+    return {"expected": error.expected, "found": error.found, "fix": error.fix}
+
+
 def main() -> int:
+    """Print the facts of the config file in sys.argv; return the exit code."""
     from mmldlm.config.load import load_config
 
     path, world_size = sys.argv[1:]

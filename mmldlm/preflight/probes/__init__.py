@@ -1,6 +1,6 @@
-"""What can be measured on a node. A probe returns JSON-able facts, judges nothing, and undoes what it changes.
+"""Probes: measurements on a node. A probe returns JSON values without an evaluation, and undoes its changes.
 
-PROBES: name -> (function of the request's arguments, seconds it may take). The standard library alone, so that an agent
+PROBES: name -> (function of the request's arguments, time limit in seconds). Standard library only, so that an agent
 starts in a tenth of a second.
 """
 

@@ -1,4 +1,4 @@
-"""GPUs through NVML's C library, without torch and without nvidia-smi (which hangs when a driver does)."""
+"""GPUs through NVML's C library, without torch and without nvidia-smi, which hangs together with the driver."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import ctypes
 import os
 import pwd
 
+from mmldlm.utils.processes import read_command
+
 _MAX_PROCESSES = 64
 _VOLATILE, _UNCORRECTED = 0, 1
 _NOT_SUPPORTED = 3
-# nvmlClocksEventReasons that mean the GPU is slowed down by heat or power supply, not by idling or its power cap.
+# nvmlClocksEventReasons of throttling by heat or power supply, without idling and the power cap.
 THROTTLE_REASONS = {0x8: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal", 0x80: "power brake"}
 RECOVERY = {
     0: None,
@@ -50,15 +52,15 @@ class _Field(ctypes.Structure):
 
 
 def gpus(args: dict) -> dict:
-    """{"gpus": [...], "driver": ...}, or {"absent": reason} on a node without an NVIDIA driver.
+    """Return {"gpus": [...], "driver"}, or {"absent": reason} on a node without an NVIDIA driver.
 
-    Of each GPU: name, memory in bytes, ECC errors, row remapping, slow-down reasons, recovery action, and the
-    processes on it. A field that this GPU or driver does not know is None.
+    Per GPU: name, memory in bytes, ECC errors, row remapping, throttle reasons, recovery action, and its processes.
+    A field that the GPU or driver does not support is None.
     """
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
-        return {"absent": "no NVIDIA driver on this node (libnvidia-ml.so.1 is not there)"}
+        return {"absent": "no NVIDIA driver on this node (libnvidia-ml.so.1 is missing)"}
     code = nvml.nvmlInit_v2()
     if code != 0:
         return {"absent": f"NVML does not start (code {code})", "broken": True}
@@ -73,12 +75,13 @@ def gpus(args: dict) -> dict:
         nvml.nvmlShutdown()
 
 
-def _expect(code: int, what: str) -> None:
+def _expect(code: int, function: str) -> None:
     if code != 0:
-        raise RuntimeError(f"{what} answers with NVML code {code}")
+        raise RuntimeError(f"{function} returned NVML code {code}")
 
 
 def _gpu(nvml, index: int) -> dict:
+    """Return the facts of one GPU."""
     device = ctypes.c_void_p()
     code = nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device))
     if code != 0:
@@ -125,9 +128,10 @@ def _processes(nvml, device) -> list[dict]:
 
 
 def _process_owner(pid: int) -> dict:
+    """Return command and user of a process; None for those of another container or user."""
+    command = read_command(pid)
     try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            command = file.read().replace(b"\0", b" ").decode(errors="replace").strip()[:120]
-        return {"command": command, "user": pwd.getpwuid(os.stat(f"/proc/{pid}").st_uid).pw_name}
+        user = pwd.getpwuid(os.stat(f"/proc/{pid}").st_uid).pw_name
     except (OSError, KeyError):
-        return {"command": None, "user": None}  # of another container or user
+        return {"command": None, "user": None}
+    return {"command": None if command is None else " ".join(command).strip()[:120], "user": user}

@@ -1,4 +1,4 @@
-"""Interfaces, addresses, names and routes of a node (Linux; IPv4, as gloo and NCCL's sockets use it by default)."""
+"""Interfaces, addresses, names and routes of a node (Linux; IPv4, the default of gloo and NCCL sockets)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from mmldlm.utils.formatting import describe_os_error
+
 _SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFNETMASK, _SIOCGIFMTU = 0x8913, 0x8915, 0x891B, 0x8921
 _IFF_UP, _IFF_LOOPBACK, _IFF_RUNNING = 0x1, 0x8, 0x40
 VIRTUAL = ("docker", "veth", "br-", "virbr", "cni", "flannel", "cali", "tunl", "kube")
 
 
 def network(args: dict) -> dict:
-    """Interfaces, what the own name means, the route to the master, the ephemeral ports.
+    """Return interfaces, addresses of the own name, route to the master, ephemeral ports.
 
     args["master"]: address of the first node, or None.
     """
@@ -30,7 +32,7 @@ def network(args: dict) -> dict:
         "hostname_addresses": own.get("addresses", []),
         "hostname_error": own.get("error"),
         "hostname_seconds": own["seconds"],
-        # What `hostname -I` prints, whose first word DeepSpeed takes for the master's address.
+        # As `hostname -I` prints them; DeepSpeed takes the first as the master's address.
         "addresses": [e["address"] for e in found if e["address"] and e["switched_on"] and not e["loopback"]],
         "route_to_master": route_to(args["master"], found) if args.get("master") else None,
         "ephemeral_ports": [int(low), int(high)],
@@ -38,11 +40,11 @@ def network(args: dict) -> dict:
 
 
 def interfaces() -> list[dict]:
-    """Every interface in the kernel's order; `up` means switched on and with a carrier."""
+    """Return every interface in the kernel's order; `up` means switched on and with a carrier."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in sorted(socket.if_nameindex()):
-            # Not from /sys: in a container that may show the host's interfaces.
+            # Not from /sys, which may show the host's interfaces in a container.
             answer = fcntl.ioctl(probe.fileno(), _SIOCGIFFLAGS, struct.pack("256s", name.encode()[:15]))
             flags = struct.unpack("H", answer[16:18])[0]
             answer = fcntl.ioctl(probe.fileno(), _SIOCGIFMTU, struct.pack("256s", name.encode()[:15]))
@@ -50,8 +52,8 @@ def interfaces() -> list[dict]:
             found.append(
                 {
                     "name": name,
-                    "address": _ask(probe, name, _SIOCGIFADDR),
-                    "netmask": _ask(probe, name, _SIOCGIFNETMASK),
+                    "address": _get_address(probe, name, _SIOCGIFADDR),
+                    "netmask": _get_address(probe, name, _SIOCGIFNETMASK),
                     "switched_on": bool(flags & _IFF_UP),
                     "up": bool(flags & _IFF_UP and flags & _IFF_RUNNING),
                     "loopback": bool(flags & _IFF_LOOPBACK),
@@ -62,7 +64,7 @@ def interfaces() -> list[dict]:
     return found
 
 
-def _ask(probe: socket.socket, name: str, request: int) -> str | None:
+def _get_address(probe: socket.socket, name: str, request: int) -> str | None:
     try:
         answer = fcntl.ioctl(probe.fileno(), request, struct.pack("256s", name.encode()[:15]))
     except OSError:
@@ -71,7 +73,7 @@ def _ask(probe: socket.socket, name: str, request: int) -> str | None:
 
 
 def route_to(address: str, known: list[dict]) -> dict:
-    """Source address and interface with which this node would speak to an address (nothing is sent)."""
+    """Return source address and interface of the route to an address, without sending a packet."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((address, 9))
@@ -83,10 +85,11 @@ def route_to(address: str, known: list[dict]) -> dict:
 
 
 def resolve(args: dict) -> dict:
-    """Name -> what this node makes of it, for all of args["names"] at the same time.
+    """Resolve all args["names"] in parallel on this node.
 
-    {"addresses": [IPv4 ...], "seconds": of the look-up}, or {"error", "seconds"}. A name that only ssh's configuration
-    knows has "ssh": the host it stands for, and that host's addresses, if it has any here.
+    Returns:
+        name -> {"addresses": IPv4 addresses, "seconds"} or {"error", "seconds"}. A name that only ssh's configuration
+        defines has "ssh" (the real host) and the addresses of that host, if any.
     """
 
     def one(name: str) -> dict:
@@ -95,8 +98,8 @@ def resolve(args: dict) -> dict:
             return {"addresses": _look_up(host).get("addresses", []), "seconds": found["seconds"], "ssh": host}
         return found
 
-    with ThreadPoolExecutor(32) as pool:
-        return dict(zip(args["names"], pool.map(one, args["names"]), strict=True))
+    with ThreadPoolExecutor(32) as executor:
+        return dict(zip(args["names"], executor.map(one, args["names"]), strict=True))
 
 
 def _look_up(name: str) -> dict:
@@ -105,17 +108,16 @@ def _look_up(name: str) -> dict:
         addresses = sorted({entry[4][0] for entry in socket.getaddrinfo(name, None, socket.AF_INET)})
         return {"addresses": addresses, "seconds": round(time.monotonic() - started, 2)}
     except OSError as error:
-        reason = error.strerror or str(error)
-        return {"error": reason, "seconds": round(time.monotonic() - started, 2)}
+        return {"error": describe_os_error(error), "seconds": round(time.monotonic() - started, 2)}
 
 
 def _ssh_host(name: str) -> str | None:
-    """The host that ssh's configuration puts in a name's place, or reaches through another; None: it does neither."""
+    """Return the real host of a name in ssh's configuration (HostName, ProxyJump); None if it is not configured."""
     try:
         done = subprocess.run(["ssh", "-G", name], capture_output=True, text=True, errors="replace", timeout=5)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    said = dict(line.split(" ", 1) for line in done.stdout.splitlines() if " " in line)
-    reached_otherwise = any(said.get(key, "none") != "none" for key in ("proxyjump", "proxycommand"))
-    host = said.get("hostname", name)
-    return host if host != name or reached_otherwise else None
+    settings = dict(line.split(" ", 1) for line in done.stdout.splitlines() if " " in line)
+    is_proxied = any(settings.get(key, "none") != "none" for key in ("proxyjump", "proxycommand"))
+    host = settings.get("hostname", name)
+    return host if host != name or is_proxied else None

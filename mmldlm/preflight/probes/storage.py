@@ -1,4 +1,4 @@
-"""Data and checkpoint folders as one node sees them."""
+"""Data and checkpoint folders on one node."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ import os
 import time
 from pathlib import Path
 
-READ_BUDGET = 256 << 20  # bytes of the store that a node reads; a larger store is sampled
+from mmldlm.utils.formatting import describe_os_error
+
+READ_BUDGET = 256 << 20  # bytes of the store that a node reads; larger stores are sampled
 SECONDS_BUDGET = 12.0
 _BLOCK = 1 << 20
 WRITE_BYTES = 32 << 20
 
 
 def data(args: dict) -> dict:
-    """Manifests and files of the stores at args["data_roots"]: sizes, and hashes of what the budget lets it read.
+    """Return manifests and files of the stores at args["data_roots"]: sizes, and hashes within the read budget.
 
-    The files of several stores are named with their folders. A file that is read whole gets its SHA-256, which the
-    store's manifest knows; of larger stores, blocks at places that are the same on every node are hashed together.
+    The files of several stores are named with their folders. A complete file gets its SHA-256, as in the manifest; of
+    larger stores, blocks at the same offsets on every node are hashed together.
     """
     texts = {root: (Path(root) / "manifest.json").read_bytes() for root in args["data_roots"]}
     entries = files_of(texts)
@@ -29,11 +31,11 @@ def data(args: dict) -> dict:
     files: dict[str, dict] = {}
     read = 0
     for name in entries:
-        path = Path(args["data_roots"][0], name)  # of several stores, name is the whole path
+        path = Path(args["data_roots"][0], name)  # with several stores, name is the full path
         try:
             size = path.stat().st_size
         except OSError as error:
-            files[name] = {"error": error.strerror or str(error)}
+            files[name] = {"error": describe_os_error(error)}
             continue
         found = {"bytes": size}
         if share == 1.0 and time.monotonic() < deadline:
@@ -54,7 +56,11 @@ def data(args: dict) -> dict:
 
 
 def files_of(manifests: dict[str, bytes]) -> dict[str, dict]:
-    """Name -> {bytes, sha256} of the files of one store, or of several by their whole paths. manifests: by folder."""
+    """Return name -> {bytes, sha256} of the files of one store, or full path -> ... of several.
+
+    Args:
+        manifests: folder -> content of its manifest.json.
+    """
     several = len(manifests) > 1
     return {
         os.path.join(root, name) if several else name: entry
@@ -64,31 +70,32 @@ def files_of(manifests: dict[str, bytes]) -> dict[str, dict]:
 
 
 def _hash(path: Path, spans: list[tuple[int, int]]) -> tuple[str, int]:
+    """Return the SHA-256 of some (offset, length) spans of a file, and the bytes read."""
     digest, done = hashlib.sha256(), 0
     with open(path, "rb", buffering=0) as file:
         for start, length in spans:
             file.seek(start)
-            left = length
-            while left and (chunk := file.read(min(left, 1 << 20))):
+            remaining = length
+            while remaining and (chunk := file.read(min(remaining, 1 << 20))):
                 digest.update(chunk)
-                left -= len(chunk)
+                remaining -= len(chunk)
                 done += len(chunk)
     return digest.hexdigest(), done
 
 
 def checkpoints(args: dict) -> dict:
-    """Whether a checkpoint could be written to args["save_dir"]: free space, a measured write, an atomic rename.
+    """Test args["save_dir"] for checkpoints: free space, write speed, an atomic rename.
 
-    The nearest existing parent is used where the folder is not there yet; all that is written is removed.
+    If the folder does not exist, its nearest existing parent is tested. All written files are removed.
     """
-    wanted = Path(args["save_dir"])
-    folder = wanted
+    save_dir = Path(args["save_dir"])
+    folder = save_dir
     while not folder.exists():
         folder = folder.parent
     space = os.statvfs(folder)
     found: dict = {
         "folder": str(folder),
-        "exists": folder == wanted,
+        "exists": folder == save_dir,
         "free": space.f_bavail * space.f_frsize,
         "total": space.f_blocks * space.f_frsize,
         "free_inodes": space.f_favail if space.f_files else None,
@@ -110,15 +117,15 @@ def checkpoints(args: dict) -> dict:
         found["rename"] = renamed.exists() and not probe.exists()
         renamed.unlink()
     except OSError as error:
-        found["write_error"] = error.strerror or str(error)
+        found["write_error"] = describe_os_error(error)
     finally:
-        with contextlib.suppress(OSError):  # a read-only file system refuses even this
+        with contextlib.suppress(OSError):  # fails on a read-only file system
             probe.unlink(missing_ok=True)
     return found
 
 
 def file_system(folder: Path) -> str:
-    """Type of the mount a folder lies on."""
+    """Return the file system type of a folder."""
     best, kind = "", "unknown"
     real = str(folder.resolve())
     for line in Path("/proc/self/mounts").read_text().splitlines():

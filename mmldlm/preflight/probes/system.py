@@ -16,14 +16,14 @@ from importlib import metadata
 from pathlib import Path
 
 from mmldlm.cluster.env_propagation import PREFIXES
+from mmldlm.utils.formatting import describe_os_error
 
 PACKAGES = ("torch", "deepspeed", "transformers", "numpy", "pydantic", "mpi4py", "mmldlm")
-TEMPORARY_BYTES = 1 << 20  # states of ranks, sockets, a compiler's files
-# Variables that change how a run behaves; what a launcher leaves behind of them is worth a word.
+TEMPORARY_BYTES = 1 << 20  # state files, sockets, files of a compiler
 
 
 def identity(args: dict) -> dict:
-    """Who this is: two names of one machine have one boot id and one network namespace."""
+    """Return the identity of the machine: two names of it share the boot id and the namespaces."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid", "uts") if Path("/proc/self/ns").is_dir()]
     return {
@@ -36,7 +36,7 @@ def identity(args: dict) -> dict:
 
 
 def versions(args: dict) -> dict:
-    """Versions as pip recorded them: importing torch to ask would take seconds."""
+    """Return package versions from pip's metadata: importing torch takes seconds."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -47,7 +47,7 @@ def versions(args: dict) -> dict:
 
 
 def _nccl_version() -> str | None:
-    """Version of the NCCL library that torch's wheels load; None where there is none."""
+    """Return the version of the NCCL library that torch's wheels load; None without it."""
     import ctypes
 
     for folder in sys.path:
@@ -59,7 +59,7 @@ def _nccl_version() -> str | None:
 
 
 def code(args: dict) -> dict:
-    """Which mmldlm lies here: a hash over its sources, and the commit where git knows one."""
+    """Return the folder of mmldlm, a hash of its sources, and the git commit if known."""
     package = Path(__file__).resolve().parents[2]
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
@@ -72,7 +72,7 @@ def code(args: dict) -> dict:
 
 
 def limits(args: dict) -> dict:
-    """Soft limits as a rank would inherit them (-1: unlimited), and /dev/shm in bytes."""
+    """Return the soft limits that a rank would inherit (-1: unlimited), and the space of /dev/shm in bytes."""
     found = {
         name: resource.getrlimit(number)[0]
         for name, number in (("memlock", resource.RLIMIT_MEMLOCK), ("nofile", resource.RLIMIT_NOFILE))
@@ -86,18 +86,18 @@ def limits(args: dict) -> dict:
     except OSError as error:
         found["shm_writable"], found["shm_error"] = False, error.strerror
     finally:
-        with contextlib.suppress(OSError):  # a read-only file system refuses even this
+        with contextlib.suppress(OSError):  # fails on a read-only file system
             probe.unlink(missing_ok=True)
     return found
 
 
 def temporary(args: dict) -> dict:
-    """The folder for temporary files as a process here finds it: whether TEMPORARY_BYTES can be written there.
+    """Test whether TEMPORARY_BYTES can be written to the folder for temporary files.
 
-    Not tempfile.gettempdir(), which passes over a full folder in silence: compilers and shells do not.
+    tempfile.gettempdir() would silently skip a full folder, unlike compilers and shells.
     """
-    named = [os.environ[name] for name in ("TMPDIR", "TEMP", "TMP") if os.environ.get(name)]
-    folder = next((name for name in named if os.path.isdir(name)), "/tmp")
+    candidates = [os.environ[name] for name in ("TMPDIR", "TEMP", "TMP") if os.environ.get(name)]
+    folder = next((name for name in candidates if os.path.isdir(name)), "/tmp")
     found = {"folder": folder, "bytes": TEMPORARY_BYTES}
     probe = Path(folder) / f".mmldlm_preflight_{os.uname().nodename}_{os.getpid()}"
     try:
@@ -106,7 +106,7 @@ def temporary(args: dict) -> dict:
         with open(probe, "wb") as file:
             file.write(bytes(TEMPORARY_BYTES))
     except OSError as error:
-        found["error"] = error.strerror or str(error)
+        found["error"] = describe_os_error(error)
     finally:
         with contextlib.suppress(OSError):
             probe.unlink(missing_ok=True)
@@ -114,7 +114,7 @@ def temporary(args: dict) -> dict:
 
 
 def memory(args: dict) -> dict:
-    """Bytes of host memory, a container's limit counted; cores this process may use."""
+    """Return host memory in bytes within the container's limit, and the cores of this process."""
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     total, available = (int(lines[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
     limit = None
@@ -130,5 +130,5 @@ def memory(args: dict) -> dict:
 
 
 def environment(args: dict) -> dict:
-    """The variables that matter to a run, as a process that ssh starts here has them."""
+    """Return the variables relevant to a run, in a process that ssh started on this node."""
     return {name: value for name, value in os.environ.items() if name.startswith(PREFIXES)}

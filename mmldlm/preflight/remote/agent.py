@@ -1,7 +1,7 @@
-"""The agent that preflight starts on every node: `python -m mmldlm.preflight.remote.agent`, one JSON request a line.
+"""Agent of the preflight on every node: `python -m mmldlm.preflight.remote.agent`, one JSON request per line.
 
-Each answer stands behind MARK, so that what a login shell prints cannot be taken for one. The agent ends when its input
-does: a head that dies leaves nothing behind.
+Each answer follows MARK, to distinguish it from output of the login shell. The agent exits at the end of its input, so
+that a dead head leaves no process behind. Standard library only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MARK = "@mmldlm "
 
 
 def collect_facts(args: dict) -> dict:
-    """Run the named probes at the same time, each in a child with its time limit."""
+    """Run the probes in args["probes"] at the same time, each in a child with its time limit."""
     jobs = {}
     for name in args["probes"]:
         function, seconds = PROBES[name]
@@ -33,24 +33,31 @@ def collect_facts(args: dict) -> dict:
 
 
 def clock(args: dict) -> float:
-    """This node's time, seconds since 1970."""
+    """Return this node's time in seconds since 1970."""
     return time.time()
 
 
 def write_probe_file(args: dict) -> dict:
-    """Write (args["text"] given) or read args["path"], for the proof that a folder is shared."""
+    """Write args["text"] to args["path"], to test whether a folder is shared."""
 
-    def work():
-        if "text" in args:
-            with open(args["path"], "w", encoding="utf-8") as file:
-                file.write(args["text"])
-                file.flush()
-                os.fsync(file.fileno())
-            return args["text"]
-        deadline = time.monotonic() + args.get("wait", 3.0)
+    def write() -> str:
+        with open(args["path"], "w", encoding="utf-8") as file:
+            file.write(args["text"])
+            file.flush()
+            os.fsync(file.fileno())
+        return args["text"]
+
+    return run_with_timeout({"write": (write, 10)})["write"]
+
+
+def read_probe_file(args: dict) -> dict:
+    """Read args["path"], waiting up to three seconds for it; the value is None if it is missing."""
+
+    def read() -> str | None:
+        deadline = time.monotonic() + 3.0
         while True:
             try:
-                os.listdir(os.path.dirname(args["path"]))  # makes NFS look again
+                os.listdir(os.path.dirname(args["path"]))  # refreshes the NFS cache
                 with open(args["path"], encoding="utf-8") as file:
                     return file.read()
             except OSError:
@@ -58,18 +65,23 @@ def write_probe_file(args: dict) -> dict:
                     return None
                 time.sleep(0.1)
 
-    return run_with_timeout({"token": (work, 10)})["token"]
+    return run_with_timeout({"read": (read, 10)})["read"]
 
 
-def remove(args: dict) -> None:
-    """Delete a token file."""
+def remove_probe_file(args: dict) -> None:
+    """Delete the probe file args["path"]."""
     if os.path.basename(args["path"]).startswith(".mmldlm_preflight_") and os.path.exists(args["path"]):
         os.unlink(args["path"])
 
 
 def run(args: dict) -> list[dict]:
-    """Run args["commands"] ([{"command", "environment"}]) side by side, at most args["seconds"]; status and last output
-    of each. Who runs out of time is killed with all that it started."""
+    """Run args["commands"] ([{"command", "environment"}]) in parallel, for at most args["seconds"].
+
+    A command that exceeds the limit is killed with its children.
+
+    Returns:
+        per command {"code", "output": its end}; after a timeout the code is None and "timeout" is True.
+    """
 
     def one(entry: dict) -> dict:
         process = subprocess.Popen(
@@ -90,13 +102,14 @@ def run(args: dict) -> list[dict]:
             output, _ = process.communicate()
             return {"code": None, "output": output[-20000:], "timeout": True}
 
-    with ThreadPoolExecutor(len(args["commands"])) as pool:
-        return list(pool.map(one, args["commands"]))
+    with ThreadPoolExecutor(len(args["commands"])) as executor:
+        return list(executor.map(one, args["commands"]))
 
 
-ACTIONS = {
-    action.__name__: action for action in (collect_facts, clock, listen, close, connect, write_probe_file, remove, run)
-}  # fmt: skip
+_ACTIONS = (
+    collect_facts, clock, listen, close, connect, write_probe_file, read_probe_file, remove_probe_file, run,
+)  # fmt: skip
+ACTIONS = {action.__name__: action for action in _ACTIONS}
 
 
 def main() -> int:
@@ -105,18 +118,18 @@ def main() -> int:
     return 0
 
 
-def serve(actions: dict[str, Callable[[dict], object]], lease: float | None = None) -> None:
-    """Answer requests until the input ends, or until none has come for `lease` seconds."""
-    # The login shell may have left a line without its end (a prompt, a terminal's title).
+def serve(actions: dict[str, Callable[[dict], object]], idle_timeout: float | None = None) -> None:
+    """Answer requests until the input ends, or until `idle_timeout` seconds without a request."""
+    # The login shell may have printed an incomplete line (a prompt, a terminal title).
     print("\n" + MARK + json.dumps({"hello": os.getpid()}), flush=True)
-    waiting = b""
+    partial = b""
     while True:
-        if lease is not None and not select.select([0], [], [], lease)[0]:
+        if idle_timeout is not None and not select.select([0], [], [], idle_timeout)[0]:
             return
         chunk = os.read(0, 1 << 16)
         if not chunk:
             return
-        *lines, waiting = (waiting + chunk).split(b"\n")
+        *lines, partial = (partial + chunk).split(b"\n")
         for line in lines:
             request = json.loads(line)
             try:

@@ -1,4 +1,4 @@
-"""TCP connections from node to node: what an agent opens for the others, and what it measures of its way to them."""
+"""TCP connections between nodes: listening sockets of an agent, and measured exchanges with the other agents."""
 
 from __future__ import annotations
 
@@ -11,24 +11,27 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from mmldlm.preflight.remote.small_packets import SEGMENT
+from mmldlm.utils.formatting import describe_os_error
+from mmldlm.utils.processes import list_pids, read_command
 
 CONNECT_SECONDS = 3.0
 EXCHANGE_SECONDS = 6.0
-# Bytes to and fro on a connection: enough segments to see a loss of one percent, little enough for a thousand nodes.
-EXCHANGE_MOST, EXCHANGE_LEAST, EXCHANGE_ALL = 256 << 10, 16 << 10, 64 << 20
+# Bytes per direction of a connection: enough segments to detect one percent loss, few enough for a thousand nodes.
+EXCHANGE_MAX, EXCHANGE_MIN, EXCHANGE_TOTAL = 256 << 10, 16 << 10, 64 << 20
 _RTT, _TOTAL_RETRANS, _SEGS_OUT, _MIN_RTT, _DSACK_DUPS = 68, 100, 136, 148, 216
 _listening: list[socket.socket] = []
 
 
 def listen(args: dict) -> dict:
-    """Open listening sockets for the others to reach: args["ports"] (0: any), kept until close.
+    """Open listening sockets on args["ports"] (0: any free port), kept until `close`.
 
-    A port that cannot be had is answered with {"error", "holder"}.
+    Returns:
+        {"ports": [{"port"}, or {"port", "error", "holder"} for a port in use]}.
     """
     found = []
     for port in args["ports"]:
         server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        # As torch's store binds it: a port in TIME_WAIT from the last run is free.
+        # As torch's store does: a port in TIME_WAIT after the last run is free.
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             server.bind(("", port))
@@ -48,22 +51,22 @@ def close(args: dict) -> None:
     while _listening:
         server = _listening.pop()
         with contextlib.suppress(OSError):
-            server.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+            server.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
         server.close()
 
 
 def _accept(server: socket.socket) -> None:
-    with ThreadPoolExecutor(64) as pool:
+    with ThreadPoolExecutor(64) as executor:
         while True:
             try:
                 connection, _ = server.accept()
             except OSError:  # closed
                 return
-            pool.submit(_answer, connection)
+            executor.submit(_answer, connection)
 
 
 def _answer(connection: socket.socket) -> None:
-    """Read as many bytes as the first four say, and send as many back."""
+    """Read the number of bytes that the first four bytes announce, and send as many back."""
     with connection, contextlib.suppress(OSError):
         connection.settimeout(2 * EXCHANGE_SECONDS)
         (size,) = struct.unpack("!I", _read(connection, 4))
@@ -76,7 +79,7 @@ def _read(connection: socket.socket, size: int) -> bytes:
     while len(data) < size:
         chunk = connection.recv(min(size - len(data), 1 << 16))
         if not chunk:
-            raise ConnectionError("closed by the other side")
+            raise ConnectionError("closed by the peer")
         data += chunk
     return data
 
@@ -84,28 +87,29 @@ def _read(connection: socket.socket, size: int) -> bytes:
 def connect(args: dict) -> list[dict]:
     """Exchange data with each (address, port) of args["to"], where an agent listens.
 
-    Returns per target {"ms": shortest round trip, "segments", "retransmitted": of what was sent}, or {"error": ...}.
-    Where a connection was made and data did not pass, also {"stalled": True, "small_pass": whether small packets do}.
+    Returns:
+        per target {"ms": shortest round trip, "segments": sent, "retransmitted"}, or {"error"}. If the connection
+        succeeded but the exchange did not, also {"stalled": True, "small_pass": whether small packets pass}.
     """
-    size = max(min(EXCHANGE_MOST, EXCHANGE_ALL // max(len(args["to"]), 1)), EXCHANGE_LEAST)
-    with ThreadPoolExecutor(64) as pool:
-        return list(pool.map(lambda target: _attempt(target[0], target[1], size), args["to"]))
+    size = max(min(EXCHANGE_MAX, EXCHANGE_TOTAL // max(len(args["to"]), 1)), EXCHANGE_MIN)
+    with ThreadPoolExecutor(64) as executor:
+        return list(executor.map(lambda target: _attempt(target[0], target[1], size), args["to"]))
 
 
 def _attempt(address: str, port: int, size: int) -> dict:
     try:
         connection = _connection(address, port)
     except OSError as error:
-        return {"error": error.strerror or str(error) or type(error).__name__}
+        return {"error": describe_os_error(error)}
     with connection:
         try:
             _exchange(connection, size)
-            return _measured(connection)
+            return _measure(connection)
         except OSError as error:
-            reason = error.strerror or str(error)
+            reason = describe_os_error(error)
     try:
         with _connection(address, port, SEGMENT) as connection:
-            _exchange(connection, EXCHANGE_LEAST)
+            _exchange(connection, EXCHANGE_MIN)
             small_pass = True
     except OSError:
         small_pass = False
@@ -113,7 +117,7 @@ def _attempt(address: str, port: int, size: int) -> dict:
 
 
 def _connection(address: str, port: int, segment: int | None = None) -> socket.socket:
-    """A connection; `segment` bounds the packets of both directions (bytes of payload)."""
+    """Open a connection; `segment` limits the packets of both directions (bytes of payload)."""
     connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         if segment is not None:
@@ -134,24 +138,24 @@ def _exchange(connection: socket.socket, size: int) -> None:
     _read(connection, size)
 
 
-def _measured(connection: socket.socket) -> dict:
-    """From the kernel, not from a clock of this process: the load of a node must not look like a slow network.
+def _measure(connection: socket.socket) -> dict:
+    """Return round trip and losses from the kernel's tcp_info, which the load of the node does not distort.
 
     Offsets: struct tcp_info of linux/tcp.h.
     """
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
 
-    def number(offset: int) -> int:  # 0 where the kernel is too old to know it
+    def number(offset: int) -> int:  # 0 if the kernel is too old
         return struct.unpack_from("I", info, offset)[0] if len(info) >= offset + 4 else 0
 
-    # What arrived twice (tcpi_dsack_dups) was late, not lost.
+    # Duplicates (tcpi_dsack_dups) were late, not lost.
     lost = max(number(_TOTAL_RETRANS) - number(_DSACK_DUPS), 0)
     microseconds = number(_MIN_RTT) or number(_RTT)
     return {"ms": round(microseconds / 1000, 2), "segments": number(_SEGS_OUT), "retransmitted": lost}
 
 
 def port_owner(port: int) -> dict | None:
-    """pid, user and command of who listens on a TCP port here, as far as this user may see it."""
+    """Return {"pid", "command"} of the process that listens on a TCP port; None if this user cannot see it."""
     inodes = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         try:
@@ -160,18 +164,16 @@ def port_owner(port: int) -> dict | None:
         except OSError:
             continue
         inodes |= {row[9] for row in rows if int(row[1].rpartition(":")[2], 16) == port and row[3] == "0A"}
-    wanted = {f"socket:[{inode}]" for inode in inodes}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and wanted & set(_open_files(entry)):
-            with contextlib.suppress(OSError), open(f"/proc/{entry}/cmdline", "rb") as file:
-                command = file.read().replace(b"\0", b" ").decode(errors="replace").strip()
-                return {"pid": int(entry), "command": command[:160]}
+    sockets = {f"socket:[{inode}]" for inode in inodes}
+    for pid in list_pids():
+        if sockets & set(_open_files(pid)) and (command := read_command(pid)) is not None:
+            return {"pid": pid, "command": " ".join(command).strip()[:160]}
     return None
 
 
-def _open_files(pid: str):
-    """What a process has open, as far as this user may look."""
+def _open_files(pid: int):
+    """Yield the targets of a process's open file descriptors that this user may read."""
     with contextlib.suppress(OSError):
         for fd in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):  # it was closed meanwhile
+            with contextlib.suppress(OSError):  # closed in the meantime
                 yield os.readlink(f"/proc/{pid}/fd/{fd}")

@@ -1,6 +1,6 @@
-"""Whether a login that hangs would work with small packets: then a device on the way drops large ones (MTU).
+"""Test whether a login that hangs succeeds with small packets: then a device on the path drops large ones (MTU).
 
-Also ssh's ProxyCommand for that, run by its path: `python small_packets.py HOST PORT` relays stdin and stdout.
+Also the ProxyCommand of ssh for that test, run by its path: `python small_packets.py HOST PORT`.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ import subprocess
 import sys
 from collections.abc import Iterable
 
-SEGMENT = 500  # bytes; passes wherever IPv4 does
+SEGMENT = 500  # bytes; every IPv4 path accepts them
 CONNECT_SECONDS = 3.0
 
 
 def login_works(ssh: Iterable[str]) -> bool:
-    """Whether `ssh ... NAME` logs in when no packet, of either side, carries more than SEGMENT bytes.
+    """Return whether a login succeeds if no packet of either direction carries more than SEGMENT bytes.
 
-    ssh: its command line without a command. A jump host of the user's configuration is left out, so the answer may be
-    False where it is one's fault.
+    A jump host of the user's configuration is bypassed; the result is then False if only the jump host is reachable.
+
+    Args:
+        ssh: command line of ssh that ends with the host name.
     """
-    *words, name = ssh
+    *options, name = ssh
     path = shlex.join([sys.executable, os.path.abspath(__file__)]).replace("%", "%%")
-    command = [*words, "-o", f"ProxyCommand={path} %h %p", name, "true"]
+    command = [*options, "-o", f"ProxyCommand={path} %h %p", name, "true"]
     try:
         return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=12).returncode == 0
     except subprocess.TimeoutExpired:
@@ -35,7 +37,7 @@ def login_works(ssh: Iterable[str]) -> bool:
 def relay(host: str, port: int) -> None:
     """Copy stdin to a connection with small segments, and the connection to stdout, until either ends."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SEGMENT)  # tells the other side too
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SEGMENT)  # announced to the peer too
         connection.settimeout(CONNECT_SECONDS)
         connection.connect((host, port))
         connection.settimeout(None)

@@ -1,4 +1,4 @@
-"""Talk to the agents: one ssh session a node, kept open, all nodes at the same time."""
+"""Sessions to the agents: one persistent ssh connection per node, all nodes in parallel."""
 
 from __future__ import annotations
 
@@ -21,10 +21,8 @@ from mmldlm.preflight.remote.agent import MARK
 ROOT = Path(__file__).resolve().parents[3]
 CONNECT_SECONDS = 5
 START_SECONDS = 20.0
-# Logins that start at the same time; sshd's default MaxStartups drops connections above 10 that are not logged in yet,
-# but that counts for one server, and each server here sees one.
-FAN_OUT = 64
-_KEPT = 2000  # bytes of what a login shell printed
+FAN_OUT = 64  # simultaneous logins; each server sees only one, far below sshd's MaxStartups
+_KEPT_BYTES = 2000  # of the login shell's output
 
 _NO_CWD, _NO_PYTHON = 70, 71
 BOOTSTRAP = (
@@ -33,7 +31,7 @@ BOOTSTRAP = (
 )
 _CODE = "import sys; sys.path.insert(0, {root!r}); from {module} import main; sys.exit(main())"
 
-# What ssh writes (OpenSSH 7 to 10), and what it means.
+# Causes of failure and the messages of OpenSSH 7 to 10.
 _CAUSES = (
     ("name", ("Could not resolve hostname",)),
     ("key_changed", ("REMOTE HOST IDENTIFICATION HAS CHANGED",)),
@@ -47,24 +45,28 @@ _CAUSES = (
 
 @dataclass
 class AgentFailure(Exception):
-    """A node that gave no (more) answer.
+    """A node whose agent does not answer.
 
-    cause: name, key_unknown, key_changed, denied, refused, unreachable, closed, mtu, cwd, python, import, shell, silent
-        or ended.
-    said: last line of what ssh or the node wrote.
+    Attributes:
+        cause: name, key_unknown, key_changed, denied, refused, unreachable, closed, mtu, cwd, python, import, shell,
+            silent or ended.
+        message: last line that ssh or the node printed.
     """
 
     cause: str
-    said: str
+    message: str
 
     def __str__(self) -> str:
-        return f"{self.cause}: {self.said}"
+        return f"{self.cause}: {self.message}"
 
 
 def classify(code: int | None, stderr: str, printed: bytes | None = b"") -> AgentFailure:
-    """Why an agent did not start, from ssh's status, what it wrote, and what came before the agent's first word.
+    """Return why an agent did not start or has ended.
 
-    printed is None for an agent that had started.
+    Args:
+        code: exit status of ssh (or of the agent, on this machine).
+        stderr: error output of ssh and the agent.
+        printed: output before the agent's greeting; None for an agent that had started.
     """
     lines = [line for line in stderr.strip().splitlines() if line.strip()]
     last = lines[-1].strip() if lines else f"status {code}"
@@ -80,19 +82,19 @@ def classify(code: int | None, stderr: str, printed: bytes | None = b"") -> Agen
         return AgentFailure("ended", last)
     if printed is None:
         return AgentFailure("ended", last)
-    if not lines:  # Python would have written why: the login shell never came to start it
-        return AgentFailure("shell", f"its login shell ended with status {code}{_instead(printed)}")
+    if not lines:  # Python would have printed a reason: the login shell did not start it
+        return AgentFailure("shell", f"its login shell ended with status {code}{_shell_output(printed)}")
     return AgentFailure("import", last)
 
 
-def _instead(printed: bytes | None) -> str:
-    """The end of what a login shell printed where the agent's first word was due, without control characters."""
+def _shell_output(printed: bytes | None) -> str:
+    """Return the end of the login shell's output before the greeting, without control characters, for a message."""
     text = "".join(c if c.isprintable() else " " for c in (printed or b"").decode(errors="replace")).strip()
     return f", after printing '{text[-120:]}'" if text else ""
 
 
-def _answer_in(line: bytes) -> dict | None:
-    """The agent's answer in a line, wherever it begins: a shell may have printed before it on the same line."""
+def _parse_answer(line: bytes) -> dict | None:
+    """Return the agent's answer in a line; a shell may have printed text before it on the same line."""
     _, mark, answer = line.partition(MARK.encode())
     try:
         return json.JSONDecoder().raw_decode(answer.decode())[0] if mark else None
@@ -101,13 +103,22 @@ def _answer_in(line: bytes) -> dict | None:
 
 
 def ssh_command(name: str, port: int | None, options: Iterable[str] = (), connect: int = CONNECT_SECONDS) -> list[str]:
-    """ssh that asks nothing and gives up after `connect` seconds."""
+    """Return an ssh command without prompts and with a connection timeout of `connect` seconds."""
     batch = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={connect}", "-o", "ServerAliveInterval=5", "-T"]
     return ["ssh", *batch, *(["-p", str(port)] if port else []), *options, name]
 
 
 class Agent:
-    """The agent of one node. Requests may come from any thread, one at a time."""
+    """Session to the agent of one node. Threads may share it; requests are sent one at a time.
+
+    Args:
+        name: host name for ssh.
+        local: start the agent on this machine, without ssh.
+        port: port of sshd; None for the default.
+        options: additional arguments of ssh.
+        module: module of the agent, with a function `main`.
+        connect: timeout of the connection in seconds.
+    """
 
     def __init__(
         self,
@@ -121,38 +132,39 @@ class Agent:
         self.name, self.local = name, local
         python = shlex.quote(sys.executable)
         code = _CODE.format(root=str(ROOT), module=module)
-        stub = BOOTSTRAP.format(cwd=shlex.quote(os.getcwd()), python=python, code=shlex.quote(code))
-        self._command = ["sh", "-c", stub] if local else [*ssh_command(name, port, options, connect), stub]
+        bootstrap = BOOTSTRAP.format(cwd=shlex.quote(os.getcwd()), python=python, code=shlex.quote(code))
+        self.command = ["sh", "-c", bootstrap] if local else [*ssh_command(name, port, options, connect), bootstrap]
         self._answers: queue.Queue = queue.Queue()
         self._stderr: list[str] = []
-        self._printed: bytes | None = b""  # the end of what came before the agent's first word; None after that
+        self._printed: bytes | None = b""  # end of the output before the greeting; None after it
         self._process: subprocess.Popen | None = None
         self._number = 0
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Log in and wait for the agent's first word.
+        """Log in and wait for the agent's greeting.
 
         Raises:
             AgentFailure: with the cause.
         """
         self._process = subprocess.Popen(
-            self._command,
+            self.command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C ends the head, which closes their input; not the sessions one by one
+            start_new_session=True,  # Ctrl-C ends the head, not the sessions; their input is closed then
         )
         threading.Thread(target=self._read_answers, daemon=True).start()
         self._errors = threading.Thread(target=self._read_errors, daemon=True)
         self._errors.start()
-        self._wait(START_SECONDS, "started no agent")
+        self._wait(START_SECONDS, "no agent was started")
 
     def request(self, action: str, args: dict | None = None, timeout: float = 30) -> Any:
-        """Value of an action of the agent.
+        """Run an action of the agent and return its value.
 
         Raises:
-            AgentFailure: no answer in time, or the session ended. RuntimeError: the action failed there.
+            AgentFailure: no answer in time, or the session ended.
+            RuntimeError: the action failed on the node.
         """
         with self._lock:
             self._number += 1
@@ -161,20 +173,22 @@ class Agent:
                 self._process.stdin.write(request.encode())
                 self._process.stdin.flush()
             except (OSError, ValueError):
-                pass  # the session is gone; _wait says how
-            answer = self._wait(timeout, f"did not answer '{action}'")
-            while answer.get("id") != self._number:  # a late answer to a request that was given up
-                answer = self._wait(timeout, f"did not answer '{action}'")
+                pass  # the session has ended; _wait raises the cause
+            answer = self._wait(timeout, f"no answer to '{action}'")
+            while answer.get("id") != self._number:  # a late answer to an abandoned request
+                answer = self._wait(timeout, f"no answer to '{action}'")
         if "error" in answer:
             raise RuntimeError(f"{self.name}: {answer['error']}")
         return answer["value"]
 
-    def _wait(self, timeout: float, what: str) -> dict:
+    def _wait(self, timeout: float, symptom: str) -> dict:
+        """Return the next answer, or raise an AgentFailure."""
         try:
             answer = self._answers.get(timeout=timeout)
         except queue.Empty:
-            instead = _instead(self._printed)
-            raise AgentFailure("shell" if instead else "silent", f"{what} within {timeout:.0f} s{instead}") from None
+            output = _shell_output(self._printed)
+            cause = "shell" if output else "silent"
+            raise AgentFailure(cause, f"{symptom} within {timeout:.0f} s{output}") from None
         if answer is None:
             self._answers.put(None)
             code = self._process.wait()
@@ -183,12 +197,12 @@ class Agent:
         return answer
 
     def _read_answers(self) -> None:
-        waiting = b""
+        partial = b""
         while chunk := self._process.stdout.read1(1 << 16):
-            if self._printed is not None:  # by chunks, not lines: what a shell prints may never end its line
-                self._printed = (self._printed + chunk)[-_KEPT:]
-            *lines, waiting = (waiting + chunk).split(b"\n")
-            for answer in filter(None, map(_answer_in, lines)):
+            if self._printed is not None:  # chunks, not lines: a prompt has no line end
+                self._printed = (self._printed + chunk)[-_KEPT_BYTES:]
+            *lines, partial = (partial + chunk).split(b"\n")
+            for answer in filter(None, map(_parse_answer, lines)):
                 self._printed = None
                 self._answers.put(answer)
         self._answers.put(None)
@@ -198,7 +212,7 @@ class Agent:
             self._stderr.append(line.decode(errors="replace"))
 
     def stop(self) -> None:
-        """End the session; the agent ends with its input."""
+        """End the session; the agent exits at the end of its input."""
         if self._process is not None:
             try:
                 self._process.stdin.close()
@@ -212,38 +226,42 @@ class Agent:
 
 
 class AgentPool:
-    """All agents; what one node does or does not answer never stops the others.
+    """The agents of all nodes; a failure of one does not affect the others.
 
     Attributes:
-        failures: node -> AgentFailure of those that are out; they are asked nothing more.
+        agents: node -> Agent.
+        failures: node -> AgentFailure; these nodes get no further requests.
+        errors: (node, action) -> error of an action.
     """
 
     def __init__(self, agents: list[Agent]):
         self.agents = {agent.name: agent for agent in agents}
         self.failures: dict[str, AgentFailure] = {}
         self.errors: dict[tuple[str, str], str] = {}
-        self._pool = ThreadPoolExecutor(max(len(agents), 1))
+        self._executor = ThreadPoolExecutor(max(len(agents), 1))
         self._login = threading.Semaphore(FAN_OUT)
 
     def start(self) -> None:
-        """Start every agent at the same time."""
+        """Start all agents in parallel."""
 
-        def begin(agent: Agent):
+        def login(agent: Agent):
             with self._login:
                 agent.start()
 
-        self._each(self.agents, begin, "start")
+        self._each(self.agents, login, "start")
 
-    def ask(self, action: str, args: dict | Callable[[str], dict] | None = None, timeout: float = 30) -> dict[str, Any]:
-        """node -> value of an action, of the nodes that answered. `args` may depend on the node's name."""
+    def call(
+        self, action: str, args: dict | Callable[[str], dict] | None = None, timeout: float = 30
+    ) -> dict[str, Any]:
+        """Run an action on all nodes; return node -> value. `args` may be a function of the node name."""
 
         def one(agent: Agent):
             return agent.request(action, args(agent.name) if callable(args) else args, timeout)
 
         return self._each([name for name in self.agents if name not in self.failures], one, action)
 
-    def _each(self, names: Iterable[str], work: Callable[[Agent], Any], what: str) -> dict[str, Any]:
-        pending = {name: self._pool.submit(work, self.agents[name]) for name in names}
+    def _each(self, names: Iterable[str], work: Callable[[Agent], Any], action: str) -> dict[str, Any]:
+        pending = {name: self._executor.submit(work, self.agents[name]) for name in names}
         values = {}
         for name, future in pending.items():
             try:
@@ -251,26 +269,26 @@ class AgentPool:
             except AgentFailure as failure:
                 self.failures[name] = failure
             except RuntimeError as error:
-                self.errors[(name, what)] = str(error)
+                self.errors[(name, action)] = str(error)
         return values
 
     def clocks(self, times: int = 5) -> dict[str, tuple[float, float]]:
-        """node -> (its clock minus the head's, half the round trip), both in seconds; the fastest of some exchanges."""
+        """Return node -> (clock offset to the head, half round trip) in seconds; the fastest of `times` exchanges."""
 
         def offset(agent: Agent) -> tuple[float, float]:
             best = (0.0, float("inf"))
             for _ in range(times):
                 before = time.time()
-                theirs = agent.request("clock", timeout=10)
+                remote = agent.request("clock", timeout=10)
                 after = time.time()
                 if (after - before) / 2 < best[1]:
-                    best = (theirs - (before + after) / 2, (after - before) / 2)
+                    best = (remote - (before + after) / 2, (after - before) / 2)
             return best
 
         return self._each([name for name in self.agents if name not in self.failures], offset, "clock")
 
     def stop(self) -> None:
         """End all sessions."""
-        for future in [self._pool.submit(agent.stop) for agent in self.agents.values()]:
+        for future in [self._executor.submit(agent.stop) for agent in self.agents.values()]:
             future.result()
-        self._pool.shutdown()
+        self._executor.shutdown()

@@ -1,4 +1,4 @@
-"""Run functions in child processes with a time limit each: a hung file system or driver must not hang the preflight."""
+"""Run functions in child processes with time limits: a hung file system or driver must not hang the preflight."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def run_with_timeout(jobs: dict[str, tuple[Callable[[], Any], float]]) -> dict[s
     """Run jobs at the same time, each in a forked child.
 
     Args:
-        jobs: name -> (function without arguments whose value JSON can hold, seconds it may take).
+        jobs: name -> (function without arguments and with a JSON value, time limit in seconds).
 
     Returns:
-        name -> {"value": ...} or {"error": one sentence}, with "seconds" and, when it ran out of time, "timeout": True.
-        A child that cannot even be killed (uninterruptible sleep) is left behind, not waited for.
+        name -> {"value"} or {"error": one sentence}, with "seconds" and, after a timeout, "timeout": True.
+        A child that cannot be killed (uninterruptible sleep) is left behind without waiting.
     """
     started = time.monotonic()
     running: dict[int, tuple[str, int, float]] = {}  # read end -> name, pid, deadline
@@ -49,7 +49,7 @@ def run_with_timeout(jobs: dict[str, tuple[Callable[[], Any], float]]) -> dict[s
                 try:
                     answer = json.loads(collected[end])
                 except ValueError:
-                    answer = {"error": "the probe died without an answer"}
+                    answer = {"error": "the probe exited without an answer"}
             elif now >= deadline:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, os.WNOHANG)
@@ -63,6 +63,7 @@ def run_with_timeout(jobs: dict[str, tuple[Callable[[], Any], float]]) -> dict[s
 
 
 def _child(function: Callable[[], Any], write_end: int) -> None:
+    """Run the function and write its answer to the pipe; never returns."""
     try:
         try:
             answer = {"value": function()}

@@ -1,9 +1,9 @@
-"""Reader of torch.distributed.checkpoint folders (FSDP2), without torch and without unpickling anything.
+"""Reader of torch.distributed.checkpoint folders (FSDP2), without torch and without executing a pickle.
 
-Layout (torch 2.13, torch/distributed/checkpoint/{metadata,filesystem}.py): `.metadata` is a pickle that says, for every
-name, its dtype and size, how it is cut into chunks, and in which file and bytes each chunk lies; `__{rank}_{k}.distcp`
-files hold the chunks back to back, each a zip file of torch.save by itself. FSDP2 cuts along dimension 0, so a chunk is
-a range of the flat tensor; a replicated tensor is one chunk, stored once.
+Layout (torch 2.13, torch/distributed/checkpoint/{metadata,filesystem}.py): `.metadata` is a pickle with the dtype, size
+and chunks of every name, and the file and bytes of every chunk. `__{rank}_{k}.distcp` files hold the chunks back to
+back, each a complete zip file of torch.save. FSDP2 cuts along dimension 0, so a chunk is a range of the flat tensor; a
+replicated tensor is one chunk, stored once.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from mmldlm.checkpoints.formats.adam_state import MOMENTS
-from mmldlm.checkpoints.formats.deepspeed.files import join_some, numel
-from mmldlm.checkpoints.formats.detect import METADATA
-from mmldlm.checkpoints.formats.dtypes import DTYPES
+from mmldlm.checkpoints.formats.dcp.zip_directory import read_directory
+from mmldlm.checkpoints.formats.dtypes import DTYPES, numel
 from mmldlm.checkpoints.formats.torch_save.reader import (
     MAX_PICKLE_BYTES,
     TorchFile,
@@ -32,9 +30,11 @@ from mmldlm.checkpoints.formats.torch_save.unpickler import (
     read_pickle,
 )
 from mmldlm.checkpoints.formats.weight_source import FileRange, TensorInfo, WeightSource
+from mmldlm.checkpoints.layout import DCP_METADATA, MOMENTS, TRAINABLE_FILE
 from mmldlm.errors import UserError
+from mmldlm.utils.formatting import join_some
 
-TRAINABLE = "trainable.json"
+_NEAR_BYTES = 4096  # head and tail of an item, which hold all descriptions of a small one
 _MODEL = "model."
 _OPTIMIZER = ("optim.", "optimizer.", "optimizers.")
 
@@ -53,16 +53,58 @@ class DcpFile:
             self.fd = -1
 
 
-class DcpItem:
-    """One chunk: opened only when it is read, because a rank needs few of a large checkpoint's chunks.
+class _ItemFile(TorchFile):
+    """The zip of one chunk inside a .distcp file.
 
-    Offers what a weights.Part needs of a TorchFile. `ref` is what .metadata says of the tensor; the item must agree.
+    Its head and tail are read once: a file holds hundreds of small items, and system calls would dominate.
     """
 
-    def __init__(self, file: DcpFile, offset: int, length: int, ref: TensorRef, what: str, is_ranged: bool):
+    def __init__(self, file: DcpFile, offset: int, length: int, random_access: bool):
+        self._near: list[tuple[int, bytes]] = []  # (first byte, bytes)
+        super().__init__(file.path, random_access, file.fd, (offset, length))
+
+    def _read_directory(self):
+        self._near.append((0, self._pread(0, min(_NEAR_BYTES, self.file_size))))
+        return read_directory(self.file_size, self._pread)
+
+    def load(self) -> Any:
+        try:
+            return super().load()
+        finally:
+            self._near = []
+
+    def _pread(self, position: int, count: int) -> bytes:
+        data = self._find_near(position, count)
+        if data is None:
+            data = super()._pread(position, count)
+            if position and count >= _NEAR_BYTES:
+                self._near.append((position, data))
+        return data
+
+    def _pread_into(self, view: memoryview, position: int) -> None:
+        data = self._find_near(position, len(view)) if self._near else None
+        if data is None:
+            super()._pread_into(view, position)
+        else:
+            view[:] = data
+
+    def _find_near(self, position: int, count: int) -> bytes | None:
+        for start, data in self._near:
+            if start <= position and position + count <= start + len(data):
+                return data[position - start : position - start + count]
+        return None
+
+
+class DcpItem:
+    """One chunk, opened when it is read first: a rank needs few chunks of a large checkpoint.
+
+    Implements TensorFile. `ref` is the tensor's description in .metadata, which the item must match.
+    """
+
+    def __init__(self, file: DcpFile, offset: int, length: int, ref: TensorRef, what: str, random_access: bool):
         self.path = file.path
         self._file, self._offset, self._length = file, offset, length
-        self._what, self._is_ranged = what, is_ranged
+        self._what, self._random_access = what, random_access
         self.ref = ref
         self._zip: TorchFile | None = None
         self._stored = ref
@@ -74,13 +116,12 @@ class DcpItem:
 
     def _opened(self) -> TorchFile:
         if self._zip is None:
-            window = (self._offset, self._length)
-            item = TorchFile(self.path, self._is_ranged, window, self._file.fd)
+            item = _ItemFile(self._file, self._offset, self._length, self._random_access)
             stored = item.load()
             if not isinstance(stored, TensorRef) or (stored.dtype, stored.shape) != (self.ref.dtype, self.ref.shape):
                 found = f"{stored.dtype} {stored.shape}" if isinstance(stored, TensorRef) else type(stored).__name__
                 expected = f"{self.ref.dtype} {self.ref.shape}"
-                raise corrupt_file_error(self.path, f"{found} for a part of {self._what}, {METADATA} says {expected}")
+                raise corrupt_file_error(self.path, f"{found} for a part of {self._what}, {expected} in {DCP_METADATA}")
             item.check_ref(stored, self._what)
             if not stored.is_contiguous:
                 raise UserError(
@@ -92,45 +133,48 @@ class DcpItem:
         return self._zip
 
     def position_of(self, ref: TensorRef, start: int = 0) -> int:
-        """Where element `start` lies, nearly: good enough to read in one sweep without opening."""
+        """Return the approximate position of element `start`, to sort reads without opening the item."""
         return self._offset + start * DTYPES[ref.dtype].itemsize
 
     def read_elements_into(self, ref: TensorRef, start: int, view: memoryview) -> int | None:
         item = self._open()
         return item.read_elements_into(self._stored, start, view)
 
+    def read_strided(self, ref: TensorRef, what: str):
+        raise AssertionError("chunks are contiguous")
+
     def check_ref_crc(self, ref: TensorRef) -> None:
         self._open().check_ref_crc(self._stored)
 
-    def check_touched(self) -> None:
+    def verify_read_records(self) -> None:
         if self._zip is not None:
-            self._zip.check_touched()
+            self._zip.verify_read_records()
 
     def close(self) -> None:
         self._file.close()
 
 
 class DcpCheckpoint(WeightSource):
-    """A DCP folder opened for reading; see WeightSource.
+    """An opened DCP folder; see WeightSource.
 
-    Of {"model": ..., "optim": {"exp_avg": ..., "exp_avg_sq": ...}}, as mmldlm saves it, the model's names are given
-    without their prefix. Which weights were trained stands in `trainable.json` beside: {"trainable": [names]}, and
-    optionally "buffers": [names] and "aliases": {second name: name}.
+    mmldlm saves {"model": ..., "optim": {"exp_avg": ..., "exp_avg_sq": ...}}; the model's names lose that prefix.
+    `trainable.json` next to it lists the trained weights: {"trainable": [names]}, and optionally "buffers": [names]
+    and "aliases": {second name: name}.
     """
 
     engine = "fsdp"
 
     @classmethod
     def open(
-        cls, path: Path | str, allow_nonfinite: bool = False, with_moments: bool = False, is_ranged: bool = False
+        cls, path: Path | str, allow_nonfinite: bool = False, with_moments: bool = False, random_access: bool = False
     ) -> DcpCheckpoint:
-        """Opens a folder with a .metadata file.
+        """Open a folder with a .metadata file.
 
         Raises:
-            UserError: missing or cut files, a hostile or unknown .metadata, tensors that were cut along another
-                dimension than the first, compressed ones, chunks that do not cover a tensor exactly.
+            UserError: missing or truncated files, a hostile or unknown .metadata, compressed tensors, tensors cut along
+                another dimension than the first, chunks that do not cover a tensor exactly.
         """
-        source = cls(Path(path), allow_nonfinite, is_ranged)
+        source = cls(Path(path), allow_nonfinite, random_access)
         source._distcp: dict[str, DcpFile] = {}
         try:
             source._read(with_moments)
@@ -145,51 +189,52 @@ class DcpCheckpoint(WeightSource):
             file.close()
 
     def _read(self, with_moments: bool) -> None:
-        metadata = read_metadata(self.path / METADATA)
+        metadata = read_metadata(self.path / DCP_METADATA)
         tensors = metadata["state_dict_metadata"]
-        places = _places(self.path / METADATA, metadata["storage_data"])
+        places = _places(self.path / DCP_METADATA, metadata["storage_data"])
         self._open_files(places)
         names = [name for name, entry in tensors.items() if _kind_of(entry) == "TensorStorageMetadata"]
         of_model = [name for name in names if not name.startswith(_OPTIMIZER)]
         prefix = _MODEL if of_model and all(name.startswith(_MODEL) for name in of_model) else ""
         others = len(tensors) - len(names)
         if others:
-            self.notes.append(f"{others} entries of {METADATA} are no tensors and were left out")
+            self.notes.append(f"{others} entries of {DCP_METADATA} are not tensors and were left out")
         for name in of_model:
             dtype, shape, parts = self._tensor(name, tensors[name], places)
             bare = name.removeprefix(prefix)
             self.tensors[bare] = TensorInfo(bare, dtype, shape, "parameter")
-            self._parts[bare] = parts
-        facts = _read_trainable(self.path)
-        if facts is None:
+            self.parts[bare] = parts
+        names_file = _read_trainable(self.path)
+        if names_file is None:
             if with_moments:
-                found = f"no {TRAINABLE} that names them"
+                found = f"no {TRAINABLE_FILE} that names them"
                 fix = "resume from a checkpoint that mmldlm saved, or take the weights alone with training.init_from"
                 raise UserError(f"the trained parameters of the checkpoint in {self.path}", found, fix)
         else:
-            self._sort(facts)
+            self._set_kinds(names_file)
         if with_moments:
             self._read_moments(names, tensors, places)
         self.files.sort(key=lambda item: (item.path.name, item._offset))
 
     def _open_files(self, places: dict) -> None:
-        """Every file must hold all that .metadata puts into it, also what nobody will read."""
+        """Open every file; each must be as long as .metadata requires, also where it will not be read."""
         ends: dict[str, int] = {}
         for relative, offset, length in places.values():
             ends[relative] = max(ends.get(relative, 0), offset + length)
         for relative, end in ends.items():
             file = self._distcp[relative] = DcpFile(self.path / relative)
             if file.size < end:
-                raise corrupt_file_error(file.path, f"it ends at byte {file.size}, its last part at {end}: cut off")
+                raise corrupt_file_error(file.path, f"it ends at byte {file.size}, its last part at {end}: truncated")
 
-    def _sort(self, facts: dict[str, Any]) -> None:
-        path = self.path / TRAINABLE
-        trained, buffers, aliases = facts["trainable"], facts.get("buffers", []), facts.get("aliases", {})
+    def _set_kinds(self, names_file: dict[str, Any]) -> None:
+        path = self.path / TRAINABLE_FILE
+        trained, buffers = names_file["trainable"], names_file.get("buffers", [])
+        aliases = names_file.get("aliases", {})
         unknown = [name for name in [*trained, *buffers, *aliases, *aliases.values()] if name not in self.tensors]
         if unknown:
-            raise corrupt_file_error(path, f"it names {join_some(unknown)}, which {METADATA} does not have")
-        self.set_kinds(set(trained), set(buffers))
-        self.mark_aliases(aliases, path)
+            raise corrupt_file_error(path, f"names that {DCP_METADATA} does not have: {join_some(unknown)}")
+        self.classify(set(trained), set(buffers))
+        self.mark_tied(aliases, path)
 
     def _read_moments(self, names: list[str], tensors: dict, places: dict) -> None:
         stepped = [name for name in names if name.startswith(tuple(f"optim.{key}." for key in MOMENTS))]
@@ -201,15 +246,19 @@ class DcpCheckpoint(WeightSource):
             for key in MOMENTS:
                 full = f"optim.{key}.{name}"
                 if full not in tensors:
-                    raise corrupt_file_error(self.path / METADATA, f"no {full}, while other weights have their moments")
+                    raise corrupt_file_error(
+                        self.path / DCP_METADATA, f"no {full}, while other weights have their moments"
+                    )
                 _, shape, parts = self._tensor(full, tensors[full], places)
                 if shape != info.shape:
-                    raise corrupt_file_error(self.path / METADATA, f"{full} has shape {shape}, the weight {info.shape}")
+                    raise corrupt_file_error(
+                        self.path / DCP_METADATA, f"{full} has shape {shape}, the weight {info.shape}"
+                    )
                 self.moments.setdefault(key, {})[name] = parts
 
     def _tensor(self, name: str, entry: Any, places: dict) -> tuple[str, tuple[int, ...], list[FileRange]]:
-        """dtype, shape and parts of one tensor, its chunks checked to follow each other without gap or overlap."""
-        path = self.path / METADATA
+        """Return dtype, shape and parts of one tensor, whose chunks must follow each other without gap or overlap."""
+        path = self.path / DCP_METADATA
         dtype, shape, chunks = _description(path, name, entry)
         parts, row = [], 0
         for offsets, sizes in sorted(chunks):
@@ -222,22 +271,22 @@ class DcpCheckpoint(WeightSource):
                     "save without tensor parallelism",
                 )
             if shape and offsets[0] != row:
-                raise corrupt_file_error(path, f"rows of {name} {shape} from {row} on are in no chunk, or in two")
+                raise corrupt_file_error(path, f"rows of {name} {shape} from {row} on in no chunk, or in two")
             row += sizes[0] if shape else 1
             parts.append(self._part(name, dtype, sizes, places.get((name, offsets))))
         if sum(part.count for part in parts) != numel(shape):
             raise corrupt_file_error(
-                path, f"the chunks of {name} {shape} hold {sum(part.count for part in parts)} elements"
+                path, f"chunks of {name} {shape} with {sum(part.count for part in parts)} elements"
             )
         return dtype, shape, parts
 
     def _part(self, name: str, dtype: str, sizes: tuple[int, ...], place: tuple[str, int, int] | None) -> FileRange:
         if place is None:
-            raise corrupt_file_error(self.path / METADATA, f"it does not say in which file a chunk of {name} lies")
+            raise corrupt_file_error(self.path / DCP_METADATA, f"no file for a chunk of {name}")
         relative, offset, length = place
         file = self._distcp[relative]
         ref = TensorRef(dtype, sizes, _row_major(sizes), "", 0, numel(sizes))
-        item = DcpItem(file, offset, length, ref, name, self.is_ranged)
+        item = DcpItem(file, offset, length, ref, name, self.random_access)
         self.files.append(item)
         return FileRange(item, ref, 0, ref.numel)
 
@@ -246,10 +295,10 @@ class DcpCheckpoint(WeightSource):
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """The fields of a .metadata file.
+    """Return the fields of a .metadata file.
 
     Raises:
-        UserError: damaged, of an unknown form, or asking for code to be run; nothing was executed.
+        UserError: damaged, of an unknown form, or naming code; nothing was executed.
     """
     if path.stat().st_size > MAX_PICKLE_BYTES:
         raise corrupt_file_error(path, f"{path.stat().st_size} bytes, far too long for a description of tensors")
@@ -257,15 +306,15 @@ def read_metadata(path: Path) -> dict[str, Any]:
         value = read_pickle(path.read_bytes())
     except RefusedPickle as error:
         raise UserError(
-            f"{path} to describe tensors only", f"{error}; nothing was executed", "use a checkpoint you trust"
+            f"only descriptions of tensors in {path}", f"{error}; nothing was executed", "use a checkpoint you trust"
         ) from error
     fields = value.state if isinstance(value, OpaqueObject) and _kind_of(value) == "Metadata" else None
     if not isinstance(fields, dict) or not all(
         isinstance(fields.get(key), dict) for key in ("state_dict_metadata", "storage_data")
     ):
-        raise corrupt_file_error(path, "no Metadata of torch.distributed.checkpoint")
+        raise corrupt_file_error(path, "something other than the Metadata of torch.distributed.checkpoint")
     if not all(isinstance(name, str) for name in fields["state_dict_metadata"]):
-        raise corrupt_file_error(path, "names that are no text")
+        raise corrupt_file_error(path, "names that are not text")
     return fields
 
 
@@ -275,18 +324,18 @@ def _kind_of(value: Any) -> str:
 
 def _fields(path: Path, value: Any, kind: str) -> dict[str, Any]:
     if _kind_of(value) != kind or not isinstance(value.state, dict):
-        raise corrupt_file_error(path, f"{str(value)[:80]} where a {kind} should stand")
+        raise corrupt_file_error(path, f"{str(value)[:80]} instead of a {kind}")
     return value.state
 
 
 def _sizes(path: Path, value: Any) -> tuple[int, ...]:
     if not isinstance(value, tuple) or not all(type(size) is int and size >= 0 for size in value):
-        raise corrupt_file_error(path, f"{str(value)[:80]} where sizes should stand")
+        raise corrupt_file_error(path, f"{str(value)[:80]} instead of sizes")
     return value
 
 
 def _description(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], list[tuple[tuple, tuple]]]:
-    """dtype, shape and [(offsets, sizes)] of a tensor."""
+    """Return dtype, shape and [(offsets, sizes)] of a tensor."""
     fields = _fields(path, entry, "TensorStorageMetadata")
     properties = fields.get("properties")
     # TensorProperties pickles itself as the tuple (dtype, layout, requires_grad, memory format, pinned).
@@ -295,49 +344,51 @@ def _description(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...
     chunks = fields.get("chunks")
     if dtype is None or not isinstance(chunks, list):
         raise corrupt_file_error(path, f"no dtype or no chunks of {name}")
-    cut = []
+    offsets_and_sizes = []
     for chunk in chunks:
-        held = _fields(path, chunk, "ChunkStorageMetadata")
-        cut.append((_sizes(path, held.get("offsets")), _sizes(path, held.get("sizes"))))
-    return dtype, _sizes(path, fields.get("size")), cut
+        entry = _fields(path, chunk, "ChunkStorageMetadata")
+        offsets_and_sizes.append((_sizes(path, entry.get("offsets")), _sizes(path, entry.get("sizes"))))
+    return dtype, _sizes(path, fields.get("size")), offsets_and_sizes
 
 
 def _places(path: Path, storage: dict) -> dict[tuple[str, tuple[int, ...]], tuple[str, int, int]]:
-    """(name, offsets) -> (file, first byte, number of bytes)."""
+    """Return (name, offsets) -> (file, first byte, number of bytes)."""
     places: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]] = {}
     inside: set[str] = set()
     for index, info in storage.items():
-        key, held = _fields(path, index, "MetadataIndex"), _fields(path, info, "_StorageInfo")
+        key, location = _fields(path, index, "MetadataIndex"), _fields(path, info, "_StorageInfo")
         name, offsets = key.get("fqn"), key.get("offset")
-        relative, offset, length = held.get("relative_path"), held.get("offset"), held.get("length")
-        if offsets is None:  # an object that is no tensor
+        relative, offset, length = location.get("relative_path"), location.get("offset"), location.get("length")
+        if offsets is None:  # an object other than a tensor
             continue
-        if held.get("transform_descriptors"):
-            found = f"{name} written through {held['transform_descriptors']}"
-            raise UserError(f"chunks as they are in {path.parent}", found, "save without compression")
+        if location.get("transform_descriptors"):
+            found = f"{name} written through {location['transform_descriptors']}"
+            raise UserError(f"uncompressed chunks in {path.parent}", found, "save without compression")
         if relative not in inside:
             is_inside = isinstance(relative, str) and relative and not Path(relative).is_absolute()
             if not is_inside or ".." in Path(relative).parts:
-                raise corrupt_file_error(path, f"{name} lies in a file {str(relative)[:80]!r} outside the checkpoint")
+                raise corrupt_file_error(path, f"{name} in a file {str(relative)[:80]!r} outside the checkpoint")
             inside.add(relative)
         if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
-            raise corrupt_file_error(path, f"{name} lies at bytes {offset!r} + {length!r} of {relative}")
+            raise corrupt_file_error(path, f"{name} at bytes {offset!r} + {length!r} of {relative}")
         places[name, _sizes(path, offsets)] = (relative, offset, length)
     return places
 
 
 def _read_trainable(folder: Path) -> dict[str, Any] | None:
-    path = folder / TRAINABLE
+    path = folder / TRAINABLE_FILE
     if not path.is_file():
         return None
     try:
-        facts = json.loads(path.read_text())
-        lists = [facts["trainable"], facts.get("buffers", []), list(facts.get("aliases", {}).values())]
+        content = json.loads(path.read_text())
+        lists = [content["trainable"], content.get("buffers", []), list(content.get("aliases", {}).values())]
         if not all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in lists):
-            raise ValueError("names that are no text")
+            raise ValueError("names that are not text")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise corrupt_file_error(path, f"no JSON object with a list `trainable` ({error!r})") from error
-    return facts
+        raise corrupt_file_error(
+            path, f"something other than a JSON object with a list `trainable` ({error!r})"
+        ) from error
+    return content
 
 
 def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
-"""A torch.distributed.checkpoint folder of any world size, as FSDP2 and mmldlm's fsdp engine save it.
+"""Write a torch.distributed.checkpoint folder of any world size, as FSDP2 and mmldlm's fsdp engine save it.
 
-Layout: see dcp_reader. Weights are cut along their first dimension, buffers stand whole in rank 0's file, and a tied
-weight's second name points at the bytes of the first.
+Layout: see reader. Weights are cut along their first dimension, buffers are stored in rank 0's file, and a tied
+weight's second name points to the bytes of the first.
 """
 
 from __future__ import annotations
@@ -11,26 +11,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mmldlm.checkpoints.formats.adam_state import MOMENTS
-from mmldlm.checkpoints.formats.dcp.reader import TRAINABLE
-from mmldlm.checkpoints.formats.deepspeed.files import numel
-from mmldlm.checkpoints.formats.detect import METADATA
+from mmldlm.checkpoints.formats.dtypes import numel
 from mmldlm.checkpoints.formats.optimizer_metadata import COPIED_KEYS, PLAIN_SCALER, OptimizerMetadata, plain_scaler
 from mmldlm.checkpoints.formats.torch_save.pickler import GlobalRef, ObjectSpec, PickleWriter, TensorSpec, TorchSize
 from mmldlm.checkpoints.formats.torch_save.writer import TorchFileLayout, TorchFileWriter
 from mmldlm.checkpoints.formats.weight_source import TensorInfo, WeightSource
 from mmldlm.checkpoints.formats.write_plan import WEIGHT, WritePlan, WriteSegment
+from mmldlm.checkpoints.layout import DCP_METADATA, MOMENTS, TRAINABLE_FILE
 
 _DCP = "torch.distributed.checkpoint.metadata"
 
 
 def plan_dcp(
-    source: WeightSource, facts: OptimizerMetadata | None, world_size: int, folder: Path
+    source: WeightSource, optimizer: OptimizerMetadata | None, world_size: int, folder: Path
 ) -> tuple[WritePlan, bytes]:
-    """The plan (sweep) of the ranks' files in `folder`, and the bytes of its .metadata.
+    """Return the plan of the ranks' files in `folder`, and the bytes of its .metadata.
 
     Args:
-        facts: None where nobody knows what was trained: the weights alone are written.
+        optimizer: None to write the weights alone, if the source does not record what was trained.
     """
     items: list[list[tuple[str, str, TensorSpec, int, tuple[int, ...]]]] = [[] for _ in range(world_size)]
     described: dict[str, tuple[str, tuple[int, ...], list[tuple]]] = {}
@@ -38,7 +36,7 @@ def plan_dcp(
         if info.alias_of:
             continue
         for what in (WEIGHT, *MOMENTS):
-            if what == WEIGHT or (facts is not None and name in source.moments.get(what, {})):
+            if what == WEIGHT or (optimizer is not None and name in source.moments.get(what, {})):
                 dtype = info.dtype if what == WEIGHT else "float32"
                 chunks = list(_chunks(info, world_size))
                 described[_key(name, what)] = (dtype, info.shape, [(offsets, sizes) for _, offsets, sizes in chunks])
@@ -53,7 +51,7 @@ def plan_dcp(
         plan.files.append(file)
         for (name, what, tensor, _, offsets), layout, base in zip(held, layouts, file.bases):
             start = offsets[0] * numel(source.tensors[name].shape[1:]) if offsets else 0
-            plan.send(name, what, [WriteSegment(file, tensor, 0, start, tensor.numel)])
+            plan.add(name, what, [WriteSegment(file, tensor, 0, start, tensor.numel)])
             places[_key(name, what), offsets] = (file.path.name, base, layout.size)
     for name, info in source.tensors.items():
         if info.alias_of:
@@ -63,26 +61,28 @@ def plan_dcp(
     return plan, _metadata(described, places)
 
 
-def write_descriptions(source: WeightSource, facts: OptimizerMetadata | None, metadata: bytes, folder: Path) -> None:
-    """.metadata, whose presence makes the folder a checkpoint, and trainable.json."""
-    if facts is not None:
-        (folder / TRAINABLE).write_text(json.dumps(trainable_names(source, facts)) + "\n")
-    (folder / METADATA).write_bytes(metadata)
+def write_descriptions(
+    source: WeightSource, optimizer: OptimizerMetadata | None, metadata: bytes, folder: Path
+) -> None:
+    """Write trainable.json, then .metadata, whose presence makes the folder a checkpoint."""
+    if optimizer is not None:
+        (folder / TRAINABLE_FILE).write_text(json.dumps(trainable_names(source, optimizer)) + "\n")
+    (folder / DCP_METADATA).write_bytes(metadata)
 
 
-def trainable_names(source: WeightSource, facts: OptimizerMetadata) -> dict[str, Any]:
-    """trainable.json: what DCP itself does not say, and what DeepSpeed would want to know again."""
+def trainable_names(source: WeightSource, optimizer: OptimizerMetadata) -> dict[str, Any]:
+    """Return the content of trainable.json: what DCP does not record, and what DeepSpeed needs."""
     kinds = {kind: [name for name, info in source.tensors.items() if info.kind == kind] for kind in ("buffer", "alias")}
     return {
-        "trainable": [name for group in facts.groups for name in group.names],
+        "trainable": [name for group in optimizer.groups for name in group.names],
         "buffers": kinds["buffer"],
         "aliases": {name: source.tensors[name].alias_of for name in kinds["alias"]},
-        "groups": [{"names": group.names, "settings": group.settings} for group in facts.groups],
-        "steps": facts.steps,
-        "compute_dtype": facts.compute_dtype,
+        "groups": [{"names": group.names, "settings": group.settings} for group in optimizer.groups],
+        "steps": optimizer.steps,
+        "compute_dtype": optimizer.compute_dtype,
         "deepspeed": {
-            **{key: facts.optimizer[key] for key in COPIED_KEYS if key in facts.optimizer},
-            PLAIN_SCALER: plain_scaler(facts.optimizer["loss_scaler"]),
+            **{key: optimizer.optimizer[key] for key in COPIED_KEYS if key in optimizer.optimizer},
+            PLAIN_SCALER: plain_scaler(optimizer.optimizer["loss_scaler"]),
         },
     }
 
@@ -92,13 +92,13 @@ def _key(name: str, what: str) -> str:
 
 
 def _path(key: str) -> tuple[str, ...]:
-    """Where a flat name stands in the nested dict that was saved."""
+    """Return the path of a flat name in the nested dict that was saved."""
     first, _, rest = key.partition(".")
     return (first, rest) if first == "model" else (first, *rest.split(".", 1))
 
 
 def _chunks(info: TensorInfo, world: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """(rank, offsets, sizes) of the pieces of a tensor that hold anything, as torch.chunk cuts its rows."""
+    """Yield (rank, offsets, sizes) of the non-empty chunks of a tensor, whose rows are cut as by torch.chunk."""
     if info.kind == "buffer" or not info.shape or not info.numel:
         yield 0, (0,) * len(info.shape), info.shape
         return
@@ -145,7 +145,7 @@ def _metadata(described: dict[str, tuple[str, tuple[int, ...], list[tuple]]], pl
 
 
 class _Frozen(dict):
-    """A dict that may stand in a key of another one; it is not changed any more."""
+    """A dict used as a key; it must not change."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return id(self)

@@ -1,4 +1,4 @@
-"""The files of a DeepSpeed checkpoint and the fields of the dicts in them, each checked before anything leans on it."""
+"""The files of a DeepSpeed checkpoint and the fields of the dicts in them, all validated."""
 
 from __future__ import annotations
 
@@ -7,53 +7,25 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.checkpoints.formats.dtypes import DTYPES
-from mmldlm.checkpoints.formats.torch_save.reader import TorchFile, corrupt_file_error
+from mmldlm.checkpoints.formats.torch_save.reader import SAME_SAVE_HINT, TorchFile, corrupt_file_error
 from mmldlm.checkpoints.formats.torch_save.unpickler import OpaqueObject, TensorRef
 from mmldlm.errors import UserError
+from mmldlm.utils.formatting import join_some
 
 _OPTIM = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _MODEL3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _OTHER_FRAMEWORKS = re.compile(r"(layer_\d+.*|.*expert_\d+.*)[_-](model|optim)_states\.pt")
-SAME_SAVE_HINT = "restore all files from one and the same save"
-
-
-def is_zero_folder(folder: Path) -> bool:
-    """Whether files of a DeepSpeed checkpoint lie directly in `folder`."""
-    return folder.is_dir() and any(folder.glob("*_states.pt"))
-
-
-def find_zero_folder(path: Path) -> Path | None:
-    """The folder with the *_states.pt files for an engine, tag or step folder; None if there is none.
-
-    Raises UserError for a `latest` file that names a tag which is not there.
-    """
-    if is_zero_folder(path):
-        return path
-    latest = path / "latest"
-    if latest.is_file():
-        tag = latest.read_text(errors="replace").strip()
-        if not tag or "/" in tag or tag in (".", ".."):
-            return None
-        if not is_zero_folder(path / tag):
-            raise UserError(
-                f"the checkpoint {tag!r} that {latest} names",
-                "no *_states.pt files there",
-                f"give the folder of the checkpoint itself, one of those in {path}",
-            )
-        return path / tag
-    # The last two are as `mmldlm convert --to universal` leaves them.
-    for name in ("zero", "engine", "engine/zero", "universal", "engine/universal"):
-        candidate = path / name
-        if is_zero_folder(candidate):
-            return candidate
-    return None
 
 
 def list_files(folder: Path) -> tuple[dict[int, Path], dict[int, Path], dict[int, Path]]:
-    """rank -> optimizer file, {0: model file of ZeRO-0/1/2}, rank -> model file of ZeRO-3.
+    """List a checkpoint's files.
 
-    Raises UserError for tensor, pipeline and expert parallel layouts, for files of two saves, and for no model file.
+    Returns:
+        rank -> optimizer file; {0: model file of ZeRO-0, 1 or 2}; rank -> model file of ZeRO-3.
+
+    Raises:
+        UserError: tensor, pipeline or expert parallelism, files of two saves, or no model file.
     """
     optim: dict[int, Path] = {}
     model: dict[int, Path] = {}
@@ -61,11 +33,11 @@ def list_files(folder: Path) -> tuple[dict[int, Path], dict[int, Path], dict[int
     for path in sorted(folder.glob("*_states.pt")):
         name = path.name
         if found := _OPTIM.fullmatch(name):
-            rank, mp, into = int(found[2]), int(found[3]), optim
+            rank, mp, table = int(found[2]), int(found[3]), optim
         elif found := _MODEL3.fullmatch(name):
-            rank, mp, into = int(found[1]), int(found[2]), model3
+            rank, mp, table = int(found[1]), int(found[2]), model3
         elif found := _MODEL.fullmatch(name):
-            rank, mp, into = 0, int(found[1]), model
+            rank, mp, table = 0, int(found[1]), model
         else:
             kind = "pipeline or expert parallel" if _OTHER_FRAMEWORKS.fullmatch(name) else "unknown"
             fix = "convert such checkpoints with DeepSpeed's own tools"
@@ -73,25 +45,30 @@ def list_files(folder: Path) -> tuple[dict[int, Path], dict[int, Path], dict[int
         if mp != 0:
             fix = "merge the tensor-parallel parts with the tool that made them"
             raise UserError(f"a checkpoint without tensor parallelism in {folder}", f"{name} (mp_rank {mp})", fix)
-        if rank in into:
-            found_two = f"a second file of rank {rank}, beside {into[rank].name}"
+        if rank in table:
+            found_two = f"a second file of rank {rank}, next to {table[rank].name}"
             raise corrupt_file_error(path, found_two, "remove the one that belongs to another save")
-        into[rank] = path
+        table[rank] = path
     if model and model3:
-        beside = f"model files of ZeRO-3 ({model3[min(model3)].name}) beside one of another stage"
-        raise corrupt_file_error(model[0], beside, "remove the files of the other checkpoint")
+        found_two = f"model files of ZeRO-3 ({model3[min(model3)].name}) next to one of another stage"
+        raise corrupt_file_error(model[0], found_two, "remove the files of the other checkpoint")
     if not model and not model3:
-        raise missing(folder, "mp_rank_00_model_states.pt or zero_pp_rank_*_model_states.pt", "neither")
+        raise missing_file_error(folder, "mp_rank_00_model_states.pt or zero_pp_rank_*_model_states.pt", "neither")
     return optim, model, model3
 
 
-def missing(folder: Path, expected: str, found: str) -> UserError:
+def missing_file_error(folder: Path, expected: str, found: str) -> UserError:
+    """Return the error for an incomplete checkpoint."""
     return UserError(f"{expected} in {folder}", found, "copy the checkpoint again with all of its files")
 
 
-def open_named(path: Path, is_ranged: bool = False) -> TorchFile:
-    """Opens a rank's file and refuses one that was renamed since it was saved."""
-    file = TorchFile(path, is_ranged)
+def open_named(path: Path, random_access: bool = False) -> TorchFile:
+    """Open a rank's file.
+
+    Raises:
+        UserError: it was renamed since it was saved.
+    """
+    file = TorchFile(path, random_access)
     # torch names the zip's top folder after the file; writers that go through a buffer say "archive".
     if file.top not in (path.stem, "archive"):
         file.close()
@@ -101,43 +78,43 @@ def open_named(path: Path, is_ranged: bool = False) -> TorchFile:
 
 
 def check_ranks(folder: Path, files: dict[int, Path], world_size: int, what: str) -> None:
-    """Exactly one file for each rank."""
-    wanted = set(range(world_size))
-    absent, extra = sorted(wanted - set(files)), sorted(set(files) - wanted)
+    """Check that there is exactly one file per rank.
+
+    Raises:
+        UserError: a missing or surplus file.
+    """
+    ranks = set(range(world_size))
+    absent, extra = sorted(ranks - set(files)), sorted(set(files) - ranks)
     if absent:
-        raise missing(folder, f"{world_size} {what} files, one for each rank", f"none for rank(s) {join_some(absent)}")
+        raise missing_file_error(
+            folder, f"{world_size} {what} files, one per rank", f"none for rank(s) {join_some(absent)}"
+        )
     if extra:
         found = f"a file of rank {extra[0]}, but the checkpoint is of {world_size} ranks (dp_world_size)"
-        raise corrupt_file_error(files[extra[0]], found, "remove the files that an older run of more ranks left behind")
+        raise corrupt_file_error(files[extra[0]], found, "remove the files of an older run with more ranks")
 
 
 # -- fields ---------------------------------------------------------------------------------------------------------
 
 
-def load_dict(file: TorchFile) -> dict:
-    state = file.load()
-    if not isinstance(state, dict):
-        raise corrupt_file_error(file.path, f"a {type(state).__name__} where DeepSpeed saves a dict")
-    return state
-
-
 def inner_optimizer(file: TorchFile) -> dict:
-    """The optimizer's state in an optim_states file."""
-    inner = load_dict(file).get("optimizer_state_dict")
+    """Return the optimizer's state in an optim_states file."""
+    inner = file.load_dict().get("optimizer_state_dict")
     if not isinstance(inner, dict):
-        raise corrupt_file_error(file.path, "no optimizer_state_dict in it: no optimizer file of ZeRO")
+        raise corrupt_file_error(file.path, "no optimizer_state_dict in it: not an optimizer file of ZeRO")
     return inner
 
 
 def count_of(file: TorchFile, state: dict, key: str) -> int:
+    """Return an entry that must be a non-negative int."""
     value = state.get(key)
     if type(value) is not int or value < 0:
-        raise corrupt_file_error(file.path, f"{key} = {value!r} where a count should stand")
+        raise corrupt_file_error(file.path, f"{key} = {value!r} instead of a count")
     return value
 
 
 def configured_stage(state: dict) -> int:
-    """zero_optimization.stage of the DeepSpeed config in a model_states file."""
+    """Return zero_optimization.stage of the DeepSpeed config in a model_states file."""
     config = state.get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
     stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
@@ -145,18 +122,23 @@ def configured_stage(state: dict) -> int:
 
 
 def saved_stage(file: TorchFile, inner: dict) -> int:
+    """Return the ZeRO stage recorded in an optim_states file."""
     stage: Any = inner.get("zero_stage")
     if isinstance(stage, OpaqueObject) and len(stage.args) == 1:
         stage = stage.args[0]
     if stage is None and "single_partition_of_fp32_groups" in inner:
-        stage = 1  # BF16_Optimizer does not say
+        stage = 1  # BF16_Optimizer does not record it
     if stage not in (1, 2, 3):
         raise corrupt_file_error(file.path, f"zero_stage {stage!r}")
     return int(stage)
 
 
 def check_same_step(files: list[TorchFile], states: list[dict], world_size: int) -> None:
-    """The optimizer's own step counters must agree over the ranks: the only trace of the step in these files."""
+    """Check that the optimizer's step counters agree over the ranks; these files record no other step.
+
+    Raises:
+        UserError: they differ, or the files are of another world size.
+    """
     first = None
     for file, state in zip(files, states):
         steps = [_read_scalar(file, ref) for ref in _step_refs(state)]
@@ -173,14 +155,14 @@ def check_same_step(files: list[TorchFile], states: list[dict], world_size: int)
 
 
 def param_shapes(file: TorchFile, state: dict) -> list[dict[str, tuple[int, ...]]]:
-    """One dict name -> shape for each group, in the order of the flat weights."""
+    """Return one dict name -> shape per group, in the order of the flat weights."""
     groups = state.get("param_shapes")
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise corrupt_file_error(file.path, "no param_shapes in it: the order of the flat weights is unknown")
     for name, shape in ((n, s) for group in groups for n, s in group.items()):
         is_shape = isinstance(shape, tuple) and all(type(size) is int and size >= 0 for size in shape)
         if not isinstance(name, str) or not is_shape:
-            raise corrupt_file_error(file.path, f"param_shapes says {name!r}: {shape!r}")
+            raise corrupt_file_error(file.path, f"param_shapes with {name!r}: {shape!r}")
     names = [name for group in groups for name in group]
     if len(names) != len(set(names)):
         raise corrupt_file_error(file.path, "param_shapes names a parameter twice")
@@ -188,18 +170,17 @@ def param_shapes(file: TorchFile, state: dict) -> list[dict[str, tuple[int, ...]
 
 
 def buffer_names(state: dict) -> set[str]:
+    """Return the names of the buffers in a model_states file."""
     names = state.get("buffer_names")
     return {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
 
 
 def flat_groups(file: TorchFile, inner: dict, key: str, count: int) -> list[TensorRef]:
-    """This rank's flat masters, one for each group."""
+    """Return a rank's flat masters, one per group."""
     flats = inner.get(key)
     if not isinstance(flats, list) or len(flats) != count or not all(isinstance(flat, TensorRef) for flat in flats):
-        found = f"{len(flats)} entries" if isinstance(flats, list) else type(flats).__name__
-        raise corrupt_file_error(
-            file.path, f"{key} should hold {count} flat tensors (one for each group), it has {found}"
-        )
+        count_found = f"{len(flats)} entries" if isinstance(flats, list) else type(flats).__name__
+        raise corrupt_file_error(file.path, f"{count_found} in {key} instead of {count} flat tensors (one per group)")
     for flat in flats:
         file.check_ref(flat, key)
         if not flat.is_contiguous or not DTYPES[flat.dtype].is_float or DTYPES[flat.dtype].itemsize == 1:
@@ -208,7 +189,7 @@ def flat_groups(file: TorchFile, inner: dict, key: str, count: int) -> list[Tens
 
 
 def inner_paddings(file: TorchFile, inner: dict, group: int, count: int) -> list[int]:
-    """Elements of padding after each of a group's `count` parameters (parameter_alignment; 0 almost always)."""
+    """Return the padding after each of a group's `count` parameters, in elements (parameter_alignment; mostly 0)."""
     groups = inner.get("param_alignment_paddings")
     if groups is None:  # DeepSpeed before 0.19.8, and BF16_Optimizer
         return [0] * count
@@ -223,21 +204,8 @@ def inner_paddings(file: TorchFile, inner: dict, group: int, count: int) -> list
     return pads
 
 
-def numel(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
-
-
-def join_some(values: list) -> str:
-    """The first few of many, for a message."""
-    text = ", ".join(str(value) for value in values[:4])
-    return text + (f" and {len(values) - 4} more" if len(values) > 4 else "")
-
-
 def _step_refs(inner: dict) -> list[Any]:
-    """The `step` of every parameter state of the inner optimizer, in a fixed order."""
+    """Return the `step` of every parameter state of the inner optimizer, in a fixed order."""
     states: Any = inner.get("base_optimizer_state", inner.get("optimizer_state_dict"))
     if isinstance(states, dict):
         states = [value for _, value in sorted((states.get("state") or {}).items(), key=lambda item: str(item[0]))]

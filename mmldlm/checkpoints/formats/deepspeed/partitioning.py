@@ -1,4 +1,4 @@
-"""How ZeRO cuts parameters over the ranks: the arithmetic of its flat groups."""
+"""Arithmetic of ZeRO's flat groups: how parameters are partitioned over the ranks."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from mmldlm.checkpoints.formats.weight_source import FileRange
 
 
 def slice_sizes(needed: int, world: int) -> list[list[int]]:
-    """Per rank, the elements of its slice of a flat group with the tail's padding and without it (ZeRO-1 and 2)."""
+    """Return, per rank, the elements of its slice of a flat group with and without the tail padding (ZeRO-1 and 2)."""
     size = -(-needed // (2 * world)) * 2
     return [[size, max(0, min(size, needed - rank * size))] for rank in range(world)]
 
 
 def slice_parts(files: list[TorchFile], flats: list[TensorRef], offset: int, count: int) -> list[FileRange]:
-    """[offset, offset + count) of the concatenation of all ranks' flats (ZeRO-1 and 2)."""
+    """Return [offset, offset + count) of the concatenation of all ranks' flat tensors (ZeRO-1 and 2)."""
     parts = []
     base = 0
     for file, flat in zip(files, flats):
@@ -26,7 +26,7 @@ def slice_parts(files: list[TorchFile], flats: list[TensorRef], offset: int, cou
 
 
 def gather_parts(files: list[TorchFile], flats: list[TensorRef], offset: int, count: int) -> list[FileRange]:
-    """A parameter of `count` elements cut into equal shares that start at `offset` on every rank (ZeRO-3)."""
+    """Return a parameter of `count` elements, cut into equal shares that start at `offset` on every rank (ZeRO-3)."""
     share = -(-count // len(files))
     counts = [max(0, min(share, count - rank * share)) for rank in range(len(files))]
     return [FileRange(file, flat, offset, held) for file, flat, held in zip(files, flats, counts)]

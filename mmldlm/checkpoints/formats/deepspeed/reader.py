@@ -9,7 +9,7 @@ Layouts (DeepSpeed 0.19, deepspeed/runtime/engine.py, zero/stage_1_and_2.py, zer
   is flat on each rank.
 * ZeRO-0: the module, and for 16-bit engines the masters as a list without names.
 
-`param_slice_mappings` is never used: it disagrees with the data under round_robin_gradients.
+`param_slice_mappings` is not used: it disagrees with the data under round_robin_gradients.
 """
 
 from __future__ import annotations
@@ -24,63 +24,61 @@ from mmldlm.checkpoints.formats.adam_state import (
     states_by_index,
 )
 from mmldlm.checkpoints.formats.deepspeed.files import (
-    SAME_SAVE_HINT,
     buffer_names,
     check_ranks,
     check_same_step,
     configured_stage,
     count_of,
-    find_zero_folder,
     flat_groups,
     inner_optimizer,
     inner_paddings,
-    join_some,
     list_files,
-    load_dict,
-    missing,
-    numel,
+    missing_file_error,
     open_named,
     param_shapes,
     saved_stage,
 )
+from mmldlm.checkpoints.formats.deepspeed.format import DeepSpeedFormat
 from mmldlm.checkpoints.formats.deepspeed.partitioning import gather_parts, slice_parts, slice_sizes
 from mmldlm.checkpoints.formats.deepspeed.universal_reader import add_universal, is_universal
 from mmldlm.checkpoints.formats.deepspeed.zero0_masters import match_masters, order_of_masters
-from mmldlm.checkpoints.formats.model_pt.reader import add_plain_tensors, tensors_of
-from mmldlm.checkpoints.formats.torch_save.reader import TorchFile, corrupt_file_error
+from mmldlm.checkpoints.formats.dtypes import numel
+from mmldlm.checkpoints.formats.state_dict import add_tensors, tensors_of
+from mmldlm.checkpoints.formats.torch_save.reader import SAME_SAVE_HINT, TorchFile, corrupt_file_error
 from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
 from mmldlm.checkpoints.formats.weight_source import FileRange, TensorInfo, WeightSource
 from mmldlm.errors import UserError
+from mmldlm.utils.formatting import join_some
 
 
 class ZeroCheckpoint(WeightSource):
-    """A DeepSpeed checkpoint opened for reading; see WeightSource for what it offers."""
+    """An opened DeepSpeed checkpoint; see WeightSource."""
 
     engine = "deepspeed"
     with_moments = False
 
     @classmethod
     def open(
-        cls, path: Path | str, allow_nonfinite: bool = False, with_moments: bool = False, is_ranged: bool = False
+        cls, path: Path | str, allow_nonfinite: bool = False, with_moments: bool = False, random_access: bool = False
     ) -> ZeroCheckpoint:
-        """Opens a folder of *_states.pt files, or one that contains it (`latest`, zero/, engine/zero/).
+        """Open a folder of *_states.pt files, or one that contains it (`latest`, zero/, engine/zero/).
 
         Args:
             with_moments: find AdamW's moments too, and refuse a checkpoint that does not fit AdamW.
-            is_ranged: see torch_file.
+            random_access: see torch_save/reader.
 
         Raises:
-            UserError: missing, extra, renamed, damaged or mismatched files; layouts that are not supported
-                (tensor, pipeline and expert parallel). The message names the file.
+            UserError: missing, extra, renamed, damaged or mismatched files; tensor, pipeline or expert parallelism. It
+                names the file.
         """
-        folder = find_zero_folder(Path(path))
+        folder = DeepSpeedFormat().detect(Path(path))
         if folder is None:
             raise UserError(
                 f"a DeepSpeed checkpoint at {path}",
                 "no *_states.pt files there or under its `latest`",
                 "give the folder that holds the mp_rank_* and zero_pp_rank_* files",
             )
-        source = cls(folder, allow_nonfinite, is_ranged)
+        source = cls(folder, allow_nonfinite, random_access)
         source.with_moments = with_moments
         try:
             source._open_folder()
@@ -92,7 +90,7 @@ class ZeroCheckpoint(WeightSource):
     def _open_folder(self) -> None:
         optim, model, model3 = list_files(self.path)
         model_files = [self._open(path) for _, path in sorted((model3 or model).items())]
-        models = [load_dict(file) for file in model_files]
+        models = [file.load_dict() for file in model_files]
         self.step = count_of(model_files[0], models[0], "global_steps")
         self.world_size = count_of(model_files[0], models[0], "dp_world_size")
         for file, state in zip(model_files[1:], models[1:]):
@@ -108,7 +106,7 @@ class ZeroCheckpoint(WeightSource):
             stage = configured_stage(models[0]) or (3 if model3 else 0)
             if stage != 0:
                 files = f"the {self.world_size} zero_pp_rank_*_optim_states.pt files of ZeRO-{stage}"
-                raise missing(self.path, files, "none")
+                raise missing_file_error(self.path, files, "none")
             self.stage = 0
             self._read_zero0(model_files[0], models[0])
             return
@@ -129,7 +127,7 @@ class ZeroCheckpoint(WeightSource):
             self._read_zero12(model_files[0], models[0], optim_files, inners)
 
     def _read_universal(self, model_files: list[TorchFile], models: list[dict]) -> None:
-        """Masters and moments by name; frozen parameters and buffers are where the source had them."""
+        """Read masters and moments by name, frozen parameters and buffers from the model files."""
         file, state = model_files[0], models[0]
         module = tensors_of(state.get("module"), file.path, "module", self.notes)
         groups = param_shapes(file, state)
@@ -141,62 +139,66 @@ class ZeroCheckpoint(WeightSource):
         kinds = {**dict.fromkeys(plain, "frozen"), **dict.fromkeys(buffer_names(state), "buffer")}
         add_universal(self, groups, self.with_moments)
         shared = state.get("shared_params") or {}
-        add_plain_tensors(self, file, {name: ref for name, ref in plain.items() if name not in shared}, kinds)
+        add_tensors(self, file, {name: ref for name, ref in plain.items() if name not in shared}, kinds)
         self._add_frozen3(model_files, models if self.stage == 3 else [{}])
         self._add_shared3(file, state)
         self._order_like(module)
 
     def _order_like(self, module: dict) -> None:
-        """The model's order, and nothing that is named but nowhere stored."""
+        """Sort the tensors in the model's order.
+
+        Raises:
+            UserError: the module names a tensor that is not stored.
+        """
         unknown = [name for name in module if name not in self.tensors]
         if unknown:
-            found = f"module names {join_some(unknown)}, whose weights are nowhere in the checkpoint"
+            found = f"{join_some(unknown)} named in module, without weights in the checkpoint"
             raise corrupt_file_error(self.files[0].path, found)
         order = [*module, *(name for name in self.tensors if name not in module)]
         self.tensors = {name: self.tensors[name] for name in order}
 
     def _open(self, path: Path) -> TorchFile:
-        file = open_named(path, self.is_ranged)
+        file = open_named(path, self.random_access)
         self.files.append(file)
         return file
 
-    def _mark_aliases(self, file: TorchFile, state: dict) -> None:
-        """Tied weights that were copied apart before they were saved (mmldlm writes a copy while training goes on).
+    def _mark_tied(self, file: TorchFile, state: dict) -> None:
+        """Mark tied weights that were saved twice, as mmldlm does when it saves a copy asynchronously.
 
         DeepSpeed names them from ZeRO-1 on; under ZeRO-0 mmldlm does, in the client state.
         """
         shared = state.get("shared_params") or state.get("aliases")
-        self.mark_aliases(shared if isinstance(shared, dict) else {}, file.path)
+        self.mark_tied(shared if isinstance(shared, dict) else {}, file.path)
 
     def _add_trainable(self, name: str, shape: tuple[int, ...], parts: list[FileRange]) -> None:
         self.tensors[name] = TensorInfo(name, "float32", shape, "trainable")
-        self._parts[name] = [part for part in parts if part.count]
+        self.parts[name] = [part for part in parts if part.count]
 
     # -- ZeRO-0 -----------------------------------------------------------------------------------------------------
 
     def _read_zero0(self, file: TorchFile, state: dict) -> None:
         module = tensors_of(state.get("module"), file.path, "module", self.notes)
-        add_plain_tensors(self, file, module, dict.fromkeys(buffer_names(state), "buffer"))
-        self._mark_aliases(file, state)
+        add_tensors(self, file, module, dict.fromkeys(buffer_names(state), "buffer"))
+        self._mark_tied(file, state)
         optimizer = state.get("optimizer")
         if not isinstance(optimizer, dict):
             return
-        mirrors = {name: parts for name, parts in self._parts.items() if self.tensors[name].kind == "parameter"}
+        mirrors = {name: parts for name, parts in self.parts.items() if self.tensors[name].kind == "parameter"}
         shapes = {name: self.tensors[name].shape for name in mirrors}
         names = state.get("optimizer_param_names")
         masters = match_masters(file, optimizer, names, mirrors, shapes)
         if masters is None and names is None:
-            return  # an fp32 engine: the module is the master; which of it was trained is not told
-        trained = list(masters) if masters is not None else self.owners_of(group_names(file, names), file)
+            return  # an fp32 engine: the module is the master; which of it was trained is not recorded
+        trained = list(masters) if masters is not None else self.resolve_tied(group_names(file, names), file.path)
         for name in mirrors:
             if name not in trained:
-                self.retype(name, "frozen")
+                self.set_kind_and_dtype(name, "frozen")
             elif masters is None:
-                self.retype(name, "trainable")
+                self.set_kind_and_dtype(name, "trainable")
             else:
-                self._mirrors[name] = self._parts[name]
+                self.low_precision_copies[name] = self.parts[name]
                 self._add_trainable(name, shapes[name], [masters[name]])
-        self.retype_aliases()
+        self.update_aliases()
         if self.with_moments:
             in_order = trained if masters is None else order_of_masters(optimizer, masters)
             states = states_by_index(file, optimizer.get("optimizer_state_dict", optimizer), len(trained))
@@ -209,14 +211,14 @@ class ZeroCheckpoint(WeightSource):
         groups = param_shapes(file, state)
         trainable = {name: shape for group in groups for name, shape in group.items()}
         kinds = {**dict.fromkeys(module, "frozen"), **dict.fromkeys(buffer_names(state), "buffer")}
-        # Trainable names first: of two tied names, the one that param_shapes has must own the weights.
+        # Trainable names first: of two tied names, the one in param_shapes must own the weights.
         names = [*(name for name in module if name in trainable), *(name for name in module if name not in trainable)]
-        add_plain_tensors(self, file, {name: module[name] for name in names}, kinds)
-        self._mark_aliases(file, state)
+        add_tensors(self, file, {name: module[name] for name in names}, kinds)
+        self._mark_tied(file, state)
         for name, shape in trainable.items():
-            if name not in self._parts or module[name].shape != shape:
+            if name not in self.parts or module[name].shape != shape:
                 found = module[name].shape if name in module else "nothing of that name"
-                raise corrupt_file_error(file.path, f"param_shapes has {name} {shape}, module has {found}")
+                raise corrupt_file_error(file.path, f"{name} {shape} in param_shapes, {found} in module")
         ranks = list(zip(optim, inners))
         states = self._states(optim, inners, "base_optimizer_state", len(groups))
         all_flats = [flat_groups(f, i, "single_partition_of_fp32_groups", len(groups)) for f, i in ranks]
@@ -229,28 +231,26 @@ class ZeroCheckpoint(WeightSource):
             moments = flat_moments(optim, states, number, sizes) if states else {}
             offset = 0
             for (name, shape), pad in zip(group.items(), pads):
-                self._mirrors[name] = self._parts[name]
+                self.low_precision_copies[name] = self.parts[name]
                 self._add_trainable(name, shape, slice_parts(optim, flats, offset, numel(shape)))
                 for key, flat in moments.items():
                     self.moments.setdefault(key, {})[name] = slice_parts(optim, flat, offset, numel(shape))
                 offset += numel(shape) + pad
-        self.retype_aliases()
+        self.update_aliases()
         self.tensors = {name: self.tensors[name] for name in module}
 
     def _check_slices(self, optim: list[TorchFile], flats: list[TensorRef], needed: int, group: int) -> None:
-        """Every rank must hold its equal slice, the tail stripped or not; sums that fit are not enough."""
+        """Check that every rank holds its equal slice, with or without the tail padding."""
         sizes = slice_sizes(needed, len(flats))
         is_padded = sum(flat.numel for flat in flats) == sum(padded for padded, _ in sizes)
         for rank, (file, flat) in enumerate(zip(optim, flats)):
             expected = sizes[rank][0 if is_padded else 1]
             if flat.numel != expected or flat.dtype != flats[0].dtype:
-                found = (
-                    f"rank {rank} holds {flat.numel} {flat.dtype} elements of group {group}, its slice is {expected}"
-                )
+                found = f"{flat.numel} {flat.dtype} elements of group {group} on rank {rank}, whose slice is {expected}"
                 raise corrupt_file_error(file.path, found, SAME_SAVE_HINT)
 
     def _states(self, optim: list[TorchFile], inners: list[dict], key: str, count: int) -> list[list[dict]]:
-        """The inner optimizers' states on every rank; [] where nobody wants them, or none has stepped."""
+        """Return the inner optimizers' states per rank; [] if not requested, or before the first step."""
         if not self.with_moments:
             return []
         states = [states_by_index(file, inner.get(key), count) for file, inner in zip(optim, inners)]
@@ -267,10 +267,10 @@ class ZeroCheckpoint(WeightSource):
         for other, other_state in zip(model_files[1:], models[1:]):
             if param_shapes(other, other_state) != groups:
                 raise corrupt_file_error(
-                    other.path, f"its param_shapes differ from those in {file.path.name}", SAME_SAVE_HINT
+                    other.path, f"param_shapes that differ from those in {file.path.name}", SAME_SAVE_HINT
                 )
         buffers = {name: ref for name, ref in module.items() if name in buffer_names(state)}
-        add_plain_tensors(self, file, buffers, dict.fromkeys(buffers, "buffer"))
+        add_tensors(self, file, buffers, dict.fromkeys(buffers, "buffer"))
         world = len(optim)
         states = self._states(optim, inners, "optimizer_state_dict", len(groups))
         all_flats = [flat_groups(f, i, "fp32_flat_groups", len(groups)) for f, i in zip(optim, inners)]
@@ -301,7 +301,7 @@ class ZeroCheckpoint(WeightSource):
             for file, held in zip(files, fragments):
                 ref = held.get(name)
                 if not isinstance(ref, TensorRef) or ref.numel != share or not ref.is_contiguous:
-                    found = f"its fragment of frozen {name} is {getattr(ref, 'shape', ref)}, not ({share},)"
+                    found = f"a fragment {getattr(ref, 'shape', ref)} of frozen {name} instead of ({share},)"
                     raise corrupt_file_error(file.path, found)
                 file.check_ref(ref, name)
                 flats.append(ref)
@@ -310,12 +310,12 @@ class ZeroCheckpoint(WeightSource):
                     files[0].path, f"fragments of frozen {name} have different dtypes over the ranks"
                 )
             self.tensors[name] = TensorInfo(name, flats[0].dtype, tuple(shape), "frozen")
-            self._parts[name] = [part for part in gather_parts(files, flats, 0, numel(shape)) if part.count]
+            self.parts[name] = [part for part in gather_parts(files, flats, 0, numel(shape)) if part.count]
 
     def _add_shared3(self, file: TorchFile, state: dict) -> None:
         for alias, owner in (state.get("shared_params") or {}).items():
             if owner not in self.tensors:
-                found = f"{alias} is tied to {owner}, whose weights are nowhere in the checkpoint"
+                found = f"{alias} tied to {owner}, which has no weights in the checkpoint"
                 raise corrupt_file_error(file.path, found)
             info = self.tensors[owner]
             self.tensors[alias] = TensorInfo(alias, info.dtype, info.shape, "alias", owner)

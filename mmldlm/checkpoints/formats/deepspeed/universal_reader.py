@@ -1,7 +1,7 @@
-"""Reader of DeepSpeed's universal checkpoints (ds_to_universal, 0.19): one file for each parameter and state.
+"""Reader of DeepSpeed's universal checkpoints (ds_to_universal, 0.19): one file per parameter and state.
 
 DIR/zero/<parameter>/{fp32,exp_avg,exp_avg_sq}.pt    {"param": tensor} from ZeRO-1 and 2, a bare flat tensor from ZeRO-3
-DIR/*_model_states.pt                                those of the source: frozen parameters and buffers are read there
+DIR/*_model_states.pt                                those of the source, with frozen parameters and buffers
 """
 
 from __future__ import annotations
@@ -9,32 +9,30 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mmldlm.checkpoints.formats.adam_state import MOMENTS
-from mmldlm.checkpoints.formats.deepspeed.files import missing, numel
-from mmldlm.checkpoints.formats.dtypes import DTYPES
+from mmldlm.checkpoints.formats.deepspeed.files import missing_file_error
+from mmldlm.checkpoints.formats.dtypes import DTYPES, numel
 from mmldlm.checkpoints.formats.torch_save.reader import TorchFile, corrupt_file_error
 from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
 from mmldlm.checkpoints.formats.weight_source import FileRange, TensorInfo, WeightSource
-
-FOLDER = "zero"
+from mmldlm.checkpoints.layout import MOMENTS, ZERO_TAG
 
 
 def is_universal(folder: Path) -> bool:
-    """Whether `folder`, which has model_states files, holds its optimizer one parameter a folder."""
-    return any((folder / FOLDER).glob("*/fp32.pt"))
+    """Return whether a folder of model_states files stores its optimizer in one folder per parameter."""
+    return any((folder / ZERO_TAG).glob("*/fp32.pt"))
 
 
 def add_universal(source: WeightSource, groups: list[dict[str, tuple[int, ...]]], with_moments: bool) -> None:
-    """Adds the fp32 masters of all parameters in `groups` (param_shapes), and the moments where they are wanted.
+    """Add the fp32 masters of all parameters in `groups` (param_shapes), and the moments if requested.
 
     Raises:
         UserError: missing or damaged files, or states of some parameters only.
     """
-    folder = source.path / FOLDER
+    folder = source.path / ZERO_TAG
     shapes = {name: shape for group in groups for name, shape in group.items()}
     for name, shape in shapes.items():
         source.tensors[name] = TensorInfo(name, "float32", shape, "trainable")
-        source._parts[name] = _state(source, folder, name, "fp32", shape)
+        source.parts[name] = _state(source, folder, name, "fp32", shape)
     if not with_moments or not any((folder / name / f"{MOMENTS[0]}.pt").is_file() for name in shapes):
         return
     for key in MOMENTS:
@@ -43,17 +41,17 @@ def add_universal(source: WeightSource, groups: list[dict[str, tuple[int, ...]]]
 
 def _state(source: WeightSource, folder: Path, name: str, key: str, shape: tuple[int, ...]) -> list[FileRange]:
     if Path(name).name != name:
-        raise corrupt_file_error(source.path, f"a parameter named {name!r}, which is no name of a folder")
+        raise corrupt_file_error(source.path, f"a parameter named {name!r}, which is not a valid folder name")
     path = folder / name / f"{key}.pt"
     if not path.is_file():
-        raise missing(path.parent, f"{key}.pt of {name}", "no such file")
-    file = TorchFile(path, source.is_ranged)
+        raise missing_file_error(path.parent, f"{key}.pt of {name}", "no such file")
+    file = TorchFile(path, source.random_access)
     source.files.append(file)
     value: Any = file.load()
     ref = value.get("param") if isinstance(value, dict) else value
     if not isinstance(ref, TensorRef) or ref.shape not in (shape, (numel(shape),)) or not ref.is_contiguous:
         found = f"a tensor of shape {ref.shape}" if isinstance(ref, TensorRef) else f"a {type(ref).__name__}"
-        raise corrupt_file_error(path, f"{found} where {key} of {name} {shape} should stand")
+        raise corrupt_file_error(path, f"{found} instead of {key} of {name} {shape}")
     if not DTYPES[ref.dtype].is_float or DTYPES[ref.dtype].itemsize == 1:
         raise corrupt_file_error(path, f"{key} of {name} in {ref.dtype}")
     file.check_ref(ref, f"{key} of {name}")

@@ -1,7 +1,7 @@
-"""The files of a DeepSpeed ZeRO-1, 2 or 3 checkpoint of any world size, as DeepSpeed 0.19 saves and loads them.
+"""Write a DeepSpeed ZeRO-1, 2 or 3 checkpoint of any world size, as DeepSpeed 0.19 saves and loads it.
 
-Layouts: see zero_reader. What is written is what engine.save_checkpoint writes, in plain pickles: OrderedDicts are
-dicts, tensors have a storage each, ds_config names the new stage.
+Layouts: see reader. The files are those of engine.save_checkpoint in plain pickles: OrderedDicts are dicts, every
+tensor has its own storage, ds_config names the new stage.
 """
 
 from __future__ import annotations
@@ -11,24 +11,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from mmldlm.checkpoints.formats.adam_state import MOMENTS
 from mmldlm.checkpoints.formats.deepspeed.partitioning import slice_sizes
 from mmldlm.checkpoints.formats.optimizer_metadata import OptimizerMetadata
-from mmldlm.checkpoints.formats.torch_save.pickler import GlobalRef, ObjectSpec, TensorSpec, TorchSize
+from mmldlm.checkpoints.formats.torch_save.pickler import GlobalRef, ObjectSpec, TensorSpec, TorchSize, scalar
 from mmldlm.checkpoints.formats.torch_save.writer import TorchFileLayout, TorchFileWriter
 from mmldlm.checkpoints.formats.weight_source import WeightSource
 from mmldlm.checkpoints.formats.write_plan import WEIGHT, WritePlan, WriteSegment
+from mmldlm.checkpoints.layout import MOMENTS, SUB_GROUP_SIZE
 
-LAYOUT = "0.19.8"  # the DeepSpeed whose layout this is
-SUB_GROUP_SIZE = 10**9  # zero_optimization.sub_group_size where a DeepSpeed config says nothing
+LAYOUT = "0.19.8"  # the version of DeepSpeed with this layout
 _FRAGMENT = GlobalRef("deepspeed.utils.tensor_fragment", "fragment_address")
 
 
 @dataclass(frozen=True)
 class ZeroTarget:
-    """What to write: the ZeRO stage (1, 2 or 3), the number of ranks, and ZeRO-3's sub_group_size in elements."""
+    """What to write.
+
+    Attributes:
+        stage: ZeRO stage (1, 2 or 3).
+        world_size: number of ranks.
+        sub_group_size: ZeRO-3's, in elements.
+    """
 
     stage: int
     world_size: int
@@ -36,7 +39,7 @@ class ZeroTarget:
 
 
 def plan_zero(source: WeightSource, facts: OptimizerMetadata, target: ZeroTarget, folder: Path) -> WritePlan:
-    """The plan (sweep) that writes the checkpoint into `folder`."""
+    """Return the plan that writes the checkpoint into `folder`."""
     plan = WritePlan()
     plan_model_states(plan, source, facts, target, folder)
     _plan_optimizer(plan, source, facts, target, folder)
@@ -48,26 +51,33 @@ def plan_zero(source: WeightSource, facts: OptimizerMetadata, target: ZeroTarget
 
 @dataclass(frozen=True)
 class _Piece:
-    """Elements [start, start + count) of a parameter, which begin at element `at` of a rank's flat group."""
+    """Elements [start, start + count) of a parameter, stored from element `offset` of a rank's flat group."""
 
     name: str
-    at: int
+    offset: int
     start: int
     count: int
 
 
 @dataclass
 class _Flat:
-    """One flat group of one rank: its size with and without the tail's padding, what is in it, and its gaps."""
+    """One flat group of one rank.
+
+    Attributes:
+        size: elements with the tail padding.
+        held: elements without it.
+        pieces: the parameters in it.
+        gaps: (first element, number) of padding.
+    """
 
     size: int
     held: int
     pieces: list[_Piece]
-    gaps: list[tuple[int, int]]  # (first element, number)
+    gaps: list[tuple[int, int]]
 
 
 def _flats(source: WeightSource, groups: list[list[str]], target: ZeroTarget) -> list[list[_Flat]]:
-    """Per rank, its flat groups (sub-groups under ZeRO-3)."""
+    """Return the flat groups of every rank (sub-groups under ZeRO-3)."""
     sizes = {name: source.tensors[name].numel for group in groups for name in group}
     if target.stage == 3:
         return [[_gathered(group, sizes, rank, target.world_size) for group in groups] for rank in _ranks(target)]
@@ -102,7 +112,7 @@ def _gathered(group: list[str], sizes: dict[str, int], rank: int, world: int) ->
 
 
 def flat_groups_of(source: WeightSource, facts: OptimizerMetadata, target: ZeroTarget) -> list[tuple[int, list[str]]]:
-    """(number of the optimizer's group, names) of every flat group; ZeRO-3 closes one that has reached its size."""
+    """Return (number of the optimizer's group, names) of every flat group; ZeRO-3 closes one at its maximum size."""
     found: list[tuple[int, list[str]]] = []
     for number, group in enumerate(facts.groups):
         shares = {name: -(-source.tensors[name].numel // target.world_size) for name in group.names}
@@ -147,11 +157,11 @@ def _plan_optimizer(
         plan.files.append(file)
         for flat, what, tensor in sent:
             for piece in flat.pieces:
-                plan.send(piece.name, what, [WriteSegment(file, tensor, piece.at, piece.start, piece.count)])
+                plan.add(piece.name, what, [WriteSegment(file, tensor, piece.offset, piece.start, piece.count)])
 
 
 def _param_groups(facts: OptimizerMetadata, numbered: list[tuple[int, list[str]]]) -> list[dict[str, Any]]:
-    """The optimizer's groups, whose parameters are the flat groups by number."""
+    """Return the optimizer's groups, whose parameters are the numbers of flat groups."""
     return [
         {**group.settings, "params": [flat for flat, (owner, _) in enumerate(numbered) if owner == number]}
         for number, group in enumerate(facts.groups)
@@ -167,7 +177,7 @@ def _inner(
     optimizer: dict[str, Any],
     masters: list[TensorSpec],
 ) -> dict[str, Any]:
-    """`optimizer_state_dict` of a rank's file."""
+    """Return `optimizer_state_dict` of a rank's file."""
     common = {"zero_stage": target.stage, **facts.optimizer}
     if target.stage == 3:
         count = target.world_size
@@ -183,17 +193,12 @@ def _inner(
         "ds_version": LAYOUT,
         "param_slice_mappings": [
             {
-                piece.name: ObjectSpec(_FRAGMENT, state={"numel": piece.count, "start": piece.at})
+                piece.name: ObjectSpec(_FRAGMENT, state={"numel": piece.count, "start": piece.offset})
                 for piece in flat.pieces
             }
             for flat in mine
         ],
     }
-
-
-def scalar(value: float) -> TensorSpec:
-    """A 0-d float32 tensor, as torch's AdamW keeps its step count."""
-    return TensorSpec("float32", (), [np.array([value], np.float32)])
 
 
 # -- the model's files ------------------------------------------------------------------------------------------------
@@ -202,7 +207,7 @@ def scalar(value: float) -> TensorSpec:
 def plan_model_states(
     plan: WritePlan, source: WeightSource, facts: OptimizerMetadata, target: ZeroTarget, folder: Path
 ) -> list[Path]:
-    """Adds the *_model_states.pt files to a plan; returns their paths."""
+    """Add the *_model_states.pt files to a plan; return their paths."""
     if target.stage == 3:
         return [_plan_model3(plan, source, facts, target, folder, rank) for rank in _ranks(target)]
     module: dict[str, TensorSpec] = {}
@@ -225,7 +230,7 @@ def plan_model_states(
     file = TorchFileWriter(path, [TorchFileLayout(value, path.stem)])
     plan.files.append(file)
     for name, tensor in stored.items():
-        plan.send(name, WEIGHT, [WriteSegment(file, tensor, 0, 0, tensor.numel)])
+        plan.add(name, WEIGHT, [WriteSegment(file, tensor, 0, 0, tensor.numel)])
     return [path]
 
 
@@ -257,7 +262,7 @@ def _plan_model3(
     file = TorchFileWriter(path, [TorchFileLayout(value, path.stem)], padding)
     plan.files.append(file)
     for name, tensor, piece in sent:
-        plan.send(name, WEIGHT, [WriteSegment(file, tensor, piece.at, piece.start, piece.count)])
+        plan.add(name, WEIGHT, [WriteSegment(file, tensor, piece.offset, piece.start, piece.count)])
     return path
 
 
@@ -284,7 +289,7 @@ def _common(source: WeightSource, facts: OptimizerMetadata, target: ZeroTarget) 
 
 
 def ds_config(facts: OptimizerMetadata, target: ZeroTarget) -> dict[str, Any]:
-    """The source's DeepSpeed config with the new stage, or as much of one as is certain."""
+    """Return the source's DeepSpeed config with the new stage, or a minimal one if it has none."""
     config = dict(facts.ds_config)
     zero = config.get("zero_optimization")
     config["zero_optimization"] = {**(zero if isinstance(zero, dict) else {}), "stage": target.stage}

@@ -1,8 +1,8 @@
-"""Which fp32 master belongs to which parameter in a ZeRO-0 checkpoint of a 16-bit engine.
+"""Match fp32 masters to parameters in a ZeRO-0 checkpoint of a 16-bit engine.
 
-DeepSpeed's FP16_UnfusedOptimizer saves its masters as lists of tensors without names. A master, rounded, is bit for
-bit the weight that the module computed with, so the weights themselves tell the names; where two weights are the same
-bits and their masters are not, the order of the parameters decides if it can, and the checkpoint is refused if not.
+DeepSpeed's FP16_UnfusedOptimizer saves its masters as lists of tensors without names. A rounded master equals the
+module's weight bit for bit, so the weights identify the names. For weights with equal bits but different masters the
+order of the parameters decides if possible; otherwise the checkpoint is refused.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from typing import Any
 
-from mmldlm.checkpoints.formats.dtypes import DTYPES, cast
+from mmldlm.checkpoints.formats.dtypes import DTYPES, cast, numel
 from mmldlm.checkpoints.formats.torch_save.reader import CHUNK_BYTES, TorchFile, corrupt_file_error
 from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
 from mmldlm.checkpoints.formats.weight_source import FileRange, read_parts
@@ -21,20 +21,20 @@ def match_masters(
     file: TorchFile,
     optimizer: dict,
     names: Any,
-    mirrors: dict[str, list[FileRange]],
+    low_precision_copies: dict[str, list[FileRange]],
     shapes: dict[str, tuple[int, ...]],
 ) -> dict[str, FileRange] | None:
-    """name -> its fp32 master; None where the optimizer keeps none (an fp32 engine).
+    """Return name -> fp32 master; None if the optimizer keeps none (an fp32 engine).
 
     Args:
         optimizer: the saved state of the optimizer, from `optimizer` of the model file.
-        names: `optimizer_param_names` of the model file: the names of every group in order, where the training
+        names: `optimizer_param_names` of the model file: the names of every group in order, if the training
             program recorded them (client_state); None otherwise.
-        mirrors: the low-precision weights of all parameters, trainable or frozen, in the module's order.
+        low_precision_copies: the low-precision weights of all parameters, trainable or frozen, in the module's order.
         shapes: their shapes.
 
     Raises:
-        UserError: masters that fit no weight (files of different steps), or that cannot be told apart.
+        UserError: masters that match no weight (files of different steps), or that are ambiguous.
     """
     if "fp32_groups_flat" in optimizer:
         return _flat_masters(file, optimizer["fp32_groups_flat"], names, shapes)
@@ -42,22 +42,22 @@ def match_masters(
     if groups is None:
         return None
     if not isinstance(groups, list) or not all(isinstance(group, list) for group in groups):
-        raise corrupt_file_error(file.path, "fp32_groups is no list of lists of tensors")
+        raise corrupt_file_error(file.path, "fp32_groups that are not a list of lists of tensors")
     flat = [(number, ref) for number, group in enumerate(groups) for ref in group]
     for _, ref in flat:
         if not isinstance(ref, TensorRef) or not ref.is_contiguous:
-            raise corrupt_file_error(file.path, "fp32_groups holds something that is no plain tensor")
+            raise corrupt_file_error(file.path, "something other than plain tensors in fp32_groups")
         file.check_ref(ref, "fp32_groups")
     if _are_names(names, [len(group) for group in groups]):
         return _named(file, flat, [name for group in names for name in group], shapes)
-    return _by_value(file, flat, mirrors, shapes)
+    return _by_value(file, flat, low_precision_copies, shapes)
 
 
 def order_of_masters(optimizer: dict, masters: dict[str, FileRange]) -> list[str]:
-    """Names of the masters in the order in which the optimizer counts them."""
+    """Return the names of the masters in the order of the optimizer's state."""
     names = {id(part.ref): name for name, part in masters.items()}
     groups = optimizer.get("fp32_groups")
-    if groups is None:  # FP16_Optimizer counts one flat tensor a group, and no engine of ours saves that
+    if groups is None:  # FP16_Optimizer has one flat tensor per group; no engine of mmldlm saves that
         raise UserError(
             "AdamW's moments of every parameter in the checkpoint",
             "fp32_groups_flat (FusedAdam under ZeRO-0), whose moments are flat too",
@@ -75,14 +75,14 @@ def _named(file: TorchFile, flat: list, names: list[str], shapes: dict) -> dict[
     for name, (_, ref) in zip(names, flat):
         if shapes.get(name) != ref.shape:
             raise corrupt_file_error(
-                file.path, f"the master of {name} has shape {ref.shape}, the weight {shapes.get(name)}"
+                file.path, f"a master of {name} of shape {ref.shape}, the weight has {shapes.get(name)}"
             )
         masters[name] = FileRange(file, ref, 0, ref.numel)
     return masters
 
 
 def _flat_masters(file: TorchFile, groups: Any, names: Any, shapes: dict) -> dict[str, FileRange]:
-    """FP16_Optimizer: one flat tensor for each group, its parameters back to back."""
+    """Split the flat tensors of FP16_Optimizer, one per group, its parameters back to back."""
     if not (isinstance(groups, list) and isinstance(names, list) and len(names) == len(groups)):
         raise UserError(
             f"the names of the flat fp32 masters in {file.path}",
@@ -92,56 +92,54 @@ def _flat_masters(file: TorchFile, groups: Any, names: Any, shapes: dict) -> dic
     masters = {}
     for ref, group in zip(groups, names):
         if not isinstance(ref, TensorRef) or len(ref.shape) != 1 or not isinstance(group, list):
-            raise corrupt_file_error(file.path, "fp32_groups_flat holds something that is no flat tensor")
+            raise corrupt_file_error(file.path, "something other than flat tensors in fp32_groups_flat")
         file.check_ref(ref, "fp32_groups_flat")
         offset = 0
         for name in group:
             if name not in shapes:
                 raise corrupt_file_error(
-                    file.path, f"optimizer_param_names has {name!r}, which is no parameter of the module"
+                    file.path, f"{name!r} in optimizer_param_names, which is not a parameter of the module"
                 )
-            count = 1
-            for size in shapes[name]:
-                count *= size
+            count = numel(shapes[name])
             masters[name] = FileRange(file, ref, offset, count)
             offset += count
         if offset != ref.numel:
             raise corrupt_file_error(
-                file.path, f"a flat group of {ref.numel} masters, its parameters have {offset} elements"
+                file.path, f"a flat group of {ref.numel} masters for parameters of {offset} elements"
             )
     return masters
 
 
-def _by_value(file: TorchFile, flat: list, mirrors: dict[str, list[FileRange]], shapes: dict) -> dict[str, FileRange]:
-    low_dtypes = {parts[0].ref.dtype for parts in mirrors.values() if parts}
+def _by_value(file: TorchFile, flat: list, copies: dict[str, list[FileRange]], shapes: dict) -> dict[str, FileRange]:
+    low_dtypes = {parts[0].ref.dtype for parts in copies.values() if parts}
     candidates: dict[tuple, list[str]] = {}
-    for name, parts in mirrors.items():
+    for name, parts in copies.items():
         if parts and parts[0].ref.is_contiguous:
             fingerprint, _ = _fingerprint(parts[0], parts[0].ref.dtype)
             candidates.setdefault((shapes[name], fingerprint), []).append(name)
-    wanted: dict[tuple, list[tuple[int, TensorRef, bool]]] = {}
+    matches: dict[tuple, list[tuple[int, TensorRef, bool]]] = {}
     for group, ref in flat:
         part = FileRange(file, ref, 0, ref.numel)
         for low in sorted(low_dtypes):
             fingerprint, is_exact = _fingerprint(part, low)
             key = (ref.shape, fingerprint)
             if key in candidates:
-                wanted.setdefault(key, []).append((group, ref, is_exact))
+                matches.setdefault(key, []).append((group, ref, is_exact))
                 break
         else:
             raise UserError(
-                f"every fp32 master in {file.path} to be the master of a weight in it",
+                f"fp32 masters in {file.path} of the weights in it",
                 f"one of shape {ref.shape} that rounds to none of the weights of that shape",
                 "restore the file from an intact save",
             )
     masters = {}
-    for key, found in wanted.items():
+    for key, found in matches.items():
         names = candidates[key]
         in_order = len(found) == len(names) and len({group for group, _, _ in found}) == 1
         if len(found) > len(names) or not (in_order or all(is_exact for _, _, is_exact in found)):
             raise UserError(
-                f"fp32 masters in {file.path} that can be told apart",
-                f"{len(found)} masters for {', '.join(names)}, whose 16-bit weights are the same bits",
+                f"distinguishable fp32 masters in {file.path}",
+                f"{len(found)} masters for {', '.join(names)}, whose 16-bit weights are identical",
                 "save with client_state={'optimizer_param_names': [[names of group 0], ...]}, or train with ZeRO-1",
             )
         masters.update({name: FileRange(file, ref, 0, ref.numel) for name, (_, ref, _) in zip(names, found)})
@@ -149,7 +147,7 @@ def _by_value(file: TorchFile, flat: list, mirrors: dict[str, list[FileRange]], 
 
 
 def _fingerprint(part: FileRange, low: str) -> tuple[tuple, bool]:
-    """Two checksums of a tensor's elements rounded to dtype `low`, and whether the rounding lost nothing."""
+    """Return two checksums of a tensor's elements rounded to dtype `low`, and whether the rounding was exact."""
     source = part.ref.dtype
     step = CHUNK_BYTES // DTYPES[source].itemsize
     crc, adler, is_exact = 0, 1, True

@@ -1,6 +1,6 @@
 """Reader of safetensors: one file, or a Hugging Face folder with model.safetensors or its shards and their index.
 
-Format: see safetensors_file. It has no checksums; what can be checked is that the tensors fill the file without gaps.
+Format: see writer. It has no checksums; the reader checks that the tensors fill the file without gaps.
 """
 
 from __future__ import annotations
@@ -10,22 +10,26 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mmldlm.checkpoints.formats.deepspeed.files import numel
-from mmldlm.checkpoints.formats.detect import INDEX, find_safetensors
-from mmldlm.checkpoints.formats.dtypes import DTYPES
+from mmldlm.checkpoints.formats.dtypes import DTYPES, nbytes, numel
+from mmldlm.checkpoints.formats.safetensors.format import find_safetensors
 from mmldlm.checkpoints.formats.safetensors.writer import MAX_HEADER_BYTES
 from mmldlm.checkpoints.formats.torch_save.reader import corrupt_file_error, open_for_reading
 from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
 from mmldlm.checkpoints.formats.weight_source import FileRange, TensorInfo, WeightSource
+from mmldlm.checkpoints.layout import SAFETENSORS_INDEX
 
 _BY_CODE = {dtype.safetensors: name for name, dtype in DTYPES.items()}
 
 
 class SafetensorsFile:
-    """One file; offers what a weights.Part needs of a TorchFile. A TensorRef's offset counts from the first tensor.
+    """One file; implements TensorFile.
+
+    Attributes:
+        metadata: strings in the header.
+        tensors: name -> (dtype, shape, first byte in the data).
 
     Raises (at construction):
-        UserError: cut off, a header that is no JSON, tensors that overlap or leave gaps.
+        UserError: truncated, a header that is not JSON, tensors that overlap or leave gaps.
     """
 
     def __init__(self, path: Path):
@@ -42,13 +46,13 @@ class SafetensorsFile:
         length = int.from_bytes(os.pread(self._fd, 8, 0), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
             raise corrupt_file_error(
-                self.path, f"{size} bytes with a header of {length}: no safetensors file, or cut off"
+                self.path, f"{size} bytes with a header of {length}: not a safetensors file, or truncated"
             )
         try:
             header = json.loads(os.pread(self._fd, length, 8))
             metadata = header.pop("__metadata__", {})
         except (ValueError, AttributeError, RecursionError) as error:
-            raise corrupt_file_error(self.path, f"a header that is no JSON object ({str(error)[:80]})") from error
+            raise corrupt_file_error(self.path, f"a header that is not a JSON object ({str(error)[:80]})") from error
         self.metadata: dict[str, str] = metadata if isinstance(metadata, dict) else {}
         self._base = 8 + length
         self.tensors: dict[str, tuple[str, tuple[int, ...], int]] = {}  # name -> dtype, shape, first byte
@@ -60,33 +64,34 @@ class SafetensorsFile:
             end = stop
         if self._base + end != size:
             raise corrupt_file_error(
-                self.path, f"{size} bytes where its header asks for {self._base + end}: cut off or appended to"
+                self.path, f"{size} bytes instead of the {self._base + end} in its header: truncated or appended to"
             )
 
     def _add(self, name: str, entry: Any) -> tuple[int, int]:
         try:
             dtype, shape = _BY_CODE[entry["dtype"]], tuple(entry["shape"])
             start, stop = entry["data_offsets"]
-            good = all(type(n) is int and n >= 0 for n in (*shape, start, stop))
-            good = good and stop - start == numel(shape) * DTYPES[dtype].itemsize
+            is_valid = all(type(n) is int and n >= 0 for n in (*shape, start, stop))
+            is_valid = is_valid and stop - start == nbytes(shape, dtype)
         except (KeyError, TypeError, ValueError):
-            good = False
-        if not good:
+            is_valid = False
+        if not is_valid:
             raise corrupt_file_error(self.path, f"{name} described as {str(entry)[:120]}")
         self.tensors[name] = (dtype, shape, start)
         return start, stop
 
     def close(self) -> None:
+        """Close the descriptor."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def position_of(self, ref: TensorRef, start: int = 0) -> int:
-        """Where element `start` of a tensor lies, in bytes from the file's start."""
+        """Return the position of element `start` of a tensor, in bytes from the start of the file."""
         return self._base + self.tensors[ref.key][2] + start * DTYPES[ref.dtype].itemsize
 
     def read_elements_into(self, ref: TensorRef, start: int, view: memoryview) -> None:
-        """Fills `view` with the bytes of the elements from `start`."""
+        """Fill `view` with the bytes of the elements from `start`."""
         position = self.position_of(ref, start)
         while view:
             got = os.preadv(self._fd, [view], position)
@@ -94,21 +99,24 @@ class SafetensorsFile:
                 raise corrupt_file_error(self.path, f"the file ends at byte {position} while it is being read")
             view, position = view[got:], position + got
 
-    def check_ref_crc(self, ref: TensorRef) -> None:
-        """Nothing: the format has no checksums."""
+    def read_strided(self, ref: TensorRef, what: str):
+        raise AssertionError("tensors are contiguous")
 
-    def check_touched(self) -> None:
-        """Nothing: the format has no checksums."""
+    def check_ref_crc(self, ref: TensorRef) -> None:
+        """Do nothing: the format has no checksums."""
+
+    def verify_read_records(self) -> None:
+        """Do nothing: the format has no checksums."""
 
 
 class SafetensorsModel(WeightSource):
-    """A safetensors file or a folder of shards opened for reading; see WeightSource."""
+    """An opened safetensors file or folder of shards; see WeightSource."""
 
     engine = "safetensors"
 
     @classmethod
     def open(cls, path: Path | str, allow_nonfinite: bool = False) -> SafetensorsModel:
-        """Opens what find_safetensors finds.
+        """Open a file, an index, or a folder with one of them.
 
         Raises:
             UserError: damaged or missing files, or an index that disagrees with the shards.
@@ -117,7 +125,7 @@ class SafetensorsModel(WeightSource):
         try:
             found = find_safetensors(source.path)
             assert found is not None, f"no safetensors at {path}"
-            if found.name == INDEX:
+            if found.name == SAFETENSORS_INDEX:
                 source._read_shards(found)
             else:
                 file = source._open(found)
@@ -139,7 +147,7 @@ class SafetensorsModel(WeightSource):
         stride = tuple(numel(shape[axis + 1 :]) for axis in range(len(shape)))
         ref = TensorRef(dtype, shape, stride, name, 0, numel(shape))
         self.tensors[name] = TensorInfo(name, dtype, shape, "parameter")
-        self._parts[name] = [FileRange(file, ref, 0, ref.numel)] if ref.numel else []
+        self.parts[name] = [FileRange(file, ref, 0, ref.numel)] if ref.numel else []
 
     def _read_shards(self, index: Path) -> None:
         try:
@@ -150,18 +158,18 @@ class SafetensorsModel(WeightSource):
             if any(Path(name).name != name for name in names):
                 raise ValueError("a shard outside the folder")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise corrupt_file_error(index, f"no index of shards ({error!r})") from error
+            raise corrupt_file_error(index, f"not an index of shards ({error!r})") from error
         files = {name: self._open(index.parent / name) for name in names}
         for name, shard in shard_of.items():
             if name not in files[shard].tensors:
-                raise corrupt_file_error(files[shard].path, f"no {name}, which {index.name} looks for in it")
+                raise corrupt_file_error(files[shard].path, f"no {name}, which {index.name} lists in it")
             self._add(files[shard], name)
         extra = [name for file in files.values() for name in file.tensors if name not in shard_of]
         if extra:
-            raise corrupt_file_error(index, f"it does not list {extra[0]}, which a shard holds")
+            raise corrupt_file_error(index, f"no {extra[0]}, which a shard holds")
 
     def _read_metadata(self) -> None:
-        """What our own converter wrote into the header: the step, and the second names of tied weights."""
+        """Read what mmldlm's converter wrote into the header: the step, and the second names of tied weights."""
         metadata = self.files[0].metadata if self.files else {}
         if str(metadata.get("step", "")).isdigit():
             self.step = int(metadata["step"])

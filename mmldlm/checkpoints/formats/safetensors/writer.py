@@ -1,7 +1,7 @@
-"""Writing one safetensors file tensor by tensor, so that no tensor need ever be whole in memory.
+"""Write a safetensors file in pieces of tensors, in bounded memory.
 
 Format (https://github.com/huggingface/safetensors, "Format"): 8 bytes little-endian header length, a JSON header,
-then the tensors without gaps. safetensors' own save_file wants every tensor in memory at once.
+then the tensors without gaps. safetensors' own save_file needs every tensor in memory at once.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
-from mmldlm.checkpoints.formats.dtypes import DTYPES
+from mmldlm.checkpoints.formats.dtypes import DTYPES, nbytes
 from mmldlm.checkpoints.io.output_file import OutputFile
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
 class SafetensorsWriter:
-    """Writes `path`, pre-sized, with tensors in any order of writing.
+    """Write a new file, in any order.
 
     Args:
         path: the file to create; it must not exist.
         tensors: (name, dtype name, shape) of every tensor. Wide elements are laid out first, so that every tensor
             starts at a multiple of its element size, as readers that map the file expect; otherwise in this order.
         metadata: strings for the header's `__metadata__`.
-        is_flushed: see to it that it is on the disk when finish() returns.
+        fsync: flush it to the disk in finish().
 
     Raises:
-        OSError: no space for the whole file (reserved at once where the file system can), or a failed write.
+        OSError: no space for the complete file, or a failed write.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class SafetensorsWriter:
         path: Path,
         tensors: Iterable[tuple[str, str, tuple[int, ...]]],
         metadata: dict[str, str],
-        is_flushed: bool = True,
+        fsync: bool = True,
     ):
         self.path = path
         header: dict[str, object] = {"__metadata__": metadata}
@@ -45,9 +45,7 @@ class SafetensorsWriter:
         self._lock = threading.Lock()
         position = 0
         for name, dtype, shape in sorted(tensors, key=lambda item: -DTYPES[item[1]].itemsize):
-            count = DTYPES[dtype].itemsize
-            for size in shape:
-                count *= size
+            count = nbytes(shape, dtype)
             header[name] = {
                 "dtype": DTYPES[dtype].safetensors,
                 "shape": list(shape),
@@ -61,20 +59,15 @@ class SafetensorsWriter:
             raise ValueError(f"a header of {len(text)} bytes, safetensors allows {MAX_HEADER_BYTES}")
         self._base = 8 + len(text)
         self.total_bytes = self._base + position
-        self._file = OutputFile(path, self.total_bytes, is_flushed)
+        self._file = OutputFile(path, self.total_bytes, fsync)
         try:
             self._file.write(len(text).to_bytes(8, "little") + text, 0)
         except BaseException:
             self.close()
             raise
 
-    @property
-    def is_direct(self) -> bool:
-        """Whether the file is written past the page cache."""
-        return self._file.is_direct
-
     def write(self, name: str, position: int, view: memoryview) -> None:
-        """Writes bytes of tensor `name`, from its byte `position` on. Several threads may write at once."""
+        """Write bytes of tensor `name` from its byte `position` on. Thread-safe."""
         first, end = self._spans[name]
         assert first + position + len(view) <= end, f"more bytes for {name} than its shape holds"
         self._file.write(view, self._base + first + position)
@@ -82,10 +75,11 @@ class SafetensorsWriter:
             self._missing[name] -= len(view)
 
     def finish(self) -> None:
-        """Flushes to the disk, if it should, and closes. Every tensor must be complete by now."""
+        """Flush to the disk, if requested, and close. Every tensor must be complete."""
         short = [name for name, count in self._missing.items() if count]
         assert not short, f"unfinished tensors: {short[:3]}"
         self._file.finish()
 
     def close(self) -> None:
+        """Close the file, complete or not."""
         self._file.close()

@@ -1,7 +1,7 @@
-"""Writing a pickle of protocol 2 that torch.load takes; the counterpart of zero_pickle.
+"""Write a pickle of protocol 2 for torch.load; the counterpart of unpickler.
 
-Plain values and tensors, which weights_only=True is content with, and for the few places where DeepSpeed or torch want
-an object of a class of theirs, that object by its name: nothing is imported here.
+Plain values and tensors satisfy weights_only=True. The few objects of classes that DeepSpeed or torch require are
+written by name; no class is imported.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.checkpoints.formats.deepspeed.files import numel
-from mmldlm.checkpoints.formats.dtypes import DTYPES
+from mmldlm.checkpoints.formats.dtypes import nbytes, numel
 from mmldlm.checkpoints.formats.torch_save.unpickler import STORAGES
 
 _STORAGE_OF = {dtype: name for name, dtype in STORAGES.items()}
@@ -22,11 +21,12 @@ _STORAGE_OF = {dtype: name for name, dtype in STORAGES.items()}
 
 @dataclass(frozen=True, eq=False)
 class TensorSpec:
-    """A tensor to write; one that stands in several places is stored once, and torch.load ties them again.
+    """A tensor to write. One that occurs in several places is stored once, and torch.load ties them.
 
     Attributes:
-        shape: its shape. chunks: gives its elements in order, flat, as DTYPES[dtype].raw; None where the elements are
-            filled in later (swept_file).
+        dtype: its torch name.
+        shape: its shape.
+        chunks: its elements in order, flat, as DTYPES[dtype].raw; None if they are written later (write_plan).
     """
 
     dtype: str
@@ -35,11 +35,18 @@ class TensorSpec:
 
     @property
     def numel(self) -> int:
+        """Number of elements."""
         return numel(self.shape)
 
     @property
     def nbytes(self) -> int:
-        return self.numel * DTYPES[self.dtype].itemsize
+        """Number of bytes."""
+        return nbytes(self.shape, self.dtype)
+
+
+def scalar(value: float) -> TensorSpec:
+    """Return a 0-d float32 tensor, as torch's AdamW keeps its step count."""
+    return TensorSpec("float32", (), [np.array([value], np.float32)])
 
 
 class TorchSize(tuple):
@@ -48,7 +55,7 @@ class TorchSize(tuple):
 
 @dataclass(frozen=True)
 class GlobalRef:
-    """Something by its name: torch.float32, a class."""
+    """A global by its name: torch.float32, a class."""
 
     module: str
     name: str
@@ -56,7 +63,13 @@ class GlobalRef:
 
 @dataclass(frozen=True)
 class ObjectSpec:
-    """An object of a class: class(*args) where `args` are given, else one that was not initialised, then `state`."""
+    """An object of a class.
+
+    Attributes:
+        type: the class.
+        args: arguments of class(*args); None for an instance that is not initialized.
+        state: its state, set after that.
+    """
 
     type: GlobalRef
     args: tuple | None = None
@@ -64,10 +77,10 @@ class ObjectSpec:
 
 
 class PickleWriter:
-    """Builds one pickle; `tensors` lists the records that it names 0, 1, 2, ...
+    """Build one pickle.
 
-    Raises:
-        TypeError (from add): a value of another kind.
+    Attributes:
+        tensors: the tensors in it, in the order of their record numbers 0, 1, 2, ...
     """
 
     def __init__(self) -> None:
@@ -76,9 +89,15 @@ class PickleWriter:
         self._keys: dict[int, int] = {}
 
     def finish(self) -> bytes:
+        """Return the pickle."""
         return bytes(self.out + b".")
 
     def add(self, value: Any) -> None:
+        """Append a value.
+
+        Raises:
+            TypeError: a value of an unsupported type.
+        """
         if isinstance(value, TensorSpec):
             self._tensor(value)
         elif value is None or isinstance(value, bool):
@@ -130,7 +149,7 @@ class PickleWriter:
             self.out += b"b"
 
     def _tensor(self, tensor: TensorSpec) -> None:
-        """_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks)."""
+        """Append _rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks)."""
         key = self._keys.setdefault(id(tensor), len(self.tensors))
         if key == len(self.tensors):
             self.tensors.append(tensor)

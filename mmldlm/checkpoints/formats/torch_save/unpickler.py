@@ -1,8 +1,8 @@
-"""A pickle reader for checkpoints that can build nothing but plain values and descriptions of tensors.
+"""Restricted unpickler for checkpoints: builds only plain values and descriptions of tensors.
 
-torch.load(weights_only=False), which DeepSpeed's own tools use, runs whatever code a checkpoint names. Here every
-global that a pickle asks for is looked up in the tables below and nowhere else; no module is ever imported, and an
-unknown name is refused. The pickle machine itself is the standard library's.
+torch.load(weights_only=False), which DeepSpeed's own tools use, executes any code that a checkpoint names. Here every
+global of a pickle is looked up in the tables below only; no module is imported, and an unknown name is refused. The
+pickle machine itself is the standard library's.
 """
 
 from __future__ import annotations
@@ -10,56 +10,37 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from mmldlm.checkpoints.formats.dtypes import DTYPES
+from mmldlm.checkpoints.formats.dtypes import DTYPES, numel
 
 
 class RefusedPickle(ValueError):
-    """The pickle asks for something that a checkpoint of tensors does not need, or is malformed."""
+    """The pickle names something that a checkpoint of tensors does not need, or is malformed."""
 
 
-class _Sealed:
-    """Refuses the BUILD opcode, with which a pickle could set attributes of anything it can name."""
-
-    __slots__ = ()
+class _NoSetattr:
+    """Refuse the BUILD opcode, with which a pickle could set attributes of any object that it can name."""
 
     def __setstate__(self, state: Any) -> None:
-        raise RefusedPickle("it tries to change the reader itself")
+        raise RefusedPickle("it tries to modify the reader itself")
 
 
-class _Fields(_Sealed):
-    """A value of some fields. No tuple, which whatever walks over a checkpoint's values would enter."""
-
-    __slots__ = ()
-
-    def __init__(self, *values: Any):
-        for name, value in zip(self.__slots__, values, strict=True):
-            setattr(self, name, value)
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and all(getattr(self, n) == getattr(other, n) for n in self.__slots__)
-
-    def __hash__(self) -> int:
-        return hash(tuple(getattr(self, name) for name in self.__slots__))
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{n}={getattr(self, n)!r}' for n in self.__slots__)})"
-
-
-class StorageRef(_Fields):
+# Not dataclass(slots=True): with frozen it installs a __setstate__ of its own, and BUILD would work again.
+@dataclass(frozen=True)
+class StorageRef(_NoSetattr):
     """A storage: `key` names the zip record data/<key>; `num_elements` counts elements of `dtype`."""
 
-    __slots__ = ("dtype", "key", "num_elements")
     dtype: str
     key: str
     num_elements: int
 
 
-class TensorRef(_Fields):
+@dataclass(frozen=True)
+class TensorRef(_NoSetattr):
     """A tensor that was not loaded. `offset` and `stride` count elements of `dtype`."""
 
-    __slots__ = ("dtype", "shape", "stride", "key", "offset", "storage_elements")
     dtype: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -69,13 +50,12 @@ class TensorRef(_Fields):
 
     @property
     def numel(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        """Number of elements."""
+        return numel(self.shape)
 
     @property
     def is_contiguous(self) -> bool:
+        """Whether the elements are consecutive in row-major order."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.stride)):
             if size != 1 and stride != expected:
@@ -85,14 +65,14 @@ class TensorRef(_Fields):
 
     @property
     def extent(self) -> int:
-        """Elements from `offset` to one past the last element touched."""
+        """Number of elements from `offset` to one past the last element of the tensor."""
         if self.numel == 0:
             return 0
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride))
 
 
 class OpaqueObject:
-    """Stands for an object that is carried but never used: it keeps its arguments and runs nothing."""
+    """Placeholder for an object that is never used: it keeps its arguments and executes nothing."""
 
     __slots__ = ("kind", "args", "state")
 
@@ -102,7 +82,7 @@ class OpaqueObject:
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
-    # A pickle may fill any object like a list or a dict; nothing of it is read.
+    # A pickle may fill any object like a list or a dict; the content is dropped.
     def append(self, item: Any) -> None:
         pass
 
@@ -113,11 +93,11 @@ class OpaqueObject:
         pass
 
     def __repr__(self) -> str:
-        return f"Inert({self.kind}{self.args})"
+        return f"OpaqueObject({self.kind}{self.args})"
 
 
 class _Dict(dict):
-    """collections.OrderedDict without attributes: a state_dict's `_metadata` is dropped, and nothing can be planted."""
+    """collections.OrderedDict without attributes: the `_metadata` of a state_dict is dropped."""
 
     __slots__ = ()
 
@@ -125,27 +105,21 @@ class _Dict(dict):
         pass
 
 
-class _StorageType(_Sealed):
-    __slots__ = ("dtype",)
-
-    def __init__(self, dtype: str):
-        self.dtype = dtype
+@dataclass(frozen=True)
+class _StorageType(_NoSetattr):
+    dtype: str
 
 
-class _DType(_Sealed):
-    __slots__ = ("name",)
-
-    def __init__(self, name: str):
-        self.name = name
+@dataclass(frozen=True)
+class _DType(_NoSetattr):
+    name: str
 
 
-class _Call(_Sealed):
+@dataclass(frozen=True)
+class _AllowedCall(_NoSetattr):
     """A function that a pickle may call. Bare functions have attributes that BUILD could set."""
 
-    __slots__ = ("function",)
-
-    def __init__(self, function: Callable[..., Any]):
-        self.function = function
+    function: Callable[..., Any]
 
     def __call__(self, *args: Any) -> Any:
         return self.function(*args)
@@ -180,7 +154,7 @@ def _rebuild_parameter(data, requires_grad=False, hooks=None):
 
 def _rebuild_from_type_v2(function, kind, args, state):
     allowed = (_rebuild_tensor_v2, _rebuild_tensor_v3, _rebuild_parameter)
-    if not isinstance(function, _Call) or function.function not in allowed:
+    if not isinstance(function, _AllowedCall) or function.function not in allowed:
         raise RefusedPickle("a tensor subclass with its own rebuild function")
     return function(*args)
 
@@ -193,7 +167,7 @@ def _ordered_dict(items=()):
     return _Dict(items)
 
 
-# Members of enums in ordinary checkpoints, with the value that a pickle by value has.
+# Members of enums in ordinary checkpoints, with their values.
 _ENUMS: dict[str, dict[str, Any]] = {
     "deepspeed.runtime.zero.config.ZeroStageEnum": {
         "disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3,
@@ -205,7 +179,7 @@ _ENUMS: dict[str, dict[str, Any]] = {
 
 
 def _enum_member(kind, name):
-    """Stands for getattr(enum, name), as which Python 3.11.2 (Debian 12) pickles a member; for nothing else."""
+    """Emulate getattr(enum, name), as which Python 3.11.2 (Debian 12) pickles a member, and nothing else."""
     if isinstance(kind, type) and issubclass(kind, OpaqueObject) and isinstance(name, str):
         members = _ENUMS.get(kind().kind, {})
         if name in members:
@@ -220,21 +194,21 @@ STORAGES = {
 }  # fmt: skip
 
 _GLOBALS: dict[tuple[str, str], Any] = {
-    ("builtins", "getattr"): _Call(_enum_member),
-    ("collections", "OrderedDict"): _Call(_ordered_dict),
-    ("torch", "Size"): _Call(_size),
-    ("torch._utils", "_rebuild_tensor_v2"): _Call(_rebuild_tensor_v2),
-    ("torch._utils", "_rebuild_tensor_v3"): _Call(_rebuild_tensor_v3),
-    ("torch._utils", "_rebuild_parameter"): _Call(_rebuild_parameter),
-    ("torch._tensor", "_rebuild_from_type_v2"): _Call(_rebuild_from_type_v2),
+    ("builtins", "getattr"): _AllowedCall(_enum_member),
+    ("collections", "OrderedDict"): _AllowedCall(_ordered_dict),
+    ("torch", "Size"): _AllowedCall(_size),
+    ("torch._utils", "_rebuild_tensor_v2"): _AllowedCall(_rebuild_tensor_v2),
+    ("torch._utils", "_rebuild_tensor_v3"): _AllowedCall(_rebuild_tensor_v3),
+    ("torch._utils", "_rebuild_parameter"): _AllowedCall(_rebuild_parameter),
+    ("torch._tensor", "_rebuild_from_type_v2"): _AllowedCall(_rebuild_from_type_v2),
     ("torch.storage", "UntypedStorage"): _StorageType("uint8"),
     ("torch", "UntypedStorage"): _StorageType("uint8"),
     **{("torch", name): _StorageType(dtype) for name, dtype in STORAGES.items()},
     **{("torch", name): _DType(name) for name in DTYPES},
 }
 
-# Carried in ordinary checkpoints (DeepSpeed's own, or a user's client_state) and never needed for the weights.
-_INERT = {
+# Present in ordinary checkpoints (DeepSpeed's own, or a user's client_state) and never needed for the weights.
+_OPAQUE = {
     ("torch", "Tensor"), ("torch", "device"), ("torch.nn.parameter", "Parameter"),
     ("deepspeed.runtime.zero.config", "ZeroStageEnum"),
     ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
@@ -246,7 +220,7 @@ _INERT = {
     ("numpy", "dtype"), ("numpy", "ndarray"),
     ("numpy.core.multiarray", "scalar"), ("numpy._core.multiarray", "scalar"),
     ("numpy.core.multiarray", "_reconstruct"), ("numpy._core.multiarray", "_reconstruct"),
-    # The .metadata of torch.distributed.checkpoint (dcp_reader); Python 3.13 moved pathlib's classes.
+    # The .metadata of torch.distributed.checkpoint (see dcp/reader); Python 3.13 moved pathlib's classes.
     *(("torch.distributed.checkpoint.metadata", name) for name in (
         "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
         "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
@@ -262,9 +236,9 @@ class _Reader(pickle.Unpickler):
         known = _GLOBALS.get((module, name))
         if known is not None:
             return known
-        # TrainingState is what MM-LDLM's checkpoint.pt holds beside the weights; its module is the script that ran.
-        if (module, name) in _INERT or name == "TrainingState":
-            return _inert_maker(f"{module}.{name}")
+        # MM-LDLM's checkpoint.pt holds a TrainingState next to the weights; its module is the script that ran.
+        if (module, name) in _OPAQUE or name == "TrainingState":
+            return _opaque_class(f"{module}.{name}")
         raise RefusedPickle(f"it asks for {module}.{name}, which a checkpoint of tensors does not need")
 
     def persistent_load(self, pid: Any) -> StorageRef:
@@ -277,25 +251,27 @@ class _Reader(pickle.Unpickler):
 
 
 def dtype_name(value: Any) -> str | None:
-    """The name of a torch.dtype in what read_pickle gave; None for anything else."""
+    """Return the name of a torch.dtype that read_pickle returned; None for anything else."""
     return value.name if isinstance(value, _DType) else None
 
 
-def _inert_maker(kind: str) -> type:
-    # A class, because the NEWOBJ opcode accepts nothing else; instances take any arguments.
+def _opaque_class(kind: str) -> type:
+    # A class, because the NEWOBJ opcode requires one; instances take any arguments.
     def new(cls, *args, **kwargs):
-        thing = object.__new__(cls)
-        OpaqueObject.__init__(thing, kind, args)
-        return thing
+        instance = object.__new__(cls)
+        OpaqueObject.__init__(instance, kind, args)
+        return instance
 
-    return type("Inert", (OpaqueObject,), {"__slots__": (), "__new__": new, "__init__": lambda self, *a, **k: None})
+    return type(
+        "OpaqueObject", (OpaqueObject,), {"__slots__": (), "__new__": new, "__init__": lambda self, *a, **k: None}
+    )
 
 
 def read_pickle(data: bytes) -> Any:
-    """The object in `data` with tensors as TensorRef, sizes as tuples, OrderedDict as dict, other objects as Inert.
+    """Unpickle `data` with tensors as TensorRef, sizes as tuples, OrderedDict as dict, other objects as OpaqueObject.
 
     Raises:
-        RefusedPickle: an unknown global, a malformed stream, or trailing tricks; nothing was executed.
+        RefusedPickle: an unknown global or a malformed stream; nothing was executed.
     """
     try:
         return _Reader(io.BytesIO(data), encoding="utf-8").load()

@@ -1,14 +1,14 @@
-"""Three hosts on one machine: namespaces with their own network, processes, mounts, /etc/hosts, /dev/shm and sshd.
+"""Virtual cluster of three hosts on one machine: network, processes, mounts, /etc/hosts, /dev/shm and sshd each.
 
 A host is a process in new net, pid, mount, uts and ipc namespaces; a bridge in one more net namespace is the switch.
-Nothing is set up outside these namespaces, so that ending the processes ends the bed. Root is needed.
+Nothing is set up outside these namespaces: the cluster ends with its processes. Needs root.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
+import functools
 import os
 import shutil
 import signal
@@ -18,16 +18,18 @@ import tempfile
 import time
 from pathlib import Path
 
+from mmldlm.utils.processes import list_pids, read_stat, set_parent_death_signal
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"sshd": "openssh-server", "pdsh": "pdsh", "nft": "nftables", "mpirun": "openmpi-bin", "ip": "iproute2"}
 SBIN = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
-_PR_SET_PDEATHSIG = 1
+_die_with_parent = functools.partial(set_parent_death_signal, signal.SIGKILL)
 
 
 def reason_to_skip() -> str | None:
-    """Why no bed can be built here; None when it can. Missing programs are installed with apt-get."""
+    """Return why no cluster can be built; None if it can. Missing programs are installed with apt-get."""
     if os.geteuid() != 0:
-        return "the bed of network namespaces needs root"
+        return "a cluster of network namespaces needs root"
     if subprocess.run(["unshare", "--net", "--pid", "--fork", "--mount", "true"], capture_output=True).returncode:
         return "this machine allows no namespaces"
     missing = [package for program, package in PACKAGES.items() if shutil.which(program, path=SBIN) is None]
@@ -36,15 +38,11 @@ def reason_to_skip() -> str | None:
         subprocess.run(["apt-get", "update", "-qq"], **quiet)
         subprocess.run(["apt-get", "install", "-qq", "-y", "--no-install-recommends", *missing], **quiet)
         missing = [package for program, package in PACKAGES.items() if shutil.which(program, path=SBIN) is None]
-    return f"the bed needs {', '.join(missing)}" if missing else None
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    return f"the cluster needs {', '.join(missing)}" if missing else None
 
 
 def sh(*command, timeout: float = 30) -> str:
-    """Run a command of the set-up; its output, or an AssertionError that shows what it said."""
+    """Run a command of the set-up; return its output, or raise an AssertionError with its message."""
     done = subprocess.run(
         [str(word) for word in command],
         capture_output=True,
@@ -57,14 +55,14 @@ def sh(*command, timeout: float = 30) -> str:
 
 
 class Host:
-    """One host of the bed. Its name is its hostname; `pid` is its init, as seen from outside."""
+    """One host of the cluster. Its name is its hostname; `pid` is its init, as seen from outside."""
 
     def __init__(self, name: str, address: str, folder: Path):
         self.name, self.address, self.folder = name, address, folder
         self.pid = 0
 
     def enter(self, *command) -> list[str]:
-        """The command line that runs a command on this host."""
+        """Return the command line that runs a command on this host."""
         return ["nsenter", "--target", str(self.pid), "--all", "--wd=" + os.getcwd(), *map(str, command)]
 
     def sh(self, *command, timeout: float = 30) -> str:
@@ -94,7 +92,7 @@ class Host:
         self.sh(*prefix, shutil.which("sshd", path=SBIN), "-f", self.folder / "sshd_config")
 
     def stop_sshd(self) -> None:
-        """Ends the listening daemon; sessions that are open go on."""
+        """Stop the listening daemon; open sessions continue."""
         pid = (self.folder / "sshd.pid").read_text().strip()
         self.sh("kill", pid)
         (self.folder / "sshd.pid").unlink(missing_ok=True)
@@ -103,7 +101,7 @@ class Host:
 
     @contextlib.contextmanager
     def bound(self, source, target):
-        """`source` lies over `target` (file over file, folder over folder) on this host alone."""
+        """Bind `source` over `target` (file over file, folder over folder) on this host alone."""
         self.sh("mount", "--bind", source, target)
         try:
             yield
@@ -130,12 +128,12 @@ class Host:
     @contextlib.contextmanager
     def firewall(self, rule: str):
         """One nft rule on what comes in."""
-        self.sh("nft", "add table inet bed; add chain inet bed in { type filter hook input priority 0; }")
-        self.sh("nft", f"add rule inet bed in {rule}")
+        self.sh("nft", "add table inet faults; add chain inet faults in { type filter hook input priority 0; }")
+        self.sh("nft", f"add rule inet faults in {rule}")
         try:
             yield
         finally:
-            self.sh("nft", "delete table inet bed")
+            self.sh("nft", "delete table inet faults")
 
     @contextlib.contextmanager
     def slow_dns(self, seconds: float, address: str):
@@ -199,11 +197,8 @@ while True:
 
 
 def end(process: subprocess.Popen) -> None:
-    """Kill nsenter and all that came of it on the host; whoever lived on would hold the pipe of its output open."""
-    parents = {}
-    for entry in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):
-            parents[int(entry)] = int(Path(f"/proc/{entry}/stat").read_text().rpartition(") ")[2].split()[1])
+    """Kill nsenter and all of its descendants on the host; a survivor would hold the pipe of its output open."""
+    parents = {pid: stat.parent for pid in list_pids() if (stat := read_stat(pid)) is not None}
     below = [process.pid]
     for pid in below:
         below += [child for child, parent in parents.items() if parent == pid]
@@ -215,7 +210,7 @@ def end(process: subprocess.Popen) -> None:
 
 
 def base_environment() -> dict[str, str]:
-    """What a login on a CPU node would have; none of the variables that a test session sets."""
+    """Return the environment of a login on a CPU node, without the variables of a test session."""
     keep = {name: os.environ[name] for name in ("LANG", "LC_ALL", "TMPDIR") if name in os.environ}
     return {
         "HOME": os.path.expanduser("~"),
@@ -225,7 +220,7 @@ def base_environment() -> dict[str, str]:
     }
 
 
-class Bed:
+class VirtualCluster:
     """`num_hosts` hosts n1, n2 ... with addresses 10.77.0.1, 10.77.0.2 ... that log in to one another with keys."""
 
     def __init__(self, folder: Path, num_hosts: int = 3):
@@ -235,10 +230,10 @@ class Bed:
         self._home_ssh, self._home_cache = Path.home() / ".ssh", Path.home() / ".cache"
         self._made = [path for path in (self._home_ssh, self._home_cache) if not path.exists()]
 
-    def __enter__(self) -> Bed:
-        # Held by every bed that stands: removing a folder ends the mounts on it, also those of another test session.
-        self._standing = open(Path(tempfile.gettempdir()) / "mmldlm_bed.lock", "a")
-        fcntl.flock(self._standing, fcntl.LOCK_SH)
+    def __enter__(self) -> VirtualCluster:
+        # Held by every running cluster: removing a folder ends the mounts on it, also those of another test session.
+        self._lock = open(Path(tempfile.gettempdir()) / "mmldlm_virtual_cluster.lock", "a")
+        fcntl.flock(self._lock, fcntl.LOCK_SH)
         try:
             self._up()
         except BaseException:
@@ -270,7 +265,7 @@ class Bed:
     def _write_files(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         key = self.folder / "id_ed25519"
-        sh("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "bed", "-f", key)
+        sh("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "cluster", "-f", key)
         known = []
         for host in self.hosts:
             ssh = host.folder / "ssh"
@@ -355,7 +350,7 @@ class Bed:
 
     @contextlib.contextmanager
     def delayed(self, host: Host, seconds: float):
-        """All that a host sends and gets is late by so much each way."""
+        """Delay all packets of a host by `seconds` in each direction."""
         port = f"port{self.hosts.index(host) + 1}"
         self.in_switch("ip", "link", "add", "late0", "type", "veth", "peer", "name", "late1")
         for name in ("late0", "late1"):
@@ -382,8 +377,8 @@ class Bed:
             any(Path(f"/proc/{host.pid}").exists() for host in self.hosts if host.pid) and time.monotonic() < deadline
         ):
             time.sleep(0.02)
-        with contextlib.suppress(BlockingIOError), self._standing:
-            fcntl.flock(self._standing, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(BlockingIOError), self._lock:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for path in self._made:
                 with contextlib.suppress(OSError):
                     path.rmdir()

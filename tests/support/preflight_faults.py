@@ -1,4 +1,4 @@
-"""Faults that the bed can inject, each with the verdict it must get; for the tests and benchmarks/preflight.py."""
+"""Faults of a virtual cluster, each with the results that preflight must give; for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from bed import ROOT, Bed, end
+from tests.support.virtual_cluster import ROOT, VirtualCluster, end
 
 PYTHON = sys.executable
 TRAIN = str(ROOT / "mmldlm" / "train.py")
@@ -22,9 +22,9 @@ TRAIN = str(ROOT / "mmldlm" / "train.py")
 
 @dataclass
 class Scene:
-    """A preflight to be run on the bed, as faults change it."""
+    """A preflight to be run on the cluster, as faults change it."""
 
-    bed: Bed
+    cluster: VirtualCluster
     store: Path
     folder: Path
     saved_run: Path | None = None
@@ -46,7 +46,9 @@ class Scene:
         command = [PYTHON, "-m", "mmldlm.preflight", "--hostfile", hostfile, "--level", self.level, "--json", receipt]
         command += ["--config-name", "tiny", f"data.latent_data_root={self.store}", f"logging.save_dir={self.save_dir}"]
         own = {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", **self.environment}
-        done = self.bed["n1"].run(*command, *self.words, cwd=self.cwd, env=own, timeout=150 if self.level < 3 else 500)
+        done = self.cluster["n1"].run(
+            *command, *self.words, cwd=self.cwd, env=own, timeout=150 if self.level < 3 else 500
+        )
         assert receipt.exists(), f"no receipt (status {done.returncode}):\n{done.stdout[-3000:]}"
         found = json.loads(receipt.read_text())
         assert found["exit_code"] == done.returncode
@@ -152,11 +154,11 @@ def _(scene, stack):
 
 @fault("one machine under two names", ("HOST004", "alias"), words=("same machine as n2", "delete one of the lines"))
 def _(scene, stack):
-    n1 = scene.bed["n1"]
+    n1 = scene.cluster["n1"]
     known = (n1.folder / "ssh" / "known_hosts").read_text()
     key = next(line.split(" ", 1)[1] for line in known.splitlines() if line.startswith("n2,"))
-    for host in scene.bed.hosts:
-        text = scene.bed.hosts_file(host) + "10.77.0.2 alias\n"
+    for host in scene.cluster.hosts:
+        text = scene.cluster.hosts_file(host) + "10.77.0.2 alias\n"
         stack.enter_context(host.changed("/etc/hosts", text))
     stack.enter_context(n1.changed(Path.home() / ".ssh" / "known_hosts", known + f"alias {key}\n"))
     scene.hostfile_text = "n1 slots=1\nn2 slots=1\nalias slots=1\n"
@@ -167,7 +169,7 @@ def _(scene, stack):
 
 @fault("unknown host key", ("SSH003", "n2"), words=("ssh-keyscan -H n2 >>",))
 def _(scene, stack):
-    n1 = scene.bed["n1"]
+    n1 = scene.cluster["n1"]
     known = (n1.folder / "ssh" / "known_hosts").read_text().splitlines(keepends=True)
     text = "".join(line for line in known if not line.startswith("n2,"))
     stack.enter_context(n1.changed(Path.home() / ".ssh" / "known_hosts", text))
@@ -175,7 +177,7 @@ def _(scene, stack):
 
 @fault("changed host key", ("SSH003", "n3"), words=("ssh-keygen -R n3",))
 def _(scene, stack):
-    n1 = scene.bed["n1"]
+    n1 = scene.cluster["n1"]
     known = (n1.folder / "ssh" / "known_hosts").read_text().splitlines(keepends=True)
     other = next(line.split(" ", 1)[1] for line in known if line.startswith("n2,"))
     text = "".join(line for line in known if not line.startswith("n3,")) + f"n3,10.77.0.3 {other}"
@@ -184,12 +186,12 @@ def _(scene, stack):
 
 @fault("refused key", ("SSH004", "n2"), words=("Permission denied", "ssh-copy-id n2"))
 def _(scene, stack):
-    stack.enter_context(scene.bed["n2"].changed(Path.home() / ".ssh" / "authorized_keys", "\n"))
+    stack.enter_context(scene.cluster["n2"].changed(Path.home() / ".ssh" / "authorized_keys", "\n"))
 
 
 @fault("sshd down", ("SSH002", "n3"), words=("refused", "start sshd on n3"))
 def _(scene, stack):
-    host = scene.bed["n3"]
+    host = scene.cluster["n3"]
     host.stop_sshd()
     stack.callback(host.start_sshd)
 
@@ -201,22 +203,22 @@ def _(scene, stack):
 
 @fault("name does not resolve", ("SSH001", "n3"), ("NET003", "n1"), words=("n3", "/etc/hosts"), main="SSH001")
 def _(scene, stack):
-    n1 = scene.bed["n1"]
-    text = "".join(line + "\n" for line in scene.bed.hosts_file(n1).splitlines() if not line.endswith(" n3"))
+    n1 = scene.cluster["n1"]
+    text = "".join(line + "\n" for line in scene.cluster.hosts_file(n1).splitlines() if not line.endswith(" n3"))
     stack.enter_context(n1.changed("/etc/hosts", text))
 
 
 @fault("host is off", ("SSH002", "n2"), words=("delete its line",))
 def _(scene, stack):
-    stack.enter_context(scene.bed.cable_pulled(scene.bed["n2"]))
+    stack.enter_context(scene.cluster.cable_pulled(scene.cluster["n2"]))
 
 
 @fault("node hangs during the check", ("SSH005", "n2"), words=("within", "log in to n2"))
 def _(scene, stack):
-    script = scene.bed["n2"].folder / "hang"
+    script = scene.cluster["n2"].folder / "hang"
     script.write_text("#!/bin/sh\nsleep 1000\n")
     script.chmod(0o755)
-    stack.enter_context(scene.bed["n2"].bound(script, os.path.realpath(PYTHON)))
+    stack.enter_context(scene.cluster["n2"].bound(script, os.path.realpath(PYTHON)))
 
 
 def both(one: str, other: str) -> tuple[tuple[str, str], ...]:
@@ -225,10 +227,10 @@ def both(one: str, other: str) -> tuple[tuple[str, str], ...]:
 
 def login(scene, stack, name: str, script: str) -> None:
     """What a node's login runs before the command that ssh brings, as a ~/.bashrc does."""
-    host = scene.bed[name]
+    host = scene.cluster[name]
     path = host.folder / "login"
     path.write_text(f'{script}\neval "$SSH_ORIGINAL_COMMAND"\n')
-    key = (scene.bed.folder / "id_ed25519.pub").read_text()
+    key = (scene.cluster.folder / "id_ed25519.pub").read_text()
     stack.enter_context(host.changed(Path.home() / ".ssh" / "authorized_keys", f'command="sh {path}" {key}'))
 
 
@@ -239,7 +241,7 @@ def _(scene, stack):
 
 @harmless("names that only ssh's configuration knows")
 def _(scene, stack):
-    path = scene.bed["n1"].folder / "ssh" / "config"
+    path = scene.cluster["n1"].folder / "ssh" / "config"
     path.write_text("Host worker2\n  HostName 10.77.0.2\n")
     stack.callback(path.unlink)
     scene.hostfile_text = "n1 slots=1\nworker2 slots=1\nn3 slots=1\n"
@@ -264,8 +266,8 @@ def jumbo_frames(scene, stack, *names: str) -> None:
     """9000 bytes on hosts whose switch takes 1500, with segments as long as a network card sends them."""
     for name in names:
         link = ("ip", "link", "set", "dev", "eth0")
-        scene.bed[name].sh(*link, "mtu", 9000, "gso_max_segs", 1)
-        stack.callback(scene.bed[name].sh, *link, "mtu", 1500, "gso_max_segs", 65535)
+        scene.cluster[name].sh(*link, "mtu", 9000, "gso_max_segs", 1)
+        stack.callback(scene.cluster[name].sh, *link, "mtu", 1500, "gso_max_segs", 65535)
 
 
 # -- the node's programs and files -------------------------------------------------------------------------------------
@@ -273,20 +275,20 @@ def jumbo_frames(scene, stack, *names: str) -> None:
 
 @fault("python missing", ("PY001", "n3"), words=("no such interpreter", "virtual environment"))
 def _(scene, stack):
-    stack.enter_context(scene.bed["n3"].tmpfs(Path(PYTHON).parent, "size=1m"))
+    stack.enter_context(scene.cluster["n3"].tmpfs(Path(PYTHON).parent, "size=1m"))
 
 
 @fault("working folder missing", ("PY001", "n3"), words=("no such folder", "share it"))
 def _(scene, stack):
     scene.cwd = scene.folder / "parent" / "work"
     scene.cwd.mkdir(parents=True, exist_ok=True)
-    stack.enter_context(scene.bed["n3"].tmpfs(scene.cwd.parent, "size=1m"))
+    stack.enter_context(scene.cluster["n3"].tmpfs(scene.cwd.parent, "size=1m"))
 
 
 @fault("package broken", ("PY002", "n3"), words=("SyntaxError", "copy this checkout to n3"))
 def _(scene, stack):
     path = ROOT / "mmldlm" / "preflight" / "remote" / "timeouts.py"
-    stack.enter_context(scene.bed["n3"].changed(path, "def run_with_timeout(:\n"))
+    stack.enter_context(scene.cluster["n3"].changed(path, "def run_with_timeout(:\n"))
 
 
 @fault("other torch version", ("VER001", "n2"), words=("torch 1.13.1", "pip install", "torch=="))
@@ -294,52 +296,52 @@ def _(scene, stack):
     path = next(p for p in metadata.distribution("torch").files if p.name == "METADATA").locate()
     own = metadata.version("torch")
     text = Path(path).read_text().replace(f"\nVersion: {own}", "\nVersion: 1.13.1", 1)
-    stack.enter_context(scene.bed["n2"].changed(path, text))
+    stack.enter_context(scene.cluster["n2"].changed(path, text))
 
 
 @fault("other commit", ("VER002", "n2"), words=("git checkout", "commit 000000000000"))
 def _(scene, stack):
     head = Path(os.popen(f"git -C {ROOT} rev-parse --git-path HEAD").read().strip())
-    stack.enter_context(scene.bed["n2"].changed(ROOT / head, "0" * 39 + "1\n"))
+    stack.enter_context(scene.cluster["n2"].changed(ROOT / head, "0" * 39 + "1\n"))
 
 
 @fault("other sources", ("VER002", "n3"), words=("sources", "copy this checkout"))
 def _(scene, stack):
     path = ROOT / "mmldlm" / "commands" / "config.py"
-    stack.enter_context(scene.bed["n3"].changed(path, path.read_text() + "# another state\n"))
+    stack.enter_context(scene.cluster["n3"].changed(path, path.read_text() + "# another state\n"))
 
 
 @fault("data missing", ("DATA002", "n3"), words=("No such file", "copy the store to n3"))
 def _(scene, stack):
-    stack.enter_context(scene.bed["n3"].tmpfs(scene.store, "size=1m"))
+    stack.enter_context(scene.cluster["n3"].tmpfs(scene.store, "size=1m"))
 
 
 @fault("one byte of a shard differs", ("DATA003", "n2"), words=("train/latents.npy", "copy the store to n2"))
 def _(scene, stack):
-    path, other = scene.store / "train" / "latents.npy", scene.bed["n2"].folder / "latents.npy"
+    path, other = scene.store / "train" / "latents.npy", scene.cluster["n2"].folder / "latents.npy"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     other.write_bytes(data)
-    stack.enter_context(scene.bed["n2"].bound(other, path))
+    stack.enter_context(scene.cluster["n2"].bound(other, path))
 
 
 @fault("shard cut short", ("DATA002", "n2"), ("DATA003", "n2"), words=("train/tokens.npy", "rsync"), main="DATA002")
 def _(scene, stack):
-    path, other = scene.store / "train" / "tokens.npy", scene.bed["n2"].folder / "tokens.npy"
+    path, other = scene.store / "train" / "tokens.npy", scene.cluster["n2"].folder / "tokens.npy"
     other.write_bytes(path.read_bytes()[:-100])
-    stack.enter_context(scene.bed["n2"].bound(other, path))
+    stack.enter_context(scene.cluster["n2"].bound(other, path))
 
 
 @fault("checkpoint folder not shared", ("CKPT002", "n2"), words=("does not see", "file system that all nodes mount"))
 def _(scene, stack):
     scene.save_dir.mkdir(parents=True, exist_ok=True)
-    stack.enter_context(scene.bed["n2"].tmpfs(scene.save_dir, "size=1g"))
+    stack.enter_context(scene.cluster["n2"].tmpfs(scene.save_dir, "size=1g"))
 
 
 @fault("checkpoint folder read-only", ("CKPT001", "n3"), words=("Read-only file system", "remount"))
 def _(scene, stack):
     scene.save_dir.mkdir(parents=True, exist_ok=True)
-    host = scene.bed["n3"]
+    host = scene.cluster["n3"]
     stack.enter_context(host.bound(scene.save_dir, scene.save_dir))
     host.sh("mount", "-o", "remount,bind,ro", scene.save_dir)
 
@@ -351,7 +353,7 @@ def _(scene, stack):
 )  # fmt: skip
 def _(scene, stack):
     scene.save_dir.mkdir(parents=True, exist_ok=True)
-    host = scene.bed["n2"]
+    host = scene.cluster["n2"]
     stack.enter_context(host.tmpfs(scene.save_dir, "size=64k"))
     host.popen("sh", "-c", f"cat /dev/zero > {scene.save_dir}/filler 2>/dev/null").wait()
 
@@ -361,12 +363,12 @@ def _(scene, stack):
 
 @fault("/dev/shm too small", ("LIM001", "n2"), words=("64.0 MiB", "--shm-size"))
 def _(scene, stack):
-    stack.enter_context(scene.bed["n2"].tmpfs("/dev/shm", "size=64m"))
+    stack.enter_context(scene.cluster["n2"].tmpfs("/dev/shm", "size=64m"))
 
 
 @fault("temporary folder full", ("LIM004", "n3"), words=("No space left", "free some space"))
 def _(scene, stack):
-    host, folder = scene.bed["n3"], scene.folder / "temporary"
+    host, folder = scene.cluster["n3"], scene.folder / "temporary"
     folder.mkdir(parents=True, exist_ok=True)
     stack.enter_context(host.tmpfs(folder, "size=64k"))
     host.popen("sh", "-c", f"cat /dev/zero > {folder}/filler 2>/dev/null").wait()
@@ -375,7 +377,7 @@ def _(scene, stack):
 
 @fault("nofile too low", ("LIM003", "n3"), words=("nofile 256", "limits.conf"))
 def _(scene, stack):
-    host = scene.bed["n3"]
+    host = scene.cluster["n3"]
     host.stop_sshd()
     host.start_sshd("prlimit", "--nofile=256")
 
@@ -391,21 +393,21 @@ def _(scene, stack):
     # time.time() itself is moved: clocks of namespaces cannot be. A .pth file is the one thing every python runs.
     path = min(Path(sysconfig.get_paths()["purelib"]).glob("*.pth"))
     line = "import time; time.time = lambda own=time.time_ns: own() / 1e9 + 90\n"
-    stack.enter_context(scene.bed["n2"].changed(path, path.read_text() + "\n" + line))
+    stack.enter_context(scene.cluster["n2"].changed(path, path.read_text() + "\n" + line))
 
 
 @fault("stale build lock", ("JIT001", "n2"), words=("deepspeed_shm_comm/lock", "ssh n2 rm"))
 def _(scene, stack):
-    lock = scene.bed["n2"].folder / "cache" / "torch_extensions" / "py311_cpu" / "deepspeed_shm_comm" / "lock"
+    lock = scene.cluster["n2"].folder / "cache" / "torch_extensions" / "py311_cpu" / "deepspeed_shm_comm" / "lock"
     lock.parent.mkdir(parents=True, exist_ok=True)
     lock.touch()
     os.utime(lock, (time.time() - 3600,) * 2)
-    stack.callback(shutil.rmtree, scene.bed["n2"].folder / "cache" / "torch_extensions")
+    stack.callback(shutil.rmtree, scene.cluster["n2"].folder / "cache" / "torch_extensions")
 
 
 @fault("leftover rank", ("PROC001", "n3"), words=("mmldlm/train.py", "ssh n3 kill"))
 def _(scene, stack):
-    stack.enter_context(scene.bed["n3"].process(PYTHON, "-c", "import time; time.sleep(1000)", "mmldlm/train.py"))
+    stack.enter_context(scene.cluster["n3"].process(PYTHON, "-c", "import time; time.sleep(1000)", "mmldlm/train.py"))
     time.sleep(0.3)
 
 
@@ -414,14 +416,14 @@ def _(scene, stack):
 
 @fault("own name is 127.0.1.1", ("NET002", "n2"), words=("n2 is 127.0.1.1", "10.77.0.2 n2"))
 def _(scene, stack):
-    n2 = scene.bed["n2"]
-    stack.enter_context(n2.changed("/etc/hosts", scene.bed.hosts_file(n2).replace("10.77.0.2 n2", "127.0.1.1 n2")))
+    n2 = scene.cluster["n2"]
+    stack.enter_context(n2.changed("/etc/hosts", scene.cluster.hosts_file(n2).replace("10.77.0.2 n2", "127.0.1.1 n2")))
 
 
 @fault("names differ between nodes", ("NET003", "n3"), words=("n2 is 10.77.0.99 there", "/etc/hosts or DNS on n3"))
 def _(scene, stack):
-    n3 = scene.bed["n3"]
-    stack.enter_context(n3.changed("/etc/hosts", scene.bed.hosts_file(n3).replace("10.77.0.2 n2", "10.77.0.99 n2")))
+    n3 = scene.cluster["n3"]
+    stack.enter_context(n3.changed("/etc/hosts", scene.cluster.hosts_file(n3).replace("10.77.0.2 n2", "10.77.0.99 n2")))
 
 
 @fault("interface does not exist", *everywhere("NET001"), words=("only lo, eth0", "export GLOO_SOCKET_IFNAME=eth0"))
@@ -436,28 +438,28 @@ def _(scene, stack):
 
 @fault("interface down", *everywhere("NET001"), words=("eth1 is down", "export GLOO_SOCKET_IFNAME=eth0"))
 def _(scene, stack):
-    for number, host in enumerate(scene.bed.hosts, 1):
+    for number, host in enumerate(scene.cluster.hosts, 1):
         host.sh("ip", "link", "add", "eth1", "type", "bridge")
         stack.callback(host.sh, "ip", "link", "delete", "eth1")
         host.sh("ip", "address", "add", f"10.88.0.{number}/24", "dev", "eth1")
     scene.env_file("GLOO_SOCKET_IFNAME=eth1\n")
 
 
-@fault("one direction firewalled", ("NET006", "n2->n3"), words=("but n3 can to n2", "on n3, let in TCP ports"))
+@fault("one direction firewalled", ("NET006", "n2->n3"), words=("but n3 can to n2", "on n3, allow TCP ports"))
 def _(scene, stack):
     rule = "ip saddr 10.77.0.2 tcp dport != 22 tcp flags & (syn|ack) == syn drop"
-    stack.enter_context(scene.bed["n3"].firewall(rule))
+    stack.enter_context(scene.cluster["n3"].firewall(rule))
 
 
 @fault("handshakes pass, data does not", *both("n2", "n3"), words=("no data passes", "stateful firewall"))
 def _(scene, stack):
     rule = "ip saddr 10.77.0.2 tcp dport != 22 ip length > 200 drop"
-    stack.enter_context(scene.bed["n3"].firewall(rule))
+    stack.enter_context(scene.cluster["n3"].firewall(rule))
 
 
 @fault("route works one way", *both("n2", "n3"), words=("n2 cannot connect to n3 (timed out)",))
 def _(scene, stack):
-    stack.enter_context(scene.bed["n3"].firewall("ip saddr 10.77.0.2 drop"))
+    stack.enter_context(scene.cluster["n3"].firewall("ip saddr 10.77.0.2 drop"))
 
 
 @fault(
@@ -470,26 +472,26 @@ def _(scene, stack):
 
 @fault("another MTU", ("NET007", "n3"), words=("576", "ip link set dev eth0 mtu 1500"))
 def _(scene, stack):
-    n3 = scene.bed["n3"]
+    n3 = scene.cluster["n3"]
     n3.sh("ip", "link", "set", "dev", "eth0", "mtu", 576)
     stack.callback(n3.sh, "ip", "link", "set", "dev", "eth0", "mtu", 1500)
 
 
 @fault("far away", *both("n1", "n2"), *both("n2", "n3"), words=("a round trip takes", "every step waits"))
 def _(scene, stack):
-    stack.enter_context(scene.bed.delayed(scene.bed["n2"], 0.03))
+    stack.enter_context(scene.cluster.delayed(scene.cluster["n2"], 0.03))
 
 
 @fault("packets get lost", ("NET006", "n1->n2"), ("NET006", "n3->n2"), words=("lost and sent again", "the link"))
 def _(scene, stack):
     rule = "tcp dport 1024-65535 ip length > 1000 numgen inc mod 8 0 drop"
-    stack.enter_context(scene.bed["n2"].firewall(rule))
+    stack.enter_context(scene.cluster["n2"].firewall(rule))
 
 
 @fault("slow name server", ("NET008", "n2"), words=("n3 took", "/etc/hosts on n2"))
 def _(scene, stack):
-    n2 = scene.bed["n2"]
-    text = "".join(line + "\n" for line in scene.bed.hosts_file(n2).splitlines() if not line.endswith(" n3"))
+    n2 = scene.cluster["n2"]
+    text = "".join(line + "\n" for line in scene.cluster.hosts_file(n2).splitlines() if not line.endswith(" n3"))
     stack.enter_context(n2.changed("/etc/hosts", text))
     stack.enter_context(n2.slow_dns(3, "10.77.0.3"))
 
@@ -498,14 +500,14 @@ def _(scene, stack):
 def _(scene, stack):
     # As launchers bind it: the port of a run that has just ended is free to them, and would not be to this one.
     code = "import socket, time; s = socket.create_server(('', 29500)); print(1, flush=True); time.sleep(1000)"
-    child = scene.bed["n1"].popen(PYTHON, "-c", code, "holder", stdout=-1)
+    child = scene.cluster["n1"].popen(PYTHON, "-c", code, "holder", stdout=-1)
     child.stdout.readline()
     stack.callback(end, child)
 
 
 @fault("first address unreachable", ("NET005", "n2"), ("NET005", "n3"), words=("172.17.0.1", "--master_addr 10.77.0.1"))
 def _(scene, stack):
-    n1 = scene.bed["n1"]
+    n1 = scene.cluster["n1"]
     n1.sh("ip", "link", "add", "docker0", "index", 50, "type", "bridge")
     stack.callback(n1.sh, "ip", "link", "delete", "docker0")
     n1.sh("ip", "address", "add", "172.17.0.1/16", "dev", "docker0")

@@ -1,4 +1,4 @@
-"""launch/local.py: ranks that end by agreement, and one that ends so alone."""
+"""Ranks of one machine that exit by agreement, and one that exits alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ sys.exit({codes}[int(os.environ["RANK"])])
         ([0, 0], [0.0, 0.0], None, 0),
     ],
 )
-def test_the_code_is_that_of_the_first_and_nobody_is_waited_for_in_vain(codes, seconds, on_sigterm, expected):
+def test_the_first_code_is_returned_without_endless_waits(codes, seconds, on_sigterm, expected):
     script, started = RANK.format(codes=codes, seconds=seconds, on_sigterm=on_sigterm), time.monotonic()
     assert run_local([sys.executable, "-c", script], 2, grace=2.0) == expected
     assert time.monotonic() - started < 30
@@ -75,10 +75,10 @@ def test_a_store_that_is_cut_while_it_is_read_is_named(store, tmp_path, capfd):
     script.write_text(READS_A_STORE_THAT_IS_CUT)
     words = ["--config-name", "tiny", f"data.latent_data_root={root}"]
     assert run_local([sys.executable, "-u", str(script), *words], 1, grace=1.0) == 1
-    told = capfd.readouterr().err
-    assert "ended with SIGBUS: files of the store were changed while it was read" in told
-    assert f"{root}/train/latents.npy has 4,096 bytes, not {size:,}" in told
-    assert "in get" in told, "where it happened, from Python's own handler"
+    printed = capfd.readouterr().err
+    assert "ended with SIGBUS: files of the store were changed while it was read" in printed
+    assert f"{root}/train/latents.npy has 4,096 bytes, not {size:,}" in printed
+    assert "in get" in printed, "where it happened, from Python's own handler"
 
 
 def test_a_sigbus_without_a_changed_store_is_explained_too():

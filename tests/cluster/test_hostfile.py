@@ -8,8 +8,8 @@ import os
 import pytest
 
 from mmldlm.cluster.hostfile import Node, read_hostfile
+from mmldlm.commands import preflight
 from mmldlm.errors import UserError
-from mmldlm.preflight import runner
 
 
 @pytest.fixture
@@ -32,12 +32,12 @@ def test_names_slots_and_comments(hostfile):
     [
         ("a slots=2\nb lots=8\n", 2, "did you mean 'slots=8'"),
         ("a slots = 8\n", 1, "write slots=8 without blanks"),
-        ("a\n", 1, "no slots behind a"),
+        ("a\n", 1, "no slots after a"),
         ("a:8\n", 1, "not a host name"),
-        ("a slots=8x\n", 1, "whole number"),
-        ("a slots=-1\n", 1, "whole number"),
+        ("a slots=8x\n", 1, "an integer"),
+        ("a slots=-1\n", 1, "an integer"),
         ("a slots=0\n", 1, "start no rank"),
-        ("a slots=1\nb slots=1\na slots=1\n", 3, "line 1 already"),
+        ("a slots=1\nb slots=1\na slots=1\n", 3, "already in line 1"),
         ("node[1-2] slots=2\n", 1, "a range"),
         ("localhost slots=1\nb slots=2\n", 1, "another machine on every node"),
         ("a slots=2 # big one\n", 1, "comment"),
@@ -92,7 +92,7 @@ def test_a_pipe_is_read_once_and_never_waited_for_without_end(tmp_path, monkeypa
 def test_what_is_no_file_is_said_with_exit_2_and_nothing_else(tmp_path, capsys, name, said):
     """Through the command, whose receipt hashes the hostfile too."""
     parser = argparse.ArgumentParser()
-    runner.add_arguments(parser)
+    preflight.add_arguments(parser)
     args = parser.parse_args(["--level", "0", "--hostfile", name or str(tmp_path), "--only", "HOST001"])
-    assert runner.main(args) == 2
+    assert preflight.main(args) == 2
     assert said in capsys.readouterr().out

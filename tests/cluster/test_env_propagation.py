@@ -1,4 +1,4 @@
-"""What launchers carry, and the .deepspeed_env that mends it."""
+"""Variables that launchers propagate, and the .deepspeed_env that adds to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Accidents of a launch that runs on the bed, and how `mmldlm launch` must end then; for tests and benchmark."""
+"""Faults of a running launch on the virtual cluster, and how `mmldlm launch` must end; for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from bed import ROOT, Bed, end
+from tests.support.virtual_cluster import ROOT, VirtualCluster, end
 
 PYTHON = sys.executable
 NODES = "n1 slots=1\nn2 slots=1\n"
 
 
 @dataclass(frozen=True)
-class Accident:
-    """act(bed, stack) happens before or after the group has formed; the screen must then say one of `words`."""
+class LaunchFault:
+    """act(cluster, stack) happens before or after the group has formed; the screen must then say one of `words`."""
 
     name: str
     after: bool
-    act: Callable[[Bed, contextlib.ExitStack], None]
+    act: Callable[[VirtualCluster, contextlib.ExitStack], None]
     words: tuple[str, ...]
 
 
@@ -32,21 +32,21 @@ def _kill(host, pattern: str, signal: str = "-KILL") -> None:
     host.sh("kill", signal, *pids(host, pattern))
 
 
-def _cut(bed, stack) -> None:
-    stack.enter_context(bed.cable_pulled(bed["n2"]))
+def _cut(cluster, stack) -> None:
+    stack.enter_context(cluster.cable_pulled(cluster["n2"]))
 
 
 _ACTS = {
-    "rank killed": (lambda bed, stack: _kill(bed["n2"], "mmldlm/train.py"), ("rank 1 on n2 ended first",)),
+    "rank killed": (lambda cluster, stack: _kill(cluster["n2"], "mmldlm/train.py"), ("rank 1 on n2 ended first",)),
     "node's launcher killed": (
-        lambda bed, stack: _kill(bed["n2"], "deepspeed.launcher.launch"),
+        lambda cluster, stack: _kill(cluster["n2"], "deepspeed.launcher.launch"),
         ("n2: its launcher ended",),
     ),
-    "launcher killed": (lambda bed, stack: _kill(bed["n1"], "^pdsh "), ("the launcher ended",)),
+    "launcher killed": (lambda cluster, stack: _kill(cluster["n1"], "^pdsh "), ("the launcher ended",)),
     "host cut off": (_cut, ("n2 is lost",)),
 }
-ACCIDENTS = [
-    Accident(f"{name} {'after' if after else 'before'} the group forms", after, act, words)
+LAUNCH_FAULTS = [
+    LaunchFault(f"{name} {'after' if after else 'before'} the group forms", after, act, words)
     for name, (act, words) in _ACTS.items()
     for after in (False, True)
 ]
@@ -54,11 +54,11 @@ ACCIDENTS = [
 
 @dataclass(frozen=True)
 class Neighbor:
-    """A launch beside another; act(bed, name) ends it, and the other must not notice."""
+    """A launch beside another; act(cluster, name) ends it, and the other must not notice."""
 
     name: str
     port: int
-    act: Callable[[Bed, str], None]
+    act: Callable[[VirtualCluster, str], None]
     codes: tuple[int, ...]
 
 
@@ -68,14 +68,16 @@ def head_pattern(name: str) -> str:
 
 
 NEIGHBORS = [
-    Neighbor("interrupted", 29600, lambda bed, name: _kill(bed["n1"], head_pattern(name), "-INT"), (5,)),
-    Neighbor("rank_killed", 29700, lambda bed, name: _kill(bed["n2"], f"train.py .*run_name={name}( |$)"), (137,)),
-    Neighbor("head_killed", 29800, lambda bed, name: _kill(bed["n1"], head_pattern(name)), (-9, 137)),
+    Neighbor("interrupted", 29600, lambda cluster, name: _kill(cluster["n1"], head_pattern(name), "-INT"), (5,)),
+    Neighbor(
+        "rank_killed", 29700, lambda cluster, name: _kill(cluster["n2"], f"train.py .*run_name={name}( |$)"), (137,)
+    ),
+    Neighbor("head_killed", 29800, lambda cluster, name: _kill(cluster["n1"], head_pattern(name)), (-9, 137)),
 ]
 
 
 def start(
-    bed: Bed,
+    cluster: VirtualCluster,
     store: Path,
     folder: Path,
     *words: str,
@@ -90,7 +92,7 @@ def start(
     command = [PYTHON, "-m", "mmldlm.launch", "--hostfile", folder / "hostfile", "--launcher", launcher]
     command += ["--config-name", "tiny", f"data.latent_data_root={store}", f"logging.save_dir={folder}/runs"]
     command += ["data.max_validation_samples=16", f"logging.run_name={name}", "training.train_batch_size=4", *words]
-    return bed[host].popen(
+    return cluster[host].popen(
         *command,
         env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})},  # the hosts share one machine's cores
         stdin=subprocess.DEVNULL,
@@ -126,7 +128,7 @@ def steps_of(folder: Path, name: str = "run") -> int:
 
 
 @contextlib.contextmanager
-def pkill_logged(bed: Bed, folder: Path):
+def pkill_logged(cluster: VirtualCluster, folder: Path):
     """Every pkill on a host leaves a line in the file that this gives, and then does its work."""
     folder.mkdir(parents=True, exist_ok=True)
     log, script = folder / "pkill.log", folder / "pkill_logged"
@@ -139,7 +141,7 @@ exec {folder}/$(basename "$0") "$@"
 """)
     script.chmod(0o755)
     with contextlib.ExitStack() as stack:
-        for host in bed.hosts:
+        for host in cluster.hosts:
             stack.enter_context(host.bound(script, Path(shutil.which("pgrep")).resolve()))
         yield log
 
@@ -156,24 +158,24 @@ class Ended:
     pkills: str
 
 
-def play_beside(bed: Bed, store: Path, folder: Path, neighbors: list[Neighbor]) -> list[Ended]:
+def play_beside(cluster: VirtualCluster, store: Path, folder: Path, neighbors: list[Neighbor]) -> list[Ended]:
     """One launch trains; the neighbors start beside it in the same second, and are ended one after the other."""
     long, found = ("--level", "0", "training.num_train_steps=100000", "logging.save_freq=100000"), []
     with contextlib.ExitStack() as stack:
-        log = stack.enter_context(pkill_logged(bed, folder / "pkill"))
-        kept = start(bed, store, folder, *long, name="kept")
+        log = stack.enter_context(pkill_logged(cluster, folder / "pkill"))
+        kept = start(cluster, store, folder, *long, name="kept")
         stack.callback(end, kept)
         wait_for(lambda: steps_of(folder, "kept") >= 2, kept)
-        beside = [start(bed, store, folder, *long, "--master_port", str(n.port), name=n.name) for n in neighbors]
+        beside = [start(cluster, store, folder, *long, "--master_port", str(n.port), name=n.name) for n in neighbors]
         for process in beside:
             stack.callback(end, process)
         for neighbor, process in zip(neighbors, beside, strict=True):
             wait_for(lambda name=neighbor.name: steps_of(folder, name) >= 2, process, 400)
         for neighbor, process in zip(neighbors, beside, strict=True):
-            neighbor.act(bed, neighbor.name)
+            neighbor.act(cluster, neighbor.name)
             output, _ = process.communicate(timeout=240)
             deadline = time.monotonic() + 60  # without a head, the nodes end their parts by themselves
-            while (left := _left(bed, neighbor.name)) and time.monotonic() < deadline:
+            while (left := _left(cluster, neighbor.name)) and time.monotonic() < deadline:
                 time.sleep(0.5)
             seen, deadline = steps_of(folder, "kept"), time.monotonic() + 60
             while steps_of(folder, "kept") < seen + 3 and kept.poll() is None and time.monotonic() < deadline:
@@ -183,22 +185,22 @@ def play_beside(bed: Bed, store: Path, folder: Path, neighbors: list[Neighbor]) 
     return found
 
 
-def _left(bed: Bed, name: str) -> list[int]:
-    return ranks_on(bed["n1"], name) + ranks_on(bed["n2"], name)
+def _left(cluster: VirtualCluster, name: str) -> list[int]:
+    return ranks_on(cluster["n1"], name) + ranks_on(cluster["n2"], name)
 
 
-def play(bed: Bed, store: Path, folder: Path, accident: Accident) -> tuple[float, int, str, list[int]]:
-    """Start a long run, let the accident happen; (seconds until the launch had ended, exit code, screen, ranks that
+def play(cluster: VirtualCluster, store: Path, folder: Path, fault: LaunchFault) -> tuple[float, int, str, list[int]]:
+    """Start a long run, let the fault happen; (seconds until the launch had ended, exit code, screen, ranks that
     are left on n1)."""
     with contextlib.ExitStack() as stack:
-        process = start(bed, store, folder, "training.num_train_steps=100000", "logging.save_freq=100000")
+        process = start(cluster, store, folder, "training.num_train_steps=100000", "logging.save_freq=100000")
         stack.callback(end, process)
-        wait_for(lambda: len(ranks_on(bed["n2"])) > 0, process)
-        if accident.after:
+        wait_for(lambda: len(ranks_on(cluster["n2"])) > 0, process)
+        if fault.after:
             wait_for(lambda: steps_of(folder) >= 3, process)
-        accident.act(bed, stack)
+        fault.act(cluster, stack)
         happened = time.monotonic()
         output, _ = process.communicate(timeout=120)
         seconds = time.monotonic() - happened
-        left = ranks_on(bed["n1"])
+        left = ranks_on(cluster["n1"])
     return seconds, process.returncode, output, left

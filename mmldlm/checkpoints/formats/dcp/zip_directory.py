@@ -1,7 +1,6 @@
-"""The directory of a zip file as torch writes it, read without the standard library's zipfile.
+"""Parse the directory of an uncompressed zip file inside a larger file.
 
-A DCP file holds hundreds of small zips back to back, for each of which zipfile takes half a millisecond, and its import
-takes longer than reading the directory of a large one. Nothing is decompressed here: torch stores.
+A DCP file holds hundreds of small zips back to back, and the standard library's zipfile takes half a millisecond each.
 
 Format: PKWARE's APPNOTE.TXT, 4.3: end record, zip64 end record and locator, central directory.
 """
@@ -10,38 +9,28 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import NamedTuple
+
+from mmldlm.checkpoints.formats.torch_save.reader import ZipEntry
 
 _END, _END64, _LOCATOR, _ENTRY = 0x06054B50, 0x06064B50, 0x07064B50, 0x02014B50
 _TAIL = 22 + 20 + 56  # the end record without a comment, and before it what zip64 adds
-_LONGEST_COMMENT = 0xFFFF
+_MAX_COMMENT = 0xFFFF
 _FULL32 = 0xFFFFFFFF
 
 
 class BadZip(ValueError):
-    """No zip file, or a damaged directory."""
+    """Not a zip file, or a damaged directory."""
 
 
-class Entry(NamedTuple):
-    """One record: its name, CRC-32, size as stored, size when unpacked, and where its local header lies."""
-
-    name: str
-    crc: int
-    stored: int
-    size: int
-    header_at: int
-    method: int
-    flags: int
-
-
-def read_directory(size: int, read: Callable[[int, int], bytes]) -> list[Entry]:
-    """Entries of the zip file.
+def read_directory(size: int, read: Callable[[int, int], bytes]) -> list[ZipEntry]:
+    """Return the entries of a zip file.
 
     Args:
-        size: bytes of the file. read: (first byte, number) -> bytes.
+        size: bytes of the zip.
+        read: (first byte, number) -> bytes; fewer at the end.
 
     Raises:
-        BadZip: no zip file, cut off, or a directory that contradicts itself.
+        BadZip: not a zip file, truncated, or an inconsistent directory.
     """
     end_at, tail_at, tail = _find_end(size, read)
     fields = struct.unpack("<IHHHHIIH", tail[end_at - tail_at : end_at - tail_at + 22])
@@ -50,7 +39,7 @@ def read_directory(size: int, read: Callable[[int, int], bytes]) -> list[Entry]:
         raise BadZip("a zip file in several parts")
     limit, locator_at = end_at, end_at - 20
     locator = read(locator_at, 20) if locator_at >= 0 else b""
-    if locator[:4] == struct.pack("<I", _LOCATOR):  # torch writes one whether or not it is needed
+    if locator[:4] == struct.pack("<I", _LOCATOR):  # torch always writes one
         limit = struct.unpack("<IIQI", locator)[2]
         record = read(limit, 56) if limit + 56 <= locator_at else b""
         if len(record) != 56 or record[:4] != struct.pack("<I", _END64):
@@ -61,14 +50,14 @@ def read_directory(size: int, read: Callable[[int, int], bytes]) -> list[Entry]:
     inside = at >= tail_at
     data = tail[at - tail_at : at - tail_at + length] if inside else read(at, length)
     if len(data) != length:
-        raise BadZip("a directory that is cut off")
+        raise BadZip("a truncated directory")
     return _entries(data, count)
 
 
 def _find_end(size: int, read: Callable[[int, int], bytes]) -> tuple[int, int, bytes]:
-    """Where the end record starts, where what was read starts, and what was read."""
-    # Enough for the whole directory of a small file; the second try is for a comment, which torch never writes.
-    for span in (4096, _TAIL + _LONGEST_COMMENT):
+    """Return the position of the end record, and the position and bytes of the tail that was read."""
+    # 4 KiB hold the complete directory of a small zip; the second attempt allows for a comment.
+    for span in (4096, _TAIL + _MAX_COMMENT):
         tail_at = max(0, size - span)
         tail = read(tail_at, size - tail_at)
         place = len(tail)
@@ -79,33 +68,33 @@ def _find_end(size: int, read: Callable[[int, int], bytes]) -> tuple[int, int, b
     raise BadZip("no end record")
 
 
-def _entries(data: bytes, count: int) -> list[Entry]:
+def _entries(data: bytes, count: int) -> list[ZipEntry]:
     found, at = [], 0
     for _ in range(count):
         if at + 46 > len(data):
             raise BadZip("a directory that ends in an entry")
         fields = struct.unpack("<IHHHHHHIIIHHHHHII", data[at : at + 46])
         (signature, _, _, flags, method, _, _, crc, stored, size, len_name, len_extra, len_comment, disk) = fields[:14]
-        header_at = fields[16]
+        header_offset = fields[16]
         if signature != _ENTRY or disk not in (0, 0xFFFF):
             raise BadZip(f"no entry at byte {at} of the directory")
         at += 46
         try:
             name = data[at : at + len_name].decode("utf-8" if flags & 0x800 else "cp437")
         except UnicodeDecodeError as error:
-            raise BadZip("a record's name that is no text") from error
+            raise BadZip("a record name that is not text") from error
         extra = data[at + len_name : at + len_name + len_extra]
-        if _FULL32 in (stored, size, header_at):
-            size, stored, header_at = _wide(extra, size, stored, header_at)
+        if _FULL32 in (stored, size, header_offset):
+            size, stored, header_offset = _widen(extra, size, stored, header_offset)
         at += len_name + len_extra + len_comment
-        found.append(Entry(name, crc, stored, size, header_at, method, flags))
+        found.append(ZipEntry(name, crc, stored, size, header_offset, method, flags))
     if at != len(data):
         raise BadZip(f"{len(data) - at} bytes of the directory belong to no entry")
     return found
 
 
-def _wide(extra: bytes, *values: int) -> list[int]:
-    """The values that do not fit 32 bits, from the zip64 extra field."""
+def _widen(extra: bytes, *values: int) -> list[int]:
+    """Return the values, those beyond 32 bits from the zip64 extra field."""
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack("<HH", extra[at : at + 4])

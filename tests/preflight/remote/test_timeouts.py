@@ -13,7 +13,7 @@ def _raise():
     raise OSError("stale file handle")
 
 
-def test_values_errors_and_hangs_are_told_apart():
+def test_values_errors_and_hangs():
     answers = run_with_timeout(
         {
             "fine": (lambda: {"bytes": 3}, 20),

@@ -15,10 +15,10 @@ import pytest
 from mmldlm.checkpoints import commit
 from mmldlm.cluster.hostfile import Node
 from mmldlm.config.load import load_config
-from mmldlm.launch import launcher as command
+from mmldlm.launch import launcher
 from mmldlm.launch.launcher import exclude_nodes
 from mmldlm.launch.launcher_start import launcher_start
-from mmldlm.launch.watcher import Outcome
+from mmldlm.launch.outcome import Outcome
 from mmldlm.preflight.context import Context
 from tests.helpers import LONG, ROOT
 
@@ -80,7 +80,7 @@ def test_a_run_to_its_end(store, tmp_path, launcher):
     assert not any(SECRET in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 
-def test_a_killed_rank_ends_the_other_and_its_status_is_returned(store, tmp_path):
+def test_a_killed_rank_ends_the_other_with_its_status(store, tmp_path):
     process = start(store, tmp_path, "training.num_train_steps=1000000", "logging.save_freq=1000000")
     deadline = time.monotonic() + 200
     while steps(tmp_path) < 2 and process.poll() is None and time.monotonic() < deadline:
@@ -96,7 +96,7 @@ def test_a_killed_rank_ends_the_other_and_its_status_is_returned(store, tmp_path
     assert not any(is_running(pid) for pid in ranks)
 
 
-def test_a_store_that_is_not_there_is_bad_input_and_nothing_is_started(tmp_path):
+def test_a_missing_store_is_bad_input_and_nothing_starts(tmp_path):
     process = start(tmp_path / "nowhere", tmp_path)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 2 and "DATA001" in output
@@ -126,45 +126,43 @@ def test_fewer_nodes_keep_the_global_batch(tmp_path):
 @pytest.mark.parametrize(("slots", "bad"), [((5, 1, 1), ["b", "c"]), ((1, 1, 1), ["a", "b", "c"])])
 def test_a_batch_that_cannot_be_kept_ends_the_run(tmp_path, slots, bad, capsys):
     assert exclude_nodes(three_nodes(tmp_path, slots), bad, 8 * sum(slots)) is None
-    assert "cannot go on" in capsys.readouterr().err
+    assert "cannot continue" in capsys.readouterr().err
 
 
-def planned(context, monkeypatch, watcher):
-    """command.main without a preflight, and with another watcher."""
-    monkeypatch.setattr(command, "Watcher", watcher)
-    monkeypatch.setattr(command.preflight, "run", lambda args: (context, []))
-    monkeypatch.setattr(command.preflight, "record", lambda *args: None)
-    monkeypatch.setattr(command, "show", lambda *args: None)
+def replace_parts(context, monkeypatch, watcher):
+    """Let launch() run without a preflight and with another watcher."""
+    monkeypatch.setattr(launcher, "Watcher", watcher)
+    monkeypatch.setattr(launcher, "run_preflight", lambda args: (context, 0))
 
 
 @pytest.mark.parametrize(
-    ("launcher", "interrupted", "attempts"),
+    ("name", "interrupted", "attempts"),
     [("deepspeed", False, 3), ("deepspeed", True, 1), ("slurm", False, 1)],  # Slurm warns the ranks, not the launch
 )
-def test_a_signal_from_elsewhere_is_a_fault_that_is_retried(tmp_path, monkeypatch, launcher, interrupted, attempts):
+def test_a_foreign_signal_is_a_fault_that_is_retried(tmp_path, monkeypatch, name, interrupted, attempts):
     context, seen = three_nodes(tmp_path, (1, 1, 1)), []
-    context.options.launcher = launcher
+    context.options.launcher = name
 
     class Ends:
-        def __init__(self, context, words, logs, grace):
-            seen.append(logs)
+        def __init__(self, context, train_args, log_dir, grace):
+            seen.append(log_dir)
 
         def run(self):
             return Outcome(5, "rank 1 ended first", interrupted=interrupted)
 
-    planned(context, monkeypatch, Ends)
+    replace_parts(context, monkeypatch, Ends)
     args = argparse.Namespace(config_name="tiny", config=None, deepspeed_config=None, overrides=[], retries=2,
                               elastic=False, grace=1.0, strict=False)  # fmt: skip
-    assert command.main(args) == 5
+    assert launcher.launch(args) == 5
     # Attempts of one second have logs of their own.
     assert len(set(seen)) == len(seen) == attempts and all(path.is_dir() for path in seen)
 
 
-def test_the_end_names_the_newest_checkpoint(tmp_path, capsys):
-    command.report(Outcome(1, "interrupted twice: ended at once"), tmp_path, (tmp_path / "step_5", 1))
-    command.report(Outcome(1, "rank 0 ended first"), tmp_path, None)
-    said = capsys.readouterr().err
-    assert f"newest checkpoint: {tmp_path}/step_5" in said and "no whole checkpoint" in said
+def test_the_end_names_the_latest_checkpoint(tmp_path, capsys):
+    launcher.print_outcome(Outcome(1, "interrupted twice: stopped immediately"), tmp_path, (tmp_path / "step_5", 1))
+    launcher.print_outcome(Outcome(1, "rank 0 ended first"), tmp_path, None)
+    printed = capsys.readouterr().err
+    assert f"latest checkpoint: {tmp_path}/step_5" in printed and "no complete checkpoint" in printed
 
 
 @pytest.mark.parametrize("resume", [["training.resume=/runs/old/latest"], []])
@@ -179,21 +177,21 @@ def test_a_retry_resumes_only_what_this_launch_has_saved(tmp_path, monkeypatch, 
         pending.commit()
 
     class Fails:
-        def __init__(self, context, words, logs, grace):
-            seen.append(list(words))
+        def __init__(self, context, train_args, log_dir, grace):
+            seen.append(list(train_args))
 
         def run(self):
             if len(seen) == 2:
                 save(7)
             return Outcome(1, "rank 3 ended first")
 
-    planned(context, monkeypatch, Fails)
+    replace_parts(context, monkeypatch, Fails)
     if resume:
         save(6)  # of an earlier run, which the explicit resume leaves aside
     given = ["--config-name", "tiny", "logging.run_name=run", *resume]
     args = argparse.Namespace(config_name="tiny", config=None, deepspeed_config=None, overrides=given[2:],
                               retries=3, elastic=False, grace=1.0, strict=False)  # fmt: skip
-    assert command.main(args) == 1
+    assert launcher.launch(args) == 1
     auto = [*given, "training.resume=auto"]
     assert seen[:3] == [given, given, auto]
     assert load_config("tiny", None, seen[3][2:]).training.resume == "auto"

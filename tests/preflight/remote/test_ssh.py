@@ -30,43 +30,43 @@ from mmldlm.preflight.remote.ssh import Agent, AgentFailure, AgentPool, classify
 )  # fmt: skip
 def test_causes(code, stderr, cause):
     failure = classify(code, stderr)
-    assert failure.cause == cause and failure.said
+    assert failure.cause == cause and failure.message
 
 
 def test_a_login_shell_that_ends_is_not_taken_for_a_broken_package():
     failure = classify(0, "", b"\x1b]0;cluster\x07Account expired.\n")
-    assert failure.cause == "shell" and "status 0" in failure.said and "Account expired." in failure.said
-    assert failure.said.isprintable()
+    assert failure.cause == "shell" and "status 0" in failure.message and "Account expired." in failure.message
+    assert failure.message.isprintable()
     assert classify(-9, "", None).cause == "ended"  # of an agent that had started
 
 
 def local(name: str, command: list[str] | None = None) -> Agent:
     agent = Agent(name, local=True)
     if command is not None:
-        agent._command = command
+        agent.command = command
     return agent
 
 
-def test_a_fleet_answers_around_nodes_that_do_not():
+def test_a_pool_answers_for_the_healthy_nodes():
     greeting = """print('motd'); print('@mmldlm {"hello": 1}', flush=True); """
     silent = [sys.executable, "-c", greeting + "import time; time.sleep(1000)"]
     broken = [sys.executable, "-c", "import nothing_of_this_name"]
-    fleet = AgentPool([local("good"), local("silent", silent), local("broken", broken)])
+    pool = AgentPool([local("good"), local("silent", silent), local("broken", broken)])
     try:
-        fleet.start()
-        assert set(fleet.failures) == {"broken"} and fleet.failures["broken"].cause == "import"
-        answers = fleet.ask("facts", {"probes": ["identity", "limits"]}, timeout=8)
+        pool.start()
+        assert set(pool.failures) == {"broken"} and pool.failures["broken"].cause == "import"
+        answers = pool.call("collect_facts", {"probes": ["identity", "limits"]}, timeout=8)
         assert set(answers) == {"good"} and answers["good"]["identity"]["value"]["hostname"]
-        assert fleet.failures["silent"].cause == "silent"
-        offset, slack = fleet.clocks()["good"]
+        assert pool.failures["silent"].cause == "silent"
+        offset, slack = pool.clocks()["good"]
         assert abs(offset) <= slack + 1.0
     finally:
-        fleet.stop()
+        pool.stop()
 
 
 def printing(first: str) -> list[str]:
     """The command of an agent behind a shell that prints first, without ending its line."""
-    return ["sh", "-c", f"printf '{first}'; " + local("x")._command[2]]
+    return ["sh", "-c", f"printf '{first}'; " + local("x").command[2]]
 
 
 def test_a_prompt_before_the_agent_speaks_does_no_harm():
@@ -89,13 +89,13 @@ def test_what_came_instead_of_an_agent_is_shown(monkeypatch):
     monkeypatch.setattr(ssh, "START_SECONDS", 1.0)
     agent = local("asks", ["sh", "-c", "printf 'Which project? '; sleep 1000"])
     try:
-        with pytest.raises(AgentFailure, match=r"started no agent within 1 s, after printing 'Which project\?'"):
+        with pytest.raises(AgentFailure, match=r"no agent was started within 1 s, after printing 'Which project\?'"):
             agent.start()
     finally:
         agent.stop()
 
 
-def test_a_fault_in_an_action_is_told_and_the_agent_lives_on():
+def test_an_error_of_an_action_does_not_end_the_agent():
     agent = local("here")
     agent.start()
     try:

@@ -1,4 +1,4 @@
-"""A small Slurm cluster on hosts of the bed: slurmctld on the first, slurmd on each, no authentication."""
+"""Slurm on hosts of the virtual cluster: slurmctld on the first, slurmd on each, without authentication."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shutil
 import time
 from pathlib import Path
 
-from bed import SBIN, Bed, end
+from tests.support.virtual_cluster import SBIN, VirtualCluster, end
 
 PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "scontrol", "sinfo")
 
@@ -18,10 +18,10 @@ def reason_to_skip() -> str | None:
     return f"no {', '.join(missing)} (Debian: apt-get install slurmctld slurmd slurm-client)" if missing else None
 
 
-def _config(bed: Bed, folder: Path, names: list[str]) -> str:
+def _config(cluster: VirtualCluster, folder: Path, names: list[str]) -> str:
     return f"""
-ClusterName=bed
-SlurmctldHost={names[0]}({bed[names[0]].address})
+ClusterName=cluster
+SlurmctldHost={names[0]}({cluster[names[0]].address})
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/none
@@ -46,13 +46,13 @@ PartitionName=all Nodes={",".join(names)} Default=YES MaxTime=INFINITE State=UP 
 
 
 @contextlib.contextmanager
-def cluster(bed: Bed, folder: Path, names: list[str]):
+def slurm_cluster(cluster: VirtualCluster, folder: Path, names: list[str]):
     """Slurm over some hosts while the context is open; gives the variables that its commands need."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("state", *(f"spool_{name}" for name in names)):
         (folder / name).mkdir()
     path = folder / "slurm.conf"
-    path.write_text(_config(bed, folder, names))
+    path.write_text(_config(cluster, folder, names))
     # Named, or slurmd looks for a mounted cgroup file system, which these hosts have not; no plugin above uses it.
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     variables = {"SLURM_CONF": str(path)}
@@ -60,10 +60,10 @@ def cluster(bed: Bed, folder: Path, names: list[str]):
         quiet = {"stdin": -3, "stdout": -3, "stderr": -3, "env": variables}
         commands = [(names[0], ["slurmctld", "-D"])] + [(name, ["slurmd", "-D", "-N", name]) for name in names]
         for name, command in commands:
-            stack.callback(end, bed[name].popen(*command, **quiet))
+            stack.callback(end, cluster[name].popen(*command, **quiet))
         deadline = time.monotonic() + 30
         while True:
-            done = bed[names[0]].run("sinfo", "-h", "-o", "%D %t", env=variables)
+            done = cluster[names[0]].run("sinfo", "-h", "-o", "%D %t", env=variables)
             if done.stdout.split() == [str(len(names)), "idle"]:
                 break
             logs = "".join(path.read_text()[-1500:] for path in folder.glob("*.log"))

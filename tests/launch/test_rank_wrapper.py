@@ -1,4 +1,4 @@
-"""rank.py and the node's agent with real processes on this machine; no launcher, no ssh."""
+"""Rank wrapper and node agent with real processes on this machine; no launcher, no ssh."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mmldlm.launch import node_agent, rank_wrapper
-from mmldlm.launch import state_files as state_files
+from mmldlm.launch import node_agent, rank_wrapper, state_files
 
 SLEEPER = "import sys, time; print('started', flush=True); time.sleep(1000)"
 FAILING = "import sys; [print('line', i) for i in range(100)]; sys.exit(3)"
@@ -22,15 +21,15 @@ FAILING = "import sys; [print('line', i) for i in range(100)]; sys.exit(3)"
 
 @pytest.fixture
 def launched(tmp_path):
-    """Starts rank.py around a small program; ends it and what it left at the end."""
+    """Start rank_wrapper.py with a small program; stop both at the end."""
     id = uuid.uuid4().hex
     started = []
 
     def start(program: str, number: int = 0, **environment: str) -> subprocess.Popen:
         (tmp_path / "train.py").write_text(program)
-        values = {"script": str(tmp_path / "train.py"), "words": ["a=b c"], "environment": {"CARRIED": "yes"}}
+        values = {"script": str(tmp_path / "train.py"), "args": ["a=b c"], "environment": {"CARRIED": "yes"}}
         values |= {"logs": str(tmp_path), "folder": str(tmp_path)}
-        node_agent.prepare({"launch": id, "values": values})
+        node_agent.write_launch_file({"launch": id, "values": values})
         process = subprocess.Popen(
             [sys.executable, rank_wrapper.__file__, id],
             stdout=subprocess.PIPE,
@@ -52,7 +51,7 @@ def launched(tmp_path):
 def states(id: str, count: int = 1, until=lambda states: True) -> list[dict]:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        found = node_agent.watch({"launch": id})["ranks"]
+        found = node_agent.report_ranks({"launch": id})["ranks"]
         if len(found) == count and until(found):
             return found
         time.sleep(0.05)
@@ -72,20 +71,20 @@ def test_status_last_lines_and_log_of_a_failing_rank(launched, tmp_path):
 
 REPORTING = """
 import sys
-from mmldlm.distributed.failure_attribution import Verdict, report_failed_ranks
-report_failed_ranks(Verdict("rank 1 on n2 has not moved since step 4", (1,)))
+from mmldlm.distributed.failure_attribution import FailureReport, report_failed_ranks
+report_failed_ranks(FailureReport("rank 1 on n2 has not moved since step 4", (1,)))
 sys.exit(1)
 """
 
 
-def test_the_ranks_that_a_rank_found_to_have_failed_are_in_its_state(launched):
+def test_failed_ranks_that_a_rank_reports_are_in_its_state(launched):
     id, start = launched
     start(REPORTING).wait(timeout=60)
     (state,) = states(id)
     assert state["failure"] == {"ranks": [1], "sentence": "rank 1 on n2 has not moved since step 4"}
 
 
-def test_words_and_variables_arrive_unchanged_and_only_rank_0_speaks(launched, tmp_path):
+def test_arguments_and_variables_arrive_unchanged(launched, tmp_path):
     id, start = launched
     process = start("import os, sys; print(sys.argv[1:], os.environ['CARRIED'])", number=1)
     output, _ = process.communicate(timeout=60)
@@ -135,7 +134,7 @@ def small_memory():
     pytest.skip("no control group can be made here")
 
 
-def test_a_rank_that_the_kernel_kills_for_want_of_memory_is_told_from_one_killed_by_hand(launched, small_memory):
+def test_an_oom_kill_differs_from_a_manual_kill(launched, small_memory):
     id, start = launched
     grow = f"import os; open({str(small_memory)!r}, 'w').write(str(os.getpid()))\nfill = b'x' * (1 << 30)"
     process = start(grow, number=0)
@@ -164,4 +163,4 @@ def test_a_sigbus_is_explained_in_the_last_lines(launched):
     process = start("import os, signal; os.kill(os.getpid(), signal.SIGBUS)")
     assert process.wait(timeout=60) == 128 + signal.SIGBUS
     (state,) = states(id, until=lambda found: found[0]["exit"] is not None)
-    assert "rank 0 ended with SIGBUS: a file that it had mapped became shorter" in state["last"][-1]
+    assert "rank 0 ended with SIGBUS: a memory-mapped file became shorter" in state["last"][-1]

@@ -1,0 +1,70 @@
+"""All checkpoint formats, and the functions that pick one: the only place that lists them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from mmldlm.checkpoints.formats.base import CheckpointFormat, OpenedCheckpoint, ReadOptions
+from mmldlm.checkpoints.formats.dcp.format import DcpFormat
+from mmldlm.checkpoints.formats.deepspeed.format import DeepSpeedFormat
+from mmldlm.checkpoints.formats.model_pt.format import ModelPtFormat
+from mmldlm.checkpoints.formats.optimizer_metadata import OptimizerMetadata, check_groups
+from mmldlm.checkpoints.formats.safetensors.format import SafetensorsFormat
+from mmldlm.checkpoints.formats.weight_source import WeightSource
+from mmldlm.errors import UserError
+from mmldlm.utils.formatting import join_some
+
+# In the order of detection.
+FORMATS: tuple[CheckpointFormat, ...] = (DeepSpeedFormat(), DcpFormat(), ModelPtFormat(), SafetensorsFormat())
+
+
+class Detected(NamedTuple):
+    """A format, and the file or folder that it opens."""
+
+    format: CheckpointFormat
+    path: Path
+
+
+def detect(path: Path) -> Detected | None:
+    """Return the format of a file or folder; None if it is in none of them."""
+    for candidate in FORMATS:
+        found = candidate.detect(path)
+        if found is not None:
+            return Detected(candidate, found)
+    return None
+
+
+def open_path(path: Path, options: ReadOptions) -> WeightSource | None:
+    """Open a file or folder of weights; None if it is in no known format.
+
+    Raises:
+        UserError: damaged, missing, hostile or mismatched files.
+    """
+    found = detect(path)
+    return None if found is None else found.format.open(found.path, options)
+
+
+def writer_of(target: str) -> CheckpointFormat:
+    """Return the format that writes a target of layout.TARGETS."""
+    return next(candidate for candidate in FORMATS if target in candidate.targets)
+
+
+def read_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
+    """Return the optimizer metadata of a source that was opened with its moments.
+
+    Raises:
+        UserError: the checkpoint does not record which of its weights were trained, or it is damaged.
+    """
+    source = opened.weights
+    if source.unclassified:
+        raise UserError(
+            f"a training checkpoint at {source.path}: which weights were trained, and their optimizer",
+            f"weights alone: {join_some(source.unclassified)}",
+            "write weights alone with --to safetensors, model.pt or dcp",
+        )
+    found = detect(source.path)
+    assert found is not None, f"{source.path} has lost its files"
+    metadata = found.format.read_optimizer_metadata(opened)
+    check_groups(source, metadata)
+    return metadata

@@ -1,0 +1,48 @@
+"""State dicts of torch.save files as tensors of a WeightSource."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mmldlm.checkpoints.formats.torch_save.reader import TorchFile
+from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
+from mmldlm.checkpoints.formats.weight_source import FileRange, TensorInfo, WeightSource
+from mmldlm.errors import UserError
+
+
+def tensors_of(value: Any, path: Path, what: str, notes: list[str]) -> dict[str, TensorRef]:
+    """Return the TensorRef entries of a state_dict; note all others.
+
+    Raises:
+        UserError: `value` is not a dict.
+    """
+    if not isinstance(value, dict):
+        raise UserError(f"a dict name -> tensor as {what} in {path}", type(value).__name__, "check what was saved")
+    tensors = {}
+    for name, ref in value.items():
+        if isinstance(ref, TensorRef) and isinstance(name, str):
+            tensors[name] = ref
+        else:
+            notes.append(f"{what} entry {str(name)[:80]!r} is not a tensor and was left out")
+    return tensors
+
+
+def add_tensors(source: WeightSource, file: TorchFile, state: dict[str, TensorRef], kinds: dict[str, str]) -> None:
+    """Add a state_dict's tensors to `source` in their stored dtype.
+
+    Two names of the same elements of one storage are one tensor: the first owns it, the other is an alias.
+
+    Args:
+        kinds: name -> TensorInfo.kind; "parameter" for names that are not in it.
+    """
+    owners: dict[tuple, str] = {}
+    for name, ref in state.items():
+        file.check_ref(ref, name)
+        location = (ref.key, ref.offset, ref.shape, ref.stride)
+        owner = owners.setdefault(location, name) if ref.numel else name
+        if owner != name:
+            source.tensors[name] = TensorInfo(name, source.tensors[owner].dtype, ref.shape, "alias", owner)
+            continue
+        source.tensors[name] = TensorInfo(name, ref.dtype, ref.shape, kinds.get(name, "parameter"))
+        source.parts[name] = [FileRange(file, ref, 0, ref.numel)] if ref.numel else []

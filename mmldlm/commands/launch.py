@@ -1,0 +1,27 @@
+"""`mmldlm launch`: preflight, then the launcher, then a watcher."""
+
+from __future__ import annotations
+
+import argparse
+
+from mmldlm.commands.preflight import add_run_arguments
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `mmldlm launch`."""
+    add_run_arguments(parser)
+    add = parser.add_argument
+    add("--level", type=int, choices=range(5), default=2, help="level of the preflight (default %(default)s)")
+    add("--retries", type=int, default=0, metavar="N", help="restarts after a failure, from the latest checkpoint")
+    add("--elastic", action="store_true", help="exclude failed nodes from a retry")
+    add("--grace", type=float, default=120.0, metavar="S",
+        help="seconds for saving a checkpoint after Ctrl-C (default %(default)s)")  # fmt: skip
+    # The rank wrapper passes the variables itself, whatever the launcher propagates.
+    parser.set_defaults(propagates_all=True, json=None, fix=False)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Launch; return the exit code of the ranks or of the preflight."""
+    from mmldlm.launch.launcher import launch
+
+    return launch(args)

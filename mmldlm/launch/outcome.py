@@ -1,0 +1,107 @@
+"""How an attempt of a launch ended, derived from the states of its ranks.
+
+A node's view, as node_agent.report_ranks returns it: {"ranks": states, "processes": number of processes, "ended":
+statuses of its torchrun}. The keys of a rank's state are those of rank_wrapper.py, plus "alive" and "orphan".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
+from mmldlm.launch.local_launcher import COLLECTIVE_EXIT_CODES
+from mmldlm.launch.rank_wrapper import LAST_LINES
+
+Views = dict[str, dict]
+
+
+@dataclass
+class Outcome:
+    """Result of an attempt.
+
+    Attributes:
+        code: exit code.
+        reason: one sentence.
+        last_lines: last output lines of the rank that failed first.
+        failed_nodes: nodes to exclude from an elastic retry.
+        interrupted: whether a signal to this launch ended it, so that no retry is wanted.
+    """
+
+    code: int
+    reason: str = ""
+    last_lines: list[str] = field(default_factory=list)
+    failed_nodes: list[str] = field(default_factory=list)
+    interrupted: bool = False
+
+
+def rank_states(views: Views) -> list[dict]:
+    """Return the states of all ranks."""
+    return [state for view in views.values() for state in view["ranks"]]
+
+
+def has_failed(state: dict) -> bool:
+    """Return whether a rank exited with an error, or vanished without a status."""
+    return state["exit"] not in (None, EXIT_DONE) or (state["exit"] is None and not state["alive"])
+
+
+def node_outcome(reason: str, views: Views, nodes: list[str]) -> Outcome:
+    """Return the outcome of a failure outside the ranks, with the last lines of a rank on these nodes (or any)."""
+    last_lines: list[str] = []
+    for state in (state for name in nodes or views for state in views.get(name, {}).get("ranks", ())):
+        last_lines = state.get("last") or _read_last_lines(state)
+    return Outcome(EXIT_FAILED, reason, last_lines, nodes)
+
+
+def failed_rank_outcome(views: Views, clock_offsets: dict[str, float], interrupted: bool) -> Outcome:
+    """Return the outcome of failed ranks, attributed to the one that ended first.
+
+    Args:
+        views: at least one rank in it has failed.
+        clock_offsets: node -> its clock minus the head's, in seconds.
+        interrupted: whether this launch has asked the ranks to stop.
+    """
+    failed = []  # (end time on the head's clock, node, state)
+    for name, view in views.items():
+        for state in view["ranks"]:
+            if state["exit"] is None and not state["alive"]:
+                killed = {**state, "exit": 128 + signal.SIGKILL, "last": _read_last_lines(state)}
+                failed.append((0.0, name, killed))
+            elif state["exit"] not in (None, EXIT_DONE):
+                failed.append((state["ended"] - clock_offsets.get(name, 0.0), name, state))
+    _, name, first = min(failed, key=lambda entry: entry[0])
+    codes = [state["exit"] for _, _, state in failed]
+    code = codes[0] if len(set(codes)) == 1 else max(codes)
+    if code == EXIT_INTERRUPTED and interrupted:
+        return Outcome(code, "interrupted as requested")
+    last_lines = first.get("last") or []
+    report = first.get("failure") or {"ranks": []}
+    if report["ranks"] and first["rank"] not in report["ranks"]:  # it ended because another rank stalled or died
+        nodes = {state["rank"]: node for node, view in views.items() for state in view["ranks"]}
+        failed_nodes = {nodes.get(rank, "") for rank in report["ranks"]} - {""}
+        return Outcome(code, report["sentence"], last_lines, sorted(failed_nodes))
+    exit_text = describe_exit(first, name, interrupted)
+    reason = f"rank {first['rank']} on {name} ended first, with status {first['exit']}{exit_text}"
+    return Outcome(code, reason, last_lines, [] if code in COLLECTIVE_EXIT_CODES else [name])
+
+
+def describe_exit(state: dict, node: str, interrupted: bool) -> str:
+    """Return the meaning of a rank's exit status, if its own last lines cannot contain it."""
+    number = state["exit"] - 128
+    if state.get("out_of_memory"):
+        return f" (signal 9) while the kernel's OOM killer was active: out of memory, see dmesg on {node}"
+    if number == signal.SIGKILL:
+        return f" (signal 9): killed manually, by the scheduler, or for lack of memory (see dmesg on {node})"
+    if number > 0:
+        return f" (signal {number})"
+    if state["exit"] == EXIT_INTERRUPTED and not interrupted:
+        return ": it received a signal that this launch did not send"
+    return ""
+
+
+def _read_last_lines(state: dict) -> list[str]:
+    with contextlib.suppress(OSError):
+        return Path(state["log"]).read_text(errors="replace").splitlines()[-LAST_LINES:]
+    return []

@@ -1,0 +1,149 @@
+"""Memory and disk space of the run, calculated from the model sizes."""
+
+from __future__ import annotations
+
+from mmldlm.errors import UserError
+from mmldlm.preflight import memory_model
+from mmldlm.preflight.check import check, fail, ok, skip, warn
+from mmldlm.utils.formatting import format_bytes
+
+USABLE, COMFORTABLE = 0.95, 0.8  # shares of the available memory: the limit, and the limit without a warning
+
+
+def _missing_sizes(context) -> str | None:
+    """Return why memory and disk space cannot be calculated; None if they can."""
+    if context.config is None or "trainable" not in context.data_facts:
+        return "no model sizes (see CFG001 and DATA001)"
+    try:
+        context.engine_plan()
+    except UserError:
+        return "no ZeRO stage (see CFG002)"
+    return None
+
+
+@check("MEM001", 0, "cluster", "memory")
+def memory_fits(context):
+    """Weights, gradients, optimizer and activations of a rank fit into the smallest node, for the ZeRO stage.
+
+    Elements are counted for the meta-device model; activations are the tensors that autograd keeps for one micro-batch
+    of the longest text. If they do not fit, the fix names the first ZeRO stage (or FSDP) that does.
+    """
+    if (reason := _missing_sizes(context)) is not None:
+        return skip(reason)
+    smallest = _smallest_memory(context)
+    if smallest is None:
+        return skip("no node reported its memory")
+    location, available, on_gpu = smallest
+    plan = context.engine_plan()
+    offloaded = _offloaded(context) if on_gpu else {}  # without a GPU it would stay in the same memory
+    needed = {
+        other: _rank_bytes(context, other, on_gpu, offloaded if other == plan else ()) for other in memory_model.PLANS
+    }
+    name = f"{plan} with offload" if offloaded else plan
+    measured = f"{name} needs {format_bytes(needed[plan])} per rank; {location} has {format_bytes(available)}"
+    if needed[plan] <= COMFORTABLE * available:
+        return ok(measured)
+    table = ", ".join(f"{other} {format_bytes(needed[other])}" for other in memory_model.PLANS[1:])
+    if needed[plan] <= USABLE * available:
+        fix = f"watch the memory of the first steps; per rank: {table}"
+        return warn(measured, "some spare memory (allocators fragment)", fix)
+    fitting = [other for other in memory_model.PLANS[1:] if needed[other] <= USABLE * available]
+    if fitting:
+        fix = f"use {fitting[0]} (engine.zero_stage or engine.kind)"
+    else:
+        fix = "lower training.train_batch_size, set model.gradient_checkpointing=true, "
+        fix += "offload (ds_configs/zero3_offload.json), " if on_gpu and not offloaded else ""
+        fix += f"or use more ranks{'' if on_gpu else ', fewer of them per node'}"
+    expected = f"at most {format_bytes(USABLE * available)} (per rank: {table})"
+    return _fail_or_warn(context)(measured, expected, fix)
+
+
+@check("MEM002", 0, "cluster", "memory for offload")
+def hosts_hold_offloaded_tensors(context):
+    """The tensors that the DeepSpeed JSON offloads to CPU memory fit next to the processes of each node's ranks."""
+    if (reason := _missing_sizes(context)) is not None:
+        return skip(reason)
+    offloaded = [kind for kind, device in _offloaded(context).items() if device == "cpu"]
+    if not offloaded:
+        return skip("nothing is offloaded to CPU memory")
+    smallest = _smallest_memory(context, of_hosts=True)
+    if smallest is None:
+        return skip("no node reported its memory and GPUs")
+    location, available, _ = smallest
+    needed = memory_model.host_bytes(context.data_facts, context.world_size, context.config.training.dtype, offloaded)
+    measured = f"{' and '.join(offloaded)}: {format_bytes(needed)} per rank; {location} has {format_bytes(available)}"
+    if needed <= USABLE * available:
+        return ok(measured)
+    expected = f"at most {format_bytes(USABLE * available)}"
+    return _fail_or_warn(context)(measured, expected, "use more nodes, or offload less")
+
+
+def _fail_or_warn(context):
+    """Return warn at level 0 with a hostfile: only this machine is known, and the nodes may be larger."""
+    return fail if context.local or context.level > 0 else warn
+
+
+def _rank_bytes(context, plan: str, on_gpu: bool, offloaded) -> int:
+    dtype, bucket = context.config.training.dtype, _bucket(context, plan, on_gpu)
+    return memory_model.bytes_per_rank(plan, context.data_facts, context.world_size, dtype, on_gpu, bucket, offloaded)
+
+
+def _offloaded(context) -> dict[str, str]:
+    """Return "optimizer" and "param" -> device of what the DeepSpeed JSON offloads."""
+    from mmldlm.engines.deepspeed.config import offloaded
+
+    engine, plan = context.config.engine, context.engine_plan()
+    return offloaded(int(plan[4:]), engine.deepspeed_config) if engine.kind == "deepspeed" else {}
+
+
+def _bucket(context, plan: str, on_gpu: bool) -> int:
+    """Return the elements of a DeepSpeed bucket; the run's JSON applies to its own stage only."""
+    from mmldlm.engines.deepspeed.config import bucket_elements
+
+    engine, is_own = context.config.engine, plan == context.engine_plan()
+    if not plan.startswith("zero") or (is_own and engine.kind != "deepspeed"):
+        return 0  # DDP's buckets are the gradients themselves
+    return bucket_elements(int(plan[4:]), on_gpu, engine.deepspeed_config if is_own else None)
+
+
+def _smallest_memory(context, of_hosts: bool = False) -> tuple[str, float, bool] | None:
+    """Return (location, bytes per rank, whether on a GPU) of the node with the least memory.
+
+    Args:
+        context: facts of the nodes, or of this machine at level 0.
+        of_hosts: take the host memory of nodes with GPUs instead of their GPU memory.
+    """
+    found = []
+    for node in context.nodes:
+        facts = context.facts.get(node.name) or (context.head if context.level == 0 else {})
+        location = node.name if context.level or context.local else "a node like this machine"
+        gpus = [gpu for gpu in facts.get("gpus", {}).get("value", {}).get("gpus", ()) if "memory_free" in gpu]
+        memory = facts.get("memory", {}).get("value")
+        if gpus and not of_hosts:
+            free = min(gpu["memory_free"] for gpu in gpus[: node.slots])
+            found.append((f"a GPU of {location}", free, True))
+        elif memory and (gpus or not of_hosts):
+            found.append((f"{location} for each of {node.slots} rank(s)", memory["available"] / node.slots, False))
+    return min(found, key=lambda entry: entry[1], default=None)
+
+
+@check("DISK001", 0, "cluster", "checkpoints fit")
+def checkpoints_fit(context):
+    """The checkpoints that this run keeps, plus one being written, fit on the disk of logging.save_dir."""
+    if (reason := _missing_sizes(context)) is not None:
+        return skip(reason)
+    checkpoints, num_steps = context.config.checkpoints, context.config.training.num_train_steps
+    each = memory_model.checkpoint_bytes(context.engine_plan(), context.data_facts, context.config.training.dtype)
+    count = checkpoints.keep_last + 1 + (num_steps // checkpoints.keep_every if checkpoints.keep_every else 0)
+    folders = context.probe_values("checkpoints") or {"": context.head_value("checkpoints") or {}}
+    node, folder = min(folders.items(), key=lambda item: item[1].get("free", float("inf")))
+    if "free" not in folder:
+        return skip("free space could not be measured (see CKPT001)")
+    needed = f"{count} x {format_bytes(each)} = {format_bytes(count * each)} needed"
+    measured = f"{needed}, {format_bytes(folder['free'])} free"
+    if folder.get("bytes_per_second"):
+        measured += f"; about {each / folder['bytes_per_second']:.1f} s per save from one node"
+    if count * each > folder["free"]:
+        fix = "free some space, lower checkpoints.keep_last, or set logging.save_dir to a larger disk"
+        return fail(measured, f"space for all of them in {folder['folder']}{f' on {node}' if node else ''}", fix)
+    return ok(measured)

@@ -1,0 +1,87 @@
+"""The checkpoint that the run resumes, against this run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from mmldlm.config.load import build_config
+from mmldlm.config.resume_compat import batch_fix, diff_configs
+from mmldlm.errors import UserError
+from mmldlm.preflight.check import check, fail, ok, skip, warn
+
+
+@check("RES001", 0, "head", "resume")
+def resume_plan(context):
+    """training.resume names a complete checkpoint with this run's global batch, seed, data and model.
+
+    Another engine, ZeRO stage or number of ranks is supported: the checkpoint is then read in other pieces.
+    """
+    from mmldlm.checkpoints.locate import find_latest_valid, list_checkpoints, locate_checkpoint
+    from mmldlm.checkpoints.manifest import read_manifest
+
+    config = context.config
+    if config is None:
+        return skip("no config")
+    resume, run_dir = config.training.resume, config.run_dir()
+    if resume is None:
+        if list_checkpoints(run_dir):
+            fix = "add training.resume=auto, choose another logging.run_name, or move the old run away"
+            return fail(f"{run_dir} already holds checkpoints", "a new folder, or training.resume", fix)
+        return ok("a fresh start")
+    damaged: list[str] = []
+    try:
+        folder = find_latest_valid(run_dir, damaged.append, False) if resume == "auto" else locate_checkpoint(resume)
+    except UserError as error:
+        return fail(error.found, error.expected, error.fix)
+    if folder is None:
+        return ok("training.resume=auto finds nothing: a fresh start") if not damaged else fail(
+            "; ".join(damaged), "a complete checkpoint", "restore one, or start with another logging.run_name"
+        )  # fmt: skip
+    manifest = read_manifest(folder)
+    differences = _resume_differences(context, folder, manifest)
+    if differences:
+        return fail(f"{folder}: {'; '.join(differences)}", "the values of the checkpoint", _resume_fix(context, folder))
+    if damaged:
+        fix = f"the run will resume from {folder.name}; delete the damaged checkpoints"
+        return warn("; ".join(damaged), "complete checkpoints", fix)
+    saved, now = f"{manifest.get('engine')}, {manifest.get('world_size')} rank(s)", f"{context.world_size} rank(s)"
+    return ok(f"continues {folder} (saved on {saved}; now {context.engine_plan()}, {now})")
+
+
+def _resume_differences(context, folder: Path, manifest: dict) -> list[str]:
+    """Return the differences between the checkpoint and this run that forbid a resume."""
+    config = context.config
+    state = json.loads((folder / "training_state.json").read_text())
+    batch = _global_batch(context)
+    found = []
+    if state.get("seed") not in (None, config.training.seed):
+        found.append(f"training.seed {state['seed']}, now {config.training.seed}")
+    if state.get("global_batch") not in (None, batch):
+        found.append(
+            f"global batch {state['global_batch']} (saved by {manifest.get('world_size')} ranks), now {batch} "
+            f"({context.world_size} ranks)"
+        )
+    samples = context.data_facts.get("samples", {}).get("train")
+    if samples is not None and state.get("num_samples") not in (None, samples):
+        found.append(f"{state['num_samples']} training samples, now {samples}")
+    if state.get("data", context.data_facts.get("fingerprint")) != context.data_facts.get("fingerprint"):
+        found.append("another training split")
+    # The data probe has the config with the keys that the data sets.
+    resolved = build_config(context.data_facts["config"]) if "config" in context.data_facts else config
+    return found + diff_configs(folder, resolved).errors
+
+
+def _global_batch(context) -> int:
+    training = context.config.training
+    return training.train_batch_size * training.grad_accum_steps * context.world_size
+
+
+def _resume_fix(context, folder: Path) -> str:
+    state = json.loads((folder / "training_state.json").read_text())
+    batch = state.get("global_batch") or 0
+    if batch and batch != _global_batch(context):
+        fix = batch_fix(batch, context.config.training.train_batch_size, context.world_size)
+        if fix is not None:
+            return f"{fix} (the sample order depends on the global batch)"
+    return "use the values of its config.yaml, or start another run from its converted weights"

@@ -1,0 +1,135 @@
+"""Connections, names, interfaces and clocks on facts written by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from mmldlm.preflight.check import FAIL, PASS, WARN
+from tests.support.preflight_context import make_context, run
+
+
+def network(**changes) -> dict:
+    eth = {"name": "eth0", "address": "10.0.0.1", "up": True, "loopback": False, "virtual": False,
+           "mtu": 1500}  # fmt: skip
+    lo = {"name": "lo", "address": "127.0.0.1", "up": True, "loopback": True, "virtual": False,
+          "mtu": 65536}  # fmt: skip
+    sound = {
+        "interfaces": [lo, eth], "hostname": "h", "hostname_addresses": ["10.0.0.1"], "hostname_error": None,
+        "route_to_master": {"source": "10.0.0.1", "interface": "eth0"}, "ephemeral_ports": [32768, 60999],
+    }  # fmt: skip
+    return {**sound, **changes}
+
+
+def connections(**changes) -> dict:
+    """What every node of three found on its way to the others; changes: of the way from a to b."""
+    sound = {"ms": 0.2, "segments": 400, "retransmitted": 0}
+    return {(x, y): {**sound, **(changes if x + y == "ab" else {})} for x in "abc" for y in "abc" if x != y}
+
+
+def names(**found) -> dict:
+    return {name: {"seconds": 0.0, **entry} for name, entry in found.items()}
+
+
+@pytest.mark.parametrize(("offset", "status"), [(0.1, PASS), (5.0, WARN), (-300.0, FAIL)])
+def test_clocks(offset, status):
+    context = make_context()
+    context.clocks = {"a": (0.0, 0.01), "b": (0.02, 0.01), "c": (offset, 0.01)}
+    found = run("CLK001", context)
+    assert found["c"].status == status and found["a"].status == PASS
+
+
+def test_a_slow_answer_is_not_a_wrong_clock():
+    context = make_context()
+    context.clocks = {"a": (0.0, 0.01), "b": (0.0, 0.01), "c": (6.0, 6.0)}
+    assert run("CLK001", context)["c"].status == PASS
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "words"),
+    [
+        ({"ms": 25.0}, WARN, "a to b: a round trip takes 25.0 ms"),
+        ({"ms": 2.5}, WARN, "2.5 ms"),  # far above the others
+        ({"ms": 1.5}, PASS, ""),
+        ({"retransmitted": 20}, WARN, "20 of 400 packets were lost"),
+        ({"retransmitted": 2}, PASS, ""),
+    ],
+)
+def test_a_slow_or_lossy_connection_warns(changes, status, words):
+    context = make_context()
+    context.connections = connections(**changes)
+    found = run("NET006", context)
+    assert {r.status for r in found.values()} == {status}
+    assert list(found) == ["a->b" if status == WARN else ""] and words in next(iter(found.values())).measured
+
+
+def test_equally_far_nodes_below_the_bound_pass():
+    context = make_context()
+    context.connections = {pair: {**found, "ms": 12.0} for pair, found in connections().items()}
+    assert {r.status for r in run("NET006", context).values()} == {PASS}
+
+
+@pytest.mark.parametrize(("small_pass", "words"), [(True, "one MTU"), (False, "stateful firewall")])
+def test_a_connection_without_data_fails_with_its_cause(small_pass, words):
+    context = make_context()
+    context.connections = connections()
+    stalled = {"error": "connected, but no data passes: timed out", "stalled": True, "small_pass": small_pass}
+    context.connections[("a", "b")] = stalled
+    (bad,) = run("NET006", context).values()
+    assert (bad.status, bad.node) == (FAIL, "a->b") and words in bad.fix and "ports" not in bad.fix
+
+
+def test_names_of_the_ssh_configuration_are_skipped():
+    known = names(a={"addresses": ["10.0.0.1"]}, b={"addresses": ["10.0.0.2"], "ssh": "10.0.0.2"})
+    unknown = names(a={"addresses": ["10.0.0.1"]}, b={"error": "Name or service not known"})
+    context = make_context(resolve=unknown)
+    context.head["resolve"] = {"value": known}
+    assert {r.status for r in run("NET003", context).values()} == {PASS}
+    assert context.addresses("b") == ["10.0.0.2"]
+    context.head["resolve"] = {"value": unknown}
+    assert {r.status for r in run("NET003", context).values()} == {FAIL}
+
+
+def test_slow_lookups_warn_on_their_node():
+    sound = names(a={"addresses": ["10.0.0.1"]})
+    context = make_context(("a", "b"), resolve={"a": sound, "b": {"a": {**sound["a"], "seconds": 4.0}}})
+    found = run("NET008", context)
+    assert found["a"].status == PASS and found["b"].status == WARN and "a took 4.0 s" in found["b"].measured
+
+
+def test_another_mtu_warns_on_its_node():
+    own = {name: network() for name in "abc"}
+    own["c"]["interfaces"] = [{**entry, "mtu": 576} for entry in own["c"]["interfaces"]]
+    found = run("NET007", make_context(network=own))
+    assert [found[name].status for name in "abc"] == [PASS, PASS, WARN]
+    assert "576" in found["c"].measured and "ip link set dev eth0 mtu 1500" in found["c"].fix
+
+
+def test_a_one_way_failure_names_its_direction():
+    context = make_context(network={"ephemeral_ports": [1, 2]})
+    context.connections = connections()
+    assert {r.status for r in run("NET006", context).values()} == {PASS}
+    context.connections[("a", "b")] = {"error": "timed out"}
+    (bad,) = [r for r in run("NET006", context).values() if r.status == FAIL]
+    assert bad.node == "a->b" and "but b can to a" in bad.measured and "on b" in bad.fix
+    context.connections[("b", "a")] = {"error": "timed out"}
+    assert all("but" not in r.measured for r in run("NET006", context).values())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "status"),
+    [
+        ("NCCL_SOCKET_IFNAME", "eth", PASS),
+        ("NCCL_SOCKET_IFNAME", "=eth0", PASS),
+        ("NCCL_SOCKET_IFNAME", "^lo,docker", PASS),
+        ("NCCL_SOCKET_IFNAME", "^eth", FAIL),
+        ("NCCL_SOCKET_IFNAME", "ib", FAIL),
+        ("GLOO_SOCKET_IFNAME", "eth0", PASS),
+        ("GLOO_SOCKET_IFNAME", "eth", FAIL),
+        ("GLOO_SOCKET_IFNAME", "^lo", FAIL),
+        ("GLOO_SOCKET_IFNAME", "lo", FAIL),
+    ],
+)
+def test_interface_names_in_the_syntax_of_nccl_and_of_gloo(name, value, status, monkeypatch):
+    monkeypatch.delenv("DS_ENV_FILE", raising=False)
+    found = run("NET001", make_context(network=network(), environment={name: value}))
+    assert {r.status for r in found.values()} == {status}

@@ -1,0 +1,31 @@
+"""Registry of the checks."""
+
+from __future__ import annotations
+
+import pytest
+
+from mmldlm.preflight.check import ERROR, Check, all_checks, check, run_check
+from mmldlm.preflight.report import exit_code
+from tests.support.preflight_context import CHECKS, make_context
+
+
+def test_ids_are_unique_and_every_check_explains_itself():
+    assert len(CHECKS) == len(all_checks()) >= 45
+    assert all(found.function.__doc__.strip() for found in CHECKS.values())
+
+
+def test_a_broken_check_is_an_error_of_the_tool():
+    def breaks(context):
+        """Breaks."""
+        raise KeyError("facts")
+
+    (result,) = run_check(Check("TST001", 0, "node", "t", breaks), make_context())
+    assert result.status == ERROR and exit_code([result]) == 3
+
+
+def test_an_id_cannot_be_taken_twice():
+    with pytest.raises(AssertionError, match="taken"):
+
+        @check("HOST001", 0, "head", "again")
+        def again(context):
+            """Again."""

@@ -1,0 +1,47 @@
+"""A preflight context of three nodes with facts written by hand."""
+
+from __future__ import annotations
+
+import argparse
+
+from mmldlm.cluster.hostfile import Node
+from mmldlm.preflight.check import Result, all_checks, run_check
+from mmldlm.preflight.context import Context
+
+CHECKS = {found.id: found for found in all_checks()}
+GIB = 1 << 30
+
+
+def make_context(nodes=("a", "b", "c"), launcher="deepspeed", slots=1, **facts) -> Context:
+    """A context with the same facts on every node; facts[probe] may be a dict by node."""
+    options = argparse.Namespace(
+        level=2,
+        launcher=launcher,
+        propagates_all=False,
+        ssh_port=None,
+        hostfile="h",
+        master_addr=None,
+        master_port=29500,
+    )
+    context = Context(options, [Node(name, slots) for name in nodes])
+    for probe, value in facts.items():
+        for name in nodes:
+            own = value[name] if isinstance(value, dict) and set(value) == set(nodes) else value
+            context.facts.setdefault(name, {})[probe] = {"value": own}
+    return context
+
+
+def run(id: str, context: Context) -> dict[str, Result]:
+    return {result.node: result for result in run_check(CHECKS[id], context)}
+
+
+def gpu(**changes) -> dict:
+    sound = {
+        "index": 0, "name": "H100", "memory_total": 80 * GIB, "memory_free": 79 * GIB, "ecc_uncorrected": 0,
+        "remap_pending": False, "remap_failed": False, "slowed": [], "recovery": None, "processes": [],
+    }  # fmt: skip
+    return {**sound, **changes}
+
+
+def gpus(*entries, driver="570.1") -> dict:
+    return {"driver": driver, "gpus": list(entries)}
