@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from mmldlm.preflight.check import ERROR, Check, all_checks, check, run_check
@@ -29,3 +32,9 @@ def test_an_id_cannot_be_taken_twice():
         @check("HOST001", 0, "head", "again")
         def again(context):
             """Again."""
+
+
+def test_the_docs_list_every_check_with_its_level():
+    page = Path(__file__).resolve().parents[2] / "docs" / "preflight.md"
+    rows = re.findall(r"^\| ([A-Z]+\d{3}) \| (\d) \|", page.read_text(), re.M)
+    assert rows == [(check.id, str(check.level)) for check in all_checks()]
