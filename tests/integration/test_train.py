@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -233,7 +234,7 @@ def test_save_now_init_from_and_resume_differ(store, tmp_path, capsys):
 
 
 def test_from_training_to_text_again(store, tmp_path):
-    """train -> convert -> from_pretrained -> sample -> evaluate, through the command line."""
+    """train -> convert -> from_pretrained -> sample -> the README's Python -> evaluate."""
     from mmldlm.cli import main
     from mmldlm.models import MultimodalMMDiT
     from mmldlm.sampling.pretrained import load_pretrained
@@ -276,6 +277,10 @@ def test_from_training_to_text_again(store, tmp_path):
     )  # the encoder's text is known
     latents = np.load(tmp_path / "b" / "latents.npy")
     assert latents.shape == (1, 384) and np.isfinite(latents).all()
+    example = (ROOT / "README.md").read_text().split("In Python:\n")[1].split("\n`mmldlm.models")[0]
+    found: dict = {}
+    exec(textwrap.dedent(example).replace('"RUN"', repr(str(run))), found)
+    assert found["again"].shape == (1, 384) and torch.isfinite(found["again"]).all()
     report = tmp_path / "report.json"
     sizes = ["--num-samples", "12", "--control-samples", "8", "--num-steps", "3", "--latent-steps", "3"]
     assert main(["evaluate", "--checkpoint", str(out), "--data", str(store), "--json", str(report), *sizes]) == 0
