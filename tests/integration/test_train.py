@@ -481,8 +481,9 @@ def test_a_full_disk_is_an_event_and_the_last_checkpoint_stays(store, small_disk
 
 def test_a_full_disk_under_every_log_ends_no_run(store, tmp_path, monkeypatch, capsys):
     """Only rank 0 writes logs: an error there would leave the others waiting. Also through a rollback and the end."""
-    from mmldlm.stability import rollback_policy
+    from mmldlm.stability.rollback_policy import RollbackReason
     from mmldlm.train import main
+    from mmldlm.training import loop
     from mmldlm.training import run_logger as run
 
     def full(self, *_):
@@ -496,11 +497,11 @@ def test_a_full_disk_under_every_log_ends_no_run(store, tmp_path, monkeypatch, c
                 full(self)
             super().__init__(path, resume_step)
 
-    troubles = [rollback_policy.RollbackReason(3, "made up")]
+    troubles = [RollbackReason(3, "made up")]
     monkeypatch.setattr(run, "JsonlLog", Full)
     monkeypatch.setattr(run, "train_log_path", lambda *_: Path("/dev/full"))
     find = lambda _, step, *__: troubles.pop() if step == 3 and troubles else None  # noqa: E731
-    monkeypatch.setattr(rollback_policy, "needs_rollback", find)
+    monkeypatch.setattr(loop, "needs_rollback", find)
     words = ["engine.kind=single", "training.num_train_steps=4", "logging.save_freq=2", "logging.plot=false"]
     assert main(train_words(store, tmp_path, "run", *words)) == 0
     said = capsys.readouterr().out
@@ -580,8 +581,8 @@ def test_bad_validation_samples_are_reported_and_not_scored(store, tmp_path, mon
 RANKS_DECIDE_OTHERWISE = """
 import os, sys
 from mmldlm import train
-from mmldlm.data.batching import run_data as resolve
-resolve.decided_freeze = lambda config: ("none", "mode")[int(os.environ["RANK"])]
+from mmldlm.tasks.translation import data
+data.decided_freeze = lambda config: ("none", "mode")[int(os.environ["RANK"])]
 sys.exit(train.main(sys.argv[1:]))
 """
 
