@@ -17,15 +17,6 @@ from mmldlm.utils.standard_streams import open_standard_streams
 from mmldlm.utils.stop_signals import interrupt_on_stop_signals
 
 
-def _sanity(parser):
-    from mmldlm.commands import sanity
-    from mmldlm.config import command_line
-
-    command_line.add_arguments(parser)
-    sanity.add_arguments(parser)
-    return lambda args: sanity.main(args, command_line.parse_config)
-
-
 def _convert(parser):
     convert = _import_convert()
     convert.add_arguments(parser)
@@ -65,7 +56,7 @@ VERBS = {
     "pack": ("mmldlm.commands.pack", "turn MM-LDLM's folders of text or token files and latents into a store"),
     "verify-data": ("mmldlm.commands.verify_data", "check a store: checksums, dimensions, norms, leakage"),
     "config": ("mmldlm.commands.config", "print the resolved config and parameter counts"),
-    "sanity": (_sanity, "a few real steps in one process, every part of them checked"),
+    "sanity": ("mmldlm.commands.sanity", "check a config with a few real steps in one process"),
     "preflight": ("mmldlm.commands.preflight", "check whether a run will start on its hosts, fit and finish"),
     "launch": ("mmldlm.commands.launch", "preflight, then the launcher, then a watcher"),
     "replay": ("mmldlm.commands.replay", "rerun a skipped step and name the operation behind its non-finite numbers"),
@@ -73,13 +64,13 @@ VERBS = {
     "convert": (_convert, "convert a checkpoint to safetensors, or for another engine and world size"),
     "convert inspect": (_convert_inspect, "print the content of a checkpoint without reading its weights"),
     "convert diff": (_convert_diff, "compare two checkpoints tensor by tensor"),
-    "sample": ("mmldlm.commands.sample", "text from embeddings, embeddings from text, or both from nothing"),
+    "sample": ("mmldlm.commands.sample", "text from embeddings, embeddings from text, or both unconditionally"),
     "sample l2t": (_sample_kind("l2t"), "text from embeddings"),
     "sample t2l": (_sample_kind("t2l"), "embeddings from text"),
-    "sample unconditional": (_sample_kind("unconditional"), "text and embeddings from nothing"),
-    "evaluate": ("mmldlm.commands.evaluate", "conditioning gain, retrieval and F1 on unseen text"),
-    "plot": ("mmldlm.observe.loss_plots", "draw a run's loss curve"),
-    "monitor": ("mmldlm.observe.health_monitor", "follow a run's log and judge its health"),
+    "sample unconditional": (_sample_kind("unconditional"), "text and embeddings without a condition"),
+    "evaluate": ("mmldlm.commands.evaluate", "measure conditioning gain, retrieval and F1 on unseen text, or STS-B"),
+    "plot": ("mmldlm.commands.plot", "draw a run's loss curve"),
+    "monitor": ("mmldlm.commands.monitor", "follow a run's log and report its health"),
 }
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from mmldlm.config.schema import Config
+from mmldlm.data.batching.batch import Batch
 from mmldlm.debug.findings import Findings, format_names
 from mmldlm.engines.base import Engine, compute_dtype
 from mmldlm.engines.deepspeed.engine import DeepSpeedEngine
@@ -138,6 +139,35 @@ def check_layer_stats(stats: LayerStats, findings: Findings) -> None:
     for name, tensor in stats.parameters.items():
         if tensor.num_nonfinite:
             findings.failed("finite", f"step {stats.step}: {tensor.num_nonfinite} non-finite gradients in {name}")
+
+
+def measured_loss_drop(
+    engine: Engine, objective: Callable, batches: Sequence[Batch], relative_drop: float
+) -> float | str:
+    """Take one gradient step sized for a relative drop of the loss; return measured / expected drop.
+
+    A message instead if the loss or the gradient norm cannot be compared.
+    """
+    before = 0.0
+    for batch in batches:
+        loss, _ = objective(engine.module, batch)
+        engine.backward(loss)
+        before += float(loss.detach())
+    norm = float(engine.grad_norm())
+    if not (math.isfinite(before) and math.isfinite(norm) and norm > 0):
+        engine.discard_gradients()
+        return f"a loss of {before} with a gradient of norm {norm} cannot be compared"
+    expected = relative_drop * abs(before)
+    with torch.no_grad():
+        for fragment, gradient in gradient_fragments(engine):
+            if gradient is not None and fragment.count:
+                alpha = -expected / norm**2 / engine.loss_scale
+                fragment.of(fragment.owner).add_(gradient, alpha=alpha)
+    engine.discard_gradients()
+    engine.sync_weights_from_masters()
+    with torch.no_grad():
+        after = math.fsum(float(objective(engine.module, batch)[0]) for batch in batches)
+    return (before - after) / expected
 
 
 def connected(engine: Engine, fired: set[str]) -> set[str]:

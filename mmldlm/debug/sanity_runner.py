@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import platform
-import resource
 from collections.abc import Callable
 
 import torch
@@ -21,6 +19,7 @@ from mmldlm.engines.build import build_engine
 from mmldlm.engines.gradient_shards import gradient_fragments
 from mmldlm.engines.optimizer import learning_rate
 from mmldlm.observe.layer_stats import LayerStats, LayerStatsCollector
+from mmldlm.observe.throughput import peak_memory, reset_peak_memory
 from mmldlm.stability.loss_scaler import LossScaler
 from mmldlm.stability.state_audit import nonfinite_tensors
 from mmldlm.utils.formatting import first_line
@@ -74,7 +73,7 @@ class SanityRunner:
         """Check the engine, take max_steps steps on the run's batches and overfit_steps on one of them."""
         engine, findings = self.engine, self.findings
         if engine.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(engine.device)
+            reset_peak_memory(engine.device)
         checks.check_device(engine, findings)
         checks.check_coverage(engine, findings)
         frozen = checks.checksums(engine.frozen_fragments())
@@ -255,40 +254,22 @@ class SanityRunner:
 
     def _check_gradient_scale(self, batches: list[Batch]) -> None:
         """Check that a small gradient step lowers the loss by its length times the gradient norm."""
-        engine, relative_drop = self.engine, 0.001 if self.config.training.dtype == "fp32" else 0.005
+        dtype, findings = self.config.training.dtype, self.findings
         with self._record_exceptions(len(self.steps) + 1):
-            before = 0.0
-            for batch in batches:
-                loss, _ = self.objective(engine.module, batch.to(engine.device))
-                engine.backward(loss)
-                before += float(loss.detach())
-            norm = float(engine.grad_norm())
-            if not (math.isfinite(before) and math.isfinite(norm) and norm > 0):
-                engine.discard_gradients()
-                self.findings.failed(
-                    "gradient_scale", f"a loss of {before} with a gradient of norm {norm} cannot be compared"
-                )
-                return
-            expected = relative_drop * abs(before)
-            with torch.no_grad():
-                for fragment, gradient in gradient_fragments(engine):
-                    if gradient is not None and fragment.count:
-                        alpha = -expected / norm**2 / engine.loss_scale
-                        fragment.of(fragment.owner).add_(gradient, alpha=alpha)
-            engine.discard_gradients()
-            engine.sync_weights_from_masters()
-            with torch.no_grad():
-                after = math.fsum(float(self.objective(engine.module, batch)[0]) for batch in batches)
-        ratio = (before - after) / expected
-        result = f"a gradient step lowers the loss by {ratio:.2f} times the expected amount"
-        if not 1 / 1.5 < ratio < 1.5:
-            self.findings.failed("gradient_scale", f"{result} (expected about 1)")
+            batches = [batch.to(self.engine.device) for batch in batches]
+            drop = checks.measured_loss_drop(self.engine, self.objective, batches, 0.001 if dtype == "fp32" else 0.005)
+        if isinstance(drop, str):
+            findings.failed("gradient_scale", drop)
+            return
+        result = f"a gradient step lowers the loss by {drop:.2f} times the expected amount"
+        if not 1 / 1.5 < drop < 1.5:
+            findings.failed("gradient_scale", f"{result} (expected about 1)")
         scaler = {
             "bf16": "no loss scaling: bf16 has the range of fp32",
             "fp32": "no loss scaling: fp32 needs none",
-            "fp16": f"loss scale {engine.loss_scale:g}",
+            "fp16": f"loss scale {self.engine.loss_scale:g}",
         }
-        self.findings.passed("gradient_scale", f"{result}; {scaler[self.config.training.dtype]}")
+        findings.passed("gradient_scale", f"{result}; {scaler[dtype]}")
 
     # -- at the end --------------------------------------------------------------------------------------------------
 
@@ -334,11 +315,3 @@ class SanityRunner:
     def _check_memory(self) -> None:
         self.peak_bytes, kind = peak_memory(self.engine.device)
         self.findings.passed("memory", f"{self.peak_bytes / 2**30:.2f} GiB of {kind}")
-
-
-def peak_memory(device: torch.device) -> tuple[int, str]:
-    """Return (bytes, kind): allocated on the GPU since the last reset, or the process's peak resident size."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device), "GPU memory, allocated"
-    unit = 1 if platform.system() == "Darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "host memory, entire process"

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmldlm import train
 from mmldlm.commands import sanity
 from mmldlm.config.load import load_config
 from mmldlm.data.batching import loader
@@ -34,10 +33,9 @@ LMOL = "--max_steps 3 --amp_dtype bf16 --grad_log_interval 1 --detect_anomaly fa
 def command(store, *words: str) -> int:
     """What `mmldlm sanity` runs."""
     parser = argparse.ArgumentParser()
-    train.add_arguments(parser)
     sanity.add_arguments(parser)
     args = parser.parse_intermixed_args(["--config-name", "tiny", f"data.latent_data_root={store}", *words])
-    return sanity.main(args, train.parse_config)
+    return sanity.main(args)
 
 
 def main(store: str, folder: str) -> None:

@@ -26,7 +26,7 @@ class Batch:
         num_tokens: real tokens of this micro-batch.
         epoch: of the global batch.
         index: of the global batch within its epoch.
-        bad: {id, reason} of samples left out as unusable or, with "mended": True, repaired (stability.nan_to_num).
+        bad: {id, reason} of samples left out as unusable or, with "repaired": True, repaired (stability.nan_to_num).
     """
 
     tensors: dict[str, Tensor]

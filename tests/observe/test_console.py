@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from mmldlm.observe import console as module
-from mmldlm.observe.console import LATEST_LOG, Console, format_step, link_latest, train_log_path
+from mmldlm.observe.console import LATEST_LOG, Console, format_step, link_latest, train_log_path, with_mean_losses
 from mmldlm.tasks.translation.task import TranslationTask
 from mmldlm.utils.formatting import format_duration
 
@@ -34,6 +34,29 @@ def test_plain_lines_come_every_log_freq_steps_and_can_be_grepped():
     )
     assert re.fullmatch(pattern, lines[0])
     assert lines[-1].startswith("step 95/95 ") and "\x1b" not in out.getvalue()
+
+
+def test_losses_are_means_since_the_last_line(tmp_path):
+    """A single batch of short texts must not look like progress; skipped and non-finite steps do not count."""
+    out, log = io.StringIO(), tmp_path / "train.log"
+    with Console(25, log_freq=10, stream=out, log_file=log) as progress:
+        for number in range(1, 26):
+            progress.update(step(number, loss=float(number), text_loss=None, lr=number * 1e-3))
+    losses = [re.search(r"loss: ([\d.]+)", line).group(1) for line in out.getvalue().splitlines()]
+    assert losses == ["5.500", "15.50", "23.00"], "means of steps 1-10, 11-20 and 21-25"
+    assert "lr: 2.5e-02" in log.read_text().splitlines()[-1], "other fields are the last step's"
+    assert "text:" not in out.getvalue()
+
+
+def test_skipped_steps_do_not_enter_the_mean_loss():
+    applied = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 4.0, "skipped": False}]
+    skipped = [
+        {"step": 3, "loss": 1e9, "skipped": True},
+        {"step": 4, "loss": None, "loss_nonfinite": "nan", "skipped": True},
+    ]
+    assert with_mean_losses(skipped[1], [*applied, *skipped])["loss"] == 3.0
+    alone = with_mean_losses(skipped[1], skipped)
+    assert alone["loss"] is None and alone["loss_nonfinite"] == "nan"
 
 
 def test_a_long_line_is_never_folded():
@@ -99,7 +122,7 @@ def test_a_full_disk_under_the_log_file_is_said_once_and_ends_nothing():
             progress.update(step(number))
         progress.warning("no room")
     lines = out.getvalue().splitlines()
-    assert "/dev/full cannot be written" in lines[0] and "No space left" in lines[0]
+    assert "cannot write to /dev/full" in lines[0] and "No space left" in lines[0]
     assert len(lines) == 5 and lines[-1] == "warning: no room"
 
 
@@ -173,7 +196,7 @@ def test_without_a_reader_the_steps_go_on_in_the_log_file(tmp_path, capsys, term
             progress.update(step(2))
             progress.update(step(3))
         assert (sys.stdout, sys.stderr) == (stdout, stderr), "the terminal's redirection was not taken back"
-    said = "warning: nothing more is shown here"
+    said = "warning: output to this terminal or pipe ends"
     text = path.read_text()
     assert text.count(said) == 1 and "step 3/3" in text
     assert capsys.readouterr().err.count(said) == 1

@@ -237,16 +237,16 @@ def test_compiled_blocks_are_watched_without_a_hook_inside_them():
 
     model = torch.nn.Module()
     model.blocks = torch.nn.ModuleList([Block()])
-    from mmldlm.observe.layer_stats import _Activations
+    from mmldlm.observe.activations import ActivationRecorder
 
     block = model.blocks[0]
     block._compiled_call_impl = block.forward  # what Module.compile() sets; compiling for real takes a C++ compiler
     kept = block._compiled_call_impl
-    activations = _Activations(model)
-    activations.watch()
+    activations = ActivationRecorder(model)
+    activations.start()
     block(torch.ones(5))
     assert not block._forward_hooks
-    values = activations.rms(activations.take(torch.device("cpu")).flatten().tolist())
+    values = activations.rms(activations.collect(torch.device("cpu")).flatten().tolist())
     assert values == pytest.approx({"blocks.0.text": 2.0, "blocks.0.latent": 3.0})
     assert block._compiled_call_impl == kept
 

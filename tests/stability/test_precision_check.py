@@ -11,7 +11,7 @@ from mmldlm.engines.single import SingleEngine
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
 from mmldlm.models.mmdit.config import ModelConfig
-from mmldlm.stability.precision_check import check_precision, precision_faults
+from mmldlm.stability.precision_check import check_precision, precision_problems
 
 
 def engine_and_config(dtype: str):
@@ -26,24 +26,24 @@ def engine_and_config(dtype: str):
 def test_what_agrees_has_no_faults(dtype):
     engine, config = engine_and_config(dtype)
     word = {"fp32": "no"}.get(dtype, dtype)
-    assert precision_faults(engine, config, {}) == []
-    assert precision_faults(engine, config, {"ACCELERATE_MIXED_PRECISION": word}) == []
+    assert precision_problems(engine, config, {}) == []
+    assert precision_problems(engine, config, {"ACCELERATE_MIXED_PRECISION": word}) == []
     check_precision(engine, config)
 
 
 def test_launcher_autocast_default_dtype_and_masters_are_named():
     engine, config = engine_and_config("fp32")
-    assert precision_faults(engine, config, {"ACCELERATE_MIXED_PRECISION": "bf16"}) == [
-        "the launcher says ACCELERATE_MIXED_PRECISION=bf16"
+    assert precision_problems(engine, config, {"ACCELERATE_MIXED_PRECISION": "bf16"}) == [
+        "the launcher sets ACCELERATE_MIXED_PRECISION=bf16"
     ]
     with torch.autocast("cpu", torch.bfloat16):
-        assert "autocast to torch.bfloat16" in precision_faults(engine, config, {})[0]
+        assert "autocast to torch.bfloat16" in precision_problems(engine, config, {})[0]
         with pytest.raises(UserError, match="training.dtype=fp32 everywhere"):
             check_precision(engine, config)
     torch.set_default_dtype(torch.float64)
     try:
-        assert "default dtype is torch.float64" in precision_faults(engine, config, {})[0]
+        assert "default dtype is torch.float64" in precision_problems(engine, config, {})[0]
     finally:
         torch.set_default_dtype(torch.float32)
     engine.model.bfloat16()
-    assert any("master weights in torch.bfloat16" in fault for fault in precision_faults(engine, config, {}))
+    assert any("master weights in torch.bfloat16" in problem for problem in precision_problems(engine, config, {}))

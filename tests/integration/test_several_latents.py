@@ -1,4 +1,4 @@
-"""Several latents a text: cut as evenly as sentences allow, kept together from the store to the loss."""
+"""Several latents per text, kept together from the store to the loss."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mmldlm.config.load import load_config
 from mmldlm.data.batching.batch_plan import local_slots
 from mmldlm.data.encoders.encoder import Encoder
 from mmldlm.data.importers import sample_folders
-from mmldlm.data.prepare import encode_stage, pipeline
+from mmldlm.data.prepare import pipeline
 from mmldlm.data.prepare.options import PrepareOptions
 from mmldlm.data.sentences import split_into_parts
 from mmldlm.data.store.store import Store
@@ -23,29 +23,14 @@ from mmldlm.models import MultimodalMMDiT
 from mmldlm.tasks.translation.data import open_data
 from mmldlm.tasks.translation.noiser import L2T, Noiser
 from mmldlm.tasks.translation.objective import TranslationObjective
+from tests.data.conftest import make_sentences
 
 N, D = 3, 384
 
 
-class Marked:
-    """Encodes a text as its length; fails on texts with "bad" in them."""
-
-    latent_dim, batch_tokens, name = 2, 1024, "marked"
-
-    def encode(self, texts, progress=None):
-        if progress is not None:
-            progress(len(texts))
-        bad = np.array([np.nan if "bad" in text else 1.0 for text in texts], np.float32)
-        return np.array([[len(text), 1] for text in texts], np.float32) * bad[:, None]
-
-
-def test_a_text_has_latents_where_every_piece_has_one():
-    told = []
-    texts = ["aa bbbb", "so bad", "c ddd"]
-    found = encode_stage.encode(Marked(), texts, 1, told.append, latents_per_text=2)
-    assert found.is_ok.tolist() == [True, False, True] and sum(told) == 3
-    assert found.latents[..., 0].tolist() == [[2, 4], [1, 3]]
-    assert found.reasons == {1: "piece 2 of 2: NaN or infinite values"}
+@pytest.fixture(scope="session")
+def sentences():
+    return make_sentences()
 
 
 @pytest.fixture(scope="module")

@@ -15,26 +15,26 @@ from tests.helpers import read_log, run_ranks, train_words
 def test_a_share_is_judged_over_the_window_and_not_before_enough_of_it_is_known():
     share = BadSampleRate(0.5)
     for _ in range(MIN_BATCHES - 1):
-        share.admit(8, 8)
-        assert share.trouble() is None
-    share.admit(8, 8)
-    assert "160 of the 160 samples of the last 20 global batches" in share.trouble()
+        share.update(8, 8)
+        assert share.check() is None
+    share.update(8, 8)
+    assert "160 of the 160 samples of the last 20 global batches" in share.check()
     for _ in range(WINDOW):
-        share.admit(4, 8)
-    assert share.trouble() is None, "half is not more than half, and what left the window no longer counts"
-    share.admit(5, 8)
-    assert "(50%, above stability.max_bad_share=0.5)" in share.trouble()
+        share.update(4, 8)
+    assert share.check() is None, "half is not more than half, and what left the window no longer counts"
+    share.update(5, 8)
+    assert "(50%, above stability.max_bad_share=0.5)" in share.check()
 
 
 def test_the_window_goes_through_a_checkpoint():
     guard, other = Guard(StabilityConfig()), Guard(StabilityConfig())
     for _ in range(MIN_BATCHES - 1):
-        guard.bad_share.admit(8, 8)
+        guard.bad_samples.update(8, 8)
     other.restore(json.loads(json.dumps(guard.state())))
-    other.bad_share.admit(8, 8)
-    assert other.bad_share.trouble() is not None
+    other.bad_samples.update(8, 8)
+    assert other.bad_samples.check() is not None
     other.restore({})
-    assert other.bad_share.trouble() is None and other.bad_share.state() == []
+    assert other.bad_samples.check() is None and other.bad_samples.state() == []
 
 
 @pytest.mark.parametrize(

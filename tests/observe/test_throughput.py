@@ -26,9 +26,9 @@ def test_parts_are_shares_of_the_whole_and_start_anew(monkeypatch):
     clock = iter([0.0, 1.0, 3.0, 4.0, 9.0, 10.0, 20.0])
     monkeypatch.setattr("mmldlm.observe.throughput.time.perf_counter", lambda: next(clock))
     meter = StepTimer(TASK, config(peak_tflops=2.0), 4, torch.device("cpu"))
-    with meter.part("data"):  # 1 to 3
+    with meter.section("data"):  # 1 to 3
         pass
-    with meter.part("checkpoint"):  # 4 to 9
+    with meter.section("checkpoint"):  # 4 to 9
         pass
     record = meter.step(num_samples=8, num_tokens=100.0, sums={"text_masked": 50.0})  # at 10
     assert record["data_share"] == 0.2 and record["checkpoint_share"] == 0.5
@@ -36,6 +36,15 @@ def test_parts_are_shares_of_the_whole_and_start_anew(monkeypatch):
     assert record["mfu"] == pytest.approx(record["tflops"] / 2.0)
     again = meter.step(num_samples=8, num_tokens=100.0, sums={"text_masked": 50.0})
     assert again["data_share"] == again["checkpoint_share"] == 0 and again["tokens_per_second"] == 10
+
+
+def test_peak_memory_is_reset_when_the_epoch_changes(monkeypatch):
+    resets = []
+    monkeypatch.setattr("mmldlm.observe.throughput.reset_peak_memory", resets.append)
+    meter = StepTimer(config(), 1, torch.device("cpu"))
+    for epoch, expected in ((0, 0), (0, 0), (1, 1), (1, 1), (2, 2), (None, 2)):
+        assert meter.step(4, 40.0, 20.0, epoch)["peak_memory_gib"] > 0.05
+        assert len(resets) == expected
 
 
 def test_utilisation_of_an_unknown_device_is_not_invented():

@@ -160,5 +160,5 @@ def test_nan_to_num_keeps_the_sample_and_names_it():
     assert not left_out.real[place] and mended.real[place]
     assert [bad["id"] for bad in left_out.bad] == [bad["id"] for bad in mended.bad] == [victim]
     assert "replaced by the mean" in mended.bad[0]["reason"]
-    assert mended.bad[0]["mended"] and "mended" not in left_out.bad[0]
+    assert mended.bad[0]["repaired"] and "repaired" not in left_out.bad[0]
     assert mended.tensors["latent_clean"][place, 2] == 0 and torch.isfinite(mended.tensors["latents"]).all()

@@ -3,9 +3,10 @@ import math
 
 import pytest
 
+from mmldlm.commands.plot import add_arguments, main
 from mmldlm.errors import UserError
 from mmldlm.observe.jsonl_log import JsonlLog
-from mmldlm.observe.loss_plots import _smooth, add_arguments, load_steps, main, plot_run
+from mmldlm.observe.loss_plots import _smooth, load_steps, mean_window, plot_run
 
 
 def run_folder(tmp_path, steps=60, evals=True):
@@ -75,3 +76,21 @@ def test_validation_points_share_the_loss_panel(tmp_path, monkeypatch):
     assert not any("gain" in label for label in lines)
     assert list(lines["skipped (2)"].get_xdata()) == [7, 8]
     assert len(lines["total"].get_xdata()) == 58 and "latent" not in lines
+
+
+def test_losses_are_drawn_as_means_of_applied_steps(tmp_path, monkeypatch):
+    """One step with short texts must not look like progress: the bold curve is a mean, single steps a faint band."""
+    from matplotlib.figure import Figure
+
+    with JsonlLog(tmp_path / "training_log.jsonl") as log:
+        for step in range(1, 201):
+            skipped = step == 100
+            log.write({"step": step, "loss": 1e6 if skipped else 2.0 + step % 2, "skipped": skipped})
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    plot_run(tmp_path)
+    band, means = drawn[0].axes[0].get_lines()[:2]
+    assert band.get_alpha() == 0.2 and max(band.get_ydata()) == 1e6
+    values = list(means.get_ydata())[10:-10]
+    assert means.get_label() == "total" and all(2.4 < value < 2.6 for value in values)
+    assert [mean_window(count) for count in (3, 8, 20, 100, 5000)] == [0, 2, 5, 10, 100]

@@ -112,7 +112,7 @@ def test_a_tokenizer_with_code_of_its_own_is_refused_without_a_question(folder, 
     words = ["sample", "unconditional", "--checkpoint", str(folder), "--output-dir", str(tmp_path / "out")]
     assert command(words) == 2
     shown = capsys.readouterr()
-    assert "Python code of its own" in shown.err and "[y/N]" not in shown.out
+    assert "auto_map" in shown.err and "does not run" in shown.err and "[y/N]" not in shown.out
     assert not (tmp_path / "ran").exists()
 
 
