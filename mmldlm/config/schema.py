@@ -130,8 +130,8 @@ class StabilityConfig(Section):
     rollback_lr_factor: float = Field(0.5, gt=0, le=1)
     """Every rollback multiplies the learning rate of the rest of the run by this."""
     max_bad_share: float = Field(0.5, gt=0, le=1)
-    """All ranks stop with exit 4 when more than this fraction of the samples of the last 100 global batches was bad (left
-    out, or repaired by nan_to_num); checked from the 20th batch on. 1: never."""
+    """All ranks stop with exit 4 when more than this fraction of the samples of the last 100 global batches was bad
+    (left out, or repaired by nan_to_num); checked from the 20th batch on. 1: never."""
     nan_to_num: bool = False
     """Replace non-finite values of a latent by the mean instead of leaving the sample out (it is named either way).
     The model then learns from a damaged sample."""
@@ -183,11 +183,11 @@ class LoggingConfig(Section):
     eval_freq: int = Field(1000, ge=1)
     """Steps between two evaluations on validation data; one is always made at the end."""
     grad_log_interval: int = Field(0, ge=0)
-    """Log per-layer gradient, update and activation statistics every N steps (gradient_log.jsonl, wandb); costs one host
-    sync on those steps. 0: never."""
+    """Log per-layer gradient, update and activation statistics every N steps (gradient_log.jsonl, wandb); costs one
+    host sync on those steps. 0: never."""
     peak_tflops: float | None = Field(None, gt=0)
-    """Peak TFLOP/s of one device in training.dtype, for the fraction of it that training reaches (mfu). None: from a table
-    of GPUs; without an entry there (and on CPUs) no mfu is shown."""
+    """Peak TFLOP/s of one device in training.dtype, for the fraction of it that training reaches (mfu). None: from a
+    table of GPUs; without an entry there (and on CPUs) no mfu is shown."""
     plot: bool = True
     """Draw the loss curves into plots/ when the run ends (`mmldlm plot` does so at any time)."""
     wandb: WandbConfig = Field(default_factory=WandbConfig)
