@@ -19,12 +19,13 @@ from mmldlm.data.batching.batch import Batch
 from mmldlm.data.batching.batch_plan import BatchPlan
 from mmldlm.data.batching.loader import MicroBatches, iterate_steps
 from mmldlm.data.batching.run_data import RunData
+from mmldlm.distributed.environment import pick_device, rank_environment
 from mmldlm.distributed.error_reporting import log_line
 from mmldlm.distributed.heartbeat import Heartbeat
 from mmldlm.distributed.nccl_environment import prepare_environment
-from mmldlm.engines.base import Engine, pick_device, rank_environment
+from mmldlm.distributed.process_group import start_process_group
+from mmldlm.engines.base import Engine
 from mmldlm.engines.build import build_engine
-from mmldlm.engines.deepspeed.engine import start_process_group
 from mmldlm.engines.ema import WeightAverage
 from mmldlm.engines.optimizer import parameter_groups
 from mmldlm.errors import UserError
@@ -79,7 +80,7 @@ class Session:
         Args:
             timeout_factor: multiplies engine.timeout, after which a rank without progress counts as failed.
         """
-        self.heartbeat.beat(self.state.step, name, timeout_factor)
+        self.heartbeat.enter_phase(self.state.step, name, timeout_factor)
 
     @contextlib.contextmanager
     def phase(self, name: str, section: str | None = None) -> Iterator[None]:

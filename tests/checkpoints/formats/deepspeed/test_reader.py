@@ -10,11 +10,11 @@ import zipfile
 
 import numpy as np
 import pytest
-from make_zero import CASES
 
 from mmldlm.checkpoints.formats.deepspeed.reader import ZeroCheckpoint
 from mmldlm.checkpoints.formats.dtypes import bf16_to_fp32, fp32_to_bf16
 from mmldlm.errors import UserError
+from tests.support.make_zero import CASES
 
 OPTIM = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 MODEL3 = "zero_pp_rank_{}_mp_rank_00_model_states.pt"

@@ -1,6 +1,6 @@
 """DeepSpeed itself loads what mmldlm converted, into a model of another seed, and goes on as the source's engine did.
 
-    torchrun --nproc_per_node 4 tests/checkpoints/load_zero.py JOB.json
+    torchrun --nproc_per_node 4 tests/support/load_zero.py JOB.json
 
 JOB.json: [{"folder": that holds the tag, "tag", "stage", "universal", "sub_group_size", "like": a case of make_zero}].
 Prints one line "loaded NUMBER" for each that held; the exit code is 1 at the first that does not.

@@ -14,7 +14,7 @@ from torch.utils import cpp_extension
 
 from tests.helpers import launch
 
-HERE = Path(__file__).resolve().parent
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +23,8 @@ def library(tmp_path_factory):
         pytest.skip("this torch has real CUDA devices, which a made-up one would replace")
     if shutil.which("g++") is None:
         pytest.skip("no g++ here")
-    path = tmp_path_factory.mktemp("fake_gpu") / "fake_gpu.so"
-    command = ["g++", "-shared", "-fPIC", "-std=c++20", str(HERE / "fake_gpu.cpp"), "-o", str(path)]
+    path = tmp_path_factory.mktemp("fake_cuda") / "fake_cuda.so"
+    command = ["g++", "-shared", "-fPIC", "-std=c++20", str(SUPPORT / "fake_cuda.cpp"), "-o", str(path)]
     command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
     command += [f"-I{folder}" for folder in cpp_extension.include_paths()]
     for folder in cpp_extension.library_paths():
@@ -36,7 +36,7 @@ def library(tmp_path_factory):
 
 def test_a_step_never_makes_the_host_wait(library, store):
     """Outside what the loop asks for itself: no copy from the host, no value read by it, all on one device."""
-    done = launch([sys.executable, str(HERE / "fake_gpu.py"), str(library), str(store)])
+    done = launch([sys.executable, str(SUPPORT / "host_sync_worker.py"), str(library), str(store)])
     assert done.returncode == 0, done.stdout[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert len(found) == 8 and all(seen == [] for seen in found.values()), found

@@ -10,13 +10,13 @@ import sys
 
 import numpy as np
 import pytest
-from make_zero import CASES
 
 from mmldlm.checkpoints.formats.deepspeed.reader import ZeroCheckpoint
 from mmldlm.checkpoints.formats.dtypes import bf16_to_fp32
 from mmldlm.checkpoints.formats.torch_save.reader import TorchFile
 from mmldlm.checkpoints.resume_reader import open_training_state
 from mmldlm.errors import UserError
+from tests.support.make_zero import CASES
 
 # Without the names of the parameters ZeRO-0 in fp32 cannot be carried on; "steps" 0 has no moments.
 UNNAMED = ("z0_fp32",)

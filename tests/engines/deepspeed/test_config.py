@@ -7,7 +7,7 @@ from mmldlm.config.load import load_config
 from mmldlm.engines.deepspeed.config import CPU_BUCKET, GPU_BUCKET, merged_config, resolve_stage
 from mmldlm.errors import UserError
 
-DS_CONFIGS = sorted((Path(__file__).resolve().parents[2] / "ds_configs").glob("*.json"))
+DS_CONFIGS = sorted((Path(__file__).resolve().parents[3] / "ds_configs").glob("*.json"))
 
 
 def config(tmp_path, values, *words):

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +19,9 @@ from mmldlm.checkpoints.locate import locate_checkpoint
 from mmldlm.convert.inspect import compare
 from mmldlm.convert.to_checkpoint import convert_state
 from mmldlm.errors import MmldlmError, UserError
-from tests.helpers import run_ranks
+from tests.helpers import ROOT, run_ranks
 from tests.support.convert_command import command
 
-HERE = Path(__file__).resolve().parent
 CHAIN = [("zero3", 4), ("dcp", 1), ("universal", None), ("zero2", 2)]
 SOURCES = [
     "z2_bf16",
@@ -165,7 +163,7 @@ def test_deepspeed_goes_on_from_them(zero_dir, tmp_path):
     job("z2_fp16", 3)
     job("z3_fp16", 2, ("dcp", 1), ("universal", None))
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
-    done = run_ranks(4, HERE / "load_zero.py", str(tmp_path / "jobs.json"))
+    done = run_ranks(4, ROOT / "tests" / "support" / "load_zero.py", str(tmp_path / "jobs.json"))
     assert done.stdout.count("loaded") == len(jobs), done.stdout[-3000:]
 
 
@@ -193,8 +191,7 @@ def test_torch_loads_our_dcp(zero_dir, fsdp_dir, tmp_path):
 
 def test_adamw_loads_our_optimizer_file(zero_dir, tmp_path):
     torch = pytest.importorskip("torch", reason="torch is not installed")
-    sys.path[:0] = [str(HERE)]
-    from make_zero import build_model, parameter_groups
+    from tests.support.make_zero import build_model, parameter_groups
 
     convert_state(zero_dir / "z2_bf16", tmp_path / "out", "ddp")
     model = build_model(torch)

@@ -72,6 +72,21 @@ def test_tricks_are_refused(code):
     assert before == {key: repr(getattr(value, "dtype", value)) for key, value in unpickler._GLOBALS.items()}
 
 
+STORAGE = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x04tQ"
+TENSOR = b"ctorch._utils\n_rebuild_tensor_v2\n(" + STORAGE + b"K\x00(K\x02t(K\x01ttR"
+
+
+@pytest.mark.parametrize("value", [STORAGE, TENSOR, b"ctorch\nfloat32\n", b"ctorch._utils\n_rebuild_parameter\n"])
+@pytest.mark.parametrize(
+    "state", [b"}X\x05\x00\x00\x00dtypeX\x05\x00\x00\x00int64s", b"N}\x86", b"](X\x01\x00\x00\x00ae"]
+)
+def test_no_attribute_can_be_set(value, state):
+    """BUILD on descriptions: dataclasses must not get a __setstate__ that obeys it."""
+    assert read_pickle(b"\x80\x02" + value + b".") is not None
+    with pytest.raises(RefusedPickle, match="modify the reader"):
+        read_pickle(b"\x80\x02" + value + state + b"b.")
+
+
 def test_objects_that_checkpoints_carry_are_inert():
     import argparse
     import pathlib

@@ -1,4 +1,4 @@
-"""What a checkpoint's writer gets lies on the host, whatever device the tensors and their mesh are of."""
+"""A checkpoint writer gets host memory, for tensors and meshes of any device."""
 
 from __future__ import annotations
 

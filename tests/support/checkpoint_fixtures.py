@@ -1,18 +1,14 @@
-"""Real DeepSpeed checkpoints for the tests of this folder, made once in a session by make_zero.py."""
+"""Fixtures: real DeepSpeed and FSDP checkpoints, saved once per session by make_zero.py and make_fsdp.py."""
 
 from __future__ import annotations
 
 import importlib.util
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.helpers import run_ranks
-
-# make_zero.py is a script beside the tests, and they read its table of cases; pytest's import mode does not find it.
-sys.path.insert(0, str(Path(__file__).parent))
 
 # Layouts that depend on the number of ranks: one element may straddle two slices, or a rank hold padding alone.
 OTHER_WORLDS = (
@@ -28,7 +24,7 @@ OTHER_WORLDS = (
 
 
 def launch_maker(script: str, world_size: int, *words: str) -> None:
-    """Runs a make_*.py script of this folder on some CPU ranks."""
+    """Run a make_*.py script of this folder on CPU ranks."""
     for module in ("torch", "deepspeed"):
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"{module} is not installed: no real checkpoints to read")

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.long
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 SCRIPTS = ROOT / "benchmarks"
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")

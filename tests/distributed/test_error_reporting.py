@@ -1,4 +1,4 @@
-"""Who prints an error that ends a rank before there is a process group: once a node, and never nobody."""
+"""A fatal error before there is a process group is printed exactly once per node."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tests.helpers import environment
 HOST = re.escape(socket.gethostname())
 SAY = """
 import sys
-from mmldlm.distributed.error_reporting import say_error
+from mmldlm.distributed.error_reporting import report_error_once
 from mmldlm.errors import UserError
-say_error(UserError("a file", sys.argv[1], "look for it"))
+report_error_once(UserError("a file", sys.argv[1], "look for it"))
 """
 
 
@@ -57,6 +57,6 @@ def test_one_rank_of_a_node_says_what_its_ranks_found(tmp_path, ranks, prefixes)
 def test_the_next_attempt_says_it_again(tmp_path):
     assert len(said(tmp_path, {(1, 1): "none"})) == 1
     assert said(tmp_path, {(1, 1): "none"}) == [], "the same attempt: another rank has said it"
-    (claim,) = (tmp_path / f"mmldlm_said_{os.getuid()}").iterdir()
+    (claim,) = (tmp_path / f"mmldlm_errors_{os.getuid()}").iterdir()
     os.utime(claim, (0, 0))
     assert len(said(tmp_path, {(1, 1): "none"})) == 1

@@ -1,6 +1,6 @@
 """Real FSDP2, ddp-like and EMA files of a small, awkward model, with the live values beside them.
 
-    torchrun --nproc_per_node 2 tests/checkpoints/make_fsdp.py --out DIR
+    torchrun --nproc_per_node 2 tests/support/make_fsdp.py --out DIR
 
 DIR/fsdp/: what mmldlm's fsdp engine saves (DCP + trainable.json + ema_rank*.pt). DIR/step0/: the same before any step.
 DIR/plain/: model.pt, optimizer.pt and ema_rank0.pt of rank 0. DIR/bare/: a DCP of the model alone without our names.

@@ -1,6 +1,6 @@
 """Real DeepSpeed checkpoints of a small, awkward model, with the live engine's values beside them.
 
-    DS_ACCELERATOR=cpu torchrun --nproc_per_node 2 tests/checkpoints/make_zero.py --out DIR --cases z2_bf16,z3_fp32
+    DS_ACCELERATOR=cpu torchrun --nproc_per_node 2 tests/support/make_zero.py --out DIR --cases z2_bf16,z3_fp32
 
 One launch makes every case, because importing DeepSpeed costs more than all of them. Each case is a folder
 DIR/CASE/{zero/..., truth.npz, truth.json, losses.json}: truth holds, per state_dict name, the raw bytes of what a

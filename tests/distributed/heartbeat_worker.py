@@ -1,7 +1,7 @@
-"""Small jobs of three real processes in which something happens to one of them; started by test_liveness.py.
+"""Small jobs of three real processes in which something happens to one of them; started by test_heartbeat.py.
 
-python tests/engines/liveness_worker.py FOLDER CASE...    forks each case's ranks (torch is imported once)
-python -m torch.distributed.run ... liveness_worker.py FOLDER torchrun:CASE    is one rank of a case
+python tests/engines/heartbeat_worker.py FOLDER CASE...    forks each case's ranks (torch is imported once)
+python -m torch.distributed.run ... heartbeat_worker.py FOLDER torchrun:CASE    is one rank of a case
 
 A case is ACT@RANK, or ACT@RANK@agent: there a process of its own keeps the store, as torchrun's agent does. Each
 rank's stderr goes to FOLDER/CASE/stderr_RANK, its pid to pid_RANK, and the exit codes (None: still there when the time
@@ -48,7 +48,7 @@ def act(case: str, alive: Heartbeat, step: int) -> None:
     elif what == "evaluate":  # one rank works, beating, for longer than the timeout; the others wait for it
         end = time.monotonic() + 1.5 * TIMEOUT
         while time.monotonic() < end:
-            alive.beat(step, "data")
+            alive.enter_phase(step, "data")
             time.sleep(0.1)
 
 
@@ -61,12 +61,12 @@ def train(case: str, folder: Path) -> None:
     what, guilty = case.split("@")[:2]
     with Heartbeat(rank, world, TIMEOUT, logs=folder / "logs") as alive:
         for step in range(8):
-            alive.beat(step, "data")
+            alive.enter_phase(step, "data")
             if step == FAULT_STEP:
                 time.sleep(3 * alive.interval)  # so that this step has been published
             if step == FAULT_STEP and rank == int(guilty):
                 act(case, alive, step)
-            alive.beat(step, "step")
+            alive.enter_phase(step, "step")
             torch.distributed.all_reduce(torch.ones(1))
             if what == "agreed" and step == FAULT_STEP:
                 raise StabilityStop("all ranks stop")

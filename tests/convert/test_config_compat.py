@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -74,3 +76,14 @@ def test_a_header_of_brackets_is_refused(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(UserError, match="intact checkpoint file"):
         convert(tmp_path, tmp_path / "out")
+
+
+def test_the_shapes_need_no_torch():
+    """The import of torch would take longer than most conversions."""
+    code = (
+        "import sys, mmldlm.commands.convert\n"
+        "from mmldlm.config.task_registry import find_task\n"
+        "find_task('translation')\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

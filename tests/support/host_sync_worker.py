@@ -1,6 +1,6 @@
-"""Real steps on FakeTensors that claim to lie on a GPU: which operations cross between host and device, or read there.
+"""Steps on FakeTensors of a GPU: which operations cross between host and device, or make the host wait.
 
-python tests/engines/fake_gpu.py LIBRARY STORE   (LIBRARY: fake_gpu.cpp, compiled)
+python tests/support/host_sync_worker.py LIBRARY STORE   (LIBRARY: fake_cuda.cpp, compiled)
 
 Prints one JSON object, case -> ["operation at file:line", ...]. Shapes, dtypes and devices are as on a GPU, and so is
 which code runs; kernels and what they compute are not. A copy from the host, an operation that mixes devices, and a
