@@ -69,3 +69,10 @@ def test_the_changelog_lists_every_renamed_key():
     rows = [f"| `{old}` | `{new}` |" for old, new in KEYS.items()]
     rows += [f"| `{key}={old}` | `{key}={new}` |" for key, values in VALUES.items() for old, new in values.items()]
     assert [row for row in rows if row not in page] == []
+
+
+def test_no_page_and_no_script_names_an_old_key():
+    root = house.PACKAGE.parent
+    files = [*root.glob("docs/*.md"), root / "README.md", *root.glob("benchmarks/*.py"), *root.glob("launchers/*.sh")]
+    old = re.compile("|".join(rf"\b{re.escape(key)}(?!\w)" for key in KEYS))
+    assert {(path.name, key) for path in files for key in old.findall(path.read_text())} == set()

@@ -465,7 +465,7 @@ def test_a_full_disk_is_an_event_and_the_last_checkpoint_stays(store, small_disk
         "engine.kind=single",
         "training.num_train_steps=6",
         "logging.save_freq=2",
-        f"checkpoints.async={background}",
+        f"checkpoints.async_save={background}",
     ]
     assert main(train_words(store, small_disk, "run", *words)) == 1
     said = capsys.readouterr().err

@@ -38,7 +38,7 @@ def run(name: str, *words: str) -> None:
         f"data.latent_data_root={sys.argv[1]}", f"logging.save_dir={sys.argv[2]}", f"logging.run_name={name}",
         "engine.kind=ddp", "training.train_batch_size=4", "training.num_train_steps=6", "logging.eval_freq=2",
         "logging.save_freq=3", "data.max_validation_samples=24", "training.eval_batch_size=1",
-        "checkpoints.async=false", "logging.plot=false",
+        "checkpoints.async_save=false", "logging.plot=false",
     ]  # fmt: skip
     code = 0
     try:
