@@ -3,8 +3,6 @@
 mmldlm train --config small.yaml data.text_file=FILE, started in this folder. docs/tasks.md explains every part.
 """
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,14 +49,8 @@ class Gpt2RunConfig(Config):
 
 @dataclass(kw_only=True)
 class TextData(RunData):
-    """Both splits are lists of lines (bytes)."""
-
     def fingerprint(self) -> str:
         return hashlib.sha256(b"\n".join(self.train)).hexdigest()
-
-    @property
-    def source(self) -> str:
-        return str(self.config.data.text_file)
 
 
 class LineCollator:
@@ -112,24 +104,24 @@ class Gpt2Task(Task):
         return config.data.text_file is not None
 
     def open_data(self, config: Gpt2RunConfig) -> TextData:
-        path, num_validation = Path(config.data.text_file or ""), config.data.validation_lines
+        path, count = Path(config.data.text_file or ""), config.data.validation_lines
         lines = path.read_bytes().splitlines() if path.is_file() else []
-        if len(lines) <= num_validation:
-            expected, fix = f"a file of more than {num_validation} lines", "name it with data.text_file=FILE"
-            raise UserError(expected, f"{len(lines)} lines in data.text_file={path}", fix)
+        if len(lines) <= count:
+            found, fix = f"{len(lines)} lines in data.text_file={path}", "name a longer one, or lower validation_lines"
+            raise UserError(f"a file of more than data.validation_lines={count} lines", found, fix)
         lengths = np.array([min(len(line) + 1, config.model.n_positions) for line in lines], np.int32)
-        train, validation = config.data.limit_samples(lengths[:-num_validation], lengths[-num_validation:])
-        splits = {"train": lines[:-num_validation], "validation": lines[-num_validation:]}
-        return TextData(config=config, **splits, train_lengths=train, validation_lengths=validation)
+        train, validation = config.data.limit_samples(lengths[:-count], lengths[-count:])
+        data = {"train": lines[:-count], "validation": lines[-count:], "source": str(path)}
+        return TextData(config=config, **data, train_lengths=train, validation_lengths=validation)
 
     def model_sizes(self, config: Gpt2RunConfig, length: int) -> ModelSizes:
-        model, tokens = config.model, config.training.train_batch_size * length
+        model, num_bytes = config.model, 4 if config.training.dtype == "fp32" else 2
+        tokens = config.training.train_batch_size * length
         block = 12 * model.n_embd**2 + 13 * model.n_embd
         outside = (VOCAB_SIZE + model.n_positions + 2) * model.n_embd
-        width, num_bytes = model.n_embd * model.n_layer, 4 if config.training.dtype == "fp32" else 2
-        logits = (2 * 4 + 2 * num_bytes) * VOCAB_SIZE * tokens  # and their gradients
         sizes = {"trainable": model.n_layer * block + outside, "frozen": 0, "largest_block": max(block, outside)}
-        activations = 17 * num_bytes * width * tokens  # arXiv 2205.05198, where attention keeps no matrix
+        activations = 17 * num_bytes * model.n_embd * model.n_layer * tokens  # arXiv 2205.05198, fused attention
+        logits = (8 + 2 * num_bytes) * VOCAB_SIZE * tokens  # in the compute dtype and fp32, with their gradients
         return ModelSizes(**sizes, buffers=0, activations=activations, logits_cpu=logits, logits_gpu=logits)
 
     def build_model(self, data: TextData):
@@ -146,8 +138,7 @@ class Gpt2Task(Task):
         return next_byte_loss
 
     def model_config(self, data: TextData) -> dict:
-        architecture = {"architectures": ["GPT2LMHeadModel"]}
-        return {**super().model_config(data), **gpt2_config(data.config).to_dict(), **architecture}
+        return {**gpt2_config(data.config).to_dict(), **super().model_config(data)}
 
 
 def gpt2_config(config: Gpt2RunConfig):
@@ -155,4 +146,4 @@ def gpt2_config(config: Gpt2RunConfig):
 
     dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # its masks would depend on the world size
     ids = {"vocab_size": VOCAB_SIZE, "bos_token_id": EOS, "eos_token_id": EOS}
-    return GPT2Config(**config.model.model_dump(), **dropout, **ids)
+    return GPT2Config(**config.model.model_dump(), **dropout, **ids, architectures=["GPT2LMHeadModel"])

@@ -6,34 +6,32 @@ import argparse
 
 from mmldlm.config import command_line
 from mmldlm.config.load import all_keys, allowed_words, to_yaml
+from mmldlm.config.schema import Config
 from mmldlm.config.task_registry import find_task
 from mmldlm.errors import EXIT_DONE
 from mmldlm.training.check_run import check_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `mmldlm config`."""
+    """Add the options of `mmldlm config` to those of `train`."""
     command_line.add_arguments(parser)
     parser.add_argument(
-        "--keys", action="store_true", help="list every key with its default, the words it takes, and its meaning"
+        "--keys", action="store_true", help="list every key with its default, its allowed values and its meaning"
     )
-    parser.add_argument("--world-size", type=int, default=1, help="ranks, for the batch arithmetic")
+    parser.add_argument("--world-size", type=int, default=1, help="number of ranks, for the batch arithmetic")
     parser.add_argument(
-        "--check", action="store_true", help="print nothing; check what `train` checks before its ranks"
+        "--check", action="store_true", help="print nothing; check what `train` checks before starting its ranks"
     )
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the config; where it names data, also check the one against the other."""
+    """Print the config; if it names data, also check it against the data."""
     config = command_line.parse_config(args)
     if args.check:
         check_run(config, args.world_size)
         return EXIT_DONE
     if args.keys:
-        for key, default, text in all_keys(type(config)):
-            words = allowed_words(key, type(config))
-            choice = f"  ({' | '.join(words)})" if words else ""
-            print(f"{key} = {default}{choice}\n    {' '.join(text.split())}")
+        _print_keys(type(config))
         return EXIT_DONE
     task = find_task(config.task)
     if task.names_data(config):
@@ -47,9 +45,16 @@ def main(args: argparse.Namespace) -> int:
     )
     counts = task.parameter_counts(config)
     if counts is None:
-        print("# parameters: name the data (or set what it decides, such as model.vocab_size) to count them")
+        print("# parameters: name the data (or set what it determines, such as model.vocab_size) to count them")
         return EXIT_DONE
     print(f"# parameters {sum(counts.values()):,}")
     for group, count in counts.items():
         print(f"#   {group:7s}{count:>15,}")
     return EXIT_DONE
+
+
+def _print_keys(config_class: type[Config]) -> None:
+    for key, default, text in all_keys(config_class):
+        values = allowed_words(key, config_class)
+        choice = f"  ({' | '.join(values)})" if values else ""
+        print(f"{key} = {default}{choice}\n    {' '.join(text.split())}")

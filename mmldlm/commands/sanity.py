@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
 
-from mmldlm.config.schema import Config
+from mmldlm.config import command_line
 from mmldlm.config.task_registry import find_task
 from mmldlm.debug.sanity_report import as_dict, heading, print_tables
 from mmldlm.debug.sanity_runner import OVERFIT_STEPS, SanityRunner
@@ -20,6 +19,7 @@ from mmldlm.errors import EXIT_DONE, EXIT_FAILED, UserError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `mmldlm sanity` to those of `train`. Their names are those of LMOL."""
+    command_line.add_arguments(parser)
     option = parser.add_argument
     option("--max_steps", "--max-steps", type=_positive_int, default=3, help="steps on the run's batches (default 3)")
     option("--overfit_steps", "--overfit-steps", type=_positive_int, default=OVERFIT_STEPS,
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--json", metavar="FILE", help="also write the findings as JSON")
 
 
-def main(args: argparse.Namespace, parse_config: Callable[[argparse.Namespace], Config]) -> int:
+def main(args: argparse.Namespace) -> int:
     """Run the steps and print the tables; return 0 if every check passed, else 1.
 
     Raises:
@@ -43,7 +43,7 @@ def main(args: argparse.Namespace, parse_config: Callable[[argparse.Namespace], 
         raise UserError("one process", f"WORLD_SIZE={os.environ['WORLD_SIZE']}", "run `mmldlm sanity` by itself")
     overrides = {"training.dtype": args.amp_dtype, "optimizer.grad_clip_norm": args.clip_grad_norm}
     args.overrides = [*args.overrides, *(f"{key}={value}" for key, value in overrides.items() if value is not None)]
-    config = parse_config(args)
+    config = command_line.parse_config(args)
     check_engine(config, 1)
     console = Console()
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import platform
-import resource
 from collections.abc import Callable
 
 import torch
@@ -18,9 +16,10 @@ from mmldlm.debug import sanity_checks as checks
 from mmldlm.debug.batch_checks import check_batch, check_pinned
 from mmldlm.debug.findings import Findings, format_names
 from mmldlm.engines.build import build_engine
-from mmldlm.engines.gradient_shards import gradient_fragments
+from mmldlm.engines.gradient_shards import gradient_shards
 from mmldlm.engines.optimizer import learning_rate
 from mmldlm.observe.layer_stats import LayerStats, LayerStatsCollector
+from mmldlm.observe.throughput import peak_memory, reset_peak_memory
 from mmldlm.stability.loss_scaler import LossScaler
 from mmldlm.stability.state_audit import nonfinite_tensors
 from mmldlm.utils.formatting import first_line
@@ -74,10 +73,10 @@ class SanityRunner:
         """Check the engine, take max_steps steps on the run's batches and overfit_steps on one of them."""
         engine, findings = self.engine, self.findings
         if engine.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(engine.device)
+            reset_peak_memory(engine.device)
         checks.check_device(engine, findings)
         checks.check_coverage(engine, findings)
-        frozen = checks.checksums(engine.frozen_fragments())
+        frozen = checks.checksums(engine.frozen_shards())
         start = checks.checksums(engine.parameter_shards())
         self._hooks = checks.GradientHooks(engine.model)
         engine.module.train()
@@ -231,7 +230,7 @@ class SanityRunner:
         for name, parameter in engine.model.named_parameters():
             if name not in trainable and (parameter.requires_grad or parameter.grad is not None):
                 findings.failed("frozen", f"{name} has a gradient although it is frozen")
-        for fragment, gradient in gradient_fragments(engine):
+        for fragment, gradient in gradient_shards(engine):
             if gradient is not None and gradient.dtype != torch.float32:
                 findings.failed("precision", f"the gradient of {fragment.name} is {str(gradient.dtype)[6:]}")
 
@@ -253,40 +252,22 @@ class SanityRunner:
 
     def _check_gradient_scale(self, batches: list[Batch]) -> None:
         """Check that a small gradient step lowers the loss by its length times the gradient norm."""
-        engine, relative_drop = self.engine, 0.001 if self.config.training.dtype == "fp32" else 0.005
+        dtype, findings = self.config.training.dtype, self.findings
         with self._record_exceptions(len(self.steps) + 1):
-            before = 0.0
-            for batch in batches:
-                loss, _ = self.objective(engine.module, batch.to(engine.device))
-                engine.backward(loss)
-                before += float(loss.detach())
-            norm = float(engine.grad_norm())
-            if not (math.isfinite(before) and math.isfinite(norm) and norm > 0):
-                engine.discard_gradients()
-                self.findings.failed(
-                    "gradient_scale", f"a loss of {before} with a gradient of norm {norm} cannot be compared"
-                )
-                return
-            expected = relative_drop * abs(before)
-            with torch.no_grad():
-                for fragment, gradient in gradient_fragments(engine):
-                    if gradient is not None and fragment.count:
-                        alpha = -expected / norm**2 / engine.loss_scale
-                        fragment.of(fragment.owner).add_(gradient, alpha=alpha)
-            engine.discard_gradients()
-            engine.sync_weights_from_masters()
-            with torch.no_grad():
-                after = math.fsum(float(self.objective(engine.module, batch)[0]) for batch in batches)
-        ratio = (before - after) / expected
-        result = f"a gradient step lowers the loss by {ratio:.2f} times the expected amount"
-        if not 1 / 1.5 < ratio < 1.5:
-            self.findings.failed("gradient_scale", f"{result} (expected about 1)")
+            batches = [batch.to(self.engine.device) for batch in batches]
+            drop = checks.measured_loss_drop(self.engine, self.objective, batches, 0.001 if dtype == "fp32" else 0.005)
+        if isinstance(drop, str):
+            findings.failed("gradient_scale", drop)
+            return
+        result = f"a gradient step lowers the loss by {drop:.2f} times the expected amount"
+        if not 1 / 1.5 < drop < 1.5:
+            findings.failed("gradient_scale", f"{result} (expected about 1)")
         scaler = {
             "bf16": "no loss scaling: bf16 has the range of fp32",
             "fp32": "no loss scaling: fp32 needs none",
-            "fp16": f"loss scale {engine.loss_scale:g}",
+            "fp16": f"loss scale {self.engine.loss_scale:g}",
         }
-        self.findings.passed("gradient_scale", f"{result}; {scaler[self.config.training.dtype]}")
+        findings.passed("gradient_scale", f"{result}; {scaler[dtype]}")
 
     # -- at the end --------------------------------------------------------------------------------------------------
 
@@ -304,9 +285,8 @@ class SanityRunner:
                 "gradient_coverage", f"a zero gradient in each of {len(self.steps)} steps: {format_names(unexpected)}"
             )
         idle = f"; the mode and these batches do not use {format_names(zero)}" if zero else ""
-        findings.passed(
-            "gradient_coverage", f"{len(parts) - len(zero)} of {len(parts)} tensors (a block's by streams){idle}"
-        )
+        streams = " (a block's by streams)" if len(parts) > len(names) else ""
+        findings.passed("gradient_coverage", f"{len(parts) - len(zero)} of {len(parts)} tensors{streams}{idle}")
 
         changed = checks.changed(start, checks.checksums(engine.parameter_shards()))
         used = {parts[part] for part in self._has_gradient}
@@ -322,7 +302,7 @@ class SanityRunner:
         findings.passed("finite", f"gradient norms {min(norms):.4g} to {max(norms):.4g}")
 
     def _check_frozen(self, before: dict) -> None:
-        changed = checks.changed(before, checks.checksums(self.engine.frozen_fragments()))
+        changed = checks.changed(before, checks.checksums(self.engine.frozen_shards()))
         if changed:
             self.findings.failed("frozen", f"changed during the steps: {format_names(changed)}")
         names = {name for name, _ in before}
@@ -332,11 +312,3 @@ class SanityRunner:
     def _check_memory(self) -> None:
         self.peak_bytes, kind = peak_memory(self.engine.device)
         self.findings.passed("memory", f"{self.peak_bytes / 2**30:.2f} GiB of {kind}")
-
-
-def peak_memory(device: torch.device) -> tuple[int, str]:
-    """Return (bytes, kind): allocated on the GPU since the last reset, or the process's peak resident size."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device), "GPU memory, allocated"
-    unit = 1 if platform.system() == "Darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "host memory, entire process"

@@ -104,14 +104,16 @@ def _prefixed(log: Log, name: str) -> Log:
 
 
 def _notes(pretrained: Pretrained) -> list[str]:
-    """Return what the model's training does not allow to measure."""
+    """Return the limits that the model's training sets to the measurements."""
     notes = []
     if not pretrained.supports("l2t"):
         notes.append("the model was not trained in mode l2t: text from embeddings is not evaluated")
     if not pretrained.supports("t2l"):
         notes.append("the model was not trained in mode t2l: embeddings from text are not evaluated")
     if pretrained.condition_dropout == 0:
-        notes.append("trained with condition_dropout=0: its null latent was never trained, so gain_null says little")
+        notes.append(
+            "trained with condition_dropout=0: its null latent was never trained, so gain_null is not informative"
+        )
     return notes
 
 

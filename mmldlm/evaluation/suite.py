@@ -1,4 +1,4 @@
-"""The evaluation suites, and what they share."""
+"""The evaluation suites, and their common helpers."""
 
 from __future__ import annotations
 

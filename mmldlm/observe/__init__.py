@@ -1,1 +1,1 @@
-"""What a run writes down about itself, and what reads it: logs, progress, wandb, plots, monitor."""
+"""Logs and statistics of a run, and their readers: console, wandb, plots, health monitor."""

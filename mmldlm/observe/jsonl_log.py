@@ -1,4 +1,4 @@
-"""Append-only logs of one strict-JSON object a line: training_log.jsonl, eval_log.jsonl, events.jsonl."""
+"""Append-only logs with one strict-JSON object per line: training_log.jsonl, eval_log.jsonl, events.jsonl."""
 
 from __future__ import annotations
 
@@ -11,36 +11,38 @@ from typing import Any
 
 from mmldlm.utils.json_files import to_strict_json
 
-# What readers of a step's record calculate with; other values are only shown.
+# Fields of a step's record that readers compute with; others are only displayed.
 _COUNTS = ("step", "samples", "bad_samples")
 _NUMBERS = ("loss", "grad_norm", "lr", "tokens_per_second", "mfu", "data_share")
 
 
 class JsonlLog:
-    """A log that stays valid line by line, whatever interrupts the run.
+    """A log whose complete lines stay valid if the run is interrupted.
 
-    A value that JSON cannot hold becomes null beside a key that says why: `{"loss": null, "loss_nonfinite": "nan"}`.
-    A record without `time` gets the present one (ISO 8601, UTC). Only one process may write a log.
+    A non-finite number becomes null with a second key: `{"loss": null, "loss_nonfinite": "nan"}`. A record without
+    `time` gets the current one (ISO 8601, UTC). Only one process may write a log.
 
     Args:
-        path: the file; its folder is made.
-        resume_step: the run goes on after this step, so records of later steps are of a future that did not happen:
-            they move to `NAME.dropped-<n>.jsonl` beside the log (0 for a fresh start in a used folder). Records
-            without a `step` stay. None: append to whatever is there.
+        path: the file; its folder is created.
+        resume_step: the run continues after this step. Records of later steps are moved to `NAME.dropped-<n>.jsonl` in
+            the same folder; 0 moves all of them (a fresh start in a used folder). Records without a `step` stay. None
+            appends to an existing log.
+
+    Attributes:
+        dropped: number of lines that were moved when the log was opened.
     """
 
     def __init__(self, path: str | os.PathLike, resume_step: int | None = None):
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.dropped = _truncate(self.path, resume_step)
-        """Number of lines that were moved aside when the log was opened."""
         self._file = open(self.path, "a", encoding="utf-8")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one record and hand it to the operating system before returning.
+        """Append one record and flush it to the operating system.
 
         Raises:
-            TypeError, ValueError: a value is neither a number, a string, None nor a list or dict of those.
+            TypeError, ValueError: a value that JSON cannot represent.
         """
         plain = to_strict_json(record)
         plain.setdefault("time", datetime.now(timezone.utc).isoformat(timespec="milliseconds"))
@@ -58,7 +60,7 @@ class JsonlLog:
 
 
 def parse_line(line: str) -> dict[str, Any] | None:
-    """The record of one line, or None where the line is torn or not strict JSON."""
+    """Return the record of one line, or None for an incomplete line or invalid strict JSON."""
     try:
         record = _DECODER.decode(line)
     except (ValueError, RecursionError):
@@ -67,15 +69,15 @@ def parse_line(line: str) -> dict[str, Any] | None:
 
 
 def is_step(record: Mapping[str, Any]) -> bool:
-    """Whether a record is one of a step, with values of the types that its readers count on."""
+    """Whether a record is that of a step, with values of the expected types."""
     are_counts = all(_is_count(record.get(key, 0)) for key in _COUNTS)
     are_numbers = all(_is_number(record.get(key)) for key in _NUMBERS)
-    return "step" in record and are_counts and are_numbers and _has_good_time(record)
+    return "step" in record and are_counts and are_numbers and _has_valid_time(record)
 
 
 def is_event(record: Mapping[str, Any]) -> bool:
-    """Whether a record of events.jsonl has an event and, where they are there, a step and a time of their types."""
-    return isinstance(record.get("event"), str) and _is_count(record.get("step", 0)) and _has_good_time(record)
+    """Whether a record is an event; `step` and `time`, if present, must have the expected types."""
+    return isinstance(record.get("event"), str) and _is_count(record.get("step", 0)) and _has_valid_time(record)
 
 
 def _is_count(value: Any) -> bool:
@@ -86,8 +88,8 @@ def _is_number(value: Any) -> bool:
     return value is None or type(value) is float or _is_count(value)
 
 
-def _has_good_time(record: Mapping[str, Any]) -> bool:
-    """Whether the time is missing, or is ISO 8601 with a zone, as every log of ours has it."""
+def _has_valid_time(record: Mapping[str, Any]) -> bool:
+    """Whether the time is missing, or in ISO 8601 with a time zone."""
     if "time" not in record:
         return True
     try:
@@ -97,7 +99,7 @@ def _has_good_time(record: Mapping[str, Any]) -> bool:
 
 
 def read_records(path: str | os.PathLike) -> tuple[list[dict[str, Any]], int]:
-    """All records of a log, and the number of lines that could not be read (a run cut short leaves one)."""
+    """Return all records of a log and the number of unreadable lines (an interrupted run leaves one)."""
     with open(path, encoding="utf-8", errors="replace") as file:
         parsed = [parse_line(line) for line in file if line.strip()]
     records = [record for record in parsed if record is not None]
@@ -112,7 +114,7 @@ _DECODER = json.JSONDecoder(parse_constant=_reject_constant)
 
 
 def _truncate(path: Path, resume_step: int | None) -> int:
-    """Move torn lines, and those of steps after resume_step, to a file of their own; returns their number."""
+    """Move incomplete lines and steps after resume_step to a separate file; return their number."""
     if not path.exists():
         return 0
     kept, dropped = [], []
@@ -120,15 +122,17 @@ def _truncate(path: Path, resume_step: int | None) -> int:
         for line in file:
             record = parse_line(line)
             step = record.get("step") if record else None
-            late = resume_step is not None and isinstance(step, (int, float)) and step > resume_step
-            # A line without its newline may be cut in the middle of a number and still parse.
-            (dropped if record is None or late or not line.endswith("\n") else kept).append(line.rstrip("\n") + "\n")
+            is_later = resume_step is not None and isinstance(step, (int, float)) and step > resume_step
+            # A line without a newline may be cut inside a number and still parse.
+            (dropped if record is None or is_later or not line.endswith("\n") else kept).append(
+                line.rstrip("\n") + "\n"
+            )
     if dropped:
-        # The side file is safe on disk before the log is replaced, so a crash in between loses nothing.
-        _write_synced(_free_name(path), dropped)
-        part = path.with_name(path.name + ".part")
-        _write_synced(part, kept)
-        os.replace(part, path)
+        # The moved lines are on disk before the log is replaced, so a crash in between loses nothing.
+        _write_synced(_unused_path(path), dropped)
+        temporary = path.with_name(path.name + ".part")
+        _write_synced(temporary, kept)
+        os.replace(temporary, path)
     return len(dropped)
 
 
@@ -139,7 +143,7 @@ def _write_synced(path: Path, lines: list[str]) -> None:
         os.fsync(file.fileno())
 
 
-def _free_name(path: Path) -> Path:
+def _unused_path(path: Path) -> Path:
     n = 1
     while (free := path.with_name(f"{path.stem}.dropped-{n}{path.suffix}")).exists():
         n += 1

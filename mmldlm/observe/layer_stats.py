@@ -1,30 +1,28 @@
-"""How gradients, updates and activations look, layer by layer, under every engine and stage.
+"""Per-layer statistics of gradients, updates and activations, under every engine and ZeRO stage.
 
-Figures of sharded gradients are sums over what each rank holds: one vector, one all-reduce and one host sync on a step
-that is looked at, nothing on any other.
+Sharded gradients contribute sums over each rank's elements: one vector, one all-reduce and one host sync on a measured
+step, nothing on any other.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmldlm.engines.base import Engine
-from mmldlm.engines.gradient_shards import gradient_fragments, optimizer_groups
+from mmldlm.engines.gradient_shards import gradient_shards, optimizer_groups
+from mmldlm.observe.activations import STREAMS, ActivationRecorder, layer_modules
 
 DEAD_AFTER_REPORTS = 10
-"""Looks before a parameter whose gradient was zero in all of them is called dead: adaLN-Zero and zero-initialised heads
-hide whole layers in the first steps, and a learned null waits for a sample that uses it."""
+"""Measured steps before a parameter without any gradient is reported as dead. adaLN-Zero and zero-initialized heads
+hide layers in the first steps, and a learned null has a gradient only in some batches."""
 
-STREAMS = ("text", "latent")
-"""Halves of a block's parameters and outputs."""
-
-# Of each parameter, over all ranks. update_sq is not finite where the step was not applied.
-_FIGURES = ("grad_sq", "num_zeros", "num_nonfinite", "weight_sq", "update_sq")
+# Sums per parameter over all ranks; update_sq is 0 if the step was not applied.
+_SUMS = ("grad_sq", "num_zeros", "num_nonfinite", "weight_sq", "update_sq")
 
 
 @dataclass(frozen=True)
@@ -32,10 +30,14 @@ class TensorStats:
     """Sums over the elements of one parameter or layer.
 
     Attributes:
-        numel: elements. grad_norm: L2 norm before clipping (not finite where an element is not). num_zeros,
-            num_nonfinite: of the gradient. weight_norm: after the step. update_norm: of the step's change of the
-            weights, None when the step was not applied. activation_rms: root mean square of the layer's output over
-            the global batch, padding included; None where it has none of its own.
+        numel: number of elements.
+        grad_norm: L2 norm before clipping (non-finite if an element is).
+        num_zeros: zero elements of the gradient.
+        num_nonfinite: non-finite elements of the gradient.
+        weight_norm: L2 norm after the step.
+        update_norm: L2 norm of the weight change; None if the step was not applied.
+        activation_rms: root mean square of the layer's output over the global batch, padding included; None if it has
+            no output of its own.
     """
 
     numel: int
@@ -48,18 +50,18 @@ class TensorStats:
 
     @property
     def zero_share(self) -> float:
-        """Share of gradient elements that are exactly zero (under fp16 this is where underflow shows)."""
+        """Fraction of gradient elements that are exactly zero (shows underflow under fp16)."""
         return self.num_zeros / max(self.numel, 1)
 
     @property
     def update_ratio(self) -> float | None:
-        """Norm of the update over that of the weights; None where there was no update or all weights are zero."""
+        """Norm of the update divided by that of the weights; None without an update or if all weights are zero."""
         if self.update_norm is None or self.weight_norm == 0:
             return None
         return self.update_norm / self.weight_norm
 
     def record(self) -> dict[str, float | int | None]:
-        """What the log holds of a layer; of one that is not trained its output alone."""
+        """Return the log entry of a layer; for a frozen one, its output only."""
         if not self.numel:
             return {"activation_rms": self.activation_rms}
         return {
@@ -73,13 +75,16 @@ class TensorStats:
 
 @dataclass(frozen=True)
 class LayerStats:
-    """What one step showed, the same on every rank.
+    """Statistics of one step, equal on every rank.
 
     Attributes:
-        step: 1-based. applied: whether the step moved the weights. parameters, layers: name -> Figures; a block's
-            parameters by streams, "blocks.0.to_out.weight[text]". dead: those named now, and only now, as never having
-            had a gradient. underflow_share: under fp16, share of zeros among the gradient elements of the parameters
-            (but embeddings) that have a gradient; else None.
+        step: 1-based.
+        applied: whether the step changed the weights.
+        parameters: name -> TensorStats; block parameters by stream, "blocks.0.to_out.weight[text]".
+        layers: name -> TensorStats.
+        dead: parameters first found in this step to have never had a gradient.
+        underflow_share: under fp16, fraction of zeros among the gradient elements of the parameters (without
+            embeddings) that have a gradient; else None.
     """
 
     step: int
@@ -90,40 +95,44 @@ class LayerStats:
     underflow_share: float | None = None
 
     def record(self) -> dict:
-        """One line of the log."""
-        layers = {name: figures.record() for name, figures in self.layers.items()}
+        """Return one record of the log."""
+        layers = {name: stats.record() for name, stats in self.layers.items()}
         underflow = {} if self.underflow_share is None else {"underflow_share": self.underflow_share}
         return {"step": self.step, "skipped": not self.applied, **underflow, "layers": layers}
 
     def flat_record(self) -> dict[str, float]:
-        """The same without nesting, for wandb: "blocks.0.text/grad_norm"."""
-        flat = {f"{layer}/{key}": v for layer, figures in self.layers.items() for key, v in figures.record().items()}
+        """Return the record without nesting, for wandb: "blocks.0.text/grad_norm"."""
+        flat = {f"{layer}/{key}": v for layer, stats in self.layers.items() for key, v in stats.record().items()}
         flat["underflow_share"] = self.underflow_share
         return {"step": self.step, **{key: value for key, value in flat.items() if value is not None}}
 
 
 class LayerStatsCollector:
-    """Looks at every `interval`-th step; call in this order on every rank: before_forward, (forward, backward,
-    grad_norm), before_step, (apply or discard), after_step.
+    """Measure every `interval`-th step.
+
+    Call on every rank, in this order: before_forward, (forward, backward, grad_norm), before_step, (apply or discard),
+    after_step.
 
     Args:
-        engine: the engine. interval: logging.grad_log_interval; 0 never looks. dtype: training.dtype.
+        engine: the engine.
+        interval: logging.grad_log_interval; 0 disables.
+        dtype: training.dtype.
     """
 
     def __init__(self, engine: Engine, interval: int, dtype: str = "fp32"):
         self.engine, self.interval, self._scales = engine, interval, dtype == "fp16"
         self._numel: dict[str, int] = {}
-        self._rows: dict[str, list[int]] = {}  # of a parameter's parts in the sums
-        self._activations = _Activations(engine.model) if interval else None
-        self._sums: Tensor | None = None  # of the step being looked at
+        self._rows: dict[str, list[int]] = {}  # rows of a parameter's parts in the sums
+        self._activations = ActivationRecorder(engine.model) if interval else None
+        self._sums: Tensor | None = None  # of the step being measured
         self._step = 0
-        self._num_looks, self._has_gradient, self._dead = 0, set(), set()
+        self._num_reports, self._has_gradient, self._dead = 0, set(), set()
         if interval:
-            whole = {fragment.name: math.prod(fragment.shape) for fragment in engine.parameter_shards()}
-            # Every rank needs every name, also those of which it holds nothing.
+            local_sizes = {fragment.name: math.prod(fragment.shape) for fragment in engine.parameter_shards()}
+            # Every rank needs every name, even without elements of that parameter.
             trainable = [name for name, parameter in engine.model.named_parameters() if parameter.requires_grad]
             self._layers = layer_modules(engine.model)
-            # A block's parameters hold text's half, then the latents'; each has a row of its own.
+            # A block's parameters hold the text half, then the latent half; each half has a row.
             inside = [f"{name}." for name, module in engine.model.named_modules() if hasattr(module, "split_streams")]
             count = 0
             for name in trainable:
@@ -131,7 +140,7 @@ class LayerStatsCollector:
                 self._rows[name] = list(range(count, count + rows))
                 count += rows
             self._num_rows = count
-            sizes = torch.tensor([float(whole.get(name, 0)) for name in trainable], dtype=torch.float64)
+            sizes = torch.tensor([float(local_sizes.get(name, 0)) for name in trainable], dtype=torch.float64)
             sizes = sizes.to(engine.device)
             if engine.world_size > 1:
                 torch.distributed.all_reduce(sizes, op=torch.distributed.ReduceOp.MAX)
@@ -139,28 +148,28 @@ class LayerStatsCollector:
 
     @property
     def names(self) -> list[str]:
-        """The parameters that were trainable when this was made ([] with interval 0)."""
+        """Names of the trainable parameters ([] with interval 0)."""
         return list(self._numel)
 
     @property
     def parts(self) -> dict[str, str]:
-        """What Look.parameters names -> the parameter that it is, or is a stream's half of."""
+        """Part (key of LayerStats.parameters) -> the parameter that it belongs to."""
         return {part: name for name, rows in self._rows.items() for part in parts_of(name, len(rows))}
 
     def before_forward(self, step: int) -> None:
-        """Whether this (1-based) step is looked at is decided here, alike on every rank."""
+        """Start measuring, if this 1-based step is due (the same decision on every rank)."""
         if self.interval and step % self.interval == 0:
             self._step = step
-            self._activations.watch()
+            self._activations.start()
 
     def before_step(self) -> None:
-        """Sum the gradients up; after engine.grad_norm(), before apply or discard. No collective, no host sync."""
+        """Sum the gradients; after engine.grad_norm(), before apply or discard. Not collective, no host sync."""
         if not self._step:
             return
-        self._sums = torch.zeros(self._num_rows, len(_FIGURES), dtype=torch.float64, device=self.engine.device)
+        self._sums = torch.zeros(self._num_rows, len(_SUMS), dtype=torch.float64, device=self.engine.device)
         if not self.engine.saves_shards:  # another rank counts the same elements
             return
-        for fragment, gradient in gradient_fragments(self.engine):
+        for fragment, gradient in gradient_shards(self.engine):
             if not fragment.count:
                 continue
             for row, part in self._parts(self._sums, fragment):
@@ -174,19 +183,20 @@ class LayerStatsCollector:
                 row[2] += (~torch.isfinite(piece)).sum().to(row.device)
 
     def _parts(self, sums: Tensor, fragment) -> list[tuple[Tensor, slice]]:
-        """The rows that a fragment's elements count into, each with the elements it counts."""
+        """Return the rows of a fragment's elements, each with the slice of elements that it counts."""
         rows = self._rows[fragment.name]
         size = self._numel[fragment.name] // len(rows)
-        # Where each row's elements begin, as seen from the fragment.
-        cuts = [min(max(place * size - fragment.start, 0), fragment.count) for place in range(len(rows))]
+        # Start of each row's elements, relative to the fragment.
+        cuts = [min(max(part * size - fragment.start, 0), fragment.count) for part in range(len(rows))]
         parts = zip(rows, cuts, [*cuts[1:], fragment.count])
         return [(sums[row], slice(begin, end)) for row, begin, end in parts if begin < end]
 
     def after_step(self, lr: float, applied: bool) -> LayerStats | None:
-        """What the step showed, or None where it is not looked at. Collective on a step that is.
+        """Return the statistics of a measured step, else None. Collective on a measured step.
 
         Args:
-            lr: learning rate of the step. applied: False when its gradients were thrown away.
+            lr: learning rate of the step.
+            applied: False if its gradients were discarded.
         """
         if not self._step:
             return None
@@ -194,7 +204,7 @@ class LayerStatsCollector:
         self._sums, self._step = None, 0
         if self.engine.saves_shards:
             self._add_updates(sums, lr, applied)
-        activations = self._activations.take(self.engine.device)
+        activations = self._activations.collect(self.engine.device)
         total = self.engine.sum_on_host(torch.cat([sums.flatten(), activations.flatten()]))
         return self._report(step, applied, total)
 
@@ -205,63 +215,55 @@ class LayerStatsCollector:
                 continue
             state = states.get(fragment.owner)
             for row, part in self._parts(sums, fragment):
-                weight = fragment.of(fragment.owner)[part]
+                weight = fragment.slice_of(fragment.owner)[part]
                 row[3] += torch.linalg.vector_norm(weight, dtype=torch.float64).square().to(row.device)
-                if applied and state:  # torch's AdamW passes over a parameter that never had a gradient
-                    moments = [fragment.of(state[key])[part] for key in ("exp_avg", "exp_avg_sq")]
+                if applied and state:  # torch's AdamW ignores a parameter that never had a gradient
+                    moments = [fragment.slice_of(state[key])[part] for key in ("exp_avg", "exp_avg_sq")]
                     update = adamw_update(weight, *moments, state["step"], lr, groups[fragment.owner])
                     row[4] += torch.linalg.vector_norm(update, dtype=torch.float64).square().to(row.device)
 
     def _report(self, step: int, applied: bool, total: list[float]) -> LayerStats:
-        width = len(_FIGURES)
+        width = len(_SUMS)
         sizes = {name: self._numel[name] // len(rows) for name, rows in self._rows.items()}
         parts: dict[str, tuple[int, list[float]]] = {}  # part of a parameter -> elements, sums
-        own: dict[str, list] = {}  # layer -> those of its parts
+        by_layer: dict[str, list] = {}  # layer -> entries of its parts
         for name, rows in self._rows.items():
             layers = layers_of(name, len(rows), self._layers)
             for part, layer, row in zip(parts_of(name, len(rows)), layers, rows, strict=True):
                 parts[part] = sizes[name], total[width * row : width * (row + 1)]
-                own.setdefault(layer, []).append(parts[part])
+                by_layer.setdefault(layer, []).append(parts[part])
         rms = self._activations.rms(total[width * self._num_rows :])
-        self._num_looks += 1
+        self._num_reports += 1
         self._has_gradient |= {part for part, (size, sums) in parts.items() if sums[1] < size}
         dead = []
-        if self._num_looks >= DEAD_AFTER_REPORTS:
+        if self._num_reports >= DEAD_AFTER_REPORTS:
             dead = [part for part in parts if part not in self._has_gradient and part not in self._dead]
             self._dead |= set(dead)
-        parameters = {part: _figures(size, sums, applied) for part, (size, sums) in parts.items()}
+        parameters = {part: _tensor_stats(size, sums, applied) for part, (size, sums) in parts.items()}
         layers = {}
-        for layer in dict.fromkeys([*own, *rms]):
-            summed = [math.fsum(values) for values in zip(*(part for _, part in own.get(layer, [])))] or [0.0] * width
-            layers[layer] = _figures(sum(n for n, _ in own.get(layer, [])), summed, applied, rms.get(layer))
-        # Rows of an embedding that a batch does not use are zero without any underflow.
-        dense = (figures for name, figures in parameters.items() if "embedding" not in name)
-        used = [figures for figures in dense if 0 < figures.grad_norm] if self._scales else []
-        underflow = sum(f.num_zeros for f in used) / max(sum(f.numel for f in used), 1) if self._scales else None
+        for layer in dict.fromkeys([*by_layer, *rms]):
+            summed = [math.fsum(values) for values in zip(*(part for _, part in by_layer.get(layer, [])))] or [
+                0.0
+            ] * width
+            layers[layer] = _tensor_stats(sum(n for n, _ in by_layer.get(layer, [])), summed, applied, rms.get(layer))
+        # Unused rows of an embedding are zero without underflow.
+        dense = (stats for name, stats in parameters.items() if "embedding" not in name)
+        used = [stats for stats in dense if 0 < stats.grad_norm] if self._scales else []
+        underflow = sum(s.num_zeros for s in used) / max(sum(s.numel for s in used), 1) if self._scales else None
         return LayerStats(step, applied, parameters, layers, dead, underflow)
 
 
 def parts_of(name: str, parts: int) -> list[str]:
-    """What the parts of a parameter are called: its own name, or with each stream's after it."""
+    """Return the names of a parameter's parts: its own name, or one per stream."""
     return [name] if parts == 1 else [f"{name}[{stream}]" for stream in STREAMS]
 
 
-def layer_modules(model: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
-    """Return the layers that statistics name: the modules of every numbered stack, and the parts next to the stacks."""
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_children():
-        if isinstance(module, nn.ModuleList):
-            found |= {f"{prefix}{name}.{number}": block for number, block in enumerate(module)}
-        elif any(isinstance(child, nn.ModuleList) for child in module.modules()):
-            found |= layer_modules(module, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = module
-    return found
-
-
 def layers_of(name: str, parts: int, layers: Collection[str] = ()) -> list[str]:
-    """Return the layers of a parameter of so many parts: the streams of a block ("blocks.3.text", "blocks.3.latent"),
-    the layer that holds it, or else the first word of its name."""
+    """Return the layer of each part: a stream of a block ("blocks.3.text"), or the layer that holds the parameter.
+
+    Args:
+        layers: names of all layers; a parameter outside them counts for the first part of its name.
+    """
     if parts == 1:
         words = name.split(".")
         prefixes = (".".join(words[:count]) for count in range(len(words), 0, -1))
@@ -270,101 +272,24 @@ def layers_of(name: str, parts: int, layers: Collection[str] = ()) -> list[str]:
 
 
 def adamw_update(weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step, lr: float, group: dict) -> Tensor:
-    """How AdamW's last step changed `weight` (its value after the step), from the moments it left: no copy is kept.
+    """Return the weight change of AdamW's last step, reconstructed from its moments without a copy of the weights.
 
-    Loshchilov and Hutter, arXiv 1711.05101, as torch.optim.AdamW computes it. step: its count, 0-d tensor or number.
+    Loshchilov and Hutter, arXiv 1711.05101, as in torch.optim.AdamW.
+
+    Args:
+        weight: value after the step.
+        step: AdamW's step count, 0-d tensor or number.
     """
     (beta1, beta2), decay = group["betas"], lr * group["weight_decay"]
-    # In this order no more than two temporaries of the weight's size live at once.
+    # This order needs at most two temporaries of the weight's size.
     denominator = (exp_avg_sq / (1 - beta2**step)).sqrt_().add_(group["eps"])
-    moved = (exp_avg / (1 - beta1**step)).div_(denominator).mul_(lr)
+    scaled = (exp_avg / (1 - beta1**step)).div_(denominator).mul_(lr)
     del denominator
-    before = (weight + moved).div_(1 - decay)
+    before = (weight + scaled).div_(1 - decay)
     return before.sub_(weight)
 
 
-def _figures(numel: int, row: list[float], applied: bool, rms: float | None = None) -> TensorStats:
+def _tensor_stats(numel: int, row: list[float], applied: bool, rms: float | None = None) -> TensorStats:
     grad_sq, zeros, nonfinite, weight_sq, update_sq = row
     update = math.sqrt(update_sq) if applied else None
     return TensorStats(numel, math.sqrt(grad_sq), int(zeros), int(nonfinite), math.sqrt(weight_sq), update, rms)
-
-
-class _Activations:
-    """Sums of squares of what the layers put out, while watched.
-
-    Of a block its two streams, of other modules all floating-point tensors they return together. A block that is
-    recomputed in the backward pass (gradient checkpointing) counts twice with the same values, which changes no mean.
-    """
-
-    def __init__(self, model: nn.Module):
-        self._names: dict[nn.Module, list[str]] = {}
-        for name, module in layer_modules(model).items():
-            if hasattr(module, "split_streams"):
-                self._names[module] = [f"{name}.{stream}" for stream in STREAMS]
-            elif name != "text_head":  # it returns losses
-                self._names[module] = [name]
-        self._rows = {name: row for row, name in enumerate(n for names in self._names.values() for n in names)}
-        self._sums: list[list[Tensor]] = []
-        self._counts: list[int] = []
-        self._undo: list = []
-
-    def watch(self) -> None:
-        """Begin to record; take() ends it."""
-        self._stop()
-        self._sums, self._counts = [[] for _ in self._rows], [0] * len(self._rows)
-        for module in self._names:
-            compiled = module._compiled_call_impl
-            if compiled is None:
-                self._undo.append(
-                    module.register_forward_hook(lambda m, given, out: self._record(m, out, given)).remove
-                )
-            else:  # a hook would be compiled into the block, and never leave it
-                module._compiled_call_impl = self._recording(module, compiled)
-                self._undo.append(lambda module=module, call=compiled: setattr(module, "_compiled_call_impl", call))
-
-    def _recording(self, module: nn.Module, call):
-        def called(*args, **kwargs):
-            output = call(*args, **kwargs)
-            self._record(module, output, args)
-            return output
-
-        return called
-
-    @torch.no_grad()
-    def _record(self, module: nn.Module, output, given: tuple) -> None:
-        if hasattr(module, "split_streams"):  # a block puts its two streams out as the rows of one tensor
-            output = module.split_streams(output, *given)
-        tensors, names = list(_float_tensors(output)), self._names[module]
-        if len(names) != len(tensors):
-            names = names[:1] * len(tensors)
-        for name, tensor in zip(names, tensors, strict=True):
-            row, dtype = self._rows[name], torch.promote_types(tensor.dtype, torch.float32)
-            self._sums[row].append(torch.linalg.vector_norm(tensor.detach(), dtype=dtype).double().square())
-            self._counts[row] += tensor.numel()
-
-    def take(self, device: torch.device) -> Tensor:
-        """[layers, 2] fp64 sums of squares and counts of this rank; stops recording."""
-        self._stop()
-        zero = torch.zeros((), dtype=torch.float64, device=device)
-        sums = torch.stack([torch.stack([zero, *parts]).sum() for parts in self._sums])
-        counts = torch.tensor([float(count) for count in self._counts], dtype=torch.float64, device=device)
-        return torch.stack([sums, counts], dim=1)
-
-    def rms(self, total: list[float]) -> dict[str, float]:
-        """layer -> RMS, of the sums over all ranks."""
-        pairs = {name: (total[2 * row], total[2 * row + 1]) for name, row in self._rows.items()}
-        return {name: math.sqrt(square / count) for name, (square, count) in pairs.items() if count}
-
-    def _stop(self) -> None:
-        for undo in self._undo:
-            undo()
-        self._undo = []
-
-
-def _float_tensors(output) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        if output.is_floating_point():
-            yield output
-    elif isinstance(output, (tuple, list)):
-        for part in output:
-            yield from _float_tensors(part)

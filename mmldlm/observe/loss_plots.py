@@ -1,8 +1,7 @@
-"""plots/loss.png of a run: losses, gradient norm, learning rate, skipped steps."""
+"""Draw plots/loss.png of a run: losses, gradient norm, learning rate, skipped steps."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from itertools import accumulate, cycle
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any, NamedTuple
 
 from mmldlm.errors import UserError
 from mmldlm.observe.jsonl_log import is_step, read_records
-from mmldlm.utils.output_paths import check_writable_file
 
 LOG_NAME = "training_log.jsonl"
 EVAL_NAME = "eval_log.jsonl"
@@ -25,7 +23,7 @@ class LossCurve(NamedTuple):
     Attributes:
         name: key in training_log.jsonl.
         label: word in the legend.
-        evaluation: ending of its validation figures in eval_log.jsonl.
+        evaluation: suffix of its validation metrics in eval_log.jsonl.
     """
 
     name: str
@@ -33,7 +31,7 @@ class LossCurve(NamedTuple):
     evaluation: str
 
 
-# Of the translation task, in runs from before events.jsonl had them.
+# Of the translation task, for runs whose events.jsonl does not list them.
 _OLD_CURVES = (LossCurve("text_loss", "text", "nelbo"), LossCurve("latent_loss", "latent", "latent_mse"))
 
 
@@ -49,53 +47,53 @@ def loss_curves(run_dir: str | Path) -> list[LossCurve]:
 
 
 def find_log(run_dir: str | Path, name: str) -> Path:
-    """Path of a log in a run's folder.
+    """Return the path of a log in a run's folder.
 
     Raises:
-        UserError: there is no such log.
+        UserError: the log does not exist.
     """
     path = Path(run_dir) / name
     if not path.is_file():
-        fix = "name a run's folder: {logging.save_dir}/{logging.run_name}"
-        raise UserError(f"a run's folder with {name}", f"{run_dir} has none", fix)
+        fix = "name the folder of a run: {logging.save_dir}/{logging.run_name}"
+        raise UserError(f"a run's folder with {name}", f"no such file in {run_dir}", fix)
     return path
 
 
 def load_steps(run_dir: str | Path, name: str = LOG_NAME) -> list[dict[str, Any]]:
-    """The step records of a run's log, in the order of their steps.
+    """Return the step records of a run's log, sorted by step.
 
     Raises:
-        UserError: there is no log, or no step in it.
+        UserError: no log, or a log without a step.
     """
     path = find_log(run_dir, name)
     records, _ = read_records(path)
     steps = [record for record in records if is_step(record)]
     if not steps:
-        raise UserError(f"at least one step in {name}", f"{path} has none", "wait for the first step of the run")
+        raise UserError(f"at least one step in {name}", f"no step in {path}", "wait for the first step of the run")
     return sorted(steps, key=lambda record: record["step"])
 
 
 def plot_run(run_dir: str | Path, out: str | Path | None = None, log_scale: bool = False) -> Path:
-    """Draw training_log.jsonl (and the points of eval_log.jsonl, where there is one) of a run.
+    """Draw training_log.jsonl and, if present, eval_log.jsonl of a run.
 
     Args:
         run_dir: the run's folder.
-        out: image to write; its ending says the format. None: {run_dir}/plots/loss.png.
+        out: image to write, in the format of its suffix. None: {run_dir}/plots/loss.png.
         log_scale: logarithmic losses.
 
     Returns:
         The path written.
 
     Raises:
-        UserError: no log, or no step in it.
+        UserError: no log, or a log without a step.
     """
     steps = load_steps(run_dir)
-    eval_log = Path(run_dir) / EVAL_NAME  # made at the start, empty until the first evaluation
+    eval_log = Path(run_dir) / EVAL_NAME  # empty until the first evaluation
     evals = load_steps(run_dir, EVAL_NAME) if eval_log.is_file() and eval_log.stat().st_size else []
     path = Path(out) if out else Path(run_dir) / "plots" / "loss.png"
     path.parent.mkdir(parents=True, exist_ok=True)
 
-    # Figure without pyplot: no display is asked for and no figure is left behind in a long run.
+    # Figure without pyplot: needs no display and keeps no figure in memory during a long run.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -107,7 +105,7 @@ def plot_run(run_dir: str | Path, out: str | Path | None = None, log_scale: bool
     for axis, key, label in ((axes[1], "grad_norm", "gradient norm"), (axes[2], "lr", "learning rate")):
         axis.plot(*_series(steps, key), color="tab:gray", linewidth=0.9)
         axis.set_ylabel(label)
-    # Norms of a run's first steps are far above all later ones and would press them flat.
+    # The norms of the first steps are far above all later ones.
     if _all_positive(steps, "grad_norm"):
         axes[1].set_yscale("log")
     _mark_skips(axes, steps)
@@ -123,21 +121,24 @@ def plot_run(run_dir: str | Path, out: str | Path | None = None, log_scale: bool
 def _draw_losses(
     axis: Any, steps: Sequence[dict], evals: Sequence[dict], curves: Sequence[LossCurve], log_scale: bool
 ) -> None:
+    """Draw each loss as the mean over a window of applied steps, with the values of single steps as a faint band."""
     colored = list(zip(curves, cycle(_COLORS)))
     losses = [("loss", "total", "tab:blue"), *((curve.name, curve.label, color) for curve, color in colored)]
     for key, label, color in losses:
         x, y = _series(steps, key)
         if not x:
             continue
-        window = len(x) // 50
+        window = mean_window(len(x))
         if window > 1:
             axis.plot(x, y, color=color, alpha=0.2, linewidth=0.6)
+        x, y = _series([record for record in steps if not record.get("skipped")] or steps, key)
         axis.plot(x, _smooth(y, window), color=color, linewidth=1.4, label=label)
     keys = dict.fromkeys(key for record in evals for key in record)
     for curve, color in colored:
-        ending = f"_{curve.evaluation}"
-        for marker, key in zip(cycle(_MARKERS), (key for key in keys if key.endswith(ending))):
-            label = f"{'' if key.startswith('validation') else 'validation '}{key.replace('_', ' ', 1)}"
+        suffix = f"_{curve.evaluation}"
+        for marker, key in zip(cycle(_MARKERS), (key for key in keys if key.endswith(suffix))):
+            split = key.removesuffix(suffix).removeprefix("validation")
+            label = " ".join(word for word in ("validation", split, curve.evaluation) if word)
             points = dict(marker=marker, markersize=4.5, markeredgecolor="black", markeredgewidth=0.6)
             axis.plot(*_series(evals, key), color=color, linestyle=":", linewidth=0.8, label=label, **points)
     axis.set_ylabel("loss")
@@ -148,7 +149,7 @@ def _draw_losses(
 def _mark_skips(axes: Sequence[Any], steps: Sequence[dict]) -> None:
     skipped = [record["step"] for record in steps if record.get("skipped")]
     for index, axis in enumerate(axes):
-        # A short stroke at the foot of each panel: thousands of full lines would hide the curves.
+        # Short marks at the bottom of each panel: full lines would hide the curves.
         if skipped:
             label = f"skipped ({len(skipped)})" if index == 0 else None
             axis.plot(
@@ -166,26 +167,16 @@ def _all_positive(records: Sequence[dict], key: str) -> bool:
     return all(value > 0 for value in _series(records, key)[1])
 
 
+def mean_window(num_steps: int) -> int:
+    """Return the number of steps whose mean is drawn: 2 % of the run, at least 10 (or a quarter of a short run)."""
+    return max(num_steps // 50, min(10, num_steps // 4))
+
+
 def _smooth(values: Sequence[float], window: int) -> list[float]:
-    """Mean of the `window` values around each one (fewer at the ends): centred, so that the curve does not lag."""
+    """Return centered means over `window` values (fewer at the ends)."""
     half = window // 2
     if half < 1:
         return list(values)
     sums = [0.0, *accumulate(values)]
     ends = [(max(0, i - half), min(len(values), i + half + 1)) for i in range(len(values))]
     return [(sums[high] - sums[low]) / (high - low) for low, high in ends]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `mmldlm plot`."""
-    parser.add_argument("run", help="the run's folder: {logging.save_dir}/{logging.run_name}")
-    parser.add_argument("--out", help="image to write (default: plots/loss.png in the run's folder)")
-    parser.add_argument("--log-scale", action="store_true", help="logarithmic losses")
-
-
-def main(args: argparse.Namespace) -> int:
-    """Draw, and print the path written."""
-    if args.out:
-        check_writable_file(args.out, "--out")
-    print(plot_run(args.run, args.out, args.log_scale))
-    return 0

@@ -1,4 +1,4 @@
-"""training.profile=[a,b]: a torch profiler trace of steps a to b in the run's folder, and what communication took."""
+"""training.profile=[a,b]: a torch profiler trace of steps a to b, and the time taken by communication."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-_COLLECTIVES = ("nccl", "gloo:", "mpi:", "ucc:")  # what c10d and NCCL call theirs
+_COLLECTIVES = ("nccl", "gloo:", "mpi:", "ucc:")  # name prefixes in c10d and NCCL
 
 
 @dataclass(frozen=True)
 class ProfileSummary:
-    """What was found in steps first to last.
+    """Summary of a profile.
 
     Attributes:
-        trace: the file. communication_share: share of the wall time in which a collective ran on this rank.
-        exposed_share: share in which a collective ran and nothing was computed beside it. error: why there is no trace.
+        steps: (first, last).
+        trace: path of the trace.
+        communication_share: fraction of the wall time with a running collective on this rank.
+        exposed_share: fraction with a running collective and no concurrent computation.
+        error: why the trace could not be written, or None.
     """
 
     steps: tuple[int, int]
@@ -31,21 +34,22 @@ class ProfileSummary:
     def __str__(self) -> str:
         if self.error is not None:
             return f"could not be written to {self.trace}: {self.error}"
-        shares = f"{self.communication_share:.1%} of the time, {self.exposed_share:.1%} with nothing computed beside it"
+        shares = f"{self.communication_share:.1%} of the time, {self.exposed_share:.1%} without concurrent computation"
         return f"{self.trace}; communication: {shares}"
 
     def record(self) -> dict:
-        """For events.jsonl."""
+        """Return the fields for events.jsonl."""
         shares = {"communication_share": self.communication_share, "exposed_communication_share": self.exposed_share}
         return {"steps": list(self.steps), "path": str(self.trace), "error": self.error, **shares}
 
 
 class StepProfiler:
-    """Records steps first to last (numbered as in training_log.jsonl, both included) of one rank.
+    """Profile steps first to last (numbered as in training_log.jsonl, both included) of one rank.
 
     Args:
-        steps: (first, last), None for nothing. folder: receives steps_<first>_<last>_rank<n>.json, which
-            chrome://tracing and https://ui.perfetto.dev open. rank: of this process.
+        steps: (first, last), or None.
+        folder: output folder of steps_<first>_<last>_rank<n>.json, for chrome://tracing or https://ui.perfetto.dev.
+        rank: rank of this process.
     """
 
     def __init__(self, steps: tuple[int, int] | None, folder: Path, rank: int):
@@ -53,7 +57,7 @@ class StepProfiler:
         self._profile: profile | None = None
 
     def before(self, step: int) -> None:
-        """Call before each step (and before its data is waited for)."""
+        """Call before each step and before waiting for its data."""
         if self.steps is None or self._profile is not None or not self.steps[0] <= step <= self.steps[1]:
             return
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
@@ -61,8 +65,10 @@ class StepProfiler:
         self._profile.start()
 
     def after(self, step: int) -> ProfileSummary | None:
-        """Call after each step; what was found, once, after the last of them. One rank must not end over its profile:
-        what goes wrong is told there."""
+        """Call after each step; return the summary once, after the last profiled step.
+
+        An error is part of the summary: one rank must not fail because of its profile.
+        """
         if self._profile is None or step < self.steps[1]:
             return None
         path = self.folder / f"steps_{self.steps[0]}_{self.steps[1]}_rank{self.rank}.json"
@@ -78,16 +84,14 @@ class StepProfiler:
 
 
 def communication_shares(events: Iterable) -> tuple[float, float]:
-    """Shares of the profiled time in which collectives ran, and in which they ran alone.
-
-    On a GPU its kernels are looked at, on a CPU torch's operations.
+    """Return the fractions of the profiled time with a collective, and with a collective and no computation.
 
     Args:
-        events: `torch.autograd.profiler_util.FunctionEvent`s of one rank.
+        events: `torch.autograd.profiler_util.FunctionEvent`s of one rank. If there are GPU kernels, only these count.
     """
     events = list(events)
     spans = [(event, event.time_range.start, event.time_range.end) for event in events]
-    spans = [span for span in spans if span[2] > span[1]]  # what had not ended with the profile has no length
+    spans = [span for span in spans if span[2] > span[1]]  # events that did not end during the profile have no length
     if not spans:
         return 0.0, 0.0
     wall = max(end for _, _, end in spans) - min(start for _, start, _ in spans)
@@ -101,14 +105,14 @@ def communication_shares(events: Iterable) -> tuple[float, float]:
             collectives.append((start, end))
         elif event.name.startswith("aten::") or (on_gpu and not event.is_user_annotation):
             work.append((start, end))
-    taken, computed = _length(collectives), _length(work)
-    # Sums in another order round otherwise: alone may come out a little longer than the collectives themselves.
-    alone = min(max(_length(collectives + work) - computed, 0.0), taken)
-    return taken / max(wall, 1e-9), alone / max(wall, 1e-9)
+    communication, computation = _union_length(collectives), _union_length(work)
+    # Rounding may make the exposed part slightly longer than the communication.
+    exposed = min(max(_union_length(collectives + work) - computation, 0.0), communication)
+    return communication / max(wall, 1e-9), exposed / max(wall, 1e-9)
 
 
-def _length(spans: list[tuple[float, float]]) -> float:
-    """Length of the union of spans."""
+def _union_length(spans: list[tuple[float, float]]) -> float:
+    """Return the length of the union of spans."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         if end > reached:

@@ -1,12 +1,14 @@
-"""What a step cost: its rate, the share of the hardware's peak, and where the wall time went."""
+"""Measure the cost of a step: throughput, MFU, fractions of the wall time, peak memory."""
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,63 +17,96 @@ from mmldlm.config.schema import Config
 from mmldlm.observe.flops import peak_flops
 from mmldlm.tasks.base import Task
 
-PARTS = ("data", "checkpoint", "evaluation")
+SECTIONS = ("data", "checkpoint", "evaluation")
 
 
 class StepTimer:
-    """Measures from one step's record to the next. Wall clock of this rank; no device is asked to wait.
+    """Measure from one step's record to the next, by the wall clock of this rank and without device synchronization.
 
     Args:
-        task: counts the FLOPs. config: the run's. world_size: devices. device: of this rank.
+        task: counts the FLOPs.
+        config: config of the run.
+        world_size: number of devices.
+        device: device of this rank.
     """
 
     def __init__(self, task: Task, config: Config, world_size: int, device: torch.device):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
         self._peak = peak_flops(name, config.training.dtype, config.logging.peak_tflops)
         self._task, self._config, self._world_size, self.device = task, config, world_size, device
+        self._epoch: int | None = None
         self.restart()
 
     def restart(self) -> None:
-        """Begin to measure now: what came before was set-up."""
-        self._spent = dict.fromkeys(PARTS, 0.0)
+        """Restart the measurement, so that set-up does not count."""
+        self._spent = dict.fromkeys(SECTIONS, 0.0)
         self._last = time.perf_counter()
 
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Counts what runs inside as one of PARTS."""
+    def section(self, name: str) -> Iterator[None]:
+        """Count the time of the block as one of SECTIONS."""
         started = time.perf_counter()
         try:
             yield
         finally:
             self._spent[name] += time.perf_counter() - started
 
-    def step(self, num_samples: int, num_tokens: float, sums: Mapping[str, float]) -> dict[str, Any]:
-        """Fields of the record of the step that has just ended; counts are over all ranks.
+    def step(
+        self, num_samples: int, num_tokens: float, sums: Mapping[str, float], epoch: int | None = None
+    ) -> dict[str, Any]:
+        """Return the fields of the record of the step that has just ended.
+
+        Args:
+            num_samples: samples over all ranks.
+            num_tokens: real text tokens over all ranks.
+            sums: sums of the objective over all ranks, by name.
+            epoch: epoch of the step; the peak memory is that since the first step of the epoch.
 
         Returns:
-            tokens_per_second (real text tokens; checkpoints and evaluation do not count), tflops (a device's, of the
-            step's real work), mfu (None where the device's peak is not known), data_share and checkpoint_share (of the
-            wall time since the last record; a checkpoint is written after a step's record and so counts in the next
-            one's), peak_memory_gib (allocated on the GPU; on a CPU resident in the process).
+            tokens_per_second: of real text tokens, without the time of checkpoints and evaluations.
+            tflops: per device, of the step's real work.
+            mfu: None if the device's peak is unknown.
+            data_share, checkpoint_share: fractions of the wall time since the last record. A checkpoint is written
+                after a step's record and therefore counts in the next one.
+            peak_memory_gib: allocated on the GPU; on a CPU, resident in the process.
         """
+        if epoch is not None and epoch != self._epoch:
+            if self._epoch is not None:
+                self.reset_peak()
+            self._epoch = epoch
         now = time.perf_counter()
-        whole = max(now - self._last, 1e-9)
-        working = max(whole - self._spent["checkpoint"] - self._spent["evaluation"], 1e-9)
+        elapsed = max(now - self._last, 1e-9)
+        training = max(elapsed - self._spent["checkpoint"] - self._spent["evaluation"], 1e-9)
         flops = self._task.training_flops(self._config, num_samples, num_tokens, sums)
-        rate = flops / working / self._world_size  # per device
+        rate = flops / training / self._world_size  # per device
         record = {
-            "tokens_per_second": num_tokens / working,
+            "tokens_per_second": num_tokens / training,
             "tflops": rate / 1e12,
             "mfu": None if self._peak is None else rate / self._peak,
-            "data_share": self._spent["data"] / whole,
-            "checkpoint_share": self._spent["checkpoint"] / whole,
-            "peak_memory_gib": self._peak_bytes() / 2**30,
+            "data_share": self._spent["data"] / elapsed,
+            "checkpoint_share": self._spent["checkpoint"] / elapsed,
+            "peak_memory_gib": peak_memory(self.device)[0] / 2**30,
         }
-        self._spent, self._last = dict.fromkeys(PARTS, 0.0), now
+        self._spent, self._last = dict.fromkeys(SECTIONS, 0.0), now
         return record
 
-    def _peak_bytes(self) -> int:
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    def reset_peak(self) -> None:
+        """Start a new measurement of the peak memory."""
+        reset_peak_memory(self.device)
+
+
+def peak_memory(device: torch.device) -> tuple[int, str]:
+    """Return (bytes, kind): allocated on the GPU, or resident in the process, since the last reset."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device), "GPU memory, allocated"
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "host memory, entire process"
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Reset `peak_memory`; for host memory where the system allows it (Linux)."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")

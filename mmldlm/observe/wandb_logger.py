@@ -1,4 +1,4 @@
-"""Weights & Biases, when asked for; offline needs no network."""
+"""Optional logging to Weights & Biases; mode offline needs no network."""
 
 from __future__ import annotations
 
@@ -24,41 +24,44 @@ class WandbRun:
         return self._run.id
 
     def log(self, record: Mapping[str, Any], prefix: str = "") -> None:
-        """Log the numbers of a record; `prefix` ("eval/") goes before every key but `step`."""
+        """Log the numbers of a record; `prefix` ("eval/") is prepended to every key except `step`."""
         numbers = {key: value for key, value in record.items() if isinstance(value, (int, float))}
         self._run.log({key if key == "step" else prefix + key: value for key, value in numbers.items()})
 
     def finish(self, exit_code: int = 0) -> None:
-        """Write out what is buffered and close the run."""
+        """Flush buffers and close the run."""
         self._run.finish(exit_code=exit_code)
 
 
 def open_wandb(
     mode: str, project: str, name: str, dir: str | Path, config: Mapping[str, Any], resume: bool = False
 ) -> WandbRun | None:
-    """Start (or continue) the run that belongs to a run folder. Call on rank 0 only.
+    """Start or resume the wandb run of a run folder. Call on rank 0 only.
 
     Args:
         mode: disabled (returns None and imports nothing), offline or online.
-        project, name: what wandb calls the run.
-        dir: the run's folder; wandb's files go to its `wandb` folder, the run's id to its `wandb_id` file.
-        config: resolved config, shown beside the run.
-        resume: continue the run whose id lies in `dir`, if there is one; otherwise a new id is made.
+        project: wandb's project.
+        name: wandb's name of the run.
+        dir: the run's folder; wandb's files are stored in `wandb`, the id of the run in `wandb_id`.
+        config: resolved config.
+        resume: continue the run whose id is stored in `dir`, if any; otherwise a new id is generated.
 
     Raises:
-        UserError: wandb is not installed or does not start, or online was refused (no login, no network).
+        UserError: wandb is not installed or does not start, or online mode fails (no login, no network).
     """
     if mode == "disabled":
         return None
     if mode not in ("offline", "online"):
-        raise UserError("logging.wandb.mode disabled, offline or online", repr(mode), "change logging.wandb.mode")
+        raise UserError(
+            "logging.wandb.mode disabled, offline or online", repr(mode), "set logging.wandb.mode to one of them"
+        )
     try:
         import wandb
     except ImportError as error:
         raise UserError(
             f"the package wandb for logging.wandb.mode={mode}",
             f"it cannot be imported ({error})",
-            "pip install wandb, or logging.wandb.mode=disabled",
+            "pip install wandb, or set logging.wandb.mode=disabled",
         ) from error
 
     folder = Path(dir)
@@ -69,7 +72,7 @@ def open_wandb(
     else:
         run_id = uuid.uuid4().hex[:12]
         id_file.write_text(run_id + "\n")
-    # console="off": the live line must not pass through wandb's capture of standard output.
+    # console="off": wandb must not capture the live line on standard output.
     settings = wandb.Settings(console="off", silent=True)
     try:
         run = wandb.init(
@@ -83,9 +86,9 @@ def open_wandb(
             settings=settings,
         )
         return WandbRun(run)
-    except Exception as error:  # wandb's own process may fail in many ways; the ranks wait for rank 0's answer
+    except Exception as error:  # wandb may fail in many ways; the other ranks wait for rank 0
         raise UserError(
             f"a run at Weights & Biases (logging.wandb.mode={mode})",
             str(error).strip() or type(error).__name__,
-            "`wandb login`, or logging.wandb.mode=offline and `wandb sync` later",
+            "run `wandb login`, or set logging.wandb.mode=offline and run `wandb sync` later",
         ) from error

@@ -1,4 +1,4 @@
-"""Sampling: text from latents, latents from text, both from nothing."""
+"""Sampling: text from latents, latents from text, or both unconditionally."""
 
 from mmldlm.sampling.latent_sampler import sample_latents
 from mmldlm.sampling.pretrained import Pretrained, load_pretrained

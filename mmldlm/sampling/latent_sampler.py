@@ -140,14 +140,18 @@ def sample_latents(
             done += len(rows)
             if progress is not None:
                 progress(done, count * steps)
-        if not bool(torch.isfinite(z).all()):
-            raise MmldlmError(
-                "the model returned NaN or infinite latents: its weights are corrupt or its input out of range"
-            )
+        _check_finite(z)
         latents[torch.from_numpy(rows.copy())] = model.unscale_latents(z).cpu()
     if unit:
         latents = latents / latents.norm(dim=-1, keepdim=True).clamp_min(1e-12)
     return latents
+
+
+def _check_finite(z: Tensor) -> None:
+    if not bool(torch.isfinite(z).all()):
+        raise MmldlmError(
+            "the model returned NaN or infinite latents: its weights are corrupt or its input out of range"
+        )
 
 
 def _times(t: float, z: Tensor) -> Tensor:

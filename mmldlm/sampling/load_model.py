@@ -70,7 +70,7 @@ def _find_config(opened: OpenedCheckpoint, named: str | Path) -> Path:
     """Find the model's config: in the checkpoint, next to the weights, or in one of two parent folders.
 
     Raises:
-        UserError: there is no config.
+        UserError: no config was found.
     """
     weights = opened.weights.path
     folder = weights if weights.is_dir() else weights.parent

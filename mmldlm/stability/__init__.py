@@ -1,4 +1,4 @@
-"""What stands between a bad number and the weights: the guard, audits, bad samples."""
+"""Protection of the weights from bad numbers: the guard, audits, bad samples, rollbacks."""
 
 from mmldlm.stability.guard import Guard, StepDecision
 

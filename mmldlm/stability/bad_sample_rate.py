@@ -1,18 +1,18 @@
-"""How much of the data is bad: one sample is left out and named, a file system that is gone must end the run."""
+"""Track the fraction of bad samples and stop the run when it is too high, as when storage fails."""
 
 from __future__ import annotations
 
 from collections import deque
 
 WINDOW = 100  # global batches
-MIN_BATCHES = 20  # before so many are known, an unlucky batch would be a high share
+MIN_BATCHES = 20  # with fewer, one bad batch would be a high fraction
 
 
 class BadSampleRate:
-    """Bad samples among all samples of the last WINDOW global batches.
+    """Fraction of bad samples in the last WINDOW global batches.
 
-    It is part of the checkpoint, so that a resumed run stops where an uninterrupted one does. A checkpoint never holds
-    one above the limit (the run has ended by then): after the data is mended, a resume is not refused by its past.
+    It is part of the checkpoint, so that a resumed run stops at the same step as an uninterrupted one. A checkpoint
+    never holds a window above the limit, because the run ends first: after the data is repaired, the run can resume.
 
     Args:
         limit: stability.max_bad_share.
@@ -22,12 +22,12 @@ class BadSampleRate:
         self.limit = limit
         self._batches: deque[tuple[int, int]] = deque(maxlen=WINDOW)
 
-    def admit(self, num_bad: int, num_samples: int) -> None:
-        """Count one global batch; both numbers are of all ranks."""
+    def update(self, num_bad: int, num_samples: int) -> None:
+        """Count one global batch; both numbers are sums over all ranks."""
         self._batches.append((num_bad, num_samples))
 
-    def trouble(self) -> str | None:
-        """One sentence when more than the limit of the window is bad, else None."""
+    def check(self) -> str | None:
+        """Return a message if the fraction in the window is above the limit, else None."""
         num_bad, num_samples = (sum(column) for column in zip(*self._batches)) if self._batches else (0, 0)
         if len(self._batches) < MIN_BATCHES or num_bad <= self.limit * num_samples:
             return None
@@ -37,9 +37,9 @@ class BadSampleRate:
         )
 
     def state(self) -> list[tuple[int, int]]:
-        """For the checkpoint."""
+        """Return the state for the checkpoint."""
         return list(self._batches)
 
     def restore(self, batches: list[tuple[int, int]]) -> None:
-        """From a checkpoint."""
+        """Restore the state of a checkpoint."""
         self._batches = deque(map(tuple, batches), maxlen=WINDOW)

@@ -8,14 +8,17 @@ INITIAL, WINDOW, MIN, LARGEST = 65536.0, 1000, 1.0, 2.0**24
 
 
 class LossScaler:
-    """Halved when the scaled gradients overflow, doubled after a window of steps without. bf16 and fp32 have the range
-    of fp32 and need none: the scale stays 1.
+    """Halve the scale when scaled gradients overflow; double it after a window of steps without overflow.
+
+    bf16 and fp32 have the range of fp32 and need no scaling: the scale stays 1.
 
     Args:
-        config: loss_scale and loss_scale_window. dtype: training.dtype.
+        config: loss_scale and loss_scale_window.
+        dtype: training.dtype.
 
     Attributes:
-        value: what the next step's losses are multiplied by. num_sound: steps since it last changed.
+        value: factor of the next step's losses.
+        good_steps: steps since the scale last changed.
     """
 
     def __init__(self, config: StabilityConfig, dtype: str):
@@ -25,12 +28,12 @@ class LossScaler:
         self.good_steps = 0
 
     def on_overflow(self) -> float:
-        """After a step whose losses were finite and whose gradients were not: the new, lower scale."""
+        """Lower the scale after a step with finite losses and non-finite gradients; return the new scale."""
         self.value, self.good_steps = max(self.value / 2, MIN), 0
         return self.value
 
     def on_success(self) -> None:
-        """After a step with finite gradients."""
+        """Count a step with finite gradients."""
         if not self.is_on:
             return
         self.good_steps += 1
@@ -39,14 +42,14 @@ class LossScaler:
 
     @property
     def can_decrease(self) -> bool:
-        """Whether an overflow may still be the scale's fault and not the run's."""
+        """Whether an overflow may be caused by the scale and not by the run."""
         return self.is_on and self.value > MIN
 
     def state(self) -> list[float]:
-        """For the checkpoint."""
+        """Return the state for the checkpoint."""
         return [self.value, self.good_steps] if self.is_on else []
 
     def restore(self, state: list[float]) -> None:
-        """From a checkpoint; one of another dtype ([]) starts afresh."""
+        """Restore the state of a checkpoint; one of another dtype ([]) starts from the initial scale."""
         if self.is_on and state:
             self.value, self.good_steps = float(state[0]), int(state[1])

@@ -1,4 +1,4 @@
-"""Mean and spread of the last finite values: what "a spike" is measured against."""
+"""Detect spikes: values far above the mean of the last ones."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections import deque
 
 
 class SpikeWindow:
-    """The last `size` values that were finite and no spikes.
+    """The last `size` finite values that were not spikes.
 
-    A value is a spike when it lies more than sigma standard deviations above the mean of at least size / 2 values
-    (OLMo's rule, with two gaps closed: a non-finite value never enters, and the window is part of the checkpoint).
+    A value is a spike if it is more than sigma standard deviations above the mean of at least size / 2 values. This is
+    OLMo's rule with two additions: non-finite values never enter, and the window is part of the checkpoint.
     """
 
     def __init__(self, size: int, sigma: float):
         self.size, self.sigma = size, sigma
         self.values: deque[float] = deque(maxlen=size)
 
-    def limit(self) -> float:
-        """Above this a value is a spike; inf while too few values are known."""
+    def threshold(self) -> float:
+        """Return the value above which a value is a spike; inf with too few values."""
         count = len(self.values)
         if count < max(self.size // 2, 2):
             return math.inf
@@ -27,18 +27,18 @@ class SpikeWindow:
         return mean + self.sigma * math.sqrt(variance)
 
     def is_spike(self, value: float) -> bool:
-        """Whether a finite value is one; it does not enter the window."""
-        return value > self.limit()
+        """Whether a finite value is a spike. The window is not changed."""
+        return value > self.threshold()
 
-    def admit(self, value: float) -> None:
-        """Let a value into the window; non-finite ones are left out."""
+    def update(self, value: float) -> None:
+        """Add a value to the window, unless it is not finite."""
         if math.isfinite(value):
             self.values.append(value)
 
     def state(self) -> list[float]:
-        """For the checkpoint."""
+        """Return the state for the checkpoint."""
         return list(self.values)
 
     def restore(self, values: list[float]) -> None:
-        """From a checkpoint."""
+        """Restore the state of a checkpoint."""
         self.values = deque(values, maxlen=self.size)

@@ -1,4 +1,4 @@
-"""Are the weights and the optimizer's state finite? Asked every audit_every steps and before every checkpoint."""
+"""Check weights and optimizer state for non-finite values, periodically and before each checkpoint."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ STATES = ("exp_avg", "exp_avg_sq")
 
 
 def nonfinite_tensors(engine: Engine, average: WeightAverage | None = None) -> dict[str, int]:
-    """Names of parameters ("name", "name.exp_avg", "name.ema") -> non-finite elements that this rank holds.
+    """Return name ("name", "name.exp_avg", "name.ema") -> number of non-finite elements on this rank.
 
-    One host sync when all is well, whatever the number of parameters. No collective.
+    One host sync if all values are finite, for any number of parameters. Not collective.
     """
     fragments = [fragment for fragment in engine.parameter_shards() if fragment.count]
     states = engine.optimizer_state()
-    views = [(fragment.name, fragment.of(fragment.owner)) for fragment in fragments]
+    views = [(fragment.name, fragment.slice_of(fragment.owner)) for fragment in fragments]
     for fragment in fragments:
         state = states.get(fragment.owner) or {}
-        views += [(f"{fragment.name}.{what}", fragment.of(state[what])) for what in STATES if what in state]
-    views += [(frozen.name, frozen.of(frozen.owner)) for frozen in engine.frozen_fragments() if frozen.count]
+        views += [(f"{fragment.name}.{key}", fragment.slice_of(state[key])) for key in STATES if key in state]
+    views += [(frozen.name, frozen.slice_of(frozen.owner)) for frozen in engine.frozen_shards() if frozen.count]
     if average is not None:
         views += [(f"{name}.ema", value) for name, value in average.named_values()]
     if not views:
         return {}
-    # The sum of a tensor is non-finite where an element is (or where it overflows fp64, which a weight cannot).
+    # A sum is non-finite if an element is; weights cannot overflow fp64.
     sums = torch.stack([view.sum(dtype=torch.float64).to(engine.device) for _, view in views])
     if bool(torch.isfinite(sums).all()):
         return {}
@@ -35,14 +35,14 @@ def nonfinite_tensors(engine: Engine, average: WeightAverage | None = None) -> d
 
 
 def audit_on_all_ranks(engine: Engine, average: WeightAverage | None = None) -> dict[str, int]:
-    """nonfinite_tensors over all ranks, the same dict on each. Collective."""
-    own = nonfinite_tensors(engine, average)
-    if engine.all_agree(not own):
+    """Return the sums of `nonfinite_tensors` over all ranks, equal on each. Collective."""
+    local = nonfinite_tensors(engine, average)
+    if engine.all_agree(not local):
         return {}
     if engine.world_size == 1:
-        return own
+        return local
     gathered: list[dict[str, int] | None] = [None] * engine.world_size
-    torch.distributed.all_gather_object(gathered, own)
+    torch.distributed.all_gather_object(gathered, local)
     total: dict[str, int] = {}
     for part in gathered:
         for name, count in (part or {}).items():

@@ -45,7 +45,7 @@ def train(session: Session) -> None:
 
         report = train_step(session, micro_batches)
         log_report(session, report)
-        if (data_failure := session.guard.bad_share.trouble()) is not None:
+        if (data_failure := session.guard.bad_samples.check()) is not None:
             checkpointer.finish_save()
             raise session.logger.too_many_bad_samples_error(data_failure)
         interrupted = report.stop_requested
@@ -62,19 +62,19 @@ def train(session: Session) -> None:
         timeout_factor = 1.0
 
         if checkpointer.has_uncommitted and not report.write_in_progress:
-            with session.timer.part("checkpoint"):
+            with session.timer.section("checkpoint"):
                 checkpointer.finish_save()
         state.evaluation_left = (
             due.evaluate and interrupted
         )  # a preempted job has little time, so save before evaluating
         if due.evaluate and not interrupted:
-            with session.timer.part("evaluation"):
+            with session.timer.section("evaluation"):
                 interrupted = not evaluate(session)
         session.enter_phase("save")
         if due.is_last or interrupted:
             checkpointer.save_before_end()
         elif due.save:
-            with session.timer.part("checkpoint"):
+            with session.timer.section("checkpoint"):
                 checkpointer.save()
             interrupted = session.stop.agreed(session.engine)  # saving may have taken long
         schedule.saved(due)

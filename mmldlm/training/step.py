@@ -150,9 +150,9 @@ def train_step(session: Session, batches: list[Batch]) -> StepReport:
         engine.discard_gradients()
     layer_stats = session.layer_stats.after_step(lr, decision.apply)
     num_samples = len(session.plan.batch(state.step).ids)
-    guard.bad_share.admit(int(shared.counts.bad), num_samples)
+    guard.bad_samples.update(int(shared.counts.bad), num_samples)
     state.advance(decision, num_samples)
-    cost = session.timer.step(num_samples, shared.counts.tokens, shared.sums)
+    cost = session.timer.step(num_samples, shared.counts.tokens, shared.sums, epoch=batches[0].epoch)
     return StepReport(lr, shared, decision, num_samples, cost, layer_stats, losses, batches)
 
 

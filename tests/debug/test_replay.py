@@ -124,7 +124,7 @@ def test_an_unknown_event_names_those_there(store, tmp_path):
 
     save_skipped_step(tmp_path, {"step": 7, "loss": float("nan"), "grad_norm": 1.0, "micro_batches": []})
     assert np.isnan(load_skipped_step(tmp_path, "last")["loss"])
-    with pytest.raises(UserError, match="steps kept there: 7"):
+    with pytest.raises(UserError, match="recorded steps: 7"):
         load_skipped_step(tmp_path, "8")
 
 

@@ -13,14 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmldlm import train
 from mmldlm.commands import sanity
 from mmldlm.config.load import load_config
 from mmldlm.data.batching import loader
 from mmldlm.debug import sanity_runner
 from mmldlm.debug.findings import CHECKS, FAIL, NOT_RUN, PASS
 from mmldlm.debug.sanity_runner import SanityRunner
-from mmldlm.engines.gradient_shards import gradient_fragments
+from mmldlm.engines.gradient_shards import gradient_shards
 from mmldlm.errors import UserError
 from mmldlm.models.mmdit import model as mmdit
 from mmldlm.tasks.translation.data import open_data
@@ -34,10 +33,9 @@ LMOL = "--max_steps 3 --amp_dtype bf16 --grad_log_interval 1 --detect_anomaly fa
 def command(store, *words: str) -> int:
     """What `mmldlm sanity` runs."""
     parser = argparse.ArgumentParser()
-    train.add_arguments(parser)
     sanity.add_arguments(parser)
     args = parser.parse_intermixed_args(["--config-name", "tiny", f"data.latent_data_root={store}", *words])
-    return sanity.main(args, train.parse_config)
+    return sanity.main(args)
 
 
 def main(store: str, folder: str) -> None:
@@ -332,7 +330,7 @@ def test_another_learning_rate_in_a_group_is_seen(store):
 
 def test_a_loss_that_climbs_is_seen(store):
     def uphill(engine):
-        for _, gradient in gradient_fragments(engine):
+        for _, gradient in gradient_shards(engine):
             gradient.neg_()
 
     found = failed(examined(store, plant=lambda s: on_step(s, uphill)))

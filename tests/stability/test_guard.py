@@ -64,5 +64,5 @@ def test_the_window_goes_through_a_checkpoint():
 def test_the_limit_is_mean_plus_sigma_standard_deviations():
     window = SpikeWindow(8, 3.0)
     for value in (1.0, 2.0, 3.0, 4.0, math.nan, math.inf):
-        window.admit(value)
-    assert window.limit() == pytest.approx(2.5 + 3.0 * math.sqrt(1.25))
+        window.update(value)
+    assert window.threshold() == pytest.approx(2.5 + 3.0 * math.sqrt(1.25))

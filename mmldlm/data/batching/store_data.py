@@ -28,6 +28,9 @@ class StoreData(RunData):
     train: Store | MixedStore
     validation: Store | MixedStore
 
+    def __post_init__(self):
+        self.source = " + ".join(self.config.data.roots)
+
     def max_latent_norm(self) -> float:
         """Return the norm above which a latent is a corrupted row, not an unusual one."""
         mean, std = self.train.latent_mean, self.train.latent_std
@@ -42,12 +45,6 @@ class StoreData(RunData):
         ]
         weights = list(map(float, self.train.weights)) if isinstance(self.train, MixedStore) else [1.0]
         return hashlib.sha256(json.dumps([files, weights], sort_keys=True).encode()).hexdigest()
-
-    @property
-    def source(self) -> str:
-        """Folders of the stores."""
-        data = self.config.data
-        return " + ".join(data.mixture or [str(data.latent_data_root)])
 
     def locate(self, split: Store | MixedStore, sample: int) -> tuple[str, int]:
         """Return the folder of a sample's split, and its row in it."""

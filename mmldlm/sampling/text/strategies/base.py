@@ -1,4 +1,4 @@
-"""What a text sampler decides at each step."""
+"""The interface of text samplers."""
 
 from __future__ import annotations
 
