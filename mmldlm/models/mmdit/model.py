@@ -133,7 +133,7 @@ class MultimodalMMDiT(nn.Module):
             length_logits: of lengths 1..max_seq_len (EOS counted), given the latent if its timestep is 0, without it
                 otherwise. [B, max_seq_len]
             text_logits: fp32 with -inf for [MASK]; absent with targets. [M, V], or [B, S, V] without positions
-            text_loss_sum (fp32 scalar), text_nll and text_correct [M]: with targets. Without text_tokens, no text_* keys.
+            text_loss_sum (fp32 scalar), text_nll, text_correct [M]: with targets. Without text_tokens, no text_* keys.
 
         Raises:
             ValueError: on shapes that do not fit the config, token_positions that leave text out without an
