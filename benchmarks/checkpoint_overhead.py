@@ -27,7 +27,7 @@ import _report
 import _runs
 import _store
 
-KINDS = {"async": ["checkpoints.async=true"], "sync": ["checkpoints.async=false"]}
+KINDS = {"async": ["checkpoints.async_save=true"], "sync": ["checkpoints.async_save=false"]}
 PAIRS = 4  # of windows with and without a save (--pairs), after a pair that is left out
 
 

@@ -4,12 +4,13 @@
 
 One process runs the training loop on the `base` preset's shapes (--quick: `tiny`) with the guard on and off in turns
 (A B B A); off applies every step without a decision, windows or audit. The ratio is the median over steps, each
-compared with that of the same batch. One step's fraction of an audit (1 / stability.audit_freq) is added to "on". Host syncs are
-counted between the arrival of the batch and the end of the optimizer step: every tolist(), and every operation whose
-result or shape the host must read from a tensor. Two reads of the model that happen on a CPU only, where they wait for
-nothing, are not counted: torch.equal (its check of text_positions) and numpy() (lengths of ragged attention). To find
-any other read, the model and its objective also run forward and backward on the device `meta`, where reads are errors:
-`model_reads_off_cpu`.
+compared with that of the same batch; one step's fraction of an audit (1 / stability.audit_every) is added to "on".
+
+Host syncs are counted between the arrival of the batch and the end of the optimizer step: every tolist(), and every
+operation whose result or shape the host must read from a tensor. Two reads of the model that happen on a CPU only,
+where they wait for nothing, are not counted: torch.equal (its check of text_positions) and numpy() (lengths of ragged
+attention). To find any other read, the model and its objective also run forward and backward on the device `meta`,
+where reads are errors: `model_reads_off_cpu`.
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ def run(args, folder: str, name: str, guarded: bool, count_syncs: bool) -> Meter
         "engine.kind=single", f"training.num_train_steps={args.steps}", f"training.train_batch_size={args.micro}",
         "training.dtype=fp32", "data.max_validation_samples=2", "logging.save_freq=100000", "logging.eval_freq=100000",
         "logging.log_freq=100000", "stability.audit_every=100000", "stability.spike_window=4",
-        "checkpoints.async=false", "training.freeze=none", "training.grad_accum_steps=1", "stability.spike_action=log",
+        "checkpoints.async_save=false", "training.freeze=none", "training.grad_accum_steps=1",
+        "stability.spike_action=log",
     ]  # fmt: skip
     patches = [
         mock.patch.object(Heartbeat, "enter_phase", record_phase),

@@ -63,7 +63,9 @@ class Run:
         return _runs.settings(self.data, self.folder, name, WORLD_SIZE, *own, *more)
 
     def start(self) -> _runs.Ranks:
-        words = self.words(self.engine, "training.resume=auto", f"checkpoints.async={str(self.in_background).lower()}")
+        words = self.words(
+            self.engine, "training.resume=auto", f"checkpoints.async_save={str(self.in_background).lower()}"
+        )
         return self.launcher.start(WORLD_SIZE, words)
 
     def live_and_die(self, chance: random.Random, number: int) -> tuple[bool, str]:
