@@ -1,7 +1,7 @@
-"""The faults that benchmarks/chaos.py strikes a training with, and what each of them may lead to.
+"""Faults that benchmarks/chaos.py injects into a training, and their expected consequences.
 
-A fault is a function that strikes, heals what has to be healed, and returns a Struck. It may wait for the first effect
-of what it does, never for the recovery.
+A fault is a function that injects it, removes it again where necessary, and returns a Struck. It may wait for its first
+effect, never for the recovery.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from _chaos_run import ENGINE_TIMEOUT, SAVE_FREQ, Launch, Training, run_to_end, 
 
 from tests.support.virtual_cluster import Host
 
-GOES_ON, RETRIED, ENDED = "goes on", "is started again by the launch", "ends"
+CONTINUES, RETRIED, ENDED = "continues", "is restarted by the launch", "ends"
 TRAINING, SAVING, EVALUATING, STARTING = "training", "saving", "evaluating", "starting"
 ANY = (TRAINING, SAVING, EVALUATING, STARTING)
 RUNNING = (TRAINING, SAVING, EVALUATING)
@@ -31,17 +31,19 @@ IDLE_TIMEOUT = 25.0  # seconds without a request of the head after which nodes e
 
 @dataclass
 class Struck:
-    """What was done, and what must come of it.
+    """An injected fault and its expected consequence.
 
     Attributes:
-        target: whom it struck. then: the launch goes on, starts again by itself, or ends as a whole.
-        codes: exit codes that are right for an attempt that ends; empty: any but 0. words: one of these stands on the
-            screen; it names the host or rank that was struck. graceful: no step may be lost.
-        quiet: nothing may end for so many seconds more. problems: what went wrong already.
+        target: the process, host or folder.
+        then: the launch continues, restarts by itself, or ends.
+        codes: valid exit codes of an attempt that ends; empty: any but 0.
+        words: one of these must be on the screen; it names the host or rank.
+        graceful: no step may be lost.
+        problems: problems found so far.
     """
 
     target: str
-    then: str = GOES_ON
+    then: str = CONTINUES
     codes: tuple[int, ...] = ()
     words: tuple[str, ...] = ()
     graceful: bool = False
@@ -50,7 +52,7 @@ class Struck:
 
 @dataclass(frozen=True)
 class Fault:
-    """strike(training, chance, moment), and the moments at which it may strike."""
+    """A kind of fault: strike(training, rng, moment), and the moments at which it may strike."""
 
     kind: str
     strike: Callable[[Training, random.Random, str], Struck]
@@ -60,20 +62,20 @@ class Fault:
 # -- processes that are killed -----------------------------------------------------------------------------------------
 
 
-def _any_host(training: Training, chance: random.Random) -> Host:
-    return training.cluster[chance.choice(tuple(RANK_OF))]
+def _any_host(training: Training, rng: random.Random) -> Host:
+    return training.cluster[rng.choice(tuple(RANK_OF))]
 
 
 def _signal(training: Training, host: Host, part: str, number: int, problems: list[str]) -> None:
-    """Signal a part of the launch, which may be about to be started."""
+    """Signal a part of the launch, waiting for it to start."""
     if not wait(lambda: training.pids(host, part), START_LIMIT):
         problems.append(f"there was no {part} on {host.name}")
     training.signal(host, part, number)
 
 
 def _kill_rank(part: str) -> Callable:
-    def strike(training: Training, chance: random.Random, moment: str) -> Struck:
-        host = _any_host(training, chance)
+    def strike(training: Training, rng: random.Random, moment: str) -> Struck:
+        host = _any_host(training, rng)
         words = (f"rank {RANK_OF[host.name]} on {host.name} ended first, with status 137",)
         struck = Struck(f"{part} on {host.name}", RETRIED, (137,), words)
         _signal(training, host, part, signal.SIGKILL, struck.problems)
@@ -82,42 +84,42 @@ def _kill_rank(part: str) -> Callable:
     return strike
 
 
-def _kill_both_ranks(training: Training, chance: random.Random, moment: str) -> Struck:
+def _kill_both_ranks(training: Training, rng: random.Random, moment: str) -> Struck:
     struck = Struck("ranks on n1 and n2", RETRIED, (137,), ("ended first, with status 137",))
     for name in RANK_OF:
         _signal(training, training.cluster[name], "rank", signal.SIGKILL, struck.problems)
     return struck
 
 
-def _kill_node_launcher(training: Training, chance: random.Random, moment: str) -> Struck:
-    host = _any_host(training, chance)
+def _kill_node_launcher(training: Training, rng: random.Random, moment: str) -> Struck:
+    host = _any_host(training, rng)
     words = (f"{host.name}: its launcher ended",)
     struck = Struck(f"launcher of {host.name}", RETRIED, (), words)
     _signal(training, host, "launcher of a node", signal.SIGKILL, struck.problems)
     return struck
 
 
-def _kill_launcher(training: Training, chance: random.Random, moment: str) -> Struck:
-    part = chance.choice(("launcher", "pdsh"))
+def _kill_launcher(training: Training, rng: random.Random, moment: str) -> Struck:
+    part = rng.choice(("launcher", "pdsh"))
     struck = Struck(f"{part} on n1", RETRIED, (), ("the launcher ended",))
     _signal(training, training.cluster["n1"], part, signal.SIGKILL, struck.problems)
     return struck
 
 
-def _kill_agent(training: Training, chance: random.Random, moment: str) -> Struck:
-    part = chance.choice(("agent", "session of the watcher"))
-    host = _any_host(training, chance) if part == "agent" else training.cluster["n1"]
+def _kill_agent(training: Training, rng: random.Random, moment: str) -> Struck:
+    part = rng.choice(("agent", "session of the watcher"))
+    host = _any_host(training, rng) if part == "agent" else training.cluster["n1"]
     struck = Struck(f"{part} on {host.name}")
     _signal(training, host, part, signal.SIGKILL, struck.problems)
     return struck
 
 
-def _kill_head(training: Training, chance: random.Random, moment: str) -> Struck:
-    """The nodes must end their part by themselves before the user starts again."""
+def _kill_head(training: Training, rng: random.Random, moment: str) -> Struck:
+    """Kill the head; the nodes must stop their part by themselves before the user restarts."""
     struck = Struck("head on n1", ENDED, (137,))
     _signal(training, training.cluster["n1"], "head", signal.SIGKILL, struck.problems)
     if not wait(lambda: training.ranks() == 0, END_LIMIT):
-        struck.problems.append(f"{training.ranks()} rank(s) train on {END_LIMIT:.0f} s after the head was killed")
+        struck.problems.append(f"{training.ranks()} rank(s) still train {END_LIMIT:.0f} s after the head was killed")
     return struck
 
 
@@ -125,9 +127,9 @@ def _kill_head(training: Training, chance: random.Random, moment: str) -> Struck
 
 
 def _stop_for(part: str, shortest: float, longest: float) -> Callable:
-    def strike(training: Training, chance: random.Random, moment: str) -> Struck:
-        host = training.cluster["n1"] if part == "head" else _any_host(training, chance)
-        seconds = chance.uniform(shortest, longest)
+    def strike(training: Training, rng: random.Random, moment: str) -> Struck:
+        host = training.cluster["n1"] if part == "head" else _any_host(training, rng)
+        seconds = rng.uniform(shortest, longest)
         struck = Struck(f"{part} on {host.name} for {seconds:.1f} s")
         _signal(training, host, part, signal.SIGSTOP, struck.problems)
         wait(lambda: False, seconds)
@@ -137,11 +139,11 @@ def _stop_for(part: str, shortest: float, longest: float) -> Callable:
     return strike
 
 
-def _stop_rank_for_ever(training: Training, chance: random.Random, moment: str) -> Struck:
-    """Every rank names the one that stands still, within engine.timeout."""
-    host = _any_host(training, chance)
+def _stop_rank_forever(training: Training, rng: random.Random, moment: str) -> Struck:
+    """Stop a rank forever; every other rank must report it within engine.timeout."""
+    host = _any_host(training, rng)
     rank = f"rank {RANK_OF[host.name]} on {host.name}"
-    words = tuple(f"{rank} (pid {{}}) {how}" for how in ("has given no sign of life", "has not moved"))
+    words = tuple(f"{rank} (pid {{}}) {how}" for how in ("has sent no heartbeat", "has made no progress"))
     struck = Struck(f"rank on {host.name} until the attempt ends", RETRIED, (), words)
     before = len(training.ends())
     pids = training.pids(host, "rank")
@@ -160,12 +162,12 @@ def _own_pid(pid: int) -> int:
     return int(next(line for line in lines if line.startswith("NSpid:")).split()[-1])
 
 
-def _stop_head_for_long(training: Training, chance: random.Random, moment: str) -> Struck:
-    """Longer than the nodes wait for a head that asks nothing: they end their part, and the head starts again."""
+def _stop_head_for_long(training: Training, rng: random.Random, moment: str) -> Struck:
+    """Stop the head for longer than the nodes wait for a request: they stop their part, and the head restarts."""
     struck = Struck(f"head on n1 for {IDLE_TIMEOUT + 15:.0f} s", RETRIED)
     _signal(training, training.cluster["n1"], "head", signal.SIGSTOP, struck.problems)
     if not wait(lambda: training.ranks() == 0, IDLE_TIMEOUT + 15):
-        struck.problems.append("the nodes went on without a head")
+        struck.problems.append("the nodes continued without a head")
     training.signal(training.cluster["n1"], "head", signal.SIGCONT)
     return struck
 
@@ -173,16 +175,16 @@ def _stop_head_for_long(training: Training, chance: random.Random, moment: str) 
 # -- the network -------------------------------------------------------------------------------------------------------
 
 
-def _cut_for_a_moment(training: Training, chance: random.Random, moment: str) -> Struck:
-    host, seconds = _any_host(training, chance), chance.uniform(0.5, 3.0)
+def _cut_for_a_moment(training: Training, rng: random.Random, moment: str) -> Struck:
+    host, seconds = _any_host(training, rng), rng.uniform(0.5, 3.0)
     with training.cluster.cable_pulled(host):
         wait(lambda: False, seconds)
     return Struck(f"link of {host.name} for {seconds:.1f} s")
 
 
-def _cut_until_lost(training: Training, chance: random.Random, moment: str) -> Struck:
-    """n2 is named whichever link is cut: the head, on n1, cannot tell. Retries fail until the link is back."""
-    host, more, before = _any_host(training, chance), chance.uniform(0, 8), len(training.ends())
+def _cut_until_lost(training: Training, rng: random.Random, moment: str) -> Struck:
+    """Cut a link; the head on n1 reports n2 in either case. Retries fail until the link is back."""
+    host, more, before = _any_host(training, rng), rng.uniform(0, 8), len(training.ends())
     with training.cluster.cable_pulled(host):
         wait(lambda: len(training.ends()) > before or training.launch.code() is not None, END_LIMIT)
         wait(lambda: False, more)
@@ -193,7 +195,7 @@ def _cut_until_lost(training: Training, chance: random.Random, moment: str) -> S
 
 
 def _until_a_save_fails(training: Training, struck: Struck, hurt: contextlib.AbstractContextManager) -> Struck:
-    """Each failed save is a warning, and the run goes on; healed, it saves again."""
+    """Break saving until one save fails (a warning, the run continues); repaired, it must save again."""
     failed, saved = len(training.events("save_failed")), len(training.events("save"))
     begin = training.last_step()
 
@@ -212,13 +214,13 @@ def _until_a_save_fails(training: Training, struck: Struck, hurt: contextlib.Abs
     begin, saved = training.last_step(), len(training.events("save"))
     wait(lambda: len(training.events("save")) > saved or is_over(), END_LIMIT)
     if len(training.events("save")) == saved:
-        struck.problems.append("no checkpoint was saved after it was healed")
+        struck.problems.append("no checkpoint was saved after the repair")
     return struck
 
 
 @contextlib.contextmanager
 def _filled(folder: Path, room: int):
-    """Leaves `room` bytes on the disk of a folder, and takes what is deleted there meanwhile."""
+    """Leave `room` bytes on the disk of a folder; the yielded function fills freed space again."""
     ballast = folder / ".ballast"
 
     def fill() -> None:
@@ -235,8 +237,8 @@ def _filled(folder: Path, room: int):
         ballast.unlink(missing_ok=True)
 
 
-def _fill_folder(training: Training, chance: random.Random, moment: str) -> Struck:
-    room = chance.choice((0, 2**20, 2**24))
+def _fill_folder(training: Training, rng: random.Random, moment: str) -> Struck:
+    room = rng.choice((0, 2**20, 2**24))
     struck = Struck(f"checkpoints, {room / 2**20:g} MiB left")
     return _until_a_save_fails(training, struck, _filled(training.checkpoints, room))
 
@@ -252,25 +254,25 @@ def _read_only(hosts: list[Host], folder: Path):
 
 @contextlib.contextmanager
 def _hidden(hosts: list[Host], folder: Path):
-    """An empty folder in its place on each of these hosts, as an unmounted file system leaves it."""
+    """Hide a folder behind an empty one on these hosts, like an unmounted file system."""
     with contextlib.ExitStack() as stack:
         for host in hosts:
             stack.enter_context(host.tmpfs(folder, "size=64m"))
         yield lambda: None
 
 
-def _some_hosts(training: Training, chance: random.Random) -> list[Host]:
-    return [training.cluster[name] for name in chance.choice((("n1",), ("n2",), ("n1", "n2")))]
+def _some_hosts(training: Training, rng: random.Random) -> list[Host]:
+    return [training.cluster[name] for name in rng.choice((("n1",), ("n2",), ("n1", "n2")))]
 
 
-def _read_only_folder(training: Training, chance: random.Random, moment: str) -> Struck:
-    hosts = _some_hosts(training, chance)
+def _read_only_folder(training: Training, rng: random.Random, moment: str) -> Struck:
+    hosts = _some_hosts(training, rng)
     struck = Struck(f"checkpoints on {', '.join(host.name for host in hosts)}")
     return _until_a_save_fails(training, struck, _read_only(hosts, training.checkpoints))
 
 
-def _vanished_folder(training: Training, chance: random.Random, moment: str) -> Struck:
-    hosts = _some_hosts(training, chance)
+def _vanished_folder(training: Training, rng: random.Random, moment: str) -> Struck:
+    hosts = _some_hosts(training, rng)
     struck = Struck(f"checkpoints on {', '.join(host.name for host in hosts)}")
     return _until_a_save_fails(training, struck, _hidden(hosts, training.checkpoints))
 
@@ -278,8 +280,8 @@ def _vanished_folder(training: Training, chance: random.Random, moment: str) -> 
 # -- samples, launches, signals ----------------------------------------------------------------------------------------
 
 
-def _meet_nan(training: Training, chance: random.Random, moment: str) -> Struck:
-    """The next of the samples that are NaN in the store, for the undisturbed run too."""
+def _wait_for_nan_sample(training: Training, rng: random.Random, moment: str) -> Struck:
+    """Wait for the next NaN sample of the store; the undisturbed run has it too."""
     before = len(training.events("bad_sample"))
     struck = Struck("a sample of the store")
     wait(lambda: len(training.events("bad_sample")) > before or training.launch.code() is not None, 240)
@@ -294,33 +296,33 @@ def _meet_nan(training: Training, chance: random.Random, moment: str) -> Struck:
     return struck
 
 
-def _second_launch(training: Training, chance: random.Random, moment: str) -> Struck:
-    """Another run of the same user on the same hosts is ended in some way: nothing of this one may be touched."""
+def _second_launch(training: Training, rng: random.Random, moment: str) -> Struck:
+    """End another run of the same user on the same hosts; this one must not be affected."""
     name = f"beside{len(list(training.folder.parent.glob('beside*'))) + 1}"
-    folder, how = training.folder.parent / name, chance.choice(("SIGINT", "SIGTERM", "kill its rank", "kill its head"))
-    struck = Struck(f"a second launch: {how}")
+    folder, method = training.folder.parent / name, rng.choice(("SIGINT", "SIGTERM", "kill its rank", "kill its head"))
+    struck = Struck(f"a second launch: {method}")
     more = ("--master_port", "29700", "training.num_train_steps=100000", "logging.save_freq=100000")
     launch = Launch(training.cluster, training.store, folder, folder.with_suffix(".log"), *more)
     try:
-        _end_second(training, launch, chance, how, struck)
+        _end_second(training, launch, rng, method, struck)
     finally:
         launch.kill()
     return struck
 
 
-def _end_second(training: Training, launch: Launch, chance: random.Random, how: str, struck: Struck) -> None:
+def _end_second(training: Training, launch: Launch, rng: random.Random, method: str, struck: Struck) -> None:
     n1, n2, folder = training.cluster["n1"], training.cluster["n2"], launch.folder
     if not wait(lambda: training.pids(n2, "rank", folder) or launch.code() is not None, START_LIMIT):
         struck.problems.append("the second launch did not start")
     log = folder / "runs" / "run" / "training_log.jsonl"
-    is_training = chance.random() < 0.7 or how.startswith("SIG")
+    is_training = rng.random() < 0.7 or method.startswith("SIG")
     if is_training:
         wait(lambda: (log.exists() and log.stat().st_size > 0) or launch.code() is not None, START_LIMIT)
-    host, part = (n2, "rank") if how == "kill its rank" else (n1, "head")
-    number = getattr(signal, how, signal.SIGKILL)
+    host, part = (n2, "rank") if method == "kill its rank" else (n1, "head")
+    number = getattr(signal, method, signal.SIGKILL)
     training.signal(host, part, number, folder)
     code = run_to_end(launch, END_LIMIT)
-    expected = INTERRUPTED if how.startswith("SIG") else 137
+    expected = INTERRUPTED if method.startswith("SIG") else 137
     if code != expected:
         ends = "; ".join(end.reason for end in launch.ends)
         struck.problems.append(f"the second launch ended with {code}, not {expected} ({ends})")
@@ -328,7 +330,7 @@ def _end_second(training: Training, launch: Launch, chance: random.Random, how: 
         struck.problems.append("ranks of the second launch are left")
 
 
-def _same_folder(training: Training, chance: random.Random, moment: str) -> Struck:
+def _same_folder(training: Training, rng: random.Random, moment: str) -> Struck:
     """A second launch into this run's folder is refused."""
     struck = Struck("a second launch into the same folder")
     more = ("--master_port", "29701", "training.resume=auto", "training.num_train_steps=100000")
@@ -342,9 +344,9 @@ def _same_folder(training: Training, chance: random.Random, moment: str) -> Stru
     return struck
 
 
-def _interrupt(training: Training, chance: random.Random, moment: str) -> Struck:
-    """Before training begins there is nothing to save: then the launch may end by the signal itself."""
-    name, before = chance.choice(("SIGTERM", "SIGINT")), len(training.starts())
+def _interrupt(training: Training, rng: random.Random, moment: str) -> Struck:
+    """Interrupt the launch; before training begins there is nothing to save, and the signal itself may end it."""
+    name, before = rng.choice(("SIGTERM", "SIGINT")), len(training.starts())
     struck = Struck(f"{name} to the head on n1", ENDED, (INTERRUPTED,), graceful=True)
     _signal(training, training.cluster["n1"], "head", getattr(signal, name), struck.problems)
     if moment == STARTING:
@@ -354,9 +356,9 @@ def _interrupt(training: Training, chance: random.Random, moment: str) -> Struck
     return struck
 
 
-def _tell_rank_to_stop(training: Training, chance: random.Random, moment: str) -> Struck:
-    """A signal that the launch did not send: all ranks save and end, and the launch starts again."""
-    name, host = chance.choice(("SIGTERM", "SIGUSR1", "SIGINT")), _any_host(training, chance)
+def _signal_rank(training: Training, rng: random.Random, moment: str) -> Struck:
+    """Signal a rank from outside the launch: all ranks save and exit, and the launch restarts."""
+    name, host = rng.choice(("SIGTERM", "SIGUSR1", "SIGINT")), _any_host(training, rng)
     words = ("it received a signal that this launch did not send",)
     struck = Struck(f"{name} to the rank on {host.name}", RETRIED, (INTERRUPTED,), words, graceful=True)
     _signal(training, host, "rank", getattr(signal, name), struck.problems)
@@ -372,21 +374,21 @@ FAULTS = (
     Fault("agent killed", _kill_agent),
     Fault("head killed", _kill_head),
     Fault("rank stopped", _stop_for("rank", 1, 5), RUNNING),
-    Fault("rank stopped for ever", _stop_rank_for_ever, RUNNING),
+    Fault("rank stopped forever", _stop_rank_forever, RUNNING),
     Fault("agent stopped", _stop_for("agent", 1, 12), RUNNING),
     Fault("launcher of a node stopped", _stop_for("launcher of a node", 1, 8), RUNNING),
     Fault("head stopped", _stop_for("head", 1, 12), RUNNING),
     Fault("head stopped for long", _stop_head_for_long, RUNNING),
     Fault("host cut off for a moment", _cut_for_a_moment, RUNNING),
     Fault("host cut off", _cut_until_lost, RUNNING),
-    Fault("NaN sample", _meet_nan, RUNNING),
+    Fault("NaN sample", _wait_for_nan_sample, RUNNING),
     Fault("checkpoint folder full", _fill_folder, RUNNING),
     Fault("checkpoint folder read-only", _read_only_folder, RUNNING),
     Fault("checkpoint folder vanished", _vanished_folder, RUNNING),
     Fault("second launch ended", _second_launch, (TRAINING,)),
     Fault("second launch into the folder", _same_folder, (TRAINING,)),
     Fault("interrupted", _interrupt),
-    Fault("rank told to stop", _tell_rank_to_stop, RUNNING),
+    Fault("rank signalled", _signal_rank, RUNNING),
 )
-# What --quick strikes with, before the interruption that is always the last.
+# Faults of --quick, before the final interruption.
 QUICK = ("rank killed", "agent killed", "NaN sample", "checkpoint folder full", "host cut off for a moment")

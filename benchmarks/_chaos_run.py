@@ -1,7 +1,7 @@
-"""One training of two hosts under `mmldlm launch --retries`, as its user sees it: screen, logs, checkpoints, processes.
+"""A training of two hosts under `mmldlm launch --retries`, as its user sees it: screen, logs, checkpoints, processes.
 
-For benchmarks/chaos.py. Nothing here decides what is right; it starts the launch, again when it has ended, follows what
-it prints and logs, and finds its processes on the hosts of the cluster.
+For benchmarks/chaos.py. Start and restart the launch, follow its output and logs, find its processes on the virtual
+cluster. Nothing is evaluated here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RETRIES = 4
 LONGEST_RUN = 1_000_000  # steps; the last start of all names the real end
 _ENDED = re.compile(r"^ended: (.*) \(exit (\d+)\)$")
 
-# Parts of a launch -> how the program of its process is named (argv[0] ends so), and a word of its command line.
+# Parts of a launch -> end of argv[0], and a part of the command line.
 PARTS = {
     "rank": ("python", "mmldlm/train.py"),
     "wrapper of a rank": ("python", "launch/rank_wrapper.py"),
@@ -44,7 +44,7 @@ _MARKED = ("rank", "head")  # show the folder of their run; the others are not s
 
 
 def words(*more: str) -> list[str]:
-    """Words of a tiny ZeRO-2 training whose steps do not depend on where it ends: the learning rate stays constant."""
+    """Return the arguments of a tiny ZeRO-2 training with a constant learning rate, independent of its last step."""
     return [
         "--level",
         "0",
@@ -61,7 +61,7 @@ def words(*more: str) -> list[str]:
 
 @dataclass(frozen=True)
 class End:
-    """How an attempt of the launch ended, as the screen says it."""
+    """End of an attempt of the launch, as printed."""
 
     reason: str
     code: int
@@ -103,7 +103,7 @@ class Launch:
 
 
 class Training:
-    """The training that the faults strike: one run folder, as many launches as it takes."""
+    """The training that gets the faults: one run folder, any number of launches."""
 
     def __init__(self, cluster: VirtualCluster, store: Path, folder: Path):
         self.cluster, self.store, self.folder = cluster, store, folder
@@ -117,7 +117,7 @@ class Training:
     # -- as its user --------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Type the command: always the same one, until the last time sets where it ends."""
+        """Start the launch with the same command each time; only the last one sets the number of steps."""
         more = (f"training.num_train_steps={self.num_steps}", f"logging.save_freq={SAVE_FREQ}", "training.resume=auto")
         launch = Launch(self.cluster, self.store, self.folder, self.screen, "--retries", str(RETRIES), *more)
         self.launches.append(launch)
@@ -160,15 +160,15 @@ class Training:
         return [event for event in _runs.read_log(self.run_dir, "events.jsonl") if event["event"] in kinds]
 
     def starts(self) -> list[dict]:
-        """One event for each time that training has begun or gone on from a checkpoint."""
+        """Return one event per start or resume."""
         return self.events("start", "resume")
 
     def dropped(self) -> list[Path]:
-        """Files with the lines that a restart has taken out of the log, oldest first."""
+        """Return the files with the log lines that a restart has dropped, oldest first."""
         found = self.run_dir.glob("training_log.dropped-*.jsonl")
         return sorted(found, key=lambda path: int(path.stem.rpartition("-")[2]))
 
-    def whole(self) -> list[int]:
+    def complete_checkpoints(self) -> list[int]:
         """Steps of the checkpoints that have a manifest."""
         return sorted(int(path.parent.name[5:]) for path in self.checkpoints.glob("step_*/manifest.json"))
 
@@ -207,7 +207,7 @@ class Training:
         """Ranks that run on all hosts."""
         return sum(len(self.pids(host, "rank")) for host in self.cluster.hosts)
 
-    def picture(self) -> str:
+    def process_list(self) -> str:
         """Processes on the hosts, to diagnose why nothing moves."""
         parts = []
         for host in self.cluster.hosts:

@@ -7,7 +7,7 @@
 
 `make` trains a model for two steps on each of DeepSpeed ZeRO-2, ZeRO-3 (bf16) and FSDP2 (fp32) and saves DIR/{zero2,
 zero3}/{latest, step/...} and DIR/fsdp (DCP, weights and moments), each with the live values beside it in truth.pt.
-`judge` compares a converted folder with such a file, or with the truth.npz of tests/checkpoints/make_zero.py, by torch
+`judge` compares a converted folder with such a file, or with the truth.npz of tests/support/make_zero.py, by torch
 and the safetensors library alone; it prints {"tensors", "unequal", "names"}.
 
 `synthetic` writes, with mmldlm's own writer, the files of a ZeRO-2 checkpoint (masters, step counts and bf16 weights,

@@ -143,7 +143,7 @@ def in_state(what: str):
             fragment = next(fragment for fragment in engine.parameter_shards() if fragment.count > 10)
             state = engine.optimizer_state()[fragment.owner]
             with torch.no_grad():
-                fragment.of(fragment.owner if what == "weight" else state[what])[3] = math.nan
+                fragment.slice_of(fragment.owner if what == "weight" else state[what])[3] = math.nan
         return judge(self, *args)
 
     with mock.patch.object(build, "build_engine", remember), mock.patch.object(Guard, "decide", judged):

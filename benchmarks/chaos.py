@@ -1,4 +1,4 @@
-"""One training of two hosts while faults strike it at random: does it end as if nothing had happened?
+"""Random faults in a training of two hosts: it must end with the results of an undisturbed run.
 
     python benchmarks/chaos.py [--quick] [--minutes 30] [--faults 45] [--seed N] [--only KIND,...] [--data STORE]
                                [--keep DIR] [--json FILE]
@@ -45,11 +45,11 @@ import _report  # noqa: E402
 import _runs  # noqa: E402
 import _store  # noqa: E402
 from _chaos_faults import (  # noqa: E402
+    CONTINUES,
     END_LIMIT,
     ENDED,
     EVALUATING,
     FAULTS,
-    GOES_ON,
     QUICK,
     RETRIED,
     SAVING,
@@ -62,10 +62,10 @@ from _chaos_run import ENGINE_TIMEOUT, EVAL_FREQ, RETRIES, SAVE_FREQ, Launch, Tr
 
 from tests.support.virtual_cluster import VirtualCluster, reason_to_skip  # noqa: E402
 
-STILL_LIMIT = 3 * ENGINE_TIMEOUT + 60  # seconds without any sign: a first step may take three times engine.timeout
+IDLE_LIMIT = 3 * ENGINE_TIMEOUT + 60  # seconds without any sign: a first step may take three times engine.timeout
 START_LIMIT = 120.0  # seconds from the command to the first step, on a busy machine
 DISK = 320  # MiB of the checkpoint folder: six checkpoints
-WENT_ON = "went on"
+CONTINUED = "continued"
 LAST_STEPS = 2 * SAVE_FREQ  # undisturbed, after the last fault
 PASS_STEPS = 3  # steps that show that the run goes on
 SAME = ("loss", "text_loss", "latent_loss", "length_loss", "grad_norm", "lr", "epoch", "batch_in_epoch", "samples",
@@ -75,7 +75,7 @@ _OWN_MOUNTS = "MMLDLM_CHAOS_MOUNTS"
 
 @dataclass
 class Row:
-    """One fault and what came of it."""
+    """A fault and its consequences."""
 
     number: int
     clock: float
@@ -100,8 +100,8 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Before:
-    """What there was of everything that only grows, when a fault struck."""
+class Snapshot:
+    """Counts at the time of a fault; all of them only grow."""
 
     time: float
     step: int
@@ -109,31 +109,31 @@ class Before:
     starts: int
     lines: int
     launches: int
-    whole: int
+    latest_checkpoint: int
 
     @staticmethod
-    def of(training: Training) -> Before:
-        """As it is now."""
-        return Before(
+    def of(training: Training) -> Snapshot:
+        """Return the current counts."""
+        return Snapshot(
             time.monotonic(),
             training.last_step(),
             len(training.ends()),
             len(training.starts()),
             len(training.lines()),
             len(training.launches),
-            max(training.whole(), default=0),
+            max(training.complete_checkpoints(), default=0),
         )
 
 
 class Chaos:
-    """Strikes, waits for the recovery, and judges."""
+    """Inject faults, wait for the recovery, and evaluate it."""
 
-    def __init__(self, training: Training, chance: random.Random, keep: Path | None):
-        self.training, self.chance, self.keep = training, chance, keep
+    def __init__(self, training: Training, rng: random.Random, keep: Path | None):
+        self.training, self.rng, self.keep = training, rng, keep
         self.began = time.monotonic()
         self.rows: list[Row] = []
-        self.lost_beyond = 0
-        self._strikes: list[tuple[float, bool]] = []  # when (seconds of the epoch), and whether no step may be lost
+        self.excess_lost_steps = 0
+        self.strikes: list[tuple[float, bool]] = []  # when (seconds of the epoch), and whether no step may be lost
         self._num_starts, self._num_dropped = 1, 0
 
     def strike(self, fault: Fault, moment: str, last: bool = False, then_start: bool = False) -> Row:
@@ -143,92 +143,92 @@ class Chaos:
             last: the run's end is set when it has struck. then_start: return as soon as the next attempt's ranks start.
         """
         training = self.training
-        self._await_moment(moment)
-        before = Before.of(training)
+        self._wait_for_moment(moment)
+        before = Snapshot.of(training)
         row = Row(len(self.rows) + 1, before.time - self.began, fault.kind, moment, before.step)
         self.rows.append(row)
-        self._strikes.append((time.time(), False))
-        struck = fault.strike(training, self.chance, moment)
-        self._strikes[-1] = (self._strikes[-1][0], struck.graceful)
+        self.strikes.append((time.time(), False))
+        struck = fault.strike(training, self.rng, moment)
+        self.strikes[-1] = (self.strikes[-1][0], struck.graceful)
         if last:
             training.num_steps = training.last_step() + LAST_STEPS
         row.target, row.problems = struck.target, struck.problems
-        self._recover(struck, before, row, then_start)
-        self._judge(struck, before, row)
+        self.wait_for_recovery(struck, before, row, then_start)
+        self.evaluate(struck, before, row)
         if row.problems:
             self._keep(row, before)
         print(row.line(), flush=True)
         return row
 
-    def _await_moment(self, moment: str) -> None:
+    def _wait_for_moment(self, moment: str) -> None:
         training, begin = self.training, self.training.last_step()
         if moment == STARTING:
-            time.sleep(self.chance.uniform(0, 10))
+            time.sleep(self.rng.uniform(0, 10))
             return
-        steps = begin + self.chance.randint(1, SAVE_FREQ)
-        wait(lambda: training.last_step() >= steps or training.launch.code() is not None, STILL_LIMIT)
+        steps = begin + self.rng.randint(1, SAVE_FREQ)
+        wait(lambda: training.last_step() >= steps or training.launch.code() is not None, IDLE_LIMIT)
         if moment == SAVING:
-            wait(training.is_saving, STILL_LIMIT, pause=0.01)
+            wait(training.is_saving, IDLE_LIMIT, pause=0.01)
         elif moment == EVALUATING:
-            wait(lambda: training.last_step() % EVAL_FREQ == 0, STILL_LIMIT, pause=0.01)
-        time.sleep(self.chance.uniform(0, 0.5))
+            wait(lambda: training.last_step() % EVAL_FREQ == 0, IDLE_LIMIT, pause=0.01)
+        time.sleep(self.rng.uniform(0, 0.5))
 
     # -- the recovery -------------------------------------------------------------------------------------------------
 
-    def _recover(self, struck: Struck, before: Before, row: Row, then_start: bool) -> None:
-        """Wait until the training has passed the fault; type the command again where the launch has ended."""
+    def wait_for_recovery(self, struck: Struck, before: Snapshot, row: Row, then_start: bool) -> None:
+        """Wait until the training has recovered; restart the launch if it has ended."""
         training, signs, sign = self.training, None, time.monotonic()
         while not self._has_recovered(struck, before, then_start):
             found = (training.last_step(), len(training.lines()), len(training.launches), len(training.starts()))
             if found != signs:
                 signs, sign = found, time.monotonic()
             if training.launch.code() is not None:
-                self._start_again(struck, row)
+                self.restart(struck, row)
             late = (
-                self._has_ended(before) < (struck.then != GOES_ON) and time.monotonic() - before.time > END_LIMIT + 30
+                self._has_ended(before) < (struck.then != CONTINUES) and time.monotonic() - before.time > END_LIMIT + 30
             )
-            if late or time.monotonic() - sign > STILL_LIMIT:
+            if late or time.monotonic() - sign > IDLE_LIMIT:
                 row.hang = True
-                row.problems.append("nothing ended" if late else f"nothing moved for {STILL_LIMIT:.0f} s")
-                self._give_up(row)
+                row.problems.append("nothing ended" if late else f"nothing moved for {IDLE_LIMIT:.0f} s")
+                self._restart_after_hang(row)
                 break
-            self._account(row)
+            self.count_lost_steps(row)
             time.sleep(0.1)
-        self._account(row)
+        self.count_lost_steps(row)
         row.seconds = time.monotonic() - before.time
 
-    def _has_ended(self, before: Before) -> bool:
+    def _has_ended(self, before: Snapshot) -> bool:
         return len(self.training.ends()) > before.ends or len(self.training.launches) > before.launches
 
-    def _has_recovered(self, struck: Struck, before: Before, then_start: bool) -> bool:
+    def _has_recovered(self, struck: Struck, before: Snapshot, then_start: bool) -> bool:
         training = self.training
         if not self._has_ended(before):
-            return struck.then == GOES_ON and training.last_step() >= before.step + PASS_STEPS
+            return struck.then == CONTINUES and training.last_step() >= before.step + PASS_STEPS
         if then_start:
             return training.launch.code() is None and training.ranks() > 0
         starts = training.starts()
         return len(starts) > before.starts and training.last_step() >= starts[-1]["step"] + PASS_STEPS
 
-    def _start_again(self, struck: Struck, row: Row) -> None:
-        """What its user would do; and what its exit code says about it."""
+    def restart(self, struck: Struck, row: Row) -> None:
+        """Restart the launch as its user would; check its exit code."""
         training, launch = self.training, self.training.launch
         code = launch.code()
         if code == 0:
             row.problems.append("exit 0 before the end")
         if struck.then == ENDED and struck.codes and code not in struck.codes:
             row.problems.append(f"exit {code}, not {' or '.join(map(str, struck.codes))}")
-        if struck.then == GOES_ON or struck.then == RETRIED and len(launch.ends) <= RETRIES:
+        if struck.then == CONTINUES or struck.then == RETRIED and len(launch.ends) <= RETRIES:
             row.problems.append(f"the launch ended with {code} after {len(launch.ends)} of {RETRIES + 1} attempts")
         if not wait(lambda: training.ranks() == 0, END_LIMIT):
             row.problems.append(f"the launch ended and left {training.ranks()} rank(s)")
         training.start()
 
-    def _give_up(self, row: Row) -> None:
-        """After a hang: keep how it stands, and go on with a new launch."""
+    def _restart_after_hang(self, row: Row) -> None:
+        """Save diagnostics of a hang and continue with a new launch."""
         if self.keep is not None:
             folder = self.keep / f"fault_{row.number:03}"
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "processes.txt").write_text(self.training.picture())
+            (folder / "processes.txt").write_text(self.training.process_list())
         self.training.kill()
         wait(lambda: self.training.ranks() == 0, END_LIMIT)
         self.training.start()
@@ -237,19 +237,19 @@ class Chaos:
 
     # -- what is right ------------------------------------------------------------------------------------------------
 
-    def _account(self, row: Row) -> None:
-        """Count the steps that new starts have to do again, and those that they should not have to."""
+    def count_lost_steps(self, row: Row) -> None:
+        """Count the steps that restarts repeat, and those above the promise."""
         training, starts = self.training, self.training.starts()
         for index in range(self._num_starts, len(starts)):
             begin, since = starts[index]["step"], starts[index - 1]["time"]
             dropped = training.dropped()[self._num_dropped :]
             self._num_dropped += len(dropped)
             lost = max((r["step"] for path in dropped for r in read_lines(path)), default=begin) - begin
-            strikes = [graceful for when, graceful in self._strikes if since <= iso(when) <= starts[index]["time"]]
+            strikes = [graceful for when, graceful in self.strikes if since <= iso(when) <= starts[index]["time"]]
             allowed = 0 if strikes and strikes[0] else SAVE_FREQ * (2 + self._failed_saves(starts[index]["time"]))
             row.steps_lost += lost
             if lost > allowed:
-                self.lost_beyond += lost - allowed
+                self.excess_lost_steps += lost - allowed
                 row.problems.append(f"{lost} steps lost, {allowed} allowed")
         self._num_starts = max(len(starts), self._num_starts)
 
@@ -258,12 +258,12 @@ class Chaos:
         kinds = [e["event"] for e in self.training.events("save", "save_failed") if e["time"] < until]
         return next((n for n, kind in enumerate(reversed(kinds)) if kind == "save"), len(kinds))
 
-    def _judge(self, struck: Struck, before: Before, row: Row) -> None:
+    def evaluate(self, struck: Struck, before: Snapshot, row: Row) -> None:
         training = self.training
         ends, lines = training.ends()[before.ends :], training.lines()[before.lines :]
         text = "\n".join(lines)
-        if struck.then == GOES_ON:
-            row.result = WENT_ON
+        if struck.then == CONTINUES:
+            row.result = CONTINUED
             row.problems += [f"ended: {end.reason} (exit {end.code})" for end in ends]
         elif ends:
             row.result = f"{ends[0].reason} (exit {ends[0].code})"
@@ -282,10 +282,10 @@ class Chaos:
         if "Traceback (most recent call last)" in text:
             row.problems.append("a traceback on the screen")
         starts = training.starts()[before.starts :]
-        if starts and starts[0]["step"] < before.whole:
-            row.problems.append(f"began at step {starts[0]['step']}, though step {before.whole} was saved")
+        if starts and starts[0]["step"] < before.latest_checkpoint:
+            row.problems.append(f"began at step {starts[0]['step']}, though step {before.latest_checkpoint} was saved")
 
-    def _keep(self, row: Row, before: Before) -> None:
+    def _keep(self, row: Row, before: Snapshot) -> None:
         if self.keep is None:
             return
         folder, training = self.keep / f"fault_{row.number:03}", self.training
@@ -314,13 +314,13 @@ def read_lines(path: Path) -> list[dict]:
     return [record for record in found if isinstance(record, dict) and "step" in record]
 
 
-def choose(chance: random.Random, kinds: tuple[str, ...]) -> Iterator[tuple[Fault, str]]:
+def choose(rng: random.Random, kinds: tuple[str, ...]) -> Iterator[tuple[Fault, str]]:
     """Faults and moments, without an end: each of the kinds once in random order, and again."""
     faults = [fault for fault in FAULTS if fault.kind in kinds]
     while True:
-        chance.shuffle(faults)
+        rng.shuffle(faults)
         for fault in faults:
-            yield fault, chance.choice(fault.moments)
+            yield fault, rng.choice(fault.moments)
 
 
 def kinds_of(args: argparse.Namespace) -> tuple[str, ...]:
@@ -341,7 +341,7 @@ def strike_all(chaos: Chaos, plan, num_faults: int, minutes: float) -> None:
         if moment == STARTING and not just_ended:
             moment = TRAINING
         row = chaos.strike(fault, moment, then_start=its_moment == STARTING)
-        fault, moment, just_ended = following, its_moment, row.result != WENT_ON
+        fault, moment, just_ended = following, its_moment, row.result != CONTINUED
     chaos.strike(last, TRAINING, last=True)
 
 
@@ -370,9 +370,9 @@ def compare(training: Training, undisturbed: Path) -> tuple[float, list[str]]:
 
 
 def finish(chaos: Chaos) -> tuple[float, list[str]]:
-    """Let the training end, train the same undisturbed, and compare."""
+    """Finish the training, repeat it undisturbed, and compare."""
     training = chaos.training
-    code = run_to_end(training.launch, STILL_LIMIT + LAST_STEPS)
+    code = run_to_end(training.launch, IDLE_LIMIT + LAST_STEPS)
     problems = [] if code == 0 else [f"the last launch ended with {code}"]
     num_steps = training.num_steps
     folder = training.folder.parent / "undisturbed"
@@ -380,13 +380,13 @@ def finish(chaos: Chaos) -> tuple[float, list[str]]:
     more = (f"training.num_train_steps={num_steps}", "logging.save_freq=1000000", "logging.eval_freq=1000000")
     launch = Launch(training.cluster, training.store, folder, folder.with_suffix(".log"), *more)
     if run_to_end(launch, START_LIMIT + num_steps) != 0:
-        return math.inf, [*problems, "the undisturbed run did not end well: " + "\n".join(launch.lines[-20:])]
+        return math.inf, [*problems, "the undisturbed run failed: " + "\n".join(launch.lines[-20:])]
     worst, differ = compare(training, folder / "runs" / "run")
     return (math.inf if differ else worst), problems + differ
 
 
 def with_own_mounts() -> None:
-    """Go on in a mount namespace of this process's own: the hosts get the checkpoint folder's disk from it."""
+    """Continue in a new mount namespace, from which the hosts get the disk of the checkpoint folder."""
     if _OWN_MOUNTS not in os.environ:
         os.environ[_OWN_MOUNTS] = "1"
         os.execvp("unshare", ["unshare", "--mount", "--propagation", "private", sys.executable, *sys.argv])
@@ -416,7 +416,7 @@ def main() -> int:
     args = parser.parse_args()
     reason = reason_to_skip()
     if reason is not None:
-        print(f"cannot be shown here: {reason}", file=sys.stderr)
+        print(f"cannot run here: {reason}", file=sys.stderr)
         return 3
     kinds_of(args)
     with_own_mounts()
@@ -424,11 +424,11 @@ def main() -> int:
     seed = secrets.randbelow(2**31) if args.seed is None else args.seed
     num_faults = args.faults or (6 if args.quick else 45)
     minutes = (0 if args.quick else 30) if args.minutes is None else args.minutes
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     print(f"at least {num_faults} faults in {minutes:g} minutes, seed {seed}", flush=True)
     keep = None if args.keep is None else Path(args.keep).absolute()
     with tempfile.TemporaryDirectory(prefix="mmldlm_chaos_") as folder:
-        chaos, difference, problems = run(args, Path(folder), chance, num_faults, minutes, keep)
+        chaos, difference, problems = run(args, Path(folder), rng, num_faults, minutes, keep)
     rows = chaos.rows
     tabulate(rows)
     for problem in problems:
@@ -438,7 +438,7 @@ def main() -> int:
         _report.claim("faults_struck", len(rows), ">=", 6 if args.quick else 40),
         _report.claim("runs_ended_wrongly", wrong, "==", 0),
         _report.claim("hangs", sum(row.hang for row in rows), "==", 0),
-        _report.claim("steps_lost_beyond_promise", chaos.lost_beyond, "==", 0),
+        _report.claim("steps_lost_beyond_promise", chaos.excess_lost_steps, "==", 0),
         _report.claim("final_loss_rel_diff_to_undisturbed", difference, "==", 0),
     ]
     more = {"seed": seed, "minutes": (time.monotonic() - chaos.began) / 60, "save_freq": SAVE_FREQ, "quick": args.quick}
@@ -447,12 +447,12 @@ def main() -> int:
 
 
 def run(
-    args, folder: Path, chance: random.Random, num_faults: int, minutes: float, keep: Path | None
+    args, folder: Path, rng: random.Random, num_faults: int, minutes: float, keep: Path | None
 ) -> tuple[Chaos, float, list[str]]:
-    """The whole story in a folder: (what struck, difference to the undisturbed run, problems beside the faults)."""
+    """Run the training with faults in a folder; return (chaos, loss difference, further problems)."""
     from _chaos_store import plant_nan
 
-    store, rows = plant_nan(Path(_store.given_or_made(args.data)), folder, chance)
+    store, rows = plant_nan(Path(_store.given_or_made(args.data)), folder, rng)
     training = Training(None, store, folder / "chaos")
     training.nan_rows = rows
     training.checkpoints.mkdir(parents=True)
@@ -466,8 +466,8 @@ def run(
                 wait(lambda: training.last_step() >= 1 or training.launch.code() is not None, START_LIMIT)
                 if training.last_step() < 1:
                     raise AssertionError("the training did not start:\n" + "\n".join(training.lines()[-40:]))
-                chaos = Chaos(training, chance, keep)
-                strike_all(chaos, choose(chance, kinds_of(args)), num_faults, minutes)
+                chaos = Chaos(training, rng, keep)
+                strike_all(chaos, choose(rng, kinds_of(args)), num_faults, minutes)
                 return chaos, *finish(chaos)
             finally:
                 training.kill()

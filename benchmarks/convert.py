@@ -18,10 +18,10 @@ Real checkpoints of two ranks are made first (benchmarks/_checkpoints.py): ZeRO-
   and 1,000M parameters, written by mmldlm's own writer (6 GB, and 4 GB for each output); zero_to_fp32 is timed there
   too, and its ratio printed.
 * tensors_unequal: converted weights against the live engines' values, dumped before saving; also on the awkward small
-  checkpoints of tests/checkpoints/make_zero.py (stages 0 to 3, world sizes 1, 2, 4; 2 alone with --quick). And the
+  checkpoints of tests/support/make_zero.py (stages 0 to 3, world sizes 1, 2, 4; 2 alone with --quick). And the
   round trip zero2@2 -> zero3@4 -> dcp@1 -> universal -> zero2@2 of the large ZeRO-2 checkpoint, with its moments,
   against its beginning; of a small one DeepSpeed itself loads the end, in a model of another seed, and must find the
-  loss that the engine had which saved it (tests/checkpoints/load_zero.py).
+  loss that the engine had which saved it (tests/support/load_zero.py).
 * fuzz_wrong_files: flipped bits, cut files, swapped, mixed, renamed rank files, hostile pickles: conversions and
   re-shards that gave other weights or moments than the intact checkpoint, or ran what a pickle asked for. DCP's own
   .metadata has no checksum, so that checkpoint is fuzzed inside an mmldlm checkpoint, whose manifest has.
@@ -209,7 +209,7 @@ def judge(out: Path, truth: Path, *more: str) -> tuple[int, int]:
 
 
 def small_checkpoints(folder: Path, world_sizes: tuple[int, ...]) -> None:
-    script = ROOT / "tests" / "checkpoints" / "make_zero.py"
+    script = ROOT / "tests" / "support" / "make_zero.py"
     for world_size in world_sizes:
         cases = ",".join([*SMALL_CASES, *(LATER if world_size == 2 else ())])
         check(torchrun(world_size, script, "--out", folder / f"world{world_size}", "--cases", cases))
@@ -257,7 +257,7 @@ def compare_round_trips(folder: Path, scratch: Path) -> tuple[int, int]:
     small = folder / "world2" / "z2_bf16"
     job = {"folder": str(round_trip(small, scratch)), "tag": "zero", "stage": 2, "universal": False, "like": str(small)}
     (scratch / "jobs.json").write_text(json.dumps([job]))
-    script = ROOT / "tests" / "checkpoints" / "load_zero.py"
+    script = ROOT / "tests" / "support" / "load_zero.py"
     done = subprocess.run(torchrun(2, script, scratch / "jobs.json"), env=ENVIRONMENT, capture_output=True, text=True)
     goes_on = "loaded 0" in done.stdout
     if not goes_on:

@@ -80,7 +80,7 @@ def run(args, folder: str, name: str, guarded: bool, count_syncs: bool) -> Meter
     from mmldlm.train import check_run, train
 
     meter = Meter()
-    beat, apply, tolist = Heartbeat.beat, TorchEngine.step, torch.Tensor.tolist
+    beat, apply, tolist = Heartbeat.enter_phase, TorchEngine.step, torch.Tensor.tolist
 
     def beaten(self, step, phase, *rest):
         if phase == "step":
@@ -103,7 +103,7 @@ def run(args, folder: str, name: str, guarded: bool, count_syncs: bool) -> Meter
         "checkpoints.async=false", "training.freeze=none", "training.grad_accum_steps=1", "stability.spike_action=log",
     ]  # fmt: skip
     patches = [
-        mock.patch.object(Heartbeat, "beat", beaten),
+        mock.patch.object(Heartbeat, "enter_phase", beaten),
         mock.patch.object(TorchEngine, "step", applied),
         mock.patch.object(torch.Tensor, "tolist", listed),
     ]

@@ -28,7 +28,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 from _report import claim, write  # noqa: E402
 
 from tests.support.launch_faults import LAUNCH_FAULTS, NEIGHBORS, play, play_beside  # noqa: E402
-from tests.support.preflight_faults import FAULTS, HARMLESS, TOGETHER, Scene, said, verdicts  # noqa: E402
+from tests.support.preflight_faults import FAULTS, HARMLESS, TOGETHER, Scene, problem_text, problems  # noqa: E402
 from tests.support.virtual_cluster import VirtualCluster, reason_to_skip  # noqa: E402
 
 
@@ -71,8 +71,10 @@ def inject(scene: Scene, faults) -> tuple[set[str], set[tuple[str, str]], str]:
             receipt = scene.run()
         except AssertionError as error:  # a timeout, or no receipt: nothing was found
             return set(), set(), str(error)
-    seen = verdicts(receipt)
-    found = {f.name for f in faults if f.expected <= seen and all(word in said(receipt, f.id) for word in f.words)}
+    seen = problems(receipt)
+    found = {
+        f.name for f in faults if f.expected <= seen and all(word in problem_text(receipt, f.id) for word in f.words)
+    }
     return found, seen - set().union(*(fault.expected for fault in faults)), receipt["screen"]
 
 
@@ -126,7 +128,7 @@ def measure_faults(cluster: VirtualCluster, store: Path, folder: Path, quick: bo
     for launcher in ("deepspeed",) if quick else ("deepspeed", "torchrun", "mpi"):
         scene = Scene(cluster, store, folder / f"healthy_{launcher}")
         scene.words += ["--launcher", launcher]
-        alarms = verdicts(scene.run())
+        alarms = problems(scene.run())
         num_false += len(alarms)
         print(f"          healthy, {launcher}: {len(alarms)} alarm(s) {sorted(alarms) or ''}", flush=True)
     return num_found, num_missed, num_false

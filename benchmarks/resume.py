@@ -99,16 +99,16 @@ def held(engine, average) -> dict[str, tuple[int, object]]:
     states = engine.optimizer_state()
     for fragment in engine.parameter_shards():
         state = states[fragment.owner]
-        found[f"weight|{fragment.name}"] = fragment.start, fragment.of(fragment.owner).float().numpy().copy()
+        found[f"weight|{fragment.name}"] = fragment.start, fragment.slice_of(fragment.owner).float().numpy().copy()
         for what in ("exp_avg", "exp_avg_sq"):
-            found[f"{what}|{fragment.name}"] = fragment.start, fragment.of(state[what]).numpy().copy()
+            found[f"{what}|{fragment.name}"] = fragment.start, fragment.slice_of(state[what]).numpy().copy()
         found[f"step|{fragment.name}"] = fragment.start, np.full(fragment.count, float(state["step"]), np.float32)
-    for fragment in engine.frozen_fragments():
-        found[f"frozen|{fragment.name}"] = fragment.start, fragment.of(fragment.owner).float().numpy().copy()
+    for fragment in engine.frozen_shards():
+        found[f"frozen|{fragment.name}"] = fragment.start, fragment.slice_of(fragment.owner).float().numpy().copy()
     for name, buffer in persistent_buffers(engine.model).items():
         found[f"buffer|{name}"] = 0, buffer.float().reshape(-1).numpy().copy()
     if average is not None:
-        for fragment, values in zip(average._fragments, average.values, strict=True):
+        for fragment, values in zip(average._shards, average.values, strict=True):
             found[f"ema|{fragment.name}"] = fragment.start, values.numpy().copy()
     return {key: (start, values) for key, (start, values) in found.items() if values.size}
 

@@ -14,6 +14,9 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+pytest_plugins = ["tests.support.checkpoint_fixtures"]
+
+
 def pytest_collection_modifyitems(items):
     """Put the files with long tests first, or one of two workers would end alone with them (tests/run.sh)."""
     long = {item.path for item in items if item.get_closest_marker("long")}

@@ -23,7 +23,6 @@ def test_a_circle_is_found():
 
 BAD = [
     ("from mmldlm.commands.prepare import run_rank", "mmldlm.data.prepare.pipeline", "commands comes after data"),
-    ("from mmldlm.commands.prepare import run_rank", "mmldlm.data.prepare.pipeline", "commands comes after data"),
     ("import mmldlm.data.store.store", "mmldlm.models.mmdit.model", "data comes after models"),
     ("from mmldlm.tasks.translation import objective", "mmldlm.diffusion.masked", "tasks comes after diffusion"),
     ("from mmldlm import observe", "mmldlm.engines.base", "observe comes after engines"),
@@ -56,7 +55,6 @@ def test_the_checker_sees_a_breach(source, module, reason):
 
 
 GOOD = [
-    ("from mmldlm.commands.prepare import run_rank", "mmldlm.data.prepare.__main__"),
     ("from mmldlm.commands.prepare import run_rank", "mmldlm.data.prepare.__main__"),
     ("from mmldlm.models import mmdit\nfrom mmldlm.errors import UserError", "mmldlm.data.batching.batch_plan"),
     ("from .batch_plan import BatchPlan\nimport torch", "mmldlm.data.batching.loader"),

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import re
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,13 @@ from typing import Any
 from mmldlm.checkpoints.formats.open import open_source
 from mmldlm.checkpoints.io.parallel import raise_malloc_thresholds
 from mmldlm.checkpoints.layout import SAFETENSORS_FILE, SUB_GROUP_SIZE, TARGETS
+from mmldlm.convert.export_plan import DTYPE_NAMES, plan_tensors
 from mmldlm.convert.inspect import diff, inspect, summarize
 from mmldlm.convert.to_checkpoint import convert_state, dry_run
-from mmldlm.convert.to_safetensors import DTYPE_NAMES, Summary, convert, copy_planned, plan_tensors
+from mmldlm.convert.to_safetensors import Summary, convert, copy_planned
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, UserError
 from mmldlm.utils.formatting import print_table
+from mmldlm.utils.progress import ProgressBar
 
 PROGRESS_DELAY = 0.7  # seconds
 
@@ -108,7 +108,7 @@ def _convert(args: argparse.Namespace) -> int:
     _check_options(args)
     if args.out is None:
         raise UserError("an output folder", "none", "mmldlm convert SRC OUT")
-    with _ProgressBar() as progress:
+    with ProgressBar("converting", unit="B", delay=PROGRESS_DELAY) as progress:
         options: dict[str, Any] = {
             "force": args.force,
             "allow_nonfinite": args.allow_nonfinite,
@@ -193,32 +193,3 @@ def _dry_run(args: argparse.Namespace) -> int:
         size = f"{plan.nbytes:,} bytes ({plan.nbytes / 2**20:.1f} MiB)"
         print_table([*summarize(opened), ("would write", f"{len(plan.tensors)} tensors, {size}")])
     return EXIT_DONE
-
-
-class _ProgressBar:
-    """A bar of bytes on a terminal, shown after PROGRESS_DELAY."""
-
-    def __init__(self) -> None:
-        self._bar: Any = None
-        # The import of rich takes as long as a short conversion.
-        self._starts_at = time.monotonic() + PROGRESS_DELAY if sys.stderr.isatty() else math.inf
-
-    def __enter__(self) -> _ProgressBar:
-        return self
-
-    def __call__(self, done: int, total: int) -> None:
-        if self._bar is None:
-            if time.monotonic() < self._starts_at:
-                return
-            from rich.console import Console
-            from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-            columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-            self._bar = Progress(*columns, console=Console(stderr=True))
-            self._bar.start()
-            self._task = self._bar.add_task("convert", total=total)
-        self._bar.update(self._task, completed=done, total=total)
-
-    def __exit__(self, *exc: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()

@@ -21,7 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--add-mask-token", action="store_true", help="add the special tokens that the tokenizer lacks")
     add("--min-tokens", type=int, default=1, help="shorter texts are dropped (default %(default)s)")
     add("--max-tokens", type=int, help="longer texts are truncated (their latents remain those of the complete texts)")
-    add("--validation-samples", type=int, metavar="N", help="if there is no validation split (default: 1000 or 5 %%)")
+    add(
+        "--validation-samples", type=int, metavar="N", help="size of a missing validation split (default: 1000 or 5 %%)"
+    )
     add("--keep-duplicates", action="store_true", help="keep texts that differ only in case, spaces or punctuation")
     add("--latents-per-text", type=int, metavar="N", help="vectors per .npy file (default: 1, or as prepare wrote)")
     add("--seed", type=int, default=0, help="seed of the split (default %(default)s)")

@@ -111,8 +111,8 @@ def write_atomically(
         fsync: flush the folder to the disk before it is renamed.
 
     Raises:
-        UserError: `out` cannot be written, or there is no space. MmldlmError: writing failed. In both cases, and where
-            `write` raises, `out` is as it was before.
+        UserError: `out` cannot be written, or the disk has no space.
+        MmldlmError: writing failed. In both cases, and if `write` raises, `out` is unchanged.
     """
     check_target(origin, out, force)
     partial = partial_path(out)

@@ -14,6 +14,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from mmldlm.checkpoints import commit
 from mmldlm.checkpoints.formats import registry
@@ -28,12 +29,23 @@ from mmldlm.checkpoints.formats.write_plan import WritePlan, execute, verify
 from mmldlm.checkpoints.layout import ENGINE_FOLDER, LATEST, SUB_GROUP_SIZE, TARGETS, ZERO_TAG
 from mmldlm.checkpoints.manifest import describe_file, read_manifest
 from mmldlm.convert.config_compat import check_config
+from mmldlm.convert.export_plan import DTYPE_NAMES, plan_tensors
 from mmldlm.convert.inspect import compare, summarize
 from mmldlm.convert.output_dir import write_atomically
-from mmldlm.convert.to_safetensors import DTYPE_NAMES, Summary, copy_tokenizer_files, plan_tensors, source_metadata
+from mmldlm.convert.to_safetensors import Summary, copy_tokenizer_files, source_metadata
 from mmldlm.errors import MmldlmError, UserError
 
 _RNG = re.compile(r"rng_state_rank(\d+)\.pt")
+
+
+class _Target(NamedTuple):
+    """What to write; see convert_state."""
+
+    name: str
+    world_size: int
+    dtype: str | None
+    only: Sequence[str]
+    sub_group_size: int
 
 
 def convert_state(
@@ -70,52 +82,40 @@ def convert_state(
         fsync: flush everything to the disk before `out` appears; a checkpoint of a run always is.
 
     Raises:
-        UserError: the source is damaged or lacks what the target needs, `out` exists, there is no space.
+        UserError: the source is damaged or incomplete for the target, `out` exists, or the disk has no space.
         MmldlmError: writing failed. In both cases `out` is unchanged.
     """
     started = time.monotonic()
     out = Path(os.path.abspath(out))
     _check_arguments(to, world_size)
-    with_moments = _needs_moments(source, to)
-    opened = open_source(source, allow_nonfinite, with_ema=ema, with_moments=with_moments)
+    opened = open_source(source, allow_nonfinite, with_ema=ema, with_moments=_needs_moments(source, to))
     with opened.weights as weights:
         check_config(weights, opened.checkpoint)
         if ema:
             weights.use_ema()
-        world = world_size or opened.world_size or 1
+        target = _Target(to, world_size or opened.world_size or 1, dtype, only, sub_group_size)
         optimizer = _optimizer_metadata(opened, to, dtype)
-        total, num_files = 0, 0
+        plan: WritePlan | None = None
         notes = list(optimizer.notes) if optimizer else []
 
         def write(folder: Path) -> None:
-            nonlocal total, num_files
+            nonlocal plan
+            plan = _write(opened, optimizer, target, folder, on_bytes, verify)
             if to in ("model.pt", "dcp"):
-                engine_folder, pending = folder, None
-            else:
-                engine_folder, pending = _begin(opened, folder)
-            plan, write_others = _plan(opened, optimizer, to, world, dtype, only, engine_folder, sub_group_size)
-            engine_folder.mkdir(parents=True, exist_ok=True)
-            total, num_files = execute(weights, plan, on_bytes), len(plan.files)
-            write_others(engine_folder)
-            if verify:
-                _verify(weights, engine_folder)
-            if pending is not None:
-                _copy_run(opened, pending.path, world)
-                pending.commit(engine=_describe(to), world_size=world, converted_from=opened.engine)
-            elif to in ("model.pt", "dcp"):
                 notes.extend(copy_tokenizer_files(opened, {}, folder))
             notes.extend(weights.notes)
 
         origin = opened.checkpoint or weights.path
-        marker = {"to": to, "world_size": world, "from": source_metadata(opened)}
+        marker = {"to": to, "world_size": target.world_size, "from": source_metadata(opened)}
         write_atomically(origin, out, force, _bytes_needed(weights, to), write, marker, fsync)
+        assert plan is not None
         stored = [info for info in weights.tensors.values() if not info.alias_of]
         return Summary(
             num_tensors=len(stored),
             num_aliases=len(weights.tensors) - len(stored),
             num_parameters=sum(info.numel for info in stored if info.kind != "buffer"),
-            num_bytes=total,
-            num_files=num_files,
+            num_bytes=sum(file.tensor_bytes for file in plan.files),
+            num_files=len(plan.files),
             seconds=time.monotonic() - started,
             notes=notes,
         )
@@ -138,13 +138,11 @@ def dry_run(
     Raises:
         UserError: as convert_state, except for OUT.
     """
-    with_moments = _needs_moments(source, to)
-    opened = open_source(source, allow_nonfinite, with_moments=with_moments)
+    opened = open_source(source, allow_nonfinite, with_moments=_needs_moments(source, to))
     with opened.weights as weights:
         check_config(weights, opened.checkpoint)
-        optimizer = _optimizer_metadata(opened, to, dtype)
-        world = world_size or opened.world_size or 1
-        plan, _ = _plan(opened, optimizer, to, world, dtype, only, Path("OUT"), sub_group_size)
+        target = _Target(to, world_size or opened.world_size or 1, dtype, only, sub_group_size)
+        plan, _ = _plan(opened, _optimizer_metadata(opened, to, dtype), target, Path("OUT"))
         verify(weights, plan)
         return summarize(opened), len(plan.files), plan.nbytes
 
@@ -162,6 +160,31 @@ def _needs_moments(source: Path | str, to: str) -> bool:
         return to != "model.pt"
     with open_source(source, allow_nonfinite=True).weights as weights:
         return not weights.unclassified
+
+
+def _write(
+    opened: OpenedCheckpoint,
+    optimizer: OptimizerMetadata | None,
+    target: _Target,
+    folder: Path,
+    on_bytes: Callable[[int, int], None],
+    verify: bool,
+) -> WritePlan:
+    """Write the checkpoint into `folder`, inside a committed checkpoint if the source is one; return the plan."""
+    is_run = opened.checkpoint is not None and target.name not in ("model.pt", "dcp")
+    pending = commit.begin(folder, opened.step or 0) if is_run else None
+    engine_folder = folder if pending is None else pending.path / ENGINE_FOLDER
+    plan, write_others = _plan(opened, optimizer, target, engine_folder)
+    engine_folder.mkdir(parents=True, exist_ok=True)
+    execute(opened.weights, plan, on_bytes)
+    write_others(engine_folder)
+    if verify:
+        _verify(opened.weights, engine_folder)
+    if pending is not None:
+        _copy_run(opened, pending.path, target.world_size)
+        engine = _describe(target.name)
+        pending.commit(engine=engine, world_size=target.world_size, converted_from=opened.engine)
+    return plan
 
 
 def _verify(source: WeightSource, folder: Path) -> None:
@@ -208,36 +231,21 @@ def _optimizer_metadata(opened: OpenedCheckpoint, to: str, dtype: str | None) ->
 
 
 def _plan(
-    opened: OpenedCheckpoint,
-    optimizer: OptimizerMetadata | None,
-    to: str,
-    world: int,
-    dtype: str | None,
-    only: Sequence[str],
-    folder: Path,
-    sub_group_size: int,
+    opened: OpenedCheckpoint, optimizer: OptimizerMetadata | None, target: _Target, folder: Path
 ) -> tuple[WritePlan, Callable[[Path], object]]:
     """Return the plan, and a function that writes all other files into the same folder."""
-    weights = opened.weights
+    weights, to = opened.weights, target.name
     tensors, names = None, None
     if to == "model.pt":
-        planned = plan_tensors(weights, dtype or "fp32", only)
+        planned = plan_tensors(weights, target.dtype or "fp32", target.only)
         tensors = {name: TensorSpec(item.dtype, item.info.shape) for name, item in planned.tensors.items()}
         source_names = {item.name: name for name, item in planned.tensors.items()}
         names = {name: source_names[planned.aliases.get(name, name)] for name in planned.names}
-    request = WriteRequest(weights, to, folder, world, optimizer, sub_group_size, tensors, names)
+    request = WriteRequest(weights, to, folder, target.world_size, optimizer, target.sub_group_size, tensors, names)
     plan, write_others = registry.writer_of(to).plan_write(request)
     if not to.startswith("zero") or opened.checkpoint is not None:
         return plan, write_others
     return plan, lambda folder: (folder / LATEST).write_text(ZERO_TAG)
-
-
-def _begin(opened: OpenedCheckpoint, folder: Path) -> tuple[Path, commit.PendingCheckpoint | None]:
-    """Return the folder of the engine's files, and the checkpoint around them if the source had one."""
-    if opened.checkpoint is None:
-        return folder, None
-    pending = commit.begin(folder, opened.step or 0)
-    return pending.path / ENGINE_FOLDER, pending
 
 
 def _copy_run(opened: OpenedCheckpoint, folder: Path, world: int) -> None:

@@ -5,7 +5,6 @@ Only descriptions are unpickled, torch and deepspeed are not imported, and OUT a
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import os
 import shutil
@@ -20,19 +19,17 @@ import numpy as np
 
 from mmldlm import __version__
 from mmldlm.checkpoints.formats.base import OpenedCheckpoint
-from mmldlm.checkpoints.formats.dtypes import DTYPES, cast, count_nonfinite, nbytes
+from mmldlm.checkpoints.formats.dtypes import DTYPES, cast, count_nonfinite
 from mmldlm.checkpoints.formats.open import open_source
 from mmldlm.checkpoints.formats.safetensors.writer import SafetensorsWriter
-from mmldlm.checkpoints.formats.weight_source import TensorInfo, WeightSource
+from mmldlm.checkpoints.formats.weight_source import WeightSource
 from mmldlm.checkpoints.io.crc32 import RangedCrc32
 from mmldlm.checkpoints.io.parallel import run_in_threads
-from mmldlm.checkpoints.layout import CONFIG_FILE, MODEL_CONFIG, RUN_CONFIG, SAFETENSORS_FILE, SAFETENSORS_INDEX
+from mmldlm.checkpoints.layout import CONFIG_FILE, MODEL_CONFIG, RUN_CONFIG, SAFETENSORS_INDEX
 from mmldlm.convert.config_compat import check_config
+from mmldlm.convert.export_plan import WIDE_FLOATS, ExportPlan, PlannedTensor, plan_tensors, split_into_files
 from mmldlm.convert.output_dir import TOKENIZER_FILES, write_atomically
 from mmldlm.errors import MmldlmError, UserError
-
-DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "keep": None}
-WIDE_FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
 class Summary(NamedTuple):
@@ -45,44 +42,6 @@ class Summary(NamedTuple):
     num_files: int
     seconds: float
     notes: list[str]
-
-
-class PlannedTensor(NamedTuple):
-    """One tensor to write.
-
-    Attributes:
-        info: the tensor in the source.
-        name: its name in the output.
-        dtype: its dtype in the output.
-    """
-
-    info: TensorInfo
-    name: str
-    dtype: str
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes in the output."""
-        return nbytes(self.info.shape, self.dtype)
-
-
-class ExportPlan(NamedTuple):
-    """What to write.
-
-    Attributes:
-        tensors: source name -> what to write, in the model's order.
-        aliases: second name of a tied weight in the output -> its name.
-        names: all names in the output, in the model's order.
-    """
-
-    tensors: dict[str, PlannedTensor]
-    aliases: dict[str, str]
-    names: tuple[str, ...] = ()
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes of all tensors."""
-        return sum(planned.nbytes for planned in self.tensors.values())
 
 
 def convert(
@@ -116,7 +75,7 @@ def convert(
         fsync: flush everything to the disk before `out` appears.
 
     Raises:
-        UserError: the source is damaged or unsafe, `out` exists, there is no space, or values overflow `dtype`.
+        UserError: the source is damaged or unsafe, `out` exists, the disk has no space, or values overflow `dtype`.
         MmldlmError: writing failed. In both cases `out` is unchanged.
     """
     started = time.monotonic()
@@ -127,7 +86,7 @@ def convert(
         if ema:
             weights.use_ema()
         plan = plan_tensors(weights, dtype, only)
-        files = _shards(plan, shard_bytes)
+        files = split_into_files(plan, shard_bytes)
         notes: list[str] = []
         num_bytes = 0
 
@@ -152,57 +111,6 @@ def convert(
             seconds=time.monotonic() - started,
             notes=notes,
         )
-
-
-# -- the plan ---------------------------------------------------------------------------------------------------------
-
-
-def plan_tensors(weights: WeightSource, dtype: str, only: Sequence[str] = ()) -> ExportPlan:
-    """Plan what to write of a source.
-
-    Raises:
-        UserError: an unknown dtype, a source without tensors, or patterns without a match.
-    """
-    if dtype not in DTYPE_NAMES:
-        raise UserError(f"--dtype one of {', '.join(DTYPE_NAMES)}", dtype, "choose one of them")
-    if all(info.alias_of for info in weights.tensors.values()):
-        raise UserError(f"weights in {weights.path}", "a checkpoint without a single tensor", "check what was saved")
-    # DistributedDataParallel prefixes every name with "module."; a model may have a child of that name, so all or none.
-    prefix = "module." if all(name.startswith("module.") for name in weights.tensors) else ""
-    bare = {name: name.removeprefix(prefix) for name in weights.tensors}
-    chosen = {name for name in bare if not only or any(fnmatch.fnmatchcase(bare[name], pattern) for pattern in only)}
-    # A tied weight is stored under its first name, and selected by any of its names.
-    selected = {weights.tensors[name].alias_of or name for name in chosen}
-    if not selected:
-        raise UserError(
-            f"a tensor that matches {' or '.join(only)}", "none", "see `mmldlm convert inspect` for the names"
-        )
-    target = DTYPE_NAMES[dtype]
-    tensors, aliases = {}, {}
-    for name, info in weights.tensors.items():
-        if info.alias_of:
-            if info.alias_of in selected and name in chosen:
-                aliases[bare[name]] = bare[info.alias_of]
-        elif name in selected:
-            is_cast = target is not None and info.kind != "buffer" and info.dtype in WIDE_FLOATS
-            tensors[name] = PlannedTensor(info, bare[name], target if is_cast and target else info.dtype)
-    names = tuple(bare[name] for name in weights.tensors if name in tensors or bare[name] in aliases)
-    return ExportPlan(tensors, aliases, names)
-
-
-def _shards(plan: ExportPlan, shard_bytes: int | None) -> dict[str, list[str]]:
-    """Return file name -> source names in it, in the model's order, filled greedily."""
-    groups: list[list[str]] = [[]]
-    size = 0
-    for name, planned in plan.tensors.items():
-        if shard_bytes is not None and groups[-1] and size + planned.nbytes > shard_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(name)
-        size += planned.nbytes
-    if len(groups) == 1:
-        return {SAFETENSORS_FILE: groups[0]}
-    return {f"model-{number:05d}-of-{len(groups):05d}.safetensors": group for number, group in enumerate(groups, 1)}
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------

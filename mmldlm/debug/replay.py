@@ -24,7 +24,8 @@ from mmldlm.data.batching.batch import Batch
 from mmldlm.data.batching.loader import MicroBatches
 from mmldlm.debug.nan_tracer import NanTracer, nonfinite_inputs, nonfinite_kind, nonfinite_weights
 from mmldlm.debug.replay_report import ReplayResult, explain_clean, is_clean, print_samples
-from mmldlm.engines.base import Autocast, compute_dtype, pick_device
+from mmldlm.distributed.environment import pick_device
+from mmldlm.engines.base import Autocast, compute_dtype
 from mmldlm.engines.deepspeed.config import resolve_stage
 from mmldlm.engines.optimizer import learning_rate
 from mmldlm.engines.single import SingleEngine

@@ -14,7 +14,7 @@ from mmldlm.data.batching.batch import Batch
 from mmldlm.debug.findings import Findings, format_names
 from mmldlm.engines.base import Engine, compute_dtype
 from mmldlm.engines.deepspeed.engine import DeepSpeedEngine
-from mmldlm.engines.gradient_shards import gradient_fragments, optimizer_groups
+from mmldlm.engines.gradient_shards import gradient_shards, optimizer_groups
 from mmldlm.engines.parameter_shards import ParameterShard
 from mmldlm.observe.layer_stats import LayerStats
 from mmldlm.stability.state_audit import STATES
@@ -121,7 +121,7 @@ def check_clipping(engine: Engine, config: Config, norm: float, findings: Findin
     states, squares = engine.optimizer_state(), 0.0
     for fragment in engine.parameter_shards():
         if fragment.count and states.get(fragment.owner):
-            moment = fragment.of(states[fragment.owner]["exp_avg"])
+            moment = fragment.slice_of(states[fragment.owner]["exp_avg"])
             squares += float(torch.linalg.vector_norm(moment, dtype=torch.float64).square())
     received = math.sqrt(squares) / (1 - config.optimizer.betas[0])
     clip = config.optimizer.grad_clip_norm
@@ -159,10 +159,10 @@ def measured_loss_drop(
         return f"a loss of {before} with a gradient of norm {norm} cannot be compared"
     expected = relative_drop * abs(before)
     with torch.no_grad():
-        for fragment, gradient in gradient_fragments(engine):
+        for fragment, gradient in gradient_shards(engine):
             if gradient is not None and fragment.count:
                 alpha = -expected / norm**2 / engine.loss_scale
-                fragment.of(fragment.owner).add_(gradient, alpha=alpha)
+                fragment.slice_of(fragment.owner).add_(gradient, alpha=alpha)
     engine.discard_gradients()
     engine.sync_weights_from_masters()
     with torch.no_grad():
@@ -178,7 +178,7 @@ def connected(engine: Engine, fired: set[str]) -> set[str]:
     """
     if isinstance(engine, DeepSpeedEngine) and engine.stage > 0:
         return set(fired)
-    return {fragment.name for fragment, gradient in gradient_fragments(engine) if gradient is not None}
+    return {fragment.name for fragment, gradient in gradient_shards(engine) if gradient is not None}
 
 
 def checksums(fragments: Iterable[ParameterShard]) -> dict[tuple[str, int], tuple[float, float]]:
@@ -189,7 +189,7 @@ def checksums(fragments: Iterable[ParameterShard]) -> dict[tuple[str, int], tupl
             float(torch.linalg.vector_norm(view, dtype=torch.float64)),
         )
         for fragment in fragments
-        for view in [fragment.of(fragment.owner)]
+        for view in [fragment.slice_of(fragment.owner)]
     }
 
 

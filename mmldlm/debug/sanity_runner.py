@@ -16,7 +16,7 @@ from mmldlm.debug import sanity_checks as checks
 from mmldlm.debug.batch_checks import check_batch, check_pinned
 from mmldlm.debug.findings import Findings, format_names
 from mmldlm.engines.build import build_engine
-from mmldlm.engines.gradient_shards import gradient_fragments
+from mmldlm.engines.gradient_shards import gradient_shards
 from mmldlm.engines.optimizer import learning_rate
 from mmldlm.observe.layer_stats import LayerStats, LayerStatsCollector
 from mmldlm.observe.throughput import peak_memory, reset_peak_memory
@@ -76,7 +76,7 @@ class SanityRunner:
             reset_peak_memory(engine.device)
         checks.check_device(engine, findings)
         checks.check_coverage(engine, findings)
-        frozen = checks.checksums(engine.frozen_fragments())
+        frozen = checks.checksums(engine.frozen_shards())
         start = checks.checksums(engine.parameter_shards())
         self._hooks = checks.GradientHooks(engine.model)
         engine.module.train()
@@ -232,7 +232,7 @@ class SanityRunner:
         for name, parameter in engine.model.named_parameters():
             if name not in trainable and (parameter.requires_grad or parameter.grad is not None):
                 findings.failed("frozen", f"{name} has a gradient although it is frozen")
-        for fragment, gradient in gradient_fragments(engine):
+        for fragment, gradient in gradient_shards(engine):
             if gradient is not None and gradient.dtype != torch.float32:
                 findings.failed("precision", f"the gradient of {fragment.name} is {str(gradient.dtype)[6:]}")
 
@@ -305,7 +305,7 @@ class SanityRunner:
         findings.passed("finite", f"gradient norms {min(norms):.4g} to {max(norms):.4g}")
 
     def _check_frozen(self, before: dict) -> None:
-        changed = checks.changed(before, checks.checksums(self.engine.frozen_fragments()))
+        changed = checks.changed(before, checks.checksums(self.engine.frozen_shards()))
         if changed:
             self.findings.failed("frozen", f"changed during the steps: {format_names(changed)}")
         names = {name for name, _ in before}

@@ -1,1 +1,1 @@
-"""Ranks: environment, process groups, heartbeats, failure reports."""
+"""Ranks and process groups: environment, heartbeats, failure attribution, error reporting."""

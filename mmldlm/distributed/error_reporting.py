@@ -1,9 +1,8 @@
-"""An error that ends this rank is printed once: not by every rank that has it, and not by none.
+"""Print a fatal error exactly once, even if several ranks raise it.
 
-Once there is a process group, errors are raised by agreement, and rank 0 speaks for all. Before, a mistake in the
-command line is found by every rank, a missing file perhaps by rank 5 alone: rank 0 says its own; on every other node
-the first rank does; further ranks wait a moment for one of their node to say the same, and speak when none does. They
-know it by a small file in the node's temporary folder, for nothing else joins them yet.
+Once there is a process group, errors are raised by agreement and rank 0 prints. Before, rank 0 prints its own error,
+and on every other node local rank 0 does. Further ranks wait a moment for the same error from their node, which they
+recognize by a claim file in the node's temporary folder.
 """
 
 from __future__ import annotations
@@ -21,47 +20,40 @@ from pathlib import Path
 
 from mmldlm.utils.formatting import for_screen
 
-# Seconds: ranks of a node start and import side by side; where rank 0 has failed, launchers end the rest.
+# Seconds: ranks of a node start and import in parallel; if rank 0 has failed, launchers end the rest.
 CLAIM_WAIT = 3.0
 CLAIM_TTL = 60.0  # an older claim is of another attempt
-_LAUNCHES = ("MMLDLM_LAUNCH", "SLURM_STEP_ID")  # else the launcher is the parent of all ranks of the node
+_LAUNCH_ID_VARS = ("MMLDLM_LAUNCH", "SLURM_STEP_ID")  # without them, the parent process identifies the launch
 
 
 def log_line(message: str) -> None:
-    """A line on stderr with the time of day."""
-    with contextlib.suppress(OSError):  # nobody reads it: the exit code still says how the run ended
+    """Print a line on stderr with the time of day."""
+    with contextlib.suppress(OSError):  # stderr is closed: the exit code still reports how the run ended
         line = f"[{datetime.now(timezone.utc):%H:%M:%S}] {message}"
         print(for_screen(line, sys.stderr), file=sys.stderr, flush=True)
 
 
 def report_error_once(error: BaseException, kind: str = "error") -> None:
-    """Say what ends this rank, unless another rank says it."""
+    """Print the error that ends this rank, unless another rank prints it."""
     rank, local_rank = (int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK"))
     if rank == 0:
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            _try_claim(str(error))
+            _claim(_claim_path(error))
         log_line(f"{kind}: {error}")
-    elif not _in_process_group() and _should_report(str(error), 0.0 if local_rank == 0 else CLAIM_WAIT):
+    elif not _has_process_group() and _claim(_claim_path(error), wait=CLAIM_WAIT if local_rank else 0.0):
         log_line(f"{kind} on rank {rank} ({socket.gethostname()}): {error}")
 
 
-def _in_process_group() -> bool:
-    torch = sys.modules.get("torch")  # not imported to find out that there is none
+def _has_process_group() -> bool:
+    torch = sys.modules.get("torch")  # not imported: then there is none
     return torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def _should_report(text: str, patience: float) -> bool:
-    end, path = time.monotonic() + patience, _claim_path(text)
-    while time.monotonic() < end:
-        if _is_recent(path):
-            return False
+def _claim(path: Path, wait: float = 0.0) -> bool:
+    """Whether this rank is the first of its node to claim the error; True if the folder cannot be used."""
+    end = time.monotonic() + wait
+    while time.monotonic() < end and not _is_recent(path):
         time.sleep(0.05)
-    return _try_claim(text)
-
-
-def _try_claim(text: str) -> bool:
-    """Whether no rank of this node has said it; a folder that cannot be used leaves everyone to speak."""
-    path = _claim_path(text)
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         for old in path.parent.iterdir():
@@ -75,11 +67,11 @@ def _try_claim(text: str) -> bool:
     return True
 
 
-def _claim_path(text: str) -> Path:
-    launch = next((os.environ[name] for name in _LAUNCHES if name in os.environ), os.getppid())
-    what = (launch, os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), text)
-    name = hashlib.sha256(repr(what).encode()).hexdigest()[:32]
-    return Path(tempfile.gettempdir()) / f"mmldlm_said_{os.getuid()}" / name
+def _claim_path(error: BaseException) -> Path:
+    launch = next((os.environ[name] for name in _LAUNCH_ID_VARS if name in os.environ), os.getppid())
+    key = (launch, os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), str(error))
+    name = hashlib.sha256(repr(key).encode()).hexdigest()[:32]
+    return Path(tempfile.gettempdir()) / f"mmldlm_errors_{os.getuid()}" / name
 
 
 def _is_recent(path: Path) -> bool:

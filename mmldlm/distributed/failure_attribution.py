@@ -1,4 +1,4 @@
-"""Whom the others wait for: a judgement over the last signs of life of all ranks. No torch, no threads, no clock."""
+"""Identify the failed ranks from the latest heartbeats of all ranks. No torch, no threads, no clock."""
 
 from __future__ import annotations
 
@@ -6,29 +6,35 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 
-RUNNING, COLLECTIVE_FAILED, FAILED, EXITED = "running", "hit", "failed", "left"
-_MOST_NAMES = 4
+RUNNING, COLLECTIVE_FAILED, FAILED, EXITED = "running", "collective_failed", "failed", "exited"
+_MAX_NAMES = 4
 FAILED_RANKS_FD = "MMLDLM_FAILED_RANKS_FD"  # variable: pipe to the process that watches this rank
 
 
 @dataclass(frozen=True)
 class HeartbeatRecord:
-    """One rank's sign of life, as it stands in the job's store.
+    """One rank's heartbeat, as stored in the job's key-value store.
 
     Attributes:
-        rank, host, pid: whose. number: counts publications, so that a new one is seen to be new.
-        step, phase: last finished optimizer step and what the main thread does since. moves: how often (step, phase)
-            has changed; all ranks go through the same ones, so it is a clock that all ranks share.
-        age: seconds since the main thread last beat, when this was published. patience: by how much this phase may
-            take longer than others.
-        state: running; hit (a collective failed under it: a peer is gone); failed (by its own error); left (in order,
-            with the error that all ranks share, or with none).
-        note: the error of hit, failed and left. place: where the main thread stands, once it stands long. waits:
-            whether that is inside a collective.
-        verdict: what rank 0 has found (sentence, ranks), None otherwise.
+        rank: of the sender.
+        host: of the sender.
+        pid: of the sender.
+        number: counts publications, so that a new one is recognized.
+        step: last finished optimizer step.
+        phase: what the main thread has been doing since.
+        progress_counter: number of changes of (step, phase). All ranks go through the same pairs, so it is a clock
+            that all ranks share.
+        age: seconds between the main thread's last report and this publication.
+        timeout_factor: multiplies the time limit of this phase.
+        state: RUNNING; COLLECTIVE_FAILED (in this rank, because of another one); FAILED (by its own error); EXITED
+            (in order, with the error that all ranks share, or with none).
+        message: the error of the last three states.
+        location: where the main thread is, once it has not reported for long.
+        in_collective: whether that location is inside a collective.
+        failure: what rank 0 has found (sentence, ranks), None otherwise.
     """
 
     rank: int
@@ -37,22 +43,22 @@ class HeartbeatRecord:
     number: int = 0
     step: int = 0
     phase: str = "start"
-    moves: int = 0
+    progress_counter: int = 0
     age: float = 0.0
-    patience: float = 1.0
+    timeout_factor: float = 1.0
     state: str = RUNNING
-    note: str = ""
-    place: str = ""
-    waits: bool = False
-    verdict: tuple[str, list[int]] | None = None
+    message: str = ""
+    location: str = ""
+    in_collective: bool = False
+    failure: tuple[str, list[int]] | None = None
 
     def to_text(self) -> str:
-        """For the store; `patience` may be infinite, which Python's JSON can hold."""
+        """JSON for the store; `timeout_factor` may be infinite, which Python's JSON can hold."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_text(text: str | bytes) -> HeartbeatRecord:
-        """What to_text wrote."""
+        """The inverse of to_text."""
         return HeartbeatRecord(**json.loads(text))
 
     def name(self) -> str:
@@ -62,121 +68,134 @@ class HeartbeatRecord:
 
 @dataclass(frozen=True)
 class Observation:
-    """A Beat, and when (monotonic seconds of the one who judges) it was first seen to be new."""
+    """A heartbeat, and when (monotonic seconds of the observer) it was first seen to be new."""
 
     beat: HeartbeatRecord
-    seen: float
+    seen_at: float
 
-    def quiet(self, now: float) -> float:
-        """Seconds without a new publication: the process is gone, stopped, or cut off."""
-        return now - self.seen
+    def seconds_since_seen(self, now: float) -> float:
+        """Seconds without a new publication: the process is dead, stopped, or cut off."""
+        return now - self.seen_at
 
-    def stood(self, now: float) -> float:
-        """Seconds since its main thread last beat, as far as anybody knows."""
-        return self.beat.age + self.quiet(now)
+    def seconds_since_progress(self, now: float) -> float:
+        """Seconds since the rank's main thread last reported, if known."""
+        return self.beat.age + self.seconds_since_seen(now)
+
+    def is_stalled(self, now: float, limit: float) -> bool:
+        """Whether the main thread has not reported for the time limit of its phase."""
+        return self.seconds_since_progress(now) > limit * self.beat.timeout_factor
 
 
 @dataclass(frozen=True)
 class FailureReport:
-    """Why the job ends, in one sentence, and because of which ranks (empty: of no single one)."""
+    """Why the job ends, in one sentence, and because of which ranks (empty: not of particular ones)."""
 
     sentence: str
     ranks: tuple[int, ...] = ()
 
 
-def report_failed_ranks(verdict: FailureReport) -> None:
-    """Pass the failed ranks to the process that started this one, where it opened a pipe for that (launch/rank.py)."""
+@dataclass(frozen=True)
+class Timeouts:
+    """Time limits in seconds.
+
+    Attributes:
+        stalled: without a report of the main thread.
+        unseen: without a heartbeat, once a collective has failed.
+        grace: after a failed collective, to find its reason.
+        dead: without a heartbeat though no collective has failed (NCCL raises no error when a peer dies).
+    """
+
+    stalled: float
+    unseen: float
+    grace: float
+    dead: float = math.inf
+
+
+def report_failed_ranks(report: FailureReport) -> None:
+    """Pass the failed ranks to the process that started this one, if it opened a pipe for that (rank_wrapper.py)."""
     fd = os.environ.pop(FAILED_RANKS_FD, None)
     if fd is not None:
         with contextlib.suppress(OSError, ValueError):
-            os.write(int(fd), json.dumps({"ranks": verdict.ranks, "sentence": verdict.sentence}).encode())
-
-
-@dataclass(frozen=True)
-class Timeouts:
-    """Seconds: without a move; without a sign of life once a collective has failed; to look for a reason then; without
-    a sign of life though nothing has failed (of NCCL's collectives no error comes when a rank is gone)."""
-
-    stand: float
-    quiet: float
-    inquiry: float
-    silent: float = math.inf
+            os.write(int(fd), json.dumps({"ranks": report.ranks, "sentence": report.sentence}).encode())
 
 
 def find_failed_ranks(
-    sightings: Iterable[Observation], now: float, limits: Timeouts, first_hit: float | None = None
+    observations: Iterable[Observation], now: float, limits: Timeouts, collective_failed_at: float | None = None
 ) -> FailureReport | None:
-    """Rank 0's judgement.
+    """Rank 0's decision.
 
-    A rank is to blame when it failed by itself; when no sign of life came from it for `limits.silent` (`limits.quiet`
-    once a collective has failed somewhere); or when it is furthest behind and stands for `limits.stand`. Those ahead
-    of it merely wait for it, and while one of those furthest behind still beats, they all wait for a rank that works.
+    A rank counts as failed if it reported an error; if it sent no heartbeat for `limits.dead` (`limits.unseen` once a
+    collective has failed); or if it is furthest behind and has not reported for `limits.stalled`. Ranks ahead of it
+    only wait for it, and while one of those furthest behind still reports, they all wait for a rank that works.
 
     Args:
-        sightings: the last of every rank. now: monotonic seconds. first_hit: when the first failed collective was seen.
+        observations: the latest of every rank.
+        now: monotonic seconds.
+        collective_failed_at: when the first failed collective was seen.
     """
-    sightings = list(sightings)
-    failed = [s for s in sightings if s.beat.state == FAILED]
+    observations = list(observations)
+    failed = [o for o in observations if o.beat.state == FAILED]
     if failed:
-        return _verdict(failed, lambda s: f"failed {_at(s.beat)}: {s.beat.note}")
-    running = [s for s in sightings if s.beat.state == RUNNING]
-    gone = [
-        s
-        for s in running
-        if s.quiet(now) > limits.quiet
-        and (
-            first_hit is not None
-            or s.stood(now) > limits.stand * s.beat.patience
-            or s.quiet(now) > limits.silent * s.beat.patience
-        )
-    ]
-    if gone:
-        return _verdict(gone, lambda s: describe_missing(s, now))
+        return _report(failed, lambda o: f"failed at {_progress(o.beat)}: {o.beat.message}")
+    running = [o for o in observations if o.beat.state == RUNNING]
+    missing = [o for o in running if _is_missing(o, now, limits, collective_failed_at is not None)]
+    if missing:
+        return _report(missing, lambda o: describe_missing(o, now))
     if running:
-        last = [s for s in running if s.beat.moves == min(s.beat.moves for s in running)]
-        if all(s.stood(now) > limits.stand * s.beat.patience for s in last):
-            left = [s for s in sightings if s.beat.state == EXITED]
-            if left:
-                return _verdict(left, lambda s: f"left the others {_at(s.beat)}: {s.beat.note or 'it was done'}")
-            return _verdict([s for s in last if not s.beat.waits] or last, lambda s: _standstill(s, now))
-    if first_hit is not None and now - first_hit > limits.inquiry:
-        return _unknown(sightings, running, now)
+        least = min(o.beat.progress_counter for o in running)
+        last = [o for o in running if o.beat.progress_counter == least]
+        if all(o.is_stalled(now, limits.stalled) for o in last):
+            exited = [o for o in observations if o.beat.state == EXITED]
+            if exited:
+                return _report(exited, lambda o: f"exited at {_progress(o.beat)}: {o.beat.message or 'it was done'}")
+            outside = [o for o in last if not o.beat.in_collective]
+            return _report(outside or last, lambda o: _describe_stalled(o, now))
+    if collective_failed_at is not None and now - collective_failed_at > limits.grace:
+        return _report_unexplained(observations, running, now)
     return None
 
 
-def describe_missing(sighting: Observation, now: float) -> str:
-    """The predicate for a rank of which nothing is heard any more."""
-    return f"has given no sign of life since {_where(sighting.beat)} ({sighting.stood(now):.0f} s ago)"
+def _is_missing(observation: Observation, now: float, limits: Timeouts, collective_failed: bool) -> bool:
+    unseen = observation.seconds_since_seen(now)
+    if unseen <= limits.unseen:
+        return False
+    is_dead = unseen > limits.dead * observation.beat.timeout_factor
+    return collective_failed or observation.is_stalled(now, limits.stalled) or is_dead
 
 
-def _standstill(sighting: Observation, now: float) -> str:
-    place = f", at {sighting.beat.place}" if sighting.beat.place else ""
-    return f"has not moved since {_where(sighting.beat)} ({sighting.stood(now):.0f} s ago{place})"
+def describe_missing(observation: Observation, now: float) -> str:
+    """The predicate for a rank that sends no heartbeats any more."""
+    seconds = observation.seconds_since_progress(now)
+    return f"has sent no heartbeat since {_progress(observation.beat)} ({seconds:.0f} s ago)"
 
 
-def _unknown(sightings: list[Observation], running: list[Observation], now: float) -> FailureReport:
-    """A collective failed, and every rank still gives signs of life."""
-    hit = [s for s in sightings if s.beat.state == COLLECTIVE_FAILED]
-    error = f"; {hit[0].beat.name()} saw: {hit[0].beat.note}" if hit else ""
-    late = [s for s in running if s.beat.moves < max(other.beat.moves for other in sightings)]
+def _describe_stalled(observation: Observation, now: float) -> str:
+    beat, seconds = observation.beat, observation.seconds_since_progress(now)
+    location = f", at {beat.location}" if beat.location else ""
+    return f"has made no progress since {_progress(beat)} ({seconds:.0f} s ago{location})"
+
+
+def _report_unexplained(observations: list[Observation], running: list[Observation], now: float) -> FailureReport:
+    """A collective failed, and every rank still sends heartbeats."""
+    hit = [o for o in observations if o.beat.state == COLLECTIVE_FAILED]
+    error = f"; {hit[0].beat.name()} saw: {hit[0].beat.message}" if hit else ""
+    most = max(o.beat.progress_counter for o in observations)
+    late = [o for o in running if o.beat.progress_counter < most]
     if late:
-        verdict = _verdict(late, lambda s: _standstill(s, now))
-        return replace(verdict, sentence=verdict.sentence + error)
-    hosts = sorted({s.beat.host for s in sightings})
-    between = f"the network between {', '.join(hosts[:_MOST_NAMES])}" if len(hosts) > 1 else "the messages above"
-    return FailureReport(f"a collective failed though all {len(sightings)} ranks are alive: look at {between}{error}")
+        report = _report(late, lambda o: _describe_stalled(o, now))
+        return replace(report, sentence=report.sentence + error)
+    hosts = sorted({o.beat.host for o in observations})
+    suspect = f"the network between {', '.join(hosts[:_MAX_NAMES])}" if len(hosts) > 1 else "the messages above"
+    alive = f"all {len(observations)} ranks still send heartbeats"
+    return FailureReport(f"a collective failed though {alive}: check {suspect}{error}")
 
 
-def _verdict(guilty: list[Observation], predicate) -> FailureReport:
-    named = [f"{s.beat.name()} {predicate(s)}" for s in guilty[:_MOST_NAMES]]
-    if len(guilty) > _MOST_NAMES:
-        named.append(f"and {len(guilty) - _MOST_NAMES} other ranks likewise")
-    return FailureReport("; ".join(named), tuple(s.beat.rank for s in guilty))
+def _report(failed: list[Observation], predicate: Callable[[Observation], str]) -> FailureReport:
+    sentences = [f"{o.beat.name()} {predicate(o)}" for o in failed[:_MAX_NAMES]]
+    if len(failed) > _MAX_NAMES:
+        sentences.append(f"and {len(failed) - _MAX_NAMES} more ranks")
+    return FailureReport("; ".join(sentences), tuple(o.beat.rank for o in failed))
 
 
-def _where(beat: HeartbeatRecord) -> str:
+def _progress(beat: HeartbeatRecord) -> str:
     return f"step {beat.step}, phase '{beat.phase}'"
-
-
-def _at(beat: HeartbeatRecord) -> str:
-    return f"at {_where(beat)}"

@@ -1,12 +1,12 @@
-"""No rank hangs unnamed: every rank gives signs of life, and a job in which one stands still ends, saying which.
+"""Heartbeats: detect a stalled or dead rank, report it, and terminate the job.
 
-Each rank has two threads beside its main one. The first talks to the job's store (a TCPStore, through a connection of
-its own): it publishes this rank's Beat every interval; on rank 0 it also reads the beats of all ranks and judges them
-(culprit.judge), on the others it reads only rank 0's, where the judgement stands. So N ranks make O(N) requests an
-interval. The second thread never talks to anyone: it ends this process when a verdict is there, or when rank 0, or the
-store, has been silent too long; a store that blocks the first thread cannot stop it.
+Each rank has two threads in addition to its main one. The publishing thread talks to the job's store (a TCPStore,
+through its own connection) and publishes this rank's HeartbeatRecord every interval. On rank 0 it also reads the
+records of all ranks and looks for failed ones (`find_failed_ranks`); on the others it reads rank 0's, which holds the
+result. So N ranks make O(N) requests per interval. The watchdog thread makes no requests: it ends this process when a
+failure is announced, or when rank 0 or the store has been silent too long. A blocking store cannot stop it.
 
-The store lives in rank 0's process, or in torchrun's agent on rank 0's node. Nothing here is a collective, and the main
+The store is in rank 0's process, or in torchrun's agent on rank 0's node. Nothing here is a collective, and the main
 thread never waits for the store while it trains.
 """
 
@@ -17,9 +17,11 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -36,28 +38,39 @@ from mmldlm.distributed.failure_attribution import (
     find_failed_ranks,
     report_failed_ranks,
 )
-from mmldlm.distributed.stack_dump import current_location, describe_error, exit_with_stacks, is_collective_error
+from mmldlm.distributed.stack_dump import current_location, exit_with_stacks, is_collective_error
 from mmldlm.errors import MmldlmError
+from mmldlm.utils.formatting import first_line, join_some
 
-_KEY = "mmldlm/liveness"
-_LONGEST_INTERVAL = 2.0  # seconds between two signs of life
-_INTERVALS_IN_TIMEOUT = 15  # of which six are left for the news to travel, so that the job ends within the timeout
-MAX_CONNECT_FAILURES = 3  # connections that the store's host refuses before the store counts as dead
+_KEY = "mmldlm/heartbeat"
+_MAX_INTERVAL = 2.0  # seconds between two heartbeats
+_INTERVALS_IN_TIMEOUT = 15  # six of them are left for the report to travel, so that the job ends within the timeout
+MAX_CONNECT_FAILURES = 3  # refused connections after which the store counts as dead
 SHUTDOWN_TIMEOUT = 30.0  # seconds from the error to the end of the process
-DEAD_RANK_TIMEOUT = 120.0  # seconds without a beat of the talking thread, which waits for no other: its process is gone
-_POLL = 0.02  # seconds between two looks at whether something awaited has come
+DEAD_RANK_TIMEOUT = 120.0  # seconds without a heartbeat: the publishing thread waits for no rank, so its process died
+_POLL = 0.02  # polling interval in seconds
+
+
+class _Progress(NamedTuple):
+    """Last report of the main thread."""
+
+    step: int
+    phase: str
+    counter: int
+    timeout_factor: float
+    reported_at: float
 
 
 class Heartbeat:
-    """Signs of life of this rank and a watch over the others, from `__init__` to `close`. Use as a context manager.
+    """Heartbeats of this rank and a watchdog over the others, from `__init__` to `close`. Use as a context manager.
 
-    The time limit holds for a phase without a beat: whatever legitimately takes longer (evaluation, a save) beats
-    while it works. A rank that waits in a collective for one that still beats is not ended; one that waits for a rank
-    which stands still is ended together with it, within `timeout` of its last beat. Where a phase cannot beat (the
-    compilation in the first step), `beat` takes more patience. With one rank nobody waits, and nothing is watched.
+    The time limit holds for a phase without a report: work that takes longer (evaluation, a save) calls `touch`.
+    A rank that waits in a collective for one that still reports is not ended. One that waits for a stalled rank is
+    ended together with it, within `timeout` of that rank's last report. A phase that cannot report (the compilation in
+    the first step) gets a `timeout_factor`. With one rank nothing is watched.
 
-    Leaving the context: without an error, or with an MmldlmError (by ARCHITECTURE raised by all ranks together), the
-    rank has left in order. Any other error is looked into (`name_the_culprit`), the answer is printed, and all ends.
+    Leaving the context without an error, or with an MmldlmError (raised by all ranks together), is an orderly exit. Any
+    other error is attributed to a rank (`attribute_error`), the result is printed, and all ranks end.
     """
 
     def __init__(
@@ -68,11 +81,13 @@ class Heartbeat:
         store: torch.distributed.TCPStore | None = None,
         logs: Path | None = None,
     ):
-        """Connect, and publish the first beat. Collective in that all ranks do it in the same order.
+        """Connect, and publish the first heartbeat. Collective in that all ranks do it in the same order.
 
         Args:
-            rank, world_size: of this process. timeout: engine.timeout, seconds.
-            store: a client connection that nobody else uses; None connects to MASTER_ADDR:MASTER_PORT, where
+            rank: of this process.
+            world_size: number of ranks.
+            timeout: engine.timeout, seconds.
+            store: a client connection used by nothing else; None connects to MASTER_ADDR:MASTER_PORT, where
                 init_process_group has left a store.
             logs: folder for the stacks (stack_rank{N}.txt) and the flight recorder's files of a rank that is ended.
 
@@ -80,97 +95,99 @@ class Heartbeat:
             torch.distributed.DistError: the store cannot be reached.
         """
         self.rank, self.world_size, self.logs = rank, world_size, logs
-        self.interval = min(_LONGEST_INTERVAL, timeout / _INTERVALS_IN_TIMEOUT)
-        stand, quiet = timeout - 6 * self.interval, 4 * self.interval
-        self.limits = Timeouts(stand, quiet, inquiry=7 * self.interval, silent=min(stand, DEAD_RANK_TIMEOUT))
-        self.verdict: FailureReport | None = None
-        self._judged_at, self._alone = 0.0, False  # alone: judged by this rank without rank 0
-        self._last = (0, "start", 0, 1.0, time.monotonic())  # step, phase, moves, patience, when
-        self._state, self._note, self._first_hit = RUNNING, "", None
+        self.interval = min(_MAX_INTERVAL, timeout / _INTERVALS_IN_TIMEOUT)
+        stalled, unseen = timeout - 6 * self.interval, 4 * self.interval
+        self.limits = Timeouts(stalled, unseen, grace=7 * self.interval, dead=min(stalled, DEAD_RANK_TIMEOUT))
+        self.failure: FailureReport | None = None
+        self._failed_at, self._found_alone = 0.0, False  # alone: by this rank without rank 0
+        self._progress = _Progress(0, "start", 0, 1.0, time.monotonic())
+        self._state, self._message, self._collective_failed_at = RUNNING, "", None
         self._main_thread = threading.get_ident()
-        self._sightings: dict[int, Observation] = {}
-        self._said = threading.Lock()
+        self._observations: dict[int, Observation] = {}
+        self._printed = threading.Lock()
         self._threads: list[threading.Thread] = []
         if world_size == 1:
             return
-        self._stop_talk, self._stop_guard, self._wake = threading.Event(), threading.Event(), threading.Event()
-        self._deadline: float | None = None  # for a main thread that is on its way out
-        self._published, self._heard, self._refusals = 0, time.monotonic(), 0
-        self._opened = self._heard
-        self._me = HeartbeatRecord(rank, socket.gethostname(), os.getpid())
+        self._stop_publish, self._stop_watchdog, self._wake = threading.Event(), threading.Event(), threading.Event()
+        self._deadline: float | None = None  # of a main thread that is exiting
+        self._num_published, self._last_contact, self._connect_failures = 0, time.monotonic(), 0
+        self._opened_at = self._last_contact
+        self._identity = HeartbeatRecord(rank, socket.gethostname(), os.getpid())
         self._address = (os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", 0)))
         self._store = store if store is not None else self._connect(timeout)
         self._store.set_timeout(timedelta(seconds=timeout))
-        # A process that trains twice finds the beats of the first time in the store: each time has its own keys.
+        # A process that trains twice finds the heartbeats of the first time in the store: each time has its own keys.
         self._prefix = f"{_KEY}/{self._store.add(f'{_KEY}/times/{rank}', 1)}"
         self._publish()
         if rank != 0:  # so that rank 0's host and pid are known, whatever happens to it next
-            self._sightings[0] = Observation(
-                HeartbeatRecord.from_text(self._store.get(f"{self._prefix}/0")), time.monotonic()
-            )
-        for work in (self._publish_loop, self._watchdog_loop):
-            thread = threading.Thread(target=work, name=f"liveness{work.__name__}", daemon=True)
+            first = HeartbeatRecord.from_text(self._store.get(f"{self._prefix}/0"))
+            self._observations[0] = Observation(first, time.monotonic())
+        for loop in (self._publish_loop, self._watchdog_loop):
+            thread = threading.Thread(target=loop, name=f"heartbeat{loop.__name__}", daemon=True)
             thread.start()
             self._threads.append(thread)
 
-    # -- what the main thread calls ----------------------------------------------------------------------------------
+    # -- for the main thread -----------------------------------------------------------------------------------------
 
-    def beat(self, step: int, phase: str, patience: float = 1.0) -> None:
-        """Say that the main thread moves. Costs a tuple; no lock, no request, no synchronisation.
+    def enter_phase(self, step: int, phase: str, timeout_factor: float = 1.0) -> None:
+        """Report progress of the main thread. Costs a tuple; no lock, no request, no synchronization.
 
         Args:
-            step: last finished optimizer step. phase: what comes now, one word. All ranks must go through the same
-                (step, phase) pairs in the same order, for who is furthest behind is told by them; work that only one
-                rank has to do repeats the present pair. patience: this phase's share of the time limit (math.inf: no
-                limit, for what nobody waits for).
+            step: last finished optimizer step.
+            phase: what comes now, one word. All ranks must go through the same (step, phase) pairs in the same order:
+                they determine which rank is furthest behind. Work of one rank only repeats the present pair.
+            timeout_factor: multiplies the time limit of this phase (math.inf: no limit, if no rank waits for it).
         """
-        last_step, last_phase, moves, _, _ = self._last
-        self._last = (step, phase, moves + ((step, phase) != (last_step, last_phase)), patience, time.monotonic())
+        last = self._progress
+        counter = last.counter + ((step, phase) != (last.step, last.phase))
+        self._progress = _Progress(step, phase, counter, timeout_factor, time.monotonic())
 
     def touch(self) -> None:
-        """Say that the main thread moves, in the phase that it is in."""
-        step, phase, _, patience, _ = self._last
-        self.beat(step, phase, patience)
+        """Report progress of the main thread within its present phase."""
+        last = self._progress
+        self.enter_phase(last.step, last.phase, last.timeout_factor)
 
     def attribute_error(self, error: BaseException) -> str:
-        """On the way out of an error: which rank is to blame, in one sentence with host, pid and last step.
+        """Which rank caused an error that ends this one, in one sentence with host, pid and last step.
 
-        Takes seconds at most (bounded by a few intervals), makes no collective, and works when the store is gone:
-        then rank 0, with which it goes, is the one. An error that is not of a collective is this rank's own.
+        Takes seconds at most (bounded by a few intervals), makes no collective, and works without the store: if rank 0
+        died with it, rank 0 is named. An error that is not of a collective is this rank's own.
         """
         if self.world_size == 1:
-            return f"failed {describe_error(error)}"
-        own = not is_collective_error(error)
-        self._state, self._note = FAILED if own else COLLECTIVE_FAILED, describe_error(error)
-        self._deadline = time.monotonic() + max(self.limits.stand, 12 * self.interval)
-        self._wait(lambda: self.verdict is not None, intervals=2 if own and self.rank else 12)
-        verdict = self.verdict
-        if verdict is None:
-            verdict = FailureReport(
-                f"{self._snapshot().name()} failed at step {self._last[0]}, phase '{self._last[1]}': {self._note}"
-                if own
-                else f"a collective failed and no rank is known to be to blame; {self._snapshot().name()} saw: "
-                f"{self._note}",
-                (self.rank,) if own else (),
-            )
+            return f"failed {first_line(error)}"
+        is_own = not is_collective_error(error)
+        self._state, self._message = FAILED if is_own else COLLECTIVE_FAILED, first_line(error)
+        self._deadline = time.monotonic() + max(self.limits.stalled, 12 * self.interval)
+        self._wait_until(lambda: self.failure is not None, intervals=2 if is_own and self.rank else 12)
+        failure = self.failure
+        if failure is None:
+            name, last = self._snapshot().name(), self._progress
+            if is_own:
+                sentence = f"{name} failed at step {last.step}, phase '{last.phase}': {self._message}"
+                failure = FailureReport(sentence, (self.rank,))
+            else:
+                sentence = f"a collective failed and the responsible rank is not known; {name} saw: {self._message}"
+                failure = FailureReport(sentence)
         if self.rank == 0:
-            # The others learn it from here, and the store may live in this process.
-            self._wait(lambda: self._seconds_since_failure() > 3 * self.interval, intervals=4)
-        return verdict.sentence
+            # The other ranks read it here, and the store may be in this process.
+            self._wait_until(lambda: self._seconds_since_failure() > 3 * self.interval, intervals=4)
+        return failure.sentence
 
     def close(self, error: BaseException | None = None) -> None:
-        """Stop, having said to the others that this rank leaves in order (with the error that all of them have)."""
-        if self.world_size == 1 or self._stop_talk.is_set():
+        """Stop, after announcing an orderly exit (with the error that all ranks have)."""
+        if self.world_size == 1 or self._stop_publish.is_set():
             return
         if self._state == RUNNING:
-            self._note = "" if error is None else describe_error(error)
+            self._message = "" if error is None else first_line(error)
             self._state = EXITED
-            number = self._published
-            self._wait(lambda: self._published > number + 1 or self._refusals > 0, intervals=2, wake_every=_POLL)
+            number = self._num_published
+            self._wait_until(
+                lambda: self._num_published > number + 1 or self._connect_failures > 0, intervals=2, wake_every=_POLL
+            )
             if self.rank == 0:
-                # Rank 0's process may hold the store: who comes later must find this last word in it.
-                self._wait(self._all_ranks_done, intervals=4, wake_every=_POLL * max(1, self.world_size // 32))
-        self._stop_guard.set()
+                # Rank 0's process may hold the store: later ranks must find this last record in it.
+                self._wait_until(self._all_ranks_done, intervals=4, wake_every=_POLL * max(1, self.world_size // 32))
+        self._stop_watchdog.set()
         self._stop_publishing()
         self._threads[1].join(self.interval)
 
@@ -181,74 +198,83 @@ class Heartbeat:
         if error is None or isinstance(error, MmldlmError) or self.world_size == 1:
             self.close(error)
             return
-        self._say(self.attribute_error(error))
-        # The guard stays: it ends this process if the way out leads through something that hangs.
-        self._deadline = time.monotonic() + min(self.limits.stand, SHUTDOWN_TIMEOUT)
+        self._print_failure(self.attribute_error(error))
+        # The watchdog stays: it ends this process if the exit hangs.
+        self._deadline = time.monotonic() + min(self.limits.stalled, SHUTDOWN_TIMEOUT)
         self._stop_publishing()
 
-    # -- the thread that talks to the store --------------------------------------------------------------------------
+    # -- the publishing thread ---------------------------------------------------------------------------------------
 
     def _publish_loop(self) -> None:
-        while not self._stop_talk.is_set():
+        while not self._stop_publish.is_set():
             try:
-                if self._refusals:
+                if self._connect_failures:
                     self._store = self._reconnect()
                 self._publish()
                 self._read()
-                self._heard, self._refusals = time.monotonic(), 0
-            except (RuntimeError, OSError):  # DistError is a RuntimeError: the store is gone, or not reachable now
-                self._refusals += 1
+                self._last_contact, self._connect_failures = time.monotonic(), 0
+            except (RuntimeError, OSError):  # DistError is a RuntimeError: the store is dead, or not reachable now
+                self._connect_failures += 1
             self._wake.wait(self.interval)
             self._wake.clear()
 
     def _publish(self) -> None:
         self._store.set(f"{self._prefix}/{self.rank}", self._snapshot().to_text())
-        self._published += 1
+        self._num_published += 1
 
     def _snapshot(self) -> HeartbeatRecord:
-        step, phase, moves, patience, when = self._last
-        age = time.monotonic() - when
-        place, waits = current_location(self._main_thread) if age > self.limits.stand / 2 else ("", False)
-        verdict = None if self.verdict is None else (self.verdict.sentence, list(self.verdict.ranks))
+        step, phase, counter, timeout_factor, reported_at = self._progress
+        age = time.monotonic() - reported_at
+        location, in_collective = "", False
+        if age > self.limits.stalled / 2:
+            location, in_collective = current_location(self._main_thread)
+        failure = None if self.failure is None else (self.failure.sentence, list(self.failure.ranks))
         return replace(
-            self._me,
-            number=self._published,
+            self._identity,
+            number=self._num_published,
             step=step,
             phase=phase,
-            moves=moves,
+            progress_counter=counter,
             age=age,
-            patience=patience,
+            timeout_factor=timeout_factor,
             state=self._state,
-            note=self._note,
-            place=place,
-            waits=waits,
-            verdict=verdict,
+            message=self._message,
+            location=location,
+            in_collective=in_collective,
+            failure=failure,
         )
 
     def _read(self) -> None:
-        """Rank 0: everybody's beats, and the verdict over them. The others: rank 0's beat, and the verdict in it."""
-        wanted = range(self.world_size) if self.rank == 0 else (0,)
-        # A key that is not there yet would be waited for: a rank may be late to its first beat.
-        known = [r for r in wanted if r in self._sightings or self._store.check([f"{self._prefix}/{r}"])]
+        """Rank 0: all records, and the failed ranks among them. Other ranks: rank 0's record with its result."""
+        now = self._observe()
+        expected = range(self.world_size) if self.rank == 0 else (0,)
+        missing = [rank for rank in expected if rank not in self._observations]
+        if missing and now - self._opened_at > self.limits.stalled:
+            ranks = join_some(map(str, missing), 8)
+            self._announce_failure(FailureReport(f"rank {ranks} never sent a heartbeat", tuple(missing)))
+        elif self.rank == 0:
+            observations = self._observations.values()
+            if self._collective_failed_at is None and any(o.beat.state == COLLECTIVE_FAILED for o in observations):
+                self._collective_failed_at = now
+            self._announce_failure(find_failed_ranks(observations, now, self.limits, self._collective_failed_at))
+        elif self._observations[0].beat.failure is not None:
+            sentence, ranks = self._observations[0].beat.failure
+            self._announce_failure(FailureReport(sentence, tuple(ranks)))
+        if self.rank == 0 and self.failure is not None:
+            self._publish()
+
+    def _observe(self) -> float:
+        """Read the records of the watched ranks; returns when (monotonic seconds)."""
+        watched = range(self.world_size) if self.rank == 0 else (0,)
+        # Reading a missing key would block: a rank may be late to its first heartbeat.
+        known = [r for r in watched if r in self._observations or self._store.check([f"{self._prefix}/{r}"])]
         texts = self._store.multi_get([f"{self._prefix}/{rank}" for rank in known]) if known else []
         now = time.monotonic()
         for rank, text in zip(known, texts, strict=True):
-            beat, last = HeartbeatRecord.from_text(text), self._sightings.get(rank)
+            beat, last = HeartbeatRecord.from_text(text), self._observations.get(rank)
             if last is None or beat.number != last.beat.number:
-                self._sightings[rank] = Observation(beat, now)
-        missing = [rank for rank in wanted if rank not in self._sightings]
-        if missing and now - self._opened > self.limits.stand:
-            names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-            self._failure_announced(FailureReport(f"rank {names} never gave a sign of life", tuple(missing)))
-        elif self.rank == 0:
-            hit = any(sighting.beat.state == COLLECTIVE_FAILED for sighting in self._sightings.values())
-            self._first_hit = self._first_hit or (now if hit else None)
-            self._failure_announced(find_failed_ranks(self._sightings.values(), now, self.limits, self._first_hit))
-        elif self._sightings[0].beat.verdict is not None:
-            sentence, ranks = self._sightings[0].beat.verdict
-            self._failure_announced(FailureReport(sentence, tuple(ranks)))
-        if self.rank == 0 and self.verdict is not None:
-            self._publish()
+                self._observations[rank] = Observation(beat, now)
+        return now
 
     def _connect(self, timeout: float) -> torch.distributed.TCPStore:
         return torch.distributed.TCPStore(
@@ -257,85 +283,83 @@ class Heartbeat:
 
     def _reconnect(self) -> torch.distributed.TCPStore:
         wait = max(self.interval, 1.0)
-        # torch warns on stderr at every try that fails; a plain socket finds out quietly.
+        # torch warns on stderr for every failed attempt; a plain socket finds out quietly.
         socket.create_connection(self._address, timeout=wait).close()
         store = self._connect(wait)
-        store.set_timeout(timedelta(seconds=self.limits.stand))  # _guard watches how long an answer takes
+        store.set_timeout(timedelta(seconds=self.limits.stalled))  # the watchdog limits how long an answer takes
         return store
 
-    # -- the thread that ends the process ----------------------------------------------------------------------------
+    # -- the watchdog thread -----------------------------------------------------------------------------------------
 
     def _watchdog_loop(self) -> None:
-        while not self._stop_guard.wait(self.interval / 2):
+        while not self._stop_watchdog.wait(self.interval / 2):
             now = time.monotonic()
             if self._deadline is not None:
                 if now > self._deadline:
                     exit_with_stacks(self.rank, self.logs)
-                elif self.rank and self.verdict is None:
-                    self._evaluate_on_rank_0(now)
-                continue  # the main thread is on its way out, and says why itself
+                elif self.rank and self.failure is None:
+                    self._check_rank_0(now)
+                continue  # the main thread is exiting, and prints the reason itself
             if self._state == EXITED:
                 continue
-            if self.verdict is None:
-                self._evaluate_on_rank_0(now)
-            if self.verdict is None:
+            if self.failure is None:
+                self._check_rank_0(now)
+            if self.failure is None:
                 continue
-            self._say(self.verdict.sentence)  # at once: when the first rank goes, launchers end the others
-            report_failed_ranks(self.verdict)
-            # Rank 0 stays until all have read the verdict; the guilty go first, so that launchers name them.
-            wait = 3 * self.interval if self.rank == 0 else self.interval * (self.rank not in self.verdict.ranks)
+            self._print_failure(self.failure.sentence)  # at once: when the first rank exits, launchers end the others
+            report_failed_ranks(self.failure)
+            # Rank 0 stays until all have read the result; failed ranks exit first, so that the launcher reports them.
+            wait = 3 * self.interval if self.rank == 0 else self.interval * (self.rank not in self.failure.ranks)
             if self._seconds_since_failure() >= wait and self._deadline is None:
                 exit_with_stacks(self.rank, self.logs)
 
-    def _evaluate_on_rank_0(self, now: float) -> None:
-        """What only this rank can see: that nothing comes from rank 0, or from the store, any more."""
-        first = self._sightings.get(0)
+    def _check_rank_0(self, now: float) -> None:
+        """Announce what only this rank can see: that rank 0, or the store, is silent."""
+        first, last = self._observations.get(0), self._progress
         if first is not None and first.beat.state == EXITED:
-            _, _, _, patience, when = self._last
-            if first.beat.note and now - when > self.limits.stand * patience:
-                self._failure_announced(FailureReport(f"{first.beat.name()} left the others: {first.beat.note}", (0,)))
+            if first.beat.message and now - last.reported_at > self.limits.stalled * last.timeout_factor:
+                self._announce_failure(FailureReport(f"{first.beat.name()} exited: {first.beat.message}", (0,)))
             return
-        limit = self.limits.quiet if self._state == COLLECTIVE_FAILED else self.limits.stand
-        refused = self._refusals >= MAX_CONNECT_FAILURES
-        if refused or now - self._heard > limit:
-            agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            holder = f"torchrun's agent on {self._address[0]}" if agent else "its process"
-            store = f"the job's store, which lives in {holder}, {'is gone' if refused else 'does not answer'}"
-        elif first is not None and self.rank and first.quiet(now) > limit * max(first.beat.patience, 1.0):
-            store = ""
+        limit = self.limits.unseen if self._state == COLLECTIVE_FAILED else self.limits.stalled
+        is_refused = self._connect_failures >= MAX_CONNECT_FAILURES
+        if is_refused or now - self._last_contact > limit:
+            in_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            holder = f"torchrun's agent on {self._address[0]}" if in_agent else "its process"
+            reason = f": the job's store, in {holder}, {'is down' if is_refused else 'does not answer'}"
+        elif first is not None and self.rank and _is_silent(first, now, limit):
+            reason = ""
         else:
             return
-        who = "rank 0" if first is None else f"{first.beat.name()} {describe_missing(first, now)}"
-        self._alone = True
-        self._failure_announced(FailureReport(f"{who}: {store}" if store else who, (0,)))
+        name = "rank 0" if first is None else f"{first.beat.name()} {describe_missing(first, now)}"
+        self._found_alone = True
+        self._announce_failure(FailureReport(name + reason, (0,)))
 
-    def _failure_announced(self, verdict: FailureReport | None) -> None:
-        if self.verdict is None and verdict is not None:
-            self._judged_at = time.monotonic()
-            self.verdict = verdict
+    def _announce_failure(self, failure: FailureReport | None) -> None:
+        if self.failure is None and failure is not None:
+            self._failed_at = time.monotonic()
+            self.failure = failure
 
     def _seconds_since_failure(self) -> float:
-        return 0.0 if self.verdict is None else time.monotonic() - self._judged_at
+        return 0.0 if self.failure is None else time.monotonic() - self._failed_at
 
-    # -- small things ------------------------------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------------------------------
 
-    def _say(self, sentence: str) -> None:
-        """One line a node on stderr, past Python's buffers and locks: the main thread may hold them."""
+    def _print_failure(self, sentence: str) -> None:
+        """One line per node on stderr, past Python's buffers and locks: the main thread may hold them."""
         local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
-        # Where rank 0 cannot speak for its node, its neighbour does.
-        if (local_rank == 0 or (local_rank == 1 and self._alone)) and self._said.acquire(blocking=False):
-            os.write(2, f"ERROR: {sentence}; the job ends after step {self._last[0]}\n".encode())
+        # If rank 0 cannot print for its node, local rank 1 does.
+        if (local_rank == 0 or (local_rank == 1 and self._found_alone)) and self._printed.acquire(blocking=False):
+            os.write(2, f"ERROR: {sentence}; the job ends after step {self._progress.step}\n".encode())
 
     def _all_ranks_done(self) -> bool:
-        others = [sighting.beat.state for rank, sighting in list(self._sightings.items()) if rank]
+        others = [observation.beat.state for rank, observation in list(self._observations.items()) if rank]
         return len(others) == self.world_size - 1 and RUNNING not in others
 
-    def _wait(self, done, intervals: float, wake_every: float = math.inf) -> None:
-        """Until done, some intervals at most; the talking thread is woken every so often, four times an interval or
-        oftener."""
+    def _wait_until(self, is_done: Callable[[], bool], intervals: float, wake_every: float = math.inf) -> None:
+        """Wait for a number of intervals at most; wakes the publishing thread at least four times per interval."""
         now = time.monotonic()
         end, wake = now + intervals * self.interval, now
-        while not done() and now < end:
+        while not is_done() and now < end:
             if now >= wake:
                 self._wake.set()
                 wake = now + min(self.interval / 4, wake_every)
@@ -343,7 +367,11 @@ class Heartbeat:
             now = time.monotonic()
 
     def _stop_publishing(self) -> None:
-        """Before the interpreter ends: a thread that comes back from the store then would bring the process down."""
-        self._stop_talk.set()
+        """Before the interpreter ends: a thread that returns from the store then would crash the process."""
+        self._stop_publish.set()
         self._wake.set()
         self._threads[0].join(2 * self.interval)
+
+
+def _is_silent(observation: Observation, now: float, limit: float) -> bool:
+    return observation.seconds_since_seen(now) > limit * max(observation.beat.timeout_factor, 1.0)

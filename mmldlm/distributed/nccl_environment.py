@@ -1,4 +1,4 @@
-"""What the process group must know before it starts: how long anything may take, and where it leaves its traces."""
+"""Environment of the process group, set before it starts: time limits and where traces are written."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import os
 from pathlib import Path
 
-# Every spelling that torch 2.13 reads, the present one first (torch/csrc/distributed/c10d/*.hpp).
+# Every spelling that torch 2.13 reads, the current one first (torch/csrc/distributed/c10d/*.hpp).
 _FLIGHT_BUFFER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 FLIGHT_RECORDER_FILE = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _ERROR_HANDLING = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
@@ -15,24 +15,24 @@ _BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
 _MONITORING = "TORCH_NCCL_ENABLE_MONITORING"
 _HEARTBEAT = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
 
-_LONGEST_HEARTBEAT = 480  # torch's own default, seconds: a CUDA call that blocks the watchdog longer is a hang
+_MAX_HEARTBEAT = 480  # torch's own default, seconds: a CUDA call that blocks the watchdog longer hangs
 _FALSE = ("0", "n", "no", "f", "false")
 
 
 def prepare_environment(timeout: float, logs: Path | None = None) -> list[str]:
-    """Set what NCCL, torch and DeepSpeed read when the process group starts. What the user has set stays.
+    """Set what NCCL, torch and DeepSpeed read when the process group starts. Variables that the user has set stay.
 
     Call it before init_process_group, and before deepspeed is imported (it reads DEEPSPEED_TIMEOUT on import).
     gloo reads no time limit from the environment: it takes the `timeout` of init_process_group.
 
     Args:
-        timeout: engine.timeout, seconds. logs: folder for the flight recorder's files; made when a dump is written by
-            us, and here, because torch does not make it.
+        timeout: engine.timeout, seconds.
+        logs: folder for the flight recorder's files, created here because torch does not create it.
 
     Returns:
-        One sentence for each setting of the user that lets a hang outlast timeout.
+        One warning per setting of the user that lets a hang outlast timeout.
     """
-    # The last collectives of every rank, with their stacks: the only witness of which rank did not join one.
+    # The last collectives of every rank, with their stacks: the only record of which rank did not join one.
     _default(_FLIGHT_BUFFER, "2000")
     _default(("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1")
     if logs is not None and not _env_value(FLIGHT_RECORDER_FILE):
@@ -42,27 +42,27 @@ def prepare_environment(timeout: float, logs: Path | None = None) -> list[str]:
     # 3 ends the process when a collective fails or times out, without ncclCommAbort, which can itself hang for ever.
     if not _env_value(_BLOCKING_WAIT):
         _default(_ERROR_HANDLING, "3")
-    # The watchdog that enforces the time limit can itself be stuck in a CUDA call: a second thread watches it.
+    # The watchdog that enforces the time limit can itself be blocked in a CUDA call: a second thread monitors it.
     _default((_MONITORING,), "1")
-    _default((_HEARTBEAT,), str(max(int(min(timeout, _LONGEST_HEARTBEAT)), 1)))
+    _default((_HEARTBEAT,), str(max(int(min(timeout, _MAX_HEARTBEAT)), 1)))
     # Whole minutes; for the groups that DeepSpeed makes by itself.
     _default(("DEEPSPEED_TIMEOUT",), str(max(math.ceil(timeout / 60), 1)))
     return _timeout_beyond(timeout)
 
 
 def _timeout_beyond(timeout: float) -> list[str]:
-    found = []
+    warnings = []
     heartbeat = os.environ[_HEARTBEAT]
-    if not heartbeat.isdigit() or int(heartbeat) > max(timeout, _LONGEST_HEARTBEAT):
-        found.append(
-            f"{_HEARTBEAT}={heartbeat}: a rank stuck in CUDA may stand so many seconds, engine.timeout is {timeout:g}"
+    if not heartbeat.isdigit() or int(heartbeat) > max(timeout, _MAX_HEARTBEAT):
+        warnings.append(
+            f"{_HEARTBEAT}={heartbeat}: a rank blocked in CUDA ends only after that, engine.timeout is {timeout:g} s"
         )
     if os.environ[_MONITORING].lower() in _FALSE:
-        found.append(f"{_MONITORING}={os.environ[_MONITORING]}: nobody watches NCCL's watchdog")
+        warnings.append(f"{_MONITORING}={os.environ[_MONITORING]}: a blocked NCCL watchdog is not detected")
     handling = _env_value(_ERROR_HANDLING)
     if handling is not None and os.environ[handling] == "0":
-        found.append(f"{handling}=0: NCCL neither times out nor reports a dead peer")
-    return [f"{sentence}; unset it" for sentence in found]
+        warnings.append(f"{handling}=0: NCCL neither times out nor reports a dead peer")
+    return [f"{sentence}; unset it" for sentence in warnings]
 
 
 def _env_value(names: tuple[str, ...]) -> str | None:

@@ -1,1 +1,1 @@
-"""Engines: what runs a step. One seam (base), several kinds behind it."""
+"""Engines that run training steps on one or more ranks: single, ddp, fsdp, deepspeed."""

@@ -1,4 +1,4 @@
-"""engine.kind -> Engine."""
+"""Build the engine that engine.kind names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mmldlm.config.schema import Config
 from mmldlm.engines.deepspeed.config import merged_config
 from mmldlm.errors import UserError
 
-if TYPE_CHECKING:  # check_engine is asked by preflight, which starts without torch
+if TYPE_CHECKING:  # preflight calls check_engine, and starts without torch
     from torch import nn
 
     from mmldlm.engines.base import Engine
@@ -31,10 +31,10 @@ def build_engine(model: nn.Module, config: Config, plan: ParameterPlan) -> Engin
 
 
 def check_engine(config: Config, world_size: int) -> None:
-    """Everything about the engine that can be wrong and be seen before a rank starts.
+    """Check the engine's settings, without starting a rank.
 
     Raises:
-        UserError: DeepSpeed settings that disagree or are for another engine, ranks that do not fit the engine.
+        UserError: DeepSpeed settings that disagree or are for another engine, a world size that does not fit it.
     """
     engine = config.engine
     if engine.kind == "deepspeed":

@@ -1,4 +1,4 @@
-"""An exponential moving average of the master weights, cut over the ranks as they are."""
+"""Exponential moving average of the master weights, sharded as they are."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from mmldlm.engines.base import Engine
 
 
 class WeightAverage:
-    """ema = decay * ema + (1 - decay) * weight after every applied step, in fp32, for what this rank holds."""
+    """ema = decay * ema + (1 - decay) * weight after every applied step, in fp32, for this rank's shards."""
 
     def __init__(self, engine: Engine, decay: float):
         self.engine, self.decay = engine, decay
-        self._fragments = engine.parameter_shards()
-        self._weights = [fragment.of(fragment.owner) for fragment in self._fragments]
+        self._shards = engine.parameter_shards()
+        self._weights = [shard.slice_of(shard.owner) for shard in self._shards]
         self.values = [weight.clone() for weight in self._weights]
 
     def restart(self) -> None:
-        """Begin again at the present weights (after weights were loaded without an average)."""
+        """Restart from the current weights (after weights were loaded without an average)."""
         torch._foreach_copy_(self.values, self._weights)
 
     def update(self) -> None:
-        """Count in the weights of the step that was just applied."""
+        """Include the weights of the step that was just applied."""
         torch._foreach_lerp_(self.values, self._weights, 1 - self.decay)
 
     def named_values(self) -> list[tuple[str, torch.Tensor]]:
-        """Parameter's name and this rank's part of its average."""
-        return [(f.name, value) for f, value in zip(self._fragments, self.values, strict=True) if f.count]
+        """(parameter name, this rank's shard of its average)."""
+        return [(shard.name, value) for shard, value in zip(self._shards, self.values, strict=True) if shard.count]
 
     def load(self, reader) -> None:
-        """Take the average from a checkpoint of any engine and world size."""
-        for fragment, value in zip(self._fragments, self.values, strict=True):
-            value.copy_(torch.from_numpy(reader.read(fragment.name, "ema", fragment.start, fragment.count)))
+        """Load the average from a checkpoint of any engine and world size."""
+        for shard, value in zip(self._shards, self.values, strict=True):
+            value.copy_(torch.from_numpy(reader.read(shard.name, "ema", shard.start, shard.count)))
 
     def snapshot_state(self) -> dict[str, Any]:
-        """name -> first element, whole shape, values [count]; several ranks' files together cover each parameter."""
+        """name -> start, shape of the parameter, values [count]; all ranks' files together cover each parameter."""
         if not self.engine.saves_shards:
             return {}
         return {
-            fragment.name: {"start": fragment.start, "shape": list(fragment.shape), "values": value}
-            for fragment, value in zip(self._fragments, self.values, strict=True)
-            if fragment.count
+            shard.name: {"start": shard.start, "shape": list(shard.shape), "values": value}
+            for shard, value in zip(self._shards, self.values, strict=True)
+            if shard.count
         }
 
     def file_name(self) -> str:
@@ -51,6 +51,6 @@ class WeightAverage:
         return f"ema_rank{self.engine.rank}.pt"
 
     def write(self, state: dict[str, Any], folder: Path) -> None:
-        """torch.save this rank's part."""
+        """Save this rank's shards."""
         if state:
             torch.save(state, folder / self.file_name())

@@ -1,4 +1,4 @@
-"""PyTorch FSDP2 (fully_shard): weights, gradients and optimizer cut over the ranks, block by block."""
+"""PyTorch FSDP2 (fully_shard): weights, gradients and optimizer sharded over the ranks, unit by unit."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from mmldlm.config.schema import Config
-from mmldlm.engines.base import compute_dtype, persistent_buffers, pick_device, rank_environment, tied_names
-from mmldlm.engines.deepspeed.engine import start_process_group
+from mmldlm.distributed.environment import pick_device, rank_environment
+from mmldlm.distributed.process_group import start_process_group
+from mmldlm.engines.base import compute_dtype, persistent_buffers, tied_names
 from mmldlm.engines.parameter_plan import ParameterPlan
 from mmldlm.engines.parameter_shards import ParameterShard, dim0_shard
 from mmldlm.engines.torch_engine import TorchEngine
@@ -26,7 +27,7 @@ TRAINABLE = "trainable.json"
 
 
 class FsdpEngine(TorchEngine):
-    """fp32 shards; each block's weights are gathered (in bf16 when asked) while it runs, gradients reduced in fp32.
+    """fp32 shards; each unit's weights are gathered (in bf16 when asked) while it runs, gradients reduced in fp32.
 
     With engine.replicas = R, groups of world size / R ranks shard the model and R groups hold copies (HSDP).
     """
@@ -43,12 +44,12 @@ class FsdpEngine(TorchEngine):
         else:
             mesh = init_device_mesh(self.device.type, (self.replicas, shards), mesh_dim_names=("replicate", "shard"))
         self.saves_shards = self.rank < shards
-        # Timesteps come in fp32 and stay so until the model casts its sinusoids: inputs are not FSDP's to cast.
+        # Timesteps are fp32 until the model casts its sinusoids: FSDP must not cast inputs.
         policy = MixedPrecisionPolicy(cast_forward_inputs=False)
         dtype = compute_dtype(config.training.dtype)
         if dtype != torch.float32:
             policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
-        # The model returns slices of larger tensors; nobody changes them in place.
+        # The model returns slices of larger tensors, which are not changed in place.
         warnings.filterwarnings("ignore", message=".*returned a view tensor", category=UserWarning)
         model.to(self.device)
         for unit in plan.sharding_units:
@@ -56,33 +57,33 @@ class FsdpEngine(TorchEngine):
         fully_shard(model, mesh=mesh, mp_policy=policy)
         self.module = model
         self._setup(model, config, plan)
-        self._patience = timedelta(seconds=config.checkpoints.save_timeout)
+        self._save_timeout = timedelta(seconds=config.checkpoints.save_timeout)
         self.reset_after_failed_save()
 
     def reset_after_failed_save(self) -> None:
-        # A checkpoint is written in a thread while training goes on: its collectives need a group of their own. One in
-        # which a collective failed stays broken.
-        self._writers = torch.distributed.new_group(backend="gloo", timeout=self._patience)
+        # A checkpoint is written in a thread while training continues: its collectives need a separate group. After a
+        # failed collective a group stays broken.
+        self._writers = torch.distributed.new_group(backend="gloo", timeout=self._save_timeout)
 
     def _sync_gradients(self, sync: bool) -> None:
         self.module.set_requires_gradient_sync(sync)
         self.module.set_is_last_backward(sync)
 
     @staticmethod
-    def _fragment(name: str, parameter: Tensor) -> ParameterShard:
+    def _shard(name: str, parameter: Tensor) -> ParameterShard:
         return dim0_shard(name, parameter)
 
     def snapshot_state(self, folder: Path, step: int) -> Any:
         state = self.optimizer.state
         names = {self._names[id(p)]: p for p in self._parameters()}
         moments = {
-            what: {name: state[p][what] for name, p in names.items() if state[p]} for what in ("exp_avg", "exp_avg_sq")
+            key: {name: state[p][key] for name, p in names.items() if state[p]} for key in ("exp_avg", "exp_avg_sq")
         }
-        told = {
+        metadata = {
             "trainable": list(names),
             "buffers": list(persistent_buffers(self.model)),
             "aliases": tied_names(self.model),
-            # For `mmldlm convert`: DeepSpeed wants the groups again, DCP keeps no order of them.
+            # For `mmldlm convert`: DeepSpeed needs the groups, and DCP does not keep their order.
             "groups": [
                 {
                     "names": [self._names[id(p)] for p in group["params"]],
@@ -91,18 +92,18 @@ class FsdpEngine(TorchEngine):
                 for group in self.optimizer.param_groups
             ],
         }
-        return {"names": told, "tensors": {"model": dict(self.model.state_dict()), "optim": moments}}
+        return {"names": metadata, "tensors": {"model": dict(self.model.state_dict()), "optim": moments}}
 
     def write(self, state: Any, folder: Path) -> None:
-        """A torch.distributed.checkpoint folder, and beside it which names are trainable, buffers, or tied."""
-        # Nothing copied ahead: that loader waits for the present device's stream, and this may be a thread of its own.
+        """Write a torch.distributed.checkpoint folder, and which names are trainable, buffers, or tied."""
+        # No copies ahead: that loader waits for the current device's stream, and this may be a separate thread.
         writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
         try:
             dcp.save(state["tensors"], storage_writer=writer, process_group=self._writers)
-        except CheckpointException as error:  # a BaseException whose text hides what happened
+        except CheckpointException as error:  # a BaseException whose text hides the cause
             rank, (first, _) = next(iter(error.failures.items()))
             raise RuntimeError(f"rank {rank}: {type(first).__name__}: {first}") from error
-        if self.rank == 0:  # after it: a rank that failed before would leave the others in its collectives
+        if self.rank == 0:  # afterwards: a rank that failed earlier would leave the others in the collectives above
             (folder / TRAINABLE).write_text(json.dumps(state["names"]) + "\n")
 
     def describe(self) -> str:

@@ -1,4 +1,4 @@
-"""AdamW with weight decay only where it belongs, and the learning-rate schedule."""
+"""AdamW with weight decay on matrices only, gradient clipping, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def parameter_groups(model: nn.Module, weight_decay: float, no_decay: Collection
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig, no_decay: Collection[str] = ()) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters; fused is 5 x faster than the default on CPU as well as on GPU."""
+    """Fused AdamW over the trainable parameters (5 x faster than the default, on CPU and GPU)."""
     return torch.optim.AdamW(
         parameter_groups(model, config.weight_decay, no_decay),
         lr=config.lr,
@@ -46,10 +46,10 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, no_decay: Collect
 
 
 def learning_rate(applied_steps: int, num_train_steps: int, config: OptimizerConfig) -> float:
-    """Rate of the next step after `applied_steps` steps that really moved the weights.
+    """Learning rate of the next step after `applied_steps` steps that were not skipped.
 
-    Linear warm-up from lr / warmup_steps, then cosine or linear to min_lr, or constant; at and after the end it stays
-    at the last value, never turning up again.
+    Linear warm-up from lr / warmup_steps, then cosine or linear decay to min_lr, or constant. At and after the end it
+    stays at the last value.
     """
     if applied_steps < config.warmup_steps:
         return config.lr * (applied_steps + 1) / config.warmup_steps
@@ -57,8 +57,8 @@ def learning_rate(applied_steps: int, num_train_steps: int, config: OptimizerCon
         return config.lr
     span = max(num_train_steps - config.warmup_steps, 1)
     progress = min((applied_steps - config.warmup_steps) / span, 1.0)
-    share = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
-    return config.min_lr + (config.lr - config.min_lr) * share
+    fraction = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
+    return config.min_lr + (config.lr - config.min_lr) * fraction
 
 
 def _clip_coefficient(max_norm: float | None, norm: float, loss_scale: float) -> float:
@@ -67,12 +67,12 @@ def _clip_coefficient(max_norm: float | None, norm: float, loss_scale: float) ->
 
 
 def scale_gradients(parameters: list[torch.Tensor], max_norm: float | None, norm: float, loss_scale: float) -> None:
-    """Take the loss scale out of gradients and clip them to max_norm (None: no clipping), in place, without a sync.
+    """Unscale gradients and clip them to max_norm (None: no clipping), in place, without a host sync.
 
     The rule of torch.nn.utils.clip_grad_norm_: times max_norm / (norm + 1e-6), at most 1.
 
     Args:
-        norm: their global norm, loss scale taken out.
+        norm: their unscaled global norm.
     """
     factor = _clip_coefficient(max_norm, norm, loss_scale)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -81,12 +81,12 @@ def scale_gradients(parameters: list[torch.Tensor], max_norm: float | None, norm
 
 
 def clipped_step(optimizer: torch.optim.AdamW, max_norm: float | None, norm: float, loss_scale: float) -> None:
-    """`scale_gradients`, then AdamW's step; the fused kernel scales while it reads them, so no pass goes before it."""
+    """Unscale, clip and step; the fused kernel scales gradients while it reads them, without an extra pass."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if any(hasattr(parameter, "full_tensor") for parameter in parameters):  # of a shard the kernel takes no scale
+    if any(hasattr(parameter, "full_tensor") for parameter in parameters):  # the kernel takes no scale for a shard
         scale_gradients(parameters, max_norm, norm, loss_scale)
     elif (factor := _clip_coefficient(max_norm, norm, loss_scale)) != 1.0:
-        # What torch.amp.GradScaler hands over in this way; filled, not copied, so that a GPU is not waited for.
+        # The attribute that torch.amp.GradScaler sets; filled, not copied, to avoid a host sync.
         optimizer.grad_scale = torch.full((), 1 / factor, device=parameters[0].device)
     try:
         optimizer.step()

@@ -1,4 +1,4 @@
-"""Copying a checkpoint's state off the device, so that training goes on while it is written."""
+"""Copy a checkpoint's state off the device, so that training continues while it is written."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mmldlm.engines.parameter_shards import is_sharded
 
 
 class PinnedSnapshot:
-    """Copies every tensor in a tree of dicts, lists and tuples into host memory, which is kept for the next time.
+    """Copies every tensor in a tree of dicts, lists and tuples into host memory, which is reused by the next call.
 
-    The memory is pinned where the tensors lie on a GPU: only then does the copy run at the bus's speed. Sharded tensors
-    stay sharded, with their local part on the host.
+    The memory is pinned for tensors on a GPU: only then does the copy run at the bus's speed. Sharded tensors stay
+    sharded, with their local part on the host.
     """
 
     def __init__(self):
@@ -25,23 +25,23 @@ class PinnedSnapshot:
         self._next = 0
         copied = self._copy(tree)
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # the copies were asked for without waiting for each
+            torch.cuda.synchronize()  # the copies are asynchronous
         return copied
 
     def _copy(self, value: Any) -> Any:
         if is_sharded(value):
             # Not DTensor.from_local: it would move the part back to the mesh's device. This is the protocol of tensor
             # subclasses (torch.utils._python_dispatch).
-            names, told = value.detach().__tensor_flatten__()
+            names, context = value.detach().__tensor_flatten__()
             inner = {name: getattr(value, name) for name in names} | {"_local_tensor": self._tensor(value.to_local())}
-            return type(value).__tensor_unflatten__(inner, told, value.shape, value.stride())
+            return type(value).__tensor_unflatten__(inner, context, value.shape, value.stride())
         if isinstance(value, Tensor):
             return self._tensor(value)
         if type(value) in (dict, OrderedDict):
             return type(value)((key, self._copy(item)) for key, item in value.items())
         if type(value) in (list, tuple):
             return type(value)(self._copy(item) for item in value)
-        return value  # numbers, names, torch.Size, DeepSpeed's settings: nothing that a training step changes
+        return value  # numbers, names, torch.Size, DeepSpeed's settings: a training step does not change them
 
     def _tensor(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach()

@@ -1,4 +1,4 @@
-"""One process, plain PyTorch: the reference every other engine is compared with."""
+"""One process, plain PyTorch: the reference for every other engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from mmldlm.config.schema import Config
-from mmldlm.engines.base import Autocast, compute_dtype, pick_device, rank_environment
+from mmldlm.distributed.environment import pick_device, rank_environment
+from mmldlm.engines.base import Autocast, compute_dtype
 from mmldlm.engines.parameter_plan import ParameterPlan
 from mmldlm.engines.torch_engine import TorchEngine
 from mmldlm.errors import UserError

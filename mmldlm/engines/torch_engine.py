@@ -1,4 +1,4 @@
-"""What the engines that run torch's own AdamW on the model's parameters share: single, ddp, fsdp."""
+"""Base of the engines that run torch's AdamW on the model's parameters: single, ddp, fsdp."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mmldlm.engines.parameter_shards import ParameterShard, full_shard
 
 
 class TorchEngine(Engine):
-    """Clip by the true global norm, judge it, step. Subclasses wrap the model and say when gradients are reduced."""
+    """Compute the global norm, clip, step. Subclasses wrap the model and choose when gradients are reduced."""
 
     def _setup(self, model: nn.Module, config: Config, plan: ParameterPlan) -> None:
         """Build the optimizer over the (wrapped) model's parameters."""
@@ -27,10 +27,10 @@ class TorchEngine(Engine):
         self._sync_gradients(self._accum == 1)
 
     def _sync_gradients(self, sync: bool) -> None:
-        """Whether the next backward pass adds the gradients up over the ranks."""
+        """Choose whether the next backward pass reduces the gradients over the ranks."""
 
     def backward(self, loss: Tensor) -> None:
-        # torch averages over the ranks; our losses are shares of a sum.
+        # torch averages over the ranks; losses are shares of a sum.
         (loss * (self.world_size * self.loss_scale)).backward()
         self._micro = (self._micro + 1) % self._accum
         if self._accum > 1:
@@ -41,7 +41,7 @@ class TorchEngine(Engine):
 
     def grad_norm(self) -> Tensor:
         norm = nn.utils.get_total_norm([p.grad for p in self._parameters() if p.grad is not None])
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # a shard's norm is only its part
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # the norm of this shard only
         return norm / self.loss_scale
 
     def step(self, lr: float, grad_norm: float) -> None:
@@ -54,14 +54,14 @@ class TorchEngine(Engine):
         self.optimizer.zero_grad(set_to_none=True)
 
     def parameter_shards(self) -> list[ParameterShard]:
-        return [self._fragment(self._names[id(parameter)], parameter) for parameter in self._parameters()]
+        return [self._shard(self._names[id(parameter)], parameter) for parameter in self._parameters()]
 
-    def frozen_fragments(self) -> list[ParameterShard]:
+    def frozen_shards(self) -> list[ParameterShard]:
         frozen = [(name, p) for name, p in self.model.named_parameters() if not p.requires_grad]
-        return [self._fragment(name, parameter) for name, parameter in frozen]
+        return [self._shard(name, parameter) for name, parameter in frozen]
 
     @staticmethod
-    def _fragment(name: str, parameter: Tensor) -> ParameterShard:
+    def _shard(name: str, parameter: Tensor) -> ParameterShard:
         return full_shard(name, parameter)
 
     def optimizer_state(self) -> dict[Tensor, dict[str, Any]]:
@@ -71,10 +71,10 @@ class TorchEngine(Engine):
         """The masters are the weights."""
 
     def snapshot_state(self, folder: Path, step: int) -> Any:
-        if self.rank != 0:  # every rank holds the same
+        if self.rank != 0:  # every rank holds the same state
             return []
         names = [[self._names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
-        # A copy on the host stores tied weights twice: the names say what is one tensor.
-        told = {"param_names": names, "buffer_names": list(persistent_buffers(self.model))}
-        optimizer = {**self.optimizer.state_dict(), **told, "aliases": tied_names(self.model)}
+        # A host copy stores tied weights twice: the aliases record which are one tensor.
+        metadata = {"param_names": names, "buffer_names": list(persistent_buffers(self.model))}
+        optimizer = {**self.optimizer.state_dict(), **metadata, "aliases": tied_names(self.model)}
         return [("model.pt", dict(self.model.state_dict())), ("optimizer.pt", optimizer)]

@@ -1,6 +1,6 @@
-"""A model on disk as Hugging Face lays it out: model.safetensors (or shards with an index) and config.json.
+"""Read and write a model in Hugging Face's layout: model.safetensors (or shards with an index) and config.json.
 
-Nothing in such a folder is believed: config.json is compared with the tensors' shapes before anything is built by it.
+config.json is compared with the tensors' shapes before a model is built from it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mmldlm.models.mmdit.model import MultimodalMMDiT
 
 CONVERT = "make the folder with `mmldlm convert RUN/latest OUT`"
-COPY_AGAIN = "copy it again from where it was made, or convert the checkpoint again"
+COPY_AGAIN = "copy it again from its source, or convert the checkpoint again"
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -41,7 +41,7 @@ def write(model: MultimodalMMDiT, folder: Path) -> None:
 
 
 def read(kind: type[MultimodalMMDiT], path: str | Path, device: str, dtype: torch.dtype) -> MultimodalMMDiT:
-    """See `MultimodalMMDiT.from_pretrained`."""
+    """Implement `MultimodalMMDiT.from_pretrained`."""
     folder = Path(path)
     if not folder.is_dir():
         folder = _download(str(path))
@@ -70,16 +70,16 @@ def _download(repository: str) -> Path:
     except Exception as error:
         raise UserError(
             f"a folder or a Hugging Face repository named {repository}",
-            f"no such folder, and the hub answered: {error}",
+            f"no such folder, and an error from the hub: {error}",
             "check the path; a run's checkpoint must be converted first (`mmldlm convert RUN/latest OUT`)",
         ) from error
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """config.json of a model (or the same under another name), its model section checked.
+    """Read config.json of a model (under any name) and check its model section.
 
     Raises:
-        UserError: missing or damaged, or sizes that do not make a model.
+        UserError: a missing or corrupt file, or sizes that do not define a model.
     """
     if not path.is_file():
         raise UserError(f"{path.name} in {path.parent}", "no such file", CONVERT)
@@ -87,18 +87,18 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         model_config(values)
     except ValidationError as error:
-        told = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()[:5])
-        raise UserError(f"the sizes of a model in {path}", f"damaged file: {told}", COPY_AGAIN) from error
+        problems = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()[:5])
+        raise UserError(f"valid sizes of a model in {path}", f"damaged file: {problems}", COPY_AGAIN) from error
     return values
 
 
 def model_config(values: dict[str, Any]) -> ModelConfig:
-    """The model section of what read_config gave."""
+    """The model section of a config that `read_config` returned."""
     return ModelConfig(**{key: value for key, value in values.items() if key in ModelConfig.model_fields})
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """model.safetensors, or the shards that its index names, all of which lie in the folder itself."""
+    """model.safetensors, or the shards of its index, which must be in the folder itself."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     names = [single.name]
     if not single.is_file() and index.is_file():
@@ -106,7 +106,7 @@ def _weight_files(folder: Path) -> list[Path]:
         names = sorted({str(name) for name in shards.values()}) if isinstance(shards, dict) else []
         if not names or any(Path(name).name != name for name in names):
             found = f"damaged file: {', '.join(names[:5]) or 'no weight_map'}"
-            raise UserError(f"names of shards in {folder} itself in {index}", found, COPY_AGAIN)
+            raise UserError(f"in {index}, names of shards in {folder} itself", found, COPY_AGAIN)
     for name in names:
         if not (folder / name).is_file():
             raise UserError(f"{name} in {folder}", "no such file", CONVERT)
@@ -152,7 +152,7 @@ def check_shapes(
     """Compare the stored shapes with those of the model that the config describes, without memory for its weights.
 
     Raises:
-        UserError: a tensor that is missing, of another shape, or not one of this model.
+        UserError: a tensor that is missing, has another shape, or does not belong to this model.
     """
     fix = "convert the checkpoint again; the config and the weights must come from the same run"
     expected = f"the tensors of the model in {config_path}"
@@ -168,4 +168,4 @@ def check_shapes(
         if found.get(name) != shape
     ] + [f"{name}: not a tensor of this model" for name in found if name not in own]
     if wrong:
-        raise UserError(expected, f"{len(wrong)} that differ: " + "; ".join(wrong[:5]), fix)
+        raise UserError(expected, f"{len(wrong)} mismatched: " + "; ".join(wrong[:5]), fix)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mmldlm.engines.base import Engine
-from mmldlm.engines.gradient_shards import gradient_fragments, optimizer_groups
+from mmldlm.engines.gradient_shards import gradient_shards, optimizer_groups
 from mmldlm.observe.activations import STREAMS, ActivationRecorder
 
 DEAD_AFTER_REPORTS = 10
@@ -167,7 +167,7 @@ class LayerStatsCollector:
         self._sums = torch.zeros(self._num_rows, len(_SUMS), dtype=torch.float64, device=self.engine.device)
         if not self.engine.saves_shards:  # another rank counts the same elements
             return
-        for fragment, gradient in gradient_fragments(self.engine):
+        for fragment, gradient in gradient_shards(self.engine):
             if not fragment.count:
                 continue
             for row, part in self._parts(self._sums, fragment):
@@ -213,10 +213,10 @@ class LayerStatsCollector:
                 continue
             state = states.get(fragment.owner)
             for row, part in self._parts(sums, fragment):
-                weight = fragment.of(fragment.owner)[part]
+                weight = fragment.slice_of(fragment.owner)[part]
                 row[3] += torch.linalg.vector_norm(weight, dtype=torch.float64).square().to(row.device)
                 if applied and state:  # torch's AdamW ignores a parameter that never had a gradient
-                    moments = [fragment.of(state[key])[part] for key in ("exp_avg", "exp_avg_sq")]
+                    moments = [fragment.slice_of(state[key])[part] for key in ("exp_avg", "exp_avg_sq")]
                     update = adamw_update(weight, *moments, state["step"], lr, groups[fragment.owner])
                     row[4] += torch.linalg.vector_norm(update, dtype=torch.float64).square().to(row.device)
 

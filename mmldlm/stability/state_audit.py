@@ -17,11 +17,11 @@ def nonfinite_tensors(engine: Engine, average: WeightAverage | None = None) -> d
     """
     fragments = [fragment for fragment in engine.parameter_shards() if fragment.count]
     states = engine.optimizer_state()
-    views = [(fragment.name, fragment.of(fragment.owner)) for fragment in fragments]
+    views = [(fragment.name, fragment.slice_of(fragment.owner)) for fragment in fragments]
     for fragment in fragments:
         state = states.get(fragment.owner) or {}
-        views += [(f"{fragment.name}.{key}", fragment.of(state[key])) for key in STATES if key in state]
-    views += [(frozen.name, frozen.of(frozen.owner)) for frozen in engine.frozen_fragments() if frozen.count]
+        views += [(f"{fragment.name}.{key}", fragment.slice_of(state[key])) for key in STATES if key in state]
+    views += [(frozen.name, frozen.slice_of(frozen.owner)) for frozen in engine.frozen_shards() if frozen.count]
     if average is not None:
         views += [(f"{name}.ema", value) for name, value in average.named_values()]
     if not views:

@@ -10,7 +10,7 @@ import torch
 
 from mmldlm.config.schema import Config
 from mmldlm.data.batching.batch import Collator
-from mmldlm.data.batching.batch_plan import BatchPlan, Spaced
+from mmldlm.data.batching.batch_plan import BatchPlan, SpacedOrder
 from mmldlm.data.batching.loader import MicroBatches, iterate_steps
 from mmldlm.data.batching.run_data import RunData
 from mmldlm.engines.base import Engine
@@ -105,7 +105,7 @@ class Validation:
             micro * engine.world_size,
             training.seed + self.SEED_OFFSET,
             shuffle=False,
-            order=Spaced(self.num_samples, self.num_available),
+            order=SpacedOrder(self.num_samples, self.num_available),
         )
         self.passes = [
             (name, MicroBatches(data.validation, self.plan, collator, engine.rank, engine.world_size, accum=1))

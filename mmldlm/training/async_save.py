@@ -1,4 +1,4 @@
-"""Work beside the training loop: a checkpoint on its way to the disk, or one whose bytes are checked."""
+"""Work in threads next to the training loop: writing a checkpoint, or checking one."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from mmldlm.engines.base import Engine
 from mmldlm.errors import Interrupted, MmldlmError
 from mmldlm.training.state import TrainingState
 
-MIN_POLL, MAX_POLL = 0.005, 0.5  # seconds between two questions whether all ranks are done
+MIN_POLL, MAX_POLL = 0.005, 0.5  # seconds between two checks whether all ranks are done
 
 
 class BackgroundTask:
-    """A function in a thread of its own: `result` or `failure` when it is done."""
+    """A function in a thread; sets `result` or `failure` when it has finished."""
 
     def __init__(self, work: Callable[[], Any], device: torch.device):
         self.result: Any = None
         self.failure: BaseException | None = None
         self._work, self._device = work, device
-        # A daemon: a rank that dies of something else must not wait for its disk.
+        # A daemon thread: a rank that fails for another reason must not wait for its disk.
         self._thread = threading.Thread(target=self._run, name="mmldlm-save", daemon=True)
         self._thread.start()
 
@@ -33,15 +33,15 @@ class BackgroundTask:
 
     def _run(self) -> None:
         try:
-            if self._device.type == "cuda":  # a new thread's is GPU 0, whichever rank this is
+            if self._device.type == "cuda":  # a new thread starts on GPU 0
                 torch.cuda.set_device(self._device)
             self.result = self._work()
-        except BaseException as error:  # told to the ranks together; nothing may pass for success
+        except BaseException as error:  # raised on all ranks together
             self.failure = error
 
 
 class PendingSave:
-    """One checkpoint on its way to the disk."""
+    """A checkpoint that is being written."""
 
     def __init__(self, pending: commit.PendingCheckpoint, state: TrainingState, work: list[Callable[[], None]], device):
         self.pending, self.step, self.consecutive_skips = pending, state.step, state.consecutive_skips
@@ -61,36 +61,40 @@ def wait_on_all_ranks(
     is_running: Callable[[], bool],
     what: str,
     timeout: float,
-    still: Callable[[], None],
-    asked_to_stop: Callable[[], bool] = lambda: False,
+    heartbeat: Callable[[], None],
+    stop_requested: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Return when no rank is at it any more. Collective.
+    """Return when the work is finished on all ranks. Collective.
 
-    Asks again and again instead of waiting in one collective, which engine.timeout would end.
+    Polls instead of waiting in one collective, which engine.timeout would end.
 
     Args:
-        still: says that this rank lives, engine.timeout or not. asked_to_stop: whether this rank got a stop signal.
+        is_running: whether this rank's work is running.
+        what: the work, for errors.
+        timeout: seconds.
+        heartbeat: called between polls.
+        stop_requested: whether this rank got a stop signal.
 
     Raises:
-        MmldlmError: on every rank, when one of them takes longer than timeout seconds.
+        MmldlmError: on every rank, when one of them takes longer than the timeout.
         Interrupted: on every rank, when one of them was asked to stop.
     """
     started, pause = time.monotonic(), MIN_POLL
     while True:
         running = is_running()
         is_late = running and time.monotonic() - started > timeout
-        told = engine.to_device([running, is_late, asked_to_stop()])
-        num_running, num_late, num_stops = engine.sum_on_host(told)
+        local = engine.to_device([running, is_late, stop_requested()])
+        num_running, num_late, num_stops = engine.sum_on_host(local)
         if not num_running:
             return
         if num_stops:
             raise Interrupted(f"stopped by a signal while {what}; the checkpoints are as they were")
         if num_late:
-            late = engine.gather_messages(f"still at it after {timeout:g} s" if is_late else None)
+            late = engine.gather_messages(f"not finished after {timeout:g} s" if is_late else None)
             raise MmldlmError(
                 f"{what} takes longer than checkpoints.save_timeout={timeout:g} s: {'; '.join(late[:4])}. Check the "
                 "disk of logging.save_dir, or allow more."
             )
-        still()
+        heartbeat()
         time.sleep(pause)
         pause = min(2 * pause, MAX_POLL)

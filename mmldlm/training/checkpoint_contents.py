@@ -1,4 +1,4 @@
-"""What is in a checkpoint of a run beside its manifest: read and judged, written and described."""
+"""The content of a run's checkpoint except its manifest: read and compared with the run, and written."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from mmldlm.training.state import TrainingState
 
 
 def load_training_state(checkpoint: Path, state: TrainingState, config: Config, world_size: int) -> dict[str, Any]:
-    """The training state of a checkpoint.
+    """Read the training state of a checkpoint.
 
     Raises:
-        UserError: it is of another global batch, seed, plan or training split than this run's. OSError, ValueError,
-            KeyError: its file cannot be read.
+        UserError: the checkpoint has another global batch, seed, plan or training split than this run.
+        OSError, ValueError, KeyError: its file cannot be read.
     """
     saved = json.loads((checkpoint / STATE_FILE).read_text())
-    # Checkpoints from before there was a choice do not name their plan: it was the one that is still the default.
+    # Checkpoints older than data.batching do not name their plan, which is today's default.
     saved.setdefault("plan", f"samples-1:{config.data.bucket_batches}")
     for what in ("global_batch", "num_samples", "seed", "plan"):
         if saved[what] != getattr(state, what):
@@ -42,19 +42,19 @@ def load_training_state(checkpoint: Path, state: TrainingState, config: Config, 
                 f"{what}={getattr(state, what)}",
                 fix
                 or "keep micro-batch * accumulation * world size, training.seed, data.batching, "
-                "data.bucket_batches and the data as they were",
+                "data.bucket_batches and the data unchanged",
             )
     if saved.get("data", state.data) != state.data:
         raise UserError(
             f"the data that {checkpoint} was trained on (training split {saved['data'][:12]})",
             f"other files (training split {state.data[:12]})",
-            f"name the store it had, or start a new run with training.init_from={checkpoint}",
+            f"name the data it had, or start a new run with training.init_from={checkpoint}",
         )
     return saved
 
 
 def load_engine_state(checkpoint: Path, engine: Engine, average: WeightAverage | None, applied_steps: int) -> None:
-    """What this rank holds of weights, moments and average; call engine.masters_written() when all ranks have read.
+    """Load this rank's part of weights, moments and average; then call engine.sync_weights_from_masters() on all ranks.
 
     Raises:
         UserError: another model, or damaged files.
@@ -78,7 +78,7 @@ def load_engine_state(checkpoint: Path, engine: Engine, average: WeightAverage |
                 f"the model and frozen groups of {checkpoint}",
                 f"{len(differing)} parameters that are absent in one, of another shape, or frozen in one and "
                 f"trained in the other, first {differing[0]}",
-                "keep model.*, training.loss_type and training.freeze as they were; to change them start a new run "
+                "keep model.*, and what freezes parameters, unchanged; to change them start a new run "
                 f"with training.init_from={checkpoint}",
             )
         engine.load(reader, applied_steps if reader.has_moments else 0)
@@ -90,7 +90,7 @@ def load_engine_state(checkpoint: Path, engine: Engine, average: WeightAverage |
 
 
 def read_rng(path: Path) -> dict[str, Any] | None:
-    """Generators of one rank; None for one that the checkpoint did not have (the noise never uses them)."""
+    """Read the random generators of one rank; None if the checkpoint has none for it (noise never uses them)."""
     try:
         return torch.load(path, weights_only=True)
     except FileNotFoundError:

@@ -19,12 +19,13 @@ from mmldlm.data.batching.batch import Batch
 from mmldlm.data.batching.batch_plan import BatchPlan
 from mmldlm.data.batching.loader import MicroBatches, iterate_steps
 from mmldlm.data.batching.run_data import RunData
+from mmldlm.distributed.environment import pick_device, rank_environment
 from mmldlm.distributed.error_reporting import log_line
 from mmldlm.distributed.heartbeat import Heartbeat
 from mmldlm.distributed.nccl_environment import prepare_environment
-from mmldlm.engines.base import Engine, pick_device, rank_environment
+from mmldlm.distributed.process_group import start_process_group
+from mmldlm.engines.base import Engine
 from mmldlm.engines.build import build_engine
-from mmldlm.engines.deepspeed.engine import start_process_group
 from mmldlm.engines.ema import WeightAverage
 from mmldlm.engines.optimizer import parameter_groups
 from mmldlm.errors import UserError
@@ -74,12 +75,12 @@ class Session:
         return iterate_steps(self.dataset, self.state.step, self.num_steps, data.num_workers, data.prefetch_factor)
 
     def enter_phase(self, name: str, timeout_factor: float = 1.0) -> None:
-        """Tell the heartbeat what this rank does until the next phase.
+        """Announce to the heartbeat what this rank does until the next phase.
 
         Args:
             timeout_factor: multiplies engine.timeout, after which a rank without progress counts as failed.
         """
-        self.heartbeat.beat(self.state.step, name, timeout_factor)
+        self.heartbeat.enter_phase(self.state.step, name, timeout_factor)
 
     @contextlib.contextmanager
     def phase(self, name: str, section: str | None = None) -> Iterator[None]:
@@ -182,8 +183,8 @@ def _restore_or_start(
     stop, logger, checkpointer = session.stop, session.logger, session.checkpointer
     stop.leave_if_agreed(session.engine, "before the first step")
     session.enter_phase("claim")
-    logger.claim(lambda: (session.heartbeat.touch(), stop.leave_if_received()))
-    checkpointer.read_descriptions()
+    logger.acquire_lock(lambda: (session.heartbeat.touch(), stop.leave_if_received()))
+    checkpointer.read_files_to_keep()
     resume_from, notes = checkpointer.find_resume(), []
     if resume_from is not None:
         session.enter_phase("load")
@@ -195,10 +196,10 @@ def _restore_or_start(
             "move them away to start again from training.init_from",
         )
     stop.leave_if_agreed(session.engine, "before the first step")
-    logger.open(trainable, optimizer_groups, resume_from, None if resume_from is not None else init_report)
+    logger.open_logs(trainable, optimizer_groups, resume_from, None if resume_from is not None else init_report)
     logger.log_validation(session.validation)
     for note in notes:
-        logger.note(note)
+        logger.log_note(note)
     if session.engine.rank == 0:
         receipt.log_receipt(session.config, session.engine.world_size, logger)
     session.timer.restart()

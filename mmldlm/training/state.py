@@ -9,17 +9,29 @@ from mmldlm.stability.guard import StepDecision
 
 @dataclass
 class TrainingState:
-    """Where a run stands; everything else follows from it, the config and the weights.
+    """Progress of a run; everything else follows from it, the config and the weights.
+
+    The names are keys of training_state.json.
 
     Attributes:
-        global_batch, num_samples, seed: what the order of samples and the noise depend on; plan: and in which way.
-        step: optimizer steps taken, skipped ones included. applied_steps: those that moved the weights (the schedule's
-            clock). consumed_samples: training samples seen. skipped_steps: refused steps. consecutive_skips: since
-            the last applied one. num_rollbacks, lr_scale: returns to a checkpoint, and what they did to the rate.
-        rolled_back_to, applied_at_rollback: step and applied steps of the last return's checkpoint.
-        passed_over: [first, end) steps, counted from 0, whose batches are not trained on. guard: its windows.
-        evaluation_left: a stop signal ended the evaluation of this step, or came before it; a resumed run makes it.
+        global_batch: samples of one optimizer step.
+        num_samples: training samples in use; with global_batch and seed it fixes the sample order.
+        seed: training.seed.
+        step: optimizer steps, skipped ones included.
+        applied_steps: steps that moved the weights; the clock of the learning-rate schedule.
+        consumed_samples: training samples read.
+        skipped_steps: steps that did not move the weights.
+        consecutive_skips: skipped steps since the last applied one.
+        num_rollbacks: returns to a checkpoint.
+        lr_scale: factor on the learning rate, lowered by every rollback.
+        rolled_back_to: step of the last rollback's checkpoint; -1: none.
+        applied_at_rollback: applied_steps of that checkpoint.
+        passed_over: [first, end) steps, counted from 0, whose batches are excluded.
+        guard: state of the guard's windows.
+        evaluation_left: a stop signal ended or preceded the evaluation of this step; a resumed run repeats it.
+        plan: version of the batch plan.
         data: RunData.fingerprint().
+        versions: packages that wrote the checkpoint.
     """
 
     global_batch: int
@@ -41,21 +53,20 @@ class TrainingState:
     data: str = ""
     versions: dict[str, str] = field(default_factory=dict)
 
-    def advance(self, verdict: StepDecision, num_samples: int) -> None:
-        """Count one step of `num_samples` samples; an fp16 overflow mends itself and is no reason to roll back."""
-        applied = verdict.apply
+    def advance(self, decision: StepDecision, num_samples: int) -> None:
+        """Count one step; an fp16 overflow is handled by the loss scale and does not count towards a rollback."""
         self.step += 1
         self.consumed_samples += num_samples
-        self.applied_steps += applied
-        self.skipped_steps += not applied
-        self.consecutive_skips = 0 if applied else self.consecutive_skips + (not verdict.is_overflow)
+        self.applied_steps += decision.apply
+        self.skipped_steps += not decision.apply
+        self.consecutive_skips = 0 if decision.apply else self.consecutive_skips + (not decision.is_overflow)
 
     def is_excluded(self) -> bool:
-        """Whether the next step's batch is not to be trained on."""
+        """Whether the next step's batch is excluded from training."""
         return any(first <= self.step < end for first, end in self.passed_over)
 
     def skip_batch(self, num_samples: int) -> None:
-        """Count one step whose batch is not trained on."""
+        """Count one step whose batch is excluded."""
         self.step += 1
         self.consumed_samples += num_samples
         self.skipped_steps += 1

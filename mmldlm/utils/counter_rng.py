@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
+
+if TYPE_CHECKING:  # `mix64` is needed where torch is not imported (preflight, convert)
+    from torch import Tensor
 
 
 class Stream(IntEnum):
@@ -46,11 +48,15 @@ def _generators(seed: int, stream: int, indices: Sequence[int]) -> Iterator[np.r
 
 def uniforms(seed: int, stream: int, indices: Sequence[int], shape: tuple[int, ...]) -> Tensor:
     """Draw [len(indices), *shape] fp64 in [0, 1)."""
+    import torch
+
     rows = [generator.random(shape) for generator in _generators(seed, stream, indices)]
     return torch.from_numpy(np.stack(rows)) if rows else torch.empty(0, *shape, dtype=torch.float64)
 
 
 def normals(seed: int, stream: int, indices: Sequence[int], shape: tuple[int, ...]) -> Tensor:
     """Draw [len(indices), *shape] fp32 standard normal numbers."""
+    import torch
+
     rows = [generator.standard_normal(shape, dtype=np.float32) for generator in _generators(seed, stream, indices)]
     return torch.from_numpy(np.stack(rows)) if rows else torch.empty(0, *shape)

@@ -15,7 +15,7 @@ ProgressCallback = Callable[[int, int], None]
 """Called with the work done so far and the total, both from the start of the stage and in any unit."""
 
 _REDRAW_SECONDS = 0.1
-_BAR_WIDTH = 24
+_BAR_WIDTH = 16
 _ERASE_LINE = "\r\x1b[K"
 
 
@@ -91,13 +91,13 @@ class ProgressBar:
         bar = f"[{'#' * num_filled}{'.' * (_BAR_WIDTH - num_filled)}]" if with_bar else ""
         title = " ".join(filter(None, [f"{self.label}:" if self.label else "", bar, f"{share:.0%}"]))
         parts = [f"{title} after {format_duration(elapsed)}"]
-        if self.unit:
-            rate = done / max(elapsed, 1e-9)
-            parts.append(f"{self._count(done)} of {self._count(total)}{'' if self.unit == 'B' else f' {self.unit}'}")
-            parts.append(f"{format_bytes(rate)}/s" if self.unit == "B" else f"{rate:,.0f} {self.unit}/s")
         if done:
             parts.append(f"{format_duration(elapsed / done * max(total - done, 0))} left")
-        return ", ".join(parts)
+        if self.unit:
+            rate = done / max(elapsed, 1e-9)
+            parts.append(f"{format_bytes(rate)}/s" if self.unit == "B" else f"{rate:,.0f} {self.unit}/s")
+            parts.append(f"{self._count(done)} of {self._count(total)}")
+        return ", ".join(parts)  # a narrow terminal cuts the end
 
     def _count(self, value: int) -> str:
         return format_bytes(value) if self.unit == "B" else f"{value:,}"

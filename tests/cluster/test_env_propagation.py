@@ -73,7 +73,7 @@ def test_lines_at_which_deepspeed_stops_are_named(environment, tmp_path, line):
         ("A;id=1", None),
     ],
 )
-def test_values_that_a_shell_would_change_are_named_and_read_literally(tmp_path, line, value):
+def test_values_that_a_shell_would_change_are_reported(tmp_path, line, value):
     path = tmp_path / ".deepspeed_env"
     path.write_text(f"B=a b\x0cc\n{line}\n")
     values, problems = env_propagation.read_env_file(path)

@@ -16,7 +16,7 @@ from mmldlm.cluster.launcher_commands import deepspeed_command, srun_command
 from mmldlm.errors import UserError
 
 NODES = [Node("n1", 1), Node("n2", 1)]
-WORDS = ["a=$(touch pwned)", "b=`touch pwned`", "c= '\"", "d=%h%n", "e=;x\ny", "f=é", "g=~ *"]
+ARGS = ["a=$(touch pwned)", "b=`touch pwned`", "c= '\"", "d=%h%n", "e=;x\ny", "f=é", "g=~ *"]
 # What pdsh does with its words: one line, with %h, %n and %u expanded, for the login shell of each node.
 PDSH = """#!{python}
 import subprocess, sys
@@ -50,7 +50,7 @@ def runner(tmp_path, monkeypatch):
 
     def start(seconds: int) -> subprocess.Popen:
         (tmp_path / "says.py").write_text(SAYS.format(seconds=seconds))
-        line = deepspeed_command(NODES, False, "hostfile", "n1", 29500, None, [str(tmp_path / "says.py"), *WORDS])
+        line = deepspeed_command(NODES, False, "hostfile", "n1", 29500, None, [str(tmp_path / "says.py"), *ARGS])
         pdsh = (tmp_path / "bin" / "pdsh").read_text()
         swap = f'.replace("-m deepspeed.launcher.launch", "{tmp_path}/deepspeed_launch.py")'
         (tmp_path / "bin" / "pdsh").write_text(pdsh.replace('"root")', f'"root"){swap}'))
@@ -60,11 +60,11 @@ def runner(tmp_path, monkeypatch):
     return start
 
 
-def test_words_pass_deepspeeds_shells_unchanged_and_no_signal_makes_it_run_pkill(runner, tmp_path):
+def test_arguments_pass_deepspeeds_shells_and_no_pkill_runs(runner, tmp_path):
     process = runner(seconds=20)
     try:
         found = next(json.loads(line) for line in process.stdout if line.startswith('["a='))
-        assert found == WORDS
+        assert found == ARGS
         for number in (signal.SIGINT, signal.SIGTERM):
             os.kill(process.pid, number)
         time.sleep(1)
@@ -76,7 +76,7 @@ def test_words_pass_deepspeeds_shells_unchanged_and_no_signal_makes_it_run_pkill
 
 
 @pytest.mark.parametrize("what", ["folder", "address", "PYTHONPATH"])
-def test_what_deepspeed_pastes_itself_is_refused_where_it_is_not_plain(what, monkeypatch):
+def test_values_that_deepspeed_pastes_must_be_plain(what, monkeypatch):
     bad = "/x$(touch pwned)"
     monkeypatch.setenv("PYTHONPATH", bad if what == "PYTHONPATH" else "/x")
     address, folder = (bad if what == "address" else "n1"), (bad if what == "folder" else "/x")
@@ -85,11 +85,11 @@ def test_what_deepspeed_pastes_itself_is_refused_where_it_is_not_plain(what, mon
     assert caught.value.exit_code == 2
 
 
-def test_srun_hands_address_and_words_over_as_words(tmp_path):
+def test_srun_passes_address_and_arguments_unchanged(tmp_path):
     line = srun_command(
-        NODES, "$(touch pwned)", 29500, ["-c", "import os, sys; print(os.environ['MASTER_ADDR'], sys.argv)", *WORDS]
+        NODES, "$(touch pwned)", 29500, ["-c", "import os, sys; print(os.environ['MASTER_ADDR'], sys.argv)", *ARGS]
     )
     environment = {**os.environ, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1"}
     own = line[line.index("bash") :]  # what srun starts on a node
     done = subprocess.run(own, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout == f"$(touch pwned) {['-c', *WORDS]}\n" and not (tmp_path / "pwned").exists()
+    assert done.stdout == f"$(touch pwned) {['-c', *ARGS]}\n" and not (tmp_path / "pwned").exists()

@@ -1,4 +1,4 @@
-"""A small real store, made once by the real encoder, and the sentences it is made of."""
+"""A small store, made once by the real encoder, and its sentences."""
 
 from __future__ import annotations
 
@@ -17,10 +17,14 @@ _WHAT = ["sleeps near the warm window", "waits for the morning train", "was pain
 _WHEN = ["in winter", "when nobody is looking"]
 
 
+def make_sentences() -> list[str]:
+    """Return 48 different English sentences."""
+    return [f"The {who} {what} {when}." for who in _WHO for what in _WHAT for when in _WHEN]
+
+
 @pytest.fixture(scope="session")
 def sentences() -> list[str]:
-    """48 different English sentences."""
-    return [f"The {who} {what} {when}." for who in _WHO for what in _WHAT for when in _WHEN]
+    return make_sentences()
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +44,7 @@ def need_minilm() -> None:
 
 @pytest.fixture(scope="session")
 def made_store(need_minilm, corpus_file, tmp_path_factory) -> Path:
-    """The store of ``sentences``, 10 of them in validation. Not to be written to."""
+    """The store of `sentences`, 10 of them in validation; read-only."""
     root = tmp_path_factory.mktemp("stores") / "small"
     return prepare(PrepareOptions(output_dir=str(root), corpus=str(corpus_file), validation_samples=10))
 

@@ -56,7 +56,7 @@ def test_pieces_are_the_text_and_end_where_sentences_do():
 @pytest.mark.parametrize(
     "text", ["One two three four five.", "A sentence. Another one!", "abcdefgh", "a b c d", "漢字仮名"]
 )
-def test_texts_of_few_sentences_are_halved_between_words_and_then_in_them(text):
+def test_few_sentences_are_halved_between_and_then_in_words(text):
     for count in (2, 3, 4):
         parts = split_into_parts(text, count)
         assert len(parts) == count and all(part == part.strip() != "" for part in parts)

@@ -19,7 +19,7 @@ from mmldlm.data.batching import loader
 from mmldlm.debug import sanity_runner
 from mmldlm.debug.findings import CHECKS, FAIL, NOT_RUN, PASS
 from mmldlm.debug.sanity_runner import SanityRunner
-from mmldlm.engines.gradient_shards import gradient_fragments
+from mmldlm.engines.gradient_shards import gradient_shards
 from mmldlm.errors import UserError
 from mmldlm.models.mmdit import model as mmdit
 from mmldlm.tasks.translation.data import open_data
@@ -330,7 +330,7 @@ def test_another_learning_rate_in_a_group_is_seen(store):
 
 def test_a_loss_that_climbs_is_seen(store):
     def uphill(engine):
-        for _, gradient in gradient_fragments(engine):
+        for _, gradient in gradient_shards(engine):
             gradient.neg_()
 
     found = failed(examined(store, plant=lambda s: on_step(s, uphill)))

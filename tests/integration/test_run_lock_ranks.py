@@ -45,6 +45,6 @@ def test_a_second_job_is_refused_and_a_killed_one_resumed(store, tmp_path, monke
     assert (tmp_path / "run" / LOCK).exists()
     more = ["engine.kind=single", "training.num_train_steps=2", "training.resume=auto"]
     assert main([*words, *more]) == 0
-    assert "that process is gone" in capsys.readouterr().err
+    assert "that process has exited" in capsys.readouterr().err
     assert [record["step"] for record in read_log(tmp_path, "run")] == [1, 2]
     assert not (tmp_path / "run" / LOCK).exists()

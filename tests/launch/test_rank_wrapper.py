@@ -72,7 +72,7 @@ def test_status_last_lines_and_log_of_a_failing_rank(launched, tmp_path):
 REPORTING = """
 import sys
 from mmldlm.distributed.failure_attribution import FailureReport, report_failed_ranks
-report_failed_ranks(FailureReport("rank 1 on n2 has not moved since step 4", (1,)))
+report_failed_ranks(FailureReport("rank 1 on n2 has made no progress since step 4", (1,)))
 sys.exit(1)
 """
 
@@ -81,7 +81,7 @@ def test_failed_ranks_that_a_rank_reports_are_in_its_state(launched):
     id, start = launched
     start(REPORTING).wait(timeout=60)
     (state,) = states(id)
-    assert state["failure"] == {"ranks": [1], "sentence": "rank 1 on n2 has not moved since step 4"}
+    assert state["failure"] == {"ranks": [1], "sentence": "rank 1 on n2 has made no progress since step 4"}
 
 
 def test_arguments_and_variables_arrive_unchanged(launched, tmp_path):

@@ -95,7 +95,7 @@ def test_a_rank_without_a_state_is_judged_by_the_launcher(watched, capsys, code,
 def test_a_rank_that_ends_because_of_another_has_not_failed(watched):
     """A stopped rank ends nothing: the first to end is the healthy one that found it."""
     one, states, views = watched
-    sentence = "rank 0 on a (pid 7) has not moved since step 4"
+    sentence = "rank 0 on a (pid 7) has made no progress since step 4"
     states["b"].update(exit=1, alive=False, failure={"ranks": [0], "sentence": sentence})
     outcome = one.evaluate_failed_rank(views)
     assert (outcome.code, outcome.reason, outcome.failed_nodes) == (1, sentence, ["a"])

@@ -1,4 +1,4 @@
-"""The chaos run in its short form; and its judgement, which has to see what goes wrong."""
+"""The short chaos run, and its evaluation, which must detect problems."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.virtual_cluster import reason_to_skip
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import chaos  # noqa: E402
-from _chaos_faults import ENDED, FAULTS, GOES_ON, RETRIED, Struck  # noqa: E402
+from _chaos_faults import CONTINUES, ENDED, FAULTS, RETRIED, Struck  # noqa: E402
 from _chaos_run import End, Training  # noqa: E402
 
 
@@ -33,7 +33,7 @@ def test_six_faults_leave_the_run_as_if_undisturbed(store, tmp_path):
     assert {fault["kind"] for fault in report["conditions"]["faults"]} == {*chaos.QUICK, "interrupted"}
 
 
-# -- its judgement -----------------------------------------------------------------------------------------------------
+# -- its evaluation ----------------------------------------------------------------------------------------------------
 
 
 class Scene(Training):
@@ -54,13 +54,13 @@ def scene(tmp_path):
     return Scene(tmp_path)
 
 
-def judged(scene, struck: Struck, *lines: str, ends: tuple[End, ...] = ()) -> list[str]:
-    """Problems that are found when these lines and ends come after a fault."""
-    watched = chaos.Chaos(scene, random.Random(0), None)
-    row, before = chaos.Row(1, 0.0, "kind", chaos.TRAINING, 0), chaos.Before.of(scene)
+def evaluate(scene, struck: Struck, *lines: str, ends: tuple[End, ...] = ()) -> list[str]:
+    """Return the problems found with these lines and ends after a fault."""
+    chaos_run = chaos.Chaos(scene, random.Random(0), None)
+    row, before = chaos.Row(1, 0.0, "kind", chaos.TRAINING, 0), chaos.Snapshot.of(scene)
     scene.launch.lines.extend(lines)
     scene.launch.ends.extend(ends)
-    watched._judge(struck, before, row)
+    chaos_run.evaluate(struck, before, row)
     return row.problems
 
 
@@ -69,13 +69,13 @@ KILLED = Struck("rank on n2", RETRIED, (137,), ("rank 1 on n2 ended first, with 
 
 def test_an_end_with_the_right_code_and_reason_is_right(scene):
     reason = "rank 1 on n2 ended first, with status 137 (signal 9)"
-    assert judged(scene, KILLED, f"ended: {reason} (exit 137)", "attempt 2 of 5", ends=(End(reason, 137),)) == []
+    assert evaluate(scene, KILLED, f"ended: {reason} (exit 137)", "attempt 2 of 5", ends=(End(reason, 137),)) == []
 
 
 @pytest.mark.parametrize(
-    ("struck", "lines", "ends", "said"),
+    ("struck", "lines", "ends", "expected"),
     [
-        (Struck("agent", GOES_ON), (), (End("n2 is lost: timed out", 1),), "ended: n2 is lost"),
+        (Struck("agent", CONTINUES), (), (End("n2 is lost: timed out", 1),), "ended: n2 is lost"),
         (KILLED, ("ended: rank 0 on n1 ended first",), (End("rank 0 on n1 ended first", 1),), "exit 1, not 137"),
         (KILLED, ("ended: rank 0 on n1 ended first",), (End("rank 0 on n1 ended first", 137),), "the screen does not"),
         (KILLED, (*KILLED.words,), (End("rank 1", 137), End("rank 0", 1)), "ended again: rank 0"),
@@ -83,19 +83,19 @@ def test_an_end_with_the_right_code_and_reason_is_right(scene):
         (Struck("head", ENDED, (5,)), ("attempt 2 of 5",), (End("rank 1", 5),), "started again"),
     ],
 )
-def test_what_ends_wrongly_is_seen(scene, struck, lines, ends, said):
-    assert any(said in problem for problem in judged(scene, struck, *lines, ends=ends))
+def test_what_ends_wrongly_is_seen(scene, struck, lines, ends, expected):
+    assert any(expected in problem for problem in evaluate(scene, struck, *lines, ends=ends))
 
 
 def test_a_run_that_does_not_move_is_a_hang_and_is_started_again(scene, monkeypatch):
-    monkeypatch.setattr(chaos, "STILL_LIMIT", 0.3)
+    monkeypatch.setattr(chaos, "IDLE_LIMIT", 0.3)
     monkeypatch.setattr(chaos, "START_LIMIT", 0.1)
     done = []
     for name in ("kill", "start"):
         monkeypatch.setattr(scene, name, lambda name=name: done.append(name))
     monkeypatch.setattr(scene, "ranks", lambda: 0)
-    watched, row = chaos.Chaos(scene, random.Random(0), None), chaos.Row(1, 0.0, "kind", chaos.TRAINING, 0)
-    watched._recover(Struck("agent", GOES_ON), chaos.Before.of(scene), row, then_start=False)
+    chaos_run, row = chaos.Chaos(scene, random.Random(0), None), chaos.Row(1, 0.0, "kind", chaos.TRAINING, 0)
+    chaos_run.wait_for_recovery(Struck("agent", CONTINUES), chaos.Snapshot.of(scene), row, then_start=False)
     assert row.hang and done == ["kill", "start"] and "nothing moved" in row.problems[0]
 
 
@@ -103,23 +103,23 @@ def test_a_launch_that_goes_away_without_a_reason_is_a_problem(scene, monkeypatc
     scene.launch.code = lambda: 1
     monkeypatch.setattr(scene, "ranks", lambda: 0)
     monkeypatch.setattr(scene, "start", lambda: None)
-    watched, row = chaos.Chaos(scene, random.Random(0), None), chaos.Row(1, 0.0, "kind", chaos.TRAINING, 0)
-    watched._start_again(Struck("agent", GOES_ON), row)
+    chaos_run, row = chaos.Chaos(scene, random.Random(0), None), chaos.Row(1, 0.0, "kind", chaos.TRAINING, 0)
+    chaos_run.restart(Struck("agent", CONTINUES), row)
     assert row.problems == ["the launch ended with 1 after 0 of 5 attempts"]
 
 
 @pytest.mark.parametrize(("graceful", "lost", "problems"), [(False, 40, 0), (False, 41, 1), (True, 0, 0), (True, 1, 1)])
 def test_steps_that_are_lost_beyond_the_promise_are_counted(scene, graceful, lost, problems):
     """Two times save_freq after a crash; none after a signal."""
-    watched, row = chaos.Chaos(scene, random.Random(0), None), chaos.Row(1, 0.0, "kind", chaos.TRAINING, 0)
+    chaos_run, row = chaos.Chaos(scene, random.Random(0), None), chaos.Row(1, 0.0, "kind", chaos.TRAINING, 0)
     scene.write("events.jsonl", {"event": "start", "step": 0, "time": chaos.iso(1000)})
     scene.write("events.jsonl", {"event": "save", "step": 20, "time": chaos.iso(1010)})
     scene.write("events.jsonl", {"event": "resume", "step": 20, "time": chaos.iso(1100)})
     if lost:
         scene.write("training_log.dropped-1.jsonl", *({"step": 21 + n} for n in range(lost)))
-    watched._strikes.append((1050, graceful))
-    watched._account(row)
-    assert row.steps_lost == lost and len(row.problems) == problems and watched.lost_beyond == problems
+    chaos_run.strikes.append((1050, graceful))
+    chaos_run.count_lost_steps(row)
+    assert row.steps_lost == lost and len(row.problems) == problems and chaos_run.excess_lost_steps == problems
 
 
 def test_a_step_that_differs_from_the_undisturbed_run_is_seen(scene, tmp_path, monkeypatch):

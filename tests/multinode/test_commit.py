@@ -50,7 +50,7 @@ MOMENTS = {"sealed": 5, "before the rename": 5, "after the rename": 10}
 
 @pytest.fixture(scope="module")
 def undisturbed(store, tmp_path_factory):
-    """The losses of a run of two ranks that nobody killed."""
+    """Return the losses of a run of two ranks without a kill."""
     folder = tmp_path_factory.mktemp("undisturbed")
     done = run_ranks(2, ROOT / "mmldlm" / "train.py", *words(store, folder))
     assert done.returncode == 0, done.stdout[-3000:]

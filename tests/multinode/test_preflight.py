@@ -1,4 +1,4 @@
-"""Preflight on three real hosts: no false alarm on healthy ones, and every injected fault found where it is.
+"""Preflight on three virtual hosts: no false alarms, and every injected fault reported on its node.
 
 Faults that do not touch one another share a run; benchmarks/preflight.py injects each alone.
 """
@@ -10,7 +10,7 @@ import contextlib
 import pytest
 
 from tests.helpers import LONG, ROOT
-from tests.support.preflight_faults import ALL, FAULTS, HARMLESS, PYTHON, TOGETHER, Scene, said, verdicts
+from tests.support.preflight_faults import ALL, FAULTS, HARMLESS, PYTHON, TOGETHER, Scene, problem_text, problems
 
 pytestmark = pytest.mark.long
 
@@ -31,10 +31,10 @@ def inject(scene, names):
             BY_NAME[name].inject(scene, stack)
         receipt = scene.run()
     expected = set().union(*(BY_NAME[name].expected for name in names))
-    assert verdicts(receipt) == expected, receipt["screen"]
+    assert problems(receipt) == expected, receipt["screen"]
     for name in names:
         fault = BY_NAME[name]
-        text = said(receipt, fault.id)
+        text = problem_text(receipt, fault.id)
         assert [word for word in fault.words if word not in text] == [], text
     return receipt
 
@@ -43,9 +43,9 @@ def inject(scene, names):
 def test_faults_are_found_where_they_are_and_nothing_else(scene, names):
     receipt = inject(scene, names)
     assert receipt["exit_code"] == 1
-    blamed = {node for name in names for _, node in BY_NAME[name].expected if node in ALL}
-    assert set(receipt["failing_nodes"]) <= blamed
-    assert all(node in receipt["screen"] for node in blamed)
+    faulty = {node for name in names for _, node in BY_NAME[name].expected if node in ALL}
+    assert set(receipt["failing_nodes"]) <= faulty
+    assert all(node in receipt["screen"] for node in faulty)
 
 
 @LONG
@@ -67,7 +67,7 @@ def test_what_a_run_trains_with_raises_no_alarm(scene):
         for harmless in HARMLESS:
             harmless.inject(scene, stack)
         receipt = scene.run()
-    assert (verdicts(receipt), receipt["exit_code"]) == (set(), 0), receipt["screen"]
+    assert (problems(receipt), receipt["exit_code"]) == (set(), 0), receipt["screen"]
 
 
 @LONG
@@ -90,7 +90,7 @@ def test_launch_trains_with_it(scene):
 def test_healthy_hosts_raise_no_alarm(scene, launcher):
     scene.words += ["--launcher", launcher]
     receipt = scene.run()
-    assert (verdicts(receipt), receipt["exit_code"]) == (set(), 0), receipt["screen"]
+    assert (problems(receipt), receipt["exit_code"]) == (set(), 0), receipt["screen"]
     assert receipt["exclude"] == "" and set(receipt["nodes"]) == set(ALL)
 
 
@@ -103,9 +103,9 @@ def test_fix_writes_what_stays_behind_and_then_it_arrives(scene):
     written = (scene.folder / "deepspeed_env").read_text()
     assert written == "OMP_NUM_THREADS=1\nGLOO_SOCKET_IFNAME=eth0\n"
     # A secret is named, never shown or written.
-    assert verdicts(receipt) == {("ENV002", name) for name in ALL}
+    assert problems(receipt) == {("ENV002", name) for name in ALL}
     assert "HF_TOKEN" in receipt["screen"] and "not to be written" not in receipt["screen"]
-    assert "GLOO_SOCKET_IFNAME" not in said(receipt, "ENV002")
+    assert "GLOO_SOCKET_IFNAME" not in problem_text(receipt, "ENV002")
 
 
 @LONG
@@ -114,7 +114,7 @@ def test_collectives_and_two_training_steps_through_the_launcher(scene):
     scene.words += ["data.max_validation_samples=16"]
     scene.level = 4
     receipt = scene.run()
-    assert verdicts(receipt) == set(), receipt["screen"]
+    assert problems(receipt) == set(), receipt["screen"]
     passed = {r["id"]: r["measured"] for r in receipt["results"] if r["status"] == "PASS" and r["level"] >= 3}
     assert set(passed) == {"COLL001", "COLL002", "COLL003", "DRY001", "DRY002"}
     assert "gloo" in passed["COLL002"] and "waiting for data" in passed["DRY001"]

@@ -33,7 +33,7 @@ PLAYED = ("launcher killed before the group forms", "host cut off after the grou
     "fault",
     [pytest.param(a, marks=() if a.name == PLAYED[1] else LONG, id=a.name) for a in LAUNCH_FAULTS if a.name in PLAYED],
 )
-def test_an_accident_ends_the_whole_run_and_nothing_else(cluster, store, tmp_path, fault):
+def test_a_fault_ends_the_complete_run_and_nothing_else(cluster, store, tmp_path, fault):
     with cluster["n1"].process("sleep", "1000") as stranger:
         _, code, output, left = play(cluster, store, tmp_path, fault)
         assert stranger.poll() is None
@@ -44,7 +44,7 @@ def test_an_accident_ends_the_whole_run_and_nothing_else(cluster, store, tmp_pat
 
 
 @LONG
-def test_ends_of_three_other_launches_do_not_touch_one_that_trains(cluster, store, tmp_path):
+def test_ends_of_other_launches_do_not_touch_one_that_trains(cluster, store, tmp_path):
     for ended in play_beside(cluster, store, tmp_path, NEIGHBORS):
         assert ended.code in ended.neighbor.codes and ended.left == [], ended.output[-3000:]
         assert ended.kept_trains and ended.pkills == "", ended
@@ -52,7 +52,7 @@ def test_ends_of_three_other_launches_do_not_touch_one_that_trains(cluster, stor
 
 @LONG
 @pytest.mark.parametrize("launcher", ["deepspeed", "mpi"])
-def test_odd_names_another_tmpdir_and_a_full_tmp_do_not_change_the_end(cluster, store, tmp_path, launcher):
+def test_odd_names_another_tmpdir_and_a_full_tmp(cluster, store, tmp_path, launcher):
     """TMPDIR of a batch job on the head, and in .deepspeed_env; n2's folder in /tmp takes nothing while ranks run."""
     (tmp_path / "job").mkdir()
     (tmp_path / "env").write_text(f"TMPDIR={tmp_path}/job\n")
@@ -77,7 +77,7 @@ def test_odd_names_another_tmpdir_and_a_full_tmp_do_not_change_the_end(cluster, 
 
 
 @LONG
-def test_of_two_launches_into_one_folder_in_the_same_second_one_trains(cluster, store, tmp_path):
+def test_of_two_launches_into_one_folder_one_trains(cluster, store, tmp_path):
     """On two hosts, with ports of their own: each would have its own master."""
     long = ("--level", "0", "training.num_train_steps=100000", "logging.save_freq=100000")
     both = [
@@ -128,7 +128,7 @@ def test_a_broken_session_is_reopened_and_an_interrupt_saves(cluster, store, tmp
 
 
 @LONG
-def test_an_elastic_retry_goes_on_without_the_host_that_was_lost(cluster, store, tmp_path):
+def test_an_elastic_retry_continues_without_the_lost_host(cluster, store, tmp_path):
     words = ["--retries", "1", "--elastic", "training.num_train_steps=30", "logging.save_freq=5"]
     process = start(cluster, store, tmp_path, *words, "logging.eval_freq=1000")
     run = tmp_path / "runs" / "run"
@@ -144,7 +144,7 @@ def test_an_elastic_retry_goes_on_without_the_host_that_was_lost(cluster, store,
 
 
 @LONG
-def test_a_retry_goes_on_from_the_newest_checkpoint(cluster, store, tmp_path):
+def test_a_retry_resumes_the_latest_checkpoint(cluster, store, tmp_path):
     words = ["--retries", "1", "training.num_train_steps=40", "logging.save_freq=5", "logging.eval_freq=1000"]
     process = start(cluster, store, tmp_path, *words, launcher="torchrun")
     wait_for(lambda: list((tmp_path / "runs" / "run").glob("checkpoints/step_*5/manifest.json")) != [], process)

@@ -72,13 +72,15 @@ def steps(store: str, accum: int, words: list[str], frozen: str = "unconditional
         norm = engine.grad_norm().item()
         diagnostics.before_step()
         fragments = [fragment for fragment in engine.parameter_shards() if fragment.count]
-        before = [fragment.of(fragment.owner).clone() for fragment in fragments]
+        before = [fragment.slice_of(fragment.owner).clone() for fragment in fragments]
         apply = math.isfinite(norm)
         engine.step(LR, norm) if apply else engine.discard_gradients()
         squares = dict.fromkeys(diagnostics.names, 0.0)
         for fragment, old in zip(fragments, before, strict=True):
             if engine.saves_shards:
-                squares[fragment.name] += float((fragment.of(fragment.owner).double() - old.double()).square().sum())
+                squares[fragment.name] += float(
+                    (fragment.slice_of(fragment.owner).double() - old.double()).square().sum()
+                )
         values = engine.all_reduce_sum(torch.tensor(list(squares.values()), dtype=torch.float64)).sqrt().tolist()
         moved.append(dict(zip(squares, values, strict=True)))
         look = diagnostics.after_step(LR, apply)

@@ -105,7 +105,7 @@ class Folder:
         self.events.append((kind, values))
 
 
-def test_train_records_the_receipt_and_warns_when_it_is_of_another_run(store, tmp_path):
+def test_train_records_the_receipt_and_warns_of_a_stale_one(store, tmp_path):
     words = [f"data.latent_data_root={store}", f"logging.save_dir={tmp_path}"]
     config, folder = load_config("tiny", None, words), Folder()
     receipt.log_receipt(config, 1, folder)

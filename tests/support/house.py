@@ -69,7 +69,7 @@ def forbidden_words(files: dict[str, str]) -> list[str]:
         f"{name}:{number}: {match.group(0).strip()}"
         for name, source in files.items()
         for number, line in enumerate(source.splitlines(), 1)
-        for match in FORBIDDEN.finditer(line)
+        for match in FORBIDDEN.finditer(line.replace('"mended"', ""))  # a key of events.jsonl
     ]
 
 

@@ -19,7 +19,7 @@ NODES = "n1 slots=1\nn2 slots=1\n"
 
 @dataclass(frozen=True)
 class LaunchFault:
-    """act(cluster, stack) happens before or after the group has formed; the screen must then say one of `words`."""
+    """A fault: act(cluster, stack) before or after the group has formed; the screen must contain one of `words`."""
 
     name: str
     after: bool
@@ -28,7 +28,7 @@ class LaunchFault:
 
 
 def _kill(host, pattern: str, signal: str = "-KILL") -> None:
-    """Not by pkill, which `pkill_logged` watches."""
+    """Kill without pkill, whose calls `pkill_logged` counts."""
     host.sh("kill", signal, *pids(host, pattern))
 
 
@@ -54,7 +54,7 @@ LAUNCH_FAULTS = [
 
 @dataclass(frozen=True)
 class Neighbor:
-    """A launch beside another; act(cluster, name) ends it, and the other must not notice."""
+    """A launch next to another one: act(cluster, name) ends it without an effect on the other."""
 
     name: str
     port: int
@@ -106,7 +106,7 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen, seconds: 
     deadline = time.monotonic() + seconds
     while not condition():
         if process.poll() is not None or time.monotonic() > deadline:
-            raise AssertionError(f"the launch never came so far:\n{process.stdout.read()[-4000:]}")
+            raise AssertionError(f"the launch did not reach this point:\n{process.stdout.read()[-4000:]}")
         time.sleep(0.1)
 
 
@@ -148,7 +148,7 @@ exec {folder}/$(basename "$0") "$@"
 
 @dataclass(frozen=True)
 class Ended:
-    """How one neighbor ended: code, screen, ranks left, and whether the kept launch trained on."""
+    """End of a neighbor: code, screen, remaining ranks, and whether the kept launch continued to train."""
 
     neighbor: Neighbor
     code: int
@@ -159,7 +159,7 @@ class Ended:
 
 
 def play_beside(cluster: VirtualCluster, store: Path, folder: Path, neighbors: list[Neighbor]) -> list[Ended]:
-    """One launch trains; the neighbors start beside it in the same second, and are ended one after the other."""
+    """Train with one launch, start its neighbors in the same second, end them one after the other."""
     long, found = ("--level", "0", "training.num_train_steps=100000", "logging.save_freq=100000"), []
     with contextlib.ExitStack() as stack:
         log = stack.enter_context(pkill_logged(cluster, folder / "pkill"))
@@ -190,8 +190,11 @@ def _left(cluster: VirtualCluster, name: str) -> list[int]:
 
 
 def play(cluster: VirtualCluster, store: Path, folder: Path, fault: LaunchFault) -> tuple[float, int, str, list[int]]:
-    """Start a long run, let the fault happen; (seconds until the launch had ended, exit code, screen, ranks that
-    are left on n1)."""
+    """Start a long run and inject the fault.
+
+    Returns:
+        (seconds until the launch had ended, exit code, screen, remaining ranks on n1).
+    """
     with contextlib.ExitStack() as stack:
         process = start(cluster, store, folder, "training.num_train_steps=100000", "logging.save_freq=100000")
         stack.callback(end, process)

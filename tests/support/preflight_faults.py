@@ -22,7 +22,7 @@ TRAIN = str(ROOT / "mmldlm" / "train.py")
 
 @dataclass
 class Scene:
-    """A preflight to be run on the cluster, as faults change it."""
+    """A preflight on the cluster, as faults modify it."""
 
     cluster: VirtualCluster
     store: Path
@@ -35,7 +35,7 @@ class Scene:
     level: int = 2
 
     def run(self) -> dict:
-        """Run `mmldlm preflight` on n1; its receipt, with "exit_code" as the shell saw it and "screen"."""
+        """Run `mmldlm preflight` on n1; return its receipt with "exit_code" and "screen"."""
         self.folder.mkdir(parents=True, exist_ok=True)
         hostfile, receipt = self.folder / "hostfile", self.folder / "receipt.json"
         hostfile.unlink(missing_ok=True)
@@ -59,34 +59,34 @@ class Scene:
         return self.folder / "runs"
 
     def env_file(self, text: str) -> None:
-        """What DeepSpeed reads as its .deepspeed_env."""
+        """Set the .deepspeed_env of DeepSpeed."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / "deepspeed_env"
         path.write_text(text)
         self.environment["DS_ENV_FILE"] = str(path)
 
     def json_file(self, values: dict) -> None:
-        """Hand a DeepSpeed JSON to the run."""
+        """Pass a DeepSpeed JSON to the run."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / "ds.json"
         path.write_text(json.dumps(values))
         self.words += ["--deepspeed_config", str(path)]
 
 
-def verdicts(receipt: dict) -> set[tuple[str, str]]:
-    """(id, node) of everything that did not pass."""
+def problems(receipt: dict) -> set[tuple[str, str]]:
+    """Return (id, node) of every result that is not PASS or SKIP."""
     return {(r["id"], r["node"]) for r in receipt["results"] if r["status"] in ("FAIL", "WARN", "ERROR")}
 
 
-def said(receipt: dict, id: str) -> str:
-    """All that a check said of what is wrong and how to mend it."""
+def problem_text(receipt: dict, id: str) -> str:
+    """Return measured, expected and fix of all problems that a check reported."""
     bad = [r for r in receipt["results"] if r["id"] == id and r["status"] in ("FAIL", "WARN")]
     return "\n".join(f"{r['measured']} | {r['expected']} | {r['fix']}" for r in bad)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """inject(scene, stack) sets it up; exactly `expected` must be found, and check `id` must say all of `words`."""
+    """A fault: inject(scene, stack) causes it, exactly `expected` must be reported, check `id` with all of `words`."""
 
     name: str
     inject: Callable[[Scene, contextlib.ExitStack], None]
@@ -116,7 +116,7 @@ def fault(name: str, *expected: tuple[str, str], words: tuple[str, ...], main: s
 
 
 def harmless(name: str):
-    """Register what must raise no alarm, because a run trains with it."""
+    """Register a condition that must not be reported, because a run trains with it."""
 
     def register(inject):
         HARMLESS.append(Fault(name, inject, frozenset(), ()))

@@ -1,4 +1,4 @@
-"""A short run on two ranks, however it is started: its words, and how its losses must be."""
+"""A short run on two ranks under any launcher: its arguments and the comparison of its losses."""
 
 from __future__ import annotations
 

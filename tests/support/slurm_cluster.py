@@ -13,7 +13,7 @@ PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "scontrol", "sinfo")
 
 
 def reason_to_skip() -> str | None:
-    """Why there is no Slurm here; None when there is. Nothing is installed: its packages start services."""
+    """Return why Slurm cannot be used; None if it can. Nothing is installed: its packages start services."""
     missing = [program for program in PROGRAMS if shutil.which(program, path=SBIN) is None]
     return f"no {', '.join(missing)} (Debian: apt-get install slurmctld slurmd slurm-client)" if missing else None
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mmldlm.config.load import load_config
-from mmldlm.data.batching.batch_plan import BatchPlan, Spaced
+from mmldlm.data.batching.batch_plan import BatchPlan, SpacedOrder
 from mmldlm.tasks import validation
 from mmldlm.tasks.translation.validation import passes_of
 
@@ -43,7 +43,7 @@ def test_the_report_of_the_quickstart_has_all_its_samples():
 
 def test_a_part_is_spread_over_the_whole_split_and_has_no_sample_twice():
     lengths = np.random.default_rng(0).integers(3, 60, 1000)
-    plan = BatchPlan(lengths, 8, 0, bucket_batches=4, shuffle=False, order=Spaced(100, 1000))
+    plan = BatchPlan(lengths, 8, 0, bucket_batches=4, shuffle=False, order=SpacedOrder(100, 1000))
     assert plan.batches_per_epoch == 13
     ids = np.concatenate([plan.batch(step).ids for step in range(13)])
     assert sorted(ids) == list(range(0, 1000, 10))

@@ -54,7 +54,7 @@ def test_on_one_host_the_process_decides(tmp_path, monkeypatch):
     holder.kill()  # and is not waited for: a zombie is gone, too
     time.sleep(0.2)
     lock, told = acquire(tmp_path)
-    assert told[-1].endswith("that process is gone")
+    assert told[-1].endswith("that process has exited")
     holder.wait()
     again, told = acquire(tmp_path)  # a process that trains twice
     assert told == []
@@ -68,7 +68,7 @@ def test_a_reused_process_number_is_another_process(tmp_path):
     with child() as other:
         acquire(tmp_path)
         rewrite(tmp_path, pid=other.pid)
-        assert acquire(tmp_path)[1][0].endswith("that process is gone")
+        assert acquire(tmp_path)[1][0].endswith("that process has exited")
         other.kill()
 
 

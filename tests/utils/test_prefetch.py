@@ -45,3 +45,23 @@ def test_error_is_raised_in_its_turn():
     with pytest.raises(ValueError, match="a bad batch"):
         next(batches)
     assert not _threads()
+
+
+def test_all_items_before_an_error_arrive():
+    def items():
+        yield 1
+        yield 2
+        raise ValueError("the third")
+
+    received = []
+    with pytest.raises(ValueError, match="the third"):
+        for item in prefetch(items(), 8):
+            received.append(item)
+    assert received == [1, 2] and not _threads()
+
+
+def test_an_error_of_the_consumer_ends_the_thread():
+    with pytest.raises(KeyError):
+        for _ in prefetch(iter(int, 1), 8):  # zeros without end
+            raise KeyError
+    assert list(prefetch([], 8)) == [] and not _threads()

@@ -33,14 +33,14 @@ def test_log_line_with_label_unit_and_rate():
     log = io.StringIO()
     with ProgressBar("encoding", "texts", stream=log, clock=clock(0.0, 20.0)) as progress:
         progress(2000, 4000)
-    assert log.getvalue() == "  encoding: 50% after 20s, 2,000 of 4,000 texts, 100 texts/s, 20s left\n"
+    assert log.getvalue() == "  encoding: 50% after 20s, 20s left, 100 texts/s, 2,000 of 4,000\n"
 
 
 def test_bytes_have_their_units():
     log = io.StringIO()
     with ProgressBar(unit="B", stream=log, clock=clock(0.0, 16.0)) as progress:
         progress(1 << 20, 1 << 21)
-    assert log.getvalue() == "  50% after 16s, 1.0 MiB of 2.0 MiB, 64.0 KiB/s, 16s left\n"
+    assert log.getvalue() == "  50% after 16s, 16s left, 64.0 KiB/s, 1.0 MiB of 2.0 MiB\n"
 
 
 def test_terminal_line_is_updated_and_erased():
@@ -55,8 +55,8 @@ def test_terminal_line_is_updated_and_erased():
     frames = screen.getvalue().split("\r\x1b[K")
     assert [frame.partition(" after")[0] for frame in frames] == [
         "",
-        f"work: [{'#' * 12}{'.' * 12}] 50%",
-        f"work: [{'#' * 24}] 100%",
+        f"work: [{'#' * 8}{'.' * 8}] 50%",
+        f"work: [{'#' * 16}] 100%",
         "",
     ]
 

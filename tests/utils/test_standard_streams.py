@@ -1,4 +1,4 @@
-"""Closed standard streams: a run that is complete says so by its exit code, and no file takes their numbers."""
+"""Closed standard streams: a finished run exits with 0, and no file takes their numbers."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def _check_manifest(checkpoint: Path, weights_only: bool) -> None:
 
 
 def _is_run_checkpoint(path: Path) -> bool:
-    # A plain file `latest` is mmldlm's or DeepSpeed's; nobody names DeepSpeed's own file, but its folder.
+    # A plain file `latest` is mmldlm's or DeepSpeed's; users name DeepSpeed's folder, not that file.
     if path.name == LATEST and (path.is_symlink() or path.is_file()):
         return True
     if not path.is_dir():
@@ -115,7 +115,7 @@ def _list_some(path: Path) -> str:
 
 
 def mark_buffers(weights: WeightSource, folder: Path) -> None:
-    """Classify the buffers of a MultimodalMMDiT in a format without kinds, by the config.json next to it.
+    """Classify the buffers that the config.json next to a file lists, for formats without kinds.
 
     Otherwise --dtype would round them, and they would count as parameters.
     """

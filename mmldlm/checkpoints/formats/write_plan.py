@@ -60,8 +60,8 @@ def execute(
     source: WeightSource,
     plan: WritePlan,
     on_bytes: Callable[[int, int], None] = lambda done, total: None,
-) -> int:
-    """Write all files of a plan; return the bytes of the tensors in them.
+) -> None:
+    """Write all files of a plan.
 
     The files are flushed to the disk by the caller.
 
@@ -102,7 +102,6 @@ def execute(
     finally:
         for file in plan.files:
             file.close()
-    return total
 
 
 def verify(source: WeightSource, plan: WritePlan) -> None:

@@ -78,7 +78,7 @@ class ShuffledOrder:
         return permute(positions, self.count, self.seed, epoch)
 
 
-class Spaced:
+class SpacedOrder:
     """Samples spread evenly over a split, in the stored order (evaluation).
 
     Args:
@@ -168,13 +168,13 @@ class BatchPlan:
         seed: int,
         bucket_batches: int = 64,
         shuffle: bool = True,
-        order: ShuffledOrder | Spaced | MixtureOrder | None = None,
+        order: ShuffledOrder | SpacedOrder | MixtureOrder | None = None,
     ):
         assert len(lengths) > 0 and global_batch > 0
         self.lengths, self.global_batch, self.seed = lengths, global_batch, seed
         self.bucket_batches, self.shuffle = bucket_batches, shuffle
         num = len(lengths)
-        self.order = order or (ShuffledOrder(num, seed) if shuffle else Spaced(num, num))
+        self.order = order or (ShuffledOrder(num, seed) if shuffle else SpacedOrder(num, num))
         assert 0 < self.order.count <= num
         self.batches_per_epoch = -(-self.order.count // global_batch)
         self.version = f"{self._KIND}:{bucket_batches}{self.order.name}"

@@ -83,12 +83,12 @@ class FileUnit:
         try:
             return raw.decode("utf-8-sig" if position == 0 else "utf-8")
         except UnicodeDecodeError as error:
-            found = f"byte 0x{raw[error.start]:02x} at column {error.start + 1} of line {self.number(position)}"
+            found = f"byte 0x{raw[error.start]:02x} at column {error.start + 1} of line {self._line_number(position)}"
             raise self._error("UTF-8 text", found, "convert the file to UTF-8 (for instance with iconv)") from None
 
     def _leave_out(self, position: int, raw: bytes, length: int, counts: Counter) -> None:
         """Count a line that is too long; carriage returns in it mean that it is many lines."""
-        line = f"line {self.number(position)} of {length:,} bytes"
+        line = f"line {self._line_number(position)} of {length:,} bytes"
         if b"\r" in raw[:-2]:
             fix = f"convert it: tr '\\r' '\\n' < {self.path.name} > NEW"
             raise self._error("lines that end in \\n", f"{line} in which lines end in \\r", fix)
@@ -96,7 +96,7 @@ class FileUnit:
         counts["read"] += 1
         counts[TOO_LARGE] += 1
 
-    def number(self, position: int) -> int:
+    def _line_number(self, position: int) -> int:
         """Return the number, from 1, of the line that begins at a byte."""
         number, left = 1, position
         with _open_bytes(self.path) as file:
@@ -120,20 +120,20 @@ class FileUnit:
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:
-                found = f"line {self.number(position)}: {error}"
-                raise self._error("one JSON object a line", found, "repair or remove that line") from None
+                found = f"line {self._line_number(position)}: {error}"
+                raise self._error("one JSON object per line", found, "repair or remove that line") from None
             text = record.get(self.text_field) if isinstance(record, dict) else None
             if isinstance(record, dict) and self.text_field in record and not isinstance(text, str):
                 raise self._error(
                     f"a string in field '{self.text_field}' of every line",
-                    f"line {self.number(position)}: {self.text_field} is {_kind_of(text)}",
+                    f"line {self._line_number(position)}: {self.text_field} is {_kind_of(text)}",
                     "repair or remove that line, or name another field with --text-field",
                 )
             if not isinstance(text, str):
                 known = ", ".join(sorted(record)) if isinstance(record, dict) else type(record).__name__
                 raise self._error(
                     f"a string in field '{self.text_field}' of every line",
-                    f"line {self.number(position)} has {known or 'no field'}",
+                    f"line {self._line_number(position)} has {known or 'no field'}",
                     "name the field with --text-field, or repair that line",
                 )
             yield from clean(text, counts)

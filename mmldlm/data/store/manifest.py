@@ -7,6 +7,8 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
+from mmldlm.utils.formatting import join_some
+
 
 class _File(BaseModel):
     bytes: int = Field(ge=0)
@@ -58,5 +60,5 @@ def find_problems(manifest: dict[str, Any]) -> str | None:
         _Manifest.model_validate(manifest, strict=True)
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
-        return "; ".join(problems[:3])
+        return join_some(problems, limit=3, separator="; ")
     return None

@@ -1,1 +1,1 @@
-"""DeepSpeed ZeRO-0 to ZeRO-3 behind the engine interface."""
+"""DeepSpeed ZeRO 0 to 3."""

@@ -1,8 +1,8 @@
-"""What a DeepSpeed JSON may say here: DeepSpeed itself ignores every key that it does not know, and obeys the others.
+"""Keys that a DeepSpeed JSON may have: DeepSpeed itself ignores unknown keys and obeys the others.
 
 The keys are those of DeepSpeed 0.19.8: runtime/config.py and what it calls, runtime/precision_config.py,
-runtime/zero/config.py and runtime/zero/offload_config.py. tests/engines/test_deepspeed_keys.py compares them with the
-installed DeepSpeed; here it is not imported, because preflight's level 0 reads the JSON and starts without torch.
+runtime/zero/config.py and runtime/zero/offload_config.py. tests/engines/deepspeed/test_allowed_keys.py compares them
+with the installed DeepSpeed; it is not imported here: preflight's level 0 reads the JSON without torch.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from mmldlm.errors import UserError
 
 
 class AllowedValue(NamedTuple):
-    """A key that may stand there with the one value that changes nothing; `advice` says what to do instead."""
+    """A key that may have only the value without effect; `advice` says what to do instead."""
 
     value: Any
     advice: str
 
 
 class Rejected(NamedTuple):
-    """A key that has no place in the JSON; `advice` says what to do instead."""
+    """A key that is not supported; `advice` says what to do instead."""
 
     advice: str
 
 
-SWITCH, SIZE, NUMBER, TEXT, SECTION = "true or false", "a whole number >= 0", "a number", "a word", "an object {...}"
-_OWNED_BY_CONFIG = "it changes the numbers that mmldlm promises are the same on every engine: delete it"
+SWITCH, SIZE, NUMBER, TEXT, SECTION = "true or false", "an integer >= 0", "a number", "a string", "an object {...}"
+_OWNED_BY_CONFIG = "it changes results that are the same on every engine: delete it"
 _UNTESTED = "mmldlm's checkpoints and steps were never tested with it: delete it"
-_OFF = 'delete it, or write {"enabled": false}; mmldlm has no use for it'
+_OFF = 'delete it, or write {"enabled": false}; mmldlm does not use it'
 _REMOVED = "DeepSpeed 0.19.8 removed it: delete it"
 
 TOP: dict[str, str | AllowedValue | Rejected] = {
-    # Our config owns them (deepspeed_config.merged_config compares).
+    # Owned by our config (config.merged_config compares).
     "train_batch_size": NUMBER, "train_micro_batch_size_per_gpu": NUMBER, "gradient_accumulation_steps": NUMBER,
     "gradient_clipping": NUMBER, "bf16": SECTION, "fp16": SECTION, "zero_optimization": SECTION,
     "data_types": SECTION, "optimizer": SECTION, "scheduler": SECTION, "amp": SECTION,
-    # No bearing on the training.
+    # Without effect on the training.
     **dict.fromkeys(
         ("comms_logger", "flops_profiler", "tensorboard", "csv_monitor", "wandb", "comet", "timers", "aio"), SECTION
     ),
     **dict.fromkeys(("wall_clock_breakdown", "memory_breakdown", "dump_state", "disable_python_gc"), SWITCH),
     "steps_per_print": NUMBER, "vocabulary_size": NUMBER, "log_level": TEXT,
-    # Only as they are.
+    # Only with the value without effect.
     "communication_data_type": AllowedValue("fp32", "gradients are reduced in fp32 on every engine"),
     "seq_parallel_communication_data_type": AllowedValue("fp32", "gradients are reduced in fp32 on every engine"),
     "prescale_gradients": AllowedValue(False, _UNTESTED), "gradient_predivide_factor": AllowedValue(1.0, _UNTESTED),
@@ -58,16 +58,16 @@ TOP: dict[str, str | AllowedValue | Rejected] = {
     "torch_autocast": AllowedValue({"enabled": False}, "set training.dtype instead"),
     "autotuning": AllowedValue({"enabled": False}, _OFF), "data_efficiency": AllowedValue({"enabled": False}, _OFF),
     "hybrid_engine": AllowedValue({"enabled": False}, _OFF), "expert_parallel": AllowedValue({"enabled": False}, _OFF),
-    # What we do not support.
+    # Not supported.
     "bfloat16": Rejected('the name is "bf16" now: rename it'),
     "activation_checkpointing": Rejected("it has no effect on this model, whose memory model.* governs: delete it"),
     "checkpoint": Rejected("mmldlm writes the checkpoints (checkpoints.*): delete it"),
     "datastates_ckpt": Rejected("mmldlm writes the checkpoints (checkpoints.*): delete it"),
     "compile": Rejected("training.compile_model compiles the model: delete it"),
-    "pipeline": Rejected("the model is not cut into pipeline stages: delete it"),
-    "tensor_parallel": Rejected("the model is not cut by tensors: delete it"),
-    "sequence_parallel_size": Rejected("the model is not cut by sequences: delete it"),
-    "data_parallel_size": Rejected("every rank is data-parallel here: delete it"),
+    "pipeline": Rejected("pipeline stages are not supported: delete it"),
+    "tensor_parallel": Rejected("tensor parallelism is not supported: delete it"),
+    "sequence_parallel_size": Rejected("sequence parallelism is not supported: delete it"),
+    "data_parallel_size": Rejected("every rank is data-parallel: delete it"),
     "weight_quantization": Rejected(_OWNED_BY_CONFIG),
     "elasticity": Rejected("DeepSpeed 0.19.8 removed it: delete it; use torchrun's --nnodes MIN:MAX"),
     **dict.fromkeys(
@@ -82,7 +82,7 @@ _STAGE3_SIZES = (
 )  # fmt: skip
 ZERO: dict[str, str | AllowedValue | Rejected] = {
     "stage": NUMBER, "offload_param": SECTION, "offload_optimizer": SECTION,
-    # How memory and messages are cut: the sums stay the same.
+    # Partitioning of memory and messages: the sums stay the same.
     **dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size", "sub_group_size"), SIZE),
     **dict.fromkeys((*_STAGE3_SIZES, *(f"stage3_{name}" for name in _STAGE3_SIZES)), SIZE),
     **dict.fromkeys(
@@ -94,20 +94,20 @@ ZERO: dict[str, str | AllowedValue | Rejected] = {
          "use_all_reduce_for_fetch_params", "stage3_use_all_reduce_for_fetch_params", "allgather_sequential",
          "stage3_allgather_sequential", "save_muon_momentum_buffer_in_memory"), SWITCH
     ),
-    # Only as they are.
+    # Only with the value without effect.
     **dict.fromkeys(
         ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"),
         AllowedValue(False, _OWNED_BY_CONFIG),
     ),
     **dict.fromkeys(("parameter_alignment", "legacy_stage1", "elastic_checkpoint"), AllowedValue(False, _UNTESTED)),
-    "compute_grad_norm": AllowedValue(True, "the guard judges every step by its gradient norm: delete it"),
+    "compute_grad_norm": AllowedValue(True, "the guard checks the gradient norm of every step: delete it"),
     "zero_hpz_partition_size": AllowedValue(1, _UNTESTED),
     **dict.fromkeys(
         ("module_granularity_threshold", "stage3_module_granularity_threshold"),
-        AllowedValue(0, "mmldlm tells ZeRO-3 which modules are whole, its blocks: delete it"),
+        AllowedValue(0, "mmldlm sets the leaf modules of ZeRO-3 (its blocks): delete it"),
     ),
-    # What we do not support.
-    "leaf_module": Rejected("mmldlm tells ZeRO-3 which modules are whole, its blocks: delete it"),
+    # Not supported.
+    "leaf_module": Rejected("mmldlm sets the leaf modules of ZeRO-3 (its blocks): delete it"),
     "zenflow": Rejected(_OWNED_BY_CONFIG),
     "cpu_offload": Rejected('deprecated: write "offload_optimizer": {"device": "cpu"}'),
     "cpu_offload_param": Rejected('deprecated: write "offload_param": {"device": "cpu"}'),
@@ -127,22 +127,22 @@ OFFLOAD_OPTIMIZER: dict[str, str | AllowedValue | Rejected] = {
 }  # fmt: skip
 BF16: dict[str, str | AllowedValue | Rejected] = {
     "enabled": SWITCH, "immediate_grad_update": AllowedValue(False, _UNTESTED),
-    "check_grad_overflow": AllowedValue(True, "mmldlm's guard judges every step: delete it"),
+    "check_grad_overflow": AllowedValue(True, "mmldlm's guard checks every step: delete it"),
     "bf16_master_weights_and_grads": AllowedValue(False, "masters are fp32 on every engine: delete it"),
     "bf16_optimizer_states": AllowedValue(False, "masters and moments are fp32 on every engine: delete it"),
 }  # fmt: skip
 FP16: dict[str, str | AllowedValue | Rejected] = {
     "enabled": SWITCH, "auto_cast": AllowedValue(False, "mmldlm casts its inputs itself: delete it"),
-    # Compared with stability.loss_scale in merged_config, where the run is one in fp16.
+    # Compared with stability.loss_scale in merged_config, if the run is in fp16.
     **dict.fromkeys(("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"), NUMBER),
     "consecutive_hysteresis": SWITCH,
     "fp16_master_weights_and_grads": AllowedValue(False, "masters are fp32 on every engine: delete it"),
 }  # fmt: skip
 DATA_TYPES: dict[str, str | AllowedValue | Rejected] = {
-    "grad_accum_dtype": AllowedValue("fp32", "gradients are added up in fp32 on every engine"),
-    "param_dtype": Rejected("training.dtype says it: delete it"),
+    "grad_accum_dtype": AllowedValue("fp32", "gradients are accumulated in fp32 on every engine"),
+    "param_dtype": Rejected("training.dtype sets it: delete it"),
     "buffer_dtype": Rejected("buffers keep their dtype: delete it"),
-    "keep_in_fp32_modules": Rejected("training.dtype says it: delete it"),
+    "keep_in_fp32_modules": Rejected("training.dtype sets it: delete it"),
 }  # fmt: skip
 
 SECTIONS: dict[str, dict[str, str | AllowedValue | Rejected]] = {
@@ -156,13 +156,14 @@ SECTIONS: dict[str, dict[str, str | AllowedValue | Rejected]] = {
 
 
 def check_keys(values: Mapping[str, Any], file: str | None) -> None:
-    """Refuse what DeepSpeed would ignore, or do to the training without our config knowing.
+    """Reject keys that DeepSpeed would ignore, or that would change the training behind our config.
 
     Args:
-        values: the JSON's. file: its name, for the message.
+        values: of the JSON.
+        file: its name, for the message.
 
     Raises:
-        UserError: an unknown key (the nearest one is named), a value of the wrong kind, or one that may not be there.
+        UserError: an unknown key (the closest one is named), a value of the wrong type, or one that is not allowed.
     """
     _check(values, TOP, "", file)
     for name, known in SECTIONS.items():
@@ -171,21 +172,21 @@ def check_keys(values: Mapping[str, Any], file: str | None) -> None:
             section = section.get(part) or {}
         _check(section, known, f"{name}.", file)
     check_stage(values, file)
-    for what in ("offload_param", "offload_optimizer"):
-        device = (values.get("zero_optimization", {}).get(what) or {}).get("device", "none")
+    for section_name in ("offload_param", "offload_optimizer"):
+        device = (values.get("zero_optimization", {}).get(section_name) or {}).get("device", "none")
         if device not in ("none", "cpu", "auto"):
             raise UserError(
-                f'zero_optimization.{what}.device "cpu" or "none"',
+                f'zero_optimization.{section_name}.device "cpu" or "none"',
                 f"{device!r} in {file}",
                 'write "cpu" (mmldlm\'s checkpoints were never tested with another), or delete the section',
             )
 
 
 def check_stage(values: Mapping[str, Any], file: str | None) -> None:
-    """The part of it that everything needs that asks for the stage.
+    """Check zero_optimization.stage, which more callers need than `check_keys`.
 
     Raises:
-        UserError: zero_optimization is no object, or its stage is none of 0 to 3.
+        UserError: zero_optimization is not an object, or its stage is not one of 0 to 3.
     """
     zero = values.get("zero_optimization", {})
     if not isinstance(zero, dict):
@@ -201,8 +202,8 @@ def _check(
     for key, value in section.items():
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)
-            fix = f"write {prefix}{near[0]}, or delete it" if near else "delete it (docs/engines.md: what it may hold)"
-            raise UserError("keys that DeepSpeed 0.19.8 knows (it ignores others)", f"{prefix}{key} in {file}", fix)
+            fix = f"write {prefix}{near[0]}, or delete it" if near else "delete it (docs/engines.md lists the keys)"
+            raise UserError("keys of DeepSpeed 0.19.8 (it ignores others)", f"{prefix}{key} in {file}", fix)
         rule = known[key]
         if isinstance(rule, Rejected):
             raise UserError(f"a DeepSpeed JSON without {prefix}{key}", f"{prefix}{key} in {file}", rule.advice)
@@ -215,7 +216,7 @@ def _check(
 
 
 def _changes_nothing(value: Any, only: Any) -> bool:
-    if isinstance(only, dict):  # a section that is switched off, whatever else it says
+    if isinstance(only, dict):  # a disabled section, whatever else it contains
         return isinstance(value, dict) and value.get("enabled", False) is False
     return value == only and isinstance(value, bool) == isinstance(only, bool)  # 0 == False
 
@@ -234,4 +235,4 @@ def _has_type(value: Any, kind: str, optional: bool) -> bool:
 
 
 def _invalid_key_error(key: str, expected: str, value: Any, file: str | None) -> UserError:
-    return UserError(f"{key}: {expected}", f"{value!r} in {file}", "mend it (ds_configs/ has files to start from)")
+    return UserError(f"{key}: {expected}", f"{value!r} in {file}", "fix it (ds_configs/ has examples)")

@@ -1,8 +1,8 @@
-"""One judge for ZeRO-1, 2 and 3: the norm is known before DeepSpeed steps, and DeepSpeed does what was decided.
+"""Make DeepSpeed (ZeRO 1-3) apply or skip a step as our guard decides.
 
-DeepSpeed 0.19.8 judges for itself inside step(), in a way that depends on version, stage and settings (older releases
-stepped on NaN). Its three optimizers ask themselves two questions there, "is there an overflow?" and "what is the
-norm?"; here both are answered with what all ranks agreed on, which also saves their host syncs.
+DeepSpeed 0.19.8 decides inside step(), in a way that depends on version, stage and settings (older releases stepped on
+NaN). Its three optimizers compute there whether there is an overflow, and the gradient norm. Both are overridden with
+what all ranks agreed on, which also saves their host syncs.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from torch import Tensor
 
 
 class OverflowOverride:
-    """Sits in front of DeepSpeedZeroOptimizer, BF16_Optimizer or DeepSpeedZeroOptimizer_Stage3."""
+    """Overrides the overflow check of DeepSpeedZeroOptimizer, BF16_Optimizer or DeepSpeedZeroOptimizer_Stage3."""
 
     def __init__(self, optimizer: Any, stage: int):
         self.optimizer = optimizer
-        self.refuse, self.norm = False, torch.zeros(())
+        self.skip, self.norm = False, torch.zeros(())
         if stage == 3:
             self._norm_groups = optimizer._get_norm_groups
             optimizer._get_norm_groups = lambda: [self.norm]
-            optimizer._overflow_check_and_loss_scale_update = self._answer_stage3
+            optimizer._overflow_check_and_loss_scale_update = self._has_overflow_stage3
         elif hasattr(optimizer, "single_partition_of_fp32_groups"):
             self._scaled_norm = optimizer.scaled_global_norm
             optimizer.scaled_global_norm = lambda *args, **kwargs: self.norm
             optimizer.check_grad_overflow = True
-            optimizer.check_overflow = self._answer
+            optimizer.check_overflow = self._has_overflow
         else:
             self._grads_for_norm = optimizer.get_grads_for_norm
-            optimizer.get_grads_for_norm = self._answer_bf16
+            optimizer.get_grads_for_norm = self._grads_for_norm_bf16
 
     def grad_norm(self) -> Tensor:
-        """Global L2 norm of the reduced gradients, 0-d, not finite where an element is not. Collective."""
+        """Global L2 norm of the reduced gradients, 0-d, not finite if any element is not. Collective."""
         if hasattr(self, "_norm_groups"):
             from deepspeed.runtime.utils import combine_grad_norm_groups
 
@@ -44,21 +44,21 @@ class OverflowOverride:
 
         grads, _ = self._grads_for_norm()
         norm = torch.as_tensor(get_global_norm_of_tensors(input_tensors=grads, mpu=self.optimizer.mpu))
-        # DeepSpeed says -1 for a norm that is not finite; combine_grad_norm_groups above turns that into inf.
+        # DeepSpeed returns -1 for a norm that is not finite; combine_grad_norm_groups above turns that into inf.
         return torch.where(norm < 0, torch.inf, norm)
 
-    def set_skip(self, refuse: bool, norm: float) -> None:
-        """What the next step() of the optimizer will find."""
-        self.refuse, self.norm = refuse, torch.tensor(norm)
+    def set_skip(self, skip: bool, norm: float) -> None:
+        """Decide what the next step() of the optimizer does."""
+        self.skip, self.norm = skip, torch.tensor(norm)
 
-    def _answer(self, *args, **kwargs) -> None:
-        self.optimizer.overflow = self.refuse
+    def _has_overflow(self, *args, **kwargs) -> None:
+        self.optimizer.overflow = self.skip
 
-    def _answer_stage3(self, update_scale: bool = True) -> bool:
-        self.optimizer.overflow = self.refuse
-        return self.optimizer._loss_scale_update_and_overflow_cleanup() if update_scale else self.refuse
+    def _has_overflow_stage3(self, update_scale: bool = True) -> bool:
+        self.optimizer.overflow = self.skip
+        return self.optimizer._loss_scale_update_and_overflow_cleanup() if update_scale else self.skip
 
-    def _answer_bf16(self, for_clipping: bool = False):
+    def _grads_for_norm_bf16(self, for_clipping: bool = False):
         if for_clipping:
             return self._grads_for_norm(for_clipping=True)
-        return [torch.tensor(float("inf")) if self.refuse else self.norm], {}
+        return [torch.tensor(float("inf")) if self.skip else self.norm], {}

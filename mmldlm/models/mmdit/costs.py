@@ -132,8 +132,8 @@ def step_flops(model: ModelConfig, lengths: Sequence[int], scored: int, num_late
     """Forward FLOPs of one batch.
 
     Real work: `lengths` of the real tokens (EOS included) and `scored` masked positions. Nominal work, what a padded
-    batch with a dense head would cost: lengths [S] * B and scored B * S. What the last block does behind attention is
-    work for scored positions only: nobody reads the others.
+    batch with a dense head would cost: lengths [S] * B and scored B * S. After attention, the last
+    block computes scored positions only.
 
     Args:
         model: its shape; latent_dim and vocab_size set. lengths: text tokens of each sample.

@@ -133,54 +133,45 @@ class MultimodalMMDiT(nn.Module):
             length_logits: of lengths 1..max_seq_len (EOS counted), given the latent if its timestep is 0, without it
                 otherwise. [B, max_seq_len]
             text_logits: fp32 with -inf for [MASK]; absent with targets. [M, V], or [B, S, V] without positions
-            text_loss_sum (fp32 scalar), text_nll [M] and text_correct [M]: with targets only.
-            Nothing of the text when text_tokens is None.
+            text_loss_sum (fp32 scalar), text_nll and text_correct [M]: with targets. Without text_tokens, no text_*.
 
         Raises:
             ValueError: on shapes that do not fit the config, token_positions that leave text out without an
                 attention_mask, or (on a CPU) a scored position that is padding.
         """
-        config = self.config
         if text_tokens is None and latents is None:
             raise ValueError("forward needs text_tokens or latents")
         given = latents if text_tokens is None else text_tokens
-        batch, device = len(given), given.device
         tokens, key_is_null = text_tokens, text_is_null
         if text_tokens is None:
-            tokens = torch.full((batch, 1), config.pad_token_id, dtype=torch.int64, device=device)
-            text_is_null = torch.ones(batch, dtype=torch.bool, device=device)
-            attention_mask = key_is_null = None
-        if latents is None:
-            latent_is_null = torch.ones(batch, dtype=torch.bool, device=device)
+            tokens = torch.full((len(given), 1), self.config.pad_token_id, dtype=torch.int64, device=given.device)
+            text_is_null, key_is_null, attention_mask = _all_true(given), None, None
         points = self._check_shapes(tokens, latents)
+        latent_is_null = _all_true(given) if latents is None else latent_is_null
 
         latent, pooled = self.latent_encoder(points.to(self.text_encoder.null_text.dtype), latent_is_null)
         condition = nn.functional.silu(self._condition(pooled, text_timesteps, latent_timesteps))
-        # Without text_positions all logits are computed, those of padding included: then nothing is left out.
-        selects = text_positions is not None
+        selects = text_positions is not None  # without them all logits are computed, those of padding included
         packed, packing = self._pack(tokens, latent, attention_mask, key_is_null, token_positions, selects)
         ids = tokens.flatten() if packed is None else tokens.flatten().index_select(0, packed)
         text = self.text_encoder(ids, packing.first_rows, text_is_null)
 
         outputs = packing  # of the rows that a head reads
-        if text_tokens is None:
-            outputs = packing.restrict_to(packing.first_rows[:0])
-        elif selects:
-            outputs = packing.restrict_to(text_positions if packed is None else _rows_at(packed, text_positions))
+        if text_tokens is None or selects:
+            outputs = packing.restrict_to(_text_rows(packing, packed, None if text_tokens is None else text_positions))
         rows = self._run_blocks(torch.cat([text, latent.flatten(0, 1)]), condition, packing, outputs)
 
         text_rows, latent_rows = rows.tensor_split(outputs.stream_ends[:-1])
-        latent_pred = self.latent_head(latent_rows.view(batch, latent.shape[1], -1), condition).float()
+        latent_pred = self.latent_head(latent_rows.view(*latent.shape[:2], -1), condition).float()
         if latents is None or latents.dim() == 2:
             latent_pred = latent_pred.squeeze(1) if latent_pred.shape[1] == 1 else latent_pred[:, 0]
         length_logits = self.length_head(self._pooled_condition(pooled, latent_timesteps)).float()
         out = {"latent_pred": latent_pred, "length_logits": length_logits}
-        if text_tokens is not None:
-            sample = outputs.sample[: outputs.num_text]
-            text_out = self.text_head(text_rows, sample, condition, text_targets, text_weights)
-            if text_positions is None and text_targets is None:
-                text_out["text_logits"] = text_out["text_logits"].view(*tokens.shape, -1)
-            out.update(text_out)
+        if text_tokens is None:
+            return out
+        out |= self.text_head(text_rows, outputs.sample[: outputs.num_text], condition, text_targets, text_weights)
+        if not selects and text_targets is None:
+            out["text_logits"] = out["text_logits"].view(*tokens.shape, -1)
         return out
 
     def _check_shapes(self, tokens: Tensor, latents: Tensor | None) -> Tensor:
@@ -257,7 +248,7 @@ class MultimodalMMDiT(nn.Module):
 
     @staticmethod
     def _packed_positions(token_positions: Tensor | None, keys: Tensor | None) -> Tensor | None:
-        """[N] positions in B * S of the text to compute, None for all; found from the mask only if that is no sync."""
+        """[N] positions in B * S of the text to compute, None for all; found from the mask if that is free."""
         if token_positions is not None:
             return token_positions
         if keys is None or keys.device.type != "cpu":
@@ -350,8 +341,17 @@ def _check_config(config: ModelConfig) -> None:
             )
 
 
-def _rows_at(packed: Tensor, positions: Tensor) -> Tensor:
-    """[M] rows of positions in B * S, all of which must be packed."""
+def _all_true(given: Tensor) -> Tensor:
+    """[B] for given [B, ...]."""
+    return torch.ones(len(given), dtype=torch.bool, device=given.device)
+
+
+def _text_rows(packing: Packing, packed: Tensor | None, positions: Tensor | None) -> Tensor:
+    """[M] rows of positions in B * S, all of which must be packed (None: all are); of no positions, [0]."""
+    if positions is None:
+        return packing.first_rows[:0]
+    if packed is None:
+        return positions
     rows = torch.searchsorted(packed, positions.contiguous())
     if packed.device.type == "cpu" and not torch.equal(packed[rows.clamp_max(len(packed) - 1)], positions):
         raise ValueError("text_positions names padding: only real tokens are computed")

@@ -1,9 +1,10 @@
-"""From a global batch to one rank's noised micro-batch. Modes, timesteps, masks and noise are functions, not state."""
+"""Noise one rank's micro-batch of a global batch. Modes, timesteps, masks and noise are functions, not state."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from mmldlm.data.batching.batch import Batch
 from mmldlm.data.batching.batch_plan import GlobalBatch, permute
+from mmldlm.data.store.store import Rows
 from mmldlm.diffusion import GaussianProcess, MaskedDiffusion
 from mmldlm.diffusion.timesteps import logit_normal, low_discrepancy, shift, stretch
 from mmldlm.tasks.translation.config import PURE_MODES, TranslationConfig
@@ -44,26 +46,67 @@ class NoisedBatch(Batch):
 
 
 def _generator(seed: int, epoch: int, *counter: int) -> np.random.Generator:
-    """Philox4x64 (Salmon et al., SC 2011) at a place of its own: the low counter word is left to the draws."""
+    """Return the generator of one counter: Philox4x64 (Salmon et al., SC 2011), low counter word for the draws."""
     return np.random.Generator(np.random.Philox(key=[seed, epoch], counter=[0, *counter]))
 
 
-def _over(rows, like):
-    """[B] shaped to broadcast over [B, ...]."""
+def _expand_like(rows, like):
+    """Reshape [B] to broadcast over [B, ...]."""
     return rows.reshape(rows.shape + (1,) * (like.ndim - 1))
 
 
+class BatchDraws(NamedTuple):
+    """Draws for all slots [n] of a global batch, the same on every rank.
+
+    Attributes:
+        modes: index in PURE_MODES.
+        text: fp64 low-discrepancy uniforms of the text timesteps.
+        latent: fp64 low-discrepancy uniforms of the latent timesteps.
+    """
+
+    modes: np.ndarray
+    text: Tensor
+    latent: Tensor
+
+
+class PaddedSamples(NamedTuple):
+    """The clean samples of a micro-batch and their own draws. B samples, S positions, D latent dim.
+
+    Attributes:
+        tokens: [B, S] int64, padded.
+        attention: [B, S] bool, True for real tokens and EOS.
+        latents: [B, D] fp32 in model space.
+        noise: as latents, standard normal.
+        mask_uniform: [B, S] fp64, for the masks.
+        dropout: [B] fp64, for the condition dropout.
+        text: [B] fp64, for text timesteps under timesteps=uniform.
+        latent: [B] fp64, for latent timesteps under timesteps=uniform.
+    """
+
+    tokens: Tensor
+    attention: Tensor
+    latents: Tensor
+    noise: Tensor
+    mask_uniform: Tensor
+    dropout: Tensor
+    text: Tensor
+    latent: Tensor
+
+
 class Noiser:
-    """Draws the noise of a run.
+    """Collator of the translation task: draws modes, timesteps, masks and noise.
 
     Args:
         config: the run's config (modes, dropout, diffusion, seed).
-        mask_token_id, pad_token_id, eos_token_id: of the tokenizer.
-        latent_mean, latent_std: [D] scaling into model space.
-        mode_weights: shares of the modes; None: those of training.
+        mask_token_id: of the tokenizer.
+        pad_token_id: of the tokenizer.
+        eos_token_id: of the tokenizer.
+        latent_mean: [D], with latent_std the scaling into model space.
+        latent_std: [D].
+        mode_weights: weights of the modes; None: those of training.
         seed: None: training.seed. Evaluation passes its own, so that it never sees training noise.
         condition_dropout: None: training.condition_dropout.
-        max_norm: a latent beyond this norm is a corrupted row; it is masked out and reported.
+        max_norm: a latent above this norm is a corrupted row; it is left out and reported.
     """
 
     def __init__(
@@ -94,152 +137,94 @@ class Noiser:
         self.dropout = config.training.condition_dropout if condition_dropout is None else condition_dropout
 
     def modes(self, batch: GlobalBatch) -> np.ndarray:
-        """[n] mode of every sample of the global batch (the same on every rank)."""
-        return self._batch_draws(batch)[0][: len(batch.ids)]
+        """Return the mode [n] of every sample of the global batch (the same on every rank)."""
+        return self._batch_draws(batch).modes[: len(batch.ids)]
 
-    def _batch_draws(self, batch: GlobalBatch) -> tuple[np.ndarray, Tensor, Tensor]:
-        """Mode [n], text uniforms [n] and latent uniforms [n] of the places of a global batch."""
-        places = np.arange(batch.size)
+    def _batch_draws(self, batch: GlobalBatch) -> BatchDraws:
+        slots = np.arange(batch.size)
         offsets = _generator(self.seed, batch.epoch, batch.index, 0, _BATCH_STREAM).random(3)
         key = batch.epoch * 1_000_003 + batch.index
-        ranks = [permute(places, batch.size, self.seed * 3 + stream + 11, key) for stream in range(3)]
+        ranks = [permute(slots, batch.size, self.seed * 3 + stream + 11, key) for stream in range(3)]
         mode_u = np.remainder(ranks[0] / batch.size + offsets[0], 1.0)
         modes = np.minimum(np.searchsorted(self.mode_edges, mode_u * self.mode_edges[-1], side="right"), 2)
         text_u = low_discrepancy(torch.from_numpy(ranks[1]), float(offsets[1]), batch.size)
         latent_u = low_discrepancy(torch.from_numpy(ranks[2]), float(offsets[2]), batch.size)
-        return modes, text_u, latent_u
+        return BatchDraws(modes, text_u, latent_u)
 
     def collate(self, batch: GlobalBatch, slots: np.ndarray, samples, lengths: np.ndarray) -> NoisedBatch:
-        """Noise the samples at some places of a global batch.
+        """Noise the samples at some slots of a global batch; see Collator.
 
         Args:
-            batch: the global batch. slots: [B] places; places past its end become placeholders of weight 0.
-            samples: a store, read with `get(ids)`. lengths: [N] tokens of every sample, EOS included.
-
-        Returns:
-            The micro-batch on the CPU.
+            samples: a store.
+            lengths: [N] tokens of every sample, EOS included.
         """
+        draws = self._batch_draws(batch)
         num_real = len(batch.ids)
-        modes_all, text_u, latent_u = self._batch_draws(batch)
-        modes_real, lengths_real = modes_all[:num_real], lengths[batch.ids]
-        has_text = modes_real != T2L
-
         real = slots < num_real
         ids = batch.ids[np.where(real, slots, 0)]
-        places = np.minimum(slots, batch.size - 1)  # of placeholders, any will do
-        modes = modes_all[places]
-        rows = samples.get(ids)
-        rows, mended = self._replace_nonfinite(rows)
-        reasons = [
-            self._rejection_reason(rows.tokens[row], rows.latents[row], lengths[sample])
-            for row, sample in enumerate(ids)
-        ]
-        # A bad sample becomes a placeholder of weight 0, like one past the end of the batch: the same shapes and the
-        # same collectives on every rank. The losses' denominators still count it: other ranks do not know.
-        is_bad = np.array([reason is not None for reason in reasons])
+        rows, is_bad, bad = self._read(samples, ids, slots, num_real, lengths)
         real = real & ~is_bad
-        if is_bad.any():
-            rows = rows._replace(
-                tokens=[tokens[:0] if bad else tokens for tokens, bad in zip(rows.tokens, is_bad, strict=True)],
-                latents=np.where(_over(is_bad, rows.latents), self.latent_mean, rows.latents),
-            )
-        num_rows, width = len(ids), int(max(len(tokens) for tokens in rows.tokens)) + 1
-        tokens = np.full((num_rows, width), self.pad_token_id, dtype=np.int64)
-        attention = np.zeros((num_rows, width), dtype=bool)
-        uniform = np.zeros((num_rows, width))
-        latents = rows.latents.astype(np.float32)
-        if self.latent_config.l2_normalise:
-            latents = latents / np.maximum(np.linalg.norm(latents, axis=-1, keepdims=True), np.float32(1e-12))
-        latents = (latents - self.latent_mean) / self.latent_std
-        noise = np.empty_like(latents)
-        own_text_u, own_latent_u, drop = np.empty(num_rows), np.empty(num_rows), np.empty(num_rows)
-        for row, (sample, slot) in enumerate(zip(ids.tolist(), slots.tolist(), strict=True)):
-            generator = _generator(self.seed, batch.epoch, sample, slot, _SAMPLE_STREAM)
-            drop[row], own_text_u[row], own_latent_u[row] = generator.random(3)
-            noise[row] = generator.standard_normal(latents.shape[1:], dtype=np.float32)
-            length = len(rows.tokens[row]) + 1
-            tokens[row, : length - 1] = rows.tokens[row]
-            tokens[row, length - 1] = self.eos_token_id
-            attention[row, :length] = True
-            uniform[row, :length] = generator.random(length)
-
-        mode = torch.from_numpy(modes)
-        latent_t = self._latent_timesteps(latent_u[places], torch.from_numpy(own_latent_u))
-        latent_t = torch.where(mode == L2T, 0.0, latent_t)
-        dropped = torch.from_numpy(drop < self.dropout)
-        latent_is_null, text_is_null = dropped & (mode == L2T), dropped & (mode == T2L)
-
-        clean_tokens, real_tokens = torch.from_numpy(tokens), torch.from_numpy(attention)
-        text_strata = (
-            text_u[places] if self.text_config.timesteps == "low_discrepancy" else torch.from_numpy(own_text_u)
-        )
-        noised, masked, text_t, weights = self._mask(clean_tokens, text_strata, torch.from_numpy(uniform), real_tokens)
-        is_t2l = mode == T2L
-        noised = torch.where(is_t2l[:, None], clean_tokens, noised)
-        text_t = torch.where(is_t2l, 0.0, text_t)
-        masked &= (torch.from_numpy(real) & ~is_t2l)[:, None]
-        positions = masked.flatten().nonzero()[:, 0]
-        first = torch.arange(width) == 0
-        computed = torch.where(text_is_null[:, None], first, real_tokens)
-        text_rows = positions // width
-
-        clean, noise_tensor = torch.from_numpy(latents), torch.from_numpy(noise)
-        z = torch.where(_over(mode == L2T, clean), clean, self.latent.add_noise(clean, noise_tensor, latent_t))
-        latent_scored = torch.from_numpy(real & (modes != L2T))
-        latent_weights = torch.where(latent_scored, self.latent.loss_weights(latent_t.clamp_min(1e-6)), 0.0)
-        length_scored = torch.from_numpy(real & (modes != T2L))
-        tensors = {
-            "text_tokens": noised,
-            "attention_mask": real_tokens,
-            "latents": z,
-            "text_timesteps": text_t.float(),
-            "latent_timesteps": latent_t.float(),
-            "token_positions": computed.flatten().nonzero()[:, 0],
-            "text_positions": positions,
-            "text_targets": clean_tokens.flatten()[positions],
-            "text_weights": weights[text_rows].float(),
-            "text_rows": text_rows,
-            "latent_targets": self.latent.targets(clean, noise_tensor, latent_t),
-            "latent_clean": clean,
-            "latent_weights": latent_weights.float(),
-            "length_targets": real_tokens.sum(1) - 1,
-            "length_weights": length_scored.float(),
-            # Present even when no row is null: the learned nulls must be in the graph on every rank, or ranks reduce
-            # different sets of gradients.
-            "text_is_null": text_is_null,
-            "latent_is_null": latent_is_null,
-        }
+        padded = self._pad(batch, rows, ids, slots)
+        in_batch = np.minimum(slots, batch.size - 1)  # of placeholders, any slot will do
+        modes = draws.modes[in_batch]
+        tensors = self._text_tensors(padded, modes, real, draws.text[in_batch])
+        tensors |= self._latent_tensors(padded, modes, real, draws.latent[in_batch])
+        modes_real = draws.modes[:num_real]
+        has_text = modes_real != T2L
         return NoisedBatch(
             tensors=tensors,
             ids=ids,
             modes=modes,
             real=real,
             counts={
-                "text_tokens": int(lengths_real[has_text].sum()),
-                "latents": int((modes_real != L2T).sum()) * math.prod(latents.shape[1:-1]),
+                "text_tokens": int(lengths[batch.ids][has_text].sum()),
+                "latents": int((modes_real != L2T).sum()) * math.prod(rows.latents.shape[1:-1]),
                 "lengths": int(has_text.sum()),
             },
-            num_tokens=int(attention[real].sum()),
+            num_tokens=int(padded.attention.numpy()[real].sum()),
             epoch=batch.epoch,
             index=batch.index,
-            bad=[
-                {"id": int(sample), "reason": reason or mended[row], **({} if reason else {"mended": True})}
-                for row, (sample, slot, reason) in enumerate(zip(ids, slots, reasons, strict=True))
-                if (reason or row in mended) and slot < num_real
-            ],
+            bad=bad,
         )
 
-    def _replace_nonfinite(self, rows):
-        """stability.nan_to_num: rows whose non-finite latent values are the mean's, and what was done by row."""
+    def _read(
+        self, samples, ids: np.ndarray, slots: np.ndarray, num_real: int, lengths: np.ndarray
+    ) -> tuple[Rows, np.ndarray, list[dict]]:
+        """Read the rows; return them, which of them are unusable, and the reports of Batch.bad.
+
+        An unusable sample becomes a placeholder of weight 0, as one past the end of the batch: all ranks keep the same
+        shapes and collectives. The counts of the global batch still include it, because other ranks do not know of it.
+        """
+        rows, repaired = self._replace_nonfinite(samples.get(ids))
+        reasons = [
+            self._rejection_reason(rows.tokens[row], rows.latents[row], lengths[sample])
+            for row, sample in enumerate(ids)
+        ]
+        is_bad = np.array([reason is not None for reason in reasons])
+        if is_bad.any():
+            rows = rows._replace(
+                tokens=[tokens[:0] if bad else tokens for tokens, bad in zip(rows.tokens, is_bad, strict=True)],
+                latents=np.where(_expand_like(is_bad, rows.latents), self.latent_mean, rows.latents),
+            )
+        reports = [
+            {"id": int(sample), "reason": reason or repaired[row], **({} if reason else {"repaired": True})}
+            for row, (sample, slot, reason) in enumerate(zip(ids, slots, reasons, strict=True))
+            if (reason or row in repaired) and slot < num_real
+        ]
+        return rows, is_bad, reports
+
+    def _replace_nonfinite(self, rows: Rows) -> tuple[Rows, dict[int, str]]:
+        """Replace non-finite latent values by the mean (stability.nan_to_num); return what was done by row."""
         if not self.nan_to_num or np.isfinite(rows.latents).all():
             return rows, {}
         bad = ~np.isfinite(rows.latents)
-        told = "non-finite values in its latent, replaced by the mean (stability.nan_to_num)"
-        mended = {int(row): f"{int(bad[row].sum())} {told}" for row in np.unique(np.nonzero(bad)[0])}
-        return rows._replace(latents=np.where(bad, self.latent_mean.astype(rows.latents.dtype), rows.latents)), mended
+        what = "non-finite values in its latent, replaced by the mean (stability.nan_to_num)"
+        repaired = {int(row): f"{int(bad[row].sum())} {what}" for row in np.unique(np.nonzero(bad)[0])}
+        mean = self.latent_mean.astype(rows.latents.dtype)
+        return rows._replace(latents=np.where(bad, mean, rows.latents)), repaired
 
     def _rejection_reason(self, tokens: np.ndarray, latent: np.ndarray, length: int) -> str | None:
-        """Why a sample must not be trained on, None for a sound one."""
+        """Return why a sample must not be trained on; None for a valid one."""
         if not np.isfinite(latent).all():
             return f"{int((~np.isfinite(latent)).sum())} non-finite values in its latent"
         norms = np.linalg.norm(latent, axis=-1).reshape(-1).tolist()
@@ -252,8 +237,78 @@ class Noiser:
             return f"a token id outside 0..{self.vocab_size - 1}"
         return None
 
+    def _pad(self, batch: GlobalBatch, rows: Rows, ids: np.ndarray, slots: np.ndarray) -> PaddedSamples:
+        num_rows, width = len(ids), int(max(len(tokens) for tokens in rows.tokens)) + 1
+        tokens = np.full((num_rows, width), self.pad_token_id, dtype=np.int64)
+        attention = np.zeros((num_rows, width), dtype=bool)
+        uniform = np.zeros((num_rows, width))
+        latents = rows.latents.astype(np.float32)
+        if self.latent_config.l2_normalise:
+            latents = latents / np.maximum(np.linalg.norm(latents, axis=-1, keepdims=True), np.float32(1e-12))
+        latents = (latents - self.latent_mean) / self.latent_std
+        noise = np.empty_like(latents)
+        drop, text_u, latent_u = np.empty(num_rows), np.empty(num_rows), np.empty(num_rows)
+        for row, (sample, slot) in enumerate(zip(ids.tolist(), slots.tolist(), strict=True)):
+            generator = _generator(self.seed, batch.epoch, sample, slot, _SAMPLE_STREAM)
+            drop[row], text_u[row], latent_u[row] = generator.random(3)
+            noise[row] = generator.standard_normal(latents.shape[1:], dtype=np.float32)
+            length = len(rows.tokens[row]) + 1
+            tokens[row, : length - 1] = rows.tokens[row]
+            tokens[row, length - 1] = self.eos_token_id
+            attention[row, :length] = True
+            uniform[row, :length] = generator.random(length)
+        arrays = (tokens, attention, latents, noise, uniform, drop, text_u, latent_u)
+        return PaddedSamples(*map(torch.from_numpy, arrays))
+
+    def _text_tensors(
+        self, padded: PaddedSamples, modes: np.ndarray, real: np.ndarray, strata: Tensor
+    ) -> dict[str, Tensor]:
+        mode, is_real = torch.from_numpy(modes), torch.from_numpy(real)
+        if self.text_config.timesteps != "low_discrepancy":
+            strata = padded.text
+        noised, masked, timesteps, weights = self._mask(padded.tokens, strata, padded.mask_uniform, padded.attention)
+        is_t2l = mode == T2L
+        masked &= (is_real & ~is_t2l)[:, None]
+        positions = masked.flatten().nonzero()[:, 0]
+        is_null = (padded.dropout < self.dropout) & is_t2l
+        width = padded.tokens.shape[1]
+        computed = torch.where(is_null[:, None], torch.arange(width) == 0, padded.attention)
+        text_rows = positions // width
+        return {
+            "text_tokens": torch.where(is_t2l[:, None], padded.tokens, noised),
+            "attention_mask": padded.attention,
+            "text_timesteps": torch.where(is_t2l, 0.0, timesteps).float(),
+            "token_positions": computed.flatten().nonzero()[:, 0],
+            "text_positions": positions,
+            "text_targets": padded.tokens.flatten()[positions],
+            "text_weights": weights[text_rows].float(),
+            "text_rows": text_rows,
+            "length_targets": padded.attention.sum(1) - 1,
+            "length_weights": (is_real & ~is_t2l).float(),
+            # Present even when no row is null: the learned nulls must be in the graph on every rank, or ranks reduce
+            # different sets of gradients.
+            "text_is_null": is_null,
+        }
+
+    def _latent_tensors(
+        self, padded: PaddedSamples, modes: np.ndarray, real: np.ndarray, strata: Tensor
+    ) -> dict[str, Tensor]:
+        is_l2t, is_real = torch.from_numpy(modes) == L2T, torch.from_numpy(real)
+        timesteps = torch.where(is_l2t, 0.0, self._latent_timesteps(strata, padded.latent))
+        clean = padded.latents
+        noised = self.latent.add_noise(clean, padded.noise, timesteps)
+        weights = self.latent.loss_weights(timesteps.clamp_min(1e-6))
+        return {
+            "latents": torch.where(_expand_like(is_l2t, clean), clean, noised),
+            "latent_timesteps": timesteps.float(),
+            "latent_targets": self.latent.targets(clean, padded.noise, timesteps),
+            "latent_clean": clean,
+            "latent_weights": torch.where(is_real & ~is_l2t, weights, 0.0).float(),
+            "latent_is_null": (padded.dropout < self.dropout) & is_l2t,
+        }
+
     def _mask(self, tokens: Tensor, strata: Tensor, uniform: Tensor, maskable: Tensor) -> tuple[Tensor, ...]:
-        """Noised tokens, masked, timesteps [B] and NELBO weight [B] of a masked token."""
+        """Return noised tokens, the mask, timesteps [B] and the NELBO weight [B] of a masked token."""
         config = self.text_config
         if config.fully_masked_only:
             masked = maskable.clone()

@@ -1,4 +1,4 @@
-"""Corpora: every text is read, bad files are named, prose is told from code."""
+"""Corpora: every text is read, and bad files are named."""
 
 from __future__ import annotations
 

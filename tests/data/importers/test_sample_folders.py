@@ -111,7 +111,7 @@ def test_every_file_is_accounted_for(sentences, tmp_path):
 
 
 def _with_header(path, shape) -> None:
-    """A .npy file whose header says something else than what is behind it."""
+    """A .npy file whose header contradicts its content."""
     buffer = io.BytesIO()
     header = {"descr": "<f4", "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(buffer, header)
@@ -212,5 +212,5 @@ def test_the_verb(files, tmp_path, capsys, monkeypatch):
     parser = argparse.ArgumentParser()
     pack.add_arguments(parser)
     assert pack.main(parser.parse_args([str(files), "--output-dir", str(tmp_path / "s")])) == 0
-    said = capsys.readouterr().out
-    assert "data.latent_data_root=" in said and re.search(r"time +│ 36 s", said)
+    out = capsys.readouterr().out
+    assert "data.latent_data_root=" in out and re.search(r"time +│ 36 s", out)

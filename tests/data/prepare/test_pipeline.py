@@ -145,7 +145,7 @@ class TestWithTheEncoder:
         assert verify.verify(store_copy) == []
 
     @pytest.mark.parametrize("how", ["NaN or infinite values", "a zero vector", "RuntimeError: cannot encode this"])
-    def test_a_text_that_cannot_be_encoded_is_set_aside_with_the_reason(
+    def test_unencodable_text_is_set_aside_with_the_reason(
         self, made_store, corpus_file, sentences, tmp_path, monkeypatch, how
     ):
         """And only that one; the others are tried again and are what they would have been."""
@@ -337,8 +337,8 @@ def test_interrupted_it_says_how_to_go_on(need_minilm, corpus_file, tmp_path, ca
         with monkeypatch.context() as patch:
             patch.setattr(encode_stage, "encode", lambda *args, number=number: os.kill(os.getpid(), number))
             assert cli.main(words) == 5
-        said = capsys.readouterr().err
-        assert f"interrupted: rerun the same command to resume from {tmp_path / 's.work'}" in said
+        err = capsys.readouterr().err
+        assert f"interrupted: rerun the same command to resume from {tmp_path / 's.work'}" in err
     assert cli.main(words) == 0 and "resuming from" in capsys.readouterr().out
     assert verify.verify(tmp_path / "s") == []
 

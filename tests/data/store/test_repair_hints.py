@@ -1,4 +1,4 @@
-"""What an error tells users to do about a store must not cost them the store: the right corpus, the right path."""
+"""The advice of errors about a store must not cost users the store: the right corpus, the right path."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def test_what_is_not_a_store_is_refused(tmp_path, store_copy):
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "problem"),
     [
         ({"latent_dim": "384"}, "latent_dim"),
         ({"latent_dim": 10**12}, "latent_dim"),
@@ -139,10 +139,10 @@ def test_what_is_not_a_store_is_refused(tmp_path, store_copy):
         ({"tokenizer": {"name": "minilm"}}, "tokenizer.vocab_size"),
     ],
 )
-def test_a_manifest_is_not_believed(store_copy, change, says):
+def test_a_manifest_is_not_believed(store_copy, change, problem):
     manifest = json.loads((store_copy / MANIFEST).read_text())
     (store_copy / MANIFEST).write_text(json.dumps({**manifest, **change}))
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError, match=problem):
         Store(store_copy)
 
 

@@ -33,7 +33,7 @@ def test_causes(code, stderr, cause):
     assert failure.cause == cause and failure.message
 
 
-def test_a_login_shell_that_ends_is_not_taken_for_a_broken_package():
+def test_a_login_shell_that_exits_is_not_an_import_error():
     failure = classify(0, "", b"\x1b]0;cluster\x07Account expired.\n")
     assert failure.cause == "shell" and "status 0" in failure.message and "Account expired." in failure.message
     assert failure.message.isprintable()
@@ -69,7 +69,7 @@ def printing(first: str) -> list[str]:
     return ["sh", "-c", f"printf '{first}'; " + local("x").command[2]]
 
 
-def test_a_prompt_before_the_agent_speaks_does_no_harm():
+def test_a_prompt_before_the_greeting_is_ignored():
     agent = local("prompt", printing(r"\033]0;root@cluster\007$ "))
     agent.start()
     try:
@@ -78,7 +78,7 @@ def test_a_prompt_before_the_agent_speaks_does_no_harm():
         agent.stop()
 
 
-def test_words_behind_a_prompt_are_found_too():
+def test_a_greeting_after_a_prompt_is_found():
     greeting = """print('prompt $ @mmldlm {"hello": 1} \\x1b[0m', flush=True); import time; time.sleep(1000)"""
     agent = local("prompt", [sys.executable, "-c", greeting])
     agent.start()

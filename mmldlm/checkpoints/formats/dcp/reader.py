@@ -9,18 +9,14 @@ replicated tensor is one chunk, stored once.
 from __future__ import annotations
 
 import json
-import os
-import threading
 from pathlib import Path
 from typing import Any
 
-from mmldlm.checkpoints.formats.dcp.zip_directory import read_directory
-from mmldlm.checkpoints.formats.dtypes import DTYPES, numel
+from mmldlm.checkpoints.formats.dcp.item import DcpFile, DcpItem
+from mmldlm.checkpoints.formats.dtypes import numel
 from mmldlm.checkpoints.formats.torch_save.reader import (
     MAX_PICKLE_BYTES,
-    TorchFile,
     corrupt_file_error,
-    open_for_reading,
 )
 from mmldlm.checkpoints.formats.torch_save.unpickler import (
     OpaqueObject,
@@ -34,124 +30,8 @@ from mmldlm.checkpoints.layout import DCP_METADATA, MOMENTS, TRAINABLE_FILE
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import join_some
 
-_NEAR_BYTES = 4096  # head and tail of an item, which hold all descriptions of a small one
 _MODEL = "model."
 _OPTIMIZER = ("optim.", "optimizer.", "optimizers.")
-
-
-class DcpFile:
-    """One .distcp file; its items share the descriptor."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.fd = open_for_reading(path)
-        self.size = os.fstat(self.fd).st_size
-
-    def close(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-
-
-class _ItemFile(TorchFile):
-    """The zip of one chunk inside a .distcp file.
-
-    Its head and tail are read once: a file holds hundreds of small items, and system calls would dominate.
-    """
-
-    def __init__(self, file: DcpFile, offset: int, length: int, random_access: bool):
-        self._near: list[tuple[int, bytes]] = []  # (first byte, bytes)
-        super().__init__(file.path, random_access, file.fd, (offset, length))
-
-    def _read_directory(self):
-        self._near.append((0, self._pread(0, min(_NEAR_BYTES, self.file_size))))
-        return read_directory(self.file_size, self._pread)
-
-    def load(self) -> Any:
-        try:
-            return super().load()
-        finally:
-            self._near = []
-
-    def _pread(self, position: int, count: int) -> bytes:
-        data = self._find_near(position, count)
-        if data is None:
-            data = super()._pread(position, count)
-            if position and count >= _NEAR_BYTES:
-                self._near.append((position, data))
-        return data
-
-    def _pread_into(self, view: memoryview, position: int) -> None:
-        data = self._find_near(position, len(view)) if self._near else None
-        if data is None:
-            super()._pread_into(view, position)
-        else:
-            view[:] = data
-
-    def _find_near(self, position: int, count: int) -> bytes | None:
-        for start, data in self._near:
-            if start <= position and position + count <= start + len(data):
-                return data[position - start : position - start + count]
-        return None
-
-
-class DcpItem:
-    """One chunk, opened when it is read first: a rank needs few chunks of a large checkpoint.
-
-    Implements TensorFile. `ref` is the tensor's description in .metadata, which the item must match.
-    """
-
-    def __init__(self, file: DcpFile, offset: int, length: int, ref: TensorRef, what: str, random_access: bool):
-        self.path = file.path
-        self._file, self._offset, self._length = file, offset, length
-        self._what, self._random_access = what, random_access
-        self.ref = ref
-        self._zip: TorchFile | None = None
-        self._stored = ref
-        self._lock = threading.Lock()
-
-    def _open(self) -> TorchFile:
-        with self._lock:
-            return self._opened()
-
-    def _opened(self) -> TorchFile:
-        if self._zip is None:
-            item = _ItemFile(self._file, self._offset, self._length, self._random_access)
-            stored = item.load()
-            if not isinstance(stored, TensorRef) or (stored.dtype, stored.shape) != (self.ref.dtype, self.ref.shape):
-                found = f"{stored.dtype} {stored.shape}" if isinstance(stored, TensorRef) else type(stored).__name__
-                expected = f"{self.ref.dtype} {self.ref.shape}"
-                raise corrupt_file_error(self.path, f"{found} for a part of {self._what}, {expected} in {DCP_METADATA}")
-            item.check_ref(stored, self._what)
-            if not stored.is_contiguous:
-                raise UserError(
-                    f"chunks in row-major order in {self.path}",
-                    f"a part of {self._what} with strides {stored.stride}",
-                    "call .contiguous() on it before it is saved",
-                )
-            self._zip, self._stored = item, stored
-        return self._zip
-
-    def position_of(self, ref: TensorRef, start: int = 0) -> int:
-        """Return the approximate position of element `start`, to sort reads without opening the item."""
-        return self._offset + start * DTYPES[ref.dtype].itemsize
-
-    def read_elements_into(self, ref: TensorRef, start: int, view: memoryview) -> int | None:
-        item = self._open()
-        return item.read_elements_into(self._stored, start, view)
-
-    def read_strided(self, ref: TensorRef, what: str):
-        raise AssertionError("chunks are contiguous")
-
-    def check_ref_crc(self, ref: TensorRef) -> None:
-        self._open().check_ref_crc(self._stored)
-
-    def verify_read_records(self) -> None:
-        if self._zip is not None:
-            self._zip.verify_read_records()
-
-    def close(self) -> None:
-        self._file.close()
 
 
 class DcpCheckpoint(WeightSource):
@@ -191,8 +71,8 @@ class DcpCheckpoint(WeightSource):
     def _read(self, with_moments: bool) -> None:
         metadata = read_metadata(self.path / DCP_METADATA)
         tensors = metadata["state_dict_metadata"]
-        places = _places(self.path / DCP_METADATA, metadata["storage_data"])
-        self._open_files(places)
+        locations = _chunk_locations(self.path / DCP_METADATA, metadata["storage_data"])
+        self._open_files(locations)
         names = [name for name, entry in tensors.items() if _kind_of(entry) == "TensorStorageMetadata"]
         of_model = [name for name in names if not name.startswith(_OPTIMIZER)]
         prefix = _MODEL if of_model and all(name.startswith(_MODEL) for name in of_model) else ""
@@ -200,7 +80,7 @@ class DcpCheckpoint(WeightSource):
         if others:
             self.notes.append(f"{others} entries of {DCP_METADATA} are not tensors and were left out")
         for name in of_model:
-            dtype, shape, parts = self._tensor(name, tensors[name], places)
+            dtype, shape, parts = self._tensor(name, tensors[name], locations)
             bare = name.removeprefix(prefix)
             self.tensors[bare] = TensorInfo(bare, dtype, shape, "parameter")
             self.parts[bare] = parts
@@ -213,13 +93,13 @@ class DcpCheckpoint(WeightSource):
         else:
             self._set_kinds(names_file)
         if with_moments:
-            self._read_moments(names, tensors, places)
+            self._read_moments(names, tensors, locations)
         self.files.sort(key=lambda item: (item.path.name, item._offset))
 
-    def _open_files(self, places: dict) -> None:
+    def _open_files(self, locations: dict) -> None:
         """Open every file; each must be as long as .metadata requires, also where it will not be read."""
         ends: dict[str, int] = {}
-        for relative, offset, length in places.values():
+        for relative, offset, length in locations.values():
             ends[relative] = max(ends.get(relative, 0), offset + length)
         for relative, end in ends.items():
             file = self._distcp[relative] = DcpFile(self.path / relative)
@@ -236,7 +116,7 @@ class DcpCheckpoint(WeightSource):
         self.classify(set(trained), set(buffers))
         self.mark_tied(aliases, path)
 
-    def _read_moments(self, names: list[str], tensors: dict, places: dict) -> None:
+    def _read_moments(self, names: list[str], tensors: dict, locations: dict) -> None:
         stepped = [name for name in names if name.startswith(tuple(f"optim.{key}." for key in MOMENTS))]
         if not stepped:
             return
@@ -249,14 +129,14 @@ class DcpCheckpoint(WeightSource):
                     raise corrupt_file_error(
                         self.path / DCP_METADATA, f"no {full}, while other weights have their moments"
                     )
-                _, shape, parts = self._tensor(full, tensors[full], places)
+                _, shape, parts = self._tensor(full, tensors[full], locations)
                 if shape != info.shape:
                     raise corrupt_file_error(
                         self.path / DCP_METADATA, f"{full} has shape {shape}, the weight {info.shape}"
                     )
                 self.moments.setdefault(key, {})[name] = parts
 
-    def _tensor(self, name: str, entry: Any, places: dict) -> tuple[str, tuple[int, ...], list[FileRange]]:
+    def _tensor(self, name: str, entry: Any, locations: dict) -> tuple[str, tuple[int, ...], list[FileRange]]:
         """Return dtype, shape and parts of one tensor, whose chunks must follow each other without gap or overlap."""
         path = self.path / DCP_METADATA
         dtype, shape, chunks = _description(path, name, entry)
@@ -273,17 +153,17 @@ class DcpCheckpoint(WeightSource):
             if shape and offsets[0] != row:
                 raise corrupt_file_error(path, f"rows of {name} {shape} from {row} on in no chunk, or in two")
             row += sizes[0] if shape else 1
-            parts.append(self._part(name, dtype, sizes, places.get((name, offsets))))
+            parts.append(self._part(name, dtype, sizes, locations.get((name, offsets))))
         if sum(part.count for part in parts) != numel(shape):
             raise corrupt_file_error(
                 path, f"chunks of {name} {shape} with {sum(part.count for part in parts)} elements"
             )
         return dtype, shape, parts
 
-    def _part(self, name: str, dtype: str, sizes: tuple[int, ...], place: tuple[str, int, int] | None) -> FileRange:
-        if place is None:
+    def _part(self, name: str, dtype: str, sizes: tuple[int, ...], location: tuple[str, int, int] | None) -> FileRange:
+        if location is None:
             raise corrupt_file_error(self.path / DCP_METADATA, f"no file for a chunk of {name}")
-        relative, offset, length = place
+        relative, offset, length = location
         file = self._distcp[relative]
         ref = TensorRef(dtype, sizes, _row_major(sizes), "", 0, numel(sizes))
         item = DcpItem(file, offset, length, ref, name, self.random_access)
@@ -351,9 +231,9 @@ def _description(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...
     return dtype, _sizes(path, fields.get("size")), offsets_and_sizes
 
 
-def _places(path: Path, storage: dict) -> dict[tuple[str, tuple[int, ...]], tuple[str, int, int]]:
+def _chunk_locations(path: Path, storage: dict) -> dict[tuple[str, tuple[int, ...]], tuple[str, int, int]]:
     """Return (name, offsets) -> (file, first byte, number of bytes)."""
-    places: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]] = {}
+    locations: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]] = {}
     inside: set[str] = set()
     for index, info in storage.items():
         key, location = _fields(path, index, "MetadataIndex"), _fields(path, info, "_StorageInfo")
@@ -371,8 +251,8 @@ def _places(path: Path, storage: dict) -> dict[tuple[str, tuple[int, ...]], tupl
             inside.add(relative)
         if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
             raise corrupt_file_error(path, f"{name} at bytes {offset!r} + {length!r} of {relative}")
-        places[name, _sizes(path, offsets)] = (relative, offset, length)
-    return places
+        locations[name, _sizes(path, offsets)] = (relative, offset, length)
+    return locations
 
 
 def _read_trainable(folder: Path) -> dict[str, Any] | None:

@@ -60,11 +60,11 @@ def _find_end(size: int, read: Callable[[int, int], bytes]) -> tuple[int, int, b
     for span in (4096, _TAIL + _MAX_COMMENT):
         tail_at = max(0, size - span)
         tail = read(tail_at, size - tail_at)
-        place = len(tail)
-        while (place := tail.rfind(struct.pack("<I", _END), 0, place)) >= 0:
-            record = tail[place : place + 22]
-            if len(record) == 22 and place + 22 + struct.unpack("<H", record[20:])[0] == len(tail):
-                return tail_at + place, tail_at, tail
+        position = len(tail)
+        while (position := tail.rfind(struct.pack("<I", _END), 0, position)) >= 0:
+            record = tail[position : position + 22]
+            if len(record) == 22 and position + 22 + struct.unpack("<H", record[20:])[0] == len(tail):
+                return tail_at + position, tail_at, tail
     raise BadZip("no end record")
 
 

@@ -29,7 +29,7 @@ from mmldlm.checkpoints.formats.write_plan import WEIGHT, WritePlan, WriteSegmen
 from mmldlm.checkpoints.layout import MOMENTS, UNIVERSAL_TAG, ZERO_TAG
 
 
-def plan_universal(source: WeightSource, facts: OptimizerMetadata, folder: Path) -> WritePlan:
+def plan_universal(source: WeightSource, metadata: OptimizerMetadata, folder: Path) -> WritePlan:
     """Return the plan of universal/zero/, and of the model files if the source has none, in `folder`."""
     out, plan, stage = folder / UNIVERSAL_TAG, WritePlan(), stage_of(source)
     for name, info in source.tensors.items():
@@ -48,7 +48,7 @@ def plan_universal(source: WeightSource, facts: OptimizerMetadata, folder: Path)
             value = tensor if stage == 3 else {"cat_dim": 0, "param": tensor}
             _add_file(plan, name, what, out / ZERO_TAG / name / f"{key}.pt", value, tensor)
     if not model_files(source):
-        plan_model_states(plan, source, facts, ZeroTarget(stage, source.world_size or 1), out)
+        plan_model_states(plan, source, metadata, ZeroTarget(stage, source.world_size or 1), out)
     return plan
 
 
@@ -58,14 +58,14 @@ def _add_file(plan: WritePlan, name: str, what: str, path: Path, value: Any, ten
     plan.add(name, what, [WriteSegment(file, tensor, 0, 0, tensor.numel)])
 
 
-def write_other_files(source: WeightSource, facts: OptimizerMetadata, folder: Path) -> int:
+def write_other_files(source: WeightSource, metadata: OptimizerMetadata, folder: Path) -> int:
     """Write everything outside the plan; return the bytes of the model files, which are copied and verified."""
     out, stage, copied = folder / UNIVERSAL_TAG, stage_of(source), 0
     if stage < 3:
-        for group in facts.groups:
+        for group in metadata.groups:
             for name in group.names:
-                write_torch(out / ZERO_TAG / name / "step.pt", scalar(facts.steps or 0.0))
-    write_torch(out / ZERO_TAG / "optimizer_state.pt", _optimizer_state(source, facts, stage))
+                write_torch(out / ZERO_TAG / name / "step.pt", scalar(metadata.steps or 0.0))
+    write_torch(out / ZERO_TAG / "optimizer_state.pt", _optimizer_state(source, metadata, stage))
     for file in model_files(source):
         for record in file.records:
             file.check_record(record)
@@ -87,24 +87,24 @@ def model_files(source: WeightSource) -> list[TorchFile]:
     return [file for file in source.files if file.path.name.endswith("model_states.pt")]
 
 
-def _optimizer_state(source: WeightSource, facts: OptimizerMetadata, stage: int) -> dict[str, Any]:
-    saved = {key: value for key, value in facts.optimizer.items() if key != "loss_scaler"}
-    saved[PLAIN_SCALER] = plain_scaler(facts.optimizer["loss_scaler"])
-    owner = {name: number for number, group in enumerate(facts.groups) for name in group.names}
-    owners = [owner[next(iter(names))] for names in _flat_groups(source, facts, stage)]
+def _optimizer_state(source: WeightSource, metadata: OptimizerMetadata, stage: int) -> dict[str, Any]:
+    saved = {key: value for key, value in metadata.optimizer.items() if key != "loss_scaler"}
+    saved[PLAIN_SCALER] = plain_scaler(metadata.optimizer["loss_scaler"])
+    owner = {name: number for number, group in enumerate(metadata.groups) for name in group.names}
+    owners = [owner[next(iter(names))] for names in _flat_groups(source, metadata, stage)]
     groups = [
         {**group.settings, "params": [flat for flat, of in enumerate(owners) if of == number]}
-        for number, group in enumerate(facts.groups)
+        for number, group in enumerate(metadata.groups)
     ]
     state = {**saved, "ds_version": LAYOUT, "param_groups": groups}
     if stage == 3:
-        state["optimizer_state_dict"] = {"state": {0: {"step": scalar(facts.steps or 0.0)}}, "param_groups": groups}
+        state["optimizer_state_dict"] = {"state": {0: {"step": scalar(metadata.steps or 0.0)}}, "param_groups": groups}
     return state
 
 
-def _flat_groups(source: WeightSource, facts: OptimizerMetadata, stage: int) -> list[Iterable[str]]:
+def _flat_groups(source: WeightSource, metadata: OptimizerMetadata, stage: int) -> list[Iterable[str]]:
     """Return the names in each flat group that param_shapes of the model files lists."""
     files = model_files(source)
     if files:
         return list(param_shapes(files[0], files[0].load_dict()))
-    return [names for _, names in flat_groups_of(source, facts, ZeroTarget(stage, source.world_size or 1))]
+    return [names for _, names in flat_groups_of(source, metadata, ZeroTarget(stage, source.world_size or 1))]

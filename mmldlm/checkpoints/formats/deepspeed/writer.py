@@ -38,11 +38,11 @@ class ZeroTarget:
     sub_group_size: int = SUB_GROUP_SIZE
 
 
-def plan_zero(source: WeightSource, facts: OptimizerMetadata, target: ZeroTarget, folder: Path) -> WritePlan:
+def plan_zero(source: WeightSource, metadata: OptimizerMetadata, target: ZeroTarget, folder: Path) -> WritePlan:
     """Return the plan that writes the checkpoint into `folder`."""
     plan = WritePlan()
-    plan_model_states(plan, source, facts, target, folder)
-    _plan_optimizer(plan, source, facts, target, folder)
+    plan_model_states(plan, source, metadata, target, folder)
+    _plan_optimizer(plan, source, metadata, target, folder)
     return plan
 
 
@@ -111,10 +111,12 @@ def _gathered(group: list[str], sizes: dict[str, int], rank: int, world: int) ->
     return _Flat(offset, offset, pieces, gaps)
 
 
-def flat_groups_of(source: WeightSource, facts: OptimizerMetadata, target: ZeroTarget) -> list[tuple[int, list[str]]]:
+def flat_groups_of(
+    source: WeightSource, metadata: OptimizerMetadata, target: ZeroTarget
+) -> list[tuple[int, list[str]]]:
     """Return (number of the optimizer's group, names) of every flat group; ZeRO-3 closes one at its maximum size."""
     found: list[tuple[int, list[str]]] = []
-    for number, group in enumerate(facts.groups):
+    for number, group in enumerate(metadata.groups):
         shares = {name: -(-source.tensors[name].numel // target.world_size) for name in group.names}
         if target.stage < 3 or target.sub_group_size >= sum(shares.values()):
             found.append((number, group.names))
@@ -130,11 +132,11 @@ def flat_groups_of(source: WeightSource, facts: OptimizerMetadata, target: ZeroT
 
 
 def _plan_optimizer(
-    plan: WritePlan, source: WeightSource, facts: OptimizerMetadata, target: ZeroTarget, folder: Path
+    plan: WritePlan, source: WeightSource, metadata: OptimizerMetadata, target: ZeroTarget, folder: Path
 ) -> None:
-    numbered = flat_groups_of(source, facts, target)
+    numbered = flat_groups_of(source, metadata, target)
     flats = _flats(source, [names for _, names in numbered], target)
-    prefix = "bf16_" if facts.compute_dtype == "bfloat16" else ""
+    prefix = "bf16_" if metadata.compute_dtype == "bfloat16" else ""
     for rank in _ranks(target):
         masters, states = [], {}
         padding: list[tuple[TensorSpec, int, int]] = []
@@ -143,15 +145,15 @@ def _plan_optimizer(
             # ZeRO-1 and 2 save masters without the tail's padding, moments with it.
             masters.append(TensorSpec("float32", (flat.held,)))
             sent.append((flat, WEIGHT, masters[-1]))
-            if facts.steps is not None:
+            if metadata.steps is not None:
                 moments = {what: TensorSpec("float32", (flat.size,)) for what in MOMENTS}
-                states[number] = {"step": scalar(facts.steps), **moments}
+                states[number] = {"step": scalar(metadata.steps), **moments}
                 sent += [(flat, what, tensor) for what, tensor in moments.items()]
         for flat, _, tensor in sent:
             padding += [(tensor, first, count) for first, count in flat.gaps if first + count <= tensor.numel]
-        optimizer = {"state": states, "param_groups": _param_groups(facts, numbered)}
-        inner = _inner(source, facts, target, flats, rank, optimizer, masters)
-        value = {"optimizer_state_dict": inner, "ds_config": ds_config(facts, target), "ds_version": LAYOUT}
+        optimizer = {"state": states, "param_groups": _param_groups(metadata, numbered)}
+        inner = _inner(source, metadata, target, flats, rank, optimizer, masters)
+        value = {"optimizer_state_dict": inner, "ds_config": ds_config(metadata, target), "ds_version": LAYOUT}
         path = folder / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         file = TorchFileWriter(path, [TorchFileLayout(value, path.stem)], padding)
         plan.files.append(file)
@@ -160,17 +162,17 @@ def _plan_optimizer(
                 plan.add(piece.name, what, [WriteSegment(file, tensor, piece.offset, piece.start, piece.count)])
 
 
-def _param_groups(facts: OptimizerMetadata, numbered: list[tuple[int, list[str]]]) -> list[dict[str, Any]]:
+def _param_groups(metadata: OptimizerMetadata, numbered: list[tuple[int, list[str]]]) -> list[dict[str, Any]]:
     """Return the optimizer's groups, whose parameters are the numbers of flat groups."""
     return [
         {**group.settings, "params": [flat for flat, (owner, _) in enumerate(numbered) if owner == number]}
-        for number, group in enumerate(facts.groups)
+        for number, group in enumerate(metadata.groups)
     ]
 
 
 def _inner(
     source: WeightSource,
-    facts: OptimizerMetadata,
+    metadata: OptimizerMetadata,
     target: ZeroTarget,
     flats: list[list[_Flat]],
     rank: int,
@@ -178,7 +180,7 @@ def _inner(
     masters: list[TensorSpec],
 ) -> dict[str, Any]:
     """Return `optimizer_state_dict` of a rank's file."""
-    common = {"zero_stage": target.stage, **facts.optimizer}
+    common = {"zero_stage": target.stage, **metadata.optimizer}
     if target.stage == 3:
         count = target.world_size
         return {**common, "partition_count": count, "optimizer_state_dict": optimizer, "fp32_flat_groups": masters}
@@ -188,7 +190,7 @@ def _inner(
         "base_optimizer_state": optimizer,
         "single_partition_of_fp32_groups": masters,
         "group_paddings": [flat.size - flat.held for flat in mine],
-        "param_alignment_paddings": [[0] * len(group.names) for group in facts.groups],
+        "param_alignment_paddings": [[0] * len(group.names) for group in metadata.groups],
         "partition_count": [target.world_size] * len(mine),
         "ds_version": LAYOUT,
         "param_slice_mappings": [
@@ -205,15 +207,15 @@ def _inner(
 
 
 def plan_model_states(
-    plan: WritePlan, source: WeightSource, facts: OptimizerMetadata, target: ZeroTarget, folder: Path
+    plan: WritePlan, source: WeightSource, metadata: OptimizerMetadata, target: ZeroTarget, folder: Path
 ) -> list[Path]:
     """Add the *_model_states.pt files to a plan; return their paths."""
     if target.stage == 3:
-        return [_plan_model3(plan, source, facts, target, folder, rank) for rank in _ranks(target)]
+        return [_plan_model3(plan, source, metadata, target, folder, rank) for rank in _ranks(target)]
     module: dict[str, TensorSpec] = {}
     for name, info in source.tensors.items():
         if not info.alias_of:
-            dtype = facts.compute_dtype if info.kind == "trainable" else info.dtype
+            dtype = metadata.compute_dtype if info.kind == "trainable" else info.dtype
             module[name] = TensorSpec(dtype, info.shape)
     stored = dict(module)
     module = {name: stored[info.alias_of or name] for name, info in source.tensors.items()}
@@ -221,7 +223,7 @@ def plan_model_states(
     fragments = {name: stored[name] for name in frozen}
     is_saved = target.stage == 2  # ZeRO-1 leaves frozen weights to `module`
     value = {
-        **_common(source, facts, target),
+        **_common(source, metadata, target),
         "module": module,
         "frozen_param_shapes": {name: TorchSize(shape) for name, shape in frozen.items()} if is_saved else None,
         "frozen_param_fragments": fragments if is_saved else None,
@@ -235,9 +237,9 @@ def plan_model_states(
 
 
 def _plan_model3(
-    plan: WritePlan, source: WeightSource, facts: OptimizerMetadata, target: ZeroTarget, folder: Path, rank: int
+    plan: WritePlan, source: WeightSource, metadata: OptimizerMetadata, target: ZeroTarget, folder: Path, rank: int
 ) -> Path:
-    nothing = {dtype: TensorSpec(dtype, (0,), []) for dtype in {facts.compute_dtype, *_frozen_dtypes(source)}}
+    nothing = {dtype: TensorSpec(dtype, (0,), []) for dtype in {metadata.compute_dtype, *_frozen_dtypes(source)}}
     module, fragments, shapes = {}, {}, {}
     padding, sent = [], []
     for name, info in source.tensors.items():
@@ -246,14 +248,14 @@ def _plan_model3(
             module[name] = TensorSpec(info.dtype, info.shape)
             sent.append((name, module[name], _Piece(name, 0, 0, info.numel)))
             continue
-        module[name] = nothing[facts.compute_dtype if owner.kind == "trainable" else owner.dtype]
+        module[name] = nothing[metadata.compute_dtype if owner.kind == "trainable" else owner.dtype]
         if info.kind == "frozen":
             flat = _gathered([name], {name: info.numel}, rank, target.world_size)
             shapes[name], fragments[name] = TorchSize(info.shape), TensorSpec(info.dtype, (flat.size,))
             padding += [(fragments[name], first, count) for first, count in flat.gaps]
             sent += [(name, fragments[name], piece) for piece in flat.pieces]
     value = {
-        **_common(source, facts, target),
+        **_common(source, metadata, target),
         "module": module,
         "frozen_param_shapes": shapes,
         "frozen_param_fragments": fragments,
@@ -270,30 +272,30 @@ def _frozen_dtypes(source: WeightSource) -> Iterator[str]:
     return (info.dtype for info in source.tensors.values() if info.kind == "frozen")
 
 
-def _common(source: WeightSource, facts: OptimizerMetadata, target: ZeroTarget) -> dict[str, Any]:
+def _common(source: WeightSource, metadata: OptimizerMetadata, target: ZeroTarget) -> dict[str, Any]:
     shapes = [
         {name: TorchSize(source.tensors[name].shape) for name in names}
-        for _, names in flat_groups_of(source, facts, target)
+        for _, names in flat_groups_of(source, metadata, target)
     ]
     return {
         "buffer_names": [name for name, info in source.tensors.items() if info.kind == "buffer"],
         "optimizer": None,
         "param_shapes": shapes,
         "shared_params": {name: info.alias_of for name, info in source.tensors.items() if info.alias_of},
-        **facts.model_states,
+        **metadata.model_states,
         "dp_world_size": target.world_size,
         "mp_world_size": 1,
-        "ds_config": ds_config(facts, target),
+        "ds_config": ds_config(metadata, target),
         "ds_version": LAYOUT,
     }
 
 
-def ds_config(facts: OptimizerMetadata, target: ZeroTarget) -> dict[str, Any]:
+def ds_config(metadata: OptimizerMetadata, target: ZeroTarget) -> dict[str, Any]:
     """Return the source's DeepSpeed config with the new stage, or a minimal one if it has none."""
-    config = dict(facts.ds_config)
+    config = dict(metadata.ds_config)
     zero = config.get("zero_optimization")
     config["zero_optimization"] = {**(zero if isinstance(zero, dict) else {}), "stage": target.stage}
-    if not facts.ds_config:
-        config["bf16"] = {"enabled": facts.compute_dtype == "bfloat16"}
-        config["fp16"] = {"enabled": facts.compute_dtype == "float16"}
+    if not metadata.ds_config:
+        config["bf16"] = {"enabled": metadata.compute_dtype == "bfloat16"}
+        config["fp16"] = {"enabled": metadata.compute_dtype == "float16"}
     return config

@@ -1,0 +1,45 @@
+"""Rank, world size and device of this process, from the launcher's environment."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import torch
+
+from mmldlm.errors import UserError
+
+
+def rank_environment() -> tuple[int, int, int]:
+    """Rank, local rank and world size set by the launcher (0, 0, 1 without one)."""
+    return tuple(
+        int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
+    )
+
+
+def local_world_size(local_rank: int) -> int:
+    """Number of ranks on this machine, set by torchrun, DeepSpeed, Slurm or Open MPI; at least local_rank + 1."""
+    names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    values = (os.environ.get(name, "") for name in names if "RANK" in os.environ)  # not of a shell in an allocation
+    return max(next((int(value) for value in values if value.isdigit()), 1), local_rank + 1)
+
+
+def pick_device(local_rank: int) -> torch.device:
+    """This rank's GPU, or the CPU if there is none.
+
+    Raises:
+        UserError: on all ranks of a machine with fewer visible GPUs than ranks.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    num_ranks, num_gpus = local_world_size(local_rank), torch.cuda.device_count()
+    if num_ranks > num_gpus:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        raise UserError(
+            f"a GPU for each of the {num_ranks} ranks on {socket.gethostname()}",
+            f"{num_gpus} visible GPU(s){'' if visible is None else f' (CUDA_VISIBLE_DEVICES={visible})'}",
+            "start fewer ranks on this machine, or let every rank see all its GPUs (Slurm: --gpus-per-node, not "
+            "--gpus-per-task)",
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)

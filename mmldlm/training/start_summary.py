@@ -1,0 +1,55 @@
+"""What a run prints before its first step."""
+
+from __future__ import annotations
+
+from mmldlm.config.schema import Config
+from mmldlm.data.batching.run_data import RunData
+from mmldlm.engines.base import Engine
+from mmldlm.tasks.base import Task
+
+
+def summary(
+    task: Task,
+    data: RunData,
+    engine: Engine,
+    global_batch: int,
+    trainable: dict[str, tuple[int, int]],
+    optimizer_groups: list[tuple[float, int]],
+) -> list[str]:
+    """Return the lines about run, model, data, batch and optimizer.
+
+    Args:
+        trainable: group -> (trainable, all) parameters.
+        optimizer_groups: (weight decay, elements) of each group of the optimizer.
+    """
+    config, training, optimizer = data.config, data.config.training, data.config.optimizer
+    total = sum(count for _, count in trainable.values())
+    groups = ", ".join(f"{name} {part / 1e6:.1f}M of {count / 1e6:.1f}M" for name, (part, count) in trainable.items())
+    num_epochs = training.num_train_steps * global_batch / len(data.train_lengths)
+    decays = ", ".join(f"weight decay {decay:g} on {size / 1e6:.1f}M" for decay, size in optimizer_groups)
+    return [
+        f"run      {config.run_dir()} on {engine.describe()}, {engine.world_size} rank(s), {engine.device.type}",
+        f"model    {total / 1e6:.1f}M parameters; trainable {groups} ({task.describe(config)})",
+        f"data     {data.describe()}",
+        *(f"data     {note}" for note in data.notes),
+        f"batch    {global_batch} = {training.train_batch_size} per rank x {training.grad_accum_steps} accumulated x "
+        f"{engine.world_size} rank(s); {training.num_train_steps:,} steps = {num_epochs:.2f} epochs; {training.dtype}",
+        f"optim    AdamW, lr {optimizer.lr:g} after {optimizer.warmup_steps:,} steps of warm-up, {optimizer.schedule} "
+        f"to {optimizer.min_lr:g}; {decays}",
+    ]
+
+
+def setting_warnings(task: Task, config: Config, is_fresh: bool) -> list[str]:
+    """Return warnings about the config.
+
+    Args:
+        is_fresh: the run does not continue from a checkpoint.
+    """
+    training, optimizer = config.training, config.optimizer
+    found = task.warnings(config) if is_fresh else []
+    if optimizer.warmup_steps >= training.num_train_steps:
+        found.append(
+            f"optimizer.warmup_steps={optimizer.warmup_steps} in a run of training.num_train_steps="
+            f"{training.num_train_steps}: the learning rate never reaches optimizer.lr={optimizer.lr:g}"
+        )
+    return found

@@ -1,0 +1,73 @@
+"""benchmarks/convert.py in its short form: its claims about correctness hold, and its judge can say no."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from tests.helpers import ROOT, launch, run_ranks
+
+pytestmark = pytest.mark.long
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+SCRIPTS = ROOT / "benchmarks"
+pytestmark = pytest.mark.long
+
+
+@pytest.fixture(scope="module")
+def made(zero_dir, fsdp_dir, tmp_path_factory):
+    """What the script would make first, with the small checkpoints that are there already."""
+    folder = tmp_path_factory.mktemp("benchmark") / "made"
+    words = ("make", str(folder), "--hidden", "32", "--blocks", "2")
+    done = run_ranks(2, SCRIPTS / "_checkpoints.py", *words)
+    assert done.returncode == 0, done.stdout[-3000:]
+    (folder / "world2").symlink_to(zero_dir)
+    (folder / "small_fsdp").symlink_to(fsdp_dir)
+    (folder / "COMPLETE").write_text("")
+    return folder
+
+
+def test_quick(made, tmp_path):
+    report = tmp_path / "report.json"
+    words = [str(SCRIPTS / "convert.py"), "--quick", "--keep", str(made), "--json", str(report)]
+    done = launch([sys.executable, *words], timeout=400)
+    assert done.returncode in (0, 1), done.stdout[-3000:]
+    answer = json.loads(report.read_text())
+    claims = {claim["id"]: claim for claim in answer["claims"]}
+    assert set(claims) == {
+        "speedup_zero2", "speedup_zero3", "speedup_dcp", "speedup_reshard_universal", "times_dd", "peak_mib",
+        "tensors_unequal", "fuzz_wrong_files",
+    }  # fmt: skip
+    # Times belong to the machine; what was written does not.
+    for name in ("peak_mib", "tensors_unequal", "fuzz_wrong_files"):
+        assert claims[name]["holds"], done.stdout
+    assert answer["conditions"]["compared"] > 100 and answer["conditions"]["fuzzed"] == 40
+    tools = {(row["checkpoint"], row["tool"]) for row in answer["conditions"]["runs"]}
+    assert {("zero2", "zero_to_fp32"), ("fsdp", "dcp_to_torch"), ("reshard3", "ds_to_universal")} <= tools
+
+
+def test_the_judge_sees_one_wrong_element(made, tmp_path):
+    from safetensors.torch import save_file
+
+    truth = torch.load(made / "fsdp" / "truth.pt", weights_only=True)
+    found = {name: value.clone() for name, value in truth.items() if name != "head.weight"}
+    command = [
+        sys.executable,
+        str(SCRIPTS / "_checkpoints.py"),
+        "judge",
+        str(tmp_path),
+        str(made / "fsdp" / "truth.pt"),
+    ]
+    for wrong, expected in ((None, 0), ("blocks.1.up.weight", 1), ("scale", 1)):
+        if wrong is not None:
+            found[wrong].view(-1)[-1] += 1e-6
+        save_file(found, tmp_path / "model.safetensors")
+        answer = json.loads(launch(command).stdout.splitlines()[-1])
+        assert answer["unequal"] == expected and (wrong is None or wrong in answer["names"])
+        if wrong is not None:
+            found[wrong] = truth[wrong].clone()
+    del found["scale"]
+    save_file(found, tmp_path / "model.safetensors")
+    assert json.loads(launch(command).stdout.splitlines()[-1])["unequal"] == 1

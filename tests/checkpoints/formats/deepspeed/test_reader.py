@@ -1,0 +1,257 @@
+"""Reading real DeepSpeed checkpoints: bit-equal to the live engine, and no damaged one is ever read as a whole one."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import zipfile
+
+import numpy as np
+import pytest
+
+from mmldlm.checkpoints.formats.deepspeed.reader import ZeroCheckpoint
+from mmldlm.checkpoints.formats.dtypes import bf16_to_fp32, fp32_to_bf16
+from mmldlm.errors import UserError
+from tests.support.make_zero import CASES
+
+OPTIM = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+MODEL3 = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
+MODEL = "mp_rank_00_model_states.pt"
+
+
+def read_all(path) -> dict[str, bytes]:
+    with ZeroCheckpoint.open(path) as checkpoint:
+        return {name: checkpoint.read(name).tobytes() for name in checkpoint.tensors}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_live_engine(zero_dir, case):
+    truth = np.load(zero_dir / case / "truth.npz")
+    index = json.loads((zero_dir / case / "truth.json").read_text())
+    with ZeroCheckpoint.open(zero_dir / case) as checkpoint:
+        assert checkpoint.stage == CASES[case]["stage"]
+        assert checkpoint.world_size == 2
+        assert checkpoint.step == CASES[case].get("steps", 2)
+        assert set(checkpoint.tensors) == set(index)
+        kinds = {name: info.kind for name, info in checkpoint.tensors.items()}
+        assert kinds["head.weight"] == "alias" and checkpoint.tensors["head.weight"].alias_of == "embed.weight"
+        assert {name for name in kinds if kinds[name] == "buffer"} == {"counts", "flag", "mean"}
+        if case != "z0_fp32" and "frozen.weight" in kinds:
+            assert {name for name in kinds if kinds[name] == "frozen"} == {"frozen.weight", "frozen.bias"}
+        for name, expected in index.items():
+            values = checkpoint.read(name)
+            assert values.shape == tuple(expected["shape"]), name
+            if case == "z2_robin" and kinds[name] == "trainable":
+                # The live getter is wrong here (make_zero): what decides is that the rounded master is the weight.
+                assert fp32_to_bf16(values).tobytes() == truth[name].tobytes(), name
+                continue
+            if kinds[name] == "alias" and case == "z2_robin":
+                continue
+            assert checkpoint.tensors[name].dtype == expected["dtype"], name
+            assert values.tobytes() == truth[name].tobytes(), name
+        checkpoint.finish()
+
+
+def test_imports_neither_torch_nor_deepspeed(zero_dir):
+    code = (
+        "import sys; from mmldlm.checkpoints.formats.deepspeed.reader import ZeroCheckpoint\n"
+        "c = ZeroCheckpoint.open(sys.argv[1]); [c.read(n) for n in c.tensors]\n"
+        "print([m for m in ('torch', 'deepspeed', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(zero_dir / "z2_bf16")], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_masters_are_not_rounded(zero_dir):
+    with ZeroCheckpoint.open(zero_dir / "z2_bf16") as checkpoint:
+        master = checkpoint.read("wide.weight")
+    assert not np.array_equal(master, bf16_to_fp32(fp32_to_bf16(master)))
+
+
+def test_tag_folder_and_latest_file(zero_copy):
+    folder = zero_copy("z2_bf16")
+    expected = read_all(folder)
+    (folder.parent / "latest").write_text("zero")
+    assert read_all(folder.parent) == expected
+    (folder.parent / "latest").write_text("global_step7")
+    with pytest.raises(UserError, match="global_step7"):
+        ZeroCheckpoint.open(folder.parent)
+
+
+# -- faults: each must be refused with the file's name ----------------------------------------------------------------
+
+
+def swap(folder, first, second):
+    a, b = (folder / first).read_bytes(), (folder / second).read_bytes()
+    (folder / first).write_bytes(b)
+    (folder / second).write_bytes(a)
+
+
+def truncate(folder, name):
+    data = (folder / name).read_bytes()
+    (folder / name).write_bytes(data[: len(data) * 2 // 3])
+
+
+def from_other(zero_dir, other, folder, name):
+    (folder / name).write_bytes((zero_dir / other / "zero" / name).read_bytes())
+
+
+def refused(folder, *words):
+    with pytest.raises(UserError) as caught:
+        read_all(folder)
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "case, name",
+    [
+        ("z2_bf16", OPTIM.format(1)),
+        ("z2_bf16", OPTIM.format(0)),
+        ("z3_bf16", OPTIM.format(1)),
+        ("z3_bf16", MODEL3.format(1)),
+    ],
+)
+def test_missing_rank_file(zero_copy, case, name):
+    folder = zero_copy(case)
+    (folder / name).unlink()
+    refused(folder, "optim_states" if "optim" in name else "model_states", str(folder), "rank")
+
+
+def test_missing_model_or_all_optimizer_files(zero_copy):
+    folder = zero_copy("z2_bf16")
+    model = (folder / MODEL).read_bytes()
+    (folder / MODEL).unlink()
+    refused(folder, MODEL)
+    (folder / MODEL).write_bytes(model)
+    for rank in (0, 1):
+        (folder / OPTIM.format(rank)).unlink()
+    refused(folder, "optim_states", "ZeRO-2")
+
+
+@pytest.mark.parametrize("case", ["z2_bf16", "z3_bf16"])
+def test_extra_rank_file(zero_copy, case):
+    folder = zero_copy(case)
+    (folder / OPTIM.format(2)).write_bytes((folder / OPTIM.format(0)).read_bytes())
+    refused(folder, OPTIM.format(2))
+
+
+@pytest.mark.parametrize(
+    "case, name", [("z1_bf16", OPTIM.format(1)), ("z3_bf16", MODEL3.format(0)), ("z2_bf16", MODEL)]
+)
+@pytest.mark.parametrize("damage", [truncate, lambda folder, name: (folder / name).write_bytes(b"")])
+def test_truncated_and_empty(zero_copy, case, name, damage):
+    folder = zero_copy(case)
+    damage(folder, name)
+    refused(folder, name)
+
+
+@pytest.mark.parametrize(
+    "case, pattern", [("z2_bf16", OPTIM), ("z3_bf16", OPTIM), ("z3_bf16", MODEL3), ("z1_bf16opt", OPTIM)]
+)
+def test_swapped_rank_files(zero_copy, case, pattern):
+    folder = zero_copy(case)
+    swap(folder, pattern.format(0), pattern.format(1))
+    refused(folder, pattern.format(0), "swapped")
+
+
+@pytest.mark.parametrize(
+    "case, later, name",
+    [
+        ("z2_bf16", "z2_later", OPTIM.format(1)),
+        ("z2_bf16", "z2_later", MODEL),
+        ("z3_bf16", "z3_later", OPTIM.format(0)),
+        ("z3_bf16", "z3_later", MODEL3.format(1)),
+    ],
+)
+def test_mixed_steps(zero_dir, zero_copy, case, later, name):
+    folder = zero_copy(case)
+    from_other(zero_dir, later, folder, name)
+    refused(folder, "_states.pt", "same save")
+
+
+def test_all_optimizer_files_of_another_step(zero_dir, zero_copy):
+    """Every optimizer file agrees with every other; only the weights in the model file tell."""
+    folder = zero_copy("z2_bf16")
+    for rank in (0, 1):
+        from_other(zero_dir, "z2_later", folder, OPTIM.format(rank))
+    refused(folder, "master", MODEL, "same save")
+
+
+@pytest.mark.parametrize(
+    "name, word", [("mp_rank_01_model_states.pt", "mp_rank 1"), ("layer_00-model_00-model_states.pt", "pipeline")]
+)
+def test_model_parallel_is_refused(zero_copy, name, word):
+    folder = zero_copy("z2_bf16")
+    (folder / name).write_bytes((folder / MODEL).read_bytes())
+    refused(folder, name, word)
+
+
+def test_world_size_that_disagrees(zero_copy):
+    """The files of one rank alone, as if the run had been of world size 1: partition_count is 2, one file."""
+    folder = zero_copy("z3_bf16")
+    (folder / OPTIM.format(1)).unlink()
+    (folder / MODEL3.format(1)).unlink()
+    refused(folder, "rank(s) 1")
+
+
+@pytest.mark.parametrize("case", ["z0_bf16", "z2_bf16", "z3_bf16"])
+def test_any_flipped_bit_is_refused_or_harmless(zero_copy, case):
+    """Bits flipped all over the files: refused with the file's name, or the very same weights."""
+    folder = zero_copy(case)
+    expected = read_all(folder)
+    chooser = random.Random(11)
+    files = sorted(folder.glob("*_states.pt"))
+    num_refused = 0
+    for _ in range(60):
+        path = chooser.choice(files)
+        data = path.read_bytes()
+        place = chooser.randrange(len(data))
+        path.write_bytes(data[:place] + bytes([data[place] ^ (1 << chooser.randrange(8))]) + data[place + 1 :])
+        try:
+            assert read_all(folder) == expected, (path.name, place)
+        except UserError as error:
+            num_refused += 1
+            assert path.name in str(error) or str(folder) in str(error)
+        path.write_bytes(data)
+    assert num_refused > 5
+
+
+def test_every_byte_of_a_weight_is_guarded(zero_copy):
+    folder = zero_copy("z3_bf16")
+    path = folder / OPTIM.format(0)
+    with ZeroCheckpoint.open(folder) as checkpoint:
+        part = checkpoint.parts["wide.weight"][0]
+        place = part.file.records[f"data/{part.ref.key}"].start + 4 * part.start + 1
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(bytes(data))
+    with ZeroCheckpoint.open(folder) as checkpoint, pytest.raises(UserError, match="CRC"):
+        checkpoint.read("wide.weight")
+
+
+def test_nonfinite_weights(zero_dir, tmp_path):
+    """A NaN in a master, with the zip's CRC made right again: the sums are fine, the weight is not."""
+    folder = tmp_path / "zero"
+    folder.mkdir()
+    for path in (zero_dir / "z3_bf16" / "zero").glob("*_states.pt"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    with ZeroCheckpoint.open(folder) as checkpoint:
+        part = checkpoint.parts["wide.weight"][0]
+        key, start = part.ref.key, 4 * part.start
+        intact = checkpoint.read("wide.weight")
+    path = folder / OPTIM.format(0)
+    with zipfile.ZipFile(path) as archive:
+        entries = [(info, archive.read(info)) for info in archive.infolist()]
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        for info, data in entries:
+            if info.filename.endswith(f"/data/{key}"):
+                data = data[:start] + np.float32("nan").tobytes() + data[start + 4 :]
+            archive.writestr(info.filename, data)
+    with ZeroCheckpoint.open(folder) as checkpoint, pytest.raises(UserError, match="wide.weight"):
+        checkpoint.read("wide.weight")
+    with ZeroCheckpoint.open(folder, allow_nonfinite=True) as checkpoint:
+        values = checkpoint.read("wide.weight")
+    assert np.isnan(values.reshape(-1)[0]) and np.array_equal(values.reshape(-1)[1:], intact.reshape(-1)[1:])

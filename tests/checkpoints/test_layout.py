@@ -1,0 +1,24 @@
+"""Constants that rooms below `checkpoints` must repeat are equal to those of checkpoints/layout.py."""
+
+from mmldlm.checkpoints import layout
+
+
+def test_engines_use_the_same_names():
+    import pytest
+
+    pytest.importorskip("torch", reason="torch is not installed")
+    from mmldlm.engines import fsdp
+    from mmldlm.engines.deepspeed import engine
+    from mmldlm.stability import state_audit
+
+    assert engine.TAG == layout.ZERO_TAG
+    assert fsdp.TRAINABLE == layout.TRAINABLE_FILE
+    assert state_audit.STATES == layout.MOMENTS
+
+
+def test_every_target_has_one_writer():
+    from mmldlm.checkpoints.formats.registry import FORMATS, writer_of
+
+    targets = [target for candidate in FORMATS for target in candidate.targets]
+    assert sorted(targets) == sorted(layout.TARGETS)
+    assert {writer_of(target).name for target in layout.TARGETS} == {"deepspeed", "dcp", "model.pt"}

@@ -1,0 +1,89 @@
+"""Weights that do not fit the config beside them are refused; the shapes are those of a model that was built."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from mmldlm.checkpoints.commit import begin
+from mmldlm.convert.to_safetensors import convert
+from mmldlm.errors import UserError
+from mmldlm.models.mmdit.costs import expected_shapes
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+SIZES = {
+    "hidden_size": 32, "n_blocks": 2, "n_heads": 2, "cond_dim": 16, "latent_dim": 10, "latent_tokens": 4,
+    "vocab_size": 50, "mask_token_id": 1, "pad_token_id": 2, "eos_token_id": 3, "max_seq_len": 20, "mlp_ratio": 2.5,
+    "max_latents": 3,
+}  # fmt: skip
+
+
+def built(**more):
+    from mmldlm.models import MultimodalMMDiT
+    from mmldlm.models.mmdit.config import ModelConfig
+
+    config = ModelConfig(**{**SIZES, **more})
+    return config.model_dump(), MultimodalMMDiT(config).state_dict()
+
+
+def run_of(run_dir, state: dict, config: dict):
+    pending = begin(run_dir, 1)
+    (pending.path / "engine").mkdir()
+    torch.save(state, pending.path / "engine" / "model.pt")
+    (pending.path / "model_config.json").write_text(json.dumps({"architecture": "MultimodalMMDiT", **config}))
+    pending.commit(engine="single")
+    return run_dir
+
+
+@pytest.mark.parametrize("more", [{}, {"qk_rmsnorm": False}, {"tie_embeddings": True, "mlp_ratio": 0.7}])
+def test_the_shapes_are_the_models(more):
+    config, state = built(**more)
+    for name, shape in expected_shapes(config).items():
+        assert tuple(state[name].shape) == shape, name
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "n_blocks", "n_heads", "cond_dim", "latent_dim", "latent_tokens",
+                                 "vocab_size", "max_seq_len", "mlp_ratio", "max_latents"])  # fmt: skip
+def test_every_size_is_noticed(tmp_path, key):
+    config, state = built()
+    for number, change in enumerate((2, 0.5)):
+        other = {**config, key: config[key] * change if key == "mlp_ratio" else int(config[key] * change)}
+        run = run_of(tmp_path / str(number), state, other)
+        with pytest.raises(UserError, match="model_config.json"):
+            convert(run, tmp_path / "out")
+    convert(run_of(tmp_path / "right", state, config), tmp_path / "out")
+
+
+def test_a_config_that_is_none(tmp_path):
+    _, state = built()
+    run = run_of(tmp_path / "run", state, {})
+    with pytest.raises(UserError, match="hidden_size"):
+        convert(run, tmp_path / "out")
+
+
+def test_a_config_of_more_blocks_than_tensors_is_refused_before_they_are_counted(tmp_path):
+    config, state = built()
+    run = run_of(tmp_path / "run", state, {**config, "n_blocks": 10**12})
+    with pytest.raises(UserError, match="n_blocks 1000000000000"):
+        convert(run, tmp_path / "out")
+
+
+def test_a_header_of_brackets_is_refused(tmp_path):
+    header = b"[" * 5_000_000
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(UserError, match="intact checkpoint file"):
+        convert(tmp_path, tmp_path / "out")
+
+
+def test_the_shapes_need_no_torch():
+    """The import of torch would take longer than most conversions."""
+    code = (
+        "import sys, mmldlm.commands.convert\n"
+        "from mmldlm.config.task_registry import find_task\n"
+        "find_task('translation')\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,164 @@
+import numpy as np
+import pytest
+import torch
+
+from mmldlm.config.load import build_config
+from mmldlm.data.batching.batch_plan import BatchPlan
+from mmldlm.data.batching.loader import MicroBatches, iterate_steps
+from mmldlm.data.store.store import Rows
+from mmldlm.errors import UserError
+from mmldlm.tasks.translation.noiser import L2T, T2L, UNCONDITIONAL, Noiser
+
+MASK, PAD, EOS, DIM, SIZE = 3, 0, 2, 6, 101
+
+
+class FakeStore:
+    """The store's interface over arrays in memory."""
+
+    def __init__(self):
+        rng = np.random.default_rng(0)
+        self.tokens = [rng.integers(4, 50, rng.integers(1, 20)) for _ in range(SIZE)]
+        self.latents = rng.standard_normal((SIZE, DIM)).astype(np.float32)
+        self.lengths = np.array([len(t) + 1 for t in self.tokens], dtype=np.int32)
+
+    def get(self, indices):
+        return Rows([self.tokens[i] for i in indices], self.latents[indices])
+
+
+def dataset(world=1, accum=1, rank=0, batch=12, **training):
+    config = build_config({"training": training} if training else {})
+    rows = FakeStore()
+    noiser = Noiser(config, MASK, PAD, EOS, np.zeros(DIM, np.float32), np.ones(DIM, np.float32))
+    return MicroBatches(rows, BatchPlan(rows.lengths, batch, 0), noiser, rank, world, accum)
+
+
+def by_sample(batches):
+    """What the model would see of every real sample, whatever the micro-batch it lies in."""
+    seen = {}
+    for batch in batches:
+        t = batch.tensors
+        for row in np.flatnonzero(batch.real):
+            length = int(t["attention_mask"][row].sum())
+            scored = t["text_rows"] == row
+            seen[int(batch.ids[row])] = (
+                t["text_tokens"][row, :length].tolist(), t["latents"][row].tolist(), float(t["text_timesteps"][row]),
+                float(t["latent_timesteps"][row]), bool(t["text_is_null"][row]), bool(t["latent_is_null"][row]),
+                t["text_targets"][scored].tolist(), t["text_weights"][scored].tolist(), int(batch.modes[row]),
+            )  # fmt: skip
+    return seen
+
+
+@pytest.mark.parametrize(("world", "accum"), [(2, 1), (1, 3), (2, 2), (4, 1)])
+def test_noise_does_not_depend_on_how_the_batch_is_cut(world, accum):
+    for step in (0, 8):  # step 8 is the epoch's last, incomplete batch
+        whole = dataset()[step]
+        parts = [dataset(world, accum, rank)[step * accum + m] for rank in range(world) for m in range(accum)]
+        assert by_sample(parts) == by_sample([whole])
+        for part in parts:
+            assert (part.counts["text_tokens"], part.counts["latents"], part.counts["lengths"]) == (
+                whole.counts["text_tokens"], whole.counts["latents"], whole.counts["lengths"],
+            )  # fmt: skip
+
+
+def test_placeholders_weigh_nothing():
+    part = dataset(world=4, rank=3)[8]
+    assert not part.real.any() and part.num_tokens == 0
+    t = part.tensors
+    assert len(t["text_targets"]) == 0 and not t["latent_weights"].any() and not t["length_weights"].any()
+
+
+def test_counts_are_those_of_the_whole_batch():
+    batch = dataset()[0]
+    text = batch.modes != T2L
+    assert batch.counts["text_tokens"] == int(batch.tensors["attention_mask"].sum(1).numpy()[text].sum())
+    assert batch.counts["latents"] == (batch.modes != L2T).sum() and batch.counts["lengths"] == text.sum()
+
+
+def test_modes_noise_the_right_side():
+    for batch in (dataset()[i] for i in range(6)):
+        t, modes = batch.tensors, torch.from_numpy(batch.modes)
+        clean = t["latent_clean"]
+        assert torch.equal(t["latents"][modes == L2T], clean[modes == L2T])
+        assert (t["latent_timesteps"][modes == L2T] == 0).all() and (t["text_timesteps"][modes == T2L] == 0).all()
+        assert not (t["text_tokens"][modes == T2L] == MASK).any()
+        assert (t["text_timesteps"][modes != T2L] > 0).all() and (t["latent_timesteps"][modes != L2T] > 0).all()
+        assert (modes[t["text_rows"]] != T2L).all()
+        assert not t["latent_is_null"][modes != L2T].any() and not t["text_is_null"][modes != T2L].any()
+        assert torch.equal(t["latent_weights"] > 0, modes != L2T)
+
+
+def test_mode_shares_are_exact_over_an_epoch_of_strata():
+    data = dataset(loss_type="mixed", loss_type_weights={"l2t": 0.5, "t2l": 0.25, "unconditional": 0.25})
+    for step in range(5):
+        modes = data[step].modes
+        assert [int((modes == mode).sum()) for mode in (UNCONDITIONAL, L2T, T2L)] == [3, 6, 3]
+    assert set(dataset(loss_type="l2t")[0].modes.tolist()) == {L2T}
+
+
+def test_padding_and_special_tokens():
+    for step in range(4):
+        t = dataset(loss_type="l2t")[step].tensors
+        real = t["attention_mask"]
+        assert (t["text_tokens"][~real] == PAD).all()
+        assert real.flatten()[t["text_positions"]].all()
+        assert torch.isin(t["text_targets"], torch.tensor([MASK, PAD])).sum() == 0
+        ends = t["length_targets"]
+        restored = t["text_tokens"].flatten().scatter(0, t["text_positions"], t["text_targets"]).view(real.shape)
+        assert (restored.gather(1, ends[:, None]) == EOS).all()
+        assert (t["text_tokens"].flatten()[t["text_positions"]] == MASK).all()
+
+
+def test_epochs_and_seeds_differ():
+    data = dataset()
+    per_epoch = data.plan.batches_per_epoch
+    a = by_sample([data[i] for i in range(per_epoch)])
+    b = by_sample([data[per_epoch + i] for i in range(per_epoch)])
+    c = by_sample([dataset(seed=1)[i] for i in range(per_epoch)])
+    assert a.keys() == b.keys() == c.keys()
+    # A text of one or two tokens may be masked alike twice; noise never repeats.
+    assert sum(a[i] == b[i] for i in a) < 6 and sum(a[i] == c[i] for i in a) < 6
+
+
+def test_iteration_from_the_middle_and_with_workers():
+    straight = [b[0].tensors["latents"] for b in iterate_steps(dataset(), 0, 12)]
+    resumed = [b[0].tensors["latents"] for b in iterate_steps(dataset(), 7, 12)]
+    assert all(torch.equal(x, y) for x, y in zip(straight[7:], resumed, strict=True))
+    workers = [b[0].tensors["latents"] for b in iterate_steps(dataset(), 7, 12, num_workers=2)]
+    assert all(torch.equal(x, y) for x, y in zip(resumed, workers, strict=True))
+
+
+def test_fully_masked_only_is_the_named_option():
+    config = build_config({"training": {"loss_type": "l2t"}, "text_diffusion": {"fully_masked_only": True}})
+    rows = FakeStore()
+    noiser = Noiser(config, MASK, PAD, EOS, np.zeros(DIM, np.float32), np.ones(DIM, np.float32))
+    t = MicroBatches(rows, BatchPlan(rows.lengths, 12, 0), noiser, 0, 1, 1)[0].tensors
+    assert (t["text_timesteps"] == 1).all() and len(t["text_targets"]) == int(t["attention_mask"].sum())
+
+
+def noised(rows, **sections):
+    config = build_config(sections)
+    noiser = Noiser(
+        config, MASK, PAD, EOS, np.zeros(DIM, np.float32), np.full(DIM, DIM**-0.5, np.float32), max_norm=9.0
+    )
+    return MicroBatches(rows, BatchPlan(rows.lengths, 12, 0), noiser, 0, 1, 1)[0]
+
+
+def test_l2_normalise_makes_unit_vectors_before_scaling():
+    batch = noised(FakeStore(), latent_diffusion={"l2_normalise": True, "scaling": "sqrt_d"})
+    norms = batch.tensors["latent_clean"].norm(dim=1)
+    assert torch.allclose(norms, torch.full_like(norms, DIM**0.5), rtol=1e-5)
+    with pytest.raises(UserError, match="scaling=sqrt_d"):
+        build_config({"latent_diffusion": {"l2_normalise": True}})
+
+
+def test_nan_to_num_keeps_the_sample_and_names_it():
+    rows = FakeStore()
+    victim = int(noised(rows).ids[3])
+    rows.latents[victim, 2] = np.nan
+    left_out, mended = noised(rows), noised(rows, stability={"nan_to_num": True})
+    place = left_out.ids.tolist().index(victim)
+    assert not left_out.real[place] and mended.real[place]
+    assert [bad["id"] for bad in left_out.bad] == [bad["id"] for bad in mended.bad] == [victim]
+    assert "replaced by the mean" in mended.bad[0]["reason"]
+    assert mended.bad[0]["repaired"] and "repaired" not in left_out.bad[0]
+    assert mended.tensors["latent_clean"][place, 2] == 0 and torch.isfinite(mended.tensors["latents"]).all()
