@@ -1,11 +1,16 @@
-"""Registry of the checks."""
+"""Registry of the checks; docs/preflight.md lists every check, and no other."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
+from mmldlm.preflight import checks
 from mmldlm.preflight.check import ERROR, Check, all_checks, check, run_check
 from mmldlm.preflight.report import exit_code
+from tests.helpers import ROOT
 from tests.support.preflight_context import CHECKS, make_context
 
 
@@ -29,3 +34,13 @@ def test_an_id_cannot_be_taken_twice():
         @check("HOST001", 0, "head", "again")
         def again(context):
             """Again."""
+
+
+def test_the_table_lists_every_check_with_its_level():
+    rows = re.findall(r"^\| ([A-Z]+\d{3}) \| (\d) \|", (ROOT / "docs" / "preflight.md").read_text(), re.M)
+    assert rows == [(check.id, str(check.level)) for check in all_checks()]
+
+
+def test_every_file_of_checks_is_listed():
+    files = {path.stem for path in Path(checks.__file__).parent.glob("*.py")} - {"__init__"}
+    assert files == set(checks.MODULES)
