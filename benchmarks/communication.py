@@ -55,7 +55,8 @@ def measure(launcher: _runs.RankServer, args, folder: Path, words: list[str]) ->
     """Seconds of the timed steps, exposed share of the profiled ones, peak GiB of a rank."""
     last = WARM + TIMED
     words = _runs.settings(
-        args.data, folder, "run", 2, *([] if args.quick else LARGE), "logging.log_freq=1", "checkpoints.async=false",
+        args.data, folder, "run", 2, *([] if args.quick else LARGE), "logging.log_freq=1",
+        "checkpoints.async_save=false",
         f"training.num_train_steps={last + PROFILED}", f"training.profile=[{last + 1},{last + PROFILED}]", *words,
     )  # fmt: skip
     launcher.run(2, words)

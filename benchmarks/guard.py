@@ -100,7 +100,8 @@ def run(args, folder: str, name: str, guarded: bool, count_syncs: bool) -> Meter
         "engine.kind=single", f"training.num_train_steps={args.steps}", f"training.train_batch_size={args.micro}",
         "training.dtype=fp32", "data.max_validation_samples=2", "logging.save_freq=100000", "logging.eval_freq=100000",
         "logging.log_freq=100000", "stability.audit_every=100000", "stability.spike_window=4",
-        "checkpoints.async=false", "training.freeze=none", "training.grad_accum_steps=1", "stability.spike_action=log",
+        "checkpoints.async_save=false", "training.freeze=none", "training.grad_accum_steps=1",
+        "stability.spike_action=log",
     ]  # fmt: skip
     patches = [
         mock.patch.object(Heartbeat, "enter_phase", beaten),

@@ -9,7 +9,7 @@ rank must then end by itself within 90 seconds. After the last kill the run is l
 
 A kill is lost when the peer did not end, the newest whole checkpoint is too old or any checkpoint with a manifest is
 not what its manifest says, or the next life starts from elsewhere than the newest whole checkpoint. At most save_freq
-steps may be lost; with checkpoints.async also those trained while the newest one was being written, at most save_freq
+steps may be lost; with checkpoints.async_save also those trained while the newest one was written, at most save_freq
 more, because a save waits for the one before. In the end the log must hold every step once, with the batch that the
 plan has for it, every sample of each finished epoch exactly once, and the losses of an undisturbed run, bit for
 bit; if not, all kills of that run count as lost.
@@ -63,7 +63,9 @@ class Run:
         return _runs.settings(self.data, self.folder, name, WORLD_SIZE, *own, *more)
 
     def start(self) -> _runs.Ranks:
-        words = self.words(self.engine, "training.resume=auto", f"checkpoints.async={str(self.in_background).lower()}")
+        words = self.words(
+            self.engine, "training.resume=auto", f"checkpoints.async_save={str(self.in_background).lower()}"
+        )
         return self.launcher.start(WORLD_SIZE, words)
 
     def live_and_die(self, chance: random.Random, number: int) -> tuple[bool, str]:

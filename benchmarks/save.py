@@ -6,7 +6,7 @@ The quickstart's model (12M parameters, 148 MB of masters and moments) on two ra
 every 2 N steps (default N: 50, half a minute), so that windows of N steps that begin with a save alternate with windows
 without one; each is compared with the one after it (`time lost`: 1 - median of without / with). `CPU time` compares the
 processor time of all ranks likewise: the better figure on a busy machine. `blocked` is what the loop itself spent in
-saving, measured around it: under checkpoints.async the copy off the device, the agreement on the folder, the commit.
+saving, measured around it: with checkpoints.async_save the copy off the device, agreeing on the folder, the commit.
 The rest of the loss is the writing thread, which on CPUs takes cores from training; on GPUs it takes none. All shares
 are of a window of N steps, so of a run that saves every N steps; the first two windows, which warm up, do not count.
 """
@@ -27,7 +27,7 @@ import _report
 import _runs
 import _store
 
-KINDS = {"async": ["checkpoints.async=true"], "sync": ["checkpoints.async=false"]}
+KINDS = {"async": ["checkpoints.async_save=true"], "sync": ["checkpoints.async_save=false"]}
 PAIRS = 4  # of windows with and without a save (--pairs), after a pair that is left out
 
 

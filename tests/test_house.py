@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from mmldlm.config.renamed_keys import KEYS, VALUES
 from tests.support import house
 from tests.support.import_rules import ORDER
 
@@ -61,3 +62,17 @@ def test_files_named_in_the_guides_exist(page):
     existing = "".join(f"/{path.relative_to(root).as_posix()}{'/' if path.is_dir() else ''}\n" for path in files)
     missing = {name for name in named if not (root / name).exists() and f"/{name}\n" not in existing}
     assert len(named) > 20 and missing == set()
+
+
+def test_the_changelog_lists_every_renamed_key():
+    page = (house.PACKAGE.parent / "CHANGELOG.md").read_text()
+    rows = [f"| `{old}` | `{new}` |" for old, new in KEYS.items()]
+    rows += [f"| `{key}={old}` | `{key}={new}` |" for key, values in VALUES.items() for old, new in values.items()]
+    assert [row for row in rows if row not in page] == []
+
+
+def test_no_page_and_no_script_names_an_old_key():
+    root = house.PACKAGE.parent
+    files = [*root.glob("docs/*.md"), root / "README.md", *root.glob("benchmarks/*.py"), *root.glob("launchers/*.sh")]
+    old = re.compile("|".join(rf"\b{re.escape(key)}(?!\w)" for key in KEYS))
+    assert {(path.name, key) for path in files for key in old.findall(path.read_text())} == set()

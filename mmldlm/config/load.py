@@ -6,6 +6,7 @@ import difflib
 import json
 import re
 import sys
+from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -172,7 +173,7 @@ def _is_null_or_quoted(value: str) -> bool:
 def all_keys(config_class: type[Config]) -> list[tuple[str, str, str]]:
     """Return (key, default, description) of every key, for `mmldlm config --keys`."""
 
-    def walk(section: type[BaseModel], prefix: str):
+    def walk(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, str]]:
         for name, field in section.model_fields.items():
             annotation = field.annotation
             if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -227,7 +228,9 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _unknown_keys(values: dict[str, Any], config_class: type[Config], section: type[BaseModel], prefix: str):
+def _unknown_keys(
+    values: dict[str, Any], config_class: type[Config], section: type[BaseModel], prefix: str
+) -> Iterator[str]:
     for key, value in values.items():
         field = section.model_fields.get(key)
         if field is None:

@@ -6,13 +6,16 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from mmldlm.engines.parameter_shards import ParameterShard
 from mmldlm.engines.pinned_copy import PinnedSnapshot
+
+if TYPE_CHECKING:
+    from mmldlm.checkpoints.resume_reader import ResumeReader
 
 
 class Engine(ABC):
@@ -104,7 +107,7 @@ class Engine(ABC):
         """Prepare for the next checkpoint after one that a rank could not write. Collective."""
         return
 
-    def load(self, reader, applied_steps: int) -> None:
+    def load(self, reader: ResumeReader, applied_steps: int) -> None:
         """Load weights, moments and buffers from a checkpoint of any engine, stage and world size.
 
         Reads only this rank's shards; call `sync_weights_from_masters` on every rank when all ranks have read.
@@ -122,8 +125,8 @@ class Engine(ABC):
                 values = reader.read(shard.name, "weight", shard.start, shard.count)
                 shard.slice_of(shard.owner).copy_(torch.from_numpy(values))
             for name, buffer in persistent_buffers(self.model).items():
-                values = torch.from_numpy(reader.read(name, "weight", 0, buffer.numel()))
-                buffer.copy_(values.view(buffer.shape))
+                values = reader.read(name, "weight", 0, buffer.numel())
+                buffer.copy_(torch.from_numpy(values).view(buffer.shape))
             states = self.optimizer_state()
             for owner in {id(shard.owner): shard.owner for shard in shards}.values():
                 states[owner] = self._fresh_state(owner, applied_steps) if applied_steps else {}

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -233,7 +234,7 @@ def test_save_now_init_from_and_resume_differ(store, tmp_path, capsys):
 
 
 def test_from_training_to_text_again(store, tmp_path):
-    """train -> convert -> from_pretrained -> sample -> evaluate, through the command line."""
+    """train -> convert -> from_pretrained -> sample -> the README's Python -> evaluate."""
     from mmldlm.cli import main
     from mmldlm.models import MultimodalMMDiT
     from mmldlm.sampling.pretrained import load_pretrained
@@ -276,6 +277,10 @@ def test_from_training_to_text_again(store, tmp_path):
     )  # the encoder's text is known
     latents = np.load(tmp_path / "b" / "latents.npy")
     assert latents.shape == (1, 384) and np.isfinite(latents).all()
+    example = (ROOT / "README.md").read_text().split("In Python:\n")[1].split("\n`mmldlm.models")[0]
+    found: dict = {}
+    exec(textwrap.dedent(example).replace('"RUN"', repr(str(run))), found)
+    assert found["again"].shape == (1, 384) and torch.isfinite(found["again"]).all()
     report = tmp_path / "report.json"
     sizes = ["--num-samples", "12", "--control-samples", "8", "--num-steps", "3", "--latent-steps", "3"]
     assert main(["evaluate", "--checkpoint", str(out), "--data", str(store), "--json", str(report), *sizes]) == 0
@@ -460,7 +465,7 @@ def test_a_full_disk_is_an_event_and_the_last_checkpoint_stays(store, small_disk
         "engine.kind=single",
         "training.num_train_steps=6",
         "logging.save_freq=2",
-        f"checkpoints.async={background}",
+        f"checkpoints.async_save={background}",
     ]
     assert main(train_words(store, small_disk, "run", *words)) == 1
     said = capsys.readouterr().err
@@ -476,8 +481,9 @@ def test_a_full_disk_is_an_event_and_the_last_checkpoint_stays(store, small_disk
 
 def test_a_full_disk_under_every_log_ends_no_run(store, tmp_path, monkeypatch, capsys):
     """Only rank 0 writes logs: an error there would leave the others waiting. Also through a rollback and the end."""
-    from mmldlm.stability import rollback_policy
+    from mmldlm.stability.rollback_policy import RollbackReason
     from mmldlm.train import main
+    from mmldlm.training import loop
     from mmldlm.training import run_logger as run
 
     def full(self, *_):
@@ -491,11 +497,11 @@ def test_a_full_disk_under_every_log_ends_no_run(store, tmp_path, monkeypatch, c
                 full(self)
             super().__init__(path, resume_step)
 
-    troubles = [rollback_policy.RollbackReason(3, "made up")]
+    troubles = [RollbackReason(3, "made up")]
     monkeypatch.setattr(run, "JsonlLog", Full)
     monkeypatch.setattr(run, "train_log_path", lambda *_: Path("/dev/full"))
     find = lambda _, step, *__: troubles.pop() if step == 3 and troubles else None  # noqa: E731
-    monkeypatch.setattr(rollback_policy, "needs_rollback", find)
+    monkeypatch.setattr(loop, "needs_rollback", find)
     words = ["engine.kind=single", "training.num_train_steps=4", "logging.save_freq=2", "logging.plot=false"]
     assert main(train_words(store, tmp_path, "run", *words)) == 0
     said = capsys.readouterr().out
@@ -575,8 +581,8 @@ def test_bad_validation_samples_are_reported_and_not_scored(store, tmp_path, mon
 RANKS_DECIDE_OTHERWISE = """
 import os, sys
 from mmldlm import train
-from mmldlm.data.batching import run_data as resolve
-resolve.decided_freeze = lambda config: ("none", "mode")[int(os.environ["RANK"])]
+from mmldlm.tasks.translation import data
+data.decided_freeze = lambda config: ("none", "mode")[int(os.environ["RANK"])]
 sys.exit(train.main(sys.argv[1:]))
 """
 

@@ -31,7 +31,7 @@ def main() -> None:
             "data.max_validation_samples=4", "training.train_batch_size=4",
             "logging.save_freq=100", "logging.eval_freq=100", "training.dtype=fp16",
             "logging.plot=false", "optimizer.warmup_steps=0",
-            "stability.loss_scale_window=3", "checkpoints.async=false",
+            "stability.loss_scale_window=3", "checkpoints.async_save=false",
         ]  # fmt: skip
         from mmldlm import train as module
 

@@ -19,7 +19,7 @@ from tests.support.import_rules import PACKAGE, all_violations, find_circle, imp
 
 TESTS = Path(__file__).resolve().parents[1]
 
-MAX_FILES = 14  # Python files per folder, __init__.py included
+MAX_FILES = 14  # Python files per folder besides __init__.py
 MAX_FUNCTION = 79  # lines, docstring included
 MAX_FUNCTIONS = {"training/step.py:train_step": 49}  # functions with a tighter bound
 MAX_FILE = 400  # lines
@@ -43,8 +43,8 @@ def sources() -> dict[str, str]:
 
 
 def files_per_folder(files: dict[str, str]) -> dict[str, int]:
-    """Folder below mmldlm/ ("." for the package itself) -> number of Python files directly in it."""
-    return dict(Counter(Path(name).parent.as_posix() for name in files))
+    """Folder below mmldlm/ ("." for the package itself) -> number of Python files in it, besides __init__.py."""
+    return dict(Counter(Path(name).parent.as_posix() for name in files if Path(name).name != "__init__.py"))
 
 
 def function_lengths(files: dict[str, str]) -> dict[str, int]:

@@ -20,12 +20,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from mmldlm.config.load import load_config  # noqa: E402
-from mmldlm.distributed.exit import leave_process_group
+from mmldlm.distributed.exit import leave_process_group  # noqa: E402
 from mmldlm.errors import MmldlmError  # noqa: E402
-from mmldlm.stability import rollback_policy  # noqa: E402
-from mmldlm.tasks.translation import validation  # noqa: E402
-from mmldlm.train import check_run, train
-from mmldlm.training import checkpointer  # noqa: E402
+from mmldlm.stability.rollback_policy import RollbackReason  # noqa: E402
+from mmldlm.tasks.translation.objective import TranslationObjective  # noqa: E402
+from mmldlm.train import check_run, train  # noqa: E402
+from mmldlm.training import checkpointer, loop  # noqa: E402
 
 RANK = int(os.environ["RANK"])
 BATCHES = 4 * 24 // 2  # of an evaluation, on one rank: four passes over 24 samples, one in a batch
@@ -38,7 +38,7 @@ def run(name: str, *words: str) -> None:
         f"data.latent_data_root={sys.argv[1]}", f"logging.save_dir={sys.argv[2]}", f"logging.run_name={name}",
         "engine.kind=ddp", "training.train_batch_size=4", "training.num_train_steps=6", "logging.eval_freq=2",
         "logging.save_freq=3", "data.max_validation_samples=24", "training.eval_batch_size=1",
-        "checkpoints.async=false", "logging.plot=false",
+        "checkpoints.async_save=false", "logging.plot=false",
     ]  # fmt: skip
     code = 0
     try:
@@ -81,7 +81,7 @@ def in_evaluation(at_step: int, ranks: tuple[int, ...]):
                 calls["at"] = calls["forward"]
                 signal_on(ranks)
 
-    return calls, before(validation.TranslationObjective, "__call__", count)
+    return calls, before(TranslationObjective, "__call__", count)
 
 
 def main() -> None:
@@ -109,12 +109,12 @@ def main() -> None:
         run("search", "training.resume=auto")
     run("search", "training.resume=auto")
 
-    troubles = [rollback_policy.RollbackReason(5, "made up", None, None)]
-    find = rollback_policy.needs_rollback
-    rollback_policy.needs_rollback = lambda config, step, *rest: troubles.pop() if step == 5 and troubles else None
+    troubles = [RollbackReason(5, "made up", None, None)]
+    find = loop.needs_rollback
+    loop.needs_rollback = lambda config, step, *rest: troubles.pop() if step == 5 and troubles else None
     with before(checkpointer.Checkpointer, "load", lambda *_: signal_on((1,))):
         run("rollback", "stability.rollback_lr_factor=1.0")
-    rollback_policy.needs_rollback = find
+    loop.needs_rollback = find
     run("rollback", "training.resume=auto", "stability.rollback_lr_factor=1.0")
 
     Path(sys.argv[2], f"codes_rank{RANK}.json").write_text(json.dumps(codes))

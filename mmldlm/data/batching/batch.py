@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from mmldlm.data.batching.batch_plan import GlobalBatch
@@ -37,7 +38,7 @@ class Batch:
     index: int
     bad: list[dict] = field(default_factory=list)
 
-    def to(self, device, non_blocking: bool = True) -> Batch:
+    def to(self, device: torch.device | str, non_blocking: bool = True) -> Batch:
         """Move the tensors to a device."""
         self.tensors = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self.tensors.items()}
         return self
@@ -51,7 +52,7 @@ class Batch:
 class Collator(Protocol):
     """Makes micro-batches. A function of (seed, epoch, sample ids, slots): the same on any rank and world size."""
 
-    def collate(self, batch: GlobalBatch, slots: np.ndarray, samples, lengths: np.ndarray) -> Batch:
+    def collate(self, batch: GlobalBatch, slots: np.ndarray, samples: Any, lengths: np.ndarray) -> Batch:
         """Build the micro-batch at some slots of a global batch, on the CPU.
 
         Args:

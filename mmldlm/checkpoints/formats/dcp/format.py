@@ -15,7 +15,7 @@ class DcpFormat:
     """A folder with .metadata and *.distcp files."""
 
     name = "dcp"
-    targets = ("dcp", "fsdp")
+    targets: tuple[str, ...] = ("dcp", "fsdp")
 
     def detect(self, path: Path) -> Path | None:
         if path.name == DCP_METADATA and path.is_file():

@@ -17,7 +17,7 @@ class DeepSpeedFormat:
     """A folder with *_states.pt files."""
 
     name = "deepspeed"
-    targets = ("universal", "zero1", "zero2", "zero3")
+    targets: tuple[str, ...] = ("universal", "zero1", "zero2", "zero3")
 
     def detect(self, path: Path) -> Path | None:
         """Return the folder with the *_states.pt files for an engine, tag or step folder.

@@ -16,7 +16,7 @@ class ModelPtFormat:
     """A torch.save'd state_dict under any name, or a folder with model.pt."""
 
     name = "model.pt"
-    targets = ("model.pt", "ddp")
+    targets: tuple[str, ...] = ("model.pt", "ddp")
 
     def detect(self, path: Path) -> Path | None:
         if path.is_file():

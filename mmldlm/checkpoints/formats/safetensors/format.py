@@ -12,7 +12,7 @@ class SafetensorsFormat:
     """A .safetensors file, or a Hugging Face folder with model.safetensors or an index of shards."""
 
     name = "safetensors"
-    targets = ()
+    targets: tuple[str, ...] = ()
 
     def detect(self, path: Path) -> Path | None:
         if path.is_file():
