@@ -1,4 +1,4 @@
-"""`mmldlm <verb>`: each verb is a thin function that calls its room."""
+"""The command `mmldlm`: maps each verb to its file in mmldlm/commands/."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def _sample_kind(kind: str):
     return fill
 
 
-# Verb (of one word or two) -> (who fills its parser and runs it, help). A module's name stands for its add_arguments
-# and main.
+# Verb (of one or two words) -> (module with add_arguments and main, or a function that fills the parser and returns
+# main; help).
 VERBS = {
     "prepare": ("mmldlm.commands.prepare", "encode a corpus into a store"),
     "pack": ("mmldlm.commands.pack", "turn MM-LDLM's folders of text or token files and latents into a store"),
@@ -75,17 +75,17 @@ VERBS = {
 
 
 def _add_arguments(parser: argparse.ArgumentParser, verb: str):
-    """Add a verb's options to its parser; returns what runs it. Imports only what the verb needs."""
-    how = VERBS[verb][0]
-    if callable(how):
-        return how(parser)
-    module = importlib.import_module(how)
+    """Add a verb's options to its parser and return its main function. Imports only what the verb needs."""
+    entry = VERBS[verb][0]
+    if callable(entry):
+        return entry(parser)
+    module = importlib.import_module(entry)
     module.add_arguments(parser)
     return module.main
 
 
 def _explain_import(error: Exception, verb: str) -> UserError | None:
-    """What an error means that came while packages were imported, where PYTHONPATH puts others in their place."""
+    """Explain an error of an import by packages on PYTHONPATH that replace installed ones; None if there are none."""
     trace, is_import = error.__traceback__, isinstance(error, ImportError)
     while trace is not None:
         is_import = is_import or trace.tb_frame.f_code.co_name == "<module>"
@@ -101,21 +101,21 @@ def _explain_import(error: Exception, verb: str) -> UserError | None:
 
 
 def _replaced_packages() -> list[str]:
-    """Files on PYTHONPATH that take the place of packages installed beside this Python's own."""
+    """Return files on PYTHONPATH that replace packages installed for this Python."""
     import sysconfig
 
     installed = {Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib")}
     folders = [Path(name) for name in os.environ.get("PYTHONPATH", "").split(os.pathsep) if name]
     found = []
     for folder in folders:
-        if folder.is_dir() and folder.resolve() not in {place.resolve() for place in installed}:
+        if folder.is_dir() and folder.resolve() not in {root.resolve() for root in installed}:
             entries = [path for path in folder.iterdir() if path.suffix in ("", ".py") and path.stem != "mmldlm"]
-            found += [str(path) for path in entries if any((place / path.stem).is_dir() for place in installed)]
+            found += [str(path) for path in entries if any((root / path.stem).is_dir() for root in installed)]
     return sorted(found)
 
 
 def _print_help(argv: list[str]) -> int:
-    """What stands in for a verb: --help, --version, nothing, or a mistake."""
+    """Print the help, for --help, --version, no verb, or an unknown one."""
     parser = argparse.ArgumentParser(
         prog="mmldlm", description="Train and use an MMDiT between text and sentence embeddings."
     )
@@ -131,30 +131,30 @@ def _print_help(argv: list[str]) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command; returns the exit code."""
+    """Run a command and return its exit code."""
     open_standard_streams()
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] not in VERBS:
         return _print_help(argv)
     verb = next(verb for verb in (" ".join(argv[:2]), argv[0]) if verb in VERBS)
-    words = argv[len(verb.split(" ")) :]
+    args = argv[len(verb.split(" ")) :]
     _make_output_encodable()
     interrupt_on_stop_signals()
     own = argparse.ArgumentParser(prog=f"mmldlm {verb}", description=VERBS[verb][1])
     try:
         run = _add_arguments(own, verb)
-        code = run(own.parse_intermixed_args(words)) or EXIT_DONE
+        code = run(own.parse_intermixed_args(args)) or EXIT_DONE
         sys.stdout.flush()
         return code
     except MmldlmError as error:
         print(for_screen(f"error: {error}", sys.stderr), file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt as error:  # a room that can go on later says so in it
+    except KeyboardInterrupt as error:  # a command that can be resumed says so in the error
         print(": ".join(["interrupted", *map(str, error.args)]), file=sys.stderr)
         return EXIT_INTERRUPTED if error.args else EXIT_FAILED
-    except OSError as error:  # a path or a disk that no room has foreseen: the system says what is wrong, no traceback
+    except OSError as error:  # a path or a disk: the system's message is enough
         if isinstance(error, BrokenPipeError) and _stdout_closed():
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor must the interpreter complain of it
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter reports it at exit
             return EXIT_FAILED
         where = "" if error.filename is None else f"{error.filename}: "
         print(f"error: {where}{describe_os_error(error)}", file=sys.stderr)
@@ -168,19 +168,19 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _make_output_encodable() -> None:
-    """Where the terminal's encoding (LC_ALL=C) lacks a sign, its number stands for it: no text is worth a traceback."""
+    """Escape characters that the terminal cannot encode (LC_ALL=C) instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure") and stream.encoding.lower().replace("-", "") != "utf8":
             stream.reconfigure(errors="backslashreplace")
 
 
 def _stdout_closed() -> bool:
-    """Whether the broken pipe is that of the output, as in `... | head`: any other is an error to be told."""
+    """Whether the reader of standard output is gone, as in `... | head`; any other broken pipe is reported."""
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), select.POLLOUT)
         return any(event & select.POLLERR for _, event in poll.poll(0))
-    except (OSError, ValueError):  # an output without a number
+    except (OSError, ValueError):  # an output without a file descriptor
         return False
 
 

@@ -96,7 +96,7 @@ class OptimizerConfig(Section):
 
 
 class EngineConfig(Section):
-    """What runs the step."""
+    """The engine that runs the step."""
 
     on_resume = OnResume.IGNORE
 
@@ -107,31 +107,31 @@ class EngineConfig(Section):
     deepspeed_config: FilePath = None
     """DeepSpeed JSON file (also --deepspeed_config)."""
     replicas: int = Field(1, ge=1)
-    """FSDP2: groups of ranks that each hold the whole model between them (HSDP; e.g. the number of nodes)."""
+    """FSDP2: groups of ranks that each hold one sharded copy of the model (HSDP; e.g. the number of nodes)."""
     timeout: float = Field(600.0, gt=0)
     """Seconds a collective may take before the job ends."""
 
 
 class StabilityConfig(Section):
-    """What counts as a bad step, and what happens then. A step that is not finite is always skipped on all ranks."""
+    """What counts as a bad step, and its consequences. A non-finite step is always skipped on all ranks."""
 
     spike_action: Literal["skip", "log", "off"] = "log"
-    """What to do with a finite loss or gradient norm far above the last ones: skip it, only log it, or nothing."""
+    """Action on a finite loss or gradient norm far above the recent ones: skip the step, only log it, or nothing."""
     spike_sigma: float = Field(6.0, gt=0)
-    """A spike lies this many standard deviations above the mean of the window."""
+    """A spike is this many standard deviations above the mean of the window."""
     spike_window: int = Field(128, ge=4)
-    """Applied steps in the window of losses and norms; spikes are judged once it is half full."""
+    """Applied steps in the window of losses and norms; spikes are detected once it is half full."""
     audit_every: int = Field(500, ge=1)
     """Steps between two audits of all weights and moments for non-finite values (each checkpoint is audited, too)."""
     max_consecutive_skips: int = Field(20, ge=1)
-    """Steps skipped in a row before the run goes back to its last good checkpoint (a bad audit does so at once)."""
+    """Steps skipped in a row before the run returns to its last valid checkpoint (a failed audit does so at once)."""
     max_rollbacks: int = Field(2, ge=0)
     """Rollbacks before all ranks stop with exit 4."""
     rollback_lr_factor: float = Field(0.5, gt=0, le=1)
     """Every rollback multiplies the learning rate of the rest of the run by this."""
     max_bad_share: float = Field(0.5, gt=0, le=1)
-    """All ranks stop with exit 4 when more than this share of the samples of the last 100 global batches was bad (left
-    out, or mended by nan_to_num); judged from the 20th batch on. 1: never."""
+    """All ranks stop with exit 4 when more than this fraction of the samples of the last 100 global batches was bad
+    (left out, or repaired by nan_to_num); checked from the 20th batch on. 1: never."""
     nan_to_num: bool = False
     """Replace non-finite values of a latent by the mean instead of leaving the sample out (it is named either way).
     The model then learns from a damaged sample."""
@@ -149,7 +149,7 @@ class CheckpointsConfig(Section):
     keep_last: int = Field(2, ge=1)
     """Newest checkpoints to keep."""
     keep_every: int | None = Field(None, ge=1)
-    """Also keep every checkpoint whose step is a multiple of this. None: none besides keep_last."""
+    """Also keep every checkpoint whose step is a multiple of this. None: only keep_last."""
     save_timeout: float = Field(1800.0, gt=0)
     """Seconds that writing a checkpoint, or checking one before a resume, may take before the job ends."""
     async_save: bool = True
@@ -159,6 +159,8 @@ class CheckpointsConfig(Section):
 class WandbConfig(Section):
     """Weights & Biases."""
 
+    on_resume = OnResume.IGNORE
+
     mode: Literal["disabled", "offline", "online"] = "disabled"
     """offline writes to the run's folder and needs no network."""
     project: str = "mmldlm"
@@ -166,12 +168,12 @@ class WandbConfig(Section):
 
 
 class LoggingConfig(Section):
-    """Where a run's folder lies and how often things are written."""
+    """The run's folder, and how often logs, evaluations and checkpoints are written."""
 
     on_resume = OnResume.IGNORE
 
     run_name: str = "mmldlm"
-    """Name of the run: its folder is {save_dir}/{run_name}. It may have slashes, but not lead out of save_dir."""
+    """Name of the run: its folder is {save_dir}/{run_name}. It may have slashes, but not leave save_dir."""
     save_dir: Annotated[str, IsPath()] = "runs"
     """Folder of all runs."""
     log_freq: int = Field(10, ge=1)
@@ -181,11 +183,11 @@ class LoggingConfig(Section):
     eval_freq: int = Field(1000, ge=1)
     """Steps between two evaluations on validation data; one is always made at the end."""
     grad_log_interval: int = Field(0, ge=0)
-    """Steps between two looks at every layer's gradients, updates and activations (gradient_log.jsonl, wandb); costs
-    one host sync on those steps. 0: never."""
+    """Log per-layer gradient, update and activation statistics every N steps (gradient_log.jsonl, wandb); costs one
+    host sync on those steps. 0: never."""
     peak_tflops: float | None = Field(None, gt=0)
-    """Peak TFLOP/s of one device in training.dtype, for the share of it that training reaches (mfu). None: from a table
-    of GPUs; without an entry there (and on CPUs) no mfu is shown."""
+    """Peak TFLOP/s of one device in training.dtype, for the fraction of it that training reaches (mfu). None: from a
+    table of GPUs; without an entry there (and on CPUs) no mfu is shown."""
     plot: bool = True
     """Draw the loss curves into plots/ when the run ends (`mmldlm plot` does so at any time)."""
     wandb: WandbConfig = Field(default_factory=WandbConfig)

@@ -204,7 +204,7 @@ class Checkpointer:
         The state is saved at once; otherwise a restart would repeat the rollback.
 
         Raises:
-            StabilityStop: on every rank, when no rollback is left or there is no checkpoint.
+            StabilityStop: on every rank, when no rollback or no checkpoint is left.
         """
         self.finish_save()
         state, config = self.state, self.config.stability

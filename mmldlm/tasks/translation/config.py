@@ -97,7 +97,7 @@ class LossConfig(Section):
     latent_weight_clip: float | None = Field(None, gt=0)
     """Largest weight of a sample's latent error (RadioDiff's weight clipping). None: off."""
     latent_prediction_clamp: float | None = Field(None, gt=0)
-    """Clamp every element of the latent prediction to [-c, c] in the loss. Beyond it there is no gradient."""
+    """Clamp every element of the latent prediction to [-c, c] in the loss. Values outside receive no gradient."""
     latent_target_clamp: float | None = Field(None, gt=0)
     """Clamp every element of the latent target to [-c, c]. Larger values are then never learnt. None: off."""
     allow_unsound: bool = False
