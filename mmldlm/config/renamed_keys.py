@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from mmldlm.config.task_registry import DEFAULT_TASK, TASKS
+
 KEYS: dict[str, str] = {
     "checkpoints.timeout": "checkpoints.save_timeout",
     "checkpoints.async": "checkpoints.async_save",
@@ -14,7 +16,12 @@ VALUES: dict[str, dict[str, str]] = {}
 
 
 def with_new_names(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a stored config with today's keys and values."""
+    """Return a copy of a stored config with today's keys and values.
+
+    Configs of tasks outside the package are newer than the table: a key of theirs may have an old name of ours.
+    """
+    if values.get("task", DEFAULT_TASK) not in TASKS:
+        return values
     renamed = {name: dict(section) if isinstance(section, dict) else section for name, section in values.items()}
     for old, new in KEYS.items():
         section, _, name = old.partition(".")

@@ -40,12 +40,13 @@ def find_task(name: str) -> Task:
     if name not in TASKS and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        task_class = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
+        task_class = getattr(importlib.import_module(module_name), class_name, None)
+    except ImportError as error:
         raise UserError(
             f"an importable task {target}",
             f"{type(error).__name__}: {error}",
-            "start the command in the folder that holds the module, or add that folder to PYTHONPATH",
+            "start the command in the folder that holds the module, or add that folder to PYTHONPATH; "
+            "install what the module imports",
         ) from error
     if not (isinstance(task_class, type) and hasattr(task_class, "config_class")):
         raise UserError(

@@ -161,15 +161,28 @@ def test_config_sanity_preflight_monitor_and_plot_know_it(runs, text, tmp_path, 
     more = ["training.train_batch_size=2", "training.num_train_steps=12"]
     assert command("config", *words) == 0
     assert "# parameters" in capsys.readouterr().out
-    report = tmp_path / "receipt.json"
-    assert command("preflight", "--level", "0", "--json", report, *words, *more) == 0
+    assert command("preflight", "--level", "0", *words, *more) == 0
     shown = capsys.readouterr().out
     assert "22 samples" in shown and "single needs" in shown and "per rank" in shown
+    assert command("sanity", *words, *more, "training.train_batch_size=4", "data.max_train_samples=4") == 0
+    assert "checks passed" in capsys.readouterr().out
     assert command("monitor", runs / "ddp", "--once") == 1  # many of its few steps were skipped
     assert "steps were skipped" in capsys.readouterr().out
     assert command("plot", runs / "ddp", "--out", tmp_path / "plot.svg") == 0
     drawn = (tmp_path / "plot.svg").read_text()
     assert all(f"<!-- {label} -->" in drawn for label in ("total", "nll", "validation nll"))
+
+
+def test_the_dry_run_of_preflight_trains_it(text, tmp_path):
+    """Two steps, a save and a resume through torchrun, started in the example's folder."""
+    words = [*words_of(text, tmp_path, "dry"), "engine.kind=ddp", "training.train_batch_size=2"]
+    level = ["--level", "4", "--launcher", "torchrun", "--only", "DRY001,DRY002"]
+    report = tmp_path / "receipt.json"
+    command = [sys.executable, "-m", "mmldlm.cli", "preflight", *level, "--json", str(report), *words]
+    done = subprocess.run(command, env=environment(), cwd=EXAMPLE, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    results = json.loads(report.read_text())["results"]
+    assert {result["id"]: result["status"] for result in results} == {"DRY001": "PASS", "DRY002": "PASS"}
 
 
 def test_the_memory_model_counts_the_parameters(text, monkeypatch):
