@@ -17,7 +17,7 @@ NAME = "preflight.json"
 STALE_DAYS = 7
 
 # Keys that the data sets where the config does not; training has them filled in.
-_FROM_DATA = ("latent_dim", "max_latents", "vocab_size", "mask_token_id", "pad_token_id", "eos_token_id")
+_FROM_DATA = ("latent_dim", "num_latents", "vocab_size", "mask_token_id", "pad_token_id", "eos_token_id")
 
 
 def config_hash(config: Config) -> str:
