@@ -215,7 +215,7 @@ def test_save_now_init_from_and_resume_differ(store, tmp_path, capsys):
     second = ["training.init_from=" + str(folder / "latest"), "training.loss_type=l2t", "training.freeze=mode"]
     assert main(train_words(store, tmp_path, "second", *words, *second, "model.latent_tokens=3")) == 0
     said = capsys.readouterr().out
-    assert "kept as initialised, of another shape: latent_encoder." in said
+    assert "kept as initialized, of another shape: latent_encoder." in said
     first_loss = [read_log(tmp_path, name)[0]["step"] for name in ("first", "second")]
     assert first_loss == [1, 1]
 
@@ -483,13 +483,12 @@ def test_a_full_disk_under_every_log_ends_no_run(store, tmp_path, monkeypatch, c
     """Only rank 0 writes logs: an error there would leave the others waiting. Also through a rollback and the end."""
     from mmldlm.stability.rollback_policy import RollbackReason
     from mmldlm.train import main
-    from mmldlm.training import loop
-    from mmldlm.training import run_logger as run
+    from mmldlm.training import log_files, loop, run_logger
 
     def full(self, *_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    class Full(run.JsonlLog):
+    class Full(log_files.JsonlLog):
         write = close = full
 
         def __init__(self, path, resume_step=None):
@@ -498,23 +497,23 @@ def test_a_full_disk_under_every_log_ends_no_run(store, tmp_path, monkeypatch, c
             super().__init__(path, resume_step)
 
     troubles = [RollbackReason(3, "made up")]
-    monkeypatch.setattr(run, "JsonlLog", Full)
-    monkeypatch.setattr(run, "train_log_path", lambda *_: Path("/dev/full"))
+    monkeypatch.setattr(log_files, "JsonlLog", Full)
+    monkeypatch.setattr(run_logger, "train_log_path", lambda *_: Path("/dev/full"))
     find = lambda _, step, *__: troubles.pop() if step == 3 and troubles else None  # noqa: E731
     monkeypatch.setattr(loop, "needs_rollback", find)
     words = ["engine.kind=single", "training.num_train_steps=4", "logging.save_freq=2", "logging.plot=false"]
     assert main(train_words(store, tmp_path, "run", *words)) == 0
     said = capsys.readouterr().out
     for name in ("training_log.jsonl", "eval_log.jsonl", "events.jsonl", "/dev/full"):
-        assert said.count(f"{name} cannot be written") == 1, name
-    assert "rollback from step 3 to 2" in said and "training_log.jsonl keeps its lines" in said
+        assert said.count(f"cannot write to {name}") == 1, name
+    assert "rollback from step 3 to 2" in said and "training_log.jsonl keeps its records" in said
     assert (tmp_path / "run" / "latest").resolve().name == "step_00000004"
 
 
 def test_without_a_reader_and_without_wandb_a_run_continues(store, tmp_path, monkeypatch, capfd):
     """`mmldlm train | head -3`, and wandb's process killed: each is said once; the exit code is that of a good run."""
     from mmldlm.train import main
-    from mmldlm.training import run_logger as run
+    from mmldlm.training import log_files
 
     words = ["engine.kind=single", "training.num_train_steps=4", "logging.log_freq=1", "logging.plot=false"]
     words = train_words(store, tmp_path, "piped", *words)
@@ -536,10 +535,10 @@ def test_without_a_reader_and_without_wandb_a_run_continues(store, tmp_path, mon
 
         finish = log
 
-    monkeypatch.setattr(run, "open_wandb", lambda *_: Gone())
+    monkeypatch.setattr(log_files, "open_wandb", lambda *_: Gone())
     words = ["engine.kind=single", "training.num_train_steps=4", "logging.plot=false"]
     assert main(train_words(store, tmp_path, "alone", *words)) == 0
-    assert capfd.readouterr().out.count("no more is logged to wandb (ConnectionResetError") == 1
+    assert capfd.readouterr().out.count("logging to wandb ended (ConnectionResetError") == 1
     events = read_log(tmp_path, "alone", "events.jsonl")
     assert [event["step"] for event in events if event["event"] == "wandb_failed"] == [1]
 
