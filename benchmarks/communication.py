@@ -1,13 +1,13 @@
-"""What the communication settings cost: step time, exposed communication and memory over sizes of DeepSpeed's buckets.
+"""Cost of the communication settings: step time, exposed communication and memory by DeepSpeed's bucket size.
 
     python benchmarks/communication.py [--data STORE] [--quick] [--rounds R] [--json FILE]
 
-Real trainings on two ranks of this machine (gloo; NCCL where there are GPUs) of a model of 80M to 95M parameters (with
-the store's vocabulary), two micro-batches a step: DDP, FSDP2, and ZeRO-1, 2 and 3 with the settings of ds_configs/ but
-for the size of the buckets. Variants run in turns. Of each run, steps 4 to 9 are timed (median wall time between two
-records of the log, over all rounds), 10 to 12 profiled: the share of the time in which a collective ran with nothing
-computed beside it. Memory is a rank's peak in the log.
-The claims: the size that "auto" stands for on this machine is at most 10 % slower than the fastest one.
+Trainings on two ranks of this machine (gloo; NCCL with GPUs) of a model of 80M to 95M parameters (depending on the
+store's vocabulary), two micro-batches per step: DDP, FSDP2, and ZeRO-1, 2 and 3 with the settings of ds_configs/ except
+for the bucket size. Variants run in turns. Of each run, steps 4 to 9 are timed (median wall time between two records of
+the log, over all rounds), and 10 to 12 profiled: the fraction of the time in which a collective ran and nothing was
+computed. Memory is the peak of a rank in the log.
+The claims: the size that "auto" means on this machine is at most 10 % slower than the fastest one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LARGE = [
 
 
 def variants(folder: Path, quick: bool) -> dict[str, list[str]]:
-    """Name -> the words of the command line that make it; DeepSpeed's settings are written to folder."""
+    """Name -> command-line arguments; DeepSpeed's settings are written to folder."""
     found = {} if quick else {"ddp": ["engine.kind=ddp"], "fsdp": ["engine.kind=fsdp"]}
     for stage in (2,) if quick else (1, 2, 3):
         for size in SIZES[:2] if quick else SIZES:
@@ -63,12 +63,12 @@ def measure(launcher: _runs.RankServer, args, folder: Path, words: list[str]) ->
     log = _runs.read_log(folder / "run")
     ends = [datetime.fromisoformat(record["time"]).timestamp() for record in log]
     seconds = [after - before for before, after in zip(ends[WARM - 1 : last], ends[WARM:last])]
-    (told,) = (e for e in _runs.read_log(folder / "run", "events.jsonl") if e["event"] == "profile")
-    if told["error"] is not None or len(seconds) != TIMED:
-        sys.exit(f"a run has no profile or not {TIMED} timed steps: {told}, {len(log)} records")
+    (profile,) = (e for e in _runs.read_log(folder / "run", "events.jsonl") if e["event"] == "profile")
+    if profile["error"] is not None or len(seconds) != TIMED:
+        sys.exit(f"a run has no profile or not {TIMED} timed steps: {profile}, {len(log)} records")
     memory = max(record["peak_memory_gib"] for record in log)
     shutil.rmtree(folder / "run")
-    return seconds, told["exposed_communication_share"], memory
+    return seconds, profile["exposed_communication_share"], memory
 
 
 def main() -> int:
@@ -91,12 +91,12 @@ def main() -> int:
                     found[variant][0].extend(seconds)
                     found[variant][1].append(exposed)
                     found[variant][2].append(memory)
-                    print(f"round {turn + 1}: {variant:18} {median(seconds):.3f} s a step", flush=True)
+                    print(f"round {turn + 1}: {variant:18} {median(seconds):.3f} s per step", flush=True)
     rows = {
         variant: {"step_seconds": median(s), "exposed_share": median(e), "peak_memory_gib": max(m)}
         for variant, (s, e, m) in found.items()
     }
-    print("\nbucket (elements)    s a step   exposed communication   peak GiB a rank")
+    print("\nbucket (elements)    s / step   exposed communication   peak GiB / rank")
     for variant, row in rows.items():
         print(f"{variant:20} {row['step_seconds']:8.3f} {row['exposed_share']:15.1%} {row['peak_memory_gib']:21.2f}")
     claims = []

@@ -1,12 +1,12 @@
-"""The training step beside its peers: time, memory, operations, bytes kept for the backward pass, FLOPs.
+"""The training step compared with others: time, memory, operations, bytes saved for the backward pass, FLOPs.
 
     python benchmarks/step.py [--quick] [--json FILE] [--rounds N] [--dtypes fp32 bf16] [--device cpu]
     python benchmarks/step.py --device cuda     # one GPU: tokens/s, MFU and peak memory of the 0.9B model
 
 One process, one thread, variants in turns (A B A B), medians of process CPU seconds with wall seconds beside them
-(wall on a GPU). Peers (extra `bench`): PyPI mmdit 0.3.0 wired as MM-LDLM wires it, diffusers' SD3 joint blocks, and the
-bare matrix products of the needed work. Peers run as they come: torch's default AdamW, bf16 weights in bf16.
-Counts need no clock: operations are those a dispatch mode sees, views left out.
+(wall on a GPU). References (extra `bench`): PyPI mmdit 0.3.0 wired as MM-LDLM wires it, diffusers' SD3 joint blocks,
+and the bare matrix products of the needed work. They run unchanged: torch's default AdamW, bf16 weights in bf16.
+Operations are counted by a dispatch mode, without views.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import _report
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
-from _peers import Ours, Shape, build, missing_peers  # noqa: E402
+from _reference_steps import Ours, Shape, build, missing_peers  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -1,4 +1,4 @@
-"""The command `mmldlm`: maps each verb to its file in mmldlm/commands/."""
+"""`mmldlm <verb>`: dispatch to mmldlm/commands/<verb>.py."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ def _import_convert():
 
 def _sample_kind(kind: str):
     def fill(parser):
-        from mmldlm.commands import sample as run
+        from mmldlm.commands import sample
 
-        run.add_arguments(parser, kind)
-        return run.main
+        sample.add_arguments(parser, kind)
+        return sample.main
 
     return fill
 
 
-# Verb (of one or two words) -> (module with add_arguments and main, or a function that fills the parser and returns
-# main; help).
+# Verb (of one or two words) -> (entry, help). The entry is a module with add_arguments and main, or a function that adds
+# the options to a parser and returns main.
 VERBS = {
     "prepare": ("mmldlm.commands.prepare", "encode a corpus into a store"),
     "pack": ("mmldlm.commands.pack", "turn MM-LDLM's folders of text or token files and latents into a store"),
@@ -75,7 +75,7 @@ VERBS = {
 
 
 def _add_arguments(parser: argparse.ArgumentParser, verb: str):
-    """Add a verb's options to its parser and return its main function. Imports only what the verb needs."""
+    """Add a verb's options to its parser; return its main. Imports only the modules of this verb."""
     entry = VERBS[verb][0]
     if callable(entry):
         return entry(parser)
@@ -85,37 +85,37 @@ def _add_arguments(parser: argparse.ArgumentParser, verb: str):
 
 
 def _explain_import(error: Exception, verb: str) -> UserError | None:
-    """Explain an error of an import by packages on PYTHONPATH that replace installed ones; None if there are none."""
+    """Explain an error during imports if PYTHONPATH shadows installed packages; else return None."""
     trace, is_import = error.__traceback__, isinstance(error, ImportError)
     while trace is not None:
         is_import = is_import or trace.tb_frame.f_code.co_name == "<module>"
         trace = trace.tb_next
-    replaced = _replaced_packages() if is_import else []
-    if not replaced:
+    shadowing = _shadowing_packages() if is_import else []
+    if not shadowing:
         return None
     return UserError(
         f"the packages that mmldlm was installed with, for `mmldlm {verb}`",
-        f"{type(error).__name__}: {error}; PYTHONPATH puts others in their place: {', '.join(replaced)}",
+        f"{type(error).__name__}: {error}; PYTHONPATH puts others in their place: {', '.join(shadowing)}",
         "start it with another PYTHONPATH (unset PYTHONPATH)",
     )
 
 
-def _replaced_packages() -> list[str]:
-    """Return files on PYTHONPATH that replace packages installed for this Python."""
+def _shadowing_packages() -> list[str]:
+    """Return the files on PYTHONPATH that shadow installed packages."""
     import sysconfig
 
     installed = {Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib")}
     folders = [Path(name) for name in os.environ.get("PYTHONPATH", "").split(os.pathsep) if name]
     found = []
     for folder in folders:
-        if folder.is_dir() and folder.resolve() not in {root.resolve() for root in installed}:
+        if folder.is_dir() and folder.resolve() not in {path.resolve() for path in installed}:
             entries = [path for path in folder.iterdir() if path.suffix in ("", ".py") and path.stem != "mmldlm"]
-            found += [str(path) for path in entries if any((root / path.stem).is_dir() for root in installed)]
+            found += [str(path) for path in entries if any((site / path.stem).is_dir() for site in installed)]
     return sorted(found)
 
 
 def _print_help(argv: list[str]) -> int:
-    """Print the help, for --help, --version, no verb, or an unknown one."""
+    """Handle arguments without a valid verb: --help, --version, none, or an unknown verb."""
     parser = argparse.ArgumentParser(
         prog="mmldlm", description="Train and use an MMDiT between text and sentence embeddings."
     )
@@ -131,30 +131,30 @@ def _print_help(argv: list[str]) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command and return its exit code."""
+    """Run a command; return the exit code."""
     open_standard_streams()
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] not in VERBS:
         return _print_help(argv)
     verb = next(verb for verb in (" ".join(argv[:2]), argv[0]) if verb in VERBS)
-    args = argv[len(verb.split(" ")) :]
+    arguments = argv[len(verb.split(" ")) :]
     _make_output_encodable()
     interrupt_on_stop_signals()
-    own = argparse.ArgumentParser(prog=f"mmldlm {verb}", description=VERBS[verb][1])
+    parser = argparse.ArgumentParser(prog=f"mmldlm {verb}", description=VERBS[verb][1])
     try:
-        run = _add_arguments(own, verb)
-        code = run(own.parse_intermixed_args(args)) or EXIT_DONE
+        run = _add_arguments(parser, verb)
+        code = run(parser.parse_intermixed_args(arguments)) or EXIT_DONE
         sys.stdout.flush()
         return code
     except MmldlmError as error:
         print(for_screen(f"error: {error}", sys.stderr), file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt as error:  # a command that can be resumed says so in the error
+    except KeyboardInterrupt as error:  # its message says how to resume, if the command can
         print(": ".join(["interrupted", *map(str, error.args)]), file=sys.stderr)
         return EXIT_INTERRUPTED if error.args else EXIT_FAILED
-    except OSError as error:  # a path or a disk: the system's message is enough
+    except OSError as error:  # an unexpected path or disk error: its message suffices, without a traceback
         if isinstance(error, BrokenPipeError) and _stdout_closed():
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter reports it at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's flush at exit
             return EXIT_FAILED
         where = "" if error.filename is None else f"{error.filename}: "
         print(f"error: {where}{describe_os_error(error)}", file=sys.stderr)
@@ -175,7 +175,7 @@ def _make_output_encodable() -> None:
 
 
 def _stdout_closed() -> bool:
-    """Whether the reader of standard output is gone, as in `... | head`; any other broken pipe is reported."""
+    """Whether standard output is a closed pipe, as in `... | head`; any other broken pipe is reported."""
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), select.POLLOUT)
@@ -185,7 +185,7 @@ def _stdout_closed() -> bool:
 
 
 def console_main() -> NoReturn:
-    """Entry of the console command."""
+    """Entry point of the `mmldlm` command."""
     sys.exit(main())
 
 

@@ -1,1 +1,1 @@
-"""Launch: preflight, then the launcher, then a watcher that ends the whole run in seconds when a part of it dies."""
+"""Launch: preflight, then the launcher, then a watcher that stops the run within seconds when a part fails."""

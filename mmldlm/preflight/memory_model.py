@@ -1,8 +1,6 @@
-"""Elements of the model, bytes a rank needs under every engine, bytes of a checkpoint: arithmetic alone, no torch.
+"""Memory per rank under every engine, and the size of a checkpoint, calculated without torch.
 
-The engines' share follows arXiv 1910.02054 and the engines' own code. The counts of the model restate mmldlm/models
-and mmldlm/tasks/translation/freezing.py, so that level 0 needs no second import of seconds; a test holds
-them against the model itself on the meta device, parameters to the element.
+The formulas follow arXiv 1910.02054 and the engines' code. The sizes of the model come from Task.model_sizes.
 """
 
 from __future__ import annotations
@@ -10,18 +8,21 @@ from __future__ import annotations
 from collections.abc import Collection
 
 GIB = 1 << 30
-# A rank's interpreter with torch loaded (measured: 0.35 GiB resident on CPU); on a GPU, its context and NCCL's buffers.
+# A process with torch loaded (measured: 0.35 GiB resident on CPU); on a GPU its context and NCCL's buffers.
 BASE_CPU, BASE_GPU = int(0.4 * GIB), int(1.2 * GIB)
-PLANS = ("single", "zero0", "zero1", "zero2", "zero3", "fsdp")  # from most to least memory a rank
+PLANS = ("single", "zero0", "zero1", "zero2", "zero3", "fsdp")  # from most to least memory per rank
 
 
 def state_bytes(plan: str, sizes: dict, world_size: int, dtype: str, bucket: int, offload: Collection[str] = ()) -> int:
-    """Bytes of weights, gradients, fp32 masters, AdamW's moments and communication buckets on one rank, at the peak.
+    """Return the peak bytes of weights, gradients, fp32 masters, AdamW's moments and buckets on one rank.
 
     Args:
-        plan: one of PLANS. sizes: of model_sizes (elements). dtype: training.dtype.
-        bucket: elements of a communication bucket of DeepSpeed (engines/deepspeed_config.py); DDP and FSDP have none.
-        offload: "optimizer", "param": what does not stay in this memory (see host_bytes).
+        plan: one of PLANS.
+        sizes: of Task.model_sizes (elements).
+        world_size: number of ranks.
+        dtype: training.dtype.
+        bucket: elements of a communication bucket of DeepSpeed (engines/deepspeed/config.py); 0 for DDP and FSDP.
+        offload: "optimizer" and "param", if they are in another memory (see host_bytes).
     """
     trainable, weights = sizes["trainable"], sizes["trainable"] + sizes["frozen"]
     share = trainable / world_size
@@ -29,13 +30,13 @@ def state_bytes(plan: str, sizes: dict, world_size: int, dtype: str, bucket: int
     buckets = min(bucket, trainable) * 4 * 2  # two with overlap_comm
     if plan in ("single", "zero0"):  # fp32 weights under autocast
         return 4 * weights + 4 * trainable + 8 * trainable + (buckets // 2 if plan == "zero0" else 0)
-    # fp32 gradients, masters and two moments; gradients on their way to the host are in the low precision
+    # fp32 gradients, masters and two moments; gradients sent to the host are in low precision
     gradients, states = (low * share, 0) if "optimizer" in offload else (4 * share, 12 * share)
-    if plan == "zero1":  # gradients are kept whole, in the low precision and accumulated in fp32
+    if plan == "zero1":  # unsharded gradients, in low precision and accumulated in fp32
         return int(low * weights + (4 + (low if low == 2 else 0)) * trainable + states + buckets)
     if plan == "zero2":
         return int(low * weights + gradients + states + buckets)
-    gathered = 2 * sizes["largest_block"] * low  # the block in use and the one being fetched
+    gathered = 2 * sizes["largest_block"] * low  # the block in use and the one being prefetched
     if plan == "zero3":
         kept = 0 if "param" in offload else low * weights / world_size
         return int(kept + gradients + states + gathered + buckets)
@@ -44,7 +45,7 @@ def state_bytes(plan: str, sizes: dict, world_size: int, dtype: str, bucket: int
 
 
 def host_bytes(sizes: dict, world_size: int, dtype: str, offload: Collection[str]) -> int:
-    """Bytes of the host's memory that one GPU rank's process takes, with what it offloads there."""
+    """Return the bytes of host memory of one GPU rank's process, with its offloaded tensors."""
     low, weights = 4 if dtype == "fp32" else 2, sizes["trainable"] + sizes["frozen"]
     optimizer = 16 * sizes["trainable"] / world_size if "optimizer" in offload else 0
     return int(optimizer + (low * weights / world_size if "param" in offload else 0)) + BASE_CPU
@@ -53,7 +54,7 @@ def host_bytes(sizes: dict, world_size: int, dtype: str, offload: Collection[str
 def bytes_per_rank(
     plan: str, sizes: dict, world_size: int, dtype: str, on_gpu: bool, bucket: int, offload: Collection[str] = ()
 ) -> int:
-    """Bytes one rank needs in all: states, activations and logits of a micro-batch, and what any process needs.
+    """Return all bytes of one rank: states, activations and logits of a micro-batch, and the process itself.
 
     benchmarks/step.py compares the activations and logits with measured peaks.
     """
@@ -63,7 +64,7 @@ def bytes_per_rank(
 
 
 def checkpoint_bytes(plan: str, sizes: dict, dtype: str) -> int:
-    """Bytes of one checkpoint of the whole job: weights, fp32 masters where they are beside them, two moments."""
+    """Return the bytes of one checkpoint of all ranks: weights, two moments, and separate fp32 masters if any."""
     weights, trainable = sizes["trainable"] + sizes["frozen"], sizes["trainable"]
     low = 4 if dtype == "fp32" else 2
     if plan in ("single", "zero0", "fsdp"):

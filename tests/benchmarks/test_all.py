@@ -81,7 +81,7 @@ def test_a_script_that_does_not_end_is_ended(scripts, monkeypatch, tmp_path):
 def test_scripts_are_found_and_have_a_test():
     """A new benchmark is run by all.py without being listed; its short form must be run by a test, too."""
     found = every.discover()
-    assert {"guard", "parity", "step", "preflight"} <= set(found) and not {"all", "_runs"} & set(found)
+    assert {"guard_overhead", "parity", "step", "preflight"} <= set(found) and not {"all", "_runs"} & set(found)
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     assert [name for name in found if f"{name}.py" not in tests] == []
     for name, path in found.items():
@@ -104,9 +104,9 @@ def test_a_store_can_be_made_of_the_standard_library():
 
 
 def test_the_guard_costs_one_host_sync_a_step(store, tmp_path):
-    """benchmarks/guard.py through all.py: the time is not judged; one read per step, and none by the model, is."""
+    """benchmarks/guard_overhead.py through all.py: one host read per step and none by the model; time is not judged."""
     report = tmp_path / "all.json"
-    words = ["--quick", "--only", "guard", "--data", str(store), "--json", str(report)]
+    words = ["--quick", "--only", "guard_overhead", "--data", str(store), "--json", str(report)]
     done = launch([sys.executable, str(ROOT / "benchmarks" / "all.py"), *words], timeout=600)
     assert done.returncode == 0, done.stdout[-4000:]
     claims = {claim["id"]: claim for claim in json.loads(report.read_text())["claims"]}
@@ -117,12 +117,12 @@ def test_the_guard_costs_one_host_sync_a_step(store, tmp_path):
 
 def test_a_read_of_the_model_is_seen(monkeypatch):
     """The pass on `meta` can fail: the trick that this claim once missed, put back."""
-    import guard
+    import guard_overhead
 
     from mmldlm.models.linear_cross_entropy import _LinearCrossEntropy as head
 
     backward = head.backward
     monkeypatch.setattr(head, "backward", staticmethod(lambda ctx, *grads: grads[0].item() and backward(ctx, *grads)))
-    assert guard.reads_off_cpu() == 3
+    assert guard_overhead.reads_off_cpu() == 3
     monkeypatch.undo()
-    assert guard.reads_off_cpu() == 0
+    assert guard_overhead.reads_off_cpu() == 0

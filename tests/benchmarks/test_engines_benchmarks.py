@@ -36,14 +36,14 @@ def test_every_engine_gives_the_losses_of_one_process(store, tmp_path):
 
 def test_ten_kills(store, tmp_path):
     """Each engine is killed twice, once while it saves in the background and once while it saves in the loop."""
-    claims, output = run_script("kill.py", store, tmp_path, "--kills", "10")
+    claims, output = run_script("kill_resume.py", store, tmp_path, "--kills", "10")
     assert set(claims) == {"kills_lost"} and claims["kills_lost"]["value"] == 0, output
-    assert output.count("killed at step") == 10 and output.count("as if nobody had killed it") == 5
+    assert output.count("killed at step") == 10 and output.count("like an undisturbed run") == 5
 
 
 def test_the_cost_of_saving_is_measured(store, tmp_path):
     """Its form; a time is never asserted."""
-    claims, output = run_script("save.py", store, tmp_path, "--quick")
+    claims, output = run_script("checkpoint_overhead.py", store, tmp_path, "--quick")
     assert set(claims) == {"save_stall_share"} and claims["save_stall_share"]["value"] < 1
     for engine in ("zero2", "fsdp"):
         for kind in ("async", "sync"):

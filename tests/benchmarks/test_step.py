@@ -6,7 +6,7 @@ import json
 import sys
 
 import pytest
-from _peers import missing_peers
+from _reference_steps import missing_peers
 
 from tests.helpers import ROOT, launch
 

@@ -256,13 +256,13 @@ def test_a_changed_file_beside_the_weights_is_not_vouched_for(fsdp_dir, tmp_path
 OTHER_INIT = """
 import runpy, sys, torch
 from mmldlm.models.mmdit.model import MultimodalMMDiT
-initialise = MultimodalMMDiT._initialise
+initialise = MultimodalMMDiT._initialize
 def other(self):
     initialise(self)
     with torch.no_grad():
         for tensor in (*self.parameters(), *self.buffers()):
             tensor.add_(torch.rand_like(tensor))
-MultimodalMMDiT._initialise = other
+MultimodalMMDiT._initialize = other
 sys.argv = [{script!r}, *sys.argv[1:]]
 runpy.run_path({script!r}, run_name="__main__")
 """

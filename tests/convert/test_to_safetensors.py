@@ -296,7 +296,7 @@ def test_a_bar_only_where_somebody_waits(zero_dir, tmp_path, monkeypatch):
     assert command(str(zero_dir / "z2_bf16"), str(tmp_path / "quick")) == 0 and not screen.getvalue()
     monkeypatch.setattr(convert_module, "PROGRESS_DELAY", -1.0)
     assert command(str(zero_dir / "z2_bf16"), str(tmp_path / "slow")) == 0
-    assert "957 B of 957 B" in screen.getvalue()
+    assert "957 B of 957" in screen.getvalue()  # cut at the width of the terminal
 
 
 def test_a_reader_that_has_enough(zero_dir):

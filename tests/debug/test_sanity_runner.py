@@ -23,6 +23,7 @@ from mmldlm.engines.gradient_shards import gradient_shards
 from mmldlm.errors import UserError
 from mmldlm.models.mmdit import model as mmdit
 from mmldlm.tasks.translation.data import open_data
+from mmldlm.tasks.translation.objective import TranslationObjective
 from tests.helpers import launch
 
 # ddp and ZeRO-0 keep gradients and state as one process does.
@@ -157,9 +158,9 @@ def test_what_a_mode_cannot_train_is_no_fault_and_is_said(store):
 
 def test_a_loss_without_a_graph_ends_the_steps(store, monkeypatch):
     """The earlier system's answer to a bad loss: a constant."""
-    objective = sanity_runner.TranslationObjective.__call__
+    objective = TranslationObjective.__call__
     constant = lambda self, *given: (torch.tensor(0.01), objective(self, *given)[1])  # noqa: E731
-    monkeypatch.setattr(sanity_runner.TranslationObjective, "__call__", constant)
+    monkeypatch.setattr(TranslationObjective, "__call__", constant)
     rows = {row.id: row.status for row in examined(store).findings.rows()}
     assert rows["loss_graph"] == FAIL and rows["device"] == rows["batches"] == PASS
     assert rows["step_runs"] == rows["gradient_coverage"] == rows["overfit"] == NOT_RUN
@@ -274,13 +275,13 @@ def test_tokens_and_latents_of_another_sample_are_seen(store, monkeypatch):
 
 
 def test_writing_into_the_batch_is_seen(store, monkeypatch):
-    objective = sanity_runner.TranslationObjective.__call__
+    objective = TranslationObjective.__call__
 
     def writing(self, model, batch):
         batch.tensors["latents"].mul_(1.0)
         return objective(self, model, batch)
 
-    monkeypatch.setattr(sanity_runner.TranslationObjective, "__call__", writing)
+    monkeypatch.setattr(TranslationObjective, "__call__", writing)
     assert failed(examined(store)) == {"in_place": "forward or backward wrote into the batch: latents"}
 
 

@@ -1,5 +1,6 @@
-"""The fault matrix on two real ranks: every engine once, half of them with accumulation (benchmarks/faults.py); with
-MMLDLM_ALL_FAULTS=1 all 180 cells."""
+"""benchmarks/fault_injection.py on two real ranks: every engine once, half of them with accumulation.
+
+With MMLDLM_ALL_FAULTS=1 all 180 cells."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.long
 
 def test_no_fault_reaches_the_weights_hangs_a_rank_or_goes_unnamed(store, tmp_path):
     report = tmp_path / "report.json"
-    script = str(ROOT / "benchmarks" / "faults.py")
+    script = str(ROOT / "benchmarks" / "fault_injection.py")
     words = [] if os.environ.get("MMLDLM_ALL_FAULTS") else ["--quick"]
     done = launch([sys.executable, script, "--data", str(store), *words, "--json", str(report)], timeout=1800)
     assert done.returncode == 0, done.stdout[-6000:]

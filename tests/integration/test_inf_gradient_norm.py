@@ -31,12 +31,12 @@ def test_the_plain_loop_dies_of_it_and_ours_skips_one_step(store, tmp_path, monk
     from mmldlm.config.load import load_config
     from mmldlm.data.batching.batch_plan import BatchPlan
     from mmldlm.data.batching.loader import MicroBatches, iterate_steps
-    from mmldlm.engines import build
     from mmldlm.models import MultimodalMMDiT
     from mmldlm.tasks.translation.data import open_data
     from mmldlm.tasks.translation.noiser import Noiser
     from mmldlm.tasks.translation.objective import TranslationObjective
     from mmldlm.train import main
+    from mmldlm.training import setup
 
     words = ["engine.kind=single", "training.num_train_steps=8", "logging.save_freq=4", "optimizer.warmup_steps=0"]
     data = open_data(load_config("tiny", None, [f"data.latent_data_root={store}"]))
@@ -61,13 +61,13 @@ def test_the_plain_loop_dies_of_it_and_ours_skips_one_step(store, tmp_path, monk
     assert all(math.isfinite(loss) for loss in losses[:3]) and all(math.isnan(loss) for loss in losses[3:])
     assert not all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
 
-    build_engine = build.build_engine
+    build_engine = setup.build_engine
 
     def planted(model, config, plan):
         with_an_inf(model, bad_step=3)
         return build_engine(model, config, plan)
 
-    monkeypatch.setattr(build, "build_engine", planted)
+    monkeypatch.setattr(setup, "build_engine", planted)
     assert main(train_words(store, tmp_path, "run", *words)) == 0
     records = read_log(tmp_path, "run")
     assert [record["skipped"] for record in records] == [step == 3 for step in range(1, 9)]

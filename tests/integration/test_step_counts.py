@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from _peers import Ours, Shape
+from _reference_steps import Ours, Shape
 from step import count_ops, saved_bytes
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from _peers import Ours, Shape
+from _reference_steps import Ours, Shape
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 

@@ -1,4 +1,4 @@
-"""What a run tells of its cost: rate, utilisation, shares of the wall time, and a profiler trace when asked."""
+"""Cost of a step: throughput, MFU, fractions of the wall time, peak memory, and the profiler trace."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def test_parts_are_shares_of_the_whole_and_start_anew(monkeypatch):
 def test_peak_memory_is_reset_when_the_epoch_changes(monkeypatch):
     resets = []
     monkeypatch.setattr("mmldlm.observe.throughput.reset_peak_memory", resets.append)
-    meter = StepTimer(config(), 1, torch.device("cpu"))
+    meter = StepTimer(TASK, config(), 1, torch.device("cpu"))
     for epoch, expected in ((0, 0), (0, 0), (1, 1), (1, 1), (2, 2), (None, 2)):
-        assert meter.step(4, 40.0, 20.0, epoch)["peak_memory_gib"] > 0.05
+        assert meter.step(4, 40.0, {"text_masked": 20.0}, epoch)["peak_memory_gib"] > 0.05
         assert len(resets) == expected
 
 
@@ -107,7 +107,6 @@ def test_shares_of_communication():
 
 def test_the_records_flops_are_those_of_the_batch():
     """What the loop counts (samples, tokens, scored positions) suffices: equal to the count from every length."""
-    meter = StepTimer(TASK, config(peak_tflops=1.0), 1, torch.device("cpu"))
     lengths, scored = [20, 21, 22, 23], 40
-    found = meter.rate.flops(4, float(sum(lengths)), float(scored))
+    found = TASK.training_flops(config(), 4, float(sum(lengths)), {"text_masked": float(scored)})
     assert found == pytest.approx(step_flops(config().model, lengths, scored).training, rel=1e-3)

@@ -1,18 +1,18 @@
-"""kill -9 of a random rank at a random moment, again and again: does the run go on as if nothing had happened?
+"""Kill -9 a random rank at a random moment, repeatedly: the run must continue with unchanged losses.
 
-    python benchmarks/kill.py [--data STORE] [--kills N] [--quick] [--seed N] [--json FILE]
+    python benchmarks/kill_resume.py [--data STORE] [--kills N] [--quick] [--seed N] [--json FILE]
 
 One run of two ranks on each of ddp, fsdp and ZeRO-1 to 3, saving every five steps, in the background or not by turns.
-Each life of a run starts with training.resume=auto and ends by a SIGKILL of one of its ranks: half of the kills come
-some random steps later, half as soon as a checkpoint is being written, both plus up to a quarter of a second. The other
-rank must then end by itself within 90 seconds. After the last kill the run is left to end.
+Each attempt of a run starts with training.resume=auto and ends with a SIGKILL of one of its ranks: half of the kills
+come a random number of steps later, half as soon as a checkpoint is being written, both plus up to a quarter of a
+second. The other rank must then end by itself within 90 seconds. After the last kill the run is left to finish.
 
-A kill is lost when the peer did not end, the newest whole checkpoint is too old or any checkpoint with a manifest is
-not what its manifest says, or the next life starts from elsewhere than the newest whole checkpoint. At most save_freq
-steps may be lost; with checkpoints.async_save also those trained while the newest one was written, at most save_freq
-more, because a save waits for the one before. In the end the log must hold every step once, with the batch that the
-plan has for it, every sample of each finished epoch exactly once, and the losses of an undisturbed run, bit for
-bit; if not, all kills of that run count as lost.
+A kill is lost when the other rank did not end, the newest valid checkpoint is too old, a checkpoint does not match its
+manifest, or the next attempt does not start from the newest valid checkpoint. At most save_freq steps may be lost; with
+checkpoints.async_save also those trained while the newest one was being written, at most save_freq more, because a save
+waits for the one before. In the end the log must hold every step once, with the batch of the plan, every sample of each
+finished epoch exactly once, and the losses of an undisturbed run, bit for bit; if not, all kills of that run count as
+lost.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Run:
             return True, f"did not start: {ranks.wait(0)}\n{ranks.output()}"
         problems = []
         if first != step_of(expected):
-            problems.append(f"started from step {first}, but the newest whole checkpoint was {step_of(expected)}")
+            problems.append(f"started from step {first}, but the newest valid checkpoint was {step_of(expected)}")
         deadline = time.monotonic() + LIFE_LIMIT
         while time.monotonic() < deadline and None in ranks.codes():
             last = self.last_step()
@@ -106,15 +106,15 @@ class Run:
         caught = "saving" if self.partials() - partials else "training"
         for _, path in list_checkpoints(self.run_dir):
             if (path / "manifest.json").exists() and verify(path, checksums=True):
-                problems.append(f"{path.name} looks whole and is not: {verify(path, checksums=True)[0]}")
-        whole = step_of(find_latest_valid(self.run_dir))
+                problems.append(f"{path.name} does not match its manifest: {verify(path, checksums=True)[0]}")
+        saved = step_of(find_latest_valid(self.run_dir))
         bound = SAVE_FREQ * (2 if self.in_background else 1)
-        if last - whole > bound:
-            problems.append(f"{last - whole} steps lost")
+        if last - saved > bound:
+            problems.append(f"{last - saved} steps lost")
         self.problems += problems
         how = "async" if self.in_background else "sync"
         line = (
-            f"{self.engine:6} {how:5} rank {victim} killed at step {last:3} ({caught:8}), {last - whole} steps lost, "
+            f"{self.engine:6} {how:5} rank {victim} killed at step {last:3} ({caught:8}), {last - saved} steps lost, "
             f"peer ended after {seconds:4.1f} s {'; '.join(problems)}"
         )
         return bool(problems), line
@@ -145,7 +145,7 @@ class Run:
         return found
 
     def end(self) -> list[str]:
-        """Let the run end and compare it with one that nobody killed; returns what is wrong."""
+        """Let the run finish and compare it with an undisturbed one; returns what is wrong."""
         import numpy as np
 
         from mmldlm.config.load import load_config
@@ -211,7 +211,7 @@ def main() -> int:
                 lost += is_lost
                 print(line, flush=True)
             problems = run.end()
-            how = "; ".join(problems) or "as if nobody had killed it"
+            how = "; ".join(problems) or "like an undisturbed run"
             print(f"{engine:6} ended after {own} kills and {run.num_steps} steps {how}", flush=True)
             return own if problems else lost
 

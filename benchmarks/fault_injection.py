@@ -1,12 +1,12 @@
-"""What a fault does to a run: planted on real ranks, in every engine, with and without accumulation.
+"""Fault injection on real ranks: every fault on every engine, with and without accumulation.
 
-    python benchmarks/faults.py [--data STORE] [--quick] [--json FILE]
+    python benchmarks/fault_injection.py [--data STORE] [--quick] [--json FILE]
 
 For each of 15 faults x 6 engines x accumulation 1 and 3, two gloo ranks train 8 steps with the fault at step 5. A cell
-holds when nothing hangs, all ranks took the same way, the event names the right step, sample, tensor or rank, the saved
-state is finite, and every later loss equals, bit for bit, that of a run of the same engine that was given the same
-batches without the faulty step (a skip), without the sample (a corrupted row), or without the fault (after a rollback).
-A fault of saving costs one checkpoint, or none. Two of them mount a disk that one rank alone sees, which takes root.
+holds if nothing hangs, all ranks agree, the event names the right step, sample, tensor or rank, the saved state is
+finite, and every later loss is bitwise equal to a reference run of the same engine. The reference gets the same batches
+without the faulty step (a skip), without the sample (a corrupted row), or without the fault (after a rollback). A fault
+of saving costs at most one checkpoint. Two of them mount a disk that only one rank sees, which needs root.
 --quick: every engine once, half of them with accumulation, dying ranks under one of them, faults of saving under two.
 """
 
@@ -19,12 +19,12 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import _faults
+import _injected_faults
 import _mounts
 import _report
 import _runs
 import _store
-from _faults import (
+from _injected_faults import (
     ENDED,
     ENGINES,
     FAULT_STEP,
@@ -42,10 +42,10 @@ from _faults import (
 )
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPT = ROOT / "benchmarks" / "_faults.py"
-LIMIT = 300.0  # seconds in which a launch must have ended
-LIMIT_ENDED = 120.0  # the same for a job of which one rank is gone; engine.timeout is 15 s
-AT_ONCE = 3  # jobs of which one rank is gone: they mostly wait
+SCRIPT = ROOT / "benchmarks" / "_injected_faults.py"
+LIMIT = 300.0  # seconds within which a launch must end
+LIMIT_ENDED = 120.0  # the same for a job with a dead rank; engine.timeout is 15 s
+AT_ONCE = 3  # jobs with a dead rank: they mostly wait
 QUICK = {"ddp": (3,), "fsdp": (1,), "zero0": (1,), "zero1": (3,), "zero2": (1,), "zero3": (3,)}
 QUICK_ENDED = ("zero3",)
 QUICK_SAVING = ("fsdp", "zero2")
@@ -60,7 +60,7 @@ def events(folder: str, name: str, kind: str) -> list[dict]:
     return [event for event in records(folder, name, "events.jsonl") if event["event"] == kind]
 
 
-def judge_survived(
+def check_survived(
     folder: str, engine: str, accum: int, fault: str, reference_losses: dict[int, dict[int, float]]
 ) -> str:
     """ "" when the cell holds, else what is wrong."""
@@ -97,7 +97,7 @@ def judge_survived(
     if kind == ROLLED_BACK:
         back = events(folder, name, "rollback")
         named = [tuple(event.get("tensors", {})) for event in back]
-        # A NaN second moment reaches its weight in the same step: that one is named beside it.
+        # A NaN second moment reaches its weight in the same step: both are named.
         planted = ".exp_avg_sq" if "moment" in fault else ""
         if len(named) != 1 or not any(name.endswith(planted) for name in named[0]) or len(named[0]) > 1 + bool(planted):
             return f"rollback events {back}"
@@ -130,14 +130,14 @@ def nonfinite(checkpoint: Path) -> str:
     return ""
 
 
-def judge_ended(launcher: _runs.RankServer, words: list[str]) -> str:
-    """The other rank must have ended by itself, with a word on which rank was to blame."""
+def check_ended(launcher: _runs.RankServer, words: list[str]) -> str:
+    """The other rank must have ended by itself and named the failed rank."""
     ranks = launcher.start(2, words, SCRIPT)
     codes = ranks.wait(LIMIT_ENDED, grace=LIMIT_ENDED)
     if codes[0] == -9:
         return f"rank 0 still ran after {LIMIT_ENDED:.0f} s"
     if codes[0] == 0:
-        return "rank 0 ended well"
+        return "rank 0 ended with exit code 0"
     return "" if "rank 1 on" in ranks.output(1_000_000) else f"rank 1 not named: {ranks.output()[-600:]}"
 
 
@@ -153,7 +153,7 @@ def main() -> int:
     ending = [fault for fault, (kind, _) in FAULTS.items() if kind == ENDED]
     left_out = [] if _mounts.is_allowed() else list(MOUNTING)
     if left_out:
-        print(f"left out, as only root may mount: {'; '.join(left_out)}")
+        print(f"skipped, as only root may mount: {'; '.join(left_out)}")
     with tempfile.TemporaryDirectory() as folder, _runs.RankServer(f"{folder}/output") as launcher:
         for engine, accum in ((engine, accum) for engine, accums in chosen.items() for accum in accums):
             words = [store, folder, engine, str(accum)]
@@ -163,12 +163,12 @@ def main() -> int:
             ranks = launcher.start(2, [*words, *faults], SCRIPT)
             codes, row = ranks.wait(LIMIT), {}
             for fault in faults:
-                row[fault] = judge_survived(folder, engine, accum, fault, reference_losses)
+                row[fault] = check_survived(folder, engine, accum, fault, reference_losses)
                 if row[fault] and codes != [0, 0]:
                     row[fault] += f" (ranks ended with {codes}: {ranks.output()[-600:]})"
             if not args.quick or engine in QUICK_ENDED:
                 with ThreadPoolExecutor(AT_ONCE) as pool:
-                    ended = pool.map(lambda fault: judge_ended(launcher, [*words, fault]), ending)  # noqa: B023
+                    ended = pool.map(lambda fault: check_ended(launcher, [*words, fault]), ending)  # noqa: B023
                     row |= dict(zip(ending, ended, strict=True))
             cells += len(row)
             failed += [f"{engine}, accumulation {accum}, {fault}: {why}" for fault, why in row.items() if why]
@@ -177,7 +177,7 @@ def main() -> int:
             print(f"{engine:6s} accumulation {accum}  {marks}  {held} of {len(row)} hold", flush=True)
     for line in failed:
         print(f"FAILED {line}")
-    print("faults, in the order of the marks (those not tried left out): " + "; ".join(FAULTS))
+    print("faults, in the order of the marks (without the skipped ones): " + "; ".join(FAULTS))
     claims = [_report.claim("cells_failed", len(failed), "<=", 0)]
     if not args.quick:
         claims.append(_report.claim("cells", cells, ">=", 120))
@@ -185,5 +185,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    assert _faults.FAULT_STEP < STEPS
+    assert _injected_faults.FAULT_STEP < STEPS
     sys.exit(main())

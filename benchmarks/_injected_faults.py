@@ -1,4 +1,4 @@
-"""The faults of benchmarks/faults.py, planted into the product's own loop on the ranks of one launch."""
+"""The faults of benchmarks/fault_injection.py, injected into the training loop on the ranks of one launch."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ ENGINES = {
     "fsdp": ["engine.kind=fsdp"],
     **{f"zero{stage}": [f"engine.zero_stage={stage}"] for stage in range(4)},
 }
-# What a fault must lead to: the step skipped; the sample left out; a rollback; nothing; one checkpoint lost; the end of
-# the job.
+# Expected outcomes of a fault: the step skipped; the sample excluded; a rollback; nothing; one checkpoint lost; the end
+# of the job.
 SKIPPED, LEFT_OUT, ROLLED_BACK, UNHARMED, ENDED = "skipped", "left out", "rolled back", "unharmed", "ended"
 NOT_SAVED = "not saved"
 
@@ -54,7 +54,7 @@ def in_row(change: Callable | None):
     """Corrupt one sample of the fault step as it is read (or, for the reference, only leave it out)."""
     from mmldlm.tasks.translation import noiser
 
-    make = noiser.Noiser.make
+    make = noiser.Noiser.collate
 
     def corrupted(self, batch, slots, store, lengths):
         if batch.step != FAULT_STEP - 1 or self.seed != 0:  # evaluation has a seed of its own
@@ -62,16 +62,17 @@ def in_row(change: Callable | None):
         victim = int(batch.ids[-1])
         if change is not None:
             return make(self, batch, slots, _Rows(store, change, victim), lengths)
-        judge, victims = self._rejection_reason, []
+        rejection_reason, victims = self._rejection_reason, []
 
-        def refuse(tokens, latent, length):
-            return "the reference" if any((latent == row).all() for row in victims) else judge(tokens, latent, length)
+        def reject(tokens, latent, length):
+            is_victim = any((latent == row).all() for row in victims)
+            return "the reference" if is_victim else rejection_reason(tokens, latent, length)
 
         rows = _Rows(store, lambda rows, place: victims.append(rows.latents[place].copy()), victim)
-        with mock.patch.object(self, "_rejection_reason", refuse):
+        with mock.patch.object(self, "_rejection_reason", reject):
             return make(self, batch, slots, rows, lengths)
 
-    with mock.patch.object(noiser.Noiser, "make", corrupted):
+    with mock.patch.object(noiser.Noiser, "collate", corrupted):
         yield
 
 
@@ -119,14 +120,13 @@ def _one_inf(grad):
 
 
 @contextlib.contextmanager
-def in_state(what: str):
+def in_state(key: str):
     """NaN in one element of a weight or of Adam's second moment, on rank 1, right after the step before the fault's."""
     from mmldlm.stability.guard import Guard
+    from mmldlm.training import setup
 
-    judge, engines = Guard.decide, []
-    from mmldlm.engines import build
-
-    build_engine = build.build_engine
+    decide, engines = Guard.decide, []
+    build_engine = setup.build_engine
 
     def remember(*args, **kwargs):
         engines.append(build_engine(*args, **kwargs))
@@ -134,19 +134,19 @@ def in_state(what: str):
 
     calls = [0]
 
-    def judged(self, *args):
+    def decide_after_fault(self, *args):
         calls[0] += 1
         if calls[0] == FAULT_STEP and rank() == 1:
             import torch
 
             engine = engines[-1]
-            fragment = next(fragment for fragment in engine.parameter_shards() if fragment.count > 10)
-            state = engine.optimizer_state()[fragment.owner]
+            shard = next(shard for shard in engine.parameter_shards() if shard.count > 10)
+            state = engine.optimizer_state()[shard.owner]
             with torch.no_grad():
-                fragment.slice_of(fragment.owner if what == "weight" else state[what])[3] = math.nan
-        return judge(self, *args)
+                shard.slice_of(shard.owner if key == "weight" else state[key])[3] = math.nan
+        return decide(self, *args)
 
-    with mock.patch.object(build, "build_engine", remember), mock.patch.object(Guard, "decide", judged):
+    with mock.patch.object(setup, "build_engine", remember), mock.patch.object(Guard, "decide", decide_after_fault):
         yield
 
 
@@ -232,7 +232,7 @@ def full_disk():
 
 @contextlib.contextmanager
 def vanished_folder():
-    """Somebody moves a checkpoint's folder away when rank 1 has written its part and lists it."""
+    """A checkpoint's folder is moved away when rank 1 has written its part and lists it."""
     from mmldlm.checkpoints.commit import PendingCheckpoint
 
     seal = PendingCheckpoint.write_manifest_entry
@@ -252,16 +252,16 @@ def store_removed():
 
 
 @contextlib.contextmanager
-def passed_over():
+def excluded():
     """The reference of a skipped step: the same batches without it."""
-    from mmldlm.training import run_logger
+    from mmldlm.training import setup
 
-    state_of = run_logger.TrainingState
+    state_of = setup.TrainingState
 
     def made(*args, **values):
         return state_of(*args, **values, passed_over=[[FAULT_STEP - 1, FAULT_STEP]])
 
-    with mock.patch.object(run_logger, "TrainingState", made):
+    with mock.patch.object(setup, "TrainingState", made):
         yield
 
 
@@ -305,7 +305,7 @@ SAVING = (*MOUNTING, "checkpoint folder vanishes while it is written", "store re
 REFERENCES = {
     UNHARMED: contextlib.nullcontext,
     ROLLED_BACK: contextlib.nullcontext,
-    SKIPPED: passed_over,
+    SKIPPED: excluded,
     LEFT_OUT: lambda: in_row(None),
 }
 

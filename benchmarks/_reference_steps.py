@@ -1,7 +1,7 @@
 """The steps that benchmarks/step.py compares: ours, two from package registries, and the bare matrix products.
 
-Every variant trains on the same batch: text with half of its real tokens masked, one latent a sample. A variant is
-built by `build(name, shape, dtype)` and gives `forward_backward()` and `update()`.
+Every variant trains on the same batch: text with half of its real tokens masked, one latent per sample.
+`build(name, shape, dtype)` makes a variant with `forward_backward()` and `update()`.
 """
 
 from __future__ import annotations

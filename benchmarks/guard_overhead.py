@@ -1,15 +1,16 @@
-"""What the guard costs: CPU time of a step with it and without, and how often a step makes the host wait.
+"""Cost of the guard: CPU time per step with and without it, and host syncs per step.
 
-    python benchmarks/guard.py [--data STORE] [--quick] [--json FILE]
+    python benchmarks/guard_overhead.py [--data STORE] [--quick] [--json FILE]
 
-One process runs the product's loop on the `base` preset's shapes (--quick: `tiny`) with the guard on and off in turns
-(A B B A); off means that every step is applied unseen: no verdict, no windows, no audit. The ratio is the median over
-steps, each compared with that of the same batch. The share of an audit that falls on one step (1 /
-stability.audit_every) is added to "on". Host syncs are counted at the seam, between the arrival of the batch and the
-end of the optimizer step: every tolist(), and every operation whose result or shape the host must read from a tensor.
-Two reads that the model makes on a CPU alone, where they wait for nothing, are not among them: torch.equal (its check
-of text_positions) and numpy() (lengths of ragged attention). So that no other hides there, the model and its objective
-also run forward and backward on the device `meta`, where any read is an error: `model_reads_off_cpu`.
+One process runs the training loop on the `base` preset's shapes (--quick: `tiny`) with the guard on and off in turns
+(A B B A); off applies every step without a decision, windows or audit. The ratio is the median over steps, each
+compared with that of the same batch; one step's fraction of an audit (1 / stability.audit_every) is added to "on".
+
+Host syncs are counted between the arrival of the batch and the end of the optimizer step: every tolist(), and every
+operation whose result or shape the host must read from a tensor. Two reads of the model that happen on a CPU only,
+where they wait for nothing, are not counted: torch.equal (its check of text_positions) and numpy() (lengths of ragged
+attention). To find any other read, the model and its objective also run forward and backward on the device `meta`,
+where reads are errors: `model_reads_off_cpu`.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def counting_mode(meter: Meter):
 
 
 def run(args, folder: str, name: str, guarded: bool, count_syncs: bool) -> Meter:
-    """One short training; returns what its steps cost."""
+    """Run one short training and measure its steps."""
     import torch
 
     from mmldlm.config.load import load_config
@@ -80,12 +81,12 @@ def run(args, folder: str, name: str, guarded: bool, count_syncs: bool) -> Meter
     from mmldlm.train import check_run, train
 
     meter = Meter()
-    beat, apply, tolist = Heartbeat.enter_phase, TorchEngine.step, torch.Tensor.tolist
+    enter_phase, apply, tolist = Heartbeat.enter_phase, TorchEngine.step, torch.Tensor.tolist
 
-    def beaten(self, step, phase, *rest):
+    def record_phase(self, step, phase, *rest):
         if phase == "step":
             meter.arrive()
-        return beat(self, step, phase, *rest)
+        return enter_phase(self, step, phase, *rest)
 
     def applied(self, lr, grad_norm):
         apply(self, lr, grad_norm)
@@ -104,7 +105,7 @@ def run(args, folder: str, name: str, guarded: bool, count_syncs: bool) -> Meter
         "stability.spike_action=log",
     ]  # fmt: skip
     patches = [
-        mock.patch.object(Heartbeat, "enter_phase", beaten),
+        mock.patch.object(Heartbeat, "enter_phase", record_phase),
         mock.patch.object(TorchEngine, "step", applied),
         mock.patch.object(torch.Tensor, "tolist", listed),
     ]
@@ -128,7 +129,7 @@ def run(args, folder: str, name: str, guarded: bool, count_syncs: bool) -> Meter
 def reads_off_cpu() -> int:
     """Of three forms of the model (fp32; bf16; bf16 with ragged attention), those that read a tensor off the CPU."""
     import torch
-    from _peers import Ours, Shape
+    from _reference_steps import Ours, Shape
 
     shape, num_failed = Shape("padded", depth=2, width=64, length=24, batch=4, fill=0.5, vocab=500, latent=32), 0
     for dtype, ragged in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)):
@@ -160,8 +161,8 @@ def audit_seconds(args, folder: str) -> float:
     model = MultimodalMMDiT(data.config.model)
     engine = build_engine(model, data.config, parameter_plan(model, data.config))
     states = engine.optimizer_state()
-    for fragment in engine.parameter_shards():
-        states[fragment.owner] = {key: torch.zeros_like(fragment.owner) for key in ("exp_avg", "exp_avg_sq")}
+    for shard in engine.parameter_shards():
+        states[shard.owner] = {key: torch.zeros_like(shard.owner) for key in ("exp_avg", "exp_avg_sq")}
     times = []
     for _ in range(3):
         started = time.process_time()
@@ -176,7 +177,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="the tiny preset")
     parser.add_argument("--steps", type=int, default=6, help="steps of one run (the first is not counted)")
     parser.add_argument("--pairs", type=int, help="runs with and without the guard (default 3, --quick 2)")
-    parser.add_argument("--micro", type=int, default=4, help="samples of a step")
+    parser.add_argument("--micro", type=int, default=4, help="samples per step")
     parser.add_argument("--json", help="write conditions and claims here")
     args = parser.parse_args()
     args.data = _store.given_or_made(args.data)
@@ -188,14 +189,14 @@ def main() -> int:
                 name = f"pair{pair}_{'on' if guarded else 'off'}"
                 seconds[guarded] += run(args, folder, name, guarded, count_syncs=False).seconds[1:]
         syncs = run(args, folder, "syncs", True, count_syncs=True).syncs[1:]
-        audit_share = audit_seconds(args, folder) / 500
+        audit_fraction = audit_seconds(args, folder) / 500
     on, off = statistics.median(seconds[True]), statistics.median(seconds[False])
-    print(f"CPU seconds a step: guard on {on:.4f}, off {off:.4f}; a 500th of an audit {audit_share:.6f}")
+    print(f"CPU seconds per step: guard on {on:.4f}, off {off:.4f}; a 500th of an audit {audit_fraction:.6f}")
     # The same step of two runs has the same batch.
     ratio = statistics.median(a / b for a, b in zip(seconds[True], seconds[False], strict=True))
-    print(f"host syncs a step: {syncs}")
+    print(f"host syncs per step: {syncs}")
     claims = [
-        _report.claim("guard_cpu_ratio", ratio + audit_share / off, "<=", 1.02, measured=True),
+        _report.claim("guard_cpu_ratio", ratio + audit_fraction / off, "<=", 1.02, measured=True),
         _report.claim("host_syncs_per_step", max(syncs), "<=", 1),
         _report.claim("model_reads_off_cpu", reads_off_cpu(), "==", 0),
     ]

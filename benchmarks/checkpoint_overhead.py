@@ -1,6 +1,6 @@
 """What saving costs: the share of the training time that is lost to checkpoints.
 
-    python benchmarks/save.py [--data STORE] [--quick] [--every N] [--pairs P] [--json FILE]
+    python benchmarks/checkpoint_overhead.py [--data STORE] [--quick] [--every N] [--pairs P] [--json FILE]
 
 The quickstart's model (12M parameters, 148 MB of masters and moments) on two ranks under ZeRO-2 and FSDP2. A run saves
 every 2 N steps (default N: 50, half a minute), so that windows of N steps that begin with a save alternate with windows
@@ -34,6 +34,7 @@ PAIRS = 4  # of windows with and without a save (--pairs), after a pair that is 
 def rank_main(report: str, words: list[str]) -> None:
     """One rank: the product's own entry, with a clock around everything that saves."""
     import mmldlm.train as product
+    from mmldlm.distributed.exit import exit_without_teardown
     from mmldlm.training.checkpointer import Checkpointer
     from mmldlm.training.run_logger import RunLogger
 
@@ -63,7 +64,7 @@ def rank_main(report: str, words: list[str]) -> None:
         setattr(Checkpointer, name, timed(getattr(Checkpointer, name)))
     code = product.main(words)
     Path(f"{report}_rank{os.environ['RANK']}.json").write_text(json.dumps({"blocked": blocked, "cpu": cpu}))
-    product.end_process(code)
+    exit_without_teardown(code)
 
 
 class Measurement:
@@ -90,8 +91,8 @@ class Measurement:
         report = folder / f"report_{name}"
         launcher.run(2, [report, *words], Path(__file__), timeout=7200)
         times = {r["step"]: datetime.fromisoformat(r["time"]).timestamp() for r in _runs.read_log(folder / name)}
-        told = [json.loads(Path(f"{report}_rank{rank}.json").read_text()) for rank in range(2)]
-        clocks = [{int(step): seconds for step, seconds in answer["cpu"].items()} for answer in told]
+        reports = [json.loads(Path(f"{report}_rank{rank}.json").read_text()) for rank in range(2)]
+        clocks = [{int(step): seconds for step, seconds in answer["cpu"].items()} for answer in reports]
         saves = range(2 * every, num_steps - 1, 2 * every)
         # The record of a step is written before its save: a window from it to the next one holds the save.
         self.seconds = [self._pair(times, step, every) for step in saves]
@@ -99,7 +100,7 @@ class Measurement:
             [sum(part) for part in zip(*(self._pair(clock, step, every) for clock in clocks))] for step in saves
         ]
         spans = [range(step, step + every) for step in saves]
-        blocked = {int(step): seconds for step, seconds in told[0]["blocked"].items()}
+        blocked = {int(step): seconds for step, seconds in reports[0]["blocked"].items()}
         self.blocked = [sum(blocked.get(step, 0.0) for step in span) for span in spans]
 
     @staticmethod
