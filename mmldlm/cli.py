@@ -49,7 +49,7 @@ def _sample_kind(kind: str):
     return fill
 
 
-# Verb (of one or two words) -> (entry, help). The entry is a module with add_arguments and main, or a function that adds
+# Verb (of one or two words) -> (entry, help). An entry is a module with add_arguments and main, or a function that adds
 # the options to a parser and returns main.
 VERBS = {
     "prepare": ("mmldlm.commands.prepare", "encode a corpus into a store"),
