@@ -6,7 +6,7 @@ Sections of one task are defined next to it (mmldlm/tasks/translation/config.py)
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -32,6 +32,17 @@ class DataConfig(Section):
     max_validation_samples: Annotated[int, Field(ge=1)] | Literal["auto"] | None = "auto"
     """Samples of the validation split in an evaluation during training. A number: the first ones. auto: spread evenly
     over the split, as many as cost about 5 % of the training between two evaluations, at least 64. None: all."""
+
+    @property
+    def roots(self) -> list[str]:
+        """Folders of the prepared stores that every node must hold; [] where a task reads other data."""
+        return []
+
+    def limit_samples(self, train: Any, validation: Any) -> tuple[Any, Any]:
+        """Return both splits (or arrays of them) cut to max_train_samples and max_validation_samples."""
+        # auto: the evaluation chooses, which knows the global batch.
+        num_validation = None if self.max_validation_samples == "auto" else self.max_validation_samples
+        return train[: self.max_train_samples], validation[:num_validation]
 
 
 class TrainingConfig(Section):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from mmldlm.config.schema import Config, TrainingConfig
-from mmldlm.config.section import OnResume, Section
+from mmldlm.config.section import FilledFromData, OnResume, Section
 from mmldlm.data.store.config import StoreDataConfig, TokenizerConfig
 from mmldlm.models.mmdit.config import ModelConfig
 
@@ -113,7 +113,7 @@ class TranslationTrainingConfig(TrainingConfig):
     loss_type_weights: dict[Literal["unconditional", "l2t", "t2l"], float] | None = None
     """Shares of the modes under mixed, as in 'training.loss_type_weights={l2t: 0.7, t2l: 0.3}' or
     training.loss_type_weights.l2t=0.7; a mode that is not named has none. None: equal shares."""
-    freeze: Annotated[Literal["auto", "by_mode", "none"], OnResume.IGNORE] = "auto"
+    freeze: Annotated[Literal["auto", "by_mode", "none"], OnResume.IGNORE, FilledFromData()] = "auto"
     """mode: l2t freezes the latent encoder and head, t2l the text encoder and head. none: both sides are trained. auto:
     mode where training.init_from gives trained weights, none from scratch; a resumed run keeps what it began with."""
     condition_dropout: float = Field(0.1, ge=0, lt=1)

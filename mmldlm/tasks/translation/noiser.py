@@ -160,8 +160,7 @@ class Noiser:
         """
         draws = self._batch_draws(batch)
         num_real = len(batch.ids)
-        real = slots < num_real
-        ids = batch.ids[np.where(real, slots, 0)]
+        ids, real = batch.samples_at(slots)
         rows, is_bad, bad = self._read(samples, ids, slots, num_real, lengths)
         real = real & ~is_bad
         padded = self._pad(batch, rows, ids, slots)
