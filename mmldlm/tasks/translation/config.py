@@ -114,8 +114,9 @@ class TranslationTrainingConfig(TrainingConfig):
     """Shares of the modes under mixed, as in 'training.loss_type_weights={l2t: 0.7, t2l: 0.3}' or
     training.loss_type_weights.l2t=0.7; a mode that is not named has none. None: equal shares."""
     freeze: Annotated[Literal["auto", "by_mode", "none"], OnResume.IGNORE, FilledFromData()] = "auto"
-    """by_mode: l2t freezes the latent encoder and head, t2l the text encoder and head. none: both sides are trained. auto:
-    by_mode where training.init_from gives trained weights, none from scratch; a resumed run keeps what it began with."""
+    """by_mode: l2t freezes the latent encoder and head, t2l the text encoder and head. none: both sides are trained.
+    auto: by_mode where training.init_from gives trained weights, none from scratch; a resumed run keeps what it began
+    with."""
     condition_dropout: float = Field(0.1, ge=0, lt=1)
     """Share of l2t and t2l samples whose condition is replaced by the learned null (classifier-free guidance)."""
 
