@@ -137,7 +137,7 @@ def step_flops(model: ModelConfig, lengths: Sequence[int], scored: int, num_late
 
     Args:
         model: its shape; latent_dim and vocab_size set. lengths: text tokens of each sample.
-        scored: text positions that the head scores. num_latents: latents a sample (default: num_latents).
+        scored: text positions that the head scores. num_latents: latents per sample (default: model.num_latents).
     """
     num_latents = model.num_latents if num_latents is None else num_latents
     width, cond, inner = model.hidden_size, model.cond_dim, int(model.hidden_size * model.mlp_ratio)

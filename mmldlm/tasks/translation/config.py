@@ -12,8 +12,6 @@ from mmldlm.data.store.config import StoreDataConfig, TokenizerConfig
 from mmldlm.models.mmdit.config import ModelConfig
 
 Mode = Literal["unconditional", "l2t", "t2l", "mixed"]
-
-
 PURE_MODES = ("unconditional", "l2t", "t2l")
 
 
@@ -25,21 +23,21 @@ class TextDiffusionConfig(Section):
     eps: float = Field(1e-4, ge=0, lt=0.5)
     """Log-linear schedule keeps a token with probability eps at t = 1."""
     masking: Literal["fixed_count", "bernoulli"] = "fixed_count"
-    """count masks exactly ceil(t L) of L tokens with weight L / k: the same NELBO with far less variance. independent
-    masks every token by itself with weight 1 / t (MDLM)."""
+    """fixed_count masks exactly ceil(t L) of L tokens with weight L / k: the same NELBO with far less variance. bernoulli
+    masks every token independently with weight 1 / t (MDLM)."""
     min_timestep: float = Field(1e-3, gt=0, lt=0.5)
-    """Smallest timestep of independent masking; its NELBO misses at most min_timestep * log V nats a token."""
+    """Smallest timestep of masking=bernoulli; its NELBO misses at most min_timestep * log V nats per token."""
     timesteps: Literal["low_discrepancy", "uniform"] = "low_discrepancy"
     """How the timesteps of one global batch are spread over (min_timestep, 1)."""
     fully_masked_only: bool = False
-    """Train at t = 1 alone, as MM-LDLM did in l2t; harms every sampler of more than one step."""
+    """Train at t = 1 only, as MM-LDLM did in l2t; harms every sampler with more than one step."""
 
 
 class LatentDiffusionConfig(Section):
     """Continuous diffusion of latents."""
 
     schedule: Annotated[Literal["cosine", "linear", "sigmoid", "rectified_flow"], OnResume.FIXED] = "cosine"
-    """Noise schedule: three variance preserving ones, or the straight path z = (1 - t) x + t e."""
+    """Noise schedule: three variance-preserving ones, or the straight path z = (1 - t) x + t e."""
     prediction: Annotated[Literal["x0", "v", "epsilon", "flow"], OnResume.FIXED] = "x0"
     """What the latent head predicts."""
     timesteps: Literal["low_discrepancy", "uniform", "logit_normal"] = "low_discrepancy"
@@ -86,7 +84,7 @@ class LossConfig(Section):
     length_loss_weight: float = Field(0.1, ge=0)
     """Weight of the length head's negative log-likelihood (per sample)."""
     latent_loss: Literal["mse", "normalized_mse"] = "mse"
-    """normalized_mse is MM-LDLM's: both sides L2-normalized, 2 (1 - cos); sound for x0-prediction only."""
+    """normalized_mse is MM-LDLM's: both sides L2-normalized, 2 (1 - cos); valid for x0-prediction only."""
     normalize_eps: float = Field(1e-8, gt=0)
     """Added to the norm in normalized_mse."""
     text_loss_clamp: float | None = Field(None, gt=0)
@@ -100,7 +98,7 @@ class LossConfig(Section):
     latent_prediction_clamp: float | None = Field(None, gt=0)
     """Clamp every element of the latent prediction to [-c, c] in the loss. Values outside receive no gradient."""
     latent_target_clamp: float | None = Field(None, gt=0)
-    """Clamp every element of the latent target to [-c, c]. Larger values are then never learnt. None: off."""
+    """Clamp every element of the latent target to [-c, c]. Larger values are then never learned. None: off."""
     allow_scale_free_latent_loss: bool = False
     """Permit normalized_mse with a noise or velocity target, which cannot learn the latent's scale."""
 
@@ -109,16 +107,16 @@ class TranslationTrainingConfig(TrainingConfig):
     """Modes, and the common training keys."""
 
     loss_type: Annotated[Mode, OnResume.FIXED] = "mixed"
-    """Mode: unconditional, l2t (embedding to text), t2l (text to embedding), or mixed (one mode a sample)."""
+    """Mode: unconditional, l2t (embedding to text), t2l (text to embedding), or mixed (one mode per sample)."""
     loss_type_weights: dict[Literal["unconditional", "l2t", "t2l"], float] | None = None
-    """Shares of the modes under mixed, as in 'training.loss_type_weights={l2t: 0.7, t2l: 0.3}' or
-    training.loss_type_weights.l2t=0.7; a mode that is not named has none. None: equal shares."""
+    """Weights of the modes under mixed, as in 'training.loss_type_weights={l2t: 0.7, t2l: 0.3}' or
+    training.loss_type_weights.l2t=0.7; a mode that is not named has weight 0. None: equal weights."""
     freeze: Annotated[Literal["auto", "by_mode", "none"], OnResume.IGNORE, FilledFromData()] = "auto"
     """by_mode: l2t freezes the latent encoder and head, t2l the text encoder and head. none: both sides are trained.
     auto: by_mode where training.init_from gives trained weights, none from scratch; a resumed run keeps what it began
     with."""
     condition_dropout: float = Field(0.1, ge=0, lt=1)
-    """Share of l2t and t2l samples whose condition is replaced by the learned null (classifier-free guidance)."""
+    """Fraction of l2t and t2l samples whose condition is replaced by the learned null (classifier-free guidance)."""
 
     @model_validator(mode="after")
     def _weights_belong_to_mixed(self) -> TranslationTrainingConfig:
