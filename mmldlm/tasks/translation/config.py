@@ -23,8 +23,8 @@ class TextDiffusionConfig(Section):
     eps: float = Field(1e-4, ge=0, lt=0.5)
     """Log-linear schedule keeps a token with probability eps at t = 1."""
     masking: Literal["fixed_count", "bernoulli"] = "fixed_count"
-    """fixed_count masks exactly ceil(t L) of L tokens with weight L / k: the same NELBO with far less variance. bernoulli
-    masks every token independently with weight 1 / t (MDLM)."""
+    """fixed_count masks exactly ceil(t L) of L tokens with weight L / k: the same NELBO with far less variance.
+    bernoulli masks every token independently with weight 1 / t (MDLM)."""
     min_timestep: float = Field(1e-3, gt=0, lt=0.5)
     """Smallest timestep of masking=bernoulli; its NELBO misses at most min_timestep * log V nats per token."""
     timesteps: Literal["low_discrepancy", "uniform"] = "low_discrepancy"
