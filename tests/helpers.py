@@ -58,13 +58,14 @@ def run_ranks(world_size: int, script: str | Path, *words: str, timeout: float =
     Without a launcher: the ranks are forked from one process that has imported torch and deepspeed
     (tests/support/rank_server.py), which saves seven seconds per launch.
     """
-    ranks = _rank_server().start(world_size, list(words), Path(script))
+    ranks = rank_server().start(world_size, list(words), Path(script))
     codes = ranks.wait(timeout)
     return subprocess.CompletedProcess([str(script), *words], next(filter(None, codes), 0), ranks.output(1_000_000))
 
 
 @functools.cache
-def _rank_server():
+def rank_server() -> RankServer:
+    """The process from which this session's ranks are forked."""
     folder = tempfile.TemporaryDirectory(prefix="mmldlm_ranks_")
     server = RankServer(folder.name)
     server.__enter__()

@@ -39,7 +39,7 @@ def check_resume_config(checkpoint: Path, config: Config) -> list[str]:
     diff = diff_configs(checkpoint, config)
     if diff.errors:
         raise UserError(
-            f"the model and the diffusion of {checkpoint}, whose weights mean nothing under others",
+            f"the keys that the weights of {checkpoint} depend on, as they were",
             join_some(diff.errors, separator="; "),
             f"set them back, or start a new run with training.init_from={checkpoint}",
         )

@@ -37,6 +37,11 @@ class IsPath:
     words: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class FilledFromData:
+    """Marks a field that the data decides where the config leaves it unset: preflight and training may differ in it."""
+
+
 FilePath = Annotated[str | None, IsPath()]
 
 

@@ -119,8 +119,7 @@ class Replay:
 
     def _check_samples(self) -> None:
         for entry in self.case["micro_batches"]:
-            slots = self._slots_of(entry)
-            ids = self.batch.ids[np.where(slots < len(self.batch.ids), slots, 0)]
+            ids, _ = self.batch.samples_at(self._slots_of(entry))
             if ids.tolist() != entry["ids"]:
                 raise UserError(
                     f"the samples of step {self.case['step']} as the run read them",

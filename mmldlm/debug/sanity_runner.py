@@ -195,9 +195,7 @@ class SanityRunner:
         self._unused = unused if self._unused is None else self._unused & unused
         batch.to(engine.device)
         check_batch(self.task, batch, self.data, engine.device, findings)
-        findings.passed(
-            "batches", "tokens, masks and latents of every sample are the store's; all finite, on the device"
-        )
+        findings.passed("batches", "every sample is as the data has it; all finite, on the device")
         versions = {name: tensor._version for name, tensor in batch.tensors.items()}
         weights = checks.checksums(engine.parameter_shards()) if first else {}
 
@@ -287,9 +285,8 @@ class SanityRunner:
                 "gradient_coverage", f"a zero gradient in each of {len(self.steps)} steps: {format_names(unexpected)}"
             )
         idle = f"; the mode and these batches do not use {format_names(zero)}" if zero else ""
-        findings.passed(
-            "gradient_coverage", f"{len(parts) - len(zero)} of {len(parts)} tensors (a block's by streams){idle}"
-        )
+        streams = " (a block's by streams)" if len(parts) > len(names) else ""
+        findings.passed("gradient_coverage", f"{len(parts) - len(zero)} of {len(parts)} tensors{streams}{idle}")
 
         changed = checks.changed(start, checks.checksums(engine.parameter_shards()))
         used = {parts[part] for part in self._has_gradient}

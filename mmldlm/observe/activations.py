@@ -12,6 +12,19 @@ STREAMS = ("text", "latent")
 """The halves of a block's parameters and outputs."""
 
 
+def layer_modules(model: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
+    """Return the layers that statistics name: the modules of every numbered stack, and the parts next to the stacks."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_children():
+        if isinstance(module, nn.ModuleList):
+            found |= {f"{prefix}{name}.{number}": block for number, block in enumerate(module)}
+        elif any(isinstance(child, nn.ModuleList) for child in module.modules()):
+            found |= layer_modules(module, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = module
+    return found
+
+
 class ActivationRecorder:
     """Accumulate the sum of squares of layer outputs between `start` and `collect`.
 
@@ -21,12 +34,9 @@ class ActivationRecorder:
 
     def __init__(self, model: nn.Module):
         self._names: dict[nn.Module, list[str]] = {}
-        for name, module in model.named_children():
-            if isinstance(module, nn.ModuleList):
-                for number, block in enumerate(module):
-                    block_name = f"{name}.{number}"
-                    streams = [f"{block_name}.{stream}" for stream in STREAMS]
-                    self._names[block] = streams if hasattr(block, "split_streams") else [block_name]
+        for name, module in layer_modules(model).items():
+            if hasattr(module, "split_streams"):
+                self._names[module] = [f"{name}.{stream}" for stream in STREAMS]
             elif name != "text_head":  # it returns losses
                 self._names[module] = [name]
         self._rows = {name: row for row, name in enumerate(n for names in self._names.values() for n in names)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -20,7 +21,7 @@ from mmldlm.observe.loss_plots import LOG_NAME, find_log
 from mmldlm.utils.formatting import for_screen, format_duration
 
 _MAX_EVENTS = 10_000
-MONITORED_METRICS = ("loss", "text_loss", "latent_loss", "grad_norm")
+_NONFINITE = "_nonfinite"  # suffix of the key that JsonlLog writes next to a value that JSON cannot hold
 # A median this many times its earlier value is a problem.
 _MAX_RISE = {"loss": 1.5, "grad_norm": 10.0}
 _MAX_BAD_FRACTION = 0.05  # of steps skipped, or of samples bad
@@ -118,10 +119,10 @@ def _assess_metrics(recent: Sequence[dict], earlier: Sequence[dict], health: Hea
         health.messages.append(f"  {key}: median of the last {len(applied)} applied steps {value:.4g}{trend}")
         if before is not None and before > 0 and value > max_rise * before:
             health.problems.append(f"{key} rose from {before:.4g} to {value:.4g}")
-    for key in MONITORED_METRICS:
-        count = sum(f"{key}_nonfinite" in record for record in applied)
-        if count:
-            health.problems.append(f"{count} non-finite values of {key} in the last {len(recent)} steps")
+    nonfinite = Counter(key for record in applied for key in record if key.endswith(_NONFINITE))
+    for key, count in nonfinite.items():
+        metric = key.removesuffix(_NONFINITE)
+        health.problems.append(f"{count} non-finite values of {metric} in the last {len(recent)} steps")
 
 
 def _assess_skips(recent: Sequence[dict], health: Health) -> None:

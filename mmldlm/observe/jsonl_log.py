@@ -13,7 +13,7 @@ from mmldlm.utils.json_files import to_strict_json
 
 # Fields of a step's record that readers compute with; others are only displayed.
 _COUNTS = ("step", "samples", "bad_samples")
-_NUMBERS = ("loss", "text_loss", "latent_loss", "grad_norm", "lr", "tokens_per_second", "mfu", "data_share")
+_NUMBERS = ("loss", "grad_norm", "lr", "tokens_per_second", "mfu", "data_share")
 
 
 class JsonlLog:

@@ -7,6 +7,7 @@ step, nothing on any other.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from mmldlm.engines.base import Engine
 from mmldlm.engines.gradient_shards import gradient_shards, optimizer_groups
-from mmldlm.observe.activations import STREAMS, ActivationRecorder
+from mmldlm.observe.activations import STREAMS, ActivationRecorder, layer_modules
 
 DEAD_AFTER_REPORTS = 10
 """Measured steps before a parameter without any gradient is reported as dead. adaLN-Zero and zero-initialized heads
@@ -114,7 +115,7 @@ class LayerStatsCollector:
 
     Args:
         engine: the engine.
-        interval: logging.grad_log_interval; 0 disables.
+        interval: logging.layer_stats_freq; 0 disables.
         dtype: training.dtype.
     """
 
@@ -130,6 +131,7 @@ class LayerStatsCollector:
             local_sizes = {fragment.name: math.prod(fragment.shape) for fragment in engine.parameter_shards()}
             # Every rank needs every name, even without elements of that parameter.
             trainable = [name for name, parameter in engine.model.named_parameters() if parameter.requires_grad]
+            self._layers = layer_modules(engine.model)
             # A block's parameters hold the text half, then the latent half; each half has a row.
             inside = [f"{name}." for name, module in engine.model.named_modules() if hasattr(module, "split_streams")]
             count = 0
@@ -226,7 +228,8 @@ class LayerStatsCollector:
         parts: dict[str, tuple[int, list[float]]] = {}  # part of a parameter -> elements, sums
         by_layer: dict[str, list] = {}  # layer -> entries of its parts
         for name, rows in self._rows.items():
-            for part, layer, row in zip(parts_of(name, len(rows)), layers_of(name, len(rows)), rows, strict=True):
+            layers = layers_of(name, len(rows), self._layers)
+            for part, layer, row in zip(parts_of(name, len(rows)), layers, rows, strict=True):
                 parts[part] = sizes[name], total[width * row : width * (row + 1)]
                 by_layer.setdefault(layer, []).append(parts[part])
         rms = self._activations.rms(total[width * self._num_rows :])
@@ -255,10 +258,16 @@ def parts_of(name: str, parts: int) -> list[str]:
     return [name] if parts == 1 else [f"{name}[{stream}]" for stream in STREAMS]
 
 
-def layers_of(name: str, parts: int) -> list[str]:
-    """Return the layer of each part: a stream of a block ("blocks.3.text", "blocks.3.latent") or a model component."""
+def layers_of(name: str, parts: int, layers: Collection[str] = ()) -> list[str]:
+    """Return the layer of each part: a stream of a block ("blocks.3.text"), or the layer that holds the parameter.
+
+    Args:
+        layers: names of all layers; a parameter outside them counts for the first part of its name.
+    """
     if parts == 1:
-        return [name.split(".")[0]]
+        words = name.split(".")
+        prefixes = (".".join(words[:count]) for count in range(len(words), 0, -1))
+        return [next((prefix for prefix in prefixes if prefix in layers), words[0])]
     return [".".join([*name.split(".")[:2], stream]) for stream in STREAMS]
 
 

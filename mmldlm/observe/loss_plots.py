@@ -5,17 +5,45 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mmldlm.errors import UserError
 from mmldlm.observe.jsonl_log import is_step, read_records
 
 LOG_NAME = "training_log.jsonl"
 EVAL_NAME = "eval_log.jsonl"
-# Suffixes of the validation metrics in the loss panel, with label and color: `l2t_nelbo` in nats per token.
-_EVALS = (("_nelbo", "NELBO", "tab:orange"), ("_latent_mse", "latent", "tab:green"))
+EVENTS_NAME = "events.jsonl"
 _MARKERS = "os^Dv"
-_LOSSES = (("loss", "total", "tab:blue"), ("text_loss", "text", "tab:orange"), ("latent_loss", "latent", "tab:green"))
+_COLORS = ("tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:pink", "tab:olive", "tab:cyan")
+
+
+class LossCurve(NamedTuple):
+    """A part of the loss, as the start of a run records it in events.jsonl.
+
+    Attributes:
+        name: key in training_log.jsonl.
+        label: word in the legend.
+        evaluation: suffix of its validation metrics in eval_log.jsonl.
+    """
+
+    name: str
+    label: str
+    evaluation: str
+
+
+# Of the translation task, for runs whose events.jsonl does not list them.
+_OLD_CURVES = (LossCurve("text_loss", "text", "nelbo"), LossCurve("latent_loss", "latent", "latent_mse"))
+
+
+def loss_curves(run_dir: str | Path) -> list[LossCurve]:
+    """Return the parts of the loss of a run, as it last started or resumed."""
+    path = Path(run_dir) / EVENTS_NAME
+    records = read_records(path)[0] if path.is_file() else []
+    found = [record["losses"] for record in records if isinstance(record.get("losses"), list)]
+    try:
+        return [LossCurve(*map(str, entry)) for entry in found[-1]] if found else list(_OLD_CURVES)
+    except TypeError:  # a damaged line
+        return list(_OLD_CURVES)
 
 
 def find_log(run_dir: str | Path, name: str) -> Path:
@@ -72,7 +100,7 @@ def plot_run(run_dir: str | Path, out: str | Path | None = None, log_scale: bool
     figure = Figure(figsize=(9, 7), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(3, 1, sharex=True, height_ratios=(4, 1.3, 1.3))
-    _draw_losses(axes[0], steps, evals, log_scale)
+    _draw_losses(axes[0], steps, evals, loss_curves(run_dir), log_scale)
     axes[0].set_title(Path(run_dir).resolve().name)
     for axis, key, label in ((axes[1], "grad_norm", "gradient norm"), (axes[2], "lr", "learning rate")):
         axis.plot(*_series(steps, key), color="tab:gray", linewidth=0.9)
@@ -90,9 +118,13 @@ def plot_run(run_dir: str | Path, out: str | Path | None = None, log_scale: bool
     return path
 
 
-def _draw_losses(axis: Any, steps: Sequence[dict], evals: Sequence[dict], log_scale: bool) -> None:
+def _draw_losses(
+    axis: Any, steps: Sequence[dict], evals: Sequence[dict], curves: Sequence[LossCurve], log_scale: bool
+) -> None:
     """Draw each loss as the mean over a window of applied steps, with the values of single steps as a faint band."""
-    for key, label, color in _LOSSES:
+    colored = list(zip(curves, cycle(_COLORS)))
+    losses = [("loss", "total", "tab:blue"), *((curve.name, curve.label, color) for curve, color in colored)]
+    for key, label, color in losses:
         x, y = _series(steps, key)
         if not x:
             continue
@@ -102,13 +134,15 @@ def _draw_losses(axis: Any, steps: Sequence[dict], evals: Sequence[dict], log_sc
         x, y = _series([record for record in steps if not record.get("skipped")] or steps, key)
         axis.plot(x, _smooth(y, window), color=color, linewidth=1.4, label=label)
     keys = dict.fromkeys(key for record in evals for key in record)
-    for suffix, metric, color in _EVALS:
+    for curve, color in colored:
+        suffix = f"_{curve.evaluation}"
         for marker, key in zip(cycle(_MARKERS), (key for key in keys if key.endswith(suffix))):
-            label = f"validation {key.removesuffix(suffix)} {metric}"
+            split = key.removesuffix(suffix).removeprefix("validation")
+            label = " ".join(word for word in ("validation", split, curve.evaluation) if word)
             points = dict(marker=marker, markersize=4.5, markeredgecolor="black", markeredgewidth=0.6)
             axis.plot(*_series(evals, key), color=color, linestyle=":", linewidth=0.8, label=label, **points)
     axis.set_ylabel("loss")
-    if log_scale and all(_all_positive(steps, key) for key, _, _ in _LOSSES):
+    if log_scale and all(_all_positive(steps, key) for key, _, _ in losses):
         axis.set_yscale("log")
 
 

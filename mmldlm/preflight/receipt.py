@@ -7,8 +7,10 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 from mmldlm.config.schema import Config
+from mmldlm.config.section import FilledFromData, Section
 from mmldlm.preflight.probes.system import code, versions
 from mmldlm.utils.atomic_files import write_bytes
 
@@ -16,23 +18,29 @@ FORMAT, VERSION = "mmldlm-preflight", 1
 NAME = "preflight.json"
 STALE_DAYS = 7
 
-# Keys that the data sets where the config does not; training has them filled in.
-_FROM_DATA = ("latent_dim", "max_latents", "vocab_size", "mask_token_id", "pad_token_id", "eos_token_id")
-
 
 def config_hash(config: Config) -> str:
     """Return a hash of a config and of its DeepSpeed JSON.
 
-    Without training.resume (a resumed run is the same run), training.freeze (`auto` is resolved when the data is
-    opened) and the keys that the data sets.
+    Without training.resume (a resumed run is the same run) and the keys that the data sets (FilledFromData): training
+    has them filled in.
     """
-    values = config.model_dump(mode="json")
-    values["training"] |= {"resume": None, "freeze": None}
-    for key in _FROM_DATA:
-        values["model"][key] = None
+    values = _without_data_keys(config)
+    values["training"]["resume"] = None
     path = config.engine.deepspeed_config
     values["deepspeed_json"] = _file_hash(path) if path is not None else None
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _without_data_keys(section: Section) -> dict[str, Any]:
+    values = section.model_dump(mode="json")
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            values[name] = _without_data_keys(value)
+        elif any(isinstance(marker, FilledFromData) for marker in field.metadata):
+            values[name] = None
+    return values
 
 
 def installed_versions() -> dict:

@@ -38,7 +38,8 @@ class Metric:
         numerator: name of a sum that the objective returns.
         denominator: name of a count of the batch, or of another sum.
         label: word on the progress line; None: not shown there.
-        is_loss: drawn with the loss and watched for non-finite values (`mmldlm monitor`).
+        is_loss: drawn with the loss (`mmldlm plot`).
+        evaluation: ending of the validation figures drawn with it (`{pass}_{evaluation}`); None: `name`.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Metric:
     denominator: str
     label: str | None = None
     is_loss: bool = False
+    evaluation: str | None = None
 
     def value(self, sums: Mapping[str, float], counts: Mapping[str, int]) -> float | None:
         """Return the figure; None where the batch has nothing of the kind."""

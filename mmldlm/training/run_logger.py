@@ -23,7 +23,7 @@ from mmldlm.engines.base import Engine
 from mmldlm.errors import EXIT_DONE, Interrupted, MmldlmError, StabilityStop, UserError
 from mmldlm.observe.console import Console, link_latest, train_log_path
 from mmldlm.observe.layer_stats import LayerStats
-from mmldlm.observe.loss_plots import plot_run
+from mmldlm.observe.loss_plots import LossCurve, plot_run
 from mmldlm.stability.skipped_steps import bad_micro_batches, save_skipped_step
 from mmldlm.tasks.base import Task, ValidationRun
 from mmldlm.training.log_files import EVALUATIONS, LAYERS, STEPS, LogFiles
@@ -78,7 +78,7 @@ class RunLogger:
             return
         self.run_dir.mkdir(parents=True, exist_ok=True)
         # The other ranks wait in a collective, which has its own time limit.
-        timeout = self.config.engine.timeout / 2
+        timeout = self.config.engine.collective_timeout / 2
         self.lock.acquire(lambda note: error_reporting.log_line(f"warning: {note}"), heartbeat, timeout)
         check_no_checkpoints(self.config)
         try_longest(self.run_dir, self.config.training.num_train_steps, engine_folders(self.engine))
@@ -165,7 +165,13 @@ class RunLogger:
             self.progress.message(f"resumed  at step {self.state.step} from {resumed_from}")
         for warning in setting_warnings(self.task, self.config, is_fresh=resumed_from is None):
             self.progress.warning(warning)
-        self.event("start" if resumed_from is None else "resume", step=self.state.step, source=str(resumed_from or ""))
+        losses = [
+            LossCurve(metric.name, metric.label or metric.name, metric.evaluation or metric.name)
+            for metric in self.task.metrics
+            if metric.is_loss
+        ]
+        kind, source = "start" if resumed_from is None else "resume", str(resumed_from or "")
+        self.event(kind, step=self.state.step, source=source, task=self.config.task, losses=losses)
 
     # -- while it runs -----------------------------------------------------------------------------------------------
 
@@ -276,8 +282,8 @@ class RunLogger:
             if validation and sample["id"] in self._reported_validation:
                 continue
             split = self.data.validation if validation else self.data.train
-            file, row = split.locate(sample["id"])
-            self.event("bad_sample", step=self.state.step, file=str(file), row=row, **sample)
+            file, row = self.data.locate(split, sample["id"])
+            self.event("bad_sample", step=self.state.step, file=file, row=row, **sample)
             what = "repaired in" if sample.get("repaired") else "left out of"
             where = f"{'the evaluation at ' if validation else ''}step {self.state.step}"
             self.progress.warning(f"sample {sample['id']} {what} {where}: {sample['reason']}")

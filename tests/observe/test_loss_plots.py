@@ -71,8 +71,8 @@ def test_validation_points_share_the_loss_panel(tmp_path, monkeypatch):
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
     plot_run(run_folder(tmp_path))
     lines = {line.get_label(): line for line in drawn[0].axes[0].get_lines()}
-    assert lines["validation l2t NELBO"].get_xydata().tolist() == [[30, 0.2]]
-    assert lines["validation t2l latent"].get_xydata().tolist() == [[30, 0.3]]
+    assert lines["validation l2t nelbo"].get_xydata().tolist() == [[30, 0.2]]
+    assert lines["validation t2l latent_mse"].get_xydata().tolist() == [[30, 0.3]]
     assert not any("gain" in label for label in lines)
     assert list(lines["skipped (2)"].get_xdata()) == [7, 8]
     assert len(lines["total"].get_xdata()) == 58 and "latent" not in lines

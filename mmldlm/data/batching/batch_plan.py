@@ -66,6 +66,18 @@ class GlobalBatch:
     ids: np.ndarray
     size: int
 
+    def samples_at(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the sample ids at some positions, and which of them are real.
+
+        Args:
+            slots: [B] positions; those past the end of the batch are placeholders and get the first sample's id.
+
+        Returns:
+            ([B] int64 ids, [B] bool).
+        """
+        real = slots < len(self.ids)
+        return self.ids[np.where(real, slots, 0)], real
+
 
 class ShuffledOrder:
     """The samples of one store, shuffled differently in every epoch."""

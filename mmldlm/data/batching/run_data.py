@@ -23,6 +23,7 @@ class RunData(ABC):
         validation: validation split.
         train_lengths: [N] int32 tokens of the training samples in use.
         validation_lengths: [M] int32 tokens of the validation samples in use.
+        source: file or folder that the data comes from, for the screen and for messages about bad samples.
         notes: lines for the user.
     """
 
@@ -31,16 +32,20 @@ class RunData(ABC):
     validation: Any
     train_lengths: np.ndarray
     validation_lengths: np.ndarray
+    source: str = "the task's data"
     notes: list[str] = field(default_factory=list)
 
     @abstractmethod
     def fingerprint(self) -> str:
         """Return a hash of the training split, wherever it is stored: a resume must find the same."""
 
-    @property
-    def source(self) -> str:
-        """Where the data comes from, for the screen."""
-        return "the task's data"
+    def locate(self, split: Any, sample: int) -> tuple[str, int]:
+        """Return file or folder of a sample, and its row in it: where to look for a bad one.
+
+        Args:
+            split: self.train or self.validation.
+        """
+        return self.source, sample
 
     def training_plan(self, global_batch: int) -> BatchPlan:
         """Return the batch plan of training."""

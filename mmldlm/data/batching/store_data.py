@@ -28,6 +28,9 @@ class StoreData(RunData):
     train: Store | MixedStore
     validation: Store | MixedStore
 
+    def __post_init__(self):
+        self.source = " + ".join(self.config.data.roots)
+
     def max_latent_norm(self) -> float:
         """Return the norm above which a latent is a corrupted row, not an unusual one."""
         mean, std = self.train.latent_mean, self.train.latent_std
@@ -43,11 +46,10 @@ class StoreData(RunData):
         weights = list(map(float, self.train.weights)) if isinstance(self.train, MixedStore) else [1.0]
         return hashlib.sha256(json.dumps([files, weights], sort_keys=True).encode()).hexdigest()
 
-    @property
-    def source(self) -> str:
-        """Folders of the stores."""
-        data = self.config.data
-        return " + ".join(data.mixture or [str(data.latent_data_root)])
+    def locate(self, split: Store | MixedStore, sample: int) -> tuple[str, int]:
+        """Return the folder of a sample's split, and its row in it."""
+        folder, row = split.locate(sample)
+        return str(folder), row
 
     def _order(self) -> MixtureOrder | None:
         if not isinstance(self.train, MixedStore):
@@ -83,7 +85,7 @@ def open_splits(config: StoreDataConfig, max_seq_len: int) -> tuple[Store | Mixe
             "no data.latent_data_root",
             "make one with `mmldlm prepare CORPUS --output-dir DIR`, then add data.latent_data_root=DIR",
         )
-    max_tokens = max_seq_len - 1 if config.overlong == "truncate" else None
+    max_tokens = max_seq_len - 1 if config.long_texts == "truncate" else None
     splits = {
         split: [Store(root, split, config.verify, max_tokens) for root in roots] for split in ("train", "validation")
     }
@@ -108,15 +110,13 @@ def lengths_in_use(
     Raises:
         UserError: a text is longer than max_seq_len.
     """
-    limit = config.max_validation_samples  # auto: the evaluation chooses, which knows the global batch
-    limits = (config.max_train_samples, None if limit == "auto" else limit)
-    lengths = [store.lengths[:limit] + 1 for store, limit in zip((train, validation), limits)]
+    lengths = [part + 1 for part in config.limit_samples(train.lengths, validation.lengths)]
     longest = int(max(part.max() for part in lengths))
     if longest > max_seq_len:
         raise UserError(
             f"texts of at most model.max_seq_len={max_seq_len} tokens, EOS included",
             f"one of {longest} in {train.root}",
-            f"set model.max_seq_len={longest} or more, data.overlong=truncate, or prepare with --max-tokens "
+            f"set model.max_seq_len={longest} or more, data.long_texts=truncate, or prepare with --max-tokens "
             f"{max_seq_len - 1}",
         )
     return lengths[0], lengths[1]

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from mmldlm.config.section import MAX_COUNT, MAX_WIDTH, OnResume, Section
+from mmldlm.config.section import MAX_COUNT, MAX_WIDTH, FilledFromData, OnResume, Section
 
 
 class ModelConfig(Section):
@@ -27,14 +27,14 @@ class ModelConfig(Section):
     """Hidden width of each MLP as a multiple of hidden_size."""
     max_seq_len: int = Field(128, ge=2, le=MAX_COUNT)
     """Longest text in tokens, EOS included."""
-    latent_dim: int | None = Field(None, ge=1, le=MAX_WIDTH)
+    latent_dim: Annotated[int | None, FilledFromData()] = Field(None, ge=1, le=MAX_WIDTH)
     """Dimension D of a latent. None: taken from the data."""
-    latent_tokens: int = Field(4, ge=1, le=MAX_WIDTH)
+    tokens_per_latent: int = Field(4, ge=1, le=MAX_WIDTH)
     """Chunk tokens K that present one latent; K * hidden_size >= D passes it without loss."""
-    max_latents: int = Field(1, ge=1, le=MAX_COUNT)
+    num_latents: Annotated[int, FilledFromData()] = Field(1, ge=1, le=MAX_COUNT)
     """Latents N of one sample. 1: as many as the data has (`mmldlm prepare --latents-per-text N`, for long texts)."""
     qk_rmsnorm: bool = True
-    """RMS-normalise queries and keys in every head (keeps attention logits bounded in bf16)."""
+    """RMS-normalize queries and keys in every head (keeps attention logits bounded in bf16)."""
     tie_embeddings: bool = False
     """Share the token embedding with the text head."""
     token_embedding_init: Literal["random", "encoder"] = "random"
@@ -43,13 +43,13 @@ class ModelConfig(Section):
     gradient_checkpointing: Annotated[bool, OnResume.REPORT] = False
     """Keep only the rows between blocks and run each block again in the backward pass: a third more work for about a
     tenth of the memory. Off, blocks still recompute what is cheap (norms, modulation, GELU, rotation)."""
-    vocab_size: int | None = Field(None, ge=3, le=MAX_COUNT)
+    vocab_size: Annotated[int | None, FilledFromData()] = Field(None, ge=3, le=MAX_COUNT)
     """Vocabulary V. None: taken from the tokenizer."""
-    mask_token_id: int | None = None
+    mask_token_id: Annotated[int | None, FilledFromData()] = None
     """Id of [MASK]; the text head never predicts it (SUBS). None: taken from the tokenizer."""
-    pad_token_id: int | None = None
+    pad_token_id: Annotated[int | None, FilledFromData()] = None
     """Id used to fill up rows. None: taken from the tokenizer."""
-    eos_token_id: int | None = None
+    eos_token_id: Annotated[int | None, FilledFromData()] = None
     """Id that ends every text. None: taken from the tokenizer."""
 
     @model_validator(mode="after")

@@ -18,7 +18,7 @@ _MUST_AGREE = ("torch", "deepspeed", "nccl", "python")
 def data_is_there(context):
     """The store is on the node, and every file has the size in its manifest."""
     if context.config is None or not context.config.data.roots:
-        yield skip("no data.latent_data_root")
+        yield skip("the config names no prepared store")
         return
     roots = context.config.data.roots
     paths = [str(Path(root).absolute()) for root in roots]

@@ -39,8 +39,8 @@ class TranslationTask(Task):
         "length_scored",
     )
     metrics = (
-        Metric("text_loss", "text_nelbo_sum", "text_tokens", label="text", is_loss=True),
-        Metric("latent_loss", "latent_error_sum", "latents", label="latent", is_loss=True),
+        Metric("text_loss", "text_nelbo_sum", "text_tokens", label="text", is_loss=True, evaluation="nelbo"),
+        Metric("latent_loss", "latent_error_sum", "latents", label="latent", is_loss=True, evaluation="latent_mse"),
         Metric("length_loss", "length_nll_sum", "lengths"),
         Metric("text_accuracy", "text_correct", "text_masked"),
         Metric("latent_cosine", "latent_cosine_sum", "latents"),
