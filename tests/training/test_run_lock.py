@@ -81,7 +81,7 @@ def test_from_another_host_the_age_decides(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="logging.run_name"):
         acquire(tmp_path, timeout=0.1)
     with pytest.raises(UserError):
-        acquire(tmp_path, beat=lambda: os.utime(tmp_path / LOCK))
+        acquire(tmp_path, heartbeat=lambda: os.utime(tmp_path / LOCK))
     rewrite(tmp_path, age=run_lock.STALE_AFTER - 1, **OTHER)
     told = acquire(tmp_path)[1]
     assert "waiting" in told[0] and "not renewed for 180 s" in told[1]
