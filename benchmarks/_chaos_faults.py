@@ -140,7 +140,7 @@ def _stop_for(part: str, shortest: float, longest: float) -> Callable:
 
 
 def _stop_rank_forever(training: Training, rng: random.Random, moment: str) -> Struck:
-    """Stop a rank forever; every other rank must report it within engine.timeout."""
+    """Stop a rank forever; every other rank must report it within engine.collective_timeout."""
     host = _any_host(training, rng)
     rank = f"rank {RANK_OF[host.name]} on {host.name}"
     words = tuple(f"{rank} (pid {{}}) {how}" for how in ("has sent no heartbeat", "has made no progress"))

@@ -22,7 +22,7 @@ import _runs
 from tests.support.launch_faults import start as start_launch
 from tests.support.virtual_cluster import Host, VirtualCluster, end
 
-ENGINE_TIMEOUT = 20.0  # engine.timeout: a rank that stands still is noticed after so many seconds
+ENGINE_TIMEOUT = 20.0  # engine.collective_timeout: a rank that stands still is noticed after so many seconds
 SAVE_FREQ, EVAL_FREQ = 20, 50
 RETRIES = 4
 LONGEST_RUN = 1_000_000  # steps; the last start of all names the real end
@@ -53,7 +53,7 @@ def words(*more: str) -> list[str]:
         "model.tie_embeddings=true",
         "data.num_workers=0",
         "logging.plot=false",
-        f"engine.timeout={ENGINE_TIMEOUT:g}",
+        f"engine.collective_timeout={ENGINE_TIMEOUT:g}",
         f"logging.eval_freq={EVAL_FREQ}",
         *more,
     ]

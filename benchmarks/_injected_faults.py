@@ -332,8 +332,8 @@ def train_once(store: str, folder: str, name: str, accum: int, words: list[str],
         "data.max_validation_samples=4", "data.max_train_samples=480", "training.train_batch_size=4",
         f"training.grad_accum_steps={accum}", f"training.num_train_steps={STEPS}", f"logging.save_freq={SAVE_EVERY}",
         "logging.eval_freq=1000", "logging.log_freq=1000", "checkpoints.async_save=false", "optimizer.warmup_steps=0",
-        "stability.audit_every=1", "stability.rollback_lr_factor=1.0", "stability.spike_action=skip",
-        "stability.spike_window=6", "stability.spike_sigma=50", "engine.timeout=15",
+        "stability.audit_freq=1", "stability.rollback_lr_factor=1.0", "stability.spike_action=skip",
+        "stability.spike_window=6", "stability.spike_sigma=50", "engine.collective_timeout=15",
     ]  # fmt: skip
     with plant():
         train(check_run(load_config("tiny", None, [*common, *words]), int(os.environ["WORLD_SIZE"])))

@@ -110,7 +110,7 @@ class Ours(Variant):
 
         settings = {
             "hidden_size": shape.width, "n_blocks": shape.depth, "n_heads": shape.heads, "cond_dim": shape.width,
-            "latent_tokens": 1, "max_seq_len": shape.length, "latent_dim": shape.latent, "vocab_size": shape.vocab,
+            "tokens_per_latent": 1, "max_seq_len": shape.length, "latent_dim": shape.latent, "vocab_size": shape.vocab,
             "mask_token_id": min(MASK_ID, shape.vocab - 1), "pad_token_id": PAD_ID,
             "eos_token_id": min(EOS_ID, shape.vocab - 2), **model,
         }  # fmt: skip
@@ -165,7 +165,7 @@ class Ours(Variant):
 
 
 def awake(model: nn.Module) -> nn.Module:
-    """Give zero-initialised parameters values: products with zeros may be cheaper than with numbers."""
+    """Give zero-initialized parameters values: products with zeros may be cheaper than with numbers."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if not parameter.any():

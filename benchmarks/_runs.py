@@ -19,7 +19,7 @@ ENGINES: dict[str, list[str]] = {
     "single": ["engine.kind=single"],
     "ddp": ["engine.kind=ddp"],
     "fsdp": ["engine.kind=fsdp"],
-    "hsdp": ["engine.kind=fsdp", "engine.replicas=2"],
+    "hsdp": ["engine.kind=fsdp", "engine.hsdp_replicas=2"],
     **{f"zero{stage}": [f"engine.zero_stage={stage}"] for stage in range(4)},
     "zero3_offload": [f"engine.deepspeed_config={ROOT / 'ds_configs' / 'zero3_offload.json'}"],
 }

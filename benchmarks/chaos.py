@@ -62,7 +62,9 @@ from _chaos_run import ENGINE_TIMEOUT, EVAL_FREQ, RETRIES, SAVE_FREQ, Launch, Tr
 
 from tests.support.virtual_cluster import VirtualCluster, reason_to_skip  # noqa: E402
 
-IDLE_LIMIT = 3 * ENGINE_TIMEOUT + 60  # seconds without any sign: a first step may take three times engine.timeout
+IDLE_LIMIT = (
+    3 * ENGINE_TIMEOUT + 60
+)  # seconds without any sign: a first step may take three times engine.collective_timeout
 START_LIMIT = 120.0  # seconds from the command to the first step, on a busy machine
 DISK = 320  # MiB of the checkpoint folder: six checkpoints
 CONTINUED = "continued"

@@ -44,7 +44,7 @@ from _injected_faults import (
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "benchmarks" / "_injected_faults.py"
 LIMIT = 300.0  # seconds within which a launch must end
-LIMIT_ENDED = 120.0  # the same for a job with a dead rank; engine.timeout is 15 s
+LIMIT_ENDED = 120.0  # the same for a job with a dead rank; engine.collective_timeout is 15 s
 AT_ONCE = 3  # jobs with a dead rank: they mostly wait
 QUICK = {"ddp": (3,), "fsdp": (1,), "zero0": (1,), "zero1": (3,), "zero2": (1,), "zero3": (3,)}
 QUICK_ENDED = ("zero3",)

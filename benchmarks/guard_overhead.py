@@ -2,9 +2,9 @@
 
     python benchmarks/guard_overhead.py [--data STORE] [--quick] [--json FILE]
 
-One process runs the training loop on the `base` preset's shapes (--quick: `tiny`) with the guard on and off in turns
+One process runs the training loop on the preset `mmdit_300m` (--quick: `tiny`) with the guard on and off in turns
 (A B B A); off applies every step without a decision, windows or audit. The ratio is the median over steps, each
-compared with that of the same batch; one step's fraction of an audit (1 / stability.audit_every) is added to "on".
+compared with that of the same batch; one step's fraction of an audit (1 / stability.audit_freq) is added to "on".
 
 Host syncs are counted between the arrival of the batch and the end of the optimizer step: every tolist(), and every
 operation whose result or shape the host must read from a tensor. Two reads of the model that happen on a CPU only,
@@ -100,7 +100,7 @@ def run(args, folder: str, name: str, guarded: bool, count_syncs: bool) -> Meter
         f"data.latent_data_root={args.data}", f"logging.save_dir={folder}", f"logging.run_name={name}",
         "engine.kind=single", f"training.num_train_steps={args.steps}", f"training.train_batch_size={args.micro}",
         "training.dtype=fp32", "data.max_validation_samples=2", "logging.save_freq=100000", "logging.eval_freq=100000",
-        "logging.log_freq=100000", "stability.audit_every=100000", "stability.spike_window=4",
+        "logging.log_freq=100000", "stability.audit_freq=100000", "stability.spike_window=4",
         "checkpoints.async_save=false", "training.freeze=none", "training.grad_accum_steps=1",
         "stability.spike_action=log",
     ]  # fmt: skip
@@ -114,7 +114,7 @@ def run(args, folder: str, name: str, guarded: bool, count_syncs: bool) -> Meter
     for patch in patches:
         patch.start()
     try:
-        config = load_config("tiny" if args.quick else "base", None, words)
+        config = load_config("tiny" if args.quick else "mmdit_300m", None, words)
         if count_syncs:
             with counting_mode(meter):
                 train(check_run(config, 1))
@@ -157,7 +157,7 @@ def audit_seconds(args, folder: str) -> float:
     from mmldlm.tasks.translation.parameter_plan import parameter_plan
 
     words = [f"data.latent_data_root={args.data}", "engine.kind=single", f"logging.save_dir={folder}"]
-    data = open_data(load_config("tiny" if args.quick else "base", None, words))
+    data = open_data(load_config("tiny" if args.quick else "mmdit_300m", None, words))
     model = MultimodalMMDiT(data.config.model)
     engine = build_engine(model, data.config, parameter_plan(model, data.config))
     states = engine.optimizer_state()
@@ -200,7 +200,7 @@ def main() -> int:
         _report.claim("host_syncs_per_step", max(syncs), "<=", 1),
         _report.claim("model_reads_off_cpu", reads_off_cpu(), "==", 0),
     ]
-    preset = "tiny" if args.quick else "base"
+    preset = "tiny" if args.quick else "mmdit_300m"
     return _report.write(args.json, claims, args.quick, preset=preset, micro_batch=args.micro, pairs=pairs)
 
 

@@ -37,7 +37,7 @@ SAVE_FREQ = 5
 MOST_STEPS = 8  # of a life, before it is killed
 MARGIN = 20  # steps before the end, where a life is killed in any case: a run that is done cannot be
 NUM_SAMPLES = 41  # six global batches of eight an epoch, the last one of a single sample
-TIMEOUT, PEER_LIMIT = 60.0, 90.0  # seconds: engine.timeout; what a peer may take to end
+TIMEOUT, PEER_LIMIT = 60.0, 90.0  # seconds: engine.collective_timeout; what a peer may take to end
 LIFE_LIMIT, LAST_LIMIT = 300.0, 3600.0  # seconds of a life on a busy machine, and of the last one to the run's end
 AT_A_TIME = 3
 
@@ -57,7 +57,7 @@ class Run:
             f"data.max_train_samples={NUM_SAMPLES}",
             f"training.num_train_steps={self.num_steps}",
             f"logging.save_freq={SAVE_FREQ}",
-            f"engine.timeout={TIMEOUT}",
+            f"engine.collective_timeout={TIMEOUT}",
             *_runs.ENGINES[self.engine],
         ]
         return _runs.settings(self.data, self.folder, name, WORLD_SIZE, *own, *more)

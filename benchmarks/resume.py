@@ -35,7 +35,7 @@ BOUNDS = {"fp32": 1e-4, "bf16": 2e-2}
 VARIANTS = {
     "fp32": ["training.dtype=fp32"],
     "bf16": ["training.dtype=bf16"],
-    "frozen": ["training.dtype=fp32", "training.loss_type=l2t", "training.freeze=mode", "optimizer.ema_decay=0.9"],
+    "frozen": ["training.dtype=fp32", "training.loss_type=l2t", "training.freeze=by_mode", "optimizer.ema_decay=0.9"],
 }
 # Every engine is left and reached, on every world size.
 QUICK = """

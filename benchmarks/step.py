@@ -307,7 +307,7 @@ def gpu_claims(args) -> tuple[list[dict], dict]:
     for length in lengths:
         for compiled in (False, True) if on_gpu else (False,):
             shape = Shape(f"S{length}", length=length, batch=batch * 512 // length if on_gpu else batch, **size)
-            variant = Ours(shape, torch.bfloat16, args.device, latent_tokens=4)
+            variant = Ours(shape, torch.bfloat16, args.device, tokens_per_latent=4)
             if compiled:
                 variant.model.compile_blocks()
             seconds, peak_bytes = gpu_steps(variant, args.rounds + 3, on_gpu)

@@ -76,3 +76,19 @@ def test_no_page_and_no_script_names_an_old_key():
     files = [*root.glob("docs/*.md"), root / "README.md", *root.glob("benchmarks/*.py"), *root.glob("launchers/*.sh")]
     old = re.compile("|".join(rf"\b{re.escape(key)}(?!\w)" for key in KEYS))
     assert {(path.name, key) for path in files for key in old.findall(path.read_text())} == set()
+
+
+def test_links_between_pages_lead_somewhere():
+    root = house.PACKAGE.parent
+    broken = []
+    for page in [*root.glob("*.md"), *root.glob("docs/*.md")]:
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            path, _, anchor = link.partition("#")
+            if "://" in link:
+                continue
+            target = page if not path else page.parent / path
+            titles = re.findall(r"^#+ (.*)", target.read_text(), re.M) if anchor and target.is_file() else []
+            anchors = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+            if not target.exists() or (anchor and anchor not in anchors):
+                broken.append(f"{page.name}: {link}")
+    assert broken == []

@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from mmldlm.config.old_keys import hint_for_old_key
-from mmldlm.config.renamed_keys import hint_for_renamed_key
+from mmldlm.config.renamed_keys import PRESETS, hint_for_renamed_key, new_value
 from mmldlm.config.schema import Config
 from mmldlm.config.section import IsPath, Section
 from mmldlm.config.task_registry import DEFAULT_TASK, find_task
@@ -47,9 +47,10 @@ def load_config(
     if name is not None:
         known = preset_names()
         if name not in known:
+            hint = f" (now {PRESETS[name]})" if name in PRESETS else _closest_key(name, known)
             raise UserError(
                 f"a preset: {', '.join(known)}",
-                f"--config-name {name}{_closest_key(name, known)}",
+                f"--config-name {name}{hint}",
                 "use --config for a file",
             )
         text = (resources.files("mmldlm.config") / "presets" / f"{name}.yaml").read_text("utf-8")
@@ -113,7 +114,11 @@ def _describe_problem(key: str, problem: Any, config_class: type[Config]) -> str
     field = _field(key, config_class)
     if kind == "literal_error" and isinstance(found, str):
         choices = re.findall(r"'([^']*)'", str(context.get("expected", "")))
-        meant = _ALIASES.get(found.lower()) or next(iter(difflib.get_close_matches(found.lower(), choices, 1)), None)
+        meant = (
+            new_value(key, found)
+            or _ALIASES.get(found.lower())
+            or next(iter(difflib.get_close_matches(found.lower(), choices, 1)), None)
+        )
         return f"; did you mean {meant}?" if meant else ""
     if kind == "model_type" and hasattr(field, "model_fields"):
         return f"; it is a section: {', '.join(f'{key}.{name}=...' for name in field.model_fields)}"

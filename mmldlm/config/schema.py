@@ -117,9 +117,9 @@ class EngineConfig(Section):
     """ZeRO stage. None: that of the DeepSpeed JSON, or 2 without one."""
     deepspeed_config: FilePath = None
     """DeepSpeed JSON file (also --deepspeed_config)."""
-    replicas: int = Field(1, ge=1)
+    hsdp_replicas: int = Field(1, ge=1)
     """FSDP2: groups of ranks that each hold one sharded copy of the model (HSDP; e.g. the number of nodes)."""
-    timeout: float = Field(600.0, gt=0)
+    collective_timeout: float = Field(600.0, gt=0)
     """Seconds a collective may take before the job ends."""
 
 
@@ -132,7 +132,7 @@ class StabilityConfig(Section):
     """A spike is this many standard deviations above the mean of the window."""
     spike_window: int = Field(128, ge=4)
     """Applied steps in the window of losses and norms; spikes are detected once it is half full."""
-    audit_every: int = Field(500, ge=1)
+    audit_freq: int = Field(500, ge=1)
     """Steps between two audits of all weights and moments for non-finite values (each checkpoint is audited, too)."""
     max_consecutive_skips: int = Field(20, ge=1)
     """Steps skipped in a row before the run returns to its last valid checkpoint (a failed audit does so at once)."""
@@ -140,7 +140,7 @@ class StabilityConfig(Section):
     """Rollbacks before all ranks stop with exit 4."""
     rollback_lr_factor: float = Field(0.5, gt=0, le=1)
     """Every rollback multiplies the learning rate of the rest of the run by this."""
-    max_bad_share: float = Field(0.5, gt=0, le=1)
+    max_bad_sample_fraction: float = Field(0.5, gt=0, le=1)
     """All ranks stop with exit 4 when more than this fraction of the samples of the last 100 global batches was bad
     (left out, or repaired by nan_to_num); checked from the 20th batch on. 1: never."""
     nan_to_num: bool = False
@@ -193,7 +193,7 @@ class LoggingConfig(Section):
     """Steps between two checkpoints; one is always saved at the end."""
     eval_freq: int = Field(1000, ge=1)
     """Steps between two evaluations on validation data; one is always made at the end."""
-    grad_log_interval: int = Field(0, ge=0)
+    layer_stats_freq: int = Field(0, ge=0)
     """Log per-layer gradient, update and activation statistics every N steps (gradient_log.jsonl, wandb); costs one
     host sync on those steps. 0: never."""
     peak_tflops: float | None = Field(None, gt=0)

@@ -86,7 +86,7 @@ class Heartbeat:
         Args:
             rank: of this process.
             world_size: number of ranks.
-            timeout: engine.timeout, seconds.
+            timeout: engine.collective_timeout, seconds.
             store: a client connection used by nothing else; None connects to MASTER_ADDR:MASTER_PORT, where
                 init_process_group has left a store.
             logs: folder for the stacks (stack_rank{N}.txt) and the flight recorder's files of a rank that is ended.

@@ -26,7 +26,7 @@ def prepare_environment(timeout: float, logs: Path | None = None) -> list[str]:
     gloo reads no time limit from the environment: it takes the `timeout` of init_process_group.
 
     Args:
-        timeout: engine.timeout, seconds.
+        timeout: engine.collective_timeout, seconds.
         logs: folder for the flight recorder's files, created here because torch does not create it.
 
     Returns:
@@ -55,7 +55,8 @@ def _timeout_beyond(timeout: float) -> list[str]:
     heartbeat = os.environ[_HEARTBEAT]
     if not heartbeat.isdigit() or int(heartbeat) > max(timeout, _MAX_HEARTBEAT):
         warnings.append(
-            f"{_HEARTBEAT}={heartbeat}: a rank blocked in CUDA ends only after that, engine.timeout is {timeout:g} s"
+            f"{_HEARTBEAT}={heartbeat}: a rank blocked in CUDA ends only after that, "
+            f"engine.collective_timeout is {timeout:g} s"
         )
     if os.environ[_MONITORING].lower() in _FALSE:
         warnings.append(f"{_MONITORING}={os.environ[_MONITORING]}: a blocked NCCL watchdog is not detected")

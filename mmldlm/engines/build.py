@@ -51,15 +51,15 @@ def check_engine(config: Config, world_size: int) -> None:
             f"{world_size} processes",
             "set engine.kind=deepspeed, fsdp or ddp, or start one process",
         )
-    if engine.kind != "fsdp" and engine.replicas != 1:
+    if engine.kind != "fsdp" and engine.hsdp_replicas != 1:
         raise UserError(
-            "engine.replicas only with engine.kind=fsdp (HSDP)",
-            f"engine.replicas={engine.replicas} with engine.kind={engine.kind}",
-            "drop engine.replicas, or set engine.kind=fsdp",
+            "engine.hsdp_replicas only with engine.kind=fsdp (HSDP)",
+            f"engine.hsdp_replicas={engine.hsdp_replicas} with engine.kind={engine.kind}",
+            "drop engine.hsdp_replicas, or set engine.kind=fsdp",
         )
-    if world_size % engine.replicas:
+    if world_size % engine.hsdp_replicas:
         raise UserError(
-            "engine.replicas that divides the number of ranks",
-            f"engine.replicas={engine.replicas} with {world_size} rank(s)",
+            "engine.hsdp_replicas that divides the number of ranks",
+            f"engine.hsdp_replicas={engine.hsdp_replicas} with {world_size} rank(s)",
             "choose a divisor, e.g. the number of nodes",
         )

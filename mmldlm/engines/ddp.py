@@ -24,7 +24,7 @@ class DdpEngine(TorchEngine):
     def __init__(self, model: nn.Module, config: Config, plan: ParameterPlan):
         self.rank, local_rank, self.world_size = rank_environment()
         self.device = pick_device(local_rank)
-        start_process_group(self.device, config.engine.timeout)
+        start_process_group(self.device, config.engine.collective_timeout)
         self.saves_shards = self.rank == 0
         model.to(self.device)
         dtype = compute_dtype(config.training.dtype)

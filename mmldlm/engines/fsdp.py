@@ -29,15 +29,15 @@ TRAINABLE = "trainable.json"
 class FsdpEngine(TorchEngine):
     """fp32 shards; each unit's weights are gathered (in bf16 when asked) while it runs, gradients reduced in fp32.
 
-    With engine.replicas = R, groups of world size / R ranks shard the model and R groups hold copies (HSDP).
+    With engine.hsdp_replicas = R, groups of world size / R ranks shard the model and R groups hold copies (HSDP).
     """
 
     kind = "fsdp"
 
     def __init__(self, model: nn.Module, config: Config, plan: ParameterPlan):
         self.rank, local_rank, self.world_size = rank_environment()
-        self.device, self.replicas = pick_device(local_rank), config.engine.replicas
-        start_process_group(self.device, config.engine.timeout)
+        self.device, self.replicas = pick_device(local_rank), config.engine.hsdp_replicas
+        start_process_group(self.device, config.engine.collective_timeout)
         shards = self.world_size // self.replicas
         if self.replicas == 1:
             mesh = init_device_mesh(self.device.type, (shards,), mesh_dim_names=("shard",))

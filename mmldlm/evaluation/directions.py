@@ -165,7 +165,7 @@ def measure_t2l(
         diffusion=pretrained.latent_diffusion,
         steps=settings.latent_steps,
         guidance=settings.guidance,
-        renormalise=pretrained.renormalise,
+        renormalize=pretrained.renormalize,
         seed=settings.seed,
         progress=progress,
         **batch_budget(model, settings.batch_size),

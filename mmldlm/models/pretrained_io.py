@@ -16,6 +16,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from mmldlm.config.renamed_keys import model_config_with_new_names
 from mmldlm.errors import UserError
 from mmldlm.models.mmdit.config import ModelConfig
 from mmldlm.utils.json_files import read_json
@@ -83,7 +84,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         raise UserError(f"{path.name} in {path.parent}", "no such file", CONVERT)
-    values = read_json(path, COPY_AGAIN, max_bytes=4 << 20)
+    values = model_config_with_new_names(read_json(path, COPY_AGAIN, max_bytes=4 << 20))
     try:
         model_config(values)
     except ValidationError as error:

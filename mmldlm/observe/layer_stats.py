@@ -115,7 +115,7 @@ class LayerStatsCollector:
 
     Args:
         engine: the engine.
-        interval: logging.grad_log_interval; 0 disables.
+        interval: logging.layer_stats_freq; 0 disables.
         dtype: training.dtype.
     """
 

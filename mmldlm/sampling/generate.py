@@ -120,8 +120,8 @@ def sample_t2l(pretrained: Pretrained, options: SampleOptions, progress: Progres
         method=options.method,
         eta=options.eta,
         guidance=options.guidance,
-        renormalise=pretrained.renormalise,
-        unit=pretrained.renormalise,
+        renormalize=pretrained.renormalize,
+        unit=pretrained.renormalize,
         seed=options.seed,
         progress=progress.start(f"embedding {count_noun(len(texts), 'text')} in {options.num_steps} steps"),
     )
@@ -173,7 +173,7 @@ def sample_unconditional(pretrained: Pretrained, options: SampleOptions, progres
             count,
             text_diffusion=pretrained.text_diffusion,
             latent_diffusion=pretrained.latent_diffusion,
-            renormalise=pretrained.renormalise,
+            renormalize=pretrained.renormalize,
             progress=progress.start(f"sampling {count} texts and embeddings together in {steps} steps"),
             **shared,
         )
@@ -184,8 +184,8 @@ def sample_unconditional(pretrained: Pretrained, options: SampleOptions, progres
             num_samples=count,
             diffusion=pretrained.latent_diffusion,
             steps=steps,
-            renormalise=pretrained.renormalise,
-            unit=pretrained.renormalise,
+            renormalize=pretrained.renormalize,
+            unit=pretrained.renormalize,
             seed=options.seed,
             progress=progress.start(f"sampling {count} embeddings in {steps} steps"),
         )

@@ -86,7 +86,7 @@ def encode_texts(texts: Sequence[str], pretrained: Pretrained, progress: Progres
             "its store was packed without --encoder",
             "embed the texts yourself with that encoder and pass --latent-file",
         )
-    count, all_parts = pretrained.model.config.max_latents, []
+    count, all_parts = pretrained.model.config.num_latents, []
     for text in texts:  # split as in `mmldlm prepare`
         parts = split_into_parts(text, count)
         if parts is None:

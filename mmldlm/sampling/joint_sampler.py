@@ -69,7 +69,7 @@ def sample_joint(
     sampler: str = "ancestral",
     temperature: float | None = None,
     top_p: float = 1.0,
-    renormalise: bool = False,
+    renormalize: bool = False,
     seed: int = 0,
     batch_size: int = 32,
     progress: Callable[[int, int], None] | None = None,
@@ -96,7 +96,7 @@ def sample_joint(
     latents = torch.empty(num_samples, *shape)
     grid = time_grid(latent_diffusion, steps).tolist()
     draw, done = DrawSettings(temperature, top_p), 0
-    project = partial(project_to_sphere, model) if renormalise else None
+    project = partial(project_to_sphere, model) if renormalize else None
     for index in order.split(batch_size):
         rows = index.tolist()
         strategy = start_decoding(

@@ -49,7 +49,7 @@ def pad_texts(
 
 def latent_shape(config) -> tuple[int, ...]:
     """Return the shape of one sample's latents: (D,), or (M, D) for a model of M latents per text."""
-    count = getattr(config, "max_latents", 1)
+    count = getattr(config, "num_latents", 1)
     return (config.latent_dim,) if count == 1 else (count, config.latent_dim)
 
 
@@ -59,11 +59,11 @@ def check_latents_per_text(store, config) -> None:
     Raises:
         UserError: it has another number.
     """
-    if store.latents_per_text != config.max_latents:
+    if store.latents_per_text != config.num_latents:
         raise UserError(
-            f"a store of {config.max_latents} latents per text, as the model was trained on (model.max_latents)",
+            f"a store of {config.num_latents} latents per text, as the model was trained on (model.num_latents)",
             f"{store.latents_per_text} in {store.root}",
-            f"prepare one with --latents-per-text {config.max_latents}",
+            f"prepare one with --latents-per-text {config.num_latents}",
         )
 
 
@@ -78,7 +78,7 @@ def sample_latents(
     method: str = "ddim",
     eta: float = 0.0,
     guidance: float = 1.0,
-    renormalise: bool = False,
+    renormalize: bool = False,
     unit: bool = False,
     seed: int = 0,
     batch_tokens: int = 4096,
@@ -94,7 +94,7 @@ def sample_latents(
         method: ddim (any prediction), or heun for rectified flow (second order).
         eta: noise of DDIM, 1 is ancestral.
         guidance: classifier-free guidance, null + g (given - null) in the prediction's space.
-        renormalise: project every x0 estimate but the last onto the sphere (only for encoders of unit vectors).
+        renormalize: project every x0 estimate but the last onto the sphere (only for encoders of unit vectors).
         unit: return vectors of norm 1.
         seed: the noise of a sample depends on the seed and its index only.
         batch_tokens: maximum padded positions per pass.
@@ -126,7 +126,7 @@ def sample_latents(
         def predict(z: Tensor, t: float, tokens=tokens, real=real) -> Tensor:
             return _predict(model, tokens, real, z, t, guidance)
 
-        project = partial(project_to_sphere, model) if renormalise else None
+        project = partial(project_to_sphere, model) if renormalize else None
         z = draws[:, 0]
         grid = time_grid(diffusion, steps).tolist()
         for k, (t, s) in enumerate(zip(grid[:-1], grid[1:])):

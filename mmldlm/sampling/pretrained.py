@@ -59,16 +59,16 @@ class Pretrained:
     @property
     def unit_norm(self) -> bool:
         """Whether the training latents are unit vectors, according to the encoder or else to their statistics."""
-        if self.latent_config.l2_normalise:
+        if self.latent_config.l2_normalize:
             return True
         if self.encoder is not None and "normalize" in self.encoder:
             return bool(self.encoder["normalize"])
         return latents_are_unit(self.model.latent_mean, self.model.latent_std)
 
     @property
-    def renormalise(self) -> bool:
+    def renormalize(self) -> bool:
         """Whether samplers project x0 estimates onto the unit sphere."""
-        return self.latent_config.renormalise_x0 and self.unit_norm
+        return self.latent_config.renormalize_x0 and self.unit_norm
 
     @property
     def has_encoder(self) -> bool:
@@ -136,7 +136,7 @@ def load_pretrained(path: str | Path, device: str = "cpu", dtype: torch.dtype = 
             sections[key] = section(**values[key])
         except ValidationError as error:
             raise UserError(f'a valid "{key}" in {config_path}', str(error), CONVERT) from error
-    model.normalizes_latents = sections["latent_diffusion"].l2_normalise
+    model.normalizes_latents = sections["latent_diffusion"].l2_normalize
     training, encoder = values.get("training") or {}, values.get("encoder")
     try:
         settings = _TrainingSettings(**training)

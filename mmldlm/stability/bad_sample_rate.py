@@ -15,7 +15,7 @@ class BadSampleRate:
     never holds a window above the limit, because the run ends first: after the data is repaired, the run can resume.
 
     Args:
-        limit: stability.max_bad_share.
+        limit: stability.max_bad_sample_fraction.
     """
 
     def __init__(self, limit: float):
@@ -33,7 +33,7 @@ class BadSampleRate:
             return None
         return (
             f"{num_bad} of the {num_samples} samples of the last {len(self._batches)} global batches were bad "
-            f"({num_bad / num_samples:.0%}, above stability.max_bad_share={self.limit:g})"
+            f"({num_bad / num_samples:.0%}, above stability.max_bad_sample_fraction={self.limit:g})"
         )
 
     def state(self) -> list[tuple[int, int]]:

@@ -44,7 +44,7 @@ class Guard:
         self.loss_scale = LossScaler(config, dtype)
         self.loss = SpikeWindow(config.spike_window, config.spike_sigma)
         self.norm = SpikeWindow(config.spike_window, config.spike_sigma)
-        self.bad_samples = BadSampleRate(config.max_bad_share)
+        self.bad_samples = BadSampleRate(config.max_bad_sample_fraction)
 
     def decide(self, loss: float, num_bad_losses: int, grad_norm: float, num_usable: int = 1) -> StepDecision:
         """Decide on a step whose gradients are ready.

@@ -66,7 +66,7 @@ def wait_on_all_ranks(
 ) -> None:
     """Return when the work is finished on all ranks. Collective.
 
-    Polls instead of waiting in one collective, which engine.timeout would end.
+    Polls instead of waiting in one collective, which engine.collective_timeout would end.
 
     Args:
         is_running: whether this rank's work is running.

@@ -181,7 +181,7 @@ class SaveSchedule:
         can_save = self.is_overdue and state.consecutive_skips == 0
         save = is_last or report.stop_requested or report.save_requested or can_save
         # Audit before an evaluation too: a signal may cut it short, and then the weights are saved.
-        audit = save or evaluate or step % self.config.stability.audit_every == 0
+        audit = save or evaluate or step % self.config.stability.audit_freq == 0
         return Due(is_last, save, evaluate, audit)
 
     def saved(self, due: Due) -> None:

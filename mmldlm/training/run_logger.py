@@ -78,7 +78,7 @@ class RunLogger:
             return
         self.run_dir.mkdir(parents=True, exist_ok=True)
         # The other ranks wait in a collective, which has its own time limit.
-        timeout = self.config.engine.timeout / 2
+        timeout = self.config.engine.collective_timeout / 2
         self.lock.acquire(lambda note: error_reporting.log_line(f"warning: {note}"), heartbeat, timeout)
         check_no_checkpoints(self.config)
         try_longest(self.run_dir, self.config.training.num_train_steps, engine_folders(self.engine))

@@ -78,7 +78,7 @@ class Session:
         """Announce to the heartbeat what this rank does until the next phase.
 
         Args:
-            timeout_factor: multiplies engine.timeout, after which a rank without progress counts as failed.
+            timeout_factor: multiplies engine.collective_timeout, after which a rank without progress counts as failed.
         """
         self.heartbeat.enter_phase(self.state.step, name, timeout_factor)
 
@@ -112,7 +112,7 @@ def open_session(data: RunData, stop: StopSignal) -> Iterator[Session]:
     config, training = data.config, data.config.training
     task = find_task(config.task)
     logs = config.run_dir() / "logs"
-    for note in prepare_environment(config.engine.timeout, logs):
+    for note in prepare_environment(config.engine.collective_timeout, logs):
         if int(os.environ.get("RANK", 0)) == 0:
             log_line(f"warning: {note}")
     model = task.build_model(data)
@@ -130,7 +130,7 @@ def open_session(data: RunData, stop: StopSignal) -> Iterator[Session]:
     stop.all_have_met()
     check_precision(engine, config)
     with (
-        Heartbeat(engine.rank, engine.world_size, config.engine.timeout, logs=logs) as heartbeat,
+        Heartbeat(engine.rank, engine.world_size, config.engine.collective_timeout, logs=logs) as heartbeat,
         contextlib.ExitStack() as at_end,
     ):
         session = _assemble(task, data, engine, heartbeat, stop)
@@ -164,7 +164,7 @@ def _assemble(task: Task, data: RunData, engine: Engine, heartbeat: Heartbeat, s
         logger=logger,
         checkpointer=Checkpointer(logger, average, guard, heartbeat.touch, lambda: stop.received),
         guard=guard,
-        layer_stats=LayerStatsCollector(engine, config.logging.grad_log_interval, training.dtype),
+        layer_stats=LayerStatsCollector(engine, config.logging.layer_stats_freq, training.dtype),
         average=average,
         heartbeat=heartbeat,
         stop=stop,
@@ -217,7 +217,7 @@ def check_same_config(config: Config) -> None:
     _, local_rank, world_size = rank_environment()
     if world_size == 1:
         return
-    start_process_group(pick_device(local_rank), config.engine.timeout)
+    start_process_group(pick_device(local_rank), config.engine.collective_timeout)
     gathered: list[tuple[str, str]] = [("", "")] * world_size
     torch.distributed.all_gather_object(gathered, (socket.gethostname(), json.dumps(_flat(config.model_dump()))))
     if len({dumped for _, dumped in gathered}) == 1:

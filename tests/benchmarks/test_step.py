@@ -19,7 +19,7 @@ def run(tmp_path, *words: str, codes=(0,)) -> tuple[dict, str]:
 
 
 def test_the_gpu_part_and_growth_run_on_a_cpu(tmp_path):
-    """The script is ready for the day a GPU is lent; without one it claims no utilisation."""
+    """The script is ready for the day a GPU is lent; without one it claims no utilization."""
     report, output = run(tmp_path, "--gpu-form", "--rounds", "1")
     (row,) = report["conditions"]["gpu_rows"]
     assert report["claims"] == [] and row["mfu"] is None and row["tokens_per_second"] > 0 and row["saved_gib"] > 0

@@ -15,7 +15,7 @@ from mmldlm.tasks.translation.config import TranslationConfig
 
 
 def test_every_preset_loads_and_round_trips(tmp_path):
-    assert {"quickstart", "tiny", "small", "base", "mmdit", "mmdit_stable", "mmdit_1b"} <= set(preset_names())
+    assert {"quickstart", "tiny", "small", "mmdit_300m", "mmdit", "mmdit_stable", "mmdit_1b"} <= set(preset_names())
     for name in preset_names():
         config = load_config(name)
         path = tmp_path / f"{name}.yaml"
@@ -36,7 +36,7 @@ def test_parameter_counts_of_the_presets():
     from mmldlm.models import MultimodalMMDiT
 
     ids = ["model.latent_dim=1024", "model.vocab_size=30522", "model.mask_token_id=103", "model.pad_token_id=0"]
-    expected = {"mmdit": 0.9e9, "mmdit_1b": 1.1e9, "base": 0.31e9, "small": 0.11e9}
+    expected = {"mmdit": 0.9e9, "mmdit_1b": 1.1e9, "mmdit_300m": 0.31e9, "small": 0.11e9}
     for name, count in expected.items():
         with torch.device("meta"):
             model = MultimodalMMDiT(load_config(name, None, [*ids, "model.eos_token_id=102"]).model)

@@ -15,9 +15,9 @@ from mmldlm.models.mmdit.costs import expected_shapes
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 SIZES = {
-    "hidden_size": 32, "n_blocks": 2, "n_heads": 2, "cond_dim": 16, "latent_dim": 10, "latent_tokens": 4,
+    "hidden_size": 32, "n_blocks": 2, "n_heads": 2, "cond_dim": 16, "latent_dim": 10, "tokens_per_latent": 4,
     "vocab_size": 50, "mask_token_id": 1, "pad_token_id": 2, "eos_token_id": 3, "max_seq_len": 20, "mlp_ratio": 2.5,
-    "max_latents": 3,
+    "num_latents": 3,
 }  # fmt: skip
 
 
@@ -45,8 +45,8 @@ def test_the_shapes_are_the_models(more):
         assert tuple(state[name].shape) == shape, name
 
 
-@pytest.mark.parametrize("key", ["hidden_size", "n_blocks", "n_heads", "cond_dim", "latent_dim", "latent_tokens",
-                                 "vocab_size", "max_seq_len", "mlp_ratio", "max_latents"])  # fmt: skip
+@pytest.mark.parametrize("key", ["hidden_size", "n_blocks", "n_heads", "cond_dim", "latent_dim", "tokens_per_latent",
+                                 "vocab_size", "max_seq_len", "mlp_ratio", "num_latents"])  # fmt: skip
 def test_every_size_is_noticed(tmp_path, key):
     config, state = built()
     for number, change in enumerate((2, 0.5)):

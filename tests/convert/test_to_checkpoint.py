@@ -256,9 +256,9 @@ def test_a_changed_file_beside_the_weights_is_not_vouched_for(fsdp_dir, tmp_path
 OTHER_INIT = """
 import runpy, sys, torch
 from mmldlm.models.mmdit.model import MultimodalMMDiT
-initialise = MultimodalMMDiT._initialize
+initialize = MultimodalMMDiT._initialize
 def other(self):
-    initialise(self)
+    initialize(self)
     with torch.no_grad():
         for tensor in (*self.parameters(), *self.buffers()):
             tensor.add_(torch.rand_like(tensor))
@@ -269,7 +269,7 @@ runpy.run_path({script!r}, run_name="__main__")
 
 
 def test_a_training_goes_on_from_the_end_of_the_chain(store, tmp_path):
-    """zero2@2 -> zero3@4 -> fsdp@1 -> universal -> zero2@2: the very losses, from another initialisation."""
+    """zero2@2 -> zero3@4 -> fsdp@1 -> universal -> zero2@2: the very losses, from another initialization."""
     import _runs
 
     common = ["training.num_train_steps=6", "logging.save_freq=3", "optimizer.ema_decay=0.9", *_runs.ENGINES["zero2"]]

@@ -292,11 +292,12 @@ def test_without_the_flush_the_bytes_are_the_same(zero_dir, tmp_path, monkeypatc
 def test_a_bar_only_where_somebody_waits(zero_dir, tmp_path, monkeypatch):
     screen = io.StringIO()
     monkeypatch.setattr(screen, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(sys, "stderr", screen)
     assert command(str(zero_dir / "z2_bf16"), str(tmp_path / "quick")) == 0 and not screen.getvalue()
     monkeypatch.setattr(convert_module, "PROGRESS_DELAY", -1.0)
     assert command(str(zero_dir / "z2_bf16"), str(tmp_path / "slow")) == 0
-    assert "957 B of 957" in screen.getvalue()  # cut at the width of the terminal
+    assert "957 B of 957 B" in screen.getvalue()
 
 
 def test_a_reader_that_has_enough(zero_dir):

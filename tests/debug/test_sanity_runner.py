@@ -42,7 +42,7 @@ def command(store, *words: str) -> int:
 def main(store: str, folder: str) -> None:
     for name, words in ENGINES.items():
         file = str(Path(folder) / f"{name}.json")
-        more = ["training.loss_type=l2t", "training.freeze=mode", "training.grad_accum_steps=2"]
+        more = ["training.loss_type=l2t", "training.freeze=by_mode", "training.grad_accum_steps=2"]
         command(store, *LMOL, "--overfit_steps", "5", "--json", file, *more, *words)
 
 
@@ -170,7 +170,9 @@ def test_a_frozen_parameter_that_moves_is_named(store):
     def nudge(engine):
         engine.model.latent_head.to_latent.bias.data.add_(1e-7)
 
-    found = failed(examined(store, "training.loss_type=l2t", "training.freeze=mode", plant=lambda s: on_step(s, nudge)))
+    found = failed(
+        examined(store, "training.loss_type=l2t", "training.freeze=by_mode", plant=lambda s: on_step(s, nudge))
+    )
     assert found == {"frozen": "changed during the steps: latent_head.to_latent.bias"}
 
 
@@ -178,7 +180,7 @@ def test_a_frozen_parameter_that_is_thawed_is_named(store):
     def thaw(found):
         found.engine.model.latent_encoder.to_tokens.bias.requires_grad_(True)
 
-    found = failed(examined(store, "training.loss_type=l2t", "training.freeze=mode", plant=thaw))
+    found = failed(examined(store, "training.loss_type=l2t", "training.freeze=by_mode", plant=thaw))
     assert found["frozen"] == "latent_encoder.to_tokens.bias has a gradient although it is frozen"
 
 

@@ -69,7 +69,7 @@ def test_a_missing_rank_is_blamed_even_if_it_is_ahead():
 
 
 def test_a_long_missing_rank_is_blamed_without_a_failed_collective():
-    """NCCL raises nothing when a peer is gone; engine.timeout may be ten minutes."""
+    """NCCL raises nothing when a peer is gone; engine.collective_timeout may be ten minutes."""
     limits = replace(LIMITS, stalled=600.0, dead=120.0)
     beats = [observation(0, 8), observation(1, 9, seen_at=0.0)]
     assert find_failed_ranks(beats, 119.0, limits) is None

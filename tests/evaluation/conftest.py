@@ -63,7 +63,7 @@ def small_model(seed: int = 0, gates: float = 0.2, **shape):
     from mmldlm.models.mmdit.config import ModelConfig
 
     torch.manual_seed(seed)
-    values = {"hidden_size": 16, "n_blocks": 1, "n_heads": 2, "cond_dim": 16, "max_seq_len": 16, "latent_tokens": 2}
+    values = {"hidden_size": 16, "n_blocks": 1, "n_heads": 2, "cond_dim": 16, "max_seq_len": 16, "tokens_per_latent": 2}
     ids = {"vocab_size": VOCAB, "mask_token_id": MASK, "pad_token_id": PAD, "eos_token_id": EOS, "latent_dim": DIM}
     model = MultimodalMMDiT(ModelConfig(**{**values, **ids, **shape}))
     for name, parameter in model.named_parameters():

@@ -218,7 +218,7 @@ def test_the_former_spelling_of_suite_names_the_new_one(capsys):
 def test_several_latents_a_text_are_measured_together(pretrained, make, tmp_path):
     """Cosines are means over a text's latents, retrieval is by their mean; another number of latents is refused."""
     store = Store(make.store(tmp_path / "store", 12, latents_per_text=3), "validation")
-    pretrained.model = make.model(max_latents=3)
+    pretrained.model = make.model(num_latents=3)
     settings = Settings(num_steps=2, latent_steps=2, control_samples=4)
     report = evaluate(pretrained, store, settings, lambda line: None)
     assert set(report.arms["model"]) >= {"gain_null", "f1_right", "cosine", "recall_at_1", "norm_ratio"}

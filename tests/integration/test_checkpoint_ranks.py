@@ -11,7 +11,7 @@ def events(folder, kind: str) -> list[dict]:
 
 def test_one_failure_loses_one_checkpoint_a_slow_disk_none(store, tmp_path):
     """Two FSDP ranks: those that are well must not wait in collectives for one that failed, or for one that writes or
-    checks for longer than engine.timeout."""
+    checks for longer than engine.collective_timeout."""
     done = run_ranks(2, ROOT / "tests" / "support" / "checkpoint_worker.py", str(tmp_path), str(store))
     assert done.returncode == 0, done.stdout[-4000:]
     (failed,) = events(tmp_path, "save_failed")

@@ -111,9 +111,9 @@ def test_the_files_layout_holds_them_too_and_packs_back(store, tmp_path):
 
 
 def test_the_model_takes_as_many_as_the_store_has(store, data, made_store):
-    assert data.config.model.max_latents == N and data.notes == ["3 latents per text (model.max_latents)"]
-    with pytest.raises(UserError, match="max_latents=3"):
-        open_data(load_config("tiny", None, [f"data.latent_data_root={store[0]}", "model.max_latents=2"]))
+    assert data.config.model.num_latents == N and data.notes == ["3 latents per text (model.num_latents)"]
+    with pytest.raises(UserError, match="num_latents=3"):
+        open_data(load_config("tiny", None, [f"data.latent_data_root={store[0]}", "model.num_latents=2"]))
     with pytest.raises(UserError, match="number of latents per text"):
         mixture = json.dumps({str(made_store): 1.0, str(store[0]): 1.0})
         open_data(load_config("tiny", None, [f"data.mixture={mixture}"]))

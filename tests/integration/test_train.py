@@ -212,8 +212,8 @@ def test_save_now_init_from_and_resume_differ(store, tmp_path, capsys):
     assert steps == ["step_00000001", "step_00000004"] and not (folder / "save_now").exists()
     capsys.readouterr()
 
-    second = ["training.init_from=" + str(folder / "latest"), "training.loss_type=l2t", "training.freeze=mode"]
-    assert main(train_words(store, tmp_path, "second", *words, *second, "model.latent_tokens=3")) == 0
+    second = ["training.init_from=" + str(folder / "latest"), "training.loss_type=l2t", "training.freeze=by_mode"]
+    assert main(train_words(store, tmp_path, "second", *words, *second, "model.tokens_per_latent=3")) == 0
     said = capsys.readouterr().out
     assert "kept as initialized, of another shape: latent_encoder." in said
     first_loss = [read_log(tmp_path, name)[0]["step"] for name in ("first", "second")]
@@ -381,10 +381,12 @@ def test_expensive_settings_are_warned_of_at_the_start(store, tmp_path, capsys):
         "logging.plot=false",
         "data.max_validation_samples=auto",
     ]
-    words = train_words(store, tmp_path, "run", *words, "training.loss_type=t2l", "training.freeze=mode")
+    words = train_words(store, tmp_path, "run", *words, "training.loss_type=t2l", "training.freeze=by_mode")
     assert main(words) == 0
     said = capsys.readouterr().out
-    assert "warning: training.freeze=mode without training.init_from: the text side stays a random projection" in said
+    assert (
+        "warning: training.freeze=by_mode without training.init_from: the text side stays a random projection" in said
+    )
     assert "warning: optimizer.warmup_steps=5 in a run of training.num_train_steps=1" in said
     assert "validation samples each 10 steps (data.max_validation_samples)" in said
     more = [
@@ -394,12 +396,12 @@ def test_expensive_settings_are_warned_of_at_the_start(store, tmp_path, capsys):
     ]
     assert main([*words, *more, "logging.run_name=second"]) == 0
     said = capsys.readouterr().out
-    assert "freeze=mode)" in said and "warning: " not in said
+    assert "freeze=by_mode)" in said and "warning: " not in said
     # Its source is not named again: what it began with stands in its checkpoint.
     again = ["logging.run_name=second", "training.freeze=auto", "training.resume=auto", "training.num_train_steps=2"]
     assert main([*words, *again]) == 0
     said = capsys.readouterr().out
-    assert "freeze=mode)" in said and "random projection" not in said
+    assert "freeze=by_mode)" in said and "random projection" not in said
 
 
 def test_a_folder_that_cannot_be_made_is_refused(store, tmp_path, capsys):

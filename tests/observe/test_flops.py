@@ -27,7 +27,7 @@ def counter() -> FlopCounterMode:
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("fill", [1.0, 0.4])
-@pytest.mark.parametrize("more", [{}, {"latent_tokens": 3, "cond_dim": 40, "mlp_ratio": 2.0}])
+@pytest.mark.parametrize("more", [{}, {"tokens_per_latent": 3, "cond_dim": 40, "mlp_ratio": 2.0}])
 def test_model_agrees_with_torchs_counter(fill, more, fused, monkeypatch):
     """Forward, and forward with backward; where padding is left out the counter must not see it either."""
     if fused:  # the counter hooks all modules, and hooked layers are really called
@@ -46,7 +46,7 @@ def test_model_agrees_with_torchs_counter(fill, more, fused, monkeypatch):
 
 def model(**more) -> ModelConfig:
     return ModelConfig(
-        latent_dim=32, vocab_size=30522, hidden_size=1024, n_blocks=24, n_heads=16, cond_dim=1024, latent_tokens=1,
+        latent_dim=32, vocab_size=30522, hidden_size=1024, n_blocks=24, n_heads=16, cond_dim=1024, tokens_per_latent=1,
         max_seq_len=4096, **more,
     )  # fmt: skip
 

@@ -46,7 +46,7 @@ def steps(store: str, accum: int, words: list[str], frozen: str = "unconditional
     world = int(os.environ.get("WORLD_SIZE", 1))
     micro = GLOBAL_BATCH // world // accum
     common = [f"data.latent_data_root={store}", f"training.train_batch_size={micro}", f"training.loss_type={frozen}"]
-    common += [f"training.grad_accum_steps={accum}", "training.freeze=mode", "training.condition_dropout=0.3"]
+    common += [f"training.grad_accum_steps={accum}", "training.freeze=by_mode", "training.condition_dropout=0.3"]
     data = open_data(load_config("tiny", None, [*common, *words]))
     config = data.config
     torch.manual_seed(0)

@@ -31,7 +31,7 @@ def meta_model(config):
 
 
 @pytest.mark.parametrize("name", preset_names())
-@pytest.mark.parametrize("words", [(), ("model.tie_embeddings=true", "model.qk_rmsnorm=false", "model.max_latents=3")])
+@pytest.mark.parametrize("words", [(), ("model.tie_embeddings=true", "model.qk_rmsnorm=false", "model.num_latents=3")])
 def test_parameters_of_every_preset_to_the_element(name, words):
     config = configured(name, *words)
     model, sizes = meta_model(config), model_sizes(config, 16)
@@ -90,7 +90,7 @@ def kept_for_backward(config, length) -> int:
         ("tiny", 33),
         ("tiny", 64, "training.train_batch_size=32", "model.hidden_size=192", "model.n_blocks=5"),
         ("small", 64, "training.train_batch_size=4"),
-        ("mmdit", 128, "training.train_batch_size=2", "model.latent_tokens=9"),
+        ("mmdit", 128, "training.train_batch_size=2", "model.tokens_per_latent=9"),
     ],
     ids=lambda words: f"{words[0]}_{words[1]}",
 )

@@ -123,7 +123,7 @@ def checkpoint(tmp_path_factory):
             cond_dim=16,
             max_seq_len=16,
             latent_dim=6,
-            latent_tokens=2,
+            tokens_per_latent=2,
             vocab_size=32,
             mask_token_id=MASK,
             pad_token_id=PAD,

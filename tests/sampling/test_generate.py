@@ -307,10 +307,10 @@ def test_a_model_of_several_latents_a_text_reads_and_writes_them_all(checkpoint,
     several = shutil.copytree(checkpoint, tmp_path / "several")
     config = json.loads((checkpoint / "config.json").read_text())
     known = {key: value for key, value in config.items() if key in ModelConfig.model_fields}
-    model = MultimodalMMDiT(ModelConfig(**{**known, "max_latents": 3}))
+    model = MultimodalMMDiT(ModelConfig(**{**known, "num_latents": 3}))
     torch.nn.init.normal_(model.latent_head.to_latent.weight)
     model.save_pretrained(several)
-    (several / "config.json").write_text(json.dumps({**config, "max_latents": 3}))
+    (several / "config.json").write_text(json.dumps({**config, "num_latents": 3}))
     shared = ["--checkpoint", several, "--num-steps", 2, "--output-dir"]
     assert run("t2l", "--text", "word1 word2", "word3", *shared, tmp_path / "a") == 0
     made = np.load(tmp_path / "a" / "latents.npy")

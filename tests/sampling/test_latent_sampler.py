@@ -108,7 +108,7 @@ def test_renormalised_and_unit_latents(toys):
             return torch.full_like(z, 0.3)
 
     model = Half(mean=0.1, std=0.5)
-    plain = sample_latents(model, None, num_samples=2, diffusion=diffusion, steps=3, renormalise=True)
+    plain = sample_latents(model, None, num_samples=2, diffusion=diffusion, steps=3, renormalize=True)
     torch.testing.assert_close(plain, torch.full((2, 4), 0.25))  # the last estimate is returned as it is
     on_sphere = (torch.full((4,), 0.5) - 0.1) / 0.5  # raw (0.5, 0.5, 0.5, 0.5) has norm 1
     start = normals(0, Stream.LATENT, range(2), (1, 4))[:, 0]
@@ -117,7 +117,7 @@ def test_renormalised_and_unit_latents(toys):
     state = seen[1][seen[1][:, 0].argsort()]
     expected = alpha * on_sphere + sigma * start
     torch.testing.assert_close(state, expected[expected[:, 0].argsort()], rtol=0, atol=1e-5)
-    unit = sample_latents(model, None, num_samples=2, diffusion=diffusion, steps=3, renormalise=True, unit=True)
+    unit = sample_latents(model, None, num_samples=2, diffusion=diffusion, steps=3, renormalize=True, unit=True)
     torch.testing.assert_close(unit.norm(dim=1), torch.ones(2))
 
 

@@ -38,7 +38,7 @@ def main() -> None:
         module.leave_process_group = lambda: None  # the next engine uses it
         for name, scale, steps in ((engine, 1024, 8), (f"{engine}_large", 4194304, 4)):
             own = [f"logging.run_name={name}", f"stability.loss_scale={scale}", f"training.num_train_steps={steps}"]
-            own.append(f"logging.grad_log_interval={4 if name == engine else 0}")
+            own.append(f"logging.layer_stats_freq={4 if name == engine else 0}")
             assert train([*common, *own, *ENGINES[engine]]) == 0, name
 
 

@@ -23,7 +23,7 @@ def test_a_share_is_judged_over_the_window_and_not_before_enough_of_it_is_known(
         share.update(4, 8)
     assert share.check() is None, "half is not more than half, and what left the window no longer counts"
     share.update(5, 8)
-    assert "(50%, above stability.max_bad_share=0.5)" in share.check()
+    assert "(50%, above stability.max_bad_sample_fraction=0.5)" in share.check()
 
 
 def test_the_window_goes_through_a_checkpoint():
@@ -95,7 +95,7 @@ def test_all_ranks_stop_when_one_of_them_reads_nothing_usable(store, tmp_path):
         "engine.kind=ddp",
         "training.num_train_steps=60",
         "training.train_batch_size=4",
-        "stability.max_bad_share=0.4",
+        "stability.max_bad_sample_fraction=0.4",
     ]
     done = run_ranks(2, script, *train_words(store, tmp_path, "run", *words), timeout=120)
     assert done.stdout.count("ended with 4") == 2, done.stdout[-3000:]

@@ -79,7 +79,7 @@ def test_a_bad_weight_is_found_before_it_is_saved_and_the_run_returns(store, tmp
                 self.optimizer.state[self._parameters()[3]]["exp_avg_sq"].view(-1)[0] = float("inf")
 
     monkeypatch.setattr(torch_engine.TorchEngine, "step", flip)
-    assert main(words(store, tmp_path, "run", "stability.audit_every=1")) == 0
+    assert main(words(store, tmp_path, "run", "stability.audit_freq=1")) == 0
     (rollback,) = events(tmp_path, "run", "rollback")
     assert (rollback["from_step"], rollback["to_step"]) == (5, 4)
     assert len(rollback["tensors"]) == 1 and next(iter(rollback["tensors"])).endswith(".exp_avg_sq")

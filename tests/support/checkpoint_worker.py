@@ -14,7 +14,7 @@ from mmldlm.distributed.exit import leave_process_group
 from mmldlm.train import check_run, train
 from tests.helpers import train_words
 
-TIMEOUT, SLOW = 8.0, 9.0  # engine.timeout; seconds that the disk takes
+TIMEOUT, SLOW = 8.0, 9.0  # engine.collective_timeout; seconds that the disk takes
 
 
 def main() -> None:
@@ -41,7 +41,12 @@ def main() -> None:
         return examine(path, checksums=checksums, **more)
 
     FsdpEngine.copy_to_host, FsdpEngine.write, locate.examine = copying, writing, checking
-    common = ["engine.kind=fsdp", f"engine.timeout={TIMEOUT}", "logging.save_freq=2", "logging.eval_freq=1000"]
+    common = [
+        "engine.kind=fsdp",
+        f"engine.collective_timeout={TIMEOUT}",
+        "logging.save_freq=2",
+        "logging.eval_freq=1000",
+    ]
     for words in (["training.num_train_steps=6"], ["training.num_train_steps=7", "training.resume=auto"]):
         _, _, *more = train_words(store, folder, "run", *common, "training.train_batch_size=4", "logging.plot=false")
         more.append("data.max_validation_samples=1")

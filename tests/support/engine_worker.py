@@ -27,8 +27,8 @@ UNEVEN = {
     "short_epoch": ["data.max_train_samples=21", "training.grad_accum_steps=2", "model.gradient_checkpointing=true"],
     # Whole micro-batches of rows whose text is given: nothing is masked there.
     "sparse_modes": ["training.loss_type_weights={t2l: 0.8, l2t: 0.2}", "training.profile=[2,3]"],
-    "frozen_l2t": ["training.freeze=mode", "training.loss_type=l2t"],
-    "frozen_t2l": ["training.freeze=mode", "training.loss_type=t2l"],
+    "frozen_l2t": ["training.freeze=by_mode", "training.loss_type=l2t"],
+    "frozen_t2l": ["training.freeze=by_mode", "training.loss_type=t2l"],
 }
 BAD_STEP = 3
 

@@ -33,7 +33,7 @@ def words_of(text, folder, name: str, task: str = "gpt2_task:Gpt2Task") -> list[
         f"task={task}", f"data.text_file={text}", "data.validation_lines=6", f"logging.save_dir={folder}",
         f"logging.run_name={name}", "model.n_layer=2", "model.n_head=2", "model.n_embd=16", "model.n_positions=48",
         "optimizer.lr=1e-2", "optimizer.warmup_steps=2", "training.dtype=fp32", "logging.plot=false",
-        "engine.kind=single", "logging.grad_log_interval=2",
+        "engine.kind=single", "logging.layer_stats_freq=2",
     ]  # fmt: skip
 
 

@@ -19,6 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from mmldlm.checkpoints import locate  # noqa: E402
 from mmldlm.config.load import load_config  # noqa: E402
 from mmldlm.distributed.exit import leave_process_group  # noqa: E402
 from mmldlm.errors import MmldlmError  # noqa: E402
@@ -105,7 +106,7 @@ def main() -> None:
             threading.Event().wait()
 
     run("search", "training.num_train_steps=3")
-    with before(checkpointer.locate, "find_latest_valid", search):
+    with before(locate, "find_latest_valid", search):
         run("search", "training.resume=auto")
     run("search", "training.resume=auto")
 

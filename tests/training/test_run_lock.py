@@ -79,16 +79,16 @@ def test_from_another_host_the_age_decides(tmp_path, monkeypatch):
     # Fresh: waited for until it is stale; with less patience than that, or renewed meanwhile, refused.
     rewrite(tmp_path, **OTHER)
     with pytest.raises(UserError, match="logging.run_name"):
-        acquire(tmp_path, patience=0.1)
+        acquire(tmp_path, timeout=0.1)
     with pytest.raises(UserError):
-        acquire(tmp_path, beat=lambda: os.utime(tmp_path / LOCK))
+        acquire(tmp_path, heartbeat=lambda: os.utime(tmp_path / LOCK))
     rewrite(tmp_path, age=run_lock.STALE_AFTER - 1, **OTHER)
     told = acquire(tmp_path)[1]
     assert "waiting" in told[0] and "not renewed for 180 s" in told[1]
     # Torn: nobody knows whose.
     (tmp_path / LOCK).write_text("{")
     with pytest.raises(UserError, match="an unknown job"):
-        acquire(tmp_path, patience=0.1)
+        acquire(tmp_path, timeout=0.1)
 
 
 def test_a_lock_that_cannot_be_read_is_named_and_not_waited_for(tmp_path, monkeypatch):
@@ -116,7 +116,7 @@ def test_a_lock_that_cannot_be_read_is_named_and_not_waited_for(tmp_path, monkey
     for partial in ('{"host": "x"}', '{"host": "x", "pid": "7"}', "[]", '"x"', "[" * 100_000):
         path.write_text(partial)
         with pytest.raises(UserError, match="an unknown job"):
-            acquire(tmp_path, patience=0.1)
+            acquire(tmp_path, timeout=0.1)
 
 
 def test_a_requeued_slurm_job_takes_its_own_lock_over_at_once(tmp_path, monkeypatch):
@@ -124,7 +124,7 @@ def test_a_requeued_slurm_job_takes_its_own_lock_over_at_once(tmp_path, monkeypa
     acquire(tmp_path)
     rewrite(tmp_path, **OTHER)
     with pytest.raises(UserError, match="Slurm job 12"):  # another step of the same job
-        acquire(tmp_path, patience=0.1)
+        acquire(tmp_path, timeout=0.1)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert "started the job again" in acquire(tmp_path)[1][0]
 

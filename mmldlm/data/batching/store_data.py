@@ -85,7 +85,7 @@ def open_splits(config: StoreDataConfig, max_seq_len: int) -> tuple[Store | Mixe
             "no data.latent_data_root",
             "make one with `mmldlm prepare CORPUS --output-dir DIR`, then add data.latent_data_root=DIR",
         )
-    max_tokens = max_seq_len - 1 if config.overlong == "truncate" else None
+    max_tokens = max_seq_len - 1 if config.long_texts == "truncate" else None
     splits = {
         split: [Store(root, split, config.verify, max_tokens) for root in roots] for split in ("train", "validation")
     }
@@ -116,7 +116,7 @@ def lengths_in_use(
         raise UserError(
             f"texts of at most model.max_seq_len={max_seq_len} tokens, EOS included",
             f"one of {longest} in {train.root}",
-            f"set model.max_seq_len={longest} or more, data.overlong=truncate, or prepare with --max-tokens "
+            f"set model.max_seq_len={longest} or more, data.long_texts=truncate, or prepare with --max-tokens "
             f"{max_seq_len - 1}",
         )
     return lengths[0], lengths[1]

@@ -44,7 +44,7 @@ class DeepSpeedEngine(Engine):
         ds_config = merged_config(config, self.world_size, bucket)
         if self.stage == 0:
             ds_config["gradient_clipping"] = 0.0  # `step` clips: DeepSpeed would not report the norm before clipping
-        start_process_group(self.device, config.engine.timeout)
+        start_process_group(self.device, config.engine.collective_timeout)
         deepspeed.init_distributed(dist_backend=backend_for(self.device), verbose=False)
         self.model = model
         self.saves_shards = self.stage > 0 or self.rank == 0

@@ -166,7 +166,7 @@ def evaluate(
         diffusion=pretrained.latent_diffusion,
         steps=steps,
         guidance=guidance,
-        renormalise=pretrained.renormalise,
+        renormalize=pretrained.renormalize,
         seed=seed,
         progress=progress,
         **batch_budget(pretrained.model, batch_size),

@@ -29,12 +29,12 @@ class ModelConfig(Section):
     """Longest text in tokens, EOS included."""
     latent_dim: Annotated[int | None, FilledFromData()] = Field(None, ge=1, le=MAX_WIDTH)
     """Dimension D of a latent. None: taken from the data."""
-    latent_tokens: int = Field(4, ge=1, le=MAX_WIDTH)
+    tokens_per_latent: int = Field(4, ge=1, le=MAX_WIDTH)
     """Chunk tokens K that present one latent; K * hidden_size >= D passes it without loss."""
-    max_latents: Annotated[int, FilledFromData()] = Field(1, ge=1, le=MAX_COUNT)
+    num_latents: Annotated[int, FilledFromData()] = Field(1, ge=1, le=MAX_COUNT)
     """Latents N of one sample. 1: as many as the data has (`mmldlm prepare --latents-per-text N`, for long texts)."""
     qk_rmsnorm: bool = True
-    """RMS-normalise queries and keys in every head (keeps attention logits bounded in bf16)."""
+    """RMS-normalize queries and keys in every head (keeps attention logits bounded in bf16)."""
     tie_embeddings: bool = False
     """Share the token embedding with the text head."""
     token_embedding_init: Literal["random", "encoder"] = "random"

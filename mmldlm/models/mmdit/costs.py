@@ -42,11 +42,11 @@ def parameter_counts(model: ModelConfig) -> dict[str, int]:
         model: with latent_dim and vocab_size set.
     """
     width, cond, vocab, dim = model.hidden_size, model.cond_dim, model.vocab_size, model.latent_dim
-    chunks = model.latent_tokens * width
+    chunks = model.tokens_per_latent * width
     two_layers = cond * cond + cond  # the second layer of every small MLP
     return {
         "text_encoder": vocab * width + width,
-        "latent_encoder": dim * chunks + 3 * chunks + model.max_latents * width + dim * cond + cond + two_layers + cond,
+        "latent_encoder": dim * chunks + 3 * chunks + model.num_latents * width + dim * cond + cond + two_layers + cond,
         "text_timestep": FREQUENCIES * cond + cond + two_layers,
         "latent_timestep": FREQUENCIES * cond + cond + two_layers,
         "blocks": model.n_blocks * block_elements(model),
@@ -71,7 +71,7 @@ def activation_bytes(model: ModelConfig, batch: int, length: int, dtype: str) ->
     """
     size = 4 if dtype == "fp32" else 2
     width, mlp, heads = model.hidden_size, int(model.hidden_size * model.mlp_ratio), model.n_heads
-    tokens = length + model.max_latents * model.latent_tokens
+    tokens = length + model.num_latents * model.tokens_per_latent
     # A row in a block: itself, queries, keys and values, what attention mixed, both branches, the MLP's hidden layer;
     # queries and keys before the weights of their norms. In low precision unfused attention copies 3 H.
     token = size * ((7 + (2 if model.qk_rmsnorm else 0) + (0 if size == 4 else 3)) * width + mlp)
@@ -83,7 +83,7 @@ def activation_bytes(model: ModelConfig, batch: int, length: int, dtype: str) ->
     else:  # in the last one, both branches and the MLP of the scored half alone
         blocks = model.n_blocks * block - batch * length / 2 * size * (2 * width + mlp)
     head = 2.5 * length * width + 8 * width  # rows of the scored half, their norm and modulation
-    outside = batch * size * (head + 12 * model.cond_dim + 2 * FREQUENCIES + model.max_latents * model.latent_dim)
+    outside = batch * size * (head + 12 * model.cond_dim + 2 * FREQUENCIES + model.num_latents * model.latent_dim)
     return int(blocks + outside)
 
 
@@ -137,28 +137,28 @@ def step_flops(model: ModelConfig, lengths: Sequence[int], scored: int, num_late
 
     Args:
         model: its shape; latent_dim and vocab_size set. lengths: text tokens of each sample.
-        scored: text positions that the head scores. num_latents: latents a sample (default: max_latents).
+        scored: text positions that the head scores. num_latents: latents per sample (default: model.num_latents).
     """
-    num_latents = model.max_latents if num_latents is None else num_latents
+    num_latents = model.num_latents if num_latents is None else num_latents
     width, cond, inner = model.hidden_size, model.cond_dim, int(model.hidden_size * model.mlp_ratio)
     batch, tokens = len(lengths), sum(lengths)
-    latent_tokens = num_latents * model.latent_tokens
+    tokens_per_latent = num_latents * model.tokens_per_latent
     a_row = 2 * width * (4 * width + 2 * inner)  # to_qkv, to_out, and the two MLP layers
     behind_attention = 2 * width * (width + 2 * inner)
-    pairs = sum((length + latent_tokens) ** 2 for length in lengths)
+    pairs = sum((length + tokens_per_latent) ** 2 for length in lengths)
     timesteps = 2 * (2 * 256 * cond + 2 * cond * cond)
     latent_in = (
-        num_latents * 2 * model.latent_dim * (model.latent_tokens * width + cond) + num_latents * 2 * cond * cond
+        num_latents * 2 * model.latent_dim * (model.tokens_per_latent * width + cond) + num_latents * 2 * cond * cond
     )
-    first = 2 * 2 * 256 * cond + num_latents * 2 * model.latent_dim * (model.latent_tokens * width + cond)
+    first = 2 * 2 * 256 * cond + num_latents * 2 * model.latent_dim * (model.tokens_per_latent * width + cond)
     return StepFlops(
         embeddings=batch * (timesteps + latent_in),
         modulation=batch * (model.n_blocks * 2 * 2 * cond * 6 * width + 2 * 2 * cond * 2 * width),
         text_blocks=model.n_blocks * tokens * a_row - (tokens - scored) * behind_attention,
-        latent_blocks=model.n_blocks * batch * latent_tokens * a_row,
+        latent_blocks=model.n_blocks * batch * tokens_per_latent * a_row,
         attention=model.n_blocks * 4 * pairs * width,
         text_head=2 * scored * width * model.vocab_size,
-        latent_head=batch * num_latents * 2 * model.latent_tokens * width * model.latent_dim,
+        latent_head=batch * num_latents * 2 * model.tokens_per_latent * width * model.latent_dim,
         length_head=batch * 2 * cond * (cond + model.max_seq_len),
         inputs=batch * first,
     )
@@ -167,13 +167,13 @@ def step_flops(model: ModelConfig, lengths: Sequence[int], scored: int, num_late
 def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Shapes that a MultimodalMMDiT of this config has, for weights that between them use every size in it."""
     width, cond, vocab = config["hidden_size"], config["cond_dim"], config["vocab_size"]
-    latent, tokens, heads = config["latent_dim"], config["latent_tokens"], config["n_heads"]
+    latent, tokens, heads = config["latent_dim"], config["tokens_per_latent"], config["n_heads"]
     mlp = int(width * config["mlp_ratio"])
     shapes = {
         "latent_mean": (latent,),
         "text_encoder.token_embedding.weight": (vocab, width),
         "latent_encoder.to_tokens.weight": (tokens * width, latent),
-        "latent_encoder.latent_position": (config["max_latents"], 1, width),
+        "latent_encoder.latent_position": (config["num_latents"], 1, width),
         "text_head.weight": (vocab, width),
         "latent_head.to_latent.weight": (latent, tokens * width),
         "length_head.3.weight": (config["max_seq_len"], cond),
@@ -197,7 +197,7 @@ def training_flops(model: ModelConfig, num_samples: int, num_tokens: float, num_
         return 0.0
     one, unread = step_flops(model, [1], 1), step_flops(model, [1], 0)
     mean = num_tokens / num_samples
-    latents = model.max_latents * model.latent_tokens
+    latents = model.num_latents * model.tokens_per_latent
     per_row = one.text_blocks  # at one token
     saved = (num_tokens - num_scored) * (one.text_blocks - unread.text_blocks)
     pairs = (mean + latents) ** 2 / (1 + latents) ** 2

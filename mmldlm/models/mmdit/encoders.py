@@ -31,20 +31,20 @@ class TextEncoder(nn.Module):
 class LatentEncoder(nn.Module):
     """N latents of D -> N * K chunk tokens and one pooled vector; learned nulls of samples without a latent."""
 
-    def __init__(self, latent_dim: int, latent_tokens: int, max_latents: int, hidden_size: int, cond_dim: int):
+    def __init__(self, latent_dim: int, tokens_per_latent: int, num_latents: int, hidden_size: int, cond_dim: int):
         super().__init__()
-        self.latent_tokens, self.hidden_size = latent_tokens, hidden_size
-        self.to_tokens = nn.Linear(latent_dim, latent_tokens * hidden_size)
+        self.tokens_per_latent, self.hidden_size = tokens_per_latent, hidden_size
+        self.to_tokens = nn.Linear(latent_dim, tokens_per_latent * hidden_size)
         self.to_pooled = nn.Sequential(nn.Linear(latent_dim, cond_dim), nn.SiLU(), nn.Linear(cond_dim, cond_dim))
-        self.chunk_position = nn.Parameter(torch.randn(latent_tokens, hidden_size) * 0.02)
-        self.latent_position = nn.Parameter(torch.randn(max_latents, 1, hidden_size) * 0.02)
-        self.null_tokens = nn.Parameter(torch.randn(latent_tokens, hidden_size) * 0.02)
+        self.chunk_position = nn.Parameter(torch.randn(tokens_per_latent, hidden_size) * 0.02)
+        self.latent_position = nn.Parameter(torch.randn(num_latents, 1, hidden_size) * 0.02)
+        self.null_tokens = nn.Parameter(torch.randn(tokens_per_latent, hidden_size) * 0.02)
         self.null_pooled = nn.Parameter(torch.zeros(cond_dim))
 
     def forward(self, latents: Tensor, is_null: Tensor | None) -> tuple[Tensor, Tensor]:
         """[B, N, D], [B] bool -> tokens [B, N * K, H], pooled [B, C]."""
         batch, count, _ = latents.shape
-        tokens = self.to_tokens(latents).view(batch, count, self.latent_tokens, self.hidden_size)
+        tokens = self.to_tokens(latents).view(batch, count, self.tokens_per_latent, self.hidden_size)
         pooled = self.to_pooled(latents)
         pooled = pooled.squeeze(1) if count == 1 else pooled.mean(dim=1)
         if is_null is not None:

@@ -41,20 +41,22 @@ class MultimodalMMDiT(nn.Module):
         self._blocks_are_compiled = False
         width, cond = config.hidden_size, config.cond_dim
         self.text_encoder = TextEncoder(config.vocab_size, width)
-        self.latent_encoder = LatentEncoder(config.latent_dim, config.latent_tokens, config.max_latents, width, cond)
+        self.latent_encoder = LatentEncoder(
+            config.latent_dim, config.tokens_per_latent, config.num_latents, width, cond
+        )
         self.text_timestep = TimestepEmbedding(cond)
         self.latent_timestep = TimestepEmbedding(cond)
         self.blocks = nn.ModuleList(
             MMDiTBlock(width, config.n_heads, cond, config.mlp_ratio, config.qk_rmsnorm) for _ in range(config.n_blocks)
         )
         self.text_head = TextHead(width, cond, config.vocab_size, config.mask_token_id)
-        self.latent_head = LatentHead(width, cond, config.latent_tokens, config.latent_dim)
+        self.latent_head = LatentHead(width, cond, config.tokens_per_latent, config.latent_dim)
         # Sampling must not see a text's true length, so the model also learns p(length | latent).
         self.length_head = nn.Sequential(
             nn.SiLU(), nn.Linear(cond, cond), nn.SiLU(), nn.Linear(cond, config.max_seq_len)
         )
         # Statistics of the training latents are saved with the weights: without them samples cannot be unscaled.
-        self.normalizes_latents = False  # trained with latent_diffusion.scaling=l2_normalise
+        self.normalizes_latents = False  # trained with latent_diffusion.scaling=l2_normalize
         self.register_buffer("latent_mean", torch.zeros(config.latent_dim))
         self.register_buffer("latent_std", torch.ones(config.latent_dim))
         self._initialize()
@@ -184,12 +186,12 @@ class MultimodalMMDiT(nn.Module):
         if tokens.shape[1] > config.max_seq_len:
             raise ValueError(f"text of {tokens.shape[1]} tokens, but model.max_seq_len is {config.max_seq_len}")
         if latents is None:
-            return torch.zeros(len(tokens), config.max_latents, config.latent_dim, device=tokens.device)
+            return torch.zeros(len(tokens), config.num_latents, config.latent_dim, device=tokens.device)
         points = latents[:, None] if latents.dim() == 2 else latents
-        if points.shape[-1] != config.latent_dim or points.shape[1] > config.max_latents:
+        if points.shape[-1] != config.latent_dim or points.shape[1] > config.num_latents:
             raise ValueError(
                 f"latents of shape {tuple(points.shape)}, but model.latent_dim is {config.latent_dim} and "
-                f"model.max_latents {config.max_latents}"
+                f"model.num_latents {config.num_latents}"
             )
         return points
 

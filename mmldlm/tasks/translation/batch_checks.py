@@ -54,7 +54,7 @@ def _store_problems(batch: NoisedBatch, data: TranslationData) -> list[str]:
         return [f"text_positions outside 0..{clean.numel() - 1}"]
     clean.view(-1)[positions] = tensors["text_targets"]
     latents = torch.from_numpy(rows.latents)
-    if data.config.latent_diffusion.l2_normalise:
+    if data.config.latent_diffusion.l2_normalize:
         latents = torch.nn.functional.normalize(latents.float(), dim=-1)
     latents = (latents - torch.as_tensor(data.latent_mean)) / torch.as_tensor(data.latent_std)
     problems = []

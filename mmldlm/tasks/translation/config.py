@@ -12,8 +12,6 @@ from mmldlm.data.store.config import StoreDataConfig, TokenizerConfig
 from mmldlm.models.mmdit.config import ModelConfig
 
 Mode = Literal["unconditional", "l2t", "t2l", "mixed"]
-
-
 PURE_MODES = ("unconditional", "l2t", "t2l")
 
 
@@ -24,22 +22,22 @@ class TextDiffusionConfig(Section):
     """Masking schedule: loglinear masks (1 - eps) t, cosine 1 - cos(pi t / 2), polynomial t^2."""
     eps: float = Field(1e-4, ge=0, lt=0.5)
     """Log-linear schedule keeps a token with probability eps at t = 1."""
-    masking: Literal["count", "independent"] = "count"
-    """count masks exactly ceil(t L) of L tokens with weight L / k: the same NELBO with far less variance. independent
-    masks every token by itself with weight 1 / t (MDLM)."""
-    t_min: float = Field(1e-3, gt=0, lt=0.5)
-    """Smallest timestep of independent masking; its NELBO misses at most t_min * log V nats a token."""
+    masking: Literal["fixed_count", "bernoulli"] = "fixed_count"
+    """fixed_count masks exactly ceil(t L) of L tokens with weight L / k: the same NELBO with far less variance.
+    bernoulli masks every token independently with weight 1 / t (MDLM)."""
+    min_timestep: float = Field(1e-3, gt=0, lt=0.5)
+    """Smallest timestep of masking=bernoulli; its NELBO misses at most min_timestep * log V nats per token."""
     timesteps: Literal["low_discrepancy", "uniform"] = "low_discrepancy"
-    """How the timesteps of one global batch are spread over (t_min, 1)."""
+    """How the timesteps of one global batch are spread over (min_timestep, 1)."""
     fully_masked_only: bool = False
-    """Train at t = 1 alone, as MM-LDLM did in l2t; harms every sampler of more than one step."""
+    """Train at t = 1 only, as MM-LDLM did in l2t; harms every sampler with more than one step."""
 
 
 class LatentDiffusionConfig(Section):
     """Continuous diffusion of latents."""
 
-    path: Annotated[Literal["cosine", "linear", "sigmoid", "rectified_flow"], OnResume.FIXED] = "cosine"
-    """Noise schedule: three variance preserving ones, or the straight path z = (1 - t) x + t e."""
+    schedule: Annotated[Literal["cosine", "linear", "sigmoid", "rectified_flow"], OnResume.FIXED] = "cosine"
+    """Noise schedule: three variance-preserving ones, or the straight path z = (1 - t) x + t e."""
     prediction: Annotated[Literal["x0", "v", "epsilon", "flow"], OnResume.FIXED] = "x0"
     """What the latent head predicts."""
     timesteps: Literal["low_discrepancy", "uniform", "logit_normal"] = "low_discrepancy"
@@ -51,25 +49,26 @@ class LatentDiffusionConfig(Section):
     the prediction's space."""
     min_snr_gamma: float = Field(5.0, gt=0)
     """gamma of weighting=min_snr."""
-    t_min: float = Field(1e-3, gt=0, lt=0.5)
+    min_timestep: float = Field(1e-3, gt=0, lt=0.5)
     """Smallest timestep."""
-    scaling: Annotated[Literal["standardise", "sqrt_d", "none"], OnResume.FIXED] = "standardise"
+    scaling: Annotated[Literal["standardize", "sqrt_d", "none"], OnResume.FIXED] = "standardize"
     """Per-dimension mean and std of the training data, a factor sqrt(D) for unit-norm latents, or raw latents."""
-    l2_normalise: Annotated[bool, OnResume.FIXED] = False
+    l2_normalize: Annotated[bool, OnResume.FIXED] = False
     """Divide every latent by its norm before scaling (MM-LDLM). The norm is lost: samples are unit vectors."""
-    renormalise_x0: bool = True
+    renormalize_x0: bool = True
     """Sampling puts x0 predictions back on the sphere when the encoder's latents are unit vectors."""
 
     @model_validator(mode="after")
-    def _prediction_fits_path(self) -> LatentDiffusionConfig:
-        if (self.prediction == "flow") != (self.path == "rectified_flow") and self.prediction in ("flow", "v"):
+    def _prediction_fits_schedule(self) -> LatentDiffusionConfig:
+        if (self.prediction == "flow") != (self.schedule == "rectified_flow") and self.prediction in ("flow", "v"):
             raise ValueError(
-                f"latent_diffusion.prediction={self.prediction} does not go with latent_diffusion.path={self.path}: "
+                f"latent_diffusion.prediction={self.prediction} does not go with "
+                f"latent_diffusion.schedule={self.schedule}: "
                 "flow belongs to rectified_flow, v to cosine, linear and sigmoid; x0 and epsilon go with all"
             )
-        if self.l2_normalise and self.scaling == "standardise":
+        if self.l2_normalize and self.scaling == "standardize":
             raise ValueError(
-                "latent_diffusion.l2_normalise does not go with latent_diffusion.scaling=standardise, whose mean and "
+                "latent_diffusion.l2_normalize does not go with latent_diffusion.scaling=standardize, whose mean and "
                 "std are those of the latents as stored: set latent_diffusion.scaling=sqrt_d"
             )
         return self
@@ -84,10 +83,10 @@ class LossConfig(Section):
     """Weight of the text NELBO per token."""
     length_loss_weight: float = Field(0.1, ge=0)
     """Weight of the length head's negative log-likelihood (per sample)."""
-    latent_loss: Literal["mse", "normalised_mse"] = "mse"
-    """normalised_mse is MM-LDLM's: both sides L2-normalised, 2 (1 - cos); sound for x0-prediction only."""
-    normalise_eps: float = Field(1e-8, gt=0)
-    """Added to the norm in normalised_mse."""
+    latent_loss: Literal["mse", "normalized_mse"] = "mse"
+    """normalized_mse is MM-LDLM's: both sides L2-normalized, 2 (1 - cos); valid for x0-prediction only."""
+    normalize_eps: float = Field(1e-8, gt=0)
+    """Added to the norm in normalized_mse."""
     text_loss_clamp: float | None = Field(None, gt=0)
     """Clamp each sample's text NELBO per token (MM-LDLM: 100). Above it the gradient is zero. None: off."""
     latent_loss_clamp: float | None = Field(None, gt=0)
@@ -99,24 +98,25 @@ class LossConfig(Section):
     latent_prediction_clamp: float | None = Field(None, gt=0)
     """Clamp every element of the latent prediction to [-c, c] in the loss. Values outside receive no gradient."""
     latent_target_clamp: float | None = Field(None, gt=0)
-    """Clamp every element of the latent target to [-c, c]. Larger values are then never learnt. None: off."""
-    allow_unsound: bool = False
-    """Permit normalised_mse with a noise or velocity target, which cannot learn the latent's scale."""
+    """Clamp every element of the latent target to [-c, c]. Larger values are then never learned. None: off."""
+    allow_scale_free_latent_loss: bool = False
+    """Permit normalized_mse with a noise or velocity target, which cannot learn the latent's scale."""
 
 
 class TranslationTrainingConfig(TrainingConfig):
     """Modes, and the common training keys."""
 
     loss_type: Annotated[Mode, OnResume.FIXED] = "mixed"
-    """Mode: unconditional, l2t (embedding to text), t2l (text to embedding), or mixed (one mode a sample)."""
+    """Mode: unconditional, l2t (embedding to text), t2l (text to embedding), or mixed (one mode per sample)."""
     loss_type_weights: dict[Literal["unconditional", "l2t", "t2l"], float] | None = None
-    """Shares of the modes under mixed, as in 'training.loss_type_weights={l2t: 0.7, t2l: 0.3}' or
-    training.loss_type_weights.l2t=0.7; a mode that is not named has none. None: equal shares."""
-    freeze: Annotated[Literal["auto", "mode", "none"], OnResume.IGNORE, FilledFromData()] = "auto"
-    """mode: l2t freezes the latent encoder and head, t2l the text encoder and head. none: both sides are trained. auto:
-    mode where training.init_from gives trained weights, none from scratch; a resumed run keeps what it began with."""
+    """Weights of the modes under mixed, as in 'training.loss_type_weights={l2t: 0.7, t2l: 0.3}' or
+    training.loss_type_weights.l2t=0.7; a mode that is not named has weight 0. None: equal weights."""
+    freeze: Annotated[Literal["auto", "by_mode", "none"], OnResume.IGNORE, FilledFromData()] = "auto"
+    """by_mode: l2t freezes the latent encoder and head, t2l the text encoder and head. none: both sides are trained.
+    auto: by_mode where training.init_from gives trained weights, none from scratch; a resumed run keeps what it began
+    with."""
     condition_dropout: float = Field(0.1, ge=0, lt=1)
-    """Share of l2t and t2l samples whose condition is replaced by the learned null (classifier-free guidance)."""
+    """Fraction of l2t and t2l samples whose condition is replaced by the learned null (classifier-free guidance)."""
 
     @model_validator(mode="after")
     def _weights_belong_to_mixed(self) -> TranslationTrainingConfig:
@@ -153,10 +153,11 @@ class TranslationConfig(Config):
     @model_validator(mode="after")
     def _loss_fits_prediction(self) -> TranslationConfig:
         noise_target = self.latent_diffusion.prediction != "x0"
-        if self.loss.latent_loss == "normalised_mse" and noise_target and not self.loss.allow_unsound:
+        if self.loss.latent_loss == "normalized_mse" and noise_target and not self.loss.allow_scale_free_latent_loss:
             raise ValueError(
-                f"loss.latent_loss=normalised_mse with latent_diffusion.prediction={self.latent_diffusion.prediction} "
+                f"loss.latent_loss=normalized_mse with latent_diffusion.prediction={self.latent_diffusion.prediction} "
                 "cannot learn the scale of the noise, which every sampler needs (docs/objectives.md); use "
-                "latent_diffusion.prediction=x0, or loss.latent_loss=mse, or loss.allow_unsound=true to do it anyway"
+                "latent_diffusion.prediction=x0, or loss.latent_loss=mse; or accept it with "
+                "loss.allow_scale_free_latent_loss=true"
             )
         return self

@@ -45,12 +45,12 @@ def open_data(config: TranslationConfig) -> TranslationData:
     train_lengths, validation_lengths = lengths_in_use(config.data, config.model.max_seq_len, train, validation)
     notes = [
         f"{store.num_truncated:,} of {len(store):,} {name} texts cut to {config.model.max_seq_len - 1} tokens "
-        "(data.overlong=truncate)"
+        "(data.long_texts=truncate)"
         for name, store in (("training", train), ("validation", validation))
         if store.num_truncated
     ]
     if train.latents_per_text > 1:
-        notes.append(f"{train.latents_per_text} latents per text (model.max_latents)")
+        notes.append(f"{train.latents_per_text} latents per text (model.num_latents)")
     mean, std = _scaling(config, train)
     return TranslationData(
         config=config,
@@ -73,11 +73,11 @@ def fill_from_store(config: TranslationConfig, store: Store | MixedStore) -> Non
             f"model.latent_dim={model.latent_dim}",
             "leave model.latent_dim unset, or prepare the data with an encoder of that dimension",
         )
-    if model.max_latents not in (1, store.latents_per_text):  # 1 is what every config says
+    if model.num_latents not in (1, store.latents_per_text):  # 1 is what every config says
         raise UserError(
-            f"model.max_latents={store.latents_per_text}, the latents of every text in {store.root}",
-            f"model.max_latents={model.max_latents}",
-            f"leave model.max_latents unset, or prepare with --latents-per-text {model.max_latents}",
+            f"model.num_latents={store.latents_per_text}, the latents of every text in {store.root}",
+            f"model.num_latents={model.num_latents}",
+            f"leave model.num_latents unset, or prepare with --latents-per-text {model.num_latents}",
         )
     if config.tokenizer.name not in (None, tokenizer["name"], tokenizer.get("key")):
         raise UserError(
@@ -99,7 +99,7 @@ def fill_from_store(config: TranslationConfig, store: Store | MixedStore) -> Non
                 f"leave model.{key} unset",
             )
         setattr(model, key, tokenizer[key])
-    model.latent_dim, model.max_latents = store.latent_dim, store.latents_per_text
+    model.latent_dim, model.num_latents = store.latent_dim, store.latents_per_text
     model.vocab_size = model.vocab_size or tokenizer["vocab_size"]
 
 

@@ -26,25 +26,25 @@ def frozen_modules(mode: str, freeze: str) -> set[str]:
         "text": ("text_encoder", "text_head", "length_head"),
         "latent": ("latent_encoder", "latent_head"),
     }
-    frozen = {name for group in FROZEN_GROUPS[mode] for name in sides[group]} if freeze == "mode" else set()
+    frozen = {name for group in FROZEN_GROUPS[mode] for name in sides[group]} if freeze == "by_mode" else set()
     return frozen | set(UNREAD_MODULES[mode])
 
 
 def frozen_names(model: nn.Module, mode: str, freeze: str) -> set[str]:
     """Names of the parameters that training.loss_type=mode with training.freeze=freeze leaves alone."""
-    assert freeze in ("mode", "none"), "auto is decided when the data is opened (decided_freeze)"
+    assert freeze in ("by_mode", "none"), "auto is decided when the data is opened (decided_freeze)"
     groups = model.parameter_groups()
-    names = {name for group in FROZEN_GROUPS[mode] for name in groups[group]} if freeze == "mode" else set()
+    names = {name for group in FROZEN_GROUPS[mode] for name in groups[group]} if freeze == "by_mode" else set()
     names |= {name for name, _ in model.named_parameters() if name.split(".")[0] in UNREAD_MODULES[mode]}
     return names
 
 
 def random_projection(mode: str, freeze: str, init_from: str | None) -> str | None:
     """The warning for a run from scratch that freezes weights which nothing has trained; None where it does not."""
-    if freeze != "mode" or init_from is not None or not FROZEN_GROUPS[mode]:
+    if freeze != "by_mode" or init_from is not None or not FROZEN_GROUPS[mode]:
         return None
     return (
-        f"training.freeze=mode without training.init_from: the {FROZEN_GROUPS[mode][0]} side stays a random "
+        f"training.freeze=by_mode without training.init_from: the {FROZEN_GROUPS[mode][0]} side stays a random "
         "projection (docs/objectives.md says what it costs); training.freeze=auto trains it"
     )
 
@@ -99,6 +99,6 @@ def decided_freeze(config: TranslationConfig) -> str:
             before = with_new_names(read_yaml(path))["training"]["freeze"]
         except (OSError, UserError, KeyError, TypeError):
             continue  # what cannot be read is refused where the checkpoint itself is read
-        if before in ("mode", "none"):
+        if before in ("by_mode", "none"):
             return before
-    return "none" if training.init_from is None else "mode"
+    return "none" if training.init_from is None else "by_mode"

@@ -124,7 +124,7 @@ class Noiser:
     ):
         self.text = MaskedDiffusion(mask_token_id, config.text_diffusion.schedule, config.text_diffusion.eps)
         latent = config.latent_diffusion
-        self.latent = GaussianProcess(latent.path, latent.prediction, latent.weighting, latent.min_snr_gamma)
+        self.latent = GaussianProcess(latent.schedule, latent.prediction, latent.weighting, latent.min_snr_gamma)
         self.text_config, self.latent_config = config.text_diffusion, latent
         self.pad_token_id, self.eos_token_id = pad_token_id, eos_token_id
         self.latent_mean, self.latent_std = latent_mean, latent_std
@@ -242,7 +242,7 @@ class Noiser:
         attention = np.zeros((num_rows, width), dtype=bool)
         uniform = np.zeros((num_rows, width))
         latents = rows.latents.astype(np.float32)
-        if self.latent_config.l2_normalise:
+        if self.latent_config.l2_normalize:
             latents = latents / np.maximum(np.linalg.norm(latents, axis=-1, keepdims=True), np.float32(1e-12))
         latents = (latents - self.latent_mean) / self.latent_std
         noise = np.empty_like(latents)
@@ -313,17 +313,17 @@ class Noiser:
             masked = maskable.clone()
             ones = torch.ones(len(tokens), dtype=torch.float64)
             return tokens.masked_fill(masked, self.text.mask_token_id), masked, ones, ones
-        if config.masking == "count":
+        if config.masking == "fixed_count":
             noised, masked, share = self.text.corrupt_count(tokens, strata, uniform, maskable, self.text.mask_token_id)
             return noised, masked, self.text.timestep_of(share), 1 / share
-        t = stretch(strata, config.t_min)
+        t = stretch(strata, config.min_timestep)
         noised, masked = self.text.corrupt(tokens, t, uniform, maskable)
         return noised, masked, t, self.text.loss_weights(t)
 
     def _latent_timesteps(self, strata: Tensor, own: Tensor) -> Tensor:
         config = self.latent_config
         if config.timesteps == "logit_normal":
-            t = logit_normal(strata).clamp(config.t_min, 1.0)
+            t = logit_normal(strata).clamp(config.min_timestep, 1.0)
         else:
-            t = stretch(strata if config.timesteps == "low_discrepancy" else own, config.t_min)
+            t = stretch(strata if config.timesteps == "low_discrepancy" else own, config.min_timestep)
         return shift(t, config.timestep_shift)

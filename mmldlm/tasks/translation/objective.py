@@ -32,7 +32,7 @@ class TranslationObjective:
         # float16 lacks the range for that (its loss scale comes later).
         self._weighs_inside = config.training.dtype != "fp16"
         latent = config.latent_diffusion
-        self.latent = GaussianProcess(latent.path, latent.prediction, latent.weighting, latent.min_snr_gamma)
+        self.latent = GaussianProcess(latent.schedule, latent.prediction, latent.weighting, latent.min_snr_gamma)
 
     def __call__(self, model, batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Run the model on a NoisedBatch.
@@ -93,16 +93,16 @@ class TranslationObjective:
     def _latent_error(self, prediction: Tensor, target: Tensor) -> Tensor:
         """[B] (of several latents a sample [B, N]) mean squared error over D in fp32.
 
-        Or MM-LDLM's, between L2-normalised vectors, summed over D.
+        Or MM-LDLM's, between L2-normalized vectors, summed over D.
         """
         prediction, target = prediction.float(), target.float()
         if self.loss.latent_prediction_clamp is not None:
             prediction = prediction.clamp(-self.loss.latent_prediction_clamp, self.loss.latent_prediction_clamp)
         if self.loss.latent_target_clamp is not None:
             target = target.clamp(-self.loss.latent_target_clamp, self.loss.latent_target_clamp)
-        if self.loss.latent_loss == "normalised_mse":
-            prediction = prediction / (prediction.norm(dim=-1, keepdim=True) + self.loss.normalise_eps)
-            target = target / (target.norm(dim=-1, keepdim=True) + self.loss.normalise_eps)
+        if self.loss.latent_loss == "normalized_mse":
+            prediction = prediction / (prediction.norm(dim=-1, keepdim=True) + self.loss.normalize_eps)
+            target = target / (target.norm(dim=-1, keepdim=True) + self.loss.normalize_eps)
             return (prediction - target).square().sum(-1)
         return F.mse_loss(prediction, target, reduction="none").mean(-1)
 

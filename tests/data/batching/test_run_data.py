@@ -74,13 +74,13 @@ def test_a_mixture_and_one_root_are_refused_together(made_store):
 
 def test_texts_longer_than_the_model_are_refused_or_cut_and_counted(made_store):
     words = (f"data.latent_data_root={made_store}", "model.max_seq_len=12")
-    with pytest.raises(UserError, match="data.overlong=truncate"):
+    with pytest.raises(UserError, match="data.long_texts=truncate"):
         open_data(_config(*words))
-    data = open_data(_config(*words, "data.overlong=truncate"))
+    data = open_data(_config(*words, "data.long_texts=truncate"))
     whole = Store(made_store)
     num_long = int((whole.lengths > 11).sum())
     assert data.train_lengths.max() == 12 and num_long > 0
-    assert data.notes[0] == f"{num_long} of 38 training texts cut to 11 tokens (data.overlong=truncate)"
+    assert data.notes[0] == f"{num_long} of 38 training texts cut to 11 tokens (data.long_texts=truncate)"
     for ids, full in zip(data.train.get(range(38)).tokens, whole.get(range(38)).tokens):
         assert np.array_equal(ids, full[:11])
 

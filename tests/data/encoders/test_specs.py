@@ -219,7 +219,7 @@ def _sentence_transformer(folder: Path, pooling: dict, extra: list[dict] = ()) -
 
 
 def test_a_sentence_transformer_says_itself_how_it_is_used(tmp_path):
-    """Its pooling, length, dense layer, normalisation and default prompt."""
+    """Its pooling, length, dense layer, normalization and default prompt."""
     tokenizer, model = _bert(tmp_path)
     model = model.eval()
     model.save_pretrained(tmp_path)

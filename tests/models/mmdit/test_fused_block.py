@@ -18,7 +18,7 @@ RELATIVE = 1e-10  # of the largest element of a tensor; fp64 rounding through tw
 
 def make(**more) -> MultimodalMMDiT:
     settings = dict(
-        hidden_size=32, n_blocks=2, n_heads=4, cond_dim=24, max_seq_len=16, latent_dim=12, latent_tokens=3,
+        hidden_size=32, n_blocks=2, n_heads=4, cond_dim=24, max_seq_len=16, latent_dim=12, tokens_per_latent=3,
         vocab_size=40, mask_token_id=3, pad_token_id=0, eos_token_id=2,
     )  # fmt: skip
     torch.manual_seed(0)

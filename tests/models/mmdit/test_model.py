@@ -11,13 +11,13 @@ from mmldlm.models.mmdit.packing import PackingShape, pack
 pytestmark = pytest.mark.long
 
 BASE = dict(
-    hidden_size=32, n_blocks=2, n_heads=4, cond_dim=24, max_seq_len=16, latent_dim=12, latent_tokens=3,
+    hidden_size=32, n_blocks=2, n_heads=4, cond_dim=24, max_seq_len=16, latent_dim=12, tokens_per_latent=3,
     vocab_size=40, mask_token_id=3, pad_token_id=0, eos_token_id=2,
 )  # fmt: skip
 
 
 def make(seed=0, awake=True, **more) -> MultimodalMMDiT:
-    """A small model; `awake` gives the zero-initialised gates values, so that every path shows in the output."""
+    """A small model; `awake` gives the zero-initialized gates values, so that every path shows in the output."""
     torch.manual_seed(seed)
     model = MultimodalMMDiT(ModelConfig(**{**BASE, **more}))
     if awake:
@@ -34,7 +34,7 @@ def inputs(batch=4, length=10, seed=1):
 
 
 def test_shapes_of_all_inputs():
-    model = make(max_latents=2)
+    model = make(num_latents=2)
     tokens, latents, text_t, latent_t = inputs()
     out = model(tokens, latents, text_t, latent_t)
     assert out["text_logits"].shape == (4, 10, 40) and out["latent_pred"].shape == (4, 12)
@@ -43,7 +43,7 @@ def test_shapes_of_all_inputs():
     assert model(tokens, latents[:, None].expand(4, 2, 12), text_t, latent_t)["latent_pred"].shape == (4, 2, 12)
     assert "text_logits" not in model(None, latents)
     assert model(tokens, None)["latent_pred"].shape == (4, 12)
-    one = make(latent_tokens=1)
+    one = make(tokens_per_latent=1)
     assert one(tokens, latents)["latent_pred"].shape == (4, 12)
 
 
@@ -111,10 +111,17 @@ def test_qk_rmsnorm_switch_changes_parameters_and_output():
     )
 
 
-@pytest.mark.parametrize("key", ["n_heads", "latent_tokens", "n_blocks", "mlp_ratio", "cond_dim", "tie_embeddings"])
+@pytest.mark.parametrize("key", ["n_heads", "tokens_per_latent", "n_blocks", "mlp_ratio", "cond_dim", "tie_embeddings"])
 def test_every_shape_key_does_something(key):
     """MM-LDLM's n_heads, qk_rmsnorm and dropout were read by nobody."""
-    other = {"n_heads": 2, "latent_tokens": 2, "n_blocks": 3, "mlp_ratio": 2.0, "cond_dim": 16, "tie_embeddings": True}
+    other = {
+        "n_heads": 2,
+        "tokens_per_latent": 2,
+        "n_blocks": 3,
+        "mlp_ratio": 2.0,
+        "cond_dim": 16,
+        "tie_embeddings": True,
+    }
     tokens, latents, text_t, latent_t = inputs()
     a, b = make(), make(**{key: other[key]})
     outputs = [m(tokens, latents, text_t, latent_t)["text_logits"][..., 4:] for m in (a, b)]

@@ -144,11 +144,11 @@ def noised(rows, **sections):
 
 
 def test_l2_normalise_makes_unit_vectors_before_scaling():
-    batch = noised(FakeStore(), latent_diffusion={"l2_normalise": True, "scaling": "sqrt_d"})
+    batch = noised(FakeStore(), latent_diffusion={"l2_normalize": True, "scaling": "sqrt_d"})
     norms = batch.tensors["latent_clean"].norm(dim=1)
     assert torch.allclose(norms, torch.full_like(norms, DIM**0.5), rtol=1e-5)
     with pytest.raises(UserError, match="scaling=sqrt_d"):
-        build_config({"latent_diffusion": {"l2_normalise": True}})
+        build_config({"latent_diffusion": {"l2_normalize": True}})
 
 
 def test_nan_to_num_keeps_the_sample_and_names_it():

@@ -29,7 +29,7 @@ class FakeStore:
 def model(tie=False):
     torch.manual_seed(0)
     config = ModelConfig(
-        hidden_size=16, n_blocks=2, n_heads=2, cond_dim=16, max_seq_len=16, latent_dim=DIM, latent_tokens=2,
+        hidden_size=16, n_blocks=2, n_heads=2, cond_dim=16, max_seq_len=16, latent_dim=DIM, tokens_per_latent=2,
         vocab_size=30, mask_token_id=3, pad_token_id=0, eos_token_id=2, tie_embeddings=tie,
     )  # fmt: skip
     made = MultimodalMMDiT(config)
@@ -112,15 +112,15 @@ def test_clamps_leave_a_zero_gradient_above_them():
 
 
 def test_normalised_mse_is_2_minus_2_cosine_and_refused_where_unsound():
-    config = build_config({"loss": {"latent_loss": "normalised_mse"}})
+    config = build_config({"loss": {"latent_loss": "normalized_mse"}})
     a, b = torch.randn(5, DIM), torch.randn(5, DIM)
     error = TranslationObjective(config)._latent_error(a, b)
     torch.testing.assert_close(error, 2 - 2 * torch.nn.functional.cosine_similarity(a, b, dim=-1))
     for prediction in ("epsilon", "v"):
-        values = {"loss": {"latent_loss": "normalised_mse"}, "latent_diffusion": {"prediction": prediction}}
+        values = {"loss": {"latent_loss": "normalized_mse"}, "latent_diffusion": {"prediction": prediction}}
         with pytest.raises(UserError, match="scale"):
             build_config(values)
-        values["loss"]["allow_unsound"] = True
+        values["loss"]["allow_scale_free_latent_loss"] = True
         build_config(values)
 
 
