@@ -13,7 +13,7 @@ import pytest
 from mmldlm.errors import UserError
 from mmldlm.training import run_lock
 from mmldlm.training.run_lock import LOCK, RunLock
-from tests.helpers import environment, train_words
+from tests.support.helpers import environment, train_words
 
 
 def child(code: str = "import time; time.sleep(600)") -> subprocess.Popen:
