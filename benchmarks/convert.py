@@ -11,7 +11,7 @@ Real checkpoints of two ranks are made first (benchmarks/_checkpoints.py): ZeRO-
   size (the universal form by mmldlm is timed too). Ours has its output on the disk when it returns; no peer has, so
   both are timed in both forms. The claims compare both as they come, which is the strictest: ours flushed, the peers
   not; beside are printed the ratios with both on the disk (the peers with a `sync` of the files they wrote) and with
-  neither (ours with --no-flush). dcp_to_torch cannot leave the optimizer out and writes it too. Nobody finds an output
+  neither (ours with --no-fsync). dcp_to_torch cannot leave the optimizer out and writes it too. Nobody finds an output
   to replace. Medians; CPU seconds are printed beside, because wall time on a shared machine is noisy. mmldlm's modules
   are compiled to bytecode first, as pip does with what it installs.
 * peak_mib: the largest resident set of any of these conversions; with --large also of a ZeRO-2 checkpoint of 8 ranks
@@ -51,7 +51,7 @@ SMALL_CASES = (
     "z0_fp32", "z0_bf16", "z1_bf16", "z1_bf16opt", "z2_bf16", "z2_robin", "z2_elastic", "z3_bf16", "z3_subgroups",
 )  # fmt: skip
 LATER = ("z2_later", "z3_later")
-FLUSHED, LOOSE = "the same + sync", "mmldlm --no-flush"
+FLUSHED, LOOSE = "the same + sync", "mmldlm --no-fsync"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "2"}
 ENVIRONMENT.pop("PYTHONDONTWRITEBYTECODE", None)
 
@@ -107,12 +107,12 @@ def tools(name: str, folder: Path, scratch: Path) -> dict[str, tuple[list[str], 
         universal, more = scratch / f"{name}_universal", ("--to", stage, "--world", "4")
         return {
             "mmldlm": ([*convert(source, out), *more], out),
-            LOOSE: ([*convert(source, loose), *more, "--no-flush"], loose),
+            LOOSE: ([*convert(source, loose), *more, "--no-fsync"], loose),
             "ds_to_universal": (python("-m", "deepspeed.checkpoint.ds_to_universal", *words), other),
             "mmldlm universal": ([*convert(source, universal), "--to", "universal"], universal),
         }
     source = folder / name
-    ours = {"mmldlm": (convert(source, out), out), LOOSE: ([*convert(source, loose), "--no-flush"], loose)}
+    ours = {"mmldlm": (convert(source, out), out), LOOSE: ([*convert(source, loose), "--no-fsync"], loose)}
     if name == "fsdp":  # zero2, zero3 and 1000M are ZeRO's
         words = ("-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch", source, other)
         return {**ours, "dcp_to_torch": (python(*words), other)}

@@ -13,6 +13,7 @@ from typing import Any
 from mmldlm.checkpoints.formats.open import open_source
 from mmldlm.checkpoints.io.parallel import raise_malloc_thresholds
 from mmldlm.checkpoints.layout import SAFETENSORS_FILE, SUB_GROUP_SIZE, TARGETS
+from mmldlm.commands import RenamedOption
 from mmldlm.convert.export_plan import DTYPE_NAMES, plan_tensors
 from mmldlm.convert.inspect import diff, inspect, summarize
 from mmldlm.convert.to_checkpoint import convert_state, dry_run
@@ -67,7 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--force", action="store_true", help="replace OUT if it is an earlier conversion")
     add("--allow-nonfinite", action="store_true", help="write NaN and infinite weights too")
     add("--dry-run", action="store_true", help="read and check the source, print the plan, write nothing")
-    add("--no-flush", action="store_true", help="skip fsync (faster; output may be lost on power failure)")
+    add("--no-fsync", action="store_true", help="skip fsync (faster; output may be lost on power failure)")
+    add("--no-flush", action=RenamedOption, new="--no-fsync")
     add("--verify", action="store_true", help="read the output back and compare it with what was written")
 
 
@@ -116,7 +118,7 @@ def _convert(args: argparse.Namespace) -> int:
             "ema": args.ema,
             "only": args.only,
             "verify": args.verify,
-            "fsync": not args.no_flush,
+            "fsync": not args.no_fsync,
         }
         if args.to == "safetensors":
             shard_bytes = parse_size(args.shard_size)

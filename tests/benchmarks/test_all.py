@@ -10,7 +10,7 @@ import _report
 import _store
 import pytest
 
-from tests.helpers import ROOT, launch
+from tests.support.helpers import ROOT, launch
 
 every = importlib.import_module("all")
 

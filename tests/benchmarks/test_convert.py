@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.helpers import ROOT, launch, run_ranks
+from tests.support.helpers import ROOT, launch, run_ranks
 
 pytestmark = pytest.mark.long
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.helpers import ROOT, launch
+from tests.support.helpers import ROOT, launch
 
 pytestmark = pytest.mark.long
 

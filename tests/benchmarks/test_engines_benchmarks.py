@@ -9,7 +9,7 @@ import sys
 import _runs
 import pytest
 
-from tests.helpers import ROOT, launch
+from tests.support.helpers import ROOT, launch
 
 pytestmark = pytest.mark.long
 

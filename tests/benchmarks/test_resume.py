@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import resume
 
-from tests.helpers import ROOT, launch
+from tests.support.helpers import ROOT, launch
 
 pytestmark = pytest.mark.long
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 from _reference_steps import missing_peers
 
-from tests.helpers import ROOT, launch
+from tests.support.helpers import ROOT, launch
 
 
 def run(tmp_path, *words: str, codes=(0,)) -> tuple[dict, str]:

@@ -19,8 +19,8 @@ from mmldlm.checkpoints.locate import locate_checkpoint
 from mmldlm.convert.inspect import compare
 from mmldlm.convert.to_checkpoint import convert_state
 from mmldlm.errors import MmldlmError, UserError
-from tests.helpers import ROOT, run_ranks
 from tests.support.convert_command import command
+from tests.support.helpers import ROOT, run_ranks
 
 CHAIN = [("zero3", 4), ("dcp", 1), ("universal", None), ("zero2", 2)]
 SOURCES = [

@@ -281,7 +281,7 @@ def test_without_the_flush_the_bytes_are_the_same(zero_dir, tmp_path, monkeypatc
     for name in ("fsync_path", "sync_file_system"):
         monkeypatch.setattr(output_dir, name, flushed.append)
     monkeypatch.setattr(os, "fsync", flushed.append)
-    assert command(source, str(tmp_path / "loose"), *words, "--no-flush") == 0
+    assert command(source, str(tmp_path / "loose"), *words, "--no-fsync") == 0
     assert not flushed
     folders = (tmp_path / "flushed", tmp_path / "loose")
     written = [{path.relative_to(folder): path for path in folder.rglob("*") if path.is_file()} for folder in folders]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers import read_log, train_words
+from tests.support.helpers import read_log, train_words
 
 
 def replayed(run: Path, event: str, folder: Path, *more: str) -> dict:

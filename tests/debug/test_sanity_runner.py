@@ -24,7 +24,7 @@ from mmldlm.errors import UserError
 from mmldlm.models.mmdit import model as mmdit
 from mmldlm.tasks.translation.data import open_data
 from mmldlm.tasks.translation.objective import TranslationObjective
-from tests.helpers import launch
+from tests.support.helpers import launch
 
 # ddp and ZeRO-0 keep gradients and state as one process does.
 ENGINES = {"fsdp": ["engine.kind=fsdp"], **{f"zero{stage}": [f"engine.zero_stage={stage}"] for stage in (1, 2, 3)}}

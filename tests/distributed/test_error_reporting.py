@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tests.helpers import environment
+from tests.support.helpers import environment
 
 HOST = re.escape(socket.gethostname())
 SAY = """

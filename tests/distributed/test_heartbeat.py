@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mmldlm.distributed.heartbeat import Heartbeat
-from tests.helpers import launch, torchrun
+from tests.support.helpers import launch, torchrun
 
 pytestmark = pytest.mark.long
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.helpers import ROOT, read_log, run_ranks
+from tests.support.helpers import ROOT, read_log, run_ranks
 
 
 def events(folder, kind: str) -> list[dict]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils import cpp_extension
 
-from tests.helpers import launch
+from tests.support.helpers import launch
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 

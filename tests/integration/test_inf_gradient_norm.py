@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from tests.helpers import read_log, train_words
+from tests.support.helpers import read_log, train_words
 
 
 def with_an_inf(model, bad_step: int):

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from mmldlm.config.renamed_keys import with_new_names
 from mmldlm.config.yaml_reader import read_yaml
-from tests.helpers import ROOT, environment, read_log, run_ranks
+from tests.support.helpers import ROOT, environment, read_log, run_ranks
 
 ARCHIVE = ROOT / "tests" / "fixtures" / "checkpoints_2b95890.tar.xz"
 # Of the tensors that commit 2b95890 converts them to.

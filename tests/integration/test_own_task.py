@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from tests.helpers import ROOT, environment, rank_server, read_log, run_ranks
+from tests.support.helpers import ROOT, environment, rank_server, read_log, run_ranks
 from tests.support.own_task_worker import ENGINES, EXAMPLE, STEPS, words_of
 
 pytestmark = pytest.mark.long

@@ -8,7 +8,7 @@ import sys
 import time
 
 from mmldlm.training.run_lock import LOCK
-from tests.helpers import ROOT, environment, read_log, run_ranks, train_words
+from tests.support.helpers import ROOT, environment, read_log, run_ranks, train_words
 
 RANK = """
 import sys

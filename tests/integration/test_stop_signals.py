@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from tests.helpers import ROOT, environment, read_log, run_ranks, train_words
+from tests.support.helpers import ROOT, environment, read_log, run_ranks, train_words
 
 WORKER = ROOT / "tests" / "support" / "signal_worker.py"
 

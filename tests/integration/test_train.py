@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers import ROOT, environment, launch, read_log, run_ranks, torchrun, train_words
 from tests.support.engine_worker import ENGINES, UNEVEN
+from tests.support.helpers import ROOT, environment, launch, read_log, run_ranks, torchrun, train_words
 
 pytestmark = pytest.mark.long
 

@@ -20,7 +20,7 @@ from mmldlm.launch.launcher import exclude_nodes
 from mmldlm.launch.launcher_start import launcher_start
 from mmldlm.launch.outcome import Outcome
 from mmldlm.preflight.context import Context
-from tests.helpers import LONG, ROOT
+from tests.support.helpers import LONG, ROOT
 
 SECRET = b"cannot-be-read-in-the-run"
 

@@ -10,7 +10,7 @@ import pytest
 
 from mmldlm.launch.local_launcher import run_local
 from mmldlm.launch.sigbus_report import explain_sigbus
-from tests.helpers import launch, train_words
+from tests.support.helpers import launch, train_words
 
 RANK = """
 import os, signal, sys, time

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.helpers import ROOT
+from tests.support.helpers import ROOT
 
 STARTED = ("torchrun", "deepspeed", "mpirun", "srun")
 OWN = (

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.helpers import ROOT, environment, train_words
+from tests.support.helpers import ROOT, environment, train_words
 from tests.support.short_run import losses, words_of
 from tests.support.virtual_cluster import VirtualCluster, reason_to_skip
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.helpers import ROOT, launch
+from tests.support.helpers import ROOT, launch
 from tests.support.virtual_cluster import reason_to_skip
 
 sys.path.insert(0, str(ROOT / "benchmarks"))

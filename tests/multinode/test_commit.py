@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.helpers import LONG, ROOT, read_log, run_ranks, train_words
+from tests.support.helpers import LONG, ROOT, read_log, run_ranks, train_words
 
 # Python runs it at the start of every process: the rank ends by SIGKILL at the moment that is named, once.
 KILLER = """

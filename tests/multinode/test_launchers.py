@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.helpers import LONG, ROOT
+from tests.support.helpers import LONG, ROOT
 from tests.support.short_run import NODES, close, losses, words_of
 
 TRAIN = str(ROOT / "mmldlm" / "train.py")

@@ -9,7 +9,7 @@ import contextlib
 
 import pytest
 
-from tests.helpers import LONG, ROOT
+from tests.support.helpers import LONG, ROOT
 from tests.support.preflight_faults import ALL, FAULTS, HARMLESS, PYTHON, TOGETHER, Scene, problem_text, problems
 
 pytestmark = pytest.mark.long

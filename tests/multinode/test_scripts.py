@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from tests.helpers import LONG, ROOT
 from tests.support import slurm_cluster
+from tests.support.helpers import LONG, ROOT
 from tests.support.short_run import NODES, close, losses, more_words
 
 pytestmark = LONG

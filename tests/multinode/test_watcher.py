@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import LONG, ROOT
+from tests.support.helpers import LONG, ROOT
 from tests.support.launch_faults import (
     LAUNCH_FAULTS,
     NEIGHBORS,

@@ -26,7 +26,7 @@ from mmldlm.tasks.translation.freezing import apply_freezing
 from mmldlm.tasks.translation.noiser import Noiser
 from mmldlm.tasks.translation.objective import TranslationObjective
 from mmldlm.tasks.translation.parameter_plan import parameter_plan
-from tests.helpers import run_ranks
+from tests.support.helpers import run_ranks
 
 ENGINES = {
     "ddp": ["engine.kind=ddp"],

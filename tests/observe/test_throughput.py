@@ -13,7 +13,7 @@ from mmldlm.config.task_registry import find_task
 from mmldlm.models.mmdit.costs import step_flops
 from mmldlm.observe.throughput import StepTimer
 from mmldlm.tasks.translation.config import TranslationConfig
-from tests.helpers import read_log, train_words
+from tests.support.helpers import read_log, train_words
 
 TASK = find_task("translation")
 

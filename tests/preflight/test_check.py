@@ -10,7 +10,7 @@ import pytest
 from mmldlm.preflight import checks
 from mmldlm.preflight.check import ERROR, Check, all_checks, check, run_check
 from mmldlm.preflight.report import exit_code
-from tests.helpers import ROOT
+from tests.support.helpers import ROOT
 from tests.support.preflight_context import CHECKS, make_context
 
 

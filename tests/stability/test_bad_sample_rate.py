@@ -9,7 +9,7 @@ import pytest
 from mmldlm.config.schema import StabilityConfig
 from mmldlm.stability import Guard
 from mmldlm.stability.bad_sample_rate import MIN_BATCHES, WINDOW, BadSampleRate
-from tests.helpers import read_log, run_ranks, train_words
+from tests.support.helpers import read_log, run_ranks, train_words
 
 
 def test_a_share_is_judged_over_the_window_and_not_before_enough_of_it_is_known():

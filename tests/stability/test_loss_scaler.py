@@ -13,8 +13,8 @@ from mmldlm.config.schema import StabilityConfig
 from mmldlm.errors import UserError
 from mmldlm.stability.guard import Guard
 from mmldlm.stability.loss_scaler import LossScaler
-from tests.helpers import launch, read_log, run_ranks
 from tests.stability.fp16_ranks import ENGINES
+from tests.support.helpers import launch, read_log, run_ranks
 
 SCRIPT = str(Path(__file__).with_name("fp16_ranks.py"))
 RANKS = [engine for engine in ENGINES if engine != "single"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tests.helpers import read_log, train_words
+from tests.support.helpers import read_log, train_words
 
 
 def events(folder, name: str, kind: str) -> list[dict]:

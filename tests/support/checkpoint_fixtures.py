@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import run_ranks
+from tests.support.helpers import run_ranks
 
 # Layouts that depend on the number of ranks: one element may straddle two slices, or a rank hold padding alone.
 OTHER_WORLDS = (

@@ -12,7 +12,7 @@ import time
 from mmldlm.config.load import load_config
 from mmldlm.distributed.exit import leave_process_group
 from mmldlm.train import check_run, train
-from tests.helpers import train_words
+from tests.support.helpers import train_words
 
 TIMEOUT, SLOW = 8.0, 9.0  # engine.collective_timeout; seconds that the disk takes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers import read_log, train_words
+from tests.support.helpers import read_log, train_words
 
 NODES = "n1 slots=1\nn2 slots=1\n"
 STEPS = 4

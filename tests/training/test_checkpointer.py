@@ -18,7 +18,7 @@ from mmldlm.config.load import load_config
 from mmldlm.tasks.translation.build_model import build_model
 from mmldlm.tasks.translation.data import open_data
 from mmldlm.train import main
-from tests.helpers import read_log, train_words
+from tests.support.helpers import read_log, train_words
 
 pytestmark = pytest.mark.long
 

@@ -13,7 +13,7 @@ import pytest
 from mmldlm.errors import UserError
 from mmldlm.training import run_lock
 from mmldlm.training.run_lock import LOCK, RunLock
-from tests.helpers import environment, train_words
+from tests.support.helpers import environment, train_words
 
 
 def child(code: str = "import time; time.sleep(600)") -> subprocess.Popen:
@@ -126,7 +126,7 @@ def test_a_requeued_slurm_job_takes_its_own_lock_over_at_once(tmp_path, monkeypa
     with pytest.raises(UserError, match="Slurm job 12"):  # another step of the same job
         acquire(tmp_path, timeout=0.1)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert "started the job again" in acquire(tmp_path)[1][0]
+    assert "restarted the job" in acquire(tmp_path)[1][0]
 
 
 def test_renewing_keeps_it_fresh_and_sees_that_it_was_taken(tmp_path, monkeypatch):

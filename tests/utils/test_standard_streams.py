@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.helpers import environment
+from tests.support.helpers import environment
 
 CODE = """
 import os, subprocess, sys

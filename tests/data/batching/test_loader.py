@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from tests.helpers import launch
+from tests.support.helpers import launch
 
 
 def test_workers_do_not_outlive_the_run():

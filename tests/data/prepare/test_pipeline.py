@@ -22,7 +22,7 @@ from mmldlm.data.sentences import normalize
 from mmldlm.data.store import verify
 from mmldlm.data.store.store import Store, load_tokenizer
 from mmldlm.errors import MmldlmError, UserError
-from tests.helpers import run_ranks
+from tests.support.helpers import run_ranks
 
 WIKISPLIT = Path(__file__).resolve().parents[4] / "shared" / "data" / "wikisplit" / "validation.txt"
 

@@ -20,7 +20,7 @@ from mmldlm.checkpoints.formats.torch_save.writer import TorchFileLayout, write_
 from mmldlm.checkpoints.resume_reader import open_training_state
 from mmldlm.convert.to_checkpoint import convert_state
 from mmldlm.errors import UserError
-from tests.helpers import environment
+from tests.support.helpers import environment
 
 CASES = ("z2_bf16", "z3_bf16")
 CODE = """

@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.rank_server import RankServer
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 # Whole launches are dear: what stands for all of them runs always, the rest of them when it is asked for.
 LONG = pytest.mark.skipif(
     os.environ.get("MMLDLM_MULTINODE") != "1", reason="one of many whole launches: run with MMLDLM_MULTINODE=1"
