@@ -158,7 +158,7 @@ def test_uneven_batches_and_frozen_groups_on_every_engine(store, tmp_path):
         values = json.loads((out / "config.json").read_text())
         torch.manual_seed(0)
         fresh = MultimodalMMDiT(ModelConfig(**{k: values[k] for k in ModelConfig.model_fields}))
-        frozen = frozen_names(fresh, mode, "mode")
+        frozen = frozen_names(fresh, mode, "by_mode")
         for key, start in fresh.named_parameters():
             for tensors in results:
                 if key in frozen:
@@ -583,7 +583,7 @@ RANKS_DECIDE_OTHERWISE = """
 import os, sys
 from mmldlm import train
 from mmldlm.tasks.translation import data
-data.decided_freeze = lambda config: ("none", "mode")[int(os.environ["RANK"])]
+data.decided_freeze = lambda config: ("none", "by_mode")[int(os.environ["RANK"])]
 sys.exit(train.main(sys.argv[1:]))
 """
 

@@ -43,7 +43,7 @@ def test_parameters_of_every_preset_to_the_element(name, words):
 
 
 @pytest.mark.parametrize("tied", ["true", "false"])
-@pytest.mark.parametrize("freeze", ["mode", "none"])
+@pytest.mark.parametrize("freeze", ["by_mode", "none"])
 @pytest.mark.parametrize("mode", ["unconditional", "mixed", "l2t", "t2l"])
 def test_what_a_mode_freezes(mode, freeze, tied):
     words = [f"training.loss_type={mode}", f"training.freeze={freeze}", f"model.tie_embeddings={tied}"]

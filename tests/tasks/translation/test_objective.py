@@ -140,12 +140,17 @@ def test_t2l_loss_is_not_solved_by_copying_the_input():
 @pytest.mark.parametrize(
     ("mode", "freeze", "frozen", "trained"),
     [
-        ("l2t", "mode", ("latent_encoder", "latent_head"), ("text_encoder", "text_head", "blocks", "length_head")),
-        ("t2l", "mode", ("text_encoder", "text_head", "length_head"), ("latent_encoder", "latent_head", "blocks")),
+        ("l2t", "by_mode", ("latent_encoder", "latent_head"), ("text_encoder", "text_head", "blocks", "length_head")),
+        ("t2l", "by_mode", ("text_encoder", "text_head", "length_head"), ("latent_encoder", "latent_head", "blocks")),
         ("l2t", "none", ("latent_head",), ("latent_encoder", "text_encoder", "text_head", "blocks")),
         ("t2l", "none", ("text_head", "length_head"), ("text_encoder", "latent_encoder", "latent_head", "blocks")),
-        ("mixed", "mode", (), ("latent_encoder", "latent_head", "text_encoder", "text_head", "blocks", "length_head")),
-        ("unconditional", "mode", (), ("latent_encoder", "text_encoder", "blocks")),
+        (
+            "mixed",
+            "by_mode",
+            (),
+            ("latent_encoder", "latent_head", "text_encoder", "text_head", "blocks", "length_head"),
+        ),
+        ("unconditional", "by_mode", (), ("latent_encoder", "text_encoder", "blocks")),
     ],
 )
 def test_freezing_by_mode(mode, freeze, frozen, trained):
@@ -166,10 +171,10 @@ def test_freezing_by_mode(mode, freeze, frozen, trained):
 
 def test_wrong_freezing_is_named():
     net = model()
-    apply_freezing(net, "l2t", "mode")
+    apply_freezing(net, "l2t", "by_mode")
     net.latent_head.to_latent.bias.requires_grad_(True)
     with pytest.raises(UserError, match="latent_head.to_latent.bias"):
-        verify_parameter_freezing(net, "l2t", "mode")
+        verify_parameter_freezing(net, "l2t", "by_mode")
 
 
 # -- MM-LDLM's measures ------------------------------------------------------------------------------------------------
@@ -180,7 +185,7 @@ def loss_of(batch, **loss):
 
 
 def test_clipped_weights_are_those_of_the_batch_cut_off():
-    (batch,) = micro_batches(build_config({"text_diffusion": {"masking": "independent"}}))
+    (batch,) = micro_batches(build_config({"text_diffusion": {"masking": "bernoulli"}}))
     limit = float(batch.tensors["text_weights"].median())
     clipped = loss_of(batch, text_weight_clip=limit, latent_weight_clip=0.25)
     batch.tensors["text_weights"] = batch.tensors["text_weights"].clamp_max(limit)
