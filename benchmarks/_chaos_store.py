@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mmldlm.data.batching.run_data import ROWS_CHECKED
+from mmldlm.data.batching.store_data import ROWS_CHECKED
 from mmldlm.data.store.store import Store, read_manifest
 from mmldlm.utils.atomic_files import list_files, write_json
 

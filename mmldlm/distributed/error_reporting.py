@@ -18,7 +18,7 @@ import traceback
 from datetime import datetime, timezone
 from pathlib import Path
 
-from mmldlm.utils.formatting import for_screen
+from mmldlm.utils.formatting import first_line, for_screen
 
 # Seconds: ranks of a node start and import in parallel; if rank 0 has failed, launchers end the rest.
 CLAIM_WAIT = 3.0
@@ -90,9 +90,9 @@ def report_traceback(error: Exception, logs: Path | None) -> None:
     Args:
         logs: folder for the file; None before the run's folder is known.
     """
-    from mmldlm.distributed.stack_dump import describe_error, is_collective_error
+    from mmldlm.distributed.stack_dump import is_collective_error
 
-    text = "".join([*traceback.format_exception(error), f"ERROR: {describe_error(error)}\n"])
+    text = "".join([*traceback.format_exception(error), f"ERROR: {first_line(error)}\n"])
     with contextlib.suppress(OSError):
         if logs is not None and is_collective_error(error):
             try:

@@ -108,8 +108,10 @@ def _read_l2t_input(
 
 def sample_t2l(pretrained: Pretrained, options: SampleOptions, progress: ProgressBar) -> Samples:
     """Sample latents from texts; compare them with the encoder's if the encoder is available."""
-    if options.method == "heun" and pretrained.latent_config.path != "rectified_flow":
-        raise UserError("--method ddim", f"heun on path {pretrained.latent_config.path}", "heun needs rectified_flow")
+    if options.method == "heun" and pretrained.latent_config.schedule != "rectified_flow":
+        raise UserError(
+            "--method ddim", f"heun with schedule {pretrained.latent_config.schedule}", "heun needs rectified_flow"
+        )
     texts = given_texts(options.text, options.text_file)
     ids = tokenize_texts(texts, pretrained)
     latents = sample_latents(

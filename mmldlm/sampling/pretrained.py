@@ -54,7 +54,7 @@ class Pretrained:
     def latent_diffusion(self) -> GaussianProcess:
         """Noise process of the latents."""
         config = self.latent_config
-        return GaussianProcess(config.path, config.prediction, config.weighting, config.min_snr_gamma)
+        return GaussianProcess(config.schedule, config.prediction, config.weighting, config.min_snr_gamma)
 
     @property
     def unit_norm(self) -> bool:

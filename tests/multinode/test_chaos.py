@@ -150,7 +150,7 @@ def test_nan_lies_where_a_start_does_not_look(store, tmp_path):
     import numpy as np
     from _chaos_store import plant_nan
 
-    from mmldlm.data.batching.run_data import ROWS_CHECKED
+    from mmldlm.data.batching.store_data import ROWS_CHECKED
     from mmldlm.data.store.store import Store, check_latents
 
     folder, bad = plant_nan(store, tmp_path, random.Random(1))
