@@ -64,9 +64,8 @@ def train(session: Session) -> None:
         if checkpointer.has_uncommitted and not report.write_in_progress:
             with session.timer.section("checkpoint"):
                 checkpointer.finish_save()
-        state.evaluation_left = (
-            due.evaluate and interrupted
-        )  # a preempted job has little time, so save before evaluating
+        # A preempted job has little time, so save before evaluating.
+        state.evaluation_left = due.evaluate and interrupted
         if due.evaluate and not interrupted:
             with session.timer.section("evaluation"):
                 interrupted = not evaluate(session)

@@ -87,10 +87,7 @@ class RunLogger:
         failure: Exception | None = None
         try:
             work()
-        except (
-            MmldlmError,
-            OSError,
-        ) as error:  # the ranks vote: a rank that raised alone would leave the others waiting
+        except (MmldlmError, OSError) as error:  # a rank that raised alone would leave the others waiting
             failure = error
         if self.engine.all_agree(failure is None):
             return
