@@ -44,5 +44,5 @@ setup(
     package_data={"mmldlm": ["py.typed"], "mmldlm.config": ["presets/*.yaml"]},
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["mmldlm = mmldlm.cli:enter"]},
+    entry_points={"console_scripts": ["mmldlm = mmldlm.cli:console_main"]},
 )

@@ -230,12 +230,13 @@ def compare_computing_weights(engine, kept: dict[str, object]) -> list[str]:
 def rank_main(kind: str, folder: str, report: str, words: list[str]) -> None:
     """One rank of a source or a target: the product's own entry, with the two hooks above around it."""
     import mmldlm.train as product
+    from mmldlm.distributed.exit import exit_without_teardown
 
     if kind == "--source":
         keep_what_is_saved(Path(folder))
     else:
         check_what_is_loaded(Path(folder), Path(report))
-    product.end_process(product.main(words))
+    exit_without_teardown(product.main(words))
 
 
 # -- the whole ---------------------------------------------------------------------------------------------------------

@@ -273,3 +273,9 @@ def test_ds_configs_train_a_model_alike_on_this_machine():
         for curve in curves[1:]:
             # The same sums in another order: fp32 rounding, which bf16 weights can magnify to one of their own steps.
             assert curve == pytest.approx(curves[0], rel=1e-2 if precision else 1e-5)
+
+
+def test_the_console_command_names_a_function():
+    (target,) = re.findall(r'"mmldlm = ([\w.]+:\w+)"', (ROOT / "setup.py").read_text())
+    module, name = target.split(":")
+    assert callable(getattr(importlib.import_module(module), name))

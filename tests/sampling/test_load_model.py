@@ -62,9 +62,9 @@ def config_with(**values):
     [
         (config_with(n_heads=3), "does not divide"),
         (config_with(hidden_size=10**9), "hidden_size"),
-        (config_with(hidden_size=1 << 20), "that differ"),  # allowed, and 50 TB if it were built
+        (config_with(hidden_size=1 << 20), "mismatched"),  # allowed, and 50 TB if it were built
         (config_with(n_blocks=9_999), "n_blocks 9999"),
-        (config_with(max_seq_len=1 << 28), "that differ"),
+        (config_with(max_seq_len=1 << 28), "mismatched"),
         (config_with(vocab_size="many"), "vocab_size"),
         (config_with(training={"mode_weights": [1]}), "mode_weights"),
         (config_with(training=3), "training"),

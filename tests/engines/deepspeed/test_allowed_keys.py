@@ -85,7 +85,7 @@ def merge(tmp_path, values, dtype="fp32", *words):
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"zero_optimization": {"stage": 3}}, "write zero_optimization"),
+        ({"zero_optimisation": {"stage": 3}}, "write zero_optimization"),
         ({"gradient_accumulation_step": 8}, "write gradient_accumulation_steps"),
         ({"zero_optimization": {"reduce_bukket_size": 5}}, "write zero_optimization.reduce_bucket_size"),
         ({"quite_another_thing": 1}, "delete it"),
