@@ -11,7 +11,7 @@ Real checkpoints of two ranks are made first (benchmarks/_checkpoints.py): ZeRO-
   size (the universal form by mmldlm is timed too). Ours has its output on the disk when it returns; no peer has, so
   both are timed in both forms. The claims compare both as they come, which is the strictest: ours flushed, the peers
   not; beside are printed the ratios with both on the disk (the peers with a `sync` of the files they wrote) and with
-  neither (ours with --no-fsync). dcp_to_torch cannot leave the optimizer out and writes it too. Nobody finds an output
+  neither (ours with --no-fsync). dcp_to_torch cannot leave the optimizer out and writes it too. No tool finds an output
   to replace. Medians; CPU seconds are printed beside, because wall time on a shared machine is noisy. mmldlm's modules
   are compiled to bytecode first, as pip does with what it installs.
 * peak_mib: the largest resident set of any of these conversions; with --large also of a ZeRO-2 checkpoint of 8 ranks
