@@ -14,6 +14,7 @@ import torch
 from mmldlm.checkpoints.init_from import InitReport, init_weights
 from mmldlm.checkpoints.locate import list_checkpoints
 from mmldlm.config.schema import Config
+from mmldlm.config.section import IsPath, Section
 from mmldlm.config.task_registry import find_task
 from mmldlm.data.batching.batch import Batch
 from mmldlm.data.batching.batch_plan import BatchPlan
@@ -219,7 +220,7 @@ def check_same_config(config: Config) -> None:
         return
     start_process_group(pick_device(local_rank), config.engine.collective_timeout)
     gathered: list[tuple[str, str]] = [("", "")] * world_size
-    torch.distributed.all_gather_object(gathered, (socket.gethostname(), json.dumps(_flat(config.model_dump()))))
+    torch.distributed.all_gather_object(gathered, (socket.gethostname(), json.dumps(_compared_values(config))))
     if len({dumped for _, dumped in gathered}) == 1:
         return
     configs = [(host, json.loads(dumped)) for host, dumped in gathered]
@@ -232,9 +233,16 @@ def check_same_config(config: Config) -> None:
     )
 
 
-def _flat(values: dict, prefix: str = "") -> dict[str, str]:
-    """Nested keys as `section.key`."""
+def _compared_values(section: Section, prefix: str = "") -> dict[str, str]:
+    """Values as `section.key`, without the paths themselves: each node may keep the data in a folder of its own."""
     found: dict[str, str] = {}
-    for key, value in values.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": str(value)}
+    for name, field in type(section).model_fields.items():
+        value, key = getattr(section, name), f"{prefix}{name}"
+        marker = next((marker for marker in field.metadata if isinstance(marker, IsPath)), None)
+        if isinstance(value, Section):
+            found |= _compared_values(value, f"{key}.")
+        elif marker is None or value is None or value in marker.words:
+            found[key] = str(value)
+        else:
+            found[key] = str(list(value.values())) if isinstance(value, dict) else "a path"
     return found

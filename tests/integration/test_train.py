@@ -595,3 +595,21 @@ def test_ranks_that_decide_freeze_differently_end_together(store, tmp_path):
     words = train_words(store, tmp_path, "run", "engine.zero_stage=2", "training.loss_type=l2t")
     done = run_ranks(2, script, *words, timeout=120)
     assert done.returncode == 2 and "one training.freeze on all ranks" in done.stdout, done.stdout[-3000:]
+
+
+RANKS_WITH_PATHS_OF_THEIR_OWN = """
+import os, sys
+from mmldlm import train
+sys.exit(train.main([word.replace("STORE", f"store{os.environ['RANK']}") for word in sys.argv[1:]]))
+"""
+
+
+def test_ranks_may_keep_the_data_in_different_folders(store, tmp_path):
+    """torchrun per node, with node-local copies of the data: the paths differ, the run trains."""
+    script = tmp_path / "node_local.py"
+    script.write_text(RANKS_WITH_PATHS_OF_THEIR_OWN)
+    for rank in range(2):
+        (tmp_path / f"store{rank}").symlink_to(store, target_is_directory=True)
+    words = train_words(tmp_path / "STORE", tmp_path, "run", "engine.zero_stage=2", "training.num_train_steps=2")
+    done = run_ranks(2, script, *words, timeout=240)
+    assert done.returncode == 0 and len(read_log(tmp_path, "run")) >= 2, done.stdout[-3000:]
