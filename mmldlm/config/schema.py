@@ -111,6 +111,10 @@ class OptimizerConfig(Section):
     ema_decay: float | None = Field(None, gt=0, lt=1)
     """Keep an exponential moving average of the weights with this decay (`mmldlm convert --ema`). None: none."""
 
+    def muon_rate(self) -> float:
+        """Peak learning rate of Muon's matrices."""
+        return 0.02 if self.muon_lr is None else self.muon_lr
+
     @model_validator(mode="after")
     def _muon_settings_are_read(self) -> OptimizerConfig:
         unread = [key for key in ("muon_lr", "muon_momentum") if getattr(self, key) is not None]

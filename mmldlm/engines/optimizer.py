@@ -12,7 +12,7 @@ from mmldlm.engines.muon.optimizer import MuonAdamW
 from mmldlm.engines.parameter_plan import ParameterPlan
 from mmldlm.errors import UserError
 
-MUON_LR, MUON_MOMENTUM = 0.02, 0.95  # if optimizer.muon_lr and muon_momentum do not set them
+MUON_MOMENTUM = 0.95  # if optimizer.muon_momentum does not set it
 
 
 def parameter_groups(model: nn.Module, plan: ParameterPlan, config: OptimizerConfig) -> list[dict]:
@@ -45,7 +45,7 @@ def parameter_groups(model: nn.Module, plan: ParameterPlan, config: OptimizerCon
             "none",
             "set optimizer.kind=adamw, freeze less of the model, or let the task name its matrices (docs/tasks.md)",
         )
-    muon = {"muon": True, "lr_factor": (config.muon_lr or MUON_LR) / config.lr}
+    muon = {"muon": True, "lr_factor": config.muon_rate() / config.lr}
     groups = [
         {"params": matrices, "weight_decay": config.weight_decay, **(muon if matrices else {})},
         {"params": with_decay, "weight_decay": config.weight_decay},

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from mmldlm.config.schema import Config
+from mmldlm.config.schema import Config, OptimizerConfig
 from mmldlm.data.batching.run_data import RunData
 from mmldlm.engines.base import Engine
+from mmldlm.engines.muon.attach import muon_of
 from mmldlm.tasks.base import Task
 
 
@@ -34,9 +35,23 @@ def summary(
         *(f"data     {note}" for note in data.notes),
         f"batch    {global_batch} = {training.train_batch_size} per rank x {training.grad_accum_steps} accumulated x "
         f"{engine.world_size} rank(s); {training.num_train_steps:,} steps = {num_epochs:.2f} epochs; {training.dtype}",
-        f"optim    AdamW, lr {optimizer.lr:g} after {optimizer.warmup_steps:,} steps of warm-up, {optimizer.schedule} "
+        f"optim    {_describe_optimizer(engine, optimizer)}, lr {optimizer.lr:g} after {optimizer.warmup_steps:,} steps of warm-up, {optimizer.schedule} "
         f"to {optimizer.min_lr:g}; {decays}",
     ]
+
+
+def _describe_optimizer(engine: Engine, optimizer: OptimizerConfig) -> str:
+    muon = muon_of(engine)
+    if muon is None:
+        return "AdamW"
+    cost = muon.cost()
+    share = cost["flops_per_rank"] * engine.world_size / max(cost["flops"], 1.0)
+    traffic = f", {cost['bytes'] / 1e6:.1f} MB exchanged per step" if cost["bytes"] else ""
+    return (
+        f"Muon (lr x {optimizer.muon_rate() / optimizer.lr:g}) for {cost['matrices']} matrices of "
+        f"{cost['elements'] / 1e6:.1f}M elements ({cost['flops'] / 1e9:.2g} GFLOP per step, busiest rank {share:.2f} of "
+        f"the mean{traffic}), AdamW for the rest"
+    )
 
 
 def setting_warnings(task: Task, config: Config, is_fresh: bool) -> list[str]:
