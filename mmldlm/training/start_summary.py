@@ -35,23 +35,25 @@ def summary(
         *(f"data     {note}" for note in data.notes),
         f"batch    {global_batch} = {training.train_batch_size} per rank x {training.grad_accum_steps} accumulated x "
         f"{engine.world_size} rank(s); {training.num_train_steps:,} steps = {num_epochs:.2f} epochs; {training.dtype}",
-        f"optim    {_describe_optimizer(engine, optimizer)}, lr {optimizer.lr:g} after {optimizer.warmup_steps:,} steps of warm-up, {optimizer.schedule} "
+        f"optim    AdamW, lr {optimizer.lr:g} after {optimizer.warmup_steps:,} steps of warm-up, {optimizer.schedule} "
         f"to {optimizer.min_lr:g}; {decays}",
+        *_muon_lines(engine, optimizer),
     ]
 
 
-def _describe_optimizer(engine: Engine, optimizer: OptimizerConfig) -> str:
+def _muon_lines(engine: Engine, optimizer: OptimizerConfig) -> list[str]:
     muon = muon_of(engine)
     if muon is None:
-        return "AdamW"
+        return []
     cost = muon.cost()
     share = cost["flops_per_rank"] * engine.world_size / max(cost["flops"], 1.0)
-    traffic = f", {cost['bytes'] / 1e6:.1f} MB exchanged per step" if cost["bytes"] else ""
-    return (
-        f"Muon (lr x {optimizer.muon_rate() / optimizer.lr:g}) for {cost['matrices']} matrices of "
-        f"{cost['elements'] / 1e6:.1f}M elements ({cost['flops'] / 1e9:.2g} GFLOP per step, busiest rank {share:.2f} of "
-        f"the mean{traffic}), AdamW for the rest"
-    )
+    work = f"{cost['flops'] / 1e9:.2g} GFLOP per step"
+    if engine.world_size > 1:
+        work += f", the busiest rank {share:.2f} x the mean, {cost['bytes'] / 1e6:.1f} MB exchanged"
+    return [
+        f"optim    Muon, lr {optimizer.muon_rate():g}, for {cost['matrices']} matrices of the "
+        f"{cost['elements'] / 1e6:.1f}M ({work}); AdamW for all other parameters"
+    ]
 
 
 def setting_warnings(task: Task, config: Config, is_fresh: bool) -> list[str]:
