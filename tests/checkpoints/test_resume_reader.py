@@ -16,7 +16,7 @@ from mmldlm.checkpoints.formats.dtypes import bf16_to_fp32
 from mmldlm.checkpoints.formats.torch_save.reader import TorchFile
 from mmldlm.checkpoints.resume_reader import open_training_state
 from mmldlm.errors import UserError
-from tests.support.make_zero import CASES
+from tests.support.make_zero import CASES, MUON
 
 # Without the names of the parameters ZeRO-0 in fp32 cannot be carried on; "steps" 0 has no moments.
 UNNAMED = ("z0_fp32",)
@@ -47,6 +47,7 @@ def check_zero(folder, case: str) -> None:
     with open_training_state(folder / case) as reader:
         assert set(reader.names) == set(index) and reader.has_moments and not reader.has_ema
         assert reader.stage == CASES[case]["stage"]
+        matrices = MUON if CASES[case].get("muon") else ()
         for name in reader.names:
             kind = "buffer" if name in ("counts", "flag", "mean") else "trainable"
             assert reader.kind(name) == ("frozen" if name.startswith("frozen.") else kind), name
@@ -59,7 +60,12 @@ def check_zero(folder, case: str) -> None:
             if not CASES[case].get("zero", {}).get("round_robin_gradients"):  # see make_zero.live_values
                 assert weight.tobytes() == truth[name].tobytes(), name
             check_ranges(reader, name, "weight", weight)
-            check_ranges(reader, name, "exp_avg_sq", weight * weight + np.float32(0.25))
+            assert reader.moments_of(name) == (("exp_avg",) if name in matrices else ("exp_avg", "exp_avg_sq"))
+            if name in matrices:
+                with pytest.raises(KeyError, match="exp_avg_sq"):
+                    reader.read(name, "exp_avg_sq", 0, 1)
+            else:
+                check_ranges(reader, name, "exp_avg_sq", weight * weight + np.float32(0.25))
             first = whole(reader, name, "exp_avg")
             assert np.isfinite(first).all() and first.any(), name
             check_ranges(reader, name, "exp_avg", first)
@@ -142,7 +148,10 @@ def test_imports_neither_torch_nor_deepspeed(zero_dir, fsdp_dir):
 # -- FSDP2, single, ddp -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("folder, truth_file", [("fsdp", "truth.pt"), ("plain", "plain.pt")])
+@pytest.mark.parametrize(
+    "folder, truth_file",
+    [("fsdp", "truth.pt"), ("plain", "plain.pt"), ("fsdp_muon", "truth_muon.pt"), ("plain_muon", "plain_muon.pt")],
+)
 def test_torch_engines(fsdp_dir, folder, truth_file):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     truth = torch.load(fsdp_dir / truth_file, weights_only=True)
@@ -153,6 +162,9 @@ def test_torch_engines(fsdp_dir, folder, truth_file):
         assert {n for n, k in kinds.items() if k == "frozen"} == {"frozen.weight", "frozen.bias"}
         assert {n for n, k in kinds.items() if k == "trainable"} == {*truth["exp_avg"], "head.weight"}
         assert reader.owner("head.weight") == "embed.weight"
+        for name in truth["exp_avg"]:
+            assert reader.moments_of(name) == tuple(what for what in ("exp_avg", "exp_avg_sq") if name in truth[what])
+        assert ("wide.weight" in truth["exp_avg_sq"]) is ("muon" not in folder)
         for what in ("weight", "exp_avg", "exp_avg_sq", "ema"):
             for name, tensor in truth[what].items():
                 assert reader.shape(name) == tuple(tensor.shape)
