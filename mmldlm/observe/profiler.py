@@ -10,7 +10,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-MUON_LABEL = "muon"  # of engines/muon/optimizer.py
+from mmldlm.engines.muon.optimizer import LABEL
+
 _COLLECTIVES = ("nccl", "gloo:", "mpi:", "ucc:")  # name prefixes in c10d and NCCL
 
 
@@ -106,7 +107,7 @@ def time_shares(events: Iterable) -> tuple[float, float, float]:
     for event, start, end in spans:
         if event.device_type != device:
             continue
-        if event.name == MUON_LABEL:
+        if event.name == LABEL:
             muon.append((start, end))
         elif event.name.startswith(_COLLECTIVES):
             collectives.append((start, end))
