@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from mmldlm.errors import UserError
 from mmldlm.models import pretrained_io
 from mmldlm.models.layers import Modulation, StreamLinear, TimestepEmbedding, compute_dtype
+from mmldlm.models.linear_cross_entropy import Candidates
 from mmldlm.models.mmdit.block import MMDiTBlock
 from mmldlm.models.mmdit.config import ModelConfig
 from mmldlm.models.mmdit.costs import GROUPS, group_of
@@ -110,6 +112,7 @@ class MultimodalMMDiT(nn.Module):
         text_positions: Tensor | None = None,
         text_targets: Tensor | None = None,
         text_weights: Tensor | None = None,
+        text_candidates: Candidates | None = None,
     ) -> dict[str, Tensor]:
         """Joint forward pass.
 
@@ -129,6 +132,7 @@ class MultimodalMMDiT(nn.Module):
             text_positions: int64 indices into B * S of the logits to compute, real tokens. None: all of B * S. [M]
             text_targets: int64 clean tokens at text_positions; their NLLs are returned instead of logits. [M]
             text_weights: fp32 weight of each target in text_loss_sum. [M]
+            text_candidates: estimate the NLLs of the targets from these tokens. None: from all.
 
         Returns:
             latent_pred: [B, D] or [B, N, D], as `latents` ([B, D] when None).
@@ -151,6 +155,8 @@ class MultimodalMMDiT(nn.Module):
         points = self._check_shapes(tokens, latents)
         latent_is_null = _all_true(given) if latents is None else latent_is_null
 
+        if self.config.scale_noisy_latents and latent_timesteps is not None:
+            points = points * torch.cos(0.5 * math.pi * latent_timesteps)[:, None, None].to(points.dtype)
         latent, pooled = self.latent_encoder(points.to(self.text_encoder.null_text.dtype), latent_is_null)
         condition = nn.functional.silu(self._condition(pooled, text_timesteps, latent_timesteps))
         selects = text_positions is not None  # without them all logits are computed, those of padding included
@@ -171,7 +177,8 @@ class MultimodalMMDiT(nn.Module):
         out = {"latent_pred": latent_pred, "length_logits": length_logits}
         if text_tokens is None:
             return out
-        out |= self.text_head(text_rows, outputs.sample[: outputs.num_text], condition, text_targets, text_weights)
+        samples = outputs.sample[: outputs.num_text]
+        out |= self.text_head(text_rows, samples, condition, text_targets, text_weights, text_candidates)
         if not selects and text_targets is None:
             out["text_logits"] = out["text_logits"].view(*tokens.shape, -1)
         return out

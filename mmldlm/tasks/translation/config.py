@@ -91,6 +91,10 @@ class LossConfig(Section):
     """Clamp each sample's text NELBO per token (MM-LDLM: 100). Above it the gradient is zero. None: off."""
     latent_loss_clamp: float | None = Field(None, gt=0)
     """Clamp each sample's latent loss (MM-LDLM: 10). Above it the gradient is zero. None: off."""
+    text_candidates: int | None = Field(None, ge=1)
+    """In training, score masked tokens against this many most frequent tokens and a sample of 1,024 others that stands
+    for the rest: an estimate of the NELBO at a fraction of the text head's cost. Evaluation is exact. None: against the
+    whole vocabulary."""
     text_weight_clip: float | None = Field(None, gt=0)
     """Largest weight of a masked token (1 / t under MDLM). Clipped, the loss bounds no likelihood. None: off."""
     latent_weight_clip: float | None = Field(None, gt=0)
