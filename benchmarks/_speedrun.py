@@ -51,7 +51,7 @@ class Recipe:
 
     def folder(self) -> str:
         """Name of the folder of its runs: another config gets another one."""
-        values = json.dumps(self.config().model_dump(mode="json"), sort_keys=True)
+        values = json.dumps(self.config().model_dump(mode="json", exclude_defaults=True), sort_keys=True)
         return f"{self.name}_{hashlib.sha256(values.encode()).hexdigest()[:8]}"
 
     def config(self, *more: str):
@@ -215,8 +215,9 @@ def model_flops(task, data, steps: int) -> float:
     for step in range(steps):
         batch = plan.batch(step)
         noised = collator.collate(batch, np.arange(len(batch.ids)), data.train, data.train_lengths)
-        scored = {"text_masked": float(len(noised.tensors["text_targets"]))}
-        total += task.training_flops(data.config, len(batch.ids), noised.num_tokens, scored)
+        num_scored, candidates = len(noised.tensors["text_targets"]), noised.tensors.get("text_candidates", ())
+        sums = {"text_masked": float(num_scored), "text_logits": float(num_scored * len(candidates))}
+        total += task.training_flops(data.config, len(batch.ids), noised.num_tokens, sums)
     return total
 
 
