@@ -11,9 +11,9 @@ from torch import Tensor
 from mmldlm.data.batching.run_data import RunData
 from mmldlm.models.linear_cross_entropy import Candidates
 from mmldlm.tasks.translation.config import TranslationConfig
+from mmldlm.tasks.translation.frequencies import token_counts
 
 NUM_SAMPLED = 1024
-COUNTED_TEXTS = 65_536  # spread over the split: enough to rank tokens
 
 
 class CandidateSizes(NamedTuple):
@@ -44,13 +44,10 @@ class CandidateSampler:
     """
 
     def __init__(self, data: RunData):
-        config, num_texts = data.config, len(data.train_lengths)
+        config = data.config
         self.sizes = candidate_sizes(config)
         vocab_size = config.model.vocab_size
-        spread = np.unique(np.linspace(0, num_texts - 1, min(num_texts, COUNTED_TEXTS)).astype(np.int64))
-        counts = np.bincount(np.concatenate(data.train.get(spread).tokens), minlength=vocab_size)
-        counts[config.model.eos_token_id] += len(spread)
-        ids = np.argsort(-counts, kind="stable")
+        ids = np.argsort(-token_counts(data), kind="stable")
         ids = ids[ids != config.model.mask_token_id]
         self.frequent, self.others = np.sort(ids[: self.sizes.frequent]), np.sort(ids[self.sizes.frequent :])
         self._frequent_column = np.full(vocab_size, -1)
