@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from mmldlm.checkpoints.formats.deepspeed.reader import ZeroCheckpoint
 from mmldlm.checkpoints.formats.dtypes import bf16_to_fp32
 from mmldlm.checkpoints.formats.torch_save.reader import TorchFile
 from mmldlm.checkpoints.resume_reader import open_training_state
+from mmldlm.convert.to_checkpoint import convert_state
 from mmldlm.errors import UserError
 from tests.support.make_zero import CASES, MUON
 
@@ -303,6 +305,8 @@ def rewrite(path, change) -> None:
             ),
             "elements of exp_avg",
         ),
+        # A second moment in a group of Muon's: settings and states are not of one save.
+        (lambda inner: inner["base_optimizer_state"]["param_groups"][0].update(muon=True), "exp_avg_sq of tensor 0"),
     ],
 )
 def test_optimizer_state_that_does_not_add_up(zero_copy, change, word):
@@ -313,6 +317,38 @@ def test_optimizer_state_that_does_not_add_up(zero_copy, change, word):
     assert OPTIM.format(1) in str(caught.value)
     with ZeroCheckpoint.open(folder) if word == "elements of exp_avg" else open_training_state(zero_copy("z1_bf16")):
         pass  # the weights alone, and a whole checkpoint, still open
+
+
+def without_settings(folder) -> str:
+    """Make a checkpoint forget which groups are Muon's; return the file that then has too little in it."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    if (folder / "trainable.json").exists():
+        facts = json.loads((folder / "trainable.json").read_text())
+        del facts["groups"]
+        (folder / "trainable.json").write_text(json.dumps(facts))
+        return ".metadata"
+    if (folder / "zero").is_dir():
+        (folder / "zero" / "optimizer_state.pt").unlink()
+        return "exp_avg_sq.pt of narrow.weight|exp_avg_sq.pt of wide.weight"
+    state = torch.load(folder / "optimizer.pt", weights_only=True)
+    state["param_groups"] = [{"params": group["params"]} for group in state["param_groups"]]
+    torch.save(state, folder / "optimizer.pt")
+    return "optimizer.pt"
+
+
+@pytest.mark.parametrize("name", ["fsdp_muon", "plain_muon", "z2_muon"])
+def test_a_missing_second_moment_needs_the_settings_of_muon(zero_dir, fsdp_dir, tmp_path, name):
+    folder = tmp_path / "out" / "universal"
+    if name == "z2_muon":
+        convert_state(zero_dir / name, tmp_path / "out", "universal")
+    else:
+        shutil.copytree(fsdp_dir / name, folder)
+    with open_training_state(folder) as reader:
+        assert reader.moments_of("wide.weight") == ("exp_avg",)
+    word = without_settings(folder)
+    with pytest.raises(UserError, match="exp_avg_sq") as caught:
+        open_training_state(folder)
+    assert re.search(word, str(caught.value))
 
 
 @pytest.mark.parametrize("name", ["z2_bf16", "z3_bf16", "fsdp", "plain"])

@@ -17,7 +17,7 @@ from mmldlm.checkpoints.formats.registry import read_optimizer_metadata
 from mmldlm.checkpoints.formats.weight_source import WeightSource
 from mmldlm.checkpoints.locate import locate_checkpoint
 from mmldlm.convert.inspect import compare
-from mmldlm.convert.to_checkpoint import convert_state
+from mmldlm.convert.to_checkpoint import _bytes_needed, convert_state
 from mmldlm.errors import MmldlmError, UserError
 from tests.support.convert_command import command
 from tests.support.helpers import ROOT, run_ranks
@@ -33,6 +33,9 @@ SOURCES = [
     "z2_fp32",
     "z3_fp16",
     "z0_bf16_named",
+    "z0_muon",
+    "z1_muon",
+    "z3_muon",
 ]
 
 
@@ -77,7 +80,7 @@ def test_round_trip(zero_dir, tmp_path, case):
     assert (before.steps, before.compute_dtype) == (after.steps, after.compute_dtype)
     assert [group.settings for group in before.groups] == [group.settings for group in after.groups]
     assert [group.names for group in before.groups] == [group.names for group in after.groups]
-    if case != "z0_bf16_named":  # ZeRO-0's optimizer has no scaler of that kind
+    if not case.startswith("z0"):  # ZeRO-0's optimizer has no scaler of that kind
         assert before.optimizer["loss_scaler"] == after.optimizer["loss_scaler"]
         assert before.optimizer["loss_scaler"].state["dynamic"] is ("fp16" in case)
     assert not list(tmp_path.glob("*.partial"))
@@ -87,13 +90,13 @@ def test_round_trip(zero_dir, tmp_path, case):
 @pytest.mark.parametrize("target", ["zero1", "zero2", "zero3", "fsdp"])
 def test_any_world_size(zero_dir, tmp_path, target, world):
     """40 ranks: most hold nothing, or padding alone."""
-    convert_state(zero_dir / "z3_bf16", tmp_path / "out", target, world)
-    assert_same(zero_dir / "z3_bf16", tmp_path / "out")
+    convert_state(zero_dir / "z3_muon", tmp_path / "out", target, world)
+    assert_same(zero_dir / "z3_muon", tmp_path / "out")
     with open_all(tmp_path / "out") as written:
         assert written.world_size == (world if target != "fsdp" else None)
 
 
-@pytest.mark.parametrize("folder", ["fsdp", "plain"])
+@pytest.mark.parametrize("folder", ["fsdp", "plain", "fsdp_muon", "plain_muon"])
 def test_fsdp_and_ddp_become_zero_and_return(fsdp_dir, tmp_path, folder):
     run = run_of(tmp_path / "run", fsdp_dir / folder, {"applied_steps": 3})
     path = run
@@ -103,6 +106,26 @@ def test_fsdp_and_ddp_become_zero_and_return(fsdp_dir, tmp_path, folder):
         path = tmp_path / str(number)
         if target == "zero2":  # DCP and model.pt do not say with what precision the forward pass ran
             assert not list((locate_checkpoint(path) / "engine" / "zero").glob("bf16_*"))
+
+
+def test_sub_groups_hold_one_group_each(zero_dir, tmp_path):
+    """However large they may be: a flat tensor of Muon's matrices has another state than one of AdamW's."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    convert_state(zero_dir / "z2_muon", tmp_path / "out", "zero3", 1, sub_group_size=10**9)
+    file = next((tmp_path / "out").rglob("*optim_states.pt"))
+    saved = torch.load(file, weights_only=False)["optimizer_state_dict"]["optimizer_state_dict"]
+    assert [group["params"] for group in saved["param_groups"]] == [[0], [1], [2]]
+    assert [group["muon"] for group in saved["param_groups"]] == [True, False, False]
+    assert ["exp_avg_sq" in saved["state"][flat] for flat in range(3)] == [False, True, True]
+
+
+@pytest.mark.parametrize("case", ["z2_bf16", "z2_muon", "z2_step0"])
+def test_space_is_estimated_for_the_states_that_exist(zero_dir, case):
+    with open_all(zero_dir / case) as source, open_source(zero_dir / case).weights as weights:
+        counts = [len(table) for table in source.moments.values()]
+        assert counts == {"z2_bf16": [8, 8], "z2_muon": [8, 6], "z2_step0": []}[case]
+        moments = sum(source.tensors[name].nbytes for table in source.moments.values() for name in table)
+        assert _bytes_needed(source, "ddp") == _bytes_needed(weights, "ddp") + moments
 
 
 @pytest.mark.parametrize("target", ["zero1", "zero3", "ddp", "fsdp"])
@@ -162,6 +185,9 @@ def test_deepspeed_goes_on_from_them(zero_dir, tmp_path):
     job("z2_bf16", 2, ("dcp", 1), is_universal=True)
     job("z2_fp16", 3)
     job("z3_fp16", 2, ("dcp", 1), ("universal", None))
+    job("z2_muon", 3, ("dcp", 1), ("universal", None))
+    job("z3_muon", 3, sub_group_size=20)
+    job("z3_muon", 2, ("zero2", 3), is_universal=True)  # not from ZeRO-3: see _optimizer_metadata
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
     done = run_ranks(4, ROOT / "tests" / "support" / "load_zero.py", str(tmp_path / "jobs.json"))
     assert done.stdout.count("loaded") == len(jobs), done.stdout[-3000:]
@@ -189,24 +215,36 @@ def test_torch_loads_our_dcp(zero_dir, fsdp_dir, tmp_path):
                     assert np.array_equal(state["optim"][what][name].flatten().numpy(), chunks), (what, name)
 
 
-def test_adamw_loads_our_optimizer_file(zero_dir, tmp_path):
+@pytest.mark.parametrize("case", ["z2_bf16", "z2_muon"])
+def test_torchs_optimizer_loads_our_file(zero_dir, tmp_path, case):
     torch = pytest.importorskip("torch", reason="torch is not installed")
-    from tests.support.make_zero import build_model, parameter_groups
+    from tests.support.elementwise_muon import ElementwiseMuon, with_muon
+    from tests.support.make_zero import MUON, build_model, parameter_groups
 
-    convert_state(zero_dir / "z2_bf16", tmp_path / "out", "ddp")
+    convert_state(zero_dir / case, tmp_path / "out", "ddp")
     model = build_model(torch)
     model.load_state_dict(torch.load(tmp_path / "out" / "model.pt", weights_only=True))
     optimizer = torch.optim.AdamW(parameter_groups(model), lr=1.0)
+    if case == "z2_muon":
+        groups = with_muon(parameter_groups(model), [model.get_parameter(name) for name in MUON])
+        optimizer = ElementwiseMuon(groups, lr=1.0)
     state = torch.load(tmp_path / "out" / "optimizer.pt", weights_only=True)
     optimizer.load_state_dict({key: state[key] for key in ("state", "param_groups")})
     names = [name for group in state["param_names"] for name in group]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     of = dict(model.named_parameters())
     assert all(of[name] is parameter for name, parameter in zip(names, parameters, strict=True))
-    for parameter in parameters:
-        kept = optimizer.state[parameter]
-        assert kept["step"] == 2 and torch.equal(kept["exp_avg_sq"], parameter.detach() ** 2 + 0.25)
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            kept = optimizer.state[parameter]
+            assert kept["step"] == 2 and kept["exp_avg"].any()
+            assert ("exp_avg_sq" in kept) is not group.get("muon", False)
+            if "exp_avg_sq" in kept:
+                assert torch.equal(kept["exp_avg_sq"], parameter.detach() ** 2 + 0.25)
+    assert [group["weight_decay"] for group in optimizer.param_groups][-2:] == [0.1, 0.0]
+    assert [(group.get("muon"), group.get("lr_factor")) for group in optimizer.param_groups][0] == (
+        (True, 8.0) if case == "z2_muon" else (None, None)
+    )
 
 
 # -- checkpoints of mmldlm ---------------------------------------------------------------------------------------------
