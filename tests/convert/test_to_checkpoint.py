@@ -20,7 +20,7 @@ from mmldlm.convert.inspect import compare
 from mmldlm.convert.to_checkpoint import _bytes_needed, convert_state
 from mmldlm.errors import MmldlmError, UserError
 from tests.support.convert_command import command
-from tests.support.helpers import ROOT, run_ranks
+from tests.support.helpers import ROOT, read_log, run_ranks
 
 CHAIN = [("zero3", 4), ("dcp", 1), ("universal", None), ("zero2", 2)]
 SOURCES = [
@@ -291,45 +291,45 @@ def test_a_changed_file_beside_the_weights_is_not_vouched_for(fsdp_dir, tmp_path
     assert not list(tmp_path.glob("out*"))
 
 
-OTHER_INIT = """
-import runpy, sys, torch
-from mmldlm.models.mmdit.model import MultimodalMMDiT
-initialize = MultimodalMMDiT._initialize
-def other(self):
-    initialize(self)
-    with torch.no_grad():
-        for tensor in (*self.parameters(), *self.buffers()):
-            tensor.add_(torch.rand_like(tensor))
-MultimodalMMDiT._initialize = other
-sys.argv = [{script!r}, *sys.argv[1:]]
-runpy.run_path({script!r}, run_name="__main__")
-"""
+THROUGH_ALL = [("zero3", 4), ("fsdp", 3), ("universal", None), ("ddp", None), ("zero1", 3), ("zero2", 2)]
 
 
-def test_a_training_goes_on_from_the_end_of_the_chain(store, tmp_path):
-    """zero2@2 -> zero3@4 -> fsdp@1 -> universal -> zero2@2: the very losses, from another initialization."""
-    import _runs
+def test_trainings_go_on_from_the_end_of_a_chain(store, tmp_path):
+    """Every engine's own checkpoint through every format, with AdamW and Muon: the very losses afterwards."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    from tests.support.engine_worker import CONVERTED
 
-    common = ["training.num_train_steps=6", "logging.save_freq=3", "optimizer.ema_decay=0.9", *_runs.ENGINES["zero2"]]
-    script = tmp_path / "other.py"
-    script.write_text(OTHER_INIT.format(script=str(_runs.TRAIN)))
-    with _runs.RankServer(tmp_path / "ranks") as ranks:
-        ranks.run(2, _runs.settings(str(store), tmp_path, "straight", 2, *common))
-        path = tmp_path / "straight" / "checkpoints" / "step_00000003"
-        with open_source(path).weights as source:
-            assert source.stage == 2
-        for number, (target, world) in enumerate([("zero3", 4), ("fsdp", 1), ("universal", None), ("zero2", 2)]):
-            convert_state(path, tmp_path / str(number), target, world)
-            path = tmp_path / str(number)
-        words = [*common, f"training.resume={path / 'latest'}"]
-        ranks.run(2, _runs.settings(str(store), tmp_path, "resumed", 2, *words), script)
-    straight, resumed = _runs.losses(tmp_path / "straight"), _runs.losses(tmp_path / "resumed")
-    assert set(resumed) == {4, 5, 6} and all(resumed[step] == straight[step] for step in resumed)
-    ends = [tmp_path / name / "checkpoints" / "step_00000006" for name in ("straight", "resumed")]
-    assert_same(*ends)
-    with open_source(ends[0], with_ema=True).weights as a, open_source(ends[1], with_ema=True).weights as b:
-        a.use_ema(), b.use_ema()
-        assert not compare(a, b).any
+    worker = ROOT / "tests" / "support" / "engine_worker.py"
+
+    def launch_all(*words: str) -> None:
+        for world in CONVERTED:
+            done = run_ranks(world, worker, "converted", str(store), str(tmp_path), *words)
+            assert done.returncode == 0, done.stdout[-4000:]
+
+    launch_all()
+    names = [name for cases in CONVERTED.values() for name in cases]
+    for name in names:
+        first = path = tmp_path / f"{name}_straight" / "checkpoints" / "step_00000003"
+        for number, (target, world) in enumerate(THROUGH_ALL):
+            convert_state(path, tmp_path / f"{name}_{number}", target, world, sub_group_size=2000, verify=True)
+            path = tmp_path / f"{name}_{number}"
+        path = path.rename(tmp_path / f"{name}_converted")
+        convert_state(path, tmp_path / f"{name}_dcp", "dcp", 2)
+        assert_same(first, tmp_path / f"{name}_dcp")
+        kinds = [[group.settings.get("muon") for group in facts_of(path).groups] for path in (first, path)]
+        assert kinds == [[True, False, False] if "muon" in name else [None, None]] * 2
+    launch_all("resumed")
+    for name in names:
+        straight, resumed = (
+            {record["step"]: record["loss"] for record in read_log(tmp_path, f"{name}_{part}")}
+            for part in ("straight", "resumed")
+        )
+        assert set(resumed) == {4, 5, 6} and all(resumed[step] == straight[step] for step in resumed), name
+        ends = [tmp_path / f"{name}_{part}" / "checkpoints" / "step_00000006" for part in ("straight", "resumed")]
+        assert_same(*ends)
+        with open_source(ends[0], with_ema=True).weights as a, open_source(ends[1], with_ema=True).weights as b:
+            a.use_ema(), b.use_ema()
+            assert not compare(a, b).any
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
