@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mmldlm.checkpoints.layout import moment_keys
+from mmldlm.checkpoints.layout import MOMENTS, MUON_MOMENTS, moment_keys
 from mmldlm.engines.parameter_shards import ParameterShard
 from mmldlm.engines.pinned_copy import PinnedSnapshot
+from mmldlm.errors import UserError
 
 if TYPE_CHECKING:
     from mmldlm.checkpoints.resume_reader import ResumeReader
@@ -142,6 +143,7 @@ class Engine(ABC):
             for owner in {id(shard.owner): shard.owner for shard in shards}.values():
                 states[owner] = _fresh_state(owner, groups[owner], applied_steps) if applied_steps else {}
             for shard in shards if applied_steps else ():
+                _check_same_optimizer(reader, shard.name, groups[shard.owner])
                 for key in moment_keys(groups[shard.owner]):
                     values = reader.read(shard.name, key, shard.start, shard.count)
                     shard.slice_of(states[shard.owner][key]).copy_(torch.from_numpy(values))
@@ -186,6 +188,17 @@ class Engine(ABC):
     def describe(self) -> str:
         """One phrase for the screen and the manifest."""
         return self.kind
+
+
+def _check_same_optimizer(reader: ResumeReader, name: str, group: dict[str, Any]) -> None:
+    if reader.moments_of(name) != moment_keys(group):  # checkpoints older than optimizer.kind do not record it
+        kinds = {MOMENTS: "adamw", MUON_MOMENTS: "muon"}
+        raise UserError(
+            f"the state of optimizer.kind={kinds[moment_keys(group)]}",
+            f"{' and '.join(reader.moments_of(name)) or 'none'} of {name}",
+            f"set optimizer.kind={kinds.get(reader.moments_of(name), 'adamw')}, or start a new run from the weights "
+            "alone with training.init_from",
+        )
 
 
 def _fresh_state(owner: Tensor, group: dict[str, Any], applied_steps: int) -> dict[str, Tensor]:
