@@ -269,7 +269,7 @@ def states_of(path) -> list[bytes]:
         got = []
         for name in reader.names:
             if reader.kind(name) == "trainable":
-                got += [whole(reader, name, what).tobytes() for what in ("weight", "exp_avg", "exp_avg_sq")]
+                got += [whole(reader, name, what).tobytes() for what in ("weight", *reader.moments_of(name))]
             else:
                 got.append(reader.read_tensor(name)[0].tobytes())
         reader.finish()
@@ -351,7 +351,7 @@ def test_a_missing_second_moment_needs_the_settings_of_muon(zero_dir, fsdp_dir, 
     assert re.search(word, str(caught.value))
 
 
-@pytest.mark.parametrize("name", ["z2_bf16", "z3_bf16", "fsdp", "plain"])
+@pytest.mark.parametrize("name", ["z2_bf16", "z3_bf16", "z3_muon", "fsdp", "fsdp_muon", "plain"])
 def test_damaged_anywhere(zero_dir, fsdp_dir, tmp_path, name):
     """Bits flipped and files cut: refused by name, or the very same state.
 

@@ -109,7 +109,7 @@ class WeightSource:
         tensors: name -> TensorInfo, in the order of the model's state_dict; aliases included.
         notes: facts for the user (tensors of the checkpoint that are not weights, ...).
         parts: name -> where a stored tensor is.
-        moments: "exp_avg" and "exp_avg_sq" -> trainable name -> parts; of Muon's weights there is no exp_avg_sq. Filled
+        moments: "exp_avg" and "exp_avg_sq" -> trainable name -> parts; Muon's weights lack exp_avg_sq. Filled
             if opened `with_moments`; empty if the optimizer has not stepped yet.
         ema: trainable name -> parts of its moving average (formats/ema); empty if there is none.
         low_precision_copies: trainable name -> parts of the copy that training computed with, which must equal the
