@@ -13,6 +13,7 @@ from mmldlm.engines.muon.matrix_exchange import Matrix, MatrixExchange, ShardRan
 from mmldlm.engines.muon.orthogonalize import orthogonalization_flops, orthogonalize, update_scale
 from mmldlm.engines.parameter_shards import ParameterShard, local_shard
 
+LABEL = "muon"  # of its work in a profile
 MOMENTUM = "exp_avg"  # AdamW's key of its own running mean of gradients, so that checkpoints need no third name
 
 
@@ -91,7 +92,7 @@ class MuonAdamW(torch.optim.AdamW):
     ) -> None:
         updates = {id(owner): self._advance_momentum(owner, group["momentum"]) for owner in owners}
         values = [shard.slice_of(updates[id(shard.owner)]) for shard in shards]
-        with torch.profiler.record_function("muon"):
+        with torch.profiler.record_function(LABEL):
             exchange.run(values, _orthogonal_update)
         for shard, value in zip(shards, values, strict=True):
             weights = shard.slice_of(shard.owner)
