@@ -11,8 +11,8 @@ import numpy as np
 from mmldlm.checkpoints.formats.dtypes import DTYPES, bf16_to_fp32, cast, count_nonfinite, is_rounded, nbytes, numel
 from mmldlm.checkpoints.formats.torch_save.reader import CHUNK_BYTES, SAME_SAVE_HINT, corrupt_file_error
 from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
-from mmldlm.checkpoints.layout import MOMENTS
 from mmldlm.errors import UserError
+from mmldlm.utils.moments import MOMENTS
 
 RANGE_ELEMENTS = 4 << 20  # of a range that one thread reads
 
