@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import shutil
 import subprocess
 import sys
@@ -319,36 +318,36 @@ def test_optimizer_state_that_does_not_add_up(zero_copy, change, word):
         pass  # the weights alone, and a whole checkpoint, still open
 
 
-def without_settings(folder) -> str:
-    """Make a checkpoint forget which groups are Muon's; return the file that then has too little in it."""
+def relabel(folder, muon: bool) -> None:
+    """Change the settings of all groups of a DCP folder, a universal checkpoint or an optimizer.pt."""
     torch = pytest.importorskip("torch", reason="torch is not installed")
     if (folder / "trainable.json").exists():
         facts = json.loads((folder / "trainable.json").read_text())
-        del facts["groups"]
+        for group in facts["groups"]:
+            group["settings"]["muon"] = muon
         (folder / "trainable.json").write_text(json.dumps(facts))
-        return ".metadata"
-    if (folder / "zero").is_dir():
-        (folder / "zero" / "optimizer_state.pt").unlink()
-        return "exp_avg_sq.pt of narrow.weight|exp_avg_sq.pt of wide.weight"
-    state = torch.load(folder / "optimizer.pt", weights_only=True)
-    state["param_groups"] = [{"params": group["params"]} for group in state["param_groups"]]
-    torch.save(state, folder / "optimizer.pt")
-    return "optimizer.pt"
+        return
+    path = folder / ("zero/optimizer_state.pt" if (folder / "zero").is_dir() else "optimizer.pt")
+    state = torch.load(path, weights_only=True)
+    for group in state["param_groups"]:
+        group["muon"] = muon
+    torch.save(state, path)
 
 
 @pytest.mark.parametrize("name", ["fsdp_muon", "plain_muon", "z2_muon"])
-def test_a_missing_second_moment_needs_the_settings_of_muon(zero_dir, fsdp_dir, tmp_path, name):
-    folder = tmp_path / "out" / "universal"
-    if name == "z2_muon":
-        convert_state(zero_dir / name, tmp_path / "out", "universal")
-    else:
-        shutil.copytree(fsdp_dir / name, folder)
-    with open_training_state(folder) as reader:
-        assert reader.moments_of("wide.weight") == ("exp_avg",)
-    word = without_settings(folder)
-    with pytest.raises(UserError, match="exp_avg_sq") as caught:
-        open_training_state(folder)
-    assert re.search(word, str(caught.value))
+def test_second_moments_fit_the_settings(zero_dir, fsdp_dir, tmp_path, name):
+    """A weight of AdamW without one is damaged, and so is one of Muon that has it."""
+    for muon, word in ((False, "no .*exp_avg_sq|exp_avg_sq.pt of"), (True, "exp_avg_sq of .*Muon")):
+        folder = tmp_path / str(muon) / "universal"
+        if name == "z2_muon":
+            convert_state(zero_dir / name, folder.parent, "universal")
+        else:
+            shutil.copytree(fsdp_dir / name, folder)
+        with open_training_state(folder) as reader:
+            assert (reader.moments_of("wide.weight"), len(reader.moments_of("wide.bias"))) == (("exp_avg",), 2)
+        relabel(folder, muon)
+        with pytest.raises(UserError, match=word):
+            open_training_state(folder)
 
 
 @pytest.mark.parametrize("name", ["z2_bf16", "z3_bf16", "z3_muon", "fsdp", "fsdp_muon", "plain"])
