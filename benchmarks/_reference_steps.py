@@ -102,6 +102,7 @@ class Ours(Variant):
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: str = "cpu", **model):
         from mmldlm.engines.optimizer import build_optimizer
+        from mmldlm.engines.parameter_plan import ParameterPlan
         from mmldlm.models import MultimodalMMDiT
         from mmldlm.tasks.translation.config import TranslationConfig
         from mmldlm.tasks.translation.noiser import NoisedBatch
@@ -121,9 +122,9 @@ class Ours(Variant):
         if dtype == torch.bfloat16:
             exact, network = network, copy.deepcopy(network).bfloat16()
             self.masters = list(exact.parameters())
-            optimizer = build_optimizer(exact, config.optimizer, no_decay_names(exact))
+            optimizer = build_optimizer(exact, ParameterPlan(no_decay=no_decay_names(exact)), config.optimizer)
         else:
-            optimizer = build_optimizer(network, config.optimizer, no_decay_names(network))
+            optimizer = build_optimizer(network, ParameterPlan(no_decay=no_decay_names(network)), config.optimizer)
         super().__init__(network, optimizer, device)
         self.clip = config.optimizer.grad_clip_norm
         self.objective, batch = TranslationObjective(config), Batch(shape, device)

@@ -11,7 +11,18 @@ sys.path.insert(0, str(ROOT))  # benchmarks run from a checkout, installed or no
 
 from tests.support.rank_server import TRAIN, Ranks, RankServer  # noqa: E402
 
-__all__ = ["ENGINES", "GLOBAL_BATCH", "ROOT", "TRAIN", "RankServer", "Ranks", "losses", "read_log", "settings"]
+__all__ = [
+    "ENGINES",
+    "GLOBAL_BATCH",
+    "OPTIMIZERS",
+    "ROOT",
+    "TRAIN",
+    "RankServer",
+    "Ranks",
+    "losses",
+    "read_log",
+    "settings",
+]
 
 GLOBAL_BATCH, ACCUMULATION = 8, 2
 
@@ -22,6 +33,12 @@ ENGINES: dict[str, list[str]] = {
     "hsdp": ["engine.kind=fsdp", "engine.hsdp_replicas=2"],
     **{f"zero{stage}": [f"engine.zero_stage={stage}"] for stage in range(4)},
     "zero3_offload": [f"engine.deepspeed_config={ROOT / 'ds_configs' / 'zero3_offload.json'}"],
+}
+
+# Muon's state differs from AdamW's: engines, resume and conversion are compared with both.
+OPTIMIZERS: dict[str, list[str]] = {
+    "adamw": [],
+    "muon": ["optimizer.kind=muon"],
 }
 
 

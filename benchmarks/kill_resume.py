@@ -45,8 +45,11 @@ AT_A_TIME = 3
 class Run:
     """One run on one engine, through many lives."""
 
-    def __init__(self, launcher: _runs.RankServer, data: str, folder: Path, engine: str, num_kills: int):
+    def __init__(
+        self, launcher: _runs.RankServer, data: str, folder: Path, engine: str, num_kills: int, optimizer: str
+    ):
         self.launcher, self.data, self.folder, self.engine, self.num_kills = launcher, data, folder, engine, num_kills
+        self.optimizer = optimizer
         self.num_steps = 5 * num_kills + 2 * MARGIN
         self.run_dir = folder / engine
         self.problems: list[str] = []
@@ -58,6 +61,7 @@ class Run:
             f"training.num_train_steps={self.num_steps}",
             f"logging.save_freq={SAVE_FREQ}",
             f"engine.collective_timeout={TIMEOUT}",
+            *_runs.OPTIMIZERS[self.optimizer],
             *_runs.ENGINES[self.engine],
         ]
         return _runs.settings(self.data, self.folder, name, WORLD_SIZE, *own, *more)
@@ -191,6 +195,7 @@ def step_of(checkpoint: Path | None) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help=_store.HELP)
+    parser.add_argument("--optimizer", choices=_runs.OPTIMIZERS, default="adamw")
     parser.add_argument("--kills", type=int, help="number of kills (100)")
     parser.add_argument("--quick", action="store_true", help="4 kills")
     parser.add_argument("--seed", type=int, help="of the random choices (default: a new one, printed)")
@@ -205,7 +210,11 @@ def main() -> int:
 
         def kill_all(place: int) -> int:
             engine, own = ENGINES[place], len(range(place, num_kills, len(ENGINES)))
-            run, chance, lost = Run(launcher, data, Path(folder), engine, own), random.Random(f"{seed} {engine}"), 0
+            run, chance, lost = (
+                Run(launcher, data, Path(folder), engine, own, args.optimizer),
+                random.Random(f"{seed} {engine}"),
+                0,
+            )
             for number in range(own):
                 is_lost, line = run.live_and_die(chance, number)
                 lost += is_lost
@@ -219,7 +228,8 @@ def main() -> int:
         with ThreadPoolExecutor(AT_A_TIME) as pool:
             num_lost = sum(pool.map(kill_all, range(min(num_kills, len(ENGINES)))))
     claims = [_report.claim("kills_lost", num_lost, "<=", 0)]
-    return _report.write(args.json, claims, kills=num_kills, seed=seed, save_freq=SAVE_FREQ, ranks=WORLD_SIZE)
+    used = {"kills": num_kills, "seed": seed, "save_freq": SAVE_FREQ, "optimizer": args.optimizer}
+    return _report.write(args.json, claims, ranks=WORLD_SIZE, **used)
 
 
 if __name__ == "__main__":

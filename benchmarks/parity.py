@@ -1,6 +1,6 @@
 """The same training on every engine: how far do the losses and the final weights go apart?
 
-    python benchmarks/parity.py [--data STORE] [--quick] [--json FILE]
+    python benchmarks/parity.py [--optimizer muon] [--data STORE] [--quick] [--json FILE]
 
 200 steps (--quick: 10) of the real training loop on one process; on DDP, FSDP2, ZeRO-0 to 3 and ZeRO-3 with offload on
 two ranks; on FSDP2 with two replicas (hsdp), ZeRO-2 and ZeRO-3 on four. The same global batch everywhere, in two
@@ -53,6 +53,7 @@ def weight_distance(run: Path, reference: Path) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help=_store.HELP)
+    parser.add_argument("--optimizer", choices=_runs.OPTIMIZERS, default="adamw")
     parser.add_argument("--quick", action="store_true", help="10 steps instead of 200")
     parser.add_argument("--json", help="write conditions and claims here")
     args = parser.parse_args()
@@ -71,6 +72,7 @@ def main() -> int:
                 f"training.dtype={dtype}",
                 "optimizer.warmup_steps=5",
                 "model.token_embedding_init=encoder",
+                *_runs.OPTIMIZERS[args.optimizer],
                 *_runs.ENGINES[name],
             ]
             launcher.run(world_size, _runs.settings(data, folder, run.name, world_size, *more), timeout=7200)
@@ -92,9 +94,8 @@ def main() -> int:
                 shown = "{:18.1e} {:14.1e} {:12.1e} {:10.1e}".format(*columns)
                 print(f"{f'{name} x{world_size}':18} {shown}", flush=True)
     claims = [_report.claim(f"loss_rel_diff_{dtype}", worst[dtype], "<=", bound) for dtype, bound in BOUNDS.items()]
-    return _report.write(
-        args.json, claims, args.quick, steps=steps, samples=samples, global_batch=_runs.GLOBAL_BATCH, preset="tiny"
-    )
+    used = {"steps": steps, "samples": samples, "global_batch": _runs.GLOBAL_BATCH, "optimizer": args.optimizer}
+    return _report.write(args.json, claims, args.quick, preset="tiny", **used)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """From every engine and world size to every other: is what was loaded what was saved, and do the losses go on?
 
-    python benchmarks/resume.py [--data STORE] [--quick] [--json FILE]
+    python benchmarks/resume.py [--optimizer muon] [--data STORE] [--quick] [--json FILE]
 
 Each source trains nine steps and saves at the fourth; what its live engine held at that moment (every master, both
 moments, EMA, frozen weights and buffers, rank by rank) is kept beside the run. Each target starts a new run from that
@@ -100,7 +100,7 @@ def held(engine, average) -> dict[str, tuple[int, object]]:
     for fragment in engine.parameter_shards():
         state = states[fragment.owner]
         found[f"weight|{fragment.name}"] = fragment.start, fragment.slice_of(fragment.owner).float().numpy().copy()
-        for what in ("exp_avg", "exp_avg_sq"):
+        for what in {"exp_avg", "exp_avg_sq"} & state.keys():  # Muon keeps one
             found[f"{what}|{fragment.name}"] = fragment.start, fragment.slice_of(state[what]).numpy().copy()
         found[f"step|{fragment.name}"] = fragment.start, np.full(fragment.count, float(state["step"]), np.float32)
     for fragment in engine.frozen_shards():
@@ -245,14 +245,14 @@ def rank_main(kind: str, folder: str, report: str, words: list[str]) -> None:
 class Matrix:
     """Sources are trained once, when first needed; targets one after the other."""
 
-    def __init__(self, launcher: _runs.RankServer, data: str, folder: Path):
-        self.launcher, self.data, self.folder = launcher, data, folder
+    def __init__(self, launcher: _runs.RankServer, data: str, folder: Path, optimizer: str = "adamw"):
+        self.launcher, self.data, self.folder, self.optimizer = launcher, data, folder, optimizer
         self._sources: dict[tuple[str, Place], dict[int, float]] = {}
         self.target_script = Path(__file__)
 
     def _words(self, name: str, variant: str, place: Place, *more: str) -> list[str]:
         steps = [f"training.num_train_steps={LAST_STEP}", "optimizer.warmup_steps=5"]
-        own = [*steps, *VARIANTS[variant], *_runs.ENGINES[place.engine], *more]
+        own = [*steps, *VARIANTS[variant], *_runs.OPTIMIZERS[self.optimizer], *_runs.ENGINES[place.engine], *more]
         return _runs.settings(self.data, self.folder, name, place.world_size, *own)
 
     def source(self, variant: str, place: Place) -> tuple[str, dict[int, float]]:
@@ -297,6 +297,7 @@ class Matrix:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help=_store.HELP)
+    parser.add_argument("--optimizer", choices=_runs.OPTIMIZERS, default="adamw")
     parser.add_argument("--quick", action="store_true", help="a few pairs instead of all")
     parser.add_argument("--json", help="write conditions and claims here")
     args = parser.parse_args()
@@ -306,7 +307,7 @@ def main() -> int:
         f"{'variant':7} {'source':8}    {'target':8} {'loaded':8} {'largest relative loss difference of 5 steps':>10}"
     )
     with tempfile.TemporaryDirectory() as folder, _runs.RankServer(f"{folder}/output") as launcher:
-        matrix = Matrix(launcher, data, Path(folder))
+        matrix = Matrix(launcher, data, Path(folder), args.optimizer)
         for pair in pairs:
             equal, goes_on, line = matrix.target(*pair)
             num_unequal += not equal
@@ -316,9 +317,8 @@ def main() -> int:
         _report.claim("resume_pairs_failed", num_failed, "<=", 0),
         _report.claim("params_bit_equal_failed", num_unequal, "<=", 0),
     ]
-    return _report.write(
-        args.json, claims, args.quick, pairs=len(pairs), global_batch=_runs.GLOBAL_BATCH, preset="tiny"
-    )
+    used = {"pairs": len(pairs), "global_batch": _runs.GLOBAL_BATCH, "optimizer": args.optimizer}
+    return _report.write(args.json, claims, args.quick, preset="tiny", **used)
 
 
 if __name__ == "__main__":

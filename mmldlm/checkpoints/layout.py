@@ -21,7 +21,6 @@ SAFETENSORS_FILE = "model.safetensors"
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's states of every trained weight
 SUB_GROUP_SIZE = 10**9  # zero_optimization.sub_group_size if a DeepSpeed config does not set it
 
 # Values of `mmldlm convert --to` other than safetensors

@@ -19,8 +19,9 @@ from mmldlm.checkpoints.formats.dtypes import DTYPES, cast
 from mmldlm.checkpoints.formats.ema import add_ema
 from mmldlm.checkpoints.formats.torch_save.reader import CHUNK_BYTES
 from mmldlm.checkpoints.formats.weight_source import FileRange, TensorInfo, WeightSource, read_parts_into
-from mmldlm.checkpoints.layout import DCP_METADATA, MODEL_FILE, MOMENTS, OPTIMIZER_FILE
+from mmldlm.checkpoints.layout import DCP_METADATA, MODEL_FILE, OPTIMIZER_FILE
 from mmldlm.errors import UserError
+from mmldlm.utils.moments import MOMENTS
 
 STATES = ("weight", *MOMENTS, "ema")
 
@@ -61,7 +62,7 @@ def _open_source(folder: Path) -> WeightSource:
 
 
 class ResumeReader:
-    """Weights, AdamW's moments and EMA of one checkpoint, by name. Use as a context manager or call close().
+    """Weights, the optimizer's moments and EMA of one checkpoint, by name. Use as a context manager or call close().
 
     Attributes:
         names: every parameter and persistent buffer, including the second names of tied weights.
@@ -101,13 +102,17 @@ class ResumeReader:
         """Return "trainable", "frozen" or "buffer"; of a tied name that of its owner."""
         return self._source.tensors[self.owner(name)].kind
 
+    def moments_of(self, name: str) -> tuple[str, ...]:
+        """Return which moments a trainable tensor has: ("exp_avg", "exp_avg_sq") of AdamW, ("exp_avg",) of Muon."""
+        return self._source.moments_of(self.owner(name))
+
     def read(self, name: str, what: str, start: int, count: int) -> np.ndarray:
         """Return flat elements [start, start + count) as a new float32 array.
 
         Args:
             name: of the tensor.
             what: "weight" (the fp32 master of a trainable one, else the stored values, widened), or for a trainable
-                one "exp_avg", "exp_avg_sq" or "ema".
+                one "exp_avg", "exp_avg_sq" (see moments_of) or "ema".
             start: first element.
             count: number of elements.
 

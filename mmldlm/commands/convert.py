@@ -84,7 +84,7 @@ def add_diff_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Na
     parser.add_argument("a", metavar="A", help=_SOURCES)
     parser.add_argument("b", metavar="B", help="another one; exit code 1 if they differ")
     parser.add_argument("--ema", action="store_true", help="compare the moving averages of the weights")
-    parser.add_argument("--optimizer", action="store_true", help="compare AdamW's moments too")
+    parser.add_argument("--optimizer", action="store_true", help="compare the optimizer's moments too")
     return lambda args: _run(lambda: diff(args.a, args.b, args.ema, args.optimizer))
 
 

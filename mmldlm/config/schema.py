@@ -84,10 +84,16 @@ class TrainingConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW and its learning-rate schedule."""
+    """The optimizer and its learning-rate schedule."""
 
+    kind: Annotated[Literal["adamw", "muon"], OnResume.FIXED] = "adamw"
+    """adamw; or muon: Muon for the matrices of the blocks (a task names them), AdamW for all other parameters."""
     lr: float = Field(1e-4, gt=0)
-    """Peak learning rate."""
+    """Peak learning rate of AdamW."""
+    muon_lr: float | None = Field(None, gt=0)
+    """Peak learning rate of Muon's matrices; it follows the schedule of lr. None: 0.02."""
+    muon_momentum: float | None = Field(None, ge=0, lt=1)
+    """Muon's momentum (Nesterov). None: 0.95."""
     min_lr: float = Field(1e-6, ge=0)
     """Learning rate at and after the end of the schedule."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -104,6 +110,20 @@ class OptimizerConfig(Section):
     """Clip gradients to this global norm. None: no clipping."""
     ema_decay: float | None = Field(None, gt=0, lt=1)
     """Keep an exponential moving average of the weights with this decay (`mmldlm convert --ema`). None: none."""
+
+    def muon_rate(self) -> float:
+        """Peak learning rate of Muon's matrices."""
+        return 0.02 if self.muon_lr is None else self.muon_lr
+
+    @model_validator(mode="after")
+    def _muon_settings_are_read(self) -> OptimizerConfig:
+        unread = [key for key in ("muon_lr", "muon_momentum") if getattr(self, key) is not None]
+        if self.kind != "muon" and unread:
+            raise ValueError(
+                f"optimizer.{unread[0]} is read only with optimizer.kind=muon (it is {self.kind}): drop it, or set "
+                "optimizer.kind=muon"
+            )
+        return self
 
 
 class EngineConfig(Section):

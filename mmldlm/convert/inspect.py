@@ -12,8 +12,9 @@ from mmldlm.checkpoints.formats.base import OpenedCheckpoint
 from mmldlm.checkpoints.formats.dtypes import DTYPES, bf16_to_fp32
 from mmldlm.checkpoints.formats.open import open_source
 from mmldlm.checkpoints.formats.weight_source import WeightSource
-from mmldlm.checkpoints.layout import MOMENTS
+from mmldlm.errors import UserError
 from mmldlm.utils.formatting import print_table
+from mmldlm.utils.moments import MOMENTS
 
 
 def summarize(opened: OpenedCheckpoint) -> list[tuple[str, str]]:
@@ -30,6 +31,9 @@ def summarize(opened: OpenedCheckpoint) -> list[tuple[str, str]]:
         if of_kind:
             elements, size = sum(info.numel for info in of_kind), sum(info.nbytes for info in of_kind)
             rows.append((kind, f"{len(of_kind)} tensors, {elements:,} elements, {size:,} bytes"))
+    if weights.moments:
+        counts = [f"{what} of {len(table)} tensors" for what, table in weights.moments.items()]
+        rows.append(("moments", ", ".join(counts)))
     num_averaged = sum(weights.tensors[name].numel for name in weights.ema)
     rows.append(("EMA", f"of {len(weights.ema)} tensors, {num_averaged:,} elements" if weights.ema else "none"))
     return rows
@@ -37,14 +41,18 @@ def summarize(opened: OpenedCheckpoint) -> list[tuple[str, str]]:
 
 def inspect(path: Path | str) -> int:
     """Print the content of a checkpoint without reading its weights; return the exit code."""
-    opened = open_source(path, allow_nonfinite=True, with_ema=True)
+    try:
+        opened = open_source(path, allow_nonfinite=True, with_ema=True, with_moments=True)
+    except UserError:  # the weights of another program, without an optimizer that mmldlm can continue, can be read
+        opened = open_source(path, allow_nonfinite=True, with_ema=True)
     with opened.weights as weights:
         print_table(summarize(opened))
         width = max((len(name) for name in weights.tensors), default=0)
         print()
         for name, info in weights.tensors.items():
             tied = f" -> {info.alias_of}" if info.alias_of else ""
-            print(f"{name:<{width}}  {info.dtype:<9} {info.kind:<9} {_shape(info.shape)}{tied}")
+            moments = "".join(f"  {what}" for what in weights.moments_of(name))
+            print(f"{name:<{width}}  {info.dtype:<9} {info.kind:<9} {_shape(info.shape)}{tied}{moments}")
         for note in weights.notes:
             print(f"note: {note}")
     return 0

@@ -211,7 +211,7 @@ def _optimizer_metadata(opened: OpenedCheckpoint, to: str, dtype: str | None) ->
         optimizer.compute_dtype = DTYPE_NAMES[dtype]
     if optimizer.steps is None and opened.weights.moments and to not in ("dcp", "fsdp"):
         raise UserError(
-            f"the step count of AdamW in {opened.weights.path}",
+            f"the step count of the optimizer in {opened.weights.path}",
             "moments without it",
             "give the checkpoint folder of the run, whose training_state.json has it",
         )
@@ -223,9 +223,14 @@ def _optimizer_metadata(opened: OpenedCheckpoint, to: str, dtype: str | None) ->
         )
     if to == "universal" and not all(group.settings for group in optimizer.groups):
         raise UserError(
-            f"AdamW's settings in {opened.weights.path}, without which DeepSpeed cannot load a universal checkpoint",
+            f"optimizer settings in {opened.weights.path}, without which DeepSpeed cannot load a universal checkpoint",
             "none (elastic_checkpoint keeps no param_groups, and older DCP folders none either)",
             "save without elastic_checkpoint; training.resume of mmldlm needs no settings and no conversion",
+        )
+    if to == "universal" and opened.weights.stage == 3 and any("muon" in group.settings for group in optimizer.groups):
+        optimizer.notes.append(
+            "DeepSpeed's own ZeRO-3 loader cannot load this: it expects exp_avg_sq of all weights, and gives all "
+            "groups the settings of the first. mmldlm can. For DeepSpeed convert --to zero2, then --to universal"
         )
     return optimizer
 
@@ -283,4 +288,5 @@ def _bytes_needed(weights: WeightSource, to: str) -> int:
     if to == "model.pt":
         return size
     trained = sum(info.numel for info in stored if info.kind == "trainable")
-    return size + 8 * trained * bool(weights.moments) + (4 * trained if to.startswith("zero") else 0)
+    moments = sum(weights.tensors[name].numel for table in weights.moments.values() for name in table)
+    return size + 4 * moments + (4 * trained if to.startswith("zero") else 0)

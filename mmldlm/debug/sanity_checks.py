@@ -14,10 +14,10 @@ from mmldlm.data.batching.batch import Batch
 from mmldlm.debug.findings import Findings, format_names
 from mmldlm.engines.base import Engine, compute_dtype
 from mmldlm.engines.deepspeed.engine import DeepSpeedEngine
-from mmldlm.engines.gradient_shards import gradient_shards, optimizer_groups
+from mmldlm.engines.gradient_shards import gradient_shards
 from mmldlm.engines.parameter_shards import ParameterShard
 from mmldlm.observe.layer_stats import LayerStats
-from mmldlm.stability.state_audit import STATES
+from mmldlm.utils.moments import MOMENTS
 
 # -- before the first step ---------------------------------------------------------------------------------------------
 
@@ -43,7 +43,7 @@ def check_coverage(engine: Engine, findings: Findings) -> None:
             kind = "trainable" if name in trainable else "frozen"
             findings.failed("optimizer", f"it updates {updated[name]} of {size} elements of {name}, which is {kind}")
     owners = {id(fragment.owner) for fragment in engine.parameter_shards()}
-    for owner in optimizer_groups(engine):
+    for owner in engine.optimizer_groups():
         if id(owner) not in owners:
             findings.failed("optimizer", f"it holds a tensor of shape {tuple(owner.shape)} that is not a parameter")
     findings.passed("optimizer", f"{len(trainable)} tensors, {sum(sizes[name] for name in trainable):,} elements")
@@ -55,14 +55,16 @@ def _numel(parameter: Tensor) -> int:
 
 def group_table(engine: Engine, lr: float) -> list[dict]:
     """Return the optimizer's groups: tensors, elements, lr, weight_decay."""
-    table: dict[float, dict] = {}
-    groups = optimizer_groups(engine)
+    table: dict[tuple, dict] = {}
+    groups = engine.optimizer_groups()
     names = defaultdict(set)
     for fragment in engine.parameter_shards():
-        decay = groups[fragment.owner]["weight_decay"]
-        line = table.setdefault(decay, {"tensors": 0, "elements": 0, "lr": lr, "weight_decay": decay})
-        names[decay].add(fragment.name)
-        line["tensors"], line["elements"] = len(names[decay]), line["elements"] + fragment.count
+        group = groups[fragment.owner]
+        decay, group_lr = group["weight_decay"], lr * group.get("lr_factor", 1.0)
+        key = group_lr, decay
+        line = table.setdefault(key, {"tensors": 0, "elements": 0, "lr": group_lr, "weight_decay": decay})
+        names[key].add(fragment.name)
+        line["tensors"], line["elements"] = len(names[key]), line["elements"] + fragment.count
     return list(table.values())
 
 
@@ -87,7 +89,7 @@ def check_dtypes(engine: Engine, config: Config, products: dict[str, torch.dtype
         if fragment.owner.dtype != torch.float32:
             findings.failed("precision", f"the master of {fragment.name} is {str(fragment.owner.dtype)[6:]}")
         state = states.get(fragment.owner) or {}
-        for key in STATES:
+        for key in MOMENTS:
             if key in state and state[key].dtype != torch.float32:
                 findings.failed("precision", f"{key} of {fragment.name} is {str(state[key].dtype)[6:]}")
             if key in state and state[key].device != fragment.owner.device:
@@ -100,9 +102,9 @@ def check_dtypes(engine: Engine, config: Config, products: dict[str, torch.dtype
 def check_groups(engine: Engine, config: Config, lr: float, findings: Findings) -> None:
     """Check the optimizer's groups after a step with learning rate lr."""
     optimizer = config.optimizer
-    for group in optimizer_groups(engine).values():
+    for group in engine.optimizer_groups().values():
         for key, found, expected in (
-            ("LR", group["lr"], (lr,)),
+            ("LR", group["lr"], (lr * group.get("lr_factor", 1.0),)),
             ("weight decay", group["weight_decay"], (optimizer.weight_decay, 0.0)),
             ("betas", tuple(group["betas"]), (tuple(optimizer.betas),)),
             ("eps", group["eps"], (optimizer.eps,)),
@@ -110,20 +112,24 @@ def check_groups(engine: Engine, config: Config, lr: float, findings: Findings) 
             if found not in expected:
                 findings.failed("groups", f"{key} {found} where {' or '.join(map(str, expected))} was expected")
     line = "; ".join(
-        f"{g['tensors']} tensors, {g['elements']:,} elements: LR {lr:.3g}, weight decay {g['weight_decay']:g}"
+        f"{g['tensors']} tensors, {g['elements']:,} elements: LR {g['lr']:.3g}, weight decay {g['weight_decay']:g}"
         for g in group_table(engine, lr)
     )
     findings.passed("groups", line)
 
 
 def check_clipping(engine: Engine, config: Config, norm: float, findings: Findings) -> None:
-    """Check clipping after the first applied step, when AdamW's first moment is (1 - beta1) times its gradient."""
-    states, squares = engine.optimizer_state(), 0.0
+    """Check clipping after the first applied step.
+
+    AdamW's first moment is then (1 - beta1) times the gradient that it received, Muon's momentum (1 - momentum) times.
+    """
+    states, groups, squares = engine.optimizer_state(), engine.optimizer_groups(), 0.0
     for fragment in engine.parameter_shards():
         if fragment.count and states.get(fragment.owner):
-            moment = fragment.slice_of(states[fragment.owner]["exp_avg"])
-            squares += float(torch.linalg.vector_norm(moment, dtype=torch.float64).square())
-    received = math.sqrt(squares) / (1 - config.optimizer.betas[0])
+            moment, group = fragment.slice_of(states[fragment.owner]["exp_avg"]), groups[fragment.owner]
+            decay = group["momentum"] if group.get("muon") else group["betas"][0]
+            squares += float(torch.linalg.vector_norm(moment, dtype=torch.float64).div(1 - decay).square())
+    received = math.sqrt(squares)
     clip = config.optimizer.grad_clip_norm
     expected = norm if clip is None else min(norm, clip)
     if not math.isclose(received, expected, rel_tol=0.01):

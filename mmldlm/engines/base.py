@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from mmldlm.engines.parameter_shards import ParameterShard
 from mmldlm.engines.pinned_copy import PinnedSnapshot
+from mmldlm.errors import UserError
+from mmldlm.utils.moments import MOMENTS, MUON_MOMENTS, moment_keys
 
 if TYPE_CHECKING:
     from mmldlm.checkpoints.resume_reader import ResumeReader
@@ -34,6 +36,7 @@ class Engine(ABC):
         folders: folders below a checkpoint's engine folder that `write` needs; they exist, writable on every rank,
             before `snapshot_state` is called.
         saves_shards: whether this rank's shards are saved (False if another rank holds the same).
+        steps_one_by_one: whether the inner optimizer steps once per tensor (the flat ones of ZeRO-1 to 3), not for all.
         loss_scale: factor of the loss in backward (fp16); set it before a step's first backward. `grad_norm` and `step`
             remove it again.
     """
@@ -46,6 +49,7 @@ class Engine(ABC):
     module: nn.Module
     folders: tuple[str, ...] = ()
     saves_shards: bool = True
+    steps_one_by_one: bool = False
     loss_scale: float = 1.0
 
     @abstractmethod
@@ -80,7 +84,15 @@ class Engine(ABC):
 
     @abstractmethod
     def optimizer_state(self) -> dict[Tensor, dict[str, Any]]:
-        """State of the inner AdamW by the tensor that it updates (ParameterShard.owner)."""
+        """State of the inner optimizer by the tensor that it updates (ParameterShard.owner)."""
+
+    @abstractmethod
+    def optimizer_groups(self) -> dict[Tensor, dict[str, Any]]:
+        """Group (lr, weight_decay, betas, ...) of every tensor that the inner optimizer updates."""
+
+    def process_group(self) -> Any:
+        """Ranks that shard or replicate the parameters between them; None: this process alone."""
+        return torch.distributed.group.WORLD if self.world_size > 1 else None
 
     @abstractmethod
     def sync_weights_from_masters(self) -> None:
@@ -114,10 +126,10 @@ class Engine(ABC):
 
         Args:
             reader: mmldlm.checkpoints.resume_reader.ResumeReader.
-            applied_steps: AdamW's step count.
+            applied_steps: the optimizer's step count.
 
         Raises:
-            UserError: a corrupt file.
+            UserError: a corrupt file, or the state of another optimizer.kind.
         """
         shards = self.parameter_shards()
         with torch.no_grad():
@@ -127,20 +139,14 @@ class Engine(ABC):
             for name, buffer in persistent_buffers(self.model).items():
                 values = reader.read(name, "weight", 0, buffer.numel())
                 buffer.copy_(torch.from_numpy(values).view(buffer.shape))
-            states = self.optimizer_state()
+            states, groups = self.optimizer_state(), self.optimizer_groups()
             for owner in {id(shard.owner): shard.owner for shard in shards}.values():
-                states[owner] = self._fresh_state(owner, applied_steps) if applied_steps else {}
-            if applied_steps:
-                for shard in shards:
-                    for key in ("exp_avg", "exp_avg_sq"):
-                        values = reader.read(shard.name, key, shard.start, shard.count)
-                        shard.slice_of(states[shard.owner][key]).copy_(torch.from_numpy(values))
-
-    @staticmethod
-    def _fresh_state(owner: Tensor, applied_steps: int) -> dict[str, Tensor]:
-        """AdamW's state of one tensor; fused AdamW keeps its step count on the tensor's device."""
-        step = torch.tensor(float(applied_steps), dtype=torch.float32, device=owner.device)
-        return {"step": step, "exp_avg": torch.zeros_like(owner), "exp_avg_sq": torch.zeros_like(owner)}
+                states[owner] = _fresh_state(owner, groups[owner], applied_steps) if applied_steps else {}
+            for shard in shards if applied_steps else ():
+                _check_same_optimizer(reader, shard.name, groups[shard.owner])
+                for key in moment_keys(groups[shard.owner]):
+                    values = reader.read(shard.name, key, shard.start, shard.count)
+                    shard.slice_of(states[shard.owner][key]).copy_(torch.from_numpy(values))
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
@@ -182,6 +188,23 @@ class Engine(ABC):
     def describe(self) -> str:
         """One phrase for the screen and the manifest."""
         return self.kind
+
+
+def _check_same_optimizer(reader: ResumeReader, name: str, group: dict[str, Any]) -> None:
+    if reader.moments_of(name) != moment_keys(group):  # checkpoints older than optimizer.kind do not record it
+        kinds = {MOMENTS: "adamw", MUON_MOMENTS: "muon"}
+        raise UserError(
+            f"the state of optimizer.kind={kinds[moment_keys(group)]}",
+            f"{' and '.join(reader.moments_of(name)) or 'none'} of {name}",
+            f"set optimizer.kind={kinds.get(reader.moments_of(name), 'adamw')}, or start a new run from the weights "
+            "alone with training.init_from",
+        )
+
+
+def _fresh_state(owner: Tensor, group: dict[str, Any], applied_steps: int) -> dict[str, Tensor]:
+    """State of one tensor, its moments zero; fused AdamW keeps its step count on the tensor's device."""
+    step = torch.tensor(float(applied_steps), dtype=torch.float32, device=owner.device)
+    return {"step": step, **{key: torch.zeros_like(owner) for key in moment_keys(group)}}
 
 
 class Autocast(nn.Module):

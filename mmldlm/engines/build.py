@@ -27,7 +27,12 @@ def build_engine(model: nn.Module, config: Config, plan: ParameterPlan) -> Engin
         from mmldlm.engines.fsdp import FsdpEngine as Kind
     else:
         from mmldlm.engines.deepspeed.engine import DeepSpeedEngine as Kind
-    return Kind(model, config, plan)
+    engine = Kind(model, config, plan)
+    if config.optimizer.kind == "muon":
+        from mmldlm.engines.muon.attach import attach_muon
+
+        attach_muon(engine, plan)
+    return engine
 
 
 def check_engine(config: Config, world_size: int) -> None:

@@ -22,6 +22,7 @@ from mmldlm.engines.base import compute_dtype, persistent_buffers, tied_names
 from mmldlm.engines.parameter_plan import ParameterPlan
 from mmldlm.engines.parameter_shards import ParameterShard, dim0_shard
 from mmldlm.engines.torch_engine import TorchEngine
+from mmldlm.utils.moments import MOMENTS
 
 TRAINABLE = "trainable.json"
 
@@ -43,6 +44,7 @@ class FsdpEngine(TorchEngine):
             mesh = init_device_mesh(self.device.type, (shards,), mesh_dim_names=("shard",))
         else:
             mesh = init_device_mesh(self.device.type, (self.replicas, shards), mesh_dim_names=("replicate", "shard"))
+        self._shard_group = mesh.get_group("shard")
         self.saves_shards = self.rank < shards
         # Timesteps are fp32 until the model casts its sinusoids: FSDP must not cast inputs.
         policy = MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -73,12 +75,13 @@ class FsdpEngine(TorchEngine):
     def _shard(name: str, parameter: Tensor) -> ParameterShard:
         return dim0_shard(name, parameter)
 
+    def process_group(self) -> Any:
+        return self._shard_group if self._shard_group.size() > 1 else None
+
     def snapshot_state(self, folder: Path, step: int) -> Any:
         state = self.optimizer.state
         names = {self._names[id(p)]: p for p in self._parameters()}
-        moments = {
-            key: {name: state[p][key] for name, p in names.items() if state[p]} for key in ("exp_avg", "exp_avg_sq")
-        }
+        moments = {key: {name: state[p][key] for name, p in names.items() if key in state[p]} for key in MOMENTS}
         metadata = {
             "trainable": list(names),
             "buffers": list(persistent_buffers(self.model)),

@@ -1,4 +1,4 @@
-"""The accumulated gradient and the AdamW group of every parameter shard of a rank, under every engine."""
+"""The accumulated gradient of every parameter shard of a rank, under every engine."""
 
 from __future__ import annotations
 
@@ -62,13 +62,3 @@ def _zero_gradients(optimizer: Any, stage: int) -> dict[int, _ConcatView]:
         return {id(flat): _ConcatView([grad]) for flat, grad in zip(flats, grads, strict=True)}
     pieces = [[flat.grad] if is_offloaded else optimizer.averaged_gradients[i] for i, flat in enumerate(flats)]
     return {id(flat): _ConcatView(parts) for flat, parts in zip(flats, pieces, strict=True)}
-
-
-def optimizer_groups(engine: Engine) -> dict[Tensor, dict[str, Any]]:
-    """The AdamW group (lr, betas, eps, weight_decay) of every owner of shards."""
-    optimizer = engine.zero_optimizer if isinstance(engine, DeepSpeedEngine) else engine.optimizer
-    if isinstance(engine, DeepSpeedEngine) and engine.stage == 3:
-        group_of, groups = optimizer.sub_group_to_group_id, optimizer.optimizer.param_groups
-        return {flat: groups[group_of[i]] for i, flat in enumerate(optimizer.fp32_partitioned_groups_flat)}
-    inner = optimizer.optimizer if hasattr(optimizer, "optimizer") else optimizer
-    return {owner: group for group in inner.param_groups for owner in group["params"]}

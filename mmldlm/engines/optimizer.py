@@ -1,21 +1,27 @@
-"""AdamW with weight decay on matrices only, gradient clipping, and the learning-rate schedule."""
+"""The optimizer with weight decay on matrices only, gradient clipping, and the learning-rate schedule."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 
 import torch
 from torch import nn
 
 from mmldlm.config.schema import OptimizerConfig
+from mmldlm.engines.muon.optimizer import MuonAdamW
+from mmldlm.engines.parameter_plan import ParameterPlan
+from mmldlm.errors import UserError
+
+MUON_MOMENTUM = 0.95  # if optimizer.muon_momentum does not set it
 
 
-def parameter_groups(model: nn.Module, weight_decay: float, no_decay: Collection[str] = ()) -> list[dict]:
-    """Two AdamW groups of the trainable parameters: matrices with weight decay; norms, biases, embeddings without.
+def parameter_groups(model: nn.Module, plan: ParameterPlan, config: OptimizerConfig) -> list[dict]:
+    """Groups of the trainable parameters: Muon's matrices, AdamW's with weight decay, AdamW's without.
 
-    Args:
-        no_decay: names of further parameters without weight decay (ParameterPlan.no_decay).
+    Without weight decay are norms, biases, embeddings, and ParameterPlan.no_decay. Empty groups are left out.
+
+    Raises:
+        UserError: optimizer.kind=muon without a trainable matrix in the plan.
     """
     no_decay_modules = (nn.Embedding, nn.LayerNorm, nn.RMSNorm)
     embeddings = {
@@ -24,25 +30,44 @@ def parameter_groups(model: nn.Module, weight_decay: float, no_decay: Collection
         if isinstance(module, no_decay_modules)
         for parameter in module.parameters(recurse=False)
     }
-    with_decay, without_decay = [], []
+    matrices, with_decay, without_decay = [], [], []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        is_exempt = parameter.dim() < 2 or id(parameter) in embeddings or name in no_decay
-        (without_decay if is_exempt else with_decay).append(parameter)
-    groups = [{"params": with_decay, "weight_decay": weight_decay}, {"params": without_decay, "weight_decay": 0.0}]
+        is_exempt = parameter.dim() < 2 or id(parameter) in embeddings or name in plan.no_decay
+        if config.kind == "muon" and name in plan.matrices:
+            matrices.append(parameter)
+        else:
+            (without_decay if is_exempt else with_decay).append(parameter)
+    if config.kind == "muon" and not matrices:
+        raise UserError(
+            "trainable matrices for Muon (ParameterPlan.matrices of the task)",
+            "none",
+            "set optimizer.kind=adamw, freeze less of the model, or let the task name its matrices (docs/tasks.md)",
+        )
+    muon = {"muon": True, "lr_factor": config.muon_rate() / config.lr}
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay, **(muon if matrices else {})},
+        {"params": with_decay, "weight_decay": config.weight_decay},
+        {"params": without_decay, "weight_decay": 0.0},
+    ]
     return [group for group in groups if group["params"]]
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig, no_decay: Collection[str] = ()) -> torch.optim.AdamW:
-    """Fused AdamW over the trainable parameters (5 x faster than the default, on CPU and GPU)."""
-    return torch.optim.AdamW(
-        parameter_groups(model, config.weight_decay, no_decay),
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        fused=True,
-    )
+def build_optimizer(model: nn.Module, plan: ParameterPlan, config: OptimizerConfig) -> torch.optim.AdamW:
+    """Fused AdamW over the trainable parameters (5 x faster than the default, on CPU and GPU), or MuonAdamW."""
+    groups = parameter_groups(model, plan, config)
+    settings = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "fused": True}
+    if config.kind == "muon":
+        momentum = MUON_MOMENTUM if config.muon_momentum is None else config.muon_momentum
+        return MuonAdamW(groups, momentum, **settings)
+    return torch.optim.AdamW(groups, **settings)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the schedule's learning rate; each group's own is a multiple of it."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_factor", 1.0)
 
 
 def learning_rate(applied_steps: int, num_train_steps: int, config: OptimizerConfig) -> float:
@@ -83,7 +108,8 @@ def scale_gradients(parameters: list[torch.Tensor], max_norm: float | None, norm
 def clipped_step(optimizer: torch.optim.AdamW, max_norm: float | None, norm: float, loss_scale: float) -> None:
     """Unscale, clip and step; the fused kernel scales gradients while it reads them, without an extra pass."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if any(hasattr(parameter, "full_tensor") for parameter in parameters):  # the kernel takes no scale for a shard
+    # Neither Muon nor the kernel for a shard takes a scale.
+    if isinstance(optimizer, MuonAdamW) or any(hasattr(parameter, "full_tensor") for parameter in parameters):
         scale_gradients(parameters, max_norm, norm, loss_scale)
     elif (factor := _clip_coefficient(max_norm, norm, loss_scale)) != 1.0:
         # The attribute that torch.amp.GradScaler sets; filled, not copied, to avoid a host sync.

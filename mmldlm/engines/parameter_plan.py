@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -20,11 +20,15 @@ class ParameterPlan:
         no_decay: names of parameters without weight decay, in addition to the engine's own rule (parameters with fewer
             than two dimensions, norms and `nn.Embedding`).
         frozen: names of parameters that are not trained.
+        matrices: parameters that Muon updates (optimizer.kind=muon), each with the number of equal matrices that it
+            stacks along dimension 0: q, k and v in one weight are 3. Usually the weights inside blocks; not embeddings,
+            heads, norms, modulation.
     """
 
     sharding_units: Sequence[nn.Module] = ()
     no_decay: frozenset[str] = frozenset()
     frozen: frozenset[str] = frozenset()
+    matrices: Mapping[str, int] = field(default_factory=dict)
 
     def set_requires_grad(self, model: nn.Module) -> None:
         """Set requires_grad of every parameter; DeepSpeed ignores changes after the engine is built."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mmldlm.config.schema import Config
 from mmldlm.engines.base import Engine, persistent_buffers, tied_names
-from mmldlm.engines.optimizer import build_optimizer, clipped_step
+from mmldlm.engines.optimizer import build_optimizer, clipped_step, set_learning_rate
 from mmldlm.engines.parameter_plan import ParameterPlan
 from mmldlm.engines.parameter_shards import ParameterShard, full_shard
 
@@ -20,7 +20,7 @@ class TorchEngine(Engine):
     def _setup(self, model: nn.Module, config: Config, plan: ParameterPlan) -> None:
         """Build the optimizer over the (wrapped) model's parameters."""
         self.model = model
-        self.optimizer = build_optimizer(model, config.optimizer, plan.no_decay)
+        self.optimizer = build_optimizer(model, plan, config.optimizer)
         self.clip = config.optimizer.grad_clip_norm
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._accum, self._micro = config.training.grad_accum_steps, 0
@@ -45,8 +45,7 @@ class TorchEngine(Engine):
         return norm / self.loss_scale
 
     def step(self, lr: float, grad_norm: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        set_learning_rate(self.optimizer, lr)
         clipped_step(self.optimizer, self.clip, grad_norm, self.loss_scale)
         self.discard_gradients()
 
@@ -66,6 +65,9 @@ class TorchEngine(Engine):
 
     def optimizer_state(self) -> dict[Tensor, dict[str, Any]]:
         return self.optimizer.state
+
+    def optimizer_groups(self) -> dict[Tensor, dict[str, Any]]:
+        return {parameter: group for group in self.optimizer.param_groups for parameter in group["params"]}
 
     def sync_weights_from_masters(self) -> None:
         """The masters are the weights."""

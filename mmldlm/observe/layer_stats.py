@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from mmldlm.engines.base import Engine
-from mmldlm.engines.gradient_shards import gradient_shards, optimizer_groups
+from mmldlm.engines.gradient_shards import gradient_shards
 from mmldlm.observe.activations import STREAMS, ActivationRecorder, layer_modules
+from mmldlm.utils.moments import MOMENTS
 
 DEAD_AFTER_REPORTS = 10
 """Measured steps before a parameter without any gradient is reported as dead. adaLN-Zero and zero-initialized heads
@@ -125,6 +126,7 @@ class LayerStatsCollector:
         self._rows: dict[str, list[int]] = {}  # rows of a parameter's parts in the sums
         self._activations = ActivationRecorder(engine.model) if interval else None
         self._sums: Tensor | None = None  # of the step being measured
+        self._muon_weights: dict[tuple[str, int], Tensor] = {}  # before it
         self._step = 0
         self._num_reports, self._has_gradient, self._dead = 0, set(), set()
         if interval:
@@ -169,6 +171,12 @@ class LayerStatsCollector:
         self._sums = torch.zeros(self._num_rows, len(_SUMS), dtype=torch.float64, device=self.engine.device)
         if not self.engine.saves_shards:  # another rank counts the same elements
             return
+        groups = self.engine.optimizer_groups()
+        self._muon_weights = {  # its update cannot be reconstructed from a shard of the momentum
+            (shard.name, shard.start): shard.slice_of(shard.owner).clone()
+            for shard in self.engine.parameter_shards()
+            if shard.count and groups[shard.owner].get("muon")
+        }
         for fragment, gradient in gradient_shards(self.engine):
             if not fragment.count:
                 continue
@@ -204,12 +212,13 @@ class LayerStatsCollector:
         self._sums, self._step = None, 0
         if self.engine.saves_shards:
             self._add_updates(sums, lr, applied)
+            self._muon_weights = {}
         activations = self._activations.collect(self.engine.device)
         total = self.engine.sum_on_host(torch.cat([sums.flatten(), activations.flatten()]))
         return self._report(step, applied, total)
 
     def _add_updates(self, sums: Tensor, lr: float, applied: bool) -> None:
-        states, groups = self.engine.optimizer_state(), optimizer_groups(self.engine)
+        states, groups = self.engine.optimizer_state(), self.engine.optimizer_groups()
         for fragment in self.engine.parameter_shards():
             if not fragment.count:
                 continue
@@ -218,8 +227,12 @@ class LayerStatsCollector:
                 weight = fragment.slice_of(fragment.owner)[part]
                 row[3] += torch.linalg.vector_norm(weight, dtype=torch.float64).square().to(row.device)
                 if applied and state:  # torch's AdamW ignores a parameter that never had a gradient
-                    moments = [fragment.slice_of(state[key])[part] for key in ("exp_avg", "exp_avg_sq")]
-                    update = adamw_update(weight, *moments, state["step"], lr, groups[fragment.owner])
+                    group = groups[fragment.owner]
+                    if group.get("muon"):
+                        update = weight - self._muon_weights[fragment.name, fragment.start][part]
+                    else:
+                        moments = [fragment.slice_of(state[key])[part] for key in MOMENTS]
+                        update = adamw_update(weight, *moments, state["step"], lr, group)
                     row[4] += torch.linalg.vector_norm(update, dtype=torch.float64).square().to(row.device)
 
     def _report(self, step: int, applied: bool, total: list[float]) -> LayerStats:

@@ -10,6 +10,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from mmldlm.engines.muon.optimizer import LABEL
+
 _COLLECTIVES = ("nccl", "gloo:", "mpi:", "ucc:")  # name prefixes in c10d and NCCL
 
 
@@ -22,6 +24,7 @@ class ProfileSummary:
         trace: path of the trace.
         communication_share: fraction of the wall time with a running collective on this rank.
         exposed_share: fraction with a running collective and no concurrent computation.
+        muon_share: fraction spent on Muon's exchanges and orthogonalization; 0 without Muon.
         error: why the trace could not be written, or None.
     """
 
@@ -29,18 +32,21 @@ class ProfileSummary:
     trace: Path
     communication_share: float | None = None
     exposed_share: float | None = None
+    muon_share: float | None = None
     error: str | None = None
 
     def __str__(self) -> str:
         if self.error is not None:
             return f"could not be written to {self.trace}: {self.error}"
         shares = f"{self.communication_share:.1%} of the time, {self.exposed_share:.1%} without concurrent computation"
-        return f"{self.trace}; communication: {shares}"
+        muon = f"; Muon: {self.muon_share:.1%}" if self.muon_share else ""
+        return f"{self.trace}; communication: {shares}{muon}"
 
     def record(self) -> dict:
         """Return the fields for events.jsonl."""
         shares = {"communication_share": self.communication_share, "exposed_communication_share": self.exposed_share}
-        return {"steps": list(self.steps), "path": str(self.trace), "error": self.error, **shares}
+        muon = {"muon_share": self.muon_share} if self.muon_share else {}
+        return {"steps": list(self.steps), "path": str(self.trace), "error": self.error, **shares, **muon}
 
 
 class StepProfiler:
@@ -76,15 +82,15 @@ class StepProfiler:
             self._profile.stop()
             self.folder.mkdir(parents=True, exist_ok=True)
             self._profile.export_chrome_trace(str(path))
-            return ProfileSummary(self.steps, path, *communication_shares(self._profile.events()))
+            return ProfileSummary(self.steps, path, *time_shares(self._profile.events()))
         except (OSError, RuntimeError) as error:
             return ProfileSummary(self.steps, path, error=str(error))
         finally:
             self._profile = self.steps = None
 
 
-def communication_shares(events: Iterable) -> tuple[float, float]:
-    """Return the fractions of the profiled time with a collective, and with a collective and no computation.
+def time_shares(events: Iterable) -> tuple[float, float, float]:
+    """Return the fractions of the profiled time with a collective, with a collective and no computation, and of Muon.
 
     Args:
         events: `torch.autograd.profiler_util.FunctionEvent`s of one rank. If there are GPU kernels, only these count.
@@ -93,22 +99,25 @@ def communication_shares(events: Iterable) -> tuple[float, float]:
     spans = [(event, event.time_range.start, event.time_range.end) for event in events]
     spans = [span for span in spans if span[2] > span[1]]  # events that did not end during the profile have no length
     if not spans:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     wall = max(end for _, _, end in spans) - min(start for _, start, _ in spans)
     on_gpu = any(event.device_type == DeviceType.CUDA for event in events)
     device = DeviceType.CUDA if on_gpu else DeviceType.CPU
-    collectives, work = [], []
+    collectives, work, muon = [], [], []
     for event, start, end in spans:
         if event.device_type != device:
             continue
-        if event.name.startswith(_COLLECTIVES):
+        if event.name == LABEL:
+            muon.append((start, end))
+        elif event.name.startswith(_COLLECTIVES):
             collectives.append((start, end))
         elif event.name.startswith("aten::") or (on_gpu and not event.is_user_annotation):
             work.append((start, end))
     communication, computation = _union_length(collectives), _union_length(work)
     # Rounding may make the exposed part slightly longer than the communication.
     exposed = min(max(_union_length(collectives + work) - computation, 0.0), communication)
-    return communication / max(wall, 1e-9), exposed / max(wall, 1e-9)
+    wall = max(wall, 1e-9)
+    return communication / wall, exposed / wall, _union_length(muon) / wall
 
 
 def _union_length(spans: list[tuple[float, float]]) -> float:

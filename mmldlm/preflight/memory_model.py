@@ -14,11 +14,13 @@ PLANS = ("single", "zero0", "zero1", "zero2", "zero3", "fsdp")  # from most to l
 
 
 def state_bytes(plan: str, sizes: dict, world_size: int, dtype: str, bucket: int, offload: Collection[str] = ()) -> int:
-    """Return the peak bytes of weights, gradients, fp32 masters, AdamW's moments and buckets on one rank.
+    """Return the peak bytes of weights, gradients, fp32 masters, the optimizer's moments and buckets on one rank.
+
+    Muon's exchanges (at most 512 MiB, after the activations are freed) are not in the peak.
 
     Args:
         plan: one of PLANS.
-        sizes: of Task.model_sizes (elements).
+        sizes: of Task.model_sizes (elements); "single_moment": trainable elements that Muon updates.
         world_size: number of ranks.
         dtype: training.dtype.
         bucket: elements of a communication bucket of DeepSpeed (engines/deepspeed/config.py); 0 for DDP and FSDP.
@@ -29,9 +31,10 @@ def state_bytes(plan: str, sizes: dict, world_size: int, dtype: str, bucket: int
     low = 4 if dtype == "fp32" else 2
     buckets = min(bucket, trainable) * 4 * 2  # two with overlap_comm
     if plan in ("single", "zero0"):  # fp32 weights under autocast
-        return 4 * weights + 4 * trainable + 8 * trainable + (buckets // 2 if plan == "zero0" else 0)
-    # fp32 gradients, masters and two moments; gradients sent to the host are in low precision
-    gradients, states = (low * share, 0) if "optimizer" in offload else (4 * share, 12 * share)
+        return 4 * weights + 4 * trainable + moment_bytes(sizes) + (buckets // 2 if plan == "zero0" else 0)
+    # fp32 gradients, masters and moments; gradients sent to the host are in low precision
+    moments = moment_bytes(sizes) / world_size
+    gradients, states = (low * share, 0) if "optimizer" in offload else (4 * share, 4 * share + moments)
     if plan == "zero1":  # unsharded gradients, in low precision and accumulated in fp32
         return int(low * weights + (4 + (low if low == 2 else 0)) * trainable + states + buckets)
     if plan == "zero2":
@@ -41,13 +44,18 @@ def state_bytes(plan: str, sizes: dict, world_size: int, dtype: str, bucket: int
         kept = 0 if "param" in offload else low * weights / world_size
         return int(kept + gradients + states + gathered + buckets)
     assert plan == "fsdp", plan
-    return int(4 * weights / world_size + 4 * share + 8 * share + gathered)
+    return int(4 * weights / world_size + 4 * share + moments + gathered)
+
+
+def moment_bytes(sizes: dict) -> int:
+    """Return the bytes of the moments of all ranks: two fp32 numbers per trained element, one where Muon updates it."""
+    return 8 * sizes["trainable"] - 4 * sizes.get("single_moment", 0)
 
 
 def host_bytes(sizes: dict, world_size: int, dtype: str, offload: Collection[str]) -> int:
     """Return the bytes of host memory of one GPU rank's process, with its offloaded tensors."""
     low, weights = 4 if dtype == "fp32" else 2, sizes["trainable"] + sizes["frozen"]
-    optimizer = 16 * sizes["trainable"] / world_size if "optimizer" in offload else 0
+    optimizer = (8 * sizes["trainable"] + moment_bytes(sizes)) / world_size if "optimizer" in offload else 0
     return int(optimizer + (low * weights / world_size if "param" in offload else 0)) + BASE_CPU
 
 
@@ -64,9 +72,9 @@ def bytes_per_rank(
 
 
 def checkpoint_bytes(plan: str, sizes: dict, dtype: str) -> int:
-    """Return the bytes of one checkpoint of all ranks: weights, two moments, and separate fp32 masters if any."""
+    """Return the bytes of one checkpoint of all ranks: weights, moments, and separate fp32 masters if any."""
     weights, trainable = sizes["trainable"] + sizes["frozen"], sizes["trainable"]
     low = 4 if dtype == "fp32" else 2
     if plan in ("single", "zero0", "fsdp"):
-        return 4 * weights + 8 * trainable
-    return low * weights + 12 * trainable
+        return 4 * weights + moment_bytes(sizes)
+    return low * weights + 4 * trainable + moment_bytes(sizes)

@@ -6,8 +6,7 @@ import torch
 
 from mmldlm.engines.base import Engine
 from mmldlm.engines.ema import WeightAverage
-
-STATES = ("exp_avg", "exp_avg_sq")
+from mmldlm.utils.moments import MOMENTS
 
 
 def nonfinite_tensors(engine: Engine, average: WeightAverage | None = None) -> dict[str, int]:
@@ -20,7 +19,7 @@ def nonfinite_tensors(engine: Engine, average: WeightAverage | None = None) -> d
     views = [(fragment.name, fragment.slice_of(fragment.owner)) for fragment in fragments]
     for fragment in fragments:
         state = states.get(fragment.owner) or {}
-        views += [(f"{fragment.name}.{key}", fragment.slice_of(state[key])) for key in STATES if key in state]
+        views += [(f"{fragment.name}.{key}", fragment.slice_of(state[key])) for key in MOMENTS if key in state]
     views += [(frozen.name, frozen.slice_of(frozen.owner)) for frozen in engine.frozen_shards() if frozen.count]
     if average is not None:
         views += [(f"{name}.ema", value) for name, value in average.named_values()]

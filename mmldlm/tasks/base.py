@@ -55,11 +55,16 @@ class Metric:
         return sums[self.numerator] / denominator if denominator else None
 
 
-class ModelSizes(TypedDict):
+class _OptionalSizes(TypedDict, total=False):
+    matrices: int
+
+
+class ModelSizes(_OptionalSizes):
     """What preflight's memory model needs to know of a model and one micro-batch per rank.
 
-    trainable, frozen, largest_block (gathered at once by ZeRO-3 and FSDP2), buffers: numbers of elements. activations
-    (kept for backward), logits_cpu, logits_gpu (that exist at once): bytes.
+    trainable, frozen, largest_block (gathered at once by ZeRO-3 and FSDP2), buffers, matrices (of the trainable, those
+    of ParameterPlan.matrices; may be missing): numbers of elements. activations (kept for backward), logits_cpu,
+    logits_gpu (that exist at once): bytes.
     """
 
     trainable: int
@@ -163,13 +168,21 @@ class Task(ABC):
         """Build the model on its first weights: a function of config and data, equal on every rank."""
 
     def parameter_plan(self, model: nn.Module, config: Config) -> ParameterPlan:
-        """Choose frozen parameters, weight decay and sharding units. Default: the longest ModuleList is sharded."""
+        """Choose frozen parameters, weight decay, sharding units and Muon's matrices.
+
+        Default: the modules of the longest ModuleList are sharded, and their two-dimensional weights are Muon's, one
+        matrix each. A weight that stacks matrices (q, k and v) trains better if the plan says so.
+        """
         from torch import nn
 
         from mmldlm.engines.parameter_plan import ParameterPlan
 
         stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        return ParameterPlan(sharding_units=list(max(stacks, key=len, default=[])))
+        units = list(max(stacks, key=len, default=[]))
+        embeddings = {id(m.weight) for unit in units for m in unit.modules() if isinstance(m, nn.Embedding)}
+        inside = {id(p) for unit in units for p in unit.parameters() if p.dim() == 2} - embeddings
+        matrices = {name: 1 for name, parameter in model.named_parameters() if id(parameter) in inside}
+        return ParameterPlan(sharding_units=units, matrices=matrices)
 
     def parameter_groups(self, model: nn.Module) -> dict[str, list[str]]:
         """Return parameter names by group, for the screen. Default: by the first part of the name."""

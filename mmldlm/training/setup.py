@@ -123,7 +123,7 @@ def open_session(data: RunData, stop: StopSignal) -> Iterator[Session]:
     check_same_config(config)
     parameters = task.parameter_plan(model, config)
     trainable = parameters.apply(model, task.parameter_groups(model))
-    groups = parameter_groups(model, config.optimizer.weight_decay, parameters.no_decay)
+    groups = parameter_groups(model, parameters, config.optimizer)
     sizes = [(group["weight_decay"], sum(p.numel() for p in group["params"])) for group in groups]
     if training.compile_model:
         task.compile(model, parameters)

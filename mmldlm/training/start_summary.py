@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from mmldlm.config.schema import Config
+from mmldlm.config.schema import Config, OptimizerConfig
 from mmldlm.data.batching.run_data import RunData
 from mmldlm.engines.base import Engine
+from mmldlm.engines.muon.attach import muon_of
 from mmldlm.tasks.base import Task
 
 
@@ -36,6 +37,22 @@ def summary(
         f"{engine.world_size} rank(s); {training.num_train_steps:,} steps = {num_epochs:.2f} epochs; {training.dtype}",
         f"optim    AdamW, lr {optimizer.lr:g} after {optimizer.warmup_steps:,} steps of warm-up, {optimizer.schedule} "
         f"to {optimizer.min_lr:g}; {decays}",
+        *_muon_lines(engine, optimizer),
+    ]
+
+
+def _muon_lines(engine: Engine, optimizer: OptimizerConfig) -> list[str]:
+    muon = muon_of(engine)
+    if muon is None:
+        return []
+    cost = muon.cost()
+    share = cost["flops_per_rank"] * engine.world_size / max(cost["flops"], 1.0)
+    work = f"{cost['flops'] / 1e9:.2g} GFLOP per step"
+    if engine.world_size > 1:
+        work += f", the busiest rank {share:.2f} x the mean, {cost['bytes'] / 1e6:.1f} MB exchanged"
+    return [
+        f"optim    Muon, lr {optimizer.muon_rate():g}, for {cost['matrices']} matrices of the "
+        f"{cost['elements'] / 1e6:.1f}M ({work}); AdamW for all other parameters"
     ]
 
 

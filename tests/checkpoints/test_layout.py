@@ -9,11 +9,9 @@ def test_engines_use_the_same_names():
     pytest.importorskip("torch", reason="torch is not installed")
     from mmldlm.engines import fsdp
     from mmldlm.engines.deepspeed import engine
-    from mmldlm.stability import state_audit
 
     assert engine.TAG == layout.ZERO_TAG
     assert fsdp.TRAINABLE == layout.TRAINABLE_FILE
-    assert state_audit.STATES == layout.MOMENTS
 
 
 def test_every_target_has_one_writer():

@@ -15,8 +15,9 @@ from mmldlm.checkpoints.formats.deepspeed.reader import ZeroCheckpoint
 from mmldlm.checkpoints.formats.dtypes import bf16_to_fp32
 from mmldlm.checkpoints.formats.torch_save.reader import TorchFile
 from mmldlm.checkpoints.resume_reader import open_training_state
+from mmldlm.convert.to_checkpoint import convert_state
 from mmldlm.errors import UserError
-from tests.support.make_zero import CASES
+from tests.support.make_zero import CASES, MUON
 
 # Without the names of the parameters ZeRO-0 in fp32 cannot be carried on; "steps" 0 has no moments.
 UNNAMED = ("z0_fp32",)
@@ -47,6 +48,7 @@ def check_zero(folder, case: str) -> None:
     with open_training_state(folder / case) as reader:
         assert set(reader.names) == set(index) and reader.has_moments and not reader.has_ema
         assert reader.stage == CASES[case]["stage"]
+        matrices = MUON if CASES[case].get("muon") else ()
         for name in reader.names:
             kind = "buffer" if name in ("counts", "flag", "mean") else "trainable"
             assert reader.kind(name) == ("frozen" if name.startswith("frozen.") else kind), name
@@ -59,7 +61,12 @@ def check_zero(folder, case: str) -> None:
             if not CASES[case].get("zero", {}).get("round_robin_gradients"):  # see make_zero.live_values
                 assert weight.tobytes() == truth[name].tobytes(), name
             check_ranges(reader, name, "weight", weight)
-            check_ranges(reader, name, "exp_avg_sq", weight * weight + np.float32(0.25))
+            assert reader.moments_of(name) == (("exp_avg",) if name in matrices else ("exp_avg", "exp_avg_sq"))
+            if name in matrices:
+                with pytest.raises(KeyError, match="exp_avg_sq"):
+                    reader.read(name, "exp_avg_sq", 0, 1)
+            else:
+                check_ranges(reader, name, "exp_avg_sq", weight * weight + np.float32(0.25))
             first = whole(reader, name, "exp_avg")
             assert np.isfinite(first).all() and first.any(), name
             check_ranges(reader, name, "exp_avg", first)
@@ -142,7 +149,10 @@ def test_imports_neither_torch_nor_deepspeed(zero_dir, fsdp_dir):
 # -- FSDP2, single, ddp -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("folder, truth_file", [("fsdp", "truth.pt"), ("plain", "plain.pt")])
+@pytest.mark.parametrize(
+    "folder, truth_file",
+    [("fsdp", "truth.pt"), ("plain", "plain.pt"), ("fsdp_muon", "truth_muon.pt"), ("plain_muon", "plain_muon.pt")],
+)
 def test_torch_engines(fsdp_dir, folder, truth_file):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     truth = torch.load(fsdp_dir / truth_file, weights_only=True)
@@ -153,6 +163,9 @@ def test_torch_engines(fsdp_dir, folder, truth_file):
         assert {n for n, k in kinds.items() if k == "frozen"} == {"frozen.weight", "frozen.bias"}
         assert {n for n, k in kinds.items() if k == "trainable"} == {*truth["exp_avg"], "head.weight"}
         assert reader.owner("head.weight") == "embed.weight"
+        for name in truth["exp_avg"]:
+            assert reader.moments_of(name) == tuple(what for what in ("exp_avg", "exp_avg_sq") if name in truth[what])
+        assert ("wide.weight" in truth["exp_avg_sq"]) is ("muon" not in folder)
         for what in ("weight", "exp_avg", "exp_avg_sq", "ema"):
             for name, tensor in truth[what].items():
                 assert reader.shape(name) == tuple(tensor.shape)
@@ -255,7 +268,7 @@ def states_of(path) -> list[bytes]:
         got = []
         for name in reader.names:
             if reader.kind(name) == "trainable":
-                got += [whole(reader, name, what).tobytes() for what in ("weight", "exp_avg", "exp_avg_sq")]
+                got += [whole(reader, name, what).tobytes() for what in ("weight", *reader.moments_of(name))]
             else:
                 got.append(reader.read_tensor(name)[0].tobytes())
         reader.finish()
@@ -291,6 +304,8 @@ def rewrite(path, change) -> None:
             ),
             "elements of exp_avg",
         ),
+        # A second moment in a group of Muon's: settings and states are not of one save.
+        (lambda inner: inner["base_optimizer_state"]["param_groups"][0].update(muon=True), "exp_avg_sq of tensor 0"),
     ],
 )
 def test_optimizer_state_that_does_not_add_up(zero_copy, change, word):
@@ -303,7 +318,39 @@ def test_optimizer_state_that_does_not_add_up(zero_copy, change, word):
         pass  # the weights alone, and a whole checkpoint, still open
 
 
-@pytest.mark.parametrize("name", ["z2_bf16", "z3_bf16", "fsdp", "plain"])
+def relabel(folder, muon: bool) -> None:
+    """Change the settings of all groups of a DCP folder, a universal checkpoint or an optimizer.pt."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    if (folder / "trainable.json").exists():
+        facts = json.loads((folder / "trainable.json").read_text())
+        for group in facts["groups"]:
+            group["settings"]["muon"] = muon
+        (folder / "trainable.json").write_text(json.dumps(facts))
+        return
+    path = folder / ("zero/optimizer_state.pt" if (folder / "zero").is_dir() else "optimizer.pt")
+    state = torch.load(path, weights_only=True)
+    for group in state["param_groups"]:
+        group["muon"] = muon
+    torch.save(state, path)
+
+
+@pytest.mark.parametrize("name", ["fsdp_muon", "plain_muon", "z2_muon"])
+def test_second_moments_fit_the_settings(zero_dir, fsdp_dir, tmp_path, name):
+    """A weight of AdamW without one is damaged, and so is one of Muon that has it."""
+    for muon, word in ((False, "no .*exp_avg_sq|exp_avg_sq.pt of"), (True, "exp_avg_sq of .*Muon")):
+        folder = tmp_path / str(muon) / "universal"
+        if name == "z2_muon":
+            convert_state(zero_dir / name, folder.parent, "universal")
+        else:
+            shutil.copytree(fsdp_dir / name, folder)
+        with open_training_state(folder) as reader:
+            assert (reader.moments_of("wide.weight"), len(reader.moments_of("wide.bias"))) == (("exp_avg",), 2)
+        relabel(folder, muon)
+        with pytest.raises(UserError, match=word):
+            open_training_state(folder)
+
+
+@pytest.mark.parametrize("name", ["z2_bf16", "z3_bf16", "z3_muon", "fsdp", "fsdp_muon", "plain"])
 def test_damaged_anywhere(zero_dir, fsdp_dir, tmp_path, name):
     """Bits flipped and files cut: refused by name, or the very same state.
 

@@ -3,6 +3,7 @@ import torch
 
 from mmldlm.config.schema import OptimizerConfig
 from mmldlm.engines.optimizer import build_optimizer, clipped_step, learning_rate, parameter_groups
+from mmldlm.engines.parameter_plan import ParameterPlan
 from mmldlm.models import MultimodalMMDiT
 from mmldlm.models.mmdit.config import ModelConfig
 from mmldlm.tasks.translation.parameter_plan import no_decay_names
@@ -27,7 +28,9 @@ def test_weight_decay_only_where_it_belongs():
                     eos_token_id=2, tie_embeddings=True)
     )  # fmt: skip
     model.latent_head.requires_grad_(False)
-    decayed, plain = parameter_groups(model, 0.1, no_decay_names(model))
+    decayed, plain = parameter_groups(
+        model, ParameterPlan(no_decay=no_decay_names(model)), OptimizerConfig(weight_decay=0.1)
+    )
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
     names = {id(p): name for name, p in model.named_parameters()}
     decayed_names, plain_names = ({names[id(p)] for p in group["params"]} for group in (decayed, plain))
@@ -48,7 +51,7 @@ def test_a_clipped_step_is_torchs_clipping_and_step(max_norm, loss_scale):
     torch.manual_seed(0)
     models = [torch.nn.Linear(5, 7, dtype=torch.float64) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
-    ours, theirs = (build_optimizer(model, OptimizerConfig()) for model in models)
+    ours, theirs = (build_optimizer(model, ParameterPlan(), OptimizerConfig()) for model in models)
     for _ in range(3):
         gradients = [torch.randn_like(parameter) for parameter in models[0].parameters()]
         for model, scale in zip(models, (loss_scale, 1.0), strict=True):

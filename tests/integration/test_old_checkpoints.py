@@ -80,6 +80,17 @@ def test_it_resumes_on_another_engine(old, tmp_path):
     assert [row[1] for row in found] == pytest.approx([row[1] for row in expected], rel=1e-5)
 
 
+def test_another_optimizer_refuses_its_state(old, tmp_path):
+    """The config of that time has no optimizer.kind: what the files hold decides."""
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(with_new_names(read_yaml(old / "single" / "config.yaml"))))
+    words = ["--config", str(config), f"data.latent_data_root={old / 'store'}", f"logging.save_dir={tmp_path}"]
+    words += [f"training.resume={old / 'single' / 'step_00000004'}", "optimizer.kind=muon"]
+    done = run_ranks(1, ROOT / "mmldlm" / "train.py", *words)
+    assert done.returncode == 2 and "exp_avg and exp_avg_sq of blocks" in done.stdout, done.stdout[-2000:]
+    assert "set optimizer.kind=adamw" in done.stdout and "training.init_from" in done.stdout
+
+
 @pytest.mark.parametrize("kind", WORLD)
 def test_it_converts(old, tmp_path, kind):
     words = [sys.executable, "-m", "mmldlm.cli", "convert", old / kind / "step_00000004", tmp_path / "out"]

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.engine_worker import ENGINES, UNEVEN
+from tests.support.engine_worker import BAD_STEP, ENGINES, RESUMED_BY, UNEVEN
 from tests.support.helpers import ROOT, environment, launch, read_log, run_ranks, torchrun, train_words
 
 pytestmark = pytest.mark.long
@@ -124,6 +124,24 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(store, tmp_path):
             skips = [e for e in read_log(tmp_path, name, "events.jsonl") if e["event"] == "skip"]
             assert [e["step"] for e in skips] == [3, 4] and "gradient norm" in skips[1]["reason"]
             convert(tmp_path / name / "latest", tmp_path / f"{name}_out")  # refuses non-finite weights
+
+
+def test_muon_on_every_engine(store, tmp_path):
+    """The losses of one process, a skipped step that changes no state, and a resume on another engine."""
+    for world in (1, 2):
+        done = run_ranks(world, WORKER, "muon", str(store), str(tmp_path), timeout=500)
+        assert done.returncode == 0, done.stdout[-4000:]
+    expected = [record["loss"] for record in read_log(tmp_path, "muon_single")]
+    assert len(expected) == 6 and expected[BAD_STEP - 1] is None
+    for engine, other in RESUMED_BY.items():
+        records = read_log(tmp_path, f"muon_{engine}")
+        assert [record["skipped"] for record in records] == [step == BAD_STEP for step in range(1, 7)], engine
+        continued = read_log(tmp_path, f"muon_{engine}_to_{other}")
+        applied = [record for record in [*records, *continued] if not record["skipped"]]
+        assert [record["loss"] for record in applied] == pytest.approx(
+            [expected[record["step"] - 1] for record in applied], rel=2e-5
+        ), (engine, other)
+        assert [record["step"] for record in continued] == [5, 6], (engine, other)
 
 
 def test_uneven_batches_and_frozen_groups_on_every_engine(store, tmp_path):

@@ -73,7 +73,7 @@ def test_shares_of_communication():
     from torch.autograd import DeviceType
     from torch.autograd.profiler_util import FunctionEvent
 
-    from mmldlm.observe.profiler import communication_shares
+    from mmldlm.observe.profiler import time_shares
 
     def event(name, start, end, device=DeviceType.CPU, note=False):
         found = FunctionEvent(0, name, 0, start, end, device_type=device)
@@ -85,14 +85,15 @@ def test_shares_of_communication():
         event("gloo:all_reduce", 30, 70, note=True), event("gloo:all_reduce", 60, 80, note=True),
         event("aten::add", 75, 100),
     ]  # fmt: skip
-    assert communication_shares(on_cpu) == pytest.approx((0.5, 0.35))
+    assert time_shares(on_cpu) == pytest.approx((0.5, 0.35, 0))
     gpu = DeviceType.CUDA
     on_gpu = [
         event("aten::mm", 0, 100), event("step", 0, 100, gpu, note=True), event("gemm_kernel", 10, 50, gpu),
+        event("muon", 20, 50, gpu, note=True), event("muon", 0, 5),
         event("ncclDevKernel_AllGather_RING_LL", 40, 60, gpu), event("nccl:all_gather", 40, 60, gpu, note=True),
     ]  # fmt: skip
-    assert communication_shares(on_gpu) == pytest.approx((0.2, 0.1))
-    assert communication_shares([]) == (0, 0)
+    assert time_shares(on_gpu) == pytest.approx((0.2, 0.1, 0.3))
+    assert time_shares([]) == (0, 0, 0)
     # Never beside work: all of it is exposed, and rounding must not make that more than all.
     draw = random.Random(0)
     for _ in range(50):
@@ -101,7 +102,7 @@ def test_shares_of_communication():
             event("gloo:all_reduce" if number % 2 else "aten::mm", start, end)
             for number, (start, end) in enumerate(zip(edges[::2], edges[1::2]))
         ]
-        share, alone = communication_shares(apart)
+        share, alone, _ = time_shares(apart)
         assert 0 < alone <= share < 1 and alone == pytest.approx(share)
 
 

@@ -10,6 +10,8 @@ import os
 import sys
 from pathlib import Path
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from mmldlm.config.load import load_config  # noqa: E402
@@ -100,8 +102,93 @@ def uneven(store: str, folder: str) -> None:
             run(store, folder, f"{case}_{name}", *engine, *words, *sizes)
 
 
+RESUMED_BY = {"ddp": "zero2", "fsdp": "zero3", "zero0": "fsdp", "zero1": "zero0", "zero2": "ddp", "zero3": "zero1"}
+"""The engine that continues each engine's checkpoint: every one is left and reached."""
+
+
+def muon(store: str, folder: str) -> None:
+    """Muon on every engine: a NaN at one step, a checkpoint after it, and the rest of the run on another engine."""
+    from mmldlm.data.batching import loader
+    from mmldlm.engines import build
+
+    world = int(os.environ["WORLD_SIZE"])
+    make_batch, make_engine = loader.MicroBatches.__getitem__, build.build_engine
+
+    def poisoned(self, item):
+        batch = make_batch(self, item)
+        if self.rank == world - 1 and item // self.accum == BAD_STEP - 1 and self.plan.shuffle:
+            batch.tensors["latents"][:, 0] = float("nan")
+        return batch
+
+    def watched(*args):
+        engine = make_engine(*args)
+        discard = engine.discard_gradients
+
+        def discard_and_compare():
+            before = held(engine)
+            discard()
+            after = held(engine)
+            assert before.keys() == after.keys() and all(before[key].equal(after[key]) for key in before)
+
+        engine.discard_gradients = discard_and_compare
+        return engine
+
+    loader.MicroBatches.__getitem__, build.build_engine = poisoned, watched
+    words = ["optimizer.kind=muon", "training.num_train_steps=6", "logging.save_freq=4", "checkpoints.keep_every=4"]
+    words += [f"training.train_batch_size={8 // world}", "optimizer.warmup_steps=2", "training.dtype=fp32"]
+    if world == 1:
+        run(store, folder, "muon_single", "engine.kind=single", *words)
+        return
+    for name, engine in ENGINES.items():
+        run(store, folder, f"muon_{name}", *engine, *words)
+    for name, other in RESUMED_BY.items():
+        checkpoint = f"{folder}/muon_{name}/checkpoints/step_00000004"
+        run(store, folder, f"muon_{name}_to_{other}", *ENGINES[other], *words, f"training.resume={checkpoint}")
+
+
+def held(engine) -> dict[str, torch.Tensor]:
+    """Copies of the masters and the optimizer's state on this rank."""
+    states, found = engine.optimizer_state(), {}
+    for shard in engine.parameter_shards():
+        found[shard.name] = shard.slice_of(shard.owner).clone()
+        for key, value in states.get(shard.owner, {}).items():
+            found[f"{shard.name}.{key}"] = value.clone() if key == "step" else shard.slice_of(value).clone()
+    return found
+
+
+CONVERTED = {
+    1: {"muon_single": ["engine.kind=single", "optimizer.kind=muon"]},
+    2: {
+        "adamw_zero2": ENGINES["zero2"],
+        **{f"muon_{name}": [*ENGINES[name], "optimizer.kind=muon"] for name in ("fsdp", "zero2", "zero3")},
+    },
+}
+"""Number of ranks -> name -> settings of the trainings whose checkpoints tests/convert takes through every format."""
+
+
+def converted(store: str, folder: str, resumed: str = "") -> None:
+    """Six steps, saved after three; with `resumed`, the last three from FOLDER/NAME_converted/latest, from other
+    weights than those that the model starts with."""
+    from mmldlm.models import MultimodalMMDiT
+
+    initialize = MultimodalMMDiT._initialize
+
+    def other(self):
+        initialize(self)
+        with torch.no_grad():
+            for tensor in (*self.parameters(), *self.buffers()):
+                tensor.add_(torch.rand_like(tensor))
+
+    MultimodalMMDiT._initialize = other if resumed else initialize
+    words = ["training.num_train_steps=6", "logging.save_freq=3", "optimizer.ema_decay=0.9", "logging.plot=false"]
+    words += ["model.tie_embeddings=true", "training.grad_accum_steps=2", "training.train_batch_size=2"]
+    for name, settings in CONVERTED[int(os.environ["WORLD_SIZE"])].items():
+        resume = [f"training.resume={folder}/{name}_converted/latest"] if resumed else []
+        run(store, folder, f"{name}_{resumed or 'straight'}", *settings, *words, *resume)
+
+
 if __name__ == "__main__":
     case, *arguments = sys.argv[1:]
-    {"nonfinite": nonfinite, "uneven": uneven}[case](*arguments)
+    {"nonfinite": nonfinite, "uneven": uneven, "muon": muon, "converted": converted}[case](*arguments)
     leave_process_group()
     print(json.dumps({"done": case}))

@@ -3,9 +3,10 @@
     torchrun --nproc_per_node 2 tests/support/make_fsdp.py --out DIR
 
 DIR/fsdp/: what mmldlm's fsdp engine saves (DCP + trainable.json + ema_rank*.pt). DIR/step0/: the same before any step.
-DIR/plain/: model.pt, optimizer.pt and ema_rank0.pt of rank 0. DIR/bare/: a DCP of the model alone without our names.
-DIR/columns/: a DCP cut along dimension 1. DIR/truth.pt, DIR/plain.pt: {"weight" | "exp_avg" | "exp_avg_sq" | "ema":
-{name: tensor}} of each, from the live tensors.
+DIR/plain/: model.pt, optimizer.pt and ema_rank0.pt of rank 0. DIR/fsdp_muon/, DIR/plain_muon/: two matrices have a
+momentum alone. DIR/bare/: a DCP of the model alone without our names. DIR/columns/: a DCP cut along dimension 1.
+DIR/truth.pt, DIR/plain.pt, DIR/truth_muon.pt, DIR/plain_muon.pt: {"weight" | "exp_avg" | "exp_avg_sq" | "ema": {name:
+tensor}} of each, from the live tensors.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from elementwise_muon import ElementwiseMuon, with_muon
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -50,7 +52,7 @@ class Odd(nn.Module):
         return self.head(h)
 
 
-def build(shard: bool):
+def build(shard: bool, muon: bool = False):
     torch.manual_seed(3)
     model = Odd()
     if shard:
@@ -62,7 +64,10 @@ def build(shard: bool):
         {"params": [p for p in trainable.values() if p.ndim > 1]},
         {"params": [p for p in trainable.values() if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return model, trainable, groups, torch.optim.AdamW(groups, lr=1e-2)
+    if muon:
+        groups = with_muon(groups, [trainable["wide.weight"], trainable["narrow.weight"]])
+        return model, trainable, ElementwiseMuon(groups, lr=1e-2)
+    return model, trainable, torch.optim.AdamW(groups, lr=1e-2)
 
 
 def train(model, optimizer, steps: int) -> None:
@@ -98,22 +103,24 @@ def ema_entry(parameter) -> dict | None:
     return {"start": start, "shape": list(parameter.shape), "values": values}
 
 
-def truth_of(model, trainable, optimizer) -> dict:
-    moments = {
-        key: {name: full(optimizer.state[p][key]) for name, p in trainable.items() if optimizer.state[p]}
+def moments_of(trainable, optimizer) -> dict:
+    return {
+        key: {name: optimizer.state[p][key] for name, p in trainable.items() if key in optimizer.state[p]}
         for key in ("exp_avg", "exp_avg_sq")
     }
+
+
+def truth_of(model, trainable, optimizer) -> dict:
+    saved = moments_of(trainable, optimizer)
+    moments = {key: {name: full(tensor) for name, tensor in table.items()} for key, table in saved.items()}
     weights = {name: full(value) for name, value in model.state_dict().items()}
     return {"weight": weights, **moments, "ema": {name: full(ema_of(p)) for name, p in trainable.items()}}
 
 
 def save_fsdp(folder: Path, model, trainable, optimizer) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    moments = {
-        key: {name: optimizer.state[p][key] for name, p in trainable.items() if optimizer.state[p]}
-        for key in ("exp_avg", "exp_avg_sq")
-    }
-    dcp.save({"model": model.state_dict(), "optim": moments}, checkpoint_id=folder)
+    state = {"model": model.state_dict(), "optim": moments_of(trainable, optimizer)}
+    dcp.save(state, checkpoint_id=folder)
     if dist.get_rank() == 0:
         names = {"trainable": list(trainable), "buffers": [name for name, _ in model.named_buffers()]}
         name_of = {id(p): name for name, p in trainable.items()}
@@ -131,6 +138,19 @@ def save_fsdp(folder: Path, model, trainable, optimizer) -> None:
     dist.barrier()
 
 
+def save_plain(folder: Path, model, trainable, optimizer) -> None:
+    folder.mkdir()
+    torch.save(model.state_dict(), folder / "model.pt")
+    names = {id(p): name for name, p in trainable.items()}
+    state = {
+        **optimizer.state_dict(),
+        "param_names": [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups],
+        "buffer_names": [name for name, _ in model.named_buffers()],
+    }
+    torch.save(state, folder / "optimizer.pt")
+    torch.save({name: ema_entry(p) for name, p in trainable.items()}, folder / "ema_rank0.pt")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
@@ -138,32 +158,27 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
 
-    model, trainable, _, optimizer = build(shard=True)
-    save_fsdp(out / "step0", model, trainable, optimizer)
-    train(model, optimizer, 3)
-    save_fsdp(out / "fsdp", model, trainable, optimizer)
-    truth = truth_of(model, trainable, optimizer)
-    dcp.save(model.state_dict(), checkpoint_id=out / "bare")
+    for name, muon in (("fsdp", False), ("fsdp_muon", True)):
+        model, trainable, optimizer = build(shard=True, muon=muon)
+        if not muon:
+            save_fsdp(out / "step0", model, trainable, optimizer)
+        train(model, optimizer, 3)
+        save_fsdp(out / name, model, trainable, optimizer)
+        truth = truth_of(model, trainable, optimizer)
+        if dist.get_rank() == 0:
+            torch.save(truth, out / f"{name.replace('fsdp', 'truth')}.pt")
+        if not muon:
+            dcp.save(model.state_dict(), checkpoint_id=out / "bare")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     columns = distribute_tensor(torch.arange(12.0).reshape(3, 4), mesh, [Shard(1)])
     dcp.save({"w": columns}, checkpoint_id=out / "columns")
 
-    plain, plain_trainable, groups, plain_optimizer = build(shard=False)
-    train(plain, plain_optimizer, 3)
-    if dist.get_rank() == 0:
-        torch.save(truth, out / "truth.pt")
-        torch.save(truth_of(plain, plain_trainable, plain_optimizer), out / "plain.pt")
-        folder = out / "plain"
-        folder.mkdir()
-        torch.save(plain.state_dict(), folder / "model.pt")
-        names = {id(p): name for name, p in plain_trainable.items()}
-        state = {
-            **plain_optimizer.state_dict(),
-            "param_names": [[names[id(p)] for p in group["params"]] for group in groups],
-            "buffer_names": [name for name, _ in plain.named_buffers()],
-        }
-        torch.save(state, folder / "optimizer.pt")
-        torch.save({name: ema_entry(p) for name, p in plain_trainable.items()}, folder / "ema_rank0.pt")
+    for name, muon in (("plain", False), ("plain_muon", True)):
+        model, trainable, optimizer = build(shard=False, muon=muon)
+        train(model, optimizer, 3)
+        if dist.get_rank() == 0:
+            torch.save(truth_of(model, trainable, optimizer), out / f"{name}.pt")
+            save_plain(out / name, model, trainable, optimizer)
     dist.barrier()
     dist.destroy_process_group()
 

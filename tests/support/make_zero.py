@@ -39,7 +39,12 @@ CASES = {
     # Under ZeRO-0 in bf16 DeepSpeed steps once by itself at the start, so only fp32 has nothing to save.
     "z0_step0": {"stage": 0, "dtype": "fp32", "named": True, "steps": 0},
     **{f"z{stage}_step0": {"stage": stage, "dtype": "bf16", "steps": 0} for stage in (1, 2, 3)},
+    # Matrices with a momentum alone, in a group of their own.
+    **{f"z{stage}_muon": {"stage": stage, "dtype": "bf16", "muon": True} for stage in (1, 2)},
+    "z3_muon": {"stage": 3, "dtype": "bf16", "muon": True, "zero": {"sub_group_size": 20}},
+    "z0_muon": {"stage": 0, "dtype": "bf16", "muon": True, "named": True},
 }
+MUON = ("wide.weight", "narrow.weight")  # the matrices of cases with "muon"
 
 
 def build_model(torch):
@@ -127,8 +132,9 @@ def mark_moments(engine, case: dict) -> None:
     optimizer = engine.optimizer
     plain = case["stage"] == 0 and case["dtype"] == "fp32"
     for parameter, state in (optimizer if plain else optimizer.optimizer).state.items():
-        values = parameter.detach().reshape(state["exp_avg_sq"].shape)
-        state["exp_avg_sq"].copy_(values * values + 0.25)
+        if "exp_avg_sq" in state:
+            values = parameter.detach().reshape(state["exp_avg_sq"].shape)
+            state["exp_avg_sq"].copy_(values * values + 0.25)
 
 
 def save_truth(torch, folder: Path, values: dict) -> None:
@@ -159,14 +165,23 @@ def parameter_groups(model) -> list[dict]:
     ]
 
 
+def build_optimizer(torch, model, lr: float, muon: bool = False):
+    """AdamW, or with `muon` an optimizer that keeps a momentum alone of the matrices MUON."""
+    groups = parameter_groups(model)
+    if not muon:
+        return torch.optim.AdamW(groups, lr=lr)
+    from elementwise_muon import ElementwiseMuon, with_muon
+
+    return ElementwiseMuon(with_muon(groups, [model.get_parameter(name) for name in MUON]), lr)
+
+
 def make_case(torch, deepspeed, name: str, out: Path) -> None:
     case = CASES[name]
     torch.manual_seed(7)
     model = build_model(torch)
-    groups = parameter_groups(model)
+    optimizer = build_optimizer(torch, model, 1e-2, case.get("muon", False))
     names = {id(p): name for name, p in model.named_parameters()}
-    named = [[names[id(p)] for p in group["params"]] for group in groups]
-    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    named = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config(case))
     rank = deepspeed.comm.get_rank()
     for step in range(case.get("steps", 2)):

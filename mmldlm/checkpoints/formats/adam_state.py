@@ -1,4 +1,4 @@
-"""Locate AdamW's moments in the state_dict of a torch optimizer, and in DeepSpeed's flat tensors.
+"""Locate the moments of AdamW and Muon in the state_dict of a torch optimizer, and in DeepSpeed's flat tensors.
 
 A torch optimizer's state_dict numbers its parameters through the groups and has no names. DeepSpeed gives the optimizer
 one flat tensor per group (ZeRO-1, 2) or sub-group (ZeRO-3), so the index is that of the group.
@@ -6,30 +6,44 @@ one flat tensor per group (ZeRO-1, 2) or sub-group (ZeRO-3), so the index is tha
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Container
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from mmldlm.checkpoints.formats.dtypes import DTYPES
 from mmldlm.checkpoints.formats.torch_save.reader import SAME_SAVE_HINT, TorchFile, corrupt_file_error
 from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
 from mmldlm.checkpoints.formats.weight_source import FileRange
-from mmldlm.checkpoints.layout import MOMENTS
 from mmldlm.utils.formatting import join_some
+from mmldlm.utils.moments import MOMENTS, moment_keys
 
 
-def states_by_index(file: TorchFile, optimizer: Any, count: int) -> list[dict]:
+class TensorState(NamedTuple):
+    """State of one of an optimizer's tensors.
+
+    Attributes:
+        values: what was saved: its moments, its step, ...
+        keys: those of MOMENTS that its group has.
+    """
+
+    values: dict
+    keys: tuple[str, ...]
+
+
+def states_by_index(file: TorchFile, optimizer: Any, count: int) -> list[TensorState]:
     """Return the state of each of an optimizer's `count` tensors, in order; [] before the first step.
 
     Args:
         optimizer: a state_dict of a torch optimizer, or DeepSpeed's elastic list of states.
 
     Raises:
-        UserError: another structure, an index twice or missing, or a state without moments.
+        UserError: another structure, an index twice or missing, a state of none or of a moment that its group lacks.
     """
     if isinstance(optimizer, list):
         states = dict(enumerate(optimizer))
-        order = list(range(len(optimizer)))
+        order, keys = list(range(len(optimizer))), [MOMENTS] * len(optimizer)
     else:
-        states, order = _state_and_order(file, optimizer)
+        states, order, keys = _states_and_keys(file, optimizer)
     if not any(states.values()):
         return []
     if len(order) != count:
@@ -37,10 +51,21 @@ def states_by_index(file: TorchFile, optimizer: Any, count: int) -> list[dict]:
     missing = [index for index in order if not isinstance(states.get(index), dict) or not states[index]]
     if missing:
         raise corrupt_file_error(file.path, f"no optimizer state of tensor {join_some(missing)}, while others have one")
-    return [states[index] for index in order]
+    found = [TensorState(states[index], of_group) for index, of_group in zip(order, keys)]
+    for index, state in zip(order, found):
+        check_no_other_moment(file.path, state.values, state.keys, f"tensor {index}")
+    return found
 
 
-def _state_and_order(file: TorchFile, optimizer: Any) -> tuple[dict, list]:
+def check_no_other_moment(path: Path, found: Container[str], keys: tuple[str, ...], what: str) -> None:
+    """Raise UserError if `found` has a moment that is not among `keys`, those of its group."""
+    for key in MOMENTS:
+        if key in found and key not in keys:
+            raise corrupt_file_error(path, f"{key} of {what}, whose group is Muon's and has none", SAME_SAVE_HINT)
+
+
+def _states_and_keys(file: TorchFile, optimizer: Any) -> tuple[dict, list, list[tuple[str, ...]]]:
+    """Return index -> state; the indices in the order of the groups; the moments that the group of each has."""
     states = optimizer.get("state") if isinstance(optimizer, dict) else None
     groups = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
     lists = [group.get("params") if isinstance(group, dict) else None for group in groups or []]
@@ -51,21 +76,21 @@ def _state_and_order(file: TorchFile, optimizer: Any) -> tuple[dict, list]:
     order = [index for params in lists for index in params]
     if len(set(map(str, order))) != len(order):
         raise corrupt_file_error(file.path, "a parameter twice in param_groups")
-    return states, order
+    return states, order, [moment_keys(group) for group, params in zip(groups or [], lists) for _ in params]
 
 
-def moment(file: TorchFile, state: dict, key: str, what: str) -> TensorRef:
+def moment(file: TorchFile, state: TensorState, key: str, what: str) -> TensorRef:
     """Return one moment of one tensor: a contiguous float tensor inside its record.
 
     Raises:
         UserError: anything else.
     """
-    ref = state.get(key)
+    ref = state.values.get(key)
     if not isinstance(ref, TensorRef):
         raise corrupt_file_error(
             file.path,
-            f"no {key} in the optimizer state of {what} (it has {join_some(list(state))})",
-            "use training.init_from to take the weights alone; only AdamW's state can be continued",
+            f"no {key} in the optimizer state of {what} (it has {join_some(list(state.values))})",
+            "use training.init_from to take the weights alone; only the state of AdamW and Muon can be continued",
         )
     file.check_ref(ref, f"{key} of {what}")
     if not ref.is_contiguous or not DTYPES[ref.dtype].is_float or DTYPES[ref.dtype].itemsize == 1:
@@ -74,7 +99,7 @@ def moment(file: TorchFile, state: dict, key: str, what: str) -> TensorRef:
 
 
 def moments_by_name(
-    file: TorchFile, states: list[dict], names: list[str], shapes: dict[str, tuple[int, ...]]
+    file: TorchFile, states: list[TensorState], names: list[str], shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, dict[str, list[FileRange]]]:
     """Return the moments of an optimizer over unsharded parameters, `names` in its order.
 
@@ -83,7 +108,7 @@ def moments_by_name(
     """
     found: dict[str, dict[str, list[FileRange]]] = {key: {} for key in MOMENTS}
     for state, name in zip(states, names):
-        for key in MOMENTS:
+        for key in state.keys:
             ref = moment(file, state, key, name)
             if ref.shape != shapes[name]:
                 raise corrupt_file_error(
@@ -93,7 +118,9 @@ def moments_by_name(
     return found
 
 
-def flat_moments(files: list[TorchFile], states: list[list[dict]], group: int, sizes: list[list[int]]) -> dict:
+def flat_moments(
+    files: list[TorchFile], states: list[list[TensorState]], group: int, sizes: list[list[int]]
+) -> dict[str, list[TensorRef]]:
     """Return key -> the group's flat moment on every rank.
 
     Args:
@@ -103,10 +130,14 @@ def flat_moments(files: list[TorchFile], states: list[list[dict]], group: int, s
         sizes: per rank, the allowed numbers of elements (with and without padding).
 
     Raises:
-        UserError: another size, or dtypes that differ over the ranks.
+        UserError: another size, or moments or dtypes that differ over the ranks.
     """
     flats: dict[str, list[TensorRef]] = {}
-    for key in MOMENTS:
+    for file, rank in zip(files, states):
+        if rank[group].keys != states[0][group].keys:
+            found = f"settings of group {group} that differ from those in {files[0].path.name}"
+            raise corrupt_file_error(file.path, found, SAME_SAVE_HINT)
+    for key in states[0][group].keys:
         flats[key] = [moment(file, rank[group], key, f"group {group}") for file, rank in zip(files, states)]
         for file, flat, allowed in zip(files, flats[key], sizes):
             if flat.numel not in allowed or flat.dtype != flats[key][0].dtype:
@@ -115,7 +146,7 @@ def flat_moments(files: list[TorchFile], states: list[list[dict]], group: int, s
     return flats
 
 
-def check_equal_steps(files: list[TorchFile], states: list[list[dict]]) -> bool:
+def check_equal_steps(files: list[TorchFile], states: list[list[TensorState]]) -> bool:
     """Return whether the ranks' optimizers have state.
 
     Raises:

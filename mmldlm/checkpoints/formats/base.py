@@ -25,7 +25,7 @@ class ReadOptions:
 
     Attributes:
         allow_nonfinite: return NaN and infinite weights instead of raising.
-        with_moments: find AdamW's moments too, and refuse a checkpoint whose optimizer state does not fit AdamW.
+        with_moments: find the moments too, and refuse a checkpoint of another optimizer than AdamW and Muon.
         random_access: read only what is requested (see torch_save/reader).
     """
 

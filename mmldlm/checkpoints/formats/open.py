@@ -34,7 +34,7 @@ def open_source(
     Args:
         allow_nonfinite: return NaN and infinite weights instead of raising.
         with_ema: find the moving average of the weights too, if one was saved.
-        with_moments: find AdamW's moments too, if there are any.
+        with_moments: find the optimizer's moments too, if there are any.
         weights_only: ignore damaged files without training state (the tokenizer, copies of the config).
 
     Raises:

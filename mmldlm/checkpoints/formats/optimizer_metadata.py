@@ -1,4 +1,4 @@
-"""What a checkpoint records of its training besides tensors: parameter groups, AdamW's settings, counters.
+"""What a checkpoint records of its training besides tensors: parameter groups, their settings, counters.
 
 Each format reads it in its own `optimizer_metadata.py`; a writer of another format needs it.
 """
@@ -18,6 +18,7 @@ from mmldlm.checkpoints.formats.torch_save.unpickler import OpaqueObject, Tensor
 from mmldlm.checkpoints.formats.weight_source import WeightSource
 from mmldlm.checkpoints.layout import RUN_CONFIG, STATE_FILE
 from mmldlm.utils.formatting import join_some
+from mmldlm.utils.moments import moment_keys
 
 COPIED_KEYS = ("dynamic_loss_scale", "overflow", "clip_grad")  # next to the loss scaler in DeepSpeed's files
 PLAIN_SCALER = "plain_loss_scaler"
@@ -33,7 +34,7 @@ class Group:
 
     Attributes:
         names: its parameters in the optimizer's order.
-        settings: lr, betas, ..., if known.
+        settings: lr, betas, ..., if known; see utils.moments.moment_keys.
     """
 
     names: list[str]
@@ -46,7 +47,7 @@ class OptimizerMetadata:
 
     Attributes:
         groups: every trainable name once.
-        steps: number of AdamW's steps; None if not recorded, or before the first step.
+        steps: number of the optimizer's steps; None if not recorded, or before the first step.
         compute_dtype: of the weights in the forward pass.
         model_states: other entries of DeepSpeed's model file (counters, lr_scheduler, the caller's own).
         optimizer: loss scaler and clipping, under the keys of DeepSpeed's optimizer file.
@@ -64,7 +65,9 @@ class OptimizerMetadata:
 
 
 def check_groups(source: WeightSource, metadata: OptimizerMetadata) -> None:
-    """Check that the groups name every trained weight once; drop the step count of a source without moments.
+    """Check that the groups name every trained weight once, and that each weight has the moments of its group.
+
+    Drop the step count of a source without moments.
 
     Raises:
         UserError: they do not.
@@ -77,6 +80,12 @@ def check_groups(source: WeightSource, metadata: OptimizerMetadata) -> None:
         raise corrupt_file_error(source.path, found)
     if not source.moments:
         metadata.steps = None
+        return
+    for number, group in enumerate(metadata.groups):
+        keys = moment_keys(group.settings)
+        if others := [name for name in group.names if source.moments_of(name) != keys]:
+            found = f"{' and '.join(keys)} in group {number} by its settings, not so in {join_some(others)}"
+            raise corrupt_file_error(source.path, found)
 
 
 # -- values -----------------------------------------------------------------------------------------------------------
@@ -170,7 +179,7 @@ def default_counters(opened: OpenedCheckpoint) -> dict[str, Any]:
 
 
 def applied_steps(opened: OpenedCheckpoint) -> float | None:
-    """Return AdamW's step count from training_state.json; None if it is not recorded."""
+    """Return the optimizer's step count from training_state.json; None if it is not recorded."""
     state = _read_json(opened.checkpoint / STATE_FILE) if opened.checkpoint else {}
     steps = state.get("applied_steps")
     return float(steps) if isinstance(steps, int) else None

@@ -12,6 +12,7 @@ from mmldlm.checkpoints.formats.dtypes import DTYPES, bf16_to_fp32, cast, count_
 from mmldlm.checkpoints.formats.torch_save.reader import CHUNK_BYTES, SAME_SAVE_HINT, corrupt_file_error
 from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
 from mmldlm.errors import UserError
+from mmldlm.utils.moments import MOMENTS
 
 RANGE_ELEMENTS = 4 << 20  # of a range that one thread reads
 
@@ -108,8 +109,8 @@ class WeightSource:
         tensors: name -> TensorInfo, in the order of the model's state_dict; aliases included.
         notes: facts for the user (tensors of the checkpoint that are not weights, ...).
         parts: name -> where a stored tensor is.
-        moments: "exp_avg" and "exp_avg_sq" -> trainable name -> parts. Filled if opened `with_moments`; empty if the
-            optimizer has not stepped yet.
+        moments: "exp_avg" and "exp_avg_sq" -> trainable name -> parts; Muon's weights lack exp_avg_sq. Filled
+            if opened `with_moments`; empty if the optimizer has not stepped yet.
         ema: trainable name -> parts of its moving average (formats/ema); empty if there is none.
         low_precision_copies: trainable name -> parts of the copy that training computed with, which must equal the
             rounded master.
@@ -149,6 +150,10 @@ class WeightSource:
     def unclassified(self) -> list[str]:
         """Names of the tensors of which the checkpoint does not record whether they are trained."""
         return [name for name, info in self.tensors.items() if info.kind == "parameter"]
+
+    def moments_of(self, name: str) -> tuple[str, ...]:
+        """Return which moments a stored weight has."""
+        return tuple(what for what in MOMENTS if name in self.moments.get(what, {}))
 
     def resolve_tied(self, names: list[str], listed_in: Path) -> list[str]:
         """Return the names that store these parameters: of two tied names a file may have kept the other.

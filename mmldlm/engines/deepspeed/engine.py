@@ -20,7 +20,7 @@ from mmldlm.engines.base import Autocast, Engine, compute_dtype, tied_names
 from mmldlm.engines.deepspeed.config import CPU_BUCKET, GPU_BUCKET, merged_config, resolve_stage
 from mmldlm.engines.deepspeed.overflow_override import OverflowOverride
 from mmldlm.engines.deepspeed.zero_partitions import copy_masters_to_model, local_partition, master_shards
-from mmldlm.engines.optimizer import build_optimizer, scale_gradients
+from mmldlm.engines.optimizer import build_optimizer, scale_gradients, set_learning_rate
 from mmldlm.engines.parameter_plan import ParameterPlan
 from mmldlm.engines.parameter_shards import ParameterShard, full_shard
 from mmldlm.errors import UserError
@@ -48,7 +48,8 @@ class DeepSpeedEngine(Engine):
         deepspeed.init_distributed(dist_backend=backend_for(self.device), verbose=False)
         self.model = model
         self.saves_shards = self.stage > 0 or self.rank == 0
-        optimizer = build_optimizer(model, config.optimizer, plan.no_decay)
+        self.steps_one_by_one = self.stage > 0
+        optimizer = build_optimizer(model, plan, config.optimizer)
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         # DeepSpeed replaces the optimizer's parameters by its masters; ZeRO-0 saves those without their names.
         self._own_groups = [{"params": list(group["params"])} for group in optimizer.param_groups]
@@ -95,8 +96,7 @@ class DeepSpeedEngine(Engine):
         return nn.utils.get_total_norm([p.grad for p in self._own_parameters if p.grad is not None]) / self.loss_scale
 
     def step(self, lr: float, grad_norm: float) -> None:
-        for group in self.zero_optimizer.param_groups:
-            group["lr"] = lr
+        set_learning_rate(self.zero_optimizer, lr)
         if self._override is not None:
             self._override.set_skip(False, grad_norm * self.loss_scale)
         else:
@@ -131,6 +131,14 @@ class DeepSpeedEngine(Engine):
 
     def optimizer_state(self) -> dict[Tensor, dict[str, Any]]:
         return self.zero_optimizer.state if self.stage == 0 else self.zero_optimizer.optimizer.state
+
+    def optimizer_groups(self) -> dict[Tensor, dict[str, Any]]:
+        if self.stage == 3:  # an optimizer group holds its sub-groups one after another, and none between steps
+            group_of, groups = self.zero_optimizer.sub_group_to_group_id, self.zero_optimizer.optimizer.param_groups
+            masters = self.zero_optimizer.fp32_partitioned_groups_flat
+            return {flat: groups[group_of[number]] for number, flat in enumerate(masters)}
+        inner = self.zero_optimizer if self.stage == 0 else self.zero_optimizer.optimizer
+        return {owner: group for group in inner.param_groups for owner in group["params"]}
 
     def sync_weights_from_masters(self) -> None:
         if self.stage > 0:

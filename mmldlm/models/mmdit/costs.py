@@ -63,6 +63,12 @@ def block_elements(model: ModelConfig) -> int:
     return 2 * (6 * width * (model.cond_dim + 1) + 4 * width * width + norms + 2 * width * mlp)
 
 
+def matrix_elements(model: ModelConfig) -> int:
+    """Parameters of the blocks' linear layers, which Muon updates: without modulation and norms."""
+    width, mlp = model.hidden_size, int(model.hidden_size * model.mlp_ratio)
+    return model.n_blocks * 2 * (4 * width * width + 2 * width * mlp)
+
+
 def activation_bytes(model: ModelConfig, batch: int, length: int, dtype: str) -> int:
     """Bytes that autograd keeps for one micro-batch, attention's weights among them (a fused kernel does without).
 

@@ -38,6 +38,7 @@ def measure(config, world_size: int) -> dict:
     found["shape"] = data.shape()
     found["config"] = config.model_dump(mode="json")
     found.update(task.model_sizes(config, found["longest"]) or {})
+    found["single_moment"] = found.get("matrices", 0) if config.optimizer.kind == "muon" else 0
     return found
 
 

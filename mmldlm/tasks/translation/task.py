@@ -70,6 +70,7 @@ class TranslationTask(Task):
         tied = model.vocab_size * model.hidden_size if model.tie_embeddings else 0
         batch, dtype = training.train_batch_size, training.dtype
         return ModelSizes(
+            matrices=costs.matrix_elements(model),
             trainable=sum(modules.values()) - num_frozen,
             frozen=num_frozen,
             largest_block=max(

@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from mmldlm.checkpoints.formats.adam_state import check_no_other_moment
 from mmldlm.checkpoints.formats.dcp.item import DcpFile, DcpItem
 from mmldlm.checkpoints.formats.dtypes import numel
 from mmldlm.checkpoints.formats.torch_save.reader import (
@@ -26,9 +27,10 @@ from mmldlm.checkpoints.formats.torch_save.unpickler import (
     read_pickle,
 )
 from mmldlm.checkpoints.formats.weight_source import FileRange, TensorInfo, WeightSource
-from mmldlm.checkpoints.layout import DCP_METADATA, MOMENTS, TRAINABLE_FILE
+from mmldlm.checkpoints.layout import DCP_METADATA, TRAINABLE_FILE
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import join_some
+from mmldlm.utils.moments import MOMENTS, moment_keys
 
 _MODEL = "model."
 _OPTIMIZER = ("optim.", "optimizer.", "optimizers.")
@@ -38,8 +40,8 @@ class DcpCheckpoint(WeightSource):
     """An opened DCP folder; see WeightSource.
 
     mmldlm saves {"model": ..., "optim": {"exp_avg": ..., "exp_avg_sq": ...}}; the model's names lose that prefix.
-    `trainable.json` next to it lists the trained weights: {"trainable": [names]}, and optionally "buffers": [names]
-    and "aliases": {second name: name}.
+    `trainable.json` next to it lists the trained weights: {"trainable": [names]}, and optionally "buffers": [names],
+    "aliases": {second name: name} and "groups": [{"names": [names], "settings": {...}}], which tell Muon's weights.
     """
 
     engine = "fsdp"
@@ -93,7 +95,7 @@ class DcpCheckpoint(WeightSource):
         else:
             self._set_kinds(names_file)
         if with_moments:
-            self._read_moments(names, tensors, locations)
+            self._read_moments(names, tensors, locations, _moment_keys(self.path, names_file))
         self.files.sort(key=lambda item: (item.path.name, item._offset))
 
     def _open_files(self, locations: dict) -> None:
@@ -116,14 +118,19 @@ class DcpCheckpoint(WeightSource):
         self.classify(set(trained), set(buffers))
         self.mark_tied(aliases, path)
 
-    def _read_moments(self, names: list[str], tensors: dict, locations: dict) -> None:
+    def _read_moments(
+        self, names: list[str], tensors: dict, locations: dict, keys_of: dict[str, tuple[str, ...]]
+    ) -> None:
         stepped = [name for name in names if name.startswith(tuple(f"optim.{key}." for key in MOMENTS))]
         if not stepped:
             return
         for name, info in self.tensors.items():
             if info.kind != "trainable":
                 continue
-            for key in MOMENTS:
+            keys = keys_of.get(name, MOMENTS)
+            saved = [key for key in MOMENTS if f"optim.{key}.{name}" in tensors]
+            check_no_other_moment(self.path / DCP_METADATA, saved, keys, name)
+            for key in keys:
                 full = f"optim.{key}.{name}"
                 if full not in tensors:
                     raise corrupt_file_error(
@@ -269,6 +276,15 @@ def _read_trainable(folder: Path) -> dict[str, Any] | None:
             path, f"something other than a JSON object with a list `trainable` ({error!r})"
         ) from error
     return content
+
+
+def _moment_keys(folder: Path, content: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Return name -> which moments it has, for the names of all groups; files of an older mmldlm name no groups."""
+    try:
+        return {name: moment_keys(group["settings"]) for group in content.get("groups", []) for name in group["names"]}
+    except (TypeError, AttributeError, KeyError) as error:
+        found = f"groups that are not a list of names and settings ({error!r})"
+        raise corrupt_file_error(folder / TRAINABLE_FILE, found) from error
 
 
 def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from mmldlm.checkpoints.formats.torch_save.pickler import GlobalRef, ObjectSpec,
 from mmldlm.checkpoints.formats.torch_save.writer import TorchFileLayout, TorchFileWriter
 from mmldlm.checkpoints.formats.weight_source import TensorInfo, WeightSource
 from mmldlm.checkpoints.formats.write_plan import WEIGHT, WritePlan, WriteSegment
-from mmldlm.checkpoints.layout import DCP_METADATA, MOMENTS, TRAINABLE_FILE
+from mmldlm.checkpoints.layout import DCP_METADATA, TRAINABLE_FILE
 
 _DCP = "torch.distributed.checkpoint.metadata"
 
@@ -35,13 +35,12 @@ def plan_dcp(
     for name, info in source.tensors.items():
         if info.alias_of:
             continue
-        for what in (WEIGHT, *MOMENTS):
-            if what == WEIGHT or (optimizer is not None and name in source.moments.get(what, {})):
-                dtype = info.dtype if what == WEIGHT else "float32"
-                chunks = list(_chunks(info, world_size))
-                described[_key(name, what)] = (dtype, info.shape, [(offsets, sizes) for _, offsets, sizes in chunks])
-                for rank, offsets, sizes in chunks:
-                    items[rank].append((name, what, TensorSpec(dtype, sizes), rank, offsets))
+        for what in (WEIGHT, *(source.moments_of(name) if optimizer is not None else ())):
+            dtype = info.dtype if what == WEIGHT else "float32"
+            chunks = list(_chunks(info, world_size))
+            described[_key(name, what)] = (dtype, info.shape, [(offsets, sizes) for _, offsets, sizes in chunks])
+            for rank, offsets, sizes in chunks:
+                items[rank].append((name, what, TensorSpec(dtype, sizes), rank, offsets))
     plan, places = WritePlan(), {}
     for rank, held in enumerate(items):
         layouts = [TorchFileLayout(tensor, "archive") for _, _, tensor, _, _ in held]

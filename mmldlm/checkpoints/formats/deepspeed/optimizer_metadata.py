@@ -21,9 +21,10 @@ from mmldlm.checkpoints.formats.optimizer_metadata import (
 from mmldlm.checkpoints.formats.torch_save.reader import TorchFile, corrupt_file_error
 from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
 from mmldlm.checkpoints.formats.weight_source import WeightSource
-from mmldlm.checkpoints.layout import MOMENTS, ZERO_TAG
+from mmldlm.checkpoints.layout import ZERO_TAG
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import join_some
+from mmldlm.utils.moments import MOMENTS
 
 # Entries of model_states files that the writers compute themselves.
 REGENERATED_KEYS = {
@@ -132,17 +133,18 @@ def _join_sub_groups(file: TorchFile, sub_groups: list[list[str]], tables: list[
 def _steps(file: TorchFile, optimizer: Any, source: WeightSource) -> float | None:
     states: Any = optimizer.get("state") if isinstance(optimizer, dict) else optimizer
     states = list(states.values()) if isinstance(states, dict) else states if isinstance(states, list) else []
+    states = [state for state in states if isinstance(state, dict)]
     for state in states:
-        if isinstance(state, dict):
-            extra = [key for key in state if key not in (*MOMENTS, "step") and isinstance(state[key], TensorRef)]
-            if extra:
-                raise UserError(
-                    f"AdamW's exp_avg and exp_avg_sq alone in {file.path}",
-                    f"{join_some(extra)} too (amsgrad, or another optimizer)",
-                    "take the weights alone with --to safetensors; such state cannot be carried over",
-                )
-            if "step" in state:
-                return float(to_plain_value(file, state["step"]))
+        extra = [key for key in state if key not in (*MOMENTS, "step") and isinstance(state[key], TensorRef)]
+        if extra:
+            raise UserError(
+                f"AdamW's exp_avg and exp_avg_sq alone in {file.path}",
+                f"{join_some(extra)} too (amsgrad, or another optimizer)",
+                "take the weights alone with --to safetensors; such state cannot be carried over",
+            )
+    for state in states:
+        if "step" in state:
+            return float(to_plain_value(file, state["step"]))
     tables = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
     steps = tables[0].get("step") if tables else None
     if steps is None and (path := next(iter((source.path / ZERO_TAG).glob("*/step.pt")), None)):

@@ -17,6 +17,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mmldlm.checkpoints.formats.adam_state import (
+    TensorState,
     check_equal_steps,
     flat_moments,
     group_names,
@@ -64,7 +65,7 @@ class ZeroCheckpoint(WeightSource):
         """Open a folder of *_states.pt files, or one that contains it (`latest`, zero/, engine/zero/).
 
         Args:
-            with_moments: find AdamW's moments too, and refuse a checkpoint that does not fit AdamW.
+            with_moments: find the moments too, and refuse a checkpoint of another optimizer than AdamW and Muon.
             random_access: see torch_save/reader.
 
         Raises:
@@ -249,7 +250,7 @@ class ZeroCheckpoint(WeightSource):
                 found = f"{flat.numel} {flat.dtype} elements of group {group} on rank {rank}, whose slice is {expected}"
                 raise corrupt_file_error(file.path, found, SAME_SAVE_HINT)
 
-    def _states(self, optim: list[TorchFile], inners: list[dict], key: str, count: int) -> list[list[dict]]:
+    def _states(self, optim: list[TorchFile], inners: list[dict], key: str, count: int) -> list[list[TensorState]]:
         """Return the inner optimizers' states per rank; [] if not requested, or before the first step."""
         if not self.with_moments:
             return []

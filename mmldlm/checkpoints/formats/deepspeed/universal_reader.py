@@ -1,6 +1,7 @@
 """Reader of DeepSpeed's universal checkpoints (ds_to_universal, 0.19): one file per parameter and state.
 
 DIR/zero/<parameter>/{fp32,exp_avg,exp_avg_sq}.pt    {"param": tensor} from ZeRO-1 and 2, a bare flat tensor from ZeRO-3
+DIR/zero/optimizer_state.pt                          settings of the groups; Muon's parameters have no exp_avg_sq.pt
 DIR/*_model_states.pt                                those of the source, with frozen parameters and buffers
 """
 
@@ -9,12 +10,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from mmldlm.checkpoints.formats.adam_state import check_no_other_moment
 from mmldlm.checkpoints.formats.deepspeed.files import missing_file_error
 from mmldlm.checkpoints.formats.dtypes import DTYPES, numel
 from mmldlm.checkpoints.formats.torch_save.reader import TorchFile, corrupt_file_error
 from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
 from mmldlm.checkpoints.formats.weight_source import FileRange, TensorInfo, WeightSource
-from mmldlm.checkpoints.layout import MOMENTS, ZERO_TAG
+from mmldlm.checkpoints.layout import ZERO_TAG
+from mmldlm.utils.moments import MOMENTS, moment_keys
+
+OPTIMIZER_STATE = "optimizer_state.pt"
 
 
 def is_universal(folder: Path) -> bool:
@@ -35,8 +40,28 @@ def add_universal(source: WeightSource, groups: list[dict[str, tuple[int, ...]]]
         source.parts[name] = _state(source, folder, name, "fp32", shape)
     if not with_moments or not any((folder / name / f"{MOMENTS[0]}.pt").is_file() for name in shapes):
         return
-    for key in MOMENTS:
-        source.moments[key] = {name: _state(source, folder, name, key, shape) for name, shape in shapes.items()}
+    for group, keys in zip(groups, _moment_keys(source, folder, len(groups))):
+        for name, shape in group.items():
+            saved = [key for key in MOMENTS if (folder / name / f"{key}.pt").is_file()]
+            check_no_other_moment(folder / name, saved, keys, name)
+            for key in keys:
+                source.moments.setdefault(key, {})[name] = _state(source, folder, name, key, shape)
+
+
+def _moment_keys(source: WeightSource, folder: Path, count: int) -> list[tuple[str, ...]]:
+    """Return which moments each of the `count` flat groups has; a group lists its flat groups as its parameters."""
+    keys = [MOMENTS] * count
+    if not (folder / OPTIMIZER_STATE).is_file():
+        return keys
+    file = TorchFile(folder / OPTIMIZER_STATE, source.random_access)
+    source.files.append(file)
+    try:
+        for table in file.load_dict().get("param_groups") or []:
+            for number in table["params"]:
+                keys[number] = moment_keys(table)
+    except (TypeError, AttributeError, LookupError) as error:
+        raise corrupt_file_error(file.path, f"param_groups that do not fit {count} flat groups ({error!r})") from error
+    return keys
 
 
 def _state(source: WeightSource, folder: Path, name: str, key: str, shape: tuple[int, ...]) -> list[FileRange]:

@@ -2,12 +2,12 @@
 
     latest_universal                                 the word "universal"
     universal/*_model_states.pt                      those of the source, or new ones if it has none
-    universal/zero/<parameter>/{fp32,exp_avg,exp_avg_sq}.pt, and step.pt for ZeRO-1 and 2
-    universal/zero/optimizer_state.pt                AdamW's settings and step
+    universal/zero/<parameter>/{fp32,exp_avg,exp_avg_sq}.pt, and step.pt for ZeRO-1 and 2; no exp_avg_sq.pt for Muon's
+    universal/zero/optimizer_state.pt                the groups' settings, and the step
 
-DeepSpeed then loads it at another world size with {"checkpoint": {"load_universal": true}}. The loss scaler, a Python
-object that DeepSpeed would unpickle, is left out: DeepSpeed keeps its own. Unlike DeepSpeed's tool this writer follows
-param_shapes, which is correct under round_robin_gradients too.
+DeepSpeed then loads it at another world size with {"checkpoint": {"load_universal": true}}; with Muon, only what came
+from ZeRO-1 and 2. The loss scaler, a Python object that DeepSpeed would unpickle, is left out: DeepSpeed keeps its own.
+Unlike DeepSpeed's tool this writer follows param_shapes, which is correct under round_robin_gradients too.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 from mmldlm.checkpoints.formats.deepspeed.files import param_shapes
 from mmldlm.checkpoints.formats.deepspeed.reader import ZeroCheckpoint
+from mmldlm.checkpoints.formats.deepspeed.universal_reader import OPTIMIZER_STATE
 from mmldlm.checkpoints.formats.deepspeed.writer import LAYOUT, ZeroTarget, flat_groups_of, plan_model_states
 from mmldlm.checkpoints.formats.optimizer_metadata import PLAIN_SCALER, OptimizerMetadata, plain_scaler
 from mmldlm.checkpoints.formats.torch_save.pickler import TensorSpec, scalar
@@ -26,7 +27,7 @@ from mmldlm.checkpoints.formats.torch_save.reader import TorchFile
 from mmldlm.checkpoints.formats.torch_save.writer import TorchFileLayout, TorchFileWriter, write_torch
 from mmldlm.checkpoints.formats.weight_source import WeightSource
 from mmldlm.checkpoints.formats.write_plan import WEIGHT, WritePlan, WriteSegment
-from mmldlm.checkpoints.layout import MOMENTS, UNIVERSAL_TAG, ZERO_TAG
+from mmldlm.checkpoints.layout import UNIVERSAL_TAG, ZERO_TAG
 
 
 def plan_universal(source: WeightSource, metadata: OptimizerMetadata, folder: Path) -> WritePlan:
@@ -43,7 +44,7 @@ def plan_universal(source: WeightSource, metadata: OptimizerMetadata, folder: Pa
             continue
         # ZeRO-3 is loaded flat, ZeRO-1 and 2 in the parameter's shape: as ds_to_universal leaves them.
         shape = (info.numel,) if stage == 3 else info.shape
-        for what, key in ((WEIGHT, "fp32"), *((moment, moment) for moment in MOMENTS)):
+        for what, key in ((WEIGHT, "fp32"), *((moment, moment) for moment in source.moments_of(name))):
             tensor = TensorSpec("float32", shape)
             value = tensor if stage == 3 else {"cat_dim": 0, "param": tensor}
             _add_file(plan, name, what, out / ZERO_TAG / name / f"{key}.pt", value, tensor)
@@ -65,7 +66,7 @@ def write_other_files(source: WeightSource, metadata: OptimizerMetadata, folder:
         for group in metadata.groups:
             for name in group.names:
                 write_torch(out / ZERO_TAG / name / "step.pt", scalar(metadata.steps or 0.0))
-    write_torch(out / ZERO_TAG / "optimizer_state.pt", _optimizer_state(source, metadata, stage))
+    write_torch(out / ZERO_TAG / OPTIMIZER_STATE, _optimizer_state(source, metadata, stage))
     for file in model_files(source):
         for record in file.records:
             file.check_record(record)

@@ -17,7 +17,8 @@ from mmldlm.checkpoints.formats.torch_save.pickler import GlobalRef, ObjectSpec,
 from mmldlm.checkpoints.formats.torch_save.writer import TorchFileLayout, TorchFileWriter
 from mmldlm.checkpoints.formats.weight_source import WeightSource
 from mmldlm.checkpoints.formats.write_plan import WEIGHT, WritePlan, WriteSegment
-from mmldlm.checkpoints.layout import MOMENTS, SUB_GROUP_SIZE
+from mmldlm.checkpoints.layout import SUB_GROUP_SIZE
+from mmldlm.utils.moments import moment_keys
 
 LAYOUT = "0.19.8"  # the version of DeepSpeed with this layout
 _FRAGMENT = GlobalRef("deepspeed.utils.tensor_fragment", "fragment_address")
@@ -146,7 +147,8 @@ def _plan_optimizer(
             masters.append(TensorSpec("float32", (flat.held,)))
             sent.append((flat, WEIGHT, masters[-1]))
             if metadata.steps is not None:
-                moments = {what: TensorSpec("float32", (flat.size,)) for what in MOMENTS}
+                keys = moment_keys(metadata.groups[numbered[number][0]].settings)
+                moments = {what: TensorSpec("float32", (flat.size,)) for what in keys}
                 states[number] = {"step": scalar(metadata.steps), **moments}
                 sent += [(flat, what, tensor) for what, tensor in moments.items()]
         for flat, _, tensor in sent:

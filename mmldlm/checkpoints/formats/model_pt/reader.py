@@ -62,7 +62,7 @@ class ModelFile(WeightSource):
             optimizer: the optimizer.pt saved with it, which records the trained weights: {"state", "param_groups"} of
                 torch's AdamW, "param_names" [[names of group 0], ...], and optionally "buffer_names" and "aliases"
                 {second name: name} of tied weights.
-            with_moments: find AdamW's moments in it too.
+            with_moments: find the moments in it too.
             random_access: see torch_save/reader.
 
         Raises:

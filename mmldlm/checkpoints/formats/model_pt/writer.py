@@ -9,7 +9,7 @@ from mmldlm.checkpoints.formats.torch_save.pickler import TensorSpec, scalar
 from mmldlm.checkpoints.formats.torch_save.writer import TorchFileLayout, TorchFileWriter
 from mmldlm.checkpoints.formats.weight_source import WeightSource
 from mmldlm.checkpoints.formats.write_plan import WEIGHT, WritePlan, WriteSegment
-from mmldlm.checkpoints.layout import MODEL_FILE, MOMENTS, OPTIMIZER_FILE
+from mmldlm.checkpoints.layout import MODEL_FILE, OPTIMIZER_FILE
 
 
 def plan_model_file(tensors: dict[str, TensorSpec], names: dict[str, str], path: Path) -> WritePlan:
@@ -40,7 +40,7 @@ def plan_model_and_optimizer(source: WeightSource, optimizer: OptimizerMetadata,
             shape = source.tensors[name].shape
             states[number] = {
                 "step": scalar(optimizer.steps),
-                **{what: TensorSpec("float32", shape) for what in MOMENTS},
+                **{what: TensorSpec("float32", shape) for what in source.moments_of(name)},
             }
     number_of = {name: number for number, name in enumerate(names)}
     groups = [{**group.settings, "params": [number_of[name] for name in group.names]} for group in optimizer.groups]
@@ -54,6 +54,6 @@ def plan_model_and_optimizer(source: WeightSource, optimizer: OptimizerMetadata,
     file = TorchFileWriter(folder / OPTIMIZER_FILE, [TorchFileLayout(value, "optimizer")])
     plan.files.append(file)
     for number, state in states.items():
-        for what in MOMENTS:
+        for what in source.moments_of(names[number]):
             plan.add(names[number], what, [WriteSegment(file, state[what], 0, 0, state[what].numel)])
     return plan

@@ -1,0 +1,43 @@
+"""Newton-Schulz iteration of Muon (Jordan et al., kellerjordan.github.io/posts/muon)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+NUM_ITERATIONS = 5
+_A, _B, _C = 3.4445, -4.7750, 2.0315
+
+
+def orthogonalize(matrix: Tensor) -> Tensor:
+    """Approximate the nearest (semi-)orthogonal matrix, U V^T of the singular value decomposition U S V^T.
+
+    Args:
+        matrix: [..., m, n], any floating dtype. The products are in bf16 on GPUs and in fp32 on CPUs.
+
+    Returns:
+        [..., m, n] fp32, singular values between about 0.7 and 1.2. Zeros stay zeros.
+    """
+    x = matrix.float()
+    is_tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if is_tall else x
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    x = x.bfloat16() if x.is_cuda else x
+    for _ in range(NUM_ITERATIONS):
+        gram = x @ x.mT
+        x = _A * x + (_B * gram + _C * gram @ gram) @ x
+    return (x.mT if is_tall else x).float()
+
+
+def orthogonalization_flops(rows: int, columns: int) -> float:
+    """FLOPs of `orthogonalize` for one [rows, columns] matrix."""
+    short, long = sorted((rows, columns))
+    return NUM_ITERATIONS * (4.0 * short * short * long + 2.0 * short**3)
+
+
+def update_scale(rows: int, columns: int) -> float:
+    """Factor of an orthogonal update: its largest effect on a row's RMS is then the same for every shape.
+
+    sqrt(max(1, rows / columns)), as in the reference implementation and in torch.optim.Muon ("original").
+    """
+    return max(1.0, rows / columns) ** 0.5

@@ -1,0 +1,33 @@
+"""Newton-Schulz: singular values near one, its cost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mmldlm.engines.muon.orthogonalize import orthogonalization_flops, orthogonalize
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (64, 16), (16, 64), (3, 5, 40)])
+def test_singular_values_are_near_one(shape):
+    values = torch.linalg.svdvals(orthogonalize(torch.randn(*shape, generator=torch.Generator().manual_seed(0))))
+    assert values.min() > 0.6 and values.max() < 1.3
+
+
+def test_zeros_stay_zeros():
+    assert torch.equal(orthogonalize(torch.zeros(4, 6)), torch.zeros(4, 6))
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e12])
+def test_the_scale_of_the_matrix_does_not_matter(scale):
+    matrix = torch.randn(6, 9, generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(orthogonalize(matrix * scale), orthogonalize(matrix), atol=2e-3)
+
+
+@pytest.mark.parametrize("shape", [(8, 24), (24, 8)])
+def test_flops_are_those_that_torch_counts(shape):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        orthogonalize(torch.randn(*shape))
+    assert counter.get_total_flops() == orthogonalization_flops(*shape)
