@@ -19,8 +19,9 @@ from mmldlm.checkpoints.formats.dtypes import DTYPES, cast
 from mmldlm.checkpoints.formats.ema import add_ema
 from mmldlm.checkpoints.formats.torch_save.reader import CHUNK_BYTES
 from mmldlm.checkpoints.formats.weight_source import FileRange, TensorInfo, WeightSource, read_parts_into
-from mmldlm.checkpoints.layout import DCP_METADATA, MODEL_FILE, MOMENTS, OPTIMIZER_FILE
+from mmldlm.checkpoints.layout import DCP_METADATA, MODEL_FILE, OPTIMIZER_FILE
 from mmldlm.errors import UserError
+from mmldlm.utils.moments import MOMENTS
 
 STATES = ("weight", *MOMENTS, "ema")
 

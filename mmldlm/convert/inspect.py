@@ -12,9 +12,9 @@ from mmldlm.checkpoints.formats.base import OpenedCheckpoint
 from mmldlm.checkpoints.formats.dtypes import DTYPES, bf16_to_fp32
 from mmldlm.checkpoints.formats.open import open_source
 from mmldlm.checkpoints.formats.weight_source import WeightSource
-from mmldlm.checkpoints.layout import MOMENTS
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import print_table
+from mmldlm.utils.moments import MOMENTS
 
 
 def summarize(opened: OpenedCheckpoint) -> list[tuple[str, str]]:

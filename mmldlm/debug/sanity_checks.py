@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from mmldlm.checkpoints.layout import MOMENTS
 from mmldlm.config.schema import Config
 from mmldlm.data.batching.batch import Batch
 from mmldlm.debug.findings import Findings, format_names
@@ -18,6 +17,7 @@ from mmldlm.engines.deepspeed.engine import DeepSpeedEngine
 from mmldlm.engines.gradient_shards import gradient_shards
 from mmldlm.engines.parameter_shards import ParameterShard
 from mmldlm.observe.layer_stats import LayerStats
+from mmldlm.utils.moments import MOMENTS
 
 # -- before the first step ---------------------------------------------------------------------------------------------
 

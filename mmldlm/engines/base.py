@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mmldlm.checkpoints.layout import MOMENTS, MUON_MOMENTS, moment_keys
 from mmldlm.engines.parameter_shards import ParameterShard
 from mmldlm.engines.pinned_copy import PinnedSnapshot
 from mmldlm.errors import UserError
+from mmldlm.utils.moments import MOMENTS, MUON_MOMENTS, moment_keys
 
 if TYPE_CHECKING:
     from mmldlm.checkpoints.resume_reader import ResumeReader

@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from mmldlm.checkpoints.layout import MOMENTS
 from mmldlm.config.schema import Config
 from mmldlm.distributed.environment import pick_device, rank_environment
 from mmldlm.distributed.process_group import start_process_group
@@ -23,6 +22,7 @@ from mmldlm.engines.base import compute_dtype, persistent_buffers, tied_names
 from mmldlm.engines.parameter_plan import ParameterPlan
 from mmldlm.engines.parameter_shards import ParameterShard, dim0_shard
 from mmldlm.engines.torch_engine import TorchEngine
+from mmldlm.utils.moments import MOMENTS
 
 TRAINABLE = "trainable.json"
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmldlm.checkpoints.layout import MOMENTS
 from mmldlm.engines.base import Engine
 from mmldlm.engines.gradient_shards import gradient_shards
 from mmldlm.observe.activations import STREAMS, ActivationRecorder, layer_modules
+from mmldlm.utils.moments import MOMENTS
 
 DEAD_AFTER_REPORTS = 10
 """Measured steps before a parameter without any gradient is reported as dead. adaLN-Zero and zero-initialized heads

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from mmldlm.checkpoints.layout import MOMENTS
 from mmldlm.engines.base import Engine
 from mmldlm.engines.ema import WeightAverage
+from mmldlm.utils.moments import MOMENTS
 
 
 def nonfinite_tensors(engine: Engine, average: WeightAverage | None = None) -> dict[str, int]:

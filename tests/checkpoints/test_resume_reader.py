@@ -15,6 +15,7 @@ from mmldlm.checkpoints.formats.deepspeed.reader import ZeroCheckpoint
 from mmldlm.checkpoints.formats.dtypes import bf16_to_fp32
 from mmldlm.checkpoints.formats.torch_save.reader import TorchFile
 from mmldlm.checkpoints.resume_reader import open_training_state
+from mmldlm.convert.to_checkpoint import convert_state
 from mmldlm.errors import UserError
 from tests.support.make_zero import CASES, MUON
 
@@ -267,7 +268,7 @@ def states_of(path) -> list[bytes]:
         got = []
         for name in reader.names:
             if reader.kind(name) == "trainable":
-                got += [whole(reader, name, what).tobytes() for what in ("weight", "exp_avg", "exp_avg_sq")]
+                got += [whole(reader, name, what).tobytes() for what in ("weight", *reader.moments_of(name))]
             else:
                 got.append(reader.read_tensor(name)[0].tobytes())
         reader.finish()
@@ -303,6 +304,8 @@ def rewrite(path, change) -> None:
             ),
             "elements of exp_avg",
         ),
+        # A second moment in a group of Muon's: settings and states are not of one save.
+        (lambda inner: inner["base_optimizer_state"]["param_groups"][0].update(muon=True), "exp_avg_sq of tensor 0"),
     ],
 )
 def test_optimizer_state_that_does_not_add_up(zero_copy, change, word):
@@ -315,7 +318,39 @@ def test_optimizer_state_that_does_not_add_up(zero_copy, change, word):
         pass  # the weights alone, and a whole checkpoint, still open
 
 
-@pytest.mark.parametrize("name", ["z2_bf16", "z3_bf16", "fsdp", "plain"])
+def relabel(folder, muon: bool) -> None:
+    """Change the settings of all groups of a DCP folder, a universal checkpoint or an optimizer.pt."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    if (folder / "trainable.json").exists():
+        facts = json.loads((folder / "trainable.json").read_text())
+        for group in facts["groups"]:
+            group["settings"]["muon"] = muon
+        (folder / "trainable.json").write_text(json.dumps(facts))
+        return
+    path = folder / ("zero/optimizer_state.pt" if (folder / "zero").is_dir() else "optimizer.pt")
+    state = torch.load(path, weights_only=True)
+    for group in state["param_groups"]:
+        group["muon"] = muon
+    torch.save(state, path)
+
+
+@pytest.mark.parametrize("name", ["fsdp_muon", "plain_muon", "z2_muon"])
+def test_second_moments_fit_the_settings(zero_dir, fsdp_dir, tmp_path, name):
+    """A weight of AdamW without one is damaged, and so is one of Muon that has it."""
+    for muon, word in ((False, "no .*exp_avg_sq|exp_avg_sq.pt of"), (True, "exp_avg_sq of .*Muon")):
+        folder = tmp_path / str(muon) / "universal"
+        if name == "z2_muon":
+            convert_state(zero_dir / name, folder.parent, "universal")
+        else:
+            shutil.copytree(fsdp_dir / name, folder)
+        with open_training_state(folder) as reader:
+            assert (reader.moments_of("wide.weight"), len(reader.moments_of("wide.bias"))) == (("exp_avg",), 2)
+        relabel(folder, muon)
+        with pytest.raises(UserError, match=word):
+            open_training_state(folder)
+
+
+@pytest.mark.parametrize("name", ["z2_bf16", "z3_bf16", "z3_muon", "fsdp", "fsdp_muon", "plain"])
 def test_damaged_anywhere(zero_dir, fsdp_dir, tmp_path, name):
     """Bits flipped and files cut: refused by name, or the very same state.
 

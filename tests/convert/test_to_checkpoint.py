@@ -17,10 +17,10 @@ from mmldlm.checkpoints.formats.registry import read_optimizer_metadata
 from mmldlm.checkpoints.formats.weight_source import WeightSource
 from mmldlm.checkpoints.locate import locate_checkpoint
 from mmldlm.convert.inspect import compare
-from mmldlm.convert.to_checkpoint import convert_state
+from mmldlm.convert.to_checkpoint import _bytes_needed, convert_state
 from mmldlm.errors import MmldlmError, UserError
 from tests.support.convert_command import command
-from tests.support.helpers import ROOT, run_ranks
+from tests.support.helpers import ROOT, read_log, run_ranks
 
 CHAIN = [("zero3", 4), ("dcp", 1), ("universal", None), ("zero2", 2)]
 SOURCES = [
@@ -33,6 +33,9 @@ SOURCES = [
     "z2_fp32",
     "z3_fp16",
     "z0_bf16_named",
+    "z0_muon",
+    "z1_muon",
+    "z3_muon",
 ]
 
 
@@ -77,7 +80,7 @@ def test_round_trip(zero_dir, tmp_path, case):
     assert (before.steps, before.compute_dtype) == (after.steps, after.compute_dtype)
     assert [group.settings for group in before.groups] == [group.settings for group in after.groups]
     assert [group.names for group in before.groups] == [group.names for group in after.groups]
-    if case != "z0_bf16_named":  # ZeRO-0's optimizer has no scaler of that kind
+    if not case.startswith("z0"):  # ZeRO-0's optimizer has no scaler of that kind
         assert before.optimizer["loss_scaler"] == after.optimizer["loss_scaler"]
         assert before.optimizer["loss_scaler"].state["dynamic"] is ("fp16" in case)
     assert not list(tmp_path.glob("*.partial"))
@@ -87,13 +90,13 @@ def test_round_trip(zero_dir, tmp_path, case):
 @pytest.mark.parametrize("target", ["zero1", "zero2", "zero3", "fsdp"])
 def test_any_world_size(zero_dir, tmp_path, target, world):
     """40 ranks: most hold nothing, or padding alone."""
-    convert_state(zero_dir / "z3_bf16", tmp_path / "out", target, world)
-    assert_same(zero_dir / "z3_bf16", tmp_path / "out")
+    convert_state(zero_dir / "z3_muon", tmp_path / "out", target, world)
+    assert_same(zero_dir / "z3_muon", tmp_path / "out")
     with open_all(tmp_path / "out") as written:
         assert written.world_size == (world if target != "fsdp" else None)
 
 
-@pytest.mark.parametrize("folder", ["fsdp", "plain"])
+@pytest.mark.parametrize("folder", ["fsdp", "plain", "fsdp_muon", "plain_muon"])
 def test_fsdp_and_ddp_become_zero_and_return(fsdp_dir, tmp_path, folder):
     run = run_of(tmp_path / "run", fsdp_dir / folder, {"applied_steps": 3})
     path = run
@@ -103,6 +106,26 @@ def test_fsdp_and_ddp_become_zero_and_return(fsdp_dir, tmp_path, folder):
         path = tmp_path / str(number)
         if target == "zero2":  # DCP and model.pt do not say with what precision the forward pass ran
             assert not list((locate_checkpoint(path) / "engine" / "zero").glob("bf16_*"))
+
+
+def test_sub_groups_hold_one_group_each(zero_dir, tmp_path):
+    """However large they may be: a flat tensor of Muon's matrices has another state than one of AdamW's."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    convert_state(zero_dir / "z2_muon", tmp_path / "out", "zero3", 1, sub_group_size=10**9)
+    file = next((tmp_path / "out").rglob("*optim_states.pt"))
+    saved = torch.load(file, weights_only=False)["optimizer_state_dict"]["optimizer_state_dict"]
+    assert [group["params"] for group in saved["param_groups"]] == [[0], [1], [2]]
+    assert [group["muon"] for group in saved["param_groups"]] == [True, False, False]
+    assert ["exp_avg_sq" in saved["state"][flat] for flat in range(3)] == [False, True, True]
+
+
+@pytest.mark.parametrize("case", ["z2_bf16", "z2_muon", "z2_step0"])
+def test_space_is_estimated_for_the_states_that_exist(zero_dir, case):
+    with open_all(zero_dir / case) as source, open_source(zero_dir / case).weights as weights:
+        counts = [len(table) for table in source.moments.values()]
+        assert counts == {"z2_bf16": [8, 8], "z2_muon": [8, 6], "z2_step0": []}[case]
+        moments = sum(source.tensors[name].nbytes for table in source.moments.values() for name in table)
+        assert _bytes_needed(source, "ddp") == _bytes_needed(weights, "ddp") + moments
 
 
 @pytest.mark.parametrize("target", ["zero1", "zero3", "ddp", "fsdp"])
@@ -162,6 +185,9 @@ def test_deepspeed_goes_on_from_them(zero_dir, tmp_path):
     job("z2_bf16", 2, ("dcp", 1), is_universal=True)
     job("z2_fp16", 3)
     job("z3_fp16", 2, ("dcp", 1), ("universal", None))
+    job("z2_muon", 3, ("dcp", 1), ("universal", None))
+    job("z3_muon", 3, sub_group_size=20)
+    job("z3_muon", 2, ("zero2", 3), is_universal=True)  # not from ZeRO-3: see _optimizer_metadata
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
     done = run_ranks(4, ROOT / "tests" / "support" / "load_zero.py", str(tmp_path / "jobs.json"))
     assert done.stdout.count("loaded") == len(jobs), done.stdout[-3000:]
@@ -189,24 +215,36 @@ def test_torch_loads_our_dcp(zero_dir, fsdp_dir, tmp_path):
                     assert np.array_equal(state["optim"][what][name].flatten().numpy(), chunks), (what, name)
 
 
-def test_adamw_loads_our_optimizer_file(zero_dir, tmp_path):
+@pytest.mark.parametrize("case", ["z2_bf16", "z2_muon"])
+def test_torchs_optimizer_loads_our_file(zero_dir, tmp_path, case):
     torch = pytest.importorskip("torch", reason="torch is not installed")
-    from tests.support.make_zero import build_model, parameter_groups
+    from tests.support.elementwise_muon import ElementwiseMuon, with_muon
+    from tests.support.make_zero import MUON, build_model, parameter_groups
 
-    convert_state(zero_dir / "z2_bf16", tmp_path / "out", "ddp")
+    convert_state(zero_dir / case, tmp_path / "out", "ddp")
     model = build_model(torch)
     model.load_state_dict(torch.load(tmp_path / "out" / "model.pt", weights_only=True))
     optimizer = torch.optim.AdamW(parameter_groups(model), lr=1.0)
+    if case == "z2_muon":
+        groups = with_muon(parameter_groups(model), [model.get_parameter(name) for name in MUON])
+        optimizer = ElementwiseMuon(groups, lr=1.0)
     state = torch.load(tmp_path / "out" / "optimizer.pt", weights_only=True)
     optimizer.load_state_dict({key: state[key] for key in ("state", "param_groups")})
     names = [name for group in state["param_names"] for name in group]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     of = dict(model.named_parameters())
     assert all(of[name] is parameter for name, parameter in zip(names, parameters, strict=True))
-    for parameter in parameters:
-        kept = optimizer.state[parameter]
-        assert kept["step"] == 2 and torch.equal(kept["exp_avg_sq"], parameter.detach() ** 2 + 0.25)
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            kept = optimizer.state[parameter]
+            assert kept["step"] == 2 and kept["exp_avg"].any()
+            assert ("exp_avg_sq" in kept) is not group.get("muon", False)
+            if "exp_avg_sq" in kept:
+                assert torch.equal(kept["exp_avg_sq"], parameter.detach() ** 2 + 0.25)
+    assert [group["weight_decay"] for group in optimizer.param_groups][-2:] == [0.1, 0.0]
+    assert [(group.get("muon"), group.get("lr_factor")) for group in optimizer.param_groups][0] == (
+        (True, 8.0) if case == "z2_muon" else (None, None)
+    )
 
 
 # -- checkpoints of mmldlm ---------------------------------------------------------------------------------------------
@@ -253,45 +291,45 @@ def test_a_changed_file_beside_the_weights_is_not_vouched_for(fsdp_dir, tmp_path
     assert not list(tmp_path.glob("out*"))
 
 
-OTHER_INIT = """
-import runpy, sys, torch
-from mmldlm.models.mmdit.model import MultimodalMMDiT
-initialize = MultimodalMMDiT._initialize
-def other(self):
-    initialize(self)
-    with torch.no_grad():
-        for tensor in (*self.parameters(), *self.buffers()):
-            tensor.add_(torch.rand_like(tensor))
-MultimodalMMDiT._initialize = other
-sys.argv = [{script!r}, *sys.argv[1:]]
-runpy.run_path({script!r}, run_name="__main__")
-"""
+THROUGH_ALL = [("zero3", 4), ("fsdp", 3), ("universal", None), ("ddp", None), ("zero1", 3), ("zero2", 2)]
 
 
-def test_a_training_goes_on_from_the_end_of_the_chain(store, tmp_path):
-    """zero2@2 -> zero3@4 -> fsdp@1 -> universal -> zero2@2: the very losses, from another initialization."""
-    import _runs
+def test_trainings_go_on_from_the_end_of_a_chain(store, tmp_path):
+    """Every engine's own checkpoint through every format, with AdamW and Muon: the very losses afterwards."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    from tests.support.engine_worker import CONVERTED
 
-    common = ["training.num_train_steps=6", "logging.save_freq=3", "optimizer.ema_decay=0.9", *_runs.ENGINES["zero2"]]
-    script = tmp_path / "other.py"
-    script.write_text(OTHER_INIT.format(script=str(_runs.TRAIN)))
-    with _runs.RankServer(tmp_path / "ranks") as ranks:
-        ranks.run(2, _runs.settings(str(store), tmp_path, "straight", 2, *common))
-        path = tmp_path / "straight" / "checkpoints" / "step_00000003"
-        with open_source(path).weights as source:
-            assert source.stage == 2
-        for number, (target, world) in enumerate([("zero3", 4), ("fsdp", 1), ("universal", None), ("zero2", 2)]):
-            convert_state(path, tmp_path / str(number), target, world)
-            path = tmp_path / str(number)
-        words = [*common, f"training.resume={path / 'latest'}"]
-        ranks.run(2, _runs.settings(str(store), tmp_path, "resumed", 2, *words), script)
-    straight, resumed = _runs.losses(tmp_path / "straight"), _runs.losses(tmp_path / "resumed")
-    assert set(resumed) == {4, 5, 6} and all(resumed[step] == straight[step] for step in resumed)
-    ends = [tmp_path / name / "checkpoints" / "step_00000006" for name in ("straight", "resumed")]
-    assert_same(*ends)
-    with open_source(ends[0], with_ema=True).weights as a, open_source(ends[1], with_ema=True).weights as b:
-        a.use_ema(), b.use_ema()
-        assert not compare(a, b).any
+    worker = ROOT / "tests" / "support" / "engine_worker.py"
+
+    def launch_all(*words: str) -> None:
+        for world in CONVERTED:
+            done = run_ranks(world, worker, "converted", str(store), str(tmp_path), *words)
+            assert done.returncode == 0, done.stdout[-4000:]
+
+    launch_all()
+    names = [name for cases in CONVERTED.values() for name in cases]
+    for name in names:
+        first = path = tmp_path / f"{name}_straight" / "checkpoints" / "step_00000003"
+        for number, (target, world) in enumerate(THROUGH_ALL):
+            convert_state(path, tmp_path / f"{name}_{number}", target, world, sub_group_size=2000, verify=True)
+            path = tmp_path / f"{name}_{number}"
+        path = path.rename(tmp_path / f"{name}_converted")
+        convert_state(path, tmp_path / f"{name}_dcp", "dcp", 2)
+        assert_same(first, tmp_path / f"{name}_dcp")
+        kinds = [[group.settings.get("muon") for group in facts_of(path).groups] for path in (first, path)]
+        assert kinds == [[True, False, False] if "muon" in name else [None, None]] * 2
+    launch_all("resumed")
+    for name in names:
+        straight, resumed = (
+            {record["step"]: record["loss"] for record in read_log(tmp_path, f"{name}_{part}")}
+            for part in ("straight", "resumed")
+        )
+        assert set(resumed) == {4, 5, 6} and all(resumed[step] == straight[step] for step in resumed), name
+        ends = [tmp_path / f"{name}_{part}" / "checkpoints" / "step_00000006" for part in ("straight", "resumed")]
+        assert_same(*ends)
+        with open_source(ends[0], with_ema=True).weights as a, open_source(ends[1], with_ema=True).weights as b:
+            a.use_ema(), b.use_ema()
+            assert not compare(a, b).any
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

@@ -291,7 +291,7 @@ def test_written_output_that_changed_is_seen(fsdp_dir, tmp_path, monkeypatch):
 # -- inspect and diff -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("folder, engine, _", SOURCES)
+@pytest.mark.parametrize("folder, engine, _", [*SOURCES, ("plain_muon", "ddp", "")])
 def test_inspect(fsdp_dir, tmp_path, capsys, folder, engine, _):
     assert command("inspect", run_of(tmp_path / "run", fsdp_dir / folder, engine)) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -299,6 +299,11 @@ def test_inspect(fsdp_dir, tmp_path, capsys, folder, engine, _):
     assert ["frozen.weight", "float32", "frozen", "3x5"] in lines
     assert ["EMA", "of", "5", "tensors,", "183", "elements"] in lines
     assert any(line[:3] == ["head.weight", "float32", "alias"] for line in lines)
+    num_second, states = (3, ["exp_avg"]) if "muon" in folder else (5, ["exp_avg", "exp_avg_sq"])
+    assert ["moments", "exp_avg", "of", "5", "tensors,", "exp_avg_sq", "of", str(num_second), "tensors"] in lines
+    assert ["wide.weight", "float32", "trainable", "13x5", *states] in lines
+    assert command("inspect", fsdp_dir / "bare") == 0  # nobody knows what was trained in it
+    assert "moments" not in capsys.readouterr().out
 
 
 def test_diff(fsdp_dir, zero_dir, tmp_path, capsys):
@@ -312,6 +317,13 @@ def test_diff(fsdp_dir, zero_dir, tmp_path, capsys):
     assert "values     wide.weight: " in text and "values     counts" not in text
     assert command("diff", plain, fsdp_dir / "fsdp", "--ema") == 1
     assert command("diff", zero_dir / "z2_bf16", zero_dir / "z2_later") == 1
+    capsys.readouterr()
+    assert command("diff", zero_dir / "z2_bf16", zero_dir / "z3_muon", "--optimizer") == 1
+    lines = capsys.readouterr().out.splitlines()
+    alone = [f"only in A  exp_avg_sq of {name}" for name in ("narrow.weight", "wide.weight")]
+    assert sorted(line for line in lines if line.startswith("only in")) == alone
+    assert any(line.startswith("values     exp_avg of wide.weight") for line in lines)
+    assert command("diff", zero_dir / "z3_muon", zero_dir / "z3_muon", "--optimizer") == 0
     with pytest.raises(SystemExit):
         command("diff", plain)
 

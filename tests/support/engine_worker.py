@@ -156,8 +156,39 @@ def held(engine) -> dict[str, torch.Tensor]:
     return found
 
 
+CONVERTED = {
+    1: {"muon_single": ["engine.kind=single", "optimizer.kind=muon"]},
+    2: {
+        "adamw_zero2": ENGINES["zero2"],
+        **{f"muon_{name}": [*ENGINES[name], "optimizer.kind=muon"] for name in ("fsdp", "zero2", "zero3")},
+    },
+}
+"""Number of ranks -> name -> settings of the trainings whose checkpoints tests/convert takes through every format."""
+
+
+def converted(store: str, folder: str, resumed: str = "") -> None:
+    """Six steps, saved after three; with `resumed`, the last three from FOLDER/NAME_converted/latest, from other
+    weights than those that the model starts with."""
+    from mmldlm.models import MultimodalMMDiT
+
+    initialize = MultimodalMMDiT._initialize
+
+    def other(self):
+        initialize(self)
+        with torch.no_grad():
+            for tensor in (*self.parameters(), *self.buffers()):
+                tensor.add_(torch.rand_like(tensor))
+
+    MultimodalMMDiT._initialize = other if resumed else initialize
+    words = ["training.num_train_steps=6", "logging.save_freq=3", "optimizer.ema_decay=0.9", "logging.plot=false"]
+    words += ["model.tie_embeddings=true", "training.grad_accum_steps=2", "training.train_batch_size=2"]
+    for name, settings in CONVERTED[int(os.environ["WORLD_SIZE"])].items():
+        resume = [f"training.resume={folder}/{name}_converted/latest"] if resumed else []
+        run(store, folder, f"{name}_{resumed or 'straight'}", *settings, *words, *resume)
+
+
 if __name__ == "__main__":
     case, *arguments = sys.argv[1:]
-    {"nonfinite": nonfinite, "uneven": uneven, "muon": muon}[case](*arguments)
+    {"nonfinite": nonfinite, "uneven": uneven, "muon": muon, "converted": converted}[case](*arguments)
     leave_process_group()
     print(json.dumps({"done": case}))

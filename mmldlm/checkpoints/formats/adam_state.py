@@ -14,8 +14,8 @@ from mmldlm.checkpoints.formats.dtypes import DTYPES
 from mmldlm.checkpoints.formats.torch_save.reader import SAME_SAVE_HINT, TorchFile, corrupt_file_error
 from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
 from mmldlm.checkpoints.formats.weight_source import FileRange
-from mmldlm.checkpoints.layout import MOMENTS, moment_keys
 from mmldlm.utils.formatting import join_some
+from mmldlm.utils.moments import MOMENTS, moment_keys
 
 
 class TensorState(NamedTuple):

@@ -16,8 +16,9 @@ from mmldlm.checkpoints.formats.torch_save.pickler import GlobalRef, ObjectSpec,
 from mmldlm.checkpoints.formats.torch_save.reader import TorchFile, corrupt_file_error
 from mmldlm.checkpoints.formats.torch_save.unpickler import OpaqueObject, TensorRef, dtype_name
 from mmldlm.checkpoints.formats.weight_source import WeightSource
-from mmldlm.checkpoints.layout import RUN_CONFIG, STATE_FILE, moment_keys
+from mmldlm.checkpoints.layout import RUN_CONFIG, STATE_FILE
 from mmldlm.utils.formatting import join_some
+from mmldlm.utils.moments import moment_keys
 
 COPIED_KEYS = ("dynamic_loss_scale", "overflow", "clip_grad")  # next to the loss scaler in DeepSpeed's files
 PLAIN_SCALER = "plain_loss_scaler"
@@ -33,7 +34,7 @@ class Group:
 
     Attributes:
         names: its parameters in the optimizer's order.
-        settings: lr, betas, ..., if known; see layout.moment_keys.
+        settings: lr, betas, ..., if known; see utils.moments.moment_keys.
     """
 
     names: list[str]

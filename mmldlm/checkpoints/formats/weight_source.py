@@ -11,8 +11,8 @@ import numpy as np
 from mmldlm.checkpoints.formats.dtypes import DTYPES, bf16_to_fp32, cast, count_nonfinite, is_rounded, nbytes, numel
 from mmldlm.checkpoints.formats.torch_save.reader import CHUNK_BYTES, SAME_SAVE_HINT, corrupt_file_error
 from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
-from mmldlm.checkpoints.layout import MOMENTS
 from mmldlm.errors import UserError
+from mmldlm.utils.moments import MOMENTS
 
 RANGE_ELEMENTS = 4 << 20  # of a range that one thread reads
 
@@ -109,7 +109,7 @@ class WeightSource:
         tensors: name -> TensorInfo, in the order of the model's state_dict; aliases included.
         notes: facts for the user (tensors of the checkpoint that are not weights, ...).
         parts: name -> where a stored tensor is.
-        moments: "exp_avg" and "exp_avg_sq" -> trainable name -> parts; of Muon's weights there is no exp_avg_sq. Filled
+        moments: "exp_avg" and "exp_avg_sq" -> trainable name -> parts; Muon's weights lack exp_avg_sq. Filled
             if opened `with_moments`; empty if the optimizer has not stepped yet.
         ema: trainable name -> parts of its moving average (formats/ema); empty if there is none.
         low_precision_copies: trainable name -> parts of the copy that training computed with, which must equal the

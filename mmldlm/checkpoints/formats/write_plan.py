@@ -17,8 +17,8 @@ from mmldlm.checkpoints.formats.torch_save.pickler import TensorSpec
 from mmldlm.checkpoints.formats.torch_save.writer import TorchFileWriter
 from mmldlm.checkpoints.formats.weight_source import WeightSource
 from mmldlm.checkpoints.io.parallel import run_in_threads
-from mmldlm.checkpoints.layout import MOMENTS
 from mmldlm.errors import UserError
+from mmldlm.utils.moments import MOMENTS
 
 WEIGHT = "weight"
 

@@ -27,9 +27,10 @@ from mmldlm.checkpoints.formats.torch_save.unpickler import (
     read_pickle,
 )
 from mmldlm.checkpoints.formats.weight_source import FileRange, TensorInfo, WeightSource
-from mmldlm.checkpoints.layout import DCP_METADATA, MOMENTS, TRAINABLE_FILE, moment_keys
+from mmldlm.checkpoints.layout import DCP_METADATA, TRAINABLE_FILE
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import join_some
+from mmldlm.utils.moments import MOMENTS, moment_keys
 
 _MODEL = "model."
 _OPTIMIZER = ("optim.", "optimizer.", "optimizers.")

@@ -21,9 +21,10 @@ from mmldlm.checkpoints.formats.optimizer_metadata import (
 from mmldlm.checkpoints.formats.torch_save.reader import TorchFile, corrupt_file_error
 from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
 from mmldlm.checkpoints.formats.weight_source import WeightSource
-from mmldlm.checkpoints.layout import MOMENTS, ZERO_TAG
+from mmldlm.checkpoints.layout import ZERO_TAG
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import join_some
+from mmldlm.utils.moments import MOMENTS
 
 # Entries of model_states files that the writers compute themselves.
 REGENERATED_KEYS = {

@@ -16,7 +16,8 @@ from mmldlm.checkpoints.formats.dtypes import DTYPES, numel
 from mmldlm.checkpoints.formats.torch_save.reader import TorchFile, corrupt_file_error
 from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
 from mmldlm.checkpoints.formats.weight_source import FileRange, TensorInfo, WeightSource
-from mmldlm.checkpoints.layout import MOMENTS, ZERO_TAG, moment_keys
+from mmldlm.checkpoints.layout import ZERO_TAG
+from mmldlm.utils.moments import MOMENTS, moment_keys
 
 OPTIMIZER_STATE = "optimizer_state.pt"
 

@@ -17,7 +17,8 @@ from mmldlm.checkpoints.formats.torch_save.pickler import GlobalRef, ObjectSpec,
 from mmldlm.checkpoints.formats.torch_save.writer import TorchFileLayout, TorchFileWriter
 from mmldlm.checkpoints.formats.weight_source import WeightSource
 from mmldlm.checkpoints.formats.write_plan import WEIGHT, WritePlan, WriteSegment
-from mmldlm.checkpoints.layout import SUB_GROUP_SIZE, moment_keys
+from mmldlm.checkpoints.layout import SUB_GROUP_SIZE
+from mmldlm.utils.moments import moment_keys
 
 LAYOUT = "0.19.8"  # the version of DeepSpeed with this layout
 _FRAGMENT = GlobalRef("deepspeed.utils.tensor_fragment", "fragment_address")
