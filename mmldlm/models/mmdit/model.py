@@ -42,7 +42,7 @@ class MultimodalMMDiT(nn.Module):
         self.config = config
         self._blocks_are_compiled = False
         width, cond = config.hidden_size, config.cond_dim
-        self.text_encoder = TextEncoder(config.vocab_size, width)
+        self.text_encoder = TextEncoder(config.vocab_size, width, config.token_embedding_scale)
         self.latent_encoder = LatentEncoder(
             config.latent_dim, config.tokens_per_latent, config.num_latents, width, cond
         )

@@ -47,6 +47,8 @@ class TranslationObjective:
         """
         tensors = batch.tensors
         weights = tensors["text_weights"]
+        if self.loss.text_weighting == "uniform":
+            weights = torch.full_like(weights, 2.0)  # a token is masked half of the time
         if self.loss.text_weight_clip is not None:
             weights = weights.clamp_max(self.loss.text_weight_clip)
         if self.loss.text_loss_clamp is not None:
