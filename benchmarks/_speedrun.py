@@ -68,6 +68,7 @@ class Result:
 
     Attributes:
         steps: optimizer steps.
+        samples: of the validation split, all of them.
         nelbo, gain: l2t NELBO and its gain over the null latent, nats a token.
         error, cosine: t2l squared error (in the space of the prediction) and cosine.
         model_flops: of the FLOP model, forward and backward of all steps. optimizer_flops: of all updates.
@@ -75,6 +76,7 @@ class Result:
     """
 
     steps: int
+    samples: int
     nelbo: float
     gain: float
     error: float
@@ -119,7 +121,7 @@ def run(recipe: Recipe, store: str, folder: Path, steps: int) -> Result:
         shutil.rmtree(run_dir, ignore_errors=True)
         words = _words(store, run_dir, steps)
         seconds = _train([*recipe.words, *words], run_dir)
-        result = _measure(recipe.config(*words), run_dir, steps, seconds)
+        result = _measure(recipe.config(*words, "data.max_validation_samples=null"), run_dir, steps, seconds)
         temporary = done.with_suffix(".part")
         temporary.write_text(json.dumps(asdict(result), indent=2) + "\n")
         os.replace(temporary, done)
@@ -176,6 +178,7 @@ def _measure(config, run_dir: Path, steps: int, seconds: float) -> Result:
     figures = _evaluate(task, data, model)
     return Result(
         steps=steps,
+        samples=len(data.validation_lengths),
         nelbo=figures["l2t_nelbo"],
         gain=figures["l2t_gain_null"],
         error=figures["t2l_latent_mse"],
@@ -201,7 +204,6 @@ def _evaluate(task, data, model) -> dict[str, float]:
             if key != "prediction":  # the space of the network's output; the cosine is that of its x0
                 setattr(getattr(config, section), key, value)
     config.training.condition_dropout = frozen["training"]["condition_dropout"]
-    config.data.max_validation_samples = None
     engine = build_engine(model, config, task.parameter_plan(model, config))
     return task.validation(replace(data, config=config), engine).run()
 

@@ -13,7 +13,7 @@ from _speedrun import Result
 
 from tests.support.helpers import ROOT, launch
 
-WORSE = Result(1, nelbo=5.0, gain=0.5, error=0.5, cosine=0.6, model_flops=1.0, optimizer_flops=0.5, cpu_seconds=1.0)
+WORSE = Result(1, 9, nelbo=5.0, gain=0.5, error=0.5, cosine=0.6, model_flops=1.0, optimizer_flops=0.5, cpu_seconds=1.0)
 
 
 @pytest.mark.parametrize("first", [30, 260, 333, 520, 521, 1200, 1300])
@@ -54,6 +54,8 @@ def test_quick_continues_from_finished_runs(store, tmp_path):
         "flops_to_target_ratio", "nelbo_at_reference_flops_nats", "gain_at_reference_flops_nats",
     }  # fmt: skip
     reference = answer["conditions"]["runs"]["reference"]
+    num_validation = json.loads((Path(store) / "manifest.json").read_text())["splits"]["validation"]["num_samples"]
+    assert reference["samples"] == num_validation  # more than an evaluation in training takes
     assert reference["steps"] == 4 and reference["model_flops"] > 30 * reference["optimizer_flops"] > 0
     results = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("result.json")}
     assert len(results) == 3 and launch(command, timeout=600).returncode == 0
