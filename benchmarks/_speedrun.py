@@ -141,7 +141,7 @@ def _words(store: str, run_dir: Path, steps: int) -> list[str]:
         f"logging.run_name={run_dir.name}",
         f"logging.save_freq={steps}",
         f"logging.eval_freq={steps}",
-        "data.max_validation_samples=64",  # the evaluation of record follows
+        "data.max_validation_samples=16",  # the evaluation of record follows
         "logging.plot=false",
     ]
 
