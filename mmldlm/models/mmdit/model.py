@@ -131,8 +131,7 @@ class MultimodalMMDiT(nn.Module):
                 mask on a CPU; on a GPU, where that would make the host wait, padding is computed, too. [N]
             text_positions: int64 indices into B * S of the logits to compute, real tokens. None: all of B * S. [M]
             text_targets: int64 clean tokens at text_positions; their NLLs are returned instead of logits. [M]
-            text_weights: fp32 weight of each target in text_loss_sum. [M]
-            text_candidates: estimate the NLLs of the targets from these tokens. None: from all.
+            text_weights: fp32 weight of each target in text_loss_sum. [M] text_candidates: see Candidates.
 
         Returns:
             latent_pred: [B, D] or [B, N, D], as `latents` ([B, D] when None).
@@ -155,9 +154,7 @@ class MultimodalMMDiT(nn.Module):
         points = self._check_shapes(tokens, latents)
         latent_is_null = _all_true(given) if latents is None else latent_is_null
 
-        if self.config.scale_noisy_latents and latent_timesteps is not None:
-            points = points * torch.cos(0.5 * math.pi * latent_timesteps)[:, None, None].to(points.dtype)
-        latent, pooled = self.latent_encoder(points.to(self.text_encoder.null_text.dtype), latent_is_null)
+        latent, pooled = self._encode_latents(points, latent_timesteps, latent_is_null)
         condition = nn.functional.silu(self._condition(pooled, text_timesteps, latent_timesteps))
         selects = text_positions is not None  # without them all logits are computed, those of padding included
         packed, packing = self._pack(tokens, latent, attention_mask, key_is_null, token_positions, selects)
@@ -171,17 +168,23 @@ class MultimodalMMDiT(nn.Module):
 
         text_rows, latent_rows = rows.tensor_split(outputs.stream_ends[:-1])
         latent_pred = self.latent_head(latent_rows.view(*latent.shape[:2], -1), condition).float()
-        if latents is None or latents.dim() == 2:
-            latent_pred = latent_pred.squeeze(1) if latent_pred.shape[1] == 1 else latent_pred[:, 0]
         length_logits = self.length_head(self._pooled_condition(pooled, latent_timesteps)).float()
-        out = {"latent_pred": latent_pred, "length_logits": length_logits}
+        out = {"latent_pred": _like_given(latent_pred, latents), "length_logits": length_logits}
         if text_tokens is None:
             return out
-        samples = outputs.sample[: outputs.num_text]
-        out |= self.text_head(text_rows, samples, condition, text_targets, text_weights, text_candidates)
+        sample = outputs.sample[: outputs.num_text]
+        out |= self.text_head(text_rows, sample, condition, text_targets, text_weights, text_candidates)
         if not selects and text_targets is None:
             out["text_logits"] = out["text_logits"].view(*tokens.shape, -1)
         return out
+
+    def _encode_latents(
+        self, points: Tensor, timesteps: Tensor | None, is_null: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """[B, N, D] -> tokens [B, N * K, H], pooled [B, C]."""
+        if self.config.scale_noisy_latents and timesteps is not None:
+            points = points * torch.cos(0.5 * math.pi * timesteps)[:, None, None].to(points.dtype)
+        return self.latent_encoder(points.to(self.text_encoder.null_text.dtype), is_null)
 
     def _check_shapes(self, tokens: Tensor, latents: Tensor | None) -> Tensor:
         """The latents as [B, N, D]; zeros if there are none.
@@ -348,6 +351,13 @@ def _check_config(config: ModelConfig) -> None:
                 f"model.{key}={getattr(config, key)}",
                 "use the vocabulary size and ids of the tokenizer the data was prepared with",
             )
+
+
+def _like_given(latent_pred: Tensor, latents: Tensor | None) -> Tensor:
+    """[B, N, D], or [B, D] where the latents were given so, or not given."""
+    if latents is not None and latents.dim() == 3:
+        return latent_pred
+    return latent_pred.squeeze(1) if latent_pred.shape[1] == 1 else latent_pred[:, 0]
 
 
 def _all_true(given: Tensor) -> Tensor:
