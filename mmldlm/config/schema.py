@@ -94,6 +94,9 @@ class OptimizerConfig(Section):
     """Peak learning rate of Muon's matrices; it follows the schedule of lr. None: 0.02."""
     muon_momentum: float | None = Field(None, ge=0, lt=1)
     """Muon's momentum (Nesterov). None: 0.95."""
+    muon_block_rows: int | None = Field(None, ge=1)
+    """Orthogonalize blocks of so many rows of a matrix instead of the whole: cheaper, and a little less per step, which
+    pays where the orthogonalization is a large share of a step (small batches). None: the whole matrix."""
     min_lr: float = Field(1e-6, ge=0)
     """Learning rate at and after the end of the schedule."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -117,7 +120,7 @@ class OptimizerConfig(Section):
 
     @model_validator(mode="after")
     def _muon_settings_are_read(self) -> OptimizerConfig:
-        unread = [key for key in ("muon_lr", "muon_momentum") if getattr(self, key) is not None]
+        unread = [key for key in ("muon_lr", "muon_momentum", "muon_block_rows") if getattr(self, key) is not None]
         if self.kind != "muon" and unread:
             raise ValueError(
                 f"optimizer.{unread[0]} is read only with optimizer.kind=muon (it is {self.kind}): drop it, or set "

@@ -36,6 +36,7 @@ def parameter_groups(model: nn.Module, plan: ParameterPlan, config: OptimizerCon
             continue
         is_exempt = parameter.dim() < 2 or id(parameter) in embeddings or name in plan.no_decay
         if config.kind == "muon" and name in plan.matrices:
+            _check_block_rows(name, parameter.shape[0] // plan.matrices[name], config.muon_block_rows)
             matrices.append(parameter)
         else:
             (without_decay if is_exempt else with_decay).append(parameter)
@@ -54,13 +55,22 @@ def parameter_groups(model: nn.Module, plan: ParameterPlan, config: OptimizerCon
     return [group for group in groups if group["params"]]
 
 
+def _check_block_rows(name: str, rows: int, block_rows: int | None) -> None:
+    if block_rows is not None and rows > block_rows and rows % block_rows:
+        raise UserError(
+            f"optimizer.muon_block_rows that divides the {rows} rows of a matrix of {name}",
+            str(block_rows),
+            "choose a divisor, such as the width of an attention head, or leave it unset",
+        )
+
+
 def build_optimizer(model: nn.Module, plan: ParameterPlan, config: OptimizerConfig) -> torch.optim.AdamW:
     """Fused AdamW over the trainable parameters (5 x faster than the default, on CPU and GPU), or MuonAdamW."""
     groups = parameter_groups(model, plan, config)
     settings = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "fused": True}
     if config.kind == "muon":
         momentum = MUON_MOMENTUM if config.muon_momentum is None else config.muon_momentum
-        return MuonAdamW(groups, momentum, **settings)
+        return MuonAdamW(groups, momentum, config.muon_block_rows, **settings)
     return torch.optim.AdamW(groups, **settings)
 
 

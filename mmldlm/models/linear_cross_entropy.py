@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -18,6 +21,45 @@ MIN_SHARED_ROWS = 64
 ROW_ALIGNMENT = 64
 
 
+class Candidates(NamedTuple):
+    """Columns that stand for the whole vocabulary in training: sampled softmax (arXiv 1412.2007).
+
+    A row's normalizer is the sum over the frequent tokens, its own target, and the sampled tokens, each of which counts
+    for as many as it was drawn from: an unbiased estimate of the sum over all tokens. It does not depend on the other
+    rows of the batch.
+
+    Attributes:
+        tokens: int64 ids of the columns: frequent ones, sampled ones, and the targets that are not frequent. [C]
+        columns: int64 column of each row's target, which is frequent or the last of its id. [M]
+        num_frequent: columns of the first kind.
+        num_sampled: columns of the second kind.
+        population: tokens that are not frequent, from which those were drawn without replacement.
+    """
+
+    tokens: Tensor
+    columns: Tensor
+    num_frequent: int
+    num_sampled: int
+    population: int
+
+    def weights(self, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of weight [V, H] and bias [V] of the columns; the sampled ones' bias with their log weight."""
+        bias = bias.index_select(0, self.tokens)
+        sampled = slice(self.num_frequent, self.num_frequent + self.num_sampled)
+        if self.num_sampled:
+            share = torch.zeros_like(bias)
+            share[sampled] = math.log(self.population / self.num_sampled)
+            bias = bias + share
+        return weight.index_select(0, self.tokens), bias
+
+    def hide_duplicates(self, scores: Tensor, rows: slice) -> None:
+        """Set logits [rows, C] to -inf where a sampled column is the row's target, or a target is another row's."""
+        targets = self.tokens.index_select(0, self.columns[rows])[:, None]
+        hidden = self.tokens[self.num_frequent :] == targets
+        hidden[:, self.num_sampled :].logical_not_()
+        scores[:, self.num_frequent :].masked_fill_(hidden, float("-inf"))
+
+
 class _ChunkedHead:
     """Scores chunks of rows and sums up gradients.
 
@@ -30,12 +72,13 @@ class _ChunkedHead:
         bias: [V].
         targets: [M].
         loss_weights: [M].
-        excluded_token_id: id with probability zero.
+        excluded_token_id: id with probability zero; None: none.
+        candidates: what the columns are, if they are not the vocabulary.
         chunk_rows: rows whose logits exist at once.
         needs: whether gradients of hidden, weight and bias are wanted.
     """
 
-    def __init__(self, hidden, weight, bias, targets, loss_weights, excluded_token_id, chunk_rows, needs):
+    def __init__(self, hidden, weight, bias, targets, loss_weights, excluded_token_id, candidates, chunk_rows, needs):
         low = compute_dtype(hidden)
         exact = torch.float64 if low == torch.float64 else torch.float32
         num_rows, device = len(hidden), hidden.device
@@ -44,7 +87,9 @@ class _ChunkedHead:
         self.hidden, self.weight = hidden.to(low), weight.to(low)
         # An excluded id has neither probability nor gradient: its bias, and so its logit, is -inf.
         self.bias = bias.to(low, copy=True)
-        self.bias[excluded_token_id].fill_(float("-inf"))  # an assignment would make the host wait for a GPU
+        if excluded_token_id is not None:
+            self.bias[excluded_token_id].fill_(float("-inf"))  # an assignment would make the host wait for a GPU
+        self.candidates = candidates
         self.nll = torch.empty(num_rows, dtype=exact, device=device)
         self.correct = torch.empty(num_rows, dtype=torch.bool, device=device)
         width = _aligned(self.vocab_size)
@@ -81,6 +126,8 @@ class _ChunkedHead:
         logits = self.logits[: len(chunk)]
         logits[:, self.vocab_size :].fill_(float("-inf"))
         scores = torch.addmm(self.bias, chunk, self.weight.t(), out=logits[:, : self.vocab_size])
+        if self.candidates is not None:
+            self.candidates.hide_duplicates(scores, rows)
         for first in range(0, len(chunk), self.part_rows):
             part = logits[first : first + self.part_rows]
             part_rows = slice(rows.start + first, rows.start + first + len(part))
@@ -122,10 +169,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, loss_weights, excluded_token_id, chunk_rows, wants_grads):
+    def forward(ctx, hidden, weight, bias, targets, loss_weights, excluded, candidates, chunk_rows, wants_grads):
         needs = [wants_grads and ctx.needs_input_grad[i] for i in range(3)]
         with without_autocast(hidden):
-            head = _ChunkedHead(hidden, weight, bias, targets, loss_weights, excluded_token_id, chunk_rows, needs)
+            head = _ChunkedHead(hidden, weight, bias, targets, loss_weights, excluded, candidates, chunk_rows, needs)
             head.run()
         grads = (head.grad_hidden, head.grad_weight, head.grad_bias)
         ctx.grads = [None if g is None else g.to(x.dtype) for g, x in zip(grads, (hidden, weight, bias))]
@@ -139,7 +186,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # In place: the weight's gradient is the largest tensor of a small model's step, and only ctx holds it.
         grads = [None if g is None else g.mul_(grad_sum.to(g.dtype)) for g in ctx.grads]
         ctx.grads = None
-        return (*grads, None, None, None, None, None)
+        return (*grads, *[None] * 6)
 
 
 def _add(total: Tensor, part: Tensor, is_first: bool) -> None:
@@ -180,8 +227,9 @@ def linear_cross_entropy(
     bias: Tensor,
     targets: Tensor,
     loss_weights: Tensor,
-    excluded_token_id: int,
+    excluded_token_id: int | None,
     chunk_rows: int | None = None,
+    candidates: Candidates | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """NLL of targets under softmax(hidden @ weight.T + bias) with one id given probability zero.
 
@@ -191,15 +239,19 @@ def linear_cross_entropy(
         bias: [V].
         targets: int64 token ids, none of them excluded_token_id. [M]
         loss_weights: fp32 weight of each row in the sum. [M]
-        excluded_token_id: id that is never predicted ([MASK], the zero-mask-probability half of SUBS).
+        excluded_token_id: id that is never predicted ([MASK], the zero-mask-probability half of SUBS); None: none.
         chunk_rows: rows whose logits exist at once. None: as many as fit CHUNK_ELEMENTS.
+        candidates: estimate the normalizer from these tokens; excluded_token_id must not be among them. None: all.
 
     Returns:
         sum of loss_weights * nll (fp32 scalar, differentiable once), nll [M] fp32 and correct [M] bool (both detached).
     """
+    if candidates is not None:
+        weight, bias = candidates.weights(weight, bias)
+        targets, excluded_token_id = candidates.columns, None
     if chunk_rows is None:
         chunk_rows = rows_of_a_chunk(weight.shape[0], hidden.device.type, compute_dtype(hidden).itemsize)
     # Inside a Function's forward grad mode is always off, so it is passed on from here.
     wants_grads = torch.is_grad_enabled()
-    arguments = (targets, loss_weights, excluded_token_id, chunk_rows, wants_grads)
+    arguments = (targets, loss_weights, excluded_token_id, candidates, chunk_rows, wants_grads)
     return _LinearCrossEntropy.apply(hidden, weight, bias, *arguments)

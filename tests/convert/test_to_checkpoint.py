@@ -309,9 +309,9 @@ def test_trainings_go_on_from_the_end_of_a_chain(store, tmp_path):
     launch_all()
     names = [name for cases in CONVERTED.values() for name in cases]
     for name in names:
-        first = path = tmp_path / f"{name}_straight" / "checkpoints" / "step_00000003"
+        first = path = tmp_path / f"{name}_straight" / "checkpoints" / "step_00000002"
         for number, (target, world) in enumerate(THROUGH_ALL):
-            convert_state(path, tmp_path / f"{name}_{number}", target, world, sub_group_size=2000, verify=True)
+            convert_state(path, tmp_path / f"{name}_{number}", target, world, sub_group_size=2000)
             path = tmp_path / f"{name}_{number}"
         path = path.rename(tmp_path / f"{name}_converted")
         convert_state(path, tmp_path / f"{name}_dcp", "dcp", 2)
@@ -324,8 +324,8 @@ def test_trainings_go_on_from_the_end_of_a_chain(store, tmp_path):
             {record["step"]: record["loss"] for record in read_log(tmp_path, f"{name}_{part}")}
             for part in ("straight", "resumed")
         )
-        assert set(resumed) == {4, 5, 6} and all(resumed[step] == straight[step] for step in resumed), name
-        ends = [tmp_path / f"{name}_{part}" / "checkpoints" / "step_00000006" for part in ("straight", "resumed")]
+        assert set(resumed) == {3, 4} and all(resumed[step] == straight[step] for step in resumed), name
+        ends = [tmp_path / f"{name}_{part}" / "checkpoints" / "step_00000004" for part in ("straight", "resumed")]
         assert_same(*ends)
         with open_source(ends[0], with_ema=True).weights as a, open_source(ends[1], with_ema=True).weights as b:
             a.use_ema(), b.use_ema()

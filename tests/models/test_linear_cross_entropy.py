@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mmldlm.models.linear_cross_entropy import linear_cross_entropy
+from mmldlm.models.linear_cross_entropy import Candidates, linear_cross_entropy
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 7, 64])
@@ -63,3 +63,38 @@ def test_bf16_is_as_near_to_fp32_as_its_rounding(num_rows, chunk_rows):
     for exact, low in zip(*found):
         assert (low - exact).norm() / exact.norm() < 1e-2
     assert (right[0] == right[1]).float().mean() > 0.9 and right[0].float().mean() > 0.2
+
+
+def head_with(tokens, frequent: int, sampled: int, population: int, chunk_rows=3):
+    """Loss, NLLs and gradients of 9 rows over 20 tokens, [MASK] = 19; targets of all kinds, and repeated."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(shape, generator=generator, requires_grad=True) for shape in ((9, 5), (20, 5)))
+    bias = torch.randn(20, generator=generator, requires_grad=True)
+    targets = torch.tensor([0, 3, 5, 5, 11, 11, 18, 2, 7])
+    candidates = None
+    if tokens is not None:
+        own = sorted({int(target) for target in targets} - set(range(frequent)))
+        columns = [t if t < frequent else frequent + sampled + own.index(t) for t in targets.tolist()]
+        ids = torch.tensor([*range(frequent), *tokens, *own])
+        candidates = Candidates(ids, torch.tensor(columns), frequent, sampled, population)
+    loss, nll, _ = linear_cross_entropy(
+        hidden, weight, bias, targets, torch.linspace(0.5, 2, 9), 19, chunk_rows, candidates
+    )
+    loss.backward()
+    return loss.detach(), nll, hidden.grad, weight.grad, bias.grad
+
+
+def test_candidates_that_are_all_tokens_give_the_exact_loss_and_gradients():
+    for found, expected in zip(head_with(range(4, 19), 4, 15, 15), head_with(None, 0, 0, 0), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_normalizer_of_candidates_is_unbiased():
+    """The mean of exp(NLL) = normalizer / exp(target's logit) over all samples of two of 15 tokens."""
+    exact = head_with(None, 0, 0, 0)[1].exp()
+    pairs = [(first, second) for first in range(4, 19) for second in range(4, 19) if first != second]
+    mean = torch.stack([head_with(pair, 4, 2, 15)[1].exp() for pair in pairs]).mean(0)
+    # The target counts by itself: a sample of the others holds it, hidden, with probability 2 / 15.
+    frequent_rows = torch.tensor([0, 1, 7])
+    torch.testing.assert_close(mean[frequent_rows], exact[frequent_rows], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(mean, exact, rtol=0.15, atol=0.0)

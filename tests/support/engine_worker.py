@@ -167,7 +167,7 @@ CONVERTED = {
 
 
 def converted(store: str, folder: str, resumed: str = "") -> None:
-    """Six steps, saved after three; with `resumed`, the last three from FOLDER/NAME_converted/latest, from other
+    """Four steps, saved after two; with `resumed`, the last two from FOLDER/NAME_converted/latest, from other
     weights than those that the model starts with."""
     from mmldlm.models import MultimodalMMDiT
 
@@ -180,7 +180,7 @@ def converted(store: str, folder: str, resumed: str = "") -> None:
                 tensor.add_(torch.rand_like(tensor))
 
     MultimodalMMDiT._initialize = other if resumed else initialize
-    words = ["training.num_train_steps=6", "logging.save_freq=3", "optimizer.ema_decay=0.9", "logging.plot=false"]
+    words = ["training.num_train_steps=4", "logging.save_freq=2", "optimizer.ema_decay=0.9", "logging.plot=false"]
     words += ["model.tie_embeddings=true", "training.grad_accum_steps=2", "training.train_batch_size=2"]
     for name, settings in CONVERTED[int(os.environ["WORLD_SIZE"])].items():
         resume = [f"training.resume={folder}/{name}_converted/latest"] if resumed else []

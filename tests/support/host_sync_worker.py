@@ -22,6 +22,7 @@ CASES = {
     "bf16, layer by layer": {"dtype": "bf16", "hooked": True},
     "fp32": {"dtype": "fp32"},
     "autocast": {"dtype": "bf16", "autocast": True},
+    "autocast, Muon": {"dtype": "bf16", "autocast": True, "words": ["optimizer.kind=muon"]},
     "several latents, clamps": {
         "dtype": "bf16",
         "words": ["loss.text_loss_clamp=5.0", "loss.latent_prediction_clamp=1.0", "model.tie_embeddings=true"],
@@ -76,6 +77,7 @@ def step(store: str, dtype: str, words=(), full: bool = False, hooked: bool = Fa
     from mmldlm.data.batching.loader import MicroBatches
     from mmldlm.engines.base import Autocast, compute_dtype
     from mmldlm.engines.ema import WeightAverage
+    from mmldlm.engines.muon.attach import attach_muon
     from mmldlm.engines.single import SingleEngine
     from mmldlm.models import MultimodalMMDiT
     from mmldlm.tasks.translation.data import open_data
@@ -101,7 +103,10 @@ def step(store: str, dtype: str, words=(), full: bool = False, hooked: bool = Fa
                 block.to_qkv.register_forward_hook(lambda *args: None)
         engine = SingleEngine.__new__(SingleEngine)  # its own start would look for the GPU
         engine.rank, engine.world_size, engine.device = 0, 1, device
-        engine._setup(model, config, parameter_plan(model, config))
+        plan = parameter_plan(model, config)
+        engine._setup(model, config, plan)
+        if config.optimizer.kind == "muon":
+            attach_muon(engine, plan)
         engine.module = Autocast(model, "cuda", compute_dtype(dtype)) if autocast else model
         batch.tensors = {name: mode.from_tensor(tensor).to(device) for name, tensor in batch.tensors.items()}
         objective, average = TranslationObjective(config), WeightAverage(engine, 0.99)

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mmldlm.engines.muon.matrix_exchange import Matrix, MatrixExchange, ShardRange
-from mmldlm.engines.muon.orthogonalize import orthogonalization_flops, orthogonalize, update_scale
+from mmldlm.engines.muon.matrix_exchange import MatrixExchange, ShardRange
+from mmldlm.engines.muon.orthogonalize import orthogonal_update, update_flops
 from mmldlm.engines.parameter_shards import ParameterShard, local_shard
 
 LABEL = "muon"  # of its work in a profile
@@ -31,9 +31,12 @@ class MuonAdamW(torch.optim.AdamW):
     Call `attach` before the first step.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], momentum: float = 0.95, **settings: Any):
+    def __init__(
+        self, groups: list[dict[str, Any]], momentum: float = 0.95, block_rows: int | None = None, **settings: Any
+    ):
         groups = [{"muon": False, "momentum": momentum, "lr_factor": 1.0, **group} for group in groups]
         super().__init__(groups, **settings)
+        self.block_rows = block_rows
         self._units: dict[int, tuple[list[Tensor], list[ParameterShard], MatrixExchange]] = {}
 
     def attach(
@@ -93,7 +96,7 @@ class MuonAdamW(torch.optim.AdamW):
         updates = {id(owner): self._advance_momentum(owner, group["momentum"]) for owner in owners}
         values = [shard.slice_of(updates[id(shard.owner)]) for shard in shards]
         with torch.profiler.record_function(LABEL):
-            exchange.run(values, _orthogonal_update)
+            exchange.run(values, lambda matrix, momentum: orthogonal_update(momentum, self.block_rows))
         for shard, value in zip(shards, values, strict=True):
             weights = shard.slice_of(shard.owner)
             weights.mul_(1 - group["lr"] * group["weight_decay"])
@@ -120,7 +123,7 @@ class MuonAdamW(torch.optim.AdamW):
         per_rank: dict[int, float] = {}
         for exchange in exchanges:
             for matrix, owner in zip(exchange.matrices, exchange.owners, strict=True):
-                flops = orthogonalization_flops(matrix.rows, matrix.columns)
+                flops = update_flops(matrix.rows, matrix.columns, self.block_rows)
                 per_rank[owner] = per_rank.get(owner, 0.0) + flops
         matrices = [matrix for exchange in exchanges for matrix in exchange.matrices]
         return {
@@ -130,7 +133,3 @@ class MuonAdamW(torch.optim.AdamW):
             "flops_per_rank": max(per_rank.values(), default=0.0),
             "bytes": sum(exchange.bytes_sent() for exchange in exchanges),
         }
-
-
-def _orthogonal_update(matrix: Matrix, momentum: Tensor) -> Tensor:
-    return orthogonalize(momentum) * update_scale(matrix.rows, matrix.columns)

@@ -41,3 +41,21 @@ def update_scale(rows: int, columns: int) -> float:
     sqrt(max(1, rows / columns)), as in the reference implementation and in torch.optim.Muon ("original").
     """
     return max(1.0, rows / columns) ** 0.5
+
+
+def block_shape(rows: int, columns: int, block_rows: int | None) -> tuple[int, int, int]:
+    """Number, rows and columns of the blocks that are orthogonalized by themselves (optimizer.muon_block_rows)."""
+    block = rows if block_rows is None else min(block_rows, rows)
+    return rows // block, block, columns
+
+
+def orthogonal_update(matrix: Tensor, block_rows: int | None = None) -> Tensor:
+    """Update of a matrix [m, n] from its momentum, fp32: its blocks of rows orthogonalized and scaled."""
+    blocks = matrix.view(block_shape(*matrix.shape, block_rows))
+    return (orthogonalize(blocks) * update_scale(*blocks.shape[1:])).view(matrix.shape)
+
+
+def update_flops(rows: int, columns: int, block_rows: int | None = None) -> float:
+    """FLOPs of `orthogonal_update` for one [rows, columns] matrix."""
+    count, rows, columns = block_shape(rows, columns, block_rows)
+    return count * orthogonalization_flops(rows, columns)

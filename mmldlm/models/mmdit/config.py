@@ -40,6 +40,15 @@ class ModelConfig(Section):
     token_embedding_init: Literal["random", "encoder"] = "random"
     """encoder: start from the input embeddings of the encoder that made the latents, cut to hidden_size by their
     principal components (the store must use that encoder's tokenizer)."""
+    token_embedding_scale: float = Field(1.0, gt=0)
+    """The model reads token embeddings times this. They start at a standard deviation of 0.02, and what the blocks add
+    would hide them in the residual stream (Gemma, arXiv 2403.08295, has sqrt(H))."""
+    output_bias_init: Literal["zeros", "frequency"] = "zeros"
+    """frequency: the biases of the text and length heads start from the log frequencies of the training split, which
+    the model then need not learn first."""
+    scale_noisy_latents: bool = False
+    """Multiply the latents that the model reads by cos(pi t / 2) of their timestep: noise that says nothing of the
+    latent is then not read (EDM's input scaling, arXiv 2206.00364, for unit variance and the cosine schedule)."""
     gradient_checkpointing: Annotated[bool, OnResume.REPORT] = False
     """Keep only the rows between blocks and run each block again in the backward pass: a third more work for about a
     tenth of the memory. Off, blocks still recompute what is cheap (norms, modulation, GELU, rotation)."""

@@ -193,8 +193,12 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def training_flops(model: ModelConfig, num_samples: int, num_tokens: float, num_scored: float) -> float:
+def training_flops(
+    model: ModelConfig, num_samples: int, num_tokens: float, num_scored: float, num_logits: float | None = None
+) -> float:
     """Return forward and backward FLOPs of a global batch's real work, from its counts (recomputation does not count).
+
+    num_logits: that the head computes; None: the whole vocabulary at each scored position.
 
     Attention is quadratic in the length: the sum of squares is taken at the batch's mean length, which length-bucketed
     batches hold within a few percent of attention's share.
@@ -208,5 +212,6 @@ def training_flops(model: ModelConfig, num_samples: int, num_tokens: float, num_
     saved = (num_tokens - num_scored) * (one.text_blocks - unread.text_blocks)
     pairs = (mean + latents) ** 2 / (1 + latents) ** 2
     fixed = one.embeddings + one.modulation + one.latent_blocks + one.latent_head + one.length_head
-    head = 2 * num_scored * model.hidden_size * model.vocab_size
+    num_logits = num_scored * model.vocab_size if num_logits is None else num_logits
+    head = 2 * num_logits * model.hidden_size
     return 3 * (num_samples * (fixed + per_row * mean + one.attention * pairs) - saved + head)

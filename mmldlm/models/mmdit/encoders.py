@@ -11,10 +11,11 @@ from mmldlm.models.mmdit.null_condition import apply_null_condition
 
 
 class TextEncoder(nn.Module):
-    """Token embedding, and the learned null text of samples without a text."""
+    """Token embedding times a constant, and the learned null text of samples without a text."""
 
-    def __init__(self, vocab_size: int, hidden_size: int):
+    def __init__(self, vocab_size: int, hidden_size: int, scale: float = 1.0):
         super().__init__()
+        self.scale = scale
         self.token_embedding = nn.Embedding(vocab_size, hidden_size)
         self.null_text = nn.Parameter(torch.randn(hidden_size) * 0.02)
 
@@ -25,6 +26,7 @@ class TextEncoder(nn.Module):
         """
         table = self.token_embedding
         x = embedding(table.weight, tokens) if has_no_hooks(table, nn.Embedding) else table(tokens)
+        x = x if self.scale == 1 else x * self.scale
         return x if is_null is None else apply_null_condition(x, self.null_text, is_null, first_rows)
 
 

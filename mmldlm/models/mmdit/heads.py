@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from mmldlm.models.layers import Modulation, modulate
-from mmldlm.models.linear_cross_entropy import linear_cross_entropy
+from mmldlm.models.linear_cross_entropy import Candidates, linear_cross_entropy
 
 
 class TextHead(nn.Module):
@@ -21,14 +21,20 @@ class TextHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(vocab_size))
 
     def forward(
-        self, rows: Tensor, sample: Tensor, condition: Tensor, targets: Tensor | None, weights: Tensor | None
+        self,
+        rows: Tensor,
+        sample: Tensor,
+        condition: Tensor,
+        targets: Tensor | None,
+        weights: Tensor | None,
+        candidates: Candidates | None = None,
     ) -> dict[str, Tensor]:
-        """Score rows [M, H] of samples [M]; `MultimodalMMDiT.forward` documents targets, weights and the result."""
+        """Score rows [M, H] of samples [M]; `MultimodalMMDiT.forward` documents the other arguments and the result."""
         shift, scale = self.modulation(condition).index_select(0, sample).chunk(2, dim=-1)
         rows = modulate(self.norm(rows), shift, scale)
         if targets is not None:
             loss_sum, nll, correct = linear_cross_entropy(
-                rows, self.weight, self.bias, targets, weights, self.mask_token_id
+                rows, self.weight, self.bias, targets, weights, self.mask_token_id, candidates=candidates
             )
             return {"text_loss_sum": loss_sum, "text_nll": nll, "text_correct": correct}
         logits = torch.addmm(self.bias, rows, self.weight.t()).float()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from mmldlm.errors import UserError
 from mmldlm.models import pretrained_io
 from mmldlm.models.layers import Modulation, StreamLinear, TimestepEmbedding, compute_dtype
+from mmldlm.models.linear_cross_entropy import Candidates
 from mmldlm.models.mmdit.block import MMDiTBlock
 from mmldlm.models.mmdit.config import ModelConfig
 from mmldlm.models.mmdit.costs import GROUPS, group_of
@@ -40,7 +42,7 @@ class MultimodalMMDiT(nn.Module):
         self.config = config
         self._blocks_are_compiled = False
         width, cond = config.hidden_size, config.cond_dim
-        self.text_encoder = TextEncoder(config.vocab_size, width)
+        self.text_encoder = TextEncoder(config.vocab_size, width, config.token_embedding_scale)
         self.latent_encoder = LatentEncoder(
             config.latent_dim, config.tokens_per_latent, config.num_latents, width, cond
         )
@@ -110,6 +112,7 @@ class MultimodalMMDiT(nn.Module):
         text_positions: Tensor | None = None,
         text_targets: Tensor | None = None,
         text_weights: Tensor | None = None,
+        text_candidates: Candidates | None = None,
     ) -> dict[str, Tensor]:
         """Joint forward pass.
 
@@ -128,7 +131,7 @@ class MultimodalMMDiT(nn.Module):
                 mask on a CPU; on a GPU, where that would make the host wait, padding is computed, too. [N]
             text_positions: int64 indices into B * S of the logits to compute, real tokens. None: all of B * S. [M]
             text_targets: int64 clean tokens at text_positions; their NLLs are returned instead of logits. [M]
-            text_weights: fp32 weight of each target in text_loss_sum. [M]
+            text_weights: fp32 weight of each target in text_loss_sum. [M] text_candidates: see Candidates.
 
         Returns:
             latent_pred: [B, D] or [B, N, D], as `latents` ([B, D] when None).
@@ -151,7 +154,7 @@ class MultimodalMMDiT(nn.Module):
         points = self._check_shapes(tokens, latents)
         latent_is_null = _all_true(given) if latents is None else latent_is_null
 
-        latent, pooled = self.latent_encoder(points.to(self.text_encoder.null_text.dtype), latent_is_null)
+        latent, pooled = self._encode_latents(points, latent_timesteps, latent_is_null)
         condition = nn.functional.silu(self._condition(pooled, text_timesteps, latent_timesteps))
         selects = text_positions is not None  # without them all logits are computed, those of padding included
         packed, packing = self._pack(tokens, latent, attention_mask, key_is_null, token_positions, selects)
@@ -165,16 +168,23 @@ class MultimodalMMDiT(nn.Module):
 
         text_rows, latent_rows = rows.tensor_split(outputs.stream_ends[:-1])
         latent_pred = self.latent_head(latent_rows.view(*latent.shape[:2], -1), condition).float()
-        if latents is None or latents.dim() == 2:
-            latent_pred = latent_pred.squeeze(1) if latent_pred.shape[1] == 1 else latent_pred[:, 0]
         length_logits = self.length_head(self._pooled_condition(pooled, latent_timesteps)).float()
-        out = {"latent_pred": latent_pred, "length_logits": length_logits}
+        out = {"latent_pred": _like_given(latent_pred, latents), "length_logits": length_logits}
         if text_tokens is None:
             return out
-        out |= self.text_head(text_rows, outputs.sample[: outputs.num_text], condition, text_targets, text_weights)
+        sample = outputs.sample[: outputs.num_text]
+        out |= self.text_head(text_rows, sample, condition, text_targets, text_weights, text_candidates)
         if not selects and text_targets is None:
             out["text_logits"] = out["text_logits"].view(*tokens.shape, -1)
         return out
+
+    def _encode_latents(
+        self, points: Tensor, timesteps: Tensor | None, is_null: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """[B, N, D] -> tokens [B, N * K, H], pooled [B, C]."""
+        if self.config.scale_noisy_latents and timesteps is not None:
+            points = points * torch.cos(0.5 * math.pi * timesteps)[:, None, None].to(points.dtype)
+        return self.latent_encoder(points.to(self.text_encoder.null_text.dtype), is_null)
 
     def _check_shapes(self, tokens: Tensor, latents: Tensor | None) -> Tensor:
         """The latents as [B, N, D]; zeros if there are none.
@@ -341,6 +351,13 @@ def _check_config(config: ModelConfig) -> None:
                 f"model.{key}={getattr(config, key)}",
                 "use the vocabulary size and ids of the tokenizer the data was prepared with",
             )
+
+
+def _like_given(latent_pred: Tensor, latents: Tensor | None) -> Tensor:
+    """[B, N, D], or [B, D] where the latents were given so, or not given."""
+    if latents is not None and latents.dim() == 3:
+        return latent_pred
+    return latent_pred.squeeze(1) if latent_pred.shape[1] == 1 else latent_pred[:, 0]
 
 
 def _all_true(given: Tensor) -> Tensor:

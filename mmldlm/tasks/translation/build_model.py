@@ -7,6 +7,7 @@ import torch
 from mmldlm.models import MultimodalMMDiT
 from mmldlm.tasks.translation.data import TranslationData
 from mmldlm.tasks.translation.embedding_init import encoder_token_embeddings
+from mmldlm.tasks.translation.frequencies import log_length_frequencies, log_token_frequencies
 
 
 def build_model(data: TranslationData) -> MultimodalMMDiT:
@@ -18,4 +19,7 @@ def build_model(data: TranslationData) -> MultimodalMMDiT:
     if config.model.token_embedding_init == "encoder":
         embeddings = encoder_token_embeddings(data.train, config.model.hidden_size)
         model.text_encoder.token_embedding.weight.data.copy_(torch.from_numpy(embeddings))
+    if config.model.output_bias_init == "frequency":
+        model.text_head.bias.data.copy_(torch.from_numpy(log_token_frequencies(data)))
+        model.length_head[-1].bias.data.copy_(torch.from_numpy(log_length_frequencies(data)))
     return model

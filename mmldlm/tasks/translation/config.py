@@ -91,6 +91,13 @@ class LossConfig(Section):
     """Clamp each sample's text NELBO per token (MM-LDLM: 100). Above it the gradient is zero. None: off."""
     latent_loss_clamp: float | None = Field(None, gt=0)
     """Clamp each sample's latent loss (MM-LDLM: 10). Above it the gradient is zero. None: off."""
+    text_candidates: int | None = Field(None, ge=1)
+    """In training, score masked tokens against this many most frequent tokens and a sample of 1,024 others that stands
+    for the rest: an estimate of the NELBO at a fraction of the text head's cost. Evaluation is exact. None: against the
+    whole vocabulary."""
+    text_weighting: Literal["elbo", "uniform"] = "elbo"
+    """Weight of a masked token in training. elbo: the NELBO's. uniform: 2 for all, of the same mean; the loss then
+    bounds no likelihood, but its gradients vary less. Logs and evaluations report the NELBO in both cases."""
     text_weight_clip: float | None = Field(None, gt=0)
     """Largest weight of a masked token (1 / t under MDLM). Clipped, the loss bounds no likelihood. None: off."""
     latent_weight_clip: float | None = Field(None, gt=0)
@@ -101,6 +108,14 @@ class LossConfig(Section):
     """Clamp every element of the latent target to [-c, c]. Larger values are then never learned. None: off."""
     allow_scale_free_latent_loss: bool = False
     """Permit normalized_mse with a noise or velocity target, which cannot learn the latent's scale."""
+
+    @model_validator(mode="after")
+    def _uniform_weights_are_not_clipped(self) -> LossConfig:
+        if self.text_weighting == "uniform" and self.text_weight_clip is not None:
+            raise ValueError(
+                "loss.text_weight_clip is read only with loss.text_weighting=elbo (uniform weights are 2): drop one"
+            )
+        return self
 
 
 class TranslationTrainingConfig(TrainingConfig):

@@ -15,13 +15,14 @@ from mmldlm.data.batching.batch_plan import GlobalBatch, permute
 from mmldlm.data.store.store import Rows
 from mmldlm.diffusion import GaussianProcess, MaskedDiffusion
 from mmldlm.diffusion.timesteps import logit_normal, low_discrepancy, shift, stretch
+from mmldlm.tasks.translation.candidates import CandidateSampler
 from mmldlm.tasks.translation.config import PURE_MODES, TranslationConfig
 
 UNCONDITIONAL, L2T, T2L = range(3)
 assert PURE_MODES == ("unconditional", "l2t", "t2l")
 
 # Key words that keep the streams of one seed apart.
-_SAMPLE_STREAM, _BATCH_STREAM = 1, 2
+_SAMPLE_STREAM, _BATCH_STREAM, _CANDIDATE_STREAM = 1, 2, 3
 
 
 @dataclass(kw_only=True)
@@ -37,7 +38,7 @@ class NoisedBatch(Batch):
             the first position), text_positions [M] int64 in B * S, text_targets [M] int64, text_weights [M] fp32 (NELBO
             weight), text_rows [M] int64 (sample of each scored position), latent_targets [B, D] fp32, latent_clean
             [B, D] fp32, latent_weights [B] fp32 (0 where the latent is not scored), length_targets [B] int64
-            (length - 1), length_weights [B] fp32.
+            (length - 1), length_weights [B] fp32; with candidates text_candidates [C] and text_columns [M] int64.
         modes: [B] index in PURE_MODES.
         counts: text_tokens, latents (of N latents per text, each), lengths.
     """
@@ -107,6 +108,7 @@ class Noiser:
         seed: None: training.seed. Evaluation passes its own, so that it never sees training noise.
         condition_dropout: None: training.condition_dropout.
         max_norm: a latent above this norm is a corrupted row; it is left out and reported.
+        candidates: of loss.text_candidates; None: the text head scores the whole vocabulary.
     """
 
     def __init__(
@@ -121,6 +123,7 @@ class Noiser:
         seed: int | None = None,
         condition_dropout: float | None = None,
         max_norm: float = math.inf,
+        candidates: CandidateSampler | None = None,
     ):
         self.text = MaskedDiffusion(mask_token_id, config.text_diffusion.schedule, config.text_diffusion.eps)
         latent = config.latent_diffusion
@@ -128,7 +131,7 @@ class Noiser:
         self.text_config, self.latent_config = config.text_diffusion, latent
         self.pad_token_id, self.eos_token_id = pad_token_id, eos_token_id
         self.latent_mean, self.latent_std = latent_mean, latent_std
-        self.max_norm = max_norm
+        self.max_norm, self.candidates = max_norm, candidates
         self.nan_to_num = config.stability.nan_to_num
         self.vocab_size = config.model.vocab_size or np.iinfo(np.int64).max
         weights = mode_weights or config.training.mode_weights()
@@ -168,6 +171,9 @@ class Noiser:
         modes = draws.modes[in_batch]
         tensors = self._text_tensors(padded, modes, real, draws.text[in_batch])
         tensors |= self._latent_tensors(padded, modes, real, draws.latent[in_batch])
+        if self.candidates is not None:
+            generator = _generator(self.seed, batch.epoch, batch.index, 0, _CANDIDATE_STREAM)
+            tensors |= self.candidates.tensors(tensors["text_targets"], generator)
         modes_real = draws.modes[:num_real]
         has_text = modes_real != T2L
         return NoisedBatch(

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmldlm.diffusion import GaussianProcess
+from mmldlm.tasks.translation.candidates import candidates_of
 from mmldlm.tasks.translation.config import TranslationConfig
 
 
@@ -27,7 +28,7 @@ class TranslationObjective:
     """
 
     def __init__(self, config: TranslationConfig):
-        self.loss = config.loss
+        self.config, self.loss = config, config.loss
         # The text's share of the loss is taken into the rows' weights, which saves a pass over the head's gradients;
         # float16 lacks the range for that (its loss scale comes later).
         self._weighs_inside = config.training.dtype != "fp16"
@@ -40,12 +41,14 @@ class TranslationObjective:
         Returns:
             loss: fp32 scalar, this micro-batch's share of the global batch's loss.
             metrics: fp32 scalars, detached: text_nelbo_sum (nats, weighted by 1 / t), text_correct (masked positions
-                predicted right), text_masked (masked positions), latent_error_sum (squared error per dimension),
-                latent_cosine_sum (cosine of the x0 estimate with the clean latent), latent_scored, length_nll_sum,
-                length_scored, and loss.
+                predicted right), text_masked (masked positions), text_logits (logits computed under text_candidates,
+                else 0), latent_error_sum (squared error per dimension), latent_cosine_sum (cosine of the x0 estimate
+                with the clean latent), latent_scored, length_nll_sum, length_scored, and loss.
         """
         tensors = batch.tensors
         weights = tensors["text_weights"]
+        if self.loss.text_weighting == "uniform":
+            weights = torch.full_like(weights, 2.0)  # a token is masked half of the time
         if self.loss.text_weight_clip is not None:
             weights = weights.clamp_max(self.loss.text_weight_clip)
         if self.loss.text_loss_clamp is not None:
@@ -74,8 +77,7 @@ class TranslationObjective:
             metrics = self._metrics(loss, out, tensors, error, length_sum)
         return loss, metrics
 
-    @staticmethod
-    def _forward(model, tensors: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor]:
+    def _forward(self, model, tensors: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor]:
         return model(
             tensors["text_tokens"],
             tensors["latents"],
@@ -88,6 +90,7 @@ class TranslationObjective:
             text_positions=tensors["text_positions"],
             text_targets=tensors["text_targets"],
             text_weights=weights,
+            text_candidates=candidates_of(self.config, tensors) if "text_candidates" in tensors else None,
         )
 
     def _latent_error(self, prediction: Tensor, target: Tensor) -> Tensor:
@@ -120,12 +123,14 @@ class TranslationObjective:
 
     def _metrics(self, loss, out, tensors, error, length_sum) -> dict[str, Tensor]:
         scored = (tensors["latent_weights"] > 0).float()
+        num_logits = len(tensors["text_targets"]) * len(tensors.get("text_candidates", ()))
         x0 = self.latent.to_x0(out["latent_pred"], tensors["latents"], tensors["latent_timesteps"])
         return {
             "loss": loss.detach(),
             "text_nelbo_sum": _weighted_sum(out["text_nll"], tensors["text_weights"]),
             "text_correct": out["text_correct"].sum(dtype=torch.float32),
             "text_masked": torch.full_like(loss, float(len(tensors["text_targets"]))),
+            "text_logits": torch.full_like(loss, float(num_logits)),
             "latent_error_sum": _weighted_sum(error, scored),
             "latent_cosine_sum": _weighted_sum(F.cosine_similarity(x0, tensors["latent_clean"], dim=-1), scored),
             "latent_scored": scored.sum() if error.dim() == 1 else scored.sum() * error.shape[1],

@@ -32,6 +32,7 @@ class TranslationTask(Task):
         "text_nelbo_sum",
         "text_correct",
         "text_masked",
+        "text_logits",
         "latent_error_sum",
         "latent_cosine_sum",
         "latent_scored",
@@ -88,7 +89,8 @@ class TranslationTask(Task):
     def training_flops(
         self, config: TranslationConfig, num_samples: int, num_tokens: float, sums: Mapping[str, float]
     ) -> float:
-        return costs.training_flops(config.model, num_samples, num_tokens, sums["text_masked"])
+        num_logits = None if config.loss.text_candidates is None else sums["text_logits"]
+        return costs.training_flops(config.model, num_samples, num_tokens, sums["text_masked"], num_logits)
 
     def describe(self, config: TranslationConfig) -> str:
         return f"mode {config.training.loss_type}, freeze={config.training.freeze}"
@@ -129,7 +131,11 @@ class TranslationTask(Task):
         """Return the noiser; `mode` and `condition_dropout` replace those of training."""
         from mmldlm.tasks.translation.noiser import Noiser
 
-        model = data.config.model
+        model, candidates = data.config.model, None
+        if seed is None and data.config.loss.text_candidates is not None:  # evaluation is exact
+            from mmldlm.tasks.translation.candidates import CandidateSampler
+
+            candidates = CandidateSampler(data)
         return Noiser(
             data.config,
             model.mask_token_id,
@@ -141,6 +147,7 @@ class TranslationTask(Task):
             seed=seed,
             condition_dropout=condition_dropout,
             max_norm=data.max_latent_norm(),
+            candidates=candidates,
         )
 
     def objective(self, config: TranslationConfig) -> TranslationObjective:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmldlm.engines.muon.orthogonalize import orthogonalization_flops, orthogonalize
+from mmldlm.engines.muon.orthogonalize import (
+    orthogonal_update,
+    orthogonalization_flops,
+    orthogonalize,
+    update_flops,
+)
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (64, 16), (16, 64), (3, 5, 40)])
@@ -31,3 +36,12 @@ def test_flops_are_those_that_torch_counts(shape):
     with FlopCounterMode(display=False) as counter:
         orthogonalize(torch.randn(*shape))
     assert counter.get_total_flops() == orthogonalization_flops(*shape)
+
+
+def test_blocks_of_rows_are_orthogonalized_by_themselves():
+    matrix = torch.randn(12, 8, generator=torch.Generator().manual_seed(0))
+    whole, blocks = orthogonal_update(matrix), orthogonal_update(matrix, 4)
+    torch.testing.assert_close(whole, orthogonalize(matrix) * 1.5**0.5)
+    torch.testing.assert_close(blocks, torch.cat([orthogonalize(part) for part in matrix.split(4)]))
+    assert torch.equal(orthogonal_update(matrix, 64), whole)
+    assert update_flops(12, 8, 4) == 3 * orthogonalization_flops(4, 8) < update_flops(12, 8)

@@ -205,3 +205,17 @@ def test_a_clamped_prediction_has_no_gradient_beyond_and_a_clamped_target_is_ano
     clamped = loss_of(batch, latent_target_clamp=0.5)
     tensors["latent_targets"] = tensors["latent_targets"].clamp(-0.5, 0.5)
     assert torch.equal(clamped, loss_of(batch))
+
+
+def test_uniform_text_weights_change_the_loss_and_not_the_nelbo():
+    (batch,) = micro_batches(build_config({}))
+    found, expected = (
+        TranslationObjective(build_config({"loss": {"text_weighting": kind}}))(model(), batch)
+        for kind in ("uniform", "elbo")
+    )
+    assert not torch.equal(found[0], expected[0])
+    assert torch.equal(found[1]["text_nelbo_sum"], expected[1]["text_nelbo_sum"])
+    batch.tensors["text_weights"].fill_(2.0)
+    assert torch.equal(found[0], TranslationObjective(build_config({}))(model(), batch)[0])
+    with pytest.raises(UserError, match="text_weight_clip"):
+        build_config({"loss": {"text_weighting": "uniform", "text_weight_clip": 3.0}})
