@@ -51,8 +51,9 @@ class Recipe:
 
     def folder(self) -> str:
         """Name of the folder of its runs: another config gets another one."""
-        values = json.dumps(self.config().model_dump(mode="json", exclude_defaults=True), sort_keys=True)
-        return f"{self.name}_{hashlib.sha256(values.encode()).hexdigest()[:8]}"
+        values = self.config().model_dump(mode="json", exclude_defaults=True, exclude={"logging"})
+        values["training"].pop("num_train_steps", None)  # the length is that of the run
+        return f"{self.name}_{hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]}"
 
     def config(self, *more: str):
         """The config of its words and some more."""
