@@ -40,17 +40,17 @@ FORGETFUL = """
 import sys
 sys.path.insert(0, {benchmarks!r})
 import resume
-from mmldlm.engines.base import Engine
+from mmldlm.engines.base import Engine, _fresh_state
 load = Engine.load
 def forget(self, reader, applied_steps):
     fragments = self.parameter_shards
     self.parameter_shards = lambda: [f for f in fragments() if f.name != {name!r}]
     load(self, reader, applied_steps)
     del self.parameter_shards
-    states = self.optimizer_state()
+    states, groups = self.optimizer_state(), self.optimizer_groups()
     for fragment in self.parameter_shards():  # a state that is there, of the right size, and was not loaded
         if fragment.name == {name!r}:
-            states[fragment.owner] = self._fresh_state(fragment.owner, applied_steps)
+            states[fragment.owner] = _fresh_state(fragment.owner, groups[fragment.owner], applied_steps)
 Engine.load = forget
 resume.rank_main(*sys.argv[1:4], sys.argv[4:])
 """
