@@ -11,6 +11,7 @@ from mmldlm.models import MultimodalMMDiT
 from mmldlm.models.linear_cross_entropy import logits_bytes
 from mmldlm.preflight.memory_model import PLANS, state_bytes
 from mmldlm.tasks.translation.freezing import apply_freezing, decided_freeze
+from mmldlm.tasks.translation.parameter_plan import stacked_matrices
 
 model_sizes = find_task("translation").model_sizes
 FROM_DATA = [
@@ -36,6 +37,8 @@ def test_parameters_of_every_preset_to_the_element(name, words):
     config = configured(name, *words)
     model, sizes = meta_model(config), model_sizes(config, 16)
     parts = [*model.blocks, model.text_encoder, model.text_head, model.latent_encoder]
+    stacked = stacked_matrices(model)
+    assert sizes["matrices"] == sum(p.numel() for name, p in model.named_parameters() if name in stacked)
     assert sizes["trainable"] == sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert sizes["frozen"] == sum(p.numel() for p in model.parameters() if not p.requires_grad)
     assert sizes["largest_block"] == max(sum(p.numel() for p in part.parameters()) for part in parts)
@@ -129,3 +132,12 @@ def test_more_ranks_help_where_they_shard():
     assert state_bytes("single", large, 8, "bf16", 50_000_000) == 16 * 10**9
     assert state_bytes("zero3", large, 64, "bf16", 50_000_000) < state_bytes("zero3", large, 8, "bf16", 50_000_000)
     assert state_bytes("zero0", large, 64, "bf16", 50_000_000) == state_bytes("zero0", large, 8, "bf16", 50_000_000)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_muon_saves_a_moment(plan):
+    """4 bytes per element that it updates, on the ranks that hold its state."""
+    sizes = {"trainable": 1000, "frozen": 0, "largest_block": 0}
+    ranks = 1 if plan in ("single", "zero0") else 4
+    adamw, muon = (state_bytes(plan, {**sizes, "single_moment": n}, 4, "bf16", 0) for n in (0, 600))
+    assert adamw - muon == 4 * 600 / ranks
