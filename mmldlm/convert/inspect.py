@@ -43,8 +43,9 @@ def inspect(path: Path | str) -> int:
     """Print the content of a checkpoint without reading its weights; return the exit code."""
     try:
         opened = open_source(path, allow_nonfinite=True, with_ema=True, with_moments=True)
-    except UserError:  # the weights of another program, without an optimizer that mmldlm can continue, can be read
+    except UserError as error:  # weights alone can be read without an optimizer state that mmldlm can continue
         opened = open_source(path, allow_nonfinite=True, with_ema=True)
+        opened.weights.notes.append(f"optimizer state not shown: expected {error.expected}, found {error.found}")
     with opened.weights as weights:
         print_table(summarize(opened))
         width = max((len(name) for name in weights.tensors), default=0)

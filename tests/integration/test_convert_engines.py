@@ -109,7 +109,7 @@ def test_average_beside_zero_files(zero_dir, tmp_path):
 
 
 def test_foreign_dcp(fsdp_dir, tmp_path):
-    """A bare state_dict without our names: tied weights twice, and nobody knows what is frozen."""
+    """A bare state_dict without our names: tied weights twice, and no record of what is frozen."""
     truth = torch.load(fsdp_dir / "truth.pt", weights_only=True)["weight"]
     for path in (fsdp_dir / "bare", fsdp_dir / "bare" / ".metadata"):
         with open_source(path).weights as source:
@@ -302,7 +302,7 @@ def test_inspect(fsdp_dir, tmp_path, capsys, folder, engine, _):
     num_second, states = (3, ["exp_avg"]) if "muon" in folder else (5, ["exp_avg", "exp_avg_sq"])
     assert ["moments", "exp_avg", "of", "5", "tensors,", "exp_avg_sq", "of", str(num_second), "tensors"] in lines
     assert ["wide.weight", "float32", "trainable", "13x5", *states] in lines
-    assert command("inspect", fsdp_dir / "bare") == 0  # nobody knows what was trained in it
+    assert command("inspect", fsdp_dir / "bare") == 0  # it does not record what was trained
     assert "moments" not in capsys.readouterr().out
 
 
