@@ -21,7 +21,7 @@ def parameter_groups(model: nn.Module, plan: ParameterPlan, config: OptimizerCon
     Without weight decay are norms, biases, embeddings, and ParameterPlan.no_decay. Empty groups are left out.
 
     Raises:
-        UserError: optimizer.kind=muon without a trainable matrix in the plan.
+        UserError: optimizer.kind=muon without a trainable matrix in the plan, or a name in it that the model lacks.
     """
     no_decay_modules = (nn.Embedding, nn.LayerNorm, nn.RMSNorm)
     embeddings = {
@@ -30,6 +30,12 @@ def parameter_groups(model: nn.Module, plan: ParameterPlan, config: OptimizerCon
         if isinstance(module, no_decay_modules)
         for parameter in module.parameters(recurse=False)
     }
+    if unknown := sorted(set(plan.matrices) - {name for name, _ in model.named_parameters()}):
+        raise UserError(
+            "names of parameters in the task's ParameterPlan.matrices",
+            f"{unknown[0]} and {len(unknown) - 1} more that the model does not have",
+            "correct the task's parameter_plan (docs/tasks.md)",
+        )
     matrices, with_decay, without_decay = [], [], []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
