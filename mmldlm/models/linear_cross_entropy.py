@@ -48,7 +48,7 @@ class Candidates(NamedTuple):
         sampled = slice(self.num_frequent, self.num_frequent + self.num_sampled)
         if self.num_sampled:
             share = torch.zeros_like(bias)
-            share[sampled] = math.log(self.population / self.num_sampled)
+            share[sampled].fill_(math.log(self.population / self.num_sampled))
             bias = bias + share
         return weight.index_select(0, self.tokens), bias
 

@@ -23,6 +23,10 @@ CASES = {
     "fp32": {"dtype": "fp32"},
     "autocast": {"dtype": "bf16", "autocast": True},
     "autocast, Muon": {"dtype": "bf16", "autocast": True, "words": ["optimizer.kind=muon"]},
+    "sampled candidates": {
+        "dtype": "bf16",
+        "words": ["loss.text_candidates=50", "loss.text_weighting=uniform", "model.token_embedding_scale=20"],
+    },
     "several latents, clamps": {
         "dtype": "bf16",
         "words": ["loss.text_loss_clamp=5.0", "loss.latent_prediction_clamp=1.0", "model.tie_embeddings=true"],
@@ -80,6 +84,7 @@ def step(store: str, dtype: str, words=(), full: bool = False, hooked: bool = Fa
     from mmldlm.engines.muon.attach import attach_muon
     from mmldlm.engines.single import SingleEngine
     from mmldlm.models import MultimodalMMDiT
+    from mmldlm.tasks.translation.candidates import CandidateSampler
     from mmldlm.tasks.translation.data import open_data
     from mmldlm.tasks.translation.noiser import Noiser
     from mmldlm.tasks.translation.objective import TranslationObjective
@@ -88,7 +93,8 @@ def step(store: str, dtype: str, words=(), full: bool = False, hooked: bool = Fa
     data = open_data(load_config("tiny", None, [f"data.latent_data_root={store}", "model.n_heads=2", *words]))
     config, device = data.config, torch.device("cuda", 0)
     ids = (config.model.mask_token_id, config.model.pad_token_id, config.model.eos_token_id)
-    noiser = Noiser(config, *ids, data.latent_mean, data.latent_std)
+    candidates = None if config.loss.text_candidates is None else CandidateSampler(data)
+    noiser = Noiser(config, *ids, data.latent_mean, data.latent_std, candidates=candidates)
     batches = MicroBatches(data.train, data.training_plan(config.training.train_batch_size), noiser, 0, 1, 1)
     batch = batches[0]
     if full:
