@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,9 @@ from mmldlm.sampling.text.length_rule import predict_lengths
 from mmldlm.sampling.text.state import DecodingState
 from mmldlm.sampling.text.strategies import TextStrategy, strategy_class
 from mmldlm.utils.counter_rng import Stream, uniforms
+
+if TYPE_CHECKING:
+    from mmldlm.sampling.pretrained import Pretrained
 
 
 @dataclass
@@ -140,6 +144,16 @@ def sample_text(
         for row, text in zip(rows, strategy.state.texts()):
             texts[row] = text
     return TextSamples(texts, lengths, num_rows)
+
+
+def sample_masked(
+    pretrained: Pretrained, latents: Tensor | None, num_steps: int | None = None, **options
+) -> TextSamples:
+    """`sample_text` for tasks of masked diffusion (`TextTask.write_texts`); an option that is None has its default."""
+    if num_steps is not None:
+        options["steps"] = num_steps
+    given = {key: value for key, value in options.items() if value is not None}
+    return sample_text(pretrained.model, latents, diffusion=pretrained.text_diffusion, **given)
 
 
 def _take_step(model: nn.Module, strategy: TextStrategy, k: int, given: Tensor | None, guidance: float) -> int:
