@@ -45,9 +45,7 @@ class RowReader:
             replaced = is_bad.reshape(is_bad.shape + (1,) * (rows.latents.ndim - 1))
             rows = rows._replace(
                 tokens=[tokens[:0] if bad else tokens for tokens, bad in zip(rows.tokens, is_bad, strict=True)],
-                latents=np.where(
-                    is_bad.reshape(is_bad.shape + (1,) * (rows.latents.ndim - 1)), self.latent_mean, rows.latents
-                ),
+                latents=np.where(replaced, self.latent_mean, rows.latents),
             )
         reports = [
             {"id": int(sample), "reason": reason or repaired[row], **({} if reason else {"repaired": True})}
