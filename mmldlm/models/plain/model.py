@@ -139,7 +139,7 @@ class PlainTransformer(nn.Module):
 
     def forward(
         self,
-        text_tokens: Tensor,
+        text_tokens: Tensor | None,
         latents: Tensor | None = None,
         text_timesteps: Tensor | None = None,
         latent_timesteps: None = None,
@@ -158,7 +158,7 @@ class PlainTransformer(nn.Module):
 
         Args:
             text_tokens: int64, S <= max_seq_len. A causal model takes the clean tokens, too: what stands at a position
-                changes the logits of later ones only. [B, S]
+                changes the logits of later ones only. None: length_logits alone. [B, S]
             latents: in model space, clean. None: the learned null latent. [B, D] or [B, N, D]
             text_timesteps: in [0, 1]; read if config.reads_time. None: 0. [B]
             latent_timesteps: None (a place that MultimodalMMDiT has).
@@ -189,6 +189,8 @@ class PlainTransformer(nn.Module):
         """
         if latent_timesteps is not None:
             raise ValueError("PlainTransformer reads clean latents: latent_timesteps must be None")
+        if text_tokens is None:
+            return {"length_logits": self.length_logits(latents)}
         if text_tokens.shape[1] > self.config.max_seq_len:
             raise ValueError(
                 f"text of {text_tokens.shape[1]} tokens, but model.max_seq_len is {self.config.max_seq_len}"
