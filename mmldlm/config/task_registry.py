@@ -14,7 +14,10 @@ from mmldlm.errors import UserError
 if TYPE_CHECKING:
     from mmldlm.tasks.base import Task
 
-TASKS = {"translation": "mmldlm.tasks.translation.task:TranslationTask"}
+TASKS = {
+    "mdlm": "mmldlm.tasks.baselines.mdlm.task:MdlmTask",
+    "translation": "mmldlm.tasks.translation.task:TranslationTask",
+}
 DEFAULT_TASK = "translation"
 
 

@@ -39,8 +39,8 @@ def untrained_control(model: nn.Module, seed: int, random_gates: bool) -> nn.Mod
         torch.manual_seed(seed)
         fresh = type(model)(model.config)
         if random_gates:
-            for parameter in fresh.parameters():
-                if parameter.dim() == 2 and not parameter.any():
+            for name, parameter in fresh.named_parameters():
+                if (parameter.dim() == 2 or name.endswith(".gate")) and not parameter.any():
                     nn.init.normal_(parameter, std=0.1)
     for name, buffer in model.named_buffers():
         fresh.get_buffer(name).copy_(buffer)

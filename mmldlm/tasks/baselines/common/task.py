@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmldlm.data.batching.batch import Batch
 from mmldlm.models.plain import costs
@@ -20,11 +20,14 @@ if TYPE_CHECKING:
 class BaselineTask(TextTask):
     """Data, model and costs of a task on the plain transformer.
 
-    A task adds its config, collator, objective, figures, sampler and scores. Its sums have text_scored (rows that the
-    head scored) and text_logits (logits computed under loss.text_candidates, else 0).
+    A task adds its config, collator, objective, figures, sampler and scores.
+
+    Class attributes:
+        scored_sum: name of the sum that counts the tokens that the text head scores.
     """
 
     architecture = "PlainTransformer"
+    scored_sum: ClassVar[str] = "text_masked"
     buffers = frozenset({"latent_mean", "latent_std"})
 
     # -- without torch ----------------------------------------------------------------------------------------------
@@ -56,8 +59,8 @@ class BaselineTask(TextTask):
     def training_flops(
         self, config: BaselineConfig, num_samples: int, num_tokens: float, sums: Mapping[str, float]
     ) -> float:
-        num_logits = sums["text_logits"] or None
-        return costs.training_flops(config.model, num_samples, num_tokens, sums["text_scored"], num_logits)
+        num_logits = sums.get("text_logits") or None  # under loss.text_candidates
+        return costs.training_flops(config.model, num_samples, num_tokens, sums[self.scored_sum], num_logits)
 
     def describe(self, config: BaselineConfig) -> str:
         return f"conditioning {config.model.conditioning}"
