@@ -40,12 +40,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "top_p": {"l2t": 1.0, "unconditional": 1.0},
     "guidance": {"l2t": 1.0, "t2l": 1.0},
     "presence_penalty": {"l2t": None},
+    "num_beams": {"l2t": None, "unconditional": None},
     "method": {"t2l": "ddim", "unconditional": None},
     "eta": {"t2l": 0.0},
 }
 # Options that a task may lack, also in a kind that it has (TextTask.sampling_options).
 TASK_OPTIONS = (
-    "num_steps", "sampler", "temperature", "top_p", "guidance", "presence_penalty", "method", "eta",
+    "num_steps", "sampler", "temperature", "top_p", "guidance", "presence_penalty", "num_beams", "method",
+    "eta",
 )  # fmt: skip
 METHODS = {"t2l": SOLVERS, "unconditional": JOINT_METHODS}
 # argparse settings of the same options.
@@ -71,6 +73,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "type": float,
         "help": "nats subtracted from tokens that the text already contains (default: confidence 1, ancestral 0)",
     },
+    "num_beams": {"type": int, "metavar": "W", "help": "beams of a beam search (default: 4)"},
     "method": {
         "help": "t2l: solver, ddim, or heun for a rectified-flow model; unconditional: joint or chain (default: what "
         "the model was trained for)"
@@ -161,8 +164,8 @@ def _option(key: str) -> str:
 
 def _check_ranges(args: argparse.Namespace) -> None:
     for key, low, high in (
-        ("num_samples", 1, None), ("num_steps", 1, None), ("temperature", 0, None), ("top_p", 1e-6, 1), ("eta", 0, 1),
-        ("seed", 0, None),
+        ("num_samples", 1, None), ("num_steps", 1, None), ("num_beams", 1, None), ("temperature", 0, None),
+        ("top_p", 1e-6, 1), ("eta", 0, 1), ("seed", 0, None),
     ):  # fmt: skip
         value = getattr(args, key)
         if value is not None and (not np.isfinite(value) or value < low or (high is not None and value > high)):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mmldlm.tasks.base import Task
 
 TASKS = {
+    "ar": "mmldlm.tasks.baselines.ar.task:ArTask",
     "mdlm": "mmldlm.tasks.baselines.mdlm.task:MdlmTask",
     "translation": "mmldlm.tasks.translation.task:TranslationTask",
 }

@@ -38,6 +38,7 @@ class SampleOptions:
     top_p: float = 1.0
     guidance: float = 1.0
     presence_penalty: float | None = None
+    num_beams: int | None = None
     method: str | None = None
     eta: float = 0.0
     seed: int = 0

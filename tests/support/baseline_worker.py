@@ -17,17 +17,23 @@ from mmldlm.distributed.exit import leave_process_group  # noqa: E402
 from mmldlm.train import check_run, train  # noqa: E402
 
 ENGINES = {
+    "ddp": ["engine.kind=ddp"],
     "zero2": ["engine.zero_stage=2"],
     "zero3": ["engine.zero_stage=3"],
     "fsdp": ["engine.kind=fsdp"],
 }
 ARMS = {
+    "ar": ["model.tokens_per_latent=2", "model.tie_embeddings=true"],
+    "ar_cross_attention": ["model.conditioning=cross_attention", "model.tokens_per_latent=2", "optimizer.kind=muon"],
     "mdlm": ["model.conditioning=none"],
     "latent_dit_adaln": ["model.cond_dim=32"],
     "latent_dit_cross_attention": ["model.cond_dim=32", "model.tokens_per_latent=2"],
     "latent_dit_tokens": ["model.cond_dim=32", "model.tokens_per_latent=2"],
 }
-"""Presets, and what makes each of them tiny."""
+"""Arms, and what makes each of them tiny; an arm that is not a preset names one in PRESETS."""
+PRESETS = {"ar_cross_attention": "ar"}
+RESUMED_ON = dict(zip(ARMS, ("zero2", "ddp", "zero3", "fsdp", "zero2", "zero3"), strict=True))
+"""The engine of the run that is continued from its checkpoint."""
 STEPS, BAD_STEP = 6, 3
 
 
@@ -41,7 +47,7 @@ def run(arm: str, store: str, folder: str, name: str, *words: str) -> None:
         "training.dtype=fp32", "optimizer.lr=1e-2", "optimizer.warmup_steps=2", "model.hidden_size=32",
         "model.n_blocks=2", "model.n_heads=2", "model.max_seq_len=64",
     ]  # fmt: skip
-    config = load_config(arm, None, [*common, *ARMS[arm], *words])
+    config = load_config(PRESETS.get(arm, arm), None, [*common, *ARMS[arm], *words])
     train(check_run(config, int(os.environ["WORLD_SIZE"])))
 
 
@@ -68,7 +74,7 @@ def engines(store: str, folder: str) -> None:
         for arm in ARMS:
             run(arm, store, folder, f"{arm}_{name}", *engine)
     if world > 1:
-        for arm, name in zip(ARMS, ("zero3", "fsdp", "zero2", "zero3")):
+        for arm, name in RESUMED_ON.items():
             checkpoint = f"{folder}/{arm}_{name}/checkpoints/step_00000004"
             run(arm, store, folder, f"{arm}_resumed", *ENGINES[name], f"training.resume={checkpoint}")
 

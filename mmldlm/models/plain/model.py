@@ -275,7 +275,8 @@ class PlainTransformer(nn.Module):
         """[N] -> [N, H]."""
         table = self.token_embedding
         rows = embedding(table.weight, ids) if has_no_hooks(table, nn.Embedding) else table(ids)
-        return rows * self.config.token_embedding_scale
+        scale = self.config.token_embedding_scale
+        return rows if scale == 1 else rows * scale
 
     def _run_blocks(
         self, rows: Tensor, condition: Tensor | None, layout: Layout, encoded: EncodedLatent, kept: Tensor | None
@@ -288,7 +289,10 @@ class PlainTransformer(nn.Module):
             if crosses:
                 latent = encoded.tokens if encoded.keys_values is None else encoded.keys_values[i]
             arguments = (rows, condition, layout, latent, kept if i == len(self.blocks) - 1 else None)
-            rows = checkpoint(block, *arguments, use_reentrant=False) if recompute else block(*arguments)
+            if recompute:  # no random numbers to keep: reading their state would make the host wait
+                rows = checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)
+            else:
+                rows = block(*arguments)
         return rows
 
     # -- parameters and files ----------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from mmldlm.config.schema import Config, TrainingConfig
-from mmldlm.config.section import Section
 from mmldlm.data.store.config import StoreDataConfig, TokenizerConfig
 from mmldlm.models.plain.config import PlainConfig
 
@@ -17,15 +16,6 @@ class BaselineTrainingConfig(TrainingConfig):
 
     condition_dropout: float | None = Field(None, ge=0, lt=1)
     """Fraction of samples whose latent is replaced by the learned null. None: 0.1. Not for model.conditioning=none."""
-
-
-class BaselineLossConfig(Section):
-    """Options of the text loss."""
-
-    text_candidates: int | None = Field(None, ge=1)
-    """In training, score tokens against this many most frequent tokens and a sample of 1,024 others that stands for the
-    rest: an estimate of the NLL at a fraction of the text head's cost. Evaluation is exact. None: against the whole
-    vocabulary."""
 
 
 class BaselineConfig(Config):
