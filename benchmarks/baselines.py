@@ -5,8 +5,8 @@
 Each arm sees the same batches of the same texts. Its learning rate is the best of three at a tenth of the length. The
 first table has equal width and depth, hence about equal FLOPs a text token; the second (not with --quick) one-stream
 models of twice the depth, hence about the parameters of the MMDiT. Likelihoods are exact (AR) or upper bounds with
-their weights exact, in nats a token with the length paid for, on texts that training never sees. Every arm also trains a few
-steps on two ranks under ZeRO-2, ZeRO-3 and FSDP2, and is compared with one process.
+their weights exact, in nats a token with the length paid for, on texts that training never sees. Every arm also trains
+a few steps on two ranks under ZeRO-2, ZeRO-3 and FSDP2, and is compared with one process.
 
 --quick shows that it runs: models of 32, a few steps. --full trains three seeds.
 """
