@@ -22,6 +22,7 @@ from pathlib import Path
 import _report
 import _runs
 import _store
+from _ar_cache import cache_difference
 from _baselines import Arm, Scale, best_rate, costs, known_arms, length_words, measure, train
 
 SCALES = {
@@ -143,6 +144,9 @@ def main() -> int:
             print("one-stream models of twice the depth (about the parameters of the MMDiT)")
             by_parameters = compare(arms, scale, store, folder / "equal_parameters", double_depth=True)
         claims, reported = claims_of(table, parity_failures(arms, store, folder / "parity"))
+        if "ar" in table:
+            difference = cache_difference(folder / "equal_flops" / f"ar_seed_{scale.seeds[0]}", store)
+            claims.append(_report.claim("ar_cache_nll_diff", difference, "<=", 1e-5))
     for name, value in reported.items():
         print(f"{name} = {value:.3f}")
     more = {"extent": extent_name, "seconds": time.perf_counter() - started, "reported": reported}
