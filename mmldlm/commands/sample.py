@@ -14,11 +14,12 @@ import numpy as np
 from mmldlm.commands import RenamedOption
 from mmldlm.errors import EXIT_DONE, UserError
 from mmldlm.sampling.device import usable_device
-from mmldlm.sampling.generate import SampleOptions, count_noun, sample_l2t, sample_t2l, sample_unconditional
+from mmldlm.sampling.generate import SampleOptions, sample_l2t, sample_t2l, sample_unconditional
 from mmldlm.sampling.joint_sampler import JOINT_METHODS
 from mmldlm.sampling.latent_sampler import SOLVERS
 from mmldlm.sampling.pretrained import Pretrained, load_pretrained
 from mmldlm.sampling.text.strategies import STRATEGIES
+from mmldlm.utils.formatting import count_noun
 from mmldlm.utils.output_paths import check_writable_dir
 from mmldlm.utils.progress import ProgressBar
 
@@ -34,7 +35,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "text": {"l2t": None, "t2l": None},
     "text_file": {"l2t": None, "t2l": None},
     "num_samples": {"l2t": None, "unconditional": 10},
-    "num_steps": {"l2t": 64, "t2l": 32, "unconditional": 64},
+    "num_steps": {"l2t": 64, "t2l": None, "unconditional": 64},
     "sampler": {"l2t": None, "unconditional": None},
     "temperature": {"l2t": None, "unconditional": None},
     "top_p": {"l2t": 1.0, "unconditional": 1.0},
@@ -57,7 +58,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "text": {"nargs": "+", "metavar": "TEXT", "help": "texts (l2t: embedded with the encoder of the training data)"},
     "text_file": {"metavar": "FILE", "help": "texts, one per line"},
     "num_samples": {"type": int, "metavar": "N", "help": "number of samples (l2t: default one per embedding)"},
-    "num_steps": {"type": int, "help": "denoising steps; a text of n tokens takes at most n confidence steps"},
+    "num_steps": {
+        "type": int,
+        "help": "denoising steps (t2l: default 1, or 10 for a model that predicts epsilon); a text of n tokens takes "
+        "at most n confidence steps",
+    },
     "sampler": {
         "help": f"text sampler; of masked diffusion {' or '.join(STRATEGIES)} (default: l2t confidence, unconditional "
         "ancestral); a name that the model's task lacks is refused with those that it has"

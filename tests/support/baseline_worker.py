@@ -44,7 +44,7 @@ def run(arm: str, store: str, folder: str, name: str, *words: str) -> None:
         f"data.latent_data_root={store}", f"logging.save_dir={folder}", f"logging.run_name={name}",
         "data.max_validation_samples=16", f"training.train_batch_size={micro}", f"training.num_train_steps={STEPS}",
         "logging.save_freq=4", "logging.eval_freq=6", "checkpoints.keep_every=4", "logging.plot=false",
-        "training.dtype=fp32", "optimizer.lr=1e-2", "optimizer.warmup_steps=2", "model.hidden_size=32",
+        "training.dtype=fp32", "optimizer.lr=2e-3", "optimizer.warmup_steps=2", "model.hidden_size=32",
         "model.n_blocks=2", "model.n_heads=2", "model.max_seq_len=64",
     ]  # fmt: skip
     config = load_config(PRESETS.get(arm, arm), None, [*common, *ARMS[arm], *words])
