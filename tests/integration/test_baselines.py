@@ -39,7 +39,9 @@ def test_every_engine_gives_the_losses_of_one_process(runs, arm):
         for one, other in zip(expected, found, strict=True):
             for key in ("loss", "text_loss", "length_loss", "grad_norm"):
                 if key in one and not one["skipped"]:
-                    assert other[key] == pytest.approx(one[key], rel=1e-4), (engine, key, one["step"])
+                    # A norm over a million elements is summed in another order, in fp32: 3e-4 apart at equal gradients.
+                    near = pytest.approx(one[key], rel=1e-3 if key == "grad_norm" else 1e-4)
+                    assert other[key] == near, (engine, key, one["step"])
         (other,) = read_log(runs, f"{arm}_{engine}", "eval_log.jsonl")
         for key in figures:
             assert other[key] == pytest.approx(evaluation[key], rel=1e-4, abs=1e-4), (engine, key)

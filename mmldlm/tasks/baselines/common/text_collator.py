@@ -85,8 +85,9 @@ class TextCollator:
             **self.noise(texts),
         }
         if self.condition_dropout is not None:
-            scaled = (rows.latents.astype(np.float32) - self.latent_mean) / self.latent_std
-            tensors["latents"] = torch.from_numpy(scaled)
+            raw, mean, std = map(torch.from_numpy, (rows.latents.astype(np.float32), self.latent_mean, self.latent_std))
+            # In memory of torch, not numpy's: a product's last bits depend on the alignment of its inputs.
+            tensors["latents"] = (raw - mean) / std
             # Present even when no row is null: the learned null must be in the graph on every rank.
             tensors["latent_is_null"] = dropout < self.condition_dropout
         return Batch(
