@@ -24,6 +24,7 @@ import _runs
 import _store
 from _ar_cache import cache_difference
 from _baselines import Arm, Scale, best_rate, costs, known_arms, length_words, measure, train
+from _gidd_masks import bound_difference
 
 SCALES = {
     "quick": Scale(32, 1, 2, 4, 16, (1e-3,), (0,), 16),
@@ -143,9 +144,13 @@ def main() -> int:
             print("one-stream models of twice the depth (about the parameters of the MMDiT)")
             by_parameters = compare(arms, scale, store, folder / "equal_parameters", double_depth=True)
         claims, reported = claims_of(table, parity_failures(arms, store, folder / "parity"), args.arms is None)
-        if "ar" in table:
-            difference = cache_difference(folder / "equal_flops" / f"ar_seed_{scale.seeds[0]}", store)
-            claims.append(_report.claim("ar_cache_nll_diff", difference, "<=", 1e-5))
+        for name, identity, difference, bound in (
+            ("ar", "ar_cache_nll_diff", cache_difference, 1e-5),
+            ("gidd_masks", "gidd_pu0_vs_mdlm_nats", bound_difference, 0.01),
+        ):
+            if name in table:
+                run = folder / "equal_flops" / f"{name}_seed_{scale.seeds[0]}"
+                claims.append(_report.claim(identity, difference(run, store), "<=", bound))
     for name, value in reported.items():
         print(f"{name} = {value:.3f}")
     more = {"extent": extent_name, "seconds": time.perf_counter() - started, "reported": reported}
