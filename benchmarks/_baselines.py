@@ -64,7 +64,7 @@ class Arm:
 _TIME = ("model.reads_time=true", "model.cond_dim=WIDTH")
 ARMS = (
     Arm("ar", "ar", False, ("model.conditioning=none",)),
-    Arm("mdlm", "mdlm", False),
+    Arm("mdlm", "mdlm", False, ("model.cond_dim=WIDTH",)),
     Arm("gidd", "gidd", False, ("model.cond_dim=WIDTH", "text_diffusion.uniform_share=0.1")),
     Arm("gidd_masks", "gidd", False, ("model.cond_dim=WIDTH", "text_diffusion.uniform_share=0")),
     Arm("hdlm", "hdlm", False, ("model.cond_dim=WIDTH",)),
