@@ -1,0 +1,97 @@
+"""Clusters of tokens for hierarchical diffusion: spherical k-means whose cluster sizes are bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+
+from mmldlm.utils.counter_rng import Stream, generator
+
+SMALLEST, LARGEST = 0.1, 5.0  # sizes in units of the mean (HDLM)
+
+
+def cluster_tokens(
+    vectors: np.ndarray, num_clusters: int, alone: Collection[int], seed: int, rounds: int = 30
+) -> np.ndarray:
+    """K-means by cosine, started with k-means++ (Arthur and Vassilvitskii, SODA 2007).
+
+    A function of its arguments: the draws are counter-based and ties go to the lower index.
+
+    Args:
+        vectors: [V, D], one per token.
+        num_clusters: n, at most the number of tokens to cluster.
+        alone: tokens in no cluster (special tokens).
+        seed: of the starting centers.
+        rounds: most rounds of k-means; it ends when no token moves.
+
+    Returns:
+        [V] int64, cluster of every token, -1 for those alone. Every cluster has between SMALLEST and LARGEST times the
+        mean number of tokens, and at least one.
+
+    Raises:
+        ValueError: more clusters than tokens.
+    """
+    words = np.setdiff1d(np.arange(len(vectors)), np.array(sorted(alone), dtype=np.int64))
+    if not 1 <= num_clusters <= len(words):
+        raise ValueError(f"{num_clusters} clusters of {len(words)} tokens")
+    points = _unit(vectors[words].astype(np.float64))
+    mean = len(words) / num_clusters
+    bounds = max(int(SMALLEST * mean), 1), max(int(LARGEST * mean), -(-len(words) // num_clusters))
+    centers = _starting_centers(points, num_clusters, generator(seed, Stream.TOKEN_CLUSTERS))
+    found = np.full(len(words), -1)
+    for _ in range(rounds):
+        before, found = found, _bounded_assignment(points @ centers.T, *bounds)
+        if np.array_equal(before, found):
+            break
+        sums = np.zeros_like(centers)
+        np.add.at(sums, found, points)
+        centers = _unit(sums)
+    clusters = np.full(len(vectors), -1, dtype=np.int64)
+    clusters[words] = found
+    return clusters
+
+
+def _unit(rows: np.ndarray) -> np.ndarray:
+    return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
+
+
+def _starting_centers(points: np.ndarray, count: int, random: np.random.Generator) -> np.ndarray:
+    """k-means++: every further center is drawn in proportion to its squared distance from those chosen."""
+    chosen = [int(random.integers(len(points)))]
+    distance = np.full(len(points), np.inf)
+    for _ in range(count - 1):
+        distance = np.minimum(distance, np.maximum(2 - 2 * points @ points[chosen[-1]], 0))
+        distance[chosen] = 0
+        cumulative = distance.cumsum()
+        if cumulative[-1] <= 1e-9:  # only copies of chosen points are left
+            chosen.append(int(np.setdiff1d(np.arange(len(points)), chosen)[0]))
+            continue
+        chosen.append(int(np.searchsorted(cumulative, random.random() * cumulative[-1], side="right")))
+    return points[chosen]
+
+
+def _bounded_assignment(similarity: np.ndarray, smallest: int, largest: int) -> np.ndarray:
+    """[points, n] similarities -> nearest cluster [points], no cluster below `smallest` or above `largest`.
+
+    A cluster that is too large keeps its nearest points; the others go to their nearest cluster with room. Then those
+    that are too small take their nearest points from clusters that can spare them.
+    """
+    found = similarity.argmax(1)
+    sizes = np.bincount(found, minlength=similarity.shape[1])
+    pool = []
+    for cluster in np.flatnonzero(sizes > largest):
+        members = np.flatnonzero(found == cluster)
+        pool.append(members[np.argsort(-similarity[members, cluster], kind="stable")[largest:]])
+        sizes[cluster] = largest
+    for point in np.concatenate(pool) if pool else ():
+        cluster = np.where(sizes < largest, similarity[point], -np.inf).argmax()
+        found[point], sizes[cluster] = cluster, sizes[cluster] + 1
+    for cluster in np.flatnonzero(sizes < smallest):
+        for point in np.argsort(-similarity[:, cluster], kind="stable"):
+            if sizes[cluster] >= smallest:
+                break
+            if sizes[found[point]] > smallest and found[point] != cluster:
+                sizes[found[point]] -= 1
+                found[point], sizes[cluster] = cluster, sizes[cluster] + 1
+    return found
