@@ -17,7 +17,7 @@ from mmldlm.sampling.device import usable_device
 from mmldlm.sampling.generate import SampleOptions, count_noun, sample_l2t, sample_t2l, sample_unconditional
 from mmldlm.sampling.joint_sampler import JOINT_METHODS
 from mmldlm.sampling.latent_sampler import SOLVERS
-from mmldlm.sampling.pretrained import load_pretrained
+from mmldlm.sampling.pretrained import Pretrained, load_pretrained
 from mmldlm.sampling.text.strategies import STRATEGIES
 from mmldlm.utils.output_paths import check_writable_dir
 from mmldlm.utils.progress import ProgressBar
@@ -35,7 +35,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "text_file": {"l2t": None, "t2l": None},
     "num_samples": {"l2t": None, "unconditional": 10},
     "num_steps": {"l2t": 64, "t2l": 32, "unconditional": 64},
-    "sampler": {"l2t": "confidence", "unconditional": "ancestral"},
+    "sampler": {"l2t": None, "unconditional": None},
     "temperature": {"l2t": None, "unconditional": None},
     "top_p": {"l2t": 1.0, "unconditional": 1.0},
     "guidance": {"l2t": 1.0, "t2l": 1.0},
@@ -43,6 +43,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "method": {"t2l": "ddim", "unconditional": None},
     "eta": {"t2l": 0.0},
 }
+# Options that a task may lack, also in a kind that it has (TextTask.sampling_options).
+TASK_OPTIONS = (
+    "num_steps", "sampler", "temperature", "top_p", "guidance", "presence_penalty", "method", "eta",
+)  # fmt: skip
 METHODS = {"t2l": SOLVERS, "unconditional": JOINT_METHODS}
 # argparse settings of the same options.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -52,7 +56,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "text_file": {"metavar": "FILE", "help": "texts, one per line"},
     "num_samples": {"type": int, "metavar": "N", "help": "number of samples (l2t: default one per embedding)"},
     "num_steps": {"type": int, "help": "denoising steps; a text of n tokens takes at most n confidence steps"},
-    "sampler": {"choices": tuple(STRATEGIES), "help": "text sampler"},
+    "sampler": {
+        "help": f"text sampler; of masked diffusion {' or '.join(STRATEGIES)} (default: l2t confidence, unconditional "
+        "ancestral); a name that the model's task lacks is refused with those that it has"
+    },
     "temperature": {
         "type": float,
         "help": "0 takes the most probable token (default: 1 for ancestral; 0 for confidence, or 1 if an embedding is "
@@ -104,8 +111,8 @@ def add_arguments(parser: argparse.ArgumentParser, kind: str | None = None) -> N
     add("--device", help="default: cuda if available, else cpu")
 
 
-def resolve_options(args: argparse.Namespace) -> None:
-    """Check the options of args.kind and fill in its defaults.
+def resolve_options(args: argparse.Namespace) -> list[str]:
+    """Check the options of args.kind and fill in its defaults; return those that were given.
 
     Raises:
         UserError: an option that this kind does not read, not exactly one source, or a value out of range.
@@ -127,6 +134,25 @@ def resolve_options(args: argparse.Namespace) -> None:
         if getattr(args, key) is None:
             setattr(args, key, defaults.get(args.kind))
     _check_ranges(args)
+    return given
+
+
+def fit_to_task(args: argparse.Namespace, given: list[str], pretrained: Pretrained) -> None:
+    """Check kind, sampler and options against the task of the checkpoint; drop what it does not read.
+
+    Raises:
+        UserError: the task lacks the kind, the sampler, or an option that was given.
+    """
+    task = pretrained.task
+    pretrained.check_kind(args.kind, args.sampler)
+    unread = [key for key in TASK_OPTIONS if key not in task.sampling_options]
+    if wrong := [_option(key) for key in unread if key in given]:
+        known = ", ".join(_option(key) for key in TASK_OPTIONS if args.kind in DEFAULTS[key] and key not in unread)
+        raise UserError(f"options that task={task.name} reads: {known}", ", ".join(wrong), "omit them")
+    for key in unread:
+        setattr(args, key, None)
+    if args.sampler is None and args.kind in DEFAULTS["sampler"]:
+        args.sampler = task.samplers[args.kind][0]
 
 
 def _option(key: str) -> str:
@@ -163,11 +189,12 @@ def output_folder(path: str, overwrite: bool) -> Path:
 
 def main(args: argparse.Namespace) -> int:
     """Run `mmldlm sample`; return the exit code."""
-    resolve_options(args)
+    given = resolve_options(args)
     device = usable_device(args.device)
     out = output_folder(args.output_dir, args.overwrite)
     pretrained = load_pretrained(args.checkpoint, device)
-    if args.kind != "unconditional":  # choose_method checks the modes of that kind
+    fit_to_task(args, given, pretrained)
+    if args.kind != "unconditional" or pretrained.latent_config is None:  # else choose_method checks the modes
         pretrained.check_mode(args.kind)
     pretrained.check_guidance(1.0 if args.guidance is None else args.guidance)
     started = time.perf_counter()
