@@ -9,14 +9,18 @@ import numpy as np
 from mmldlm.utils.counter_rng import Stream, generator
 
 SMALLEST, LARGEST = 0.1, 5.0  # sizes in units of the mean (HDLM)
+# Unit vectors are rounded to this grid. Products and sums of such integers are exact in fp32, in any order, so every
+# rank, machine and number of threads finds the same clusters.
+_GRID = 1024
 
 
 def cluster_tokens(
-    vectors: np.ndarray, num_clusters: int, alone: Collection[int], seed: int, rounds: int = 30
+    vectors: np.ndarray, num_clusters: int, alone: Collection[int], seed: int, rounds: int = 20
 ) -> np.ndarray:
     """K-means by cosine, started with k-means++ (Arthur and Vassilvitskii, SODA 2007).
 
-    A function of its arguments: the draws are counter-based and ties go to the lower index.
+    A function of its arguments on every machine: draws are counter-based, sums are those of integers, and ties go to
+    the lower index.
 
     Args:
         vectors: [V, D], one per token.
@@ -35,7 +39,7 @@ def cluster_tokens(
     words = np.setdiff1d(np.arange(len(vectors)), np.array(sorted(alone), dtype=np.int64))
     if not 1 <= num_clusters <= len(words):
         raise ValueError(f"{num_clusters} clusters of {len(words)} tokens")
-    points = _unit(vectors[words].astype(np.float64))
+    points = _unit(vectors[words].astype(np.float64)).astype(np.float32)
     mean = len(words) / num_clusters
     bounds = max(int(SMALLEST * mean), 1), max(int(LARGEST * mean), -(-len(words) // num_clusters))
     centers = _starting_centers(points, num_clusters, generator(seed, Stream.TOKEN_CLUSTERS))
@@ -44,16 +48,18 @@ def cluster_tokens(
         before, found = found, _bounded_assignment(points @ centers.T, *bounds)
         if np.array_equal(before, found):
             break
-        sums = np.zeros_like(centers)
-        np.add.at(sums, found, points)
-        centers = _unit(sums)
+        by_cluster = np.argsort(found, kind="stable")  # no cluster is empty
+        starts = np.searchsorted(found[by_cluster], np.arange(num_clusters))
+        centers = _unit(np.add.reduceat(points[by_cluster], starts, dtype=np.float64)).astype(np.float32)
     clusters = np.full(len(vectors), -1, dtype=np.int64)
     clusters[words] = found
     return clusters
 
 
 def _unit(rows: np.ndarray) -> np.ndarray:
-    return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
+    """Unit vectors times _GRID, rounded; a row of zeros stays one."""
+    norms = np.sqrt(np.square(rows).sum(1, keepdims=True))
+    return np.rint(rows * (_GRID / np.where(norms > 0, norms, 1.0)))
 
 
 def _starting_centers(points: np.ndarray, count: int, random: np.random.Generator) -> np.ndarray:
@@ -61,10 +67,11 @@ def _starting_centers(points: np.ndarray, count: int, random: np.random.Generato
     chosen = [int(random.integers(len(points)))]
     distance = np.full(len(points), np.inf)
     for _ in range(count - 1):
-        distance = np.minimum(distance, np.maximum(2 - 2 * points @ points[chosen[-1]], 0))
+        cosine = (points @ points[chosen[-1]]).astype(np.float64)
+        distance = np.minimum(distance, np.maximum(2 * (_GRID**2 - cosine), 0))
         distance[chosen] = 0
         cumulative = distance.cumsum()
-        if cumulative[-1] <= 1e-9:  # only copies of chosen points are left
+        if cumulative[-1] <= _GRID:  # only copies of chosen points are left
             chosen.append(int(np.setdiff1d(np.arange(len(points)), chosen)[0]))
             continue
         chosen.append(int(np.searchsorted(cumulative, random.random() * cumulative[-1], side="right")))
