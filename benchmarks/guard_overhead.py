@@ -27,6 +27,7 @@ import _report
 import _store
 
 ROOT = Path(__file__).resolve().parent.parent
+OPTIMIZER = "optimizer.kind=adamw"  # the cheaper update, so the larger share for the guard
 sys.path.insert(0, str(ROOT))
 
 
@@ -102,7 +103,7 @@ def run(args, folder: str, name: str, guarded: bool, count_syncs: bool) -> Meter
         "training.dtype=fp32", "data.max_validation_samples=2", "logging.save_freq=100000", "logging.eval_freq=100000",
         "logging.log_freq=100000", "stability.audit_freq=100000", "stability.spike_window=4",
         "checkpoints.async_save=false", "training.freeze=none", "training.grad_accum_steps=1",
-        "stability.spike_action=log",
+        "stability.spike_action=log", OPTIMIZER,
     ]  # fmt: skip
     patches = [
         mock.patch.object(Heartbeat, "enter_phase", record_phase),
@@ -156,7 +157,7 @@ def audit_seconds(args, folder: str) -> float:
     from mmldlm.tasks.translation.data import open_data
     from mmldlm.tasks.translation.parameter_plan import parameter_plan
 
-    words = [f"data.latent_data_root={args.data}", "engine.kind=single", f"logging.save_dir={folder}"]
+    words = [f"data.latent_data_root={args.data}", "engine.kind=single", f"logging.save_dir={folder}", OPTIMIZER]
     data = open_data(load_config("tiny" if args.quick else "mmdit_300m", None, words))
     model = MultimodalMMDiT(data.config.model)
     engine = build_engine(model, data.config, parameter_plan(model, data.config))

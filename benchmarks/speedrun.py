@@ -10,9 +10,9 @@ fixed for the quickstart's docstrings (TARGET), otherwise what the reference run
 FLOP model plus the optimizer's.
 
 A schedule ends with its budget, so today's recipe is trained to several lengths, each with its own schedule: the
-shortest that holds the target is found by bisection to 4 % of the reference's steps (or --steps names it). One more run
-spends what the reference spends. Finished runs stay in --out and are read from there, so an interrupted benchmark
-continues. --set changes a key of today's recipe: a candidate (docs/speedrun.md is their log).
+shortest that holds the target is found by bisection to 4 % of the reference's steps (or --steps names it). On the
+docstrings one more run spends what the reference spends. Finished runs stay in --out and are read from there, so an
+interrupted benchmark continues. --set changes a key of today's recipe: a candidate (docs/speedrun.md is their log).
 
 Default data: the quickstart's docstrings; with --corpus a text file, prepared as the quickstart does.
 """
@@ -92,11 +92,11 @@ def measure(args: argparse.Namespace, store: str, folder: Path, suffix: str) -> 
         last = run(recipe, store, folder, args.steps)
         found = last if holds(last, target) else None
     ratio = float("inf") if found is None else found.flops / reference.flops
-    affordable = max(int(reference.flops / (last.flops / last.steps)), 1)
-    equal = run(recipe, store, folder, affordable)
-    bound = BOUNDS["wikipedia" if suffix else "docstrings"]
+    bound, equal = BOUNDS["wikipedia" if suffix else "docstrings"], None
     claims = [_report.claim(f"flops_to_target_ratio{suffix}", ratio, "<=", bound, measured=True)]
     if not suffix:
+        affordable = max(int(reference.flops / (last.flops / last.steps)), 1)
+        equal = run(recipe, store, folder, affordable)
         claims.append(_report.claim("nelbo_at_reference_flops_nats", equal.nelbo, "<=", 3.4, measured=True))
         claims.append(_report.claim("gain_at_reference_flops_nats", equal.gain, ">=", 1.6, measured=True))
     runs = {"reference": reference, "today_at_target": found, "today_at_reference_flops": equal}

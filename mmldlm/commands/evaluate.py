@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data", metavar="STORE", help="prepared store; its validation split is evaluated")
     add("--num-samples", type=int, metavar="N", help="number of unseen sentences (default 1000, or all)")
     add("--num-steps", type=int, help="steps of l2t (default 12)")
-    add("--latent-steps", type=int, default=10, help="denoising steps of t2l (default %(default)s)")
+    add("--latent-steps", type=int, help="denoising steps of t2l (default 1, or 10 for prediction epsilon)")
     add("--num-draws", type=int, default=2, help="timesteps per sentence in the NELBO (default %(default)s)")
     add("--control-samples", type=int, default=100, help="sentences of the untrained controls (default %(default)s)")
     add("--guidance", type=float, default=1.0, help="classifier-free guidance of both samplers (default 1: none)")

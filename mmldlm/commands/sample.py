@@ -14,11 +14,12 @@ import numpy as np
 from mmldlm.commands import RenamedOption
 from mmldlm.errors import EXIT_DONE, UserError
 from mmldlm.sampling.device import usable_device
-from mmldlm.sampling.generate import SampleOptions, count_noun, sample_l2t, sample_t2l, sample_unconditional
+from mmldlm.sampling.generate import SampleOptions, sample_l2t, sample_t2l, sample_unconditional
 from mmldlm.sampling.joint_sampler import JOINT_METHODS
 from mmldlm.sampling.latent_sampler import SOLVERS
 from mmldlm.sampling.pretrained import Pretrained, load_pretrained
 from mmldlm.sampling.text.strategies import STRATEGIES
+from mmldlm.utils.formatting import count_noun
 from mmldlm.utils.output_paths import check_writable_dir
 from mmldlm.utils.progress import ProgressBar
 
@@ -34,18 +35,20 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "text": {"l2t": None, "t2l": None},
     "text_file": {"l2t": None, "t2l": None},
     "num_samples": {"l2t": None, "unconditional": 10},
-    "num_steps": {"l2t": 64, "t2l": 32, "unconditional": 64},
+    "num_steps": {"l2t": 64, "t2l": None, "unconditional": 64},
     "sampler": {"l2t": None, "unconditional": None},
     "temperature": {"l2t": None, "unconditional": None},
     "top_p": {"l2t": 1.0, "unconditional": 1.0},
     "guidance": {"l2t": 1.0, "t2l": 1.0},
     "presence_penalty": {"l2t": None},
+    "num_beams": {"l2t": None, "unconditional": None},
     "method": {"t2l": "ddim", "unconditional": None},
     "eta": {"t2l": 0.0},
 }
 # Options that a task may lack, also in a kind that it has (TextTask.sampling_options).
 TASK_OPTIONS = (
-    "num_steps", "sampler", "temperature", "top_p", "guidance", "presence_penalty", "method", "eta",
+    "num_steps", "sampler", "temperature", "top_p", "guidance", "presence_penalty", "num_beams", "method",
+    "eta",
 )  # fmt: skip
 METHODS = {"t2l": SOLVERS, "unconditional": JOINT_METHODS}
 # argparse settings of the same options.
@@ -55,7 +58,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "text": {"nargs": "+", "metavar": "TEXT", "help": "texts (l2t: embedded with the encoder of the training data)"},
     "text_file": {"metavar": "FILE", "help": "texts, one per line"},
     "num_samples": {"type": int, "metavar": "N", "help": "number of samples (l2t: default one per embedding)"},
-    "num_steps": {"type": int, "help": "denoising steps; a text of n tokens takes at most n confidence steps"},
+    "num_steps": {
+        "type": int,
+        "help": "denoising steps (t2l: default 1, or 10 for a model that predicts epsilon); a text of n tokens takes "
+        "at most n confidence steps",
+    },
     "sampler": {
         "help": f"text sampler; of masked diffusion {' or '.join(STRATEGIES)} (default: l2t confidence, unconditional "
         "ancestral); a name that the model's task lacks is refused with those that it has"
@@ -71,6 +78,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "type": float,
         "help": "nats subtracted from tokens that the text already contains (default: confidence 1, ancestral 0)",
     },
+    "num_beams": {"type": int, "metavar": "W", "help": "beams of a beam search (default: 4)"},
     "method": {
         "help": "t2l: solver, ddim, or heun for a rectified-flow model; unconditional: joint or chain (default: what "
         "the model was trained for)"
@@ -161,8 +169,8 @@ def _option(key: str) -> str:
 
 def _check_ranges(args: argparse.Namespace) -> None:
     for key, low, high in (
-        ("num_samples", 1, None), ("num_steps", 1, None), ("temperature", 0, None), ("top_p", 1e-6, 1), ("eta", 0, 1),
-        ("seed", 0, None),
+        ("num_samples", 1, None), ("num_steps", 1, None), ("num_beams", 1, None), ("temperature", 0, None),
+        ("top_p", 1e-6, 1), ("eta", 0, 1), ("seed", 0, None),
     ):  # fmt: skip
         value = getattr(args, key)
         if value is not None and (not np.isfinite(value) or value < low or (high is not None and value > high)):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from mmldlm.data.store.store import Store
+from mmldlm.errors import UserError
 from mmldlm.evaluation.directions import (
     DirectionResult,
     Settings,
@@ -20,9 +21,12 @@ from mmldlm.evaluation.directions import (
     measure_likelihood,
     measure_t2l,
 )
+from mmldlm.evaluation.reencoding import reencoded_estimates
 from mmldlm.evaluation.report import EvaluationReport
 from mmldlm.evaluation.sentences import Sentences, choose_sentences
 from mmldlm.evaluation.suite import Log
+from mmldlm.sampling.inputs import reason_without_encoder
+from mmldlm.sampling.latent_sampler import steps_given_text
 from mmldlm.sampling.pretrained import Pretrained
 
 
@@ -39,8 +43,8 @@ def untrained_control(model: nn.Module, seed: int, random_gates: bool) -> nn.Mod
         torch.manual_seed(seed)
         fresh = type(model)(model.config)
         if random_gates:
-            for parameter in fresh.parameters():
-                if parameter.dim() == 2 and not parameter.any():
+            for name, parameter in fresh.named_parameters():
+                if (parameter.dim() == 2 or name.endswith(".gate")) and not parameter.any():
                     nn.init.normal_(parameter, std=0.1)
     for name, buffer in model.named_buffers():
         fresh.get_buffer(name).copy_(buffer)
@@ -74,18 +78,22 @@ def evaluate(
     }
     arms: dict[str, dict[str, Any]] = {"model": {}, **{name: {} for name in controls}}
     examples: list[dict[str, Any]] = []
+    notes = _notes(pretrained)
     if not pretrained.reads_latents:
-        for name, model in {"model": pretrained.model, **controls}.items():
-            arm, own = replace(pretrained, model=model), sentences if name == "model" else control_sentences
+        for name, module in {"model": model, **controls}.items():
+            arm, own = replace(pretrained, model=module), sentences if name == "model" else control_sentences
             found = measure_likelihood(arm, own, None, settings, log if name == "model" else _prefixed(log, name))
             arms[name].update(likelihood_estimates(found))
     elif pretrained.supports("l2t"):
-        result = measure_l2t(pretrained, model, sentences, settings, log)
-        arms["model"].update(result.estimates)
-        examples = example_records(pretrained, sentences, result)
+        written = measure_l2t(pretrained, model, sentences, settings, log)
+        arms["model"].update(written.estimates)
+        examples = example_records(pretrained, sentences, written)
+        results = [("model", written.written, sentences)]
         for name, control in controls.items():
             result = measure_l2t(pretrained, control, control_sentences, settings, _prefixed(log, name))
             arms[name].update(result.estimates)
+            results.append((name, result.written, control_sentences))
+        notes += _add_reencoding(pretrained, arms, results, log)
     if "t2l" in pretrained.task.samplers and pretrained.supports("t2l"):
         gallery = sentences.latents
         arms["model"].update(measure_t2l(pretrained, model, sentences, gallery, settings, log).estimates)
@@ -99,18 +107,41 @@ def evaluate(
         "num_control_sentences": len(control_sentences),
         "num_text_tokens": int(sum(len(text) + 1 for text in sentences.tokens)),
         "nelbo_draws": settings.num_draws,
-        "text_steps": settings.num_steps,
+        "text_steps": settings.num_steps if "num_steps" in pretrained.task.sampling_options else None,
         "likelihood": "exact" if pretrained.task.exact_likelihood else "upper bound (NELBO)",
         "text_sampler": pretrained.task.evaluation_decoding,
-        "latent_steps": settings.latent_steps,
+        "latent_steps": _latent_steps(pretrained, settings),
         "guidance": settings.guidance,
         "presence_penalty": settings.presence_penalty,
         "seed": settings.seed,
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
         "seconds": round(time.perf_counter() - started, 1),
-        "notes": _notes(pretrained),
+        "notes": notes,
     }
     return EvaluationReport(conditions, arms, examples)
+
+
+def _add_reencoding(
+    pretrained: Pretrained,
+    arms: dict[str, dict[str, Any]],
+    results: list[tuple[str, list[list[int]], Sentences]],
+    log: Log,
+) -> list[str]:
+    """Embed every arm's texts again; return a note with the reason if the encoder is not available."""
+    try:
+        for name, written, sentences in results:
+            say = log if name == "model" else _prefixed(log, name)
+            arms[name].update(reencoded_estimates(pretrained, written, sentences, say))
+    except (UserError, ImportError, OSError) as error:
+        return [f"written texts are not embedded again: {reason_without_encoder(error)}"]
+    return []
+
+
+def _latent_steps(pretrained: Pretrained, settings: Settings) -> int | None:
+    """Steps of t2l; None for a task without it."""
+    if pretrained.latent_config is None:
+        return None
+    return settings.latent_steps or steps_given_text(pretrained.latent_diffusion)
 
 
 def _prefixed(log: Log, name: str) -> Log:

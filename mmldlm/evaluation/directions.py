@@ -15,10 +15,11 @@ from mmldlm.evaluation.metrics.nelbo import Likelihood, measure
 from mmldlm.evaluation.sentences import Sentences
 from mmldlm.evaluation.statistics import Estimate, mean, proportion, ratio
 from mmldlm.evaluation.suite import Log, batch_budget
-from mmldlm.sampling.latent_sampler import sample_latents
+from mmldlm.sampling.latent_sampler import sample_latents, steps_given_text
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.sampling.text.draw import PRESENCE_PENALTY
 from mmldlm.sampling.text.loop import TextSamples
+from mmldlm.utils.formatting import count_noun
 
 NATS = "nats/token"
 # Names of the conditions in reports (JSON keys such as nelbo_right).
@@ -33,7 +34,7 @@ class Settings:
     Attributes:
         num_samples: unseen sentences; None is 1,000, or all if there are fewer.
         num_steps: steps of l2t; None for a task that takes no number of steps.
-        latent_steps: denoising steps of t2l.
+        latent_steps: denoising steps of t2l; None: `steps_given_text`.
         num_draws: timesteps per sentence in the NELBO.
         control_samples: how many of the sentences the two untrained controls use.
         guidance: classifier-free guidance of both samplers.
@@ -44,7 +45,7 @@ class Settings:
 
     num_samples: int | None = None
     num_steps: int | None = 12
-    latent_steps: int = 10
+    latent_steps: int | None = None
     num_draws: int = 2
     control_samples: int = 100
     guidance: float = 1.0
@@ -175,12 +176,14 @@ def measure_t2l(
     Args:
         gallery: [N, D] (or [N, M, D]) latents for retrieval; the first rows are those of the sentences.
     """
-    progress = log(f"embedding {len(sentences)} texts in {settings.latent_steps} steps, retrieval among {len(gallery)}")
+    steps = settings.latent_steps or steps_given_text(pretrained.latent_diffusion)
+    words = f"{count_noun(len(sentences), 'text')} in {count_noun(steps, 'step')}"
+    progress = log(f"embedding {words}, retrieval among {len(gallery)}")
     latents = sample_latents(
         model,
         sentences.tokens,
         diffusion=pretrained.latent_diffusion,
-        steps=settings.latent_steps,
+        steps=steps,
         guidance=settings.guidance,
         renormalize=pretrained.renormalize,
         seed=settings.seed,

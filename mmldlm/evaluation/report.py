@@ -32,6 +32,8 @@ ROWS = (
     ("f1_gap", "  gap", 1),
     ("token_bleu_right", "l2t token BLEU-4 (word pieces), points", 1),
     ("exact_match_right", "l2t exact match, points", 1),
+    ("reencoded_cosine", "l2t cosine of the text embedded again", 3),
+    ("reencoded_cosine_shuffled", "  with another sentence's embedding", 3),
     ("cosine", "t2l cosine with the encoder's", 3),
     ("cosine_shuffled", "  with another sentence's", 3),
     ("mean_embedding_cosine", "  floor: the mean embedding", 3),

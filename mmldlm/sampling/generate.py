@@ -11,12 +11,13 @@ import numpy as np
 import torch
 
 from mmldlm.errors import UserError
-from mmldlm.sampling.inputs import encode_texts, given_texts, read_latents, tokenize_texts
+from mmldlm.sampling.inputs import encode_texts, given_texts, read_latents, reason_without_encoder, tokenize_texts
 from mmldlm.sampling.joint_sampler import choose_method, sample_joint
-from mmldlm.sampling.latent_sampler import check_latents_per_text, sample_latents
+from mmldlm.sampling.latent_sampler import check_latents_per_text, sample_latents, steps_given_text
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.sampling.text.draw import PRESENCE_PENALTY
 from mmldlm.sampling.text.loop import TextSamples, sample_text
+from mmldlm.utils.formatting import count_noun
 from mmldlm.utils.progress import ProgressBar
 
 # Options that samplers of texts do not read.
@@ -38,6 +39,7 @@ class SampleOptions:
     top_p: float = 1.0
     guidance: float = 1.0
     presence_penalty: float | None = None
+    num_beams: int | None = None
     method: str | None = None
     eta: float = 0.0
     seed: int = 0
@@ -118,20 +120,27 @@ def sample_t2l(pretrained: Pretrained, options: SampleOptions, progress: Progres
         raise UserError(
             "--method ddim", f"heun with schedule {pretrained.latent_config.schedule}", "heun needs rectified_flow"
         )
+    steps = options.num_steps or steps_given_text(pretrained.latent_diffusion)
+    if steps == 1 and (options.eta > 0 or options.method == "heun"):
+        raise UserError(
+            "--num-steps of at least 2 with --eta or --method heun",
+            "1 step (the default given a text), which has neither noise nor a second pass",
+            "add --num-steps 10, or omit these options",
+        )
     texts = given_texts(options.text, options.text_file)
     ids = tokenize_texts(texts, pretrained)
     latents = sample_latents(
         pretrained.model,
         ids,
         diffusion=pretrained.latent_diffusion,
-        steps=options.num_steps,
+        steps=steps,
         method=options.method,
         eta=options.eta,
         guidance=options.guidance,
         renormalize=pretrained.renormalize,
         unit=pretrained.renormalize,
         seed=options.seed,
-        progress=progress.start(f"embedding {count_noun(len(texts), 'text')} in {options.num_steps} steps"),
+        progress=progress.start(f"embedding {count_noun(len(texts), 'text')} in {count_noun(steps, 'step')}"),
     )
     norms = latents.norm(dim=-1).tolist()
     records: list[dict[str, Any]] = [
@@ -139,11 +148,12 @@ def sample_t2l(pretrained: Pretrained, options: SampleOptions, progress: Progres
         for i, (text, row, norm) in enumerate(zip(texts, ids, norms))
     ]
     cosines = _encoder_cosines(pretrained, texts, latents.numpy(), progress)
+    extra: dict[str, Any] = {"num_steps": steps}
     if cosines is None:
-        return Samples(records, latents.numpy())
+        return Samples(records, latents.numpy(), extra)
     for record, cosine in zip(records, cosines):
         record["cosine"] = cosine
-    return Samples(records, latents.numpy(), {"mean_cosine_with_encoder": float(np.mean(cosines))})
+    return Samples(records, latents.numpy(), extra | {"mean_cosine_with_encoder": float(np.mean(cosines))})
 
 
 def _encoder_cosines(
@@ -157,8 +167,7 @@ def _encoder_cosines(
         message = f"embedding {count_noun(len(texts), 'text')} with the encoder, to compare"
         encoded = encode_texts(texts, pretrained, progress.start(message))
     except (UserError, ImportError, OSError) as error:
-        found = f"{error.found} (expected {error.expected})" if isinstance(error, UserError) else str(error)
-        print(f"no cosine with the encoder's embedding: {found}", file=sys.stderr)
+        print(f"no cosine with the encoder's embedding: {reason_without_encoder(error)}", file=sys.stderr)
         return None
     norms = np.linalg.norm(sampled, axis=-1) * np.linalg.norm(encoded, axis=-1)
     cosines = (sampled * encoded).sum(-1) / np.maximum(norms, 1e-12)
@@ -222,8 +231,3 @@ def _text_records(pretrained: Pretrained, samples: TextSamples) -> list[dict[str
     return [
         {"index": i, "text": text, "num_tokens": len(ids)} for i, (text, ids) in enumerate(zip(texts, samples.tokens))
     ]
-
-
-def count_noun(number: int, noun: str) -> str:
-    """Format a count: "1 text", "2 texts"."""
-    return f"{number} {noun}" + ("" if number == 1 else "s")

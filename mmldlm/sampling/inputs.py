@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -58,6 +59,27 @@ def read_latents(path: str, pretrained: Pretrained) -> np.ndarray:
     return rows
 
 
+def encoder_identity(pretrained: Pretrained) -> dict[str, Any]:
+    """Return the description of the encoder of the model's training latents.
+
+    Raises:
+        UserError: it is not known.
+    """
+    if pretrained.encoder is None:
+        raise UserError(
+            f'"encoder" in the model\'s config in {pretrained.folder}, the encoder of its latents',
+            "no such key",
+            "embed the texts yourself and pass --latent-file",
+        )
+    if not pretrained.has_encoder:
+        raise UserError(
+            "a model with a known encoder of its latents",
+            "its store was packed without --encoder",
+            "embed the texts yourself with that encoder and pass --latent-file",
+        )
+    return pretrained.encoder
+
+
 def encode_texts(texts: Sequence[str], pretrained: Pretrained, progress: ProgressCallback | None = None) -> np.ndarray:
     """Embed texts with the encoder that produced the model's training latents.
 
@@ -73,19 +95,7 @@ def encode_texts(texts: Sequence[str], pretrained: Pretrained, progress: Progres
     from mmldlm.data.encoders.encoder import Encoder
     from mmldlm.data.sentences import split_into_parts
 
-    identity = pretrained.encoder
-    if identity is None:
-        raise UserError(
-            f'"encoder" in the model\'s config in {pretrained.folder}, the encoder of its latents',
-            "no such key",
-            "embed the texts yourself and pass --latent-file",
-        )
-    if not pretrained.has_encoder:
-        raise UserError(
-            "a model with a known encoder of its latents",
-            "its store was packed without --encoder",
-            "embed the texts yourself with that encoder and pass --latent-file",
-        )
+    identity = encoder_identity(pretrained)
     count, all_parts = pretrained.model.config.num_latents, []
     for text in texts:  # split as in `mmldlm prepare`
         parts = split_into_parts(text, count)
@@ -106,6 +116,11 @@ def encode_texts(texts: Sequence[str], pretrained: Pretrained, progress: Progres
 
     latents = Encoder.from_identity(identity).encode(all_parts, advance)
     return latents.reshape(len(texts), *latent_shape(pretrained.model.config))
+
+
+def reason_without_encoder(error: Exception) -> str:
+    """Say why `encode_texts` failed, for results that are valid without it."""
+    return f"{error.found} (expected {error.expected})" if isinstance(error, UserError) else str(error)
 
 
 def given_texts(texts: list[str] | None, text_file: str | None) -> list[str]:

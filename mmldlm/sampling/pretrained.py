@@ -117,11 +117,12 @@ class Pretrained:
             UserError: the model was not trained in it.
         """
         if not self.supports(mode):
+            how = "another model.conditioning" if self.latent_config is None else f"training.loss_type={mode} or mixed"
             trained = ", ".join(name for name, weight in (self.mode_weights or {}).items() if weight > 0)
             raise UserError(
                 f"a model trained in mode {mode}",
                 f"{self.folder or 'a model'} trained only in {trained or 'no mode'}",
-                f"use another checkpoint, or train one with training.loss_type={mode} or mixed",
+                f"use another checkpoint, or train one with {how}",
             )
 
     def check_guidance(self, guidance: float) -> None:

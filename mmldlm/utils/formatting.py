@@ -72,3 +72,8 @@ def format_bytes(count: float) -> str:
 def first_line(error: BaseException) -> str:
     """Return the type and first line of an exception, for a one-line message."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+
+
+def count_noun(number: int, noun: str) -> str:
+    """Format a count: "1 text", "2 texts"."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")

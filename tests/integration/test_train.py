@@ -302,7 +302,9 @@ def test_from_training_to_text_again(store, tmp_path):
     report = tmp_path / "report.json"
     sizes = ["--num-samples", "12", "--control-samples", "8", "--num-steps", "3", "--latent-steps", "3"]
     assert main(["evaluate", "--checkpoint", str(out), "--data", str(store), "--json", str(report), *sizes]) == 0
-    names = {claim["id"] for claim in json.loads(report.read_text())["claims"]}
+    values = json.loads(report.read_text())
+    assert -1 <= values["details"]["model"]["reencoded_cosine"]["value"] <= 1
+    names = {claim["id"] for claim in values["claims"]}
     assert {"l2t_gain_null_nats", "l2t_f1_gap_points", "t2l_recall_at_1", "untrained_gain_in_standard_errors"} <= names
 
 

@@ -94,6 +94,15 @@ def test_t2l_compares_with_the_encoder_where_there_is_one(checkpoint, tmp_path, 
     assert "cosine with" in capsys.readouterr().out
 
 
+def test_t2l_takes_one_step_unless_asked_and_refuses_options_that_one_step_does_not_read(checkpoint, tmp_path):
+    words = ("t2l", "--checkpoint", checkpoint, "--text", "word1 word2", "--output-dir")
+    assert run(*words, tmp_path / "a") == 0
+    assert json.loads((tmp_path / "a" / "settings.json").read_text())["num_steps"] == 1
+    with pytest.raises(UserError, match="--num-steps of at least 2"):
+        run(*words, tmp_path / "b", "--eta", 0.5)
+    assert run(*words, tmp_path / "b", "--eta", 0.5, "--num-steps", 2) == 0
+
+
 def test_l2t_draws_when_an_embedding_is_used_several_times(checkpoint, tmp_path):
     np.save(tmp_path / "one.npy", np.full(6, 6**-0.5))
     out = tmp_path / "out"

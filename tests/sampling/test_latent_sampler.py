@@ -7,7 +7,7 @@ import torch
 
 from mmldlm.diffusion import GaussianProcess
 from mmldlm.errors import MmldlmError
-from mmldlm.sampling.latent_sampler import pad_texts, sample_latents
+from mmldlm.sampling.latent_sampler import pad_texts, sample_latents, steps_given_text
 from mmldlm.utils.counter_rng import Stream, normals
 
 PAIRS = [
@@ -27,6 +27,11 @@ def field_model(toys, diffusion, x0_of, **shape):
             return diffusion.targets(x0, noise, t).float()
 
     return Field(**shape)
+
+
+def test_one_step_suffices_where_x0_is_defined_at_pure_noise():
+    assert steps_given_text(GaussianProcess("cosine", "x0")) == steps_given_text(GaussianProcess("cosine", "v")) == 1
+    assert steps_given_text(GaussianProcess("cosine", "epsilon")) == 10
 
 
 @pytest.mark.parametrize("path,prediction", PAIRS)

@@ -16,9 +16,10 @@ from mmldlm.evaluation.metrics import retrieval
 from mmldlm.evaluation.report import write_report
 from mmldlm.evaluation.suite import Log, batch_budget
 from mmldlm.sampling.inputs import encode_texts, tokenize_texts
-from mmldlm.sampling.latent_sampler import sample_latents
+from mmldlm.sampling.latent_sampler import sample_latents, steps_given_text
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.utils.counter_rng import Stream, generator
+from mmldlm.utils.formatting import count_noun
 
 _RESAMPLES = 1000
 
@@ -142,7 +143,7 @@ class StsReport:
 def evaluate(
     pretrained: Pretrained,
     pairs: Pairs,
-    steps: int = 12,
+    steps: int | None = None,
     guidance: float = 1.0,
     seed: int = 0,
     log: Log = print,
@@ -159,7 +160,8 @@ def evaluate(
     pretrained.check_guidance(guidance)
     texts = list(dict.fromkeys(pairs.first + pairs.second))
     row_of = {text: row for row, text in enumerate(texts)}
-    progress = log(f"embedding {len(texts)} sentences in {steps} steps")
+    steps = steps or steps_given_text(pretrained.latent_diffusion)
+    progress = log(f"embedding {len(texts)} sentences in {count_noun(steps, 'step')}")
     sampled = sample_latents(
         pretrained.model,
         tokenize_texts(texts, pretrained),

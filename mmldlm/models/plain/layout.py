@@ -99,7 +99,8 @@ def _rows(slots: Tensor, shape: tuple[int, int], prefix: int, head_dim: int, dev
 @cache_tensor
 def rotations(length: int, prefix: int, head_dim: int, device: torch.device) -> Tensor:
     """[P + S, 1, head_dim / 2, 2] rotary cos and sin, fp32; of a prefix row 1 and 0."""
-    still = torch.tensor([1.0, 0.0], device=device).expand(prefix, head_dim // 2, 2)
+    shape = (prefix, head_dim // 2)
+    still = torch.stack([torch.ones(shape, device=device), torch.zeros(shape, device=device)], -1)
     return torch.cat([still, rotary_table(length, head_dim, device)])[:, None]
 
 

@@ -162,8 +162,7 @@ class PlainTransformer(nn.Module):
             latents: in model space, clean. None: the learned null latent. [B, D] or [B, N, D]
             text_timesteps: in [0, 1]; read if config.reads_time. None: 0. [B]
             latent_timesteps: None (a place that MultimodalMMDiT has).
-            attention_mask: bool, True for real tokens. None: all real. In a causal model padding follows the text.
-                [B, S]
+            attention_mask: bool, True for real tokens, which padding follows. None: all real. [B, S]
             latent_is_null: bool, samples whose latents are replaced by the learned null. [B]
             token_positions: int64 indices into B * S, ascending, of the real tokens. With text_positions, only these
                 are computed. None: found from the mask on a CPU; on a GPU padding is computed, too. [N]
@@ -211,9 +210,7 @@ class PlainTransformer(nn.Module):
             kept = text_rows if kept is None else kept.index_select(0, text_rows)
         rows = self._run_blocks(rows, condition, layout, encoded, kept)
         sample = layout.sample if kept is None else layout.sample.index_select(0, kept)
-        out = self.text_head(
-            rows, sample, condition, text_targets, text_weights, text_candidates, text_function
-        )  # fmt: skip
+        out = self.text_head(rows, sample, condition, text_targets, text_weights, text_candidates, text_function)
         if not selects and "text_logits" in out:
             out["text_logits"] = out["text_logits"].view(*text_tokens.shape, -1)
         if self.length_head is not None:
@@ -278,7 +275,8 @@ class PlainTransformer(nn.Module):
         """[N] -> [N, H]."""
         table = self.token_embedding
         rows = embedding(table.weight, ids) if has_no_hooks(table, nn.Embedding) else table(ids)
-        return rows * self.config.token_embedding_scale
+        scale = self.config.token_embedding_scale
+        return rows if scale == 1 else rows * scale
 
     def _run_blocks(
         self, rows: Tensor, condition: Tensor | None, layout: Layout, encoded: EncodedLatent, kept: Tensor | None
@@ -291,7 +289,10 @@ class PlainTransformer(nn.Module):
             if crosses:
                 latent = encoded.tokens if encoded.keys_values is None else encoded.keys_values[i]
             arguments = (rows, condition, layout, latent, kept if i == len(self.blocks) - 1 else None)
-            rows = checkpoint(block, *arguments, use_reentrant=False) if recompute else block(*arguments)
+            if recompute:  # no random numbers to keep: reading their state would make the host wait
+                rows = checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)
+            else:
+                rows = block(*arguments)
         return rows
 
     # -- parameters and files ----------------------------------------------------------------------------------------

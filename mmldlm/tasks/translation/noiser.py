@@ -15,6 +15,7 @@ from mmldlm.data.batching.batch_plan import GlobalBatch, permute
 from mmldlm.data.store.store import Rows
 from mmldlm.diffusion import GaussianProcess, MaskedDiffusion
 from mmldlm.diffusion.timesteps import logit_normal, low_discrepancy, shift, stretch
+from mmldlm.tasks.masking import mask_texts
 from mmldlm.tasks.row_reader import RowReader
 from mmldlm.tasks.translation.candidates import CandidateSampler
 from mmldlm.tasks.translation.config import PURE_MODES, TranslationConfig
@@ -222,7 +223,9 @@ class Noiser:
         mode, is_real = torch.from_numpy(modes), torch.from_numpy(real)
         if self.text_config.timesteps != "low_discrepancy":
             strata = padded.text
-        noised, masked, timesteps, weights = self._mask(padded.tokens, strata, padded.mask_uniform, padded.attention)
+        noised, masked, timesteps, weights = mask_texts(
+            self.text, self.text_config, padded.tokens, strata, padded.mask_uniform, padded.attention
+        )
         is_t2l = mode == T2L
         masked &= (is_real & ~is_t2l)[:, None]
         positions = masked.flatten().nonzero()[:, 0]
@@ -262,20 +265,6 @@ class Noiser:
             "latent_weights": torch.where(is_real & ~is_l2t, weights, 0.0).float(),
             "latent_is_null": (padded.dropout < self.dropout) & is_l2t,
         }
-
-    def _mask(self, tokens: Tensor, strata: Tensor, uniform: Tensor, maskable: Tensor) -> tuple[Tensor, ...]:
-        """Return noised tokens, the mask, timesteps [B] and the NELBO weight [B] of a masked token."""
-        config = self.text_config
-        if config.fully_masked_only:
-            masked = maskable.clone()
-            ones = torch.ones(len(tokens), dtype=torch.float64)
-            return tokens.masked_fill(masked, self.text.mask_token_id), masked, ones, ones
-        if config.masking == "fixed_count":
-            noised, masked, share = self.text.corrupt_count(tokens, strata, uniform, maskable, self.text.mask_token_id)
-            return noised, masked, self.text.timestep_of(share), 1 / share
-        t = stretch(strata, config.min_timestep)
-        noised, masked = self.text.corrupt(tokens, t, uniform, maskable)
-        return noised, masked, t, self.text.loss_weights(t)
 
     def _latent_timesteps(self, strata: Tensor, own: Tensor) -> Tensor:
         config = self.latent_config
