@@ -130,6 +130,15 @@ class GiddProcess:
         log_rho = (self._uniform_mass(t) / (self.num_noise_tokens * (1 - t))).log()
         return GiddDivergence(tokens, noised, noised == self.mask_token_id, alpha.float(), log_rho.float())
 
+    def is_open(self, tokens: Tensor) -> Tensor:
+        """Every token, or [MASK] alone without uniform noise; same shape, bool."""
+        return torch.ones_like(tokens, dtype=torch.bool) if self.uniform_share else tokens == self.mask_token_id
+
+    def sampling_times(self, steps: int) -> Tensor:
+        """Even steps from 1 to 0, with uniform noise finer at both ends, where it changes as a root. [steps + 1]"""
+        u = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
+        return torch.sin(0.5 * torch.pi * u) ** 2 if self.uniform_share else u
+
     def reverse(self, tokens: Tensor, logits: Tensor, t: Tensor, s: Tensor, uniform: Tensor) -> Tensor:
         """Draw z_s from the posterior q(z_s | z_t, x_hat) (eq. 12), s < t: exact for every step size.
 

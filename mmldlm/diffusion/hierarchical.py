@@ -104,9 +104,17 @@ class HierarchicalProcess:
         weights = torch.where(noised == self.mask_token_id, at_mask, at_cluster)
         return torch.where(noised == tokens, 0.0, weights)
 
-    def divergence(self, tokens: Tensor, noised: Tensor) -> HierarchicalDivergence:
-        """d of M rows whose noised token is [MASK] or a cluster; tokens and noised [M] int64."""
+    def divergence(self, tokens: Tensor, noised: Tensor, t: Tensor | None = None) -> HierarchicalDivergence:
+        """d of M rows whose noised token is [MASK] or a cluster; tokens and noised [M] int64. t is not read."""
         return HierarchicalDivergence(tokens, noised == self.mask_token_id, self._group)
+
+    def is_open(self, tokens: Tensor) -> Tensor:
+        """[MASK] and clusters; same shape, bool."""
+        return (tokens == self.mask_token_id) | (tokens >= self.vocab_size)
+
+    def sampling_times(self, steps: int) -> Tensor:
+        """Even steps from 1 to 0. [steps + 1]"""
+        return torch.linspace(1, 0, steps + 1, dtype=torch.float64)
 
     def reverse(self, tokens: Tensor, logits: Tensor, t: Tensor, s: Tensor, uniform: Tensor) -> Tensor:
         """Draw z_s from the posterior q(z_s | z_t, x_hat), s < t: exact for every step size and gamma.

@@ -23,7 +23,7 @@ def cluster_tokens(
     the lower index.
 
     Args:
-        vectors: [V, D], one per token.
+        vectors: [V, D], one per token; zeros where nothing is known of a token, which then goes to any cluster.
         num_clusters: n, at most the number of tokens to cluster.
         alone: tokens in no cluster (special tokens).
         seed: of the starting centers.
@@ -39,11 +39,24 @@ def cluster_tokens(
     words = np.setdiff1d(np.arange(len(vectors)), np.array(sorted(alone), dtype=np.int64))
     if not 1 <= num_clusters <= len(words):
         raise ValueError(f"{num_clusters} clusters of {len(words)} tokens")
-    points = _unit(vectors[words].astype(np.float64)).astype(np.float32)
-    mean = len(words) / num_clusters
-    bounds = max(int(SMALLEST * mean), 1), max(int(LARGEST * mean), -(-len(words) // num_clusters))
+    is_known = vectors[words].any(1)
+    if is_known.sum() < num_clusters:
+        is_known[:] = True
+    found = np.empty(len(words), dtype=np.int64)
+    found[is_known] = _k_means(vectors[words[is_known]], num_clusters, seed, rounds)
+    found[~is_known] = np.arange(len(words) - is_known.sum()) % num_clusters
+    clusters = np.full(len(vectors), -1, dtype=np.int64)
+    clusters[words] = found
+    return clusters
+
+
+def _k_means(vectors: np.ndarray, num_clusters: int, seed: int, rounds: int) -> np.ndarray:
+    """Cluster of every row [rows]; sizes are bounded."""
+    points = _unit(vectors.astype(np.float64)).astype(np.float32)
+    mean = len(points) / num_clusters
+    bounds = max(int(SMALLEST * mean), 1), max(int(LARGEST * mean), -(-len(points) // num_clusters))
     centers = _starting_centers(points, num_clusters, generator(seed, Stream.TOKEN_CLUSTERS))
-    found = np.full(len(words), -1)
+    found = np.full(len(points), -1)
     for _ in range(rounds):
         before, found = found, _bounded_assignment(points @ centers.T, *bounds)
         if np.array_equal(before, found):
@@ -51,9 +64,7 @@ def cluster_tokens(
         by_cluster = np.argsort(found, kind="stable")  # no cluster is empty
         starts = np.searchsorted(found[by_cluster], np.arange(num_clusters))
         centers = _unit(np.add.reduceat(points[by_cluster], starts, dtype=np.float64)).astype(np.float32)
-    clusters = np.full(len(vectors), -1, dtype=np.int64)
-    clusters[words] = found
-    return clusters
+    return found
 
 
 def _unit(rows: np.ndarray) -> np.ndarray:
