@@ -23,8 +23,7 @@ ENGINES = {
     "fsdp": ["engine.kind=fsdp"],
 }
 ARMS = {
-    "ar": ["model.tokens_per_latent=2", "model.tie_embeddings=true"],
-    "ar_cross_attention": ["model.conditioning=cross_attention", "model.tokens_per_latent=2", "optimizer.kind=muon"],
+    "ar": ["model.tokens_per_latent=2", "model.tie_embeddings=true", "optimizer.kind=muon"],
     "mdlm": ["model.conditioning=none"],
     "latent_dit_adaln": ["model.cond_dim=32"],
     "latent_dit_cross_attention": ["model.cond_dim=32", "model.tokens_per_latent=2"],
@@ -37,9 +36,8 @@ ARMS = {
         "text_diffusion.num_clusters=6",
     ],
 }
-"""Arms, and what makes each of them tiny; an arm that is not a preset names one in PRESETS."""
-PRESETS = {"ar_cross_attention": "ar"}
-RESUMED_ON = dict(zip(ARMS, ("zero2", "ddp", "zero3", "fsdp", "zero2", "zero3", "zero3", "fsdp"), strict=True))
+"""Presets, and what makes each of them tiny."""
+RESUMED_ON = dict(zip(ARMS, ("zero2", "ddp", "zero3", "fsdp", "zero3", "zero3", "fsdp"), strict=True))
 """The engine of the run that is continued from its checkpoint."""
 STEPS, BAD_STEP = 6, 3
 
@@ -54,7 +52,7 @@ def run(arm: str, store: str, folder: str, name: str, *words: str) -> None:
         "training.dtype=fp32", "optimizer.lr=2e-3", "optimizer.warmup_steps=2", "model.hidden_size=32",
         "model.n_blocks=2", "model.n_heads=2", "model.max_seq_len=64",
     ]  # fmt: skip
-    config = load_config(PRESETS.get(arm, arm), None, [*common, *ARMS[arm], *words])
+    config = load_config(arm, None, [*common, *ARMS[arm], *words])
     train(check_run(config, int(os.environ["WORLD_SIZE"])))
 
 
