@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 TASKS = {
     "ar": "mmldlm.tasks.baselines.ar.task:ArTask",
+    "gidd": "mmldlm.tasks.baselines.gidd.task:GiddTask",
+    "hdlm": "mmldlm.tasks.baselines.hdlm.task:HdlmTask",
     "mdlm": "mmldlm.tasks.baselines.mdlm.task:MdlmTask",
     "translation": "mmldlm.tasks.translation.task:TranslationTask",
 }

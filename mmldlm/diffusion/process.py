@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -62,6 +62,40 @@ class TokenProcess(Protocol):
 
     def loss_weights(self, t: Tensor) -> Tensor:
         """Weights of the per-token NLL that make its expectation over t the NELBO. Shape of t, fp64"""
+        ...
+
+    def reverse(self, tokens: Tensor, logits: Tensor, t: Tensor, s: Tensor, uniform: Tensor) -> Tensor:
+        """Tokens at s < t drawn from tokens at t and logits [B, S, V]; uniform [2, B, S] in [0, 1)."""
+        ...
+
+
+class DivergenceProcess(Protocol):
+    """Discrete diffusion of tokens whose NELBO weighs a divergence over the vocabulary, by token and noised token.
+
+    Attributes:
+        mask_token_id: state of every token at t = 1.
+    """
+
+    mask_token_id: int
+
+    def corrupt(self, tokens: Tensor, t: Tensor, uniform: Tensor, noisable: Tensor) -> tuple[Tensor, Tensor]:
+        """Noised tokens [B, S] and positions whose weight is not zero [B, S] bool; t [B], uniform [B, S] fp64."""
+        ...
+
+    def elbo_weights(self, tokens: Tensor, noised: Tensor, t: Tensor) -> Tensor:
+        """The NELBO's weights at t in (0, 1), fp64; the arguments broadcast."""
+        ...
+
+    def divergence(self, tokens: Tensor, noised: Tensor, t: Tensor) -> Any:
+        """What the weights multiply, of M scored rows: a NamedTuple of tensors with the method `score`."""
+        ...
+
+    def is_open(self, tokens: Tensor) -> Tensor:
+        """Which tokens a step back may change; same shape, bool."""
+        ...
+
+    def sampling_times(self, steps: int) -> Tensor:
+        """Falling timesteps from 1 to 0 for `steps` steps. [steps + 1] fp64"""
         ...
 
     def reverse(self, tokens: Tensor, logits: Tensor, t: Tensor, s: Tensor, uniform: Tensor) -> Tensor:

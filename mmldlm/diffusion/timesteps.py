@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -35,3 +37,20 @@ def logit_normal(uniform: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor
 def shift(t: Tensor, factor: float) -> Tensor:
     """t in [0, 1] -> factor t / (1 + (factor - 1) t): the same ends, more mass near 1 for factor > 1 (SD3, eq. 23)."""
     return factor * t / (1 + (factor - 1) * t)
+
+
+def arcsine(uniform: Tensor, margin: float = 1e-5) -> tuple[Tensor, Tensor]:
+    """Timesteps t = sin^2(pi u / 2), denser at both ends, and dt/du, by which an integral over t weighs them.
+
+    A NELBO whose integrand grows as 1 / sqrt(t), or whose weights do as 1 / t, then has no mass at the ends that a
+    uniform t in [1e-4, 1 - 1e-4] would miss, and a finite variance.
+
+    Args:
+        uniform: in [0, 1).
+        margin: u is kept inside [margin, 1 - margin], so that 0 < t < 1.
+
+    Returns:
+        t and dt/du, both of uniform's shape, fp64.
+    """
+    angle = 0.5 * math.pi * uniform.double().clamp(margin, 1 - margin)
+    return torch.sin(angle) ** 2, 0.5 * math.pi * torch.sin(2 * angle)

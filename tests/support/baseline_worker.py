@@ -28,9 +28,16 @@ ARMS = {
     "latent_dit_adaln": ["model.cond_dim=32"],
     "latent_dit_cross_attention": ["model.cond_dim=32", "model.tokens_per_latent=2"],
     "latent_dit_tokens": ["model.cond_dim=32", "model.tokens_per_latent=2"],
+    "gidd": ["model.cond_dim=32", "model.tokens_per_latent=2", "model.conditioning=prefix"],
+    "hdlm": [
+        "model.cond_dim=32",
+        "model.tokens_per_latent=2",
+        "model.conditioning=cross_attention",
+        "text_diffusion.num_clusters=6",
+    ],
 }
 """Presets, and what makes each of them tiny."""
-RESUMED_ON = dict(zip(ARMS, ("zero2", "ddp", "zero3", "fsdp", "zero3"), strict=True))
+RESUMED_ON = dict(zip(ARMS, ("zero2", "ddp", "zero3", "fsdp", "zero3", "zero3", "fsdp"), strict=True))
 """The engine of the run that is continued from its checkpoint."""
 STEPS, BAD_STEP = 6, 3
 

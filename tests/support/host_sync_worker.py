@@ -38,6 +38,13 @@ CASES = {
         "words": ["model.conditioning=cross_attention", "model.gradient_checkpointing=true"],
     },
     "latent DiT, autocast": {"dtype": "bf16", "preset": "latent_dit_adaln", "autocast": True},
+    "GIDD": {"dtype": "bf16", "preset": "gidd"},
+    "HDLM, autocast": {
+        "dtype": "bf16",
+        "preset": "hdlm",
+        "autocast": True,
+        "words": ["text_diffusion.num_clusters=6", "model.conditioning=prefix"],
+    },
 }
 SMALL = ["model.hidden_size=64", "model.n_blocks=2", "model.n_heads=2", "model.max_seq_len=64"]
 

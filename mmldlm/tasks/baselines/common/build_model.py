@@ -16,11 +16,11 @@ from mmldlm.tasks.translation.parameter_plan import no_decay_names
 STACKED = {"to_qkv": 3, "to_key_value": 2}  # matrices that one weight holds
 
 
-def build_model(data: BaselineData) -> PlainTransformer:
-    """A function of config and data alone (training.seed, model.*)."""
+def build_model(data: BaselineData, kind: type[PlainTransformer] = PlainTransformer) -> PlainTransformer:
+    """A function of config and data alone (training.seed, model.*). kind: the model's class."""
     config = data.config.model
     torch.manual_seed(data.config.training.seed)
-    model = PlainTransformer(config)
+    model = kind(config)
     model.set_latent_statistics(data.latent_mean, data.latent_std)
     if config.token_embedding_init == "encoder":
         embeddings = torch.from_numpy(encoder_token_embeddings(data.train, config.hidden_size))

@@ -1,0 +1,1 @@
+"""GIDD and GIDD+ on a one-stream transformer, unconditional or given a latent."""

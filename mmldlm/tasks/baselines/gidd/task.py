@@ -1,0 +1,66 @@
+"""GIDD, unconditional or given a latent. Torch is imported where it is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from mmldlm.errors import UserError
+from mmldlm.tasks.baselines.common.data import BaselineData
+from mmldlm.tasks.baselines.common.divergence_task import DivergenceTask
+from mmldlm.tasks.baselines.gidd.config import GiddConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmldlm.diffusion.gidd import GiddProcess
+    from mmldlm.sampling.pretrained import Pretrained
+    from mmldlm.sampling.text.loop import TextSamples
+    from mmldlm.tasks.baselines.common.divergence import DivergenceObjective
+
+_SAMPLERS = ("ancestral", "self_correction")
+
+
+class GiddTask(DivergenceTask):
+    """Masks and uniform noise (arXiv 2503.04482); GIDD+ with loss.text_weighting=dynamic and weight decay 0.02."""
+
+    name = "gidd"
+    config_class = GiddConfig
+    samplers = {"l2t": _SAMPLERS, "unconditional": _SAMPLERS}
+
+    def describe(self, config: GiddConfig) -> str:
+        return f"{super().describe(config)}, uniform noise {config.text_diffusion.uniform_share:g}"
+
+    def process_of_data(self, data: BaselineData) -> GiddProcess:
+        return _process(data.config.text_diffusion, data.config.model)
+
+    def process_of_model(self, pretrained: Pretrained) -> GiddProcess:
+        return _process(pretrained.text_config, pretrained.model.config)
+
+    def training_weights(self, data: BaselineData) -> Callable[[Tensor, Tensor], Tensor]:
+        loss, process = data.config.loss, self.process_of_data(data)
+        return partial(process.training_weights, weighting=loss.text_weighting, largest=loss.largest_weight)
+
+    def objective(self, config: GiddConfig) -> DivergenceObjective:
+        from mmldlm.diffusion.gidd import GiddDivergence
+        from mmldlm.tasks.baselines.common.divergence import DivergenceObjective
+
+        return DivergenceObjective(GiddDivergence, config.loss.length_loss_weight)
+
+    def write_texts(
+        self, pretrained: Pretrained, latents: Tensor | None, *, sampler: str, **options: Any
+    ) -> TextSamples:
+        if sampler == "self_correction" and pretrained.text_config.uniform_share == 0:
+            raise UserError(
+                "a model trained with text_diffusion.uniform_share above 0, for --sampler self_correction",
+                f"text_diffusion.uniform_share=0 in {pretrained.folder}: it never saw a wrong token",
+                "omit --sampler",
+            )
+        return super().write_texts(pretrained, latents, sampler=sampler, **options)
+
+
+def _process(config, model) -> GiddProcess:
+    from mmldlm.diffusion.gidd import GiddProcess
+
+    return GiddProcess(model.vocab_size, model.mask_token_id, config.uniform_share, config.gamma)

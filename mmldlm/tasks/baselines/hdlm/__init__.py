@@ -1,0 +1,1 @@
+"""HDLM on a one-stream transformer, unconditional or given a latent."""

@@ -1,0 +1,111 @@
+"""Data of HDLM: the baselines' stores, and clusters of tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+import numpy as np
+
+from mmldlm.errors import UserError
+from mmldlm.tasks.baselines.common import data as common
+from mmldlm.tasks.baselines.common.data import BaselineData
+from mmldlm.tasks.baselines.hdlm.config import HdlmConfig
+
+MAX_CLUSTERS = 128  # of num_clusters=None; more gained nothing in the paper
+COUNTED_TEXTS, CONTEXTS, WINDOW = 65_536, 256, 2
+
+
+@dataclass(kw_only=True)
+class HdlmData(BaselineData):
+    """Stores, and the clusters that they give: the same on every rank and machine."""
+
+    config: HdlmConfig
+
+    @cached_property
+    def clusters(self) -> np.ndarray:
+        """Cluster of every token, -1 for special tokens. [V] int64"""
+        from mmldlm.diffusion.token_clusters import cluster_tokens
+
+        config = self.config
+        count, specials = config.text_diffusion.num_clusters, self._special_tokens()
+        vectors = self._vectors()
+        if count > len(vectors) - len(specials):
+            raise UserError(
+                f"text_diffusion.num_clusters of at most {len(vectors) - len(specials)}, the words of the tokenizer",
+                f"text_diffusion.num_clusters={count}",
+                "choose fewer clusters",
+            )
+        return cluster_tokens(vectors, count, specials, config.training.seed)
+
+    def fingerprint(self) -> str:
+        """That of the training split and of the clusters: a resume must find both."""
+        return hashlib.sha256(super().fingerprint().encode() + self.clusters.tobytes()).hexdigest()
+
+    def _vectors(self) -> np.ndarray:
+        model = self.config.model
+        if self.config.text_diffusion.cluster_vectors == "encoder":
+            from mmldlm.tasks.translation.embedding_init import encoder_token_embeddings
+
+            vectors = encoder_token_embeddings(self.train, model.hidden_size)
+            return np.pad(vectors, ((0, model.vocab_size - len(vectors)), (0, 0)))
+        count = len(self.train_lengths)
+        spread = np.unique(np.linspace(0, count - 1, min(count, COUNTED_TEXTS)).astype(np.int64))
+        return cooccurrence_vectors(self.train.get(spread).tokens, model.vocab_size)
+
+    def _special_tokens(self) -> set[int]:
+        from mmldlm.data.encoders.tokenizer_files import read_tokenizer
+
+        folder, model = self.train.root / "tokenizer", self.config.model
+        tokenizer = read_tokenizer(folder, f"the tokenizer in {folder}", "prepare the store again")
+        return {*tokenizer.all_special_ids, model.mask_token_id, model.pad_token_id, model.eos_token_id}
+
+
+def cooccurrence_vectors(texts: list[np.ndarray], vocab_size: int) -> np.ndarray:
+    """Positive pointwise mutual information of tokens with the CONTEXTS most frequent ones, at most WINDOW apart.
+
+    Returns:
+        [vocab_size, CONTEXTS or fewer] fp32; zeros for tokens that do not occur.
+    """
+    gap = np.full(WINDOW, vocab_size)  # no token: it keeps texts apart
+    tokens = np.concatenate([part for text in texts for part in (text.astype(np.int64), gap)])
+    frequency = np.bincount(tokens, minlength=vocab_size + 1)[:vocab_size]
+    known = np.flatnonzero(frequency)
+    contexts = np.argsort(-frequency, kind="stable")[: min(CONTEXTS, len(known))]
+    row, column = np.full(vocab_size + 1, -1), np.full(vocab_size + 1, -1)
+    row[known], column[contexts] = np.arange(len(known)), np.arange(len(contexts))
+    counts = np.zeros(len(known) * len(contexts), dtype=np.int64)
+    for distance in range(1, WINDOW + 1):
+        for token, near in ((tokens[distance:], tokens[:-distance]), (tokens[:-distance], tokens[distance:])):
+            seen = (row[token] >= 0) & (column[near] >= 0)
+            places = row[token[seen]] * len(contexts) + column[near[seen]]
+            counts += np.bincount(places, minlength=len(counts))
+    pairs = counts.reshape(len(known), len(contexts)).astype(np.float64)
+    expected = pairs.sum(1, keepdims=True) * pairs.sum(0, keepdims=True) / max(pairs.sum(), 1)
+    vectors = np.zeros((vocab_size, len(contexts)), dtype=np.float32)
+    ratio = np.divide(pairs, expected, out=np.ones_like(pairs), where=pairs > 0)
+    vectors[known] = np.log(ratio).clip(0)
+    return vectors
+
+
+def open_data(config: HdlmConfig) -> HdlmData:
+    """Open both splits and fill in what they decide: also num_clusters and model.extra_input_tokens.
+
+    Raises:
+        UserError: see `mmldlm.tasks.baselines.common.data.open_data`; a contradiction of the number of clusters.
+    """
+    opened = common.open_data(config)
+    data = HdlmData(**{field.name: getattr(opened, field.name) for field in fields(opened)})
+    model, diffusion = data.config.model, data.config.text_diffusion
+    if diffusion.num_clusters is None:
+        diffusion.num_clusters = min(MAX_CLUSTERS, max(math.isqrt(model.vocab_size), 1))
+    if model.extra_input_tokens not in (0, diffusion.num_clusters):
+        raise UserError(
+            f"model.extra_input_tokens={diffusion.num_clusters}, one for each cluster",
+            f"model.extra_input_tokens={model.extra_input_tokens}",
+            "leave model.extra_input_tokens unset",
+        )
+    model.extra_input_tokens = diffusion.num_clusters
+    return data

@@ -1,0 +1,85 @@
+"""HDLM, unconditional or given a latent. Torch is imported where it is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from mmldlm.tasks.base import ModelSizes
+from mmldlm.tasks.baselines.common.divergence_task import DivergenceTask
+from mmldlm.tasks.baselines.hdlm.config import HdlmConfig
+from mmldlm.tasks.baselines.hdlm.data import HdlmData, open_data
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmldlm.diffusion.hierarchical import HierarchicalProcess
+    from mmldlm.sampling.pretrained import Pretrained
+    from mmldlm.tasks.baselines.common.divergence import DivergenceObjective
+    from mmldlm.tasks.baselines.hdlm.model import HierarchicalTransformer
+
+
+class HdlmTask(DivergenceTask):
+    """Word -> cluster -> [MASK] (arXiv 2510.08632) with the exact posterior; clusters are stored with the model."""
+
+    name = "hdlm"
+    config_class = HdlmConfig
+    architecture = "HierarchicalTransformer"
+    buffers = DivergenceTask.buffers | {"token_clusters"}
+
+    def open_data(self, config: HdlmConfig) -> HdlmData:
+        return open_data(config)
+
+    def model_sizes(self, config: HdlmConfig, length: int) -> ModelSizes:
+        sizes = super().model_sizes(config, length)
+        return {**sizes, "buffers": sizes["buffers"] + config.model.vocab_size}
+
+    def describe(self, config: HdlmConfig) -> str:
+        return f"{super().describe(config)}, {config.text_diffusion.num_clusters} clusters"
+
+    def expected_shapes(self, model_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        return {**super().expected_shapes(model_config), "token_clusters": (model_config["vocab_size"],)}
+
+    def model_class(self) -> type[HierarchicalTransformer]:
+        from mmldlm.tasks.baselines.hdlm.model import HierarchicalTransformer
+
+        return HierarchicalTransformer
+
+    def build_model(self, data: HdlmData) -> HierarchicalTransformer:
+        import torch
+
+        from mmldlm.tasks.baselines.common.build_model import build_model
+
+        model = build_model(data, self.model_class())
+        model.token_clusters.copy_(torch.from_numpy(data.clusters))
+        return model
+
+    def process_of_data(self, data: HdlmData) -> HierarchicalProcess:
+        import torch
+
+        from mmldlm.diffusion.hierarchical import HierarchicalProcess
+
+        clusters = torch.from_numpy(data.clusters)
+        return HierarchicalProcess(clusters, data.config.model.mask_token_id, data.config.text_diffusion.gamma)
+
+    def process_of_model(self, pretrained: Pretrained) -> HierarchicalProcess:
+        from mmldlm.diffusion.hierarchical import HierarchicalProcess
+
+        model = pretrained.model
+        clusters, gamma = model.token_clusters.cpu(), pretrained.text_config.gamma
+        return HierarchicalProcess(clusters, model.config.mask_token_id, gamma).to(model.token_clusters.device)
+
+    def training_weights(self, data: HdlmData) -> Callable[[Tensor, Tensor], Tensor]:
+        largest = data.config.loss.largest_weight
+        return partial(_clipped, largest=largest)
+
+    def objective(self, config: HdlmConfig) -> DivergenceObjective:
+        from mmldlm.diffusion.hierarchical import HierarchicalDivergence
+        from mmldlm.tasks.baselines.common.divergence import DivergenceObjective
+
+        return DivergenceObjective(HierarchicalDivergence, config.loss.length_loss_weight)
+
+
+def _clipped(weights: Tensor, t: Tensor, largest: float | None) -> Tensor:
+    return weights if largest is None else weights.clamp_max(largest)
