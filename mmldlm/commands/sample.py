@@ -16,7 +16,7 @@ from mmldlm.errors import EXIT_DONE, UserError
 from mmldlm.sampling.device import usable_device
 from mmldlm.sampling.generate import SampleOptions, sample_l2t, sample_t2l, sample_unconditional
 from mmldlm.sampling.joint_sampler import JOINT_METHODS
-from mmldlm.sampling.latent_sampler import SOLVERS
+from mmldlm.sampling.latent_solver import ETAS, SOLVERS
 from mmldlm.sampling.pretrained import load_pretrained
 from mmldlm.sampling.text.strategies import STRATEGIES
 from mmldlm.utils.formatting import count_noun
@@ -42,9 +42,17 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "guidance": {"l2t": 1.0, "t2l": 1.0},
     "presence_penalty": {"l2t": None},
     "method": {"t2l": "ddim", "unconditional": None},
+    "solver": {"unconditional": "ddim"},
+    "condition_timestep": {"l2t": 0.0, "unconditional": 0.0},
     "eta": {"t2l": 0.0},
 }
 METHODS = {"t2l": SOLVERS, "unconditional": JOINT_METHODS}
+
+
+def _eta(word: str) -> float | str:
+    return word if word in ETAS else float(word)
+
+
 # argparse settings of the same options.
 OPTIONS: dict[str, dict[str, Any]] = {
     "latent_file": {"metavar": "X.npy", "help": "embeddings [D] or [N, D] in the encoder's space"},
@@ -70,10 +78,21 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": "nats subtracted from tokens that the text already contains (default: confidence 1, ancestral 0)",
     },
     "method": {
-        "help": "t2l: solver, ddim, or heun for a rectified-flow model; unconditional: joint or chain (default: what "
-        "the model was trained for)"
+        "help": "t2l: solver, ddim, dpm++2m, or heun for a rectified-flow model; unconditional: joint or chain "
+        "(default: what the model was trained for)"
     },
-    "eta": {"type": float, "help": "noise of DDIM: 0 none, 1 ancestral"},
+    "solver": {"choices": ("ddim", "dpm++2m"), "help": "solver of the embeddings"},
+    "condition_timestep": {
+        "type": float,
+        "metavar": "T",
+        "help": "noise the embedding to this timestep for the text, for embeddings that no encoder made (a model of "
+        "training.l2t_condition_noise; unconditional: --method chain)",
+    },
+    "eta": {
+        "type": _eta,
+        "metavar": "ETA",
+        "help": "noise of DDIM: 0 none, 1 ancestral, bridge that of a model of schedule=decoupled",
+    },
 }
 SOURCES = {"l2t": ("latent_file", "text", "text_file", "data"), "t2l": ("text", "text_file"), "unconditional": ()}
 OUTPUTS = ("samples.jsonl", "latents.npy", "settings.json")
@@ -141,10 +160,12 @@ def _option(key: str) -> str:
 def _check_ranges(args: argparse.Namespace) -> None:
     for key, low, high in (
         ("num_samples", 1, None), ("num_steps", 1, None), ("temperature", 0, None), ("top_p", 1e-6, 1), ("eta", 0, 1),
-        ("seed", 0, None),
+        ("seed", 0, None), ("condition_timestep", 0, 1),
     ):  # fmt: skip
         value = getattr(args, key)
-        if value is not None and (not np.isfinite(value) or value < low or (high is not None and value > high)):
+        if value is None or value in ETAS:
+            continue
+        if not np.isfinite(value) or value < low or (high is not None and value > high):
             bound = f"at least {low:g}" + (f" and at most {high}" if high is not None else "")
             raise UserError(f"{_option(key)} {bound}", str(value), "choose a value in this range")
 

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from mmldlm.data.encoders.encoder import token_budget_batches
 from mmldlm.diffusion import MaskedDiffusion
+from mmldlm.diffusion.process import LatentProcess
 from mmldlm.sampling.device import device_of
 from mmldlm.sampling.text.draw import DrawSettings
 from mmldlm.sampling.text.length_rule import predict_lengths
 from mmldlm.sampling.text.state import DecodingState
 from mmldlm.sampling.text.strategies import TextStrategy, strategy_class
-from mmldlm.utils.counter_rng import Stream, uniforms
+from mmldlm.utils.counter_rng import Stream, normals, uniforms
 
 
 @dataclass
@@ -88,6 +89,8 @@ def sample_text(
     top_p: float = 1.0,
     guidance: float = 1.0,
     presence_penalty: float = 0.0,
+    latent_diffusion: LatentProcess | None = None,
+    condition_timestep: float = 0.0,
     seed: int = 0,
     batch_tokens: int = 1536,
     progress: Callable[[int, int], None] | None = None,
@@ -107,6 +110,9 @@ def sample_text(
         guidance: classifier-free guidance, null + g (given - null).
         presence_penalty: nats subtracted from the logit of every token that the text already contains. A greedy
             parallel decoder repeats tokens, because positions decided together do not condition on each other.
+        latent_diffusion: noise process of the latents, needed for condition_timestep above 0.
+        condition_timestep: noise the given latents to this timestep and say so to the model: for latents that no
+            encoder made (conditioning augmentation, arXiv 2106.15282). The length is predicted without.
         seed: the draws of a sample depend on the seed and its index only.
         batch_tokens: maximum padded positions per pass.
         progress: called after every pass with the number of passes done and in total, over all texts.
@@ -132,8 +138,13 @@ def sample_text(
             sampler, model, lengths[index], rows, diffusion=diffusion, steps=steps, draw=draw, seed=seed
         )
         given = model.scale_latents(latents[index].to(device_of(model))) if latents is not None else None
+        times = None
+        if given is not None and condition_timestep > 0:
+            times = torch.full((len(rows),), condition_timestep, device=given.device)
+            noise = normals(seed, Stream.CONDITION, rows, tuple(given.shape[1:])).to(given.device)
+            given = latent_diffusion.add_noise(given, noise, times)
         for k in range(steps):
-            num_rows += _take_step(model, strategy, k, given, guidance)
+            num_rows += _take_step(model, strategy, k, given, times, guidance)
             done += int((passes[index] > k).sum())
             if progress is not None:
                 progress(done, total)
@@ -142,7 +153,9 @@ def sample_text(
     return TextSamples(texts, lengths, num_rows)
 
 
-def _take_step(model: nn.Module, strategy: TextStrategy, k: int, given: Tensor | None, guidance: float) -> int:
+def _take_step(
+    model: nn.Module, strategy: TextStrategy, k: int, given: Tensor | None, times: Tensor | None, guidance: float
+) -> int:
     """Take one step on the texts that need it; return the number of rows the model computed."""
     state, positions = strategy.state, strategy.positions(k)
     if len(positions) == 0:
@@ -154,7 +167,8 @@ def _take_step(model: nn.Module, strategy: TextStrategy, k: int, given: Tensor |
     tokens, real, t = state.tokens[rows], state.real[rows], strategy.timesteps(k)[rows]
     active = row_index * width + positions % width
     latents = given[rows] if given is not None else None
-    logits = model(tokens, latents, t, None, real, text_positions=active)["text_logits"]
+    latent_t = times[rows] if times is not None else None
+    logits = model(tokens, latents, t, latent_t, real, text_positions=active)["text_logits"]
     passes = 1
     if guidance != 1.0 and latents is not None:
         null = model(tokens, None, t, None, real, text_positions=active)["text_logits"]
