@@ -24,6 +24,7 @@ class Stream(IntEnum):
     LATENT = 102
     LENGTH = 103
     JOINT_LATENT = 104
+    CONDITION = 105
     LIKELIHOOD = 201
     STS_BOOTSTRAP = 0x575
     BLEU_BOOTSTRAP = 0xB1E0
