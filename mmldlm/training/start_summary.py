@@ -27,7 +27,6 @@ def summary(
     total = sum(count for _, count in trainable.values())
     groups = ", ".join(f"{name} {part / 1e6:.1f}M of {count / 1e6:.1f}M" for name, (part, count) in trainable.items())
     num_epochs = training.num_train_steps * global_batch / len(data.train_lengths)
-    decays = ", ".join(f"weight decay {decay:g} on {size / 1e6:.1f}M" for decay, size in optimizer_groups)
     return [
         f"run      {config.run_dir()} on {engine.describe()}, {engine.world_size} rank(s), {engine.device.type}",
         f"model    {total / 1e6:.1f}M parameters; trainable {groups} ({task.describe(config)})",
@@ -35,24 +34,24 @@ def summary(
         *(f"data     {note}" for note in data.notes),
         f"batch    {global_batch} = {training.train_batch_size} per rank x {training.grad_accum_steps} accumulated x "
         f"{engine.world_size} rank(s); {training.num_train_steps:,} steps = {num_epochs:.2f} epochs; {training.dtype}",
-        f"optim    AdamW, lr {optimizer.lr:g} after {optimizer.warmup_steps:,} steps of warm-up, {optimizer.schedule} "
-        f"to {optimizer.min_lr:g}; {decays}",
-        *_muon_lines(engine, optimizer),
+        *_optimizer_lines(engine, optimizer, optimizer_groups),
     ]
 
 
-def _muon_lines(engine: Engine, optimizer: OptimizerConfig) -> list[str]:
+def _optimizer_lines(engine: Engine, optimizer: OptimizerConfig, groups: list[tuple[float, int]]) -> list[str]:
+    decays = [f"weight decay {decay:g} on {size / 1e6:.1f}M" for decay, size in groups]
+    schedule = f"after {optimizer.warmup_steps:,} steps of warm-up, {optimizer.schedule} to {optimizer.min_lr:g}"
     muon = muon_of(engine)
     if muon is None:
-        return []
+        return [f"optim    AdamW, lr {optimizer.lr:g} {schedule}; {', '.join(decays)}"]
     cost = muon.cost()
     share = cost["flops_per_rank"] * engine.world_size / max(cost["flops"], 1.0)
     work = f"{cost['flops'] / 1e9:.2g} GFLOP per step"
     if engine.world_size > 1:
         work += f", the busiest rank {share:.2f} x the mean, {cost['bytes'] / 1e6:.1f} MB exchanged"
-    return [
-        f"optim    Muon, lr {optimizer.muon_rate():g}, for {cost['matrices']} matrices of the "
-        f"{cost['elements'] / 1e6:.1f}M ({work}); AdamW for all other parameters"
+    return [  # Muon's group is the first
+        f"optim    Muon, lr {optimizer.muon_rate():g}, for {cost['matrices']} matrices; {decays[0]} ({work})",
+        f"optim    AdamW for all other parameters, lr {optimizer.lr:g} {schedule}; {', '.join(decays[1:])}",
     ]
 
 
