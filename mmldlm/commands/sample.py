@@ -16,7 +16,7 @@ from mmldlm.errors import EXIT_DONE, UserError
 from mmldlm.sampling.device import usable_device
 from mmldlm.sampling.generate import SampleOptions, sample_l2t, sample_t2l, sample_unconditional
 from mmldlm.sampling.joint_sampler import JOINT_METHODS
-from mmldlm.sampling.latent_sampler import SOLVERS
+from mmldlm.sampling.latent_solver import ETAS, SOLVERS
 from mmldlm.sampling.pretrained import Pretrained, load_pretrained
 from mmldlm.sampling.text.strategies import STRATEGIES
 from mmldlm.utils.formatting import count_noun
@@ -43,14 +43,22 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "presence_penalty": {"l2t": None},
     "num_beams": {"l2t": None, "unconditional": None},
     "method": {"t2l": "ddim", "unconditional": None},
+    "solver": {"unconditional": "ddim"},
+    "condition_timestep": {"l2t": 0.0, "unconditional": 0.0},
     "eta": {"t2l": 0.0},
 }
 # Options that a task may lack, also in a kind that it has (TextTask.sampling_options).
 TASK_OPTIONS = (
     "num_steps", "sampler", "temperature", "top_p", "guidance", "presence_penalty", "num_beams", "method",
-    "eta",
+    "solver", "eta", "condition_timestep",
 )  # fmt: skip
 METHODS = {"t2l": SOLVERS, "unconditional": JOINT_METHODS}
+
+
+def _eta(word: str) -> float | str:
+    return word if word in ETAS else float(word)
+
+
 # argparse settings of the same options.
 OPTIONS: dict[str, dict[str, Any]] = {
     "latent_file": {"metavar": "X.npy", "help": "embeddings [D] or [N, D] in the encoder's space"},
@@ -80,10 +88,21 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "num_beams": {"type": int, "metavar": "W", "help": "beams of a beam search (default: 4)"},
     "method": {
-        "help": "t2l: solver, ddim, or heun for a rectified-flow model; unconditional: joint or chain (default: what "
-        "the model was trained for)"
+        "help": "t2l: solver, ddim, dpm++2m, or heun for a rectified-flow model; unconditional: joint or chain "
+        "(default: what the model was trained for)"
     },
-    "eta": {"type": float, "help": "noise of DDIM: 0 none, 1 ancestral"},
+    "solver": {"choices": ("ddim", "dpm++2m"), "help": "solver of the embeddings"},
+    "condition_timestep": {
+        "type": float,
+        "metavar": "T",
+        "help": "noise the embedding to this timestep for the text, for embeddings that no encoder made (a model of "
+        "training.l2t_condition_noise; unconditional: --method chain)",
+    },
+    "eta": {
+        "type": _eta,
+        "metavar": "ETA",
+        "help": "noise of DDIM: 0 none, 1 ancestral, bridge that of a model of schedule=decoupled",
+    },
 }
 SOURCES = {"l2t": ("latent_file", "text", "text_file", "data"), "t2l": ("text", "text_file"), "unconditional": ()}
 OUTPUTS = ("samples.jsonl", "latents.npy", "settings.json")
@@ -170,10 +189,12 @@ def _option(key: str) -> str:
 def _check_ranges(args: argparse.Namespace) -> None:
     for key, low, high in (
         ("num_samples", 1, None), ("num_steps", 1, None), ("num_beams", 1, None), ("temperature", 0, None),
-        ("top_p", 1e-6, 1), ("eta", 0, 1), ("seed", 0, None),
+        ("top_p", 1e-6, 1), ("eta", 0, 1), ("seed", 0, None), ("condition_timestep", 0, 1),
     ):  # fmt: skip
         value = getattr(args, key)
-        if value is not None and (not np.isfinite(value) or value < low or (high is not None and value > high)):
+        if value is None or value in ETAS:
+            continue
+        if not np.isfinite(value) or value < low or (high is not None and value > high):
             bound = f"at least {low:g}" + (f" and at most {high}" if high is not None else "")
             raise UserError(f"{_option(key)} {bound}", str(value), "choose a value in this range")
 

@@ -9,6 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mmldlm.diffusion import decoupled
+
+Eta = float | Callable[[Tensor, Tensor], Tensor]
+"""Noise of a DDIM step: 0 none, 1 ancestral, or a function of (t, s) in fp64."""
+
 
 def _cosine(t: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cos(0.5 * math.pi * t), torch.sin(0.5 * math.pi * t)
@@ -38,6 +43,9 @@ class Prediction(NamedTuple):
         target: (alpha, sigma, x0, noise) -> what the network should output.
         to_x0: (alpha, sigma, prediction, z) -> x0 estimate.
         weight: (x0-space weight, SNR, sigma) -> the weight in this target's space.
+        schedules: names of the schedules under which these conversions hold.
+        count: vectors per latent: targets and predictions are [B, ..., count * D], the weights of more than one
+            [B, count].
         max_timestep: largest t at which `to_x0` is computed; above it, t is replaced by it.
         sampling_start: timestep at which sampling starts.
     """
@@ -45,28 +53,40 @@ class Prediction(NamedTuple):
     target: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     to_x0: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     weight: Callable[[Tensor, Tensor, Tensor], Tensor]
+    schedules: tuple[str, ...]
+    count: int = 1
     max_timestep: float = 1.0
     sampling_start: float = 1.0
 
 
 # schedule -> t (fp64) -> alpha, sigma
-SCHEDULES = {"cosine": _cosine, "linear": _linear, "sigmoid": _sigmoid, "rectified_flow": _rectified_flow}
+SCHEDULES = {
+    "cosine": _cosine,
+    "linear": _linear,
+    "sigmoid": _sigmoid,
+    "rectified_flow": _rectified_flow,
+    "decoupled": decoupled.alpha_sigma,
+}
+_ALL, _VARIANCE_PRESERVING = tuple(SCHEDULES), ("cosine", "linear", "sigmoid")
 PREDICTIONS = {
     "x0": Prediction(
         target=lambda alpha, sigma, x0, noise: x0,
         to_x0=lambda alpha, sigma, prediction, z: prediction,
         weight=lambda weight, snr, sigma: weight,
+        schedules=_ALL,
     ),
     "v": Prediction(
         target=lambda alpha, sigma, x0, noise: alpha * noise - sigma * x0,
         to_x0=lambda alpha, sigma, prediction, z: alpha * z - sigma * prediction,
         weight=lambda weight, snr, sigma: weight / (snr + 1),
+        schedules=_VARIANCE_PRESERVING,
     ),
     # Its x0 estimate divides by alpha(t), which is 0 at t = 1 under most schedules.
     "epsilon": Prediction(
         target=lambda alpha, sigma, x0, noise: noise,
         to_x0=lambda alpha, sigma, prediction, z: (z - sigma * prediction) / alpha,
         weight=lambda weight, snr, sigma: weight / snr.clamp_min(1e-8),
+        schedules=_ALL,
         max_timestep=0.999,
         sampling_start=0.99,
     ),
@@ -74,8 +94,20 @@ PREDICTIONS = {
         target=lambda alpha, sigma, x0, noise: noise - x0,
         to_x0=lambda alpha, sigma, prediction, z: z - sigma * prediction,
         weight=lambda weight, snr, sigma: weight * sigma**2,
+        schedules=("rectified_flow",),
+    ),
+    # DDM's x0 estimate z - t C - sqrt(t) noise with C = -x0: it trusts z where t is small.
+    "x0_epsilon": Prediction(
+        target=lambda alpha, sigma, x0, noise: torch.cat([x0, noise], -1),
+        to_x0=lambda alpha, sigma, prediction, z: (
+            z - sigma * prediction.chunk(2, -1)[1] + sigma**2 * prediction.chunk(2, -1)[0]
+        ),
+        weight=lambda weight, snr, sigma: torch.stack([weight, weight / snr.clamp_min(1e-8)], -1),
+        schedules=("decoupled",),
+        count=2,
     ),
 }
+DDM_WEIGHTINGS = ("ddm", "ddm_inverse")
 
 
 class GaussianProcess:
@@ -83,31 +115,44 @@ class GaussianProcess:
 
     Schedules are continuous in t in [0, 1] (t = 0 data, t = 1 noise). Variance preserving: alpha = cos(pi t / 2)
     (cosine), the linear-beta DDPM (linear, arXiv 2006.11239) and linear in logit space (sigmoid). The straight path
-    alpha = 1 - t, sigma = t is rectified flow (arXiv 2209.03003). There are no discrete timestep indices.
+    alpha = 1 - t, sigma = t is rectified flow (arXiv 2209.03003), alpha = 1 - t, sigma = sqrt(t) is decoupled diffusion
+    (decoupled.py). There are no discrete timestep indices.
 
     Args:
         schedule: one of SCHEDULES.
         prediction: what the network outputs, one of PREDICTIONS.
-        weighting: unit, min_snr (arXiv 2303.09556) or velocity, always in the space of the prediction.
+        weighting: unit, min_snr (arXiv 2303.09556), velocity, or of the decoupled path ddm and ddm_inverse; always in
+            the space of the prediction.
         min_snr_gamma: gamma of min_snr.
+        ddm_weight_cap: largest weight of ddm_inverse.
 
     Raises:
-        ValueError: an unknown schedule or prediction.
+        ValueError: an unknown schedule or prediction, or one that does not go with the other or with the weighting.
     """
 
-    num_predictions = 1
-
     def __init__(
-        self, schedule: str = "cosine", prediction: str = "x0", weighting: str = "unit", min_snr_gamma: float = 5.0
+        self,
+        schedule: str = "cosine",
+        prediction: str = "x0",
+        weighting: str = "unit",
+        min_snr_gamma: float = 5.0,
+        ddm_weight_cap: float = 100.0,
     ):
         if schedule not in SCHEDULES or prediction not in PREDICTIONS:
             raise ValueError(
                 f"schedule {schedule!r} of {tuple(SCHEDULES)}, prediction {prediction!r} of {tuple(PREDICTIONS)}"
             )
+        if schedule not in PREDICTIONS[prediction].schedules:
+            raise ValueError(f"prediction {prediction} needs schedule {PREDICTIONS[prediction].schedules}: {schedule}")
+        # On the decoupled path dz/dt = -x0 + noise / (2 sqrt(t)) is infinite at t = 0.
+        if weighting in (("velocity",) if schedule == "decoupled" else DDM_WEIGHTINGS):
+            raise ValueError(f"weighting {weighting} does not go with schedule {schedule}")
         self.schedule, self.prediction = schedule, prediction
-        self.weighting, self.min_snr_gamma = weighting, min_snr_gamma
+        self.weighting, self.min_snr_gamma, self.ddm_weight_cap = weighting, min_snr_gamma, ddm_weight_cap
+        self.num_predictions = PREDICTIONS[prediction].count
         self.sampling_start = PREDICTIONS[prediction].sampling_start
-        self.solvers = ("ddim", "heun") if schedule == "rectified_flow" else ("ddim",)
+        self.named_etas = {"bridge": decoupled.bridge_eta} if schedule == "decoupled" else {}
+        self.solvers = ("ddim", "dpm++2m", *(("heun",) if schedule == "rectified_flow" else ()))
 
     def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """alpha(t) and sigma(t) in fp64, same shape as t in [0, 1]."""
@@ -115,8 +160,19 @@ class GaussianProcess:
 
     def _alpha_sigma_like(self, t: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """alpha(t) and sigma(t) of t [B] in the dtype of x [B, ...], with trailing dimensions to broadcast."""
-        alpha, sigma = (value.reshape(value.shape + (1,) * (x.dim() - t.dim())) for value in self.alpha_sigma(t))
-        return alpha.to(x.dtype), sigma.to(x.dtype)
+        alpha, sigma = self.alpha_sigma(t)
+        return self._like(alpha, x), self._like(sigma, x)
+
+    @staticmethod
+    def _like(values: Tensor, x: Tensor) -> Tensor:
+        """[B] in the dtype of x [B, ...], with trailing dimensions to broadcast."""
+        return values.reshape(values.shape + (1,) * (x.dim() - values.dim())).to(x.dtype)
+
+    def sampling_grid(self, steps: int) -> Tensor:
+        """[steps + 1] fp64 timesteps from `sampling_start` to 0: evenly spaced, on the decoupled path in the cosine
+        path's time, whose steps of the SNR are even near both ends."""
+        grid = torch.linspace(self.sampling_start, 0.0, steps + 1, dtype=torch.float64)
+        return decoupled.timestep_of_cosine(grid) if self.schedule == "decoupled" else grid
 
     def add_noise(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         """x0, noise [B, ..., D] and t [B] -> z_t, shape and dtype of x0."""
@@ -124,7 +180,7 @@ class GaussianProcess:
         return alpha * x0 + sigma * noise
 
     def targets(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        """What the network should output for (x0, noise, t). [B, ..., D]"""
+        """What the network should output for (x0, noise, t). [B, ..., P * D]"""
         return PREDICTIONS[self.prediction].target(*self._alpha_sigma_like(t, x0), x0, noise)
 
     def to_x0(self, predictions: Tensor, z: Tensor, t: Tensor) -> Tensor:
@@ -135,10 +191,14 @@ class GaussianProcess:
         return rule.to_x0(*self._alpha_sigma_like(t.clamp_max(rule.max_timestep), z), predictions, z)
 
     def loss_weights(self, t: Tensor) -> Tensor:
-        """Weight of the squared error in the prediction's own space. [B] fp64"""
+        """Weight of the squared error in the prediction's own space. [B], of P > 1 predictions [B, P]; fp64"""
         alpha, sigma = self.alpha_sigma(t)
         if self.weighting == "unit":
-            return torch.ones_like(alpha)
+            ones = torch.ones_like(alpha)
+            return ones if self.num_predictions == 1 else ones[..., None].expand(*ones.shape, self.num_predictions)
+        if self.weighting in DDM_WEIGHTINGS:
+            pair = decoupled.loss_weights(t.double(), self.weighting, self.ddm_weight_cap)
+            return {"x0": pair[..., 0], "epsilon": pair[..., 1], "x0_epsilon": pair}[self.prediction]
         snr = (alpha / sigma.clamp_min(1e-8)) ** 2
         if self.weighting == "min_snr":
             x0_weight = snr.clamp_max(self.min_snr_gamma)
@@ -155,18 +215,18 @@ class GaussianProcess:
         t: Tensor,
         s: Tensor,
         *,
-        eta: float = 0.0,
+        eta: Eta = 0.0,
         noise: Tensor | None = None,
         project: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """One DDIM step (arXiv 2010.02502, eq. 12 and 16) from t to s < t; under rectified flow, an Euler step.
 
         Args:
-            predictions: network output at (z, t). [B, ..., D]
+            predictions: network output at (z, t). [B, ..., P * D]
             z: state at t. [B, ..., D]
             t: current timestep. [B]
             s: next timestep. [B]
-            eta: 0 deterministic, 1 ancestral.
+            eta: 0 deterministic, 1 ancestral, or a function of (t, s) such as `decoupled.bridge_eta`.
             noise: standard normal noise like z, needed when eta > 0.
             project: applied to the x0 estimate before the step.
         """
@@ -175,12 +235,44 @@ class GaussianProcess:
         alpha_t, sigma_t = self._alpha_sigma_like(t, z)
         alpha_s, sigma_s = self._alpha_sigma_like(s, z)
         direction = (z - alpha_t * x0) / sigma_t
-        if eta == 0:
+        if callable(eta):
+            eta = self._like(eta(t.double(), s.double()), z)
+        elif eta == 0:
             return alpha_s * x0 + sigma_s * direction
         # Ancestral standard deviation: sigma_s^2 (1 - (alpha_t sigma_s / (alpha_s sigma_t))^2), finite at alpha_t = 0.
         ratio = alpha_t * sigma_s / (alpha_s * sigma_t)
         std = eta * sigma_s * (1 - ratio**2).clamp_min(0).sqrt()
         return alpha_s * x0 + (sigma_s**2 - std**2).clamp_min(0).sqrt() * direction + std * noise
+
+    def multistep(
+        self, x0: Tensor, z: Tensor, t: Tensor, s: Tensor, previous: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        """One step of DPM-Solver++(2M) from t to s < t (arXiv 2211.01095): second order, one network evaluation.
+
+        z' = (sigma' / sigma) z + (alpha' - alpha sigma' / sigma) x, where x extrapolates the x0 estimates of this step
+        and the one before, linearly in lambda = log(alpha / sigma), to the middle of the step. Without a step before,
+        or after one from pure noise (lambda = -inf), x is x0 and the step that of DDIM.
+
+        Args:
+            x0: estimate at (z, t). [B, ..., D]
+            z: state at t. [B, ..., D]
+            t: current timestep. [B]
+            s: next timestep, above 0. [B]
+            previous: x0 estimate and timestep of the step before.
+        """
+        alpha_t, sigma_t = self._alpha_sigma_like(t, z)
+        alpha_s, sigma_s = self._alpha_sigma_like(s, z)
+        if previous is not None:
+            before, r = previous
+            half = 0.5 * (self._log_snr(s) - self._log_snr(t)) / (self._log_snr(t) - self._log_snr(r))
+            x0 = x0 + self._like(half, z) * (x0 - before)
+        ratio = sigma_s / sigma_t
+        return ratio * z + (alpha_s - alpha_t * ratio) * x0
+
+    def _log_snr(self, t: Tensor) -> Tensor:
+        """lambda(t) = log(alpha / sigma), fp64; -inf where alpha is a rounded zero."""
+        alpha, sigma = self.alpha_sigma(t)
+        return torch.where(alpha > 1e-8, alpha, 0.0).log() - sigma.log()
 
     def heun_step(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -15,12 +15,18 @@ class LatentProcess(Protocol):
         num_predictions: P, the number of vectors that the network predicts per latent. Predictions and targets are
             [B, ..., P * D].
         sampling_start: timestep at which sampling starts: 1, or below it where `to_x0` is not defined at 1.
-        solvers: names of the solvers that `step` (ddim) and `heun_step` (heun) offer.
+        named_etas: functions (t, s) -> eta of `step` that belong to this process, by name.
+        solvers: names of the solvers that `step` (ddim), `multistep` (dpm++2m) and `heun_step` (heun) offer.
     """
 
     num_predictions: int
     sampling_start: float
+    named_etas: Mapping[str, Callable[[Tensor, Tensor], Tensor]]
     solvers: tuple[str, ...]
+
+    def sampling_grid(self, steps: int) -> Tensor:
+        """Timesteps of a sampler, from `sampling_start` to 0. [steps + 1] fp64"""
+        ...
 
     def add_noise(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         """z_t, with the shape and dtype of x0."""
@@ -35,7 +41,7 @@ class LatentProcess(Protocol):
         ...
 
     def loss_weights(self, t: Tensor) -> Tensor:
-        """Weights of the squared error in the space of the targets. [B] fp64"""
+        """Weights of the squared error in the space of the targets. [B], or [B, P] where P > 1; fp64"""
         ...
 
     def step(
@@ -45,11 +51,17 @@ class LatentProcess(Protocol):
         t: Tensor,
         s: Tensor,
         *,
-        eta: float = 0.0,
+        eta: float | Callable[[Tensor, Tensor], Tensor] = 0.0,
         noise: Tensor | None = None,
         project: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """z_s from z_t, s < t. `eta` scales the fresh noise, `project` maps the x0 estimate before it is used."""
+        ...
+
+    def multistep(
+        self, x0: Tensor, z: Tensor, t: Tensor, s: Tensor, previous: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        """z_s from z_t, 0 < s < t, and the x0 estimates at t and at the timestep before (with that timestep)."""
         ...
 
 

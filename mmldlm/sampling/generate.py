@@ -14,6 +14,7 @@ from mmldlm.errors import UserError
 from mmldlm.sampling.inputs import encode_texts, given_texts, read_latents, reason_without_encoder, tokenize_texts
 from mmldlm.sampling.joint_sampler import choose_method, sample_joint
 from mmldlm.sampling.latent_sampler import check_latents_per_text, sample_latents, steps_given_text
+from mmldlm.sampling.latent_solver import LatentSolver
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.sampling.text.draw import PRESENCE_PENALTY
 from mmldlm.sampling.text.loop import TextSamples, sample_text
@@ -21,7 +22,7 @@ from mmldlm.utils.formatting import count_noun
 from mmldlm.utils.progress import ProgressBar
 
 # Options that samplers of texts do not read.
-LATENT_OPTIONS = frozenset({"method", "eta"})
+LATENT_OPTIONS = frozenset({"method", "solver", "eta"})
 
 
 @dataclass
@@ -41,7 +42,9 @@ class SampleOptions:
     presence_penalty: float | None = None
     num_beams: int | None = None
     method: str | None = None
-    eta: float = 0.0
+    solver: str | None = None
+    condition_timestep: float = 0.0
+    eta: float | str = 0.0
     seed: int = 0
 
 
@@ -62,6 +65,7 @@ class Samples:
 
 def sample_l2t(pretrained: Pretrained, options: SampleOptions, progress: ProgressBar) -> Samples:
     """Sample texts from latents."""
+    pretrained.check_condition_timestep(options.condition_timestep or 0.0)
     references, latents = _read_l2t_input(pretrained, options, progress)
     count = options.num_samples or len(latents)
     source = np.arange(count) % len(latents)
@@ -116,15 +120,12 @@ def _read_l2t_input(
 
 def sample_t2l(pretrained: Pretrained, options: SampleOptions, progress: ProgressBar) -> Samples:
     """Sample latents from texts; compare them with the encoder's if the encoder is available."""
-    if options.method == "heun" and pretrained.latent_config.schedule != "rectified_flow":
-        raise UserError(
-            "--method ddim", f"heun with schedule {pretrained.latent_config.schedule}", "heun needs rectified_flow"
-        )
     steps = options.num_steps or steps_given_text(pretrained.latent_diffusion)
-    if steps == 1 and (options.eta > 0 or options.method == "heun"):
+    LatentSolver(pretrained.latent_diffusion, steps, options.method, options.eta)  # refuses what it does not have
+    if steps == 1 and (options.eta != 0 or options.method != "ddim"):
         raise UserError(
-            "--num-steps of at least 2 with --eta or --method heun",
-            "1 step (the default given a text), which has neither noise nor a second pass",
+            "--num-steps of at least 2 with --eta or another --method than ddim",
+            "1 step (the default given a text), which all methods take alike",
             "add --num-steps 10, or omit these options",
         )
     texts = given_texts(options.text, options.text_file)
@@ -191,6 +192,10 @@ def sample_unconditional(pretrained: Pretrained, options: SampleOptions, progres
         "top_p": options.top_p,
         "seed": options.seed,
     }
+    if method == "joint" and options.condition_timestep > 0:
+        fix = "omit it, or add --method chain"
+        raise UserError("--condition-timestep with --method chain", "method joint, which has no condition", fix)
+    pretrained.check_condition_timestep(options.condition_timestep)
     if method == "joint":
         samples, latents = sample_joint(
             pretrained.model,
@@ -198,6 +203,7 @@ def sample_unconditional(pretrained: Pretrained, options: SampleOptions, progres
             text_diffusion=pretrained.text_diffusion,
             latent_diffusion=pretrained.latent_diffusion,
             renormalize=pretrained.renormalize,
+            solver=options.solver,
             progress=progress.start(f"sampling {count} texts and embeddings together in {steps} steps"),
             **shared,
         )
@@ -208,6 +214,7 @@ def sample_unconditional(pretrained: Pretrained, options: SampleOptions, progres
             num_samples=count,
             diffusion=pretrained.latent_diffusion,
             steps=steps,
+            method=options.solver,
             renormalize=pretrained.renormalize,
             unit=pretrained.renormalize,
             seed=options.seed,
@@ -217,6 +224,8 @@ def sample_unconditional(pretrained: Pretrained, options: SampleOptions, progres
             pretrained.model,
             latents,
             diffusion=pretrained.text_diffusion,
+            latent_diffusion=pretrained.latent_diffusion,
+            condition_timestep=options.condition_timestep,
             progress=progress.start(f"writing their texts in {steps} steps"),
             **shared,
         )

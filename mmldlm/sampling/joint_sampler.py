@@ -12,7 +12,8 @@ from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.process import LatentProcess
 from mmldlm.errors import UserError
 from mmldlm.sampling.device import device_of
-from mmldlm.sampling.latent_sampler import latent_shape, project_to_sphere, time_grid
+from mmldlm.sampling.latent_sampler import latent_shape, project_to_sphere
+from mmldlm.sampling.latent_solver import LatentSolver
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.sampling.text.draw import DrawSettings
 from mmldlm.sampling.text.length_rule import predict_lengths
@@ -67,6 +68,7 @@ def sample_joint(
     latent_diffusion: LatentProcess,
     steps: int = 64,
     sampler: str = "ancestral",
+    solver: str = "ddim",
     temperature: float | None = None,
     top_p: float = 1.0,
     renormalize: bool = False,
@@ -82,6 +84,7 @@ def sample_joint(
         model: trained in mode unconditional.
         num_samples: N.
         steps: number of passes.
+        solver: of the latents: ddim or dpm++2m.
         progress: called after every step with the number of steps done and in total, over all samples.
         The rest as in `sample_text` and `sample_latents`.
 
@@ -94,7 +97,6 @@ def sample_joint(
     texts: list[list[int]] = [[] for _ in range(num_samples)]
     shape = latent_shape(model.config)
     latents = torch.empty(num_samples, *shape)
-    grid = time_grid(latent_diffusion, steps).tolist()
     draw, done = DrawSettings(temperature, top_p), 0
     project = partial(project_to_sphere, model) if renormalize else None
     for index in order.split(batch_size):
@@ -112,15 +114,13 @@ def sample_joint(
         )
         state = strategy.state
         z = normals(seed, Stream.JOINT_LATENT, rows, shape).to(device)
-        for k, times in enumerate(zip(grid[:-1], grid[1:])):
-            t, s = (torch.full((len(rows),), time, dtype=torch.float64, device=device) for time in times)
+        latent_solver = LatentSolver(latent_diffusion, steps, solver, project=project)
+        for k, time in enumerate(latent_solver.grid[:-1]):
+            t = torch.full((len(rows),), time, dtype=torch.float32, device=device)
             positions = strategy.positions(k)
-            out = model(state.tokens, z, strategy.timesteps(k), t.float(), state.real, text_positions=positions)
+            out = model(state.tokens, z, strategy.timesteps(k), t, state.real, text_positions=positions)
             prediction = out["latent_pred"].float()
-            if k < steps - 1:
-                z = latent_diffusion.step(prediction, z, t, s, project=project)
-            else:
-                z = latent_diffusion.to_x0(prediction, z, t)
+            z = latent_solver.step(k, z, lambda z, t, given=prediction: given)
             strategy.update(k, positions, out["text_logits"])
             done += len(rows)
             if progress is not None:

@@ -13,14 +13,8 @@ from mmldlm.data.encoders.encoder import token_budget_batches
 from mmldlm.diffusion.process import LatentProcess
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.sampling.device import device_of
+from mmldlm.sampling.latent_solver import LatentSolver
 from mmldlm.utils.counter_rng import Stream, normals
-
-SOLVERS = ("ddim", "heun")
-
-
-def time_grid(process: LatentProcess, steps: int) -> Tensor:
-    """[steps + 1] fp64 timesteps from the start of sampling to 0."""
-    return torch.linspace(process.sampling_start, 0.0, steps + 1, dtype=torch.float64)
 
 
 def steps_given_text(process: LatentProcess) -> int:
@@ -86,7 +80,7 @@ def sample_latents(
     steps: int = 12,
     num_samples: int | None = None,
     method: str = "ddim",
-    eta: float = 0.0,
+    eta: float | str = 0.0,
     guidance: float = 1.0,
     renormalize: bool = False,
     unit: bool = False,
@@ -101,8 +95,8 @@ def sample_latents(
         texts: N lists of ids without EOS, or None.
         diffusion: noise process of training.
         steps: number of steps (heun: 2 steps - 1 passes); `steps_given_text` is a good number with texts.
-        method: ddim (any prediction), or heun for rectified flow (second order).
-        eta: noise of DDIM, 1 is ancestral.
+        method: ddim or dpm++2m (second order; any prediction), or heun for rectified flow (second order).
+        eta: noise of DDIM: 1 is ancestral, "bridge" that of decoupled diffusion.
         guidance: classifier-free guidance, null + g (given - null) in the prediction's space.
         renormalize: project every x0 estimate but the last onto the sphere (only for encoders of unit vectors).
         unit: return vectors of norm 1.
@@ -116,10 +110,8 @@ def sample_latents(
 
     Raises:
         MmldlmError: NaN predictions.
-        ValueError: a method that the schedule does not support.
+        UserError: a method or eta that the schedule does not have, or noise for a method that takes none.
     """
-    if method not in diffusion.solvers:
-        raise ValueError(f"method {method!r}: expected ddim, or heun with rectified flow; found {diffusion.solvers}")
     count = len(texts) if texts is not None else num_samples
     assert count is not None, "num_samples is needed without texts"
     device, config = device_of(model), model.config
@@ -131,22 +123,16 @@ def sample_latents(
         tokens = real = None
         if texts is not None:
             tokens, real = pad_texts([texts[row] for row in rows], config.eos_token_id, config.pad_token_id, device)
-        draws = normals(seed, Stream.LATENT, rows, (1 + (steps if eta > 0 else 0), *shape)).to(device)
+        draws = normals(seed, Stream.LATENT, rows, (1 + (steps if eta != 0 else 0), *shape)).to(device)
 
         def predict(z: Tensor, t: float, tokens=tokens, real=real) -> Tensor:
             return _predict(model, tokens, real, z, t, guidance)
 
         project = partial(project_to_sphere, model) if renormalize else None
+        solver = LatentSolver(diffusion, steps, method, eta, project)
         z = draws[:, 0]
-        grid = time_grid(diffusion, steps).tolist()
-        for k, (t, s) in enumerate(zip(grid[:-1], grid[1:])):
-            if k == steps - 1:
-                z = diffusion.to_x0(predict(z, t), z, _times(t, z))
-            elif method == "ddim":
-                noise = draws[:, 1 + k] if eta > 0 else None
-                z = diffusion.step(predict(z, t), z, _times(t, z), _times(s, z), eta=eta, noise=noise, project=project)
-            else:
-                z = diffusion.heun_step(predict, z, t, s, project=project)
+        for k in range(steps):
+            z = solver.step(k, z, predict, draws[:, 1 + k] if eta != 0 else None)
             done += len(rows)
             if progress is not None:
                 progress(done, count * steps)

@@ -36,6 +36,7 @@ class Pretrained:
         latent_config: the latent_diffusion section of its training; None for a task that predicts no latents.
         mode_weights: fraction of each mode in training; None if unknown.
         condition_dropout: how often the null conditions were trained; None if unknown.
+        condition_noise: share of the l2t samples that were trained on a noised latent.
         encoder: identity of the encoder of its latents; None if unknown.
         folder: the path that was opened.
         task: that trained it.
@@ -47,6 +48,7 @@ class Pretrained:
     latent_config: LatentDiffusionConfig | None
     mode_weights: dict[str, float] | None = None
     condition_dropout: float | None = None
+    condition_noise: float = 0.0
     encoder: dict[str, Any] | None = None
     folder: Path | None = None
     task: TextTask = field(default_factory=lambda: find_task(DEFAULT_TASK))
@@ -59,9 +61,8 @@ class Pretrained:
     @property
     def latent_diffusion(self) -> GaussianProcess:
         """Noise process of the latents."""
-        config = self.latent_config
-        assert config is not None
-        return GaussianProcess(config.schedule, config.prediction, config.weighting, config.min_snr_gamma)
+        assert self.latent_config is not None
+        return self.latent_config.process()
 
     @property
     def unit_norm(self) -> bool:
@@ -138,6 +139,20 @@ class Pretrained:
                 "omit --guidance, or train with training.condition_dropout=0.1",
             )
 
+    def check_condition_timestep(self, timestep: float) -> None:
+        """Reject a noised condition for a model that was trained on clean ones alone.
+
+        Raises:
+            UserError: a timestep above 0 without training.l2t_condition_noise and mode unconditional.
+        """
+        trained = self.condition_noise > 0 or (self.mode_weights or {}).get("unconditional", 0) > 0
+        if timestep > 0 and not trained:
+            raise UserError(
+                "--condition-timestep 0 for a model whose text was only ever trained on clean embeddings",
+                f"--condition-timestep {timestep}",
+                "omit it, or train with training.l2t_condition_noise=0.3",
+            )
+
 
 def latents_are_unit(mean: Tensor, std: Tensor) -> bool:
     """Whether data with this mean and std [D] has norm 1 on average."""
@@ -186,6 +201,7 @@ def load_pretrained(path: str | Path, device: str = "cpu", dtype: torch.dtype = 
         sections["latent_diffusion"],
         settings.mode_weights,
         settings.condition_dropout,
+        settings.l2t_condition_noise,
         encoder,
         Path(path),
         task,
@@ -197,6 +213,7 @@ class _TrainingSettings(BaseModel):
 
     mode_weights: dict[str, float] | None = None
     condition_dropout: float | None = None
+    l2t_condition_noise: float = 0.0
 
 
 def _load_tokenizer(folder: Path, model: nn.Module) -> Any:

@@ -24,6 +24,7 @@ class Stream(IntEnum):
     LATENT = 102
     LENGTH = 103
     JOINT_LATENT = 104
+    CONDITION = 105
     TOKEN_CLUSTERS = 0xC1
     SELF_CORRECTION = 0xC2
     LIKELIHOOD = 201

@@ -100,5 +100,5 @@ def test_keys_are_listed_with_the_words_that_they_take(capsys):
     assert main(["config", "--keys"]) == 0
     listed = capsys.readouterr().out
     assert 'data.batching = "samples"  (samples | tokens)' in listed
-    assert 'latent_diffusion.schedule = "cosine"  (cosine | linear | sigmoid | rectified_flow)' in listed
+    assert 'latent_diffusion.schedule = "cosine"  (cosine | linear | sigmoid | rectified_flow | decoupled)' in listed
     assert "training.loss_type_weights={l2t: 0.7, t2l: 0.3}" in listed

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 SIZES = {
     "hidden_size": 32, "n_blocks": 2, "n_heads": 2, "cond_dim": 16, "latent_dim": 10, "tokens_per_latent": 4,
     "vocab_size": 50, "mask_token_id": 1, "pad_token_id": 2, "eos_token_id": 3, "max_seq_len": 20, "mlp_ratio": 2.5,
-    "num_latents": 3,
+    "num_latents": 3, "latent_predictions": 2,
 }  # fmt: skip
 
 
@@ -46,10 +46,11 @@ def test_the_shapes_are_the_models(more):
 
 
 @pytest.mark.parametrize("key", ["hidden_size", "n_blocks", "n_heads", "cond_dim", "latent_dim", "tokens_per_latent",
-                                 "vocab_size", "max_seq_len", "mlp_ratio", "num_latents"])  # fmt: skip
+                                 "vocab_size", "max_seq_len", "mlp_ratio", "num_latents",
+                                 "latent_predictions"])  # fmt: skip
 def test_every_size_is_noticed(tmp_path, key):
     config, state = built()
-    for number, change in enumerate((2, 0.5)):
+    for number, change in enumerate((2, 0.5) if key != "latent_predictions" else (0.5,)):
         other = {**config, key: config[key] * change if key == "mlp_ratio" else int(config[key] * change)}
         run = run_of(tmp_path / str(number), state, other)
         with pytest.raises(UserError, match="model_config.json"):

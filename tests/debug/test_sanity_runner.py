@@ -132,8 +132,8 @@ def test_a_stream_that_a_block_does_not_change_is_named(store, monkeypatch):
     """Its weights are halves of parameters whose other halves do learn."""
     forward = mmdit.MMDiTBlock.forward
 
-    def without_latents(self, rows, condition, layout, recompute=False, after=None):
-        out = forward(self, rows, condition, layout, recompute, after)
+    def without_latents(self, rows, condition, layout, recompute=False, after=None, dropout=None):
+        out = forward(self, rows, condition, layout, recompute, after, dropout)
         text, latent = self.split_streams(out, rows, condition, layout, recompute, after)
         return torch.cat([text, rows[len(rows) - len(latent) :]])  # latents come last, and all are read
 

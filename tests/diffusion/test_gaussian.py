@@ -3,13 +3,10 @@ import itertools
 import pytest
 import torch
 
+from mmldlm.diffusion.decoupled import bridge_eta
 from mmldlm.diffusion.gaussian import PREDICTIONS, SCHEDULES, GaussianProcess
 
-PAIRS = [
-    (schedule, prediction)
-    for schedule, prediction in itertools.product(SCHEDULES, PREDICTIONS)
-    if (prediction == "flow") == (schedule == "rectified_flow") or prediction in ("x0", "epsilon")
-]
+PAIRS = [pair for pair in itertools.product(SCHEDULES, PREDICTIONS) if pair[0] in PREDICTIONS[pair[1]].schedules]
 
 
 def sample(size=64, dim=8, low=0.01, high=0.99):
@@ -38,7 +35,7 @@ def test_ends_are_data_and_noise(schedule):
     assert alpha[1] < 7e-3 and sigma[1] == pytest.approx(1, abs=1e-4)
     grid_alpha, grid_sigma = diffusion.alpha_sigma(torch.linspace(0, 1, 101))
     assert (grid_alpha.diff() <= 1e-12).all() and (grid_sigma.diff() >= -1e-12).all()
-    if schedule != "rectified_flow":
+    if schedule not in ("rectified_flow", "decoupled"):
         torch.testing.assert_close(grid_alpha**2 + grid_sigma**2, torch.ones(101).double())
 
 
@@ -61,7 +58,7 @@ def test_weights_are_equivalent_across_predictions():
 
 def integrate(diffusion, denoise, z, steps, eta=0.0):
     generator = torch.Generator().manual_seed(5)
-    times = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
+    times = diffusion.sampling_grid(steps)
     for t, s in zip(times[:-1], times[1:], strict=True):
         here, there = t.expand(len(z)), s.expand(len(z))
         noise = torch.randn(z.shape, dtype=z.dtype, generator=generator)
@@ -69,7 +66,7 @@ def integrate(diffusion, denoise, z, steps, eta=0.0):
     return z
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "sigmoid", "rectified_flow"])
+@pytest.mark.parametrize("schedule", ["cosine", "sigmoid", "rectified_flow", "decoupled"])
 @pytest.mark.parametrize("eta", [0.0, 1.0])
 def test_gaussian_data_with_the_optimal_field_keeps_its_variance(schedule, eta):
     """Data N(0, v): the posterior mean is a v z / (a^2 v + s^2); a correct sampler ends with variance v."""
@@ -87,10 +84,13 @@ def test_gaussian_data_with_the_optimal_field_keeps_its_variance(schedule, eta):
     assert torch.isfinite(out).all()
 
 
-@pytest.mark.parametrize("eta", [0.0, 0.5, 1.0])
-def test_one_step_keeps_the_marginal(eta):
+@pytest.mark.parametrize(
+    ("schedule", "eta"),
+    [("cosine", 0.0), ("cosine", 0.5), ("cosine", 1.0), ("decoupled", 1.0), ("decoupled", bridge_eta)],
+)
+def test_one_step_keeps_the_marginal(schedule, eta):
     """With the true x0, a step from q(z_t | x0) lands in q(z_s | x0): mean a_s x0, variance s_s^2, for every eta."""
-    diffusion = GaussianProcess("cosine")
+    diffusion = GaussianProcess(schedule)
     generator = torch.Generator().manual_seed(1)
     size = 200_000
     x0 = torch.full((size, 1), 1.7, dtype=torch.float64)
@@ -126,3 +126,95 @@ def test_copying_the_input_does_not_solve_t2l():
     target = diffusion.targets(x0, noise, t)
     best = (z * target).sum() / (z * z).sum()
     assert ((best * z - target) ** 2).mean() > 0.3
+
+
+# -- DPM-Solver++(2M) --------------------------------------------------------------------------------------------------
+
+
+def solve(diffusion, denoise, z, steps, method):
+    """The last x0 estimate, as samplers return it."""
+    previous, grid = None, diffusion.sampling_grid(steps)
+    for t, s in zip(grid[:-2], grid[1:-1], strict=True):
+        here, there = t.expand(len(z)), s.expand(len(z))
+        x0 = denoise(z, here)
+        if method == "ddim":
+            z = diffusion.step(x0, z, here, there)
+        else:
+            z, previous = diffusion.multistep(x0, z, here, there, previous), (x0, here)
+    return denoise(z, grid[-2].expand(len(z)))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("steps", [1, 2, 7])
+def test_2m_is_exact_where_the_estimate_is_constant(schedule, steps):
+    point = torch.full((16, 3), 2.5, dtype=torch.float64)
+    out = solve(GaussianProcess(schedule), lambda z, t: point, torch.randn(16, 3, dtype=torch.float64), steps, "2m")
+    assert torch.equal(out, point)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_first_step_of_2m_is_that_of_ddim(schedule):
+    diffusion = GaussianProcess(schedule)
+    x0, noise, t = sample(low=0.5, high=0.9)
+    z, s = diffusion.add_noise(x0, noise, t), 0.7 * t
+    guess = x0 + 0.3 * noise.sin()
+    expected = diffusion.step(guess, z, t, s)
+    torch.testing.assert_close(diffusion.multistep(guess, z, t, s), expected, rtol=0, atol=1e-12)
+    # From pure noise lambda is -inf, so the step after it cannot extrapolate either.
+    if schedule != "linear":
+        after = diffusion.multistep(guess, z, t, s, (x0 - 1.0, torch.ones_like(t)))
+        torch.testing.assert_close(after, expected, rtol=0, atol=1e-12)
+
+
+def timestep_at(diffusion, log_snr):
+    """The t with log(alpha / sigma) = log_snr [N], by bisection."""
+    low, high = torch.full_like(log_snr, 1e-9), torch.full_like(log_snr, 1 - 1e-9)
+    for _ in range(60):
+        middle = (low + high) / 2
+        alpha, sigma = diffusion.alpha_sigma(middle)
+        above = (alpha / sigma).log() > log_snr
+        low, high = torch.where(above, middle, low), torch.where(above, high, middle)
+    return (low + high) / 2
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_2m_is_of_second_order(schedule):
+    """Gaussian data N(0, v), whose flow is known: z grows like sqrt(a^2 v + s^2). Steps even in log(a / s)."""
+    diffusion, v = GaussianProcess(schedule), 0.25
+
+    def variance(t):
+        alpha, sigma = (value[:, None] for value in diffusion.alpha_sigma(t))
+        return alpha**2 * v + sigma**2
+
+    def error(method, steps):
+        z = start = torch.linspace(0.5, 1.5, 20, dtype=torch.float64)[:, None]
+        grid, previous = timestep_at(diffusion, torch.linspace(-3, 3, steps + 1, dtype=torch.float64)), None
+        for t, s in zip(grid[:-1], grid[1:], strict=True):
+            here, there = t.expand(20), s.expand(20)
+            x0 = diffusion.alpha_sigma(here)[0][:, None] * v * z / variance(here)
+            if method == "ddim":
+                z = diffusion.multistep(x0, z, here, there)
+            else:
+                z, previous = diffusion.multistep(x0, z, here, there, previous), (x0, here)
+        return float((z - start * (variance(grid[-1:]) / variance(grid[:1])).sqrt()).norm())
+
+    assert 1.8 < error("ddim", 40) / error("ddim", 80) < 2.2
+    assert 3.6 < error("2m", 40) / error("2m", 80) < 4.4
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_2m_needs_fewer_steps_from_pure_noise(schedule):
+    diffusion, v = GaussianProcess(schedule), 0.25
+
+    def denoise(z, t):
+        alpha, sigma = (value[:, None] for value in diffusion.alpha_sigma(t))
+        return alpha * v * z / (alpha**2 * v + sigma**2)
+
+    z = torch.linspace(-2, 2, 50, dtype=torch.float64)[:, None]
+    alpha, sigma = diffusion.alpha_sigma(diffusion.sampling_grid(1)[0])
+    exact = z * v**0.5 / (alpha**2 * v + sigma**2).sqrt()
+    coarse, fine = (
+        float((solve(diffusion, denoise, z, steps, method) - exact).norm())
+        for method, steps in (("2m", 40), ("ddim", 120))
+    )
+    assert coarse < fine

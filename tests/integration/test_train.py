@@ -55,7 +55,9 @@ def kill_when(command, condition, timeout=200):
     process.wait()
 
 
-@pytest.mark.parametrize(("world", "words"), [(1, ["engine.kind=single"]), (2, ["engine.zero_stage=2"])])
+@pytest.mark.parametrize(
+    ("world", "words"), [(1, ["engine.kind=single", "model.dropout=0.1"]), (2, ["engine.zero_stage=2"])]
+)
 def test_killed_and_resumed_it_has_the_same_losses(store, tmp_path, world, words):
     common = [
         "training.num_train_steps=14",
@@ -185,6 +187,19 @@ def test_uneven_batches_and_frozen_groups_on_every_engine(store, tmp_path):
                     assert not torch.equal(tensors[key], start), (mode, key)
                 # AdamW divides the rounding of a sum by tiny second moments: one element may move far.
                 torch.testing.assert_close(tensors[key], results[0][key], rtol=1e-3, atol=5e-4)
+    from mmldlm.sampling.latent_sampler import sample_latents
+    from mmldlm.sampling.pretrained import load_pretrained
+
+    for engine in ("fsdp", "zero3"):  # two predictions, converted and sampled
+        convert(tmp_path / f"options_{engine}" / "latest", out := tmp_path / f"options_{engine}_out")
+        loaded = load_pretrained(out)
+        width = loaded.model.config.latent_dim
+        assert loaded.model.latent_head.to_latent.weight.shape[0] == 2 * width and loaded.condition_noise == 0.3
+        for steps, method, eta in ((1, "ddim", 0.0), (3, "ddim", "bridge"), (3, "dpm++2m", 0.0)):
+            made = sample_latents(
+                loaded.model, [[5, 6]], diffusion=loaded.latent_diffusion, steps=steps, method=method, eta=eta
+            )
+            assert made.shape == (1, width) and torch.isfinite(made).all()
 
 
 def poisoned_copy(checkpoint, target, kind) -> Path:

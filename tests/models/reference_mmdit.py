@@ -82,7 +82,8 @@ def use_reference_blocks(model) -> None:
     """Replace the forward pass of every block of a model; all rows are computed, used or not."""
 
     def replaced(block):
-        def forward(rows, condition, packing, recompute=False, output_packing=None):
+        def forward(rows, condition, packing, recompute=False, output_packing=None, dropout=None):
+            assert dropout is None
             out = reference_forward(block, rows, condition, packing)
             kept = None if output_packing is None else output_packing.kept_rows
             return out if kept is None else out[kept]

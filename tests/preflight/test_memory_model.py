@@ -31,8 +31,16 @@ def meta_model(config):
     return model
 
 
+TWO_PREDICTIONS = (
+    "latent_diffusion.schedule=decoupled", "latent_diffusion.prediction=x0_epsilon", "latent_diffusion.weighting=ddm",
+    "model.scale_noisy_latents=false", "loss.latent_loss=mse",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("name", [name for name in preset_names() if load_config(name).task == "translation"])
-@pytest.mark.parametrize("words", [(), ("model.tie_embeddings=true", "model.qk_rmsnorm=false", "model.num_latents=3")])
+@pytest.mark.parametrize(
+    "words", [(), ("model.tie_embeddings=true", "model.qk_rmsnorm=false", "model.num_latents=3"), TWO_PREDICTIONS]
+)
 def test_parameters_of_every_preset_to_the_element(name, words):
     config = configured(name, *words)
     model, sizes = meta_model(config), model_sizes(config, 16)
@@ -67,6 +75,7 @@ def kept_for_backward(config, length) -> int:
             "text_is_null": flags, "latent_is_null": flags.clone(),
             "text_positions": torch.zeros(masked, dtype=torch.int64),
             "text_targets": torch.zeros(masked, dtype=torch.int64), "text_weights": torch.zeros(masked),
+            "dropout_keys": torch.zeros(batch, dtype=torch.int64),
         }  # fmt: skip
         tokens = torch.zeros(batch, length, dtype=torch.int64)
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
@@ -92,7 +101,7 @@ def kept_for_backward(config, length) -> int:
     [
         ("tiny", 33),
         ("tiny", 64, "training.train_batch_size=32", "model.hidden_size=192", "model.n_blocks=5"),
-        ("small", 64, "training.train_batch_size=4"),
+        ("small", 64, "training.train_batch_size=4", "model.dropout=0.1"),
         ("mmdit", 128, "training.train_batch_size=2", "model.tokens_per_latent=9"),
     ],
     ids=lambda words: f"{words[0]}_{words[1]}",

@@ -123,6 +123,58 @@ def test_t2l_writes_unit_vectors(checkpoint, tmp_path):
     assert [record["text"] for record in lines(out)] == texts
 
 
+def test_the_second_order_solver_is_chosen_by_name(checkpoint, tmp_path):
+    """For t2l by --method, for both unconditional methods by --solver; its first step is that of DDIM."""
+    found = {}
+    for name, words in {
+        "t2l": ["t2l", "--text", "word1 word2", "--method"],
+        "joint": ["unconditional", "--num-samples", 2, "--method", "joint", "--solver"],
+        "chain": ["unconditional", "--num-samples", 2, "--method", "chain", "--solver"],
+    }.items():
+        for steps in (2, 6):
+            for solver in ("ddim", "dpm++2m"):
+                out = tmp_path / f"{name}_{steps}_{solver}"
+                run(*words, solver, "--checkpoint", checkpoint, "--num-steps", steps, "--output-dir", out)
+                found[name, steps, solver] = np.load(out / "latents.npy")
+        np.testing.assert_allclose(found[name, 2, "ddim"], found[name, 2, "dpm++2m"], atol=1e-5)
+        assert not np.array_equal(found[name, 6, "ddim"], found[name, 6, "dpm++2m"])
+        assert np.abs(found[name, 6, "ddim"] - found[name, 6, "dpm++2m"]).max() < 0.5
+
+
+def test_a_noised_condition_needs_its_training_and_is_given_with_its_timestep(checkpoint, tmp_path, toys):
+    from mmldlm.diffusion import GaussianProcess, MaskedDiffusion
+    from mmldlm.sampling.text.loop import sample_text
+
+    words = ["unconditional", "--num-samples", 4, "--num-steps", 4, "--method", "chain"]
+    for timestep in (0, 0.9):
+        out = tmp_path / f"{timestep}"
+        run(*words, "--condition-timestep", timestep, "--checkpoint", checkpoint, "--output-dir", out)
+    assert np.array_equal(np.load(tmp_path / "0" / "latents.npy"), np.load(tmp_path / "0.9" / "latents.npy"))
+    assert [line["text"] for line in lines(tmp_path / "0")] != [line["text"] for line in lines(tmp_path / "0.9")]
+    clean = changed(checkpoint, tmp_path / "clean", training={"mode_weights": {"l2t": 0.5, "t2l": 0.5}})
+    with pytest.raises(UserError, match="l2t_condition_noise"):
+        run(*words, "--condition-timestep", 0.1, "--checkpoint", clean, "--output-dir", tmp_path / "out")
+    seen = []
+
+    class Watched(toys.Toy):
+        def forward(self, tokens, latents, t, latent_t, *rest, **more):
+            seen.append((latents.clone(), latent_t))
+            return super().forward(tokens, latents, t, latent_t, *rest, **more)
+
+        def logits(self, tokens, latents, t, real):
+            return torch.zeros(*tokens.shape, self.config.vocab_size)
+
+    given, process = torch.ones(3, 4), GaussianProcess()
+    for timestep in (0.0, 0.25):
+        sample_text(
+            Watched(), given, diffusion=MaskedDiffusion(toys.MASK), steps=2, lengths=torch.full((3,), 4),
+            latent_diffusion=process, condition_timestep=timestep,
+        )  # fmt: skip
+    (clean_latents, no_time), (noised, time) = seen[0], seen[-1]
+    assert no_time is None and torch.equal(clean_latents, given) and torch.equal(seen[-2][0], noised)
+    assert torch.equal(time, torch.full((3,), 0.25)) and not torch.allclose(noised, given, atol=0.05)
+
+
 @pytest.mark.parametrize("way", ["joint", "chain"])
 @pytest.mark.parametrize("sampler", ["ancestral", "confidence"])
 def test_unconditional_writes_pairs(checkpoint, tmp_path, way, sampler):
@@ -243,6 +295,14 @@ def test_scaled_embeddings_are_warned_about(checkpoint, tmp_path, capsys):
         (["t2l", "--text", "word1", "  "], "not empty"),
         (["t2l", "--text", " ".join(["word1"] * 16)], "1 to 15 tokens"),
         (["t2l", "--text", "word1", "--method", "heun"], "ddim"),
+        (["t2l", "--text", "word1", "--method", "dpm++2m", "--eta", "0.5"], "eta"),
+        (["t2l", "--text", "word1", "--eta", "bridge"], "eta"),
+        (["t2l", "--text", "word1", "--eta", "2"], "--eta"),
+        (["t2l", "--text", "word1", "--condition-timestep", "0.1"], "--condition-timestep"),
+        (["unconditional", "--condition-timestep", "1.5"], "--condition-timestep"),
+        (["unconditional", "--method", "joint", "--condition-timestep", "0.1"], "--method chain"),
+        (["t2l", "--text", "word1", "--method", "dpm++2m"], "at least 2"),
+        (["t2l", "--text", "word1", "--solver", "ddim"], "--solver"),
         (["t2l", "--text-file", "absent.txt"], "text file"),
         (["t2l", "--text", "word1", "--num-steps", "0"], "--num-steps at least 1"),
         (["unconditional", "--top-p", "1.5"], "--top-p"),

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from mmldlm.diffusion import GaussianProcess
-from mmldlm.errors import MmldlmError
+from mmldlm.errors import MmldlmError, UserError
 from mmldlm.sampling.latent_sampler import pad_texts, sample_latents, steps_given_text
 from mmldlm.utils.counter_rng import Stream, normals
 
 PAIRS = [
     ("cosine", "x0"), ("cosine", "v"), ("cosine", "epsilon"), ("linear", "x0"), ("linear", "epsilon"), ("linear", "v"),
     ("sigmoid", "x0"), ("sigmoid", "v"), ("rectified_flow", "flow"), ("rectified_flow", "x0"),
+    ("decoupled", "x0"), ("decoupled", "epsilon"), ("decoupled", "x0_epsilon"),
 ]  # fmt: skip
 
 
@@ -34,13 +35,19 @@ def test_one_step_suffices_where_x0_is_defined_at_pure_noise():
     assert steps_given_text(GaussianProcess("cosine", "epsilon")) == 10
 
 
-@pytest.mark.parametrize("path,prediction", PAIRS)
-@pytest.mark.parametrize("eta", [0.0, 1.0])
-def test_single_data_point_comes_out(toys, path, prediction, eta):
+METHODS = [("ddim", 0.0), ("ddim", 1.0), ("dpm++2m", 0.0)]
+
+
+@pytest.mark.parametrize(
+    "path,prediction,method,eta",
+    [(*pair, *method) for pair in PAIRS for method in METHODS]
+    + [(*pair, "ddim", "bridge") for pair in PAIRS if pair[0] == "decoupled"],
+)
+def test_single_data_point_comes_out(toys, path, prediction, method, eta):
     diffusion = GaussianProcess(path, prediction)
     point = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
     model = field_model(toys, diffusion, lambda z, a, s: point.expand_as(z), mean=2.0, std=3.0)
-    found = sample_latents(model, None, num_samples=5, diffusion=diffusion, steps=6, eta=eta)
+    found = sample_latents(model, None, num_samples=5, diffusion=diffusion, steps=6, method=method, eta=eta)
     torch.testing.assert_close(found.double(), (point * 3 + 2).expand(5, 4), rtol=0, atol=2e-3)
 
 
@@ -138,6 +145,35 @@ def test_nan_is_an_error_and_nothing_is_put_in_its_place(toys):
 def test_heun_belongs_to_rectified_flow(toys):
     with pytest.raises(ValueError, match="heun"):
         sample_latents(toys.Toy(), None, num_samples=1, diffusion=GaussianProcess("cosine"), method="heun")
+
+
+def test_2m_keeps_the_unit_sphere_and_is_closer_than_ddim(toys):
+    """Every estimate that a step uses is on the sphere; on Gaussian data 2M needs fewer steps."""
+    coarse, first = (abs(variance(toys, "cosine", "x0", 20, method=method) - 1) for method in ("dpm++2m", "ddim"))
+    assert coarse < first / 3
+    norms = []
+
+    class Watched(toys.Toy):
+        def scale_latents(self, raw):
+            norms.extend(raw.norm(dim=-1).tolist())
+            return super().scale_latents(raw)
+
+        def prediction(self, tokens, z, t):
+            return 0.3 + 0.1 * z
+
+    sample_latents(Watched(), None, num_samples=2, diffusion=GaussianProcess(), steps=5, method="dpm++2m",
+                   renormalize=True)  # fmt: skip
+    assert len(norms) == 8 and norms == pytest.approx([1.0] * 8)
+
+
+def test_methods_refuse_noise_that_they_do_not_take(toys):
+    for process, method, eta, match in (
+        (GaussianProcess(), "dpm++2m", 0.5, "takes no noise"),
+        (GaussianProcess("rectified_flow", "flow"), "heun", 1.0, "takes no noise"),
+        (GaussianProcess(), "ddim", "bridge", "schedule=decoupled"),
+    ):
+        with pytest.raises(UserError, match=match):
+            sample_latents(toys.Toy(), None, num_samples=1, diffusion=process, steps=2, method=method, eta=eta)
 
 
 def test_texts_are_closed_with_eos_and_padded(toys):

@@ -30,6 +30,18 @@ UNEVEN = {
     # Whole micro-batches of rows whose text is given: nothing is masked there.
     "sparse_modes": ["training.loss_type_weights={t2l: 0.8, l2t: 0.2}", "training.profile=[2,3]"],
     "frozen_l2t": ["training.freeze=by_mode", "training.loss_type=l2t"],
+    # Everything that draws for itself: masks of dropout (with recomputed blocks), noised conditions, pure noise.
+    "options": [
+        "model.dropout=0.2",
+        "model.gradient_checkpointing=true",
+        "training.grad_accum_steps=2",
+        "latent_diffusion.schedule=decoupled",
+        "latent_diffusion.prediction=x0_epsilon",
+        "latent_diffusion.weighting=ddm",
+        "training.t2l_pure_noise=0.3",
+        "training.l2t_condition_noise=0.3",
+        "loss.text_weighting=dynamic",
+    ],  # fmt: skip
     "frozen_t2l": ["training.freeze=by_mode", "training.loss_type=t2l"],
 }
 BAD_STEP = 3
@@ -96,7 +108,7 @@ def uneven(store: str, folder: str) -> None:
     """Every uneven case on every engine (or, alone, on the single process they are compared with)."""
     world = int(os.environ["WORLD_SIZE"])
     for case, words in UNEVEN.items():
-        micro = 8 // world // (2 if case == "short_epoch" else 1)
+        micro = 8 // world // (2 if "training.grad_accum_steps=2" in words else 1)
         sizes = [f"training.train_batch_size={micro}", "training.num_train_steps=5", "logging.save_freq=5"]
         for name, engine in ENGINES.items() if world > 1 else [("single", ["engine.kind=single"])]:
             run(store, folder, f"{case}_{name}", *engine, *words, *sizes)

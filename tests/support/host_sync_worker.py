@@ -17,9 +17,9 @@ import traceback
 CASES = {
     "bf16": {"dtype": "bf16"},
     "bf16, no padding": {"dtype": "bf16", "full": True},
-    "bf16, checkpointing": {"dtype": "bf16", "words": ["model.gradient_checkpointing=true"]},
+    "bf16, checkpointing": {"dtype": "bf16", "words": ["model.gradient_checkpointing=true", "model.dropout=0.1"]},
     "bf16, nothing scored": {"dtype": "bf16", "words": ["training.loss_type=t2l"]},
-    "bf16, layer by layer": {"dtype": "bf16", "hooked": True},
+    "bf16, layer by layer": {"dtype": "bf16", "hooked": True, "words": ["model.dropout=0.1"]},
     "fp32": {"dtype": "fp32"},
     "autocast": {"dtype": "bf16", "autocast": True},
     "autocast, Muon": {"dtype": "bf16", "autocast": True, "words": ["optimizer.kind=muon"]},
@@ -44,6 +44,19 @@ CASES = {
         "preset": "hdlm",
         "autocast": True,
         "words": ["text_diffusion.num_clusters=6", "model.conditioning=prefix"],
+    },
+    "two predictions, dropout": {
+        "dtype": "bf16",
+        "words": [
+            "latent_diffusion.schedule=decoupled",
+            "latent_diffusion.prediction=x0_epsilon",
+            "latent_diffusion.weighting=ddm_inverse",
+            "loss.text_weighting=dynamic",
+            "loss.latent_weight_clip=50",
+            "training.t2l_pure_noise=0.3",
+            "training.l2t_condition_noise=0.3",
+            "model.dropout=0.1",
+        ],
     },
 }
 SMALL = ["model.hidden_size=64", "model.n_blocks=2", "model.n_heads=2", "model.max_seq_len=64"]

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmldlm.models.dropout import ATTENTION, MLP, RowDropout
 from mmldlm.models.layers import Modulation, QKNorm, StreamLinear, has_no_hooks, modulate
 from mmldlm.models.mmdit.fused_block import NORM_EPS, BlockWeights, FusedBlock, modulation_of_rows, select_rows
 from mmldlm.models.mmdit.packing import QK_EPS, Packing, attend
@@ -48,6 +49,7 @@ class MMDiTBlock(nn.Module):
         packing: Packing,
         recompute: bool = False,
         output_packing: Packing | None = None,
+        dropout: RowDropout | None = None,
     ) -> Tensor:
         """Run the block.
 
@@ -58,21 +60,24 @@ class MMDiTBlock(nn.Module):
             recompute: save only the inputs for the backward pass (where `runs_fused`).
             output_packing: the Q rows whose outputs are used (`Packing.restrict_to`), for the last block: after
                 attention, only these are computed. None: all.
+            dropout: of the outputs of attention and MLP in this layer, for all rows. None: none.
 
         Returns:
             The rows after the block, [R, H]; with output_packing [Q, H].
         """
         output_packing = packing if output_packing is None else output_packing
+        if dropout is not None:
+            dropout = dropout.select(output_packing.kept_rows)
         if not self.runs_fused():
-            return self._forward_reference(rows, condition, packing, output_packing)
+            return self._forward_reference(rows, condition, packing, output_packing, dropout)
         weights = BlockWeights(
             self.modulation.weight, self.modulation.bias, self.to_qkv.weight,
             None if self.qk_norm is None else self.qk_norm.weight,
             self.to_out.weight, self.mlp_in.weight, self.mlp_out.weight,
         )  # fmt: skip
-        # Inside a Function grad mode is always off, so it is passed on from here.
+        needs_grad = torch.is_grad_enabled()  # inside a Function grad mode is always off
         return FusedBlock.apply(
-            rows, condition, packing, output_packing, self.n_heads, recompute, torch.is_grad_enabled(), *weights
+            rows, condition, packing, output_packing, self.n_heads, dropout, recompute, needs_grad, *weights
         )
 
     def runs_fused(self) -> bool:
@@ -87,7 +92,9 @@ class MMDiTBlock(nn.Module):
             layer is None or has_no_hooks(layer, *kinds) for layer in layers
         )
 
-    def _forward_reference(self, rows: Tensor, condition: Tensor, packing: Packing, output_packing: Packing) -> Tensor:
+    def _forward_reference(
+        self, rows: Tensor, condition: Tensor, packing: Packing, output_packing: Packing, dropout: RowDropout | None
+    ) -> Tensor:
         """The same computation with one call per layer, under autograd."""
         ends, width = packing.stream_ends, rows.shape[1]
         table = self.modulation(condition).unflatten(1, (len(ends), -1)).flatten(0, 1)
@@ -104,15 +111,18 @@ class MMDiTBlock(nn.Module):
         joint = torch.cat([torch.cat([rotated, queries_keys[num_text:]]), values], dim=1)
         mixed = attend(joint.index_select(0, packing.order), packing).index_select(0, output_packing.inverse_order)
         ends = output_packing.stream_ends
-        rows = torch.addcmul(select_rows(rows, output_packing), gate, self.to_out(mixed, ends))
+        attended = self.to_out(mixed, ends)
+        attended = attended if dropout is None else dropout.drop(attended, ATTENTION)
+        rows = torch.addcmul(select_rows(rows, output_packing), gate, attended)
         hidden = modulate(F.layer_norm(rows, (width,), eps=NORM_EPS), mlp_shift, mlp_scale)
-        inner = F.gelu(self.mlp_in(hidden, ends))
-        return torch.addcmul(rows, mlp_gate, self.mlp_out(inner, ends))
+        outer = self.mlp_out(F.gelu(self.mlp_in(hidden, ends)), ends)
+        outer = outer if dropout is None else dropout.drop(outer, MLP)
+        return torch.addcmul(rows, mlp_gate, outer)
 
     @staticmethod
     def split_streams(
         output: Tensor, rows: Tensor, condition: Tensor, packing: Packing, recompute: bool = False,
-        output_packing: Packing | None = None,
+        output_packing: Packing | None = None, dropout: RowDropout | None = None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """The result of forward(...) of these arguments, as text rows and latent rows."""
         ends = (packing if output_packing is None else output_packing).stream_ends

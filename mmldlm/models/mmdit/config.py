@@ -33,6 +33,9 @@ class ModelConfig(Section):
     """Chunk tokens K that present one latent; K * hidden_size >= D passes it without loss."""
     num_latents: Annotated[int, FilledFromData()] = Field(1, ge=1, le=MAX_COUNT)
     """Latents N of one sample. 1: as many as the data has (`mmldlm prepare --latents-per-text N`, for long texts)."""
+    latent_predictions: int = Field(1, ge=1, le=2)
+    """Vectors that the latent head predicts for each latent: 2 with latent_diffusion.prediction=x0_epsilon, which sets
+    it."""
     qk_rmsnorm: bool = True
     """RMS-normalize queries and keys in every head (keeps attention logits bounded in bf16)."""
     tie_embeddings: bool = False
@@ -49,6 +52,10 @@ class ModelConfig(Section):
     scale_noisy_latents: bool = False
     """Multiply the latents that the model reads by cos(pi t / 2) of their timestep: noise that says nothing of the
     latent is then not read (EDM's input scaling, arXiv 2206.00364, for unit variance and the cosine schedule)."""
+    dropout: Annotated[float, OnResume.REPORT] = Field(0.0, ge=0, lt=1)
+    """In training, the fraction of the elements of each block's attention output and MLP output that is set to 0. The
+    masks are functions of seed, epoch, sample and position: equal on every engine and number of ranks, and after a
+    resume."""
     gradient_checkpointing: Annotated[bool, OnResume.REPORT] = False
     """Keep only the rows between blocks and run each block again in the backward pass: a third more work for about a
     tenth of the memory. Off, blocks still recompute what is cheap (norms, modulation, GELU, rotation)."""

@@ -51,7 +51,7 @@ def parameter_counts(model: ModelConfig) -> dict[str, int]:
         "latent_timestep": FREQUENCIES * cond + cond + two_layers,
         "blocks": model.n_blocks * block_elements(model),
         "text_head": 2 * width * (cond + 1) + vocab + (0 if model.tie_embeddings else vocab * width),
-        "latent_head": 2 * width * (cond + 1) + chunks * dim + dim,
+        "latent_head": 2 * width * (cond + 1) + model.latent_predictions * (chunks + 1) * dim,
         "length_head": two_layers + (cond + 1) * model.max_seq_len,
     }
 
@@ -72,8 +72,9 @@ def matrix_elements(model: ModelConfig) -> int:
 def activation_bytes(model: ModelConfig, batch: int, length: int, dtype: str) -> int:
     """Bytes that autograd keeps for one micro-batch, attention's weights among them (a fused kernel does without).
 
-    Counted from mmldlm/models/mmdit/fused_block.py, which keeps products of matrices only. With gradient
-    checkpointing: every block's inputs, and the whole of the one block that is being computed again.
+    Counted from mmldlm/models/mmdit/fused_block.py, which keeps products of matrices only, and no masks of
+    dropout. With gradient checkpointing: every block's inputs, and the whole of the one block that is being computed
+    again.
     """
     size = 4 if dtype == "fp32" else 2
     width, mlp, heads = model.hidden_size, int(model.hidden_size * model.mlp_ratio), model.n_heads
@@ -152,6 +153,7 @@ def step_flops(model: ModelConfig, lengths: Sequence[int], scored: int, num_late
     a_row = 2 * width * (4 * width + 2 * inner)  # to_qkv, to_out, and the two MLP layers
     behind_attention = 2 * width * (width + 2 * inner)
     pairs = sum((length + tokens_per_latent) ** 2 for length in lengths)
+    outputs = model.latent_predictions * model.latent_dim
     timesteps = 2 * (2 * 256 * cond + 2 * cond * cond)
     latent_in = (
         num_latents * 2 * model.latent_dim * (model.tokens_per_latent * width + cond) + num_latents * 2 * cond * cond
@@ -164,7 +166,7 @@ def step_flops(model: ModelConfig, lengths: Sequence[int], scored: int, num_late
         latent_blocks=model.n_blocks * batch * tokens_per_latent * a_row,
         attention=model.n_blocks * 4 * pairs * width,
         text_head=2 * scored * width * model.vocab_size,
-        latent_head=batch * num_latents * 2 * model.tokens_per_latent * width * model.latent_dim,
+        latent_head=batch * num_latents * 2 * model.tokens_per_latent * width * outputs,
         length_head=batch * 2 * cond * (cond + model.max_seq_len),
         inputs=batch * first,
     )
@@ -181,7 +183,7 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "latent_encoder.to_tokens.weight": (tokens * width, latent),
         "latent_encoder.latent_position": (config["num_latents"], 1, width),
         "text_head.weight": (vocab, width),
-        "latent_head.to_latent.weight": (latent, tokens * width),
+        "latent_head.to_latent.weight": (config.get("latent_predictions", 1) * latent, tokens * width),
         "length_head.3.weight": (config["max_seq_len"], cond),
     }
     for block in range(config["n_blocks"]):

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mmldlm.models.dropout import ATTENTION, MLP, RowDropout
 from mmldlm.models.layers import compute_dtype, stream_slices, without_autocast
 from mmldlm.models.mmdit.packing import Packing, attend, attention_dtype
 
@@ -55,9 +56,9 @@ class SavedTensors(NamedTuple):
         length: what they were divided by. [R, 2, heads, 1]
         joint: attention's input, the start of a graph of its own. [P, 3, heads, head_dim]
         mixed: attention's output, the end of that graph. [P, H]
-        attended: result of `out` for the Q rows whose outputs are used. [Q, H]
+        attended: result of `out`, after dropout, for the Q rows whose outputs are used. [Q, H]
         inner: result of `mlp_in`. [Q, 4 H]
-        outer: result of `mlp_out`. [Q, H]
+        outer: result of `mlp_out`, after dropout. [Q, H]
     """
 
     table: Tensor
@@ -183,8 +184,8 @@ def select_rows(x: Tensor, output_packing: Packing) -> Tensor:
 
 
 def _forward(
-    x: Tensor, condition: Tensor, packing: Packing, output_packing: Packing, heads: int, low: torch.dtype,
-    weights: BlockWeights, saves: bool,
+    x: Tensor, condition: Tensor, packing: Packing, output_packing: Packing, heads: int, dropout: RowDropout | None,
+    low: torch.dtype, weights: BlockWeights, saves: bool,
 ) -> tuple[Tensor, SavedTensors]:  # fmt: skip
     num_text, (num_rows, width) = packing.num_text, x.shape
     bias = weights.modulation_bias.to(low)
@@ -217,31 +218,37 @@ def _forward(
 
     rows = mixed.detach().to(low).index_select(0, output_packing.inverse_order)
     attended = _stream_matmul(rows, weights.out.to(low), output_packing)
+    if dropout is not None:
+        dropout.drop_(attended, ATTENTION)
     middle = torch.addcmul(select_rows(x, output_packing), gate, attended.to(x.dtype))
     rows = torch.addcmul(mlp_shift, _norm(middle)[0], mlp_scale).to(low)
     inner = _stream_matmul(rows, weights.mlp_in.to(low), output_packing)
     outer = _stream_matmul(F.gelu(inner), weights.mlp_out.to(low), output_packing)
+    if dropout is not None:
+        dropout.drop_(outer, MLP)
     out = torch.addcmul(middle, mlp_gate, outer.to(x.dtype))
     return out, SavedTensors(table, unit, length, joint, mixed, attended, inner, outer)
 
 
 class FusedBlock(torch.autograd.Function):
-    """x [R, H], condition [B, C] (SiLU'd), packings, the number of heads, `BlockWeights` -> [Q, H].
+    """x [R, H], condition [B, C] (SiLU'd), packings, the number of heads, dropout, `BlockWeights` -> [Q, H].
 
     The output packing is that of the Q rows whose outputs are used (`Packing.restrict_to`), or the input's: then Q = R.
-    With recompute only the inputs are saved, and the backward pass begins with the forward pass.
+    Dropout is that of the Q rows; its masks are computed again in the backward pass. With recompute only the inputs are
+    saved, and the backward pass begins with the forward pass.
     """
 
     @staticmethod
     def forward(
-        ctx, x, condition, packing: Packing, output_packing: Packing, heads: int, recompute: bool, needs_grad: bool,
-        *weights,
+        ctx, x, condition, packing: Packing, output_packing: Packing, heads: int, dropout: RowDropout | None,
+        recompute: bool, needs_grad: bool, *weights,
     ):  # fmt: skip
         saves, low = needs_grad and not recompute, compute_dtype(weights[2])
         with without_autocast(x):
             weights = BlockWeights(*weights)
-            out, saved = _forward(x, condition, packing, output_packing, heads, low, weights, saves)
+            out, saved = _forward(x, condition, packing, output_packing, heads, dropout, low, weights, saves)
         ctx.packings, ctx.heads, ctx.low, ctx.attention, tensors = (packing, output_packing), heads, low, None, ()
+        ctx.dropout = dropout
         if saves:
             ctx.attention = saved.joint, torch.autograd.graph.get_gradient_edge(saved.mixed)
             tensors = (saved.table, saved.unit, saved.length, saved.mixed.detach(), *saved[5:])
@@ -261,18 +268,21 @@ class FusedBlock(torch.autograd.Function):
                 (joint, edge), ctx.attention = ctx.attention, None
                 saved = SavedTensors(*tensors[:3], joint, *tensors[3:])
             else:
-                saved = _forward(x, condition, *ctx.packings, ctx.heads, ctx.low, weights, True)[1]
+                saved = _forward(x, condition, *ctx.packings, ctx.heads, ctx.dropout, ctx.low, weights, True)[1]
                 edge = torch.autograd.graph.get_gradient_edge(saved.mixed)
-            needs = dict(zip(BlockWeights._fields, ctx.needs_input_grad[7:]))
-            backward = _Backward(x, condition, *ctx.packings, ctx.low, weights, needs, saved)
+            needs = dict(zip(BlockWeights._fields, ctx.needs_input_grad[8:]))
+            backward = _Backward(x, condition, *ctx.packings, ctx.dropout, ctx.low, weights, needs, saved)
             return backward.run(grad, edge)
 
 
 class _Backward:
     """The backward pass of one block, from its output to its inputs; gradients of weights collect in `grads`."""
 
-    def __init__(self, x, condition, packing, output_packing, low, weights: BlockWeights, needs, saved: SavedTensors):
+    def __init__(
+        self, x, condition, packing, output_packing, dropout, low, weights: BlockWeights, needs, saved: SavedTensors
+    ):
         self.x, self.condition, self.packing, self.output_packing = x, condition, packing, output_packing
+        self.dropout = dropout
         self.low, self.weights, self.needs, self.saved = low, weights, needs, saved
         self.grads: dict[str, Tensor | None] = dict.fromkeys(BlockWeights._fields)
         # Gradients that are summed over the rows of a sample are columns of one tensor: norms of queries and keys, then
@@ -295,7 +305,7 @@ class _Backward:
         d_joint = self._attention(d_middle, gate, edge)
         d_x = self._queries_keys_values(d_joint, shift, scale, d_middle)
         d_condition = self._modulation()
-        return d_x, d_condition, None, None, None, None, None, *self.grads.values()
+        return d_x, d_condition, None, None, None, None, None, None, *self.grads.values()
 
     def _weight_grad(self, name: str, grad: Tensor, rows: Tensor, packing: Packing) -> None:
         if self.needs[name]:
@@ -307,6 +317,8 @@ class _Backward:
         _, d_shift, d_scale, d_gate = self.output_columns.chunk(4, dim=1)
         _multiply_out(grad, saved.outer, d_gate)
         d_outer = (grad * mlp_gate).to(self.low)
+        if self.dropout is not None:
+            self.dropout.drop_(d_outer, MLP)
         self._weight_grad("mlp_out", d_outer, F.gelu(saved.inner), packing)
         d_inner = _stream_matmul_transposed(d_outer, self.weights.mlp_out.to(self.low), packing)
         d_inner = aten.gelu_backward(d_inner, saved.inner)
@@ -323,6 +335,8 @@ class _Backward:
         order = self.packing.order
         _multiply_out(d_middle, saved.attended, self.output_columns[:, :width])
         d_attended = (d_middle * gate).to(self.low)
+        if self.dropout is not None:
+            self.dropout.drop_(d_attended, ATTENTION)
         self._weight_grad("out", d_attended, saved.mixed.to(self.low).index_select(0, packing.inverse_order), packing)
         d_rows = _stream_matmul_transposed(d_attended, self.weights.out.to(self.low), packing)
         if order.shape[0] == d_rows.shape[0] and packing.kept_rows is None:

@@ -43,17 +43,17 @@ class TextHead(nn.Module):
 
 
 class LatentHead(nn.Module):
-    """adaLN, then the K chunk outputs of each latent, concatenated and projected back to D (never averaged)."""
+    """adaLN, then the K chunk outputs of each latent, concatenated and projected (never averaged) to P predictions."""
 
-    def __init__(self, hidden_size: int, cond_dim: int, tokens_per_latent: int, latent_dim: int):
+    def __init__(self, hidden_size: int, cond_dim: int, tokens_per_latent: int, outputs: int):
         super().__init__()
         self.tokens_per_latent = tokens_per_latent
         self.norm = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
         self.modulation = Modulation(cond_dim, hidden_size, ("shift", "scale"))
-        self.to_latent = nn.Linear(tokens_per_latent * hidden_size, latent_dim)
+        self.to_latent = nn.Linear(tokens_per_latent * hidden_size, outputs)
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
-        """[B, N * K, H] -> [B, N, D]."""
+        """[B, N * K, H] -> [B, N, P * D]."""
         shift, scale = self.modulation(condition)[:, None].chunk(2, dim=-1)
         x = modulate(self.norm(x), shift, scale)
         return self.to_latent(x.reshape(x.shape[0], -1, self.tokens_per_latent * x.shape[-1]))

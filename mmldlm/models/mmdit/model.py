@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mmldlm.errors import UserError
 from mmldlm.models import pretrained_io
+from mmldlm.models.dropout import RowDropout
 from mmldlm.models.layers import Modulation, StreamLinear, TimestepEmbedding, compute_dtype
 from mmldlm.models.linear_cross_entropy import Candidates
 from mmldlm.models.mmdit.block import MMDiTBlock
@@ -20,7 +21,7 @@ from mmldlm.models.mmdit.encoders import LatentEncoder, TextEncoder
 from mmldlm.models.mmdit.fused_block import select_rows
 from mmldlm.models.mmdit.heads import LatentHead, TextHead
 from mmldlm.models.mmdit.null_condition import apply_null_condition
-from mmldlm.models.mmdit.packing import RECTANGLE_FILL, Packing, PackingShape, has_varlen, pack
+from mmldlm.models.mmdit.packing import RECTANGLE_FILL, Packing, PackingShape, has_varlen, pack, row_positions
 
 
 class MultimodalMMDiT(nn.Module):
@@ -52,7 +53,8 @@ class MultimodalMMDiT(nn.Module):
             MMDiTBlock(width, config.n_heads, cond, config.mlp_ratio, config.qk_rmsnorm) for _ in range(config.n_blocks)
         )
         self.text_head = TextHead(width, cond, config.vocab_size, config.mask_token_id)
-        self.latent_head = LatentHead(width, cond, config.tokens_per_latent, config.latent_dim)
+        outputs = config.latent_predictions * config.latent_dim
+        self.latent_head = LatentHead(width, cond, config.tokens_per_latent, outputs)
         # Sampling must not see a text's true length, so the model also learns p(length | latent).
         self.length_head = nn.Sequential(
             nn.SiLU(), nn.Linear(cond, cond), nn.SiLU(), nn.Linear(cond, config.max_seq_len)
@@ -113,6 +115,7 @@ class MultimodalMMDiT(nn.Module):
         text_targets: Tensor | None = None,
         text_weights: Tensor | None = None,
         text_candidates: Candidates | None = None,
+        dropout_keys: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Joint forward pass.
 
@@ -124,25 +127,25 @@ class MultimodalMMDiT(nn.Module):
             latent_timesteps: in [0, 1], 0 clean, 1 pure noise. None: 0. [B]
             attention_mask: bool, True for real tokens. None: all real. Tokens at a False position do not change
                 results at a True one. [B, S]
-            text_is_null: bool, samples whose text is replaced by the learned null. [B]
-            latent_is_null: bool, samples whose latents are replaced by the learned null. [B]
+            text_is_null, latent_is_null: bool, samples whose text or latents are replaced by the learned null. [B]
             token_positions: int64 indices into B * S, ascending, of the text that may be attended to (the real tokens;
                 of a null text its first position). With text_positions, only these are computed. None: found from the
                 mask on a CPU; on a GPU, where that would make the host wait, padding is computed, too. [N]
             text_positions: int64 indices into B * S of the logits to compute, real tokens. None: all of B * S. [M]
             text_targets: int64 clean tokens at text_positions; their NLLs are returned instead of logits. [M]
             text_weights: fp32 weight of each target in text_loss_sum. [M] text_candidates: see Candidates.
+            dropout_keys: int64, random, of each sample; needed in training with model.dropout, unused otherwise. [B]
 
         Returns:
-            latent_pred: [B, D] or [B, N, D], as `latents` ([B, D] when None).
+            latent_pred: [B, P * D] or [B, N, P * D], as `latents` ([B, P * D] when None); P: latent_predictions.
             length_logits: of lengths 1..max_seq_len (EOS counted), given the latent if its timestep is 0, without it
                 otherwise. [B, max_seq_len]
             text_logits: fp32 with -inf for [MASK]; absent with targets. [M, V], or [B, S, V] without positions
             text_loss_sum (fp32 scalar), text_nll and text_correct [M]: with targets. Without text_tokens, no text_*.
 
         Raises:
-            ValueError: on shapes that do not fit the config, token_positions that leave text out without an
-                attention_mask, or (on a CPU) a scored position that is padding.
+            ValueError: on shapes that do not fit the config, dropout without keys, token_positions that leave text out
+                without an attention_mask, or (on a CPU) a scored position that is padding.
         """
         if text_tokens is None and latents is None:
             raise ValueError("forward needs text_tokens or latents")
@@ -153,7 +156,6 @@ class MultimodalMMDiT(nn.Module):
             text_is_null, key_is_null, attention_mask = _all_true(given), None, None
         points = self._check_shapes(tokens, latents)
         latent_is_null = _all_true(given) if latents is None else latent_is_null
-
         latent, pooled = self._encode_latents(points, latent_timesteps, latent_is_null)
         condition = nn.functional.silu(self._condition(pooled, text_timesteps, latent_timesteps))
         selects = text_positions is not None  # without them all logits are computed, those of padding included
@@ -164,16 +166,16 @@ class MultimodalMMDiT(nn.Module):
         outputs = packing  # of the rows that a head reads
         if text_tokens is None or selects:
             outputs = packing.restrict_to(_text_rows(packing, packed, None if text_tokens is None else text_positions))
-        rows = self._run_blocks(torch.cat([text, latent.flatten(0, 1)]), condition, packing, outputs)
-
+        dropout = self._dropout(dropout_keys, packed, tokens.shape[1], packing)
+        rows = self._run_blocks(torch.cat([text, latent.flatten(0, 1)]), condition, packing, outputs, dropout)
         text_rows, latent_rows = rows.tensor_split(outputs.stream_ends[:-1])
         latent_pred = self.latent_head(latent_rows.view(*latent.shape[:2], -1), condition).float()
         length_logits = self.length_head(self._pooled_condition(pooled, latent_timesteps)).float()
         out = {"latent_pred": _like_given(latent_pred, latents), "length_logits": length_logits}
         if text_tokens is None:
             return out
-        sample = outputs.sample[: outputs.num_text]
-        out |= self.text_head(text_rows, sample, condition, text_targets, text_weights, text_candidates)
+        scored = text_targets, text_weights, text_candidates
+        out |= self.text_head(text_rows, outputs.sample[: outputs.num_text], condition, *scored)
         if not selects and text_targets is None:
             out["text_logits"] = out["text_logits"].view(*tokens.shape, -1)
         return out
@@ -221,13 +223,25 @@ class MultimodalMMDiT(nn.Module):
             return pooled
         return apply_null_condition(pooled, self.latent_encoder.null_pooled, latent_timesteps > 0)
 
-    def _run_blocks(self, rows: Tensor, condition: Tensor, packing: Packing, outputs: Packing) -> Tensor:
+    def _dropout(self, keys: Tensor | None, packed: Tensor | None, length: int, packing: Packing) -> RowDropout | None:
+        """Dropout of all rows, where this pass has any."""
+        if not self.training or self.config.dropout == 0:
+            return None
+        if keys is None:
+            raise ValueError(f"model.dropout={self.config.dropout} needs dropout_keys in training (or model.eval())")
+        position = row_positions(packed, length, packing)
+        return RowDropout.of_rows(keys, packing.sample, position, len(self.blocks), self.config.dropout)
+
+    def _run_blocks(
+        self, rows: Tensor, condition: Tensor, packing: Packing, outputs: Packing, dropout: RowDropout | None
+    ) -> Tensor:
         """[R, H] -> [Q, H], the rows of the output packing."""
         recompute = self.config.gradient_checkpointing and torch.is_grad_enabled()
         # Compiled, the last block would need a graph of its own: minutes for a fraction of one block.
         last = None if self._blocks_are_compiled else self.blocks[-1]
-        for block in self.blocks:
-            arguments = (rows, condition, packing, recompute, outputs if block is last else None)
+        for layer, block in enumerate(self.blocks):
+            own = None if dropout is None else dropout.of_layer(layer)
+            arguments = (rows, condition, packing, recompute, outputs if block is last else None, own)
             if recompute and (self._blocks_are_compiled or not block.runs_fused()):
                 rows = checkpoint(block, *arguments, use_reentrant=False)
             else:

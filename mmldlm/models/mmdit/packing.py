@@ -202,6 +202,20 @@ def _one_hot(index: Tensor, size: int, dtype: torch.dtype) -> Tensor:
     return (torch.arange(size, device=index.device)[:, None] == index).to(dtype)
 
 
+def row_positions(positions: Tensor | None, length: int, packing: Packing) -> Tensor:
+    """[R] number of each row in its sample: of text from 0 upwards, whatever the padding, of latents from -1 downwards.
+
+    Args:
+        positions: as given to `pack`.
+        length: S.
+    """
+    num_text, device = packing.num_text, packing.sample.device
+    text = torch.arange(num_text, device=device) if positions is None else positions
+    num_latent = packing.sample.shape[0] - num_text
+    latent = torch.arange(num_latent, device=device) % (num_latent // packing.batch)
+    return torch.cat([text % length, -1 - latent])
+
+
 @cache_tensor
 def _rotations(length: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[S, 2, head_dim / 2, 2] cos and sin of the turn, then of its inverse."""

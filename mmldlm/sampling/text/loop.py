@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from mmldlm.data.encoders.encoder import token_budget_batches
 from mmldlm.diffusion import MaskedDiffusion
+from mmldlm.diffusion.process import LatentProcess
 from mmldlm.sampling.device import device_of
 from mmldlm.sampling.text.draw import DrawSettings
 from mmldlm.sampling.text.length_rule import predict_lengths
 from mmldlm.sampling.text.state import DecodingState
 from mmldlm.sampling.text.strategies import TextStrategy, strategy_class
-from mmldlm.utils.counter_rng import Stream, uniforms
+from mmldlm.utils.counter_rng import Stream, normals, uniforms
 
 if TYPE_CHECKING:
     from mmldlm.models.plain.encoders import EncodedLatent
@@ -93,6 +94,8 @@ def sample_text(
     top_p: float = 1.0,
     guidance: float = 1.0,
     presence_penalty: float = 0.0,
+    latent_diffusion: LatentProcess | None = None,
+    condition_timestep: float = 0.0,
     seed: int = 0,
     batch_tokens: int = 1536,
     progress: Callable[[int, int], None] | None = None,
@@ -112,6 +115,9 @@ def sample_text(
         guidance: classifier-free guidance, null + g (given - null).
         presence_penalty: nats subtracted from the logit of every token that the text already contains. A greedy
             parallel decoder repeats tokens, because positions decided together do not condition on each other.
+        latent_diffusion: noise process of the latents, needed for condition_timestep above 0.
+        condition_timestep: noise the given latents to this timestep and say so to the model: for latents that no
+            encoder made (conditioning augmentation, arXiv 2106.15282). The length is predicted without.
         seed: the draws of a sample depend on the seed and its index only.
         batch_tokens: maximum padded positions per pass.
         progress: called after every pass with the number of passes done and in total, over all texts.
@@ -136,9 +142,14 @@ def sample_text(
         strategy = start_decoding(
             sampler, model, lengths[index], rows, diffusion=diffusion, steps=steps, draw=draw, seed=seed
         )
-        given = _encode(model, None if latents is None else latents[index])
+        given, times = None if latents is None else latents[index], None
+        if given is not None and condition_timestep > 0:
+            assert latent_diffusion is not None
+            given, times = _noised(model, given, rows, condition_timestep, latent_diffusion, seed)
+        else:
+            given = _encode(model, given)
         for k in range(steps):
-            num_rows += _take_step(model, strategy, k, given, guidance)
+            num_rows += _take_step(model, strategy, k, given, times, guidance)
             done += int((passes[index] > k).sum())
             if progress is not None:
                 progress(done, total)
@@ -153,6 +164,8 @@ def sample_masked(
     """`sample_text` for tasks of masked diffusion (`TextTask.write_texts`); an option that is None has its default."""
     if num_steps is not None:
         options["steps"] = num_steps
+    if options.get("condition_timestep"):
+        options["latent_diffusion"] = pretrained.latent_diffusion
     given = {key: value for key, value in options.items() if value is not None}
     return sample_text(pretrained.model, latents, diffusion=pretrained.text_diffusion, **given)
 
@@ -165,8 +178,23 @@ def _encode(model: nn.Module, latents: Tensor | None) -> Tensor | EncodedLatent 
     return model.encode_latents(given, caches=True) if hasattr(model, "encode_latents") else given
 
 
+def _noised(
+    model: nn.Module, latents: Tensor, rows: list[int], timestep: float, diffusion: LatentProcess, seed: int
+) -> tuple[Tensor, Tensor]:
+    """The latents of a batch in model space, noised to one timestep, and that timestep [B]."""
+    given = model.scale_latents(latents.to(device_of(model)))
+    times = torch.full((len(rows),), timestep, device=given.device)
+    noise = normals(seed, Stream.CONDITION, rows, tuple(given.shape[1:])).to(given.device)
+    return diffusion.add_noise(given, noise, times), times
+
+
 def _take_step(
-    model: nn.Module, strategy: TextStrategy, k: int, given: Tensor | EncodedLatent | None, guidance: float
+    model: nn.Module,
+    strategy: TextStrategy,
+    k: int,
+    given: Tensor | EncodedLatent | None,
+    times: Tensor | None,
+    guidance: float,
 ) -> int:
     """Take one step on the texts that need it; return the number of rows the model computed."""
     state, positions = strategy.state, strategy.positions(k)
@@ -180,7 +208,8 @@ def _take_step(
     active = row_index * width + positions % width
     if given is None or isinstance(given, Tensor):
         latents = None if given is None else given[rows]
-        logits = model(tokens, latents, t, None, real, text_positions=active)["text_logits"]
+        latent_t = None if times is None else times[rows]
+        logits = model(tokens, latents, t, latent_t, real, text_positions=active)["text_logits"]
     else:
         logits = model(tokens, None, t, None, real, text_positions=active, encoded=given.select(rows))["text_logits"]
     passes = 1

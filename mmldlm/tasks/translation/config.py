@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -11,8 +11,17 @@ from mmldlm.config.section import FilledFromData, OnResume, Section
 from mmldlm.data.store.config import StoreDataConfig, TokenizerConfig
 from mmldlm.models.mmdit.config import ModelConfig
 
+if TYPE_CHECKING:  # preflight reads a config without torch
+    from mmldlm.diffusion import GaussianProcess
+
 Mode = Literal["unconditional", "l2t", "t2l", "mixed"]
 PURE_MODES = ("unconditional", "l2t", "t2l")
+# Schedules under which a prediction can be turned into x0; those that are not named go with all.
+SCHEDULES_OF_PREDICTION = {
+    "v": ("cosine", "linear", "sigmoid"),
+    "flow": ("rectified_flow",),
+    "x0_epsilon": ("decoupled",),
+}
 
 
 class TextDiffusionConfig(Section):
@@ -36,19 +45,25 @@ class TextDiffusionConfig(Section):
 class LatentDiffusionConfig(Section):
     """Continuous diffusion of latents."""
 
-    schedule: Annotated[Literal["cosine", "linear", "sigmoid", "rectified_flow"], OnResume.FIXED] = "cosine"
-    """Noise schedule: three variance-preserving ones, or the straight path z = (1 - t) x + t e."""
-    prediction: Annotated[Literal["x0", "v", "epsilon", "flow"], OnResume.FIXED] = "x0"
-    """What the latent head predicts."""
+    schedule: Annotated[Literal["cosine", "linear", "sigmoid", "rectified_flow", "decoupled"], OnResume.FIXED] = (
+        "cosine"
+    )
+    """Noise schedule: three variance-preserving ones, the straight path z = (1 - t) x + t e, or RadioDiff's decoupled
+    diffusion z = (1 - t) x + sqrt(t) e."""
+    prediction: Annotated[Literal["x0", "v", "epsilon", "flow", "x0_epsilon"], OnResume.FIXED] = "x0"
+    """What the latent head predicts. x0_epsilon: both, in a head twice as wide (schedule=decoupled)."""
     timesteps: Literal["low_discrepancy", "uniform", "logit_normal"] = "low_discrepancy"
     """How timesteps are drawn; logit_normal is sigmoid(N(0, 1)) (SD3)."""
     timestep_shift: float = Field(1.0, gt=0)
     """SD3's shift s: t' = s t / (1 + (s - 1) t). Above 1 it trains more at high noise, where the text decides."""
-    weighting: Literal["unit", "min_snr", "velocity"] = "unit"
+    weighting: Literal["unit", "min_snr", "velocity", "ddm", "ddm_inverse"] = "unit"
     """Weight of the squared error: 1, min-SNR-gamma (arXiv 2303.09556), or that of the v / flow loss, in
-    the prediction's space."""
+    the prediction's space. Of schedule=decoupled also ddm (2 e^(1 - t) for x0, e^sqrt(t) for the noise; RadioDiff) and
+    ddm_inverse (1 / t and 1 / (1 - t); DDM)."""
     min_snr_gamma: float = Field(5.0, gt=0)
     """gamma of weighting=min_snr."""
+    ddm_weight_cap: float = Field(100.0, ge=1)
+    """Largest weight of weighting=ddm_inverse, whose weights are infinite at t = 0 and t = 1."""
     min_timestep: float = Field(1e-3, gt=0, lt=0.5)
     """Smallest timestep."""
     scaling: Annotated[Literal["standardize", "sqrt_d", "none"], OnResume.FIXED] = "standardize"
@@ -60,11 +75,28 @@ class LatentDiffusionConfig(Section):
 
     @model_validator(mode="after")
     def _prediction_fits_schedule(self) -> LatentDiffusionConfig:
-        if (self.prediction == "flow") != (self.schedule == "rectified_flow") and self.prediction in ("flow", "v"):
+        allowed = SCHEDULES_OF_PREDICTION.get(self.prediction)
+        if allowed is not None and self.schedule not in allowed:
             raise ValueError(
                 f"latent_diffusion.prediction={self.prediction} does not go with "
                 f"latent_diffusion.schedule={self.schedule}: "
-                "flow belongs to rectified_flow, v to cosine, linear and sigmoid; x0 and epsilon go with all"
+                "flow belongs to rectified_flow, x0_epsilon to decoupled, v to cosine, linear and sigmoid; "
+                "x0 and epsilon go with all"
+            )
+        if (self.weighting in ("ddm", "ddm_inverse")) > (self.schedule == "decoupled"):
+            raise ValueError(
+                f"latent_diffusion.weighting={self.weighting} belongs to latent_diffusion.schedule=decoupled "
+                f"(it is {self.schedule})"
+            )
+        if self.weighting == "velocity" and self.schedule == "decoupled":
+            raise ValueError(
+                "latent_diffusion.weighting=velocity does not go with latent_diffusion.schedule=decoupled, whose "
+                "velocity is infinite at t = 0: choose ddm, ddm_inverse, min_snr or unit"
+            )
+        if self.ddm_weight_cap != 100.0 and self.weighting != "ddm_inverse":
+            raise ValueError(
+                f"latent_diffusion.ddm_weight_cap={self.ddm_weight_cap} is read only with "
+                f"latent_diffusion.weighting=ddm_inverse (it is {self.weighting})"
             )
         if self.l2_normalize and self.scaling == "standardize":
             raise ValueError(
@@ -72,6 +104,12 @@ class LatentDiffusionConfig(Section):
                 "std are those of the latents as stored: set latent_diffusion.scaling=sqrt_d"
             )
         return self
+
+    def process(self) -> GaussianProcess:
+        """Return the noise process."""
+        from mmldlm.diffusion import GaussianProcess
+
+        return GaussianProcess(self.schedule, self.prediction, self.weighting, self.min_snr_gamma, self.ddm_weight_cap)
 
 
 class LossConfig(Section):
@@ -95,9 +133,10 @@ class LossConfig(Section):
     """In training, score masked tokens against this many most frequent tokens and a sample of 1,024 others that stands
     for the rest: an estimate of the NELBO at a fraction of the text head's cost. Evaluation is exact. None: against the
     whole vocabulary."""
-    text_weighting: Literal["elbo", "uniform"] = "elbo"
-    """Weight of a masked token in training. elbo: the NELBO's. uniform: 2 for all, of the same mean; the loss then
-    bounds no likelihood, but its gradients vary less. Logs and evaluations report the NELBO in both cases."""
+    text_weighting: Literal["elbo", "uniform", "dynamic"] = "elbo"
+    """Weight of a masked token in training. elbo: the NELBO's. uniform: 2 for all, of the same mean. dynamic: GIDD+'s
+    2 (1 - t) without uniform noise (arXiv 2503.04482), of a third of it. With the latter two the loss bounds no
+    likelihood, but its gradients vary less. Logs and evaluations report the NELBO in every case."""
     text_weight_clip: float | None = Field(None, gt=0)
     """Largest weight of a masked token (1 / t under MDLM). Clipped, the loss bounds no likelihood. None: off."""
     latent_weight_clip: float | None = Field(None, gt=0)
@@ -111,9 +150,10 @@ class LossConfig(Section):
 
     @model_validator(mode="after")
     def _uniform_weights_are_not_clipped(self) -> LossConfig:
-        if self.text_weighting == "uniform" and self.text_weight_clip is not None:
+        if self.text_weighting != "elbo" and self.text_weight_clip is not None:
             raise ValueError(
-                "loss.text_weight_clip is read only with loss.text_weighting=elbo (uniform weights are 2): drop one"
+                "loss.text_weight_clip is read only with loss.text_weighting=elbo (the weights of uniform are 2, those "
+                "of dynamic at most 2): drop one"
             )
         return self
 
@@ -132,6 +172,14 @@ class TranslationTrainingConfig(TrainingConfig):
     with."""
     condition_dropout: float = Field(0.1, ge=0, lt=1)
     """Fraction of l2t and t2l samples whose condition is replaced by the learned null (classifier-free guidance)."""
+    t2l_pure_noise: float = Field(0.0, ge=0, lt=1)
+    """Fraction of the t2l samples with a given text that are trained at t = 1, where sampling starts, and in one step
+    ends. Evaluations draw timesteps as without it."""
+    l2t_condition_noise: float = Field(0.0, ge=0, lt=1)
+    """Fraction of the l2t samples with a given latent whose latent is noised, and the model is given the timestep of
+    that noise: conditioning augmentation (arXiv 2106.15282) for latents that no encoder made. Evaluations have none."""
+    l2t_condition_timestep: float = Field(0.3, gt=0, le=1)
+    """Largest timestep of l2t_condition_noise; uniform between 0 and it."""
 
     @model_validator(mode="after")
     def _weights_belong_to_mixed(self) -> TranslationTrainingConfig:
@@ -143,6 +191,19 @@ class TranslationTrainingConfig(TrainingConfig):
                 )
             if min(weights.values(), default=0) < 0 or sum(weights.values()) <= 0:
                 raise ValueError(f"training.loss_type_weights={weights}: weights are >= 0 and one of them > 0")
+        return self
+
+    @model_validator(mode="after")
+    def _options_belong_to_a_mode(self) -> TranslationTrainingConfig:
+        shares = self.mode_weights()
+        for key, mode in (("t2l_pure_noise", "t2l"), ("l2t_condition_noise", "l2t")):
+            if getattr(self, key) > 0 and shares[mode] == 0:
+                raise ValueError(
+                    f"training.{key} is read only where {mode} is trained (training.loss_type is {self.loss_type}): "
+                    "drop it, or train that mode"
+                )
+        if self.l2t_condition_timestep != 0.3 and self.l2t_condition_noise == 0:
+            raise ValueError("training.l2t_condition_timestep is read only with training.l2t_condition_noise above 0")
         return self
 
     def mode_weights(self) -> dict[str, float]:
@@ -164,6 +225,40 @@ class TranslationConfig(Config):
     latent_diffusion: LatentDiffusionConfig = Field(default_factory=LatentDiffusionConfig)
     loss: LossConfig = Field(default_factory=LossConfig)
     training: TranslationTrainingConfig = Field(default_factory=TranslationTrainingConfig)
+
+    @model_validator(mode="after")
+    def _latent_head_fits_prediction(self) -> TranslationConfig:
+        prediction, model = self.latent_diffusion.prediction, self.model
+        if prediction != "x0_epsilon":
+            if model.latent_predictions != 1:
+                raise ValueError(
+                    f"model.latent_predictions={model.latent_predictions} belongs to latent_diffusion.prediction="
+                    f"x0_epsilon (it is {prediction}): drop it"
+                )
+            return self
+        if model.scale_noisy_latents:
+            raise ValueError(
+                "model.scale_noisy_latents=true does not go with latent_diffusion.prediction=x0_epsilon: the model "
+                "would not read the noise that it is to predict"
+            )
+        if model.latent_predictions != 2:  # an assignment validates once more
+            model.latent_predictions = 2
+        return self
+
+    @model_validator(mode="after")
+    def _training_options_fit(self) -> TranslationConfig:
+        if self.loss.text_weighting == "dynamic" and self.text_diffusion.fully_masked_only:
+            raise ValueError(
+                "loss.text_weighting=dynamic gives a fully masked text no weight, and "
+                "text_diffusion.fully_masked_only=true trains no other: drop one"
+            )
+        latent = self.latent_diffusion
+        if self.training.t2l_pure_noise > 0 and (latent.prediction == "epsilon" or latent.weighting == "min_snr"):
+            raise ValueError(
+                "training.t2l_pure_noise teaches nothing with latent_diffusion.prediction=epsilon (at t = 1 the model "
+                "reads what it is to predict) or latent_diffusion.weighting=min_snr (whose weight is 0 there): drop one"
+            )
+        return self
 
     @model_validator(mode="after")
     def _loss_fits_prediction(self) -> TranslationConfig:

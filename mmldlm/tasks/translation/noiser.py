@@ -13,7 +13,7 @@ from torch import Tensor
 from mmldlm.data.batching.batch import Batch
 from mmldlm.data.batching.batch_plan import GlobalBatch, permute
 from mmldlm.data.store.store import Rows
-from mmldlm.diffusion import GaussianProcess, MaskedDiffusion
+from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.timesteps import logit_normal, low_discrepancy, shift, stretch
 from mmldlm.tasks.masking import mask_texts
 from mmldlm.tasks.row_reader import RowReader
@@ -24,14 +24,15 @@ UNCONDITIONAL, L2T, T2L = range(3)
 assert PURE_MODES == ("unconditional", "l2t", "t2l")
 
 # Key words that keep the streams of one seed apart.
-_SAMPLE_STREAM, _BATCH_STREAM, _CANDIDATE_STREAM = 1, 2, 3
+_SAMPLE_STREAM, _BATCH_STREAM, _CANDIDATE_STREAM, _OPTION_STREAM, _DROPOUT_STREAM = 1, 2, 3, 4, 5
 
 
 @dataclass(kw_only=True)
 class NoisedBatch(Batch):
     """One micro-batch, noised. B samples, S positions (longest text), M scored positions, D latent dim.
 
-    Where a text has N latents, [B, D] below is [B, N, D].
+    Where a text has N latents, [B, D] below is [B, N, D]; where the model makes two predictions of each, latent_targets
+    are [B, 2 * D] and latent_weights [B, 2].
 
     Attributes:
         tensors: text_tokens [B, S] int64 (noised), attention_mask [B, S] bool, latents [B, D] fp32 (noised, in model
@@ -40,7 +41,8 @@ class NoisedBatch(Batch):
             the first position), text_positions [M] int64 in B * S, text_targets [M] int64, text_weights [M] fp32 (NELBO
             weight), text_rows [M] int64 (sample of each scored position), latent_targets [B, D] fp32, latent_clean
             [B, D] fp32, latent_weights [B] fp32 (0 where the latent is not scored), length_targets [B] int64
-            (length - 1), length_weights [B] fp32; with candidates text_candidates [C] and text_columns [M] int64.
+            (length - 1), length_weights [B] fp32; with candidates text_candidates [C] and text_columns [M] int64; with
+            loss.text_weighting=dynamic text_loss_weights [M] fp32; with model.dropout dropout_keys [B] int64.
         modes: [B] index in PURE_MODES.
         counts: text_tokens, latents (of N latents per text, each), lengths.
     """
@@ -84,6 +86,7 @@ class PaddedSamples(NamedTuple):
         dropout: [B] fp64, for the condition dropout.
         text: [B] fp64, for text timesteps under timesteps=uniform.
         latent: [B] fp64, for latent timesteps under timesteps=uniform.
+        options: [B, 3] fp64, for t2l_pure_noise and l2t_condition_noise; of zeros where both are off.
     """
 
     tokens: Tensor
@@ -94,6 +97,7 @@ class PaddedSamples(NamedTuple):
     dropout: Tensor
     text: Tensor
     latent: Tensor
+    options: Tensor
 
 
 class Noiser:
@@ -111,6 +115,8 @@ class Noiser:
         condition_dropout: None: training.condition_dropout.
         max_norm: a latent above this norm is a corrupted row; it is left out and reported.
         candidates: of loss.text_candidates; None: the text head scores the whole vocabulary.
+        in_training: whether the training options that no evaluation has apply (t2l_pure_noise, l2t_condition_noise,
+            dropout).
     """
 
     def __init__(
@@ -126,11 +132,12 @@ class Noiser:
         condition_dropout: float | None = None,
         max_norm: float = math.inf,
         candidates: CandidateSampler | None = None,
+        in_training: bool = True,
     ):
         self.text = MaskedDiffusion(mask_token_id, config.text_diffusion.schedule, config.text_diffusion.eps)
-        latent = config.latent_diffusion
-        self.latent = GaussianProcess(latent.schedule, latent.prediction, latent.weighting, latent.min_snr_gamma)
-        self.text_config, self.latent_config = config.text_diffusion, latent
+        self.latent = config.latent_diffusion.process()
+        self.text_config, self.latent_config = config.text_diffusion, config.latent_diffusion
+        self.weighs_dynamically = config.loss.text_weighting == "dynamic"
         self.pad_token_id, self.eos_token_id = pad_token_id, eos_token_id
         self.latent_mean, self.latent_std = latent_mean, latent_std
         self.candidates = candidates
@@ -139,7 +146,12 @@ class Noiser:
         weights = mode_weights or config.training.mode_weights()
         self.mode_edges = np.cumsum([weights[mode] for mode in PURE_MODES])
         self.seed = config.training.seed if seed is None else seed
-        self.dropout = config.training.condition_dropout if condition_dropout is None else condition_dropout
+        training = config.training
+        self.dropout = training.condition_dropout if condition_dropout is None else condition_dropout
+        self.pure_noise = training.t2l_pure_noise if in_training else 0.0
+        self.condition_noise = training.l2t_condition_noise if in_training else 0.0
+        self.condition_timestep = training.l2t_condition_timestep
+        self.has_dropout = in_training and config.model.dropout > 0
 
     def modes(self, batch: GlobalBatch) -> np.ndarray:
         """Return the mode [n] of every sample of the global batch (the same on every rank)."""
@@ -173,6 +185,12 @@ class Noiser:
         modes = draws.modes[in_batch]
         tensors = self._text_tensors(padded, modes, real, draws.text[in_batch])
         tensors |= self._latent_tensors(padded, modes, real, draws.latent[in_batch])
+        if self.has_dropout:
+            keys = [
+                _generator(self.seed, batch.epoch, sample, slot, _DROPOUT_STREAM).bit_generator.random_raw()
+                for sample, slot in zip(ids.tolist(), slots.tolist(), strict=True)
+            ]
+            tensors["dropout_keys"] = torch.from_numpy(np.array(keys, dtype=np.uint64).view(np.int64))
         if self.candidates is not None:
             generator = _generator(self.seed, batch.epoch, batch.index, 0, _CANDIDATE_STREAM)
             tensors |= self.candidates.tensors(tensors["text_targets"], generator)
@@ -205,6 +223,7 @@ class Noiser:
         latents = (latents - self.latent_mean) / self.latent_std
         noise = np.empty_like(latents)
         drop, text_u, latent_u = np.empty(num_rows), np.empty(num_rows), np.empty(num_rows)
+        options = np.zeros((num_rows, 3))
         for row, (sample, slot) in enumerate(zip(ids.tolist(), slots.tolist(), strict=True)):
             generator = _generator(self.seed, batch.epoch, sample, slot, _SAMPLE_STREAM)
             drop[row], text_u[row], latent_u[row] = generator.random(3)
@@ -214,7 +233,9 @@ class Noiser:
             tokens[row, length - 1] = self.eos_token_id
             attention[row, :length] = True
             uniform[row, :length] = generator.random(length)
-        arrays = (tokens, attention, latents, noise, uniform, drop, text_u, latent_u)
+            if self.pure_noise or self.condition_noise:
+                options[row] = _generator(self.seed, batch.epoch, sample, slot, _OPTION_STREAM).random(3)
+        arrays = (tokens, attention, latents, noise, uniform, drop, text_u, latent_u, options)
         return PaddedSamples(*map(torch.from_numpy, arrays))
 
     def _text_tensors(
@@ -233,7 +254,10 @@ class Noiser:
         width = padded.tokens.shape[1]
         computed = torch.where(is_null[:, None], torch.arange(width) == 0, padded.attention)
         text_rows = positions // width
-        return {
+        extra = {}
+        if self.weighs_dynamically:
+            extra["text_loss_weights"] = self._dynamic_weights(timesteps, weights, padded.attention)[text_rows].float()
+        return extra | {
             "text_tokens": torch.where(is_t2l[:, None], padded.tokens, noised),
             "attention_mask": padded.attention,
             "text_timesteps": torch.where(is_t2l, 0.0, timesteps).float(),
@@ -253,18 +277,33 @@ class Noiser:
         self, padded: PaddedSamples, modes: np.ndarray, real: np.ndarray, strata: Tensor
     ) -> dict[str, Tensor]:
         is_l2t, is_real = torch.from_numpy(modes) == L2T, torch.from_numpy(real)
-        timesteps = torch.where(is_l2t, 0.0, self._latent_timesteps(strata, padded.latent))
+        is_given = padded.dropout >= self.dropout
+        condition = torch.where(
+            is_l2t & is_given & (padded.options[:, 1] < self.condition_noise),
+            (1 - padded.options[:, 2]) * self.condition_timestep,
+            0.0,
+        )
+        is_pure = (torch.from_numpy(modes) == T2L) & is_given & (padded.options[:, 0] < self.pure_noise)
+        timesteps = self._latent_timesteps(strata, padded.latent).masked_fill(is_pure, 1.0)
+        timesteps = torch.where(is_l2t, condition, timesteps)
         clean = padded.latents
         noised = self.latent.add_noise(clean, padded.noise, timesteps)
         weights = self.latent.loss_weights(timesteps.clamp_min(1e-6))
         return {
-            "latents": torch.where(_expand_like(is_l2t, clean), clean, noised),
+            "latents": torch.where(_expand_like(timesteps == 0, clean), clean, noised),
             "latent_timesteps": timesteps.float(),
             "latent_targets": self.latent.targets(clean, padded.noise, timesteps),
             "latent_clean": clean,
-            "latent_weights": torch.where(is_real & ~is_l2t, weights, 0.0).float(),
-            "latent_is_null": (padded.dropout < self.dropout) & is_l2t,
+            "latent_weights": torch.where(_expand_like(is_real & ~is_l2t, weights), weights, 0.0).float(),
+            "latent_is_null": ~is_given & is_l2t,
         }
+
+    def _dynamic_weights(self, timesteps: Tensor, weights: Tensor, real: Tensor) -> Tensor:
+        """[B] weight of a masked token under loss.text_weighting=dynamic; weights [B]: the NELBO's."""
+        if self.text_config.masking == "fixed_count":
+            length = real.sum(1)
+            return self.text.dynamic_count_weights(length, length / weights)
+        return self.text.dynamic_weights(timesteps)
 
     def _latent_timesteps(self, strata: Tensor, own: Tensor) -> Tensor:
         config = self.latent_config

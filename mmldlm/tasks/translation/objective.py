@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmldlm.diffusion import GaussianProcess
 from mmldlm.tasks.translation.candidates import candidates_of
 from mmldlm.tasks.translation.config import TranslationConfig
 
@@ -32,8 +31,7 @@ class TranslationObjective:
         # The text's share of the loss is taken into the rows' weights, which saves a pass over the head's gradients;
         # float16 lacks the range for that (its loss scale comes later).
         self._weighs_inside = config.training.dtype != "fp16"
-        latent = config.latent_diffusion
-        self.latent = GaussianProcess(latent.schedule, latent.prediction, latent.weighting, latent.min_snr_gamma)
+        self.latent = config.latent_diffusion.process()
 
     def __call__(self, model, batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Run the model on a NoisedBatch.
@@ -43,12 +41,15 @@ class TranslationObjective:
             metrics: fp32 scalars, detached: text_nelbo_sum (nats, weighted by 1 / t), text_correct (masked positions
                 predicted right), text_masked (masked positions), text_logits (logits computed under text_candidates,
                 else 0), latent_error_sum (squared error per dimension), latent_cosine_sum (cosine of the x0 estimate
-                with the clean latent), latent_scored, length_nll_sum, length_scored, and loss.
+                with the clean latent), latent_scored, latent_gap_sum (of two predictions: the distance per dimension
+                between the x0 of its own and that of both), latent_gap_scored, length_nll_sum, length_scored, and loss.
         """
         tensors = batch.tensors
         weights = tensors["text_weights"]
         if self.loss.text_weighting == "uniform":
             weights = torch.full_like(weights, 2.0)  # a token is masked half of the time
+        elif self.loss.text_weighting == "dynamic":
+            weights = tensors["text_loss_weights"]
         if self.loss.text_weight_clip is not None:
             weights = weights.clamp_max(self.loss.text_weight_clip)
         if self.loss.text_loss_clamp is not None:
@@ -58,13 +59,8 @@ class TranslationObjective:
             text_loss = (out := self._forward(model, tensors, weights * text_share))["text_loss_sum"]
         else:
             text_loss = (out := self._forward(model, tensors, weights))["text_loss_sum"] * text_share
-        error = self._latent_error(out["latent_pred"], tensors["latent_targets"])
-        scored, latent_weights = error, tensors["latent_weights"]
-        if self.loss.latent_loss_clamp is not None:
-            scored = error.clamp_max(self.loss.latent_loss_clamp)
-        if self.loss.latent_weight_clip is not None:
-            latent_weights = latent_weights.clamp_max(self.loss.latent_weight_clip)
-        latent_sum = _weighted_sum(scored, latent_weights)
+        errors = self._latent_errors(out["latent_pred"], tensors["latent_targets"])
+        latent_sum = self._latent_sum(errors, tensors["latent_weights"])
         length_nll = F.cross_entropy(out["length_logits"], tensors["length_targets"], reduction="none")
         length_sum = _weighted_sum(length_nll, tensors["length_weights"])
 
@@ -74,7 +70,7 @@ class TranslationObjective:
         length_share = self.loss.length_loss_weight / max(batch.counts["lengths"], 1)
         loss = text_loss.add(latent_sum, alpha=latent_share).add(length_sum, alpha=length_share)
         with torch.no_grad():
-            metrics = self._metrics(loss, out, tensors, error, length_sum)
+            metrics = self._metrics(loss, out, tensors, sum(errors), length_sum)
         return loss, metrics
 
     def _forward(self, model, tensors: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor]:
@@ -91,7 +87,22 @@ class TranslationObjective:
             text_targets=tensors["text_targets"],
             text_weights=weights,
             text_candidates=candidates_of(self.config, tensors) if "text_candidates" in tensors else None,
+            dropout_keys=tensors.get("dropout_keys"),
         )
+
+    def _latent_errors(self, predictions: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+        """The error of each of the P predictions that stand side by side in the last dimension."""
+        pairs = zip(*(values.chunk(self.latent.num_predictions, -1) for values in (predictions, targets)))
+        return tuple(self._latent_error(prediction, target) for prediction, target in pairs)
+
+    def _latent_sum(self, errors: tuple[Tensor, ...], weights: Tensor) -> Tensor:
+        """Weighted sum of the errors of P predictions; weights [B], or [B, P]."""
+        if self.loss.latent_weight_clip is not None:
+            weights = weights.clamp_max(self.loss.latent_weight_clip)
+        if self.loss.latent_loss_clamp is not None:
+            errors = tuple(error.clamp_max(self.loss.latent_loss_clamp) for error in errors)
+        columns = weights.unbind(1) if weights.dim() == 2 else (weights,)
+        return sum(_weighted_sum(error, column) for error, column in zip(errors, columns, strict=True))
 
     def _latent_error(self, prediction: Tensor, target: Tensor) -> Tensor:
         """[B] (of several latents a sample [B, N]) mean squared error over D in fp32.
@@ -122,9 +133,11 @@ class TranslationObjective:
         return weights * kept[tensors["text_rows"]]
 
     def _metrics(self, loss, out, tensors, error, length_sum) -> dict[str, Tensor]:
-        scored = (tensors["latent_weights"] > 0).float()
+        is_scored = tensors["latent_weights"] > 0
+        scored = (is_scored if is_scored.dim() == 1 else is_scored.any(1)).float()
         num_logits = len(tensors["text_targets"]) * len(tensors.get("text_candidates", ()))
         x0 = self.latent.to_x0(out["latent_pred"], tensors["latents"], tensors["latent_timesteps"])
+        num_scored = scored.sum() if error.dim() == 1 else scored.sum() * error.shape[1]
         return {
             "loss": loss.detach(),
             "text_nelbo_sum": _weighted_sum(out["text_nll"], tensors["text_weights"]),
@@ -133,7 +146,16 @@ class TranslationObjective:
             "text_logits": torch.full_like(loss, float(num_logits)),
             "latent_error_sum": _weighted_sum(error, scored),
             "latent_cosine_sum": _weighted_sum(F.cosine_similarity(x0, tensors["latent_clean"], dim=-1), scored),
-            "latent_scored": scored.sum() if error.dim() == 1 else scored.sum() * error.shape[1],
+            "latent_scored": num_scored,
+            "latent_gap_sum": self._heads_gap(out["latent_pred"], x0, scored),
+            "latent_gap_scored": num_scored * (self.latent.num_predictions - 1),
             "length_nll_sum": length_sum.detach(),
             "length_scored": tensors["length_weights"].sum(),
         }
+
+    def _heads_gap(self, predictions: Tensor, x0: Tensor, scored: Tensor) -> Tensor:
+        """Sum over scored samples of the root mean square difference between the predicted x0 and that of both."""
+        if self.latent.num_predictions == 1:
+            return scored.new_zeros(())
+        difference = predictions.float().chunk(self.latent.num_predictions, -1)[0] - x0
+        return _weighted_sum(difference.square().mean(-1).sqrt(), scored)

@@ -40,6 +40,8 @@ class TranslationTask(TextTask):
         "latent_error_sum",
         "latent_cosine_sum",
         "latent_scored",
+        "latent_gap_sum",
+        "latent_gap_scored",
         "length_nll_sum",
         "length_scored",
     )
@@ -49,6 +51,7 @@ class TranslationTask(TextTask):
         Metric("length_loss", "length_nll_sum", "lengths"),
         Metric("text_accuracy", "text_correct", "text_masked"),
         Metric("latent_cosine", "latent_cosine_sum", "latents"),
+        Metric("latent_gap", "latent_gap_sum", "latent_gap_scored"),  # of latent_diffusion.prediction=x0_epsilon
     )
     buffers = frozenset({"latent_mean", "latent_std"})
     architecture = "MultimodalMMDiT"
@@ -57,7 +60,7 @@ class TranslationTask(TextTask):
         "t2l": (),
         "unconditional": ("ancestral", "confidence"),
     }
-    sampling_options = TextTask.sampling_options | {"method", "eta"}
+    sampling_options = TextTask.sampling_options | {"method", "solver", "eta", "condition_timestep"}
 
     # -- without torch ----------------------------------------------------------------------------------------------
 
@@ -159,6 +162,7 @@ class TranslationTask(TextTask):
             condition_dropout=condition_dropout,
             max_norm=data.max_latent_norm(),
             candidates=candidates,
+            in_training=seed is None,
         )
 
     def objective(self, config: TranslationConfig) -> TranslationObjective:
@@ -187,6 +191,7 @@ class TranslationTask(TextTask):
             "training": {
                 "mode_weights": config.training.mode_weights(),
                 "condition_dropout": config.training.condition_dropout,
+                "l2t_condition_noise": config.training.l2t_condition_noise,
             },
             "encoder": data.train.manifest["encoder"],
             "tokenizer": data.train.manifest["tokenizer"],

@@ -165,6 +165,58 @@ def test_last_block_computes_only_rows_that_are_used():
     assert len(shapes) > 6 and set(shapes) == {len(given["text_positions"]) + 4 * 3}
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_dropout_equals_that_of_the_layers_and_of_a_recomputed_block(case):
+    """Fused, layer by layer, and recomputed: one loss, one gradient; with other keys, another."""
+    given = {**batch(*CASES[case]), "dropout_keys": torch.arange(len(CASES[case][0])) * 7919 + 3}
+    expected = gradients(make(dropout=0.25), given)
+    layers = make(dropout=0.25)
+    for block in layers.blocks:
+        block.mlp_in.register_forward_hook(lambda *_: None)
+    assert largest_error(gradients(layers, given), expected)[0] < RELATIVE
+    for recomputed in (
+        make(dropout=0.25, gradient_checkpointing=True),
+        make(dropout=0.25, gradient_checkpointing=True),
+    ):
+        assert largest_error(gradients(recomputed, given), expected)[0] < RELATIVE
+        recomputed.zero_grad()
+        recomputed.blocks[0].to_out.register_forward_hook(lambda *_: None)
+        assert largest_error(gradients(recomputed, given), expected)[0] < RELATIVE
+    other = gradients(make(dropout=0.25), {**given, "dropout_keys": given["dropout_keys"] + 1})
+    assert largest_error(other, expected)[0] > 1e-3
+    plain = gradients(make(), batch(*CASES[case]))
+    assert largest_error(gradients(make(dropout=0.25).eval(), given), plain)[0] == 0.0
+    assert largest_error(gradients(make(dropout=0.0), given), plain)[0] == 0.0
+
+
+def test_dropout_does_not_depend_on_padding_or_on_the_other_samples():
+    """Each sample alone, without its padding, gives its part of the whole batch's predictions."""
+    given = batch([16, 3, 9, 1])
+    keys = torch.tensor([5, -7, 11, 2**62])
+    model = make(dropout=0.25)
+    whole = model(**given, dropout_keys=keys)
+    assert not torch.equal(whole["latent_pred"], model.eval()(**given)["latent_pred"])
+    model.train()
+    rows = given["text_positions"] // 16
+    for sample, length in enumerate([16, 3, 9, 1]):
+        own = {key: value[sample : sample + 1] for key, value in given.items() if not key.startswith("text_")}
+        own["text_tokens"] = given["text_tokens"][sample : sample + 1, :length]
+        own["attention_mask"] = own["attention_mask"][:, :length]
+        own["text_timesteps"] = given["text_timesteps"][sample : sample + 1]
+        positions = given["text_positions"][rows == sample] % 16
+        out = model(
+            **own, text_positions=positions, text_targets=given["text_targets"][rows == sample],
+            text_weights=given["text_weights"][rows == sample], dropout_keys=keys[sample : sample + 1],
+        )  # fmt: skip
+        torch.testing.assert_close(out["latent_pred"], whole["latent_pred"][sample : sample + 1], rtol=0, atol=1e-6)
+        torch.testing.assert_close(out["text_nll"], whole["text_nll"][rows == sample], rtol=1e-5, atol=1e-5)
+
+
+def test_dropout_in_training_needs_its_keys():
+    with pytest.raises(ValueError, match="dropout_keys"):
+        make(dropout=0.1)(**batch([4, 3]))
+
+
 def test_a_second_backward_pass_is_refused():
     """By the head and by a block: both use memory again that the first pass has used."""
     for part in ("latent_pred", "text_loss_sum"):

@@ -25,10 +25,12 @@ class FakeStore:
         return Rows([self.tokens[i] for i in indices], self.latents[indices])
 
 
-def dataset(world=1, accum=1, rank=0, batch=12, **training):
-    config = build_config({"training": training} if training else {})
+def dataset(world=1, accum=1, rank=0, batch=12, sections=None, in_training=True, **training):
+    config = build_config((sections or {}) | ({"training": training} if training else {}))
     rows = FakeStore()
-    noiser = Noiser(config, MASK, PAD, EOS, np.zeros(DIM, np.float32), np.ones(DIM, np.float32))
+    noiser = Noiser(
+        config, MASK, PAD, EOS, np.zeros(DIM, np.float32), np.ones(DIM, np.float32), in_training=in_training
+    )
     return MicroBatches(rows, BatchPlan(rows.lengths, batch, 0), noiser, rank, world, accum)
 
 
@@ -44,15 +46,31 @@ def by_sample(batches):
                 t["text_tokens"][row, :length].tolist(), t["latents"][row].tolist(), float(t["text_timesteps"][row]),
                 float(t["latent_timesteps"][row]), bool(t["text_is_null"][row]), bool(t["latent_is_null"][row]),
                 t["text_targets"][scored].tolist(), t["text_weights"][scored].tolist(), int(batch.modes[row]),
+                t["latent_targets"][row].tolist(), t["latent_weights"][row].tolist(),
+                t["text_loss_weights"][scored].tolist() if "text_loss_weights" in t else None,
+                int(t["dropout_keys"][row]) if "dropout_keys" in t else None,
             )  # fmt: skip
     return seen
 
 
+OPTIONS = {
+    "training": {"t2l_pure_noise": 0.3, "l2t_condition_noise": 0.4},
+    "loss": {"text_weighting": "dynamic"},
+    "model": {"dropout": 0.1},
+    "latent_diffusion": {"schedule": "decoupled", "prediction": "x0_epsilon", "weighting": "ddm"},
+}
+
+
+@pytest.mark.parametrize("sections", [{}, OPTIONS], ids=["default", "options"])
 @pytest.mark.parametrize(("world", "accum"), [(2, 1), (1, 3), (2, 2), (4, 1)])
-def test_noise_does_not_depend_on_how_the_batch_is_cut(world, accum):
+def test_noise_does_not_depend_on_how_the_batch_is_cut(world, accum, sections):
     for step in (0, 8):  # step 8 is the epoch's last, incomplete batch
-        whole = dataset()[step]
-        parts = [dataset(world, accum, rank)[step * accum + m] for rank in range(world) for m in range(accum)]
+        whole = dataset(sections=sections)[step]
+        parts = [
+            dataset(world, accum, rank, sections=sections)[step * accum + m]
+            for rank in range(world)
+            for m in range(accum)
+        ]
         assert by_sample(parts) == by_sample([whole])
         for part in parts:
             assert (part.counts["text_tokens"], part.counts["latents"], part.counts["lengths"]) == (
@@ -162,3 +180,95 @@ def test_nan_to_num_keeps_the_sample_and_names_it():
     assert "replaced by the mean" in mended.bad[0]["reason"]
     assert mended.bad[0]["repaired"] and "repaired" not in left_out.bad[0]
     assert mended.tensors["latent_clean"][place, 2] == 0 and torch.isfinite(mended.tensors["latents"]).all()
+
+
+# -- options of training alone -----------------------------------------------------------------------------------------
+
+
+def test_options_change_their_samples_and_no_other_and_no_evaluation():
+    plain = by_sample([dataset()[i] for i in range(9)])
+    training = {"t2l_pure_noise": 0.5, "l2t_condition_noise": 0.5, "l2t_condition_timestep": 0.2}
+    changed = by_sample([dataset(**training)[i] for i in range(9)])
+    assert by_sample([dataset(in_training=False, **training)[i] for i in range(9)]) == plain
+    pure = noised = total = 0
+    for sample, after in changed.items():
+        before = plain[sample]
+        mode, timestep, dropped = after[8], after[3], after[4] or after[5]
+        if after == before:
+            continue
+        assert not dropped and mode in (L2T, T2L)
+        assert after[0] == before[0] and after[2] == before[2] and after[6:9] == before[6:9]  # the text is the same
+        if mode == T2L:
+            assert timestep == 1.0 and before[3] < 1.0
+            pure += 1
+        else:
+            assert before[3] == 0.0 and 0 < timestep <= 0.2 and after[1] != before[1]
+            assert after[10] == 0.0  # a condition is no target
+            noised += 1
+    total = sum(before[8] == T2L and not before[4] for before in plain.values())
+    assert 0.25 * total < pure < 0.75 * total
+    total = sum(before[8] == L2T and not before[5] for before in plain.values())
+    assert 0.25 * total < noised < 0.75 * total
+
+
+def test_a_noised_condition_is_the_process_at_its_timestep():
+    t = dataset(loss_type="l2t", l2t_condition_noise=0.9, condition_dropout=0.0)[0].tensors
+    off = dataset(loss_type="l2t", condition_dropout=0.0)[0].tensors
+    angle = 0.5 * np.pi * t["latent_timesteps"][:, None]
+    noise = (t["latents"] - angle.cos() * off["latents"]) / angle.sin().clamp_min(1e-3)
+    moved = t["latent_timesteps"] > 0
+    assert 0.6 < float(moved.float().mean()) <= 1 and 0.5 < float(noise[moved].std()) < 1.5
+    assert torch.equal(t["latents"][~moved], off["latents"][~moved])
+
+
+def test_pure_noise_holds_nothing_of_its_latent():
+    t = dataset(loss_type="t2l", t2l_pure_noise=0.9, condition_dropout=0.0)[0].tensors
+    off = dataset(loss_type="t2l", condition_dropout=0.0)[0].tensors
+    pure = t["latent_timesteps"] == 1
+    assert pure.sum() >= 8 and torch.equal(t["latent_targets"], off["latent_targets"])
+    assert not torch.isclose(t["latents"][pure], off["latents"][pure], atol=1e-3).all(1).any()
+    assert (t["latent_weights"] > 0).all()
+
+
+@pytest.mark.parametrize(
+    "values, match",
+    [
+        ({"training": {"loss_type": "l2t", "t2l_pure_noise": 0.2}}, "t2l_pure_noise is read only where t2l"),
+        ({"training": {"loss_type": "t2l", "l2t_condition_noise": 0.2}}, "l2t_condition_noise is read only where l2t"),
+        ({"training": {"loss_type_weights": {"l2t": 1.0}, "t2l_pure_noise": 0.2}}, "t2l_pure_noise is read only"),
+        ({"training": {"l2t_condition_timestep": 0.1}}, "read only with training.l2t_condition_noise"),
+        ({"training": {"t2l_pure_noise": 0.2}, "latent_diffusion": {"prediction": "epsilon"}}, "teaches nothing"),
+        ({"training": {"t2l_pure_noise": 0.2}, "latent_diffusion": {"weighting": "min_snr"}}, "teaches nothing"),
+        ({"loss": {"text_weighting": "dynamic"}, "text_diffusion": {"fully_masked_only": True}}, "no weight"),
+        ({"loss": {"text_weighting": "dynamic", "text_weight_clip": 1.0}}, "text_weight_clip"),
+        ({"latent_diffusion": {"prediction": "x0_epsilon"}}, "x0_epsilon to decoupled"),
+        ({"latent_diffusion": {"schedule": "decoupled", "prediction": "v"}}, "v to cosine"),
+        ({"latent_diffusion": {"schedule": "decoupled", "prediction": "flow"}}, "flow belongs"),
+        ({"latent_diffusion": {"schedule": "decoupled", "weighting": "velocity"}}, "infinite at t = 0"),
+        ({"latent_diffusion": {"weighting": "ddm"}}, "belongs to latent_diffusion.schedule=decoupled"),
+        ({"latent_diffusion": {"schedule": "decoupled", "ddm_weight_cap": 5.0}}, "read only with"),
+        ({"model": {"latent_predictions": 2}}, "latent_predictions=2 belongs to"),
+        (
+            {
+                "model": {"scale_noisy_latents": True},
+                "latent_diffusion": {"schedule": "decoupled", "prediction": "x0_epsilon"},
+            },
+            "scale_noisy_latents",
+        ),
+    ],
+)
+def test_options_that_nothing_reads_are_refused(values, match):
+    with pytest.raises(UserError, match=match):
+        build_config(values)
+
+
+def test_the_configs_table_of_predictions_is_that_of_the_process():
+    from mmldlm.diffusion.gaussian import PREDICTIONS, SCHEDULES
+    from mmldlm.tasks.translation.config import SCHEDULES_OF_PREDICTION
+
+    for name, prediction in PREDICTIONS.items():
+        assert set(SCHEDULES_OF_PREDICTION.get(name, SCHEDULES)) == set(prediction.schedules)
+    config = build_config({"latent_diffusion": {"schedule": "decoupled", "prediction": "x0_epsilon"}})
+    assert config.model.latent_predictions == 2
+    again = build_config(config.model_dump())
+    assert again == config

@@ -219,3 +219,100 @@ def test_uniform_text_weights_change_the_loss_and_not_the_nelbo():
     assert torch.equal(found[0], TranslationObjective(build_config({}))(model(), batch)[0])
     with pytest.raises(UserError, match="text_weight_clip"):
         build_config({"loss": {"text_weighting": "uniform", "text_weight_clip": 3.0}})
+
+
+def test_dynamic_text_weights_change_the_loss_and_not_the_nelbo():
+    config = build_config({"loss": {"text_weighting": "dynamic"}})
+    (batch,) = micro_batches(config)
+    (plain,) = micro_batches(build_config({}))
+    found, expected = (
+        TranslationObjective(config)(model(), batch),
+        TranslationObjective(build_config({}))(model(), plain),
+    )
+    assert not torch.equal(found[0], expected[0])
+    assert torch.equal(found[1]["text_nelbo_sum"], expected[1]["text_nelbo_sum"])
+    plain.tensors["text_weights"] = batch.tensors["text_loss_weights"]
+    assert torch.equal(found[0], TranslationObjective(build_config({}))(model(), plain)[0])
+
+
+# -- two predictions ---------------------------------------------------------------------------------------------------
+
+DECOUPLED = {"schedule": "decoupled", "prediction": "x0_epsilon", "weighting": "ddm"}
+
+
+def wide_model():
+    torch.manual_seed(0)
+    config = ModelConfig(
+        hidden_size=16, n_blocks=2, n_heads=2, cond_dim=16, max_seq_len=16, latent_dim=DIM, tokens_per_latent=2,
+        vocab_size=30, mask_token_id=3, pad_token_id=0, eos_token_id=2, latent_predictions=2,
+    )  # fmt: skip
+    return MultimodalMMDiT(config)
+
+
+@pytest.mark.parametrize("weighting", ["unit", "min_snr", "ddm", "ddm_inverse"])
+def test_two_predictions_have_two_weighted_errors(weighting):
+    config = build_config(
+        {"latent_diffusion": {**DECOUPLED, "weighting": weighting}, "training": {"loss_type": "t2l"},
+         "loss": {"length_loss_weight": 0.0}}
+    )  # fmt: skip
+    (batch,) = micro_batches(config)
+    t, net = batch.tensors, wide_model()
+    assert t["latent_targets"].shape == (12, 2 * DIM) and t["latent_weights"].shape == (12, 2)
+    assert torch.equal(t["latent_targets"][:, :DIM], t["latent_clean"])
+    torch.nn.init.normal_(net.latent_head.to_latent.weight, std=0.1)
+    loss, metrics = TranslationObjective(config)(net, batch)
+    prediction = net(
+        t["text_tokens"], t["latents"], t["text_timesteps"], t["latent_timesteps"], t["attention_mask"],
+        text_is_null=t["text_is_null"], latent_is_null=t["latent_is_null"],
+    )["latent_pred"]  # fmt: skip
+    error = (prediction - t["latent_targets"]).square().unflatten(1, (2, DIM)).mean(-1)
+    torch.testing.assert_close(loss, (error * t["latent_weights"]).sum() / 12)
+    torch.testing.assert_close(metrics["latent_error_sum"], error.sum())
+    times = t["latent_timesteps"][:, None].double()
+    x0, noise = prediction.double().chunk(2, -1)
+    both = t["latents"] - times.sqrt() * noise + times * x0
+    cosine = torch.nn.functional.cosine_similarity(both, t["latent_clean"].double(), dim=-1).sum()
+    torch.testing.assert_close(metrics["latent_cosine_sum"].double(), cosine, rtol=1e-5, atol=1e-5)
+    gap = (x0 - both).square().mean(-1).sqrt().sum()
+    torch.testing.assert_close(metrics["latent_gap_sum"].double(), gap, rtol=1e-5, atol=1e-5)
+    assert metrics["latent_gap_scored"] == 12
+    clipped = build_config(
+        {"latent_diffusion": DECOUPLED, "training": {"loss_type": "t2l"},
+         "loss": {"latent_weight_clip": 2.5, "length_loss_weight": 0.0}}
+    )  # fmt: skip
+    (batch,) = micro_batches(clipped)
+    weights = batch.tensors["latent_weights"]
+    assert (weights > 2.5).any() and (weights < 2.5).any()
+    found = TranslationObjective(clipped)(net, batch)[0]
+    torch.testing.assert_close(found, (error * weights.clamp_max(2.5)).sum() / 12)
+
+
+def test_one_prediction_logs_no_gap():
+    (batch,) = micro_batches(build_config({}))
+    metrics = TranslationObjective(build_config({}))(model(), batch)[1]
+    assert metrics["latent_gap_sum"] == metrics["latent_gap_scored"] == 0
+
+
+def test_gradients_with_dropout_and_two_predictions_add_up_however_the_batch_is_cut():
+    sections = {
+        "latent_diffusion": DECOUPLED,
+        "model": {"dropout": 0.2},
+        "loss": {"text_weighting": "dynamic"},
+        "training": {"t2l_pure_noise": 0.3, "l2t_condition_noise": 0.3},
+    }
+    config = build_config(sections)
+
+    def run(batches):
+        net = wide_model()
+        net.config.dropout = 0.2
+        loss = sum(TranslationObjective(config)(net, batch)[0] for batch in batches)
+        loss.backward()
+        return loss.detach(), [p.grad for p in net.parameters()]
+
+    for step in (0, 3):
+        whole, expected = run(micro_batches(config, step=step))
+        for world, accum in ((2, 1), (1, 3), (4, 1)):
+            loss, found = run(micro_batches(config, world, accum, step))
+            torch.testing.assert_close(loss, whole)
+            for a, b in zip(found, expected, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
