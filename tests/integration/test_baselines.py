@@ -50,12 +50,8 @@ def test_every_engine_gives_the_losses_of_one_process(runs, arm):
 @pytest.mark.parametrize(("arm", "engine"), RESUMED_ON.items())
 def test_a_resumed_run_has_the_same_losses(runs, arm, engine):
     straight, resumed = read_log(runs, f"{arm}_{engine}")[4:], read_log(runs, f"{arm}_resumed")
-    for key in ("step", "lr", "samples"):
+    for key in ("step", "loss", "text_loss", "grad_norm", "lr", "samples"):
         assert [record[key] for record in resumed] == [record[key] for record in straight], key
-    for key in ("loss", "text_loss", "grad_norm"):
-        # In a process that has trained before, a straight run, too, differs from its twin in the last bit.
-        values = [record[key] for record in straight]
-        assert [record[key] for record in resumed] == pytest.approx(values, rel=1e-6), key
 
 
 @pytest.mark.parametrize(("arm", "engine"), [("mdlm", "zero3"), ("latent_dit_cross_attention", "fsdp")])
