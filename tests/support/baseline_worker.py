@@ -16,11 +16,11 @@ from mmldlm.config.load import load_config  # noqa: E402
 from mmldlm.distributed.exit import leave_process_group  # noqa: E402
 from mmldlm.train import check_run, train  # noqa: E402
 
-ENGINES = {
+ENGINES = {  # ZeRO-3 last: DeepSpeed then replaces torch's linear function in the whole process, which rounds otherwise
     "ddp": ["engine.kind=ddp"],
     "zero2": ["engine.zero_stage=2"],
-    "zero3": ["engine.zero_stage=3"],
     "fsdp": ["engine.kind=fsdp"],
+    "zero3": ["engine.zero_stage=3"],
 }
 ARMS = {
     "ar": ["model.tokens_per_latent=2", "model.tie_embeddings=true", "optimizer.kind=muon"],
@@ -78,10 +78,9 @@ def engines(store: str, folder: str) -> None:
     for name, engine in ENGINES.items() if world > 1 else [("single", ["engine.kind=single"])]:
         for arm in ARMS:
             run(arm, store, folder, f"{arm}_{name}", *engine)
-    if world > 1:
-        for arm, name in RESUMED_ON.items():
+        for arm in (arm for arm, other in RESUMED_ON.items() if other == name):
             checkpoint = f"{folder}/{arm}_{name}/checkpoints/step_00000004"
-            run(arm, store, folder, f"{arm}_resumed", *ENGINES[name], f"training.resume={checkpoint}")
+            run(arm, store, folder, f"{arm}_resumed", *engine, f"training.resume={checkpoint}")
 
 
 if __name__ == "__main__":
