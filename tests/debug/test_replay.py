@@ -87,7 +87,7 @@ def test_weights_that_bf16_cannot_hold_are_named(store, tmp_path):
 def test_one_sample_of_a_later_step_is_singled_out(store, tmp_path, monkeypatch, capsys):
     """A latent so large that fp32 overflows, let through as if no check had seen it; weights trained up to the step."""
     from mmldlm.data.store.store import Store
-    from mmldlm.tasks.translation.noiser import Noiser
+    from mmldlm.tasks.row_reader import RowReader
     from mmldlm.train import main
 
     get, chosen = Store.get, []
@@ -100,7 +100,7 @@ def test_one_sample_of_a_later_step_is_singled_out(store, tmp_path, monkeypatch,
         return rows
 
     monkeypatch.setattr(Store, "get", corrupted)
-    monkeypatch.setattr(Noiser, "_rejection_reason", lambda self, tokens, latent, length: None)
+    monkeypatch.setattr(RowReader, "_rejection_reason", lambda self, tokens, latent, length: None)
     from mmldlm.config.load import load_config
     from mmldlm.data.batching.batch_plan import BatchPlan
     from mmldlm.tasks.translation.data import open_data
