@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from mmldlm.commands import RenamedOption
 from mmldlm.errors import EXIT_DONE, UserError
 from mmldlm.evaluation.suite import SUITES
 from mmldlm.utils.output_paths import check_writable_file
 from mmldlm.utils.progress import ProgressBar
+
+if TYPE_CHECKING:
+    from mmldlm.tasks.text_task import TextTask
 
 MINIMUMS = {
     "num_samples": 2,
@@ -35,12 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--eval-dataset", action=RenamedOption, new="--suite conditioning_gain (formerly gain) or --suite stsb")
     add("--data", metavar="STORE", help="prepared store; its validation split is evaluated")
     add("--num-samples", type=int, metavar="N", help="number of unseen sentences (default 1000, or all)")
-    add("--num-steps", type=int, default=12, help="confidence steps of l2t (default %(default)s)")
+    add("--num-steps", type=int, help="steps of l2t (default 12)")
     add("--latent-steps", type=int, help="denoising steps of t2l (default 1, or 10 for prediction epsilon)")
     add("--num-draws", type=int, default=2, help="timesteps per sentence in the NELBO (default %(default)s)")
     add("--control-samples", type=int, default=100, help="sentences of the untrained controls (default %(default)s)")
     add("--guidance", type=float, default=1.0, help="classifier-free guidance of both samplers (default 1: none)")
-    add("--presence-penalty", type=float, default=1.0, help="penalty of l2t on repeated tokens (default %(default)s)")
+    add("--presence-penalty", type=float, help="penalty of l2t on repeated tokens (default 1)")
     add("--batch-size", type=int, metavar="N", help="texts of full length per pass (default: some thousand tokens)")
     add("--seed", type=int, default=0, help="seed of every draw (default %(default)s)")
     add("--json", metavar="FILE", help="also write the results to this file")
@@ -77,13 +81,24 @@ def main(args: argparse.Namespace) -> int:
                 batch_size=args.batch_size,
             )
         else:
-            settings = Settings(**{key: getattr(args, key) for key in Settings.__dataclass_fields__})
+            _check_task(args, pretrained.task)
+            given = {key: getattr(args, key) for key in Settings.__dataclass_fields__}
+            settings = Settings(**{key: value for key, value in given.items() if value is not None})
             report = conditioning_gain.evaluate(pretrained, store, settings, progress.start)
     report.show()
     if args.json:
         report.write(args.json)
         print(f"written to {args.json}")
     return EXIT_DONE
+
+
+def _check_task(args: argparse.Namespace, task: TextTask) -> None:
+    options = {"num_steps": args.num_steps, "presence_penalty": args.presence_penalty}
+    options["guidance"] = None if args.guidance == 1 else args.guidance
+    given = [key for key, value in options.items() if value is not None and key not in task.sampling_options]
+    if given:
+        names = ", ".join("--" + key.replace("_", "-") for key in given)
+        raise UserError(f"options that task={task.name} reads", names, "omit them")
 
 
 def _check_arguments(args: argparse.Namespace) -> None:

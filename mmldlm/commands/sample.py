@@ -17,7 +17,7 @@ from mmldlm.sampling.device import usable_device
 from mmldlm.sampling.generate import SampleOptions, sample_l2t, sample_t2l, sample_unconditional
 from mmldlm.sampling.joint_sampler import JOINT_METHODS
 from mmldlm.sampling.latent_solver import ETAS, SOLVERS
-from mmldlm.sampling.pretrained import load_pretrained
+from mmldlm.sampling.pretrained import Pretrained, load_pretrained
 from mmldlm.sampling.text.strategies import STRATEGIES
 from mmldlm.utils.formatting import count_noun
 from mmldlm.utils.output_paths import check_writable_dir
@@ -36,16 +36,22 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "text_file": {"l2t": None, "t2l": None},
     "num_samples": {"l2t": None, "unconditional": 10},
     "num_steps": {"l2t": 64, "t2l": None, "unconditional": 64},
-    "sampler": {"l2t": "confidence", "unconditional": "ancestral"},
+    "sampler": {"l2t": None, "unconditional": None},
     "temperature": {"l2t": None, "unconditional": None},
     "top_p": {"l2t": 1.0, "unconditional": 1.0},
     "guidance": {"l2t": 1.0, "t2l": 1.0},
     "presence_penalty": {"l2t": None},
+    "num_beams": {"l2t": None, "unconditional": None},
     "method": {"t2l": "ddim", "unconditional": None},
     "solver": {"unconditional": "ddim"},
     "condition_timestep": {"l2t": 0.0, "unconditional": 0.0},
     "eta": {"t2l": 0.0},
 }
+# Options that a task may lack, also in a kind that it has (TextTask.sampling_options).
+TASK_OPTIONS = (
+    "num_steps", "sampler", "temperature", "top_p", "guidance", "presence_penalty", "num_beams", "method",
+    "solver", "condition_timestep", "eta",
+)  # fmt: skip
 METHODS = {"t2l": SOLVERS, "unconditional": JOINT_METHODS}
 
 
@@ -65,7 +71,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": "denoising steps (t2l: default 1, or 10 for a model that predicts epsilon); a text of n tokens takes "
         "at most n confidence steps",
     },
-    "sampler": {"choices": tuple(STRATEGIES), "help": "text sampler"},
+    "sampler": {
+        "help": f"text sampler; of masked diffusion {' or '.join(STRATEGIES)} (default: l2t confidence, unconditional "
+        "ancestral); a name that the model's task lacks is refused with those that it has"
+    },
     "temperature": {
         "type": float,
         "help": "0 takes the most probable token (default: 1 for ancestral; 0 for confidence, or 1 if an embedding is "
@@ -77,6 +86,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "type": float,
         "help": "nats subtracted from tokens that the text already contains (default: confidence 1, ancestral 0)",
     },
+    "num_beams": {"type": int, "metavar": "W", "help": "beams of a beam search (default: 4)"},
     "method": {
         "help": "t2l: solver, ddim, dpm++2m, or heun for a rectified-flow model; unconditional: joint or chain "
         "(default: what the model was trained for)"
@@ -128,8 +138,8 @@ def add_arguments(parser: argparse.ArgumentParser, kind: str | None = None) -> N
     add("--device", help="default: cuda if available, else cpu")
 
 
-def resolve_options(args: argparse.Namespace) -> None:
-    """Check the options of args.kind and fill in its defaults.
+def resolve_options(args: argparse.Namespace) -> list[str]:
+    """Check the options of args.kind and fill in its defaults; return those that were given.
 
     Raises:
         UserError: an option that this kind does not read, not exactly one source, or a value out of range.
@@ -151,6 +161,25 @@ def resolve_options(args: argparse.Namespace) -> None:
         if getattr(args, key) is None:
             setattr(args, key, defaults.get(args.kind))
     _check_ranges(args)
+    return given
+
+
+def fit_to_task(args: argparse.Namespace, given: list[str], pretrained: Pretrained) -> None:
+    """Check kind, sampler and options against the task of the checkpoint; drop what it does not read.
+
+    Raises:
+        UserError: the task lacks the kind, the sampler, or an option that was given.
+    """
+    task = pretrained.task
+    pretrained.check_kind(args.kind, args.sampler)
+    unread = [key for key in TASK_OPTIONS if key not in task.sampling_options]
+    if wrong := [_option(key) for key in unread if key in given]:
+        known = ", ".join(_option(key) for key in TASK_OPTIONS if args.kind in DEFAULTS[key] and key not in unread)
+        raise UserError(f"options that task={task.name} reads: {known}", ", ".join(wrong), "omit them")
+    for key in unread:
+        setattr(args, key, None)
+    if args.sampler is None and args.kind in DEFAULTS["sampler"]:
+        args.sampler = task.samplers[args.kind][0]
 
 
 def _option(key: str) -> str:
@@ -159,8 +188,8 @@ def _option(key: str) -> str:
 
 def _check_ranges(args: argparse.Namespace) -> None:
     for key, low, high in (
-        ("num_samples", 1, None), ("num_steps", 1, None), ("temperature", 0, None), ("top_p", 1e-6, 1), ("eta", 0, 1),
-        ("seed", 0, None), ("condition_timestep", 0, 1),
+        ("num_samples", 1, None), ("num_steps", 1, None), ("num_beams", 1, None), ("temperature", 0, None),
+        ("top_p", 1e-6, 1), ("eta", 0, 1), ("seed", 0, None), ("condition_timestep", 0, 1),
     ):  # fmt: skip
         value = getattr(args, key)
         if value is None or value in ETAS:
@@ -189,11 +218,12 @@ def output_folder(path: str, overwrite: bool) -> Path:
 
 def main(args: argparse.Namespace) -> int:
     """Run `mmldlm sample`; return the exit code."""
-    resolve_options(args)
+    given = resolve_options(args)
     device = usable_device(args.device)
     out = output_folder(args.output_dir, args.overwrite)
     pretrained = load_pretrained(args.checkpoint, device)
-    if args.kind != "unconditional":  # choose_method checks the modes of that kind
+    fit_to_task(args, given, pretrained)
+    if args.kind != "unconditional" or pretrained.latent_config is None:  # else choose_method checks the modes
         pretrained.check_mode(args.kind)
     pretrained.check_guidance(1.0 if args.guidance is None else args.guidance)
     started = time.perf_counter()

@@ -242,7 +242,8 @@ class Config(Section):
     """One run: the sections that every task has. A task's config class adds its own and replaces `data`, `training`."""
 
     task: Annotated[str, OnResume.FIXED] = DEFAULT_TASK
-    """What is trained: translation, or package.module:Class of your own (docs/tasks.md)."""
+    """What is trained: translation, a baseline (docs/baselines.md), or package.module:Class of your own
+    (docs/tasks.md)."""
     data: DataConfig = Field(default_factory=DataConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)

@@ -14,7 +14,11 @@ from mmldlm.errors import UserError
 if TYPE_CHECKING:
     from mmldlm.tasks.base import Task
 
-TASKS = {"translation": "mmldlm.tasks.translation.task:TranslationTask"}
+TASKS = {
+    "ar": "mmldlm.tasks.baselines.ar.task:ArTask",
+    "mdlm": "mmldlm.tasks.baselines.mdlm.task:MdlmTask",
+    "translation": "mmldlm.tasks.translation.task:TranslationTask",
+}
 DEFAULT_TASK = "translation"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,34 +12,42 @@ from torch import nn
 
 from mmldlm.data.store.store import Store
 from mmldlm.errors import UserError
-from mmldlm.evaluation.directions import DirectionResult, Settings, chance_baselines, measure_l2t, measure_t2l
+from mmldlm.evaluation.directions import (
+    DirectionResult,
+    Settings,
+    chance_baselines,
+    likelihood_estimates,
+    measure_l2t,
+    measure_likelihood,
+    measure_t2l,
+)
 from mmldlm.evaluation.reencoding import reencoded_estimates
 from mmldlm.evaluation.report import EvaluationReport
 from mmldlm.evaluation.sentences import Sentences, choose_sentences
 from mmldlm.evaluation.suite import Log
-from mmldlm.models import MultimodalMMDiT
 from mmldlm.sampling.inputs import reason_without_encoder
 from mmldlm.sampling.latent_sampler import steps_given_text
 from mmldlm.sampling.pretrained import Pretrained
 
 
-def untrained_control(model: nn.Module, seed: int, random_gates: bool) -> MultimodalMMDiT:
-    """Return a fresh model with the same config and latent statistics.
+def untrained_control(model: nn.Module, seed: int, random_gates: bool) -> nn.Module:
+    """Return a fresh model with the same config and buffers (latent statistics).
 
     Args:
-        random_gates: also initialize the layers that start at zero. Without this, adaLN-Zero makes the model the
+        random_gates: also initialize the weights that start at zero. Without this, adaLN-Zero makes the model the
             identity: it ignores its latent, and its gain is 0 by construction. With it, the text depends on the latent
             and a gain of 0 is a finding.
     """
     device = next(model.parameters()).device
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        fresh = MultimodalMMDiT(model.config)
+        fresh = type(model)(model.config)
         if random_gates:
-            for name, module in fresh.named_modules():
-                if name.endswith(("modulation", "to_latent")):
-                    nn.init.normal_(module.weight, std=0.1)
-    fresh.set_latent_statistics(model.latent_mean.cpu(), model.latent_std.cpu())
+            for name, parameter in fresh.named_parameters():
+                if (parameter.dim() == 2 or name.endswith(".gate")) and not parameter.any():
+                    nn.init.normal_(parameter, std=0.1)
+    for name, buffer in model.named_buffers():
+        fresh.get_buffer(name).copy_(buffer)
     return fresh.to(device).eval()
 
 
@@ -70,7 +79,12 @@ def evaluate(
     arms: dict[str, dict[str, Any]] = {"model": {}, **{name: {} for name in controls}}
     examples: list[dict[str, Any]] = []
     notes = _notes(pretrained)
-    if pretrained.supports("l2t"):
+    if not pretrained.reads_latents:
+        for name, module in {"model": model, **controls}.items():
+            arm, own = replace(pretrained, model=module), sentences if name == "model" else control_sentences
+            found = measure_likelihood(arm, own, None, settings, log if name == "model" else _prefixed(log, name))
+            arms[name].update(likelihood_estimates(found))
+    elif pretrained.supports("l2t"):
         written = measure_l2t(pretrained, model, sentences, settings, log)
         arms["model"].update(written.estimates)
         examples = example_records(pretrained, sentences, written)
@@ -80,7 +94,7 @@ def evaluate(
             arms[name].update(result.estimates)
             results.append((name, result.written, control_sentences))
         notes += _add_reencoding(pretrained, arms, results, log)
-    if pretrained.supports("t2l"):
+    if "t2l" in pretrained.task.samplers and pretrained.supports("t2l"):
         gallery = sentences.latents
         arms["model"].update(measure_t2l(pretrained, model, sentences, gallery, settings, log).estimates)
         arms["floors"] = chance_baselines(sentences, model)
@@ -93,9 +107,10 @@ def evaluate(
         "num_control_sentences": len(control_sentences),
         "num_text_tokens": int(sum(len(text) + 1 for text in sentences.tokens)),
         "nelbo_draws": settings.num_draws,
-        "text_steps": settings.num_steps,
-        "text_sampler": "confidence, greedy, lengths from the model (median of p(length | latent))",
-        "latent_steps": settings.latent_steps or steps_given_text(pretrained.latent_diffusion),
+        "text_steps": settings.num_steps if "num_steps" in pretrained.task.sampling_options else None,
+        "likelihood": "exact" if pretrained.task.exact_likelihood else "upper bound (NELBO)",
+        "text_sampler": pretrained.task.evaluation_decoding,
+        "latent_steps": _latent_steps(pretrained, settings),
         "guidance": settings.guidance,
         "presence_penalty": settings.presence_penalty,
         "seed": settings.seed,
@@ -122,6 +137,13 @@ def _add_reencoding(
     return []
 
 
+def _latent_steps(pretrained: Pretrained, settings: Settings) -> int | None:
+    """Steps of t2l; None for a task without it."""
+    if pretrained.latent_config is None:
+        return None
+    return settings.latent_steps or steps_given_text(pretrained.latent_diffusion)
+
+
 def _prefixed(log: Log, name: str) -> Log:
     """Return a log that names the model."""
     return lambda line: log(f"{name.replace('_', ' ')}: {line}")
@@ -130,9 +152,11 @@ def _prefixed(log: Log, name: str) -> Log:
 def _notes(pretrained: Pretrained) -> list[str]:
     """Return the limits that the model's training sets to the measurements."""
     notes = []
+    if not pretrained.reads_latents:
+        return [*notes, "the model reads no latents: only its likelihood without a condition is measured"]
     if not pretrained.supports("l2t"):
         notes.append("the model was not trained in mode l2t: text from embeddings is not evaluated")
-    if not pretrained.supports("t2l"):
+    if "t2l" in pretrained.task.samplers and not pretrained.supports("t2l"):
         notes.append("the model was not trained in mode t2l: embeddings from text are not evaluated")
     if pretrained.condition_dropout == 0:
         notes.append(

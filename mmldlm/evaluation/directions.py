@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,11 +18,12 @@ from mmldlm.evaluation.suite import Log, batch_budget
 from mmldlm.sampling.latent_sampler import sample_latents, steps_given_text
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.sampling.text.draw import PRESENCE_PENALTY
-from mmldlm.sampling.text.loop import TextSamples, sample_text
+from mmldlm.sampling.text.loop import TextSamples
 from mmldlm.utils.formatting import count_noun
 
 NATS = "nats/token"
 # Names of the conditions in reports (JSON keys such as nelbo_right).
+TEXT_OPTIONS = ("num_steps", "guidance", "presence_penalty")  # of Settings, passed on to a task that reads them
 _REPORT_NAMES = {"matched": "right", "shuffled": "shuffled", "null": "null"}
 
 
@@ -31,7 +33,7 @@ class Settings:
 
     Attributes:
         num_samples: unseen sentences; None is 1,000, or all if there are fewer.
-        num_steps: confidence steps of l2t.
+        num_steps: steps of l2t; None for a task that takes no number of steps.
         latent_steps: denoising steps of t2l; None: `steps_given_text`.
         num_draws: timesteps per sentence in the NELBO.
         control_samples: how many of the sentences the two untrained controls use.
@@ -42,7 +44,7 @@ class Settings:
     """
 
     num_samples: int | None = None
-    num_steps: int = 12
+    num_steps: int | None = 12
     latent_steps: int | None = None
     num_draws: int = 2
     control_samples: int = 100
@@ -78,29 +80,21 @@ def measure_l2t(
     sentence's latent and compares it with this sentence's reference.
     """
     latents, shuffled_index = torch.from_numpy(sentences.latents), sentences.shuffled_index
-    progress = log(f"NELBO of {len(sentences)} sentences, {settings.num_draws} draws, right / shuffled / null latent")
-    likelihood = measure(
-        model,
-        sentences.tokens,
-        latents,
-        shuffled_index,
-        diffusion=pretrained.text_diffusion,
-        draws=settings.num_draws,
-        seed=settings.seed,
-        progress=progress,
-        **batch_budget(model, settings.batch_size),
-    )
+    task, arm = pretrained.task, replace(pretrained, model=model)
+    likelihood = measure_likelihood(arm, sentences, latents, settings, log)
     result = DirectionResult(likelihood_estimates(likelihood))
-    progress = log(f"writing {len(sentences)} texts from their embeddings in {settings.num_steps} confidence steps")
-    samples = sample_text(
-        model,
+    sampler, steps = task.samplers["l2t"][0], ""
+    if "num_steps" in task.sampling_options:
+        steps = f" in {settings.num_steps} {sampler} steps"
+    progress = log(f"writing {len(sentences)} texts from their embeddings{steps}")
+    options = {key: getattr(settings, key) for key in TEXT_OPTIONS if key in task.sampling_options}
+    samples = task.write_texts(
+        arm,
         latents,
-        diffusion=pretrained.text_diffusion,
-        steps=settings.num_steps,
-        guidance=settings.guidance,
-        presence_penalty=settings.presence_penalty,
+        sampler=sampler,
         seed=settings.seed,
         progress=progress,
+        **options,
         **batch_budget(model, settings.batch_size),
     )
     result.estimates |= text_estimates(samples, sentences.tokens, shuffled_index, likelihood.num_tokens, settings.seed)
@@ -108,18 +102,41 @@ def measure_l2t(
     return result
 
 
+def measure_likelihood(
+    pretrained: Pretrained, sentences: Sentences, latents: torch.Tensor | None, settings: Settings, log: Log
+) -> Likelihood:
+    """Score the sentences under each latent of `CONDITIONS`; without latents, under the null condition alone."""
+    task, conditions = pretrained.task, "" if latents is None else ", right / shuffled / null latent"
+    draws = 1 if task.exact_likelihood else settings.num_draws
+    what = "exact NLL" if task.exact_likelihood else "NELBO"
+    progress = log(f"{what} of {len(sentences)} sentences, {draws} draws{conditions}")
+    return measure(
+        pretrained.model,
+        sentences.tokens,
+        latents,
+        sentences.shuffled_index,
+        score=partial(task.score_texts, pretrained),
+        draws=draws,
+        seed=settings.seed,
+        progress=progress,
+        **batch_budget(pretrained.model, settings.batch_size),
+    )
+
+
 def likelihood_estimates(likelihood: Likelihood) -> dict[str, Estimate]:
     """Return per-token estimates (sum over sentences / sum of their tokens, EOS counted) and paired differences."""
     nelbo, tokens = likelihood.nelbo, likelihood.num_tokens
     result = {f"nelbo_{_REPORT_NAMES[name]}": ratio(values, tokens, NATS) for name, values in nelbo.items()}
-    result["gain_null"] = ratio(nelbo["null"] - nelbo["matched"], tokens, NATS)
-    result["gain_shuffled"] = ratio(nelbo["shuffled"] - nelbo["matched"], tokens, NATS)
+    if "matched" in nelbo:
+        result["gain_null"] = ratio(nelbo["null"] - nelbo["matched"], tokens, NATS)
+        result["gain_shuffled"] = ratio(nelbo["shuffled"] - nelbo["matched"], tokens, NATS)
     for name, correct in likelihood.correct.items():
         result[f"token_accuracy_{_REPORT_NAMES[name]}"] = ratio(correct, likelihood.masked, "share of masked")
     for name, nll in likelihood.length_nll.items():
         result[f"length_nll_{_REPORT_NAMES[name]}"] = mean(nll, "nats/text")
     # Not a quality measure: shows whether the model reads its latent at all, so that a gain of 0 is meaningful.
-    result["latent_sensitivity"] = mean(np.abs(nelbo["shuffled"] - nelbo["matched"]) / tokens, NATS)
+    if "matched" in nelbo:
+        result["latent_sensitivity"] = mean(np.abs(nelbo["shuffled"] - nelbo["matched"]) / tokens, NATS)
     return result
 
 

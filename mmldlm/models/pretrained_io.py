@@ -10,19 +10,22 @@ import functools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from pydantic import ValidationError
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmldlm.config.renamed_keys import model_config_with_new_names
+from mmldlm.config.section import Section
 from mmldlm.errors import UserError
 from mmldlm.models.mmdit.config import ModelConfig
 from mmldlm.utils.json_files import read_json
 
 if TYPE_CHECKING:
     from mmldlm.models.mmdit.model import MultimodalMMDiT
+
+AnySection = TypeVar("AnySection", bound=Section)
 
 CONVERT = "make the folder with `mmldlm convert RUN/latest OUT`"
 COPY_AGAIN = "copy it again from its source, or convert the checkpoint again"
@@ -77,20 +80,38 @@ def _download(repository: str) -> Path:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read config.json of a model (under any name) and check its model section.
+    """Read config.json of an MMDiT (under any name) and check its model section.
 
     Raises:
         UserError: a missing or corrupt file, or sizes that do not define a model.
     """
+    values = read_values(path)
+    checked_section(values, ModelConfig, path)
+    return values
+
+
+def read_values(path: Path) -> dict[str, Any]:
+    """Read config.json of any model.
+
+    Raises:
+        UserError: a missing or corrupt file.
+    """
     if not path.is_file():
         raise UserError(f"{path.name} in {path.parent}", "no such file", CONVERT)
-    values = model_config_with_new_names(read_json(path, COPY_AGAIN, max_bytes=4 << 20))
+    return model_config_with_new_names(read_json(path, COPY_AGAIN, max_bytes=4 << 20))
+
+
+def checked_section(values: dict[str, Any], section: type[AnySection], path: Path) -> AnySection:
+    """The model section of what `read_values` returned.
+
+    Raises:
+        UserError: sizes that do not define a model.
+    """
     try:
-        model_config(values)
+        return section(**{key: value for key, value in values.items() if key in section.model_fields})
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()[:5])
         raise UserError(f"valid sizes of a model in {path}", f"damaged file: {problems}", COPY_AGAIN) from error
-    return values
 
 
 def model_config(values: dict[str, Any]) -> ModelConfig:
@@ -148,21 +169,28 @@ def _damage_as_user_error(path: Path) -> Iterator[None]:
 
 
 def check_shapes(
-    kind: type[MultimodalMMDiT], config: ModelConfig, found: dict[str, tuple[int, ...]], config_path: Path
+    kind: Callable[[Any], nn.Module], config: Section, found: dict[str, tuple[int, ...]], config_path: Path
 ) -> None:
     """Compare the stored shapes with those of the model that the config describes, without memory for its weights.
+
+    A tied weight may be stored once, under its first name.
 
     Raises:
         UserError: a tensor that is missing, has another shape, or does not belong to this model.
     """
     fix = "convert the checkpoint again; the config and the weights must come from the same run"
     expected = f"the tensors of the model in {config_path}"
-    if config.n_blocks > len(found):
-        raise UserError(expected, f"{len(found)} tensors for n_blocks {config.n_blocks}", fix)
+    num_blocks = getattr(config, "n_blocks", 0)
+    if num_blocks > len(found):
+        raise UserError(expected, f"{len(found)} tensors for n_blocks {num_blocks}", fix)
     with torch.device("meta"):
-        own = {name: tuple(tensor.shape) for name, tensor in kind(config).state_dict().items()}
-    if config.tie_embeddings and "text_encoder.token_embedding.weight" in found:
-        found = {"text_head.weight": found["text_encoder.token_embedding.weight"], **found}
+        model = kind(config)
+    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    first_names: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = first_names.setdefault(parameter, name)
+        if first != name and first in found:
+            found = {name: found[first], **found}
     wrong = [
         f"{name}: {found.get(name, 'missing')}, expected {shape}"
         for name, shape in own.items()

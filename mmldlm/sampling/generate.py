@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,9 @@ from mmldlm.sampling.text.loop import TextSamples, sample_text
 from mmldlm.utils.formatting import count_noun
 from mmldlm.utils.progress import ProgressBar
 
+# Options that samplers of texts do not read.
+LATENT_OPTIONS = frozenset({"method", "eta", "solver"})
+
 
 @dataclass
 class SampleOptions:
@@ -36,6 +40,7 @@ class SampleOptions:
     top_p: float = 1.0
     guidance: float = 1.0
     presence_penalty: float | None = None
+    num_beams: int | None = None
     method: str | None = None
     solver: str | None = None
     condition_timestep: float = 0.0
@@ -60,7 +65,7 @@ class Samples:
 
 def sample_l2t(pretrained: Pretrained, options: SampleOptions, progress: ProgressBar) -> Samples:
     """Sample texts from latents."""
-    pretrained.check_condition_timestep(options.condition_timestep)
+    pretrained.check_condition_timestep(options.condition_timestep or 0.0)
     references, latents = _read_l2t_input(pretrained, options, progress)
     count = options.num_samples or len(latents)
     source = np.arange(count) % len(latents)
@@ -70,20 +75,12 @@ def sample_l2t(pretrained: Pretrained, options: SampleOptions, progress: Progres
     penalty = options.presence_penalty
     if penalty is None:
         penalty = PRESENCE_PENALTY if options.sampler == "confidence" else 0.0
-    samples = sample_text(
-        pretrained.model,
+    steps = "" if options.num_steps is None else f" in at most {options.num_steps} steps"
+    samples = _write_texts(
+        pretrained,
         torch.from_numpy(latents[source]),
-        diffusion=pretrained.text_diffusion,
-        steps=options.num_steps,
-        sampler=options.sampler,
-        temperature=temperature,
-        top_p=options.top_p,
-        guidance=options.guidance,
-        presence_penalty=penalty,
-        latent_diffusion=pretrained.latent_diffusion,
-        condition_timestep=options.condition_timestep,
-        seed=options.seed,
-        progress=progress.start(f"writing {count_noun(count, 'text')} in at most {options.num_steps} steps"),
+        dataclasses.replace(options, temperature=temperature, presence_penalty=penalty),
+        progress=progress.start(f"writing {count_noun(count, 'text')}{steps}"),
     )
     records = _text_records(pretrained, samples)
     for record, row in zip(records, source.tolist()):
@@ -91,6 +88,14 @@ def sample_l2t(pretrained: Pretrained, options: SampleOptions, progress: Progres
         if references is not None:
             record["reference"] = references[row]
     return Samples(records, None, {"forward_passes_per_sample": samples.num_rows / len(records)})
+
+
+def _write_texts(pretrained: Pretrained, latents: torch.Tensor | None, options: SampleOptions, **more) -> TextSamples:
+    """Call the task's sampler with the options that it reads."""
+    task = pretrained.task
+    known = {key: getattr(options, key) for key in SampleOptions.__dataclass_fields__ if key in task.sampling_options}
+    own = {key: value for key, value in known.items() if key not in LATENT_OPTIONS}
+    return task.write_texts(pretrained, latents, seed=options.seed, **own, **more)
 
 
 def _read_l2t_input(
@@ -171,7 +176,14 @@ def _encoder_cosines(
 
 
 def sample_unconditional(pretrained: Pretrained, options: SampleOptions, progress: ProgressBar) -> Samples:
-    """Sample pairs of text and latent."""
+    """Sample pairs of text and latent; of a task that predicts no latents, texts alone."""
+    if pretrained.latent_config is None:
+        message = f"writing {count_noun(options.num_samples or 0, 'text')}"
+        samples = _write_texts(
+            pretrained, None, options, num_samples=options.num_samples, progress=progress.start(message)
+        )
+        cost = samples.num_rows / len(samples.tokens)
+        return Samples(_text_records(pretrained, samples), None, {"forward_passes_per_sample": cost})
     method, count, steps = choose_method(pretrained, options.method), options.num_samples, options.num_steps
     shared = {
         "steps": steps,

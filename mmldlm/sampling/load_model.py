@@ -6,64 +6,81 @@ The weights are copied from the files into the model; nothing is written or unpi
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from mmldlm.checkpoints.formats.base import OpenedCheckpoint
 from mmldlm.checkpoints.formats.open import open_source
 from mmldlm.checkpoints.formats.weight_source import WeightSource
 from mmldlm.checkpoints.init_from import as_torch
 from mmldlm.checkpoints.layout import MODEL_CONFIG
-from mmldlm.config.task_registry import DEFAULT_TASK
+from mmldlm.config.task_registry import DEFAULT_TASK, TASKS, find_task
 from mmldlm.errors import UserError
-from mmldlm.models import MultimodalMMDiT
-from mmldlm.models.pretrained_io import check_shapes, model_config, read_config
+from mmldlm.models.pretrained_io import check_shapes, checked_section, read_values
 
-ARCHITECTURE = "MultimodalMMDiT"
+if TYPE_CHECKING:
+    from mmldlm.tasks.text_task import TextTask
+
 CONVERT = "name a run or a checkpoint of mmldlm, or create the folder with `mmldlm convert RUN/latest OUT`"
-_HEAD, _EMBEDDING = "text_head.weight", "text_encoder.token_embedding.weight"
 
 
 def load_model(
     path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32
-) -> tuple[MultimodalMMDiT, dict[str, Any], Path]:
+) -> tuple[nn.Module, dict[str, Any], Path, TextTask]:
     """Load the weights, not their moving average (as in `mmldlm convert` without --ema).
 
     Args:
         path: RUN, RUN/latest, a step folder, a model.pt, or a folder written by `mmldlm convert`.
         device: device of the model.
-        dtype: dtype of the weights; the latent statistics stay fp32.
+        dtype: dtype of the weights; the task's buffers (latent statistics) stay as they are.
 
     Returns:
-        the model in eval mode, its config.json as a dict, and the path of that file (the tokenizer is next to it).
+        the model in eval mode, its config.json as a dict, the path of that file (the tokenizer is next to it), and the
+        task that trained it.
 
     Raises:
-        UserError: an unreadable, corrupt or unsafe file, or weights that do not match the config.
+        UserError: an unreadable, corrupt or unsafe file, weights that do not match the config, or a task whose models
+            are not sampled.
     """
     opened = open_source(path)
     with opened.weights as weights:
         config_path = _find_config(opened, path)
-        values = read_config(config_path)
-        if values.get("task", DEFAULT_TASK) != DEFAULT_TASK:
-            raise UserError(
-                f"a model of task={DEFAULT_TASK}, the task that can be sampled",
-                f"task={values['task']} in {config_path}",
-                "convert it with `mmldlm convert` and sample it with the library that it belongs to",
-            )
-        if values.get("architecture", ARCHITECTURE) != ARCHITECTURE:
-            raise UserError(f"the config of a {ARCHITECTURE} in {config_path}", f"{values['architecture']!r}", CONVERT)
-        config = model_config(values)
+        values = read_values(config_path)
+        task = _task_of(values, config_path)
+        config = checked_section(values, task.config_class.model_fields["model"].annotation, config_path)
         shapes = {name: info.shape for name, info in weights.tensors.items()}
-        check_shapes(
-            MultimodalMMDiT, config, shapes, config_path
-        )  # before allocating: a corrupt config may name any size
-        model = MultimodalMMDiT(config)
+        kind = task.model_class()
+        check_shapes(kind, config, shapes, config_path)  # before allocating: a corrupt config may name any size
+        model = kind(config)
         _copy_weights(model, weights)
-    mean, std = model.latent_mean.clone(), model.latent_std.clone()
+    kept = {name: model.get_buffer(name).clone() for name in task.buffers}
     model.to(device=device, dtype=dtype)
-    model.latent_mean, model.latent_std = mean.to(device), std.to(device)
-    return model.eval(), values, config_path
+    for name, buffer in kept.items():
+        owner, _, own_name = name.rpartition(".")
+        setattr(model.get_submodule(owner), own_name, buffer.to(device))
+    return model.eval(), values, config_path, task
+
+
+def _task_of(values: dict[str, Any], config_path: Path) -> TextTask:
+    """The task of a config.json; one of a user's own module is not imported, because a file from elsewhere names it.
+
+    Raises:
+        UserError: a task whose models are not sampled, or another architecture than the task's.
+    """
+    name = values.get("task", DEFAULT_TASK)
+    task = find_task(name) if name in TASKS else None
+    if task is None or not task.samplers:
+        raise UserError(
+            f"a model of one of the tasks {', '.join(TASKS)}, which can be sampled",
+            f"task={name} in {config_path}",
+            "convert it with `mmldlm convert` and sample it with the library that it belongs to",
+        )
+    if values.get("architecture", task.architecture) != task.architecture:
+        found = f"{values['architecture']!r}"
+        raise UserError(f"the config of a {task.architecture} in {config_path}", found, CONVERT)
+    return task
 
 
 def _find_config(opened: OpenedCheckpoint, named: str | Path) -> Path:
@@ -87,10 +104,8 @@ def _find_config(opened: OpenedCheckpoint, named: str | Path) -> Path:
 
 
 @torch.no_grad()
-def _copy_weights(model: MultimodalMMDiT, weights: WeightSource) -> None:
+def _copy_weights(model: nn.Module, weights: WeightSource) -> None:
     own = model.state_dict()
-    for name, info in weights.tensors.items():
+    for name, info in weights.tensors.items():  # of tied weights, one name is enough: they share their memory
         own[name].copy_(as_torch(weights.read(name), info.dtype))
-    if model.config.tie_embeddings and _HEAD not in weights.tensors:  # save_pretrained omits a tied head
-        own[_HEAD].copy_(own[_EMBEDDING])
     weights.finish()

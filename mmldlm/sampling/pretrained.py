@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import BaseModel, ValidationError
 from torch import Tensor, nn
 
+from mmldlm.config.task_registry import DEFAULT_TASK, find_task
 from mmldlm.data.encoders.tokenizer_files import read_tokenizer
 from mmldlm.diffusion import GaussianProcess, MaskedDiffusion
 from mmldlm.errors import UserError
 from mmldlm.models.pretrained_io import COPY_AGAIN
 from mmldlm.sampling.load_model import CONVERT, load_model
-from mmldlm.tasks.translation.config import LatentDiffusionConfig, TextDiffusionConfig
+
+if TYPE_CHECKING:
+    from mmldlm.tasks.text_task import TextTask
+    from mmldlm.tasks.translation.config import LatentDiffusionConfig
 
 # Latents of norm 1 have sum(mean^2 + std^2) = 1 up to rounding; other encoders differ by far more.
 _UNIT_TOLERANCE = 1e-2
@@ -28,39 +32,42 @@ class Pretrained:
     Attributes:
         model: in eval mode.
         tokenizer: fast Hugging Face tokenizer, or None (not needed to sample ids).
-        text_config: the text_diffusion section of its training.
-        latent_config: the latent_diffusion section of its training.
+        text_config: the text_diffusion section of its training; None for a task without one.
+        latent_config: the latent_diffusion section of its training; None for a task that predicts no latents.
         mode_weights: fraction of each mode in training; None if unknown.
         condition_dropout: how often the null conditions were trained; None if unknown.
         condition_noise: share of the l2t samples that were trained on a noised latent.
         encoder: identity of the encoder of its latents; None if unknown.
         folder: the path that was opened.
+        task: that trained it.
     """
 
     model: nn.Module
     tokenizer: Any
-    text_config: TextDiffusionConfig
-    latent_config: LatentDiffusionConfig
+    text_config: Any
+    latent_config: LatentDiffusionConfig | None
     mode_weights: dict[str, float] | None = None
     condition_dropout: float | None = None
     condition_noise: float = 0.0
     encoder: dict[str, Any] | None = None
     folder: Path | None = None
+    task: TextTask = field(default_factory=lambda: find_task(DEFAULT_TASK))
 
     @property
     def text_diffusion(self) -> MaskedDiffusion:
-        """Masking process of the text."""
+        """Masking process of the text, for tasks of masked diffusion."""
         return MaskedDiffusion(self.model.config.mask_token_id, self.text_config.schedule, self.text_config.eps)
 
     @property
     def latent_diffusion(self) -> GaussianProcess:
         """Noise process of the latents."""
+        assert self.latent_config is not None
         return self.latent_config.process()
 
     @property
     def unit_norm(self) -> bool:
         """Whether the training latents are unit vectors, according to the encoder or else to their statistics."""
-        if self.latent_config.l2_normalize:
+        if self.latent_config is not None and self.latent_config.l2_normalize:
             return True
         if self.encoder is not None and "normalize" in self.encoder:
             return bool(self.encoder["normalize"])
@@ -69,7 +76,12 @@ class Pretrained:
     @property
     def renormalize(self) -> bool:
         """Whether samplers project x0 estimates onto the unit sphere."""
-        return self.latent_config.renormalize_x0 and self.unit_norm
+        return self.latent_config is not None and self.latent_config.renormalize_x0 and self.unit_norm
+
+    @property
+    def reads_latents(self) -> bool:
+        """Whether the model is conditioned on latents, or predicts them."""
+        return self.latent_config is not None or self.supports("l2t")
 
     @property
     def has_encoder(self) -> bool:
@@ -80,6 +92,25 @@ class Pretrained:
         """Whether the model was trained in a mode; True if unknown."""
         return self.mode_weights is None or self.mode_weights.get(mode, 0) > 0
 
+    def check_kind(self, kind: str, sampler: str | None = None) -> None:
+        """Reject what the model's task lacks.
+
+        Raises:
+            UserError: a kind of samples or, where one is named, a sampler.
+        """
+        samplers = self.task.samplers
+        name, where = self.task.name, self.folder or "a model"
+        if kind not in samplers:
+            raise UserError(
+                f"a checkpoint of a task that has `sample {kind}`",
+                f"task={name} in {where}, which has {', '.join(samplers)}",
+                "use another checkpoint, or another kind of samples",
+            )
+        if sampler is not None and sampler not in samplers[kind]:
+            known = ", ".join(samplers[kind])
+            expected = f"--sampler {known} for `sample {kind}` of task={name}"
+            raise UserError(expected, f"--sampler {sampler}", "choose one of them, or omit --sampler")
+
     def check_mode(self, mode: str) -> None:
         """Reject a mode without training, whose output would be plausible-looking noise.
 
@@ -87,11 +118,12 @@ class Pretrained:
             UserError: the model was not trained in it.
         """
         if not self.supports(mode):
+            how = "another model.conditioning" if self.latent_config is None else f"training.loss_type={mode} or mixed"
             trained = ", ".join(name for name, weight in (self.mode_weights or {}).items() if weight > 0)
             raise UserError(
                 f"a model trained in mode {mode}",
                 f"{self.folder or 'a model'} trained only in {trained or 'no mode'}",
-                f"use another checkpoint, or train one with training.loss_type={mode} or mixed",
+                f"use another checkpoint, or train one with {how}",
             )
 
     def check_guidance(self, guidance: float) -> None:
@@ -138,9 +170,11 @@ def load_pretrained(path: str | Path, device: str = "cpu", dtype: torch.dtype = 
         UserError: unreadable or corrupt files, a missing config, tokenizer or diffusion settings, or a tokenizer with
             another vocabulary.
     """
-    model, values, config_path = load_model(path, device, dtype)
-    sections = {}
-    for key, section in (("text_diffusion", TextDiffusionConfig), ("latent_diffusion", LatentDiffusionConfig)):
+    model, values, config_path, task = load_model(path, device, dtype)
+    sections: dict[str, Any] = {"text_diffusion": None, "latent_diffusion": None}
+    for key in sections:
+        if key not in task.config_class.model_fields:
+            continue
         if not isinstance(values.get(key), dict):
             raise UserError(
                 f'"{key}" in {config_path}: the diffusion settings the model was trained with',
@@ -148,10 +182,11 @@ def load_pretrained(path: str | Path, device: str = "cpu", dtype: torch.dtype = 
                 f"{CONVERT}; other settings than those of training would give nonsense without an error",
             )
         try:
-            sections[key] = section(**values[key])
+            sections[key] = task.config_class.model_fields[key].annotation(**values[key])
         except ValidationError as error:
             raise UserError(f'a valid "{key}" in {config_path}', str(error), CONVERT) from error
-    model.normalizes_latents = sections["latent_diffusion"].l2_normalize
+    if sections["latent_diffusion"] is not None:
+        model.normalizes_latents = sections["latent_diffusion"].l2_normalize
     training, encoder = values.get("training") or {}, values.get("encoder")
     try:
         settings = _TrainingSettings(**training)
@@ -169,6 +204,7 @@ def load_pretrained(path: str | Path, device: str = "cpu", dtype: torch.dtype = 
         settings.l2t_condition_noise,
         encoder,
         Path(path),
+        task,
     )
 
 

@@ -109,6 +109,7 @@ class Task(ABC):
         sums: names of the sums that the objective returns; one of them is "loss".
         metrics: figures derived from the sums.
         buffers: names of the model's tensors that are not trained (they are buffers, not parameters).
+        samplers: kinds of `mmldlm sample` and the samplers of each; {}: not sampled by mmldlm (see TextTask).
     """
 
     name: ClassVar[str]
@@ -116,6 +117,7 @@ class Task(ABC):
     sums: ClassVar[tuple[str, ...]] = ("loss",)
     metrics: ClassVar[tuple[Metric, ...]] = ()
     buffers: ClassVar[frozenset[str]] = frozenset()
+    samplers: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     # -- without torch: config, preflight, convert ------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,6 +23,7 @@ from mmldlm.evaluation.directions import Settings, latent_estimates, measure_l2t
 from mmldlm.evaluation.metrics.nelbo import measure
 from mmldlm.evaluation.sentences import choose_sentences
 from mmldlm.evaluation.statistics import derangement, ratio
+from mmldlm.tasks.text_scores import masked_text_scores
 
 
 class Known(torch.nn.Module):
@@ -52,10 +54,10 @@ def texts_of(count=400, longest=30):
 
 def run_measure(make, nll, texts, schedule="loglinear", draws=4, seed=0, **options):
     latents = torch.arange(len(texts)).float()[:, None].repeat(1, make.DIM)
-    return measure(
-        Known(make, nll), texts, latents, derangement(len(texts), 0), diffusion=MaskedDiffusion(make.MASK, schedule),
-        draws=draws, seed=seed, **options,
-    )  # fmt: skip
+    model = Known(make, nll)
+    score = partial(masked_text_scores, model, diffusion=MaskedDiffusion(make.MASK, schedule))
+    partner = derangement(len(texts), 0)
+    return measure(model, texts, latents, partner, score=score, draws=draws, seed=seed, **options)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

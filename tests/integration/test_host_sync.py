@@ -39,4 +39,4 @@ def test_a_step_never_makes_the_host_wait(library, store):
     done = launch([sys.executable, str(SUPPORT / "host_sync_worker.py"), str(library), str(store)])
     assert done.returncode == 0, done.stdout[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 11 and all(seen == [] for seen in found.values()), found
+    assert len(found) == 14 and all(seen == [] for seen in found.values()), found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from mmldlm.sampling.joint_sampler import choose_method, sample_joint
 from mmldlm.sampling.latent_sampler import sample_latents
 from mmldlm.sampling.pretrained import load_pretrained
 from mmldlm.sampling.text.loop import sample_text
+from mmldlm.tasks.text_scores import masked_text_scores
 
 
 def run(*words) -> int:
@@ -310,6 +312,7 @@ def test_scaled_embeddings_are_warned_about(checkpoint, tmp_path, capsys):
         (["t2l", "--text", "word1", "--text-file", "x"], "--text"),
         (["t2l", "--text", "word1", "--sampler", "confidence"], "--sampler"),
         (["unconditional", "--latent-file", "x.npy"], "--latent-file"),
+        (["unconditional", "--sampler", "beam"], "--sampler ancestral, confidence"),
     ],
 )
 def test_unusable_requests_are_refused(checkpoint, tmp_path, words, named):
@@ -323,6 +326,27 @@ def test_a_folder_without_diffusion_settings_is_refused(checkpoint, tmp_path):
             load_pretrained(changed(checkpoint, tmp_path / key, **{key: None}))
     with pytest.raises(UserError, match="absent\n  found: nothing"):
         load_pretrained(tmp_path / "absent")
+
+
+def test_a_checkpoint_of_a_task_that_is_not_sampled_is_refused(checkpoint, tmp_path):
+    """Nor is the module of a task from elsewhere imported."""
+    folder = changed(checkpoint, tmp_path / "own", task="evil_module:Task")
+    with pytest.raises(UserError, match="task=evil_module:Task in .*config.json"):
+        load_pretrained(folder)
+
+
+def test_a_kind_that_the_task_lacks_is_refused_with_those_it_has(checkpoint, tmp_path, monkeypatch):
+    from mmldlm.tasks.translation.task import TranslationTask
+
+    monkeypatch.setattr(TranslationTask, "samplers", {"l2t": ("confidence",)})
+    monkeypatch.setattr(TranslationTask, "sampling_options", frozenset({"sampler", "temperature"}))
+    shared = ("--checkpoint", checkpoint, "--output-dir", tmp_path / "out")
+    with pytest.raises(UserError, match="sample t2l") as error:
+        run("t2l", "--text", "word1", *shared)
+    assert "task=translation" in error.value.found and error.value.found.endswith("which has l2t")
+    with pytest.raises(UserError, match="--sampler, --temperature") as error:
+        run("l2t", "--text", "word1", "--num-steps", 3, *shared)
+    assert error.value.found == "--num-steps" and error.value.exit_code == 2
 
 
 def test_a_folder_without_its_tokenizer_or_with_another_is_refused(checkpoint, tmp_path):
@@ -421,5 +445,6 @@ def test_every_pass_of_every_sampler_is_reported(checkpoint):
     check(5, 10)
     sample_joint(model, 4, text_diffusion=text, latent_diffusion=latent, steps=3, batch_size=2, progress=progress)
     check(6, 12)
-    measure(model, [[5], [6, 7]], torch.randn(2, 6), np.array([1, 0]), diffusion=text, draws=3, progress=progress)
+    score = partial(masked_text_scores, model, diffusion=text)
+    measure(model, [[5], [6, 7]], torch.randn(2, 6), np.array([1, 0]), score=score, draws=3, progress=progress)
     check(3, 6)

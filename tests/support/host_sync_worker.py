@@ -44,7 +44,15 @@ CASES = {
             "model.dropout=0.1",
         ],
     },
+    "AR": {"dtype": "bf16", "preset": "ar"},
+    "AR, fp32, cross-attention, checkpointing": {
+        "dtype": "fp32",
+        "preset": "ar",
+        "words": ["model.conditioning=cross_attention", "model.gradient_checkpointing=true"],
+    },
+    "latent DiT, autocast": {"dtype": "bf16", "preset": "latent_dit_adaln", "autocast": True},
 }
+SMALL = ["model.hidden_size=64", "model.n_blocks=2", "model.n_heads=2", "model.max_seq_len=64"]
 
 
 def pretend(library: str) -> None:
@@ -85,50 +93,48 @@ def crossings():
     return Crossings()
 
 
-def step(store: str, dtype: str, words=(), full: bool = False, hooked: bool = False, autocast: bool = False):
+def step(
+    store: str, dtype: str, words=(), full: bool = False, hooked: bool = False, autocast: bool = False, preset="tiny"
+):
     """Two steps of SingleEngine; what crossed in the second, from the forward pass to the weights' average."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from mmldlm.config.load import load_config
+    from mmldlm.config.task_registry import find_task
     from mmldlm.data.batching.loader import MicroBatches
     from mmldlm.engines.base import Autocast, compute_dtype
     from mmldlm.engines.ema import WeightAverage
     from mmldlm.engines.muon.attach import attach_muon
     from mmldlm.engines.single import SingleEngine
-    from mmldlm.models import MultimodalMMDiT
-    from mmldlm.tasks.translation.candidates import CandidateSampler
-    from mmldlm.tasks.translation.data import open_data
-    from mmldlm.tasks.translation.noiser import Noiser
-    from mmldlm.tasks.translation.objective import TranslationObjective
-    from mmldlm.tasks.translation.parameter_plan import parameter_plan
 
-    data = open_data(load_config("tiny", None, [f"data.latent_data_root={store}", "model.n_heads=2", *words]))
-    config, device = data.config, torch.device("cuda", 0)
-    ids = (config.model.mask_token_id, config.model.pad_token_id, config.model.eos_token_id)
-    candidates = None if config.loss.text_candidates is None else CandidateSampler(data)
-    noiser = Noiser(config, *ids, data.latent_mean, data.latent_std, candidates=candidates)
-    batches = MicroBatches(data.train, data.training_plan(config.training.train_batch_size), noiser, 0, 1, 1)
+    sizes = [f"data.latent_data_root={store}", *SMALL, "training.train_batch_size=8", "optimizer.warmup_steps=5"]
+    config = load_config(preset, None, [*sizes, *words])
+    task, device = find_task(config.task), torch.device("cuda", 0)
+    data = task.open_data(config)
+    config, model_class = data.config, task.model_class()
+    collator = task.collator(data)
+    batches = MicroBatches(data.train, data.training_plan(config.training.train_batch_size), collator, 0, 1, 1)
     batch = batches[0]
     if full:
         batch = cut(batch, int(batch.tensors["attention_mask"].sum(1).min()))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         torch.set_default_dtype(torch.float32 if autocast else compute_dtype(dtype))
         with device:
-            model = MultimodalMMDiT(config.model)
+            model = model_class(config.model)
         torch.set_default_dtype(torch.float32)
         if hooked:
             for block in model.blocks:
                 block.to_qkv.register_forward_hook(lambda *args: None)
         engine = SingleEngine.__new__(SingleEngine)  # its own start would look for the GPU
         engine.rank, engine.world_size, engine.device = 0, 1, device
-        plan = parameter_plan(model, config)
+        plan = task.parameter_plan(model, config)
         engine._setup(model, config, plan)
         if config.optimizer.kind == "muon":
             attach_muon(engine, plan)
         engine.module = Autocast(model, "cuda", compute_dtype(dtype)) if autocast else model
         batch.tensors = {name: mode.from_tensor(tensor).to(device) for name, tensor in batch.tensors.items()}
-        objective, average = TranslationObjective(config), WeightAverage(engine, 0.99)
+        objective, average = task.objective(config), WeightAverage(engine, 0.99)
         for _ in range(2):
             with crossings() as seen:
                 loss, metrics = objective(engine.module, batch)

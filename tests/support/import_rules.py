@@ -7,7 +7,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "mmldlm"
 # A room imports only from rooms before it.
 ORDER = (
     "errors", "utils", "config", "diffusion", "models", "data", "distributed", "engines", "checkpoints", "convert",
-    "tasks", "observe", "stability", "debug", "sampling", "evaluation", "cluster", "preflight", "launch", "training",
+    "sampling", "tasks", "observe", "stability", "debug", "evaluation", "cluster", "preflight", "launch", "training",
     "commands", "train", "cli",
 )  # fmt: skip
 DISTRIBUTED = ("torch.distributed", "deepspeed", "mpi4py")

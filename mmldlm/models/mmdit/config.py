@@ -70,17 +70,22 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _heads_divide_width(self) -> ModelConfig:
-        if self.hidden_size % self.n_heads:
-            low = [n for n in range(1, math.isqrt(self.hidden_size) + 1) if self.hidden_size % n == 0]
-            divisors = {*low, *(self.hidden_size // n for n in low)}
-            near = sorted(divisors, key=lambda n: abs(n - self.n_heads))[:3]
-            raise ValueError(
-                f"model.n_heads={self.n_heads} does not divide model.hidden_size={self.hidden_size}; "
-                f"nearest that do: {', '.join(map(str, sorted(near)))}"
-            )
-        if (self.hidden_size // self.n_heads) % 2:
-            raise ValueError(
-                f"a head is model.hidden_size / model.n_heads = {self.hidden_size // self.n_heads} wide; "
-                "RoPE needs an even width: choose another model.n_heads"
-            )
+        check_heads(self.hidden_size, self.n_heads)
         return self
+
+
+def check_heads(hidden_size: int, n_heads: int) -> None:
+    """Raise a ValueError unless the heads divide the width into parts of even width."""
+    if hidden_size % n_heads:
+        low = [n for n in range(1, math.isqrt(hidden_size) + 1) if hidden_size % n == 0]
+        divisors = {*low, *(hidden_size // n for n in low)}
+        near = sorted(divisors, key=lambda n: abs(n - n_heads))[:3]
+        raise ValueError(
+            f"model.n_heads={n_heads} does not divide model.hidden_size={hidden_size}; "
+            f"nearest that do: {', '.join(map(str, sorted(near)))}"
+        )
+    if (hidden_size // n_heads) % 2:
+        raise ValueError(
+            f"a head is model.hidden_size / model.n_heads = {hidden_size // n_heads} wide; "
+            "RoPE needs an even width: choose another model.n_heads"
+        )

@@ -39,7 +39,7 @@ class MultimodalMMDiT(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        _check_config(config)
+        check_config(config)
         self.config = config
         self._blocks_are_compiled = False
         width, cond = config.hidden_size, config.cond_dim
@@ -348,7 +348,7 @@ class MultimodalMMDiT(nn.Module):
         return pretrained_io.read(cls, path, device, dtype)
 
 
-def _check_config(config: ModelConfig) -> None:
+def check_config(config) -> None:
     """Raise a UserError for sizes or token ids that are unset or out of range."""
     keys = ("latent_dim", "vocab_size", "mask_token_id", "pad_token_id", "eos_token_id")
     missing = [key for key in keys if getattr(config, key) is None]

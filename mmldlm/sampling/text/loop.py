@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,10 @@ from mmldlm.sampling.text.length_rule import predict_lengths
 from mmldlm.sampling.text.state import DecodingState
 from mmldlm.sampling.text.strategies import TextStrategy, strategy_class
 from mmldlm.utils.counter_rng import Stream, normals, uniforms
+
+if TYPE_CHECKING:
+    from mmldlm.models.plain.encoders import EncodedLatent
+    from mmldlm.sampling.pretrained import Pretrained
 
 
 @dataclass
@@ -137,9 +142,8 @@ def sample_text(
         strategy = start_decoding(
             sampler, model, lengths[index], rows, diffusion=diffusion, steps=steps, draw=draw, seed=seed
         )
-        given = model.scale_latents(latents[index].to(device_of(model))) if latents is not None else None
-        times = None
-        if given is not None and condition_timestep > 0:
+        given, times = _encode(model, None if latents is None else latents[index]), None
+        if isinstance(given, Tensor) and latent_diffusion is not None and condition_timestep > 0:
             times = torch.full((len(rows),), condition_timestep, device=given.device)
             noise = normals(seed, Stream.CONDITION, rows, tuple(given.shape[1:])).to(given.device)
             given = latent_diffusion.add_noise(given, noise, times)
@@ -153,8 +157,33 @@ def sample_text(
     return TextSamples(texts, lengths, num_rows)
 
 
+def sample_masked(
+    pretrained: Pretrained, latents: Tensor | None, num_steps: int | None = None, **options
+) -> TextSamples:
+    """`sample_text` for tasks of masked diffusion (`TextTask.write_texts`); an option that is None has its default."""
+    if num_steps is not None:
+        options["steps"] = num_steps
+    given = {key: value for key, value in options.items() if value is not None}
+    if given.get("condition_timestep"):
+        given["latent_diffusion"] = pretrained.latent_diffusion
+    return sample_text(pretrained.model, latents, diffusion=pretrained.text_diffusion, **given)
+
+
+def _encode(model: nn.Module, latents: Tensor | None) -> Tensor | EncodedLatent | None:
+    """The latents of a batch in model space, or what a model that can encode them apart makes of them, once."""
+    if latents is None:
+        return None
+    given = model.scale_latents(latents.to(device_of(model)))
+    return model.encode_latents(given, caches=True) if hasattr(model, "encode_latents") else given
+
+
 def _take_step(
-    model: nn.Module, strategy: TextStrategy, k: int, given: Tensor | None, times: Tensor | None, guidance: float
+    model: nn.Module,
+    strategy: TextStrategy,
+    k: int,
+    given: Tensor | EncodedLatent | None,
+    times: Tensor | None,
+    guidance: float,
 ) -> int:
     """Take one step on the texts that need it; return the number of rows the model computed."""
     state, positions = strategy.state, strategy.positions(k)
@@ -166,11 +195,14 @@ def _take_step(
     rows, row_index = torch.unique(positions // width, return_inverse=True)
     tokens, real, t = state.tokens[rows], state.real[rows], strategy.timesteps(k)[rows]
     active = row_index * width + positions % width
-    latents = given[rows] if given is not None else None
-    latent_t = times[rows] if times is not None else None
-    logits = model(tokens, latents, t, latent_t, real, text_positions=active)["text_logits"]
+    if given is None or isinstance(given, Tensor):
+        latents = None if given is None else given[rows]
+        latent_t = None if times is None else times[rows]
+        logits = model(tokens, latents, t, latent_t, real, text_positions=active)["text_logits"]
+    else:
+        logits = model(tokens, None, t, None, real, text_positions=active, encoded=given.select(rows))["text_logits"]
     passes = 1
-    if guidance != 1.0 and latents is not None:
+    if guidance != 1.0 and given is not None:
         null = model(tokens, None, t, None, real, text_positions=active)["text_logits"]
         # Excluded tokens are -inf in both and become NaN here; update() excludes them before reading.
         logits, passes = null + guidance * (logits - null), 2

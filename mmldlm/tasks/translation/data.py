@@ -43,14 +43,7 @@ def open_data(config: TranslationConfig) -> TranslationData:
     fill_from_store(config, train)
     config.training.freeze = decided_freeze(config)
     train_lengths, validation_lengths = lengths_in_use(config.data, config.model.max_seq_len, train, validation)
-    notes = [
-        f"{store.num_truncated:,} of {len(store):,} {name} texts cut to {config.model.max_seq_len - 1} tokens "
-        "(data.long_texts=truncate)"
-        for name, store in (("training", train), ("validation", validation))
-        if store.num_truncated
-    ]
-    if train.latents_per_text > 1:
-        notes.append(f"{train.latents_per_text} latents per text (model.num_latents)")
+    notes = data_notes(config.model.max_seq_len, train, validation)
     mean, std = _scaling(config, train)
     return TranslationData(
         config=config,
@@ -62,6 +55,19 @@ def open_data(config: TranslationConfig) -> TranslationData:
         latent_mean=mean,
         latent_std=std,
     )
+
+
+def data_notes(max_seq_len: int, train: Store | MixedStore, validation: Store | MixedStore) -> list[str]:
+    """Return lines for the user about texts that were cut and about several latents per text."""
+    notes = [
+        f"{store.num_truncated:,} of {len(store):,} {name} texts cut to {max_seq_len - 1} tokens "
+        "(data.long_texts=truncate)"
+        for name, store in (("training", train), ("validation", validation))
+        if store.num_truncated
+    ]
+    if train.latents_per_text > 1:
+        notes.append(f"{train.latents_per_text} latents per text (model.num_latents)")
+    return notes
 
 
 def fill_from_store(config: TranslationConfig, store: Store | MixedStore) -> None:
@@ -109,6 +115,11 @@ def _scaling(config: TranslationConfig, store: Store | MixedStore) -> tuple[np.n
         return np.zeros(dim, np.float32), np.ones(dim, np.float32)
     if config.latent_diffusion.scaling == "sqrt_d":
         return np.zeros(dim, np.float32), np.full(dim, dim**-0.5, np.float32)
+    return standard_scaling(store)
+
+
+def standard_scaling(store: Store | MixedStore) -> tuple[np.ndarray, np.ndarray]:
+    """Return mean and standard deviation [D] fp32 of the training latents."""
     std = store.latent_std
     # A constant dimension carries nothing; dividing by its (near) zero std would only blow up rounding.
     return store.latent_mean, np.where(std > 1e-6 * std.max(), std, 1.0).astype(np.float32)

@@ -15,6 +15,8 @@ from mmldlm.data.batching.batch_plan import GlobalBatch, permute
 from mmldlm.data.store.store import Rows
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.timesteps import logit_normal, low_discrepancy, shift, stretch
+from mmldlm.tasks.masking import mask_texts
+from mmldlm.tasks.row_reader import RowReader
 from mmldlm.tasks.translation.candidates import CandidateSampler
 from mmldlm.tasks.translation.config import PURE_MODES, TranslationConfig
 
@@ -138,9 +140,9 @@ class Noiser:
         self.weighs_dynamically = config.loss.text_weighting == "dynamic"
         self.pad_token_id, self.eos_token_id = pad_token_id, eos_token_id
         self.latent_mean, self.latent_std = latent_mean, latent_std
-        self.max_norm, self.candidates = max_norm, candidates
-        self.nan_to_num = config.stability.nan_to_num
-        self.vocab_size = config.model.vocab_size or np.iinfo(np.int64).max
+        self.candidates = candidates
+        vocab_size = config.model.vocab_size or np.iinfo(np.int64).max
+        self.reader = RowReader(vocab_size, latent_mean, max_norm, config.stability.nan_to_num)
         weights = mode_weights or config.training.mode_weights()
         self.mode_edges = np.cumsum([weights[mode] for mode in PURE_MODES])
         self.seed = config.training.seed if seed is None else seed
@@ -176,7 +178,7 @@ class Noiser:
         draws = self._batch_draws(batch)
         num_real = len(batch.ids)
         ids, real = batch.samples_at(slots)
-        rows, is_bad, bad = self._read(samples, ids, slots, num_real, lengths)
+        rows, is_bad, bad = self.reader.read(samples, ids, slots, num_real, lengths)
         real = real & ~is_bad
         padded = self._pad(batch, rows, ids, slots)
         in_batch = np.minimum(slots, batch.size - 1)  # of placeholders, any slot will do
@@ -210,56 +212,6 @@ class Noiser:
             bad=bad,
         )
 
-    def _read(
-        self, samples, ids: np.ndarray, slots: np.ndarray, num_real: int, lengths: np.ndarray
-    ) -> tuple[Rows, np.ndarray, list[dict]]:
-        """Read the rows; return them, which of them are unusable, and the reports of Batch.bad.
-
-        An unusable sample becomes a placeholder of weight 0, as one past the end of the batch: all ranks keep the same
-        shapes and collectives. The counts of the global batch still include it, because other ranks do not know of it.
-        """
-        rows, repaired = self._replace_nonfinite(samples.get(ids))
-        reasons = [
-            self._rejection_reason(rows.tokens[row], rows.latents[row], lengths[sample])
-            for row, sample in enumerate(ids)
-        ]
-        is_bad = np.array([reason is not None for reason in reasons])
-        if is_bad.any():
-            rows = rows._replace(
-                tokens=[tokens[:0] if bad else tokens for tokens, bad in zip(rows.tokens, is_bad, strict=True)],
-                latents=np.where(_expand_like(is_bad, rows.latents), self.latent_mean, rows.latents),
-            )
-        reports = [
-            {"id": int(sample), "reason": reason or repaired[row], **({} if reason else {"repaired": True})}
-            for row, (sample, slot, reason) in enumerate(zip(ids, slots, reasons, strict=True))
-            if (reason or row in repaired) and slot < num_real
-        ]
-        return rows, is_bad, reports
-
-    def _replace_nonfinite(self, rows: Rows) -> tuple[Rows, dict[int, str]]:
-        """Replace non-finite latent values by the mean (stability.nan_to_num); return what was done by row."""
-        if not self.nan_to_num or np.isfinite(rows.latents).all():
-            return rows, {}
-        bad = ~np.isfinite(rows.latents)
-        what = "non-finite values in its latent, replaced by the mean (stability.nan_to_num)"
-        repaired = {int(row): f"{int(bad[row].sum())} {what}" for row in np.unique(np.nonzero(bad)[0])}
-        mean = self.latent_mean.astype(rows.latents.dtype)
-        return rows._replace(latents=np.where(bad, mean, rows.latents)), repaired
-
-    def _rejection_reason(self, tokens: np.ndarray, latent: np.ndarray, length: int) -> str | None:
-        """Return why a sample must not be trained on; None for a valid one."""
-        if not np.isfinite(latent).all():
-            return f"{int((~np.isfinite(latent)).sum())} non-finite values in its latent"
-        norms = np.linalg.norm(latent, axis=-1).reshape(-1).tolist()
-        norm = next((norm for norm in norms if not 0 < norm <= self.max_norm), None)
-        if norm is not None:
-            return f"a latent of norm {norm:.4g}, expected above 0 and at most {self.max_norm:.4g}"
-        if len(tokens) + 1 != length:
-            return f"{len(tokens)} tokens where the index says {length - 1}"
-        if len(tokens) and (tokens.min() < 0 or tokens.max() >= self.vocab_size):
-            return f"a token id outside 0..{self.vocab_size - 1}"
-        return None
-
     def _pad(self, batch: GlobalBatch, rows: Rows, ids: np.ndarray, slots: np.ndarray) -> PaddedSamples:
         num_rows, width = len(ids), int(max(len(tokens) for tokens in rows.tokens)) + 1
         tokens = np.full((num_rows, width), self.pad_token_id, dtype=np.int64)
@@ -292,7 +244,9 @@ class Noiser:
         mode, is_real = torch.from_numpy(modes), torch.from_numpy(real)
         if self.text_config.timesteps != "low_discrepancy":
             strata = padded.text
-        noised, masked, timesteps, weights = self._mask(padded.tokens, strata, padded.mask_uniform, padded.attention)
+        noised, masked, timesteps, weights = mask_texts(
+            self.text, self.text_config, padded.tokens, strata, padded.mask_uniform, padded.attention
+        )
         is_t2l = mode == T2L
         masked &= (is_real & ~is_t2l)[:, None]
         positions = masked.flatten().nonzero()[:, 0]
@@ -343,20 +297,6 @@ class Noiser:
             "latent_weights": torch.where(_expand_like(is_real & ~is_l2t, weights), weights, 0.0).float(),
             "latent_is_null": ~is_given & is_l2t,
         }
-
-    def _mask(self, tokens: Tensor, strata: Tensor, uniform: Tensor, maskable: Tensor) -> tuple[Tensor, ...]:
-        """Return noised tokens, the mask, timesteps [B] and the NELBO weight [B] of a masked token."""
-        config = self.text_config
-        if config.fully_masked_only:
-            masked = maskable.clone()
-            ones = torch.ones(len(tokens), dtype=torch.float64)
-            return tokens.masked_fill(masked, self.text.mask_token_id), masked, ones, ones
-        if config.masking == "fixed_count":
-            noised, masked, share = self.text.corrupt_count(tokens, strata, uniform, maskable, self.text.mask_token_id)
-            return noised, masked, self.text.timestep_of(share), 1 / share
-        t = stretch(strata, config.min_timestep)
-        noised, masked = self.text.corrupt(tokens, t, uniform, maskable)
-        return noised, masked, t, self.text.loss_weights(t)
 
     def _dynamic_weights(self, timesteps: Tensor, weights: Tensor, real: Tensor) -> Tensor:
         """[B] weight of a masked token under loss.text_weighting=dynamic; weights [B]: the NELBO's."""

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmldlm.models.mmdit import costs
-from mmldlm.tasks.base import Metric, ModelSizes, Task
+from mmldlm.tasks.base import Metric, ModelSizes
+from mmldlm.tasks.text_task import TextTask
 from mmldlm.tasks.translation import freezing
 from mmldlm.tasks.translation.config import PURE_MODES, TranslationConfig
 from mmldlm.tasks.translation.data import TranslationData, open_data
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from mmldlm.engines.base import Engine
     from mmldlm.engines.parameter_plan import ParameterPlan
     from mmldlm.models import MultimodalMMDiT
+    from mmldlm.sampling.pretrained import Pretrained
+    from mmldlm.sampling.text.loop import TextSamples
+    from mmldlm.tasks.text_scores import TextScores
     from mmldlm.tasks.translation.noiser import NoisedBatch, Noiser
     from mmldlm.tasks.translation.objective import TranslationObjective
     from mmldlm.tasks.validation import Validation
 
-ARCHITECTURE = "MultimodalMMDiT"
 
-
-class TranslationTask(Task):
+class TranslationTask(TextTask):
     """Masked diffusion of text and continuous diffusion of latents, in four modes (docs/objectives.md)."""
 
     name = "translation"
@@ -50,6 +54,13 @@ class TranslationTask(Task):
         Metric("latent_gap", "latent_gap_sum", "latent_gap_scored"),  # of latent_diffusion.prediction=x0_epsilon
     )
     buffers = frozenset({"latent_mean", "latent_std"})
+    architecture = "MultimodalMMDiT"
+    samplers: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "l2t": ("confidence", "ancestral"),
+        "t2l": (),
+        "unconditional": ("ancestral", "confidence"),
+    }
+    sampling_options = TextTask.sampling_options | {"method", "eta", "solver", "condition_timestep"}
 
     # -- without torch ----------------------------------------------------------------------------------------------
 
@@ -172,7 +183,7 @@ class TranslationTask(Task):
         config = data.config
         return {
             "task": self.name,
-            "architecture": ARCHITECTURE,
+            "architecture": self.architecture,
             "buffers": sorted(self.buffers),
             **config.model.model_dump(),
             "text_diffusion": config.text_diffusion.model_dump(),
@@ -185,6 +196,27 @@ class TranslationTask(Task):
             "encoder": data.train.manifest["encoder"],
             "tokenizer": data.train.manifest["tokenizer"],
         }
+
+    # -- sampling and evaluation ------------------------------------------------------------------------------------
+
+    def model_class(self) -> type[MultimodalMMDiT]:
+        from mmldlm.models import MultimodalMMDiT
+
+        return MultimodalMMDiT
+
+    def write_texts(self, pretrained: Pretrained, latents: Tensor | None, **options: Any) -> TextSamples:
+        from mmldlm.sampling.text.loop import sample_masked
+
+        return sample_masked(pretrained, latents, **options)
+
+    def score_texts(
+        self, pretrained: Pretrained, tokens: Tensor, real: Tensor, latents: Tensor | None, uniform: Tensor,
+        stratum: tuple[int, int],
+    ) -> TextScores:  # fmt: skip
+        from mmldlm.tasks.text_scores import masked_text_scores
+
+        diffusion = pretrained.text_diffusion
+        return masked_text_scores(pretrained.model, tokens, real, latents, uniform, stratum, diffusion=diffusion)
 
     # -- debugging --------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,1 @@
+"""MDLM on a one-stream transformer, unconditional or given a latent."""

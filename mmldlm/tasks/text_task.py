@@ -1,0 +1,89 @@
+"""The seam between `mmldlm sample` and `mmldlm evaluate` and a task whose model writes and scores texts."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mmldlm.tasks.base import Task
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from mmldlm.sampling.pretrained import Pretrained
+    from mmldlm.sampling.text.loop import TextSamples
+    from mmldlm.tasks.text_scores import TextScores
+
+
+class TextTask(Task):
+    """A task whose trained model writes texts, given latents or without, and says how probable texts are.
+
+    `load_pretrained` builds the model from config.json: `model_config` must hold "task", "architecture", the fields of
+    the config section `model` at top level, "training" with mode_weights and condition_dropout, and the sections
+    `text_diffusion` and `latent_diffusion` if the task's config has them. The model section has mask_token_id,
+    pad_token_id, eos_token_id, vocab_size, max_seq_len, latent_dim and num_latents; the model has `scale_latents`.
+
+    Class attributes:
+        architecture: name of the model's class in config.json.
+        samplers: for every kind of `mmldlm sample` that the task has (l2t, t2l, unconditional) the values of --sampler,
+            the default first. Kind t2l is that of the translation task.
+        sampling_options: options of `mmldlm sample` and `mmldlm evaluate` that the task reads, of TASK_OPTIONS in
+            commands/sample.py; any other is an error.
+        exact_likelihood: whether `score_texts` gives the exact likelihood, so that one draw is enough.
+        evaluation_decoding: how evaluation writes texts, in words.
+    """
+
+    architecture: ClassVar[str]
+    sampling_options: ClassVar[frozenset[str]] = frozenset(
+        {"num_steps", "sampler", "temperature", "top_p", "guidance", "presence_penalty"}
+    )
+    exact_likelihood: ClassVar[bool] = False
+    evaluation_decoding: ClassVar[str] = "confidence, greedy, lengths from the model (median of p(length | latent))"
+
+    @abstractmethod
+    def model_class(self) -> type[nn.Module]:
+        """Return the class whose constructor takes the config section `model`."""
+
+    @abstractmethod
+    def write_texts(
+        self,
+        pretrained: Pretrained,
+        latents: Tensor | None,
+        *,
+        num_samples: int | None = None,
+        sampler: str,
+        seed: int = 0,
+        batch_tokens: int | None = None,
+        progress: Any = None,
+        **options: Any,
+    ) -> TextSamples:
+        """Write one text per latent, or num_samples texts without a latent.
+
+        Args:
+            pretrained: the model and its settings.
+            latents: [N, D] (or [N, M, D]) in the encoder's space, or None.
+            sampler: one of `samplers`.
+            seed: the draws of a sample depend on the seed and its index only.
+            batch_tokens: maximum padded positions per pass; None: the task's choice.
+            progress: called as the work proceeds with (done, total).
+            options: those of `sampling_options` but sampler; None where neither user nor command gave a value.
+
+        Raises:
+            MmldlmError: NaN logits.
+        """
+
+    @abstractmethod
+    def score_texts(
+        self, pretrained: Pretrained, tokens: Tensor, real: Tensor, latents: Tensor | None, uniform: Tensor,
+        stratum: tuple[int, int],
+    ) -> TextScores:  # fmt: skip
+        """Score a batch of texts: their exact negative log-likelihood, or one draw of an upper bound (NELBO).
+
+        Args:
+            tokens: [B, S] int64, EOS written, padded.
+            real: [B, S] bool, True for tokens and EOS.
+            latents: [B, D] (or [B, M, D]) in model space (`scale_latents`); None: the null condition.
+            uniform: [B, S + 1] fp64 in [0, 1), the same for every condition; the last column is the same for all draws
+                of a text and places it in its stratum.
+            stratum: (k, n): the draw is the k-th of n; draw a timestep or a count from this n-th part of its range.
+        """

@@ -1,0 +1,83 @@
+"""A rank of tests/integration/test_baselines.py: several trainings in one launch, because starting DeepSpeed is slow.
+
+CASE STORE FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from mmldlm.config.load import load_config  # noqa: E402
+from mmldlm.distributed.exit import leave_process_group  # noqa: E402
+from mmldlm.train import check_run, train  # noqa: E402
+
+ENGINES = {  # ZeRO-3 last: DeepSpeed then replaces torch's linear function in the whole process, which rounds otherwise
+    "ddp": ["engine.kind=ddp"],
+    "zero2": ["engine.zero_stage=2"],
+    "fsdp": ["engine.kind=fsdp"],
+    "zero3": ["engine.zero_stage=3"],
+}
+ARMS = {
+    "ar": ["model.tokens_per_latent=2", "model.tie_embeddings=true", "optimizer.kind=muon"],
+    "mdlm": ["model.conditioning=none"],
+    "latent_dit_adaln": ["model.cond_dim=32"],
+    "latent_dit_cross_attention": ["model.cond_dim=32", "model.tokens_per_latent=2"],
+    "latent_dit_tokens": ["model.cond_dim=32", "model.tokens_per_latent=2"],
+}
+"""Presets, and what makes each of them tiny."""
+RESUMED_ON = dict(zip(ARMS, ("zero2", "ddp", "zero3", "fsdp", "zero3"), strict=True))
+"""The engine of the run that is continued from its checkpoint."""
+STEPS, BAD_STEP = 6, 3
+
+
+def run(arm: str, store: str, folder: str, name: str, *words: str) -> None:
+    """One tiny training of a preset; a global batch has 8 texts."""
+    micro = 8 // int(os.environ["WORLD_SIZE"])
+    common = [
+        f"data.latent_data_root={store}", f"logging.save_dir={folder}", f"logging.run_name={name}",
+        "data.max_validation_samples=16", f"training.train_batch_size={micro}", f"training.num_train_steps={STEPS}",
+        "logging.save_freq=4", "logging.eval_freq=6", "checkpoints.keep_every=4", "logging.plot=false",
+        "training.dtype=fp32", "optimizer.lr=2e-3", "optimizer.warmup_steps=2", "model.hidden_size=32",
+        "model.n_blocks=2", "model.n_heads=2", "model.max_seq_len=64",
+    ]  # fmt: skip
+    config = load_config(arm, None, [*common, *ARMS[arm], *words])
+    train(check_run(config, int(os.environ["WORLD_SIZE"])))
+
+
+def poison_one_step() -> None:
+    """At one step, the last rank's weights of text tokens are NaN."""
+    from mmldlm.data.batching import loader
+
+    make = loader.MicroBatches.__getitem__
+
+    def poisoned(self, item):
+        batch = make(self, item)
+        if self.plan.shuffle and self.rank == self.world_size - 1 and item // self.accum == BAD_STEP - 1:
+            batch.tensors["text_weights"][:] = float("nan")
+        return batch
+
+    loader.MicroBatches.__getitem__ = poisoned
+
+
+def engines(store: str, folder: str) -> None:
+    """Every arm on every engine, or on one process alone; with two ranks also the end of a run from its checkpoint."""
+    poison_one_step()
+    world = int(os.environ["WORLD_SIZE"])
+    for name, engine in ENGINES.items() if world > 1 else [("single", ["engine.kind=single"])]:
+        for arm in ARMS:
+            run(arm, store, folder, f"{arm}_{name}", *engine)
+        for arm in (arm for arm, other in RESUMED_ON.items() if other == name):
+            checkpoint = f"{folder}/{arm}_{name}/checkpoints/step_00000004"
+            run(arm, store, folder, f"{arm}_resumed", *engine, f"training.resume={checkpoint}")
+
+
+if __name__ == "__main__":
+    case, *arguments = sys.argv[1:]
+    {"engines": engines}[case](*arguments)
+    leave_process_group()
+    print(json.dumps({"done": case}))
