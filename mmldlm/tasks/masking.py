@@ -43,3 +43,18 @@ def mask_texts(
     t = stretch(strata, config.min_timestep)
     noised, masked = process.corrupt(tokens, t, uniform, maskable)
     return noised, masked, t, process.loss_weights(t)
+
+
+def dynamic_weights(
+    process: MaskedDiffusion, config: TextDiffusionConfig, timesteps: Tensor, weights: Tensor, maskable: Tensor
+) -> Tensor:
+    """Weight of a masked token under loss.text_weighting=dynamic. [B] fp64
+
+    Args:
+        timesteps, weights: of `mask_texts`. [B]
+        maskable: [B, S] bool.
+    """
+    if config.masking == "fixed_count":
+        length = maskable.sum(1)
+        return process.dynamic_count_weights(length, length / weights)
+    return process.dynamic_weights(timesteps)

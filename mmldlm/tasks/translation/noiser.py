@@ -15,7 +15,7 @@ from mmldlm.data.batching.batch_plan import GlobalBatch, permute
 from mmldlm.data.store.store import Rows
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.timesteps import logit_normal, low_discrepancy, shift, stretch
-from mmldlm.tasks.masking import mask_texts
+from mmldlm.tasks.masking import dynamic_weights, mask_texts
 from mmldlm.tasks.row_reader import RowReader
 from mmldlm.tasks.translation.candidates import CandidateSampler
 from mmldlm.tasks.translation.config import PURE_MODES, TranslationConfig
@@ -256,7 +256,8 @@ class Noiser:
         text_rows = positions // width
         extra = {}
         if self.weighs_dynamically:
-            extra["text_loss_weights"] = self._dynamic_weights(timesteps, weights, padded.attention)[text_rows].float()
+            dynamic = dynamic_weights(self.text, self.text_config, timesteps, weights, padded.attention)
+            extra["text_loss_weights"] = dynamic[text_rows].float()
         return extra | {
             "text_tokens": torch.where(is_t2l[:, None], padded.tokens, noised),
             "attention_mask": padded.attention,
@@ -297,13 +298,6 @@ class Noiser:
             "latent_weights": torch.where(_expand_like(is_real & ~is_l2t, weights), weights, 0.0).float(),
             "latent_is_null": ~is_given & is_l2t,
         }
-
-    def _dynamic_weights(self, timesteps: Tensor, weights: Tensor, real: Tensor) -> Tensor:
-        """[B] weight of a masked token under loss.text_weighting=dynamic; weights [B]: the NELBO's."""
-        if self.text_config.masking == "fixed_count":
-            length = real.sum(1)
-            return self.text.dynamic_count_weights(length, length / weights)
-        return self.text.dynamic_weights(timesteps)
 
     def _latent_timesteps(self, strata: Tensor, own: Tensor) -> Tensor:
         config = self.latent_config

@@ -66,5 +66,5 @@ class MdlmObjective:
         if self.loss.text_weighting == "uniform":
             return torch.full_like(weights, 2.0)  # a token is masked half of the time
         if self.loss.text_weighting == "dynamic":
-            return 2 * (1 - tensors["text_timesteps"])[tensors["text_rows"]]
+            return tensors["text_loss_weights"]
         return weights if self.loss.text_weight_clip is None else weights.clamp_max(self.loss.text_weight_clip)

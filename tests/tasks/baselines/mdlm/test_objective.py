@@ -129,10 +129,14 @@ def test_training_weights_change_the_loss_and_never_the_reported_nelbo():
         loss, sums = MdlmObjective(data.config)(PlainTransformer(data.config.model), batch)
         losses[name], nelbos[name] = float(loss.detach()), float(sums["text_nelbo_sum"])
         nll = nelbos[name] / float(batch.tensors["text_weights"].sum())  # a fresh model: nearly the same everywhere
+        mask = batch.tensors["attention_mask"]
+        rows, length = batch.tensors["text_positions"] // mask.shape[1], mask.sum(1)
+        count = torch.bincount(rows, minlength=len(length))
         weights = {
             "elbo": batch.tensors["text_weights"],
             "uniform": torch.full_like(batch.tensors["text_weights"], 2.0),
-            "dynamic": 2 * (1 - batch.tensors["text_timesteps"])[batch.tensors["text_rows"]],
+            # E[2 (1 - t)] given that k of L tokens are masked, times how much rarer k is in 0 .. L than in 1 .. L.
+            "dynamic": (2 * length * (length - count + 1) / ((length + 1) * (length + 2)))[rows],
             "clipped": batch.tensors["text_weights"].clamp_max(1.5),
         }[name]
         assert losses[name] == pytest.approx(float(weights.sum()) * nll / batch.counts["text_tokens"], rel=0.1)
@@ -150,7 +154,10 @@ def test_a_latent_that_cannot_be_used_becomes_a_placeholder():
     (batch,) = micro_batches(data, store=rows)
     assert not batch.real[2] and batch.bad[0]["id"] == hit and "non-finite" in batch.bad[0]["reason"]
     assert batch.counts == clean.counts  # other ranks do not know of it
-    assert not bool((batch.tensors["text_rows"] == 2).any()) and batch.tensors["length_weights"][2] == 0
+    assert (
+        not bool((batch.tensors["text_positions"] // batch.tensors["attention_mask"].shape[1] == 2).any())
+        and batch.tensors["length_weights"][2] == 0
+    )
     assert bool(torch.isfinite(batch.tensors["latents"]).all())
 
 
