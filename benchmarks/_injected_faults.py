@@ -62,14 +62,14 @@ def in_row(change: Callable | None):
         victim = int(batch.ids[-1])
         if change is not None:
             return make(self, batch, slots, _Rows(store, change, victim), lengths)
-        rejection_reason, victims = self._rejection_reason, []
+        rejection_reason, victims = self.reader._rejection_reason, []
 
         def reject(tokens, latent, length):
             is_victim = any((latent == row).all() for row in victims)
             return "the reference" if is_victim else rejection_reason(tokens, latent, length)
 
         rows = _Rows(store, lambda rows, place: victims.append(rows.latents[place].copy()), victim)
-        with mock.patch.object(self, "_rejection_reason", reject):
+        with mock.patch.object(self.reader, "_rejection_reason", reject):
             return make(self, batch, slots, rows, lengths)
 
     with mock.patch.object(noiser.Noiser, "collate", corrupted):

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mmldlm.tasks.translation.candidates import candidates_of
 from mmldlm.tasks.translation.config import TranslationConfig
+
+
+def _add_up(values: Sequence[Tensor]) -> Tensor:
+    """The sum, without adding 0 to a single value."""
+    return sum(values[1:], start=values[0])
 
 
 def _weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
@@ -70,7 +77,7 @@ class TranslationObjective:
         length_share = self.loss.length_loss_weight / max(batch.counts["lengths"], 1)
         loss = text_loss.add(latent_sum, alpha=latent_share).add(length_sum, alpha=length_share)
         with torch.no_grad():
-            metrics = self._metrics(loss, out, tensors, sum(errors), length_sum)
+            metrics = self._metrics(loss, out, tensors, _add_up(errors), length_sum)
         return loss, metrics
 
     def _forward(self, model, tensors: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor]:
@@ -92,6 +99,8 @@ class TranslationObjective:
 
     def _latent_errors(self, predictions: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         """The error of each of the P predictions that stand side by side in the last dimension."""
+        if self.latent.num_predictions == 1:
+            return (self._latent_error(predictions, targets),)
         pairs = zip(*(values.chunk(self.latent.num_predictions, -1) for values in (predictions, targets)))
         return tuple(self._latent_error(prediction, target) for prediction, target in pairs)
 
@@ -102,7 +111,7 @@ class TranslationObjective:
         if self.loss.latent_loss_clamp is not None:
             errors = tuple(error.clamp_max(self.loss.latent_loss_clamp) for error in errors)
         columns = weights.unbind(1) if weights.dim() == 2 else (weights,)
-        return sum(_weighted_sum(error, column) for error, column in zip(errors, columns, strict=True))
+        return _add_up([_weighted_sum(error, column) for error, column in zip(errors, columns, strict=True)])
 
     def _latent_error(self, prediction: Tensor, target: Tensor) -> Tensor:
         """[B] (of several latents a sample [B, N]) mean squared error over D in fp32.
@@ -147,15 +156,16 @@ class TranslationObjective:
             "latent_error_sum": _weighted_sum(error, scored),
             "latent_cosine_sum": _weighted_sum(F.cosine_similarity(x0, tensors["latent_clean"], dim=-1), scored),
             "latent_scored": num_scored,
-            "latent_gap_sum": self._heads_gap(out["latent_pred"], x0, scored),
-            "latent_gap_scored": num_scored * (self.latent.num_predictions - 1),
+            **self._heads_gap(out["latent_pred"], x0, scored, num_scored),
             "length_nll_sum": length_sum.detach(),
             "length_scored": tensors["length_weights"].sum(),
         }
 
-    def _heads_gap(self, predictions: Tensor, x0: Tensor, scored: Tensor) -> Tensor:
-        """Sum over scored samples of the root mean square difference between the predicted x0 and that of both."""
+    def _heads_gap(self, predictions: Tensor, x0: Tensor, scored: Tensor, num_scored: Tensor) -> dict[str, Tensor]:
+        """Over scored samples, the root mean square difference between the predicted x0 and that of both."""
         if self.latent.num_predictions == 1:
-            return scored.new_zeros(())
+            zero = num_scored.new_zeros(())
+            return {"latent_gap_sum": zero, "latent_gap_scored": zero}
         difference = predictions.float().chunk(self.latent.num_predictions, -1)[0] - x0
-        return _weighted_sum(difference.square().mean(-1).sqrt(), scored)
+        total = _weighted_sum(difference.square().mean(-1).sqrt(), scored)
+        return {"latent_gap_sum": total, "latent_gap_scored": num_scored}
