@@ -255,7 +255,12 @@ class SanityRunner:
         dtype, findings = self.config.training.dtype, self.findings
         with self._record_exceptions(len(self.steps) + 1):
             batches = [batch.to(self.engine.device) for batch in batches]
-            drop = checks.measured_loss_drop(self.engine, self.objective, batches, 0.001 if dtype == "fp32" else 0.005)
+            step = 0.001 if dtype == "fp32" else 0.005
+            drop = checks.measured_loss_drop(self.engine, self.objective, batches, step)
+            while isinstance(drop, str) and dtype == "fp16" and self._loss_scale.can_decrease:
+                self._loss_scale.on_overflow()  # the largest batch may overflow where those before it did not
+                self.engine.loss_scale = self._loss_scale.value
+                drop = checks.measured_loss_drop(self.engine, self.objective, batches, step)
         if isinstance(drop, str):
             findings.failed("gradient_scale", drop)
             return
