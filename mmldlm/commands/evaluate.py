@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-samples", type=int, metavar="N", help="number of unseen sentences (default 1000, or all)")
     add("--num-steps", type=int, help="steps of l2t (default 12)")
     add("--latent-steps", type=int, help="denoising steps of t2l (default 1, or 10 for prediction epsilon)")
-    add("--num-draws", type=int, default=2, help="timesteps per sentence in the NELBO (default %(default)s)")
+    add("--num-draws", type=int, help="timesteps per sentence in the NELBO (default 2)")
     add("--control-samples", type=int, default=100, help="sentences of the untrained controls (default %(default)s)")
     add("--guidance", type=float, default=1.0, help="classifier-free guidance of both samplers (default 1: none)")
     add("--presence-penalty", type=float, help="penalty of l2t on repeated tokens (default 1)")
@@ -96,6 +96,8 @@ def _check_task(args: argparse.Namespace, task: TextTask) -> None:
     options = {"num_steps": args.num_steps, "presence_penalty": args.presence_penalty}
     options["guidance"] = None if args.guidance == 1 else args.guidance
     given = [key for key, value in options.items() if value is not None and key not in task.sampling_options]
+    given += ["latent_steps"] * (args.latent_steps is not None and "t2l" not in task.samplers)
+    given += ["num_draws"] * (args.num_draws is not None and task.exact_likelihood)
     if given:
         names = ", ".join("--" + key.replace("_", "-") for key in given)
         raise UserError(f"options that task={task.name} reads", names, "omit them")

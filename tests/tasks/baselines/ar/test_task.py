@@ -187,6 +187,10 @@ def test_sample_and_evaluate_through_the_seam(run, store, tmp_path, capsys):
     report = tmp_path / "report.json"
     sizes = ["--num-samples", "8", "--control-samples", "4", "--json", str(report)]
     assert main(["evaluate", "--checkpoint", str(run / "run"), "--data", str(store), *sizes]) == 0
+    capsys.readouterr()
+    for option in ("--latent-steps", "--num-draws"):  # it makes no embeddings, and its likelihood is exact
+        assert main(["evaluate", "--checkpoint", str(run / "run"), "--data", str(store), *sizes, option, "3"]) == 2
+        assert option in capsys.readouterr().err
     model = json.loads(report.read_text())["details"]["model"]
     gain = model["nelbo_null"]["value"] - model["nelbo_right"]["value"]
     assert model["gain_null"]["value"] == pytest.approx(gain) and "length_nll_right" not in model
