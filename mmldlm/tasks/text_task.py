@@ -87,3 +87,21 @@ class TextTask(Task):
                 of a text and places it in its stratum.
             stratum: (k, n): the draw is the k-th of n; draw a timestep or a count from this n-th part of its range.
         """
+
+
+class MaskedTextTask(TextTask):
+    """A task of masked diffusion: a model with the forward contract of MultimodalMMDiT, a section `text_diffusion`."""
+
+    def write_texts(self, pretrained: Pretrained, latents: Tensor | None, **options: Any) -> TextSamples:
+        from mmldlm.sampling.text.loop import sample_masked
+
+        return sample_masked(pretrained, latents, **options)
+
+    def score_texts(
+        self, pretrained: Pretrained, tokens: Tensor, real: Tensor, latents: Tensor | None, uniform: Tensor,
+        stratum: tuple[int, int],
+    ) -> TextScores:  # fmt: skip
+        from mmldlm.tasks.text_scores import masked_text_scores
+
+        diffusion = pretrained.text_diffusion
+        return masked_text_scores(pretrained.model, tokens, real, latents, uniform, stratum, diffusion=diffusion)

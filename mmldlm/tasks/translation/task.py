@@ -7,26 +7,21 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmldlm.models.mmdit import costs
 from mmldlm.tasks.base import Metric, ModelSizes
-from mmldlm.tasks.text_task import TextTask
+from mmldlm.tasks.text_task import MaskedTextTask
 from mmldlm.tasks.translation import freezing
 from mmldlm.tasks.translation.config import PURE_MODES, TranslationConfig
 from mmldlm.tasks.translation.data import TranslationData, open_data
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from mmldlm.engines.base import Engine
     from mmldlm.engines.parameter_plan import ParameterPlan
     from mmldlm.models import MultimodalMMDiT
-    from mmldlm.sampling.pretrained import Pretrained
-    from mmldlm.sampling.text.loop import TextSamples
-    from mmldlm.tasks.text_scores import TextScores
     from mmldlm.tasks.translation.noiser import NoisedBatch, Noiser
     from mmldlm.tasks.translation.objective import TranslationObjective
     from mmldlm.tasks.validation import Validation
 
 
-class TranslationTask(TextTask):
+class TranslationTask(MaskedTextTask):
     """Masked diffusion of text and continuous diffusion of latents, in four modes (docs/objectives.md)."""
 
     name = "translation"
@@ -60,7 +55,7 @@ class TranslationTask(TextTask):
         "t2l": (),
         "unconditional": ("ancestral", "confidence"),
     }
-    sampling_options = TextTask.sampling_options | {"method", "solver", "eta", "condition_timestep"}
+    sampling_options = MaskedTextTask.sampling_options | {"method", "solver", "eta", "condition_timestep"}
 
     # -- without torch ----------------------------------------------------------------------------------------------
 
@@ -203,20 +198,6 @@ class TranslationTask(TextTask):
         from mmldlm.models import MultimodalMMDiT
 
         return MultimodalMMDiT
-
-    def write_texts(self, pretrained: Pretrained, latents: Tensor | None, **options: Any) -> TextSamples:
-        from mmldlm.sampling.text.loop import sample_masked
-
-        return sample_masked(pretrained, latents, **options)
-
-    def score_texts(
-        self, pretrained: Pretrained, tokens: Tensor, real: Tensor, latents: Tensor | None, uniform: Tensor,
-        stratum: tuple[int, int],
-    ) -> TextScores:  # fmt: skip
-        from mmldlm.tasks.text_scores import masked_text_scores
-
-        diffusion = pretrained.text_diffusion
-        return masked_text_scores(pretrained.model, tokens, real, latents, uniform, stratum, diffusion=diffusion)
 
     # -- debugging --------------------------------------------------------------------------------------------------
 

@@ -203,7 +203,7 @@ def test_options_change_their_samples_and_no_other_and_no_evaluation():
             pure += 1
         else:
             assert before[3] == 0.0 and 0 < timestep <= 0.2 and after[1] != before[1]
-            assert after[10] == 0.0  # a condition is no target
+            assert after[10] == 0.0  # nothing is scored on a condition
             noised += 1
     total = sum(before[8] == T2L and not before[4] for before in plain.values())
     assert 0.25 * total < pure < 0.75 * total

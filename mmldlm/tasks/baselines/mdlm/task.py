@@ -9,20 +9,16 @@ from mmldlm.tasks.base import Metric
 from mmldlm.tasks.baselines.common.data import BaselineData
 from mmldlm.tasks.baselines.common.task import BaselineTask
 from mmldlm.tasks.baselines.mdlm.config import MdlmConfig
+from mmldlm.tasks.text_task import MaskedTextTask
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from mmldlm.engines.base import Engine
-    from mmldlm.sampling.pretrained import Pretrained
-    from mmldlm.sampling.text.loop import TextSamples
     from mmldlm.tasks.baselines.mdlm.collator import MaskingCollator
     from mmldlm.tasks.baselines.mdlm.objective import MdlmObjective
-    from mmldlm.tasks.text_scores import TextScores
     from mmldlm.tasks.validation import Validation
 
 
-class MdlmTask(BaselineTask):
+class MdlmTask(MaskedTextTask, BaselineTask):
     """Masked diffusion of text (arXiv 2406.07524) on a one-stream transformer, with a length head."""
 
     name = "mdlm"
@@ -68,17 +64,3 @@ class MdlmTask(BaselineTask):
         from mmldlm.tasks.baselines.common.validation import validation
 
         return validation(self, data, engine)
-
-    def write_texts(self, pretrained: Pretrained, latents: Tensor | None, **options: Any) -> TextSamples:
-        from mmldlm.sampling.text.loop import sample_masked
-
-        return sample_masked(pretrained, latents, **options)
-
-    def score_texts(
-        self, pretrained: Pretrained, tokens: Tensor, real: Tensor, latents: Tensor | None, uniform: Tensor,
-        stratum: tuple[int, int],
-    ) -> TextScores:  # fmt: skip
-        from mmldlm.tasks.text_scores import masked_text_scores
-
-        diffusion = pretrained.text_diffusion
-        return masked_text_scores(pretrained.model, tokens, real, latents, uniform, stratum, diffusion=diffusion)
