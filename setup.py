@@ -41,7 +41,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["mmldlm", "mmldlm.*"]),
-    package_data={"mmldlm": ["py.typed"], "mmldlm.config": ["presets/*.yaml"]},
+    package_data={"mmldlm": ["py.typed"], "mmldlm.config": ["presets/*.yaml"], "mmldlm.observe.pages": ["templates/*"]},
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["mmldlm = mmldlm.cli:console_main"]},

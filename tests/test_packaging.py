@@ -70,6 +70,12 @@ def test_presets_are_packaged():
     assert '"mmldlm.config": ["presets/*.yaml"]' in (ROOT / "setup.py").read_text()
 
 
+def test_the_parts_of_pages_belong_to_the_wheel():
+    templates = ROOT / "mmldlm" / "observe" / "pages" / "templates"
+    assert {path.suffix for path in templates.iterdir()} == {".html", ".css", ".js"}
+    assert '"mmldlm.observe.pages": ["templates/*"]' in (ROOT / "setup.py").read_text()
+
+
 def test_the_console_command_exists():
     assert callable(importlib.import_module("mmldlm.cli").main)
 

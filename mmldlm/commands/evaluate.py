@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmldlm.commands import RenamedOption
 from mmldlm.errors import EXIT_DONE, UserError
 from mmldlm.evaluation.suite import SUITES
+from mmldlm.observe.pages.page import check_page_path, write_page
 from mmldlm.utils.output_paths import check_writable_file
 from mmldlm.utils.progress import ProgressBar
 
@@ -48,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch-size", type=int, metavar="N", help="texts of full length per pass (default: some thousand tokens)")
     add("--seed", type=int, default=0, help="seed of every draw (default %(default)s)")
     add("--json", metavar="FILE", help="also write the results to this file")
+    add("--html", metavar="FILE.html", help="also write the results to this page: tables, plots and samples")
     add("--sts-file", metavar="CSV", help="STS Benchmark file (sts-dev.csv), for --suite stsb")
     add("--device", help="default: cuda if available, else cpu")
 
@@ -89,6 +92,9 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         report.write(args.json)
         print(f"written to {args.json}")
+    if args.html:
+        write_page(args.html, report.page())
+        print(f"page: {args.html}")
     return EXIT_DONE
 
 
@@ -118,3 +124,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
         raise UserError("--data STORE, whose validation split is evaluated", "none given", "name the prepared store")
     if args.json:
         check_writable_file(args.json, "--json")
+    if args.html:
+        check_page_path(args.html, "--html")
+        if args.json and Path(args.json).absolute() == Path(args.html).absolute():
+            raise UserError("two files for --json and --html", f"{args.html} for both", "give another name")

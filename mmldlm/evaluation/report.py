@@ -97,6 +97,12 @@ class EvaluationReport:
         """Write the JSON atomically."""
         write_report(path, self.as_dict())
 
+    def page(self) -> str:
+        """Return the report as a page for a browser."""
+        from mmldlm.evaluation.report_page import gain_page
+
+        return gain_page(self)
+
     def show(self, console=None) -> None:
         """Print the estimates, the claims and the examples."""
         from rich.box import SIMPLE

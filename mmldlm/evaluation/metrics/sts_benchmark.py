@@ -124,6 +124,12 @@ class StsReport:
         """Write the JSON atomically."""
         write_report(path, self.as_dict())
 
+    def page(self) -> str:
+        """Return the report as a page for a browser."""
+        from mmldlm.evaluation.report_page import sts_page
+
+        return sts_page(self)
+
     def show(self, console=None) -> None:
         """Print the table."""
         from rich.console import Console
