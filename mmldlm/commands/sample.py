@@ -20,7 +20,7 @@ from mmldlm.sampling.latent_solver import ETAS, SOLVERS
 from mmldlm.sampling.pretrained import Pretrained, load_pretrained
 from mmldlm.sampling.text.strategies import STRATEGIES
 from mmldlm.sampling.text.strategies.remasking import ETAS as REMASKING
-from mmldlm.sampling.text.strategies.schedule import read_schedule
+from mmldlm.sampling.text.strategies.schedule import names_passes, read_schedule
 from mmldlm.utils.formatting import count_noun
 from mmldlm.utils.output_paths import check_writable_dir
 from mmldlm.utils.progress import ProgressBar
@@ -101,8 +101,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "schedule": {
         "metavar": "N1,N2,..|FILE",
-        "help": "tokens per pass instead of --num-steps, scaled to each text: numbers, or a JSON file of a list or of "
-        "{length: list} (scheduled, confidence, margin, entropy)",
+        "help": "tokens per pass instead of --num-steps, scaled to each text: numbers, or a JSON file of a list, of "
+        "{length: list}, or of evaluate --write-schedule, of which --num-steps chooses (scheduled, confidence, margin, "
+        "entropy)",
     },
     "spacing": {
         "type": float,
@@ -198,7 +199,7 @@ def resolve_options(args: argparse.Namespace) -> list[str]:
         expected = " or ".join(METHODS[args.kind])
         raise UserError(f"--method {expected} for `sample {args.kind}`", args.method, "choose one of them")
     if args.schedule is not None:
-        read_schedule(args.schedule)  # refuses what it cannot read
+        read_schedule(args.schedule, args.num_steps)  # refuses what it cannot read
     for key, defaults in DEFAULTS.items():
         if getattr(args, key) is None:
             setattr(args, key, defaults.get(args.kind))
@@ -228,7 +229,8 @@ def fit_to_task(args: argparse.Namespace, given: list[str], pretrained: Pretrain
         unread += of_others
     for key in unread:
         setattr(args, key, None)
-    if args.schedule is not None and (args.kind == "l2t" or pretrained.latent_config is None):
+    writes_only = args.kind == "l2t" or pretrained.latent_config is None
+    if args.schedule is not None and writes_only and not names_passes(args.schedule):
         if "num_steps" in given:
             raise UserError("--num-steps or --schedule, which says how many there are", "both", "omit one of them")
         args.num_steps = None

@@ -20,7 +20,7 @@ from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.sampling.text.draw import PRESENCE_PENALTY
 from mmldlm.sampling.text.records import TextSamples
 from mmldlm.sampling.text.strategies import strategy_class
-from mmldlm.sampling.text.strategies.schedule import read_schedule
+from mmldlm.sampling.text.strategies.schedule import names_passes, read_schedule
 from mmldlm.utils.formatting import count_noun
 from mmldlm.utils.progress import ProgressBar
 
@@ -108,7 +108,7 @@ def _write_texts(pretrained: Pretrained, latents: torch.Tensor | None, options: 
     known = {key: getattr(options, key) for key in SampleOptions.__dataclass_fields__ if key in task.sampling_options}
     own = {key: value for key, value in known.items() if key not in LATENT_OPTIONS}
     if options.schedule is not None:
-        own["schedule"] = read_schedule(options.schedule)
+        own["schedule"], own["num_steps"] = read_schedule(options.schedule, options.num_steps), None
     return task.write_texts(pretrained, latents, seed=options.seed, **own, **more)
 
 
@@ -252,7 +252,8 @@ def _sample_chain(
         seed=options.seed,
         progress=progress.start(f"sampling {count} embeddings in {steps} steps"),
     )
-    if options.schedule is not None or "num_steps" not in strategy_class(options.sampler).defaults:
+    by_list = options.schedule is not None and not names_passes(options.schedule)
+    if by_list or "num_steps" not in strategy_class(options.sampler).defaults:
         options = dataclasses.replace(options, num_steps=None)
     samples = _write_texts(pretrained, latents, options, progress=progress.start("writing their texts"))
     return samples, latents

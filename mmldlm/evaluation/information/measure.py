@@ -123,7 +123,8 @@ def checked_samplers(pretrained: Pretrained, names: Sequence[str] | None) -> lis
     """
     kind = "l2t" if pretrained.reads_latents else "unconditional"
     known = pretrained.task.samplers[kind]
-    deterministic = [name for name in known if strategy_class(name).deterministic_order]
+    classes = {name: strategy_class(name) for name in known}
+    deterministic = [name for name, found in classes.items() if found.deterministic_order and found.writes_once]
     if names is None:
         return deterministic[:1]
     for name in names:

@@ -14,7 +14,7 @@ from mmldlm.config.task_registry import find_task
 from mmldlm.errors import UserError
 from mmldlm.evaluation.information.curve import TextCurves
 from mmldlm.evaluation.information.measure import InformationSettings, cross_fitted, measure_information, schedule_rows
-from mmldlm.sampling.text.schedule_file import read_schedules, schedule_for
+from mmldlm.sampling.text.schedule_file import read_schedules, schedules_of
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_files_of_the_report(report, tmp_path, capsys):
     assert len(lines) == 2 and (tmp_path / "new" / "p.png").read_bytes()[:4] == b"\x89PNG"
     schedules = read_schedules(tmp_path / "s.json")
     assert set(schedules) == set(range(2, 17))  # up to model.max_seq_len
-    assert all(sum(schedule_for(schedules, length, 3)) == length for length in schedules)
+    assert all(sum(counts) == length for length, counts in schedules_of(schedules, 3).items())
     report.show()
     shown = capsys.readouterr().out
     assert "minus even" in shown and "confidence" in shown and "40 unseen sentences" in shown

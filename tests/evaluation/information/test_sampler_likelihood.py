@@ -11,7 +11,7 @@ from mmldlm.errors import MmldlmError
 from mmldlm.evaluation.information.sampler_likelihood import sampler_likelihood
 from mmldlm.sampling.text.strategies import STRATEGIES
 
-DETERMINISTIC = [name for name, strategy in STRATEGIES.items() if strategy.deterministic_order]
+DETERMINISTIC = [name for name, strategy in STRATEGIES.items() if strategy.deterministic_order and strategy.writes_once]
 WITH_STEPS = [
     (name, steps) for name in DETERMINISTIC if "num_steps" in STRATEGIES[name].defaults for steps in (1, 2, 3)
 ]
