@@ -18,6 +18,7 @@ from mmldlm.sampling.latent_solver import LatentSolver
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.sampling.text.draw import PRESENCE_PENALTY
 from mmldlm.sampling.text.loop import TextSamples, sample_text
+from mmldlm.sampling.text.records import Recorder
 from mmldlm.utils.formatting import count_noun
 from mmldlm.utils.progress import ProgressBar
 
@@ -63,8 +64,10 @@ class Samples:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-def sample_l2t(pretrained: Pretrained, options: SampleOptions, progress: ProgressBar) -> Samples:
-    """Sample texts from latents."""
+def sample_l2t(
+    pretrained: Pretrained, options: SampleOptions, progress: ProgressBar, recorder: Recorder | None = None
+) -> Samples:
+    """Sample texts from latents; the recorder sees every pass (a sampler that `records_passes`)."""
     pretrained.check_condition_timestep(options.condition_timestep or 0.0)
     references, latents = _read_l2t_input(pretrained, options, progress)
     count = options.num_samples or len(latents)
@@ -81,6 +84,7 @@ def sample_l2t(pretrained: Pretrained, options: SampleOptions, progress: Progres
         torch.from_numpy(latents[source]),
         dataclasses.replace(options, temperature=temperature, presence_penalty=penalty),
         progress=progress.start(f"writing {count_noun(count, 'text')}{steps}"),
+        recorder=recorder,
     )
     records = _text_records(pretrained, samples)
     for record, row in zip(records, source.tolist()):
@@ -90,11 +94,15 @@ def sample_l2t(pretrained: Pretrained, options: SampleOptions, progress: Progres
     return Samples(records, None, {"forward_passes_per_sample": samples.num_rows / len(records)})
 
 
-def _write_texts(pretrained: Pretrained, latents: torch.Tensor | None, options: SampleOptions, **more) -> TextSamples:
+def _write_texts(
+    pretrained: Pretrained, latents: torch.Tensor | None, options: SampleOptions, recorder: Recorder | None, **more
+) -> TextSamples:
     """Call the task's sampler with the options that it reads."""
     task = pretrained.task
     known = {key: getattr(options, key) for key in SampleOptions.__dataclass_fields__ if key in task.sampling_options}
     own = {key: value for key, value in known.items() if key not in LATENT_OPTIONS}
+    if recorder is not None:  # a task may not know it
+        own["recorder"] = recorder
     return task.write_texts(pretrained, latents, seed=options.seed, **own, **more)
 
 
@@ -175,12 +183,14 @@ def _encoder_cosines(
     return cosines.reshape(len(texts), -1).mean(-1).tolist()
 
 
-def sample_unconditional(pretrained: Pretrained, options: SampleOptions, progress: ProgressBar) -> Samples:
-    """Sample pairs of text and latent; of a task that predicts no latents, texts alone."""
+def sample_unconditional(
+    pretrained: Pretrained, options: SampleOptions, progress: ProgressBar, recorder: Recorder | None = None
+) -> Samples:
+    """Sample pairs of text and latent; of a task that predicts no latents, texts alone. The recorder as in l2t."""
     if pretrained.latent_config is None:
         message = f"writing {count_noun(options.num_samples or 0, 'text')}"
         samples = _write_texts(
-            pretrained, None, options, num_samples=options.num_samples, progress=progress.start(message)
+            pretrained, None, options, recorder, num_samples=options.num_samples, progress=progress.start(message)
         )
         cost = samples.num_rows / len(samples.tokens)
         return Samples(_text_records(pretrained, samples), None, {"forward_passes_per_sample": cost})
@@ -205,6 +215,7 @@ def sample_unconditional(pretrained: Pretrained, options: SampleOptions, progres
             renormalize=pretrained.renormalize,
             solver=options.solver,
             progress=progress.start(f"sampling {count} texts and embeddings together in {steps} steps"),
+            recorder=recorder,
             **shared,
         )
     else:
@@ -227,6 +238,7 @@ def sample_unconditional(pretrained: Pretrained, options: SampleOptions, progres
             latent_diffusion=pretrained.latent_diffusion,
             condition_timestep=options.condition_timestep,
             progress=progress.start(f"writing their texts in {steps} steps"),
+            recorder=recorder,
             **shared,
         )
     records = _text_records(pretrained, samples)

@@ -44,6 +44,10 @@ class TextTask(Task):
     def model_class(self) -> type[nn.Module]:
         """Return the class whose constructor takes the config section `model`."""
 
+    def records_passes(self, sampler: str) -> bool:
+        """Whether `write_texts` with this sampler takes `recorder` (`sampling.text.records.Recorder`)."""
+        return False
+
     @abstractmethod
     def write_texts(
         self,
@@ -66,7 +70,8 @@ class TextTask(Task):
             seed: the draws of a sample depend on the seed and its index only.
             batch_tokens: maximum padded positions per pass; None: the task's choice.
             progress: called as the work proceeds with (done, total).
-            options: those of `sampling_options` but sampler; None where neither user nor command gave a value.
+            options: those of `sampling_options` but sampler; None where neither user nor command gave a value. And
+                `recorder` if one is wanted, where `records_passes`.
 
         Raises:
             MmldlmError: NaN logits.
@@ -91,6 +96,9 @@ class TextTask(Task):
 
 class MaskedTextTask(TextTask):
     """A task of masked diffusion: a model with the forward contract of MultimodalMMDiT, a section `text_diffusion`."""
+
+    def records_passes(self, sampler: str) -> bool:
+        return True
 
     def write_texts(self, pretrained: Pretrained, latents: Tensor | None, **options: Any) -> TextSamples:
         from mmldlm.sampling.text.loop import sample_masked
