@@ -102,6 +102,23 @@ def measure_l2t(
     return result
 
 
+def write_unconditionally(pretrained: Pretrained, count: int, settings: Settings, log: Log) -> TextSamples:
+    """Write texts without a latent, by the task's default sampler."""
+    task, steps = pretrained.task, {}
+    if "num_steps" in task.sampling_options:
+        steps = {"num_steps": settings.num_steps}
+    return task.write_texts(
+        pretrained,
+        None,
+        num_samples=count,
+        sampler=task.samplers["unconditional"][0],
+        seed=settings.seed,
+        progress=log(f"writing {count_noun(count, 'text')} without an embedding"),
+        **steps,
+        **batch_budget(pretrained.model, settings.batch_size),
+    )
+
+
 def measure_likelihood(
     pretrained: Pretrained, sentences: Sentences, latents: torch.Tensor | None, settings: Settings, log: Log
 ) -> Likelihood:
@@ -147,7 +164,10 @@ def text_estimates(
     num_tokens: np.ndarray,
     seed: int,
 ) -> dict[str, Estimate]:
-    """Compare sampled texts, and those sampled from another sentence's latent, with the references."""
+    """Compare the ids of sampled texts, and of those sampled from another sentence's latent, with the references.
+
+    `text_arms` compares strings.
+    """
     shuffled = [samples.tokens[other] for other in shuffled_index]
     f1, shuffled_f1 = text_overlap.token_f1(samples.tokens, references), text_overlap.token_f1(shuffled, references)
     lengths = samples.lengths.numpy()
@@ -155,9 +175,9 @@ def text_estimates(
         "f1_right": mean(f1, "points", 100),
         "f1_shuffled": mean(shuffled_f1, "points", 100),
         "f1_gap": mean(f1 - shuffled_f1, "points", 100),
-        "token_bleu_right": text_overlap.token_bleu(samples.tokens, references, seed),
-        "token_bleu_shuffled": text_overlap.token_bleu(shuffled, references, seed),
-        "exact_match_right": mean(text_overlap.exact_match(samples.tokens, references), "points", 100),
+        "piece_bleu_right": text_overlap.piece_bleu(samples.tokens, references, seed),
+        "piece_bleu_shuffled": text_overlap.piece_bleu(shuffled, references, seed),
+        "piece_exact_match_right": mean(text_overlap.exact_match(samples.tokens, references), "points", 100),
         "length_error": mean(np.abs(lengths - num_tokens), "tokens"),
         "length_error_shuffled": mean(np.abs(lengths[shuffled_index] - num_tokens), "tokens"),
     }

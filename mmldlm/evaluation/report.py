@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import operator
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mmldlm.evaluation.statistics import Estimate
+from mmldlm.evaluation.statistics import Difference, Estimate
+from mmldlm.evaluation.text_tables import show_texts
 from mmldlm.utils import atomic_files
 
 _OPERATORS = {">=": operator.ge, "<=": operator.le}
@@ -27,13 +28,12 @@ ROWS = (
     ("length_nll_null", "  none", 3),
     ("length_error", "length error, tokens", 2),
     ("length_error_shuffled", "  another sentence's embedding", 2),
-    ("f1_right", "l2t free-running set-F1, points", 1),
+    ("f1_right", "l2t set-F1 of tokens, points", 1),
     ("f1_shuffled", "  another sentence's embedding", 1),
     ("f1_gap", "  gap", 1),
-    ("token_bleu_right", "l2t token BLEU-4 (word pieces), points", 1),
-    ("exact_match_right", "l2t exact match, points", 1),
     ("reencoded_cosine", "l2t cosine of the text embedded again", 3),
     ("reencoded_cosine_shuffled", "  with another sentence's embedding", 3),
+    ("nearest_training_cosine", "  floor: nearest training sentence", 3),
     ("cosine", "t2l cosine with the encoder's", 3),
     ("cosine_shuffled", "  with another sentence's", 3),
     ("mean_embedding_cosine", "  floor: the mean embedding", 3),
@@ -58,11 +58,13 @@ class EvaluationReport:
         conditions: how it was measured.
         arms: named estimates of the model, the two untrained controls and the floors.
         examples: sentences, and the texts that the model wrote from their embeddings.
+        differences: named paired differences between two arms.
     """
 
     conditions: dict[str, Any]
     arms: dict[str, dict[str, Estimate]]
     examples: list[dict[str, Any]]
+    differences: dict[str, dict[str, Difference]] = field(default_factory=dict)
 
     @property
     def claims(self) -> list[dict[str, Any]]:
@@ -90,6 +92,10 @@ class EvaluationReport:
             details["untrained_random_gates_gain_shuffled_in_standard_errors"] = gates[
                 "gain_shuffled"
             ].in_standard_errors
+        details["differences"] = {
+            arms: {name: difference.as_dict() for name, difference in found.items()}
+            for arms, found in self.differences.items()
+        }
         details["examples"] = self.examples
         return {"conditions": self.conditions, "claims": self.claims, "details": details}
 
@@ -109,7 +115,9 @@ class EvaluationReport:
         table.add_column("measure", no_wrap=True)
         for column in ("model", "untrained"):
             table.add_column(column, justify="right", no_wrap=True)
-        arms = [{**self.arms["model"], **self.arms.get("floors", {})}, self.arms["untrained"]]
+        nearest = self.arms.get("nearest_training_sentence", {})
+        floors = {"nearest_training_cosine": nearest["reencoded_cosine"]} if nearest else {}
+        arms = [{**self.arms["model"], **self.arms.get("floors", {}), **floors}, self.arms["untrained"]]
         for key, label, digits in ROWS:
             if any(key in arm for arm in arms):
                 table.add_row(label, *(_cell(arm.get(key), digits) for arm in arms))
@@ -123,6 +131,8 @@ class EvaluationReport:
                 f"{sensitivity:.3f}, but the mean of another's - right is {_cell(gain, 4)}: "
                 f"{gain.in_standard_errors:.1f} SE."
             )
+        console.print()
+        show_texts(self.arms, self.differences, conditions, console)
         for note in conditions["notes"]:
             console.print(f"note: {note}")
         print_claims(self.claims, console)
