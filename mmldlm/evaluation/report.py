@@ -45,6 +45,18 @@ ROWS = (
 )
 
 
+# (row, words) below the table, for the rows that it has.
+LEGEND = (
+    ("nelbo_null", "NELBO: negative log-likelihood of a text, {likelihood}; lower is better"),
+    ("gain_null", "gain: what the embedding says about its text; 0: the model ignores it"),
+    ("token_accuracy_null", "accuracy: of the best token at masked places, at random shares of masks"),
+    ("length_nll_null", "length NLL: the same of the number of tokens alone; error: |written - right|"),
+    ("f1_right", "set-F1 of tokens: overlap of the sets of tokens of text and sentence"),
+    ("reencoded_cosine", "embedded again: the encoder's embedding of the written text, with the given one"),
+    ("recall_at_1", "recall@k: made embeddings with their own sentence's among the k nearest"),
+)
+
+
 def claim(name: str, value: float, op: str, bound: float) -> dict[str, Any]:
     """Return one claim in the form of the benchmarks."""
     return {"id": name, "value": value, "op": op, "bound": bound, "holds": bool(_OPERATORS[op](value, bound))}
@@ -122,6 +134,9 @@ class EvaluationReport:
             if any(key in arm for arm in arms):
                 table.add_row(label, *(_cell(arm.get(key), digits) for arm in arms))
         console.print(table)
+        for key, words in LEGEND:
+            if any(key in arm for arm in arms):
+                console.print(words.format(likelihood=conditions["likelihood"]))
         console.print(f"untrained: same config, fresh weights, {conditions['num_control_sentences']} of the sentences.")
         if "gain_shuffled" in gates:
             sensitivity, gain = gates["latent_sensitivity"].value, gates["gain_shuffled"]

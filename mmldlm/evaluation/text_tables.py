@@ -30,20 +30,20 @@ OVERLAP_COLUMNS = (
     ("length_exact", "length\nexact", 1),
 )
 SET_COLUMNS = (
-    ("adjacent_repeats", "adjacent\nrepeats", 4),
-    ("repeated_bigrams", "repeated\nbigrams", 4),
+    ("adjacent_repeats", "adjacent\nrepeats", 3),
+    ("repeated_bigrams", "repeated\nbigrams", 3),
     ("distinct_2", "distinct-2", 3),
     ("unigram_entropy", "entropy,\nnats/word", 2),
     ("words_per_text", "words", 1),
 )
 OVERLAP_LEGEND = {
-    "sentence_bleu": "sentence BLEU: sacrebleu of each text, mean (as vec2text); right texts under 4 words are 0",
+    "sentence_bleu": "sentence BLEU: mean of sacrebleu over texts, as vec2text; 0 under 4 words",
     "corpus_bleu": "corpus BLEU: sacrebleu of all texts at once",
-    "word_f1": "word F1: words that text and sentence share, as often as both have them",
-    "word_set_f1": "word-set F1: the same of sets of words (vec2text's token F1): repeating costs nothing",
-    "exact_match": "exact match: share of texts equal to the sentence, case and punctuation included",
-    "length_exact": "length exact: share of texts with the sentence's number of tokens: exact match needs it",
-    "nearest_training_sentence": "nearest training: the training sentence with the nearest embedding; no model",
+    "word_f1": "word F1: overlap of the words, each as often as it occurs",
+    "word_set_f1": "word-set F1: overlap of the sets of words: a repeated word costs nothing",
+    "exact_match": "exact match: texts that equal the sentence, case and punctuation included",
+    "length_exact": "length exact: texts with the right number of tokens; exact match needs it",
+    "nearest_training_sentence": "nearest training: no model; the training sentence with the nearest embedding",
     "shuffled": "another's text: written by the model from another sentence's embedding",
     "unigram_draws": "drawn tokens: drawn by their frequency in training; lengths, too",
     "most_frequent_tokens": "frequent tokens: always the same text of the most frequent tokens, each once",
@@ -76,7 +76,7 @@ def _print(title: str, rows: tuple, columns: tuple, arms: Arms, legend: dict[str
 
     rows = tuple((name, label) for name, label in rows if name in arms)
     columns = tuple(column for column in columns if any(column[0] in arms[name] for name, _ in rows))
-    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 0))
     table.add_column("", no_wrap=True)
     for _, heading, _ in columns:
         table.add_column(heading, justify="right", no_wrap=True)
@@ -95,9 +95,9 @@ def _print_known(differences: Mapping[str, Mapping[str, Difference]], conditions
     known = conditions.get("near_duplicates")
     if known is None:
         return
-    console.print(
-        f"known: {known['count']} of the sentences have a training sentence of a cosine above {known['cosine_above']}"
-    )
+    count = conditions["num_sentences"]
+    share = f"{known['count']} of {count}"
+    console.print(f"known: sentences with a training sentence of a cosine above {known['cosine_above']}: {share}")
     for key, words in (("sentence_bleu", "sentence BLEU"), ("word_f1", "word F1"), ("exact_match", "exact match")):
         found = differences["model_minus_nearest_training_sentence"].get(key)
         if found is not None:
@@ -107,4 +107,8 @@ def _print_known(differences: Mapping[str, Mapping[str, Difference]], conditions
 
 
 def _cell(estimate: Estimate | None, digits: int) -> str:
-    return "" if estimate is None else f"{estimate.value:.{digits}f}+-{estimate.se:.{digits}f}"
+    """Return value+-error, without decimals of a value of 100 or an error of 10: the table must fit 80 columns."""
+    if estimate is None:
+        return ""
+    value, error = f"{estimate.value:.{digits}f}", f"{estimate.se:.{digits}f}"
+    return f"{'100' if value == '100.0' else value}+-{error.split('.')[0] if estimate.se >= 10 else error}"
