@@ -45,9 +45,16 @@ ROWS = (
 )
 
 
+# Labels of a model that reads no latents: its rows have no "right" above them.
+WITHOUT_LATENTS = {
+    "nelbo_null": "NELBO, nats/token",
+    "token_accuracy_null": "accuracy at masked tokens",
+    "length_nll_null": "length NLL, nats/text",
+}
+
 # (row, words) below the table, for the rows that it has.
 LEGEND = (
-    ("nelbo_null", "NELBO: negative log-likelihood of a text, {likelihood}; lower is better"),
+    ("nelbo_null", "{name}: negative log-likelihood of a text, {kind}; lower is better"),
     ("gain_null", "gain: what the embedding says about its text; 0: the model ignores it"),
     ("token_accuracy_null", "accuracy: of the best token at masked places, at random shares of masks"),
     ("length_nll_null", "length NLL: the same of the number of tokens alone; error: |written - right|"),
@@ -130,13 +137,18 @@ class EvaluationReport:
         nearest = self.arms.get("nearest_training_sentence", {})
         floors = {"nearest_training_cosine": nearest["reencoded_cosine"]} if nearest else {}
         arms = [{**self.arms["model"], **self.arms.get("floors", {}), **floors}, self.arms["untrained"]]
+        is_exact = conditions["likelihood"] == "exact"
+        name, kind = ("NLL", "exact") if is_exact else ("NELBO", "upper bound")
         for key, label, digits in ROWS:
             if any(key in arm for arm in arms):
+                if "nelbo_right" not in arms[0]:
+                    label = WITHOUT_LATENTS.get(key, label)
+                label = label.replace("NELBO", name)
                 table.add_row(label, *(_cell(arm.get(key), digits) for arm in arms))
         console.print(table)
         for key, words in LEGEND:
             if any(key in arm for arm in arms):
-                console.print(words.format(likelihood=conditions["likelihood"]))
+                console.print(words.format(name=name, kind=kind))
         console.print(f"untrained: same config, fresh weights, {conditions['num_control_sentences']} of the sentences.")
         if "gain_shuffled" in gates:
             sensitivity, gain = gates["latent_sensitivity"].value, gates["gain_shuffled"]
@@ -150,7 +162,8 @@ class EvaluationReport:
         show_texts(self.arms, self.differences, conditions, console)
         for note in conditions["notes"]:
             console.print(f"note: {note}")
-        print_claims(self.claims, console)
+        if self.claims:
+            print_claims(self.claims, console)
         if self.examples:
             self._show_examples(console)
 

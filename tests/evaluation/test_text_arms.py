@@ -6,12 +6,19 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 
+from mmldlm.config.task_registry import find_task
 from mmldlm.data.store.store import Store
+from mmldlm.evaluation.conditioning_gain import evaluate
+from mmldlm.evaluation.directions import Settings
+from mmldlm.evaluation.floors import nearest_training_sentences
 from mmldlm.evaluation.sentences import choose_sentences
 from mmldlm.evaluation.text_arms import measure_set, measure_text_arms
 from mmldlm.evaluation.text_tables import OVERLAP_LEGEND, SET_LEGEND, show_texts
+from mmldlm.sampling.pretrained import Pretrained
+from tests.evaluation.conftest import Words
 
 FLOORS = {"nearest_training_sentence", "unigram_draws", "most_frequent_tokens"}
 
@@ -67,8 +74,6 @@ def test_known_sentences_are_counted_and_reported_apart(case):
 
 def test_a_look_up_instead_of_a_model_gains_nothing_over_the_floor(case):
     pretrained, store, sentences = case
-    from mmldlm.evaluation.floors import nearest_training_sentences
-
     train = Store(store.root, "train")
     rows = nearest_training_sentences(train, sentences.latents).rows
     found = measure(case, [row.tolist() for row in train.get(rows).tokens])
@@ -108,6 +113,29 @@ def test_the_tables_fit_a_terminal_and_explain_every_column(case, capsys):
     for words in ("sentence BLEU:", "word-set F1:", "length exact:", "nearest training:", "distinct-2:", "entropy:"):
         assert words in shown
     assert "0.95: 3 of 12" in shown and "95 % interval" in shown
+
+
+@pytest.mark.parametrize("name", ["mdlm", "gidd", "hdlm", "ar"])
+def test_every_task_without_latents_is_measured_by_the_texts_it_writes(make, store, name, capsys):
+    task = find_task(name)
+    fields = task.config_class.model_fields
+    shape = {"hidden_size": 16, "n_blocks": 1, "n_heads": 2, "max_seq_len": 16, "conditioning": "none"}
+    ids = {"vocab_size": make.VOCAB, "mask_token_id": make.MASK, "pad_token_id": make.PAD, "eos_token_id": make.EOS}
+    cond = {} if name == "ar" else {"cond_dim": 16}
+    config = fields["model"].annotation(**shape, **ids, **cond, latent_dim=make.DIM)
+    diffusion = fields["text_diffusion"].annotation() if "text_diffusion" in fields else None
+    torch.manual_seed(0)
+    model = task.model_class()(config).eval()
+    pretrained = Pretrained(model, Words(), diffusion, None, {"unconditional": 1.0}, 0.0, task=task)
+    report = evaluate(pretrained, store, Settings(8, num_steps=3, num_draws=1, control_samples=4), lambda line: None)
+    found = report.arms["model"]
+    assert {"distinct_2", "adjacent_repeats", "unigram_entropy"} <= set(found) and "word_f1" not in found
+    assert found["distinct_2"].n == report.arms["sentences"]["distinct_2"].n == 8
+    assert report.conditions["text_sampler"] == "ancestral, without an embedding"
+    report.show()
+    shown = capsys.readouterr().out
+    assert ("  NLL, nats/token" in shown) == (name == "ar") == ("NELBO" not in shown)
+    assert "real sentences" in shown and "none (learned null)" not in shown
 
 
 def test_texts_without_a_latent_are_compared_as_a_set(case, capsys):
