@@ -20,6 +20,7 @@ from mmldlm.evaluation.directions import (
     measure_l2t,
     measure_likelihood,
     measure_t2l,
+    text_costs,
     write_unconditionally,
 )
 from mmldlm.evaluation.reencoding import reencoded_estimates
@@ -88,10 +89,12 @@ def evaluate(
             arms[name].update(likelihood_estimates(found))
         made = write_unconditionally(pretrained, len(sentences), settings, log)
         texts = measure_set(pretrained, sentences, made.tokens)
+        texts.conditions |= text_costs(made)
     elif pretrained.supports("l2t"):
         written = measure_l2t(pretrained, model, sentences, settings, log)
         arms["model"].update(written.estimates)
         texts = measure_text_arms(pretrained, store, sentences, written.written, settings.seed, log)
+        texts.conditions |= written.costs
         examples = example_records(pretrained, sentences, written)
         results = [("model", written.written, sentences)]
         for name, control in controls.items():

@@ -63,12 +63,14 @@ class DirectionResult:
         written: ids of the sampled texts (l2t).
         f1: [N] token F1 of these texts (l2t).
         latents: the sampled latents (t2l).
+        costs: of the sampled texts, entries of the report's conditions.
     """
 
     estimates: dict[str, Estimate] = field(default_factory=dict)
     written: list[list[int]] = field(default_factory=list)
     f1: np.ndarray | None = None
     latents: np.ndarray | None = None
+    costs: dict[str, float] = field(default_factory=dict)
 
 
 def measure_l2t(
@@ -98,8 +100,20 @@ def measure_l2t(
         **batch_budget(model, settings.batch_size),
     )
     result.estimates |= text_estimates(samples, sentences.tokens, shuffled_index, likelihood.num_tokens, settings.seed)
+    result.costs = text_costs(samples)
     result.written, result.f1 = samples.tokens, text_overlap.token_f1(samples.tokens, sentences.tokens)
     return result
+
+
+def text_costs(samples: TextSamples) -> dict[str, float]:
+    """Return what the texts cost: passes one after the other, and rows of passes (guidance counts twice)."""
+    passes = samples.passes.double()
+    return {
+        "passes_per_text": float(passes.mean()),
+        "most_passes": float(passes.max()),
+        "rows_per_text": samples.num_rows / len(samples.tokens),
+        "threads": torch.get_num_threads(),
+    }
 
 
 def write_unconditionally(pretrained: Pretrained, count: int, settings: Settings, log: Log) -> TextSamples:
@@ -178,6 +192,7 @@ def text_estimates(
         "piece_bleu_right": text_overlap.piece_bleu(samples.tokens, references, seed),
         "piece_bleu_shuffled": text_overlap.piece_bleu(shuffled, references, seed),
         "piece_exact_match_right": mean(text_overlap.exact_match(samples.tokens, references), "points", 100),
+        "passes": mean(samples.passes.numpy(), "passes/text"),
         "length_error": mean(np.abs(lengths - num_tokens), "tokens"),
         "length_error_shuffled": mean(np.abs(lengths[shuffled_index] - num_tokens), "tokens"),
     }

@@ -28,6 +28,7 @@ ROWS = (
     ("length_nll_null", "  none", 3),
     ("length_error", "length error, tokens", 2),
     ("length_error_shuffled", "  another sentence's embedding", 2),
+    ("passes", "l2t passes, one after the other", 1),
     ("f1_right", "l2t set-F1 of tokens, points", 1),
     ("f1_shuffled", "  another sentence's embedding", 1),
     ("f1_gap", "  gap", 1),

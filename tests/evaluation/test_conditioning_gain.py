@@ -142,6 +142,7 @@ def test_whole_evaluation_and_its_report(pretrained, store, tmp_path, capsys):
     assert "NaN" not in text and "Infinity" not in text
     values = json.loads(text)
     assert set(values) == {"conditions", "claims", "details"}
+    assert values["conditions"]["passes_per_text"] == values["details"]["model"]["passes"]["value"] <= 4
     assert values["conditions"]["num_sentences"] == 40 and len(values["details"]["examples"]) == 10
     assert values["details"]["floors"]["mean_embedding_recall_at_1"]["value"] <= 1 / 40
     assert set(values["details"]["model"]["gain_null"]) == {"value", "se", "unit", "n"}
