@@ -30,6 +30,8 @@ class TextTask(Task):
         sampling_options: options of `mmldlm sample` and `mmldlm evaluate` that the task reads, of TASK_OPTIONS in
             commands/sample.py; any other is an error.
         exact_likelihood: whether `score_texts` gives the exact likelihood, so that one draw is enough.
+        scores_by_count: whether `score_texts` masks 1 .. L of a text's L tokens, a number that the last column of
+            `uniform` chooses evenly. Then the information curve can be measured, and the samplers' exact likelihood.
         evaluation_decoding: how evaluation writes texts, in words.
     """
 
@@ -38,6 +40,7 @@ class TextTask(Task):
         {"num_steps", "sampler", "temperature", "top_p", "guidance", "presence_penalty"}
     )
     exact_likelihood: ClassVar[bool] = False
+    scores_by_count: ClassVar[bool] = False
     evaluation_decoding: ClassVar[str] = "confidence, greedy, lengths from the model (median of p(length | latent))"
 
     @abstractmethod
@@ -96,6 +99,8 @@ class TextTask(Task):
 
 class MaskedTextTask(TextTask):
     """A task of masked diffusion: a model with the forward contract of MultimodalMMDiT, a section `text_diffusion`."""
+
+    scores_by_count = True
 
     def records_passes(self, sampler: str) -> bool:
         return True
