@@ -102,6 +102,23 @@ class EvaluationReport:
             )
         return claims
 
+    @property
+    def likelihood(self) -> str:
+        """How the negative log-likelihood was measured: NLL (exact) or NELBO."""
+        return "NLL" if self.conditions["likelihood"] == "exact" else "NELBO"
+
+    def figures(self) -> list[tuple[str, str, int, Estimate | None, Estimate | None]]:
+        """Return key, label, digits, and the estimates of model and untrained control, of all that was measured."""
+        nearest = self.arms.get("nearest_training_sentence", {})
+        floors = {"nearest_training_cosine": nearest["reencoded_cosine"]} if nearest else {}
+        model, untrained = {**self.arms["model"], **self.arms.get("floors", {}), **floors}, self.arms["untrained"]
+        labels = {} if "nelbo_right" in model else WITHOUT_LATENTS
+        return [
+            (key, labels.get(key, label).replace("NELBO", self.likelihood), digits, model.get(key), untrained.get(key))
+            for key, label, digits in ROWS
+            if key in model or key in untrained
+        ]
+
     def as_dict(self) -> dict[str, Any]:
         """Return {"conditions", "claims", "details"}, JSON-ready."""
         details: dict[str, Any] = {
@@ -141,21 +158,15 @@ class EvaluationReport:
         table.add_column("measure", no_wrap=True)
         for column in ("model", "untrained"):
             table.add_column(column, justify="right", no_wrap=True)
-        nearest = self.arms.get("nearest_training_sentence", {})
-        floors = {"nearest_training_cosine": nearest["reencoded_cosine"]} if nearest else {}
-        arms = [{**self.arms["model"], **self.arms.get("floors", {}), **floors}, self.arms["untrained"]]
-        is_exact = conditions["likelihood"] == "exact"
-        name, kind = ("NLL", "exact") if is_exact else ("NELBO", "upper bound")
-        for key, label, digits in ROWS:
-            if any(key in arm for arm in arms):
-                if "nelbo_right" not in arms[0]:
-                    label = WITHOUT_LATENTS.get(key, label)
-                label = label.replace("NELBO", name)
-                table.add_row(label, *(_cell(arm.get(key), digits) for arm in arms))
+        figures = self.figures()
+        for _, label, digits, *estimates in figures:
+            table.add_row(label, *(_cell(estimate, digits) for estimate in estimates))
         console.print(table)
+        measured = {key for key, *_ in figures}
+        kind = "exact" if self.likelihood == "NLL" else "upper bound"
         for key, words in LEGEND:
-            if any(key in arm for arm in arms):
-                console.print(words.format(name=name, kind=kind))
+            if key in measured:
+                console.print(words.format(name=self.likelihood, kind=kind))
         console.print(f"untrained: same config, fresh weights, {conditions['num_control_sentences']} of the sentences.")
         if "gain_shuffled" in gates:
             sensitivity, gain = gates["latent_sensitivity"].value, gates["gain_shuffled"]
