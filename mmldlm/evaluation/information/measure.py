@@ -123,7 +123,8 @@ def checked_samplers(pretrained: Pretrained, names: Sequence[str] | None) -> lis
     """
     kind = "l2t" if pretrained.reads_latents else "unconditional"
     known = pretrained.task.samplers[kind]
-    deterministic = [name for name in known if strategy_class(name).deterministic_order]
+    classes = {name: strategy_class(name) for name in known}
+    deterministic = [name for name, found in classes.items() if found.deterministic_order and found.writes_once]
     if names is None:
         return deterministic[:1]
     for name in names:
@@ -160,7 +161,9 @@ def sampler_rows(
     model, rows = pretrained.model, []
     condition = "null" if latents is None else "right"
     every = model.config.max_seq_len
-    steps = (*PASSES, every) if "num_steps" in strategy_class(sampler).defaults else (None,)
+    steps: tuple[int | None, ...] = (None,)
+    if "num_steps" in strategy_class(sampler).defaults:
+        steps = (*(number for number in PASSES if number < every), every)
     for number in steps:
         words = "" if number is None else f" in at most {number} passes"
         found = sampler_likelihood(
@@ -186,8 +189,9 @@ def schedule_rows(condition: str, curves: TextCurves) -> list[ScheduleRow]:
     for passes in PASSES:
         even = curves.cost([even_schedule(length, passes) for length in curves.lengths.tolist()])
         best = curves.cost([found[min(passes, len(found))] for found in optimal])
-        for name, cost in (("even", even), ("optimal", best)):
-            rows.append(ScheduleRow(condition, name, passes, mean(cost, NATS), mean(cost - nelbo, NATS)))
+        rows.append(ScheduleRow(condition, "even", passes, mean(even, NATS), mean(even - nelbo, NATS)))
+        difference = mean(best - even, NATS)
+        rows.append(ScheduleRow(condition, "optimal", passes, mean(best, NATS), mean(best - nelbo, NATS), difference))
     rows.append(ScheduleRow(condition, "even", ALL, mean(nelbo, NATS), mean(nelbo - nelbo, NATS)))
     return rows
 

@@ -1,4 +1,4 @@
-"""Draw an information curve, and quality against the number of passes."""
+"""Draw an information curve, and what parallel decoding costs against the number of passes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_BUCKETS = 3  # drawn: the shortest, a middle and the longest
 
 
 def plot_information(report: InformationReport, path: str | Path) -> None:
-    """Draw the curves by length, and NELBO_T and the samplers' likelihoods against passes, into an image.
+    """Draw the curves by length, and the excess of schedules and samplers over the NELBO against passes, into an image.
 
     Args:
         path: in the format of its suffix.
@@ -28,10 +28,10 @@ def plot_information(report: InformationReport, path: str | Path) -> None:
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     _draw_curves(left, report)
+    left.set_ylim(bottom=0)
     _draw_passes(right, report)
     for axis in (left, right):
         axis.grid(alpha=0.25)
-        axis.set_ylim(bottom=0)
         axis.legend(fontsize=8)
     figure.savefig(path, dpi=130)
 
@@ -41,7 +41,7 @@ def _draw_curves(axis: Any, report: InformationReport) -> None:
         last = len(curve.buckets) - 1
         chosen = sorted({round(last * part / (_MAX_BUCKETS - 1)) for part in range(_MAX_BUCKETS)})
         for line, index in zip((":", "--", "-")[-len(chosen) :], chosen):
-            bucket, points = curve.buckets[index], curve.buckets[index].points()
+            bucket, points = curve.buckets[index], curve.buckets[index].points
             shares, color = [point.share for point in points], _COLORS[name]
             axis.errorbar(
                 shares, [point.nats for point in points], [point.se for point in points],
@@ -55,21 +55,21 @@ def _draw_curves(axis: Any, report: InformationReport) -> None:
 
 
 def _draw_passes(axis: Any, report: InformationReport) -> None:
-    every = report.conditions["mean_length"]
     for name in report.curves:
         for schedule, line in (("even", "--"), ("optimal", "-")):
             rows = [row for row in report.schedules if (row.condition, row.schedule) == (name, schedule)]
-            points = [(every if isinstance(row.passes, str) else row.passes, row.nats) for row in rows]
-            _draw_line(axis, points, line, f"NELBO_T, {schedule}, {name} latent", _COLORS[name])
+            points = [(float(row.passes), row.excess) for row in rows if not isinstance(row.passes, str)]
+            _draw_line(axis, points, line, f"random order, {schedule} schedule, {name} latent", _COLORS[name])
     names = dict.fromkeys(row.sampler for row in report.samplers)
     for sampler, color in zip(names, _SAMPLER_COLORS):
-        points = [(row.passes.value, row.nats) for row in report.samplers if row.sampler == sampler]
-        _draw_line(axis, points, "o-", f"exact -log p, {sampler}, {report.conditions['condition']} latent", color)
+        points = [(row.passes.value, row.excess) for row in report.samplers if row.sampler == sampler]
+        _draw_line(axis, points, "o-", f"{sampler}, {report.conditions['condition']} latent", color)
+    axis.axhline(0, color="black", linewidth=0.8)
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter("{x:g}")
     axis.set_xlabel("passes (mean over the texts)")
-    axis.set_ylabel("nats per text")
-    axis.set_title("quality against passes", fontsize=10)
+    axis.set_ylabel("-log p(text) or its bound, minus the NELBO, nats per text")
+    axis.set_title("what parallel decoding costs", fontsize=10)
 
 
 def _draw_line(axis: Any, points: list[tuple[float, Estimate]], line: str, label: str, color: str) -> None:

@@ -14,9 +14,9 @@ from mmldlm.sampling.text.schedule_file import Schedules, write_schedules
 
 # Numbers of passes in a file of schedules; 1 and L need none.
 FILE_PASSES = (*range(2, 17), 20, 24, 32, 48, 64)
-SCHEDULE_TITLE = "NELBO_T: bound on -log p(text) in nats/text where T passes fill random positions; excess: minus NELBO"
-SCHEDULE_COLUMNS = ("latent", "passes T", "even", "excess", "optimal", "excess")
-SAMPLER_TITLE = "exact -log p(text) in nats/text of samplers with a deterministic order, at temperature 1"
+SCHEDULE_TITLE = "NELBO_T: bound on -log p(text) if T passes fill random positions, nats/text; excess: minus the NELBO"
+SCHEDULE_COLUMNS = ("latent", "T", "even", "excess", "optimal", "excess", "minus even")
+SAMPLER_TITLE = "exact -log p(text) of samplers with a deterministic order at temperature 1, nats/text"
 SAMPLER_COLUMNS = ("latent", "sampler", "at most", "passes", "-log p", "minus NELBO")
 
 
@@ -30,6 +30,7 @@ class ScheduleRow:
         passes: T, or "L" for as many as positions.
         nats: NELBO_T per text.
         excess: NELBO_T - NELBO per text, paired.
+        against_even: NELBO_T minus that of the even schedule, paired; None for the even one.
     """
 
     condition: str
@@ -37,6 +38,7 @@ class ScheduleRow:
     passes: int | str
     nats: Estimate
     excess: Estimate
+    against_even: Estimate | None = None
 
 
 @dataclass(frozen=True)
@@ -132,8 +134,8 @@ class InformationReport:
         console = console or Console(markup=False)
         conditions = self.conditions
         console.print(
-            f"{conditions['num_sentences']} unseen sentences of {conditions['mean_length']:.1f} tokens on average (EOS "
-            "counted), +- one standard error"
+            f"{conditions['num_sentences']} unseen sentences of {conditions['mean_length']:.1f} tokens on average, EOS "
+            "counted; +- one standard error"
         )
         for name, value in self.nelbo.items():
             length = self.length_nll.get(name)
@@ -163,8 +165,11 @@ class InformationReport:
         by_key = {(row.condition, row.passes, row.schedule): row for row in self.schedules}
         rows = []
         for condition, passes in dict.fromkeys((row.condition, row.passes) for row in self.schedules):
-            found = [by_key.get((condition, passes, schedule)) for schedule in ("even", "optimal")]
-            cells = [cell for row in found for cell in ((_cell(row.nats), _cell(row.excess)) if row else ("", ""))]
+            even, best = (by_key.get((condition, passes, schedule)) for schedule in ("even", "optimal"))
+            assert even is not None
+            cells = [_cell(even.nats, 1), _cell(even.excess), "", "", ""]
+            if best is not None and best.against_even is not None:
+                cells[2:] = f"{best.nats.value:.1f}", _cell(best.excess), _cell(best.against_even)
             rows.append((condition, str(passes), *cells))
         return rows
 
@@ -176,7 +181,7 @@ class InformationReport:
                 row.sampler,
                 "" if row.limit is None else str(row.limit),
                 f"{row.passes.value:.1f}",
-                _cell(row.nats),
+                _cell(row.nats, 1),
                 _cell(row.excess),
             )
             for row in self.samplers
@@ -195,8 +200,8 @@ def _table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]):
     return table
 
 
-def _cell(estimate: Estimate) -> str:
-    return f"{estimate.value:.2f} +- {estimate.se:.2f}"
+def _cell(estimate: Estimate, digits: int = 2) -> str:
+    return f"{estimate.value:.{digits}f} +- {estimate.se:.{digits}f}"
 
 
 def _curve_records(curve: InformationCurve) -> list[dict[str, Any]]:
@@ -204,8 +209,8 @@ def _curve_records(curve: InformationCurve) -> list[dict[str, Any]]:
         {
             "shortest": bucket.shortest,
             "longest": bucket.longest,
-            "num_sentences": len(bucket.nats),
-            "points": [asdict(point) for point in bucket.points()],
+            "num_sentences": bucket.num_sentences,
+            "points": [asdict(point) for point in bucket.points],
             "rises": bucket.rises(),
         }
         for bucket in curve.buckets

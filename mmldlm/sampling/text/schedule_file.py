@@ -9,7 +9,6 @@ token. `mmldlm evaluate --suite information --write-schedule FILE` writes one fr
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,28 +59,26 @@ def read_schedules(path: str | Path) -> Schedules:
         raise UserError(f"schedules of positive counts in {path}", str(error)[:200], _FIX) from error
 
 
-def schedule_for(schedules: Mapping[int, Mapping[int, Sequence[int]]], length: int, passes: int) -> list[int]:
-    """Return how many of a text's positions each pass fills; one position a pass where passes >= length.
+def schedules_of(schedules: Schedules, passes: int | None) -> dict[int, list[int]]:
+    """Return the schedules of one number of passes: length -> positions that each pass fills.
 
-    Args:
-        length: of the text, EOS counted.
+    Texts of at most that many positions get one a pass.
 
     Raises:
-        UserError: no schedule for this length and number of passes.
+        UserError: no number of passes, or none of the schedules has it.
     """
-    if passes >= length:
-        return [1] * length
-    if passes == 1:
-        return [length]
-    found = schedules.get(length)
-    if found is None:
-        known = f"{min(schedules)} to {max(schedules)}" if schedules else "none"
-        raise UserError(f"a schedule for texts of {length} tokens, EOS counted", f"schedules for {known}", _FIX)
-    if passes not in found:
-        known = ", ".join(map(str, sorted(found)))
-        expected = f"a schedule of {passes} passes for texts of {length} tokens"
-        raise UserError(expected, f"schedules of {known} passes", "choose one of these numbers of passes")
-    return list(found[passes])
+    known = sorted({number for found in schedules.values() for number in found})
+    words = ", ".join(map(str, known))
+    if passes is None:
+        raise UserError(f"--num-steps beside a file of schedules of {words} passes", "none", "choose with --num-steps")
+    found = {
+        length: [1] * length if passes >= length else by_passes.get(passes, [length] if passes == 1 else [])
+        for length, by_passes in schedules.items()
+    }
+    if missing := [length for length, counts in found.items() if not counts]:
+        where = f"no schedule of {passes} passes for texts of {missing[0]} tokens"
+        raise UserError(f"--num-steps 1 or one of the file of schedules: {words}", where, "choose one of them")
+    return found
 
 
 def _checked(length: int, passes: int, counts: Any) -> list[int]:

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from torch import Tensor
+
 from mmldlm.errors import UserError
 from mmldlm.sampling.text.records import Recorder, TextPass
 
@@ -65,6 +67,7 @@ class TraceRecorder:
         self.mask_token_id, self.max_texts = mask_token_id, max_texts
         self.texts: dict[int, TextTrace] = {}
         self.starts_masked = True
+        self._last: dict[int, Tensor] = {}  # what stood after the last pass over a text
 
     @property
     def recorder(self) -> Recorder:
@@ -75,10 +78,13 @@ class TraceRecorder:
         """Record a pass."""
         if not self.texts and len(text_pass.samples):
             self.starts_masked = bool((text_pass.before == self.mask_token_id).any())
-        masked_again = (text_pass.after == self.mask_token_id) & (text_pass.before != self.mask_token_id)
         for row, index in enumerate(text_pass.samples.tolist()):
             if index < self.max_texts:
-                masks = [Write(position, None) for position in masked_again[row].nonzero()[:, 0].tolist()]
+                after, last = text_pass.after[row], self._last.get(index, text_pass.before[row])
+                # A sampler may also mask tokens again between two passes over a text.
+                masked_again = (after == self.mask_token_id) & (last != self.mask_token_id)
+                self._last[index] = after
+                masks = [Write(position, None) for position in masked_again.nonzero()[:, 0].tolist()]
                 words = [write for write in _writes(text_pass, row) if write.token != self.mask_token_id]
                 self.texts.setdefault(index, TextTrace()).passes.append(sorted(masks + words))
 

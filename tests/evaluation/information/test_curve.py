@@ -14,6 +14,7 @@ from mmldlm.errors import MmldlmError
 from mmldlm.evaluation.information.curve import BucketCurve, InformationCurve, length_buckets, text_curves
 from mmldlm.evaluation.metrics.nelbo import measure
 from mmldlm.tasks.text_scores import masked_text_scores
+from mmldlm.utils.counter_rng import Stream, uniforms
 
 
 def curves_of(model, texts, latents=None, schedule="loglinear", **options):
@@ -23,14 +24,21 @@ def curves_of(model, texts, latents=None, schedule="loglinear", **options):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_one_token_a_pass_costs_the_nelbo_on_the_same_masks(make, schedule):
-    """With as many draws as tokens, the NELBO's strata are the counts."""
+    """The NELBO with as many draws as tokens has one draw for each count; here all of them rank positions alike."""
     rng = np.random.default_rng(0)
     texts = rng.integers(4, make.VOCAB, (12, 8)).tolist()
     latents = torch.randn(12, make.DIM, generator=torch.Generator().manual_seed(0))
+    order = uniforms(5, Stream.LIKELIHOOD, range(12), (16,))[:, :9]
     model = make.model()
-    for given, name in ((latents, "matched"), (None, "null")):
+    for given in (latents, None):
         found, score = curves_of(model, texts, given, schedule, seed=5)
-        nelbo = measure(model, texts, latents, np.roll(np.arange(12), 1), score=score, draws=9, seed=5)
+
+        def on_these_masks(tokens, real, latents, uniform, stratum, score=score):
+            rows = [texts.index(row[:8]) for row in tokens.tolist()]
+            return score(tokens, real, latents, torch.cat([order[rows], uniform[:, -1:]], 1), stratum)
+
+        nelbo = measure(model, texts, given, np.roll(np.arange(12), 1), score=on_these_masks, draws=9, seed=5)
+        name = "null" if given is None else "matched"
         assert found.cost([[1] * 9] * 12) == pytest.approx(nelbo.nelbo[name], rel=1e-5)
         assert found.length_nll == pytest.approx(nelbo.length_nll[name], rel=1e-5)
 
@@ -87,13 +95,18 @@ def test_the_fit_never_rises_and_serves_every_length(toy):
     assert curve.fitted(12).sum() == pytest.approx(mean, rel=0.15)
 
 
-def test_rises_are_reported_where_they_are():
+def test_points_are_means_with_their_errors_and_rises_are_reported_where_they_are():
     rng = np.random.default_rng(0)
-    falling = [2 - np.arange(20) / 20 + 0.1 * rng.normal(size=20) for _ in range(50)]
-    assert BucketCurve(falling).rises(4.0) == []
-    bumped = [values + 1.0 * (np.arange(20) >= 12) for values in falling]
-    (rise,) = BucketCurve(bumped).rises(4.0)
-    assert (rise["from_share"], rise["to_share"]) == (0.55, 0.65)
-    assert rise["rise"] == pytest.approx(0.9, abs=0.1) and rise["se"] < 0.05
-    points = BucketCurve(bumped).points()
-    assert len(points) == 10 and all(a.fitted >= b.fitted for a, b in zip(points, points[1:]))
+    falling = [2 - np.arange(20) / 20 + 0.1 * rng.normal(size=20) + 0.3 * rng.normal() for _ in range(200)]
+    bucket = BucketCurve(falling)
+    assert bucket.rises() == [] and (bucket.shortest, bucket.longest, bucket.num_sentences) == (20, 20, 200)
+    assert bucket.points[0].share == 0 and len(bucket.points) == 11
+    for point in bucket.points:
+        assert abs(point.nats - (2 - point.share)) < 4 * point.se
+        assert point.se == pytest.approx(0.3 / np.sqrt(200), rel=0.25)  # the text's own level, not its 20 values
+    bumped = BucketCurve([values + 1.0 * (np.arange(20) >= 13) for values in falling])
+    (rise,) = bumped.rises()
+    assert rise["from_share"] < 0.65 <= rise["to_share"] + 0.05
+    assert rise["rise"] == pytest.approx(0.9, abs=0.05) and rise["se"] < 0.02  # paired: the level cancels
+    fits = [point.fitted for point in bumped.points]
+    assert fits == sorted(fits, reverse=True)

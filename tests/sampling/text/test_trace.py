@@ -67,19 +67,23 @@ def writes_of(trace: TraceRecorder, index: int) -> list[Write]:
 def test_the_trace_of_a_strategy_is_its_text(pretrained, latents, name, guidance):
     options = dict(diffusion=pretrained.text_diffusion, sampler=name, guidance=guidance, presence_penalty=1.0, seed=3)
     if "num_steps" in STRATEGIES[name].defaults:
-        options["steps"] = 3
+        options["steps"] = 6
+    if name == "remdm":
+        options["sampler_options"] = {"remask_eta": 0.5}
     trace = TraceRecorder(pretrained.model.config.mask_token_id)
     samples = sample_text(pretrained.model, latents, recorder=trace.recorder, with_log_probabilities=True, **options)
     check_replay(trace, samples)
     assert trace.starts_masked and sample_text(pretrained.model, latents, **options).tokens == samples.tokens
     for index, log_probabilities in enumerate(samples.log_probabilities):
-        writes = writes_of(trace, index)
+        writes = [write for write in writes_of(trace, index) if write.token is not None]
         own = {write.position: write.probability for write in writes}
         assert own == {i: pytest.approx(p, abs=1e-6) for i, p in enumerate(log_probabilities.exp().tolist())}
         for write in writes:
             probabilities = [p for _, p in write.candidates]
             assert len(probabilities) == NUM_CANDIDATES and probabilities == sorted(probabilities, reverse=True)
             assert dict(write.candidates).get(write.token, write.probability) == pytest.approx(write.probability)
+    masked_again = [write for index in trace.texts for write in writes_of(trace, index) if write.token is None]
+    assert bool(masked_again) == (name == "remdm")
 
 
 def test_texts_and_embeddings_together(pretrained):
