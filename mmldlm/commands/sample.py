@@ -13,6 +13,8 @@ import numpy as np
 
 from mmldlm.commands import RenamedOption
 from mmldlm.errors import EXIT_DONE, UserError
+from mmldlm.observe.pages.page import check_page_path, write_page
+from mmldlm.observe.pages.trace_page import trace_page
 from mmldlm.sampling.device import usable_device
 from mmldlm.sampling.generate import SampleOptions, sample_l2t, sample_t2l, sample_unconditional
 from mmldlm.sampling.joint_sampler import JOINT_METHODS
@@ -21,6 +23,7 @@ from mmldlm.sampling.pretrained import Pretrained, load_pretrained
 from mmldlm.sampling.text.strategies import STRATEGIES
 from mmldlm.sampling.text.strategies.remasking import ETAS as REMASKING
 from mmldlm.sampling.text.strategies.schedule import names_passes, read_schedule
+from mmldlm.sampling.text.trace import MAX_TEXTS, TraceRecorder, start_trace
 from mmldlm.utils.formatting import count_noun
 from mmldlm.utils.output_paths import check_writable_dir
 from mmldlm.utils.progress import ProgressBar
@@ -57,6 +60,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "solver": {"unconditional": "ddim"},
     "condition_timestep": {"l2t": 0.0, "unconditional": 0.0},
     "eta": {"t2l": 0.0},
+    "trace": {"l2t": None, "unconditional": None},
 }
 # Options that a task may lack, also in a kind that it has (TextTask.sampling_options).
 TASK_OPTIONS = (
@@ -143,6 +147,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "type": _eta,
         "metavar": "ETA",
         "help": "noise of DDIM: 0 none, 1 ancestral, bridge that of a model of schedule=decoupled",
+    },
+    "trace": {
+        "metavar": "FILE.html",
+        "help": f"also write a page that plays, pass by pass, how the first {MAX_TEXTS} texts were written",
     },
 }
 SOURCES = {"l2t": ("latent_file", "text", "text_file", "data"), "t2l": ("text", "text_file"), "unconditional": ()}
@@ -276,16 +284,19 @@ def main(args: argparse.Namespace) -> int:
     given = resolve_options(args)
     device = usable_device(args.device)
     out = output_folder(args.output_dir, args.overwrite)
+    if args.trace is not None:
+        check_page_path(args.trace, "--trace", args.overwrite)
     pretrained = load_pretrained(args.checkpoint, device)
     fit_to_task(args, given, pretrained)
     if args.kind != "unconditional" or pretrained.latent_config is None:  # else choose_method checks the modes
         pretrained.check_mode(args.kind)
     pretrained.check_guidance(1.0 if args.guidance is None else args.guidance)
+    trace = None if args.trace is None else start_trace(pretrained, args.sampler)
     started = time.perf_counter()
     sample = {"l2t": sample_l2t, "t2l": sample_t2l, "unconditional": sample_unconditional}[args.kind]
     options = SampleOptions(**{key: getattr(args, key) for key in SampleOptions.__dataclass_fields__})
     with ProgressBar(log=lambda line: print(line, file=sys.stderr, flush=True)) as progress:
-        samples = sample(pretrained, options, progress)
+        samples = sample(pretrained, options, progress, **({"recorder": trace.recorder} if trace else {}))
     seconds = time.perf_counter() - started
 
     out.mkdir(parents=True, exist_ok=True)
@@ -297,10 +308,26 @@ def main(args: argparse.Namespace) -> int:
     (out / "samples.jsonl").write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
     settings = {key: value for key, value in vars(args).items() if isinstance(value, (str, int, float, list))}
     (out / "settings.json").write_text(json.dumps({**settings, **samples.extra, "device": device}, indent=2) + "\n")
+    if trace is not None:
+        write_page(args.trace, _page(args, pretrained, trace, records))
     _print_table(args.kind, records)
     written = "samples.jsonl" + (", latents.npy" if samples.latents is not None else "")
     print(f"{count_noun(len(records), 'sample')} in {seconds:.1f} s; {written} and settings.json in {out}")
+    if trace is not None:
+        print(f"how they were written: {args.trace}")
     return EXIT_DONE
+
+
+def _page(args: argparse.Namespace, pretrained: Pretrained, trace: TraceRecorder, records: list[dict[str, Any]]) -> str:
+    """Return the page of --trace."""
+    settings = [f"{args.kind}: {KINDS[args.kind]}", f"sampler {args.sampler}", f"seed {args.seed}"]
+    if args.num_steps is not None:
+        settings.insert(2, f"at most {count_noun(args.num_steps, 'step')}")
+    settings.append(Path(args.checkpoint).resolve().name)
+    vocab_size = pretrained.model.config.vocab_size
+    return trace_page(
+        trace.texts, records, pretrained.tokenizer, vocab_size, settings=settings, starts_masked=trace.starts_masked
+    )
 
 
 def _print_table(kind: str, records: list[dict[str, Any]]) -> None:

@@ -7,8 +7,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mmldlm.evaluation.meanings import CLAIM_MEANINGS, MEANINGS
-from mmldlm.evaluation.report import ROWS, EvaluationReport
+from mmldlm.evaluation.report import EvaluationReport
 from mmldlm.evaluation.statistics import Estimate
+from mmldlm.evaluation.text_tables import (
+    OVERLAP_COLUMNS,
+    OVERLAP_LEGEND,
+    OVERLAP_ROWS,
+    SET_COLUMNS,
+    SET_LEGEND,
+    SET_ROWS,
+    Arms,
+)
 from mmldlm.observe.pages.elements import Column, Element, definitions, element, section, table, to_html
 from mmldlm.observe.pages.page import render
 from mmldlm.observe.pages.svg import Interval, interval_plot
@@ -20,6 +29,15 @@ if TYPE_CHECKING:
 _SIGMAS = 1.96
 # Colors of a plot: the model, a control, no embedding, what needs no model.
 _MODEL, _CONTROL, _NULL, _FLOOR = 0, 1, 3, 4
+
+
+def _text_rows(key: str) -> tuple[tuple[str, str, str, int], ...]:
+    """Return a plot's rows of a figure of strings, for the model, its control and the floors."""
+    colors = {"model": _MODEL, "shuffled": _CONTROL}
+    rows = ((arm, label) for arm, label in OVERLAP_ROWS if not label.startswith(" "))
+    return tuple((arm, key, label, colors.get(arm, _FLOOR)) for arm, label in rows)
+
+
 # (caption, ((arm, figure, label, color), ...)) of the plots, in order.
 PLOTS = (
     (
@@ -31,14 +49,8 @@ PLOTS = (
             ("untrained", "nelbo_right", "untrained model", _FLOOR),
         ),
     ),
-    (
-        "How much of the sentence its text contains, as sets of tokens. Right is better.",
-        (
-            ("model", "f1_right", "from its own embedding", _MODEL),
-            ("model", "f1_shuffled", "another sentence's", _CONTROL),
-            ("untrained", "f1_right", "untrained model", _FLOOR),
-        ),
-    ),
+    ("How close the texts are to their sentences (sentence BLEU). Right is better.", _text_rows("sentence_bleu")),
+    ("How many words they share, each as often as it occurs (word F1). Right is better.", _text_rows("word_f1")),
     (
         "How similar embeddings are to the right ones. Right is better.",
         (
@@ -70,10 +82,13 @@ def gain_page(report: EvaluationReport) -> str:
     count = conditions["num_sentences"]
     title = f"Evaluation on {count} unseen sentences of {conditions['store']}"
     parts = [element("p", note, class_="note") for note in conditions["notes"]]
-    parts.append(_plots(report.arms))
+    parts += _plots(report.arms)
     if report.examples:
         parts.append(_samples(report.examples))
-    return _page(title, [*parts, _figures(report), _claims(report.claims), _conditions(conditions)])
+    parts += [_figures(report), *_texts(report)]
+    if report.claims:
+        parts.append(_claims(report.claims))
+    return _page(title, [*parts, _conditions(conditions)])
 
 
 def sts_page(report: StsReport) -> str:
@@ -106,28 +121,82 @@ def _page(title: str, parts: Iterable[Element]) -> str:
 
 def _figures(report: EvaluationReport) -> Element:
     """The table of all figures that were measured, model beside untrained control."""
-    arms = [{**report.arms["model"], **report.arms.get("floors", {})}, report.arms["untrained"]]
     rows = []
-    for key, label, digits in ROWS:
-        if any(key in arm for arm in arms):
-            place = "inset" if label.startswith(" ") else "figure"
-            name = element("span", label.strip(), _meaning(MEANINGS.get(key, "")), class_=place)
-            rows.append((name, *(_cell(arm.get(key), digits) for arm in arms)))
+    for key, label, digits, *estimates in report.figures():
+        name = element("span", label.strip(), _meaning(MEANINGS[key]), class_=_place(label))
+        rows.append((name, *(_cell(estimate, digits) for estimate in estimates)))
     count = report.conditions["num_control_sentences"]
     caption = f"{_ERRORS} Untrained: the same model with fresh weights, on {count} of the sentences."
     return section("Figures", table(caption, [Column("figure", False), Column("model"), Column("untrained")], rows))
 
 
-def _plots(arms: Mapping[str, Mapping[str, Estimate]]) -> Element:
+def _place(label: str) -> str:
+    return "inset" if label.startswith(" ") else "figure"
+
+
+def _texts(report: EvaluationReport) -> list[Element]:
+    """Tables of the written strings, if texts were written."""
+    arms, parts = report.arms, []
+    if "word_f1" in arms["model"]:
+        count = arms["model"]["word_f1"].n
+        caption = f"Texts written from {count} embeddings against their sentences, in points of 100. {_ERRORS}"
+        found = _arms_table(arms, caption, OVERLAP_ROWS, OVERLAP_COLUMNS, OVERLAP_LEGEND)
+        parts.append(section("Written texts against their sentences", *found, *_differences(report)))
+    if "sentences" in arms:
+        caption = f"The same number of real sentences shows what to compare with. {_ERRORS}"
+        found = _arms_table(arms, caption, SET_ROWS, SET_COLUMNS, SET_LEGEND)
+        parts.append(section("Written texts as a set", *found))
+    return parts
+
+
+def _arms_table(
+    arms: Arms, caption: str, rows: Sequence, columns: Sequence, legend: Mapping[str, str]
+) -> tuple[Element, Element]:
+    """Return a table of arms by figures, and what both mean."""
+    rows = [(arm, label) for arm, label in rows if arm in arms]
+    columns = [column for column in columns if any(column[0] in arms[arm] for arm, _ in rows)]
+    heads = [Column("", False), *(Column(heading.replace("\n", " ")) for _, heading, _ in columns)]
+    cells = [
+        (element("span", label.strip(), class_=_place(label)), *(_cell(arms[arm].get(key), n) for key, _, n in columns))
+        for arm, label in rows
+    ]
+    shown = {arm for arm, _ in rows} | {key for key, _, _ in columns}
+    words = [text.partition(": ")[::2] for name, text in legend.items() if name in shown]
+    return table(caption, heads, cells), definitions(words)
+
+
+def _differences(report: EvaluationReport) -> list[Element]:
+    """A table of paired differences; of near-duplicates, how many there are."""
+    rows = [
+        (
+            f"{name.replace('_', ' ')}: {key.replace('_', ' ')}",
+            f"{found.value:+.1f}",
+            f"[{found.low:+.1f}, {found.high:+.1f}]",
+        )
+        for name, estimates in report.differences.items()
+        for key, found in estimates.items()
+    ]
+    if not rows:
+        return []
+    caption = "Differences on the same sentences, in points, with 95 % bootstrap intervals."
+    known = report.conditions.get("near_duplicates")
+    if known is not None:
+        share = f"{known['count']} of {report.conditions['num_sentences']}"
+        caption += f" Known: {share} sentences have a training sentence of a cosine above {known['cosine_above']}."
+    return [table(caption, [Column("difference", False), Column("value"), Column("interval")], rows)]
+
+
+def _plots(arms: Arms) -> list[Element]:
     plots = []
     for caption, entries in PLOTS:
         found = [(arms[arm][key], label, color) for arm, key, label, color in entries if key in arms.get(arm, {})]
         if len(found) > 1:
             unit = _unit(found[0][0])
             plots.append(interval_plot([_interval(*entry) for entry in found], unit, caption))
-    return section(
-        "Plots", element("p", "Lines are 95 % intervals.", class_="caption"), element("div", *plots, class_="plots")
-    )
+    if not plots:
+        return []
+    caption = element("p", "Lines are 95 % intervals.", class_="caption")
+    return [section("Plots", caption, element("div", *plots, class_="plots"))]
 
 
 def _interval(estimate: Estimate, label: str, color: int) -> Interval:

@@ -18,7 +18,7 @@ from mmldlm.sampling.latent_sampler import check_latents_per_text, sample_latent
 from mmldlm.sampling.latent_solver import LatentSolver
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.sampling.text.draw import PRESENCE_PENALTY
-from mmldlm.sampling.text.records import TextSamples
+from mmldlm.sampling.text.records import Recorder, TextSamples
 from mmldlm.sampling.text.strategies import strategy_class
 from mmldlm.sampling.text.strategies.schedule import names_passes, read_schedule
 from mmldlm.utils.formatting import count_noun
@@ -75,8 +75,10 @@ class Samples:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-def sample_l2t(pretrained: Pretrained, options: SampleOptions, progress: ProgressBar) -> Samples:
-    """Sample texts from latents."""
+def sample_l2t(
+    pretrained: Pretrained, options: SampleOptions, progress: ProgressBar, recorder: Recorder | None = None
+) -> Samples:
+    """Sample texts from latents; the recorder sees every pass (a sampler that `records_passes`)."""
     pretrained.check_condition_timestep(options.condition_timestep or 0.0)
     references, latents = _read_l2t_input(pretrained, options, progress)
     count = options.num_samples or len(latents)
@@ -93,6 +95,7 @@ def sample_l2t(pretrained: Pretrained, options: SampleOptions, progress: Progres
         torch.from_numpy(latents[source]),
         dataclasses.replace(options, temperature=temperature, presence_penalty=penalty),
         progress=progress.start(f"writing {count_noun(count, 'text')}{steps}"),
+        recorder=recorder,
     )
     records = _text_records(pretrained, samples)
     for record, row in zip(records, source.tolist()):
@@ -102,13 +105,17 @@ def sample_l2t(pretrained: Pretrained, options: SampleOptions, progress: Progres
     return Samples(records, None, _costs(samples))
 
 
-def _write_texts(pretrained: Pretrained, latents: torch.Tensor | None, options: SampleOptions, **more) -> TextSamples:
+def _write_texts(
+    pretrained: Pretrained, latents: torch.Tensor | None, options: SampleOptions, recorder: Recorder | None, **more
+) -> TextSamples:
     """Call the task's sampler with the options that it reads."""
     task = pretrained.task
     known = {key: getattr(options, key) for key in SampleOptions.__dataclass_fields__ if key in task.sampling_options}
     own = {key: value for key, value in known.items() if key not in LATENT_OPTIONS}
     if options.schedule is not None:
         own["schedule"], own["num_steps"] = read_schedule(options.schedule, options.num_steps), None
+    if recorder is not None:  # a task may not know it
+        own["recorder"] = recorder
     return task.write_texts(pretrained, latents, seed=options.seed, **own, **more)
 
 
@@ -189,12 +196,14 @@ def _encoder_cosines(
     return cosines.reshape(len(texts), -1).mean(-1).tolist()
 
 
-def sample_unconditional(pretrained: Pretrained, options: SampleOptions, progress: ProgressBar) -> Samples:
-    """Sample pairs of text and latent; of a task that predicts no latents, texts alone."""
+def sample_unconditional(
+    pretrained: Pretrained, options: SampleOptions, progress: ProgressBar, recorder: Recorder | None = None
+) -> Samples:
+    """Sample pairs of text and latent; of a task that predicts no latents, texts alone. The recorder as in l2t."""
     if pretrained.latent_config is None:
         message = f"writing {count_noun(options.num_samples or 0, 'text')}"
         samples = _write_texts(
-            pretrained, None, options, num_samples=options.num_samples, progress=progress.start(message)
+            pretrained, None, options, recorder, num_samples=options.num_samples, progress=progress.start(message)
         )
         return Samples(_text_records(pretrained, samples), None, _costs(samples))
     method = choose_method(pretrained, options.method)
@@ -202,7 +211,8 @@ def sample_unconditional(pretrained: Pretrained, options: SampleOptions, progres
         fix = "omit it, or add --method chain"
         raise UserError("--condition-timestep with --method chain", "method joint, which has no condition", fix)
     pretrained.check_condition_timestep(options.condition_timestep)
-    samples, latents = (_sample_together if method == "joint" else _sample_chain)(pretrained, options, progress)
+    sample = _sample_together if method == "joint" else _sample_chain
+    samples, latents = sample(pretrained, options, progress, recorder)
     records = _text_records(pretrained, samples)
     for i, record in enumerate(records):
         record.update(latent=i, way=method)
@@ -210,7 +220,7 @@ def sample_unconditional(pretrained: Pretrained, options: SampleOptions, progres
 
 
 def _sample_together(
-    pretrained: Pretrained, options: SampleOptions, progress: ProgressBar
+    pretrained: Pretrained, options: SampleOptions, progress: ProgressBar, recorder: Recorder | None
 ) -> tuple[TextSamples, torch.Tensor]:
     count, steps = options.num_samples, options.num_steps
     reads = strategy_class(options.sampler).defaults
@@ -232,11 +242,12 @@ def _sample_together(
         solver=options.solver,
         seed=options.seed,
         progress=progress.start(f"sampling {count} texts and embeddings together in {steps} steps"),
+        recorder=recorder,
     )
 
 
 def _sample_chain(
-    pretrained: Pretrained, options: SampleOptions, progress: ProgressBar
+    pretrained: Pretrained, options: SampleOptions, progress: ProgressBar, recorder: Recorder | None
 ) -> tuple[TextSamples, torch.Tensor]:
     count, steps = options.num_samples, options.num_steps
     latents = sample_latents(
@@ -254,7 +265,7 @@ def _sample_chain(
     by_list = options.schedule is not None and not names_passes(options.schedule)
     if by_list or "num_steps" not in strategy_class(options.sampler).defaults:
         options = dataclasses.replace(options, num_steps=None)
-    samples = _write_texts(pretrained, latents, options, progress=progress.start("writing their texts"))
+    samples = _write_texts(pretrained, latents, options, recorder, progress=progress.start("writing their texts"))
     return samples, latents
 
 

@@ -53,6 +53,10 @@ class TextTask(Task):
     def model_class(self) -> type[nn.Module]:
         """Return the class whose constructor takes the config section `model`."""
 
+    def records_passes(self, sampler: str) -> bool:
+        """Whether `write_texts` with this sampler takes `recorder` (`sampling.text.records.Recorder`)."""
+        return False
+
     @abstractmethod
     def write_texts(
         self,
@@ -75,7 +79,8 @@ class TextTask(Task):
             seed: the draws of a sample depend on the seed and its index only.
             batch_tokens: maximum padded positions per pass; None: the task's choice.
             progress: called as the work proceeds with (done, total).
-            options: those of `sampling_options` but sampler; None where neither user nor command gave a value.
+            options: those of `sampling_options` but sampler; None where neither user nor command gave a value. And
+                `recorder` if one is wanted, where `records_passes`.
 
         Raises:
             MmldlmError: NaN logits.
@@ -107,6 +112,9 @@ class MaskedTextTask(TextTask):
     }
     sampling_options = TextTask.sampling_options | STRATEGY_OPTIONS | {"num_lengths"}
     scores_by_count = True
+
+    def records_passes(self, sampler: str) -> bool:
+        return True
 
     def unread_options(self, kind: str, sampler: str) -> frozenset[str]:
         from mmldlm.sampling.text.strategies import strategy_class

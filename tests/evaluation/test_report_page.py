@@ -15,7 +15,8 @@ from mmldlm.evaluation.meanings import CLAIM_MEANINGS, MEANINGS
 from mmldlm.evaluation.metrics.sts_benchmark import StsReport, correlations
 from mmldlm.evaluation.report import ROWS, EvaluationReport
 from mmldlm.evaluation.report_page import PLOTS
-from mmldlm.evaluation.statistics import Estimate
+from mmldlm.evaluation.statistics import Difference, Estimate
+from mmldlm.evaluation.text_tables import OVERLAP_COLUMNS, OVERLAP_LEGEND, OVERLAP_ROWS, SET_COLUMNS, SET_LEGEND
 
 HOSTILE = "</td><script>window.broken=1</script> & <img src=x>"
 UNITS = {"nelbo": "nats/token", "gain": "nats/token", "f1": "points", "recall": "share, of 40"}
@@ -30,9 +31,18 @@ def report():
     floors = {name: model.pop(name) for name in names if name.startswith(("mean_embedding", "chance"))}
     arms = {"model": model, "untrained": {"nelbo_right": Estimate(9.5, 0.1, "nats/token")}}
     arms |= {"untrained_random_gates": {}, "floors": floors}
+    for number, (arm, _) in enumerate(OVERLAP_ROWS, 1):
+        found = {key: Estimate(number + 10.1 * i, 0.2, "points", 40) for i, (key, _, _) in enumerate(OVERLAP_COLUMNS)}
+        arms.setdefault(arm, {}).update(found)
+    for number, arm in enumerate(("model", "sentences")):
+        found = {key: Estimate(number + 0.123 * i, 0.01, "", 40) for i, (key, _, _) in enumerate(SET_COLUMNS, 1)}
+        arms.setdefault(arm, {}).update(found)
+    arms["nearest_training_sentence"]["reencoded_cosine"] = model.pop("nearest_training_cosine")
     conditions = {"num_sentences": 40, "num_control_sentences": 10, "store": HOSTILE, "notes": [HOSTILE], "seed": 3}
+    conditions |= {"likelihood": "bound", "near_duplicates": {"count": 7, "cosine_above": 0.95}}
+    differences = {"model_minus_nearest_training_sentence": {"word_f1": Difference(-3.25, -4.0, 1.5, "points", 40)}}
     samples = [{"sentence": f"The rows {HOSTILE}", "written": f"the row {HOSTILE}", "set_f1": 0.5}]
-    return EvaluationReport(conditions, arms, samples)
+    return EvaluationReport(conditions, arms, samples, differences)
 
 
 def words(page: str) -> str:
@@ -42,12 +52,32 @@ def words(page: str) -> str:
 
 def test_every_figure_has_its_error_and_its_meaning(report):
     page = words(report.page())
-    found = {**report.arms["model"], **report.arms["floors"]}
-    for key, label, digits in ROWS:
-        assert f"{found[key].value:.{digits}f} ± {found[key].se:.{digits}f}" in page
+    found = report.figures()
+    assert [key for key, *_ in found] == [key for key, _, _ in ROWS]
+    for key, label, digits, estimate, _ in found:
+        assert f"{estimate.value:.{digits}f} ± {estimate.se:.{digits}f}" in page
         assert label.strip() + MEANINGS[key] in page
     assert "9.500 ± 0.100" in page and "on 10 of the sentences" in page
     assert all(item["id"] + CLAIM_MEANINGS[item["id"]] in page for item in report.claims)
+
+
+def test_written_strings_stand_beside_their_floors(report):
+    page = words(report.page())
+    for arm, label in OVERLAP_ROWS:
+        cells = [f"{report.arms[arm][key].value:.{digits}f} ± 0.2" for key, _, digits in OVERLAP_COLUMNS]
+        assert label.strip() + "".join(cells) in page
+    for text in (*OVERLAP_LEGEND.values(), *SET_LEGEND.values()):
+        assert "".join(text.split(": ", 1)) in page
+    assert "-3.2[-4.0, +1.5]" in page and "7 of 40 sentences have a training sentence" in page
+
+
+def test_a_model_without_latents_has_a_page(report):
+    keep = {"nelbo_null": report.arms["model"]["nelbo_null"]}
+    report.arms = {"model": keep, "untrained": keep, "untrained_random_gates": {}}
+    report.examples, report.differences = [], {}
+    page = report.page()
+    assert "NELBO, nats/token" in page and "l2t" not in words(page)
+    assert re.findall("<h2>(.*?)</h2>", page) == ["Figures", "Conditions"]
 
 
 def test_plots_show_what_was_measured(report):

@@ -100,7 +100,7 @@
     element("slider").value = pass;
     const written = pass === 0 ? 0 : text.passes[pass - 1].length;
     const filled = state.filter((entry) => entry !== null).length;
-    const changes = `${count(written, "token")} in this pass, ${filled} of ${text.length} written`;
+    const changes = `${written} new, ${filled} of ${count(text.length, "token")} written`;
     element("counter").textContent = `Pass ${pass} of ${last}: ${changes}`;
     element("slider").setAttribute("aria-valuetext", element("counter").textContent);
     for (const id of ["first", "back"]) element(id).disabled = pass === 0;

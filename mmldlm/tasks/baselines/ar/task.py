@@ -68,6 +68,11 @@ class ArTask(BaselineTask):
 
         return validation(self, data, engine)
 
+    def records_passes(self, sampler: str) -> bool:
+        from mmldlm.sampling.autoregressive.write import EXPONENTS
+
+        return sampler not in EXPONENTS
+
     def write_texts(self, pretrained: Pretrained, latents: Tensor | None, **options: Any) -> TextSamples:
         from mmldlm.sampling.autoregressive.write import write_texts
 
