@@ -262,6 +262,15 @@ def _check_ranges(args: argparse.Namespace) -> None:
             raise UserError(f"{_option(key)} {bound}", str(value), "choose a value in this range")
 
 
+def _check_trace(args: argparse.Namespace) -> None:
+    if args.trace is None:
+        return
+    check_page_path(args.trace, "--trace", args.overwrite)
+    if args.num_lengths is not None and args.num_lengths > 1:
+        found = f"--num-lengths {args.num_lengths}, which writes several and keeps one"
+        raise UserError("--trace of texts that are written once", found, "omit --num-lengths or --trace")
+
+
 def output_folder(path: str, overwrite: bool) -> Path:
     """Return the output folder, which may exist.
 
@@ -284,8 +293,7 @@ def main(args: argparse.Namespace) -> int:
     given = resolve_options(args)
     device = usable_device(args.device)
     out = output_folder(args.output_dir, args.overwrite)
-    if args.trace is not None:
-        check_page_path(args.trace, "--trace", args.overwrite)
+    _check_trace(args)
     pretrained = load_pretrained(args.checkpoint, device)
     fit_to_task(args, given, pretrained)
     if args.kind != "unconditional" or pretrained.latent_config is None:  # else choose_method checks the modes
