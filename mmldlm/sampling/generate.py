@@ -102,7 +102,7 @@ def sample_l2t(
         record["latent"] = row
         if references is not None:
             record["reference"] = references[row]
-    return Samples(records, None, {"forward_passes_per_sample": samples.num_rows / len(records)})
+    return Samples(records, None, _costs(samples))
 
 
 def _write_texts(
@@ -205,8 +205,7 @@ def sample_unconditional(
         samples = _write_texts(
             pretrained, None, options, recorder, num_samples=options.num_samples, progress=progress.start(message)
         )
-        cost = samples.num_rows / len(samples.tokens)
-        return Samples(_text_records(pretrained, samples), None, {"forward_passes_per_sample": cost})
+        return Samples(_text_records(pretrained, samples), None, _costs(samples))
     method = choose_method(pretrained, options.method)
     if method == "joint" and options.condition_timestep > 0:
         fix = "omit it, or add --method chain"
@@ -217,7 +216,7 @@ def sample_unconditional(
     records = _text_records(pretrained, samples)
     for i, record in enumerate(records):
         record.update(latent=i, way=method)
-    return Samples(records, latents.numpy(), {"way": method})
+    return Samples(records, latents.numpy(), {"way": method, **_costs(samples)})
 
 
 def _sample_together(
@@ -268,6 +267,15 @@ def _sample_chain(
         options = dataclasses.replace(options, num_steps=None)
     samples = _write_texts(pretrained, latents, options, recorder, progress=progress.start("writing their texts"))
     return samples, latents
+
+
+def _costs(samples: TextSamples) -> dict[str, Any]:
+    """Return what the texts cost: rows of the model per text, and passes one after the other."""
+    passes = samples.passes.double()
+    return {
+        "forward_passes_per_sample": samples.num_rows / len(samples.tokens),
+        "passes": {"mean": float(passes.mean()), "maximum": int(passes.max())},
+    }
 
 
 def _text_records(pretrained: Pretrained, samples: TextSamples) -> list[dict[str, Any]]:
