@@ -29,6 +29,7 @@ class TextTask(Task):
             the default first. Kind t2l is that of the translation task.
         sampling_options: options of `mmldlm sample` and `mmldlm evaluate` that the task reads, of TASK_OPTIONS in
             commands/sample.py; any other is an error.
+        fills_lengths: whether `write_texts` takes `lengths` [N] int64, EOS counted, and refills texts with kept tokens.
         exact_likelihood: whether `score_texts` gives the exact likelihood, so that one draw is enough.
         evaluation_decoding: how evaluation writes texts, in words.
     """
@@ -37,6 +38,7 @@ class TextTask(Task):
     sampling_options: ClassVar[frozenset[str]] = frozenset(
         {"num_steps", "sampler", "temperature", "top_p", "guidance", "presence_penalty"}
     )
+    fills_lengths: ClassVar[bool] = False
     exact_likelihood: ClassVar[bool] = False
     evaluation_decoding: ClassVar[str] = "confidence, greedy, lengths from the model (median of p(length | latent))"
 
@@ -72,6 +74,10 @@ class TextTask(Task):
             MmldlmError: NaN logits.
         """
 
+    def writing_flops(self, model_config: Any, samples: TextSamples) -> float | None:
+        """Return the forward FLOPs of `write_texts`; None: not known."""
+        return None
+
     @abstractmethod
     def score_texts(
         self, pretrained: Pretrained, tokens: Tensor, real: Tensor, latents: Tensor | None, uniform: Tensor,
@@ -91,6 +97,19 @@ class TextTask(Task):
 
 class MaskedTextTask(TextTask):
     """A task of masked diffusion: a model with the forward contract of MultimodalMMDiT, a section `text_diffusion`."""
+
+    fills_lengths = True
+
+    @abstractmethod
+    def pass_flops(self, model_config: Any, length: float, scored: float) -> float:
+        """Return the forward FLOPs of a pass for one text of `length` tokens (EOS counted), `scored` of them."""
+
+    def writing_flops(self, model_config: Any, samples: TextSamples) -> float:
+        """Passes at the mean length; exact but for attention's square of the length."""
+        if not samples.num_rows:
+            return 0.0
+        length, scored = float(samples.lengths.double().mean()), samples.num_scored / samples.num_rows
+        return samples.num_rows * self.pass_flops(model_config, length, scored)
 
     def write_texts(self, pretrained: Pretrained, latents: Tensor | None, **options: Any) -> TextSamples:
         from mmldlm.sampling.text.loop import sample_masked

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from mmldlm.models.plain import costs
 from mmldlm.tasks.base import Metric
 from mmldlm.tasks.baselines.common.data import BaselineData
 from mmldlm.tasks.baselines.common.task import BaselineTask
@@ -40,6 +41,9 @@ class MdlmTask(MaskedTextTask, BaselineTask):
         "l2t": ("confidence", "ancestral"),
         "unconditional": ("ancestral", "confidence"),
     }
+
+    def pass_flops(self, model_config: Any, length: float, scored: float) -> float:
+        return costs.step_flops(model_config, [length], scored).forward
 
     def model_config(self, data: BaselineData) -> dict[str, Any]:
         return {**super().model_config(data), "text_diffusion": data.config.text_diffusion.model_dump()}
