@@ -37,17 +37,26 @@ def choose_lengths(logits: Tensor, rule: str = "median", uniform: Tensor | None 
 
 @torch.inference_mode()
 def predict_lengths(
-    model: nn.Module, latents: Tensor | None, count: int, rule: str | None = None, seed: int = 0, batch_size: int = 512
+    model: nn.Module,
+    latents: Tensor | None,
+    count: int | None = None,
+    rule: str | None = None,
+    seed: int = 0,
+    batch_size: int = 512,
 ) -> Tensor:
     """Predict lengths with the model's length head; see `choose_lengths`.
 
     Args:
         latents: [count, D] (or [count, M, D]) in the encoder's space, or None.
+        count: needed without latents.
         rule: None takes the median of p(length | latent), or a draw from p(length) without a latent.
 
     Returns:
         [count] int64 lengths, EOS counted.
     """
+    if latents is not None:
+        count = len(latents)
+    assert count is not None, "count is needed without latents"
     rule = rule or ("sample" if latents is None else "median")
     device = device_of(model)
     uniform = uniforms(seed, Stream.LENGTH, range(count), (1,))[:, 0].to(device)

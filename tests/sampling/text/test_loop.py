@@ -16,8 +16,9 @@ from mmldlm.models.mmdit.config import ModelConfig
 from mmldlm.sampling.text.draw import DrawSettings, draw_tokens
 from mmldlm.sampling.text.length_rule import choose_lengths
 from mmldlm.sampling.text.loop import sample_text
+from mmldlm.sampling.text.records import Recorder
 from mmldlm.sampling.text.state import DecodingState
-from mmldlm.sampling.text.strategies import strategy_class
+from mmldlm.sampling.text.strategies import STRATEGIES, strategy_class
 
 TEXTS = [[3, 4, 5], [7], [6, 6, 3, 4, 7, 5, 3], [5, 4], []]
 
@@ -44,24 +45,24 @@ def strategy_of(toys, lengths, steps, sampler, schedule="loglinear", seed=0, **o
     uniform = torch.rand(len(lengths), 2, int(lengths.max()), generator=torch.Generator().manual_seed(seed)).double()
     ids = {"mask_token_id": toys.MASK, "eos_token_id": toys.EOS, "pad_token_id": toys.PAD}
     state = DecodingState(lengths, int(lengths.max()), **ids)
-    options |= {"diffusion": MaskedDiffusion(toys.MASK, schedule), "steps": steps, "uniform": uniform}
-    return strategy_class(sampler)(state, draw=DrawSettings(), **options)
+    options |= {"diffusion": MaskedDiffusion(toys.MASK, schedule), "uniform": uniform}
+    return strategy_class(sampler)(state, draw=DrawSettings(), options={"num_steps": steps}, **options)
 
 
 def run_strategy(strategy, steps, vocab=8):
     counts, state = [], strategy.state
     for k in range(steps):
         before = state.undecided.sum(1)
-        positions = strategy.positions(k)
+        positions = strategy.positions()
         logits = torch.randn(len(positions), vocab, generator=torch.Generator().manual_seed(k))
-        strategy.update(k, positions, logits if len(positions) else None)
+        strategy.take_pass(positions, logits)
         counts.append(before - state.undecided.sum(1))
     return torch.stack(counts, 1)
 
 
 def test_ancestral_unmasks_binomial_counts_and_leaves_nothing(toys):
     length, steps, rows = 33, 8, 600
-    counts = run_strategy(strategy_of(toys, [length] * rows, steps, "ancestral"), steps).double()
+    counts = run_strategy(strategy_of(toys, [length] * rows, steps, "ancestral", shared_schedule=True), steps).double()
     assert (counts.sum(1) == length - 1).all()
     left = torch.full((rows,), length - 1.0).double()
     for k in range(steps):
@@ -104,9 +105,9 @@ def test_confidence_commits_the_most_confident_first(toys):
     strategy = strategy_of(toys, [5], 4, "confidence")
     state = strategy.state
     for k in range(4):
-        positions = strategy.positions(k)
+        positions = strategy.positions()
         logits = model(state.tokens, None, None, None, state.real, text_positions=positions)["text_logits"]
-        strategy.update(k, positions, logits)
+        strategy.take_pass(positions, logits)
         assert state.undecided[0].tolist() == [place < 3 - k for place in range(4)] + [False]
     assert diffusion.mask_token_id == toys.MASK
 
@@ -278,3 +279,71 @@ def test_presence_penalty_takes_what_is_there_already_off_the_table():
     latents = torch.zeros(1, 2)
     assert sample_text(Flat(), latents, **options).tokens == [[4, 4, 4]]
     assert sorted(sample_text(Flat(), latents, presence_penalty=10.0, **options).tokens[0]) == [4, 5, 6]
+
+
+class _Spy:
+    """Build a noisy toy that notes what it is asked."""
+
+    def __new__(cls, toys, asked):
+        model = noisy_model(toys)
+        forward = model.forward
+
+        def spy(tokens, latents, t=None, latent_t=None, real=None, **more):
+            asked.append((tokens.clone(), t.clone(), real.clone()))
+            return forward(tokens, latents, t, latent_t, real, **more)
+
+        model.forward = spy
+        return model
+
+
+@pytest.mark.parametrize("sampler", list(STRATEGIES))
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_model_sees_only_pairs_of_state_and_time_of_training(toys, sampler, schedule):
+    """The noiser masks k of L tokens, EOS counted, and gives the time of k / L (masking=fixed_count)."""
+    asked, diffusion = [], MaskedDiffusion(toys.MASK, schedule)
+    lengths = torch.tensor([1, 2, 5, 12, 12])
+    found = sample_text(
+        _Spy(toys, asked), None, num_samples=5, lengths=lengths, diffusion=diffusion, sampler=sampler, temperature=1.0
+    )
+    assert asked[0][1].max() == 1 and len(asked) >= int(found.passes.max()) > 0
+    for tokens, t, real in asked:
+        masked = ((tokens == toys.MASK) & real).sum(1)
+        assert bool((masked >= 1).all()) and not bool((tokens == toys.MASK)[~real].any())
+        torch.testing.assert_close(t, diffusion.timestep_of(masked / real.sum(1)).float())
+
+
+@pytest.mark.parametrize("sampler", list(STRATEGIES))
+def test_the_loop_reports_passes_log_probabilities_and_every_pass(toys, sampler):
+    model, diffusion, seen = noisy_model(toys), MaskedDiffusion(toys.MASK), []
+    lengths = torch.tensor([4, 9, 1, 12])
+    options = {"num_samples": 4, "lengths": lengths, "diffusion": diffusion, "sampler": sampler, "temperature": 1.0}
+    found = sample_text(
+        model, None, with_log_probabilities=True, indices=[7, 3, 5, 0], recorder=Recorder(seen.append, 2),
+        presence_penalty=1.0, **options,
+    )  # fmt: skip
+    plain = sample_text(model, None, indices=[7, 3, 5, 0], presence_penalty=1.0, **options)
+    assert found.tokens == plain.tokens and found.passes.tolist() == plain.passes.tolist()
+    assert found.passes[2] == 0 and found.num_rows == int(found.passes.sum())
+    assert bool((found.passes <= lengths - 1).all())
+    filled = {index: {} for index in (7, 3, 5, 0)}
+    for one in seen:
+        assert one.top_tokens.shape == (len(one.rows), 2)
+        for row, position, value in zip(one.rows.tolist(), one.positions.tolist(), one.log_probabilities.tolist()):
+            assert one.before[row, position] == toys.MASK
+            place = filled[int(one.samples[row])]
+            assert position not in place
+            place[position] = int(one.after[row, position]), value
+    for index, text, values in zip((7, 3, 5, 0), found.tokens, found.log_probabilities):
+        assert [filled[index][place][0] for place in range(len(text))] == text
+        assert [filled[index][place][1] for place in range(len(text))] == pytest.approx(values.tolist())
+
+
+def test_drafts_are_filled_and_kept(toys):
+    model, diffusion = noisy_model(toys), MaskedDiffusion(toys.MASK)
+    drafts = torch.tensor([[3, 0, 4, 2, 1], [0, 0, 0, 0, 2], [5, 6, 7, 3, 2]])
+    for sampler in STRATEGIES:
+        found = sample_text(model, None, num_samples=3, lengths=torch.tensor([4, 5, 5]), drafts=drafts,
+                            diffusion=diffusion, sampler=sampler)  # fmt: skip
+        assert found.tokens[0][0] == 3 and found.tokens[0][2] == 4 and found.tokens[2] == [5, 6, 7, 3]
+        assert all(toys.MASK not in text for text in found.tokens)
+        assert found.passes[0] == 1 and found.passes[2] == 0

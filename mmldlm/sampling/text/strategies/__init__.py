@@ -1,8 +1,8 @@
-"""Text strategies: which positions a step decides, by name. Add a sampler as one class and one entry here."""
+"""Text strategies: which positions a pass fills, by name. Add a sampler as one class and one entry here."""
 
-from mmldlm.sampling.text.strategies.ancestral import AncestralStrategy
 from mmldlm.sampling.text.strategies.base import TextStrategy
 from mmldlm.sampling.text.strategies.confidence import ConfidenceStrategy
+from mmldlm.sampling.text.strategies.random_order import AncestralStrategy
 
 STRATEGIES: dict[str, type[TextStrategy]] = {"confidence": ConfidenceStrategy, "ancestral": AncestralStrategy}
 

@@ -1,49 +1,44 @@
-"""Confidence sampling: the most certain positions first (MaskGIT, arXiv 2202.04200)."""
+"""A given number of steps, the surest positions first (MaskGIT, arXiv 2202.04200)."""
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from mmldlm.sampling.text.draw import top_log_probability
-from mmldlm.sampling.text.strategies.base import TextStrategy
+from mmldlm.sampling.text.strategies.ranked import RankedStrategy
 
 
-class ConfidenceStrategy(TextStrategy):
+class ConfidenceStrategy(RankedStrategy):
     """Decide, at each step, the positions with the largest top probability, as many as the noise schedule prescribes.
 
-    The choice of positions does not depend on the draws. A step decides at least one position, so a text of n tokens
-    needs at most n steps.
+    A pass decides at least one position, so a text of n tokens needs at most n passes.
     """
 
-    default_temperature = 0.0
+    defaults: ClassVar = {"num_steps": 16}
 
-    def __init__(self, state, **options):
-        super().__init__(state, **options)
-        fraction = self.diffusion.stay_masked(torch.ones(1, 1, device=state.lengths.device), self._grid(self.row_steps))
-        self.masks_left = torch.floor((state.lengths - 1)[:, None] * fraction + 1e-9).long()
+    def __init__(self, state, **settings):
+        super().__init__(state, **settings)
+        steps = self.options["num_steps"]
+        row_steps = torch.full_like(self.num_open, steps)
+        if not self.shared_schedule:
+            row_steps = self.num_open.clamp(1, steps)
+        k = torch.arange(steps + 1, device=row_steps.device, dtype=torch.float64)
+        grid = (1.0 - k / row_steps[:, None]).clamp_min(0.0)  # a text with fewer steps stays at 0
+        fraction = self.diffusion.stay_masked(torch.ones(1, 1, device=row_steps.device), grid)
+        self.masks_left = torch.floor(self.num_open[:, None] * fraction + 1e-9).long()
 
-    @staticmethod
-    def num_passes(lengths: Tensor, steps: int) -> Tensor:
-        return (lengths - 1).clamp(1, steps)
+    def positions(self) -> Tensor:
+        undecided = self.state.undecided
+        if self.shared_schedule:  # a step that fills nothing of a text needs none of its logits
+            undecided = undecided & (self.count(undecided, undecided.sum(1)) > 0)[:, None]
+        return undecided.flatten().nonzero()[:, 0]
 
-    def positions(self, k: int) -> Tensor:
-        return (self.state.undecided & (self._num_to_unmask(k) > 0)[:, None]).flatten().nonzero()[:, 0]
+    def score(self, logits: Tensor) -> Tensor:
+        return top_log_probability(logits)
 
-    def update(self, k: int, positions: Tensor, logits: Tensor | None) -> None:
-        num_to_unmask = self._num_to_unmask(k)
-        self.state.write_eos((num_to_unmask > 0)[:, None])
-        if len(positions):
-            self._penalize(positions, logits)
-            chosen = self._most_confident(num_to_unmask, positions, logits)
-            self._draw(positions[chosen], logits[chosen])
-
-    def _num_to_unmask(self, k: int) -> Tensor:
-        return self.state.undecided.sum(1) - self.masks_left[:, k + 1]
-
-    def _most_confident(self, num_to_unmask: Tensor, positions: Tensor, logits: Tensor) -> Tensor:
-        """Return the indices into `positions` that this step decides."""
-        score = torch.full(self.state.undecided.shape, float("-inf"), device=logits.device)
-        score.view(-1)[positions] = top_log_probability(logits)
-        rank = score.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-        return (rank < num_to_unmask[:, None]).flatten()[positions].nonzero()[:, 0]
+    def count(self, scores: Tensor, num_open: Tensor) -> Tensor:
+        step = min(self.number + 1, self.options["num_steps"])
+        return num_open - self.masks_left[:, step]
