@@ -18,6 +18,8 @@ from mmldlm.sampling.generate import SampleOptions, sample_l2t, sample_t2l, samp
 from mmldlm.sampling.joint_sampler import JOINT_METHODS
 from mmldlm.sampling.latent_solver import ETAS, SOLVERS
 from mmldlm.sampling.pretrained import Pretrained, load_pretrained
+from mmldlm.sampling.search.options import ARGUMENTS as SEARCH_ARGUMENTS
+from mmldlm.sampling.search.options import SearchOptions
 from mmldlm.sampling.text.strategies import STRATEGIES
 from mmldlm.utils.formatting import count_noun
 from mmldlm.utils.output_paths import check_writable_dir
@@ -46,6 +48,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "solver": {"unconditional": "ddim"},
     "condition_timestep": {"l2t": 0.0, "unconditional": 0.0},
     "eta": {"t2l": 0.0},
+    **{key: {"l2t": None} for key in SEARCH_ARGUMENTS},
 }
 # Options that a task may lack, also in a kind that it has (TextTask.sampling_options).
 TASK_OPTIONS = (
@@ -103,11 +106,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "metavar": "ETA",
         "help": "noise of DDIM: 0 none, 1 ancestral, bridge that of a model of schedule=decoupled",
     },
+    **SEARCH_ARGUMENTS,
 }
 SOURCES = {"l2t": ("latent_file", "text", "text_file", "data"), "t2l": ("text", "text_file"), "unconditional": ()}
 OUTPUTS = ("samples.jsonl", "latents.npy", "settings.json")
 CHECKPOINT_HELP = "a run, RUN/latest, a checkpoint, a model.pt, or a folder written by `mmldlm convert`"
 MAX_TABLE_ROWS = 20
+TITLES = {"cosine": "cosine with the encoder's", "judge_cosine": "cosine by the judge", "judge_calls": "texts judged"}
 
 
 def add_arguments(parser: argparse.ArgumentParser, kind: str | None = None) -> None:
@@ -157,6 +162,7 @@ def resolve_options(args: argparse.Namespace) -> list[str]:
     if args.method is not None and args.method not in METHODS[args.kind]:
         expected = " or ".join(METHODS[args.kind])
         raise UserError(f"--method {expected} for `sample {args.kind}`", args.method, "choose one of them")
+    SearchOptions.of(args)  # refuses what does not fit together
     for key, defaults in DEFAULTS.items():
         if getattr(args, key) is None:
             setattr(args, key, defaults.get(args.kind))
@@ -176,6 +182,8 @@ def fit_to_task(args: argparse.Namespace, given: list[str], pretrained: Pretrain
     if wrong := [_option(key) for key in unread if key in given]:
         known = ", ".join(_option(key) for key in TASK_OPTIONS if args.kind in DEFAULTS[key] and key not in unread)
         raise UserError(f"options that task={task.name} reads: {known}", ", ".join(wrong), "omit them")
+    if args.kind == "l2t":
+        SearchOptions.of(args).check(task, given)
     for key in unread:
         setattr(args, key, None)
     if args.sampler is None and args.kind in DEFAULTS["sampler"]:
@@ -253,9 +261,9 @@ def _print_table(kind: str, records: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
     table = Table(title=f"sample {kind}", show_lines=True)
-    columns = [key for key in ("index", "reference", "text", "norm", "cosine") if key in records[0]]
+    columns = [key for key in ("index", "reference", "text", "norm", *TITLES) if key in records[0]]
     for key in columns:
-        table.add_column("cosine with the encoder's" if key == "cosine" else key, overflow="fold")
+        table.add_column(TITLES.get(key, key), overflow="fold")
     for record in records[:MAX_TABLE_ROWS]:
         table.add_row(*(_format_cell(record[key]) for key in columns))
     Console(markup=False).print(table)

@@ -16,6 +16,8 @@ from mmldlm.sampling.joint_sampler import choose_method, sample_joint
 from mmldlm.sampling.latent_sampler import check_latents_per_text, sample_latents, steps_given_text
 from mmldlm.sampling.latent_solver import LatentSolver
 from mmldlm.sampling.pretrained import Pretrained
+from mmldlm.sampling.search.best_of import FoundTexts
+from mmldlm.sampling.search.options import OWN_CHOICES, SearchOptions
 from mmldlm.sampling.text.draw import PRESENCE_PENALTY
 from mmldlm.sampling.text.loop import TextSamples, sample_text
 from mmldlm.utils.formatting import count_noun
@@ -46,6 +48,10 @@ class SampleOptions:
     condition_timestep: float = 0.0
     eta: float | str = 0.0
     seed: int = 0
+    search: str | None = None
+    num_candidates: int | None = None
+    encoder_calls: int | None = None
+    judge: str | None = None
 
 
 @dataclass
@@ -75,27 +81,53 @@ def sample_l2t(pretrained: Pretrained, options: SampleOptions, progress: Progres
     penalty = options.presence_penalty
     if penalty is None:
         penalty = PRESENCE_PENALTY if options.sampler == "confidence" else 0.0
-    steps = "" if options.num_steps is None else f" in at most {options.num_steps} steps"
-    samples = _write_texts(
-        pretrained,
-        torch.from_numpy(latents[source]),
-        dataclasses.replace(options, temperature=temperature, presence_penalty=penalty),
-        progress=progress.start(f"writing {count_noun(count, 'text')}{steps}"),
-    )
-    records = _text_records(pretrained, samples)
-    for record, row in zip(records, source.tolist()):
+    options = dataclasses.replace(options, temperature=temperature, presence_penalty=penalty)
+    given, found = torch.from_numpy(latents[source]), None
+    if options.search is None:
+        steps = "" if options.num_steps is None else f" in at most {options.num_steps} steps"
+        message = f"writing {count_noun(count, 'text')}{steps}"
+        samples = _write_texts(pretrained, given, options, progress=progress.start(message))
+        records = _text_records(pretrained, samples.tokens)
+        extra = {"forward_passes_per_sample": samples.num_rows / len(records)}
+    else:
+        found = _search_texts(pretrained, given, options, len(latents), progress)
+        records = _text_records(pretrained, found.tokens)
+        extra = {"cost_per_sample": found.cost.per_text()}
+    for i, (record, row) in enumerate(zip(records, source.tolist())):
         record["latent"] = row
         if references is not None:
             record["reference"] = references[row]
-    return Samples(records, None, {"forward_passes_per_sample": samples.num_rows / len(records)})
+        if found is not None:
+            record.update(judge_cosine=float(found.cosine[i]), judge_calls=int(found.calls[i]))
+    return Samples(records, None, extra)
+
+
+def _search_texts(
+    pretrained: Pretrained, latents: torch.Tensor, options: SampleOptions, num_given: int, progress: ProgressBar
+) -> FoundTexts:
+    """Search the text of each latent (--search)."""
+    if len(latents) > num_given:
+        raise UserError(
+            f"--num-samples of at most the {count_noun(num_given, 'embedding')}: a search returns one text for each",
+            str(len(latents)),
+            "lower --num-samples, or omit --search",
+        )
+    search = SearchOptions.of(options)
+    own = {key: value for key, value in _writing_options(pretrained, options).items() if key not in OWN_CHOICES}
+    message = f"{search.describe()}, for {count_noun(num_given, 'embedding')}"
+    return search.run(pretrained, latents, seed=options.seed, progress=progress.start(message), **own)
+
+
+def _writing_options(pretrained: Pretrained, options: SampleOptions) -> dict[str, Any]:
+    """Return the options that the task's sampler of texts reads."""
+    known = set(SampleOptions.__dataclass_fields__) & pretrained.task.sampling_options - LATENT_OPTIONS
+    return {key: getattr(options, key) for key in sorted(known)}
 
 
 def _write_texts(pretrained: Pretrained, latents: torch.Tensor | None, options: SampleOptions, **more) -> TextSamples:
     """Call the task's sampler with the options that it reads."""
-    task = pretrained.task
-    known = {key: getattr(options, key) for key in SampleOptions.__dataclass_fields__ if key in task.sampling_options}
-    own = {key: value for key, value in known.items() if key not in LATENT_OPTIONS}
-    return task.write_texts(pretrained, latents, seed=options.seed, **own, **more)
+    own = _writing_options(pretrained, options)
+    return pretrained.task.write_texts(pretrained, latents, seed=options.seed, **own, **more)
 
 
 def _read_l2t_input(
@@ -183,7 +215,7 @@ def sample_unconditional(pretrained: Pretrained, options: SampleOptions, progres
             pretrained, None, options, num_samples=options.num_samples, progress=progress.start(message)
         )
         cost = samples.num_rows / len(samples.tokens)
-        return Samples(_text_records(pretrained, samples), None, {"forward_passes_per_sample": cost})
+        return Samples(_text_records(pretrained, samples.tokens), None, {"forward_passes_per_sample": cost})
     method, count, steps = choose_method(pretrained, options.method), options.num_samples, options.num_steps
     shared = {
         "steps": steps,
@@ -229,14 +261,12 @@ def sample_unconditional(pretrained: Pretrained, options: SampleOptions, progres
             progress=progress.start(f"writing their texts in {steps} steps"),
             **shared,
         )
-    records = _text_records(pretrained, samples)
+    records = _text_records(pretrained, samples.tokens)
     for i, record in enumerate(records):
         record.update(latent=i, way=method)
     return Samples(records, latents.numpy(), {"way": method})
 
 
-def _text_records(pretrained: Pretrained, samples: TextSamples) -> list[dict[str, Any]]:
-    texts = pretrained.tokenizer.batch_decode(samples.tokens, skip_special_tokens=True)
-    return [
-        {"index": i, "text": text, "num_tokens": len(ids)} for i, (text, ids) in enumerate(zip(texts, samples.tokens))
-    ]
+def _text_records(pretrained: Pretrained, tokens: list[list[int]]) -> list[dict[str, Any]]:
+    texts = pretrained.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    return [{"index": i, "text": text, "num_tokens": len(ids)} for i, (text, ids) in enumerate(zip(texts, tokens))]

@@ -105,11 +105,12 @@ class MaskedTextTask(TextTask):
         """Return the forward FLOPs of a pass for one text of `length` tokens (EOS counted), `scored` of them."""
 
     def writing_flops(self, model_config: Any, samples: TextSamples) -> float:
-        """Passes at the mean length; exact but for attention's square of the length."""
         if not samples.num_rows:
             return 0.0
-        length, scored = float(samples.lengths.double().mean()), samples.num_scored / samples.num_rows
-        return samples.num_rows * self.pass_flops(model_config, length, scored)
+        passes, scored = samples.passes.tolist(), samples.num_scored / samples.num_rows
+        costs = [self.pass_flops(model_config, length, scored) for length in samples.lengths.tolist()]
+        total = sum(number * cost for number, cost in zip(passes, costs))
+        return samples.num_rows / max(sum(passes), 1) * total  # guidance takes two rows a pass
 
     def write_texts(self, pretrained: Pretrained, latents: Tensor | None, **options: Any) -> TextSamples:
         from mmldlm.sampling.text.loop import sample_masked

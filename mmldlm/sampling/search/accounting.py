@@ -51,7 +51,8 @@ class SamplingCost:
 
     def add_texts(self, task: TextTask, model_config: Any, samples: TextSamples) -> None:
         """Add what `TextTask.write_texts` did; the depth is the caller's to set."""
-        positions = samples.num_rows * float(samples.lengths.double().mean())
+        passes = samples.passes.double()
+        positions = samples.num_rows * float((passes * samples.lengths).sum() / passes.sum().clamp_min(1))
         self.add_rows(samples.num_rows, positions, task.writing_flops(model_config, samples))
 
     def add_judge(self, judge: Judge) -> None:

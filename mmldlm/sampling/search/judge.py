@@ -20,10 +20,13 @@ Ids = Sequence[int]
 
 
 def cosines(embedded: np.ndarray, latents: np.ndarray) -> np.ndarray:
-    """Cosines [N] fp64 of [N, D] with [N, D], or means over the M latents of [N, M, D]; 0 for a zero vector."""
+    """Cosines [N] fp64 of [N, D] with [N, D], or means over the M latents of [N, M, D].
+
+    A zero vector, of a text that has no embedding, gets -1: any text is nearer.
+    """
     embedded, latents = embedded.astype(np.float64), latents.astype(np.float64)
     norms = np.linalg.norm(embedded, axis=-1) * np.linalg.norm(latents, axis=-1)
-    found = (embedded * latents).sum(-1) / np.maximum(norms, 1e-12)
+    found = np.where(norms > 0, (embedded * latents).sum(-1) / np.maximum(norms, 1e-12), -1.0)
     return found.reshape(len(found), -1).mean(-1)
 
 
@@ -52,7 +55,7 @@ class Judge(ABC):
 
         Returns:
             [N, D] (or [N, M, D]) fp32, in the encoder's space. A text without characters (or with fewer than the model
-            has latents per text) is a zero vector, without a call.
+            has latents per text) is a zero vector, without a call: `cosines` puts it last.
 
         Raises:
             MmldlmError: an embedding with NaN or infinite values.

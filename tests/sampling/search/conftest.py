@@ -1,4 +1,4 @@
-"""A judge without weights: a text's embedding is the sum of vectors of its words, those of later ones turned a little."""
+"""A judge without weights: a text's embedding is the sum of vectors of its words, turned by their places."""
 
 from __future__ import annotations
 
