@@ -63,12 +63,14 @@ class DirectionResult:
         written: ids of the sampled texts (l2t).
         f1: [N] token F1 of these texts (l2t).
         latents: the sampled latents (t2l).
+        costs: of the sampled texts, entries of the report's conditions.
     """
 
     estimates: dict[str, Estimate] = field(default_factory=dict)
     written: list[list[int]] = field(default_factory=list)
     f1: np.ndarray | None = None
     latents: np.ndarray | None = None
+    costs: dict[str, float] = field(default_factory=dict)
 
 
 def measure_l2t(
@@ -98,8 +100,37 @@ def measure_l2t(
         **batch_budget(model, settings.batch_size),
     )
     result.estimates |= text_estimates(samples, sentences.tokens, shuffled_index, likelihood.num_tokens, settings.seed)
+    result.costs = text_costs(samples)
     result.written, result.f1 = samples.tokens, text_overlap.token_f1(samples.tokens, sentences.tokens)
     return result
+
+
+def text_costs(samples: TextSamples) -> dict[str, float]:
+    """Return what the texts cost: passes one after the other, and rows of passes (guidance counts twice)."""
+    passes = samples.passes.double()
+    return {
+        "passes_per_text": float(passes.mean()),
+        "most_passes": float(passes.max()),
+        "rows_per_text": samples.num_rows / len(samples.tokens),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def write_unconditionally(pretrained: Pretrained, count: int, settings: Settings, log: Log) -> TextSamples:
+    """Write texts without a latent, by the task's default sampler."""
+    task, steps = pretrained.task, {}
+    if "num_steps" in task.sampling_options:
+        steps = {"num_steps": settings.num_steps}
+    return task.write_texts(
+        pretrained,
+        None,
+        num_samples=count,
+        sampler=task.samplers["unconditional"][0],
+        seed=settings.seed,
+        progress=log(f"writing {count_noun(count, 'text')} without an embedding"),
+        **steps,
+        **batch_budget(pretrained.model, settings.batch_size),
+    )
 
 
 def measure_likelihood(
@@ -147,7 +178,10 @@ def text_estimates(
     num_tokens: np.ndarray,
     seed: int,
 ) -> dict[str, Estimate]:
-    """Compare sampled texts, and those sampled from another sentence's latent, with the references."""
+    """Compare the ids of sampled texts, and of those sampled from another sentence's latent, with the references.
+
+    `text_arms` compares strings.
+    """
     shuffled = [samples.tokens[other] for other in shuffled_index]
     f1, shuffled_f1 = text_overlap.token_f1(samples.tokens, references), text_overlap.token_f1(shuffled, references)
     lengths = samples.lengths.numpy()
@@ -155,9 +189,10 @@ def text_estimates(
         "f1_right": mean(f1, "points", 100),
         "f1_shuffled": mean(shuffled_f1, "points", 100),
         "f1_gap": mean(f1 - shuffled_f1, "points", 100),
-        "token_bleu_right": text_overlap.token_bleu(samples.tokens, references, seed),
-        "token_bleu_shuffled": text_overlap.token_bleu(shuffled, references, seed),
-        "exact_match_right": mean(text_overlap.exact_match(samples.tokens, references), "points", 100),
+        "piece_bleu_right": text_overlap.piece_bleu(samples.tokens, references, seed),
+        "piece_bleu_shuffled": text_overlap.piece_bleu(shuffled, references, seed),
+        "piece_exact_match_right": mean(text_overlap.exact_match(samples.tokens, references), "points", 100),
+        "passes": mean(samples.passes.numpy(), "passes/text"),
         "length_error": mean(np.abs(lengths - num_tokens), "tokens"),
         "length_error_shuffled": mean(np.abs(lengths[shuffled_index] - num_tokens), "tokens"),
     }

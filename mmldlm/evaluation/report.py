@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import operator
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mmldlm.evaluation.statistics import Estimate
+from mmldlm.evaluation.statistics import Difference, Estimate
+from mmldlm.evaluation.text_tables import show_texts
 from mmldlm.utils import atomic_files
 
 _OPERATORS = {">=": operator.ge, "<=": operator.le}
@@ -27,13 +28,13 @@ ROWS = (
     ("length_nll_null", "  none", 3),
     ("length_error", "length error, tokens", 2),
     ("length_error_shuffled", "  another sentence's embedding", 2),
-    ("f1_right", "l2t free-running set-F1, points", 1),
+    ("passes", "l2t passes, one after the other", 1),
+    ("f1_right", "l2t set-F1 of tokens, points", 1),
     ("f1_shuffled", "  another sentence's embedding", 1),
     ("f1_gap", "  gap", 1),
-    ("token_bleu_right", "l2t token BLEU-4 (word pieces), points", 1),
-    ("exact_match_right", "l2t exact match, points", 1),
     ("reencoded_cosine", "l2t cosine of the text embedded again", 3),
     ("reencoded_cosine_shuffled", "  with another sentence's embedding", 3),
+    ("nearest_training_cosine", "  floor: nearest training sentence", 3),
     ("cosine", "t2l cosine with the encoder's", 3),
     ("cosine_shuffled", "  with another sentence's", 3),
     ("mean_embedding_cosine", "  floor: the mean embedding", 3),
@@ -42,6 +43,25 @@ ROWS = (
     ("mean_embedding_recall_at_1", "  floor: the mean embedding, @1", 4),
     ("chance_recall_at_1", "  floor: chance, @1", 4),
     ("norm_ratio", "t2l norm, made / true", 3),
+)
+
+
+# Labels of a model that reads no latents: its rows have no "right" above them.
+WITHOUT_LATENTS = {
+    "nelbo_null": "NELBO, nats/token",
+    "token_accuracy_null": "accuracy at masked tokens",
+    "length_nll_null": "length NLL, nats/text",
+}
+
+# (row, words) below the table, for the rows that it has.
+LEGEND = (
+    ("nelbo_null", "{name}: negative log-likelihood of a text, {kind}; lower is better"),
+    ("gain_null", "gain: what the embedding says about its text; 0: the model ignores it"),
+    ("token_accuracy_null", "accuracy: of the best token at masked places, at random shares of masks"),
+    ("length_nll_null", "length NLL: the same of the number of tokens alone; error: |written - right|"),
+    ("f1_right", "set-F1 of tokens: overlap of the sets of tokens of text and sentence"),
+    ("reencoded_cosine", "embedded again: the encoder's embedding of the written text, with the given one"),
+    ("recall_at_1", "recall@k: made embeddings with their own sentence's among the k nearest"),
 )
 
 
@@ -58,11 +78,13 @@ class EvaluationReport:
         conditions: how it was measured.
         arms: named estimates of the model, the two untrained controls and the floors.
         examples: sentences, and the texts that the model wrote from their embeddings.
+        differences: named paired differences between two arms.
     """
 
     conditions: dict[str, Any]
     arms: dict[str, dict[str, Estimate]]
     examples: list[dict[str, Any]]
+    differences: dict[str, dict[str, Difference]] = field(default_factory=dict)
 
     @property
     def claims(self) -> list[dict[str, Any]]:
@@ -90,6 +112,10 @@ class EvaluationReport:
             details["untrained_random_gates_gain_shuffled_in_standard_errors"] = gates[
                 "gain_shuffled"
             ].in_standard_errors
+        details["differences"] = {
+            arms: {name: difference.as_dict() for name, difference in found.items()}
+            for arms, found in self.differences.items()
+        }
         details["examples"] = self.examples
         return {"conditions": self.conditions, "claims": self.claims, "details": details}
 
@@ -109,11 +135,21 @@ class EvaluationReport:
         table.add_column("measure", no_wrap=True)
         for column in ("model", "untrained"):
             table.add_column(column, justify="right", no_wrap=True)
-        arms = [{**self.arms["model"], **self.arms.get("floors", {})}, self.arms["untrained"]]
+        nearest = self.arms.get("nearest_training_sentence", {})
+        floors = {"nearest_training_cosine": nearest["reencoded_cosine"]} if nearest else {}
+        arms = [{**self.arms["model"], **self.arms.get("floors", {}), **floors}, self.arms["untrained"]]
+        is_exact = conditions["likelihood"] == "exact"
+        name, kind = ("NLL", "exact") if is_exact else ("NELBO", "upper bound")
         for key, label, digits in ROWS:
             if any(key in arm for arm in arms):
+                if "nelbo_right" not in arms[0]:
+                    label = WITHOUT_LATENTS.get(key, label)
+                label = label.replace("NELBO", name)
                 table.add_row(label, *(_cell(arm.get(key), digits) for arm in arms))
         console.print(table)
+        for key, words in LEGEND:
+            if any(key in arm for arm in arms):
+                console.print(words.format(name=name, kind=kind))
         console.print(f"untrained: same config, fresh weights, {conditions['num_control_sentences']} of the sentences.")
         if "gain_shuffled" in gates:
             sensitivity, gain = gates["latent_sensitivity"].value, gates["gain_shuffled"]
@@ -123,9 +159,12 @@ class EvaluationReport:
                 f"{sensitivity:.3f}, but the mean of another's - right is {_cell(gain, 4)}: "
                 f"{gain.in_standard_errors:.1f} SE."
             )
+        console.print()
+        show_texts(self.arms, self.differences, conditions, console)
         for note in conditions["notes"]:
             console.print(f"note: {note}")
-        print_claims(self.claims, console)
+        if self.claims:
+            print_claims(self.claims, console)
         if self.examples:
             self._show_examples(console)
 

@@ -30,6 +30,8 @@ class Stream(IntEnum):
     LIKELIHOOD = 201
     STS_BOOTSTRAP = 0x575
     BLEU_BOOTSTRAP = 0xB1E0
+    PAIRED_BOOTSTRAP = 0xB1E1
+    UNIGRAM_FLOOR = 0xF100
 
 
 def mix64(values: np.ndarray) -> np.ndarray:
