@@ -113,9 +113,10 @@ def _search_texts(
             "lower --num-samples, or omit --search",
         )
     search = SearchOptions.of(options)
+    judge = search.open_judge(pretrained)
     own = {key: value for key, value in _writing_options(pretrained, options).items() if key not in OWN_CHOICES}
     message = f"{search.describe()}, for {count_noun(num_given, 'embedding')}"
-    return search.run(pretrained, latents, seed=options.seed, progress=progress.start(message), **own)
+    return search.run(pretrained, latents, judge, seed=options.seed, progress=progress.start(message), **own)
 
 
 def _writing_options(pretrained: Pretrained, options: SampleOptions) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from mmldlm.errors import UserError
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.sampling.search.best_of import FoundTexts, best_of
-from mmldlm.sampling.search.judge import JUDGES
+from mmldlm.sampling.search.judge import JUDGES, Judge
 from mmldlm.sampling.search.local_search import LocalSearchSettings, local_search
 from mmldlm.tasks.text_task import TextTask
 
@@ -35,6 +35,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "model's own estimate, where the encoder is missing",
     },
 }
+NUM_CANDIDATES = 16
 READERS = {"num_candidates": "best_of", "encoder_calls": "local"}
 # Of `write_texts`: a search chooses samplers and temperatures itself, and reads the embedding as it is.
 OWN_CHOICES = ("sampler", "temperature", "num_beams", "condition_timestep")
@@ -97,24 +98,29 @@ class SearchOptions:
         """The search in a few words."""
         judge = "the encoder" if (self.judge or "encoder") == "encoder" else "the model's own t2l"
         if self.search == "best_of":
-            return f"best of {self.num_candidates or 16} by {judge}"
-        return f"local search, {self.encoder_calls or 64} calls of {judge}"
+            return f"best of {self.num_candidates or NUM_CANDIDATES} by {judge}"
+        return f"local search, at most {self.encoder_calls or LocalSearchSettings.judge_calls} calls of {judge}"
+
+    def open_judge(self, pretrained: Pretrained) -> Judge:
+        """Return a judge with empty counts.
+
+        Raises:
+            UserError: it is not available.
+        """
+        return JUDGES[self.judge or "encoder"](pretrained)
 
     def run(
-        self, pretrained: Pretrained, latents: Tensor, *, seed: int,
+        self, pretrained: Pretrained, latents: Tensor, judge: Judge, *, seed: int,
         progress: Callable[[int, int], None] | None = None, **options: Any,
     ) -> FoundTexts:  # fmt: skip
         """Search the text of each latent [N, D] (or [N, M, D]).
 
         Args:
+            judge: of `open_judge`, not used before.
             options: of `TextTask.write_texts`, without OWN_CHOICES.
-
-        Raises:
-            UserError: a judge that is not available.
         """
-        judge = JUDGES[self.judge or "encoder"](pretrained)
         if self.search == "best_of":
-            count = self.num_candidates or 16
+            count = self.num_candidates or NUM_CANDIDATES
             return best_of(pretrained, latents, judge, num_candidates=count, seed=seed, progress=progress, **options)
         settings = LocalSearchSettings(self.encoder_calls or LocalSearchSettings.judge_calls)
         return local_search(pretrained, latents, judge, settings=settings, seed=seed, progress=progress, **options)
