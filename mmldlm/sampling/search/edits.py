@@ -32,8 +32,8 @@ class Edits:
         kinds: SUBSTITUTE, INSERT or DELETE. [K] int64
         positions: in the text; an insertion is in front of it. [K] int64
         tokens: new ones; -1 for a deletion. [K] int64
-        log_ratios: log p(new text) - log p(text) by the model, in nats; an inserted token counts against the entropy
-            of its place, a deleted one likewise, so that neither longer nor shorter texts are preferred. [K] fp64
+        log_ratios: log p(new text) - log p(text) by the model, in nats, of the token alone: p(length) is not in it, so
+            that only edits of one kind compare. [K] fp64
         shifts: expected change of the embedding, [K, M, D] fp32; None for a model that estimates no embeddings.
     """
 
@@ -133,9 +133,7 @@ class Editor:
         pretrained, config = self._pretrained, self._pretrained.model.config
         count = min(TOKENS_A_POSITION, config.vocab_size - 3)
         numbers = len(masked)
-        read = _Read(
-            np.empty((numbers, count), dtype=np.int64), np.empty((numbers, count)), np.empty(numbers), np.empty(numbers)
-        )
+        read = _Read(np.empty((numbers, count), dtype=np.int64), np.empty((numbers, count)), np.empty(numbers))
         lengths = [len(text) + 1 for text in masked]
         device = self._latents.device
         for batch in token_budget_batches(lengths, self._batch_tokens):
@@ -154,7 +152,6 @@ class Editor:
             given = torch.tensor([max(old[row], 0) for row in rows], device=device)
             read.tokens[batch], read.log_probs[batch] = index.cpu().numpy(), best.cpu().numpy()
             read.old_log_probs[batch] = values.gather(1, given[:, None])[:, 0].cpu().numpy()
-            read.entropies[batch] = torch.special.entr(values.exp()).sum(-1).cpu().numpy()
         self._count(lengths, scored=1)
         return read
 
@@ -178,13 +175,11 @@ class Editor:
 
 @dataclass
 class _Read:
-    """At the one masked position of each of R texts: the likeliest tokens and their log p [R, K], log p of the token
-    that stood there and entropy [R]."""
+    """At the one masked position of each of R texts: the likeliest tokens, their log p [R, K], the old one's [R]."""
 
     tokens: np.ndarray
     log_probs: np.ndarray
     old_log_probs: np.ndarray
-    entropies: np.ndarray
 
 
 def _edits(text: Text, rows: list[int], places: list[int], kinds: list[int], read: _Read) -> Edits:
@@ -192,10 +187,10 @@ def _edits(text: Text, rows: list[int], places: list[int], kinds: list[int], rea
     options: dict[int, list[tuple[float, int, int]]] = {SUBSTITUTE: [], INSERT: [], DELETE: []}
     for row in rows:
         place, kind, old = places[row], kinds[row], float(read.old_log_probs[row])
-        gains = read.log_probs[row] + (-old if kind == SUBSTITUTE else read.entropies[row])
+        gains = read.log_probs[row] - (old if kind == SUBSTITUTE else 0.0)
         options[kind] += [(float(gain), place, int(token)) for gain, token in zip(gains, read.tokens[row])]
         if kind == SUBSTITUTE and len(text) > 1:
-            options[DELETE].append((-old - float(read.entropies[row]), place, -1))
+            options[DELETE].append((-old, place, -1))
     chosen, seen = [], {text}
     for kind, found in options.items():
         number = 0

@@ -40,7 +40,6 @@ class LocalSearchSettings:
         beam: distinct texts that are kept after each round.
         calls_a_round: texts that are judged in a round.
         max_edits: edits that one new text combines at most.
-        log_ratio_weight: of the model's log-probability beside the cosine, per nat, in every choice between texts.
     """
 
     judge_calls: int = 64
@@ -48,16 +47,6 @@ class LocalSearchSettings:
     beam: int = 1
     calls_a_round: int = 8
     max_edits: int = 4
-    log_ratio_weight: float = 0.0
-
-
-@dataclass(frozen=True)
-class _Draft:
-    """A text to judge: it must come at least as near as the text that it was made from."""
-
-    text: Text
-    least: float = -np.inf
-    log_ratio: float = 0.0
 
 
 @dataclass
@@ -67,7 +56,6 @@ class _Found:
     text: Text
     embedding: np.ndarray
     cosine: float
-    log_ratio: float = 0.0
     edits: Edits | None = None
 
 
@@ -93,11 +81,9 @@ class _Beam:
         """Whether another round may find a nearer text."""
         return self.calls < most_calls and self.stale < PATIENCE and not self.ended
 
-    def keep_best(self, settings: LocalSearchSettings) -> None:
-        """Keep the best texts; of equal ones the earlier."""
-        weight = settings.log_ratio_weight
-        self.members.sort(key=lambda one: -one.cosine - weight * one.log_ratio)
-        del self.members[settings.beam :]
+    def add(self, found: _Found, size: int) -> None:
+        """Keep the nearest texts; of equal ones the earlier."""
+        self.members = sorted([*self.members, found], key=lambda one: -one.cosine)[:size]
 
 
 def local_search(
@@ -156,16 +142,16 @@ def local_search(
 def _starts(
     pretrained: Pretrained, latents: Tensor, settings: LocalSearchSettings, seed: int, options: dict[str, Any],
     cost: SamplingCost,
-) -> tuple[list[list[_Draft]], int]:  # fmt: skip
+) -> tuple[list[list[Text]], int]:  # fmt: skip
     """Texts that the search of each latent starts from, and the passes of the longest one."""
     lengths, depth = probable_lengths(pretrained.model, latents, LENGTHS), 0
-    starts: list[list[_Draft]] = [[] for _ in range(len(latents))]
+    starts: list[list[Text]] = [[] for _ in range(len(latents))]
     for k in range(settings.num_starts):
         samples = write_candidate(pretrained, latents, k, lengths, seed, options)
         cost.add_texts(pretrained.task, pretrained.model.config, samples)
         depth = max(depth, int(samples.passes.max()))
         for texts, text in zip(starts, samples.tokens):
-            texts.append(_Draft(tuple(text)))
+            texts.append(tuple(text))
     return starts, depth
 
 
@@ -183,44 +169,37 @@ def _take_round(judge: Judge, editor: Editor, beams: list[_Beam], settings: Loca
         beam.stale = 0 if beam.best > best + MIN_GAIN else beam.stale + 1
 
 
-def _promising(beam: _Beam, settings: LocalSearchSettings) -> list[_Draft]:
+def _promising(beam: _Beam, settings: LocalSearchSettings) -> list[Text]:
     """New texts from all members of a beam, the most promising first."""
-    found: dict[Text, tuple[float, _Draft]] = {}
+    found: dict[Text, float] = {}
     for member in beam.members:
         assert member.edits is not None
-        for score, text, ratio in promising_texts(
+        for score, text in promising_texts(
             member.text, member.edits, member.embedding, beam.target,
-            max_edits=settings.max_edits, log_ratio_weight=settings.log_ratio_weight, most=MOST_PROMISING,
+            max_edits=settings.max_edits, most=MOST_PROMISING,
         ):  # fmt: skip
-            score += settings.log_ratio_weight * member.log_ratio
-            if text not in found or score > found[text][0]:
-                found[text] = score, _Draft(text, member.cosine, member.log_ratio + ratio)
-    return [draft for _, draft in sorted(found.values(), key=lambda item: -item[0])]
+            found[text] = max(score, found.get(text, -np.inf))
+    return sorted(found, key=lambda text: -found[text])
 
 
-def _judge(
-    judge: Judge, beams: list[_Beam], drafts: list[list[_Draft]], settings: LocalSearchSettings, most: int
-) -> None:
+def _judge(judge: Judge, beams: list[_Beam], texts: list[list[Text]], settings: LocalSearchSettings, most: int) -> None:
     """Judge the first texts of each beam that it has not seen, and keep the nearest; a beam without one ends."""
-    strings = iter(judge.strings([draft.text for own in drafts for draft in own]))
-    chosen: list[tuple[_Beam, _Draft]] = []
-    for beam, own in zip(beams, drafts):
+    strings = iter(judge.strings([text for own in texts for text in own]))
+    chosen: list[tuple[_Beam, Text]] = []
+    for beam, own in zip(beams, texts):
         room, number = min(most, settings.judge_calls - beam.calls), 0
-        for draft in own:
+        for text in own:
             string = next(strings)
             if number < room and string not in beam.seen:
                 beam.seen.add(string)
-                chosen.append((beam, draft))
+                chosen.append((beam, text))
                 number += 1
         beam.calls += number
         beam.ended = number == 0
     if not chosen:
         return
-    embedded = judge.embed([draft.text for _, draft in chosen])
+    embedded = judge.embed([text for _, text in chosen])
     embedded = embedded.reshape(len(chosen), -1, embedded.shape[-1])
     values = cosines(embedded, np.stack([beam.target for beam, _ in chosen]))
-    for (beam, draft), embedding, value in zip(chosen, embedded, values.tolist()):
-        if value >= draft.least:
-            beam.members.append(_Found(draft.text, embedding, value, draft.log_ratio))
-    for beam in beams:
-        beam.keep_best(settings)
+    for (beam, text), embedding, value in zip(chosen, embedded, values.tolist()):
+        beam.add(_Found(text, embedding, value), settings.beam)
