@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from mmldlm.config.text_samplers import BY_CERTAINTY, BY_CHANCE, STRATEGY_OPTIONS
 from mmldlm.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -41,6 +43,10 @@ class TextTask(Task):
     fills_lengths: ClassVar[bool] = False
     exact_likelihood: ClassVar[bool] = False
     evaluation_decoding: ClassVar[str] = "confidence, greedy, lengths from the model (median of p(length | latent))"
+
+    def unread_options(self, kind: str, sampler: str) -> frozenset[str]:
+        """Return those of `sampling_options` that one sampler does not read for a kind of samples."""
+        return frozenset()
 
     @abstractmethod
     def model_class(self) -> type[nn.Module]:
@@ -99,6 +105,11 @@ class MaskedTextTask(TextTask):
     """A task of masked diffusion: a model with the forward contract of MultimodalMMDiT, a section `text_diffusion`."""
 
     fills_lengths = True
+    samplers: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "l2t": (*BY_CERTAINTY, *BY_CHANCE),
+        "unconditional": (*BY_CHANCE, "remdm", *BY_CERTAINTY),
+    }
+    sampling_options = TextTask.sampling_options | STRATEGY_OPTIONS | {"num_lengths"}
 
     @abstractmethod
     def pass_flops(self, model_config: Any, length: float, scored: float) -> float:
@@ -111,6 +122,13 @@ class MaskedTextTask(TextTask):
         costs = [self.pass_flops(model_config, length, scored) for length in samples.lengths.tolist()]
         total = sum(number * cost for number, cost in zip(passes, costs))
         return samples.num_rows / max(sum(passes), 1) * total  # guidance takes two rows a pass
+
+    def unread_options(self, kind: str, sampler: str) -> frozenset[str]:
+        from mmldlm.sampling.text.strategies import strategy_class
+
+        unread = STRATEGY_OPTIONS - strategy_class(sampler).defaults.keys()
+        makes_latents = kind == "unconditional" and "t2l" in self.samplers
+        return unread - {"num_steps"} if makes_latents else unread
 
     def write_texts(self, pretrained: Pretrained, latents: Tensor | None, **options: Any) -> TextSamples:
         from mmldlm.sampling.text.loop import sample_masked

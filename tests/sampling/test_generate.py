@@ -312,7 +312,7 @@ def test_scaled_embeddings_are_warned_about(checkpoint, tmp_path, capsys):
         (["t2l", "--text", "word1", "--text-file", "x"], "--text"),
         (["t2l", "--text", "word1", "--sampler", "confidence"], "--sampler"),
         (["unconditional", "--latent-file", "x.npy"], "--latent-file"),
-        (["unconditional", "--sampler", "beam"], "--sampler ancestral, confidence"),
+        (["unconditional", "--sampler", "beam"], "--sampler ancestral, first_hitting"),
     ],
 )
 def test_unusable_requests_are_refused(checkpoint, tmp_path, words, named):

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from mmldlm.sampling.device import device_of
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.sampling.search.accounting import SamplingCost
 from mmldlm.sampling.search.judge import Judge, cosines
+from mmldlm.sampling.text.length_rule import most_probable_lengths
 from mmldlm.sampling.text.loop import TextSamples
 from mmldlm.tasks.text_task import TextTask
 from mmldlm.utils.counter_rng import candidate_seed
@@ -77,7 +76,9 @@ def write_candidate(
         lengths: the most probable lengths of each latent, of a task that fills given lengths. [N, LENGTHS]
         options: of `TextTask.write_texts`.
     """
-    plan, given = candidate(pretrained.task, k), dict(options)
+    plan = candidate(pretrained.task, k)
+    unread = pretrained.task.unread_options("l2t", plan.sampler)
+    given = {key: value for key, value in options.items() if key not in unread}
     if plan.temperature is not None:
         given.update(temperature=plan.temperature)
         if "presence_penalty" in given:  # that of greedy decoding, which repeats tokens
@@ -86,14 +87,6 @@ def write_candidate(
         assert lengths is not None
         given.update(lengths=lengths[:, plan.length_rank])
     return pretrained.task.write_texts(pretrained, latents, sampler=plan.sampler, seed=candidate_seed(seed, k), **given)
-
-
-@torch.inference_mode()
-def probable_lengths(model: nn.Module, latents: Tensor, count: int, batch_size: int = 512) -> Tensor:
-    """Return the most probable lengths of each text by the model's length head, EOS counted: [N, count] int64."""
-    device = device_of(model)
-    logits = [model(None, model.scale_latents(part.to(device)))["length_logits"] for part in latents.split(batch_size)]
-    return torch.cat(logits).argsort(dim=-1, descending=True, stable=True)[:, :count].cpu() + 1
 
 
 def best_of(
@@ -121,7 +114,7 @@ def best_of(
     """
     task, model, count = pretrained.task, pretrained.model, len(latents)
     targets, cost = latents.cpu().numpy(), SamplingCost(count)
-    lengths = probable_lengths(model, latents, LENGTHS) if task.fills_lengths else None
+    lengths = most_probable_lengths(model, latents, LENGTHS)[0] if task.fills_lengths else None
     texts: list[list[int]] = [[] for _ in range(count)]
     cosine, calls, depth = np.full(count, -np.inf), np.zeros(count, dtype=np.int64), 0
     seen: list[set[str]] = [set() for _ in range(count)]

@@ -17,10 +17,11 @@ from torch import Tensor
 from mmldlm.errors import UserError
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.sampling.search.accounting import SamplingCost
-from mmldlm.sampling.search.best_of import LENGTHS, FoundTexts, probable_lengths, write_candidate
+from mmldlm.sampling.search.best_of import LENGTHS, FoundTexts, write_candidate
 from mmldlm.sampling.search.combine import promising_texts
 from mmldlm.sampling.search.edits import Editor, Edits, Text
 from mmldlm.sampling.search.judge import Judge, cosines
+from mmldlm.sampling.text.length_rule import most_probable_lengths
 
 # Latents whose beams are in memory at once; no result depends on it.
 GROUP = 64
@@ -144,7 +145,7 @@ def _starts(
     cost: SamplingCost,
 ) -> tuple[list[list[Text]], int]:  # fmt: skip
     """Texts that the search of each latent starts from, and the passes of the longest one."""
-    lengths, depth = probable_lengths(pretrained.model, latents, LENGTHS), 0
+    lengths, depth = most_probable_lengths(pretrained.model, latents, LENGTHS)[0], 0
     starts: list[list[Text]] = [[] for _ in range(len(latents))]
     for k in range(settings.num_starts):
         samples = write_candidate(pretrained, latents, k, lengths, seed, options)

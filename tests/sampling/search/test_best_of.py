@@ -10,8 +10,9 @@ import torch
 
 from mmldlm.config.task_registry import find_task
 from mmldlm.errors import MmldlmError
-from mmldlm.sampling.search.best_of import best_of, candidate, probable_lengths, write_candidate
+from mmldlm.sampling.search.best_of import best_of, candidate, write_candidate
 from mmldlm.sampling.search.judge import cosines
+from mmldlm.sampling.text.length_rule import most_probable_lengths
 
 
 def search(pretrained, hidden, judge, count=7, **options):
@@ -20,7 +21,7 @@ def search(pretrained, hidden, judge, count=7, **options):
 
 def test_the_nearest_candidate_is_kept(pretrained, hidden, judge, new_judge):
     found, targets = search(pretrained, hidden, judge), hidden[1].numpy()
-    lengths, written = probable_lengths(pretrained.model, hidden[1], 3), []
+    lengths, written = most_probable_lengths(pretrained.model, hidden[1], 3)[0], []
     for k in range(7):
         texts = write_candidate(pretrained, hidden[1], k, lengths, 0, {"num_steps": 3}).tokens
         written.append(cosines(new_judge().embed(texts), targets))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from mmldlm.models.plain import costs
 from mmldlm.tasks.base import Metric
@@ -37,10 +36,6 @@ class MdlmTask(MaskedTextTask, BaselineTask):
         Metric("length_loss", "length_nll_sum", "length_scored", evaluation="length_nll"),
         Metric("text_accuracy", "text_correct", "text_masked", evaluation="token_accuracy"),
     )
-    samplers: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "l2t": ("confidence", "ancestral"),
-        "unconditional": ("ancestral", "confidence"),
-    }
 
     def pass_flops(self, model_config: Any, length: float, scored: float) -> float:
         return costs.step_flops(model_config, [length], scored).forward
