@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
@@ -14,8 +14,10 @@ from mmldlm.sampling.search.accounting import SamplingCost
 from mmldlm.sampling.search.judge import Judge, cosines
 from mmldlm.sampling.text.length_rule import most_probable_lengths
 from mmldlm.sampling.text.loop import TextSamples
-from mmldlm.tasks.text_task import TextTask
 from mmldlm.utils.counter_rng import candidate_seed
+
+if TYPE_CHECKING:
+    from mmldlm.tasks.text_task import TextTask
 
 LENGTHS = 3
 """The most probable lengths that candidates have, of a task that fills given lengths."""

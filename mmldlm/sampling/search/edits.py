@@ -18,8 +18,8 @@ from mmldlm.sampling.text.draw import check_finite
 
 SUBSTITUTE, INSERT, DELETE = range(3)
 # Tokens tried at each position and in each gap, and the edits of each kind that are looked at, the likeliest.
-TOKENS_A_POSITION = 8
-MOST = {SUBSTITUTE: 40, INSERT: 16, DELETE: 12}
+TOKENS_A_POSITION = 16
+MOST = {SUBSTITUTE: 100, INSERT: 40, DELETE: 20}
 
 Text = tuple[int, ...]
 
@@ -60,16 +60,9 @@ class Edits:
 
     def apply(self, text: Text, rows: Sequence[int]) -> Text:
         """The text after compatible edits."""
-        result = list(text)
         for row in sorted(rows, key=lambda row: -self.positions[row]):
-            place = int(self.positions[row])
-            if self.kinds[row] == DELETE:
-                del result[place]
-            elif self.kinds[row] == INSERT:
-                result.insert(place, int(self.tokens[row]))
-            else:
-                result[place] = int(self.tokens[row])
-        return tuple(result)
+            text = _edit(text, int(self.kinds[row]), int(self.positions[row]), int(self.tokens[row]))
+        return text
 
 
 class Editor:
@@ -119,10 +112,10 @@ class Editor:
             kinds += [SUBSTITUTE] * len(text) + [INSERT] * inserts
             sources += [source] * (len(text) + inserts)
         read = self._read(masked, places, old, [owners[source] for source in sources])
-        found = []
-        for source, text in enumerate(texts):
-            rows = [row for row, other in enumerate(sources) if other == source]
-            found.append(_edits(text, rows, places, kinds, read))
+        counts = np.bincount(sources, minlength=len(texts))
+        ends = np.cumsum(counts)
+        rows = [range(end - count, end) for end, count in zip(ends.tolist(), counts.tolist())]
+        found = [_edits(text, own, places, kinds, read) for text, own in zip(texts, rows)]
         if self.estimates_shifts:
             self._estimate_shifts(texts, found)
         return found
@@ -182,7 +175,12 @@ class _Read:
     old_log_probs: np.ndarray
 
 
-def _edits(text: Text, rows: list[int], places: list[int], kinds: list[int], read: _Read) -> Edits:
+def _edit(text: Text, kind: int, place: int, token: int) -> Text:
+    new = () if kind == DELETE else (token,)
+    return text[:place] + new + text[place + (kind != INSERT) :]
+
+
+def _edits(text: Text, rows: range, places: list[int], kinds: list[int], read: _Read) -> Edits:
     """The likeliest edits of one text, from what the model says at its positions and gaps."""
     options: dict[int, list[tuple[float, int, int]]] = {SUBSTITUTE: [], INSERT: [], DELETE: []}
     for row in rows:
@@ -195,8 +193,7 @@ def _edits(text: Text, rows: list[int], places: list[int], kinds: list[int], rea
     for kind, found in options.items():
         number = 0
         for gain, place, token in sorted(found, key=lambda option: (-option[0], option[1], option[2])):
-            one = Edits(np.array([kind]), np.array([place]), np.array([token]), np.array([gain]))
-            changed = one.apply(text, [0])
+            changed = _edit(text, kind, place, token)
             if changed not in seen:
                 seen.add(changed)
                 chosen.append((kind, place, token, gain))

@@ -38,14 +38,15 @@ class LocalSearchSettings:
     Attributes:
         judge_calls: most texts that the judge embeds for one latent.
         num_starts: texts that the search starts from (`best_of.candidate`).
-        beam: distinct texts that are kept after each round.
+        beam: distinct texts that are kept after each round; the second and later ones are edited only where the first
+            did not get nearer in the last round.
         calls_a_round: texts that are judged in a round.
         max_edits: edits that one new text combines at most.
     """
 
     judge_calls: int = 64
     num_starts: int = 4
-    beam: int = 1
+    beam: int = 3
     calls_a_round: int = 8
     max_edits: int = 4
 
@@ -81,6 +82,10 @@ class _Beam:
     def goes_on(self, most_calls: int) -> bool:
         """Whether another round may find a nearer text."""
         return self.calls < most_calls and self.stale < PATIENCE and not self.ended
+
+    def edited(self) -> list[_Found]:
+        """The texts to edit: the nearest alone as long as it gets nearer, else all."""
+        return self.members if self.stale else self.members[:1]
 
     def add(self, found: _Found, size: int) -> None:
         """Keep the nearest texts; of equal ones the earlier."""
@@ -158,7 +163,7 @@ def _starts(
 
 def _take_round(judge: Judge, editor: Editor, beams: list[_Beam], settings: LocalSearchSettings) -> None:
     """Edit the members of each beam, judge the most promising new texts, keep the nearest."""
-    fresh = [(beam, member) for beam in beams for member in beam.members if member.edits is None]
+    fresh = [(beam, member) for beam in beams for member in beam.edited() if member.edits is None]
     proposed = editor.propose([member.text for _, member in fresh], [beam.owner for beam, _ in fresh])
     for (_, member), edits in zip(fresh, proposed):
         member.edits = edits
@@ -173,7 +178,7 @@ def _take_round(judge: Judge, editor: Editor, beams: list[_Beam], settings: Loca
 def _promising(beam: _Beam, settings: LocalSearchSettings) -> list[Text]:
     """New texts from all members of a beam, the most promising first."""
     found: dict[Text, float] = {}
-    for member in beam.members:
+    for member in beam.edited():
         assert member.edits is not None
         for score, text in promising_texts(
             member.text, member.edits, member.embedding, beam.target,

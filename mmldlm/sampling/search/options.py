@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -13,7 +13,9 @@ from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.sampling.search.best_of import FoundTexts, best_of
 from mmldlm.sampling.search.judge import JUDGES, Judge
 from mmldlm.sampling.search.local_search import LocalSearchSettings, local_search
-from mmldlm.tasks.text_task import TextTask
+
+if TYPE_CHECKING:
+    from mmldlm.tasks.text_task import TextTask
 
 SEARCHES = ("best_of", "local")
 # argparse settings of the options; None everywhere means that an option was not given.
