@@ -29,7 +29,11 @@ def information_page(report: InformationReport) -> str:
     parts = [_plots(report), _table("Schedules", SCHEDULE_TITLE, SCHEDULE_COLUMNS, report.schedule_cells())]
     if report.samplers:
         parts.append(_table("Samplers", SAMPLER_TITLE, SAMPLER_COLUMNS, report.sampler_cells()))
-    items = [(key.replace("_", " "), str(value)) for key, value in conditions.items() if key != "notes"]
+    items = [
+        (key.replace("_", " "), f"{value:g}" if isinstance(value, float) else str(value))
+        for key, value in conditions.items()
+        if key != "notes"
+    ]
     parts.append(section("Conditions", definitions(items)))
     main = element("main", element("header", element("h1", title)), *notes, *parts, class_="report")
     return render(f"mmldlm: {title}", to_html([main]))
