@@ -10,6 +10,8 @@ from mmldlm.commands import RenamedOption
 from mmldlm.errors import EXIT_DONE, UserError
 from mmldlm.evaluation.suite import SUITES
 from mmldlm.observe.pages.page import check_page_path, write_page
+from mmldlm.sampling.search.options import ARGUMENTS as SEARCH_ARGUMENTS
+from mmldlm.sampling.search.options import SearchOptions
 from mmldlm.utils.output_paths import check_writable_file
 from mmldlm.utils.progress import ProgressBar
 
@@ -61,6 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--control-samples", type=int, default=100, help="sentences of the untrained controls (default %(default)s)")
     add("--guidance", type=float, default=1.0, help="classifier-free guidance of both samplers (default 1: none)")
     add("--presence-penalty", type=float, help="penalty of l2t on repeated tokens (default 1)")
+    for key, options in SEARCH_ARGUMENTS.items():
+        add("--" + key.replace("_", "-"), **options)
     add("--batch-size", type=int, metavar="N", help="texts of full length per pass (default: some thousand tokens)")
     add("--seed", type=int, default=0, help="seed of every draw (default %(default)s)")
     add("--json", metavar="FILE", help="also write the results to this file")
@@ -138,6 +142,7 @@ def _check_task(args: argparse.Namespace, task: TextTask) -> None:
     if given:
         names = ", ".join("--" + key.replace("_", "-") for key in given)
         raise UserError(f"options that task={task.name} reads", names, "omit them")
+    SearchOptions.of(args).check(task, ())
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
@@ -160,6 +165,9 @@ def _check_arguments(args: argparse.Namespace) -> None:
         raise UserError(f"options that --suite {args.suite} reads", names, "omit them, or name another --suite")
     if args.suite != "stsb" and not args.data:
         raise UserError("--data STORE, whose validation split is evaluated", "none given", "name the prepared store")
+    search = SearchOptions.of(args)
+    if args.suite != "conditioning_gain" and search.search is not None:
+        raise UserError("--search with --suite conditioning_gain", f"--suite {args.suite}", "omit --search")
     for key in ("json", "plot", "write_schedule"):
         if getattr(args, key):
             check_writable_file(getattr(args, key), "--" + key.replace("_", "-"))

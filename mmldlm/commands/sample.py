@@ -20,6 +20,8 @@ from mmldlm.sampling.generate import SampleOptions, sample_l2t, sample_t2l, samp
 from mmldlm.sampling.joint_sampler import JOINT_METHODS
 from mmldlm.sampling.latent_solver import ETAS, SOLVERS
 from mmldlm.sampling.pretrained import Pretrained, load_pretrained
+from mmldlm.sampling.search.options import ARGUMENTS as SEARCH_ARGUMENTS
+from mmldlm.sampling.search.options import SearchOptions
 from mmldlm.sampling.text.strategies import STRATEGIES
 from mmldlm.sampling.text.strategies.remasking import ETAS as REMASKING
 from mmldlm.sampling.text.strategies.schedule import names_passes, read_schedule
@@ -61,6 +63,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "condition_timestep": {"l2t": 0.0, "unconditional": 0.0},
     "eta": {"t2l": 0.0},
     "trace": {"l2t": None, "unconditional": None},
+    **{key: {"l2t": None} for key in SEARCH_ARGUMENTS},
 }
 # Options that a task may lack, also in a kind that it has (TextTask.sampling_options).
 TASK_OPTIONS = (
@@ -152,11 +155,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "metavar": "FILE.html",
         "help": f"also write a page that plays, pass by pass, how the first {MAX_TEXTS} texts were written",
     },
+    **SEARCH_ARGUMENTS,
 }
 SOURCES = {"l2t": ("latent_file", "text", "text_file", "data"), "t2l": ("text", "text_file"), "unconditional": ()}
 OUTPUTS = ("samples.jsonl", "latents.npy", "settings.json")
 CHECKPOINT_HELP = "a run, RUN/latest, a checkpoint, a model.pt, or a folder written by `mmldlm convert`"
 MAX_TABLE_ROWS = 20
+TITLES = {"cosine": "cosine with the encoder's", "judge_cosine": "cosine by the judge", "judge_calls": "texts judged"}
 
 
 def add_arguments(parser: argparse.ArgumentParser, kind: str | None = None) -> None:
@@ -206,6 +211,7 @@ def resolve_options(args: argparse.Namespace) -> list[str]:
     if args.method is not None and args.method not in METHODS[args.kind]:
         expected = " or ".join(METHODS[args.kind])
         raise UserError(f"--method {expected} for `sample {args.kind}`", args.method, "choose one of them")
+    SearchOptions.of(args)  # refuses what does not fit together
     if args.schedule is not None:
         read_schedule(args.schedule, args.num_steps)  # refuses what it cannot read
     for key, defaults in DEFAULTS.items():
@@ -229,6 +235,8 @@ def fit_to_task(args: argparse.Namespace, given: list[str], pretrained: Pretrain
     if wrong := [_option(key) for key in unread if key in given]:
         known = ", ".join(_option(key) for key in TASK_OPTIONS if args.kind in DEFAULTS[key] and key not in unread)
         raise UserError(f"options that task={task.name} reads: {known}", ", ".join(wrong), "omit them")
+    if args.kind == "l2t":
+        SearchOptions.of(args).check(task, given)
     if args.sampler is not None:
         of_others = task.unread_options(args.kind, args.sampler)
         if wrong := [_option(key) for key in TASK_OPTIONS if key in given and key in of_others]:
@@ -262,6 +270,17 @@ def _check_ranges(args: argparse.Namespace) -> None:
             raise UserError(f"{_option(key)} {bound}", str(value), "choose a value in this range")
 
 
+def _check_trace(args: argparse.Namespace) -> None:
+    if args.trace is None:
+        return
+    check_page_path(args.trace, "--trace", args.overwrite)
+    several = "num_lengths" if (args.num_lengths or 1) > 1 else "search" if args.search is not None else None
+    if several is not None:
+        option = _option(several)
+        found = f"{option} {getattr(args, several)}, which writes several and keeps one"
+        raise UserError("--trace of texts that are written once", found, f"omit {option} or --trace")
+
+
 def output_folder(path: str, overwrite: bool) -> Path:
     """Return the output folder, which may exist.
 
@@ -284,8 +303,7 @@ def main(args: argparse.Namespace) -> int:
     given = resolve_options(args)
     device = usable_device(args.device)
     out = output_folder(args.output_dir, args.overwrite)
-    if args.trace is not None:
-        check_page_path(args.trace, "--trace", args.overwrite)
+    _check_trace(args)
     pretrained = load_pretrained(args.checkpoint, device)
     fit_to_task(args, given, pretrained)
     if args.kind != "unconditional" or pretrained.latent_config is None:  # else choose_method checks the modes
@@ -335,9 +353,9 @@ def _print_table(kind: str, records: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
     table = Table(title=f"sample {kind}", show_lines=True)
-    columns = [key for key in ("index", "reference", "text", "norm", "cosine") if key in records[0]]
+    columns = [key for key in ("index", "reference", "text", "norm", *TITLES) if key in records[0]]
     for key in columns:
-        table.add_column("cosine with the encoder's" if key == "cosine" else key, overflow="fold")
+        table.add_column(TITLES.get(key, key), overflow="fold")
     for record in records[:MAX_TABLE_ROWS]:
         table.add_row(*(_format_cell(record[key]) for key in columns))
     Console(markup=False).print(table)

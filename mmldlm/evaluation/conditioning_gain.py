@@ -25,12 +25,15 @@ from mmldlm.evaluation.directions import (
 )
 from mmldlm.evaluation.reencoding import reencoded_estimates
 from mmldlm.evaluation.report import EvaluationReport
+from mmldlm.evaluation.search_arm import add_search
 from mmldlm.evaluation.sentences import Sentences, choose_sentences
 from mmldlm.evaluation.suite import Log
 from mmldlm.evaluation.text_arms import TextArms, measure_set, measure_text_arms
 from mmldlm.sampling.inputs import reason_without_encoder
 from mmldlm.sampling.latent_sampler import steps_given_text
 from mmldlm.sampling.pretrained import Pretrained
+from mmldlm.sampling.search.judge import Judge
+from mmldlm.sampling.search.options import SearchOptions
 
 
 def untrained_control(model: nn.Module, seed: int, random_gates: bool) -> nn.Module:
@@ -73,6 +76,7 @@ def evaluate(
     started = time.perf_counter()
     model = pretrained.model
     pretrained.check_guidance(settings.guidance)
+    judge = _open_judge(pretrained, settings)
     sentences = choose_sentences(store, model, settings.num_samples, settings.seed)
     control_sentences = sentences.first(min(settings.control_samples, len(sentences)), settings.seed)
     controls = {
@@ -95,7 +99,10 @@ def evaluate(
         arms["model"].update(written.estimates)
         texts = measure_text_arms(pretrained, store, sentences, written.written, settings.seed, log)
         texts.conditions |= written.costs
-        examples = example_records(pretrained, sentences, written)
+        searched = None
+        if judge is not None:
+            searched = add_search(texts, pretrained, sentences, written.written, judge, settings, log)
+        examples = example_records(pretrained, sentences, written, searched)
         results = [("model", written.written, sentences)]
         for name, control in controls.items():
             result = measure_l2t(pretrained, control, control_sentences, settings, _prefixed(log, name))
@@ -157,6 +164,19 @@ def _conditions(pretrained: Pretrained, store: Store, sentences: Sentences, sett
     }
 
 
+def _open_judge(pretrained: Pretrained, settings: Settings) -> Judge | None:
+    """The judge of --search, opened before anything is measured.
+
+    Raises:
+        UserError: a model that writes no texts from latents, or a judge that is not available.
+    """
+    search = SearchOptions.of(settings)
+    if search.search is None:
+        return None
+    pretrained.check_mode("l2t")
+    return search.open_judge(pretrained)
+
+
 def _latent_steps(pretrained: Pretrained, settings: Settings) -> int | None:
     """Steps of t2l; None for a task without it."""
     if pretrained.latent_config is None:
@@ -186,12 +206,21 @@ def _notes(pretrained: Pretrained) -> list[str]:
 
 
 def example_records(
-    pretrained: Pretrained, sentences: Sentences, result: DirectionResult, count: int = 10
+    pretrained: Pretrained,
+    sentences: Sentences,
+    result: DirectionResult,
+    searched: list[str] | None = None,
+    count: int = 10,
 ) -> list[dict]:
-    """Return sentences and sampled texts, spread evenly over the draw and not selected by quality."""
+    """Return sentences and sampled texts, spread evenly over the draw and not selected by quality.
+
+    Args:
+        searched: N texts that a search found, if there was one.
+    """
     rows = np.unique(np.linspace(0, len(sentences) - 1, min(count, len(sentences))).astype(int)).tolist()
     written = pretrained.tokenizer.batch_decode([result.written[row] for row in rows], skip_special_tokens=True)
     return [
         {"sentence": sentences.texts[row], "written": text, "set_f1": round(float(result.f1[row]), 3)}
+        | ({} if searched is None else {"searched": searched[row]})
         for row, text in zip(rows, written)
     ]

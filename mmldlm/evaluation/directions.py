@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,6 +42,7 @@ class Settings:
         presence_penalty: of l2t (see `sample_text`).
         seed: of every draw.
         batch_size: texts of full length per pass; None: the default token budget of each measurement.
+        search, num_candidates, encoder_calls, judge: of `SearchOptions`; search None: texts are written once.
     """
 
     num_samples: int | None = None
@@ -52,6 +54,10 @@ class Settings:
     presence_penalty: float = PRESENCE_PENALTY
     seed: int = 0
     batch_size: int | None = None
+    search: str | None = None
+    num_candidates: int | None = None
+    encoder_calls: int | None = None
+    judge: str | None = None
 
 
 @dataclass
@@ -70,7 +76,7 @@ class DirectionResult:
     written: list[list[int]] = field(default_factory=list)
     f1: np.ndarray | None = None
     latents: np.ndarray | None = None
-    costs: dict[str, float] = field(default_factory=dict)
+    costs: dict[str, float | None] = field(default_factory=dict)
 
 
 def measure_l2t(
@@ -89,20 +95,19 @@ def measure_l2t(
     if "num_steps" in task.sampling_options:
         steps = f" in {settings.num_steps} {sampler} steps"
     progress = log(f"writing {len(sentences)} texts from their embeddings{steps}")
-    options = {key: getattr(settings, key) for key in TEXT_OPTIONS if key in task.sampling_options}
-    samples = task.write_texts(
-        arm,
-        latents,
-        sampler=sampler,
-        seed=settings.seed,
-        progress=progress,
-        **options,
-        **batch_budget(model, settings.batch_size),
-    )
+    options = writing_options(arm, settings)
+    samples = task.write_texts(arm, latents, sampler=sampler, seed=settings.seed, progress=progress, **options)
     result.estimates |= text_estimates(samples, sentences.tokens, shuffled_index, likelihood.num_tokens, settings.seed)
-    result.costs = text_costs(samples)
+    flops = task.writing_flops(model.config, samples)
+    result.costs = text_costs(samples) | {"gflops_per_text": flops and flops / len(sentences) / 1e9}
     result.written, result.f1 = samples.tokens, text_overlap.token_f1(samples.tokens, sentences.tokens)
     return result
+
+
+def writing_options(pretrained: Pretrained, settings: Settings) -> dict[str, Any]:
+    """Return options of `TextTask.write_texts` that the task reads."""
+    options = {key: getattr(settings, key) for key in TEXT_OPTIONS if key in pretrained.task.sampling_options}
+    return options | batch_budget(pretrained.model, settings.batch_size)
 
 
 def text_costs(samples: TextSamples) -> dict[str, float]:

@@ -191,11 +191,13 @@ class EvaluationReport:
         table = Table(
             title="unseen sentences, and the texts that the model wrote from their embeddings", show_lines=True
         )
-        for column in ("sentence", "written from its embedding"):
-            table.add_column(column, ratio=1, overflow="fold")
+        columns = {"sentence": "sentence", "written": "written from its embedding", "searched": "found by the search"}
+        columns = {key: title for key, title in columns.items() if key in self.examples[0]}
+        for title in columns.values():
+            table.add_column(title, ratio=1, overflow="fold")
         table.add_column("set-F1", justify="right")
         for example in self.examples:
-            table.add_row(example["sentence"], example["written"], f"{100 * example['set_f1']:.0f}")
+            table.add_row(*(example[key] for key in columns), f"{100 * example['set_f1']:.0f}")
         console.print(table)
 
 

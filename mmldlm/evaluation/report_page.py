@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 # Standard errors to each side of a 95 % interval.
 _SIGMAS = 1.96
-# Colors of a plot: the model, a control, no embedding, what needs no model.
-_MODEL, _CONTROL, _NULL, _FLOOR = 0, 1, 3, 4
+# Colors of a plot: the model, a control, a search by a judge, no embedding, what needs no model.
+_MODEL, _CONTROL, _SEARCH, _NULL, _FLOOR = range(5)
 
 
 def _text_rows(key: str) -> tuple[tuple[str, str, str, int], ...]:
     """Return a plot's rows of a figure of strings, for the model, its control and the floors."""
-    colors = {"model": _MODEL, "shuffled": _CONTROL}
+    colors = {"model": _MODEL, "shuffled": _CONTROL, "search": _SEARCH}
     rows = ((arm, label) for arm, label in OVERLAP_ROWS if not label.startswith(" "))
     return tuple((arm, key, label, colors.get(arm, _FLOOR)) for arm, label in rows)
 
@@ -141,7 +141,8 @@ def _texts(report: EvaluationReport) -> list[Element]:
         count = arms["model"]["word_f1"].n
         caption = f"Texts written from {count} embeddings against their sentences, in points of 100. {_ERRORS}"
         found = _arms_table(arms, caption, OVERLAP_ROWS, OVERLAP_COLUMNS, OVERLAP_LEGEND)
-        parts.append(section("Written texts against their sentences", *found, *_differences(report)))
+        extra = [*_differences(report), *_search_costs(report.conditions)]
+        parts.append(section("Written texts against their sentences", *found, *extra))
     if "sentences" in arms:
         caption = f"The same number of real sentences shows what to compare with. {_ERRORS}"
         found = _arms_table(arms, caption, SET_ROWS, SET_COLUMNS, SET_LEGEND)
@@ -167,23 +168,38 @@ def _arms_table(
 
 def _differences(report: EvaluationReport) -> list[Element]:
     """A table of paired differences; of near-duplicates, how many there are."""
-    rows = [
-        (
-            f"{name.replace('_', ' ')}: {key.replace('_', ' ')}",
-            f"{found.value:+.1f}",
-            f"[{found.low:+.1f}, {found.high:+.1f}]",
-        )
-        for name, estimates in report.differences.items()
-        for key, found in estimates.items()
-    ]
+    rows = []
+    for name, estimates in report.differences.items():
+        for key, found in estimates.items():
+            digits = 3 if found.unit == "cosine" else 1
+            interval = f"[{found.low:+.{digits}f}, {found.high:+.{digits}f}]"
+            label = f"{name.replace('_', ' ')}: {key.replace('_', ' ')}"
+            rows.append((label, f"{found.value:+.{digits}f} {found.unit}", interval))
     if not rows:
         return []
-    caption = "Differences on the same sentences, in points, with 95 % bootstrap intervals."
+    caption = "Differences on the same sentences, with 95 % bootstrap intervals."
     known = report.conditions.get("near_duplicates")
     if known is not None:
         share = f"{known['count']} of {report.conditions['num_sentences']}"
         caption += f" Known: {share} sentences have a training sentence of a cosine above {known['cosine_above']}."
     return [table(caption, [Column("difference", False), Column("value"), Column("interval")], rows)]
+
+
+def _search_costs(conditions: Mapping[str, Any]) -> list[Element]:
+    """What the texts of a search cost beside the model's own, if there was one."""
+    search = conditions.get("search")
+    if search is None:
+        return []
+    costs = (
+        ("model", conditions.get("gflops_per_text"), conditions["most_passes"], 0),
+        (f"search: {search['what']}", search["gflops"], search["depth"], search["judge_calls"]),
+    )
+    rows = [
+        (name, "" if gflops is None else f"{gflops:.1f}", f"{depth:g}", f"{calls:.0f}")
+        for name, gflops, depth, calls in costs
+    ]
+    columns = [Column("texts of", False), Column("GFLOP"), Column("most passes in sequence"), Column("texts judged")]
+    return [table("Cost of one text. A judge embeds texts and compares them with the embedding.", columns, rows)]
 
 
 def _plots(arms: Arms) -> list[Element]:
@@ -225,15 +241,17 @@ def _claims(claims: Sequence[Mapping[str, Any]]) -> Element:
 
 
 def _samples(examples: Sequence[Mapping[str, Any]]) -> Element:
-    rows = []
-    for example in examples:
-        written = element("span", *_marked(example["written"], example["sentence"]))
-        rows.append((example["sentence"], written, f"{100 * example['set_f1']:.0f}"))
-    columns = [
-        Column("sentence", False),
-        Column("written from its embedding", False),
-        Column("set-F1"),
+    texts = {"written": "written from its embedding", "searched": "found by the search"}
+    texts = {key: heading for key, heading in texts.items() if key in examples[0]}
+    rows = [
+        (
+            example["sentence"],
+            *(element("span", *_marked(example[key], example["sentence"])) for key in texts),
+            f"{100 * example['set_f1']:.0f}",
+        )
+        for example in examples
     ]
+    columns = [Column("sentence", False), *(Column(heading, False) for heading in texts.values()), Column("set-F1")]
     caption = "Spread evenly over the sentences, not chosen by quality. Marked: words of the sentence."
     return section("Samples", table(caption, columns, rows))
 
@@ -253,6 +271,8 @@ def _conditions(conditions: Mapping[str, Any]) -> Element:
 def _words(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key.replace('_', ' ')} {_words(part)}" for key, part in value.items())
+    if isinstance(value, float):
+        return f"{value:g}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 

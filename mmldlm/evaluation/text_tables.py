@@ -13,6 +13,7 @@ Arms = Mapping[str, Mapping[str, Estimate]]
 OVERLAP_ROWS = (
     ("model", "model"),
     ("model_without_near_duplicates", "  without known"),
+    ("search", "search"),
     ("nearest_training_sentence", "nearest training"),
     ("nearest_training_sentence_without_near_duplicates", "  without known"),
     ("shuffled", "another's text"),
@@ -65,6 +66,7 @@ def show_texts(arms: Arms, differences: Mapping[str, Mapping[str, Difference]], 
         title = f"texts written from {count} embeddings against their sentences, points +- SE"
         _print(title, OVERLAP_ROWS, OVERLAP_COLUMNS, arms, OVERLAP_LEGEND, console)
         _print_known(differences, conditions, console)
+        _print_search(arms, differences, conditions, console)
     count = arms["sentences"]["words_per_text"].n
     title = f"{count} written texts as a set, beside as many real sentences, +- SE"
     _print(title, SET_ROWS, SET_COLUMNS, arms, SET_LEGEND, console)
@@ -103,6 +105,28 @@ def _print_known(differences: Mapping[str, Mapping[str, Difference]], conditions
         if found is not None:
             interval = f"[{found.low:+.1f}, {found.high:+.1f}]"
             console.print(f"model - nearest training, {words}: {found.value:+.1f} points, 95 % interval {interval}")
+    console.print()
+
+
+def _print_search(
+    arms: Arms, differences: Mapping[str, Mapping[str, Difference]], conditions: dict[str, Any], console
+) -> None:
+    """Print what a search gained over the model's texts, and what both cost."""
+    search = conditions.get("search")
+    if search is None:
+        return
+    change = differences["search_minus_model"]["judge_cosine"]
+    after, before = (arms[name]["judge_cosine"].value for name in ("search", "model"))
+    console.print(f"search: {search['what']}")
+    console.print(f"cosine of the text embedded by the judge: {after:.3f} +- {arms['search']['judge_cosine'].se:.3f}")
+    interval = f"95 % interval of the difference [{change.low:+.3f}, {change.high:+.3f}]"
+    console.print(f"of the model's text: {before:.3f}; {interval}")
+    for name, gflops, depth, calls in (
+        ("search", search["gflops"], search["depth"], search["judge_calls"]),
+        ("model", conditions.get("gflops_per_text"), int(conditions["most_passes"]), 0),
+    ):
+        flops = "" if gflops is None else f"{gflops:.1f} GFLOP, "
+        console.print(f"cost of a text, {name}: {flops}{calls:.0f} texts judged, at most {depth} passes in sequence")
     console.print()
 
 

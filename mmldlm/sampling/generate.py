@@ -17,6 +17,8 @@ from mmldlm.sampling.joint_sampler import choose_method, sample_joint
 from mmldlm.sampling.latent_sampler import check_latents_per_text, sample_latents, steps_given_text
 from mmldlm.sampling.latent_solver import LatentSolver
 from mmldlm.sampling.pretrained import Pretrained
+from mmldlm.sampling.search.best_of import FoundTexts
+from mmldlm.sampling.search.options import OWN_CHOICES, SearchOptions
 from mmldlm.sampling.text.draw import PRESENCE_PENALTY
 from mmldlm.sampling.text.records import Recorder, TextSamples
 from mmldlm.sampling.text.strategies import strategy_class
@@ -58,6 +60,10 @@ class SampleOptions:
     condition_timestep: float = 0.0
     eta: float | str = 0.0
     seed: int = 0
+    search: str | None = None
+    num_candidates: int | None = None
+    encoder_calls: int | None = None
+    judge: str | None = None
 
 
 @dataclass
@@ -89,34 +95,61 @@ def sample_l2t(
     penalty = options.presence_penalty
     if penalty is None:
         penalty = PRESENCE_PENALTY if options.sampler in BY_CERTAINTY else 0.0
-    steps = "" if options.num_steps is None else f" in at most {options.num_steps} steps"
-    samples = _write_texts(
-        pretrained,
-        torch.from_numpy(latents[source]),
-        dataclasses.replace(options, temperature=temperature, presence_penalty=penalty),
-        progress=progress.start(f"writing {count_noun(count, 'text')}{steps}"),
-        recorder=recorder,
-    )
-    records = _text_records(pretrained, samples)
-    for record, row in zip(records, source.tolist()):
+    options = dataclasses.replace(options, temperature=temperature, presence_penalty=penalty)
+    given, found = torch.from_numpy(latents[source]), None
+    if options.search is None:
+        steps = "" if options.num_steps is None else f" in at most {options.num_steps} steps"
+        message = f"writing {count_noun(count, 'text')}{steps}"
+        samples = _write_texts(pretrained, given, options, recorder, progress=progress.start(message))
+        records = _text_records(pretrained, samples.tokens)
+        extra = _costs(samples)
+    else:
+        found = _search_texts(pretrained, given, options, len(latents), progress)
+        records = _text_records(pretrained, found.tokens)
+        extra = {"cost_per_sample": found.cost.per_text()}
+    for i, (record, row) in enumerate(zip(records, source.tolist())):
         record["latent"] = row
         if references is not None:
             record["reference"] = references[row]
-    return Samples(records, None, _costs(samples))
+        if found is not None:
+            record.update(judge_cosine=float(found.cosine[i]), judge_calls=int(found.calls[i]))
+    return Samples(records, None, extra)
+
+
+def _search_texts(
+    pretrained: Pretrained, latents: torch.Tensor, options: SampleOptions, num_given: int, progress: ProgressBar
+) -> FoundTexts:
+    """Search the text of each latent (--search)."""
+    if len(latents) > num_given:
+        raise UserError(
+            f"--num-samples of at most the {count_noun(num_given, 'embedding')}: a search returns one text for each",
+            str(len(latents)),
+            "lower --num-samples, or omit --search",
+        )
+    search = SearchOptions.of(options)
+    judge = search.open_judge(pretrained)
+    own = {key: value for key, value in _writing_options(pretrained, options).items() if key not in OWN_CHOICES}
+    message = f"{search.describe()}, for {count_noun(num_given, 'embedding')}"
+    return search.run(pretrained, latents, judge, seed=options.seed, progress=progress.start(message), **own)
+
+
+def _writing_options(pretrained: Pretrained, options: SampleOptions) -> dict[str, Any]:
+    """Return the options that the task's sampler of texts reads."""
+    known = set(SampleOptions.__dataclass_fields__) & pretrained.task.sampling_options - LATENT_OPTIONS
+    own = {key: getattr(options, key) for key in sorted(known)}
+    if options.schedule is not None:
+        own |= {"schedule": read_schedule(options.schedule, options.num_steps), "num_steps": None}
+    return own
 
 
 def _write_texts(
     pretrained: Pretrained, latents: torch.Tensor | None, options: SampleOptions, recorder: Recorder | None, **more
 ) -> TextSamples:
     """Call the task's sampler with the options that it reads."""
-    task = pretrained.task
-    known = {key: getattr(options, key) for key in SampleOptions.__dataclass_fields__ if key in task.sampling_options}
-    own = {key: value for key, value in known.items() if key not in LATENT_OPTIONS}
-    if options.schedule is not None:
-        own["schedule"], own["num_steps"] = read_schedule(options.schedule, options.num_steps), None
+    own = _writing_options(pretrained, options)
     if recorder is not None:  # a task may not know it
         own["recorder"] = recorder
-    return task.write_texts(pretrained, latents, seed=options.seed, **own, **more)
+    return pretrained.task.write_texts(pretrained, latents, seed=options.seed, **own, **more)
 
 
 def _read_l2t_input(
@@ -205,7 +238,7 @@ def sample_unconditional(
         samples = _write_texts(
             pretrained, None, options, recorder, num_samples=options.num_samples, progress=progress.start(message)
         )
-        return Samples(_text_records(pretrained, samples), None, _costs(samples))
+        return Samples(_text_records(pretrained, samples.tokens), None, _costs(samples))
     method = choose_method(pretrained, options.method)
     if method == "joint" and options.condition_timestep > 0:
         fix = "omit it, or add --method chain"
@@ -213,7 +246,7 @@ def sample_unconditional(
     pretrained.check_condition_timestep(options.condition_timestep)
     sample = _sample_together if method == "joint" else _sample_chain
     samples, latents = sample(pretrained, options, progress, recorder)
-    records = _text_records(pretrained, samples)
+    records = _text_records(pretrained, samples.tokens)
     for i, record in enumerate(records):
         record.update(latent=i, way=method)
     return Samples(records, latents.numpy(), {"way": method, **_costs(samples)})
@@ -278,8 +311,6 @@ def _costs(samples: TextSamples) -> dict[str, Any]:
     }
 
 
-def _text_records(pretrained: Pretrained, samples: TextSamples) -> list[dict[str, Any]]:
-    texts = pretrained.tokenizer.batch_decode(samples.tokens, skip_special_tokens=True)
-    return [
-        {"index": i, "text": text, "num_tokens": len(ids)} for i, (text, ids) in enumerate(zip(texts, samples.tokens))
-    ]
+def _text_records(pretrained: Pretrained, tokens: list[list[int]]) -> list[dict[str, Any]]:
+    texts = pretrained.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    return [{"index": i, "text": text, "num_tokens": len(ids)} for i, (text, ids) in enumerate(zip(texts, tokens))]

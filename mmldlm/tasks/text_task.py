@@ -31,6 +31,7 @@ class TextTask(Task):
             the default first. Kind t2l is that of the translation task.
         sampling_options: options of `mmldlm sample` and `mmldlm evaluate` that the task reads, of TASK_OPTIONS in
             commands/sample.py; any other is an error.
+        fills_lengths: whether `write_texts` takes `lengths` [N] int64, EOS counted, and refills texts with kept tokens.
         exact_likelihood: whether `score_texts` gives the exact likelihood, so that one draw is enough.
         scores_by_count: whether `score_texts` masks 1 .. L of a text's L tokens, a number that the last column of
             `uniform` chooses evenly. Then the information curve can be measured, and the samplers' exact likelihood.
@@ -41,6 +42,7 @@ class TextTask(Task):
     sampling_options: ClassVar[frozenset[str]] = frozenset(
         {"num_steps", "sampler", "temperature", "top_p", "guidance", "presence_penalty"}
     )
+    fills_lengths: ClassVar[bool] = False
     exact_likelihood: ClassVar[bool] = False
     scores_by_count: ClassVar[bool] = False
     evaluation_decoding: ClassVar[str] = "confidence, greedy, lengths from the model (median of p(length | latent))"
@@ -86,6 +88,10 @@ class TextTask(Task):
             MmldlmError: NaN logits.
         """
 
+    def writing_flops(self, model_config: Any, samples: TextSamples) -> float | None:
+        """Return the forward FLOPs of `write_texts`; None: not known."""
+        return None
+
     @abstractmethod
     def score_texts(
         self, pretrained: Pretrained, tokens: Tensor, real: Tensor, latents: Tensor | None, uniform: Tensor,
@@ -106,6 +112,7 @@ class TextTask(Task):
 class MaskedTextTask(TextTask):
     """A task of masked diffusion: a model with the forward contract of MultimodalMMDiT, a section `text_diffusion`."""
 
+    fills_lengths = True
     samplers: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "l2t": (*BY_CERTAINTY, *BY_CHANCE),
         "unconditional": (*BY_CHANCE, "remdm", *BY_CERTAINTY),
@@ -115,6 +122,18 @@ class MaskedTextTask(TextTask):
 
     def records_passes(self, sampler: str) -> bool:
         return True
+
+    @abstractmethod
+    def pass_flops(self, model_config: Any, length: float, scored: float) -> float:
+        """Return the forward FLOPs of a pass for one text of `length` tokens (EOS counted), `scored` of them."""
+
+    def writing_flops(self, model_config: Any, samples: TextSamples) -> float:
+        if not samples.num_rows:
+            return 0.0
+        passes, scored = samples.passes.tolist(), samples.num_scored / samples.num_rows
+        costs = [self.pass_flops(model_config, length, scored) for length in samples.lengths.tolist()]
+        total = sum(number * cost for number, cost in zip(passes, costs))
+        return samples.num_rows / max(sum(passes), 1) * total  # guidance takes two rows a pass
 
     def unread_options(self, kind: str, sampler: str) -> frozenset[str]:
         from mmldlm.sampling.text.strategies import strategy_class

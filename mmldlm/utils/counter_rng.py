@@ -42,6 +42,14 @@ def mix64(values: np.ndarray) -> np.ndarray:
     return values ^ (values >> np.uint64(31))
 
 
+def candidate_seed(seed: int, candidate: int) -> int:
+    """Return the seed of the k-th of several samples with the same index; the first has the seed itself."""
+    if candidate == 0:
+        return seed
+    mixed = mix64(mix64(np.array([seed], dtype=np.uint64)) + np.uint64(candidate))
+    return int(mixed[0])
+
+
 def generator(seed: int, stream: Stream) -> np.random.Generator:
     """Return the generator of one stream."""
     return np.random.Generator(np.random.Philox(key=[seed, stream]))

@@ -68,7 +68,18 @@ def test_written_strings_stand_beside_their_floors(report):
         assert label.strip() + "".join(cells) in page
     for text in (*OVERLAP_LEGEND.values(), *SET_LEGEND.values()):
         assert "".join(text.split(": ", 1)) in page
-    assert "-3.2[-4.0, +1.5]" in page and "7 of 40 sentences have a training sentence" in page
+    assert "-3.2 points[-4.0, +1.5]" in page and "7 of 40 sentences have a training sentence" in page
+
+
+def test_what_a_search_found_stands_beside_what_was_written(report):
+    report.examples[0]["searched"] = "rows of the table"
+    report.conditions["search"] = {"what": "best of 4", "gflops": 2.5, "depth": 9, "judge_calls": 4.0}
+    report.conditions |= {"gflops_per_text": None, "most_passes": 6}
+    report.differences["search_minus_model"] = {"judge_cosine": Difference(0.05, 0.04, 0.0625, "cosine", 40)}
+    page = words(report.page())
+    assert "written from its embeddingfound by the search" in page
+    assert "model6" in page and "search: best of 42.594" in page
+    assert "rows of the table" in page and "judge cosine+0.050 cosine[+0.040, +0.062]" in page
 
 
 def test_a_model_without_latents_has_a_page(report):

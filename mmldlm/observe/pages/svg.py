@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from mmldlm.observe.pages.elements import Element, element
@@ -20,6 +20,15 @@ class Interval(NamedTuple):
     low: float
     high: float
     series: int = 0
+
+
+class Line(NamedTuple):
+    """Points (x, y, half of the interval of y) to be joined by a line; `series` chooses the color."""
+
+    label: str
+    points: Sequence[tuple[float, float, float]]
+    series: int = 0
+    is_dashed: bool = False
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -55,6 +64,58 @@ def interval_plot(intervals: Sequence[Interval], unit: str, caption: str) -> Ele
         dot = element("circle", cx=x(item.value), cy=y, r=5, class_="dot")
         parts.append(element("g", title, line, dot, class_=f"series-{item.series}"))
     return _figure(parts, _TOP + height + _BOTTOM, caption)
+
+
+def line_plot(lines: Sequence[Line], x_label: str, y_label: str, caption: str, log_x: bool = False) -> Element:
+    """Return a figure of lines with their intervals over common axes, and a legend below.
+
+    Args:
+        log_x: a logarithmic axis of base 2; every x is above 0.
+    """
+    points = [point for line in lines for point in line.points]
+    across = [math.log2(x) if log_x else x for x, _, _ in points]
+    x_marks = (
+        list(range(math.floor(min(across)), math.ceil(max(across)) + 1)) if log_x else ticks(min(across), max(across))
+    )
+    y_marks = ticks(min(y - half for _, y, half in points), max(y + half for _, y, half in points))
+    left, top, width, height = 46, 24, _WIDTH - 46 - _RIGHT, 200
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        x = math.log2(x) if log_x else x
+        right = width * (x - x_marks[0]) / max(x_marks[-1] - x_marks[0], 1e-12)
+        return round(left + right, 1), round(top + height * (y_marks[-1] - y) / (y_marks[-1] - y_marks[0]), 1)
+
+    parts = [element("text", y_label, x=0, y=12, class_="faint")]
+    for mark in x_marks:
+        x, _ = at(2.0**mark if log_x else mark, y_marks[0])
+        parts.append(element("line", x1=x, x2=x, y1=top, y2=top + height, class_="grid"))
+        number = f"{2.0**mark if log_x else mark:g}"
+        parts.append(element("text", number, x=x, y=top + height + 16, text_anchor="middle", class_="faint"))
+    for mark in y_marks:
+        _, y = at(1.0 if log_x else 0.0, mark)
+        parts.append(element("line", x1=left, x2=left + width, y1=y, y2=y, class_="grid"))
+        parts.append(element("text", f"{mark:g}", x=left - 6, y=y + 4, text_anchor="end", class_="faint"))
+    bottom = top + height + 34
+    parts.append(element("text", x_label, x=left + width / 2, y=bottom, text_anchor="middle", class_="faint"))
+    for row, line in enumerate(lines):
+        parts.append(_line(line, at, bottom + 22 + 20 * row))
+    return _figure(parts, bottom + 20 * len(lines) + 12, caption)
+
+
+def _line(line: Line, at: Callable[[float, float], tuple[float, float]], legend: float) -> Element:
+    """Return a line with its points, and its entry in the legend at the height `legend`."""
+    dashes = {"stroke_dasharray": "6 4"} if line.is_dashed else {}
+    places = [at(x, y) for x, y, _ in line.points]
+    joined = " ".join(f"{x:g},{y:g}" for x, y in places)
+    parts = [element("polyline", points=joined, class_="line", **dashes)]
+    for (x, y, half), (across, down) in zip(line.points, places):
+        title = element("title", f"{line.label}: {y:.4g} \N{PLUS-MINUS SIGN} {half:.2g} at {x:.4g}")
+        ends = at(x, y - half)[1], at(x, y + half)[1]
+        error = element("line", x1=across, x2=across, y1=ends[0], y2=ends[1], class_="error")
+        parts.append(element("g", title, error, element("circle", cx=across, cy=down, r=3.5, class_="dot")))
+    parts.append(element("line", x1=0, x2=24, y1=legend - 5, y2=legend - 5, class_="line", **dashes))
+    parts.append(element("text", line.label, x=32, y=legend))
+    return element("g", *parts, class_=f"series-{line.series}")
 
 
 def _figure(parts: Sequence[Element], height: float, caption: str) -> Element:

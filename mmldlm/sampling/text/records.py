@@ -21,6 +21,7 @@ class TextSamples:
         lengths: [N] int64 lengths that were filled, EOS counted.
         num_rows: forward passes times samples in them (guidance counts twice): the cost of all texts.
         passes: [N] int64, the passes that wrote each text one after the other: its sequential depth.
+        num_scored: positions whose logits these passes computed; 0: not counted.
         log_probabilities: [n] fp32 of each text, of its tokens when they were written; None: not asked for.
     """
 
@@ -28,6 +29,7 @@ class TextSamples:
     lengths: Tensor
     num_rows: int
     passes: Tensor
+    num_scored: int = field(default=0, kw_only=True)
     log_probabilities: list[Tensor] | None = field(default=None, kw_only=True)
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from mmldlm.observe.pages.svg import Interval, interval_plot, ticks
+from mmldlm.observe.pages.svg import Interval, Line, interval_plot, line_plot, ticks
 
 
 @pytest.mark.parametrize(
@@ -29,3 +29,17 @@ def test_dots_stand_where_the_axis_says():
     line = next(node for node in figure.iter("line") if node.get("class") == "error")
     assert (float(line.get("x1")), float(line.get("x2"))) == (numbers["1"], numbers["3"])
     assert "caption" in [node.text for node in figure.iter("figcaption")]
+
+
+@pytest.mark.parametrize("log_x", [False, True])
+def test_lines_go_through_their_points(log_x):
+    lines = [Line("a", [(1.0, 2.0, 0.5), (2.0, 1.0, 0.0), (4.0, 1.0, 0.25)]), Line("b", [(4.0, 3.0, 0.0)], 1, True)]
+    figure = line_plot(lines, "passes", "nats", "caption", log_x)
+    xs = {node.text: float(node.get("x")) for node in figure.iter("text") if node.get("text-anchor") == "middle"}
+    ys = {node.text: float(node.get("y")) - 4 for node in figure.iter("text") if node.get("text-anchor") == "end"}
+    first, second = (
+        [tuple(map(float, pair.split(","))) for pair in node.get("points").split()] for node in figure.iter("polyline")
+    )
+    assert first == [(xs["1"], ys["2"]), (xs["2"], ys["1"]), (xs["4"], ys["1"])] and second == [(xs["4"], ys["3"])]
+    assert [node.text for node in figure.iter("text")][-2:] == ["a", "b"]
+    assert xs["4"] - xs["2"] == pytest.approx((1 if log_x else 2) * (xs["2"] - xs["1"]), abs=0.2)

@@ -165,16 +165,18 @@ def test_sample_writes_a_page_that_plays_to_its_samples(checkpoint, browser, tmp
 
 
 @pytest.mark.parametrize(
-    "kind, trace, named",
+    "words, trace, named",
     [("unconditional", "file/trace.html", "writable path"), ("unconditional", "trace.txt", ".html"),
-     ("unconditional", "old.html", "--overwrite"), ("t2l", "trace.html", "sample t2l")],
+     ("unconditional", "old.html", "--overwrite"), ("t2l --text word1", "trace.html", "sample t2l"),
+     ("l2t --text word1 --num-lengths 2", "trace.html", "--num-lengths 2"),
+     ("l2t --text word1 --search best_of", "trace.html", "--search best_of")],
 )  # fmt: skip
-def test_traces_that_cannot_be_written_are_refused_before_the_model_is_read(tmp_path, kind, trace, named):
+def test_traces_that_cannot_be_written_are_refused_before_the_model_is_read(tmp_path, words, trace, named):
     (tmp_path / "file").write_text("")
     (tmp_path / "old.html").write_text("")
-    more = ["--text", "word1"] if kind == "t2l" else []
     with pytest.raises(UserError, match=named) as error:
-        run(kind, "--checkpoint", "absent", "--output-dir", tmp_path / "out", "--trace", tmp_path / trace, *more)
+        words = (*words.split(), "--checkpoint", "absent", "--output-dir", tmp_path / "out")
+        run(*words, "--trace", tmp_path / trace)
     assert error.value.exit_code == 2
 
 

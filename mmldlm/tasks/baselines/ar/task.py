@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from mmldlm.models.plain import costs
 from mmldlm.tasks.base import Metric
 from mmldlm.tasks.baselines.ar.config import ArConfig
 from mmldlm.tasks.baselines.common.data import BaselineData
@@ -77,6 +78,11 @@ class ArTask(BaselineTask):
         from mmldlm.sampling.autoregressive.write import write_texts
 
         return write_texts(pretrained.model, latents, **options)
+
+    def writing_flops(self, model_config: Any, samples: TextSamples) -> float:
+        """A row of the cache is one token: all rows cost what a pass over the texts costs a token."""
+        lengths = samples.lengths.tolist()
+        return samples.num_rows / sum(lengths) * costs.step_flops(model_config, lengths, sum(lengths)).forward
 
     def score_texts(
         self, pretrained: Pretrained, tokens: Tensor, real: Tensor, latents: Tensor | None, uniform: Tensor,
