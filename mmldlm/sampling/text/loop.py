@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from mmldlm.config.text_samplers import STRATEGY_OPTIONS
 from mmldlm.data.encoders.encoder import token_budget_batches
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.process import LatentProcess
 from mmldlm.sampling.device import device_of
 from mmldlm.sampling.text.denoiser import Denoiser, noised_latents
 from mmldlm.sampling.text.draw import DrawSettings
-from mmldlm.sampling.text.length_rule import predict_lengths
+from mmldlm.sampling.text.length_rule import most_probable_lengths, predict_lengths
 from mmldlm.sampling.text.records import Observer, Recorder, TextPass, TextSamples
 from mmldlm.sampling.text.state import DecodingState
 from mmldlm.sampling.text.strategies import TextStrategy, strategy_class
@@ -66,6 +67,7 @@ def start_decoding(
         diffusion=diffusion,
         uniform=uniforms(seed, Stream.TEXT, indices, (2, config.max_seq_len)),
         draw=draw,
+        redraw=lambda step: uniforms(seed, Stream.REMASKING, indices, (3, config.max_seq_len), step),
         options=options,
         shared_schedule=shared_schedule,
     )
@@ -239,8 +241,46 @@ def _collect(
 def sample_masked(
     pretrained: Pretrained, latents: Tensor | None, num_steps: int | None = None, **options
 ) -> TextSamples:
-    """`sample_text` for tasks of masked diffusion (`TextTask.write_texts`); an option that is None has its default."""
+    """`sample_text` for tasks of masked diffusion (`TextTask.write_texts`); an option that is None has its default.
+
+    Options of the sampler are given by their names; with num_lengths the texts are those of `sample_lengths`.
+    """
     if options.get("condition_timestep"):
         options["latent_diffusion"] = pretrained.latent_diffusion
     given = {key: value for key, value in options.items() if value is not None}
-    return sample_text(pretrained.model, latents, diffusion=pretrained.text_diffusion, steps=num_steps, **given)
+    own = {key: given.pop(key) for key in STRATEGY_OPTIONS & given.keys()}
+    num_lengths = given.pop("num_lengths", None)
+    more = {"diffusion": pretrained.text_diffusion, "steps": num_steps, "sampler_options": own, **given}
+    if num_lengths is None:
+        return sample_text(pretrained.model, latents, **more)
+    assert latents is not None, "num_lengths needs latents"
+    return sample_lengths(pretrained.model, latents, num_lengths, **more)
+
+
+def sample_lengths(model: nn.Module, latents: Tensor, num_lengths: int, **options) -> TextSamples:
+    """Write each text in its most probable lengths and keep the most probable.
+
+    The score of a text is log p(L | z) plus the sum of the log-probabilities of its tokens when they were written; for
+    a sampler of deterministic order that is its log-likelihood. Their mean would prefer short texts.
+
+    Args:
+        num_lengths: 1: the text in the most probable length.
+        options: of `sample_text`; the candidates of a text have the same draws.
+
+    Returns:
+        The best texts; `passes`: the most of the candidates of a text, which are written side by side.
+    """
+    count, (lengths, length_scores) = len(latents), most_probable_lengths(model, latents, num_lengths)
+    number = lengths.shape[1]
+    found = sample_text(
+        model, latents.repeat_interleave(number, 0), lengths=lengths.flatten(), with_log_probabilities=True,
+        indices=torch.arange(count).repeat_interleave(number).tolist(), **options,
+    )  # fmt: skip
+    assert found.log_probabilities is not None
+    scores = torch.stack([values.double().sum() for values in found.log_probabilities]).view(count, number)
+    best = (scores + length_scores).argmax(1)
+    rows = (torch.arange(count) * number + best).tolist()
+    return TextSamples(
+        [found.tokens[row] for row in rows], found.lengths[rows], found.num_rows, found.passes.view(count, -1).amax(1),
+        log_probabilities=[found.log_probabilities[row] for row in rows],
+    )  # fmt: skip

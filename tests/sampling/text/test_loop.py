@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,9 +14,8 @@ from mmldlm.models.mmdit.config import ModelConfig
 from mmldlm.sampling.text.draw import DrawSettings, draw_tokens
 from mmldlm.sampling.text.length_rule import choose_lengths
 from mmldlm.sampling.text.loop import sample_text
-from mmldlm.sampling.text.records import Recorder
 from mmldlm.sampling.text.state import DecodingState
-from mmldlm.sampling.text.strategies import STRATEGIES, strategy_class
+from mmldlm.sampling.text.strategies import strategy_class
 
 TEXTS = [[3, 4, 5], [7], [6, 6, 3, 4, 7, 5, 3], [5, 4], []]
 
@@ -112,73 +109,10 @@ def test_confidence_commits_the_most_confident_first(toys):
     assert diffusion.mask_token_id == toys.MASK
 
 
-class _Chain:
-    """p over 27 strings of three letters, far from independent, and its exact conditionals."""
-
-    def __init__(self):
-        rng = np.random.default_rng(3)
-        self.strings = list(itertools.product(range(3), repeat=3))
-        weights = rng.gamma(0.4, size=27) + 0.02
-        self.p = weights / weights.sum()
-
-    def conditionals(self, tokens):
-        out = np.zeros((len(tokens), 4, 8))
-        for row, text in enumerate(tokens.tolist()):
-            fits = np.array(
-                [all(a in (0, b + 3) for a, b in zip(text[:3], string)) for string in self.strings], dtype=float
-            )
-            joint = fits * self.p
-            for place in range(3):
-                for string, mass in zip(self.strings, joint):
-                    out[row, place, string[place] + 3] += mass
-        return torch.from_numpy(np.log(np.maximum(out / out.sum(-1, keepdims=True).clip(1e-300), 1e-300)))
-
-
-def _chi_square(found, p, count):
-    strings = list(itertools.product(range(3, 6), repeat=3))
-    observed = np.array([sum(1 for text in found if tuple(text) == string) for string in strings])
-    assert observed.sum() == count
-    return float(((observed - count * p) ** 2 / (count * p)).sum())
-
-
-def test_one_token_a_step_ancestral_matches_an_enumerable_distribution(toys):
-    chain = _Chain()
-
-    class Exact(toys.Toy):
-        def logits(self, tokens, latents, t, real):
-            unique, inverse = torch.unique(tokens, dim=0, return_inverse=True)
-            return chain.conditionals(unique)[inverse]
-
-    count = 3000
-    common = {"diffusion": MaskedDiffusion(toys.MASK), "num_samples": count, "lengths": torch.full((count,), 4)}
-    exact = sample_text(Exact(max_seq_len=4), None, steps=400, sampler="ancestral", batch_tokens=16000, **common)
-    # 26 degrees of freedom: 54 is the 0.1 % point.
-    assert _chi_square(exact.tokens, chain.p, count) < 54
-    one_step = sample_text(Exact(max_seq_len=4), None, steps=1, sampler="ancestral", batch_tokens=16000, **common)
-    assert _chi_square(one_step.tokens, chain.p, count) > 200  # all at once is the product of marginals
-
-
-def noisy_model(toys):
-    class Noisy(toys.Toy):
-        """Logits that depend on tokens, latent and time."""
-
-        def logits(self, tokens, latents, t, real):
-            generator = torch.Generator().manual_seed(0)
-            table = torch.randn(8, 8, generator=generator)
-            near = table[tokens].cumsum(1) * real[..., None]
-            return near + t[:, None, None] + (0 if latents is None else latents.sum(1)[:, None, None] * table[3])
-
-        def lengths(self, latents, batch):
-            out = torch.zeros(batch, self.config.max_seq_len)
-            return out if latents is None else out + latents[:, :1] * torch.linspace(-1, 1, self.config.max_seq_len)
-
-    return Noisy(max_seq_len=12)
-
-
 @pytest.mark.parametrize("sampler", ["confidence", "ancestral"])
 @pytest.mark.parametrize("given", [True, False])
 def test_same_seed_same_text_whatever_the_batch(toys, sampler, given):
-    model, diffusion = noisy_model(toys), MaskedDiffusion(toys.MASK)
+    model, diffusion = toys.Noisy(max_seq_len=12), MaskedDiffusion(toys.MASK)
     latents = torch.randn(20, 4, generator=torch.Generator().manual_seed(1)) if given else None
     options = {"diffusion": diffusion, "steps": 5, "sampler": sampler, "temperature": 1.0, "num_samples": 20}
     big = sample_text(model, latents, batch_tokens=10_000, seed=4, **options)
@@ -279,71 +213,3 @@ def test_presence_penalty_takes_what_is_there_already_off_the_table():
     latents = torch.zeros(1, 2)
     assert sample_text(Flat(), latents, **options).tokens == [[4, 4, 4]]
     assert sorted(sample_text(Flat(), latents, presence_penalty=10.0, **options).tokens[0]) == [4, 5, 6]
-
-
-class _Spy:
-    """Build a noisy toy that notes what it is asked."""
-
-    def __new__(cls, toys, asked):
-        model = noisy_model(toys)
-        forward = model.forward
-
-        def spy(tokens, latents, t=None, latent_t=None, real=None, **more):
-            asked.append((tokens.clone(), t.clone(), real.clone()))
-            return forward(tokens, latents, t, latent_t, real, **more)
-
-        model.forward = spy
-        return model
-
-
-@pytest.mark.parametrize("sampler", list(STRATEGIES))
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_model_sees_only_pairs_of_state_and_time_of_training(toys, sampler, schedule):
-    """The noiser masks k of L tokens, EOS counted, and gives the time of k / L (masking=fixed_count)."""
-    asked, diffusion = [], MaskedDiffusion(toys.MASK, schedule)
-    lengths = torch.tensor([1, 2, 5, 12, 12])
-    found = sample_text(
-        _Spy(toys, asked), None, num_samples=5, lengths=lengths, diffusion=diffusion, sampler=sampler, temperature=1.0
-    )
-    assert asked[0][1].max() == 1 and len(asked) >= int(found.passes.max()) > 0
-    for tokens, t, real in asked:
-        masked = ((tokens == toys.MASK) & real).sum(1)
-        assert bool((masked >= 1).all()) and not bool((tokens == toys.MASK)[~real].any())
-        torch.testing.assert_close(t, diffusion.timestep_of(masked / real.sum(1)).float())
-
-
-@pytest.mark.parametrize("sampler", list(STRATEGIES))
-def test_the_loop_reports_passes_log_probabilities_and_every_pass(toys, sampler):
-    model, diffusion, seen = noisy_model(toys), MaskedDiffusion(toys.MASK), []
-    lengths = torch.tensor([4, 9, 1, 12])
-    options = {"num_samples": 4, "lengths": lengths, "diffusion": diffusion, "sampler": sampler, "temperature": 1.0}
-    found = sample_text(
-        model, None, with_log_probabilities=True, indices=[7, 3, 5, 0], recorder=Recorder(seen.append, 2),
-        presence_penalty=1.0, **options,
-    )  # fmt: skip
-    plain = sample_text(model, None, indices=[7, 3, 5, 0], presence_penalty=1.0, **options)
-    assert found.tokens == plain.tokens and found.passes.tolist() == plain.passes.tolist()
-    assert found.passes[2] == 0 and found.num_rows == int(found.passes.sum())
-    assert bool((found.passes <= lengths - 1).all())
-    filled = {index: {} for index in (7, 3, 5, 0)}
-    for one in seen:
-        assert one.top_tokens.shape == (len(one.rows), 2)
-        for row, position, value in zip(one.rows.tolist(), one.positions.tolist(), one.log_probabilities.tolist()):
-            assert one.before[row, position] == toys.MASK
-            place = filled[int(one.samples[row])]
-            assert position not in place
-            place[position] = int(one.after[row, position]), value
-    for index, text, values in zip((7, 3, 5, 0), found.tokens, found.log_probabilities):
-        assert [filled[index][place][0] for place in range(len(text))] == text
-        assert [filled[index][place][1] for place in range(len(text))] == pytest.approx(values.tolist())
-
-
-def test_drafts_are_filled_and_kept(toys):
-    model, diffusion = noisy_model(toys), MaskedDiffusion(toys.MASK)
-    drafts = torch.tensor([[3, 0, 4, 2, 1], [0, 0, 0, 0, 2], [5, 6, 7, 3, 2]])
-    for sampler in STRATEGIES:
-        found = sample_text(model, None, num_samples=3, lengths=torch.tensor([4, 5, 5]), drafts=drafts,
-                            diffusion=diffusion, sampler=sampler)  # fmt: skip
-        assert found.tokens[0][0] == 3 and found.tokens[0][2] == 4 and found.tokens[2] == [5, 6, 7, 3]
-        assert all(toys.MASK not in text for text in found.tokens)
-        assert found.passes[0] == 1 and found.passes[2] == 0

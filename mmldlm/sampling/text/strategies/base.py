@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -32,6 +32,7 @@ class TextStrategy(ABC):
         diffusion: masking process of training.
         uniform: [B, 2, >= S] fp64 in [0, 1): when a position is decided, and which token it gets.
         draw: how tokens are drawn.
+        redraw: returns [B, 3, >= S] further numbers for a step, needed by samplers that write a position twice.
         options: of the sampler, by the names in `defaults`; an option that is missing or None has its default.
         shared_schedule: all texts take all of num_steps passes (joint sampling), some of which may fill nothing.
 
@@ -40,6 +41,7 @@ class TextStrategy(ABC):
         default_temperature: of the draws.
         deterministic_order: what is chosen depends on the state and the logits alone, not on `uniform`. Then the
             likelihood of a text is that of its tokens, each given what stands when it is filled.
+        writes_once: a position that is filled keeps its token.
 
     Attributes:
         passes: [B] int64, passes that filled something of a text.
@@ -51,6 +53,7 @@ class TextStrategy(ABC):
     defaults: ClassVar[Mapping[str, Any]] = {}
     default_temperature: ClassVar[float] = 0.0
     deterministic_order: ClassVar[bool] = True
+    writes_once: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -59,10 +62,11 @@ class TextStrategy(ABC):
         diffusion: MaskedDiffusion,
         uniform: Tensor,
         draw: DrawSettings,
+        redraw: Callable[[int], Tensor] | None = None,
         options: Mapping[str, Any] | None = None,
         shared_schedule: bool = False,
     ):
-        self.state, self.diffusion, self.draw = state, diffusion, draw
+        self.state, self.diffusion, self.draw, self.redraw = state, diffusion, draw, redraw
         self.options = self.resolve(options or {})
         self.shared_schedule = shared_schedule
         if shared_schedule and "num_steps" not in self.defaults:
@@ -86,6 +90,8 @@ class TextStrategy(ABC):
         if unread := [key for key in given if key not in cls.defaults]:
             known = ", ".join(cls.defaults) or "none"
             raise UserError(f"options that this sampler reads: {known}", ", ".join(unread), "omit them")
+        if {"num_steps", "schedule"} <= given.keys():
+            raise UserError("--num-steps or --schedule, which says how many there are", "both", "omit one of them")
         options = {**cls.defaults, **given}
         cls.check(options)
         return options
@@ -130,8 +136,7 @@ class TextStrategy(ABC):
 
     def prepare(self, positions: Tensor, logits: Tensor) -> None:
         """Apply the presence penalty and exclude special tokens, in place: logits [M, V]."""
-        if self.draw.presence_penalty:
-            logits -= self.penalty(positions, logits)
+        self.add_to_present(positions, logits, -self.draw.presence_penalty)
         self.exclude(logits)
 
     def exclude(self, logits: Tensor) -> None:
@@ -139,12 +144,12 @@ class TextStrategy(ABC):
         state = self.state
         logits[:, [state.mask_token_id, state.pad_token_id, state.eos_token_id]] = float("-inf")
 
-    def penalty(self, positions: Tensor, logits: Tensor) -> Tensor:
-        """Return what `prepare` subtracts from logits for tokens that stand in the text: [M, V]."""
-        tokens = self.state.tokens
-        present = torch.zeros(len(tokens), logits.shape[1], dtype=logits.dtype, device=logits.device)
-        present.scatter_(1, tokens, self.draw.presence_penalty)
-        return present[positions // tokens.shape[1]]
+    def add_to_present(self, positions: Tensor, logits: Tensor, nats: float) -> None:
+        """Add to the logits [M, V] of tokens that stand in the text of each position, in place."""
+        if nats:
+            present = self.state.tokens[positions // self.state.tokens.shape[1]]
+            # A token that stands twice is read before it is written: both write the same.
+            logits.scatter_(1, present, logits.gather(1, present) + nats)
 
     def draw_tokens(self, positions: Tensor, logits: Tensor) -> Tensor:
         """Return the tokens [N] drawn from logits [N, V] at positions [N]."""

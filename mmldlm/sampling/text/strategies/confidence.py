@@ -1,4 +1,4 @@
-"""A given number of steps, the surest positions first (MaskGIT, arXiv 2202.04200)."""
+"""A given number of passes, the surest positions first (MaskGIT, arXiv 2202.04200)."""
 
 from __future__ import annotations
 
@@ -7,28 +7,32 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mmldlm.sampling.text.draw import top_log_probability
+from mmldlm.sampling.text.draw import entropy, top_log_probability, top_margin
 from mmldlm.sampling.text.strategies.ranked import RankedStrategy
+from mmldlm.sampling.text.strategies.schedule import filled_after
 
 
 class ConfidenceStrategy(RankedStrategy):
-    """Decide, at each step, the positions with the largest top probability, as many as the noise schedule prescribes.
+    """Decide, at each step, the positions with the largest top probability.
 
-    A pass decides at least one position, so a text of n tokens needs at most n passes.
+    How many, the noise schedule prescribes for num_steps (even for the log-linear one), or the option `schedule`. A
+    pass decides at least one position, so a text of n tokens needs at most n passes. With spacing, what had to wait is
+    filled in later passes, of which there may be more than num_steps.
     """
 
-    defaults: ClassVar = {"num_steps": 16}
+    defaults: ClassVar = {"num_steps": 16, "schedule": None, **RankedStrategy.defaults}
 
     def __init__(self, state, **settings):
         super().__init__(state, **settings)
-        steps = self.options["num_steps"]
-        row_steps = torch.full_like(self.num_open, steps)
-        if not self.shared_schedule:
-            row_steps = self.num_open.clamp(1, steps)
-        k = torch.arange(steps + 1, device=row_steps.device, dtype=torch.float64)
-        grid = (1.0 - k / row_steps[:, None]).clamp_min(0.0)  # a text with fewer steps stays at 0
-        fraction = self.diffusion.stay_masked(torch.ones(1, 1, device=row_steps.device), grid)
-        self.masks_left = torch.floor(self.num_open[:, None] * fraction + 1e-9).long()
+        steps, schedule, num_open = self.options["num_steps"], self.options["schedule"], self.num_open
+        if schedule is not None:
+            self.masks_left = num_open[:, None] - filled_after(schedule, num_open, num_open + 1)
+            return
+        row_steps = torch.full_like(num_open, steps) if self.shared_schedule else num_open.clamp(1, steps)
+        k = torch.arange(1, steps + 1, device=row_steps.device, dtype=torch.float64)
+        times = (1.0 - k / row_steps[:, None]).clamp_min(0.0)  # a text with fewer steps stays at 0
+        fraction = self.diffusion.stay_masked(torch.ones(1, 1, device=row_steps.device), times)
+        self.masks_left = torch.floor(num_open[:, None] * fraction + 1e-9).long()
 
     def positions(self) -> Tensor:
         undecided = self.state.undecided
@@ -40,5 +44,18 @@ class ConfidenceStrategy(RankedStrategy):
         return top_log_probability(logits)
 
     def count(self, scores: Tensor, num_open: Tensor) -> Tensor:
-        step = min(self.number + 1, self.options["num_steps"])
-        return num_open - self.masks_left[:, step]
+        return num_open - self.masks_left[:, min(self.number, self.masks_left.shape[1] - 1)]
+
+
+class MarginStrategy(ConfidenceStrategy):
+    """As confidence, by the largest less the second largest probability (arXiv 2502.06768)."""
+
+    def score(self, logits: Tensor) -> Tensor:
+        return top_margin(logits)
+
+
+class EntropyStrategy(ConfidenceStrategy):
+    """As confidence, the smallest entropy first."""
+
+    def score(self, logits: Tensor) -> Tensor:
+        return -entropy(logits)
