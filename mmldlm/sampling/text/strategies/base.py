@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.errors import UserError
 from mmldlm.sampling.text.draw import DrawSettings, draw_tokens
 from mmldlm.sampling.text.state import DecodingState
+
+if TYPE_CHECKING:
+    from mmldlm.sampling.text.records import Observer
 
 
 class TextStrategy(ABC):
@@ -155,11 +158,17 @@ class TextStrategy(ABC):
         """Return the tokens [N] drawn from logits [N, V] at positions [N]."""
         return draw_tokens(logits, self.token_uniform[positions], self.temperature, self.draw.top_p)
 
-    def take_pass(self, positions: Tensor, logits: Tensor) -> None:
+    def take_pass(self, positions: Tensor, logits: Tensor, observer: Observer | None = None) -> None:
         """Choose, draw and write by logits [M, V] at positions [M]; the logits are overwritten."""
         self.prepare(positions, logits)
         chosen = self.choose(positions, logits) if len(positions) else positions
-        self.commit(positions[chosen], self.draw_tokens(positions[chosen], logits[chosen]))
+        positions, logits = positions[chosen], logits[chosen]
+        tokens = self.draw_tokens(positions, logits)
+        if observer is not None:
+            observer.before(self, positions, logits, tokens)
+        self.commit(positions, tokens)
+        if observer is not None:
+            observer.after(self)
 
 
 def check_range(options: Mapping[str, Any], key: str, low: float, high: float = float("inf")) -> None:
