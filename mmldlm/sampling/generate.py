@@ -100,7 +100,7 @@ def sample_l2t(pretrained: Pretrained, options: SampleOptions, progress: Progres
         message = f"writing {count_noun(count, 'text')}{steps}"
         samples = _write_texts(pretrained, given, options, progress=progress.start(message))
         records = _text_records(pretrained, samples.tokens)
-        extra = {"forward_passes_per_sample": samples.num_rows / len(records)}
+        extra = _costs(samples)
     else:
         found = _search_texts(pretrained, given, options, len(latents), progress)
         records = _text_records(pretrained, found.tokens)
@@ -228,8 +228,7 @@ def sample_unconditional(pretrained: Pretrained, options: SampleOptions, progres
         samples = _write_texts(
             pretrained, None, options, num_samples=options.num_samples, progress=progress.start(message)
         )
-        cost = samples.num_rows / len(samples.tokens)
-        return Samples(_text_records(pretrained, samples.tokens), None, {"forward_passes_per_sample": cost})
+        return Samples(_text_records(pretrained, samples.tokens), None, _costs(samples))
     method = choose_method(pretrained, options.method)
     if method == "joint" and options.condition_timestep > 0:
         fix = "omit it, or add --method chain"
@@ -239,7 +238,7 @@ def sample_unconditional(pretrained: Pretrained, options: SampleOptions, progres
     records = _text_records(pretrained, samples.tokens)
     for i, record in enumerate(records):
         record.update(latent=i, way=method)
-    return Samples(records, latents.numpy(), {"way": method})
+    return Samples(records, latents.numpy(), {"way": method, **_costs(samples)})
 
 
 def _sample_together(
@@ -288,6 +287,15 @@ def _sample_chain(
         options = dataclasses.replace(options, num_steps=None)
     samples = _write_texts(pretrained, latents, options, progress=progress.start("writing their texts"))
     return samples, latents
+
+
+def _costs(samples: TextSamples) -> dict[str, Any]:
+    """Return what the texts cost: rows of the model per text, and passes one after the other."""
+    passes = samples.passes.double()
+    return {
+        "forward_passes_per_sample": samples.num_rows / len(samples.tokens),
+        "passes": {"mean": float(passes.mean()), "maximum": int(passes.max())},
+    }
 
 
 def _text_records(pretrained: Pretrained, tokens: list[list[int]]) -> list[dict[str, Any]]:

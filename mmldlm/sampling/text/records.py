@@ -92,7 +92,8 @@ class Observer:
     def before(self, strategy: TextStrategy, positions: Tensor, logits: Tensor, tokens: Tensor) -> None:
         """See what is written next: tokens [N] at positions [N] of B * S, given prepared logits [N, V]."""
         if strategy.draw.presence_penalty:
-            logits = logits + strategy.penalty(positions, logits)
+            logits = logits.clone()
+            strategy.add_to_present(positions, logits, strategy.draw.presence_penalty)
         log_probs = logits.log_softmax(-1)
         own = log_probs.gather(1, tokens[:, None])[:, 0]
         self.log_probabilities.view(-1)[positions] = own

@@ -136,8 +136,7 @@ class TextStrategy(ABC):
 
     def prepare(self, positions: Tensor, logits: Tensor) -> None:
         """Apply the presence penalty and exclude special tokens, in place: logits [M, V]."""
-        if self.draw.presence_penalty:
-            logits -= self.penalty(positions, logits)
+        self.add_to_present(positions, logits, -self.draw.presence_penalty)
         self.exclude(logits)
 
     def exclude(self, logits: Tensor) -> None:
@@ -145,12 +144,12 @@ class TextStrategy(ABC):
         state = self.state
         logits[:, [state.mask_token_id, state.pad_token_id, state.eos_token_id]] = float("-inf")
 
-    def penalty(self, positions: Tensor, logits: Tensor) -> Tensor:
-        """Return what `prepare` subtracts from logits for tokens that stand in the text: [M, V]."""
-        tokens = self.state.tokens
-        present = torch.zeros(len(tokens), logits.shape[1], dtype=logits.dtype, device=logits.device)
-        present.scatter_(1, tokens, self.draw.presence_penalty)
-        return present[positions // tokens.shape[1]]
+    def add_to_present(self, positions: Tensor, logits: Tensor, nats: float) -> None:
+        """Add to the logits [M, V] of tokens that stand in the text of each position, in place."""
+        if nats:
+            present = self.state.tokens[positions // self.state.tokens.shape[1]]
+            # A token that stands twice is read before it is written: both write the same.
+            logits.scatter_(1, present, logits.gather(1, present) + nats)
 
     def draw_tokens(self, positions: Tensor, logits: Tensor) -> Tensor:
         """Return the tokens [N] drawn from logits [N, V] at positions [N]."""

@@ -70,7 +70,7 @@ class AncestralStrategy(RandomOrderStrategy):
         grid = 1 - torch.arange(steps + 1, dtype=torch.float64, device=uniform.device) / steps
         # Step k unmasks what is masked at its t and not at its s; at s = 0 nothing is masked.
         stay = self.diffusion.stay_masked(torch.ones_like(grid), grid)
-        return (uniform[..., None] < stay[1:]).sum(-1)
+        return steps - torch.searchsorted(stay[1:].flip(0), uniform.contiguous(), right=True)
 
 
 class FirstHittingStrategy(RandomOrderStrategy):
