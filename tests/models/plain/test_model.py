@@ -227,7 +227,7 @@ def test_compiled_blocks_give_the_same_with_one_graph_for_all_lengths():
     """Captured by dynamo and run by torch: what a compiler makes of the graph is the compiler's."""
     from torch._dynamo.utils import counters
 
-    model, compiled = (make_model(False, "cross_attention", True, tokens_per_latent=2) for _ in range(2))
+    model, compiled = (make_model(False, "prefix", tokens_per_latent=2) for _ in range(2))
     compiled._blocks_are_compiled = True
     for block in compiled.blocks:
         block.compile(dynamic=True, backend="eager", fullgraph=True)
