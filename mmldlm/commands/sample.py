@@ -19,6 +19,8 @@ from mmldlm.sampling.joint_sampler import JOINT_METHODS
 from mmldlm.sampling.latent_solver import ETAS, SOLVERS
 from mmldlm.sampling.pretrained import Pretrained, load_pretrained
 from mmldlm.sampling.text.strategies import STRATEGIES
+from mmldlm.sampling.text.strategies.remasking import ETAS as REMASKING
+from mmldlm.sampling.text.strategies.schedule import read_schedule
 from mmldlm.utils.formatting import count_noun
 from mmldlm.utils.output_paths import check_writable_dir
 from mmldlm.utils.progress import ProgressBar
@@ -41,6 +43,15 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "top_p": {"l2t": 1.0, "unconditional": 1.0},
     "guidance": {"l2t": 1.0, "t2l": 1.0},
     "presence_penalty": {"l2t": None},
+    "schedule": {"l2t": None, "unconditional": None},
+    "spacing": {"l2t": None, "unconditional": None},
+    "threshold": {"l2t": None, "unconditional": None},
+    "factor": {"l2t": None, "unconditional": None},
+    "delta": {"l2t": None, "unconditional": None},
+    "gamma": {"l2t": None, "unconditional": None},
+    "remask": {"unconditional": None},
+    "remask_eta": {"unconditional": None},
+    "num_lengths": {"l2t": None},
     "num_beams": {"l2t": None, "unconditional": None},
     "method": {"t2l": "ddim", "unconditional": None},
     "solver": {"unconditional": "ddim"},
@@ -50,7 +61,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 # Options that a task may lack, also in a kind that it has (TextTask.sampling_options).
 TASK_OPTIONS = (
     "num_steps", "sampler", "temperature", "top_p", "guidance", "presence_penalty", "num_beams", "method",
-    "solver", "eta", "condition_timestep",
+    "solver", "eta", "condition_timestep", "schedule", "spacing", "threshold", "factor", "delta", "gamma", "remask",
+    "remask_eta", "num_lengths",
 )  # fmt: skip
 METHODS = {"t2l": SOLVERS, "unconditional": JOINT_METHODS}
 
@@ -69,7 +81,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "num_steps": {
         "type": int,
         "help": "denoising steps (t2l: default 1, or 10 for a model that predicts epsilon); a text of n tokens takes "
-        "at most n confidence steps",
+        "at most n passes",
     },
     "sampler": {
         "help": f"text sampler; of masked diffusion {' or '.join(STRATEGIES)} (default: l2t confidence, unconditional "
@@ -77,14 +89,42 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "temperature": {
         "type": float,
-        "help": "0 takes the most probable token (default: 1 for ancestral; 0 for confidence, or 1 if an embedding is "
-        "used several times)",
+        "help": "0 takes the most probable token (default: 0 for samplers by certainty, or 1 if an embedding is used "
+        "several times; 1 for the others)",
     },
     "top_p": {"type": float, "help": "nucleus of the token draws"},
     "guidance": {"type": float, "help": "scale of classifier-free guidance, 1: none"},
     "presence_penalty": {
         "type": float,
-        "help": "nats subtracted from tokens that the text already contains (default: confidence 1, ancestral 0)",
+        "help": "nats subtracted from tokens that the text already contains (default: 1 for samplers by certainty, "
+        "else 0)",
+    },
+    "schedule": {
+        "metavar": "N1,N2,..|FILE",
+        "help": "tokens per pass instead of --num-steps, scaled to each text: numbers, or a JSON file of a list or of "
+        "{length: list} (scheduled, confidence, margin, entropy)",
+    },
+    "spacing": {
+        "type": float,
+        "metavar": "G",
+        "help": "of the positions that a pass would fill, one nearer than G x the masked share to a surer one waits "
+        "(samplers by certainty; default 1: none)",
+    },
+    "threshold": {"type": float, "metavar": "P", "help": "threshold: fill all positions as probable (default 0.9)"},
+    "factor": {"type": float, "metavar": "F", "help": "factor: fill n with (n+1)(1-p_n) < F (default 0.75)"},
+    "delta": {"type": float, "metavar": "D", "help": "frechet: margin of the joint probability (default 0.25)"},
+    "gamma": {"type": float, "metavar": "NATS", "help": "eb: bound on the dependence ignored in a pass (default 0.1)"},
+    "remask": {"choices": tuple(REMASKING), "help": "remdm: how tokens are masked again (default cap)"},
+    "remask_eta": {
+        "type": float,
+        "metavar": "ETA",
+        "help": f"remdm: how much ({', '.join(f'{name} {eta}' for name, eta in REMASKING.items())})",
+    },
+    "num_lengths": {
+        "type": int,
+        "metavar": "M",
+        "help": "write a text in each of the M most probable lengths and keep the most probable one (default: one text "
+        "of the median length)",
     },
     "num_beams": {"type": int, "metavar": "W", "help": "beams of a beam search (default: 4)"},
     "method": {
@@ -157,6 +197,8 @@ def resolve_options(args: argparse.Namespace) -> list[str]:
     if args.method is not None and args.method not in METHODS[args.kind]:
         expected = " or ".join(METHODS[args.kind])
         raise UserError(f"--method {expected} for `sample {args.kind}`", args.method, "choose one of them")
+    if args.schedule is not None:
+        read_schedule(args.schedule)  # refuses what it cannot read
     for key, defaults in DEFAULTS.items():
         if getattr(args, key) is None:
             setattr(args, key, defaults.get(args.kind))
@@ -172,14 +214,24 @@ def fit_to_task(args: argparse.Namespace, given: list[str], pretrained: Pretrain
     """
     task = pretrained.task
     pretrained.check_kind(args.kind, args.sampler)
+    if args.sampler is None and args.kind in DEFAULTS["sampler"]:
+        args.sampler = task.samplers[args.kind][0]
     unread = [key for key in TASK_OPTIONS if key not in task.sampling_options]
     if wrong := [_option(key) for key in unread if key in given]:
         known = ", ".join(_option(key) for key in TASK_OPTIONS if args.kind in DEFAULTS[key] and key not in unread)
         raise UserError(f"options that task={task.name} reads: {known}", ", ".join(wrong), "omit them")
+    if args.sampler is not None:
+        of_others = task.unread_options(args.kind, args.sampler)
+        if wrong := [_option(key) for key in TASK_OPTIONS if key in given and key in of_others]:
+            fix = "omit them, or choose the --sampler that reads them"
+            raise UserError(f"options that --sampler {args.sampler} reads", ", ".join(wrong), fix)
+        unread += of_others
     for key in unread:
         setattr(args, key, None)
-    if args.sampler is None and args.kind in DEFAULTS["sampler"]:
-        args.sampler = task.samplers[args.kind][0]
+    if args.schedule is not None and (args.kind == "l2t" or pretrained.latent_config is None):
+        if "num_steps" in given:
+            raise UserError("--num-steps or --schedule, which says how many there are", "both", "omit one of them")
+        args.num_steps = None
 
 
 def _option(key: str) -> str:
@@ -189,6 +241,7 @@ def _option(key: str) -> str:
 def _check_ranges(args: argparse.Namespace) -> None:
     for key, low, high in (
         ("num_samples", 1, None), ("num_steps", 1, None), ("num_beams", 1, None), ("temperature", 0, None),
+        ("num_lengths", 1, None),
         ("top_p", 1e-6, 1), ("eta", 0, 1), ("seed", 0, None), ("condition_timestep", 0, 1),
     ):  # fmt: skip
         value = getattr(args, key)

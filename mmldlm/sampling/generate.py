@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mmldlm.config.text_samplers import BY_CERTAINTY, STRATEGY_OPTIONS
 from mmldlm.errors import UserError
 from mmldlm.sampling.inputs import encode_texts, given_texts, read_latents, reason_without_encoder, tokenize_texts
 from mmldlm.sampling.joint_sampler import choose_method, sample_joint
@@ -17,7 +18,9 @@ from mmldlm.sampling.latent_sampler import check_latents_per_text, sample_latent
 from mmldlm.sampling.latent_solver import LatentSolver
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.sampling.text.draw import PRESENCE_PENALTY
-from mmldlm.sampling.text.loop import TextSamples, sample_text
+from mmldlm.sampling.text.records import TextSamples
+from mmldlm.sampling.text.strategies import strategy_class
+from mmldlm.sampling.text.strategies.schedule import read_schedule
 from mmldlm.utils.formatting import count_noun
 from mmldlm.utils.progress import ProgressBar
 
@@ -40,6 +43,15 @@ class SampleOptions:
     top_p: float = 1.0
     guidance: float = 1.0
     presence_penalty: float | None = None
+    schedule: str | None = None
+    spacing: float | None = None
+    threshold: float | None = None
+    factor: float | None = None
+    delta: float | None = None
+    gamma: float | None = None
+    remask: str | None = None
+    remask_eta: float | None = None
+    num_lengths: int | None = None
     num_beams: int | None = None
     method: str | None = None
     solver: str | None = None
@@ -74,7 +86,7 @@ def sample_l2t(pretrained: Pretrained, options: SampleOptions, progress: Progres
         temperature = 1.0
     penalty = options.presence_penalty
     if penalty is None:
-        penalty = PRESENCE_PENALTY if options.sampler == "confidence" else 0.0
+        penalty = PRESENCE_PENALTY if options.sampler in BY_CERTAINTY else 0.0
     steps = "" if options.num_steps is None else f" in at most {options.num_steps} steps"
     samples = _write_texts(
         pretrained,
@@ -87,7 +99,7 @@ def sample_l2t(pretrained: Pretrained, options: SampleOptions, progress: Progres
         record["latent"] = row
         if references is not None:
             record["reference"] = references[row]
-    return Samples(records, None, {"forward_passes_per_sample": samples.num_rows / len(records)})
+    return Samples(records, None, _costs(samples))
 
 
 def _write_texts(pretrained: Pretrained, latents: torch.Tensor | None, options: SampleOptions, **more) -> TextSamples:
@@ -95,6 +107,8 @@ def _write_texts(pretrained: Pretrained, latents: torch.Tensor | None, options: 
     task = pretrained.task
     known = {key: getattr(options, key) for key in SampleOptions.__dataclass_fields__ if key in task.sampling_options}
     own = {key: value for key, value in known.items() if key not in LATENT_OPTIONS}
+    if options.schedule is not None:
+        own["schedule"] = read_schedule(options.schedule)
     return task.write_texts(pretrained, latents, seed=options.seed, **own, **more)
 
 
@@ -182,57 +196,74 @@ def sample_unconditional(pretrained: Pretrained, options: SampleOptions, progres
         samples = _write_texts(
             pretrained, None, options, num_samples=options.num_samples, progress=progress.start(message)
         )
-        cost = samples.num_rows / len(samples.tokens)
-        return Samples(_text_records(pretrained, samples), None, {"forward_passes_per_sample": cost})
-    method, count, steps = choose_method(pretrained, options.method), options.num_samples, options.num_steps
-    shared = {
-        "steps": steps,
-        "sampler": options.sampler,
-        "temperature": options.temperature,
-        "top_p": options.top_p,
-        "seed": options.seed,
-    }
+        return Samples(_text_records(pretrained, samples), None, _costs(samples))
+    method = choose_method(pretrained, options.method)
     if method == "joint" and options.condition_timestep > 0:
         fix = "omit it, or add --method chain"
         raise UserError("--condition-timestep with --method chain", "method joint, which has no condition", fix)
     pretrained.check_condition_timestep(options.condition_timestep)
-    if method == "joint":
-        samples, latents = sample_joint(
-            pretrained.model,
-            count,
-            text_diffusion=pretrained.text_diffusion,
-            latent_diffusion=pretrained.latent_diffusion,
-            renormalize=pretrained.renormalize,
-            solver=options.solver,
-            progress=progress.start(f"sampling {count} texts and embeddings together in {steps} steps"),
-            **shared,
-        )
-    else:
-        latents = sample_latents(
-            pretrained.model,
-            None,
-            num_samples=count,
-            diffusion=pretrained.latent_diffusion,
-            steps=steps,
-            method=options.solver,
-            renormalize=pretrained.renormalize,
-            unit=pretrained.renormalize,
-            seed=options.seed,
-            progress=progress.start(f"sampling {count} embeddings in {steps} steps"),
-        )
-        samples = sample_text(
-            pretrained.model,
-            latents,
-            diffusion=pretrained.text_diffusion,
-            latent_diffusion=pretrained.latent_diffusion,
-            condition_timestep=options.condition_timestep,
-            progress=progress.start(f"writing their texts in {steps} steps"),
-            **shared,
-        )
+    samples, latents = (_sample_together if method == "joint" else _sample_chain)(pretrained, options, progress)
     records = _text_records(pretrained, samples)
     for i, record in enumerate(records):
         record.update(latent=i, way=method)
-    return Samples(records, latents.numpy(), {"way": method})
+    return Samples(records, latents.numpy(), {"way": method, **_costs(samples)})
+
+
+def _sample_together(
+    pretrained: Pretrained, options: SampleOptions, progress: ProgressBar
+) -> tuple[TextSamples, torch.Tensor]:
+    count, steps = options.num_samples, options.num_steps
+    reads = strategy_class(options.sampler).defaults
+    own = [key for key in STRATEGY_OPTIONS - {"num_steps"} if getattr(options, key) is not None]
+    if "num_steps" not in reads or own:
+        found = ", ".join([f"--sampler {options.sampler}", *("--" + key.replace("_", "-") for key in own)])
+        expected = "a sampler by --num-steps alone with method joint, in which text and embedding share the steps"
+        raise UserError(expected, found, "add --method chain, or choose another --sampler")
+    return sample_joint(
+        pretrained.model,
+        count,
+        text_diffusion=pretrained.text_diffusion,
+        latent_diffusion=pretrained.latent_diffusion,
+        steps=steps,
+        sampler=options.sampler,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        renormalize=pretrained.renormalize,
+        solver=options.solver,
+        seed=options.seed,
+        progress=progress.start(f"sampling {count} texts and embeddings together in {steps} steps"),
+    )
+
+
+def _sample_chain(
+    pretrained: Pretrained, options: SampleOptions, progress: ProgressBar
+) -> tuple[TextSamples, torch.Tensor]:
+    count, steps = options.num_samples, options.num_steps
+    latents = sample_latents(
+        pretrained.model,
+        None,
+        num_samples=count,
+        diffusion=pretrained.latent_diffusion,
+        steps=steps,
+        method=options.solver,
+        renormalize=pretrained.renormalize,
+        unit=pretrained.renormalize,
+        seed=options.seed,
+        progress=progress.start(f"sampling {count} embeddings in {steps} steps"),
+    )
+    if options.schedule is not None or "num_steps" not in strategy_class(options.sampler).defaults:
+        options = dataclasses.replace(options, num_steps=None)
+    samples = _write_texts(pretrained, latents, options, progress=progress.start("writing their texts"))
+    return samples, latents
+
+
+def _costs(samples: TextSamples) -> dict[str, Any]:
+    """Return what the texts cost: rows of the model per text, and passes one after the other."""
+    passes = samples.passes.double()
+    return {
+        "forward_passes_per_sample": samples.num_rows / len(samples.tokens),
+        "passes": {"mean": float(passes.mean()), "maximum": int(passes.max())},
+    }
 
 
 def _text_records(pretrained: Pretrained, samples: TextSamples) -> list[dict[str, Any]]:

@@ -17,7 +17,8 @@ from mmldlm.sampling.latent_solver import LatentSolver
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.sampling.text.draw import DrawSettings
 from mmldlm.sampling.text.length_rule import predict_lengths
-from mmldlm.sampling.text.loop import TextSamples, start_decoding
+from mmldlm.sampling.text.loop import start_decoding
+from mmldlm.sampling.text.records import TextSamples
 from mmldlm.utils.counter_rng import Stream, normals
 
 JOINT_METHODS = ("joint", "chain")
@@ -107,7 +108,7 @@ def sample_joint(
             lengths[index],
             rows,
             diffusion=text_diffusion,
-            steps=steps,
+            options={"num_steps": steps},
             draw=draw,
             seed=seed,
             shared_schedule=True,
@@ -117,15 +118,16 @@ def sample_joint(
         latent_solver = LatentSolver(latent_diffusion, steps, solver, project=project)
         for k, time in enumerate(latent_solver.grid[:-1]):
             t = torch.full((len(rows),), time, dtype=torch.float32, device=device)
-            positions = strategy.positions(k)
-            out = model(state.tokens, z, strategy.timesteps(k), t, state.real, text_positions=positions)
+            positions = strategy.positions()
+            out = model(state.tokens, z, strategy.timesteps(), t, state.real, text_positions=positions)
             prediction = out["latent_pred"].float()
             z = latent_solver.step(k, z, lambda z, t, given=prediction: given)
-            strategy.update(k, positions, out["text_logits"])
+            strategy.take_pass(positions, out["text_logits"])
             done += len(rows)
             if progress is not None:
                 progress(done, num_samples * steps)
         for row, text in zip(rows, state.texts()):
             texts[row] = text
         latents[index] = model.unscale_latents(z).cpu()
-    return TextSamples(texts, lengths, num_samples * steps), latents
+    passes = torch.full((num_samples,), steps)
+    return TextSamples(texts, lengths, num_samples * steps, passes), latents

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from mmldlm.config.text_samplers import BY_CERTAINTY, BY_CHANCE, STRATEGY_OPTIONS
 from mmldlm.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -39,6 +41,10 @@ class TextTask(Task):
     )
     exact_likelihood: ClassVar[bool] = False
     evaluation_decoding: ClassVar[str] = "confidence, greedy, lengths from the model (median of p(length | latent))"
+
+    def unread_options(self, kind: str, sampler: str) -> frozenset[str]:
+        """Return those of `sampling_options` that one sampler does not read for a kind of samples."""
+        return frozenset()
 
     @abstractmethod
     def model_class(self) -> type[nn.Module]:
@@ -91,6 +97,19 @@ class TextTask(Task):
 
 class MaskedTextTask(TextTask):
     """A task of masked diffusion: a model with the forward contract of MultimodalMMDiT, a section `text_diffusion`."""
+
+    samplers: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "l2t": (*BY_CERTAINTY, *BY_CHANCE),
+        "unconditional": (*BY_CHANCE, "remdm", *BY_CERTAINTY),
+    }
+    sampling_options = TextTask.sampling_options | STRATEGY_OPTIONS | {"num_lengths"}
+
+    def unread_options(self, kind: str, sampler: str) -> frozenset[str]:
+        from mmldlm.sampling.text.strategies import strategy_class
+
+        unread = STRATEGY_OPTIONS - strategy_class(sampler).defaults.keys()
+        makes_latents = kind == "unconditional" and "t2l" in self.samplers
+        return unread - {"num_steps"} if makes_latents else unread
 
     def write_texts(self, pretrained: Pretrained, latents: Tensor | None, **options: Any) -> TextSamples:
         from mmldlm.sampling.text.loop import sample_masked

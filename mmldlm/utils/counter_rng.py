@@ -25,6 +25,7 @@ class Stream(IntEnum):
     LENGTH = 103
     JOINT_LATENT = 104
     CONDITION = 105
+    REMASKING = 106
     TOKEN_CLUSTERS = 0xC1
     SELF_CORRECTION = 0xC2
     LIKELIHOOD = 201
@@ -44,16 +45,16 @@ def generator(seed: int, stream: Stream) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=[seed, stream]))
 
 
-def _generators(seed: int, stream: int, indices: Sequence[int]) -> Iterator[np.random.Generator]:
+def _generators(seed: int, stream: int, indices: Sequence[int], part: int = 0) -> Iterator[np.random.Generator]:
     # Philox4x64 (Salmon et al., SC 2011): the low counter word is left to the draws themselves.
-    return (np.random.Generator(np.random.Philox(key=[seed, stream], counter=[0, int(i), 0, 0])) for i in indices)
+    return (np.random.Generator(np.random.Philox(key=[seed, stream], counter=[0, int(i), part, 0])) for i in indices)
 
 
-def uniforms(seed: int, stream: int, indices: Sequence[int], shape: tuple[int, ...]) -> Tensor:
-    """Draw [len(indices), *shape] fp64 in [0, 1)."""
+def uniforms(seed: int, stream: int, indices: Sequence[int], shape: tuple[int, ...], part: int = 0) -> Tensor:
+    """Draw [len(indices), *shape] fp64 in [0, 1); `part` keeps several draws of one index apart."""
     import torch
 
-    rows = [generator.random(shape) for generator in _generators(seed, stream, indices)]
+    rows = [generator.random(shape) for generator in _generators(seed, stream, indices, part)]
     return torch.from_numpy(np.stack(rows)) if rows else torch.empty(0, *shape, dtype=torch.float64)
 
 

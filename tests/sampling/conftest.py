@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -91,9 +92,64 @@ class Perfect(Toy):
         return out
 
 
+class Noisy(Toy):
+    """Logits that depend on tokens, latent and time; notes what it is asked."""
+
+    def __init__(self, **shape):
+        super().__init__(**shape)
+        self.table = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+        self.asked = []
+
+    def logits(self, tokens, latents, t, real):
+        self.asked.append((tokens.clone(), t.clone(), real.clone()))
+        near = self.table[tokens].cumsum(1) * real[..., None]
+        return near + t[:, None, None] + (0 if latents is None else latents.sum(1)[:, None, None] * self.table[3])
+
+    def lengths(self, latents, batch):
+        out = torch.zeros(batch, self.config.max_seq_len)
+        return out if latents is None else out + latents[:, :1] * torch.linspace(-1, 1, self.config.max_seq_len)
+
+
+class Enumerable(Toy):
+    """Exact conditionals of a joint distribution over the 27 strings of three tokens 3, 4, 5, far from independent.
+
+    With independent=True those of the product of its marginals.
+    """
+
+    def __init__(self, independent=False):
+        super().__init__(max_seq_len=4)
+        weights = np.random.default_rng(3).gamma(0.4, size=27) + 0.02
+        joint = torch.from_numpy(weights / weights.sum()).view(3, 3, 3)
+        if independent:
+            sums = [joint.sum((1, 2)), joint.sum((0, 2)), joint.sum((0, 1))]
+            joint = torch.einsum("i,j,k->ijk", *sums)
+        self.joint = joint
+
+    def logits(self, tokens, latents, t, real):
+        unique, inverse = torch.unique(tokens, dim=0, return_inverse=True)
+        out = torch.full((len(unique), 4, 8), -1e30, dtype=torch.float64)
+        for row, text in enumerate(unique.tolist()):
+            for place in range(3):
+                known = [slice(None) if a == MASK or i == place else a - 3 for i, a in enumerate(text[:3])]
+                part = self.joint[tuple(known)]
+                axes = [i for i, a in enumerate(known) if isinstance(a, slice)]
+                others = [i for i, axis in enumerate(axes) if axis != place]
+                out[row, place, 3:6] = (part.sum(others) if others else part).log()
+        return out[inverse]
+
+    def chi_square(self, texts):
+        """Statistic of texts against the joint; 26 degrees of freedom: 54 is the 0.1 % point."""
+        count = torch.zeros(3, 3, 3, dtype=torch.float64)
+        for text in texts:
+            count[tuple(token - 3 for token in text)] += 1
+        expected = len(texts) * self.joint
+        return float(((count - expected) ** 2 / expected).sum())
+
+
 @pytest.fixture(scope="session")
 def toys():
-    return SimpleNamespace(Toy=Toy, Perfect=Perfect, MASK=MASK, PAD=PAD, EOS=EOS)
+    kinds = {"Toy": Toy, "Perfect": Perfect, "Noisy": Noisy, "Enumerable": Enumerable}
+    return SimpleNamespace(**kinds, MASK=MASK, PAD=PAD, EOS=EOS)
 
 
 @pytest.fixture(scope="session")

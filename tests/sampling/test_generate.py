@@ -312,7 +312,7 @@ def test_scaled_embeddings_are_warned_about(checkpoint, tmp_path, capsys):
         (["t2l", "--text", "word1", "--text-file", "x"], "--text"),
         (["t2l", "--text", "word1", "--sampler", "confidence"], "--sampler"),
         (["unconditional", "--latent-file", "x.npy"], "--latent-file"),
-        (["unconditional", "--sampler", "beam"], "--sampler ancestral, confidence"),
+        (["unconditional", "--sampler", "beam"], "--sampler ancestral, first_hitting"),
     ],
 )
 def test_unusable_requests_are_refused(checkpoint, tmp_path, words, named):
@@ -439,12 +439,62 @@ def test_every_pass_of_every_sampler_is_reported(checkpoint):
     lengths = torch.tensor([3, 8])
     # Two texts of 2 and 7 tokens: a confidence step fills one at least.
     sample_text(model, torch.randn(2, 6), diffusion=text, steps=64, lengths=lengths, progress=progress)
-    check(64, 9)
-    sample_text(model, None, num_samples=2, diffusion=text, steps=5, lengths=lengths, sampler="ancestral",
-                progress=progress)  # fmt: skip
-    check(5, 10)
+    check(7, 9)
+    found = sample_text(model, None, num_samples=2, diffusion=text, steps=5, lengths=lengths, sampler="ancestral",
+                        progress=progress)  # fmt: skip
+    check(int(found.passes.max()), 9)
     sample_joint(model, 4, text_diffusion=text, latent_diffusion=latent, steps=3, batch_size=2, progress=progress)
     check(6, 12)
     score = partial(masked_text_scores, model, diffusion=text)
     measure(model, [[5], [6, 7]], torch.randn(2, 6), np.array([1, 0]), score=score, draws=3, progress=progress)
     check(3, 6)
+
+
+@pytest.mark.parametrize(
+    "words, named",
+    [
+        (["l2t", "--sampler", "eb", "--threshold", 0.5], "options that --sampler eb reads(.|\n)*--threshold"),
+        (["l2t", "--sampler", "threshold", "--num-steps", 3], "--num-steps"),
+        (["l2t", "--gamma", 0.5], "options that --sampler confidence reads(.|\n)*--gamma"),
+        (["l2t", "--sampler", "remdm"], "--sampler confidence, margin"),
+        (["l2t", "--schedule", "1,2", "--num-steps", 3], "--num-steps or --schedule"),
+        (["l2t", "--schedule", "1,x"], "--schedule 1,2,4,8"),
+        (["l2t", "--num-lengths", 0], "--num-lengths at least 1"),
+        (["l2t", "--sampler", "eb", "--gamma", -1], "--gamma at least 0"),
+        (["unconditional", "--num-lengths", 2], "--num-lengths"),
+        (["unconditional", "--method", "joint", "--sampler", "first_hitting"], "--method chain"),
+        (["unconditional", "--method", "joint", "--sampler", "remdm", "--remask", "cap"], "--remask"),
+    ],
+)
+def test_options_that_the_chosen_sampler_does_not_read_are_refused(checkpoint, latent_file, tmp_path, words, named):
+    source = ["--latent-file", latent_file] if words[0] == "l2t" else []
+    with pytest.raises(UserError, match=named) as error:
+        run(*words, *source, "--checkpoint", checkpoint, "--output-dir", tmp_path / "out")
+    assert error.value.exit_code == 2 and not (tmp_path / "out").exists()
+
+
+def test_every_sampler_and_its_options_are_reached_from_the_command_line(checkpoint, latent_file, tmp_path):
+    (tmp_path / "schedule.json").write_text('{"4": [1, 3], "9": [2, 7]}')
+    l2t = ["l2t", "--latent-file", latent_file, "--checkpoint", checkpoint]
+    unconditional = ["unconditional", "--num-samples", 3, "--checkpoint", checkpoint, "--method"]
+    calls = {
+        "confidence": [*l2t, "--schedule", tmp_path / "schedule.json"],
+        "margin": [*l2t, "--num-steps", 2, "--spacing", 2],
+        "entropy": [*unconditional, "joint", "--num-steps", 2],
+        "threshold": [*l2t, "--threshold", 0.01],
+        "factor": [*l2t, "--factor", 99],
+        "frechet": [*l2t, "--delta", -99, "--num-lengths", 2],
+        "eb": [*l2t, "--gamma", 99, "--spacing", 3],
+        "ancestral": [*unconditional, "chain", "--num-steps", 2],
+        "first_hitting": [*unconditional, "chain", "--num-steps", 2],
+        "scheduled": [*unconditional, "chain", "--num-steps", 2, "--schedule", "1,3"],
+        "remdm": [*unconditional, "chain", "--num-steps", 4, "--remask", "loop", "--remask-eta", 0.5],
+    }
+    for name, words in calls.items():
+        out = tmp_path / name
+        assert run(*words, "--sampler", name, "--output-dir", out) == 0
+        assert all(len(line["text"].split()) == line["num_tokens"] for line in lines(out))
+        settings = json.loads((out / "settings.json").read_text())
+        assert settings["sampler"] == name
+        if name in ("threshold", "factor"):
+            assert settings["forward_passes_per_sample"] <= 1 and settings["passes"]["maximum"] <= 1

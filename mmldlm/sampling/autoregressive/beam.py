@@ -83,13 +83,14 @@ def search(model: PlainTransformer, cache: TextCache, beams: int, exponent: floa
     state = _Beams(
         cache.batch // beams, beams, config.max_seq_len, config.eos_token_id, model.start_token.device, exponent
     )
-    last, num_rows = None, 0
+    last, num_rows, passes = None, 0, torch.ones_like(state.lengths)
     for step in range(config.max_seq_len):
         logits = next_logits(model, cache, last)
         num_rows += cache.batch
         check_finite(logits.amax(-1))
         parents, last = state.advance(without_pad(model, logits), step)
         going = state.may_improve()
+        passes[state.rows[going]] = step + 2
         number = int(going.sum())
         if number == 0:
             break
@@ -99,4 +100,4 @@ def search(model: PlainTransformer, cache: TextCache, beams: int, exponent: floa
             parents, last = parents[alive], last[alive]
         cache.select(parents)
     tokens = state.best_tokens[:, : int(state.lengths.max())]
-    return WrittenTexts(tokens, state.lengths, state.best_log_probs, num_rows)
+    return WrittenTexts(tokens, state.lengths, state.best_log_probs, num_rows, passes)

@@ -24,12 +24,14 @@ class WrittenTexts:
         lengths: int64, EOS counted. [B]
         log_probs: fp64 log p(text) under the model, whatever temperature and nucleus drew it. [B]
         num_rows: rows that the model computed.
+        passes: int64, one after the other, of each text. [B]
     """
 
     tokens: Tensor
     lengths: Tensor
     log_probs: Tensor
     num_rows: int
+    passes: Tensor
 
 
 def without_pad(model: PlainTransformer, logits: Tensor) -> Tensor:
@@ -80,4 +82,4 @@ def draw_texts(
             kept = active.nonzero()[:, 0]
             cache.select(kept)
             rows, last, active = rows[kept], last[kept], active[kept]
-    return WrittenTexts(tokens[:, : int(lengths.max())], lengths, log_probs, num_rows)
+    return WrittenTexts(tokens[:, : int(lengths.max())], lengths, log_probs, num_rows, lengths)

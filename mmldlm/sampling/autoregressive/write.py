@@ -14,7 +14,7 @@ from mmldlm.models.plain.model import PlainTransformer
 from mmldlm.sampling.autoregressive.beam import search
 from mmldlm.sampling.autoregressive.draw import WrittenTexts, draw_texts
 from mmldlm.sampling.device import device_of
-from mmldlm.sampling.text.loop import TextSamples
+from mmldlm.sampling.text.records import TextSamples
 from mmldlm.utils.counter_rng import Stream, uniforms
 
 EXPONENTS = {"beam": 1.0, "beam_sum": 0.0}
@@ -77,7 +77,8 @@ def write_texts(
     texts = [row[: length - 1] for part in parts for row, length in zip(part.tokens.tolist(), part.lengths.tolist())]
     lengths = torch.cat([part.lengths for part in parts]).cpu()
     log_probs = torch.cat([part.log_probs for part in parts]).cpu()
-    return ScoredTexts(texts, lengths, sum(part.num_rows for part in parts), log_probs)
+    passes = torch.cat([part.passes for part in parts]).cpu()
+    return ScoredTexts(texts, lengths, sum(part.num_rows for part in parts), passes, log_probs)
 
 
 def _write_batch(
@@ -104,6 +105,7 @@ def _write_batch(
         torch.where(keeps_greedy, written.lengths, found.lengths),
         torch.where(keeps_greedy, written.log_probs, found.log_probs),
         written.num_rows + found.num_rows,
+        written.passes + found.passes,
     )
 
 

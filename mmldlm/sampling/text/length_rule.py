@@ -37,17 +37,26 @@ def choose_lengths(logits: Tensor, rule: str = "median", uniform: Tensor | None 
 
 @torch.inference_mode()
 def predict_lengths(
-    model: nn.Module, latents: Tensor | None, count: int, rule: str | None = None, seed: int = 0, batch_size: int = 512
+    model: nn.Module,
+    latents: Tensor | None,
+    count: int | None = None,
+    rule: str | None = None,
+    seed: int = 0,
+    batch_size: int = 512,
 ) -> Tensor:
     """Predict lengths with the model's length head; see `choose_lengths`.
 
     Args:
         latents: [count, D] (or [count, M, D]) in the encoder's space, or None.
+        count: needed without latents.
         rule: None takes the median of p(length | latent), or a draw from p(length) without a latent.
 
     Returns:
         [count] int64 lengths, EOS counted.
     """
+    if latents is not None:
+        count = len(latents)
+    assert count is not None, "count is needed without latents"
     rule = rule or ("sample" if latents is None else "median")
     device = device_of(model)
     uniform = uniforms(seed, Stream.LENGTH, range(count), (1,))[:, 0].to(device)
@@ -60,3 +69,25 @@ def predict_lengths(
         logits = model(None, model.scale_latents(part.to(device)))["length_logits"]
         parts.append(choose_lengths(logits, rule, part_uniform))
     return torch.cat(parts).cpu()
+
+
+@torch.inference_mode()
+def most_probable_lengths(
+    model: nn.Module, latents: Tensor, number: int, batch_size: int = 512
+) -> tuple[Tensor, Tensor]:
+    """Return the most probable lengths of each text, the best first, and their log-probabilities.
+
+    Args:
+        latents: [N, D] (or [N, M, D]) in the encoder's space.
+        number: K; no more than there are lengths.
+
+    Returns:
+        [N, K] int64, EOS counted, and [N, K] fp64, both on the CPU.
+    """
+    device, parts = device_of(model), []
+    for part in latents.split(batch_size):
+        logits = model(None, model.scale_latents(part.to(device)))["length_logits"]
+        top = logits.double().log_softmax(-1).topk(min(number, logits.shape[-1]), dim=-1)
+        parts.append((top.indices.cpu() + 1, top.values.cpu()))
+    lengths, scores = zip(*parts)
+    return torch.cat(lengths), torch.cat(scores)

@@ -2,79 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from mmldlm.config.text_samplers import STRATEGY_OPTIONS
 from mmldlm.data.encoders.encoder import token_budget_batches
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.process import LatentProcess
 from mmldlm.sampling.device import device_of
+from mmldlm.sampling.text.denoiser import Denoiser, noised_latents
 from mmldlm.sampling.text.draw import DrawSettings
-from mmldlm.sampling.text.length_rule import predict_lengths
+from mmldlm.sampling.text.length_rule import most_probable_lengths, predict_lengths
+from mmldlm.sampling.text.records import Observer, Recorder, TextPass, TextSamples
 from mmldlm.sampling.text.state import DecodingState
 from mmldlm.sampling.text.strategies import TextStrategy, strategy_class
-from mmldlm.utils.counter_rng import Stream, normals, uniforms
+from mmldlm.utils.counter_rng import Stream, uniforms
 
 if TYPE_CHECKING:
-    from mmldlm.models.plain.encoders import EncodedLatent
     from mmldlm.sampling.pretrained import Pretrained
 
-
-@dataclass
-class TextSamples:
-    """Sampled texts in the order of the latents.
-
-    Attributes:
-        tokens: ids of each text without its EOS.
-        lengths: [N] int64 lengths that were filled, EOS counted.
-        num_rows: forward passes times samples in them (guidance counts twice): the cost of all texts.
-    """
-
-    tokens: list[list[int]]
-    lengths: Tensor
-    num_rows: int
+__all__ = ["Recorder", "TextPass", "TextSamples", "sample_masked", "sample_text", "start_decoding", "take_pass"]
 
 
 def start_decoding(
     name: str,
     model: nn.Module,
     lengths: Tensor,
-    rows: list[int],
+    indices: Sequence[int],
     *,
     diffusion: MaskedDiffusion,
-    steps: int,
     draw: DrawSettings,
     seed: int,
+    options: Mapping[str, Any] | None = None,
+    drafts: Tensor | None = None,
     shared_schedule: bool = False,
 ) -> TextStrategy:
     """Return the strategy `name` with a fresh state for one batch.
 
     Args:
         lengths: [B] int64, EOS counted.
-        rows: indices of the samples, on which their draws depend.
+        indices: of the samples, on which their draws depend.
+        options: of the strategy (`TextStrategy.defaults`).
+        drafts: [B, >= S] int64, tokens that stand, [MASK] elsewhere; None: all [MASK].
         shared_schedule: all texts take all steps.
 
     Raises:
         ValueError: unknown strategy.
+        UserError: an option that it does not read, or out of range.
     """
-    config = model.config
+    config, device = model.config, device_of(model)
     state = DecodingState(
-        lengths.to(device_of(model)),
+        lengths.to(device),
         int(lengths.max()),
         mask_token_id=diffusion.mask_token_id,
         pad_token_id=config.pad_token_id,
         eos_token_id=config.eos_token_id,
+        drafts=None if drafts is None else drafts.to(device),
     )
     return strategy_class(name)(
         state,
         diffusion=diffusion,
-        steps=steps,
-        uniform=uniforms(seed, Stream.TEXT, rows, (2, config.max_seq_len)),
+        uniform=uniforms(seed, Stream.TEXT, indices, (2, config.max_seq_len)),
         draw=draw,
+        redraw=lambda step: uniforms(seed, Stream.REMASKING, indices, (3, config.max_seq_len), step),
+        options=options,
         shared_schedule=shared_schedule,
     )
 
@@ -85,11 +79,13 @@ def sample_text(
     latents: Tensor | None,
     *,
     diffusion: MaskedDiffusion,
-    steps: int = 16,
+    steps: int | None = None,
     num_samples: int | None = None,
     lengths: Tensor | None = None,
     length_rule: str | None = None,
+    drafts: Tensor | None = None,
     sampler: str = "confidence",
+    sampler_options: Mapping[str, Any] | None = None,
     temperature: float | None = None,
     top_p: float = 1.0,
     guidance: float = 1.0,
@@ -97,8 +93,11 @@ def sample_text(
     latent_diffusion: LatentProcess | None = None,
     condition_timestep: float = 0.0,
     seed: int = 0,
+    indices: Sequence[int] | None = None,
     batch_tokens: int = 1536,
     progress: Callable[[int, int], None] | None = None,
+    recorder: Recorder | None = None,
+    with_log_probabilities: bool = False,
 ) -> TextSamples:
     """Sample one text per latent, or num_samples texts unconditionally.
 
@@ -106,21 +105,23 @@ def sample_text(
         model: with the forward contract of MultimodalMMDiT.
         latents: [N, D] (or [N, M, D]) in the encoder's space, or None.
         diffusion: masking process of training.
-        steps: maximum number of passes (a text of n tokens needs at most n confidence steps).
+        steps: the sampler's option num_steps; None: its default.
         lengths: [N] with EOS; None predicts them with the model's length head.
         length_rule: see `predict_lengths`.
-        sampler: a name of STRATEGIES: confidence (best for a given latent) or ancestral (exact).
-        temperature: of the draws; None is 0 for confidence and 1 for ancestral.
-        top_p: nucleus of the draws.
-        guidance: classifier-free guidance, null + g (given - null).
-        presence_penalty: nats subtracted from the logit of every token that the text already contains. A greedy
-            parallel decoder repeats tokens, because positions decided together do not condition on each other.
+        drafts: [N, >= longest] int64 tokens that stand, [MASK] where one is to be written; only with lengths.
+        sampler: a name of STRATEGIES.
+        sampler_options: what the sampler reads (`TextStrategy.defaults`).
+        temperature, top_p: of the draws; None: the sampler's default.
+        guidance: classifier-free guidance, null + g (given - null). Positions are chosen without it.
+        presence_penalty: nats subtracted from the logit of every token that the text already contains.
         latent_diffusion: noise process of the latents, needed for condition_timestep above 0.
-        condition_timestep: noise the given latents to this timestep and say so to the model: for latents that no
-            encoder made (conditioning augmentation, arXiv 2106.15282). The length is predicted without.
+        condition_timestep: noise the latents to this timestep and say so to the model: for latents that no encoder
+            made (conditioning augmentation, arXiv 2106.15282). The length is predicted without.
         seed: the draws of a sample depend on the seed and its index only.
+        indices: of the N samples; None: 0 .. N - 1.
         batch_tokens: maximum padded positions per pass.
-        progress: called after every pass with the number of passes done and in total, over all texts.
+        progress: called after every pass with the number of tokens written and in total. recorder: likewise.
+        with_log_probabilities: also return those of the tokens.
 
     Returns:
         TextSamples; no text contains [MASK], [PAD] or an EOS before its end.
@@ -128,94 +129,158 @@ def sample_text(
     Raises:
         MmldlmError: NaN logits.
         ValueError: unknown sampler or length rule.
+        UserError: an option that the sampler does not read, or out of range.
     """
-    count = len(latents) if latents is not None else num_samples
-    assert count is not None, "num_samples is needed without latents"
     if lengths is None:
-        lengths = predict_lengths(model, latents, count, length_rule, seed)
-    texts: list[list[int]] = [[] for _ in range(count)]
-    draw = DrawSettings(temperature, top_p, presence_penalty)
-    passes = strategy_class(sampler).num_passes(lengths, steps)
-    num_rows, done, total = 0, 0, int(passes.sum())
+        lengths = predict_lengths(model, latents, num_samples, length_rule, seed)
+    options = {**(sampler_options or {}), **({} if steps is None else {"num_steps": steps})}
+    samples = _empty(lengths, with_log_probabilities)
+    draw, report = DrawSettings(temperature, top_p, presence_penalty), _Report(progress, int((lengths - 1).sum()))
     for batch in token_budget_batches(lengths.tolist(), batch_tokens):
-        rows, index = batch.tolist(), torch.from_numpy(batch.copy())
+        index = torch.from_numpy(batch.copy())
+        own = [row if indices is None else int(indices[row]) for row in batch.tolist()]
         strategy = start_decoding(
-            sampler, model, lengths[index], rows, diffusion=diffusion, steps=steps, draw=draw, seed=seed
-        )
-        given, times = None if latents is None else latents[index], None
-        if given is not None and condition_timestep > 0:
-            assert latent_diffusion is not None
-            given, times = _noised(model, given, rows, condition_timestep, latent_diffusion, seed)
-        else:
-            given = _encode(model, given)
-        for k in range(steps):
-            num_rows += _take_step(model, strategy, k, given, times, guidance)
-            done += int((passes[index] > k).sum())
-            if progress is not None:
-                progress(done, total)
-        for row, text in zip(rows, strategy.state.texts()):
-            texts[row] = text
-    return TextSamples(texts, lengths, num_rows)
+            sampler, model, lengths[index], own, diffusion=diffusion, draw=draw, seed=seed, options=options,
+            drafts=None if drafts is None else drafts[index],
+        )  # fmt: skip
+        denoiser = _denoiser(model, latents, index, own, condition_timestep, latent_diffusion, seed)
+        observer = Observer(strategy.state, own, recorder) if recorder or with_log_probabilities else None
+        _write_batch(denoiser, strategy, guidance, observer, report)
+        _collect(samples, index, strategy, denoiser, observer)
+    return samples
+
+
+def _denoiser(
+    model: nn.Module, latents: Tensor | None, index: Tensor, own: list[int], timestep: float,
+    diffusion: LatentProcess | None, seed: int,
+) -> Denoiser:  # fmt: skip
+    """Return the denoiser of a batch, its latents noised to a timestep."""
+    if latents is None or timestep == 0:
+        return Denoiser(model, None if latents is None else latents[index])
+    assert diffusion is not None
+    return Denoiser(model, *noised_latents(model, latents[index], own, timestep, diffusion, seed))
+
+
+class _Report:
+    """Report to a callback how many tokens are written of all texts."""
+
+    def __init__(self, progress: Callable[[int, int], None] | None, total: int):
+        self.progress, self.total, self.earlier = progress, total, 0
+
+    def __call__(self, state: DecodingState) -> None:
+        if self.progress is not None:
+            words = state.real & ~state.is_last
+            self.progress(self.earlier + int((words & ~state.undecided).sum()), self.total)
+
+
+def _write_batch(
+    denoiser: Denoiser, strategy: TextStrategy, guidance: float, observer: Observer | None, report: _Report
+) -> None:
+    while len(positions := strategy.positions()):
+        take_pass(denoiser, strategy, positions, guidance, observer)
+        report(strategy.state)
+    report.earlier += int((strategy.state.lengths - 1).sum())
+
+
+def take_pass(
+    denoiser: Denoiser,
+    strategy: TextStrategy,
+    positions: Tensor,
+    guidance: float = 1.0,
+    observer: Observer | None = None,
+) -> None:
+    """Take one pass over the texts that need it.
+
+    Args:
+        positions: the result of `strategy.positions()`, not empty.
+    """
+    state, timesteps = strategy.state, strategy.timesteps()
+    logits = denoiser(state, timesteps, positions)
+    strategy.prepare(positions, logits)
+    chosen = strategy.choose(positions, logits)
+    if len(chosen) < len(positions):
+        positions, logits = positions[chosen], logits[chosen]
+    guided = logits
+    if guidance != 1.0 and denoiser.has_latents:
+        null = denoiser(state, timesteps, positions, null=True)
+        strategy.prepare(positions, null)
+        guided = null + guidance * (logits - null)
+        strategy.exclude(guided)  # -inf in both became NaN
+    tokens = strategy.draw_tokens(positions, guided)
+    if observer is not None:
+        observer.before(strategy, positions, logits, tokens)
+    strategy.commit(positions, tokens)
+    if observer is not None:
+        observer.after(strategy)
+
+
+def _empty(lengths: Tensor, with_log_probabilities: bool) -> TextSamples:
+    """Return the places of texts."""
+    samples = TextSamples([[] for _ in lengths], lengths, 0, torch.zeros_like(lengths))
+    if with_log_probabilities:
+        samples.log_probabilities = [torch.empty(0) for _ in lengths]
+    return samples
+
+
+def _collect(
+    samples: TextSamples, index: Tensor, strategy: TextStrategy, denoiser: Denoiser, observer: Observer | None
+) -> None:
+    """Put the texts of a batch in their places."""
+    samples.num_rows += denoiser.num_rows
+    samples.passes[index] = strategy.passes.cpu()
+    for row, text in zip(index.tolist(), strategy.state.texts()):
+        samples.tokens[row] = text
+    if samples.log_probabilities is not None:
+        assert observer is not None
+        for row, values, length in zip(
+            index.tolist(), observer.log_probabilities.cpu(), strategy.state.lengths.tolist()
+        ):
+            samples.log_probabilities[row] = values[: length - 1].clone()
 
 
 def sample_masked(
     pretrained: Pretrained, latents: Tensor | None, num_steps: int | None = None, **options
 ) -> TextSamples:
-    """`sample_text` for tasks of masked diffusion (`TextTask.write_texts`); an option that is None has its default."""
-    if num_steps is not None:
-        options["steps"] = num_steps
+    """`sample_text` for tasks of masked diffusion (`TextTask.write_texts`); an option that is None has its default.
+
+    Options of the sampler are given by their names; with num_lengths the texts are those of `sample_lengths`.
+    """
     if options.get("condition_timestep"):
         options["latent_diffusion"] = pretrained.latent_diffusion
     given = {key: value for key, value in options.items() if value is not None}
-    return sample_text(pretrained.model, latents, diffusion=pretrained.text_diffusion, **given)
+    own = {key: given.pop(key) for key in STRATEGY_OPTIONS & given.keys()}
+    num_lengths = given.pop("num_lengths", None)
+    more = {"diffusion": pretrained.text_diffusion, "steps": num_steps, "sampler_options": own, **given}
+    if num_lengths is None:
+        return sample_text(pretrained.model, latents, **more)
+    assert latents is not None, "num_lengths needs latents"
+    return sample_lengths(pretrained.model, latents, num_lengths, **more)
 
 
-def _encode(model: nn.Module, latents: Tensor | None) -> Tensor | EncodedLatent | None:
-    """The latents of a batch in model space, or what a model that can encode them apart makes of them, once."""
-    if latents is None:
-        return None
-    given = model.scale_latents(latents.to(device_of(model)))
-    return model.encode_latents(given, caches=True) if hasattr(model, "encode_latents") else given
+def sample_lengths(model: nn.Module, latents: Tensor, num_lengths: int, **options) -> TextSamples:
+    """Write each text in its most probable lengths and keep the most probable.
 
+    The score of a text is log p(L | z) plus the sum of the log-probabilities of its tokens when they were written; for
+    a sampler of deterministic order that is its log-likelihood. Their mean would prefer short texts.
 
-def _noised(
-    model: nn.Module, latents: Tensor, rows: list[int], timestep: float, diffusion: LatentProcess, seed: int
-) -> tuple[Tensor, Tensor]:
-    """The latents of a batch in model space, noised to one timestep, and that timestep [B]."""
-    given = model.scale_latents(latents.to(device_of(model)))
-    times = torch.full((len(rows),), timestep, device=given.device)
-    noise = normals(seed, Stream.CONDITION, rows, tuple(given.shape[1:])).to(given.device)
-    return diffusion.add_noise(given, noise, times), times
+    Args:
+        num_lengths: 1: the text in the most probable length.
+        options: of `sample_text`; the candidates of a text have the same draws.
 
-
-def _take_step(
-    model: nn.Module,
-    strategy: TextStrategy,
-    k: int,
-    given: Tensor | EncodedLatent | None,
-    times: Tensor | None,
-    guidance: float,
-) -> int:
-    """Take one step on the texts that need it; return the number of rows the model computed."""
-    state, positions = strategy.state, strategy.positions(k)
-    if len(positions) == 0:
-        strategy.update(k, positions, None)
-        return 0
-    width = state.tokens.shape[1]
-    # Texts without an active position are left out of the pass.
-    rows, row_index = torch.unique(positions // width, return_inverse=True)
-    tokens, real, t = state.tokens[rows], state.real[rows], strategy.timesteps(k)[rows]
-    active = row_index * width + positions % width
-    if given is None or isinstance(given, Tensor):
-        latents = None if given is None else given[rows]
-        latent_t = None if times is None else times[rows]
-        logits = model(tokens, latents, t, latent_t, real, text_positions=active)["text_logits"]
-    else:
-        logits = model(tokens, None, t, None, real, text_positions=active, encoded=given.select(rows))["text_logits"]
-    passes = 1
-    if guidance != 1.0 and given is not None:
-        null = model(tokens, None, t, None, real, text_positions=active)["text_logits"]
-        # Excluded tokens are -inf in both and become NaN here; update() excludes them before reading.
-        logits, passes = null + guidance * (logits - null), 2
-    strategy.update(k, positions, logits)
-    return passes * len(rows)
+    Returns:
+        The best texts; `passes`: the most of the candidates of a text, which are written side by side.
+    """
+    count, (lengths, length_scores) = len(latents), most_probable_lengths(model, latents, num_lengths)
+    number = lengths.shape[1]
+    found = sample_text(
+        model, latents.repeat_interleave(number, 0), lengths=lengths.flatten(), with_log_probabilities=True,
+        indices=torch.arange(count).repeat_interleave(number).tolist(), **options,
+    )  # fmt: skip
+    assert found.log_probabilities is not None
+    scores = torch.stack([values.double().sum() for values in found.log_probabilities]).view(count, number)
+    best = (scores + length_scores).argmax(1)
+    rows = (torch.arange(count) * number + best).tolist()
+    return TextSamples(
+        [found.tokens[row] for row in rows], found.lengths[rows], found.num_rows, found.passes.view(count, -1).amax(1),
+        log_probabilities=[found.log_probabilities[row] for row in rows],
+    )  # fmt: skip

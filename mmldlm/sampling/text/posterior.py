@@ -16,7 +16,7 @@ from mmldlm.models.plain.encoders import EncodedLatent
 from mmldlm.sampling.device import device_of
 from mmldlm.sampling.text.draw import check_finite
 from mmldlm.sampling.text.length_rule import predict_lengths
-from mmldlm.sampling.text.loop import TextSamples
+from mmldlm.sampling.text.records import TextSamples
 from mmldlm.sampling.text.state import DecodingState
 from mmldlm.utils.counter_rng import Stream, uniforms
 
@@ -37,6 +37,7 @@ class _Denoiser:
         guidance: null + g (given - null).
         temperature: of the draws; 0 leaves the most probable token alone.
         top_p: leaves the most probable tokens that together reach this probability.
+        num_calls: so far.
     """
 
     model: nn.Module
@@ -45,6 +46,7 @@ class _Denoiser:
     guidance: float
     temperature: float = 1.0
     top_p: float = 1.0
+    num_calls: int = 0
 
     @property
     def cost(self) -> int:
@@ -58,6 +60,7 @@ class _Denoiser:
     def __call__(self, tokens: Tensor, t: float, positions: Tensor) -> Tensor:
         """[M, V] logits at positions [M] of B * S; -inf for what cannot stand there: EOS stands at the end alone."""
         state = self.state
+        self.num_calls += 1
         times = torch.full((len(tokens),), t, device=tokens.device)
         shared = dict(attention_mask=state.real, text_positions=positions)
         logits = self.model(tokens, None, times, encoded=self.given, **shared)["text_logits"]
@@ -130,7 +133,7 @@ def sample_by_posterior(
         lengths = predict_lengths(model, latents, count, None, seed)
     texts: list[list[int]] = [[] for _ in range(count)]
     batches = list(token_budget_batches(lengths.tolist(), batch_tokens))
-    num_rows = 0
+    num_rows, passes = 0, torch.zeros(count, dtype=torch.int64)
     for number, batch in enumerate(batches):
         rows, index = batch.tolist(), torch.from_numpy(batch.copy())
         denoise = _start(model, lengths[index], None if latents is None else latents[index], guidance)
@@ -145,9 +148,10 @@ def sample_by_posterior(
         if corrects:
             tokens, cost = _correct(denoise, tokens, rows, seed)
             num_rows += cost
+        passes[index] = denoise.num_calls  # all texts of a batch take its passes
         for row, text in zip(rows, tokens.tolist()):
             texts[row] = text[: int(lengths[row]) - 1]
-    return TextSamples(texts, lengths, num_rows)
+    return TextSamples(texts, lengths, num_rows, passes)
 
 
 def _start(model: nn.Module, lengths: Tensor, latents: Tensor | None, guidance: float) -> _Denoiser:

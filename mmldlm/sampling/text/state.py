@@ -17,6 +17,7 @@ class DecodingState:
         mask_token_id: id of [MASK].
         pad_token_id: id of [PAD].
         eos_token_id: id of EOS.
+        drafts: [B, >= S] int64 tokens that stand from the start, [MASK] where one is to be filled; None: all [MASK].
 
     Attributes:
         tokens: [B, S] int64.
@@ -25,7 +26,16 @@ class DecodingState:
         undecided: [B, S] bool, positions that a strategy has yet to fill.
     """
 
-    def __init__(self, lengths: Tensor, width: int, *, mask_token_id: int, pad_token_id: int, eos_token_id: int):
+    def __init__(
+        self,
+        lengths: Tensor,
+        width: int,
+        *,
+        mask_token_id: int,
+        pad_token_id: int,
+        eos_token_id: int,
+        drafts: Tensor | None = None,
+    ):
         assert int(lengths.min()) >= 1 and int(lengths.max()) <= width
         self.mask_token_id, self.pad_token_id, self.eos_token_id = mask_token_id, pad_token_id, eos_token_id
         self.lengths = lengths
@@ -33,8 +43,17 @@ class DecodingState:
         self.real = position < lengths[:, None]
         self.is_last = position == lengths[:, None] - 1
         self.tokens = torch.where(self.real, mask_token_id, pad_token_id)
-        self.tokens[self.is_last & (lengths == 1)[:, None]] = eos_token_id
         self.undecided = self.real & ~self.is_last
+        if drafts is not None:
+            self.tokens = torch.where(self.undecided, drafts[:, :width], self.tokens)
+            self.undecided &= self.tokens == mask_token_id
+        # Also of a text without words: nothing of it is left to predict.
+        has_token = (self.real & ~self.is_last & ~self.undecided).any(1)
+        self.write_eos((has_token | (lengths == 1))[:, None])
+
+    def masked_share(self) -> Tensor:
+        """Return the share of masked tokens of each text, EOS counted as in training: [B] fp64."""
+        return ((self.tokens == self.mask_token_id) & self.real).sum(1) / self.lengths.double()
 
     def write_eos(self, rows: Tensor) -> None:
         """Write the EOS where `rows` ([B, 1] or [B, S] bool) is True."""
@@ -44,6 +63,11 @@ class DecodingState:
         """Write tokens [M] at positions [M] of B * S."""
         self.tokens.view(-1)[positions] = tokens
         self.undecided.view(-1)[positions] = False
+
+    def reopen(self, where: Tensor) -> None:
+        """Mask tokens again, where [B, S] bool."""
+        self.tokens.masked_fill_(where, self.mask_token_id)
+        self.undecided |= where
 
     def texts(self) -> list[list[int]]:
         """Return the ids of each complete text without its EOS."""

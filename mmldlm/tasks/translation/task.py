@@ -50,11 +50,7 @@ class TranslationTask(MaskedTextTask):
     )
     buffers = frozenset({"latent_mean", "latent_std"})
     architecture = "MultimodalMMDiT"
-    samplers: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "l2t": ("confidence", "ancestral"),
-        "t2l": (),
-        "unconditional": ("ancestral", "confidence"),
-    }
+    samplers: ClassVar[Mapping[str, tuple[str, ...]]] = {**MaskedTextTask.samplers, "t2l": ()}
     sampling_options = MaskedTextTask.sampling_options | {"method", "solver", "eta", "condition_timestep"}
 
     # -- without torch ----------------------------------------------------------------------------------------------

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
-import numpy as np
 import pytest
 import torch
 
@@ -44,24 +42,24 @@ def strategy_of(toys, lengths, steps, sampler, schedule="loglinear", seed=0, **o
     uniform = torch.rand(len(lengths), 2, int(lengths.max()), generator=torch.Generator().manual_seed(seed)).double()
     ids = {"mask_token_id": toys.MASK, "eos_token_id": toys.EOS, "pad_token_id": toys.PAD}
     state = DecodingState(lengths, int(lengths.max()), **ids)
-    options |= {"diffusion": MaskedDiffusion(toys.MASK, schedule), "steps": steps, "uniform": uniform}
-    return strategy_class(sampler)(state, draw=DrawSettings(), **options)
+    options |= {"diffusion": MaskedDiffusion(toys.MASK, schedule), "uniform": uniform}
+    return strategy_class(sampler)(state, draw=DrawSettings(), options={"num_steps": steps}, **options)
 
 
 def run_strategy(strategy, steps, vocab=8):
     counts, state = [], strategy.state
     for k in range(steps):
         before = state.undecided.sum(1)
-        positions = strategy.positions(k)
+        positions = strategy.positions()
         logits = torch.randn(len(positions), vocab, generator=torch.Generator().manual_seed(k))
-        strategy.update(k, positions, logits if len(positions) else None)
+        strategy.take_pass(positions, logits)
         counts.append(before - state.undecided.sum(1))
     return torch.stack(counts, 1)
 
 
 def test_ancestral_unmasks_binomial_counts_and_leaves_nothing(toys):
     length, steps, rows = 33, 8, 600
-    counts = run_strategy(strategy_of(toys, [length] * rows, steps, "ancestral"), steps).double()
+    counts = run_strategy(strategy_of(toys, [length] * rows, steps, "ancestral", shared_schedule=True), steps).double()
     assert (counts.sum(1) == length - 1).all()
     left = torch.full((rows,), length - 1.0).double()
     for k in range(steps):
@@ -104,80 +102,17 @@ def test_confidence_commits_the_most_confident_first(toys):
     strategy = strategy_of(toys, [5], 4, "confidence")
     state = strategy.state
     for k in range(4):
-        positions = strategy.positions(k)
+        positions = strategy.positions()
         logits = model(state.tokens, None, None, None, state.real, text_positions=positions)["text_logits"]
-        strategy.update(k, positions, logits)
+        strategy.take_pass(positions, logits)
         assert state.undecided[0].tolist() == [place < 3 - k for place in range(4)] + [False]
     assert diffusion.mask_token_id == toys.MASK
-
-
-class _Chain:
-    """p over 27 strings of three letters, far from independent, and its exact conditionals."""
-
-    def __init__(self):
-        rng = np.random.default_rng(3)
-        self.strings = list(itertools.product(range(3), repeat=3))
-        weights = rng.gamma(0.4, size=27) + 0.02
-        self.p = weights / weights.sum()
-
-    def conditionals(self, tokens):
-        out = np.zeros((len(tokens), 4, 8))
-        for row, text in enumerate(tokens.tolist()):
-            fits = np.array(
-                [all(a in (0, b + 3) for a, b in zip(text[:3], string)) for string in self.strings], dtype=float
-            )
-            joint = fits * self.p
-            for place in range(3):
-                for string, mass in zip(self.strings, joint):
-                    out[row, place, string[place] + 3] += mass
-        return torch.from_numpy(np.log(np.maximum(out / out.sum(-1, keepdims=True).clip(1e-300), 1e-300)))
-
-
-def _chi_square(found, p, count):
-    strings = list(itertools.product(range(3, 6), repeat=3))
-    observed = np.array([sum(1 for text in found if tuple(text) == string) for string in strings])
-    assert observed.sum() == count
-    return float(((observed - count * p) ** 2 / (count * p)).sum())
-
-
-def test_one_token_a_step_ancestral_matches_an_enumerable_distribution(toys):
-    chain = _Chain()
-
-    class Exact(toys.Toy):
-        def logits(self, tokens, latents, t, real):
-            unique, inverse = torch.unique(tokens, dim=0, return_inverse=True)
-            return chain.conditionals(unique)[inverse]
-
-    count = 3000
-    common = {"diffusion": MaskedDiffusion(toys.MASK), "num_samples": count, "lengths": torch.full((count,), 4)}
-    exact = sample_text(Exact(max_seq_len=4), None, steps=400, sampler="ancestral", batch_tokens=16000, **common)
-    # 26 degrees of freedom: 54 is the 0.1 % point.
-    assert _chi_square(exact.tokens, chain.p, count) < 54
-    one_step = sample_text(Exact(max_seq_len=4), None, steps=1, sampler="ancestral", batch_tokens=16000, **common)
-    assert _chi_square(one_step.tokens, chain.p, count) > 200  # all at once is the product of marginals
-
-
-def noisy_model(toys):
-    class Noisy(toys.Toy):
-        """Logits that depend on tokens, latent and time."""
-
-        def logits(self, tokens, latents, t, real):
-            generator = torch.Generator().manual_seed(0)
-            table = torch.randn(8, 8, generator=generator)
-            near = table[tokens].cumsum(1) * real[..., None]
-            return near + t[:, None, None] + (0 if latents is None else latents.sum(1)[:, None, None] * table[3])
-
-        def lengths(self, latents, batch):
-            out = torch.zeros(batch, self.config.max_seq_len)
-            return out if latents is None else out + latents[:, :1] * torch.linspace(-1, 1, self.config.max_seq_len)
-
-    return Noisy(max_seq_len=12)
 
 
 @pytest.mark.parametrize("sampler", ["confidence", "ancestral"])
 @pytest.mark.parametrize("given", [True, False])
 def test_same_seed_same_text_whatever_the_batch(toys, sampler, given):
-    model, diffusion = noisy_model(toys), MaskedDiffusion(toys.MASK)
+    model, diffusion = toys.Noisy(max_seq_len=12), MaskedDiffusion(toys.MASK)
     latents = torch.randn(20, 4, generator=torch.Generator().manual_seed(1)) if given else None
     options = {"diffusion": diffusion, "steps": 5, "sampler": sampler, "temperature": 1.0, "num_samples": 20}
     big = sample_text(model, latents, batch_tokens=10_000, seed=4, **options)

@@ -1,10 +1,29 @@
-"""Text strategies: which positions a step decides, by name. Add a sampler as one class and one entry here."""
+"""Text strategies: which positions a pass fills, by name. Add a sampler as one class and one entry here."""
 
-from mmldlm.sampling.text.strategies.ancestral import AncestralStrategy
+from mmldlm.sampling.text.strategies.adaptive import (
+    EntropyBoundedStrategy,
+    FactorStrategy,
+    FrechetStrategy,
+    ThresholdStrategy,
+)
 from mmldlm.sampling.text.strategies.base import TextStrategy
-from mmldlm.sampling.text.strategies.confidence import ConfidenceStrategy
+from mmldlm.sampling.text.strategies.confidence import ConfidenceStrategy, EntropyStrategy, MarginStrategy
+from mmldlm.sampling.text.strategies.random_order import AncestralStrategy, FirstHittingStrategy, ScheduledStrategy
+from mmldlm.sampling.text.strategies.remasking import RemaskingStrategy
 
-STRATEGIES: dict[str, type[TextStrategy]] = {"confidence": ConfidenceStrategy, "ancestral": AncestralStrategy}
+STRATEGIES: dict[str, type[TextStrategy]] = {
+    "confidence": ConfidenceStrategy,
+    "margin": MarginStrategy,
+    "entropy": EntropyStrategy,
+    "threshold": ThresholdStrategy,
+    "factor": FactorStrategy,
+    "frechet": FrechetStrategy,
+    "eb": EntropyBoundedStrategy,
+    "ancestral": AncestralStrategy,
+    "first_hitting": FirstHittingStrategy,
+    "scheduled": ScheduledStrategy,
+    "remdm": RemaskingStrategy,
+}
 
 
 def strategy_class(name: str) -> type[TextStrategy]:

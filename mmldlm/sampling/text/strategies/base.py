@@ -1,90 +1,171 @@
-"""The interface of text samplers."""
+"""The frame of text samplers: fill masked positions pass by pass; a sampler says which."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from mmldlm.diffusion import MaskedDiffusion
+from mmldlm.errors import UserError
 from mmldlm.sampling.text.draw import DrawSettings, draw_tokens
 from mmldlm.sampling.text.state import DecodingState
 
 
 class TextStrategy(ABC):
-    """Fill the undecided positions of a batch of texts in a fixed number of steps.
+    """Fill the undecided positions of a batch of texts; every pass fills at least one of every unfinished text.
 
-    The loop calls, for k = 0 .. steps - 1: `positions(k)`, the model at `timesteps(k)`, `update(k, positions, logits)`.
+        while len(positions := strategy.positions()):
+            logits = model(tokens, z, strategy.timesteps())          # at these positions
+            strategy.prepare(positions, logits)
+            at = positions[strategy.choose(positions, logits)]
+            strategy.commit(at, tokens drawn at these positions)
+
+    A sampler is `positions` and `choose`. The draws never decide what is chosen next: a text's random numbers belong
+    to its positions.
 
     Args:
         state: the batch.
         diffusion: masking process of training.
-        steps: number of steps.
         uniform: [B, 2, >= S] fp64 in [0, 1): when a position is decided, and which token it gets.
         draw: how tokens are drawn.
-        shared_schedule: all texts take all steps (joint sampling), even if they have fewer tokens.
+        redraw: returns [B, 3, >= S] further numbers for a step, needed by samplers that write a position twice.
+        options: of the sampler, by the names in `defaults`; an option that is missing or None has its default.
+        shared_schedule: all texts take all of num_steps passes (joint sampling), some of which may fill nothing.
+
+    Class attributes:
+        defaults: options that the sampler reads, with their defaults.
+        default_temperature: of the draws.
+        deterministic_order: what is chosen depends on the state and the logits alone, not on `uniform`. Then the
+            likelihood of a text is that of its tokens, each given what stands when it is filled.
+        writes_once: a position that is filled keeps its token.
+
+    Attributes:
+        passes: [B] int64, passes that filled something of a text.
+
+    Raises:
+        UserError: an option that the sampler does not read, or a value out of range.
     """
 
-    default_temperature: float
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    default_temperature: ClassVar[float] = 0.0
+    deterministic_order: ClassVar[bool] = True
+    writes_once: ClassVar[bool] = True
 
     def __init__(
         self,
         state: DecodingState,
         *,
         diffusion: MaskedDiffusion,
-        steps: int,
         uniform: Tensor,
         draw: DrawSettings,
+        redraw: Callable[[int], Tensor] | None = None,
+        options: Mapping[str, Any] | None = None,
         shared_schedule: bool = False,
     ):
-        assert steps >= 1
-        self.state, self.diffusion, self.steps, self.draw = state, diffusion, steps, draw
+        self.state, self.diffusion, self.draw, self.redraw = state, diffusion, draw, redraw
+        self.options = self.resolve(options or {})
+        self.shared_schedule = shared_schedule
+        if shared_schedule and "num_steps" not in self.defaults:
+            raise ValueError(f"{type(self).__name__} has no schedule that texts could share")
         self.temperature = self.default_temperature if draw.temperature is None else draw.temperature
         lengths, width = state.lengths, state.tokens.shape[1]
         self.uniform = uniform[:, :, :width].to(lengths.device)
         self.token_uniform = self.uniform[:, 1].reshape(-1)
-        self.row_steps = torch.full_like(lengths, steps) if shared_schedule else self.num_passes(lengths, steps)
+        self.num_open = state.undecided.sum(1)
+        self.passes = torch.zeros_like(lengths)
+        self.number = 0  # of the pass
 
-    @staticmethod
-    def num_passes(lengths: Tensor, steps: int) -> Tensor:
-        """Return how many of the steps texts of these lengths (EOS counted) need: [B] int64."""
-        return torch.full_like(lengths, steps)
+    @classmethod
+    def resolve(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return all options, with defaults for those that are missing or None.
 
-    def timesteps(self, k: int) -> Tensor:
-        """Return the timestep of the state before step k: [B] fp32."""
-        return (1.0 - k / self.row_steps.double()).clamp_min(0.0).float()
+        Raises:
+            UserError: an option that the sampler does not read, or a value out of range.
+        """
+        given = {key: value for key, value in given.items() if value is not None}
+        if unread := [key for key in given if key not in cls.defaults]:
+            known = ", ".join(cls.defaults) or "none"
+            raise UserError(f"options that this sampler reads: {known}", ", ".join(unread), "omit them")
+        if {"num_steps", "schedule"} <= given.keys():
+            raise UserError("--num-steps or --schedule, which says how many there are", "both", "omit one of them")
+        options = {**cls.defaults, **given}
+        cls.check(options)
+        return options
+
+    @classmethod
+    def check(cls, options: Mapping[str, Any]) -> None:
+        """Raise a UserError for a value out of range."""
+        check_range(options, "num_steps", 1)
+
+    def timesteps(self) -> Tensor:
+        """Return the timestep of each text, that of its share of masked tokens as in training: [B] fp32."""
+        return self.diffusion.timestep_of(self.state.masked_share()).float()
 
     @abstractmethod
-    def positions(self, k: int) -> Tensor:
-        """Return the positions in B * S whose logits step k needs: [M] int64."""
+    def positions(self) -> Tensor:
+        """Return the positions in B * S whose logits the next pass needs: [M] int64; [0] when nothing is left."""
 
     @abstractmethod
-    def update(self, k: int, positions: Tensor, logits: Tensor | None) -> None:
-        """Take step k.
+    def choose(self, positions: Tensor, logits: Tensor) -> Tensor:
+        """Return the indices into `positions` that this pass fills: [N] int64, at least one for each of their texts.
 
         Args:
-            positions: the result of `positions(k)`.
-            logits: [M, V] at these positions, overwritten; None without positions.
+            positions: the result of `positions()`. [M]
+            logits: prepared, of the conditional distribution (without guidance). [M, V]
+
+        Raises:
+            MmldlmError: NaN logits.
         """
 
-    # -- for the strategies --------------------------------------------------------------------------------------------
+    def commit(self, positions: Tensor, tokens: Tensor) -> None:
+        """Write tokens [N] at positions [N] of B * S, and end the pass."""
+        rows = torch.zeros_like(self.passes, dtype=torch.bool)
+        rows[positions // self.state.tokens.shape[1]] = True
+        self.passes += rows
+        self.state.fill(positions, tokens)
+        self._write_eos(rows)
+        self.number += 1
 
-    def _grid(self, row_steps: Tensor) -> Tensor:
-        """Return the timesteps from 1 to 0, [B, steps + 1] fp64; a row with fewer steps stays at 0."""
-        k = torch.arange(self.steps + 1, device=row_steps.device, dtype=torch.float64)
-        return (1.0 - k / row_steps[:, None]).clamp_min(0.0)
+    def _write_eos(self, rows: Tensor) -> None:
+        """Write the EOS of the texts of which this pass filled something, rows [B] bool."""
+        self.state.write_eos(rows[:, None])
 
-    def _penalize(self, positions: Tensor, logits: Tensor) -> None:
-        """Apply the presence penalty and exclude special tokens, in place."""
-        state = self.state
+    def prepare(self, positions: Tensor, logits: Tensor) -> None:
+        """Apply the presence penalty and exclude special tokens, in place: logits [M, V]."""
         if self.draw.presence_penalty:
-            present = torch.zeros(len(state.tokens), logits.shape[1], dtype=logits.dtype, device=logits.device)
-            present.scatter_(1, state.tokens, self.draw.presence_penalty)
-            logits -= present[positions // state.tokens.shape[1]]
+            logits -= self.penalty(positions, logits)
+        self.exclude(logits)
+
+    def exclude(self, logits: Tensor) -> None:
+        """Exclude special tokens, in place: logits [M, V]."""
+        state = self.state
         logits[:, [state.mask_token_id, state.pad_token_id, state.eos_token_id]] = float("-inf")
 
-    def _draw(self, positions: Tensor, logits: Tensor) -> None:
-        """Draw tokens [M] from logits [M, V] and write them."""
-        tokens = draw_tokens(logits, self.token_uniform[positions], self.temperature, self.draw.top_p)
-        self.state.fill(positions, tokens)
+    def penalty(self, positions: Tensor, logits: Tensor) -> Tensor:
+        """Return what `prepare` subtracts from logits for tokens that stand in the text: [M, V]."""
+        tokens = self.state.tokens
+        present = torch.zeros(len(tokens), logits.shape[1], dtype=logits.dtype, device=logits.device)
+        present.scatter_(1, tokens, self.draw.presence_penalty)
+        return present[positions // tokens.shape[1]]
+
+    def draw_tokens(self, positions: Tensor, logits: Tensor) -> Tensor:
+        """Return the tokens [N] drawn from logits [N, V] at positions [N]."""
+        return draw_tokens(logits, self.token_uniform[positions], self.temperature, self.draw.top_p)
+
+    def take_pass(self, positions: Tensor, logits: Tensor) -> None:
+        """Choose, draw and write by logits [M, V] at positions [M]; the logits are overwritten."""
+        self.prepare(positions, logits)
+        chosen = self.choose(positions, logits) if len(positions) else positions
+        self.commit(positions[chosen], self.draw_tokens(positions[chosen], logits[chosen]))
+
+
+def check_range(options: Mapping[str, Any], key: str, low: float, high: float = float("inf")) -> None:
+    """Raise a UserError if options[key] is not in low .. high; a missing key is fine."""
+    value = options.get(key)
+    if value is not None and not low <= value <= high:
+        bound = f"at least {low:g}" if high == float("inf") else f"from {low:g} to {high:g}"
+        raise UserError(f"--{key.replace('_', '-')} {bound}", str(value), "choose a value in this range")

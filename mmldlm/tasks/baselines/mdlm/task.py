@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from mmldlm.tasks.base import Metric
 from mmldlm.tasks.baselines.common.data import BaselineData
@@ -36,10 +35,6 @@ class MdlmTask(MaskedTextTask, BaselineTask):
         Metric("length_loss", "length_nll_sum", "length_scored", evaluation="length_nll"),
         Metric("text_accuracy", "text_correct", "text_masked", evaluation="token_accuracy"),
     )
-    samplers: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "l2t": ("confidence", "ancestral"),
-        "unconditional": ("ancestral", "confidence"),
-    }
 
     def model_config(self, data: BaselineData) -> dict[str, Any]:
         return {**super().model_config(data), "text_diffusion": data.config.text_diffusion.model_dump()}

@@ -1,0 +1,66 @@
+"""How many tokens each pass fills: an even split, a list, or a file of lists for every length."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mmldlm.errors import UserError
+
+Schedule = Sequence[float] | Mapping[int, Sequence[float]]
+"""Numbers of tokens per pass, or those for texts of each length (EOS counted); scaled to the tokens of a text."""
+
+
+def read_schedule(word: str) -> Schedule:
+    """Read --schedule: numbers such as 1,2,4,8, or a JSON file of a list or of {length: list}.
+
+    Raises:
+        UserError: not readable, or not such numbers.
+    """
+    expected = "--schedule 1,2,4,8 or a JSON file of such a list, or of {length: list}"
+    try:
+        if not word.endswith(".json"):
+            values: object = [float(part) for part in word.split(",")]
+        else:
+            values = json.loads(Path(word).read_text())
+            if isinstance(values, dict):
+                values = {int(length): numbers for length, numbers in values.items()}
+    except (ValueError, OSError) as error:
+        raise UserError(expected, f"{word}: {error}", "correct it") from error
+    lists = list(values.values()) if isinstance(values, dict) else [values]
+    if not lists or not all(_is_schedule(numbers) for numbers in lists):
+        raise UserError(expected + ", numbers of at least 0 that are not all 0", word, "correct it")
+    return values  # type: ignore[return-value]
+
+
+def _is_schedule(numbers: object) -> bool:
+    if not isinstance(numbers, list) or not all(isinstance(x, (int, float)) for x in numbers):
+        return False
+    return all(0 <= x < float("inf") for x in numbers) and sum(numbers) > 0
+
+
+def filled_after(schedule: Schedule, counts: Tensor, lengths: Tensor) -> Tensor:
+    """Return how many tokens of each text stand after each pass.
+
+    Args:
+        schedule: for a mapping, the nearest of its lengths is taken, the shorter of two.
+        counts: [B] int64, tokens to fill.
+        lengths: [B] int64, under which a mapping names a text.
+
+    Returns:
+        [B, T] int64, not decreasing, `counts` at the end; T: of the longest list in use.
+    """
+    rows = []
+    for count, length in zip(counts.tolist(), lengths.tolist()):
+        numbers = schedule
+        if isinstance(schedule, Mapping):
+            numbers = schedule[min(schedule, key=lambda known: (abs(known - length), known))]
+        share = torch.tensor(list(numbers), dtype=torch.float64).cumsum(0)  # type: ignore[arg-type]
+        rows.append((share / share[-1] * count + 0.5).floor().long())
+    width = max(len(row) for row in rows)
+    padded = [torch.cat([row, row[-1:].expand(width - len(row))]) for row in rows]
+    return torch.stack(padded).to(counts.device)

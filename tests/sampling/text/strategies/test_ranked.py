@@ -1,0 +1,73 @@
+"""Order by certainty, ties, and spacing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mmldlm.diffusion import MaskedDiffusion
+from mmldlm.sampling.text.loop import sample_text
+from mmldlm.sampling.text.records import Recorder
+
+
+def orders(model, sampler, lengths, **options):
+    """Positions of each pass, and of each text in it."""
+    seen = []
+    found = sample_text(
+        model, None, num_samples=len(lengths), lengths=torch.tensor(lengths), diffusion=MaskedDiffusion(0),
+        sampler=sampler, sampler_options=options, recorder=Recorder(seen.append),
+    )  # fmt: skip
+    passes = [{int(row): one.positions[one.rows == row].tolist() for row in one.rows.unique()} for one in seen]
+    return passes, found
+
+
+def fixed(toys, table):
+    """A toy whose probabilities of tokens 3, 4, 5 at each place are given."""
+
+    class Fixed(toys.Toy):
+        def logits(self, tokens, latents, t, real):
+            out = torch.full((*tokens.shape, 8), -1e9)
+            out[:, : len(table), 3:6] = torch.tensor(table).log()
+            return out
+
+    return Fixed()
+
+
+def test_confidence_margin_and_entropy_rank_differently(toys):
+    table = [[0.50, 0.0, 0.50], [0.46, 0.27, 0.27], [0.52, 0.48, 0.0], [0.44, 0.24, 0.32]]
+    for sampler, first in (("confidence", 2), ("margin", 1), ("entropy", 2)):
+        passes, _ = orders(fixed(toys, table), sampler, [5], num_steps=4)
+        assert passes[0] == {0: [first]}
+    sharper = [[0.55, 0.45, 1e-9], [0.56, 0.22, 0.22]]
+    for sampler, first in (("confidence", 1), ("margin", 1), ("entropy", 0)):
+        passes, _ = orders(fixed(toys, sharper), sampler, [3], num_steps=2)
+        assert passes[0] == {0: [first]}
+
+
+def test_equally_sure_positions_are_filled_from_the_left(toys):
+    for sampler in ("confidence", "margin", "entropy", "threshold", "eb"):
+        options = {"threshold": 1.01} if sampler == "threshold" else {"gamma": 0.0} if sampler == "eb" else {}
+        passes, _ = orders(fixed(toys, [[0.6, 0.3, 0.1]] * 5), sampler, [6], **options)
+        assert [one[0] for one in passes] == [[0], [1], [2], [3], [4]]
+
+
+@pytest.mark.parametrize("sampler, options", [("threshold", {"threshold": 0.0}), ("confidence", {"num_steps": 2})])
+def test_spacing_keeps_neighbours_apart_and_ends(toys, sampler, options):
+    """Distance: spacing x the masked share, rounded up; the surer of two near ones stays."""
+    passes, found = orders(toys.Noisy(max_seq_len=12), sampler, [12, 7, 2], spacing=3, **options)
+    left = [11, 6, 1]
+    for number, one in enumerate(passes):
+        for row, positions in one.items():
+            share = (left[row] + (number == 0)) / [12, 7, 2][row]  # the EOS is masked in the first pass
+            need = -(-3 * share // 1)
+            assert all(b - a >= need for a, b in zip(positions, positions[1:]))
+            left[row] -= len(positions)
+    assert left == [0, 0, 0] and 2 < int(found.passes[0]) <= 11
+    plain, _ = orders(toys.Noisy(max_seq_len=12), sampler, [12, 7, 2], **options)
+    assert len(plain) < len(passes)
+
+
+def test_spacing_keeps_the_surest_of_those_that_are_near(toys):
+    table = [[p, 1 - p - 0.01, 0.01] for p in (0.6, 0.8, 0.7, 0.65, 0.9)]
+    passes, _ = orders(fixed(toys, table), "threshold", [6], threshold=0.0, spacing=2)
+    assert passes[0][0] == [1, 4]  # 4 is the surest and excludes 3; 1 is next and excludes 0 and 2
