@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmldlm.diffusion.process import DivergenceProcess
+from mmldlm.diffusion.process import Divergence, DivergenceProcess
 from mmldlm.diffusion.timesteps import arcsine
 from mmldlm.models.plain.head import LogitsFunction
 from mmldlm.tasks.baselines.common.text_pass import add_length_loss, forward_text
 from mmldlm.tasks.text_scores import TextScores, sum_by_row
-
-
-class Divergence(Protocol):
-    """d of M rows (`GiddDivergence`, `HierarchicalDivergence`): a NamedTuple of tensors, the clean tokens first."""
-
-    _fields: tuple[str, ...]
-    targets: Tensor
-
-    def score(self, logits: Tensor, rows: slice, wants_grad: bool) -> tuple[Tensor, Tensor | None]:
-        """d [R] of some rows and, if wanted, its gradient [R, V] with respect to their logits [R, V]."""
-        ...
 
 
 class _Score(torch.autograd.Function):
