@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mmldlm.errors import UserError
 from mmldlm.models import pretrained_io
 from mmldlm.models.dropout import RowDropout
+from mmldlm.models.latent_transformer import LatentTransformer, rows_of_positions
 from mmldlm.models.layers import Modulation, StreamLinear, TimestepEmbedding, compute_dtype
 from mmldlm.models.linear_cross_entropy import Candidates
 from mmldlm.models.mmdit.block import MMDiTBlock
@@ -24,7 +24,7 @@ from mmldlm.models.mmdit.null_condition import apply_null_condition
 from mmldlm.models.mmdit.packing import RECTANGLE_FILL, Packing, PackingShape, has_varlen, pack, row_positions
 
 
-class MultimodalMMDiT(nn.Module):
+class MultimodalMMDiT(LatentTransformer):
     """Two-stream diffusion transformer over text tokens and sentence embeddings.
 
     Joint bidirectional attention as in SD3's MMDiT (arXiv 2403.03206), adaLN-Zero conditioning (DiT, arXiv 2212.09748)
@@ -38,10 +38,7 @@ class MultimodalMMDiT(nn.Module):
     """
 
     def __init__(self, config: ModelConfig):
-        super().__init__()
-        check_config(config)
-        self.config = config
-        self._blocks_are_compiled = False
+        super().__init__(config)
         width, cond = config.hidden_size, config.cond_dim
         self.text_encoder = TextEncoder(config.vocab_size, width, config.token_embedding_scale)
         self.latent_encoder = LatentEncoder(
@@ -59,10 +56,6 @@ class MultimodalMMDiT(nn.Module):
         self.length_head = nn.Sequential(
             nn.SiLU(), nn.Linear(cond, cond), nn.SiLU(), nn.Linear(cond, config.max_seq_len)
         )
-        # Statistics of the training latents are saved with the weights: without them samples cannot be unscaled.
-        self.normalizes_latents = False  # trained with latent_diffusion.scaling=l2_normalize
-        self.register_buffer("latent_mean", torch.zeros(config.latent_dim))
-        self.register_buffer("latent_std", torch.ones(config.latent_dim))
         self._initialize()
 
     def _initialize(self) -> None:
@@ -81,18 +74,6 @@ class MultimodalMMDiT(nn.Module):
             self.text_head.weight = self.text_encoder.token_embedding.weight
 
     # -- latents -----------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def set_latent_statistics(self, mean: Tensor, std: Tensor) -> None:
-        """Store the training latents' scaling: model space = (raw - mean [D]) / std [D]."""
-        self.latent_mean.copy_(torch.as_tensor(mean))
-        self.latent_std.copy_(torch.as_tensor(std))
-
-    def scale_latents(self, raw: Tensor) -> Tensor:
-        """Encoder's latents [..., D] -> model space, fp32."""
-        if self.normalizes_latents:
-            raw = nn.functional.normalize(raw.float(), dim=-1)
-        return (raw.float() - self.latent_mean.float()) / self.latent_std.float()
 
     def unscale_latents(self, latents: Tensor) -> Tensor:
         """Model space [..., D] -> encoder's latents, fp32."""
@@ -195,16 +176,11 @@ class MultimodalMMDiT(nn.Module):
             ValueError: shapes that do not fit the config.
         """
         config = self.config
-        if tokens.shape[1] > config.max_seq_len:
-            raise ValueError(f"text of {tokens.shape[1]} tokens, but model.max_seq_len is {config.max_seq_len}")
+        self.check_length(tokens)
         if latents is None:
             return torch.zeros(len(tokens), config.num_latents, config.latent_dim, device=tokens.device)
         points = latents[:, None] if latents.dim() == 2 else latents
-        if points.shape[-1] != config.latent_dim or points.shape[1] > config.num_latents:
-            raise ValueError(
-                f"latents of shape {tuple(points.shape)}, but model.latent_dim is {config.latent_dim} and "
-                f"model.num_latents {config.num_latents}"
-            )
+        self.check_latents(points)
         return points
 
     def _condition(self, pooled: Tensor, text_timesteps: Tensor | None, latent_timesteps: Tensor | None) -> Tensor:
@@ -225,12 +201,11 @@ class MultimodalMMDiT(nn.Module):
 
     def _dropout(self, keys: Tensor | None, packed: Tensor | None, length: int, packing: Packing) -> RowDropout | None:
         """Dropout of all rows, where this pass has any."""
-        if not self.training or self.config.dropout == 0:
+        rate = self.dropout_rate(keys)
+        if rate == 0:
             return None
-        if keys is None:
-            raise ValueError(f"model.dropout={self.config.dropout} needs dropout_keys in training (or model.eval())")
         position = row_positions(packed, length, packing)
-        return RowDropout.of_rows(keys, packing.sample, position, len(self.blocks), self.config.dropout)
+        return RowDropout.of_rows(keys, packing.sample, position, len(self.blocks), rate)
 
     def _run_blocks(
         self, rows: Tensor, condition: Tensor, packing: Packing, outputs: Packing, dropout: RowDropout | None
@@ -315,21 +290,7 @@ class MultimodalMMDiT(nn.Module):
             groups[group_of(name)].append(name)
         return groups
 
-    def compile_blocks(self) -> None:
-        """torch.compile every block by itself: compiling the complete model takes many minutes and gains nothing."""
-        self._blocks_are_compiled = True
-        for block in self.blocks:
-            block.compile(dynamic=True)
-
     # -- files -------------------------------------------------------------------------------------------------------
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write model.safetensors and config.json (Hugging Face layout) into folder."""
-        pretrained_io.write(self, Path(folder))
-
-    def config_dict(self) -> dict:
-        """Contents of config.json: the model section plus the architecture's name."""
-        return {"architecture": type(self).__name__, **self.config.model_dump()}
 
     @classmethod
     def from_pretrained(
@@ -348,25 +309,6 @@ class MultimodalMMDiT(nn.Module):
         return pretrained_io.read(cls, path, device, dtype)
 
 
-def check_config(config) -> None:
-    """Raise a UserError for sizes or token ids that are unset or out of range."""
-    keys = ("latent_dim", "vocab_size", "mask_token_id", "pad_token_id", "eos_token_id")
-    missing = [key for key in keys if getattr(config, key) is None]
-    if missing:
-        raise UserError(
-            "a complete model config",
-            f"model.{', model.'.join(missing)} unset",
-            "set them, or take them from a store",
-        )
-    for key in ("mask_token_id", "pad_token_id", "eos_token_id"):
-        if not 0 <= getattr(config, key) < config.vocab_size:
-            raise UserError(
-                f"model.{key} below model.vocab_size={config.vocab_size}",
-                f"model.{key}={getattr(config, key)}",
-                "use the vocabulary size and ids of the tokenizer the data was prepared with",
-            )
-
-
 def _like_given(latent_pred: Tensor, latents: Tensor | None) -> Tensor:
     """[B, N, D], or [B, D] where the latents were given so, or not given."""
     if latents is not None and latents.dim() == 3:
@@ -383,9 +325,4 @@ def _text_rows(packing: Packing, packed: Tensor | None, positions: Tensor | None
     """[M] rows of positions in B * S, all of which must be packed (None: all are); of no positions, [0]."""
     if positions is None:
         return packing.first_rows[:0]
-    if packed is None:
-        return positions
-    rows = torch.searchsorted(packed, positions.contiguous())
-    if packed.device.type == "cpu" and not torch.equal(packed[rows.clamp_max(len(packed) - 1)], positions):
-        raise ValueError("text_positions names padding: only real tokens are computed")
-    return rows
+    return rows_of_positions(positions, packed)

@@ -15,6 +15,7 @@ from mmldlm.data.batching.batch_plan import GlobalBatch, permute
 from mmldlm.data.store.store import Rows
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.timesteps import logit_normal, low_discrepancy, shift, stretch
+from mmldlm.tasks.batch_draws import counter_generator, dropout_keys
 from mmldlm.tasks.masking import dynamic_weights, mask_texts
 from mmldlm.tasks.row_reader import RowReader
 from mmldlm.tasks.translation.candidates import CandidateSampler
@@ -24,7 +25,7 @@ UNCONDITIONAL, L2T, T2L = range(3)
 assert PURE_MODES == ("unconditional", "l2t", "t2l")
 
 # Key words that keep the streams of one seed apart.
-_SAMPLE_STREAM, _BATCH_STREAM, _CANDIDATE_STREAM, _OPTION_STREAM, _DROPOUT_STREAM = 1, 2, 3, 4, 5
+_SAMPLE_STREAM, _BATCH_STREAM, _CANDIDATE_STREAM, _OPTION_STREAM = 1, 2, 3, 4  # dropout_keys has 5
 
 
 @dataclass(kw_only=True)
@@ -48,11 +49,6 @@ class NoisedBatch(Batch):
     """
 
     modes: np.ndarray
-
-
-def _generator(seed: int, epoch: int, *counter: int) -> np.random.Generator:
-    """Return the generator of one counter: Philox4x64 (Salmon et al., SC 2011), low counter word for the draws."""
-    return np.random.Generator(np.random.Philox(key=[seed, epoch], counter=[0, *counter]))
 
 
 def _expand_like(rows, like):
@@ -159,7 +155,7 @@ class Noiser:
 
     def _batch_draws(self, batch: GlobalBatch) -> BatchDraws:
         slots = np.arange(batch.size)
-        offsets = _generator(self.seed, batch.epoch, batch.index, 0, _BATCH_STREAM).random(3)
+        offsets = counter_generator(self.seed, batch.epoch, batch.index, 0, _BATCH_STREAM).random(3)
         key = batch.epoch * 1_000_003 + batch.index
         ranks = [permute(slots, batch.size, self.seed * 3 + stream + 11, key) for stream in range(3)]
         mode_u = np.remainder(ranks[0] / batch.size + offsets[0], 1.0)
@@ -186,13 +182,9 @@ class Noiser:
         tensors = self._text_tensors(padded, modes, real, draws.text[in_batch])
         tensors |= self._latent_tensors(padded, modes, real, draws.latent[in_batch])
         if self.has_dropout:
-            keys = [
-                _generator(self.seed, batch.epoch, sample, slot, _DROPOUT_STREAM).bit_generator.random_raw()
-                for sample, slot in zip(ids.tolist(), slots.tolist(), strict=True)
-            ]
-            tensors["dropout_keys"] = torch.from_numpy(np.array(keys, dtype=np.uint64).view(np.int64))
+            tensors["dropout_keys"] = dropout_keys(self.seed, batch.epoch, ids, slots)
         if self.candidates is not None:
-            generator = _generator(self.seed, batch.epoch, batch.index, 0, _CANDIDATE_STREAM)
+            generator = counter_generator(self.seed, batch.epoch, batch.index, 0, _CANDIDATE_STREAM)
             tensors |= self.candidates.tensors(tensors["text_targets"], generator)
         modes_real = draws.modes[:num_real]
         has_text = modes_real != T2L
@@ -225,7 +217,7 @@ class Noiser:
         drop, text_u, latent_u = np.empty(num_rows), np.empty(num_rows), np.empty(num_rows)
         options = np.zeros((num_rows, 3))
         for row, (sample, slot) in enumerate(zip(ids.tolist(), slots.tolist(), strict=True)):
-            generator = _generator(self.seed, batch.epoch, sample, slot, _SAMPLE_STREAM)
+            generator = counter_generator(self.seed, batch.epoch, sample, slot, _SAMPLE_STREAM)
             drop[row], text_u[row], latent_u[row] = generator.random(3)
             noise[row] = generator.standard_normal(latents.shape[1:], dtype=np.float32)
             length = len(rows.tokens[row]) + 1
@@ -234,7 +226,7 @@ class Noiser:
             attention[row, :length] = True
             uniform[row, :length] = generator.random(length)
             if self.pure_noise or self.condition_noise:
-                options[row] = _generator(self.seed, batch.epoch, sample, slot, _OPTION_STREAM).random(3)
+                options[row] = counter_generator(self.seed, batch.epoch, sample, slot, _OPTION_STREAM).random(3)
         arrays = (tokens, attention, latents, noise, uniform, drop, text_u, latent_u, options)
         return PaddedSamples(*map(torch.from_numpy, arrays))
 
