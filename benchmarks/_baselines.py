@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,18 +85,17 @@ def known_arms() -> list[Arm]:
 
 
 def train(words: list[str], folder: Path, name: str) -> float:
-    """Train in a process of its own with one thread; return its seconds. Exits this program if it fails."""
-    import os
-
-    started = time.perf_counter()
+    """Train in a process of its own with one thread; return its CPU seconds. Exits this program if it fails."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [sys.executable, "-m", "mmldlm.train", *words, f"logging.save_dir={folder}", f"logging.run_name={name}"],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )  # fmt: skip
     if done.returncode:
-        sys.exit(f"training {name} ended with exit code {done.returncode}:\n{done.stdout[-3000:]}")
-    return time.perf_counter() - started
+        raise SystemExit(f"training {name} ended with exit code {done.returncode}:\n{done.stdout[-3000:]}")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def length_words(steps: int, rate: float, seed: int) -> list[str]:
@@ -119,27 +119,6 @@ def best_rate(arm: Arm, scale: Scale, store: str, folder: Path, double_depth: bo
         mode = "l2t" if arm.conditional else "unconditional"
         found[rate] = next(record[key] for key in (f"{mode}_nelbo", f"{mode}_nll") if key in record)
     return min(found, key=lambda rate: found[rate])
-
-
-def measure(run: Path, store: str, samples: int | None) -> dict[str, dict[str, float]]:
-    """Figures of a trained run on unseen texts, by `mmldlm evaluate`, each with its standard error."""
-    from mmldlm.data.store.store import Store
-    from mmldlm.evaluation.conditioning_gain import evaluate
-    from mmldlm.evaluation.directions import Settings
-    from mmldlm.sampling.pretrained import load_pretrained
-
-    pretrained = load_pretrained(run / "latest")
-    settings = Settings(num_samples=samples, num_draws=4, control_samples=2)
-    report = evaluate(pretrained, Store(store, "validation"), settings, lambda line: None)
-    figures = {name: estimate.as_dict() for name, estimate in report.arms["model"].items()}
-    tokens_per_text = report.conditions["num_text_tokens"] / report.conditions["num_sentences"]
-    right = "right" if "nelbo_right" in figures else "null"
-    text, length = figures[f"nelbo_{right}"], figures.get(f"length_nll_{right}", {"value": 0.0, "se": 0.0})
-    # A model that writes EOS itself scores the length with the text; diffusion pays for it apart.
-    value = text["value"] + length["value"] / tokens_per_text
-    error = (text["se"] ** 2 + (length["se"] / tokens_per_text) ** 2) ** 0.5
-    figures["text_and_length"] = {"value": value, "se": error, "unit": "nats/token"}
-    return figures
 
 
 def costs(arm: Arm, scale: Scale, store: str, double_depth: bool) -> dict[str, float]:

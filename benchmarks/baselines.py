@@ -1,77 +1,72 @@
 """Which model of text wins? Every baseline and the MMDiT on one corpus, with equal tokens.
 
-    python benchmarks/baselines.py [--data STORE] [--quick | --full] [--arms NAME ...] [--out DIR] [--json FILE]
+    python benchmarks/baselines.py [--data STORE] [--quick | --full] [--arms NAME ...]
+                                   [--workers 2] [--out DIR] [--tables FILE] [--json FILE]
 
 Each arm sees the same batches of the same texts. Its learning rate is the best of three at a tenth of the length. The
-first table has equal width and depth, hence about equal FLOPs a text token; the second (not with --quick) one-stream
-models of twice the depth, hence about the parameters of the MMDiT. Likelihoods are exact (AR) or upper bounds with
-their weights exact, in nats a token with the length paid for, on texts that training never sees. Every arm also trains
-a few steps on two ranks under ZeRO-2, ZeRO-3 and FSDP2, and is compared with one process.
+first table has equal width and depth, hence about equal FLOPs a text token; the second (not with --quick) the models
+that are given a latent, those of one stream twice as deep, hence with about the parameters of the MMDiT. Likelihoods
+are exact (AR) or upper bounds with their weights exact, in nats a token with the length paid for, on texts that
+training never sees. Models without a latent also write texts; their judge is an AR model that was trained on a quarter
+of the training texts, which no arm sees. Every arm also trains a few steps on two ranks under ZeRO-2, ZeRO-3 and FSDP2,
+and is compared with one process.
 
---quick shows that it runs: models of 32, a few steps. --full trains three seeds.
+Arms train in --workers processes of one thread each. --quick shows that it runs: models of 32, a few steps. --full
+trains longer, and three seeds.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import _report
 import _runs
+import _shards
 import _store
 from _ar_cache import cache_difference
-from _baselines import Arm, Scale, best_rate, costs, known_arms, length_words, measure, train
+from _baselines import Arm, Scale, known_arms, length_words, train
+from _baselines_measure import real_texts, run_arm
+from _baselines_tables import markdown
+from _context_free import largest_error
 from _gidd_masks import bound_difference
 
 SCALES = {
     "quick": Scale(32, 1, 2, 4, 16, (1e-3,), (0,), 16),
-    "default": Scale(192, 4, 4, 600, 96, (7e-4, 2e-3, 6e-3), (0,), 1000),
+    "default": Scale(192, 4, 4, 400, 96, (7e-4, 2e-3, 6e-3), (0,), 1000),
     "full": Scale(192, 4, 4, 1300, 96, (7e-4, 2e-3, 6e-3), (0, 1, 2), 1000),
 }
 PARITY_STEPS, PARITY_BOUND = 4, 1e-4
 PARITY_ENGINES = ("zero2", "zero3", "fsdp")
-COLUMNS = (
-    ("text_and_length", "nats/token", 3), ("gain_null", "gain of the latent", 3), ("sentence_bleu", "BLEU", 1),
-    ("exact_match", "EM", 1), ("word_f1", "word F1", 1),
-)  # fmt: skip
 
 
-def compare(arms: list[Arm], scale: Scale, store: str, folder: Path, double_depth: bool) -> dict[str, dict]:
-    """Train and measure the arms; name -> costs, seconds and figures (of the first seed, and the loss of each)."""
-    found = {}
-    for arm in arms:
-        deeper = double_depth and arm.task != "translation"
-        rate = best_rate(arm, scale, store, folder, deeper)
-        runs, seconds = [], 0.0
-        for seed in scale.seeds:
-            name = f"{arm.name}_seed_{seed}"
-            words = [*arm.words(scale, deeper), *length_words(scale.steps, rate, seed)]
-            seconds += train([*words, f"data.latent_data_root={store}"], folder, name)
-            runs.append(measure(folder / name, store, scale.samples))
-        found[arm.name] = {
-            **costs(arm, scale, store, deeper),
-            "rate": rate,
-            "seconds": seconds / len(runs),
-            "text_and_length_of_seeds": [run["text_and_length"]["value"] for run in runs],
-            "figures": runs[0],
-        }
-        print(row(arm.name, found[arm.name]), flush=True)
+def judge_of(scale: Scale, store: Path, folder: Path) -> Path:
+    """Train the judge of written texts; its run."""
+    (ar,) = (arm for arm in known_arms() if arm.name == "ar")
+    words = [*ar.words(scale), *length_words(scale.steps, sorted(scale.rates)[len(scale.rates) // 2], 0)]
+    train([*words, f"data.latent_data_root={store}"], folder, "judge")
+    return folder / "judge"
+
+
+def compare(
+    arms: list[Arm], scale: Scale, store: str, folder: Path, double_depth: bool, judge: Path, workers: int
+) -> dict[str, dict]:
+    """Train and measure the arms, some at a time; name -> what `run_arm` gives."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the workers; one process an arm
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=spawn, max_tasks_per_child=1) as pool:
+        futures = {arm.name: pool.submit(run_arm, arm, scale, store, folder, double_depth, judge) for arm in arms}
+        found = {}
+        for name, future in futures.items():
+            found[name] = future.result()
+            print(f"{name}: {found[name]['figures']['text_and_length']['value']:.3f} nats/token", flush=True)
     return found
-
-
-def row(name: str, entry: dict) -> str:
-    """Format a line of the table."""
-    cells = []
-    for key, label, digits in COLUMNS:
-        estimate = entry["figures"].get(key)
-        if estimate is not None:
-            cells.append(f"{label} {estimate['value']:.{digits}f} +- {estimate['se']:.{digits}f}")
-    size = f"{entry['parameters'] / 1e6:.2f}M ({entry['without_vocabulary'] / 1e6:.2f}M)"
-    cost = f"{entry['flops_a_token'] / 1e6:.1f} MFLOP/token  {entry['seconds']:.0f} s"
-    return f"{name:27} {'  '.join(cells)}  {size}  {cost}"
 
 
 def parity_failures(arms: list[Arm], store: str, folder: Path) -> int:
@@ -117,6 +112,19 @@ def claims_of(table: dict[str, dict], failed: int, is_whole: bool) -> tuple[list
     return claims, reported
 
 
+def identities(table: dict[str, dict], folder: Path, scale: Scale, store: str) -> list[dict]:
+    """Claims that hold whatever was learned."""
+    claims = [_report.claim("context_free_error_nats", largest_error(), "<=", 1e-3)]
+    for name, identity, difference, bound in (
+        ("ar", "ar_cache_nll_diff", cache_difference, 1e-5),
+        ("gidd_masks", "gidd_pu0_vs_mdlm_nats", bound_difference, 0.01),
+    ):
+        if name in table:
+            run = folder / f"{name}_seed_{scale.seeds[0]}"
+            claims.append(_report.claim(identity, difference(run, store), "<=", bound))
+    return claims
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help=_store.HELP)
@@ -124,7 +132,9 @@ def main() -> int:
     extent.add_argument("--quick", action="store_true", help="toy models, a few steps: shows that it runs")
     extent.add_argument("--full", action="store_true", help="longer, and three seeds")
     parser.add_argument("--arms", nargs="+", metavar="NAME", help="only these")
-    parser.add_argument("--out", type=Path, help="folder of the runs (default: a temporary one)")
+    parser.add_argument("--workers", type=int, default=2, help="arms trained at a time (default %(default)s)")
+    parser.add_argument("--out", type=Path, help="folder of the runs, new or empty (default: a temporary one)")
+    parser.add_argument("--tables", type=Path, help="write the tables here, in Markdown")
     parser.add_argument("--json", help="write conditions and claims here")
     args = parser.parse_args()
     arms = known_arms()
@@ -134,27 +144,30 @@ def main() -> int:
             parser.error(f"--arms {', '.join(sorted(unknown))}: expected of {', '.join(arm.name for arm in arms)}")
         arms = [arm for arm in arms if arm.name in args.arms]
     extent_name = "quick" if args.quick else "full" if args.full else "default"
-    scale, store, started = SCALES[extent_name], _store.given_or_made(args.data), time.perf_counter()
+    scale, started = SCALES[extent_name], time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="mmldlm_baselines_") as temporary:
         folder = (args.out or Path(temporary)).resolve()
-        print("equal width and depth (about equal FLOPs a text token)")
-        table = compare(arms, scale, store, folder / "equal_flops", double_depth=False)
-        by_parameters = {}
+        store, judges_store = folder / "store", folder / "judges_store"
+        _shards.cut(_store.given_or_made(args.data), store, judges_store)
+        judge, store = judge_of(scale, judges_store, folder), str(store)
+        table = compare(arms, scale, store, folder / "equal_flops", False, judge, args.workers)
+        real = {"real texts": {"figures": real_texts(store, scale.samples, judge)}}
+        tables = [("Equal width and depth (about equal FLOPs a text token)", {**table, **real})]
         if not args.quick:
-            print("one-stream models of twice the depth (about the parameters of the MMDiT)")
-            by_parameters = compare(arms, scale, store, folder / "equal_parameters", double_depth=True)
+            deeper = [arm for arm in arms if arm.conditional and arm.task != "translation"]
+            by_parameters = compare(deeper, scale, store, folder / "equal_parameters", True, judge, args.workers)
+            same = {name: table[name] for name in ("mmdit",) if name in table}
+            tables.append(("One stream twice as deep (about equal parameters)", {**by_parameters, **same}))
+        text = "\n\n".join(f"{title}:\n\n{markdown(rows)}" for title, rows in tables)
+        print(text)
+        if args.tables:
+            args.tables.write_text(text + "\n")
         claims, reported = claims_of(table, parity_failures(arms, store, folder / "parity"), args.arms is None)
-        for name, identity, difference, bound in (
-            ("ar", "ar_cache_nll_diff", cache_difference, 1e-5),
-            ("gidd_masks", "gidd_pu0_vs_mdlm_nats", bound_difference, 0.01),
-        ):
-            if name in table:
-                run = folder / "equal_flops" / f"{name}_seed_{scale.seeds[0]}"
-                claims.append(_report.claim(identity, difference(run, store), "<=", bound))
+        claims += identities(table, folder / "equal_flops", scale, store)
     for name, value in reported.items():
         print(f"{name} = {value:.3f}")
     more = {"extent": extent_name, "seconds": time.perf_counter() - started, "reported": reported}
-    return _report.write(args.json, claims, args.quick, equal_flops=table, equal_parameters=by_parameters, **more)
+    return _report.write(args.json, claims, args.quick, tables=dict(tables), **more)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,169 @@
+"""The arms of inversion.py: ways of three trained models to a text, what each reaches, and what it costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from _baselines import Arm
+
+TRAINED = (
+    Arm("ar_prefix", "ar", True, ("model.conditioning=prefix",)),
+    Arm("mmdit", "translation", True, ("training.loss_type=l2t", "model.cond_dim=WIDTH")),
+    Arm(
+        "mmdit_both", "translation", True,
+        ("training.loss_type=mixed", "training.loss_type_weights={l2t: 0.6, t2l: 0.4}", "model.cond_dim=WIDTH"),
+    ),
+)  # fmt: skip
+FIGURES = ("sentence_bleu", "word_f1", "exact_match", "length_exact")
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a trained model writes the text of a latent.
+
+    Attributes:
+        name: in the table.
+        model: of TRAINED.
+        sampler: of its task; None: a search.
+        options: of `TextTask.write_texts`, or of `SearchOptions`.
+    """
+
+    name: str
+    model: str
+    sampler: str | None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+ONE_BY_ONE, FEWEST = "mmdit one token a pass", 8
+WAYS = (
+    Way("AR greedy", "ar_prefix", "greedy"),
+    Way("AR beam 4", "ar_prefix", "beam", {"num_beams": 4}),
+    Way("AR best of 16", "ar_prefix", None, {"search": "best_of", "num_candidates": 16}),
+    *(Way(f"mmdit confidence {n}", "mmdit", "confidence", {"num_steps": n}) for n in (1, 2, 4, FEWEST)),
+    Way(ONE_BY_ONE, "mmdit", "confidence", {"num_steps": 10_000}),
+    Way("mmdit threshold", "mmdit", "threshold"),
+    Way("mmdit factor", "mmdit", "factor"),
+    Way("mmdit frechet", "mmdit", "frechet"),
+    Way("mmdit eb", "mmdit", "eb"),
+    Way("mmdit best of 16", "mmdit", None, {"search": "best_of", "num_candidates": 16}),
+    Way("mmdit_both greedy", "mmdit_both", "confidence", {"num_steps": 12}),
+    Way("mmdit_both local search", "mmdit_both", None, {"search": "local", "encoder_calls": 64}),
+)
+ADAPTIVE = tuple(way.name for way in WAYS if way.model == "mmdit" and way.sampler and way.name != ONE_BY_ONE)
+
+
+@dataclass
+class Reached:
+    """What a way reached on N sentences.
+
+    Attributes:
+        values: figure -> [N], in points or as a cosine.
+        passes: [N], passes one after the other; of a search the largest of all.
+        cost: `SamplingCost.per_text`.
+    """
+
+    values: dict[str, Any]
+    passes: Any
+    cost: dict[str, Any]
+
+    def estimates(self) -> dict[str, Any]:
+        """figure -> Estimate."""
+        from mmldlm.evaluation.statistics import mean
+
+        return {name: mean(values) for name, values in self.values.items()}
+
+
+def measure_ways(ways: list[Way], runs: dict[str, Path], store: str, samples: int) -> dict[str, Reached]:
+    """Write the same unseen sentences in every way, and the floors; the encoder embeds all texts to compare them."""
+    import torch
+
+    from mmldlm.data.store.store import Store
+    from mmldlm.evaluation.sentences import choose_sentences
+    from mmldlm.sampling.pretrained import load_pretrained
+    from mmldlm.sampling.search.judge import EncoderJudge
+
+    found: dict[str, Reached] = {}
+    models = {name: load_pretrained(run / "latest") for name, run in runs.items()}
+    some = next(iter(models.values()))
+    sentences = choose_sentences(Store(store, "validation"), some.model, samples, 0)
+    latents, referee = torch.from_numpy(sentences.latents), EncoderJudge(some)
+    for way in ways:
+        tokens, passes, cost = _write(way, models[way.model], latents)
+        found[way.name] = Reached(_values(some, sentences, tokens, referee), passes, cost)
+        print(line(way.name, found[way.name]), flush=True)
+        if way.name == "mmdit one token a pass":
+            shuffled = [tokens[row] for row in sentences.shuffled_index]
+            found["floor: text of another latent"] = Reached(_values(some, sentences, shuffled, referee), passes, {})
+    nearest = _nearest(store, sentences)
+    found["floor: nearest training sentence"] = Reached(_values(some, sentences, nearest, referee), None, {})
+    return found
+
+
+def _write(way: Way, pretrained, latents) -> tuple[list[list[int]], Any, dict[str, Any]]:
+    import numpy as np
+
+    from mmldlm.sampling.search.accounting import SamplingCost
+    from mmldlm.sampling.search.options import SearchOptions
+
+    task = pretrained.task
+    penalty = {"presence_penalty": _penalty()} if "presence_penalty" in task.sampling_options else {}
+    if way.sampler is None:
+        search = SearchOptions(**way.options)
+        texts = search.run(pretrained, latents, search.open_judge(pretrained), seed=0, **penalty)
+        return texts.tokens, np.full(len(latents), texts.cost.depth), texts.cost.per_text()
+    samples = task.write_texts(pretrained, latents, sampler=way.sampler, seed=0, **penalty, **way.options)
+    cost = SamplingCost(len(latents), depth=int(samples.passes.max()))
+    cost.add_texts(task, pretrained.model.config, samples)
+    return samples.tokens, samples.passes.numpy(), cost.per_text()
+
+
+def _penalty() -> float:
+    from mmldlm.sampling.text.draw import PRESENCE_PENALTY
+
+    return PRESENCE_PENALTY
+
+
+def _values(pretrained, sentences, tokens: list[list[int]], referee) -> dict[str, Any]:
+    """[N] of each figure, in points, and the cosine of each text's embedding with the latent."""
+    from mmldlm.evaluation.metrics import strings
+    from mmldlm.evaluation.text_arms import Scorer
+    from mmldlm.sampling.search.judge import cosines
+
+    overlap, is_exact = Scorer(pretrained, sentences, True, 0).overlap(tokens)
+    return {
+        "sentence_bleu": strings.sentence_bleu(overlap.bleu),
+        "word_f1": 100.0 * overlap.word_f1,
+        "exact_match": 100.0 * overlap.exact_match,
+        "length_exact": 100.0 * is_exact,
+        "cosine": cosines(referee.embed(tokens), sentences.latents),
+    }
+
+
+def _nearest(store: str, sentences) -> list[list[int]]:
+    from mmldlm.data.store.store import Store
+    from mmldlm.evaluation.floors import nearest_training_sentences
+
+    train = Store(store, "train")
+    rows = nearest_training_sentences(train, sentences.latents).rows
+    return [row.tolist() for row in train.get(rows).tokens]
+
+
+def line(name: str, reached: Reached) -> str:
+    """A row of the table, in Markdown."""
+    estimates = reached.estimates()
+    cells = [f"{estimates[key].value:.1f} ± {estimates[key].se:.1f}" for key in FIGURES]
+    cells.append(f"{estimates['cosine'].value:.3f} ± {estimates['cosine'].se:.3f}")
+    if reached.cost:
+        gflops, calls = reached.cost["gflops"], reached.cost["judge_calls"]
+        cells += [f"{float(reached.passes.mean()):.1f}", f"{gflops:.2f}", f"{calls:.1f}" if calls else "none"]
+    else:
+        cells += ["", "", ""]
+    return "| " + " | ".join([name, *cells]) + " |"
+
+
+HEAD = (
+    "| way to a text | BLEU | word F1 | EM | length right | cosine | passes | GFLOP a text | encoder calls |\n"
+    "|---|---|---|---|---|---|---|---|---|"
+)

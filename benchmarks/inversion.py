@@ -1,0 +1,160 @@
+"""How well do models write a text from its embedding at equal compute, and what does the encoder in the loop give?
+
+    python benchmarks/inversion.py [--data STORE] [--quick | --full] [--runs FOLDER] [--samples N]
+                                   [--plot FILE.png] [--tables FILE] [--json FILE]
+
+Three models of equal width and depth (about equal FLOPs a text token) train on the same batches, each at the best of
+three rates: an autoregressive one (the latent as a prefix), the MMDiT in mode l2t, and the MMDiT in both modes, whose
+own estimate of embeddings guides the local search. Then each writes the same unseen sentences in several ways: fewer
+and more passes, adaptive samplers, beam, best of 16, local search with at most 64 calls of the encoder. Every way is
+listed with its passes one after the other, its FLOPs (those of the encoder included) and its calls of the encoder,
+beside floors. No way reads the sentence or its length.
+
+--quick shows that it runs and says nothing of quality. --full has three seeds and all sentences. --runs keeps the
+trainings in a folder, or takes over those that it has (also from baselines.py: OUT/equal_flops).
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import _report
+import _store
+from _baselines import Scale, best_rate, length_words, train
+from _inversion import ADAPTIVE, HEAD, ONE_BY_ONE, TRAINED, WAYS, Reached, line, measure_ways
+
+SCALES = {
+    "quick": Scale(32, 1, 2, 4, 16, (1e-3,), (0,), 8),
+    "default": Scale(192, 4, 4, 400, 96, (7e-4, 2e-3, 6e-3), (0, 1), 200),
+    "full": Scale(192, 4, 4, 1300, 96, (7e-4, 2e-3, 6e-3), (0, 1, 2), 1000),
+}
+BLEU_WITHIN = 0.5  # points of one token a pass, to count as equal
+LOCAL, GREEDY, AR = "mmdit_both local search", "mmdit_both greedy", "AR greedy"
+
+
+def train_arm(number: int, scale: Scale, store: str, folder: Path) -> None:
+    """Train an arm of TRAINED with every seed whose run the folder does not have."""
+    arm = TRAINED[number]
+    missing = [seed for seed in scale.seeds if not (folder / f"{arm.name}_seed_{seed}" / "latest").exists()]
+    if not missing:
+        return
+    rate = best_rate(arm, scale, store, folder, False)
+    for seed in missing:
+        words = [*arm.words(scale), *length_words(scale.steps, rate, seed), f"data.latent_data_root={store}"]
+        train(words, folder, f"{arm.name}_seed_{seed}")
+
+
+def train_all(scale: Scale, store: str, folder: Path, workers: int) -> None:
+    """Train the arms, some at a time, one thread each."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=spawn) as pool:
+        for future in [pool.submit(train_arm, k, scale, store, folder) for k in range(len(TRAINED))]:
+            future.result()
+
+
+def claims_of(found: dict[str, Reached]) -> tuple[list[dict], dict[str, dict]]:
+    """Claims of one seed, and the paired differences to AR, which are reported without a bound."""
+    from mmldlm.evaluation.statistics import paired_bootstrap
+
+    def bleu(name: str) -> float:
+        return float(found[name].values["sentence_bleu"].mean())
+
+    def passes(name: str) -> float:
+        return float(found[name].passes.mean())
+
+    def gain(key: str) -> float:
+        return float((found[LOCAL].values[key] - found[GREEDY].values[key]).mean())
+
+    equal = [name for name in ADAPTIVE if bleu(name) >= bleu(ONE_BY_ONE) - BLEU_WITHIN]
+    fewest = min((passes(name) for name in equal), default=passes(ONE_BY_ONE))
+    claims = [
+        _report.claim("nfe_ratio_at_equal_bleu", fewest / passes(ONE_BY_ONE), "<=", 0.35, measured=True),
+        _report.claim("search_cosine_gain", gain("cosine"), ">=", 0.10, measured=True),
+        _report.claim("search_f1_gain_points", gain("word_f1"), ">=", 5.0, measured=True),
+    ]
+    shallow = [name for name in ADAPTIVE if passes(name) <= passes(AR) / 3] or [ADAPTIVE[0]]
+    best, reported = max(shallow, key=bleu), {}
+    for key, name in (("sentence_bleu", "bleu"), ("exact_match", "em")):
+        for way in (best, ONE_BY_ONE):
+            difference = paired_bootstrap(found[way].values[key], found[AR].values[key])
+            reported[f"{name}_against_ar_equal_flops ({way})"] = difference.as_dict()
+    return claims, reported
+
+
+def plot(found: dict[str, Reached], path: Path) -> None:
+    """BLEU against FLOPs a text; filled marks ask the encoder."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 5))
+    for name, reached in found.items():
+        if reached.cost:
+            estimate, color = (
+                reached.estimates()["sentence_bleu"],
+                "tab:orange" if name.startswith("AR") else "tab:blue",
+            )
+            filled = color if reached.cost["judge_calls"] else "none"
+            axes.errorbar(
+                reached.cost["gflops"], estimate.value, estimate.se, fmt="o", color=color, markerfacecolor=filled
+            )
+            axes.annotate(name, (reached.cost["gflops"], estimate.value), fontsize=7, xytext=(4, 4),
+                          textcoords="offset points")  # fmt: skip
+    axes.set(xscale="log", xlabel="GFLOP a text (model and encoder)", ylabel="sentence BLEU")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", help=_store.HELP)
+    extent = parser.add_mutually_exclusive_group()
+    extent.add_argument("--quick", action="store_true", help="toy models, a few steps: shows that it runs")
+    extent.add_argument("--full", action="store_true", help="longer, three seeds, all sentences")
+    parser.add_argument("--runs", type=Path, help="folder of the trainings, kept and used again")
+    parser.add_argument("--samples", type=int, help="unseen sentences (default 200)")
+    parser.add_argument("--workers", type=int, default=2, help="models trained at a time (default %(default)s)")
+    parser.add_argument("--plot", type=Path, help="write BLEU against FLOPs a text to this image")
+    parser.add_argument("--tables", type=Path, help="write the tables here, in Markdown")
+    parser.add_argument("--json", help="write conditions and claims here")
+    args = parser.parse_args()
+    extent_name = "quick" if args.quick else "full" if args.full else "default"
+    scale, store = SCALES[extent_name], _store.given_or_made(args.data)
+    claims, reported, tables, result = [], {}, [], {}
+    with tempfile.TemporaryDirectory(prefix="mmldlm_inversion_") as temporary:
+        folder = (args.runs or Path(temporary)).resolve()
+        train_all(scale, store, folder, args.workers)
+        for seed in scale.seeds:
+            print(f"seed {seed}\n{HEAD}")
+            runs = {arm.name: folder / f"{arm.name}_seed_{seed}" for arm in TRAINED}
+            found = measure_ways(list(WAYS), runs, store, args.samples or scale.samples)
+            tables.append("\n".join([f"Seed {seed}:\n", HEAD, *(line(name, one) for name, one in found.items())]))
+            own, differences = claims_of(found)
+            claims += [{**claim, "seed": seed} for claim in own]
+            reported[f"seed {seed}"] = differences
+            result[seed] = {
+                name: {key: value.as_dict() for key, value in one.estimates().items()} | {"cost": one.cost}
+                for name, one in found.items()
+            }
+            if args.plot and seed == scale.seeds[0]:
+                plot(found, args.plot)
+    if args.tables:
+        args.tables.write_text("\n\n".join(tables) + "\n")
+    for seed, differences in reported.items():
+        for name, difference in differences.items():
+            low, high = difference["ci95"]
+            print(f"{seed}: {name} = {difference['value']:+.2f} points, 95 % interval {low:+.2f} to {high:+.2f}")
+    more = {"extent": extent_name, "reported": reported}
+    return _report.write(args.json, claims, args.quick, tables=result, **more)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
