@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-samples",
         type=int,
         metavar="N",
-        help="number of unseen sentences (default 1000; information: 200)",
+        help="number of unseen sentences (default 1000, or all; information: 200)",
     )
     add("--num-steps", type=int, help="steps of l2t (default 12)")
     add("--latent-steps", type=int, help="denoising steps of t2l (default 1, or 10 for prediction epsilon)")

@@ -145,9 +145,9 @@ def _add_reencoding(
 def _conditions(pretrained: Pretrained, store: Store, sentences: Sentences, settings: Settings) -> dict[str, Any]:
     """Return how the measurements were taken."""
     task = pretrained.task
-    sampler = task.evaluation_decoding
+    sampler, has_penalty = task.evaluation_decoding, "presence_penalty" in task.sampling_options
     if not pretrained.reads_latents:
-        sampler = f"{task.samplers['unconditional'][0]}, without an embedding"
+        sampler, has_penalty = f"{task.samplers['unconditional'][0]}, without an embedding", False
     return {
         "store": store.root.name,
         "num_sentences": len(sentences),
@@ -158,7 +158,7 @@ def _conditions(pretrained: Pretrained, store: Store, sentences: Sentences, sett
         "text_sampler": sampler,
         "latent_steps": _latent_steps(pretrained, settings),
         "guidance": settings.guidance,
-        "presence_penalty": settings.presence_penalty,
+        "presence_penalty": settings.presence_penalty if has_penalty else None,
         "seed": settings.seed,
         "num_parameters": sum(parameter.numel() for parameter in pretrained.model.parameters()),
     }

@@ -132,6 +132,7 @@ def test_every_task_without_latents_is_measured_by_the_texts_it_writes(make, sto
     assert {"distinct_2", "adjacent_repeats", "unigram_entropy"} <= set(found) and "word_f1" not in found
     assert found["distinct_2"].n == report.arms["sentences"]["distinct_2"].n == 8
     assert report.conditions["text_sampler"] == "ancestral, without an embedding"
+    assert report.conditions["presence_penalty"] is None
     assert 0 < report.conditions["passes_per_text"] <= report.conditions["most_passes"]
     report.show()
     shown = capsys.readouterr().out

@@ -23,7 +23,7 @@ from mmldlm.sampling.latent_sampler import pad_texts
 from mmldlm.utils.counter_rng import Stream, uniforms
 
 NUM_BUCKETS, MIN_SENTENCES = 6, 30  # of lengths; of a bucket
-NUM_SHARES = 10  # parts into which known shares above 0 fall
+NUM_SHARES = 10  # parts into which known shares above 0 fall, at most
 
 
 @dataclass
@@ -134,9 +134,10 @@ class CurvePoint:
 class BucketCurve:
     """The curve of texts of similar lengths, as a function of the share of known positions.
 
-    Its points are share 0 and equal parts of the rest. Each is the mean over all unknown tokens there, because a value
-    of few tokens is noisier than one of many. The fit is the isotonic regression through the points, which never rises:
-    a sound model never predicts worse for knowing more.
+    Its points are share 0 and equal parts of the rest, few enough that every text has a value in each: else points
+    would differ by their texts. Each is the mean over all unknown tokens there, because a value of few tokens is
+    noisier than one of many. The fit is the isotonic regression through the points, which never rises: a sound model
+    never predicts worse for knowing more.
 
     Args:
         nats: arrays [L] of its texts.
@@ -150,15 +151,16 @@ class BucketCurve:
     def __init__(self, nats: Sequence[np.ndarray]):
         lengths = [len(values) for values in nats]
         self.shortest, self.longest, self.num_sentences = min(lengths), max(lengths), len(lengths)
-        sums, weights, shares = np.zeros((3, len(nats), NUM_SHARES + 1))
+        parts = max(1, min(NUM_SHARES, self.shortest - 1))
+        sums, weights, shares = np.zeros((3, len(nats), parts + 1))
         for row, values in enumerate(nats):
             known = np.arange(len(values))
-            part = -(-known * NUM_SHARES // len(values))  # rounded up: 0 is a part of its own
+            part = -(-known * parts // len(values))  # rounded up: 0 is a part of its own
             unknown = len(values) - known
-            sums[row] = np.bincount(part, unknown * values, NUM_SHARES + 1)
-            weights[row] = np.bincount(part, unknown, NUM_SHARES + 1)
-            shares[row] = np.bincount(part, unknown * known / len(values), NUM_SHARES + 1)
-        found = weights.sum(0) > 0  # short texts have few shares
+            sums[row] = np.bincount(part, unknown * values, parts + 1)
+            weights[row] = np.bincount(part, unknown, parts + 1)
+            shares[row] = np.bincount(part, unknown * known / len(values), parts + 1)
+        found = weights.sum(0) > 0  # texts of one token have share 0 alone
         sums, weights, shares = sums[:, found], weights[:, found], shares[:, found]
         total = weights.sum(0)
         means = sums.sum(0) / total

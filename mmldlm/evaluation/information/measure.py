@@ -34,7 +34,7 @@ class InformationSettings:
 
     Attributes:
         num_samples: unseen sentences; None is 200, or all if there are fewer.
-        samplers: whose exact likelihood is measured; None: the task's default, if its order is deterministic.
+        samplers: whose exact likelihood is measured; None: the first of the task whose order is deterministic.
         seed: of every draw.
         batch_size: texts of full length per pass; None: the default token budget.
     """

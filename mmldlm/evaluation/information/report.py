@@ -134,8 +134,8 @@ class InformationReport:
         console = console or Console(markup=False)
         conditions = self.conditions
         console.print(
-            f"{conditions['num_sentences']} unseen sentences of {conditions['mean_length']:.1f} tokens on average, EOS "
-            "counted; +- one standard error"
+            f"{conditions['num_sentences']} unseen sentences, {conditions['mean_length']:.1f} tokens on average (with "
+            "EOS), +- one standard error"
         )
         for name, value in self.nelbo.items():
             length = self.length_nll.get(name)
@@ -192,7 +192,7 @@ def _table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]):
     from rich.box import SIMPLE
     from rich.table import Table
 
-    table = Table(title=title, box=SIMPLE)
+    table = Table(title=title, box=SIMPLE, collapse_padding=True, pad_edge=False)
     for column in columns:
         table.add_column(column, justify="left" if column in ("latent", "sampler") else "right", no_wrap=True)
     for row in rows:

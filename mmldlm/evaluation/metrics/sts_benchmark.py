@@ -182,7 +182,7 @@ class StsReport:
             words = name.replace("_minus_", " - ").replace("tf_idf", "TF-IDF")
             console.print(f"Spearman, {words}: {found.value:+.3f}, 95 % interval [{found.low:+.3f}, {found.high:+.3f}]")
         names = list(self.rows)
-        table = Table(title="Spearman by source of the pairs: captions are easier than questions")
+        table = Table(title="Spearman by source of the pairs")
         for column in ("source", "pairs", *names):
             table.add_column(column, justify="left" if column == "source" else "right")
         for source, row in self.sources.items():

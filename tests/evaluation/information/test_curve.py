@@ -95,6 +95,13 @@ def test_the_fit_never_rises_and_serves_every_length(toy):
     assert curve.fitted(12).sum() == pytest.approx(mean, rel=0.15)
 
 
+def test_every_text_has_a_part_in_every_point():
+    """Hard texts of ten tokens and easy ones of seven: no point may stand for the hard ones alone."""
+    bucket = BucketCurve([np.full(10, 4.0)] * 20 + [np.full(7, 1.0)] * 20)
+    assert len(bucket.points) == 7 and all(2 < point.nats < 3.2 for point in bucket.points)
+    assert BucketCurve([np.full(1, 4.0), np.full(1, 2.0)]).points[0].nats == 3
+
+
 def test_points_are_means_with_their_errors_and_rises_are_reported_where_they_are():
     rng = np.random.default_rng(0)
     falling = [2 - np.arange(20) / 20 + 0.1 * rng.normal(size=20) + 0.3 * rng.normal() for _ in range(200)]

@@ -64,6 +64,26 @@ def test_files_of_the_report(report, tmp_path, capsys):
     assert page.startswith("<!") and "minus even" in page
 
 
+@pytest.mark.parametrize("conditioning", ["none", "adaln", "cross_attention", "prefix"])
+def test_every_conditioning_of_mdlm(make, store, conditioning):
+    from mmldlm.models.plain.model import PlainTransformer
+    from mmldlm.sampling.pretrained import Pretrained
+    from mmldlm.tasks.baselines.mdlm.config import MdlmModelConfig
+    from mmldlm.tasks.baselines.mdlm.task import MdlmTask
+    from mmldlm.tasks.translation.config import TextDiffusionConfig
+
+    config = MdlmModelConfig(
+        hidden_size=16, n_blocks=1, n_heads=2, cond_dim=16, max_seq_len=12, latent_dim=make.DIM, vocab_size=make.VOCAB,
+        mask_token_id=make.MASK, pad_token_id=make.PAD, eos_token_id=make.EOS, conditioning=conditioning,
+    )  # fmt: skip
+    weights = {"unconditional": 1.0} if conditioning == "none" else {"l2t": 1.0}
+    model = PlainTransformer(config).eval()
+    pretrained = Pretrained(model, None, TextDiffusionConfig(), None, weights, 0.1, task=MdlmTask())
+    found = measure_information(pretrained, store, InformationSettings(5, ["eb"]), lambda line: None)
+    assert set(found.nelbo) == ({"null"} if conditioning == "none" else {"right", "null"})
+    assert [row.sampler for row in found.samplers] == ["eb"] and found.samplers[0].limit is None
+
+
 def test_optimal_schedules_come_from_the_other_half(toy):
     """A text's own values must not choose its schedule: others' values alone do."""
     nats = toy.curves(120)
