@@ -90,7 +90,7 @@ class Editor:
         """Return the edits of each text, likeliest first within a kind; texts that they lead to are distinct.
 
         Args:
-            texts: ids without EOS, not empty.
+            texts: ids without EOS.
             owners: index of each text's latent.
 
         Raises:
@@ -157,13 +157,13 @@ class Editor:
         for before, edits in zip(embedded, found):
             edits.shifts = embedded[start : start + len(edits)] - before
             start += len(edits)
-        self._count([len(text) + 1 for text in (*texts, *changed)], scored=0)
+        self._count([len(text) + 1 for text in (*texts, *changed)], scored=0, passes=self.depth - 1)
 
-    def _count(self, lengths: Sequence[int], scored: int) -> None:
+    def _count(self, lengths: Sequence[int], scored: int, passes: int = 1) -> None:
         task, config = self._pretrained.task, self._pretrained.model.config
         counts = np.bincount(lengths)
         flops = sum(counts[n] * task.pass_flops(config, n, scored) for n in np.flatnonzero(counts).tolist())
-        self._cost.add_rows(len(lengths), sum(lengths), float(flops))
+        self._cost.add_rows(passes * len(lengths), passes * sum(lengths), passes * float(flops))
 
 
 @dataclass

@@ -26,7 +26,7 @@ from mmldlm.sampling.text.length_rule import most_probable_lengths
 # Latents whose beams are in memory at once; no result depends on it.
 GROUP = 64
 # Texts of one member of a beam that are ranked for the judge; more than it can see in a round, as some were seen.
-MOST_PROMISING = 64
+MOST_PROMISING = 32
 # The search of a latent ends after PATIENCE rounds in which its best cosine rose by less than MIN_GAIN.
 MIN_GAIN, PATIENCE = 1e-4, 2
 

@@ -127,6 +127,19 @@ def test_hostile_words_stay_words(page):
     assert page.run("document.images.length") == 0
 
 
+def test_the_legend_names_what_the_page_shows(page, browser, records, traces, tokenizer, tmp_path):
+    hidden = "['changed-legend', 'state-legend', 'mask-legend'].map((id) => document.getElementById(id).hidden)"
+    assert page.run(hidden) == [False, False, False]
+    page.press("ArrowRight")
+    assert page.run("document.querySelectorAll('#tokens .changed').length") == 0
+    page.press("ArrowRight")
+    assert page.run("[...document.querySelectorAll('#tokens .changed')].map((chip) => chip.textContent)") == ["ning"]
+    write_page(tmp_path / "plain.html", trace_page({0: traces[1]}, records[1:2], tokenizer, VOCAB, settings=[]))
+    browser.open(tmp_path / "plain.html")
+    assert browser.run(hidden) == [True, True, False]
+    browser.open(tmp_path / "trace.html")
+
+
 def test_states_that_are_no_words_and_masks_that_come_back_are_shown(page):
     page.run(
         "{ const list = document.getElementById('choice'); list.value = 2; list.dispatchEvent(new Event('change')) }"

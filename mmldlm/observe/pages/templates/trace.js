@@ -29,28 +29,41 @@
     return state;
   }
 
+  const isWord = (entry) => entry !== null && entry !== undefined && kind(entry.token) !== STATE;
+  const joins = (entry, left) => isWord(entry) && isWord(left) && kind(entry.token) === JOINED;
+
+  // Whether a pass wrote over a word somewhere.
+  function hasChanges({ passes }) {
+    const written = new Set();
+    return passes.some((writes) => writes.some(([position, token]) => {
+      if (token === null) {
+        written.delete(position); // masked again
+        return false;
+      }
+      const changes = written.has(position);
+      if (kind(token) !== STATE) written.add(position);
+      return changes;
+    }));
+  }
+
   function words(state) {
     let line = "";
     state.forEach((entry, position) => {
-      const part = entry === null || kind(entry.token) === STATE ? (data.masked ? "…" : "") : word(entry.token);
+      const part = isWord(entry) ? word(entry.token) : data.masked ? "…" : "";
       if (part === "" || (part === "…" && line.endsWith("…"))) return;
-      const joins = entry !== null && kind(entry.token) === JOINED && position > 0 && state[position - 1] !== null;
-      line += (line === "" || joins ? "" : " ") + part;
+      line += (line === "" || joins(entry, state[position - 1]) ? "" : " ") + part;
     });
     return line;
   }
 
   function showChip(chip, entry, left, position) {
-    const isState = entry !== null && kind(entry.token) === STATE;
-    const joins = entry !== null && left !== null && kind(entry.token) === JOINED && kind(left.token) !== STATE;
     const fresh = entry !== null && entry.pass === pass;
-    const changed = fresh && entry.before !== null;
     const names = ["token"];
     if (entry === null) names.push("mask");
-    if (isState) names.push("state");
-    if (joins) names.push("joined");
+    if (entry !== null && !isWord(entry)) names.push("state");
+    if (joins(entry, left)) names.push("joined");
     if (fresh) names.push("fresh");
-    if (changed) names.push("changed");
+    if (fresh && isWord(entry.before)) names.push("changed");
     chip.className = names.join(" ");
     chip.hidden = entry === null && !data.masked;
     chip.textContent = entry === null ? "" : word(entry.token);
@@ -99,7 +112,7 @@
     element("text").textContent = atEnd ? text.text : words(state);
     element("slider").value = pass;
     const written = pass === 0 ? 0 : text.passes[pass - 1].length;
-    const filled = state.filter((entry) => entry !== null).length;
+    const filled = state.filter(isWord).length;
     const changes = `${written} new, ${filled} of ${count(text.length, "token")} written`;
     element("counter").textContent = `Pass ${pass} of ${last}: ${changes}`;
     element("slider").setAttribute("aria-valuetext", element("counter").textContent);
@@ -185,6 +198,7 @@
   element("settings").textContent = data.settings.join(" · ");
   element("note").textContent = data.note;
   element("mask-legend").hidden = !data.masked;
+  element("changed-legend").hidden = !data.texts.some(hasChanges);
   element("state-legend").hidden = !data.tokens.some((token) => token[1] === STATE);
   data.texts.forEach((entry, index) => {
     const label = `${entry.index}: ${entry.reference ?? entry.text}`;
