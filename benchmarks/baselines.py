@@ -34,8 +34,8 @@ SCALES = {
 PARITY_STEPS, PARITY_BOUND = 4, 1e-4
 PARITY_ENGINES = ("zero2", "zero3", "fsdp")
 COLUMNS = (
-    ("text_and_length", "nats/token", 3), ("gain_null", "gain of the latent", 3), ("token_bleu_right", "BLEU-4", 1),
-    ("exact_match_right", "EM", 1), ("f1_right", "set-F1", 1),
+    ("text_and_length", "nats/token", 3), ("gain_null", "gain of the latent", 3), ("sentence_bleu", "BLEU", 1),
+    ("exact_match", "EM", 1), ("word_f1", "word F1", 1),
 )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 start=$SECONDS
 . launchers/_env.sh
-mmldlm_env quickstart
+mmldlm_env quickstart eval
 installed=$SECONDS
 
 corpus=${CORPUS:-docstrings}

@@ -11,6 +11,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+TEXT_FIGURES = (
+    ("sentence_bleu", "sentence BLEU, points", 1),
+    ("word_f1", "word F1, points", 1),
+    ("exact_match", "exact match, points", 1),
+    ("reencoded_cosine", "cosine of the text embedded again", 3),
+)
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -63,6 +70,7 @@ def show(out: Path, report: dict, path: Path) -> int:
         table.add_row(entry["id"], f"{entry['value']:.4g}", f"{entry['op']} {entry['bound']:g}", mark)
     console = Console()
     console.print(table)
+    show_texts(report["details"], console)
     console.print(f"time     {seconds // 60} min {seconds % 60} s after the installation")
     console.print(
         f"report   {path}",
@@ -74,6 +82,19 @@ def show(out: Path, report: dict, path: Path) -> int:
     sample = f"mmldlm sample t2l --checkpoint {out / 'model'} --text 'Return the number of rows.' --output-dir samples"
     console.print(f"\nnext     . {activate}\n         {sample}", soft_wrap=True)
     return 0 if all(entry["holds"] for entry in claims) else 1
+
+
+def show_texts(details: dict, console: Console) -> None:
+    """Print what the written texts reached, beside the nearest training sentence: a look-up without the model."""
+    table = Table(title="texts written from embeddings, +- one standard error")
+    for heading in ("figure", "model", "nearest training sentence"):
+        table.add_column(heading, justify="left" if heading == "figure" else "right")
+    for key, label, digits in TEXT_FIGURES:
+        found = [details.get(arm, {}).get(key) for arm in ("model", "nearest_training_sentence")]
+        if any(found):
+            table.add_row(label, *(f"{e['value']:.{digits}f} +- {e['se']:.{digits}f}" if e else "" for e in found))
+    if table.rows:
+        console.print(table)
 
 
 if __name__ == "__main__":

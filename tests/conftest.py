@@ -14,7 +14,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-pytest_plugins = ["tests.support.checkpoint_fixtures"]
+pytest_plugins = ["tests.support.checkpoint_fixtures", "tests.support.browser"]
 
 
 def pytest_collection_modifyitems(items):

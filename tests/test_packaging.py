@@ -48,7 +48,7 @@ def pins(python):
 def test_every_dependency_has_one_pin_within_its_range(python):
     required, extras = setup_lists()
     pinned = pins(python)
-    for text in [*required, *extras["quickstart"], *extras["dev"], *extras["data"], *extras["bench"]]:
+    for text in [*required, *(text for own in extras.values() for text in own)]:
         requirement = Requirement(text)
         assert requirement.name in pinned, f"{requirement.name} has no pin for Python {python}"
         assert requirement.specifier.contains(pinned[requirement.name], prereleases=True), text
@@ -68,6 +68,12 @@ def test_presets_are_packaged():
     assert list(presets.glob("*.yaml")), "no presets"
     assert not [path for path in presets.iterdir() if path.is_file() and path.suffix not in (".yaml", ".py")]
     assert '"mmldlm.config": ["presets/*.yaml"]' in (ROOT / "setup.py").read_text()
+
+
+def test_the_parts_of_pages_belong_to_the_wheel():
+    templates = ROOT / "mmldlm" / "observe" / "pages" / "templates"
+    assert {path.suffix for path in templates.iterdir()} == {".html", ".css", ".js"}
+    assert '"mmldlm.observe.pages": ["templates/*"]' in (ROOT / "setup.py").read_text()
 
 
 def test_the_console_command_exists():

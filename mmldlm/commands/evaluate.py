@@ -1,17 +1,22 @@
-"""`mmldlm evaluate`: the conditioning gain of a model, or its correlation with human scores on STS-B."""
+"""`mmldlm evaluate`: the conditioning gain of a model, its correlation with human scores, or its information curve."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmldlm.commands import RenamedOption
 from mmldlm.errors import EXIT_DONE, UserError
 from mmldlm.evaluation.suite import SUITES
+from mmldlm.observe.pages.page import check_page_path, write_page
+from mmldlm.sampling.search.options import ARGUMENTS as SEARCH_ARGUMENTS
+from mmldlm.sampling.search.options import SearchOptions
 from mmldlm.utils.output_paths import check_writable_file
 from mmldlm.utils.progress import ProgressBar
 
 if TYPE_CHECKING:
+    from mmldlm.evaluation.information.measure import InformationSettings
     from mmldlm.tasks.text_task import TextTask
 
 MINIMUMS = {
@@ -23,6 +28,14 @@ MINIMUMS = {
     "seed": 0,
     "batch_size": 1,
 }
+
+# Options that the suite `information` alone reads; and those that it does not read, with their defaults.
+INFORMATION_ONLY = ("samplers", "plot", "write_schedule")
+NOT_INFORMATION = {
+    "num_steps": None, "latent_steps": None, "num_draws": None, "control_samples": 100, "guidance": 1.0,
+    "presence_penalty": None, "sts_file": None,
+}  # fmt: skip
+IMAGE_SUFFIXES = (".png", ".svg", ".pdf", ".jpg")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,17 +51,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--suite", choices=tuple(SUITES), default="conditioning_gain", help=f"{suites} (default %(default)s)")
     add("--eval-dataset", action=RenamedOption, new="--suite conditioning_gain (formerly gain) or --suite stsb")
     add("--data", metavar="STORE", help="prepared store; its validation split is evaluated")
-    add("--num-samples", type=int, metavar="N", help="number of unseen sentences (default 1000, or all)")
+    add(
+        "--num-samples",
+        type=int,
+        metavar="N",
+        help="number of unseen sentences (default 1000, or all; information: 200)",
+    )
     add("--num-steps", type=int, help="steps of l2t (default 12)")
     add("--latent-steps", type=int, help="denoising steps of t2l (default 1, or 10 for prediction epsilon)")
     add("--num-draws", type=int, help="timesteps per sentence in the NELBO (default 2)")
     add("--control-samples", type=int, default=100, help="sentences of the untrained controls (default %(default)s)")
     add("--guidance", type=float, default=1.0, help="classifier-free guidance of both samplers (default 1: none)")
     add("--presence-penalty", type=float, help="penalty of l2t on repeated tokens (default 1)")
+    for key, options in SEARCH_ARGUMENTS.items():
+        add("--" + key.replace("_", "-"), **options)
     add("--batch-size", type=int, metavar="N", help="texts of full length per pass (default: some thousand tokens)")
     add("--seed", type=int, default=0, help="seed of every draw (default %(default)s)")
     add("--json", metavar="FILE", help="also write the results to this file")
+    add("--html", metavar="FILE.html", help="also write the results to this page: tables, plots and samples")
     add("--sts-file", metavar="CSV", help="STS Benchmark file (sts-dev.csv), for --suite stsb")
+    only = "suite information:"
+    add("--samplers", metavar="NAME,..", help=f"{only} whose exact likelihood is measured (default: the task's first)")
+    add("--plot", metavar="FILE", help=f"{only} also draw the curves, and quality against passes, into this image")
+    add("--write-schedule", metavar="FILE.json", help=f"{only} also write the best schedules, for --sampler scheduled")
     add("--device", help="default: cuda if available, else cpu")
 
 
@@ -57,6 +82,7 @@ def main(args: argparse.Namespace) -> int:
     _check_arguments(args)
     from mmldlm.evaluation import conditioning_gain
     from mmldlm.evaluation.directions import Settings
+    from mmldlm.evaluation.information.measure import measure_information
     from mmldlm.evaluation.metrics import sts_benchmark
     from mmldlm.sampling.device import usable_device
     from mmldlm.sampling.pretrained import load_pretrained
@@ -80,6 +106,8 @@ def main(args: argparse.Namespace) -> int:
                 log=progress.start,
                 batch_size=args.batch_size,
             )
+        elif args.suite == "information":
+            report = measure_information(pretrained, store, _information_settings(args), progress.start)
         else:
             _check_task(args, pretrained.task)
             given = {key: getattr(args, key) for key in Settings.__dataclass_fields__}
@@ -89,7 +117,20 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         report.write(args.json)
         print(f"written to {args.json}")
+    if args.html:
+        write_page(args.html, report.page())
+        print(f"page: {args.html}")
+    if args.suite == "information":
+        for line in report.write_files(args.plot, args.write_schedule, model=str(args.checkpoint)):
+            print(line)
     return EXIT_DONE
+
+
+def _information_settings(args: argparse.Namespace) -> InformationSettings:
+    from mmldlm.evaluation.information.measure import InformationSettings
+
+    samplers = None if args.samplers is None else [name.strip() for name in args.samplers.split(",")]
+    return InformationSettings(args.num_samples, samplers, args.seed, args.batch_size)
 
 
 def _check_task(args: argparse.Namespace, task: TextTask) -> None:
@@ -101,6 +142,7 @@ def _check_task(args: argparse.Namespace, task: TextTask) -> None:
     if given:
         names = ", ".join("--" + key.replace("_", "-") for key in given)
         raise UserError(f"options that task={task.name} reads", names, "omit them")
+    SearchOptions.of(args).check(task, ())
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
@@ -114,7 +156,24 @@ def _check_arguments(args: argparse.Namespace) -> None:
             "none given",
             "name the file; no substitute is built in",
         )
-    if args.suite == "conditioning_gain" and not args.data:
+    if args.suite == "information":
+        unread = [key for key, default in NOT_INFORMATION.items() if getattr(args, key) != default]
+    else:
+        unread = [key for key in INFORMATION_ONLY if getattr(args, key) is not None]
+    if unread:
+        names = ", ".join("--" + key.replace("_", "-") for key in unread)
+        raise UserError(f"options that --suite {args.suite} reads", names, "omit them, or name another --suite")
+    if args.suite != "stsb" and not args.data:
         raise UserError("--data STORE, whose validation split is evaluated", "none given", "name the prepared store")
-    if args.json:
-        check_writable_file(args.json, "--json")
+    search = SearchOptions.of(args)
+    if args.suite != "conditioning_gain" and search.search is not None:
+        raise UserError("--search with --suite conditioning_gain", f"--suite {args.suite}", "omit --search")
+    for key in ("json", "plot", "write_schedule"):
+        if getattr(args, key):
+            check_writable_file(getattr(args, key), "--" + key.replace("_", "-"))
+    if args.plot and Path(args.plot).suffix.lower() not in IMAGE_SUFFIXES:
+        raise UserError(f"an image for --plot: a name that ends in {', '.join(IMAGE_SUFFIXES)}", args.plot, "rename it")
+    if args.html:
+        check_page_path(args.html, "--html")
+        if args.json and Path(args.json).absolute() == Path(args.html).absolute():
+            raise UserError("two files for --json and --html", f"{args.html} for both", "give another name")

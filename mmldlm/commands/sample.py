@@ -13,14 +13,19 @@ import numpy as np
 
 from mmldlm.commands import RenamedOption
 from mmldlm.errors import EXIT_DONE, UserError
+from mmldlm.observe.pages.page import check_page_path, write_page
+from mmldlm.observe.pages.trace_page import trace_page
 from mmldlm.sampling.device import usable_device
 from mmldlm.sampling.generate import SampleOptions, sample_l2t, sample_t2l, sample_unconditional
 from mmldlm.sampling.joint_sampler import JOINT_METHODS
 from mmldlm.sampling.latent_solver import ETAS, SOLVERS
 from mmldlm.sampling.pretrained import Pretrained, load_pretrained
+from mmldlm.sampling.search.options import ARGUMENTS as SEARCH_ARGUMENTS
+from mmldlm.sampling.search.options import SearchOptions
 from mmldlm.sampling.text.strategies import STRATEGIES
 from mmldlm.sampling.text.strategies.remasking import ETAS as REMASKING
-from mmldlm.sampling.text.strategies.schedule import read_schedule
+from mmldlm.sampling.text.strategies.schedule import names_passes, read_schedule
+from mmldlm.sampling.text.trace import MAX_TEXTS, TraceRecorder, start_trace
 from mmldlm.utils.formatting import count_noun
 from mmldlm.utils.output_paths import check_writable_dir
 from mmldlm.utils.progress import ProgressBar
@@ -59,6 +64,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "solver": {"unconditional": "ddim"},
     "condition_timestep": {"l2t": 0.0, "unconditional": 0.0},
     "eta": {"t2l": 0.0},
+    "trace": {"l2t": None, "unconditional": None},
+    **{key: {"l2t": None} for key in SEARCH_ARGUMENTS},
 }
 # Options that a task may lack, also in a kind that it has (TextTask.sampling_options).
 TASK_OPTIONS = (
@@ -103,8 +110,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "schedule": {
         "metavar": "N1,N2,..|FILE",
-        "help": "tokens per pass instead of --num-steps, scaled to each text: numbers, or a JSON file of a list or of "
-        "{length: list} (scheduled, confidence, margin, entropy)",
+        "help": "tokens per pass instead of --num-steps, scaled to each text: numbers, or a JSON file of a list, of "
+        "{length: list}, or of evaluate --write-schedule, of which --num-steps chooses (scheduled, confidence, margin, "
+        "entropy)",
     },
     "spacing": {
         "type": float,
@@ -156,11 +164,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "metavar": "ETA",
         "help": "noise of DDIM: 0 none, 1 ancestral, bridge that of a model of schedule=decoupled",
     },
+    "trace": {
+        "metavar": "FILE.html",
+        "help": f"also write a page that plays, pass by pass, how the first {MAX_TEXTS} texts were written",
+    },
+    **SEARCH_ARGUMENTS,
 }
 SOURCES = {"l2t": ("latent_file", "text", "text_file", "data"), "t2l": ("text", "text_file"), "unconditional": ()}
 OUTPUTS = ("samples.jsonl", "latents.npy", "settings.json")
 CHECKPOINT_HELP = "a run, RUN/latest, a checkpoint, a model.pt, or a folder written by `mmldlm convert`"
 MAX_TABLE_ROWS = 20
+TITLES = {"cosine": "cosine with the encoder's", "judge_cosine": "cosine by the judge", "judge_calls": "texts judged"}
 
 
 def add_arguments(parser: argparse.ArgumentParser, kind: str | None = None) -> None:
@@ -210,17 +224,24 @@ def resolve_options(args: argparse.Namespace) -> list[str]:
     if args.method is not None and args.method not in METHODS[args.kind]:
         expected = " or ".join(METHODS[args.kind])
         raise UserError(f"--method {expected} for `sample {args.kind}`", args.method, "choose one of them")
+    SearchOptions.of(args)  # refuses what does not fit together
     if args.schedule is not None:
-        read_schedule(args.schedule)  # refuses what it cannot read
+        read_schedule(args.schedule, args.num_steps)  # refuses what it cannot read
     for key, defaults in DEFAULTS.items():
         if getattr(args, key) is None:
             setattr(args, key, defaults.get(args.kind))
     _check_ranges(args)
+    _check_critic(args)
+    return given
+
+
+def _check_critic(args: argparse.Namespace) -> None:
     if args.critic_share is not None and not args.critic_rounds:
         raise UserError(
             "--critic-share with --critic-rounds R", "--critic-share alone", "add --critic-rounds, or omit it"
         )
-    return given
+    if args.critic_rounds and args.search is not None:
+        raise UserError("--critic-rounds or --search, which changes texts as well", "both", "omit one of them")
 
 
 def fit_to_task(args: argparse.Namespace, given: list[str], pretrained: Pretrained) -> None:
@@ -237,6 +258,8 @@ def fit_to_task(args: argparse.Namespace, given: list[str], pretrained: Pretrain
     if wrong := [_option(key) for key in unread if key in given]:
         known = ", ".join(_option(key) for key in TASK_OPTIONS if args.kind in DEFAULTS[key] and key not in unread)
         raise UserError(f"options that task={task.name} reads: {known}", ", ".join(wrong), "omit them")
+    if args.kind == "l2t":
+        SearchOptions.of(args).check(task, given)
     if args.sampler is not None:
         of_others = task.unread_options(args.kind, args.sampler)
         if wrong := [_option(key) for key in TASK_OPTIONS if key in given and key in of_others]:
@@ -245,7 +268,8 @@ def fit_to_task(args: argparse.Namespace, given: list[str], pretrained: Pretrain
         unread += of_others
     for key in unread:
         setattr(args, key, None)
-    if args.schedule is not None and (args.kind == "l2t" or pretrained.latent_config is None):
+    writes_only = args.kind == "l2t" or pretrained.latent_config is None
+    if args.schedule is not None and writes_only and not names_passes(args.schedule):
         if "num_steps" in given:
             raise UserError("--num-steps or --schedule, which says how many there are", "both", "omit one of them")
         args.num_steps = None
@@ -267,6 +291,18 @@ def _check_ranges(args: argparse.Namespace) -> None:
         if not np.isfinite(value) or value < low or (high is not None and value > high):
             bound = f"at least {low:g}" + (f" and at most {high}" if high is not None else "")
             raise UserError(f"{_option(key)} {bound}", str(value), "choose a value in this range")
+
+
+def _check_trace(args: argparse.Namespace) -> None:
+    if args.trace is None:
+        return
+    check_page_path(args.trace, "--trace", args.overwrite)
+    several = "num_lengths" if (args.num_lengths or 1) > 1 else "search" if args.search is not None else None
+    several = "critic_rounds" if args.critic_rounds else several
+    if several is not None:
+        option = _option(several)
+        found = f"{option} {getattr(args, several)}, which writes several and keeps one"
+        raise UserError("--trace of texts that are written once", found, f"omit {option} or --trace")
 
 
 def output_folder(path: str, overwrite: bool) -> Path:
@@ -291,16 +327,18 @@ def main(args: argparse.Namespace) -> int:
     given = resolve_options(args)
     device = usable_device(args.device)
     out = output_folder(args.output_dir, args.overwrite)
+    _check_trace(args)
     pretrained = load_pretrained(args.checkpoint, device)
     fit_to_task(args, given, pretrained)
     if args.kind != "unconditional" or pretrained.latent_config is None:  # else choose_method checks the modes
         pretrained.check_mode(args.kind)
     pretrained.check_guidance(1.0 if args.guidance is None else args.guidance)
+    trace = None if args.trace is None else start_trace(pretrained, args.sampler)
     started = time.perf_counter()
     sample = {"l2t": sample_l2t, "t2l": sample_t2l, "unconditional": sample_unconditional}[args.kind]
     options = SampleOptions(**{key: getattr(args, key) for key in SampleOptions.__dataclass_fields__})
     with ProgressBar(log=lambda line: print(line, file=sys.stderr, flush=True)) as progress:
-        samples = sample(pretrained, options, progress)
+        samples = sample(pretrained, options, progress, **({"recorder": trace.recorder} if trace else {}))
     seconds = time.perf_counter() - started
 
     out.mkdir(parents=True, exist_ok=True)
@@ -312,10 +350,26 @@ def main(args: argparse.Namespace) -> int:
     (out / "samples.jsonl").write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
     settings = {key: value for key, value in vars(args).items() if isinstance(value, (str, int, float, list))}
     (out / "settings.json").write_text(json.dumps({**settings, **samples.extra, "device": device}, indent=2) + "\n")
+    if trace is not None:
+        write_page(args.trace, _page(args, pretrained, trace, records))
     _print_table(args.kind, records)
     written = "samples.jsonl" + (", latents.npy" if samples.latents is not None else "")
     print(f"{count_noun(len(records), 'sample')} in {seconds:.1f} s; {written} and settings.json in {out}")
+    if trace is not None:
+        print(f"how they were written: {args.trace}")
     return EXIT_DONE
+
+
+def _page(args: argparse.Namespace, pretrained: Pretrained, trace: TraceRecorder, records: list[dict[str, Any]]) -> str:
+    """Return the page of --trace."""
+    settings = [f"{args.kind}: {KINDS[args.kind]}", f"sampler {args.sampler}", f"seed {args.seed}"]
+    if args.num_steps is not None:
+        settings.insert(2, f"at most {count_noun(args.num_steps, 'step')}")
+    settings.append(Path(args.checkpoint).resolve().name)
+    vocab_size = pretrained.model.config.vocab_size
+    return trace_page(
+        trace.texts, records, pretrained.tokenizer, vocab_size, settings=settings, starts_masked=trace.starts_masked
+    )
 
 
 def _print_table(kind: str, records: list[dict[str, Any]]) -> None:
@@ -323,9 +377,9 @@ def _print_table(kind: str, records: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
     table = Table(title=f"sample {kind}", show_lines=True)
-    columns = [key for key in ("index", "reference", "text", "norm", "cosine") if key in records[0]]
+    columns = [key for key in ("index", "reference", "text", "norm", *TITLES) if key in records[0]]
     for key in columns:
-        table.add_column("cosine with the encoder's" if key == "cosine" else key, overflow="fold")
+        table.add_column(TITLES.get(key, key), overflow="fold")
     for record in records[:MAX_TABLE_ROWS]:
         table.add_row(*(_format_cell(record[key]) for key in columns))
     Console(markup=False).print(table)

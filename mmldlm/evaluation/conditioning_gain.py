@@ -20,14 +20,20 @@ from mmldlm.evaluation.directions import (
     measure_l2t,
     measure_likelihood,
     measure_t2l,
+    text_costs,
+    write_unconditionally,
 )
 from mmldlm.evaluation.reencoding import reencoded_estimates
 from mmldlm.evaluation.report import EvaluationReport
+from mmldlm.evaluation.search_arm import add_search
 from mmldlm.evaluation.sentences import Sentences, choose_sentences
 from mmldlm.evaluation.suite import Log
+from mmldlm.evaluation.text_arms import TextArms, measure_set, measure_text_arms
 from mmldlm.sampling.inputs import reason_without_encoder
 from mmldlm.sampling.latent_sampler import steps_given_text
 from mmldlm.sampling.pretrained import Pretrained
+from mmldlm.sampling.search.judge import Judge
+from mmldlm.sampling.search.options import SearchOptions
 
 
 def untrained_control(model: nn.Module, seed: int, random_gates: bool) -> nn.Module:
@@ -70,6 +76,7 @@ def evaluate(
     started = time.perf_counter()
     model = pretrained.model
     pretrained.check_guidance(settings.guidance)
+    judge = _open_judge(pretrained, settings)
     sentences = choose_sentences(store, model, settings.num_samples, settings.seed)
     control_sentences = sentences.first(min(settings.control_samples, len(sentences)), settings.seed)
     controls = {
@@ -78,16 +85,24 @@ def evaluate(
     }
     arms: dict[str, dict[str, Any]] = {"model": {}, **{name: {} for name in controls}}
     examples: list[dict[str, Any]] = []
-    notes = _notes(pretrained)
+    notes, texts = _notes(pretrained), TextArms()
     if not pretrained.reads_latents:
         for name, module in {"model": model, **controls}.items():
             arm, own = replace(pretrained, model=module), sentences if name == "model" else control_sentences
             found = measure_likelihood(arm, own, None, settings, log if name == "model" else _prefixed(log, name))
             arms[name].update(likelihood_estimates(found))
+        made = write_unconditionally(pretrained, len(sentences), settings, log)
+        texts = measure_set(pretrained, sentences, made.tokens)
+        texts.conditions |= text_costs(made)
     elif pretrained.supports("l2t"):
         written = measure_l2t(pretrained, model, sentences, settings, log)
         arms["model"].update(written.estimates)
-        examples = example_records(pretrained, sentences, written)
+        texts = measure_text_arms(pretrained, store, sentences, written.written, settings.seed, log)
+        texts.conditions |= written.costs
+        searched = None
+        if judge is not None:
+            searched = add_search(texts, pretrained, sentences, written.written, judge, settings, log)
+        examples = example_records(pretrained, sentences, written, searched)
         results = [("model", written.written, sentences)]
         for name, control in controls.items():
             result = measure_l2t(pretrained, control, control_sentences, settings, _prefixed(log, name))
@@ -101,24 +116,14 @@ def evaluate(
         for name, control in controls.items():
             result = measure_t2l(pretrained, control, control_sentences, gallery, settings, _prefixed(log, name))
             arms[name].update(result.estimates)
-    conditions = {
-        "store": store.root.name,
-        "num_sentences": len(sentences),
+    conditions = _conditions(pretrained, store, sentences, settings) | {
         "num_control_sentences": len(control_sentences),
-        "num_text_tokens": int(sum(len(text) + 1 for text in sentences.tokens)),
-        "nelbo_draws": settings.num_draws,
-        "text_steps": settings.num_steps if "num_steps" in pretrained.task.sampling_options else None,
-        "likelihood": "exact" if pretrained.task.exact_likelihood else "upper bound (NELBO)",
-        "text_sampler": pretrained.task.evaluation_decoding,
-        "latent_steps": _latent_steps(pretrained, settings),
-        "guidance": settings.guidance,
-        "presence_penalty": settings.presence_penalty,
-        "seed": settings.seed,
-        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
         "seconds": round(time.perf_counter() - started, 1),
-        "notes": notes,
+        "notes": notes + texts.notes,
     }
-    return EvaluationReport(conditions, arms, examples)
+    for name, estimates in texts.arms.items():
+        arms.setdefault(name, {}).update(estimates)
+    return EvaluationReport(conditions | texts.conditions, arms, examples, texts.differences)
 
 
 def _add_reencoding(
@@ -137,6 +142,41 @@ def _add_reencoding(
     return []
 
 
+def _conditions(pretrained: Pretrained, store: Store, sentences: Sentences, settings: Settings) -> dict[str, Any]:
+    """Return how the measurements were taken."""
+    task = pretrained.task
+    sampler, has_penalty = task.evaluation_decoding, "presence_penalty" in task.sampling_options
+    if not pretrained.reads_latents:
+        sampler, has_penalty = f"{task.samplers['unconditional'][0]}, without an embedding", False
+    return {
+        "store": store.root.name,
+        "num_sentences": len(sentences),
+        "num_text_tokens": int(sum(len(text) + 1 for text in sentences.tokens)),
+        "nelbo_draws": settings.num_draws,
+        "text_steps": settings.num_steps if "num_steps" in task.sampling_options else None,
+        "likelihood": "exact" if task.exact_likelihood else "upper bound (NELBO)",
+        "text_sampler": sampler,
+        "latent_steps": _latent_steps(pretrained, settings),
+        "guidance": settings.guidance,
+        "presence_penalty": settings.presence_penalty if has_penalty else None,
+        "seed": settings.seed,
+        "num_parameters": sum(parameter.numel() for parameter in pretrained.model.parameters()),
+    }
+
+
+def _open_judge(pretrained: Pretrained, settings: Settings) -> Judge | None:
+    """The judge of --search, opened before anything is measured.
+
+    Raises:
+        UserError: a model that writes no texts from latents, or a judge that is not available.
+    """
+    search = SearchOptions.of(settings)
+    if search.search is None:
+        return None
+    pretrained.check_mode("l2t")
+    return search.open_judge(pretrained)
+
+
 def _latent_steps(pretrained: Pretrained, settings: Settings) -> int | None:
     """Steps of t2l; None for a task without it."""
     if pretrained.latent_config is None:
@@ -153,7 +193,7 @@ def _notes(pretrained: Pretrained) -> list[str]:
     """Return the limits that the model's training sets to the measurements."""
     notes = []
     if not pretrained.reads_latents:
-        return [*notes, "the model reads no latents: only its likelihood without a condition is measured"]
+        return [*notes, "the model reads no latents: only its likelihood and texts without a condition are measured"]
     if not pretrained.supports("l2t"):
         notes.append("the model was not trained in mode l2t: text from embeddings is not evaluated")
     if "t2l" in pretrained.task.samplers and not pretrained.supports("t2l"):
@@ -166,12 +206,21 @@ def _notes(pretrained: Pretrained) -> list[str]:
 
 
 def example_records(
-    pretrained: Pretrained, sentences: Sentences, result: DirectionResult, count: int = 10
+    pretrained: Pretrained,
+    sentences: Sentences,
+    result: DirectionResult,
+    searched: list[str] | None = None,
+    count: int = 10,
 ) -> list[dict]:
-    """Return sentences and sampled texts, spread evenly over the draw and not selected by quality."""
+    """Return sentences and sampled texts, spread evenly over the draw and not selected by quality.
+
+    Args:
+        searched: N texts that a search found, if there was one.
+    """
     rows = np.unique(np.linspace(0, len(sentences) - 1, min(count, len(sentences))).astype(int)).tolist()
     written = pretrained.tokenizer.batch_decode([result.written[row] for row in rows], skip_special_tokens=True)
     return [
         {"sentence": sentences.texts[row], "written": text, "set_f1": round(float(result.f1[row]), 3)}
+        | ({} if searched is None else {"searched": searched[row]})
         for row, text in zip(rows, written)
     ]

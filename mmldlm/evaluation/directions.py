@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,6 +42,7 @@ class Settings:
         presence_penalty: of l2t (see `sample_text`).
         seed: of every draw.
         batch_size: texts of full length per pass; None: the default token budget of each measurement.
+        search, num_candidates, encoder_calls, judge: of `SearchOptions`; search None: texts are written once.
     """
 
     num_samples: int | None = None
@@ -52,6 +54,10 @@ class Settings:
     presence_penalty: float = PRESENCE_PENALTY
     seed: int = 0
     batch_size: int | None = None
+    search: str | None = None
+    num_candidates: int | None = None
+    encoder_calls: int | None = None
+    judge: str | None = None
 
 
 @dataclass
@@ -63,12 +69,14 @@ class DirectionResult:
         written: ids of the sampled texts (l2t).
         f1: [N] token F1 of these texts (l2t).
         latents: the sampled latents (t2l).
+        costs: of the sampled texts, entries of the report's conditions.
     """
 
     estimates: dict[str, Estimate] = field(default_factory=dict)
     written: list[list[int]] = field(default_factory=list)
     f1: np.ndarray | None = None
     latents: np.ndarray | None = None
+    costs: dict[str, float | None] = field(default_factory=dict)
 
 
 def measure_l2t(
@@ -87,19 +95,47 @@ def measure_l2t(
     if "num_steps" in task.sampling_options:
         steps = f" in {settings.num_steps} {sampler} steps"
     progress = log(f"writing {len(sentences)} texts from their embeddings{steps}")
-    options = {key: getattr(settings, key) for key in TEXT_OPTIONS if key in task.sampling_options}
-    samples = task.write_texts(
-        arm,
-        latents,
-        sampler=sampler,
-        seed=settings.seed,
-        progress=progress,
-        **options,
-        **batch_budget(model, settings.batch_size),
-    )
+    options = writing_options(arm, settings)
+    samples = task.write_texts(arm, latents, sampler=sampler, seed=settings.seed, progress=progress, **options)
     result.estimates |= text_estimates(samples, sentences.tokens, shuffled_index, likelihood.num_tokens, settings.seed)
+    flops = task.writing_flops(model.config, samples)
+    result.costs = text_costs(samples) | {"gflops_per_text": flops and flops / len(sentences) / 1e9}
     result.written, result.f1 = samples.tokens, text_overlap.token_f1(samples.tokens, sentences.tokens)
     return result
+
+
+def writing_options(pretrained: Pretrained, settings: Settings) -> dict[str, Any]:
+    """Return options of `TextTask.write_texts` that the task reads."""
+    options = {key: getattr(settings, key) for key in TEXT_OPTIONS if key in pretrained.task.sampling_options}
+    return options | batch_budget(pretrained.model, settings.batch_size)
+
+
+def text_costs(samples: TextSamples) -> dict[str, float]:
+    """Return what the texts cost: passes one after the other, and rows of passes (guidance counts twice)."""
+    passes = samples.passes.double()
+    return {
+        "passes_per_text": float(passes.mean()),
+        "most_passes": float(passes.max()),
+        "rows_per_text": samples.num_rows / len(samples.tokens),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def write_unconditionally(pretrained: Pretrained, count: int, settings: Settings, log: Log) -> TextSamples:
+    """Write texts without a latent, by the task's default sampler."""
+    task, steps = pretrained.task, {}
+    if "num_steps" in task.sampling_options:
+        steps = {"num_steps": settings.num_steps}
+    return task.write_texts(
+        pretrained,
+        None,
+        num_samples=count,
+        sampler=task.samplers["unconditional"][0],
+        seed=settings.seed,
+        progress=log(f"writing {count_noun(count, 'text')} without an embedding"),
+        **steps,
+        **batch_budget(pretrained.model, settings.batch_size),
+    )
 
 
 def measure_likelihood(
@@ -147,7 +183,10 @@ def text_estimates(
     num_tokens: np.ndarray,
     seed: int,
 ) -> dict[str, Estimate]:
-    """Compare sampled texts, and those sampled from another sentence's latent, with the references."""
+    """Compare the ids of sampled texts, and of those sampled from another sentence's latent, with the references.
+
+    `text_arms` compares strings.
+    """
     shuffled = [samples.tokens[other] for other in shuffled_index]
     f1, shuffled_f1 = text_overlap.token_f1(samples.tokens, references), text_overlap.token_f1(shuffled, references)
     lengths = samples.lengths.numpy()
@@ -155,9 +194,10 @@ def text_estimates(
         "f1_right": mean(f1, "points", 100),
         "f1_shuffled": mean(shuffled_f1, "points", 100),
         "f1_gap": mean(f1 - shuffled_f1, "points", 100),
-        "token_bleu_right": text_overlap.token_bleu(samples.tokens, references, seed),
-        "token_bleu_shuffled": text_overlap.token_bleu(shuffled, references, seed),
-        "exact_match_right": mean(text_overlap.exact_match(samples.tokens, references), "points", 100),
+        "piece_bleu_right": text_overlap.piece_bleu(samples.tokens, references, seed),
+        "piece_bleu_shuffled": text_overlap.piece_bleu(shuffled, references, seed),
+        "piece_exact_match_right": mean(text_overlap.exact_match(samples.tokens, references), "points", 100),
+        "passes": mean(samples.passes.numpy(), "passes/text"),
         "length_error": mean(np.abs(lengths - num_tokens), "tokens"),
         "length_error_shuffled": mean(np.abs(lengths[shuffled_index] - num_tokens), "tokens"),
     }

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import operator
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mmldlm.evaluation.statistics import Estimate
+from mmldlm.evaluation.statistics import Difference, Estimate
+from mmldlm.evaluation.text_tables import show_texts
 from mmldlm.utils import atomic_files
 
 _OPERATORS = {">=": operator.ge, "<=": operator.le}
@@ -27,13 +28,13 @@ ROWS = (
     ("length_nll_null", "  none", 3),
     ("length_error", "length error, tokens", 2),
     ("length_error_shuffled", "  another sentence's embedding", 2),
-    ("f1_right", "l2t free-running set-F1, points", 1),
+    ("passes", "l2t passes, one after the other", 1),
+    ("f1_right", "l2t set-F1 of tokens, points", 1),
     ("f1_shuffled", "  another sentence's embedding", 1),
     ("f1_gap", "  gap", 1),
-    ("token_bleu_right", "l2t token BLEU-4 (word pieces), points", 1),
-    ("exact_match_right", "l2t exact match, points", 1),
     ("reencoded_cosine", "l2t cosine of the text embedded again", 3),
     ("reencoded_cosine_shuffled", "  with another sentence's embedding", 3),
+    ("nearest_training_cosine", "  floor: nearest training sentence", 3),
     ("cosine", "t2l cosine with the encoder's", 3),
     ("cosine_shuffled", "  with another sentence's", 3),
     ("mean_embedding_cosine", "  floor: the mean embedding", 3),
@@ -42,6 +43,25 @@ ROWS = (
     ("mean_embedding_recall_at_1", "  floor: the mean embedding, @1", 4),
     ("chance_recall_at_1", "  floor: chance, @1", 4),
     ("norm_ratio", "t2l norm, made / true", 3),
+)
+
+
+# Labels of a model that reads no latents: its rows have no "right" above them.
+WITHOUT_LATENTS = {
+    "nelbo_null": "NELBO, nats/token",
+    "token_accuracy_null": "accuracy at masked tokens",
+    "length_nll_null": "length NLL, nats/text",
+}
+
+# (row, words) below the table, for the rows that it has.
+LEGEND = (
+    ("nelbo_null", "{name}: negative log-likelihood of a text, {kind}; lower is better"),
+    ("gain_null", "gain: what the embedding says about its text; 0: the model ignores it"),
+    ("token_accuracy_null", "accuracy: of the best token at masked places, at random shares of masks"),
+    ("length_nll_null", "length NLL: the same of the number of tokens alone; error: |written - right|"),
+    ("f1_right", "set-F1 of tokens: overlap of the sets of tokens of text and sentence"),
+    ("reencoded_cosine", "embedded again: the encoder's embedding of the written text, with the given one"),
+    ("recall_at_1", "recall@k: made embeddings with their own sentence's among the k nearest"),
 )
 
 
@@ -58,11 +78,13 @@ class EvaluationReport:
         conditions: how it was measured.
         arms: named estimates of the model, the two untrained controls and the floors.
         examples: sentences, and the texts that the model wrote from their embeddings.
+        differences: named paired differences between two arms.
     """
 
     conditions: dict[str, Any]
     arms: dict[str, dict[str, Estimate]]
     examples: list[dict[str, Any]]
+    differences: dict[str, dict[str, Difference]] = field(default_factory=dict)
 
     @property
     def claims(self) -> list[dict[str, Any]]:
@@ -80,6 +102,23 @@ class EvaluationReport:
             )
         return claims
 
+    @property
+    def likelihood(self) -> str:
+        """How the negative log-likelihood was measured: NLL (exact) or NELBO."""
+        return "NLL" if self.conditions["likelihood"] == "exact" else "NELBO"
+
+    def figures(self) -> list[tuple[str, str, int, Estimate | None, Estimate | None]]:
+        """Return key, label, digits, and the estimates of model and untrained control, of all that was measured."""
+        nearest = self.arms.get("nearest_training_sentence", {})
+        floors = {"nearest_training_cosine": nearest["reencoded_cosine"]} if nearest else {}
+        model, untrained = {**self.arms["model"], **self.arms.get("floors", {}), **floors}, self.arms["untrained"]
+        labels = {} if "nelbo_right" in model else WITHOUT_LATENTS
+        return [
+            (key, labels.get(key, label).replace("NELBO", self.likelihood), digits, model.get(key), untrained.get(key))
+            for key, label, digits in ROWS
+            if key in model or key in untrained
+        ]
+
     def as_dict(self) -> dict[str, Any]:
         """Return {"conditions", "claims", "details"}, JSON-ready."""
         details: dict[str, Any] = {
@@ -90,12 +129,22 @@ class EvaluationReport:
             details["untrained_random_gates_gain_shuffled_in_standard_errors"] = gates[
                 "gain_shuffled"
             ].in_standard_errors
+        details["differences"] = {
+            arms: {name: difference.as_dict() for name, difference in found.items()}
+            for arms, found in self.differences.items()
+        }
         details["examples"] = self.examples
         return {"conditions": self.conditions, "claims": self.claims, "details": details}
 
     def write(self, path: str | os.PathLike) -> None:
         """Write the JSON atomically."""
         write_report(path, self.as_dict())
+
+    def page(self) -> str:
+        """Return the report as a page for a browser."""
+        from mmldlm.evaluation.report_page import gain_page
+
+        return gain_page(self)
 
     def show(self, console=None) -> None:
         """Print the estimates, the claims and the examples."""
@@ -109,11 +158,15 @@ class EvaluationReport:
         table.add_column("measure", no_wrap=True)
         for column in ("model", "untrained"):
             table.add_column(column, justify="right", no_wrap=True)
-        arms = [{**self.arms["model"], **self.arms.get("floors", {})}, self.arms["untrained"]]
-        for key, label, digits in ROWS:
-            if any(key in arm for arm in arms):
-                table.add_row(label, *(_cell(arm.get(key), digits) for arm in arms))
+        figures = self.figures()
+        for _, label, digits, *estimates in figures:
+            table.add_row(label, *(_cell(estimate, digits) for estimate in estimates))
         console.print(table)
+        measured = {key for key, *_ in figures}
+        kind = "exact" if self.likelihood == "NLL" else "upper bound"
+        for key, words in LEGEND:
+            if key in measured:
+                console.print(words.format(name=self.likelihood, kind=kind))
         console.print(f"untrained: same config, fresh weights, {conditions['num_control_sentences']} of the sentences.")
         if "gain_shuffled" in gates:
             sensitivity, gain = gates["latent_sensitivity"].value, gates["gain_shuffled"]
@@ -123,9 +176,12 @@ class EvaluationReport:
                 f"{sensitivity:.3f}, but the mean of another's - right is {_cell(gain, 4)}: "
                 f"{gain.in_standard_errors:.1f} SE."
             )
+        console.print()
+        show_texts(self.arms, self.differences, conditions, console)
         for note in conditions["notes"]:
             console.print(f"note: {note}")
-        print_claims(self.claims, console)
+        if self.claims:
+            print_claims(self.claims, console)
         if self.examples:
             self._show_examples(console)
 
@@ -135,11 +191,13 @@ class EvaluationReport:
         table = Table(
             title="unseen sentences, and the texts that the model wrote from their embeddings", show_lines=True
         )
-        for column in ("sentence", "written from its embedding"):
-            table.add_column(column, ratio=1, overflow="fold")
+        columns = {"sentence": "sentence", "written": "written from its embedding", "searched": "found by the search"}
+        columns = {key: title for key, title in columns.items() if key in self.examples[0]}
+        for title in columns.values():
+            table.add_column(title, ratio=1, overflow="fold")
         table.add_column("set-F1", justify="right")
         for example in self.examples:
-            table.add_row(example["sentence"], example["written"], f"{100 * example['set_f1']:.0f}")
+            table.add_row(*(example[key] for key in columns), f"{100 * example['set_f1']:.0f}")
         console.print(table)
 
 

@@ -17,10 +17,12 @@ from mmldlm.sampling.joint_sampler import choose_method, sample_joint
 from mmldlm.sampling.latent_sampler import check_latents_per_text, sample_latents, steps_given_text
 from mmldlm.sampling.latent_solver import LatentSolver
 from mmldlm.sampling.pretrained import Pretrained
+from mmldlm.sampling.search.best_of import FoundTexts
+from mmldlm.sampling.search.options import OWN_CHOICES, SearchOptions
 from mmldlm.sampling.text.draw import PRESENCE_PENALTY
-from mmldlm.sampling.text.records import TextSamples
+from mmldlm.sampling.text.records import Recorder, TextSamples
 from mmldlm.sampling.text.strategies import strategy_class
-from mmldlm.sampling.text.strategies.schedule import read_schedule
+from mmldlm.sampling.text.strategies.schedule import names_passes, read_schedule
 from mmldlm.utils.formatting import count_noun
 from mmldlm.utils.progress import ProgressBar
 
@@ -60,6 +62,10 @@ class SampleOptions:
     condition_timestep: float = 0.0
     eta: float | str = 0.0
     seed: int = 0
+    search: str | None = None
+    num_candidates: int | None = None
+    encoder_calls: int | None = None
+    judge: str | None = None
 
 
 @dataclass
@@ -77,8 +83,10 @@ class Samples:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-def sample_l2t(pretrained: Pretrained, options: SampleOptions, progress: ProgressBar) -> Samples:
-    """Sample texts from latents."""
+def sample_l2t(
+    pretrained: Pretrained, options: SampleOptions, progress: ProgressBar, recorder: Recorder | None = None
+) -> Samples:
+    """Sample texts from latents; the recorder sees every pass (a sampler that `records_passes`)."""
     pretrained.check_condition_timestep(options.condition_timestep or 0.0)
     references, latents = _read_l2t_input(pretrained, options, progress)
     count = options.num_samples or len(latents)
@@ -89,29 +97,61 @@ def sample_l2t(pretrained: Pretrained, options: SampleOptions, progress: Progres
     penalty = options.presence_penalty
     if penalty is None:
         penalty = PRESENCE_PENALTY if options.sampler in BY_CERTAINTY else 0.0
-    steps = "" if options.num_steps is None else f" in at most {options.num_steps} steps"
-    samples = _write_texts(
-        pretrained,
-        torch.from_numpy(latents[source]),
-        dataclasses.replace(options, temperature=temperature, presence_penalty=penalty),
-        progress=progress.start(f"writing {count_noun(count, 'text')}{steps}"),
-    )
-    records = _text_records(pretrained, samples)
-    for record, row in zip(records, source.tolist()):
+    options = dataclasses.replace(options, temperature=temperature, presence_penalty=penalty)
+    given, found = torch.from_numpy(latents[source]), None
+    if options.search is None:
+        steps = "" if options.num_steps is None else f" in at most {options.num_steps} steps"
+        message = f"writing {count_noun(count, 'text')}{steps}"
+        samples = _write_texts(pretrained, given, options, recorder, progress=progress.start(message))
+        records = _text_records(pretrained, samples.tokens)
+        extra = _costs(samples)
+    else:
+        found = _search_texts(pretrained, given, options, len(latents), progress)
+        records = _text_records(pretrained, found.tokens)
+        extra = {"cost_per_sample": found.cost.per_text()}
+    for i, (record, row) in enumerate(zip(records, source.tolist())):
         record["latent"] = row
         if references is not None:
             record["reference"] = references[row]
-    return Samples(records, None, _costs(samples))
+        if found is not None:
+            record.update(judge_cosine=float(found.cosine[i]), judge_calls=int(found.calls[i]))
+    return Samples(records, None, extra)
 
 
-def _write_texts(pretrained: Pretrained, latents: torch.Tensor | None, options: SampleOptions, **more) -> TextSamples:
-    """Call the task's sampler with the options that it reads."""
-    task = pretrained.task
-    known = {key: getattr(options, key) for key in SampleOptions.__dataclass_fields__ if key in task.sampling_options}
-    own = {key: value for key, value in known.items() if key not in LATENT_OPTIONS}
+def _search_texts(
+    pretrained: Pretrained, latents: torch.Tensor, options: SampleOptions, num_given: int, progress: ProgressBar
+) -> FoundTexts:
+    """Search the text of each latent (--search)."""
+    if len(latents) > num_given:
+        raise UserError(
+            f"--num-samples of at most the {count_noun(num_given, 'embedding')}: a search returns one text for each",
+            str(len(latents)),
+            "lower --num-samples, or omit --search",
+        )
+    search = SearchOptions.of(options)
+    judge = search.open_judge(pretrained)
+    own = {key: value for key, value in _writing_options(pretrained, options).items() if key not in OWN_CHOICES}
+    message = f"{search.describe()}, for {count_noun(num_given, 'embedding')}"
+    return search.run(pretrained, latents, judge, seed=options.seed, progress=progress.start(message), **own)
+
+
+def _writing_options(pretrained: Pretrained, options: SampleOptions) -> dict[str, Any]:
+    """Return the options that the task's sampler of texts reads."""
+    known = set(SampleOptions.__dataclass_fields__) & pretrained.task.sampling_options - LATENT_OPTIONS
+    own = {key: getattr(options, key) for key in sorted(known)}
     if options.schedule is not None:
-        own["schedule"] = read_schedule(options.schedule)
-    return task.write_texts(pretrained, latents, seed=options.seed, **own, **more)
+        own |= {"schedule": read_schedule(options.schedule, options.num_steps), "num_steps": None}
+    return own
+
+
+def _write_texts(
+    pretrained: Pretrained, latents: torch.Tensor | None, options: SampleOptions, recorder: Recorder | None, **more
+) -> TextSamples:
+    """Call the task's sampler with the options that it reads."""
+    own = _writing_options(pretrained, options)
+    if recorder is not None:  # a task may not know it
+        own["recorder"] = recorder
+    return pretrained.task.write_texts(pretrained, latents, seed=options.seed, **own, **more)
 
 
 def _read_l2t_input(
@@ -191,28 +231,31 @@ def _encoder_cosines(
     return cosines.reshape(len(texts), -1).mean(-1).tolist()
 
 
-def sample_unconditional(pretrained: Pretrained, options: SampleOptions, progress: ProgressBar) -> Samples:
-    """Sample pairs of text and latent; of a task that predicts no latents, texts alone."""
+def sample_unconditional(
+    pretrained: Pretrained, options: SampleOptions, progress: ProgressBar, recorder: Recorder | None = None
+) -> Samples:
+    """Sample pairs of text and latent; of a task that predicts no latents, texts alone. The recorder as in l2t."""
     if pretrained.latent_config is None:
         message = f"writing {count_noun(options.num_samples or 0, 'text')}"
         samples = _write_texts(
-            pretrained, None, options, num_samples=options.num_samples, progress=progress.start(message)
+            pretrained, None, options, recorder, num_samples=options.num_samples, progress=progress.start(message)
         )
-        return Samples(_text_records(pretrained, samples), None, _costs(samples))
+        return Samples(_text_records(pretrained, samples.tokens), None, _costs(samples))
     method = choose_method(pretrained, options.method)
     if method == "joint" and options.condition_timestep > 0:
         fix = "omit it, or add --method chain"
         raise UserError("--condition-timestep with --method chain", "method joint, which has no condition", fix)
     pretrained.check_condition_timestep(options.condition_timestep)
-    samples, latents = (_sample_together if method == "joint" else _sample_chain)(pretrained, options, progress)
-    records = _text_records(pretrained, samples)
+    sample = _sample_together if method == "joint" else _sample_chain
+    samples, latents = sample(pretrained, options, progress, recorder)
+    records = _text_records(pretrained, samples.tokens)
     for i, record in enumerate(records):
         record.update(latent=i, way=method)
     return Samples(records, latents.numpy(), {"way": method, **_costs(samples)})
 
 
 def _sample_together(
-    pretrained: Pretrained, options: SampleOptions, progress: ProgressBar
+    pretrained: Pretrained, options: SampleOptions, progress: ProgressBar, recorder: Recorder | None
 ) -> tuple[TextSamples, torch.Tensor]:
     count, steps = options.num_samples, options.num_steps
     reads = strategy_class(options.sampler).defaults
@@ -234,11 +277,12 @@ def _sample_together(
         solver=options.solver,
         seed=options.seed,
         progress=progress.start(f"sampling {count} texts and embeddings together in {steps} steps"),
+        recorder=recorder,
     )
 
 
 def _sample_chain(
-    pretrained: Pretrained, options: SampleOptions, progress: ProgressBar
+    pretrained: Pretrained, options: SampleOptions, progress: ProgressBar, recorder: Recorder | None
 ) -> tuple[TextSamples, torch.Tensor]:
     count, steps = options.num_samples, options.num_steps
     latents = sample_latents(
@@ -253,9 +297,10 @@ def _sample_chain(
         seed=options.seed,
         progress=progress.start(f"sampling {count} embeddings in {steps} steps"),
     )
-    if options.schedule is not None or "num_steps" not in strategy_class(options.sampler).defaults:
+    by_list = options.schedule is not None and not names_passes(options.schedule)
+    if by_list or "num_steps" not in strategy_class(options.sampler).defaults:
         options = dataclasses.replace(options, num_steps=None)
-    samples = _write_texts(pretrained, latents, options, progress=progress.start("writing their texts"))
+    samples = _write_texts(pretrained, latents, options, recorder, progress=progress.start("writing their texts"))
     return samples, latents
 
 
@@ -268,8 +313,6 @@ def _costs(samples: TextSamples) -> dict[str, Any]:
     }
 
 
-def _text_records(pretrained: Pretrained, samples: TextSamples) -> list[dict[str, Any]]:
-    texts = pretrained.tokenizer.batch_decode(samples.tokens, skip_special_tokens=True)
-    return [
-        {"index": i, "text": text, "num_tokens": len(ids)} for i, (text, ids) in enumerate(zip(texts, samples.tokens))
-    ]
+def _text_records(pretrained: Pretrained, tokens: list[list[int]]) -> list[dict[str, Any]]:
+    texts = pretrained.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    return [{"index": i, "text": text, "num_tokens": len(ids)} for i, (text, ids) in enumerate(zip(texts, tokens))]

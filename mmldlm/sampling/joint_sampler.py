@@ -18,7 +18,7 @@ from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.sampling.text.draw import DrawSettings
 from mmldlm.sampling.text.length_rule import predict_lengths
 from mmldlm.sampling.text.loop import start_decoding
-from mmldlm.sampling.text.records import TextSamples
+from mmldlm.sampling.text.records import Observer, Recorder, TextSamples
 from mmldlm.utils.counter_rng import Stream, normals
 
 JOINT_METHODS = ("joint", "chain")
@@ -76,6 +76,7 @@ def sample_joint(
     seed: int = 0,
     batch_size: int = 32,
     progress: Callable[[int, int], None] | None = None,
+    recorder: Recorder | None = None,
 ) -> tuple[TextSamples, Tensor]:
     """Denoise text and latent together from t = 1 to 0.
 
@@ -87,6 +88,7 @@ def sample_joint(
         steps: number of passes.
         solver: of the latents: ddim or dpm++2m.
         progress: called after every step with the number of steps done and in total, over all samples.
+        recorder: called after every step that wrote something.
         The rest as in `sample_text` and `sample_latents`.
 
     Returns:
@@ -114,6 +116,7 @@ def sample_joint(
             shared_schedule=True,
         )
         state = strategy.state
+        observer = None if recorder is None else Observer(state, rows, recorder)
         z = normals(seed, Stream.JOINT_LATENT, rows, shape).to(device)
         latent_solver = LatentSolver(latent_diffusion, steps, solver, project=project)
         for k, time in enumerate(latent_solver.grid[:-1]):
@@ -122,7 +125,7 @@ def sample_joint(
             out = model(state.tokens, z, strategy.timesteps(), t, state.real, text_positions=positions)
             prediction = out["latent_pred"].float()
             z = latent_solver.step(k, z, lambda z, t, given=prediction: given)
-            strategy.take_pass(positions, out["text_logits"])
+            strategy.take_pass(positions, out["text_logits"], observer if len(positions) else None)
             done += len(rows)
             if progress is not None:
                 progress(done, num_samples * steps)

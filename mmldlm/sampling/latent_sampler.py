@@ -85,6 +85,7 @@ def sample_latents(
     renormalize: bool = False,
     unit: bool = False,
     seed: int = 0,
+    draw_indices: Sequence[int] | None = None,
     batch_tokens: int = 4096,
     progress: Callable[[int, int], None] | None = None,
 ) -> Tensor:
@@ -101,6 +102,7 @@ def sample_latents(
         renormalize: project every x0 estimate but the last onto the sphere (only for encoders of unit vectors).
         unit: return vectors of norm 1.
         seed: the noise of a sample depends on the seed and its index only.
+        draw_indices: [N] indices instead of 0 .. N - 1; equal ones get equal noise.
         batch_tokens: maximum padded positions per pass.
         progress: called after every step with the number of steps done and in total, over all latents.
 
@@ -123,7 +125,8 @@ def sample_latents(
         tokens = real = None
         if texts is not None:
             tokens, real = pad_texts([texts[row] for row in rows], config.eos_token_id, config.pad_token_id, device)
-        draws = normals(seed, Stream.LATENT, rows, (1 + (steps if eta != 0 else 0), *shape)).to(device)
+        indices = rows if draw_indices is None else [draw_indices[row] for row in rows]
+        draws = normals(seed, Stream.LATENT, indices, (1 + (steps if eta != 0 else 0), *shape)).to(device)
 
         def predict(z: Tensor, t: float, tokens=tokens, real=real) -> Tensor:
             return _predict(model, tokens, real, z, t, guidance)

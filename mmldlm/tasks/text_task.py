@@ -31,7 +31,10 @@ class TextTask(Task):
             the default first. Kind t2l is that of the translation task.
         sampling_options: options of `mmldlm sample` and `mmldlm evaluate` that the task reads, of TASK_OPTIONS in
             commands/sample.py; any other is an error.
+        fills_lengths: whether `write_texts` takes `lengths` [N] int64, EOS counted, and refills texts with kept tokens.
         exact_likelihood: whether `score_texts` gives the exact likelihood, so that one draw is enough.
+        scores_by_count: whether `score_texts` masks 1 .. L of a text's L tokens, a number that the last column of
+            `uniform` chooses evenly. Then the information curve can be measured, and the samplers' exact likelihood.
         evaluation_decoding: how evaluation writes texts, in words.
     """
 
@@ -39,7 +42,9 @@ class TextTask(Task):
     sampling_options: ClassVar[frozenset[str]] = frozenset(
         {"num_steps", "sampler", "temperature", "top_p", "guidance", "presence_penalty"}
     )
+    fills_lengths: ClassVar[bool] = False
     exact_likelihood: ClassVar[bool] = False
+    scores_by_count: ClassVar[bool] = False
     evaluation_decoding: ClassVar[str] = "confidence, greedy, lengths from the model (median of p(length | latent))"
 
     def unread_options(self, kind: str, sampler: str) -> frozenset[str]:
@@ -49,6 +54,10 @@ class TextTask(Task):
     @abstractmethod
     def model_class(self) -> type[nn.Module]:
         """Return the class whose constructor takes the config section `model`."""
+
+    def records_passes(self, sampler: str) -> bool:
+        """Whether `write_texts` with this sampler takes `recorder` (`sampling.text.records.Recorder`)."""
+        return False
 
     @abstractmethod
     def write_texts(
@@ -72,11 +81,16 @@ class TextTask(Task):
             seed: the draws of a sample depend on the seed and its index only.
             batch_tokens: maximum padded positions per pass; None: the task's choice.
             progress: called as the work proceeds with (done, total).
-            options: those of `sampling_options` but sampler; None where neither user nor command gave a value.
+            options: those of `sampling_options` but sampler; None where neither user nor command gave a value. And
+                `recorder` if one is wanted, where `records_passes`.
 
         Raises:
             MmldlmError: NaN logits.
         """
+
+    def writing_flops(self, model_config: Any, samples: TextSamples) -> float | None:
+        """Return the forward FLOPs of `write_texts`; None: not known."""
+        return None
 
     @abstractmethod
     def score_texts(
@@ -98,11 +112,28 @@ class TextTask(Task):
 class MaskedTextTask(TextTask):
     """A task of masked diffusion: a model with the forward contract of MultimodalMMDiT, a section `text_diffusion`."""
 
+    fills_lengths = True
     samplers: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "l2t": (*BY_CERTAINTY, *BY_CHANCE),
         "unconditional": (*BY_CHANCE, "remdm", *BY_CERTAINTY),
     }
     sampling_options = TextTask.sampling_options | STRATEGY_OPTIONS | {"num_lengths"}
+    scores_by_count = True
+
+    def records_passes(self, sampler: str) -> bool:
+        return True
+
+    @abstractmethod
+    def pass_flops(self, model_config: Any, length: float, scored: float) -> float:
+        """Return the forward FLOPs of a pass for one text of `length` tokens (EOS counted), `scored` of them."""
+
+    def writing_flops(self, model_config: Any, samples: TextSamples) -> float:
+        if not samples.num_rows:
+            return 0.0
+        passes, scored = samples.passes.tolist(), samples.num_scored / samples.num_rows
+        costs = [self.pass_flops(model_config, length, scored) for length in samples.lengths.tolist()]
+        total = sum(number * cost for number, cost in zip(passes, costs))
+        return samples.num_rows / max(sum(passes), 1) * total  # guidance takes two rows a pass
 
     def unread_options(self, kind: str, sampler: str) -> frozenset[str]:
         from mmldlm.sampling.text.strategies import strategy_class

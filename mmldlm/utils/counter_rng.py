@@ -31,6 +31,8 @@ class Stream(IntEnum):
     LIKELIHOOD = 201
     STS_BOOTSTRAP = 0x575
     BLEU_BOOTSTRAP = 0xB1E0
+    PAIRED_BOOTSTRAP = 0xB1E1
+    UNIGRAM_FLOOR = 0xF100
 
 
 def mix64(values: np.ndarray) -> np.ndarray:
@@ -38,6 +40,14 @@ def mix64(values: np.ndarray) -> np.ndarray:
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
+
+
+def candidate_seed(seed: int, candidate: int) -> int:
+    """Return the seed of the k-th of several samples with the same index; the first has the seed itself."""
+    if candidate == 0:
+        return seed
+    mixed = mix64(mix64(np.array([seed], dtype=np.uint64)) + np.uint64(candidate))
+    return int(mixed[0])
 
 
 def generator(seed: int, stream: Stream) -> np.random.Generator:

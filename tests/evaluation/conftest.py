@@ -14,8 +14,29 @@ from torch import nn
 MASK, PAD, EOS, VOCAB, DIM = 0, 1, 2, 32, 6
 
 
-def write_store(root, num_samples: int, seed: int = 0, longest: int = 10, latents_per_text: int = 1):
-    """The validation split of a packed store: words `word0` .. and random unit latents."""
+def write_store(
+    root, num_samples: int, seed: int = 0, longest: int = 10, latents_per_text: int = 1, num_train: int = 0
+):
+    """A packed store, without a training split by default: words `word0` .. and random unit latents."""
+    splits = {"validation": num_samples} | ({"train": num_train} if num_train else {})
+    files = {}
+    for number, (split, count) in enumerate(splits.items()):
+        files |= _write_split(root / split, count, seed + number, longest, latents_per_text)
+    manifest = {
+        "format": "mmldlm-store", "version": 1, "latent_dim": DIM, "encoder": {"name": "none", "normalize": True},
+        "latent_stats": {"mean": [0.0] * DIM, "std": [DIM**-0.5] * DIM, "num_samples": num_samples},
+        "tokenizer": {"key": "t", "name": "t", "vocab_size": VOCAB, "mask_token_id": MASK, "pad_token_id": PAD,
+                      "eos_token_id": EOS, "unk_token_id": 3, "sha256": "x"},
+        "splits": {split: {"num_samples": count} for split, count in splits.items()}, "files": files,
+    }  # fmt: skip
+    if latents_per_text > 1:
+        manifest["latents_per_text"] = latents_per_text
+    (root / "manifest.json").write_text(json.dumps(manifest))
+    return root
+
+
+def _write_split(folder, num_samples: int, seed: int, longest: int, latents_per_text: int):
+    """Write the arrays of one split; return their entries of the manifest."""
     shape = (DIM,) if latents_per_text == 1 else (latents_per_text, DIM)
     rng = np.random.default_rng(seed)
     texts = [rng.integers(4, VOCAB, size=rng.integers(2, longest + 1)) for _ in range(num_samples)]
@@ -29,26 +50,16 @@ def write_store(root, num_samples: int, seed: int = 0, longest: int = 10, latent
         "token_offsets": np.cumsum([0, *map(len, texts)]),
         "latents": latents,
     }
-    (root / "validation").mkdir(parents=True)
+    folder.mkdir(parents=True)
     files = {}
     for name, array in arrays.items():
-        path = root / "validation" / f"{name}.npy"
+        path = folder / f"{name}.npy"
         np.save(path, array)
-        files[f"validation/{name}.npy"] = {
+        files[f"{folder.name}/{name}.npy"] = {
             "bytes": path.stat().st_size,
             "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
         }
-    manifest = {
-        "format": "mmldlm-store", "version": 1, "latent_dim": DIM, "encoder": {"name": "none", "normalize": True},
-        "latent_stats": {"mean": [0.0] * DIM, "std": [DIM**-0.5] * DIM, "num_samples": num_samples},
-        "tokenizer": {"key": "t", "name": "t", "vocab_size": VOCAB, "mask_token_id": MASK, "pad_token_id": PAD,
-                      "eos_token_id": EOS, "unk_token_id": 3, "sha256": "x"},
-        "splits": {"validation": {"num_samples": num_samples}}, "files": files,
-    }  # fmt: skip
-    if latents_per_text > 1:
-        manifest["latents_per_text"] = latents_per_text
-    (root / "manifest.json").write_text(json.dumps(manifest))
-    return root
+    return files
 
 
 class Words:

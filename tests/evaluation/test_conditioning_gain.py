@@ -142,9 +142,10 @@ def test_whole_evaluation_and_its_report(pretrained, store, tmp_path, capsys):
     assert "NaN" not in text and "Infinity" not in text
     values = json.loads(text)
     assert set(values) == {"conditions", "claims", "details"}
+    assert values["conditions"]["passes_per_text"] == values["details"]["model"]["passes"]["value"] <= 4
     assert values["conditions"]["num_sentences"] == 40 and len(values["details"]["examples"]) == 10
     assert values["details"]["floors"]["mean_embedding_recall_at_1"]["value"] <= 1 / 40
-    assert set(values["details"]["model"]["gain_null"]) == {"value", "se", "unit"}
+    assert set(values["details"]["model"]["gain_null"]) == {"value", "se", "unit", "n"}
     report.show()
     shown = capsys.readouterr().out
     assert "gain: none - right" in shown and "written from its embedding" in shown
@@ -242,5 +243,5 @@ def test_each_measurement_says_how_far_it_is(pretrained, store):
         return lambda done, total: calls.append((done, total))
 
     evaluate(pretrained, store, Settings(4, num_steps=2, latent_steps=2, num_draws=1, control_samples=2), say)
-    assert len(stages) == 9  # NELBO, texts and embeddings, of the model and two controls
+    assert len(stages) == 10  # NELBO, texts and embeddings, of the model and two controls; figures of strings
     assert all(calls and calls[-1][0] == calls[-1][1] > 0 for calls in stages.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mmldlm.evaluation.statistics import Estimate, derangement, mean, ratio
+from mmldlm.evaluation.statistics import Estimate, derangement, mean, paired_bootstrap, ratio
 
 
 def test_ratio_and_its_error_match_repeated_sampling():
@@ -37,3 +37,29 @@ def test_no_sentence_is_paired_with_itself(count):
     partner = derangement(count, seed=1)
     assert (partner != np.arange(count)).all() and sorted(partner) == list(range(count))
     assert (derangement(count, seed=1) == partner).all()
+
+
+def test_the_paired_bootstrap_of_known_data():
+    """A constant difference has an interval of length 0, however much the sentences differ among themselves."""
+    values = np.random.default_rng(0).standard_normal(200) * 50
+    found = paired_bootstrap(values + 3, values)
+    assert (found.value, found.low, found.high) == pytest.approx((3, 3, 3)) and found.n == 200
+    assert found.as_dict()["ci95"] == [found.low, found.high]
+
+
+def test_the_interval_of_the_bootstrap_is_that_of_the_normal_law():
+    rng = np.random.default_rng(1)
+    first, second = rng.standard_normal((2, 400))
+    found, error = paired_bootstrap(first, second, seed=3), mean(first - second)
+    assert found.value == pytest.approx(error.value)
+    assert found.low == pytest.approx(error.value - 1.96 * error.se, abs=0.15 * error.se)
+    assert found.high == pytest.approx(error.value + 1.96 * error.se, abs=0.15 * error.se)
+    assert found == paired_bootstrap(first, second, seed=3) != paired_bootstrap(first, second, seed=4)
+
+
+def test_the_bootstrap_of_a_figure_of_the_whole_set():
+    counts = np.random.default_rng(2).integers(1, 9, (50, 2))
+    found = paired_bootstrap(counts, counts[:, ::-1], statistic=lambda rows: rows[:, 0].sum() / rows[:, 1].sum())
+    total = counts.sum(0)
+    assert found.value == pytest.approx(total[0] / total[1] - total[1] / total[0])
+    assert found.low < found.value < found.high

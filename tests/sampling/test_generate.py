@@ -464,6 +464,8 @@ def test_every_pass_of_every_sampler_is_reported(checkpoint):
         (["unconditional", "--num-lengths", 2], "--num-lengths"),
         (["l2t", "--critic-rounds", 2], "a model with a quality head"),
         (["l2t", "--critic-share", 0.2], "--critic-share alone"),
+        (["l2t", "--critic-rounds", 2, "--search", "local"], "--critic-rounds or --search"),
+        (["l2t", "--critic-rounds", 2, "--trace", "page.html"], "omit --critic-rounds or --trace"),
         (["unconditional", "--critic-rounds", 2], "--critic-rounds"),
         (["unconditional", "--method", "joint", "--sampler", "first_hitting"], "--method chain"),
         (["unconditional", "--method", "joint", "--sampler", "remdm", "--remask", "cap"], "--remask"),

@@ -200,6 +200,20 @@ class Encoder:
                 progress(len(rows))
         return latents
 
+    def num_tokens(self, texts: Sequence[str]) -> list[int]:
+        """Return the tokens that the encoder reads of each text, special tokens counted."""
+        return [len(ids) for ids in self._tokenize(texts)]
+
+    def forward_flops(self, lengths: Sequence[int]) -> float:
+        """Return the forward FLOPs of texts of these lengths: 2 per parameter (embeddings do not count) and token, and
+        those of attention (arXiv 2001.08361)."""
+        unread = ("embed", "pooler")  # looked up, or not computed for the last states
+        weights = sum(p.numel() for name, p in self._model.named_parameters() if not any(u in name for u in unread))
+        config = self._model.config
+        layers = getattr(config, "num_hidden_layers", None) or config.num_layers
+        width = getattr(config, "hidden_size", None) or config.d_model
+        return sum(2.0 * weights * length + 4.0 * layers * width * length**2 for length in lengths)
+
     def _tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         closing = self.spec.closing_token
         room = self.spec.max_length

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 from mmldlm.errors import UserError
 from mmldlm.evaluation.metrics import retrieval
 from mmldlm.evaluation.report import write_report
+from mmldlm.evaluation.statistics import Difference, paired_bootstrap
 from mmldlm.evaluation.suite import Log, batch_budget
 from mmldlm.sampling.inputs import encode_texts, tokenize_texts
 from mmldlm.sampling.latent_sampler import sample_latents, steps_given_text
@@ -22,20 +24,22 @@ from mmldlm.utils.counter_rng import Stream, generator
 from mmldlm.utils.formatting import count_noun
 
 _RESAMPLES = 1000
+MODEL, TF_IDF, CEILING = "model (t2l)", "floor: TF-IDF", "ceiling: the encoder"
 
 
 @dataclass
 class Pairs:
-    """Sentence pairs with human scores [N] in 0 .. 5."""
+    """Sentence pairs with human scores [N] in 0 .. 5, and where each comes from (MSRvid, headlines, ...)."""
 
     first: list[str]
     second: list[str]
     scores: np.ndarray
     name: str
+    sources: list[str]
 
 
 def read_pairs(path: str) -> Pairs:
-    """Read a file of the STS Benchmark: tab separated, no quoting, score in column 5, sentences in columns 6 and 7.
+    """Read a file of the STS Benchmark: tab separated, no quoting; source, score, sentences in columns 2, 5, 6 and 7.
 
     Raises:
         UserError: a missing file, or a line of another form.
@@ -45,7 +49,7 @@ def read_pairs(path: str) -> Pairs:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(expected, str(error), "give the path of sts-dev.csv or sts-test.csv") from error
-    first, second, scores = [], [], []
+    first, second, scores, sources = [], [], [], []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -54,12 +58,13 @@ def read_pairs(path: str) -> Pairs:
             score = float(fields[4])
             first.append(fields[5].strip())
             second.append(fields[6].strip())
+            sources.append(fields[1])
         except (IndexError, ValueError):
             raise UserError(expected, f"line {number}: {line[:60]!r}", "check the file") from None
         scores.append(score)
     if len(scores) < 3:
         raise UserError(expected, f"{len(scores)} pairs", "check the file")
-    return Pairs(first, second, np.array(scores), Path(path).name)
+    return Pairs(first, second, np.array(scores), Path(path).name, sources)
 
 
 def average_ranks(values: np.ndarray) -> np.ndarray:
@@ -83,12 +88,36 @@ def spearman(a: np.ndarray, b: np.ndarray) -> float:
 
 def correlations(similarities: np.ndarray, scores: np.ndarray, seed: int) -> dict[str, Any]:
     """Return Spearman and Pearson with 95 % bootstrap intervals over pairs."""
+    functions = {"spearman": spearman, "pearson": pearson}
+    return {name: _interval(function, similarities, scores, seed) for name, function in functions.items()}
+
+
+def _interval(function: Callable, similarities: np.ndarray, scores: np.ndarray, seed: int) -> dict[str, Any]:
     draws = generator(seed, Stream.STS_BOOTSTRAP).integers(0, len(scores), (_RESAMPLES, len(scores)))
-    result = {}
-    for name, function in (("spearman", spearman), ("pearson", pearson)):
-        samples = [function(similarities[draw], scores[draw]) for draw in draws]
-        low, high = np.percentile(samples, [2.5, 97.5])
-        result[name] = {"value": function(similarities, scores), "ci95": [float(low), float(high)]}
+    low, high = np.percentile([function(similarities[draw], scores[draw]) for draw in draws], [2.5, 97.5])
+    return {"value": function(similarities, scores), "ci95": [float(low), float(high)]}
+
+
+def differences(similarities: dict[str, np.ndarray], scores: np.ndarray, seed: int) -> dict[str, Difference]:
+    """Return the differences in Spearman's correlation: model - TF-IDF, encoder - model (if there is one)."""
+    columns = {name: np.stack([values, scores], axis=1) for name, values in similarities.items()}
+    arms = {"model_minus_tf_idf": (MODEL, TF_IDF), "encoder_minus_model": (CEILING, MODEL)}
+    return {
+        name: paired_bootstrap(columns[first], columns[second], seed, lambda rows: spearman(rows[:, 0], rows[:, 1]))
+        for name, (first, second) in arms.items()
+        if first in columns
+    }
+
+
+def by_source(similarities: dict[str, np.ndarray], pairs: Pairs, seed: int) -> dict[str, dict[str, Any]]:
+    """Return Spearman of every arm and the number of pairs for each source of at least 3 pairs."""
+    sources, result = np.array(pairs.sources), {}
+    for source in dict.fromkeys(pairs.sources):
+        rows = sources == source
+        if rows.sum() >= 3:
+            scores = pairs.scores[rows]
+            found = {name: _interval(spearman, values[rows], scores, seed) for name, values in similarities.items()}
+            result[source] = {"num_pairs": int(rows.sum()), **found}
     return result
 
 
@@ -111,18 +140,28 @@ def bag_similarities(pairs: Pairs, weighted: bool) -> np.ndarray:
 
 @dataclass
 class StsReport:
-    """Correlations of the model, the floors and the ceiling."""
+    """Correlations of the model, the floors and the ceiling; their paired differences; Spearman by source."""
 
     conditions: dict[str, Any]
     rows: dict[str, dict[str, Any]]
+    differences: dict[str, Difference] = field(default_factory=dict)
+    sources: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON-ready report; it contains no claims."""
-        return {"conditions": self.conditions, "claims": [], "details": self.rows}
+        found = {name: difference.as_dict() for name, difference in self.differences.items()}
+        details = {**self.rows, "differences": found, "by_source": self.sources}
+        return {"conditions": self.conditions, "claims": [], "details": details}
 
     def write(self, path: str | os.PathLike) -> None:
         """Write the JSON atomically."""
         write_report(path, self.as_dict())
+
+    def page(self) -> str:
+        """Return the report as a page for a browser."""
+        from mmldlm.evaluation.report_page import sts_page
+
+        return sts_page(self)
 
     def show(self, console=None) -> None:
         """Print the table."""
@@ -137,7 +176,18 @@ class StsReport:
         for name, row in self.rows.items():
             cells = [f"{row[key]['value']:.3f} [{row[key]['ci95'][0]:.3f}, {row[key]['ci95'][1]:.3f}]" for key in row]
             table.add_row(name, *cells)
-        (console or Console(markup=False)).print(table)
+        console = console or Console(markup=False)
+        console.print(table)
+        for name, found in self.differences.items():
+            words = name.replace("_minus_", " - ").replace("tf_idf", "TF-IDF")
+            console.print(f"Spearman, {words}: {found.value:+.3f}, 95 % interval [{found.low:+.3f}, {found.high:+.3f}]")
+        names = list(self.rows)
+        table = Table(title="Spearman by source of the pairs")
+        for column in ("source", "pairs", *names):
+            table.add_column(column, justify="left" if column == "source" else "right")
+        for source, row in self.sources.items():
+            table.add_row(source, str(row["num_pairs"]), *(f"{row[name]['value']:.3f}" for name in names))
+        console.print(table)
 
 
 def evaluate(
@@ -180,12 +230,13 @@ def evaluate(
         return retrieval.cosine_similarity(vectors[left], vectors[right])
 
     rows = {
-        "model (t2l)": similarities(sampled),
+        MODEL: similarities(sampled),
         "floor: bag of words": bag_similarities(pairs, weighted=False),
-        "floor: TF-IDF": bag_similarities(pairs, weighted=True),
+        TF_IDF: bag_similarities(pairs, weighted=True),
     }
     if pretrained.encoder is not None and pretrained.has_encoder:
         progress = log(f"embedding them with the encoder {pretrained.encoder['name']}")
-        rows["ceiling: the encoder"] = similarities(encode_texts(texts, pretrained, progress))
+        rows[CEILING] = similarities(encode_texts(texts, pretrained, progress))
     conditions = {"file": pairs.name, "num_pairs": len(pairs.scores), "latent_steps": steps, "seed": seed}
-    return StsReport(conditions, {name: correlations(values, pairs.scores, seed) for name, values in rows.items()})
+    found = {name: correlations(values, pairs.scores, seed) for name, values in rows.items()}
+    return StsReport(conditions, found, differences(rows, pairs.scores, seed), by_source(rows, pairs, seed))

@@ -1,4 +1,4 @@
-"""Overlap of sampled texts with their references: token-set F1, exact match, token-level BLEU."""
+"""Overlap of the ids of sampled texts with their references: set-F1, exact match, BLEU; `strings` has that of words."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def exact_match(written: Sequence[Sequence[int]], references: Sequence[Sequence[
     return np.array([list(text) == list(reference) for text, reference in zip(written, references)])
 
 
-def token_bleu(written: Sequence[Sequence[int]], references: Sequence[Sequence[int]], seed: int = 0) -> Estimate:
+def piece_bleu(written: Sequence[Sequence[int]], references: Sequence[Sequence[int]], seed: int = 0) -> Estimate:
     """Return the corpus BLEU-4 over token ids, unsmoothed, in points, with a bootstrap standard error.
 
     As Papineni et al. (ACL 2002), but over word pieces instead of words: not comparable with BLEU in publications, nor
@@ -39,7 +39,7 @@ def token_bleu(written: Sequence[Sequence[int]], references: Sequence[Sequence[i
     counts = np.array([_counts(text, reference) for text, reference in zip(written, references)], dtype=np.float64)
     draws = generator(seed, Stream.BLEU_BOOTSTRAP).integers(0, len(counts), (_RESAMPLES, len(counts)))
     samples = np.array([_score(counts[draw].sum(0)) for draw in draws])
-    return Estimate(_score(counts.sum(0)), float(samples.std(ddof=1)), "points")
+    return Estimate(_score(counts.sum(0)), float(samples.std(ddof=1)), "points", len(counts))
 
 
 def _counts(text: Sequence[int], reference: Sequence[int]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from mmldlm.models.plain.decode import TextCache, next_logits
 from mmldlm.models.plain.model import PlainTransformer
 from mmldlm.sampling.text.draw import draw_tokens
+from mmldlm.sampling.text.records import Recorder, report_changes
 
 # Texts leave the batch once this share of it is finished: each departure copies the cache.
 LEAVE_SHARE = 0.25
@@ -43,8 +45,9 @@ def without_pad(model: PlainTransformer, logits: Tensor) -> Tensor:
 
 
 def draw_texts(
-    model: PlainTransformer, cache: TextCache, uniform: Tensor, temperature: float, top_p: float = 1.0
-) -> WrittenTexts:
+    model: PlainTransformer, cache: TextCache, uniform: Tensor, temperature: float, top_p: float = 1.0,
+    recorder: Recorder | None = None, samples: Sequence[int] = (),
+) -> WrittenTexts:  # fmt: skip
     """Write the texts of an empty cache, each until its EOS; at max_seq_len EOS is written without a draw.
 
     Args:
@@ -52,6 +55,8 @@ def draw_texts(
         uniform: fp64 in [0, 1), one a token. [B, max_seq_len]
         temperature: 0 takes the most probable token.
         top_p: nucleus of the draws.
+        recorder: called after every token, but not for EOS.
+        samples: indices of the texts, for the recorder.
 
     Raises:
         MmldlmError: NaN logits.
@@ -71,7 +76,10 @@ def draw_texts(
             last = draw_tokens(without_pad(model, logits), uniform[rows, step], temperature, top_p)
         added = logits.double().log_softmax(-1).gather(1, last[:, None])[:, 0]
         log_probs[rows] += torch.where(active, added, 0.0)
+        before = None if recorder is None else tokens.clone()
         tokens[rows[active], step] = last[active]
+        if before is not None:
+            report_changes(recorder, samples, before, tokens, rows[active] * limit + step, logits[active])
         ends = active & (last == eos)
         lengths[rows[ends]] = step + 1
         active = active & ~ends

@@ -14,7 +14,7 @@ from mmldlm.models.plain.model import PlainTransformer
 from mmldlm.sampling.autoregressive.beam import search
 from mmldlm.sampling.autoregressive.draw import WrittenTexts, draw_texts
 from mmldlm.sampling.device import device_of
-from mmldlm.sampling.text.records import TextSamples
+from mmldlm.sampling.text.records import Recorder, TextSamples
 from mmldlm.utils.counter_rng import Stream, uniforms
 
 EXPONENTS = {"beam": 1.0, "beam_sum": 0.0}
@@ -43,6 +43,7 @@ def write_texts(
     seed: int = 0,
     batch_tokens: int | None = None,
     progress: Callable[[int, int], None] | None = None,
+    recorder: Recorder | None = None,
 ) -> ScoredTexts:
     """Write one text per latent, or num_samples texts without a latent.
 
@@ -56,12 +57,14 @@ def write_texts(
         seed: the draws of a text depend on the seed and its index only.
         batch_tokens: cached positions of one batch; None: 8,192.
         progress: called after every batch with the texts done and in total.
+        recorder: called after every token; of samplers without beams.
 
     Raises:
         UserError: an option that the sampler does not read.
         MmldlmError: NaN logits.
     """
     _check_options(sampler, temperature, top_p, num_beams)
+    assert recorder is None or sampler not in EXPONENTS, "a beam search has no one text that grows"
     count = len(latents) if latents is not None else num_samples
     assert count is not None, "num_samples is needed without latents"
     beams = (num_beams or DEFAULT_BEAMS) if sampler in EXPONENTS else 1
@@ -71,7 +74,8 @@ def write_texts(
         rows = list(range(first, min(first + size, count)))
         given = None if latents is None else model.scale_latents(latents[rows].to(device_of(model)))
         drawn = temperature if sampler == "ancestral" else 0.0
-        parts.append(_write_batch(model, given, rows, sampler, 1.0 if drawn is None else drawn, top_p, beams, seed))
+        drawn = 1.0 if drawn is None else drawn
+        parts.append(_write_batch(model, given, rows, sampler, drawn, top_p, beams, seed, recorder))
         if progress is not None:
             progress(rows[-1] + 1, count)
     texts = [row[: length - 1] for part in parts for row, length in zip(part.tokens.tolist(), part.lengths.tolist())]
@@ -83,10 +87,10 @@ def write_texts(
 
 def _write_batch(
     model: PlainTransformer, given: Tensor | None, rows: list[int], sampler: str, temperature: float, top_p: float,
-    beams: int, seed: int,
+    beams: int, seed: int, recorder: Recorder | None,
 ) -> WrittenTexts:  # fmt: skip
     uniform = uniforms(seed, Stream.TEXT, rows, (model.config.max_seq_len,)).to(device_of(model))
-    written = draw_texts(model, start_text(model, given, len(rows)), uniform, temperature, top_p)
+    written = draw_texts(model, start_text(model, given, len(rows)), uniform, temperature, top_p, recorder, rows)
     if sampler not in EXPONENTS:
         return written
     repeated = None if given is None else given.repeat_interleave(beams, dim=0)

@@ -27,10 +27,11 @@ class Denoiser:
 
     Attributes:
         num_rows: texts computed so far, summed over the passes.
+        num_scored: positions whose logits were computed.
     """
 
     def __init__(self, model: nn.Module, latents: Tensor | None, times: Tensor | None = None):
-        self.model, self.times, self.num_rows = model, times, 0
+        self.model, self.times, self.num_rows, self.num_scored = model, times, 0, 0
         self.latents: Tensor | None = None
         self.encoded: EncodedLatent | None = None
         if times is not None:
@@ -58,6 +59,7 @@ class Denoiser:
         rows, row_index = torch.unique(positions // width, return_inverse=True)
         everything = len(rows) == len(state.tokens)
         self.num_rows += len(rows)
+        self.num_scored += len(positions)
 
         def select(values: Tensor | None) -> Tensor | None:
             return values if values is None or everything else values[rows]

@@ -227,6 +227,7 @@ def _collect(
 ) -> None:
     """Put the texts of a batch in their places."""
     samples.num_rows += denoiser.num_rows
+    samples.num_scored += denoiser.num_scored
     samples.passes[index] = strategy.passes.cpu()
     for row, text in zip(index.tolist(), strategy.state.texts()):
         samples.tokens[row] = text
@@ -282,5 +283,5 @@ def sample_lengths(model: nn.Module, latents: Tensor, num_lengths: int, **option
     rows = (torch.arange(count) * number + best).tolist()
     return TextSamples(
         [found.tokens[row] for row in rows], found.lengths[rows], found.num_rows, found.passes.view(count, -1).amax(1),
-        log_probabilities=[found.log_probabilities[row] for row in rows],
+        num_scored=found.num_scored, log_probabilities=[found.log_probabilities[row] for row in rows],
     )  # fmt: skip

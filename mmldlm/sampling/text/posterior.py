@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -16,7 +16,7 @@ from mmldlm.models.plain.encoders import EncodedLatent
 from mmldlm.sampling.device import device_of
 from mmldlm.sampling.text.draw import check_finite
 from mmldlm.sampling.text.length_rule import predict_lengths
-from mmldlm.sampling.text.records import TextSamples
+from mmldlm.sampling.text.records import Recorder, TextSamples, report_changes
 from mmldlm.sampling.text.state import DecodingState
 from mmldlm.utils.counter_rng import Stream, uniforms
 
@@ -38,6 +38,9 @@ class _Denoiser:
         temperature: of the draws; 0 leaves the most probable token alone.
         top_p: leaves the most probable tokens that together reach this probability.
         num_calls: so far.
+        recorder: called after every pass; None: of nothing.
+        samples: indices of the texts, for the recorder.
+        recorded: the model's own logits of the last call, kept for the recorder alone.
     """
 
     model: nn.Module
@@ -47,6 +50,9 @@ class _Denoiser:
     temperature: float = 1.0
     top_p: float = 1.0
     num_calls: int = 0
+    recorder: Recorder | None = None
+    samples: Sequence[int] = ()
+    recorded: Tensor | None = None
 
     @property
     def cost(self) -> int:
@@ -64,6 +70,8 @@ class _Denoiser:
         times = torch.full((len(tokens),), t, device=tokens.device)
         shared = dict(attention_mask=state.real, text_positions=positions)
         logits = self.model(tokens, None, times, encoded=self.given, **shared)["text_logits"]
+        if self.recorder is not None:
+            self.recorded = logits.clone()
         if self._is_guided:
             null = self.model(tokens, None, times, **shared)["text_logits"]
             logits = null + self.guidance * (logits - null)
@@ -73,6 +81,14 @@ class _Denoiser:
         logits[:, state.eos_token_id].masked_fill_(is_last, 0.0)
         check_finite(logits.amax(-1))
         return _shaped(logits, self.temperature, self.top_p)
+
+    def report(self, before: Tensor, after: Tensor, positions: Tensor, chosen: Tensor | None = None) -> None:
+        """Report what the last call led to: tokens [B, S]; `chosen` are the reported ones of its positions."""
+        if self.recorder is not None:
+            assert self.recorded is not None
+            logits = self.recorded if chosen is None else self.recorded[chosen]
+            places = positions if chosen is None else positions[chosen]
+            report_changes(self.recorder, self.samples, before, after, places, logits)
 
 
 def _shaped(logits: Tensor, temperature: float, top_p: float) -> Tensor:
@@ -104,6 +120,7 @@ def sample_by_posterior(
     seed: int = 0,
     batch_tokens: int = 1536,
     progress: Callable[[int, int], None] | None = None,
+    recorder: Recorder | None = None,
 ) -> TextSamples:
     """Sample one text per latent, or num_samples texts without one: `num_steps` steps from t = 1 to 0.
 
@@ -120,6 +137,7 @@ def sample_by_posterior(
         seed: the draws of a sample depend on the seed and its index only.
         batch_tokens: maximum padded positions per pass.
         progress: called after every step with the number of steps done and in total, over all batches.
+        recorder: called after every pass.
 
     Returns:
         TextSamples; no text contains [MASK], [PAD] or an EOS before its end.
@@ -137,7 +155,7 @@ def sample_by_posterior(
     for number, batch in enumerate(batches):
         rows, index = batch.tolist(), torch.from_numpy(batch.copy())
         denoise = _start(model, lengths[index], None if latents is None else latents[index], guidance)
-        denoise.temperature, denoise.top_p = temperature, top_p
+        denoise.temperature, denoise.top_p, denoise.recorder, denoise.samples = temperature, top_p, recorder, rows
         uniform = uniforms(seed, Stream.TEXT, rows, (num_steps, 2, model.config.max_seq_len))
         tokens = denoise.state.tokens
         for k, (t, s) in enumerate(pairwise(process.sampling_times(num_steps).tolist())):
@@ -178,12 +196,13 @@ def _step_back(
         return tokens, 0
     logits = denoise(tokens, t, positions)
     draws = uniform[..., : tokens.shape[1]].transpose(0, 1).flatten(1).to(tokens.device)[:, positions]
-    tokens = tokens.clone()
+    earlier, tokens = tokens, tokens.clone()
     flat = tokens.view(-1)
     for part, place, numbers in zip(logits.split(_ROWS), positions.split(_ROWS), draws.split(_ROWS, dim=1)):
         before, after = (torch.full((len(place),), time, dtype=torch.float64, device=tokens.device) for time in (t, s))
         drawn = process.reverse(flat[place][:, None], part[:, None], before, after, numbers[..., None])
         flat[place] = drawn[:, 0]
+    denoise.report(earlier, tokens, positions)
     return tokens, denoise.cost
 
 
@@ -203,8 +222,10 @@ def _correct(denoise: _Denoiser, tokens: Tensor, rows: list[int], seed: int) -> 
         corrected, changed, agreement = self_correct(tokens, logits, numbers, state.real & ~state.is_last)
         stale = torch.where(agreement > best, 0, stale + 1)
         best = torch.maximum(best, agreement.double())
+        reads, earlier = goes_on[positions // width], tokens
         goes_on &= changed & (stale < CORRECTION_PATIENCE)
         tokens = torch.where(goes_on[:, None], corrected, tokens)
+        denoise.report(earlier, tokens, positions, reads)
         if not bool(goes_on.any()):
             break
     return tokens, num_rows

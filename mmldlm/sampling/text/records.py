@@ -21,6 +21,7 @@ class TextSamples:
         lengths: [N] int64 lengths that were filled, EOS counted.
         num_rows: forward passes times samples in them (guidance counts twice): the cost of all texts.
         passes: [N] int64, the passes that wrote each text one after the other: its sequential depth.
+        num_scored: positions whose logits these passes computed; 0: not counted.
         log_probabilities: [n] fp32 of each text, of its tokens when they were written; None: not asked for.
     """
 
@@ -28,6 +29,7 @@ class TextSamples:
     lengths: Tensor
     num_rows: int
     passes: Tensor
+    num_scored: int = field(default=0, kw_only=True)
     log_probabilities: list[Tensor] | None = field(default=None, kw_only=True)
 
 
@@ -42,7 +44,7 @@ class TextPass:
         before, after: [R, S] int64 tokens, padded.
         rows: [N] int64, the text of each filled position, of R.
         positions: [N] int64, its place in the text.
-        log_probabilities: [N] fp32, of the token that was written.
+        log_probabilities: [N] fp32, of the token that was written; NaN for a state that is not a token.
         top_tokens: [N, K] int64, the most probable tokens there, the best first.
         top_log_probabilities: [N, K] fp32.
     """
@@ -90,7 +92,8 @@ class Observer:
     def before(self, strategy: TextStrategy, positions: Tensor, logits: Tensor, tokens: Tensor) -> None:
         """See what is written next: tokens [N] at positions [N] of B * S, given prepared logits [N, V]."""
         if strategy.draw.presence_penalty:
-            logits = logits + strategy.penalty(positions, logits)
+            logits = logits.clone()
+            strategy.add_to_present(positions, logits, strategy.draw.presence_penalty)
         log_probs = logits.log_softmax(-1)
         own = log_probs.gather(1, tokens[:, None])[:, 0]
         self.log_probabilities.view(-1)[positions] = own
@@ -110,3 +113,26 @@ class Observer:
         self.recorder.on_pass(
             TextPass(samples, before[rows], after, row_index, positions % width, own, top_tokens, top)
         )
+
+
+def report_changes(
+    recorder: Recorder, samples: Sequence[int], before: Tensor, after: Tensor, positions: Tensor, logits: Tensor
+) -> None:
+    """Report a pass of a sampler that has no strategy: what it filled is the difference of two states.
+
+    Args:
+        samples: indices of the B texts.
+        before, after: [B, S] int64.
+        positions: [M] int64 of B * S, which the pass could change.
+        logits: [M, V] of the model there.
+    """
+    width, vocab_size = before.shape[1], logits.shape[1]
+    rows, row_index = torch.unique(positions // width, return_inverse=True)
+    changed = (after.flatten()[positions] != before.flatten()[positions]).nonzero()[:, 0]
+    positions, row_index, log_probs = positions[changed], row_index[changed], logits[changed].float().log_softmax(-1)
+    tokens = after.flatten()[positions]
+    own = log_probs.gather(1, tokens.clamp_max(vocab_size - 1)[:, None])[:, 0]
+    own = own.masked_fill(tokens >= vocab_size, float("nan"))
+    top, top_tokens = log_probs.topk(recorder.num_candidates, dim=-1)
+    indices = torch.tensor(samples)[rows.cpu()]
+    recorder.on_pass(TextPass(indices, before[rows], after[rows], row_index, positions % width, own, top_tokens, top))

@@ -108,6 +108,9 @@ class TranslationTask(MaskedTextTask):
         num_logits = None if config.loss.text_candidates is None else sums["text_logits"]
         return costs.training_flops(config.model, num_samples, num_tokens, sums["text_masked"], num_logits)
 
+    def pass_flops(self, model_config: Any, length: float, scored: float) -> float:
+        return costs.step_flops(model_config, [length], scored).forward
+
     def describe(self, config: TranslationConfig) -> str:
         return f"mode {config.training.loss_type}, freeze={config.training.freeze}"
 

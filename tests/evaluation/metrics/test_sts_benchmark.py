@@ -24,8 +24,35 @@ def test_sts_files_are_read_or_refused(tmp_path):
     path.write_text("\n".join("\t".join(("genre", "file", "year", "id", *row)) for row in rows))
     pairs = sts_benchmark.read_pairs(str(path))
     assert pairs.first[0] == 'A "man" runs.' and pairs.scores.tolist() == [5, 0, 2]
+    assert pairs.sources == ["file"] * 3
     assert sts_benchmark.bag_similarities(pairs, weighted=False)[0] == pytest.approx(1)
     path.write_text("a\tb\n")
     for bad in (path, tmp_path / "absent.csv"):
         with pytest.raises(UserError, match="STS Benchmark"):
             sts_benchmark.read_pairs(str(bad))
+
+
+def test_differences_are_paired_and_sources_apart(capsys, monkeypatch):
+    """The model is the score with noise; one source of the two is all noise."""
+    monkeypatch.setattr(sts_benchmark, "_RESAMPLES", 100)
+    rng = np.random.default_rng(0)
+    scores, sources = rng.uniform(0, 5, 120), ["images"] * 60 + ["headlines"] * 60
+    model = scores + 0.3 * rng.standard_normal(120)
+    model[60:] = rng.standard_normal(60)
+    arms = {sts_benchmark.MODEL: model, sts_benchmark.TF_IDF: rng.standard_normal(120), sts_benchmark.CEILING: model}
+    pairs = sts_benchmark.Pairs(["a"] * 120, ["b"] * 120, scores, "sts.csv", sources)
+    found = sts_benchmark.differences(arms, scores, seed=0)
+    own, floor = (sts_benchmark.spearman(arms[name], scores) for name in (sts_benchmark.MODEL, sts_benchmark.TF_IDF))
+    assert found["model_minus_tf_idf"].value == pytest.approx(own - floor)
+    assert found["model_minus_tf_idf"].low < own - floor < found["model_minus_tf_idf"].high
+    same = found["encoder_minus_model"]
+    assert (same.value, same.low, same.high) == (0, 0, 0)
+    apart = sts_benchmark.by_source(arms, pairs, seed=0)
+    assert apart["images"]["num_pairs"] == 60 and apart["images"][sts_benchmark.MODEL]["value"] > 0.9
+    assert apart["headlines"][sts_benchmark.MODEL]["value"] < 0.5
+    rows = {name: sts_benchmark.correlations(values, scores, 0) for name, values in arms.items()}
+    report = sts_benchmark.StsReport({"file": "sts.csv", "num_pairs": 120}, rows, found, apart)
+    assert set(report.as_dict()["details"]) == {*arms, "differences", "by_source"}
+    report.show()
+    shown = capsys.readouterr().out
+    assert "model - TF-IDF" in shown and "headlines" in shown

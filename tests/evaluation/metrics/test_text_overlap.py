@@ -17,16 +17,16 @@ def test_exact_match_depends_on_the_order():
     assert text_overlap.exact_match([[1, 2], [1, 2]], [[1, 2], [2, 1]]).tolist() == [True, False]
 
 
-def test_token_bleu_of_known_cases():
+def test_piece_bleu_of_known_cases():
     reference = [[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11]]
-    assert text_overlap.token_bleu(reference, reference).value == pytest.approx(100)
-    assert text_overlap.token_bleu([[1, 1, 1, 1, 1], [9]], reference).value == 0
+    assert text_overlap.piece_bleu(reference, reference).value == pytest.approx(100)
+    assert text_overlap.piece_bleu([[1, 1, 1, 1, 1], [9]], reference).value == 0
     # One word of twelve wrong in the middle: precisions 11/12, 9/11, 7/10, 5/9, no brevity.
     text = list(range(12))
     wrong = text.copy()
     wrong[5] = 99
     expected = 100 * np.prod([11 / 12, 9 / 11, 7 / 10, 5 / 9]) ** 0.25
-    assert text_overlap.token_bleu([wrong], [text]).value == pytest.approx(expected)
+    assert text_overlap.piece_bleu([wrong], [text]).value == pytest.approx(expected)
     # A text cut to half pays exp(1 - 2) for brevity and nothing else.
-    assert text_overlap.token_bleu([text[:6]], [text]).value == pytest.approx(100 * np.exp(-1))
-    assert text_overlap.token_bleu([[1, 1, 1, 1, 1, 1]], [[1, 2, 3, 4, 5, 6]]).value == 0  # counts are clipped
+    assert text_overlap.piece_bleu([text[:6]], [text]).value == pytest.approx(100 * np.exp(-1))
+    assert text_overlap.piece_bleu([[1, 1, 1, 1, 1, 1]], [[1, 2, 3, 4, 5, 6]]).value == 0  # counts are clipped

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.errors import UserError
 from mmldlm.sampling.text.draw import DrawSettings, draw_tokens
 from mmldlm.sampling.text.state import DecodingState
+
+if TYPE_CHECKING:
+    from mmldlm.sampling.text.records import Observer
 
 
 class TextStrategy(ABC):
@@ -136,8 +139,7 @@ class TextStrategy(ABC):
 
     def prepare(self, positions: Tensor, logits: Tensor) -> None:
         """Apply the presence penalty and exclude special tokens, in place: logits [M, V]."""
-        if self.draw.presence_penalty:
-            logits -= self.penalty(positions, logits)
+        self.add_to_present(positions, logits, -self.draw.presence_penalty)
         self.exclude(logits)
 
     def exclude(self, logits: Tensor) -> None:
@@ -145,22 +147,28 @@ class TextStrategy(ABC):
         state = self.state
         logits[:, [state.mask_token_id, state.pad_token_id, state.eos_token_id]] = float("-inf")
 
-    def penalty(self, positions: Tensor, logits: Tensor) -> Tensor:
-        """Return what `prepare` subtracts from logits for tokens that stand in the text: [M, V]."""
-        tokens = self.state.tokens
-        present = torch.zeros(len(tokens), logits.shape[1], dtype=logits.dtype, device=logits.device)
-        present.scatter_(1, tokens, self.draw.presence_penalty)
-        return present[positions // tokens.shape[1]]
+    def add_to_present(self, positions: Tensor, logits: Tensor, nats: float) -> None:
+        """Add to the logits [M, V] of tokens that stand in the text of each position, in place."""
+        if nats:
+            present = self.state.tokens[positions // self.state.tokens.shape[1]]
+            # A token that stands twice is read before it is written: both write the same.
+            logits.scatter_(1, present, logits.gather(1, present) + nats)
 
     def draw_tokens(self, positions: Tensor, logits: Tensor) -> Tensor:
         """Return the tokens [N] drawn from logits [N, V] at positions [N]."""
         return draw_tokens(logits, self.token_uniform[positions], self.temperature, self.draw.top_p)
 
-    def take_pass(self, positions: Tensor, logits: Tensor) -> None:
+    def take_pass(self, positions: Tensor, logits: Tensor, observer: Observer | None = None) -> None:
         """Choose, draw and write by logits [M, V] at positions [M]; the logits are overwritten."""
         self.prepare(positions, logits)
         chosen = self.choose(positions, logits) if len(positions) else positions
-        self.commit(positions[chosen], self.draw_tokens(positions[chosen], logits[chosen]))
+        positions, logits = positions[chosen], logits[chosen]
+        tokens = self.draw_tokens(positions, logits)
+        if observer is not None:
+            observer.before(self, positions, logits, tokens)
+        self.commit(positions, tokens)
+        if observer is not None:
+            observer.after(self)
 
 
 def check_range(options: Mapping[str, Any], key: str, low: float, high: float = float("inf")) -> None:

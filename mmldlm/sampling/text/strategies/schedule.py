@@ -10,17 +10,23 @@ import torch
 from torch import Tensor
 
 from mmldlm.errors import UserError
+from mmldlm.sampling.text.schedule_file import read_schedules, schedules_of
 
 Schedule = Sequence[float] | Mapping[int, Sequence[float]]
 """Numbers of tokens per pass, or those for texts of each length (EOS counted); scaled to the tokens of a text."""
 
 
-def read_schedule(word: str) -> Schedule:
-    """Read --schedule: numbers such as 1,2,4,8, or a JSON file of a list or of {length: list}.
+def read_schedule(word: str, passes: int | None = None) -> Schedule:
+    """Read --schedule: numbers such as 1,2,4,8, or a JSON file of a list, of {length: list}, or of `schedule_file`.
+
+    Args:
+        passes: which schedules of a `schedule_file`; other forms say themselves how many passes there are.
 
     Raises:
-        UserError: not readable, or not such numbers.
+        UserError: not readable, not such numbers, or no schedules for this number of passes.
     """
+    if names_passes(word):
+        return schedules_of(read_schedules(word), passes)
     expected = "--schedule 1,2,4,8 or a JSON file of such a list, or of {length: list}"
     try:
         if not word.endswith(".json"):
@@ -35,6 +41,17 @@ def read_schedule(word: str) -> Schedule:
     if not lists or not all(_is_schedule(numbers) for numbers in lists):
         raise UserError(expected + ", numbers of at least 0 that are not all 0", word, "correct it")
     return values  # type: ignore[return-value]
+
+
+def names_passes(word: str) -> bool:
+    """Whether --schedule is a file with schedules for several numbers of passes, of which --num-steps chooses."""
+    if not word.endswith(".json"):
+        return False
+    try:
+        values = json.loads(Path(word).read_text())
+    except (ValueError, OSError):
+        return False
+    return isinstance(values, dict) and "schedules" in values
 
 
 def _is_schedule(numbers: object) -> bool:

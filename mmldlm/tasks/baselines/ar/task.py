@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from mmldlm.models.plain import costs
 from mmldlm.tasks.base import Metric
 from mmldlm.tasks.baselines.ar.config import ArConfig
 from mmldlm.tasks.baselines.common.data import BaselineData
@@ -68,10 +69,20 @@ class ArTask(BaselineTask):
 
         return validation(self, data, engine)
 
+    def records_passes(self, sampler: str) -> bool:
+        from mmldlm.sampling.autoregressive.write import EXPONENTS
+
+        return sampler not in EXPONENTS
+
     def write_texts(self, pretrained: Pretrained, latents: Tensor | None, **options: Any) -> TextSamples:
         from mmldlm.sampling.autoregressive.write import write_texts
 
         return write_texts(pretrained.model, latents, **options)
+
+    def writing_flops(self, model_config: Any, samples: TextSamples) -> float:
+        """A row of the cache is one token: all rows cost what a pass over the texts costs a token."""
+        lengths = samples.lengths.tolist()
+        return samples.num_rows / sum(lengths) * costs.step_flops(model_config, lengths, sum(lengths)).forward
 
     def score_texts(
         self, pretrained: Pretrained, tokens: Tensor, real: Tensor, latents: Tensor | None, uniform: Tensor,

@@ -87,6 +87,9 @@ class DivergenceTask(BaselineTask):
 
         return validation(self, data, engine)
 
+    def records_passes(self, sampler: str) -> bool:
+        return True
+
     def write_texts(
         self, pretrained: Pretrained, latents: Tensor | None, *, sampler: str, **options: Any
     ) -> TextSamples:

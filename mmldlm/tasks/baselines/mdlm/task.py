@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mmldlm.models.plain import costs
 from mmldlm.tasks.base import Metric
 from mmldlm.tasks.baselines.common.data import BaselineData
 from mmldlm.tasks.baselines.common.task import BaselineTask
@@ -35,6 +36,9 @@ class MdlmTask(MaskedTextTask, BaselineTask):
         Metric("length_loss", "length_nll_sum", "length_scored", evaluation="length_nll"),
         Metric("text_accuracy", "text_correct", "text_masked", evaluation="token_accuracy"),
     )
+
+    def pass_flops(self, model_config: Any, length: float, scored: float) -> float:
+        return costs.step_flops(model_config, [length], scored).forward
 
     def model_config(self, data: BaselineData) -> dict[str, Any]:
         return {**super().model_config(data), "text_diffusion": data.config.text_diffusion.model_dump()}

@@ -1,0 +1,1 @@
+"""What parallel decoding costs, by the model's own likelihoods: the information curve, schedules, exact likelihoods."""

@@ -1,0 +1,123 @@
+"""Small plots as SVG elements, whose colors are those of the page in light and dark."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from mmldlm.observe.pages.elements import Element, element
+
+_WIDTH, _ROW, _TOP, _BOTTOM = 400, 30, 8, 44
+_LABELS, _RIGHT = 176, 20  # of the intervals: the column of labels, and space for the last number of the axis
+
+
+class Interval(NamedTuple):
+    """A value with its interval, to be drawn as a dot on a line; `series` chooses the color."""
+
+    label: str
+    value: float
+    low: float
+    high: float
+    series: int = 0
+
+
+class Line(NamedTuple):
+    """Points (x, y, half of the interval of y) to be joined by a line; `series` chooses the color."""
+
+    label: str
+    points: Sequence[tuple[float, float, float]]
+    series: int = 0
+    is_dashed: bool = False
+
+
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Return round numbers from at most `low` to at least `high`, about `count` of them."""
+    span = high - low if high > low else abs(high) or 1.0
+    step = 10.0 ** math.floor(math.log10(span / count))
+    step *= next(factor for factor in (1, 2, 5, 10) if span / (step * factor) <= count)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [float(f"{step * number:.12g}") for number in range(first, max(last, first + 1) + 1)]
+
+
+def interval_plot(intervals: Sequence[Interval], unit: str, caption: str) -> Element:
+    """Return a figure of one row per interval over a common axis that starts at 0 if no value is negative."""
+    low = min(0.0, *(item.low for item in intervals))
+    marks = ticks(low, max(item.high for item in intervals))
+    width, height = _WIDTH - _LABELS - _RIGHT, _ROW * len(intervals)
+
+    def x(value: float) -> float:
+        return round(_LABELS + width * (value - marks[0]) / (marks[-1] - marks[0]), 1)
+
+    parts = []
+    for mark in marks:
+        end = _TOP + height
+        parts.append(element("line", x1=x(mark), x2=x(mark), y1=_TOP, y2=end, class_="grid"))
+        parts.append(element("text", f"{mark:g}", x=x(mark), y=end + 16, text_anchor="middle", class_="faint"))
+    center = _LABELS + width / 2
+    parts.append(element("text", unit, x=center, y=_TOP + height + 36, text_anchor="middle", class_="faint"))
+    for row, item in enumerate(intervals):
+        y = _TOP + _ROW * (row + 0.5)
+        parts.append(element("text", item.label, x=0, y=y + 5))
+        title = element("title", f"{item.label}: {item.value:.4g}, 95 % interval {item.low:.4g} to {item.high:.4g}")
+        line = element("line", x1=x(item.low), x2=x(item.high), y1=y, y2=y, class_="error")
+        dot = element("circle", cx=x(item.value), cy=y, r=5, class_="dot")
+        parts.append(element("g", title, line, dot, class_=f"series-{item.series}"))
+    return _figure(parts, _TOP + height + _BOTTOM, caption)
+
+
+def line_plot(lines: Sequence[Line], x_label: str, y_label: str, caption: str, log_x: bool = False) -> Element:
+    """Return a figure of lines with their intervals over common axes, and a legend below.
+
+    Args:
+        log_x: a logarithmic axis of base 2; every x is above 0.
+    """
+    points = [point for line in lines for point in line.points]
+    across = [math.log2(x) if log_x else x for x, _, _ in points]
+    x_marks = (
+        list(range(math.floor(min(across)), math.ceil(max(across)) + 1)) if log_x else ticks(min(across), max(across))
+    )
+    y_marks = ticks(min(y - half for _, y, half in points), max(y + half for _, y, half in points))
+    left, top, width, height = 46, 24, _WIDTH - 46 - _RIGHT, 200
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        x = math.log2(x) if log_x else x
+        right = width * (x - x_marks[0]) / max(x_marks[-1] - x_marks[0], 1e-12)
+        return round(left + right, 1), round(top + height * (y_marks[-1] - y) / (y_marks[-1] - y_marks[0]), 1)
+
+    parts = [element("text", y_label, x=0, y=12, class_="faint")]
+    for mark in x_marks:
+        x, _ = at(2.0**mark if log_x else mark, y_marks[0])
+        parts.append(element("line", x1=x, x2=x, y1=top, y2=top + height, class_="grid"))
+        number = f"{2.0**mark if log_x else mark:g}"
+        parts.append(element("text", number, x=x, y=top + height + 16, text_anchor="middle", class_="faint"))
+    for mark in y_marks:
+        _, y = at(1.0 if log_x else 0.0, mark)
+        parts.append(element("line", x1=left, x2=left + width, y1=y, y2=y, class_="grid"))
+        parts.append(element("text", f"{mark:g}", x=left - 6, y=y + 4, text_anchor="end", class_="faint"))
+    bottom = top + height + 34
+    parts.append(element("text", x_label, x=left + width / 2, y=bottom, text_anchor="middle", class_="faint"))
+    for row, line in enumerate(lines):
+        parts.append(_line(line, at, bottom + 22 + 20 * row))
+    return _figure(parts, bottom + 20 * len(lines) + 12, caption)
+
+
+def _line(line: Line, at: Callable[[float, float], tuple[float, float]], legend: float) -> Element:
+    """Return a line with its points, and its entry in the legend at the height `legend`."""
+    dashes = {"stroke_dasharray": "6 4"} if line.is_dashed else {}
+    places = [at(x, y) for x, y, _ in line.points]
+    joined = " ".join(f"{x:g},{y:g}" for x, y in places)
+    parts = [element("polyline", points=joined, class_="line", **dashes)]
+    for (x, y, half), (across, down) in zip(line.points, places):
+        title = element("title", f"{line.label}: {y:.4g} \N{PLUS-MINUS SIGN} {half:.2g} at {x:.4g}")
+        ends = at(x, y - half)[1], at(x, y + half)[1]
+        error = element("line", x1=across, x2=across, y1=ends[0], y2=ends[1], class_="error")
+        parts.append(element("g", title, error, element("circle", cx=across, cy=down, r=3.5, class_="dot")))
+    parts.append(element("line", x1=0, x2=24, y1=legend - 5, y2=legend - 5, class_="line", **dashes))
+    parts.append(element("text", line.label, x=32, y=legend))
+    return element("g", *parts, class_=f"series-{line.series}")
+
+
+def _figure(parts: Sequence[Element], height: float, caption: str) -> Element:
+    drawing = element("svg", *parts, viewBox=f"0 0 {_WIDTH} {height:g}", role="img", aria_label=caption)
+    return element("figure", drawing, element("figcaption", caption), class_="card")

@@ -1,0 +1,129 @@
+"""The page of `mmldlm sample --trace`: how each text was written, pass by pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mmldlm.observe.pages.page import render, template
+from mmldlm.sampling.text.trace import MAX_TEXTS, TextTrace
+from mmldlm.utils.formatting import count_noun
+
+# How a token is shown: at the start of a word, joined to the token before it, or as a state that is not a token.
+WORD, JOINED, STATE = 0, 1, 2
+_WITHOUT_MASKS = "Positions appear as they are written."
+
+
+def trace_page(
+    traces: Mapping[int, TextTrace],
+    records: list[dict[str, Any]],
+    tokenizer: Any,
+    vocab_size: int,
+    *,
+    settings: list[str],
+    starts_masked: bool = True,
+) -> str:
+    """Return the page.
+
+    Args:
+        traces: of the first MAX_TEXTS records, by their index.
+        records: of samples.jsonl: `index`, `text`, `num_tokens` and, if known, `reference`.
+        tokenizer: fast Hugging Face tokenizer.
+        vocab_size: of the model; larger ids are states that are not tokens.
+        settings: words on how the texts were sampled, for the head of the page.
+        starts_masked: whether the texts started as [MASK]; else positions appear as they are written.
+    """
+    shown = records[:MAX_TEXTS]
+    data = {
+        "title": "How the texts were written",
+        "settings": settings,
+        "note": _note(len(shown), len(records), starts_masked),
+        "masked": starts_masked,
+        **trace_data(traces, shown, tokenizer, vocab_size),
+    }
+    return render("mmldlm: how the texts were written", template("trace.html"), template("trace.js"), data)
+
+
+def trace_data(
+    traces: Mapping[int, TextTrace], records: list[dict[str, Any]], tokenizer: Any, vocab_size: int
+) -> dict[str, Any]:
+    """Return "tokens", a list of [shown text, kind], and "texts", whose passes name tokens by their place in that list.
+
+    A pass is a list of [position, token, probability, candidates]; token null is [MASK].
+    """
+    found = [traces.get(record["index"], TextTrace()) for record in records]
+    ids = sorted(set(_ids(found)))
+    place = {token: i for i, token in enumerate(ids)}
+    texts = [
+        {
+            "index": record["index"],
+            "length": record["num_tokens"],
+            "text": record["text"],
+            "reference": record.get("reference"),
+            "passes": _passes(trace, place, record["num_tokens"]),
+        }
+        for record, trace in zip(records, found)
+    ]
+    return {"tokens": token_words(ids, tokenizer, vocab_size), "texts": texts}
+
+
+def token_words(ids: list[int], tokenizer: Any, vocab_size: int) -> list[tuple[str, int]]:
+    """Return for each id the text to show and whether it continues the word before it.
+
+    Both follow from how the tokenizer decodes the token behind a plain word, so they hold for every kind of tokenizer.
+    """
+    word, word_id = _plain_word(tokenizer)
+    words = []
+    for token in ids:
+        if token >= vocab_size:
+            words.append((f"class {token - vocab_size}", STATE))
+            continue
+        text = tokenizer.decode([word_id, token])
+        rest = text[len(word) :] if text.startswith(word) else " " + tokenizer.decode([token])
+        words.append((rest.strip() or rest or "\N{OPEN BOX}", WORD if rest[:1].isspace() else JOINED))
+    return words
+
+
+def _plain_word(tokenizer: Any) -> tuple[str, int]:
+    """Return a token that is a word of ASCII letters, and its id."""
+    special = set(tokenizer.all_special_ids)
+    for token in range(len(tokenizer)):
+        text = "" if token in special else tokenizer.decode([token])
+        if text.strip().isascii() and text.strip().isalnum():
+            return text, token
+    return "", special.pop()  # nothing begins with its text, so every token is shown as a word
+
+
+def _ids(traces: list[TextTrace]) -> Iterable[int]:
+    for trace in traces:
+        for written in trace.passes:
+            for write in written:
+                if write.token is not None:
+                    yield write.token
+                yield from (token for token, _ in write.candidates)
+
+
+def _passes(trace: TextTrace, place: dict[int, int], length: int) -> list[list[list[Any]]]:
+    return [
+        [
+            [
+                write.position,
+                None if write.token is None else place[write.token],
+                None if write.probability is None else _short(write.probability),
+                [[place[token], _short(probability)] for token, probability in write.candidates],
+            ]
+            for write in written
+            if write.position < length  # the EOS is not shown
+        ]
+        for written in trace.passes
+    ]
+
+
+def _short(probability: float) -> float:
+    return float(f"{probability:.4g}")
+
+
+def _note(shown: int, total: int, starts_masked: bool) -> str:
+    number = f"{count_noun(total, 'text')}." if shown == total else f"The first {shown} of {count_noun(total, 'text')}."
+    probability = "Probabilities are the model's own, without guidance and penalties, at temperature 1."
+    return " ".join([number, probability, *([] if starts_masked else [_WITHOUT_MASKS])])

@@ -1,0 +1,204 @@
+"""Edits of a text that the model finds likely given its latent, and the change of embedding that it expects of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from mmldlm.data.encoders.encoder import token_budget_batches
+from mmldlm.sampling.device import device_of
+from mmldlm.sampling.latent_sampler import pad_texts, steps_given_text
+from mmldlm.sampling.pretrained import Pretrained
+from mmldlm.sampling.search.accounting import SamplingCost
+from mmldlm.sampling.search.judge import estimate_embeddings, estimates_embeddings
+from mmldlm.sampling.text.draw import check_finite
+
+SUBSTITUTE, INSERT, DELETE = range(3)
+# Tokens tried at each position and in each gap, and the edits of each kind that are looked at, the likeliest.
+TOKENS_A_POSITION = 16
+MOST = {SUBSTITUTE: 100, INSERT: 40, DELETE: 20}
+
+Text = tuple[int, ...]
+
+
+@dataclass
+class Edits:
+    """Edits of one text.
+
+    Attributes:
+        kinds: SUBSTITUTE, INSERT or DELETE. [K] int64
+        positions: in the text; an insertion is in front of it. [K] int64
+        tokens: new ones; -1 for a deletion. [K] int64
+        log_ratios: log p(new text) - log p(text) by the model, in nats, of the token alone: p(length) is not in it, so
+            that only edits of one kind compare. [K] fp64
+        shifts: expected change of the embedding, [K, M, D] fp32; None for a model that estimates no embeddings.
+    """
+
+    kinds: np.ndarray
+    positions: np.ndarray
+    tokens: np.ndarray
+    log_ratios: np.ndarray
+    shifts: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+    def select(self, rows: Sequence[int] | np.ndarray) -> Edits:
+        """Those of rows [K']."""
+        return Edits(self.kinds[rows], self.positions[rows], self.tokens[rows], self.log_ratios[rows])
+
+    def compatible(self, row: int, others: Sequence[int]) -> bool:
+        """Whether an edit can be made together with others: at other places, next to them if both are substitutions."""
+        for other in others:
+            distance = abs(int(self.positions[row] - self.positions[other]))
+            if distance == 0 or distance == 1 and {self.kinds[row], self.kinds[other]} != {SUBSTITUTE}:
+                return False
+        return True
+
+    def apply(self, text: Text, rows: Sequence[int]) -> Text:
+        """The text after compatible edits."""
+        for row in sorted(rows, key=lambda row: -self.positions[row]):
+            text = _edit(text, int(self.kinds[row]), int(self.positions[row]), int(self.tokens[row]))
+        return text
+
+
+class Editor:
+    """Proposes edits of texts, by the model's own probabilities at one masked position at a time.
+
+    Args:
+        pretrained: of a task of masked diffusion.
+        latents: [N, D] (or [N, M, D]) in the encoder's space.
+        cost: that passes of the model are added to.
+        batch_tokens: maximum padded positions per pass.
+    """
+
+    def __init__(self, pretrained: Pretrained, latents: torch.Tensor, cost: SamplingCost, batch_tokens: int = 4096):
+        self._pretrained, self._cost, self._batch_tokens = pretrained, cost, batch_tokens
+        model = pretrained.model
+        self._latents = model.scale_latents(latents.to(device_of(model)))
+        self.estimates_shifts = estimates_embeddings(pretrained)
+
+    @property
+    def depth(self) -> int:
+        """Passes of `propose` one after the other."""
+        return 1 + (steps_given_text(self._pretrained.latent_diffusion) if self.estimates_shifts else 0)
+
+    def propose(self, texts: Sequence[Text], owners: Sequence[int]) -> list[Edits]:
+        """Return the edits of each text, likeliest first within a kind; texts that they lead to are distinct.
+
+        Args:
+            texts: ids without EOS, not empty.
+            owners: index of each text's latent.
+
+        Raises:
+            MmldlmError: NaN logits or estimates.
+        """
+        if not texts:
+            return []
+        most, mask = self._pretrained.model.config.max_seq_len - 2, self._pretrained.model.config.mask_token_id
+        masked, places, old, kinds, sources = [], [], [], [], []
+        for source, text in enumerate(texts):
+            for place in range(len(text)):
+                masked.append((*text[:place], mask, *text[place + 1 :]))
+                old.append(text[place])
+            inserts = len(text) + 1 if len(text) <= most else 0
+            for place in range(inserts):
+                masked.append((*text[:place], mask, *text[place:]))
+                old.append(-1)
+            places += [*range(len(text)), *range(inserts)]
+            kinds += [SUBSTITUTE] * len(text) + [INSERT] * inserts
+            sources += [source] * (len(text) + inserts)
+        read = self._read(masked, places, old, [owners[source] for source in sources])
+        counts = np.bincount(sources, minlength=len(texts))
+        ends = np.cumsum(counts)
+        rows = [range(end - count, end) for end, count in zip(ends.tolist(), counts.tolist())]
+        found = [_edits(text, own, places, kinds, read) for text, own in zip(texts, rows)]
+        if self.estimates_shifts:
+            self._estimate_shifts(texts, found)
+        return found
+
+    @torch.inference_mode()
+    def _read(self, masked: list[Text], places: list[int], old: list[int], owners: list[int]) -> _Read:
+        """What the model says at the one masked position of each of R texts."""
+        pretrained, config = self._pretrained, self._pretrained.model.config
+        count = min(TOKENS_A_POSITION, config.vocab_size - 3)
+        numbers = len(masked)
+        read = _Read(np.empty((numbers, count), dtype=np.int64), np.empty((numbers, count)), np.empty(numbers))
+        lengths = [len(text) + 1 for text in masked]
+        device = self._latents.device
+        for batch in token_budget_batches(lengths, self._batch_tokens):
+            rows = batch.tolist()
+            ids, real = pad_texts([masked[row] for row in rows], config.eos_token_id, config.pad_token_id, device)
+            positions = torch.tensor([i * ids.shape[1] + places[row] for i, row in enumerate(rows)], device=device)
+            share = torch.tensor([1 / lengths[row] for row in rows], dtype=torch.float64, device=device)
+            logits = pretrained.model(
+                ids, self._latents[[owners[row] for row in rows]], pretrained.text_diffusion.timestep_of(share).float(),
+                None, real, text_positions=positions,
+            )["text_logits"]  # fmt: skip
+            logits[:, [config.mask_token_id, config.pad_token_id, config.eos_token_id]] = float("-inf")
+            values = logits.log_softmax(-1)
+            best, index = values.topk(count)
+            check_finite(best)
+            given = torch.tensor([max(old[row], 0) for row in rows], device=device)
+            read.tokens[batch], read.log_probs[batch] = index.cpu().numpy(), best.cpu().numpy()
+            read.old_log_probs[batch] = values.gather(1, given[:, None])[:, 0].cpu().numpy()
+        self._count(lengths, scored=1)
+        return read
+
+    def _estimate_shifts(self, texts: Sequence[Text], found: list[Edits]) -> None:
+        """Fill in `shifts`: embeddings after an edit minus those before, both estimated by the model."""
+        changed = [edits.apply(text, [row]) for text, edits in zip(texts, found) for row in range(len(edits))]
+        embedded = estimate_embeddings(self._pretrained, [*texts, *changed], self._batch_tokens)
+        embedded = embedded.reshape(len(embedded), -1, embedded.shape[-1])
+        start = len(texts)
+        for before, edits in zip(embedded, found):
+            edits.shifts = embedded[start : start + len(edits)] - before
+            start += len(edits)
+        self._count([len(text) + 1 for text in (*texts, *changed)], scored=0)
+
+    def _count(self, lengths: Sequence[int], scored: int) -> None:
+        task, config = self._pretrained.task, self._pretrained.model.config
+        counts = np.bincount(lengths)
+        flops = sum(counts[n] * task.pass_flops(config, n, scored) for n in np.flatnonzero(counts).tolist())
+        self._cost.add_rows(len(lengths), sum(lengths), float(flops))
+
+
+@dataclass
+class _Read:
+    """At the one masked position of each of R texts: the likeliest tokens, their log p [R, K], the old one's [R]."""
+
+    tokens: np.ndarray
+    log_probs: np.ndarray
+    old_log_probs: np.ndarray
+
+
+def _edit(text: Text, kind: int, place: int, token: int) -> Text:
+    new = () if kind == DELETE else (token,)
+    return text[:place] + new + text[place + (kind != INSERT) :]
+
+
+def _edits(text: Text, rows: range, places: list[int], kinds: list[int], read: _Read) -> Edits:
+    """The likeliest edits of one text, from what the model says at its positions and gaps."""
+    options: dict[int, list[tuple[float, int, int]]] = {SUBSTITUTE: [], INSERT: [], DELETE: []}
+    for row in rows:
+        place, kind, old = places[row], kinds[row], float(read.old_log_probs[row])
+        gains = read.log_probs[row] - (old if kind == SUBSTITUTE else 0.0)
+        options[kind] += [(float(gain), place, int(token)) for gain, token in zip(gains, read.tokens[row])]
+        if kind == SUBSTITUTE and len(text) > 1:
+            options[DELETE].append((-old, place, -1))
+    chosen, seen = [], {text}
+    for kind, found in options.items():
+        number = 0
+        for gain, place, token in sorted(found, key=lambda option: (-option[0], option[1], option[2])):
+            changed = _edit(text, kind, place, token)
+            if changed not in seen:
+                seen.add(changed)
+                chosen.append((kind, place, token, gain))
+                number += 1
+            if number == MOST[kind]:
+                break
+    columns = list(zip(*chosen)) or [(), (), (), ()]
+    return Edits(*(np.array(column, dtype=np.int64) for column in columns[:3]), np.array(columns[3], dtype=np.float64))

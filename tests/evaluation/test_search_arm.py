@@ -1,0 +1,73 @@
+"""`mmldlm evaluate --search`: the arm beside the model's own texts, and the judges that it refuses."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+import pytest
+
+from mmldlm.commands.evaluate import _check_arguments, _check_task, add_arguments
+from mmldlm.config.task_registry import find_task
+from mmldlm.errors import UserError
+from mmldlm.evaluation.conditioning_gain import evaluate
+from mmldlm.evaluation.directions import Settings
+from mmldlm.sampling.search.judge import T2lJudge
+
+
+def settings(**search):
+    return Settings(num_samples=8, num_steps=3, control_samples=2, num_draws=1, **search)
+
+
+def test_the_search_is_reported_beside_the_models_texts(pretrained, store, capsys):
+    report = evaluate(pretrained, store, settings(search="local", encoder_calls=10, judge="t2l"))
+    arm, change = report.arms["search"], report.differences["search_minus_model"]
+    assert change["judge_cosine"].value > 0 and arm["judge_cosine"].value <= 1
+    assert arm["judge_cosine"].value - report.arms["model"]["judge_cosine"].value == pytest.approx(
+        change["judge_cosine"].value
+    )
+    assert {"word_f1", "exact_match", "length_exact"} <= arm.keys()
+    cost = report.as_dict()["conditions"]["search"]
+    assert cost["judge"] == "t2l" and cost["most_judge_calls"] <= 10 and "the model's own t2l" in cost["what"]
+    assert cost["gflops"] > report.conditions["gflops_per_text"] > 0
+    assert all(example["searched"] for example in report.examples)
+    report.show()
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "search: local search, at most 10 calls of the model's own t2l" in shown
+    assert "cost of a text, search:" in shown and "found by the search" in shown
+
+
+def test_the_other_figures_do_not_depend_on_a_search(pretrained, store):
+    plain = evaluate(pretrained, store, settings())
+    beside = evaluate(pretrained, store, settings(search="best_of", num_candidates=2, judge="t2l"))
+    assert plain.arms["model"].items() <= beside.arms["model"].items() and "search" not in plain.arms
+
+
+def test_a_missing_encoder_is_found_before_anything_is_measured(pretrained, store):
+    with pytest.raises(UserError, match="add --judge t2l"):
+        evaluate(pretrained, store, settings(search="local"), log=lambda line: pytest.fail("refused too late"))
+    with pytest.raises(UserError, match="trained in mode l2t"):
+        evaluate(replace(pretrained, mode_weights={"t2l": 1.0}), store, settings(search="local", judge="t2l"))
+
+
+def test_unusable_requests_are_refused():
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+
+    def parse(*words):
+        return parser.parse_args(["--checkpoint", "c", *words])
+
+    with pytest.raises(UserError, match="--suite conditioning_gain"):
+        _check_arguments(parse("--suite", "stsb", "--sts-file", "f", "--search", "best_of"))
+    with pytest.raises(UserError, match="--judge with --search"):
+        _check_arguments(parse("--data", "s", "--judge", "t2l"))
+    with pytest.raises(UserError, match="--search best_of for task=ar"):
+        _check_task(parse("--data", "s", "--search", "local"), find_task("ar"))
+
+
+def test_the_judge_is_asked_no_more_than_it_says(pretrained, store, monkeypatch):
+    asked = []
+    embed = T2lJudge._embed
+    monkeypatch.setattr(T2lJudge, "_embed", lambda judge, texts: (asked.append(len(texts)), embed(judge, texts))[1])
+    report = evaluate(pretrained, store, settings(search="best_of", num_candidates=3, judge="t2l"))
+    assert sum(asked[:-1]) == round(8 * report.conditions["search"]["judge_calls"])  # the last call: the model's texts
