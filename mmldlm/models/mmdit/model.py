@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +20,19 @@ from mmldlm.models.mmdit.config import ModelConfig
 from mmldlm.models.mmdit.costs import GROUPS, group_of
 from mmldlm.models.mmdit.encoders import LatentEncoder, TextEncoder
 from mmldlm.models.mmdit.fused_block import select_rows
-from mmldlm.models.mmdit.heads import LatentHead, TextHead
+from mmldlm.models.mmdit.heads import LatentHead, QualityHead, TextHead
 from mmldlm.models.mmdit.null_condition import apply_null_condition
 from mmldlm.models.mmdit.packing import RECTANGLE_FILL, Packing, PackingShape, has_varlen, pack, row_positions
+
+
+class _LastRows(NamedTuple):
+    """What the heads read: text [M, H] of samples [M], latent [B, N * K, H], condition and pooled [B, C]."""
+
+    text: Tensor
+    sample: Tensor
+    latent: Tensor
+    condition: Tensor
+    pooled: Tensor
 
 
 class MultimodalMMDiT(LatentTransformer):
@@ -57,6 +68,8 @@ class MultimodalMMDiT(LatentTransformer):
             nn.SiLU(), nn.Linear(cond, cond), nn.SiLU(), nn.Linear(cond, config.max_seq_len)
         )
         self._initialize()
+        # Last, so that the rest starts from the same weights with and without it.
+        self.quality_head = QualityHead(width) if config.quality_head else None
 
     def _initialize(self) -> None:
         # adaLN-Zero: every block starts as the identity, every head reads the unmodulated norm.
@@ -97,6 +110,7 @@ class MultimodalMMDiT(LatentTransformer):
         text_weights: Tensor | None = None,
         text_candidates: Candidates | None = None,
         dropout_keys: Tensor | None = None,
+        draft_swaps: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Joint forward pass.
 
@@ -116,6 +130,8 @@ class MultimodalMMDiT(LatentTransformer):
             text_targets: int64 clean tokens at text_positions; their NLLs are returned instead of logits. [M]
             text_weights: fp32 weight of each target in text_loss_sum. [M] text_candidates: see Candidates.
             dropout_keys: int64, random, of each sample; needed in training with model.dropout, unused otherwise. [B]
+            draft_swaps: int64, with text_targets and model.quality_head: also judge the text with the most probable
+                tokens at the scored positions, and these where they are not -1. [B, S]
 
         Returns:
             latent_pred: [B, P * D] or [B, N, P * D], as `latents` ([B, P * D] when None); P: latent_predictions.
@@ -123,6 +139,7 @@ class MultimodalMMDiT(LatentTransformer):
                 otherwise. [B, max_seq_len]
             text_logits: fp32 with -inf for [MASK]; absent with targets. [M, V], or [B, S, V] without positions
             text_loss_sum (fp32 scalar), text_nll and text_correct [M]: with targets. Without text_tokens, no text_*.
+            quality_logits fp32 and quality_targets bool [N]: of every computed token of the draft, with draft_swaps.
 
         Raises:
             ValueError: on shapes that do not fit the config, dropout without keys, token_positions that leave text out
@@ -130,6 +147,63 @@ class MultimodalMMDiT(LatentTransformer):
         """
         if text_tokens is None and latents is None:
             raise ValueError("forward needs text_tokens or latents")
+        rows = self._run(
+            text_tokens, latents, text_timesteps, latent_timesteps, attention_mask, text_is_null, latent_is_null,
+            token_positions, text_positions, dropout_keys,
+        )  # fmt: skip
+        latent_pred = self.latent_head(rows.latent, rows.condition).float()
+        length_logits = self.length_head(self._pooled_condition(rows.pooled, latent_timesteps)).float()
+        out = {"latent_pred": _like_given(latent_pred, latents), "length_logits": length_logits}
+        if text_tokens is None:
+            return out
+        out |= self.text_head(rows.text, rows.sample, rows.condition, text_targets, text_weights, text_candidates)
+        if text_positions is None and text_targets is None:
+            out["text_logits"] = out["text_logits"].view(*text_tokens.shape, -1)
+        if draft_swaps is not None:
+            best = self._best_tokens(rows, text_targets)
+            clean, draft = (
+                text_tokens.flatten().index_copy(0, text_positions, tokens).view_as(text_tokens)
+                for tokens in (text_targets, best)
+            )
+            draft = torch.where(draft_swaps >= 0, draft_swaps, draft)
+            judged = torch.arange(draft.numel(), device=draft.device) if token_positions is None else token_positions
+            given = draft, latents, latent_timesteps, attention_mask, judged
+            out["quality_logits"] = self.quality_logits(
+                *given, text_is_null, latent_is_null, token_positions, dropout_keys
+            )
+            out["quality_targets"] = (draft == clean).flatten().index_select(0, judged)
+        return out
+
+    def quality_logits(
+        self, text_tokens: Tensor, latents: Tensor | None, latent_timesteps: Tensor | None,
+        attention_mask: Tensor | None, text_positions: Tensor, text_is_null: Tensor | None = None,
+        latent_is_null: Tensor | None = None, token_positions: Tensor | None = None,
+        dropout_keys: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Judge finished texts: logits [M] fp32 of the probability that the tokens at text_positions are right.
+
+        The arguments are those of `forward`.
+        """
+        rows = self._run(
+            text_tokens, latents, None, latent_timesteps, attention_mask, text_is_null, latent_is_null, token_positions,
+            text_positions, dropout_keys,
+        )  # fmt: skip
+        return self.quality_head(rows.text)
+
+    @torch.no_grad()
+    def _best_tokens(self, rows: _LastRows, targets: Tensor) -> Tensor:
+        """[M] what a sampler would write in one pass: the most probable tokens, and EOS where the text ends."""
+        ids = self.config.mask_token_id, self.config.pad_token_id, self.config.eos_token_id
+        best = self.text_head(rows.text, rows.sample, rows.condition, None, None, excluded=ids)["text_best"]
+        return torch.where(targets == self.config.eos_token_id, targets, best)
+
+    def _run(
+        self, text_tokens: Tensor | None, latents: Tensor | None, text_timesteps: Tensor | None,
+        latent_timesteps: Tensor | None, attention_mask: Tensor | None, text_is_null: Tensor | None,
+        latent_is_null: Tensor | None, token_positions: Tensor | None, text_positions: Tensor | None,
+        dropout_keys: Tensor | None,
+    ) -> _LastRows:  # fmt: skip
+        """All of `forward` but its heads."""
         given = latents if text_tokens is None else text_tokens
         tokens, key_is_null = text_tokens, text_is_null
         if text_tokens is None:
@@ -143,23 +217,14 @@ class MultimodalMMDiT(LatentTransformer):
         packed, packing = self._pack(tokens, latent, attention_mask, key_is_null, token_positions, selects)
         ids = tokens.flatten() if packed is None else tokens.flatten().index_select(0, packed)
         text = self.text_encoder(ids, packing.first_rows, text_is_null)
-
         outputs = packing  # of the rows that a head reads
         if text_tokens is None or selects:
             outputs = packing.restrict_to(_text_rows(packing, packed, None if text_tokens is None else text_positions))
         dropout = self._dropout(dropout_keys, packed, tokens.shape[1], packing)
         rows = self._run_blocks(torch.cat([text, latent.flatten(0, 1)]), condition, packing, outputs, dropout)
         text_rows, latent_rows = rows.tensor_split(outputs.stream_ends[:-1])
-        latent_pred = self.latent_head(latent_rows.view(*latent.shape[:2], -1), condition).float()
-        length_logits = self.length_head(self._pooled_condition(pooled, latent_timesteps)).float()
-        out = {"latent_pred": _like_given(latent_pred, latents), "length_logits": length_logits}
-        if text_tokens is None:
-            return out
-        scored = text_targets, text_weights, text_candidates
-        out |= self.text_head(text_rows, outputs.sample[: outputs.num_text], condition, *scored)
-        if not selects and text_targets is None:
-            out["text_logits"] = out["text_logits"].view(*tokens.shape, -1)
-        return out
+        latent_rows = latent_rows.view(*latent.shape[:2], -1)
+        return _LastRows(text_rows, outputs.sample[: outputs.num_text], latent_rows, condition, pooled)
 
     def _encode_latents(
         self, points: Tensor, timesteps: Tensor | None, is_null: Tensor | None

@@ -9,6 +9,8 @@ import numpy as np
 
 from mmldlm.data.store.mixture import MixedStore
 from mmldlm.data.store.store import Store
+from mmldlm.engines.deepspeed.config import resolve_stage
+from mmldlm.errors import UserError
 from mmldlm.tasks.latent_data import LatentData, open_latent_data, standard_scaling
 from mmldlm.tasks.translation.config import TranslationConfig
 from mmldlm.tasks.translation.freezing import decided_freeze
@@ -25,8 +27,15 @@ def open_data(config: TranslationConfig) -> TranslationData:
     """Open both splits and fill in what they decide: latent_dim, vocab_size, token ids, training.freeze=auto.
 
     Raises:
-        UserError: no store, damaged store, unusable latents, or a config that contradicts the data.
+        UserError: no store, damaged store, unusable latents, a config that contradicts the data, or model.quality_head
+            under ZeRO-3.
     """
+    if config.model.quality_head and config.engine.kind == "deepspeed" and resolve_stage(config) == 3:
+        raise UserError(
+            "an engine under which one step can pass through the blocks twice, as model.quality_head=true does",
+            "ZeRO-3, which reduces the gradients of a block once",
+            "set engine.kind=fsdp, or engine.zero_stage=2",
+        )
     data = open_latent_data(TranslationData, config, partial(_scaling, config))
     data.config.training.freeze = decided_freeze(data.config)
     return data

@@ -20,6 +20,7 @@ from mmldlm.tasks.masking import dynamic_weights, mask_texts
 from mmldlm.tasks.row_reader import RowReader
 from mmldlm.tasks.translation.candidates import CandidateSampler
 from mmldlm.tasks.translation.config import PURE_MODES, TranslationConfig
+from mmldlm.tasks.translation.word_swaps import WordSwaps
 
 UNCONDITIONAL, L2T, T2L = range(3)
 assert PURE_MODES == ("unconditional", "l2t", "t2l")
@@ -43,7 +44,8 @@ class NoisedBatch(Batch):
             weight), text_rows [M] int64 (sample of each scored position), latent_targets [B, D] fp32, latent_clean
             [B, D] fp32, latent_weights [B] fp32 (0 where the latent is not scored), length_targets [B] int64
             (length - 1), length_weights [B] fp32; with candidates text_candidates [C] and text_columns [M] int64; with
-            loss.text_weighting=dynamic text_loss_weights [M] fp32; with model.dropout dropout_keys [B] int64.
+            loss.text_weighting=dynamic text_loss_weights [M] fp32; with model.dropout dropout_keys [B] int64;
+            with model.quality_head draft_swaps [B, S] int64 (WordSwaps).
         modes: [B] index in PURE_MODES.
         counts: text_tokens, latents (of N latents per text, each), lengths.
     """
@@ -111,6 +113,7 @@ class Noiser:
         condition_dropout: None: training.condition_dropout.
         max_norm: a latent above this norm is a corrupted row; it is left out and reported.
         candidates: of loss.text_candidates; None: the text head scores the whole vocabulary.
+        swaps: words for the drafts that the quality head judges; None: there is none.
         in_training: whether the training options that no evaluation has apply (t2l_pure_noise, l2t_condition_noise,
             dropout).
     """
@@ -128,6 +131,7 @@ class Noiser:
         condition_dropout: float | None = None,
         max_norm: float = math.inf,
         candidates: CandidateSampler | None = None,
+        swaps: WordSwaps | None = None,
         in_training: bool = True,
     ):
         self.text = MaskedDiffusion(mask_token_id, config.text_diffusion.schedule, config.text_diffusion.eps)
@@ -136,7 +140,7 @@ class Noiser:
         self.weighs_dynamically = config.loss.text_weighting == "dynamic"
         self.pad_token_id, self.eos_token_id = pad_token_id, eos_token_id
         self.latent_mean, self.latent_std = latent_mean, latent_std
-        self.candidates = candidates
+        self.candidates, self.swaps = candidates, swaps
         vocab_size = config.model.vocab_size or np.iinfo(np.int64).max
         self.reader = RowReader(vocab_size, latent_mean, max_norm, config.stability.nan_to_num)
         weights = mode_weights or config.training.mode_weights()
@@ -183,6 +187,8 @@ class Noiser:
         tensors |= self._latent_tensors(padded, modes, real, draws.latent[in_batch])
         if self.has_dropout:
             tensors["dropout_keys"] = dropout_keys(self.seed, batch.epoch, ids, slots)
+        if self.swaps is not None:
+            tensors["draft_swaps"] = self.swaps.draw(self.seed, batch.epoch, ids, slots, padded.attention)
         if self.candidates is not None:
             generator = counter_generator(self.seed, batch.epoch, batch.index, 0, _CANDIDATE_STREAM)
             tensors |= self.candidates.tensors(tensors["text_targets"], generator)
