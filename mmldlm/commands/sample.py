@@ -57,6 +57,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "remask": {"unconditional": None},
     "remask_eta": {"unconditional": None},
     "num_lengths": {"l2t": None},
+    "critic_rounds": {"l2t": None},
+    "critic_share": {"l2t": None},
     "num_beams": {"l2t": None, "unconditional": None},
     "method": {"t2l": "ddim", "unconditional": None},
     "solver": {"unconditional": "ddim"},
@@ -69,7 +71,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 TASK_OPTIONS = (
     "num_steps", "sampler", "temperature", "top_p", "guidance", "presence_penalty", "num_beams", "method",
     "solver", "eta", "condition_timestep", "schedule", "spacing", "threshold", "factor", "delta", "gamma", "remask",
-    "remask_eta", "num_lengths",
+    "remask_eta", "num_lengths", "critic_rounds", "critic_share",
 )  # fmt: skip
 METHODS = {"t2l": SOLVERS, "unconditional": JOINT_METHODS}
 
@@ -133,6 +135,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "metavar": "M",
         "help": "write a text in each of the M most probable lengths and keep the most probable one (default: one text "
         "of the median length)",
+    },
+    "critic_rounds": {
+        "type": int,
+        "metavar": "R",
+        "help": "then R times mask the words that the quality head doubts most, write them again, and keep a text if "
+        "its mean quality is higher (a model of model.quality_head=true)",
+    },
+    "critic_share": {
+        "type": float,
+        "metavar": "RHO",
+        "help": "share of the words of a text that the first of --critic-rounds masks, falling to 0 (default 0.1)",
     },
     "num_beams": {"type": int, "metavar": "W", "help": "beams of a beam search (default: 4)"},
     "method": {
@@ -218,7 +231,17 @@ def resolve_options(args: argparse.Namespace) -> list[str]:
         if getattr(args, key) is None:
             setattr(args, key, defaults.get(args.kind))
     _check_ranges(args)
+    _check_critic(args)
     return given
+
+
+def _check_critic(args: argparse.Namespace) -> None:
+    if args.critic_share is not None and not args.critic_rounds:
+        raise UserError(
+            "--critic-share with --critic-rounds R", "--critic-share alone", "add --critic-rounds, or omit it"
+        )
+    if args.critic_rounds and args.search is not None:
+        raise UserError("--critic-rounds or --search, which changes texts as well", "both", "omit one of them")
 
 
 def fit_to_task(args: argparse.Namespace, given: list[str], pretrained: Pretrained) -> None:
@@ -259,7 +282,7 @@ def _option(key: str) -> str:
 def _check_ranges(args: argparse.Namespace) -> None:
     for key, low, high in (
         ("num_samples", 1, None), ("num_steps", 1, None), ("num_beams", 1, None), ("temperature", 0, None),
-        ("num_lengths", 1, None),
+        ("num_lengths", 1, None), ("critic_rounds", 0, None), ("critic_share", 0, 1),
         ("top_p", 1e-6, 1), ("eta", 0, 1), ("seed", 0, None), ("condition_timestep", 0, 1),
     ):  # fmt: skip
         value = getattr(args, key)
@@ -275,6 +298,7 @@ def _check_trace(args: argparse.Namespace) -> None:
         return
     check_page_path(args.trace, "--trace", args.overwrite)
     several = "num_lengths" if (args.num_lengths or 1) > 1 else "search" if args.search is not None else None
+    several = "critic_rounds" if args.critic_rounds else several
     if several is not None:
         option = _option(several)
         found = f"{option} {getattr(args, several)}, which writes several and keeps one"

@@ -167,13 +167,7 @@ class HierarchicalDivergence(NamedTuple):
     group: Tensor
 
     def score(self, logits: Tensor, rows: slice, wants_grad: bool) -> tuple[Tensor, Tensor | None]:
-        """Return d [R] and its gradient [R, V], in the logits' dtype.
-
-        Args:
-            logits: fp32 or fp64, -inf for [MASK]. [R, V]
-            rows: which of the M rows they are.
-            wants_grad: whether to compute the gradient.
-        """
+        """See `mmldlm.diffusion.process.Divergence`."""
         x, is_masked = self.targets[rows, None], self.is_masked[rows, None]
         inside = logits.masked_fill(self.group != self.group[x], float("-inf"))
         cluster = inside.logsumexp(-1, keepdim=True)

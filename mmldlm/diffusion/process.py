@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -81,6 +81,29 @@ class TokenProcess(Protocol):
         ...
 
 
+class Divergence(Protocol):
+    """d of M rows, which a NELBO weighs: a NamedTuple of tensors.
+
+    Attributes:
+        targets: clean tokens. [M] int64
+    """
+
+    _fields: tuple[str, ...]
+    targets: Tensor
+
+    def _asdict(self) -> dict[str, Tensor]: ...
+
+    def score(self, logits: Tensor, rows: slice, wants_grad: bool) -> tuple[Tensor, Tensor | None]:
+        """Return d [R] and its gradient [R, V] with respect to the logits, in their dtype.
+
+        Args:
+            logits: fp32 or fp64, -inf for [MASK]. [R, V]
+            rows: which of the M rows they are.
+            wants_grad: whether to compute the gradient.
+        """
+        ...
+
+
 class DivergenceProcess(Protocol):
     """Discrete diffusion of tokens whose NELBO weighs a divergence over the vocabulary, by token and noised token.
 
@@ -98,8 +121,8 @@ class DivergenceProcess(Protocol):
         """The NELBO's weights at t in (0, 1), fp64; the arguments broadcast."""
         ...
 
-    def divergence(self, tokens: Tensor, noised: Tensor, t: Tensor) -> Any:
-        """What the weights multiply, of M scored rows: a NamedTuple of tensors with the method `score`."""
+    def divergence(self, tokens: Tensor, noised: Tensor, t: Tensor) -> Divergence:
+        """What the weights multiply, of M scored rows."""
         ...
 
     def is_open(self, tokens: Tensor) -> Tensor:

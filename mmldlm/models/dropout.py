@@ -14,8 +14,7 @@ from torch import Tensor
 
 from mmldlm.models.layers import cache_tensor
 
-ATTENTION, MLP = 0, 1  # places of a layer
-_PLACES = 2
+ATTENTION, MLP, CROSS = 0, 1, 2  # places of a layer; CROSS where there is cross-attention
 _LANES = 4  # masks of 16 bits in one number of 64
 
 
@@ -45,15 +44,19 @@ class RowDropout(NamedTuple):
     """Dropout of the rows [R, H] of a model or, after `of_layer`, of one layer.
 
     Attributes:
-        keys: int64, one for each layer, place (ATTENTION, MLP) and row. [layers * 2, R]
+        keys: int64, one for each layer, place (ATTENTION, MLP, CROSS) and row. [layers * places, R]
         rate: probability that an element is dropped, rounded to 1 / 65,536.
+        places: of a layer.
     """
 
     keys: Tensor
     rate: float
+    places: int = 2
 
     @classmethod
-    def of_rows(cls, keys: Tensor, sample: Tensor, position: Tensor, num_layers: int, rate: float) -> RowDropout:
+    def of_rows(
+        cls, keys: Tensor, sample: Tensor, position: Tensor, num_layers: int, rate: float, places: int = 2
+    ) -> RowDropout:
         """Return the dropout of a batch.
 
         Args:
@@ -62,14 +65,15 @@ class RowDropout(NamedTuple):
             position: number of each row in its sample, different for each of its rows. [R] int64
             num_layers: number of layers.
             rate: in (0, 1).
+            places: of a layer, 3 with cross-attention.
         """
         rows = mix(keys.index_select(0, sample) + position * _STEP)
-        uses = torch.arange(1, _PLACES * num_layers + 1, device=rows.device)[:, None] * _STEP
-        return cls(mix(rows + uses) | 1, rate)
+        uses = torch.arange(1, places * num_layers + 1, device=rows.device)[:, None] * _STEP
+        return cls(mix(rows + uses) | 1, rate, places)
 
     def of_layer(self, layer: int) -> RowDropout:
         """Return the dropout of one layer."""
-        return self._replace(keys=self.keys[_PLACES * layer : _PLACES * (layer + 1)])
+        return self._replace(keys=self.keys[self.places * layer : self.places * (layer + 1)])
 
     def select(self, rows: Tensor | None) -> RowDropout:
         """Return the dropout of some rows [Q]; None: all."""

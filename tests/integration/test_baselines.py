@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from tests.support.baseline_worker import ARMS, BAD_STEP, ENGINES, RESUMED_ON, STEPS
+from tests.support.baseline_worker import ARMS, BAD_STEP, ENGINES, RESUMED_ON, STEPS, config_of
 from tests.support.helpers import ROOT, read_log, run_ranks
 
 pytestmark = pytest.mark.long
@@ -52,6 +52,38 @@ def test_a_resumed_run_has_the_same_losses(runs, arm, engine):
     straight, resumed = read_log(runs, f"{arm}_{engine}")[4:], read_log(runs, f"{arm}_resumed")
     for key in ("step", "loss", "text_loss", "grad_norm", "lr", "samples"):
         assert [record[key] for record in resumed] == [record[key] for record in straight], key
+
+
+@pytest.mark.parametrize("arm", ["mdlm", "latent_dit_adaln"])  # AR, GIDD and HDLM: in the tests of their tasks
+def test_the_skipped_step_is_replayed(runs, arm, tmp_path, monkeypatch):
+    from mmldlm.cli import main
+    from mmldlm.tasks.baselines.mdlm.collator import MaskingCollator
+
+    make = MaskingCollator.collate
+
+    def planted(self, batch, *arguments):
+        found = make(self, batch, *arguments)
+        if batch.step == BAD_STEP - 1:
+            found.tensors["text_weights"][:] = float("nan")
+        return found
+
+    monkeypatch.setattr(MaskingCollator, "collate", planted)
+    words = ["replay", str(runs / f"{arm}_single"), "last", "--dtypes", "fp32", "--json", str(tmp_path / "replay.json")]
+    assert main(words) == 0
+    (found,) = json.loads((tmp_path / "replay.json").read_text())["dtypes"]["fp32"]["micro_batches"]
+    assert found["origins"][0]["kind"] == "NaN"
+
+
+@pytest.mark.parametrize("arm", ["ar", "mdlm", "latent_dit_cross_attention", "gidd", "hdlm"])
+def test_sanity_finds_nothing_wrong(store, tmp_path, arm):
+    from mmldlm.config.task_registry import find_task
+    from mmldlm.debug.findings import FAIL
+    from mmldlm.debug.sanity_runner import SanityRunner
+
+    config = config_of(arm, str(store), str(tmp_path), "sanity", 1, "engine.kind=single")
+    found = SanityRunner(find_task(config.task).open_data(config))
+    found.run(3, 6)
+    assert [f"{row.id}: {row.reason}" for row in found.findings.rows() if row.status == FAIL] == []
 
 
 @pytest.mark.parametrize(("arm", "engine"), [("mdlm", "zero3"), ("latent_dit_cross_attention", "fsdp")])

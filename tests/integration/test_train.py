@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.engine_worker import BAD_STEP, ENGINES, RESUMED_BY, UNEVEN
+from tests.support.engine_worker import BAD_STEP, ENGINES, REFUSED, RESUMED_BY, UNEVEN
 from tests.support.helpers import ROOT, environment, launch, read_log, run_ranks, torchrun, train_words
 
 pytestmark = pytest.mark.long
@@ -161,7 +161,7 @@ def test_uneven_batches_and_frozen_groups_on_every_engine(store, tmp_path):
     for case in UNEVEN:
         expected = [record["loss"] for record in read_log(tmp_path, f"{case}_single")]
         assert len(expected) == 5
-        for engine in ENGINES:
+        for engine in (engine for engine in ENGINES if (case, engine) not in REFUSED):
             found = [record["loss"] for record in read_log(tmp_path, f"{case}_{engine}")]
             assert found == pytest.approx(expected, rel=2e-5), (case, engine)
     for engine in ("single", *ENGINES):

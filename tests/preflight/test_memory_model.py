@@ -39,7 +39,12 @@ TWO_PREDICTIONS = (
 
 @pytest.mark.parametrize("name", [name for name in preset_names() if load_config(name).task == "translation"])
 @pytest.mark.parametrize(
-    "words", [(), ("model.tie_embeddings=true", "model.qk_rmsnorm=false", "model.num_latents=3"), TWO_PREDICTIONS]
+    "words",
+    [
+        (),
+        ("model.tie_embeddings=true", "model.qk_rmsnorm=false", "model.num_latents=3", "model.quality_head=true"),
+        TWO_PREDICTIONS,
+    ],
 )
 def test_parameters_of_every_preset_to_the_element(name, words):
     config = configured(name, *words)
@@ -77,6 +82,8 @@ def kept_for_backward(config, length) -> int:
             "text_targets": torch.zeros(masked, dtype=torch.int64), "text_weights": torch.zeros(masked),
             "dropout_keys": torch.zeros(batch, dtype=torch.int64),
         }  # fmt: skip
+        if config.model.quality_head:
+            inputs["draft_swaps"] = torch.full((batch, length), -1)
         tokens = torch.zeros(batch, length, dtype=torch.int64)
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
     kept, alive = {}, []  # alive: no address is used twice
@@ -91,6 +98,7 @@ def kept_for_backward(config, length) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = model(tokens, **inputs)
         loss = out["text_loss_sum"] + out["latent_pred"].sum() + out["length_logits"].sum()
+        loss = loss + out["quality_logits"].sum() if config.model.quality_head else loss
     del loss
     return sum(kept.values())
 
@@ -103,6 +111,7 @@ def kept_for_backward(config, length) -> int:
         ("tiny", 64, "training.train_batch_size=32", "model.hidden_size=192", "model.n_blocks=5"),
         ("small", 64, "training.train_batch_size=4", "model.dropout=0.1"),
         ("mmdit", 128, "training.train_batch_size=2", "model.tokens_per_latent=9"),
+        ("small", 64, "training.train_batch_size=4", "model.quality_head=true"),
     ],
     ids=lambda words: f"{words[0]}_{words[1]}",
 )

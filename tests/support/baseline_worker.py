@@ -23,13 +23,14 @@ ENGINES = {  # ZeRO-3 last: DeepSpeed then replaces torch's linear function in t
     "zero3": ["engine.zero_stage=3"],
 }
 ARMS = {
-    "ar": ["model.tokens_per_latent=2", "model.tie_embeddings=true", "optimizer.kind=muon"],
+    "ar": ["model.dropout=0.2", "model.tokens_per_latent=2", "model.tie_embeddings=true", "optimizer.kind=muon"],
     "mdlm": ["model.conditioning=none"],
     "latent_dit_adaln": ["model.cond_dim=32"],
-    "latent_dit_cross_attention": ["model.cond_dim=32", "model.tokens_per_latent=2"],
+    "latent_dit_cross_attention": ["model.dropout=0.2", "model.cond_dim=32", "model.tokens_per_latent=2"],
     "latent_dit_tokens": ["model.cond_dim=32", "model.tokens_per_latent=2"],
     "gidd": ["model.cond_dim=32", "model.tokens_per_latent=2", "model.conditioning=prefix"],
     "hdlm": [
+        "model.dropout=0.2",
         "model.cond_dim=32",
         "model.tokens_per_latent=2",
         "model.conditioning=cross_attention",
@@ -42,9 +43,9 @@ RESUMED_ON = dict(zip(ARMS, ("zero2", "ddp", "zero3", "fsdp", "zero3", "zero3", 
 STEPS, BAD_STEP = 6, 3
 
 
-def run(arm: str, store: str, folder: str, name: str, *words: str) -> None:
-    """One tiny training of a preset; a global batch has 8 texts."""
-    micro = 8 // int(os.environ["WORLD_SIZE"])
+def config_of(arm: str, store: str, folder: str, name: str, world_size: int, *words: str):
+    """Config of one tiny training of a preset; a global batch has 8 texts."""
+    micro = 8 // world_size
     common = [
         f"data.latent_data_root={store}", f"logging.save_dir={folder}", f"logging.run_name={name}",
         "data.max_validation_samples=16", f"training.train_batch_size={micro}", f"training.num_train_steps={STEPS}",
@@ -52,8 +53,12 @@ def run(arm: str, store: str, folder: str, name: str, *words: str) -> None:
         "training.dtype=fp32", "optimizer.lr=2e-3", "optimizer.warmup_steps=2", "model.hidden_size=32",
         "model.n_blocks=2", "model.n_heads=2", "model.max_seq_len=64",
     ]  # fmt: skip
-    config = load_config(arm, None, [*common, *ARMS[arm], *words])
-    train(check_run(config, int(os.environ["WORLD_SIZE"])))
+    return load_config(arm, None, [*common, *ARMS[arm], *words])
+
+
+def run(arm: str, store: str, folder: str, name: str, *words: str) -> None:
+    world_size = int(os.environ["WORLD_SIZE"])
+    train(check_run(config_of(arm, store, folder, name, world_size, *words), world_size))
 
 
 def poison_one_step() -> None:

@@ -42,8 +42,12 @@ UNEVEN = {
         "training.l2t_condition_noise=0.3",
         "loss.text_weighting=dynamic",
     ],  # fmt: skip
+    # Two passes through the blocks in one forward pass.
+    "critic": ["model.quality_head=true", "model.dropout=0.2", "training.grad_accum_steps=2"],
     "frozen_t2l": ["training.freeze=by_mode", "training.loss_type=t2l"],
 }
+REFUSED = {("critic", "zero3")}
+"""Cases that an engine refuses."""
 BAD_STEP = 3
 
 
@@ -111,7 +115,8 @@ def uneven(store: str, folder: str) -> None:
         micro = 8 // world // (2 if "training.grad_accum_steps=2" in words else 1)
         sizes = [f"training.train_batch_size={micro}", "training.num_train_steps=5", "logging.save_freq=5"]
         for name, engine in ENGINES.items() if world > 1 else [("single", ["engine.kind=single"])]:
-            run(store, folder, f"{case}_{name}", *engine, *words, *sizes)
+            if (case, name) not in REFUSED:
+                run(store, folder, f"{case}_{name}", *engine, *words, *sizes)
 
 
 RESUMED_BY = {"ddp": "zero2", "fsdp": "zero3", "zero0": "fsdp", "zero1": "zero0", "zero2": "ddp", "zero3": "zero1"}

@@ -56,6 +56,10 @@ class ModelConfig(Section):
     """In training, the fraction of the elements of each block's attention output and MLP output that is set to 0. The
     masks are functions of seed, epoch, sample and position: equal on every engine and number of ranks, and after a
     resume."""
+    quality_head: bool = False
+    """Also learn, at every word of a finished draft, the probability that it is right (after PRISM, arXiv 2510.01384):
+    in training the model fills its masks itself, a tenth of the words is replaced by others, and a second pass judges
+    the text. Read by `mmldlm sample l2t --critic-rounds`. A training step takes about twice as long."""
     gradient_checkpointing: Annotated[bool, OnResume.REPORT] = False
     """Keep only the rows between blocks and run each block again in the backward pass: a third more work for about a
     tenth of the memory. Off, blocks still recompute what is cheap (norms, modulation, GELU, rotation)."""

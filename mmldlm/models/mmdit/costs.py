@@ -19,6 +19,7 @@ _GROUP_OF_MODULE = {
     "text_encoder": "text",
     "text_head": "text",
     "length_head": "text",
+    "quality_head": "text",
     "latent_encoder": "latent",
     "latent_head": "latent",
     "text_timestep": "shared",
@@ -44,7 +45,8 @@ def parameter_counts(model: ModelConfig) -> dict[str, int]:
     width, cond, vocab, dim = model.hidden_size, model.cond_dim, model.vocab_size, model.latent_dim
     chunks = model.tokens_per_latent * width
     two_layers = cond * cond + cond  # the second layer of every small MLP
-    return {
+    quality = {"quality_head": width * width + 2 * width + 1} if model.quality_head else {}
+    return quality | {
         "text_encoder": vocab * width + width,
         "latent_encoder": dim * chunks + 3 * chunks + model.num_latents * width + dim * cond + cond + two_layers + cond,
         "text_timestep": FREQUENCIES * cond + cond + two_layers,
@@ -91,6 +93,9 @@ def activation_bytes(model: ModelConfig, batch: int, length: int, dtype: str) ->
         blocks = model.n_blocks * block - batch * length / 2 * size * (2 * width + mlp)
     head = 2.5 * length * width + 8 * width  # rows of the scored half, their norm and modulation
     outside = batch * size * (head + 12 * model.cond_dim + 2 * FREQUENCIES + model.num_latents * model.latent_dim)
+    if model.quality_head:  # the pass over the draft, whose last block computes all text rows
+        blocks += model.n_blocks * inputs + block if model.gradient_checkpointing else model.n_blocks * block
+        outside += batch * size * 5 * length * width
     return int(blocks + outside)
 
 
@@ -186,6 +191,8 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "latent_head.to_latent.weight": (config.get("latent_predictions", 1) * latent, tokens * width),
         "length_head.3.weight": (config["max_seq_len"], cond),
     }
+    if config.get("quality_head"):
+        shapes["quality_head.to_hidden.weight"] = (width, width)
     for block in range(config["n_blocks"]):
         name = f"blocks.{block}"
         shapes[f"{name}.modulation.weight"] = (12 * width, cond)
@@ -216,4 +223,9 @@ def training_flops(
     fixed = one.embeddings + one.modulation + one.latent_blocks + one.latent_head + one.length_head
     num_logits = num_scored * model.vocab_size if num_logits is None else num_logits
     head = 2 * num_logits * model.hidden_size
-    return 3 * (num_samples * (fixed + per_row * mean + one.attention * pairs) - saved + head)
+    blocks = num_samples * (fixed + per_row * mean + one.attention * pairs)
+    quality = 0.0
+    if model.quality_head:  # the text head's forward pass, then a pass over the draft
+        quality = 2 * num_scored * model.vocab_size * model.hidden_size + 3 * blocks
+        quality += 6 * num_tokens * model.hidden_size * (model.hidden_size + 1)
+    return 3 * (blocks - saved + head) + quality

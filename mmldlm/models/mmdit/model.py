@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mmldlm.errors import UserError
 from mmldlm.models import pretrained_io
 from mmldlm.models.dropout import RowDropout
+from mmldlm.models.latent_transformer import LatentTransformer, rows_of_positions
 from mmldlm.models.layers import Modulation, StreamLinear, TimestepEmbedding, compute_dtype
 from mmldlm.models.linear_cross_entropy import Candidates
 from mmldlm.models.mmdit.block import MMDiTBlock
@@ -19,12 +20,22 @@ from mmldlm.models.mmdit.config import ModelConfig
 from mmldlm.models.mmdit.costs import GROUPS, group_of
 from mmldlm.models.mmdit.encoders import LatentEncoder, TextEncoder
 from mmldlm.models.mmdit.fused_block import select_rows
-from mmldlm.models.mmdit.heads import LatentHead, TextHead
+from mmldlm.models.mmdit.heads import LatentHead, QualityHead, TextHead
 from mmldlm.models.mmdit.null_condition import apply_null_condition
 from mmldlm.models.mmdit.packing import RECTANGLE_FILL, Packing, PackingShape, has_varlen, pack, row_positions
 
 
-class MultimodalMMDiT(nn.Module):
+class _LastRows(NamedTuple):
+    """What the heads read: text [M, H] of samples [M], latent [B, N * K, H], condition and pooled [B, C]."""
+
+    text: Tensor
+    sample: Tensor
+    latent: Tensor
+    condition: Tensor
+    pooled: Tensor
+
+
+class MultimodalMMDiT(LatentTransformer):
     """Two-stream diffusion transformer over text tokens and sentence embeddings.
 
     Joint bidirectional attention as in SD3's MMDiT (arXiv 2403.03206), adaLN-Zero conditioning (DiT, arXiv 2212.09748)
@@ -38,10 +49,7 @@ class MultimodalMMDiT(nn.Module):
     """
 
     def __init__(self, config: ModelConfig):
-        super().__init__()
-        check_config(config)
-        self.config = config
-        self._blocks_are_compiled = False
+        super().__init__(config)
         width, cond = config.hidden_size, config.cond_dim
         self.text_encoder = TextEncoder(config.vocab_size, width, config.token_embedding_scale)
         self.latent_encoder = LatentEncoder(
@@ -59,11 +67,9 @@ class MultimodalMMDiT(nn.Module):
         self.length_head = nn.Sequential(
             nn.SiLU(), nn.Linear(cond, cond), nn.SiLU(), nn.Linear(cond, config.max_seq_len)
         )
-        # Statistics of the training latents are saved with the weights: without them samples cannot be unscaled.
-        self.normalizes_latents = False  # trained with latent_diffusion.scaling=l2_normalize
-        self.register_buffer("latent_mean", torch.zeros(config.latent_dim))
-        self.register_buffer("latent_std", torch.ones(config.latent_dim))
         self._initialize()
+        # Last, so that the rest starts from the same weights with and without it.
+        self.quality_head = QualityHead(width) if config.quality_head else None
 
     def _initialize(self) -> None:
         # adaLN-Zero: every block starts as the identity, every head reads the unmodulated norm.
@@ -81,18 +87,6 @@ class MultimodalMMDiT(nn.Module):
             self.text_head.weight = self.text_encoder.token_embedding.weight
 
     # -- latents -----------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def set_latent_statistics(self, mean: Tensor, std: Tensor) -> None:
-        """Store the training latents' scaling: model space = (raw - mean [D]) / std [D]."""
-        self.latent_mean.copy_(torch.as_tensor(mean))
-        self.latent_std.copy_(torch.as_tensor(std))
-
-    def scale_latents(self, raw: Tensor) -> Tensor:
-        """Encoder's latents [..., D] -> model space, fp32."""
-        if self.normalizes_latents:
-            raw = nn.functional.normalize(raw.float(), dim=-1)
-        return (raw.float() - self.latent_mean.float()) / self.latent_std.float()
 
     def unscale_latents(self, latents: Tensor) -> Tensor:
         """Model space [..., D] -> encoder's latents, fp32."""
@@ -116,6 +110,7 @@ class MultimodalMMDiT(nn.Module):
         text_weights: Tensor | None = None,
         text_candidates: Candidates | None = None,
         dropout_keys: Tensor | None = None,
+        draft_swaps: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Joint forward pass.
 
@@ -135,6 +130,8 @@ class MultimodalMMDiT(nn.Module):
             text_targets: int64 clean tokens at text_positions; their NLLs are returned instead of logits. [M]
             text_weights: fp32 weight of each target in text_loss_sum. [M] text_candidates: see Candidates.
             dropout_keys: int64, random, of each sample; needed in training with model.dropout, unused otherwise. [B]
+            draft_swaps: int64, with text_targets and model.quality_head: also judge the text with the most probable
+                tokens at the scored positions, and these where they are not -1. [B, S]
 
         Returns:
             latent_pred: [B, P * D] or [B, N, P * D], as `latents` ([B, P * D] when None); P: latent_predictions.
@@ -142,6 +139,7 @@ class MultimodalMMDiT(nn.Module):
                 otherwise. [B, max_seq_len]
             text_logits: fp32 with -inf for [MASK]; absent with targets. [M, V], or [B, S, V] without positions
             text_loss_sum (fp32 scalar), text_nll and text_correct [M]: with targets. Without text_tokens, no text_*.
+            quality_logits fp32 and quality_targets bool [N]: of every computed token of the draft, with draft_swaps.
 
         Raises:
             ValueError: on shapes that do not fit the config, dropout without keys, token_positions that leave text out
@@ -149,6 +147,63 @@ class MultimodalMMDiT(nn.Module):
         """
         if text_tokens is None and latents is None:
             raise ValueError("forward needs text_tokens or latents")
+        rows = self._run(
+            text_tokens, latents, text_timesteps, latent_timesteps, attention_mask, text_is_null, latent_is_null,
+            token_positions, text_positions, dropout_keys,
+        )  # fmt: skip
+        latent_pred = self.latent_head(rows.latent, rows.condition).float()
+        length_logits = self.length_head(self._pooled_condition(rows.pooled, latent_timesteps)).float()
+        out = {"latent_pred": _like_given(latent_pred, latents), "length_logits": length_logits}
+        if text_tokens is None:
+            return out
+        out |= self.text_head(rows.text, rows.sample, rows.condition, text_targets, text_weights, text_candidates)
+        if text_positions is None and text_targets is None:
+            out["text_logits"] = out["text_logits"].view(*text_tokens.shape, -1)
+        if draft_swaps is not None:
+            best = self._best_tokens(rows, text_targets)
+            clean, draft = (
+                text_tokens.flatten().index_copy(0, text_positions, tokens).view_as(text_tokens)
+                for tokens in (text_targets, best)
+            )
+            draft = torch.where(draft_swaps >= 0, draft_swaps, draft)
+            judged = torch.arange(draft.numel(), device=draft.device) if token_positions is None else token_positions
+            given = draft, latents, latent_timesteps, attention_mask, judged
+            out["quality_logits"] = self.quality_logits(
+                *given, text_is_null, latent_is_null, token_positions, dropout_keys
+            )
+            out["quality_targets"] = (draft == clean).flatten().index_select(0, judged)
+        return out
+
+    def quality_logits(
+        self, text_tokens: Tensor, latents: Tensor | None, latent_timesteps: Tensor | None,
+        attention_mask: Tensor | None, text_positions: Tensor, text_is_null: Tensor | None = None,
+        latent_is_null: Tensor | None = None, token_positions: Tensor | None = None,
+        dropout_keys: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Judge finished texts: logits [M] fp32 of the probability that the tokens at text_positions are right.
+
+        The arguments are those of `forward`.
+        """
+        rows = self._run(
+            text_tokens, latents, None, latent_timesteps, attention_mask, text_is_null, latent_is_null, token_positions,
+            text_positions, dropout_keys,
+        )  # fmt: skip
+        return self.quality_head(rows.text)
+
+    @torch.no_grad()
+    def _best_tokens(self, rows: _LastRows, targets: Tensor) -> Tensor:
+        """[M] what a sampler would write in one pass: the most probable tokens, and EOS where the text ends."""
+        ids = self.config.mask_token_id, self.config.pad_token_id, self.config.eos_token_id
+        best = self.text_head(rows.text, rows.sample, rows.condition, None, None, excluded=ids)["text_best"]
+        return torch.where(targets == self.config.eos_token_id, targets, best)
+
+    def _run(
+        self, text_tokens: Tensor | None, latents: Tensor | None, text_timesteps: Tensor | None,
+        latent_timesteps: Tensor | None, attention_mask: Tensor | None, text_is_null: Tensor | None,
+        latent_is_null: Tensor | None, token_positions: Tensor | None, text_positions: Tensor | None,
+        dropout_keys: Tensor | None,
+    ) -> _LastRows:  # fmt: skip
+        """All of `forward` but its heads."""
         given = latents if text_tokens is None else text_tokens
         tokens, key_is_null = text_tokens, text_is_null
         if text_tokens is None:
@@ -162,23 +217,14 @@ class MultimodalMMDiT(nn.Module):
         packed, packing = self._pack(tokens, latent, attention_mask, key_is_null, token_positions, selects)
         ids = tokens.flatten() if packed is None else tokens.flatten().index_select(0, packed)
         text = self.text_encoder(ids, packing.first_rows, text_is_null)
-
         outputs = packing  # of the rows that a head reads
         if text_tokens is None or selects:
             outputs = packing.restrict_to(_text_rows(packing, packed, None if text_tokens is None else text_positions))
         dropout = self._dropout(dropout_keys, packed, tokens.shape[1], packing)
         rows = self._run_blocks(torch.cat([text, latent.flatten(0, 1)]), condition, packing, outputs, dropout)
         text_rows, latent_rows = rows.tensor_split(outputs.stream_ends[:-1])
-        latent_pred = self.latent_head(latent_rows.view(*latent.shape[:2], -1), condition).float()
-        length_logits = self.length_head(self._pooled_condition(pooled, latent_timesteps)).float()
-        out = {"latent_pred": _like_given(latent_pred, latents), "length_logits": length_logits}
-        if text_tokens is None:
-            return out
-        scored = text_targets, text_weights, text_candidates
-        out |= self.text_head(text_rows, outputs.sample[: outputs.num_text], condition, *scored)
-        if not selects and text_targets is None:
-            out["text_logits"] = out["text_logits"].view(*tokens.shape, -1)
-        return out
+        latent_rows = latent_rows.view(*latent.shape[:2], -1)
+        return _LastRows(text_rows, outputs.sample[: outputs.num_text], latent_rows, condition, pooled)
 
     def _encode_latents(
         self, points: Tensor, timesteps: Tensor | None, is_null: Tensor | None
@@ -195,16 +241,11 @@ class MultimodalMMDiT(nn.Module):
             ValueError: shapes that do not fit the config.
         """
         config = self.config
-        if tokens.shape[1] > config.max_seq_len:
-            raise ValueError(f"text of {tokens.shape[1]} tokens, but model.max_seq_len is {config.max_seq_len}")
+        self.check_length(tokens)
         if latents is None:
             return torch.zeros(len(tokens), config.num_latents, config.latent_dim, device=tokens.device)
         points = latents[:, None] if latents.dim() == 2 else latents
-        if points.shape[-1] != config.latent_dim or points.shape[1] > config.num_latents:
-            raise ValueError(
-                f"latents of shape {tuple(points.shape)}, but model.latent_dim is {config.latent_dim} and "
-                f"model.num_latents {config.num_latents}"
-            )
+        self.check_latents(points)
         return points
 
     def _condition(self, pooled: Tensor, text_timesteps: Tensor | None, latent_timesteps: Tensor | None) -> Tensor:
@@ -225,12 +266,11 @@ class MultimodalMMDiT(nn.Module):
 
     def _dropout(self, keys: Tensor | None, packed: Tensor | None, length: int, packing: Packing) -> RowDropout | None:
         """Dropout of all rows, where this pass has any."""
-        if not self.training or self.config.dropout == 0:
+        rate = self.dropout_rate(keys)
+        if rate == 0:
             return None
-        if keys is None:
-            raise ValueError(f"model.dropout={self.config.dropout} needs dropout_keys in training (or model.eval())")
         position = row_positions(packed, length, packing)
-        return RowDropout.of_rows(keys, packing.sample, position, len(self.blocks), self.config.dropout)
+        return RowDropout.of_rows(keys, packing.sample, position, len(self.blocks), rate)
 
     def _run_blocks(
         self, rows: Tensor, condition: Tensor, packing: Packing, outputs: Packing, dropout: RowDropout | None
@@ -315,21 +355,7 @@ class MultimodalMMDiT(nn.Module):
             groups[group_of(name)].append(name)
         return groups
 
-    def compile_blocks(self) -> None:
-        """torch.compile every block by itself: compiling the complete model takes many minutes and gains nothing."""
-        self._blocks_are_compiled = True
-        for block in self.blocks:
-            block.compile(dynamic=True)
-
     # -- files -------------------------------------------------------------------------------------------------------
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write model.safetensors and config.json (Hugging Face layout) into folder."""
-        pretrained_io.write(self, Path(folder))
-
-    def config_dict(self) -> dict:
-        """Contents of config.json: the model section plus the architecture's name."""
-        return {"architecture": type(self).__name__, **self.config.model_dump()}
 
     @classmethod
     def from_pretrained(
@@ -348,25 +374,6 @@ class MultimodalMMDiT(nn.Module):
         return pretrained_io.read(cls, path, device, dtype)
 
 
-def check_config(config) -> None:
-    """Raise a UserError for sizes or token ids that are unset or out of range."""
-    keys = ("latent_dim", "vocab_size", "mask_token_id", "pad_token_id", "eos_token_id")
-    missing = [key for key in keys if getattr(config, key) is None]
-    if missing:
-        raise UserError(
-            "a complete model config",
-            f"model.{', model.'.join(missing)} unset",
-            "set them, or take them from a store",
-        )
-    for key in ("mask_token_id", "pad_token_id", "eos_token_id"):
-        if not 0 <= getattr(config, key) < config.vocab_size:
-            raise UserError(
-                f"model.{key} below model.vocab_size={config.vocab_size}",
-                f"model.{key}={getattr(config, key)}",
-                "use the vocabulary size and ids of the tokenizer the data was prepared with",
-            )
-
-
 def _like_given(latent_pred: Tensor, latents: Tensor | None) -> Tensor:
     """[B, N, D], or [B, D] where the latents were given so, or not given."""
     if latents is not None and latents.dim() == 3:
@@ -383,9 +390,4 @@ def _text_rows(packing: Packing, packed: Tensor | None, positions: Tensor | None
     """[M] rows of positions in B * S, all of which must be packed (None: all are); of no positions, [0]."""
     if positions is None:
         return packing.first_rows[:0]
-    if packed is None:
-        return positions
-    rows = torch.searchsorted(packed, positions.contiguous())
-    if packed.device.type == "cpu" and not torch.equal(packed[rows.clamp_max(len(packed) - 1)], positions):
-        raise ValueError("text_positions names padding: only real tokens are computed")
-    return rows
+    return rows_of_positions(positions, packed)

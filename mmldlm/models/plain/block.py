@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmldlm.models.dropout import ATTENTION, CROSS, MLP, RowDropout
 from mmldlm.models.embedding import embedding
 from mmldlm.models.layers import Modulation, modulate
 from mmldlm.models.plain.config import PlainConfig
@@ -80,7 +81,7 @@ class PlainBlock(nn.Module):
 
     def forward(
         self, rows: Tensor, condition: Tensor | None, layout: Layout, latent: Tensor | KeysValues | None = None,
-        kept: Tensor | None = None,
+        kept: Tensor | None = None, dropout: RowDropout | None = None,
     ) -> Tensor:  # fmt: skip
         """Run the block.
 
@@ -90,6 +91,7 @@ class PlainBlock(nn.Module):
             layout: of the rows.
             latent: tokens [B, M, H] for cross-attention, or this block's keys and values of them.
             kept: rows whose output is used, for the last block. None: all. [Q]
+            dropout: of the outputs of attention, cross-attention and MLP in this layer, for all rows. None: none.
 
         Returns:
             [R, H], or [Q, H].
@@ -97,7 +99,7 @@ class PlainBlock(nn.Module):
         table = None if self.modulation is None else self.modulation(condition)
         query, key, value = self._queries_keys_values(rows, table, layout)
         mixed = attend(rotate(query, layout.rotation), rotate(key, layout.rotation), value, layout, self.causal)
-        return self._finish(rows, mixed, table, layout, latent, kept)
+        return self._finish(rows, mixed, table, layout, latent, kept, dropout)
 
     def forward_cached(
         self, rows: Tensor, condition: Tensor | None, layout: Layout, latent: KeysValues | None, past: KeysValues,
@@ -134,28 +136,35 @@ class PlainBlock(nn.Module):
 
     def _finish(
         self, rows: Tensor, mixed: Tensor, table: Tensor | None, layout: Layout,
-        latent: Tensor | KeysValues | None, kept: Tensor | None,
+        latent: Tensor | KeysValues | None, kept: Tensor | None, dropout: RowDropout | None = None,
     ) -> Tensor:  # fmt: skip
         """All behind self-attention; of the kept rows only, as soon as cross-attention needs no others."""
         sample, width = layout.sample, rows.shape[1]
         if kept is not None and self.cross is None:
+            dropout = None if dropout is None else dropout.select(kept)
             rows, mixed, sample, kept = rows[kept], mixed[kept], sample[kept], None
         gate = None if table is None else of_rows(table[:, 2 * width : 3 * width], sample, 1)[0]
-        rows = _add(rows, self.to_out(mixed), gate)
+        rows = _add(rows, _drop(self.to_out(mixed), dropout, ATTENTION), gate)
         if self.cross is not None:
             keys_values = latent if isinstance(latent, tuple) else self.cross.keys_values(latent)
-            rows = rows + self.cross(rows, keys_values, layout)
+            rows = rows + _drop(self.cross(rows, keys_values, layout), dropout, CROSS)
         if kept is not None:
+            dropout = None if dropout is None else dropout.select(kept)
             rows, sample = rows[kept], sample[kept]
         if table is None:
-            return rows + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(rows))))
+            return rows + _drop(self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(rows)))), dropout, MLP)
         shift, scale, gate = of_rows(table[:, 3 * width :], sample, 3)
-        return _add(rows, self.mlp_out(F.gelu(self.mlp_in(_modulated_norm(rows, shift, scale)))), gate)
+        outer = self.mlp_out(F.gelu(self.mlp_in(_modulated_norm(rows, shift, scale))))
+        return _add(rows, _drop(outer, dropout, MLP), gate)
 
 
 def _modulated_norm(rows: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     normal = F.layer_norm(rows, (rows.shape[-1],), eps=NORM_EPS)
     return modulate(normal, shift.to(normal.dtype), scale.to(normal.dtype)).to(rows.dtype)
+
+
+def _drop(branch: Tensor, dropout: RowDropout | None, place: int) -> Tensor:
+    return branch if dropout is None else dropout.drop(branch, place)
 
 
 def _add(rows: Tensor, branch: Tensor, gate: Tensor | None) -> Tensor:

@@ -59,6 +59,10 @@ class PlainConfig(Section):
     """The model reads token embeddings times this."""
     output_bias_init: Literal["zeros", "frequency"] = "zeros"
     """frequency: the biases of the text and length heads start from the log frequencies of the training split."""
+    dropout: Annotated[float, OnResume.REPORT] = Field(0.0, ge=0, lt=1)
+    """In training, the fraction of the elements of each block's attention outputs and MLP output that is set to 0. The
+    masks are functions of seed, epoch, sample and position: equal on every engine and number of ranks, and after a
+    resume."""
     gradient_checkpointing: Annotated[bool, OnResume.REPORT] = False
     """Keep only the rows between blocks and run each block again in the backward pass."""
     vocab_size: Annotated[int | None, FilledFromData()] = Field(None, ge=3, le=MAX_COUNT)

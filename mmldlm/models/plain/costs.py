@@ -69,15 +69,14 @@ def largest_unit(model: PlainConfig) -> int:
     )
 
 
-def activation_bytes(model: PlainConfig, batch: int, length: int, dtype: str, scored_share: float | None = None) -> int:
+def activation_bytes(model: PlainConfig, batch: int, length: int, dtype: str, scored_share: float = 0.5) -> int:
     """Bytes that autograd keeps for one micro-batch (unfused blocks), attention's weights among them.
 
     Args:
-        scored_share: share of the text that the head scores. None: all in a causal model, else half.
+        scored_share: share of the text that the head scores.
     """
     size = 4 if dtype == "fp32" else 2
     width, inner, heads = model.hidden_size, int(model.hidden_size * model.mlp_ratio), model.n_heads
-    scored_share = (1.0 if model.causal else 0.5) if scored_share is None else scored_share
     rows, memory = length + model.prefix_rows, model.num_latents * model.chunks
     low, crosses, gated = size == 2, model.conditioning == "cross_attention", 2 * model.is_modulated
     # In units of H elements a row. A norm: its input (a weighted one copies it to fp32), the normalized rows, the
@@ -90,7 +89,8 @@ def activation_bytes(model: PlainConfig, batch: int, length: int, dtype: str, sc
     mlp = norm + gated + 2 * inner / width
     cross = (weighted + ((3 if low else 2) if model.qk_rmsnorm else 0) + (2 if low else 1) + 2) if crosses else 0
     weights = 4 * heads * (rows + (memory if crosses else 0))
-    block = batch * rows * (size * width * (attention + out + cross + mlp) + weights)
+    dropped = (2 + crosses) * width if model.dropout else 0  # masks, a byte an element
+    block = batch * rows * (size * width * (attention + out + cross + mlp) + weights + dropped)
     block += batch * memory * size * width * (12 if low else 8) if crosses else 0
     kept = length * scored_share
     if model.gradient_checkpointing:

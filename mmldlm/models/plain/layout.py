@@ -96,6 +96,21 @@ def _rows(slots: Tensor, shape: tuple[int, int], prefix: int, head_dim: int, dev
     return Layout(batch, width, sample, where[batch * prefix :], order, rotation)
 
 
+def row_positions(
+    positions: Tensor | None, shape: tuple[int, int], prefix: int, order: Tensor | None, device: torch.device
+) -> Tensor:
+    """[R] number of each row in its sample: text from 0 upwards, whatever the padding, a prefix from -1 downwards.
+
+    Args:
+        positions, shape, prefix: as given to `lay_out`. order: of its layout.
+    """
+    batch, length = shape
+    text = (torch.arange(batch * length, device=device) if positions is None else positions) % length
+    if not prefix:
+        return text
+    return torch.cat([-1 - torch.arange(prefix, device=device).repeat(batch), text]).index_select(0, order)
+
+
 @cache_tensor
 def rotations(length: int, prefix: int, head_dim: int, device: torch.device) -> Tensor:
     """[P + S, 1, head_dim / 2, 2] rotary cos and sin, fp32; of a prefix row 1 and 0."""

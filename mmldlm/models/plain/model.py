@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mmldlm.models import pretrained_io
+from mmldlm.models.dropout import RowDropout
 from mmldlm.models.embedding import embedding
+from mmldlm.models.latent_transformer import LatentTransformer, rows_of_positions
 from mmldlm.models.layers import Modulation, TimestepEmbedding, compute_dtype, has_no_hooks
 from mmldlm.models.linear_cross_entropy import Candidates
-from mmldlm.models.mmdit.model import check_config
 from mmldlm.models.plain.block import PlainBlock
 from mmldlm.models.plain.config import PlainConfig
 from mmldlm.models.plain.encoders import EncodedLatent, LatentTokens, PooledLatent
 from mmldlm.models.plain.head import LogitsFunction, PlainTextHead
-from mmldlm.models.plain.layout import Layout, lay_out
+from mmldlm.models.plain.layout import Layout, lay_out, row_positions
 
 
-class PlainTransformer(nn.Module):
+class PlainTransformer(LatentTransformer):
     """One-stream transformer over text (causal or bidirectional), given a latent as `config.conditioning` says.
 
     RoPE on text, QK-RMSNorm, pre-norm blocks with or without adaLN-Zero (DiT, arXiv 2212.09748). A causal model reads
@@ -34,10 +32,7 @@ class PlainTransformer(nn.Module):
     """
 
     def __init__(self, config: PlainConfig):
-        super().__init__()
-        check_config(config)
-        self.config = config
-        self._blocks_are_compiled = False
+        super().__init__(config)
         width, cond, dim = config.hidden_size, config.cond_width, config.latent_dim
         self.token_embedding = nn.Embedding(config.vocab_size + config.extra_input_tokens, width)
         self.start_token = nn.Parameter(torch.randn(width) * 0.02) if config.causal else None
@@ -56,9 +51,6 @@ class PlainTransformer(nn.Module):
             )
             if not config.pools_latent:
                 self.null_length = nn.Parameter(torch.zeros(cond))
-        self.normalizes_latents = False  # trained with l2-normalized latents
-        self.register_buffer("latent_mean", torch.zeros(dim))
-        self.register_buffer("latent_std", torch.ones(dim))
         self._initialize()
 
     @torch.no_grad()
@@ -87,18 +79,6 @@ class PlainTransformer(nn.Module):
 
     # -- latents -----------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def set_latent_statistics(self, mean: Tensor, std: Tensor) -> None:
-        """Store the training latents' scaling: model space = (raw - mean [D]) / std [D]."""
-        self.latent_mean.copy_(torch.as_tensor(mean))
-        self.latent_std.copy_(torch.as_tensor(std))
-
-    def scale_latents(self, raw: Tensor) -> Tensor:
-        """Encoder's latents [..., D] -> model space, fp32."""
-        if self.normalizes_latents:
-            raw = nn.functional.normalize(raw.float(), dim=-1)
-        return (raw.float() - self.latent_mean.float()) / self.latent_std.float()
-
     def encode_latents(
         self, latents: Tensor | None, is_null: Tensor | None = None, batch: int | None = None, caches: bool = False
     ) -> EncodedLatent | None:
@@ -123,11 +103,7 @@ class PlainTransformer(nn.Module):
             latents = torch.zeros(batch, config.num_latents, config.latent_dim, device=device)
             is_null = torch.ones(batch, dtype=torch.bool, device=device)
         points = latents[:, None] if latents.dim() == 2 else latents
-        if points.shape[-1] != config.latent_dim or points.shape[1] > config.num_latents:
-            raise ValueError(
-                f"latents of shape {tuple(points.shape)}, but model.latent_dim is {config.latent_dim} and "
-                f"model.num_latents {config.num_latents}"
-            )
+        self.check_latents(points)
         tokens = None if self.latent_tokens is None else self.latent_tokens(points, is_null)
         pooled = None if self.latent_pooled is None else self.latent_pooled(points, is_null)
         keys_values = None
@@ -153,6 +129,7 @@ class PlainTransformer(nn.Module):
         text_candidates: Candidates | None = None,
         text_function: LogitsFunction | None = None,
         encoded: EncodedLatent | None = None,
+        dropout_keys: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Token distributions; the contract of MultimodalMMDiT.forward for text alone.
 
@@ -173,6 +150,7 @@ class PlainTransformer(nn.Module):
             text_function: function of chunks of the logits (head.py), whose results are returned instead of them: a
                 loss over the vocabulary that never holds [M, V], forward or backward. It must read no random numbers.
             encoded: result of `encode_latents` in place of latents.
+            dropout_keys: int64, random, of each sample; needed in training with model.dropout, unused otherwise. [B]
 
         Returns:
             text_logits: fp32 with -inf for [MASK]; absent with targets or a function. [M, V], or [B, S, V] without
@@ -183,17 +161,14 @@ class PlainTransformer(nn.Module):
                 [B, max_seq_len]
 
         Raises:
-            ValueError: on shapes that do not fit the config, latents for a model that reads none, or (on a CPU) a
-                scored position that is padding.
+            ValueError: on shapes that do not fit the config, latents for a model that reads none, dropout without
+                keys, or (on a CPU) a scored position that is padding.
         """
         if latent_timesteps is not None:
             raise ValueError("PlainTransformer reads clean latents: latent_timesteps must be None")
         if text_tokens is None:
             return {"length_logits": self.length_logits(latents)}
-        if text_tokens.shape[1] > self.config.max_seq_len:
-            raise ValueError(
-                f"text of {text_tokens.shape[1]} tokens, but model.max_seq_len is {self.config.max_seq_len}"
-            )
+        self.check_length(text_tokens)
         if encoded is None:
             encoded = self.encode_latents(latents, latent_is_null, len(text_tokens))
         condition = self.condition(encoded, text_timesteps, len(text_tokens))
@@ -206,9 +181,10 @@ class PlainTransformer(nn.Module):
             rows = torch.cat([prefix.flatten(0, 1).to(rows.dtype), rows]).index_select(0, layout.order)
         kept = layout.text_rows
         if selects:
-            text_rows = _rows_of(text_positions, packed)
+            text_rows = rows_of_positions(text_positions, packed)
             kept = text_rows if kept is None else kept.index_select(0, text_rows)
-        rows = self._run_blocks(rows, condition, layout, encoded, kept)
+        dropout = self._dropout(dropout_keys, packed, text_tokens, prefix, layout)
+        rows = self._run_blocks(rows, condition, layout, encoded, kept, dropout)
         sample = layout.sample if kept is None else layout.sample.index_select(0, kept)
         out = self.text_head(rows, sample, condition, text_targets, text_weights, text_candidates, text_function)
         if not selects and "text_logits" in out:
@@ -258,7 +234,25 @@ class PlainTransformer(nn.Module):
         head_dim = self.config.hidden_size // self.config.n_heads
         may_loop = not self._blocks_are_compiled  # a loop over lengths would be compiled again for every batch
         num_rows, shape = 0 if prefix is None else prefix.shape[1], (tokens.shape[0], tokens.shape[1])
-        return lay_out(packed, mask, shape, num_rows, head_dim, dtype, tokens.device, may_loop)
+        layout = lay_out(packed, mask, shape, num_rows, head_dim, dtype, tokens.device, may_loop)
+        if self._blocks_are_compiled:  # else a batch of head_dim / 2 samples would be taken for the same size
+            torch._dynamo.mark_static(layout.rotation, (1, 2, 3))
+        return layout
+
+    def _dropout(
+        self, keys: Tensor | None, packed: Tensor | None, tokens: Tensor, prefix: Tensor | None, layout: Layout
+    ) -> RowDropout | None:
+        """Dropout of all rows, where this pass has any."""
+        rate = self.dropout_rate(keys)
+        if rate == 0:
+            return None
+        num_prefix, places = (
+            0 if prefix is None else prefix.shape[1],
+            2 + (self.config.conditioning == "cross_attention"),
+        )
+        shape = (tokens.shape[0], tokens.shape[1])
+        position = row_positions(packed, shape, num_prefix, layout.order, tokens.device)
+        return RowDropout.of_rows(keys, layout.sample, position, len(self.blocks), rate, places)
 
     def _text_rows(self, tokens: Tensor, packed: Tensor | None) -> Tensor:
         """[N, H] embeddings of the text; a causal model reads it one position late."""
@@ -279,44 +273,22 @@ class PlainTransformer(nn.Module):
         return rows if scale == 1 else rows * scale
 
     def _run_blocks(
-        self, rows: Tensor, condition: Tensor | None, layout: Layout, encoded: EncodedLatent, kept: Tensor | None
-    ) -> Tensor:
+        self, rows: Tensor, condition: Tensor | None, layout: Layout, encoded: EncodedLatent, kept: Tensor | None,
+        dropout: RowDropout | None,
+    ) -> Tensor:  # fmt: skip
         """[R, H] -> [Q, H], the kept rows."""
         recompute = self.config.gradient_checkpointing and torch.is_grad_enabled()
         crosses = self.config.conditioning == "cross_attention"
+        # Compiled, the last block would need a graph of its own.
+        last = None if self._blocks_are_compiled else len(self.blocks) - 1
         for i, block in enumerate(self.blocks):
             latent = None
             if crosses:
                 latent = encoded.tokens if encoded.keys_values is None else encoded.keys_values[i]
-            arguments = (rows, condition, layout, latent, kept if i == len(self.blocks) - 1 else None)
+            own = None if dropout is None else dropout.of_layer(i)
+            arguments = (rows, condition, layout, latent, kept if i == last else None, own)
             if recompute:  # no random numbers to keep: reading their state would make the host wait
                 rows = checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
                 rows = block(*arguments)
-        return rows
-
-    # -- parameters and files ----------------------------------------------------------------------------------------
-
-    def compile_blocks(self) -> None:
-        """torch.compile every block by itself."""
-        self._blocks_are_compiled = True
-        for block in self.blocks:
-            block.compile(dynamic=True)
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write model.safetensors and config.json (Hugging Face layout) into folder."""
-        pretrained_io.write(self, Path(folder))
-
-    def config_dict(self) -> dict:
-        """Contents of config.json: the model section plus the architecture's name."""
-        return {"architecture": type(self).__name__, **self.config.model_dump()}
-
-
-def _rows_of(positions: Tensor, packed: Tensor | None) -> Tensor:
-    """[M] index among the computed text tokens of positions in B * S (packed None: all are computed)."""
-    if packed is None:
-        return positions
-    rows = torch.searchsorted(packed, positions.contiguous())
-    if packed.device.type == "cpu" and not torch.equal(packed[rows.clamp_max(len(packed) - 1)], positions):
-        raise ValueError("text_positions names padding: only real tokens are computed")
-    return rows
+        return rows if last is not None or kept is None else rows.index_select(0, kept)

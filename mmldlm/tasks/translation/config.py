@@ -121,6 +121,8 @@ class LossConfig(Section):
     """Weight of the text NELBO per token."""
     length_loss_weight: float = Field(0.1, ge=0)
     """Weight of the length head's negative log-likelihood (per sample)."""
+    quality_loss_weight: float | None = Field(None, gt=0)
+    """Weight of the quality head's cross-entropy per token (model.quality_head=true). None: 1."""
     latent_loss: Literal["mse", "normalized_mse"] = "mse"
     """normalized_mse is MM-LDLM's: both sides L2-normalized, 2 (1 - cos); valid for x0-prediction only."""
     normalize_eps: float = Field(1e-8, gt=0)
@@ -156,6 +158,11 @@ class LossConfig(Section):
                 "of dynamic at most 2): drop one"
             )
         return self
+
+    @property
+    def quality_weight(self) -> float:
+        """Weight of the quality head's loss."""
+        return 1.0 if self.quality_loss_weight is None else self.quality_loss_weight
 
 
 class TranslationTrainingConfig(TrainingConfig):
@@ -252,6 +259,10 @@ class TranslationConfig(Config):
                 "loss.text_weighting=dynamic gives a fully masked text no weight, and "
                 "text_diffusion.fully_masked_only=true trains no other: drop one"
             )
+        if self.model.quality_head and self.training.loss_type == "t2l":
+            raise ValueError("model.quality_head judges written texts, and training.loss_type=t2l writes none: drop it")
+        if self.loss.quality_loss_weight is not None and not self.model.quality_head:
+            raise ValueError("loss.quality_loss_weight is read only with model.quality_head=true: drop it")
         latent = self.latent_diffusion
         if self.training.t2l_pure_noise > 0 and (latent.prediction == "epsilon" or latent.weighting == "min_snr"):
             raise ValueError(

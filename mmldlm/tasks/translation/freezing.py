@@ -17,13 +17,18 @@ if TYPE_CHECKING:
 # trained; from scratch it leaves a random projection (docs/objectives.md), hence training.freeze=auto.
 FROZEN_GROUPS = {"unconditional": (), "mixed": (), "l2t": ("latent",), "t2l": ("text",)}
 # Heads that no loss of the mode reads: frozen under freeze=none as well, or weight decay alone would move them.
-UNREAD_MODULES = {"unconditional": (), "mixed": (), "l2t": ("latent_head",), "t2l": ("text_head", "length_head")}
+UNREAD_MODULES = {
+    "unconditional": (),
+    "mixed": (),
+    "l2t": ("latent_head",),
+    "t2l": ("text_head", "length_head", "quality_head"),
+}
 
 
 def frozen_modules(mode: str, freeze: str) -> set[str]:
     """Return the top-level modules that are not trained; preflight counts with it, without torch."""
     sides = {
-        "text": ("text_encoder", "text_head", "length_head"),
+        "text": ("text_encoder", "text_head", "length_head", "quality_head"),
         "latent": ("latent_encoder", "latent_head"),
     }
     frozen = {name for group in FROZEN_GROUPS[mode] for name in sides[group]} if freeze == "by_mode" else set()

@@ -19,6 +19,13 @@ def token_counts(data: RunData) -> np.ndarray:
     return counts
 
 
+def word_counts(data: RunData) -> np.ndarray:
+    """`token_counts` of words: 0 for EOS, [PAD] and [MASK]. [V]"""
+    model, counts = data.config.model, token_counts(data)
+    counts[[model.eos_token_id, model.pad_token_id, model.mask_token_id]] = 0
+    return counts
+
+
 def log_token_frequencies(data: RunData) -> np.ndarray:
     """[V] fp32 log probabilities of tokens without a context."""
     counts = token_counts(data) + UNSEEN

@@ -15,16 +15,18 @@ from mmldlm.data.batching.batch_plan import GlobalBatch, permute
 from mmldlm.data.store.store import Rows
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.timesteps import logit_normal, low_discrepancy, shift, stretch
+from mmldlm.tasks.batch_draws import counter_generator, dropout_keys
 from mmldlm.tasks.masking import dynamic_weights, mask_texts
 from mmldlm.tasks.row_reader import RowReader
 from mmldlm.tasks.translation.candidates import CandidateSampler
 from mmldlm.tasks.translation.config import PURE_MODES, TranslationConfig
+from mmldlm.tasks.translation.word_swaps import WordSwaps
 
 UNCONDITIONAL, L2T, T2L = range(3)
 assert PURE_MODES == ("unconditional", "l2t", "t2l")
 
 # Key words that keep the streams of one seed apart.
-_SAMPLE_STREAM, _BATCH_STREAM, _CANDIDATE_STREAM, _OPTION_STREAM, _DROPOUT_STREAM = 1, 2, 3, 4, 5
+_SAMPLE_STREAM, _BATCH_STREAM, _CANDIDATE_STREAM, _OPTION_STREAM = 1, 2, 3, 4  # dropout_keys has 5
 
 
 @dataclass(kw_only=True)
@@ -42,17 +44,13 @@ class NoisedBatch(Batch):
             weight), text_rows [M] int64 (sample of each scored position), latent_targets [B, D] fp32, latent_clean
             [B, D] fp32, latent_weights [B] fp32 (0 where the latent is not scored), length_targets [B] int64
             (length - 1), length_weights [B] fp32; with candidates text_candidates [C] and text_columns [M] int64; with
-            loss.text_weighting=dynamic text_loss_weights [M] fp32; with model.dropout dropout_keys [B] int64.
+            loss.text_weighting=dynamic text_loss_weights [M] fp32; with model.dropout dropout_keys [B] int64;
+            with model.quality_head draft_swaps [B, S] int64 (WordSwaps).
         modes: [B] index in PURE_MODES.
         counts: text_tokens, latents (of N latents per text, each), lengths.
     """
 
     modes: np.ndarray
-
-
-def _generator(seed: int, epoch: int, *counter: int) -> np.random.Generator:
-    """Return the generator of one counter: Philox4x64 (Salmon et al., SC 2011), low counter word for the draws."""
-    return np.random.Generator(np.random.Philox(key=[seed, epoch], counter=[0, *counter]))
 
 
 def _expand_like(rows, like):
@@ -115,6 +113,7 @@ class Noiser:
         condition_dropout: None: training.condition_dropout.
         max_norm: a latent above this norm is a corrupted row; it is left out and reported.
         candidates: of loss.text_candidates; None: the text head scores the whole vocabulary.
+        swaps: words for the drafts that the quality head judges; None: there is none.
         in_training: whether the training options that no evaluation has apply (t2l_pure_noise, l2t_condition_noise,
             dropout).
     """
@@ -132,6 +131,7 @@ class Noiser:
         condition_dropout: float | None = None,
         max_norm: float = math.inf,
         candidates: CandidateSampler | None = None,
+        swaps: WordSwaps | None = None,
         in_training: bool = True,
     ):
         self.text = MaskedDiffusion(mask_token_id, config.text_diffusion.schedule, config.text_diffusion.eps)
@@ -140,7 +140,7 @@ class Noiser:
         self.weighs_dynamically = config.loss.text_weighting == "dynamic"
         self.pad_token_id, self.eos_token_id = pad_token_id, eos_token_id
         self.latent_mean, self.latent_std = latent_mean, latent_std
-        self.candidates = candidates
+        self.candidates, self.swaps = candidates, swaps
         vocab_size = config.model.vocab_size or np.iinfo(np.int64).max
         self.reader = RowReader(vocab_size, latent_mean, max_norm, config.stability.nan_to_num)
         weights = mode_weights or config.training.mode_weights()
@@ -159,7 +159,7 @@ class Noiser:
 
     def _batch_draws(self, batch: GlobalBatch) -> BatchDraws:
         slots = np.arange(batch.size)
-        offsets = _generator(self.seed, batch.epoch, batch.index, 0, _BATCH_STREAM).random(3)
+        offsets = counter_generator(self.seed, batch.epoch, batch.index, 0, _BATCH_STREAM).random(3)
         key = batch.epoch * 1_000_003 + batch.index
         ranks = [permute(slots, batch.size, self.seed * 3 + stream + 11, key) for stream in range(3)]
         mode_u = np.remainder(ranks[0] / batch.size + offsets[0], 1.0)
@@ -186,13 +186,11 @@ class Noiser:
         tensors = self._text_tensors(padded, modes, real, draws.text[in_batch])
         tensors |= self._latent_tensors(padded, modes, real, draws.latent[in_batch])
         if self.has_dropout:
-            keys = [
-                _generator(self.seed, batch.epoch, sample, slot, _DROPOUT_STREAM).bit_generator.random_raw()
-                for sample, slot in zip(ids.tolist(), slots.tolist(), strict=True)
-            ]
-            tensors["dropout_keys"] = torch.from_numpy(np.array(keys, dtype=np.uint64).view(np.int64))
+            tensors["dropout_keys"] = dropout_keys(self.seed, batch.epoch, ids, slots)
+        if self.swaps is not None:
+            tensors["draft_swaps"] = self.swaps.draw(self.seed, batch.epoch, ids, slots, padded.attention)
         if self.candidates is not None:
-            generator = _generator(self.seed, batch.epoch, batch.index, 0, _CANDIDATE_STREAM)
+            generator = counter_generator(self.seed, batch.epoch, batch.index, 0, _CANDIDATE_STREAM)
             tensors |= self.candidates.tensors(tensors["text_targets"], generator)
         modes_real = draws.modes[:num_real]
         has_text = modes_real != T2L
@@ -225,7 +223,7 @@ class Noiser:
         drop, text_u, latent_u = np.empty(num_rows), np.empty(num_rows), np.empty(num_rows)
         options = np.zeros((num_rows, 3))
         for row, (sample, slot) in enumerate(zip(ids.tolist(), slots.tolist(), strict=True)):
-            generator = _generator(self.seed, batch.epoch, sample, slot, _SAMPLE_STREAM)
+            generator = counter_generator(self.seed, batch.epoch, sample, slot, _SAMPLE_STREAM)
             drop[row], text_u[row], latent_u[row] = generator.random(3)
             noise[row] = generator.standard_normal(latents.shape[1:], dtype=np.float32)
             length = len(rows.tokens[row]) + 1
@@ -234,7 +232,7 @@ class Noiser:
             attention[row, :length] = True
             uniform[row, :length] = generator.random(length)
             if self.pure_noise or self.condition_noise:
-                options[row] = _generator(self.seed, batch.epoch, sample, slot, _OPTION_STREAM).random(3)
+                options[row] = counter_generator(self.seed, batch.epoch, sample, slot, _OPTION_STREAM).random(3)
         arrays = (tokens, attention, latents, noise, uniform, drop, text_u, latent_u, options)
         return PaddedSamples(*map(torch.from_numpy, arrays))
 

@@ -26,8 +26,9 @@ class TranslationObjective:
     """(model, noised batch) -> loss and metric sums.
 
     loss = text_loss_weight * NELBO / text tokens + latent_loss_weight * weighted error / latents
-         + length_loss_weight * length NLL / lengths, every denominator counted over the GLOBAL batch, so that summing
-    gradients over ranks and micro-batches gives exactly the gradient of the whole batch.
+         + length_loss_weight * length NLL / lengths
+         + quality_loss_weight * cross-entropy of the quality head / text tokens, every denominator counted over the
+    GLOBAL batch, so that summing gradients over ranks and micro-batches gives exactly the gradient of the whole batch.
 
     Args:
         config: the run's config (loss weights, options, latent diffusion).
@@ -49,7 +50,8 @@ class TranslationObjective:
                 predicted right), text_masked (masked positions), text_logits (logits computed under text_candidates,
                 else 0), latent_error_sum (squared error per dimension), latent_cosine_sum (cosine of the x0 estimate
                 with the clean latent), latent_scored, latent_gap_sum (of two predictions: the distance per dimension
-                between the x0 of its own and that of both), latent_gap_scored, length_nll_sum, length_scored, and loss.
+                between the x0 of its own and that of both), latent_gap_scored, length_nll_sum, length_scored, loss, and
+                quality_bce_sum, quality_right, quality_scored of the tokens that the quality head judged (else 0).
         """
         tensors = batch.tensors
         weights = tensors["text_weights"]
@@ -76,11 +78,15 @@ class TranslationObjective:
         latent_share = self.loss.latent_loss_weight / max(batch.counts["latents"], 1)
         length_share = self.loss.length_loss_weight / max(batch.counts["lengths"], 1)
         loss = text_loss.add(latent_sum, alpha=latent_share).add(length_sum, alpha=length_share)
+        quality = self._quality_sums(out, tensors)
+        if "quality_logits" in out:
+            quality_share = self.loss.quality_weight / max(batch.counts["text_tokens"], 1)
+            loss = loss.add(quality["quality_bce_sum"], alpha=quality_share)
         with torch.no_grad():
             metrics = self._metrics(loss, out, tensors, _add_up(errors), length_sum)
-        return loss, metrics
+        return loss, metrics | {name: value.detach() for name, value in quality.items()}
 
-    def _forward(self, model, tensors: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor]:
+    def _forward(self, model, tensors: dict[str, Tensor], weights: Tensor, judges: bool = True) -> dict[str, Tensor]:
         return model(
             tensors["text_tokens"],
             tensors["latents"],
@@ -95,7 +101,28 @@ class TranslationObjective:
             text_weights=weights,
             text_candidates=candidates_of(self.config, tensors) if "text_candidates" in tensors else None,
             dropout_keys=tensors.get("dropout_keys"),
+            **({"draft_swaps": tensors["draft_swaps"]} if judges and "draft_swaps" in tensors else {}),
         )
+
+    def _quality_sums(self, out: dict[str, Tensor], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Of the words that were judged: binary cross-entropy, how many are right, and how many there are.
+
+        The EOS is not judged: a sampler writes it where the length says.
+        """
+        if "quality_logits" not in out:
+            zero = tensors["text_weights"].new_zeros(())
+            return {"quality_bce_sum": zero, "quality_right": zero, "quality_scored": zero}
+        positions, width = tensors["token_positions"], tensors["text_tokens"].shape[1]
+        sample, offset = positions // width, positions % width
+        is_word = offset != tensors["length_targets"].index_select(0, sample)
+        weights = tensors["length_weights"].index_select(0, sample) * is_word
+        right = out["quality_targets"].float()
+        bce = F.binary_cross_entropy_with_logits(out["quality_logits"], right, reduction="none")
+        return {
+            "quality_bce_sum": torch.dot(bce, weights),
+            "quality_right": torch.dot(right, weights),
+            "quality_scored": weights.sum(),
+        }
 
     def _latent_errors(self, predictions: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         """The error of each of the P predictions that stand side by side in the last dimension."""
@@ -136,7 +163,7 @@ class TranslationObjective:
         Costs a second forward pass.
         """
         tensors = batch.tensors
-        nll = self._forward(model, tensors, weights)["text_nll"]
+        nll = self._forward(model, tensors, weights, judges=False)["text_nll"]
         sums = torch.zeros(len(batch.ids), device=nll.device).index_add_(0, tensors["text_rows"], nll * weights)
         kept = sums / tensors["attention_mask"].sum(1) <= self.loss.text_loss_clamp
         return weights * kept[tensors["text_rows"]]

@@ -13,9 +13,13 @@ from mmldlm.tasks.translation.config import PURE_MODES, TranslationConfig
 from mmldlm.tasks.translation.data import TranslationData, open_data
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from mmldlm.engines.base import Engine
     from mmldlm.engines.parameter_plan import ParameterPlan
     from mmldlm.models import MultimodalMMDiT
+    from mmldlm.sampling.pretrained import Pretrained
+    from mmldlm.sampling.text.loop import TextSamples
     from mmldlm.tasks.translation.noiser import NoisedBatch, Noiser
     from mmldlm.tasks.translation.objective import TranslationObjective
     from mmldlm.tasks.validation import Validation
@@ -39,6 +43,9 @@ class TranslationTask(MaskedTextTask):
         "latent_gap_scored",
         "length_nll_sum",
         "length_scored",
+        "quality_bce_sum",
+        "quality_right",
+        "quality_scored",
     )
     metrics = (
         Metric("text_loss", "text_nelbo_sum", "text_tokens", label="text", is_loss=True, evaluation="nelbo"),
@@ -46,12 +53,16 @@ class TranslationTask(MaskedTextTask):
         Metric("length_loss", "length_nll_sum", "lengths"),
         Metric("text_accuracy", "text_correct", "text_masked"),
         Metric("latent_cosine", "latent_cosine_sum", "latents"),
+        Metric("quality_loss", "quality_bce_sum", "quality_scored"),  # of model.quality_head, nats a token
+        Metric("quality_right", "quality_right", "quality_scored"),  # share of the drafts' tokens that are right
         Metric("latent_gap", "latent_gap_sum", "latent_gap_scored"),  # of latent_diffusion.prediction=x0_epsilon
     )
     buffers = frozenset({"latent_mean", "latent_std"})
     architecture = "MultimodalMMDiT"
     samplers: ClassVar[Mapping[str, tuple[str, ...]]] = {**MaskedTextTask.samplers, "t2l": ()}
-    sampling_options = MaskedTextTask.sampling_options | {"method", "solver", "eta", "condition_timestep"}
+    sampling_options = MaskedTextTask.sampling_options | {
+        "method", "solver", "eta", "condition_timestep", "critic_rounds", "critic_share",
+    }  # fmt: skip
 
     # -- without torch ----------------------------------------------------------------------------------------------
 
@@ -72,7 +83,7 @@ class TranslationTask(MaskedTextTask):
     def model_sizes(self, config: TranslationConfig, length: int) -> ModelSizes:
         model, training = config.model, config.training
         modules = costs.parameter_counts(model)
-        num_frozen = sum(modules[name] for name in freezing.frozen_modules(training.loss_type, training.freeze))
+        num_frozen = sum(modules.get(name, 0) for name in freezing.frozen_modules(training.loss_type, training.freeze))
         tied = model.vocab_size * model.hidden_size if model.tie_embeddings else 0
         batch, dtype = training.train_batch_size, training.dtype
         return ModelSizes(
@@ -144,6 +155,12 @@ class TranslationTask(MaskedTextTask):
             from mmldlm.tasks.translation.candidates import CandidateSampler
 
             candidates = CandidateSampler(data)
+        swaps = None
+        if seed is None and model.quality_head:
+            from mmldlm.tasks.translation.frequencies import word_counts
+            from mmldlm.tasks.translation.word_swaps import WordSwaps
+
+            swaps = WordSwaps(word_counts(data))
         return Noiser(
             data.config,
             model.mask_token_id,
@@ -156,6 +173,7 @@ class TranslationTask(MaskedTextTask):
             condition_dropout=condition_dropout,
             max_norm=data.max_latent_norm(),
             candidates=candidates,
+            swaps=swaps,
             in_training=seed is None,
         )
 
@@ -197,6 +215,14 @@ class TranslationTask(MaskedTextTask):
         from mmldlm.models import MultimodalMMDiT
 
         return MultimodalMMDiT
+
+    def write_texts(self, pretrained: Pretrained, latents: Tensor | None, **options: Any) -> TextSamples:
+        rounds, share = options.pop("critic_rounds", None), options.pop("critic_share", None)
+        if not rounds:
+            return super().write_texts(pretrained, latents, **options)
+        from mmldlm.sampling.text.critic import write_corrected
+
+        return write_corrected(super().write_texts, pretrained, latents, rounds, share, **options)
 
     # -- debugging --------------------------------------------------------------------------------------------------
 

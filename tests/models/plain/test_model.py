@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from mmldlm.models.dropout import RowDropout
 from mmldlm.models.plain import layout
 from mmldlm.models.plain.config import PlainConfig
 from mmldlm.models.plain.decode import next_logits, start_text
@@ -107,6 +108,47 @@ def test_every_parameter_has_a_gradient_with_and_without_checkpointing(causal, k
         torch.testing.assert_close(grads[1][name], grad, msg=name)
 
 
+@pytest.mark.parametrize(("causal", "kind", "time"), KINDS)
+def test_dropout_depends_on_the_row_alone(causal, kind, time, batch):
+    """Neither padding, other samples, their order, nor a recomputed block change it; other keys do."""
+    model, keys = make_model(causal, kind, time, dropout=0.25), torch.tensor([5, -7, 2**62])
+    whole = call(model, batch, dropout_keys=keys)["text_logits"]
+    alone = [
+        model(
+            batch[0][i : i + 1, :n], None if kind == "none" else batch[1][i : i + 1], batch[2][i : i + 1],
+            dropout_keys=keys[i : i + 1],
+        )["text_logits"][0]
+        for i, n in enumerate(LENGTHS.tolist())
+    ]  # fmt: skip
+    torch.testing.assert_close(torch.cat(alone), whole[batch[3]])
+    order = torch.tensor([2, 0, 1])
+    swapped = call(model, [part[order] for part in batch], dropout_keys=keys[order])["text_logits"]
+    torch.testing.assert_close(swapped[batch[3][order]], whole[order][batch[3][order]])
+    losses = []
+    for other, saves in ((keys, False), (keys, True), (keys + 1, False)):
+        model = make_model(causal, kind, time, dropout=0.25, gradient_checkpointing=saves)
+        losses.append(nll_sum(model, batch, dropout_keys=other))
+        losses[-1].backward()
+        losses[-1] = [losses[-1].detach(), *(parameter.grad for parameter in model.parameters())]
+    for found, expected in zip(losses[1], losses[0], strict=True):
+        torch.testing.assert_close(found, expected)
+    assert abs(float(losses[2][0] - losses[0][0])) > 1e-3
+    with pytest.raises(ValueError, match="dropout_keys"):
+        call(model, batch)
+    plain = call(make_model(causal, kind, time), batch)["text_logits"]
+    assert torch.equal(call(model.eval(), batch)["text_logits"], plain)
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_each_output_of_a_block_is_dropped(place, batch, monkeypatch):
+    """Attention, MLP and cross-attention: without masks at this place, the loss is another one."""
+    model, keys, drop = make_model(False, "cross_attention", dropout=0.25), torch.tensor([1, 2, 3]), RowDropout.drop
+    expected = call(model, batch, dropout_keys=keys)["text_logits"][batch[3]]
+    monkeypatch.setattr(RowDropout, "drop", lambda self, x, at: x if at == place else drop(self, x, at))
+    found = call(model, batch, dropout_keys=keys)["text_logits"][batch[3]]
+    assert float((found - expected)[..., 2:].detach().abs().max()) > 1e-3
+
+
 @pytest.mark.parametrize("kind", CONDITIONINGS)
 def test_a_causal_model_sees_what_came_before(kind, batch):
     model, (tokens, latents, times, _) = make_model(True, kind), batch
@@ -179,6 +221,24 @@ def test_functions_of_chunks_of_logits(batch, monkeypatch):
     model = make_model(False, "adaln", True)
     logits = call(model, batch, text_positions=torch.arange(27))["text_logits"]
     torch.testing.assert_close(grads[0][0], F.cross_entropy(logits, targets, reduction="none").detach())
+
+
+def test_compiled_blocks_give_the_same_with_one_graph_for_all_lengths():
+    """Captured by dynamo and run by torch: what a compiler makes of the graph is the compiler's."""
+    from torch._dynamo.utils import counters
+
+    model, compiled = (make_model(False, "prefix", tokens_per_latent=2) for _ in range(2))
+    compiled._blocks_are_compiled = True
+    for block in compiled.blocks:
+        block.compile(dynamic=True, backend="eager", fullgraph=True)
+    counters.clear()
+    for lengths in ([9, 4, 6, 9], [12, 7], [5, 11, 3, 6, 4]):
+        mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+        batch = (torch.randint(3, VOCAB, mask.shape), torch.randn(len(mask), 8).double(), None, mask)
+        at = mask.flatten().nonzero()[::2, 0]
+        found, expected = (call(each, batch, text_positions=at)["text_logits"] for each in (compiled, model))
+        torch.testing.assert_close(found, expected)
+    assert counters["stats"]["unique_graphs"] == 1, counters["stats"]
 
 
 def test_what_does_not_fit_is_refused(batch):

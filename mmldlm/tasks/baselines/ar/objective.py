@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mmldlm.tasks.baselines.ar.config import ArConfig
+from mmldlm.tasks.baselines.common.text_pass import forward_text
 from mmldlm.tasks.translation.candidates import candidates_of
 
 
@@ -35,13 +36,9 @@ class ArObjective:
         share = 1.0 / max(batch.counts["text_tokens"], 1)
         weights, targets = tensors["text_weights"], tensors["text_targets"]
         candidates = candidates_of(self.config, tensors) if "text_candidates" in tensors else None
-        out = model(
-            tensors["text_tokens"],
-            tensors.get("latents"),
-            attention_mask=tensors["attention_mask"],
-            latent_is_null=tensors.get("latent_is_null"),
-            token_positions=tensors["token_positions"],
-            text_positions=tensors["text_positions"],
+        out = forward_text(
+            model,
+            tensors,
             text_targets=targets,
             text_weights=weights * share if self._weighs_inside else weights,
             text_candidates=candidates,

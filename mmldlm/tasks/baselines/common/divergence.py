@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmldlm.diffusion.process import DivergenceProcess
+from mmldlm.diffusion.process import Divergence, DivergenceProcess
 from mmldlm.diffusion.timesteps import arcsine
 from mmldlm.models.plain.head import LogitsFunction
+from mmldlm.tasks.baselines.common.text_pass import add_length_loss, forward_text
 from mmldlm.tasks.text_scores import TextScores, sum_by_row
-
-
-class Divergence(Protocol):
-    """d of M rows (`GiddDivergence`, `HierarchicalDivergence`): a NamedTuple of tensors, the clean tokens first."""
-
-    _fields: tuple[str, ...]
-    targets: Tensor
-
-    def score(self, logits: Tensor, rows: slice, wants_grad: bool) -> tuple[Tensor, Tensor | None]:
-        """d [R] of some rows and, if wanted, its gradient [R, V] with respect to their logits [R, V]."""
-        ...
 
 
 class _Score(torch.autograd.Function):
@@ -77,30 +65,14 @@ class DivergenceObjective:
         """
         tensors = batch.tensors
         divergence = self.kind(*(tensors[f"text_{field}"] for field in self.kind._fields))
-        out = model(
-            tensors["text_tokens"],
-            tensors.get("latents"),
-            tensors["text_timesteps"],
-            None,
-            tensors["attention_mask"],
-            latent_is_null=tensors.get("latent_is_null"),
-            token_positions=tensors["token_positions"],
-            text_positions=tensors["text_positions"],
-            text_function=row_scores(divergence),
-        )
+        out = forward_text(model, tensors, text_function=row_scores(divergence))
         found, correct = out["text_function"].unbind(-1)
-        text_sum = torch.dot(found, tensors["text_weights"])
-        length_nll = F.cross_entropy(out["length_logits"], tensors["length_targets"], reduction="none")
-        length_sum = torch.dot(length_nll, tensors["length_weights"])
-        loss = text_sum / max(batch.counts["text_tokens"], 1)
-        loss = loss.add(length_sum, alpha=self.length_loss_weight / max(batch.counts["lengths"], 1))
-        return loss, {
-            "loss": loss.detach(),
+        text_loss = torch.dot(found, tensors["text_weights"]) / max(batch.counts["text_tokens"], 1)
+        loss, sums = add_length_loss(text_loss, out, batch, self.length_loss_weight)
+        return loss, sums | {
             "text_nelbo_sum": torch.dot(found.detach(), tensors["text_elbo_weights"]),
             "text_correct": correct.detach().sum(),
             "text_scored": torch.full_like(loss.detach(), float(len(found))),
-            "length_nll_sum": length_sum.detach(),
-            "length_scored": tensors["length_weights"].sum(),
         }
 
 

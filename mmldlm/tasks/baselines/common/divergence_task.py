@@ -24,15 +24,16 @@ if TYPE_CHECKING:
     from mmldlm.tasks.validation import Validation
 
 
-# Tensors of a chunk's logits in fp32 that the backward pass of a divergence holds at once.
-_LOGIT_COPIES = 6
-
-
 class DivergenceTask(BaselineTask):
     """A process whose NELBO weighs a divergence over the vocabulary, with a length head.
 
     A task adds its config, process, training weights and objective.
+
+    Class attributes:
+        logit_copies: tensors of a chunk's logits in fp32 that the backward pass holds at once (measured).
     """
+
+    logit_copies: ClassVar[int]
 
     sums = ("loss", "text_nelbo_sum", "text_correct", "text_scored", "length_nll_sum", "length_scored")
     metrics = (
@@ -47,11 +48,10 @@ class DivergenceTask(BaselineTask):
 
     def model_sizes(self, config: BaselineConfig, length: int) -> ModelSizes:
         model, batch, dtype = config.model, config.training.train_batch_size, config.training.dtype
-        # logits_bytes counts half of the text; here all of it may be scored.
-        cpu, gpu = (_LOGIT_COPIES * costs.logits_bytes(model, batch, 2 * length, "fp32", on_gpu) for on_gpu in (0, 1))
+        counted = round(2 * self.scored_share(config) * length)
+        cpu, gpu = (self.logit_copies * costs.logits_bytes(model, batch, counted, "fp32", on_gpu) for on_gpu in (0, 1))
         return {
             **super().model_sizes(config, length),
-            "activations": costs.activation_bytes(model, batch, length, dtype, scored_share=1.0),
             "logits_cpu": cpu if dtype == "fp32" else 2 * cpu,
             "logits_gpu": gpu,
         }

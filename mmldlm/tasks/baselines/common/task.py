@@ -45,16 +45,22 @@ class BaselineTask(TextTask):
 
     def model_sizes(self, config: BaselineConfig, length: int) -> ModelSizes:
         model, batch, dtype = config.model, config.training.train_batch_size, config.training.dtype
+        share = self.scored_share(config)
+        counted = round(2 * share * length)  # logits_bytes takes half of the text
         return ModelSizes(
             matrices=costs.matrix_elements(model),
             trainable=sum(costs.parameter_counts(model).values()),
             frozen=0,
             largest_block=costs.largest_unit(model),
             buffers=2 * model.latent_dim,
-            activations=costs.activation_bytes(model, batch, length, dtype),
-            logits_cpu=costs.logits_bytes(model, batch, length, dtype, on_gpu=False),
-            logits_gpu=costs.logits_bytes(model, batch, length, dtype, on_gpu=True),
+            activations=costs.activation_bytes(model, batch, length, dtype, share),
+            logits_cpu=costs.logits_bytes(model, batch, counted, dtype, on_gpu=False),
+            logits_gpu=costs.logits_bytes(model, batch, counted, dtype, on_gpu=True),
         )
+
+    def scored_share(self, config: BaselineConfig) -> float:
+        """Return the mean share of a text's tokens that the loss scores."""
+        return 1.0 if config.model.causal else 0.5
 
     def training_flops(
         self, config: BaselineConfig, num_samples: int, num_tokens: float, sums: Mapping[str, float]

@@ -12,10 +12,11 @@ from mmldlm.data.batching.batch import Batch
 from mmldlm.data.batching.batch_plan import GlobalBatch, permute
 from mmldlm.data.batching.store_data import StoreData
 from mmldlm.diffusion.timesteps import low_discrepancy
+from mmldlm.tasks.batch_draws import counter_generator, dropout_keys
 from mmldlm.tasks.row_reader import RowReader
 
 # Key words that keep the streams of one seed apart.
-_SAMPLE_STREAM, _BATCH_STREAM = 1, 2
+_SAMPLE_STREAM, _BATCH_STREAM = 1, 2  # 5: that of dropout_keys
 
 
 class PaddedTexts(NamedTuple):
@@ -43,8 +44,8 @@ class TextCollator:
 
     `noise` is the place for a task's own tensors. The others are attention_mask [B, S] bool, token_positions [T] int64
     in B * S (real tokens), length_targets [B] int64 (length - 1), length_weights [B] fp32 (0 for placeholders) and, for
-    a model that reads latents, latents [B, D] (or [B, N, D]) fp32 in model space and latent_is_null [B] bool. Counts:
-    text_tokens, lengths (texts).
+    a model that reads latents, latents [B, D] (or [B, N, D]) fp32 in model space and latent_is_null [B] bool; with
+    model.dropout, in training, dropout_keys [B] int64. Counts: text_tokens, lengths (texts).
 
     Args:
         data: of the run, with latent_mean and latent_std [D], the scaling into model space.
@@ -57,6 +58,7 @@ class TextCollator:
         self.model = config.model
         self.latent_mean, self.latent_std = data.latent_mean, data.latent_std
         self.condition_dropout = condition_dropout
+        self.has_dropout = seed is None and config.model.dropout > 0
         self.seed = config.training.seed if seed is None else seed
         vocab_size, max_norm = config.model.vocab_size, data.max_latent_norm()
         self.reader = RowReader(vocab_size, data.latent_mean, max_norm, config.stability.nan_to_num)
@@ -90,6 +92,8 @@ class TextCollator:
             tensors["latents"] = (raw - mean) / std
             # Present even when no row is null: the learned null must be in the graph on every rank.
             tensors["latent_is_null"] = dropout < self.condition_dropout
+        if self.has_dropout:
+            tensors["dropout_keys"] = dropout_keys(self.seed, batch.epoch, ids, slots)
         return Batch(
             tensors=tensors,
             ids=ids,
@@ -110,7 +114,7 @@ class TextCollator:
         attention, uniform = np.zeros((count, width), dtype=bool), np.zeros((count, width))
         draws = np.empty((2, count))
         for row, (sample, slot) in enumerate(zip(ids.tolist(), slots.tolist(), strict=True)):
-            generator = _generator(self.seed, batch.epoch, sample, slot, _SAMPLE_STREAM)
+            generator = counter_generator(self.seed, batch.epoch, sample, slot, _SAMPLE_STREAM)
             draws[:, row] = generator.random(2)
             length = len(texts[row]) + 1
             tokens[row, : length - 1] = texts[row]
@@ -122,13 +126,8 @@ class TextCollator:
         return PaddedTexts(*map(torch.from_numpy, arrays), self._strata(batch, slots), own), dropout
 
     def _strata(self, batch: GlobalBatch, slots: np.ndarray) -> Tensor:
-        offset = float(_generator(self.seed, batch.epoch, batch.index, 0, _BATCH_STREAM).random())
+        offset = float(counter_generator(self.seed, batch.epoch, batch.index, 0, _BATCH_STREAM).random())
         in_batch = np.minimum(slots, batch.size - 1)  # of placeholders, any slot will do
         key = batch.epoch * 1_000_003 + batch.index
         ranks = permute(np.arange(batch.size), batch.size, self.seed * 3 + 12, key)
         return low_discrepancy(torch.from_numpy(ranks[in_batch]), offset, batch.size)
-
-
-def _generator(seed: int, epoch: int, *counter: int) -> np.random.Generator:
-    """Return the generator of one counter: Philox4x64 (Salmon et al., SC 2011), low counter word for the draws."""
-    return np.random.Generator(np.random.Philox(key=[seed, epoch], counter=[0, *counter]))

@@ -27,10 +27,14 @@ class GiddTask(DivergenceTask):
 
     name = "gidd"
     config_class = GiddConfig
+    logit_copies = 4
     samplers = {"l2t": _SAMPLERS, "unconditional": _SAMPLERS}
 
     def describe(self, config: GiddConfig) -> str:
         return f"{super().describe(config)}, uniform noise {config.text_diffusion.uniform_share:g}"
+
+    def scored_share(self, config: GiddConfig) -> float:
+        return 1.0 if config.text_diffusion.uniform_share else 0.5
 
     def process_of_data(self, data: BaselineData) -> GiddProcess:
         return _process(data.config.text_diffusion, data.config.model)

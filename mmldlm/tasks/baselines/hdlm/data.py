@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from mmldlm.errors import UserError
-from mmldlm.tasks.baselines.common import data as common
 from mmldlm.tasks.baselines.common.data import BaselineData
 from mmldlm.tasks.baselines.hdlm.config import HdlmConfig
+from mmldlm.tasks.latent_data import open_latent_data
 
 MAX_CLUSTERS = 128  # of num_clusters=None; more gained nothing in the paper
 COUNTED_TEXTS, CONTEXTS, WINDOW = 65_536, 256, 2
@@ -94,10 +94,9 @@ def open_data(config: HdlmConfig) -> HdlmData:
     """Open both splits and fill in what they decide: also num_clusters and model.extra_input_tokens.
 
     Raises:
-        UserError: see `mmldlm.tasks.baselines.common.data.open_data`; a contradiction of the number of clusters.
+        UserError: see `open_latent_data`; a contradiction of the number of clusters.
     """
-    opened = common.open_data(config)
-    data = HdlmData(**{field.name: getattr(opened, field.name) for field in fields(opened)})
+    data = open_latent_data(HdlmData, config)
     model, diffusion = data.config.model, data.config.text_diffusion
     if diffusion.num_clusters is None:
         diffusion.num_clusters = min(MAX_CLUSTERS, max(math.isqrt(model.vocab_size), 1))

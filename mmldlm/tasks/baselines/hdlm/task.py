@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ class HdlmTask(DivergenceTask):
 
     name = "hdlm"
     config_class = HdlmConfig
+    logit_copies = 5
     architecture = "HierarchicalTransformer"
     buffers = DivergenceTask.buffers | {"token_clusters"}
 
@@ -54,6 +56,11 @@ class HdlmTask(DivergenceTask):
         model = build_model(data, self.model_class())
         model.token_clusters.copy_(torch.from_numpy(data.clusters))
         return model
+
+    def scored_share(self, config: HdlmConfig) -> float:
+        """1 - E[(1 - t)^gamma] with t = sin^2(pi u / 2): a word that still stands is not scored."""
+        gamma = config.text_diffusion.gamma
+        return 1 - math.gamma(gamma + 0.5) / (math.sqrt(math.pi) * math.gamma(gamma + 1))
 
     def process_of_data(self, data: HdlmData) -> HierarchicalProcess:
         import torch

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from mmldlm.tasks.baselines.common.text_pass import add_length_loss, forward_text
 from mmldlm.tasks.baselines.mdlm.config import MdlmConfig
 
 
@@ -34,30 +34,18 @@ class MdlmObjective:
         tensors = batch.tensors
         share = 1.0 / max(batch.counts["text_tokens"], 1)
         weights = self._training_weights(tensors)
-        out = model(
-            tensors["text_tokens"],
-            tensors.get("latents"),
-            tensors["text_timesteps"],
-            None,
-            tensors["attention_mask"],
-            latent_is_null=tensors.get("latent_is_null"),
-            token_positions=tensors["token_positions"],
-            text_positions=tensors["text_positions"],
+        out = forward_text(
+            model,
+            tensors,
             text_targets=tensors["text_targets"],
             text_weights=weights * share if self._weighs_inside else weights,
         )
         text_loss = out["text_loss_sum"] if self._weighs_inside else out["text_loss_sum"] * share
-        length_nll = F.cross_entropy(out["length_logits"], tensors["length_targets"], reduction="none")
-        length_sum = torch.dot(length_nll, tensors["length_weights"])
-        length_share = self.loss.length_loss_weight / max(batch.counts["lengths"], 1)
-        loss = text_loss.add(length_sum, alpha=length_share)
-        return loss, {
-            "loss": loss.detach(),
+        loss, sums = add_length_loss(text_loss, out, batch, self.loss.length_loss_weight)
+        return loss, sums | {
             "text_nelbo_sum": torch.dot(out["text_nll"].detach(), tensors["text_weights"]),
             "text_correct": out["text_correct"].sum(dtype=torch.float32),
             "text_masked": torch.full_like(loss.detach(), float(len(tensors["text_targets"]))),
-            "length_nll_sum": length_sum.detach(),
-            "length_scored": tensors["length_weights"].sum(),
         }
 
     def _training_weights(self, tensors: dict[str, Tensor]) -> Tensor:

@@ -70,9 +70,11 @@ def gradients(data, batches):
 
 
 @pytest.mark.parametrize("step", [0, 3])  # step 3 is the epoch's last batch: 4 of 12 samples, some ranks have none
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("conditioning", CONDITIONINGS)
-def test_gradients_add_up_however_the_batch_is_cut(conditioning, step):
+def test_gradients_add_up_however_the_batch_is_cut(conditioning, dropout, step):
     data = data_of(conditioning)
+    data.config.model.dropout = dropout
     whole_loss, whole = gradients(data, micro_batches(data, step=step))
     for world, accum in ((2, 1), (1, 3), (4, 1)):
         loss, parts = gradients(data, micro_batches(data, world, accum, step))
@@ -174,6 +176,15 @@ def test_latents_are_scaled_and_dropped_as_often_as_configured():
         (other,) = micro_batches(data, size=400, store=rows, seed=5, condition_dropout=dropout)
         assert float(other.tensors["latent_is_null"].float().mean()) == dropout
     assert "latents" not in micro_batches(data_of("none"))[0].tensors
+
+
+def test_only_training_has_dropout():
+    data = data_of()
+    assert "dropout_keys" not in micro_batches(data)[0].tensors
+    data.config.model.dropout = 0.1
+    keys = micro_batches(data, size=40)[0].tensors["dropout_keys"]
+    assert len(keys.unique()) == len(keys) == 40
+    assert "dropout_keys" not in micro_batches(data, seed=5)[0].tensors
 
 
 @pytest.mark.parametrize(

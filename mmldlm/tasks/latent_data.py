@@ -1,0 +1,127 @@
+"""Stores with the scaling of their latents, and what model and data must agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from mmldlm.config.schema import Config
+from mmldlm.data.batching.store_data import StoreData, lengths_in_use, open_splits
+from mmldlm.data.store.mixture import MixedStore
+from mmldlm.data.store.store import Store
+from mmldlm.errors import UserError
+
+
+@dataclass(kw_only=True)
+class LatentData(StoreData):
+    """Stores and the scaling of their latents.
+
+    Attributes:
+        latent_mean: [D] fp32, subtracted from a latent on its way into model space.
+        latent_std: [D] fp32, by which the difference is divided.
+    """
+
+    latent_mean: np.ndarray
+    latent_std: np.ndarray
+
+    def shape(self) -> list[str]:
+        """Return latent dimension and vocabulary size."""
+        return [f"D={self.config.model.latent_dim}", f"V={self.config.model.vocab_size}"]
+
+
+_Data = TypeVar("_Data", bound=LatentData)
+
+
+def standard_scaling(store: Store | MixedStore) -> tuple[np.ndarray, np.ndarray]:
+    """Return mean and standard deviation [D] fp32 of the training latents."""
+    std = store.latent_std
+    # A constant dimension carries nothing; dividing by its (near) zero std would only blow up rounding.
+    return store.latent_mean, np.where(std > 1e-6 * std.max(), std, 1.0).astype(np.float32)
+
+
+def open_latent_data(
+    kind: type[_Data],
+    config: Config,
+    scaling: Callable[[Store | MixedStore], tuple[np.ndarray, np.ndarray]] = standard_scaling,
+) -> _Data:
+    """Open both splits and fill in what they decide: latent_dim, num_latents, vocab_size, token ids.
+
+    Args:
+        kind: class of the result.
+        config: with sections model, tokenizer and data; a copy of it is filled in.
+        scaling: training split -> mean and standard deviation [D].
+
+    Raises:
+        UserError: no store, damaged store, unusable latents, or a config that contradicts the data.
+    """
+    max_seq_len = config.model.max_seq_len
+    train, validation = open_splits(config.data, max_seq_len)
+    config = config.model_copy(deep=True)
+    fill_from_store(config, train)
+    train_lengths, validation_lengths = lengths_in_use(config.data, max_seq_len, train, validation)
+    mean, std = scaling(train)
+    return kind(
+        config=config,
+        train=train,
+        validation=validation,
+        train_lengths=train_lengths,
+        validation_lengths=validation_lengths,
+        notes=data_notes(max_seq_len, train, validation),
+        latent_mean=mean,
+        latent_std=std,
+    )
+
+
+def data_notes(max_seq_len: int, train: Store | MixedStore, validation: Store | MixedStore) -> list[str]:
+    """Return lines for the user about texts that were cut and about several latents per text."""
+    notes = [
+        f"{store.num_truncated:,} of {len(store):,} {name} texts cut to {max_seq_len - 1} tokens "
+        "(data.long_texts=truncate)"
+        for name, store in (("training", train), ("validation", validation))
+        if store.num_truncated
+    ]
+    if train.latents_per_text > 1:
+        notes.append(f"{train.latents_per_text} latents per text (model.num_latents)")
+    return notes
+
+
+def fill_from_store(config: Config, store: Store | MixedStore) -> None:
+    """Set what the store decides; a config that contradicts it is an error."""
+    model, tokenizer = config.model, store.manifest["tokenizer"]
+    if model.latent_dim not in (None, store.latent_dim):
+        raise UserError(
+            f"model.latent_dim={store.latent_dim}, the dimension of the latents in {store.root}",
+            f"model.latent_dim={model.latent_dim}",
+            "leave model.latent_dim unset, or prepare the data with an encoder of that dimension",
+        )
+    if model.num_latents not in (1, store.latents_per_text):  # 1 is what every config says
+        raise UserError(
+            f"model.num_latents={store.latents_per_text}, the latents of every text in {store.root}",
+            f"model.num_latents={model.num_latents}",
+            f"leave model.num_latents unset, or prepare with --latents-per-text {model.num_latents}",
+        )
+    if config.tokenizer.name not in (None, tokenizer["name"], tokenizer.get("key")):
+        raise UserError(
+            f"tokenizer.name={tokenizer['name']}, with which {store.root} was prepared",
+            f"tokenizer.name={config.tokenizer.name}",
+            f"leave tokenizer.name unset, or prepare again with --tokenizer {config.tokenizer.name}",
+        )
+    if model.vocab_size is not None and model.vocab_size < tokenizer["vocab_size"]:
+        raise UserError(
+            f"model.vocab_size >= {tokenizer['vocab_size']}, the vocabulary of tokenizer {tokenizer['name']}",
+            f"model.vocab_size={model.vocab_size}",
+            "leave model.vocab_size unset (a text head smaller than the vocabulary fails at its first rare token)",
+        )
+    for key in ("mask_token_id", "pad_token_id", "eos_token_id"):
+        if getattr(model, key) not in (None, tokenizer[key]):
+            raise UserError(
+                f"model.{key}={tokenizer[key]}, that of tokenizer {tokenizer['name']}",
+                f"model.{key}={getattr(model, key)}",
+                f"leave model.{key} unset",
+            )
+        setattr(model, key, tokenizer[key])
+    model.latent_dim, model.num_latents = store.latent_dim, store.latents_per_text
+    model.vocab_size = model.vocab_size or tokenizer["vocab_size"]
