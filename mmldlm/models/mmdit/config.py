@@ -59,7 +59,7 @@ class ModelConfig(Section):
     quality_head: bool = False
     """Also learn, at every word of a finished draft, the probability that it is right (after PRISM, arXiv 2510.01384):
     in training the model fills its masks itself, a tenth of the words is replaced by others, and a second pass judges
-    the text. Read by `mmldlm sample l2t --critic-rounds`. A training step takes about twice as long."""
+    the text. Read by `mmldlm sample l2t --critic-rounds`. A training step computes about twice as much."""
     gradient_checkpointing: Annotated[bool, OnResume.REPORT] = False
     """Keep only the rows between blocks and run each block again in the backward pass: a third more work for about a
     tenth of the memory. Off, blocks still recompute what is cheap (norms, modulation, GELU, rotation)."""
