@@ -22,6 +22,10 @@ def _weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
     return torch.dot(values if values.dim() == 1 else values.sum(1), weights.to(values.dtype))
 
 
+GAP_SUMS = ("latent_gap_sum", "latent_gap_scored")
+QUALITY_SUMS = ("quality_bce_sum", "quality_right", "quality_scored")
+
+
 class TranslationObjective:
     """(model, noised batch) -> loss and metric sums.
 
@@ -83,8 +87,7 @@ class TranslationObjective:
             quality_share = self.loss.quality_weight / max(batch.counts["text_tokens"], 1)
             loss = loss.add(quality["quality_bce_sum"], alpha=quality_share)
         with torch.no_grad():
-            metrics = self._metrics(loss, out, tensors, _add_up(errors), length_sum)
-        return loss, metrics | {name: value.detach() for name, value in quality.items()}
+            return loss, self._metrics(loss, out, tensors, _add_up(errors), length_sum, quality)
 
     def _forward(self, model, tensors: dict[str, Tensor], weights: Tensor, judges: bool = True) -> dict[str, Tensor]:
         return model(
@@ -105,13 +108,12 @@ class TranslationObjective:
         )
 
     def _quality_sums(self, out: dict[str, Tensor], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Of the words that were judged: binary cross-entropy, how many are right, and how many there are.
+        """Of the words that were judged: binary cross-entropy, how many are right, and how many there are; else {}.
 
         The EOS is not judged: a sampler writes it where the length says.
         """
         if "quality_logits" not in out:
-            zero = tensors["text_weights"].new_zeros(())
-            return {"quality_bce_sum": zero, "quality_right": zero, "quality_scored": zero}
+            return {}
         positions, width = tensors["token_positions"], tensors["text_tokens"].shape[1]
         sample, offset = positions // width, positions % width
         is_word = offset != tensors["length_targets"].index_select(0, sample)
@@ -168,12 +170,13 @@ class TranslationObjective:
         kept = sums / tensors["attention_mask"].sum(1) <= self.loss.text_loss_clamp
         return weights * kept[tensors["text_rows"]]
 
-    def _metrics(self, loss, out, tensors, error, length_sum) -> dict[str, Tensor]:
+    def _metrics(self, loss, out, tensors, error, length_sum, quality) -> dict[str, Tensor]:
         is_scored = tensors["latent_weights"] > 0
         scored = (is_scored if is_scored.dim() == 1 else is_scored.any(1)).float()
         num_logits = len(tensors["text_targets"]) * len(tensors.get("text_candidates", ()))
         x0 = self.latent.to_x0(out["latent_pred"], tensors["latents"], tensors["latent_timesteps"])
         num_scored = scored.sum() if error.dim() == 1 else scored.sum() * error.shape[1]
+        zero = num_scored.new_zeros(())
         return {
             "loss": loss.detach(),
             "text_nelbo_sum": _weighted_sum(out["text_nll"], tensors["text_weights"]),
@@ -183,16 +186,16 @@ class TranslationObjective:
             "latent_error_sum": _weighted_sum(error, scored),
             "latent_cosine_sum": _weighted_sum(F.cosine_similarity(x0, tensors["latent_clean"], dim=-1), scored),
             "latent_scored": num_scored,
-            **self._heads_gap(out["latent_pred"], x0, scored, num_scored),
+            **(self._heads_gap(out["latent_pred"], x0, scored, num_scored) or dict.fromkeys(GAP_SUMS, zero)),
             "length_nll_sum": length_sum.detach(),
             "length_scored": tensors["length_weights"].sum(),
+            **{name: quality[name].detach() if quality else zero for name in QUALITY_SUMS},
         }
 
     def _heads_gap(self, predictions: Tensor, x0: Tensor, scored: Tensor, num_scored: Tensor) -> dict[str, Tensor]:
-        """Over scored samples, the root mean square difference between the predicted x0 and that of both."""
+        """Over scored samples, the root mean square difference between the predicted x0 and that of both; or {}."""
         if self.latent.num_predictions == 1:
-            zero = num_scored.new_zeros(())
-            return {"latent_gap_sum": zero, "latent_gap_scored": zero}
+            return {}
         difference = predictions.float().chunk(self.latent.num_predictions, -1)[0] - x0
         total = _weighted_sum(difference.square().mean(-1).sqrt(), scored)
-        return {"latent_gap_sum": total, "latent_gap_scored": num_scored}
+        return dict(zip(GAP_SUMS, (total, num_scored), strict=True))

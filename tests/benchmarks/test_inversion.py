@@ -1,0 +1,73 @@
+"""benchmarks/inversion.py: its ways exist in their tasks, and its claims read what they reached."""
+
+from __future__ import annotations
+
+import inversion
+import numpy as np
+import pytest
+from _inversion import ADAPTIVE, ONE_BY_ONE, TRAINED, WAYS, Reached, line
+
+from mmldlm.config.load import load_config
+from mmldlm.config.task_registry import find_task
+from mmldlm.sampling.search.options import SearchOptions
+from mmldlm.sampling.text.strategies import strategy_class
+
+TASKS = {arm.name: find_task(arm.task) for arm in TRAINED}
+
+
+@pytest.mark.parametrize("arm", TRAINED, ids=lambda arm: arm.name)
+def test_every_arm_is_a_valid_config(arm):
+    config = load_config(None, None, arm.words(inversion.SCALES["quick"]))
+    assert config.task == arm.task
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
+def test_every_way_is_one_that_its_task_has(way):
+    task = TASKS[way.model]
+    if way.sampler is None:
+        SearchOptions(**way.options).check(task, ())
+        return
+    assert way.sampler in task.samplers["l2t"]
+    unread = task.unread_options("l2t", way.sampler)
+    assert not unread & way.options.keys() and way.options.keys() <= task.sampling_options
+    if task.name != "ar":
+        strategy_class(way.sampler).resolve(way.options)
+
+
+def reached(bleu, passes=10.0, cosine=0.5, f1=40.0):
+    spread = np.array([-1.0, 1.0, 0.0, 0.0])
+    values = {
+        "sentence_bleu": bleu + spread,
+        "word_f1": f1 + spread,
+        "exact_match": 0 * spread,
+        "cosine": cosine + 0 * spread,
+    }
+    cost = {"gflops": 1.5, "judge_calls": 0.0}
+    return Reached(values | {"length_exact": 0 * spread}, np.full(4, passes), cost)
+
+
+def test_claims_read_what_was_reached():
+    found = {name: reached(3.0, 8.0) for name in ADAPTIVE}
+    found[ONE_BY_ONE] = reached(6.0, 16.0)
+    found[ADAPTIVE[-1]] = reached(5.6, 4.0)  # within 0.5 points in a quarter of the passes
+    found |= {
+        inversion.AR: reached(7.0, 18.0),
+        inversion.GREEDY: reached(6.0),
+        inversion.LOCAL: reached(6.5, cosine=0.62, f1=46.0),
+    }
+    claims, reported = inversion.claims_of(found)
+    values = {claim["id"]: claim["value"] for claim in claims}
+    assert values == pytest.approx(
+        {"nfe_ratio_at_equal_bleu": 0.25, "search_cosine_gain": 0.12, "search_f1_gain_points": 6.0}
+    )
+    assert all(claim["holds"] for claim in claims)
+    difference = reported[f"bleu_against_ar_equal_flops ({ADAPTIVE[-1]})"]
+    assert difference["value"] == pytest.approx(-1.4)  # of the best way with at most a third of AR's passes
+    assert "| 6.0 ± 0.4 |" in line("greedy", found[inversion.GREEDY])
+
+
+def test_without_an_equal_way_no_passes_are_saved():
+    found = {name: reached(1.0, 2.0) for name in ADAPTIVE} | {ONE_BY_ONE: reached(6.0, 16.0)}
+    found |= {name: reached(1.0) for name in (inversion.AR, inversion.GREEDY, inversion.LOCAL)}
+    claim = inversion.claims_of(found)[0][0]
+    assert claim["value"] == 1.0 and not claim["holds"]
