@@ -104,7 +104,7 @@ def claims_of(table: dict[str, dict], failed: int, is_whole: bool) -> tuple[list
         gain = nats("latent_dit_adaln") - nats("mmdit")
         claims.append(_report.claim("mmdit_gain_over_adaln_dit_nats", gain, ">=", 0.0, measured=True))
     reported = {}
-    for name in ("mdlm", "gidd", "gidd_masks", "hdlm"):
+    for name in ("mdlm", "mdlm_time", "gidd", "gidd_masks", "hdlm"):
         if {name, "ar"} <= table.keys():
             reported[f"{name}_minus_ar_nats"] = nats(name) - nats("ar")
     if {"mmdit", "ar_prefix"} <= table.keys():

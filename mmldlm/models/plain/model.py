@@ -246,10 +246,8 @@ class PlainTransformer(LatentTransformer):
         rate = self.dropout_rate(keys)
         if rate == 0:
             return None
-        num_prefix, places = (
-            0 if prefix is None else prefix.shape[1],
-            2 + (self.config.conditioning == "cross_attention"),
-        )
+        num_prefix = 0 if prefix is None else prefix.shape[1]
+        places = 3 if self.config.conditioning == "cross_attention" else 2
         shape = (tokens.shape[0], tokens.shape[1])
         position = row_positions(packed, shape, num_prefix, layout.order, tokens.device)
         return RowDropout.of_rows(keys, layout.sample, position, len(self.blocks), rate, places)

@@ -200,18 +200,13 @@ def take_pass(
     chosen = strategy.choose(positions, logits)
     if len(chosen) < len(positions):
         positions, logits = positions[chosen], logits[chosen]
-    guided = logits
+    guided = None
     if guidance != 1.0 and denoiser.has_latents:
         null = denoiser(state, timesteps, positions, null=True)
         strategy.prepare(positions, null)
         guided = null + guidance * (logits - null)
         strategy.exclude(guided)  # -inf in both became NaN
-    tokens = strategy.draw_tokens(positions, guided)
-    if observer is not None:
-        observer.before(strategy, positions, logits, tokens)
-    strategy.commit(positions, tokens)
-    if observer is not None:
-        observer.after(strategy)
+    strategy.write(positions, logits, observer, guided)
 
 
 def _empty(lengths: Tensor, with_log_probabilities: bool) -> TextSamples:

@@ -162,8 +162,18 @@ class TextStrategy(ABC):
         """Choose, draw and write by logits [M, V] at positions [M]; the logits are overwritten."""
         self.prepare(positions, logits)
         chosen = self.choose(positions, logits) if len(positions) else positions
-        positions, logits = positions[chosen], logits[chosen]
-        tokens = self.draw_tokens(positions, logits)
+        self.write(positions[chosen], logits[chosen], observer)
+
+    def write(
+        self, positions: Tensor, logits: Tensor, observer: Observer | None = None, guided: Tensor | None = None
+    ) -> None:
+        """Draw tokens at positions [N] and write them.
+
+        Args:
+            logits: [N, V], of the conditional distribution, which the observer sees.
+            guided: [N, V] logits that the tokens are drawn from; None: the same.
+        """
+        tokens = self.draw_tokens(positions, logits if guided is None else guided)
         if observer is not None:
             observer.before(self, positions, logits, tokens)
         self.commit(positions, tokens)
