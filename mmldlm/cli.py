@@ -39,6 +39,20 @@ def _import_convert():
     return convert
 
 
+def _plot(parser):
+    from mmldlm.commands import run_log
+
+    run_log.add_plot_arguments(parser)
+    return run_log.plot
+
+
+def _monitor(parser):
+    from mmldlm.commands import run_log
+
+    run_log.add_monitor_arguments(parser)
+    return run_log.monitor
+
+
 def _sample_kind(kind: str):
     def fill(parser):
         from mmldlm.commands import sample
@@ -68,9 +82,10 @@ VERBS = {
     "sample l2t": (_sample_kind("l2t"), "text from embeddings"),
     "sample t2l": (_sample_kind("t2l"), "embeddings from text"),
     "sample unconditional": (_sample_kind("unconditional"), "text and embeddings without a condition"),
+    "hypotheses": ("mmldlm.commands.hypotheses", "write and embed a model's texts, to train a corrector on"),
     "evaluate": ("mmldlm.commands.evaluate", "measure conditioning gain, retrieval and F1 on unseen text, or STS-B"),
-    "plot": ("mmldlm.commands.plot", "draw a run's loss curve"),
-    "monitor": ("mmldlm.commands.monitor", "follow a run's log and report its health"),
+    "plot": (_plot, "draw a run's loss curve"),
+    "monitor": (_monitor, "follow a run's log and report its health"),
 }
 
 

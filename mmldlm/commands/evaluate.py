@@ -166,8 +166,9 @@ def _check_arguments(args: argparse.Namespace) -> None:
     if args.suite != "stsb" and not args.data:
         raise UserError("--data STORE, whose validation split is evaluated", "none given", "name the prepared store")
     search = SearchOptions.of(args)
-    if args.suite != "conditioning_gain" and search.search is not None:
-        raise UserError("--search with --suite conditioning_gain", f"--suite {args.suite}", "omit --search")
+    if args.suite != "conditioning_gain" and search.way is not None:
+        name = "--search" if search.correct is None else "--correct"
+        raise UserError(f"{name} with --suite conditioning_gain", f"--suite {args.suite}", f"omit {name}")
     for key in ("json", "plot", "write_schedule"):
         if getattr(args, key):
             check_writable_file(getattr(args, key), "--" + key.replace("_", "-"))

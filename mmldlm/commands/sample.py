@@ -240,8 +240,9 @@ def _check_critic(args: argparse.Namespace) -> None:
         raise UserError(
             "--critic-share with --critic-rounds R", "--critic-share alone", "add --critic-rounds, or omit it"
         )
-    if args.critic_rounds and args.search is not None:
-        raise UserError("--critic-rounds or --search, which changes texts as well", "both", "omit one of them")
+    if args.critic_rounds and (other := "search" if args.search else "correct" if args.correct else None):
+        found = f"--critic-rounds and {_option(other)}"
+        raise UserError(f"--critic-rounds or {_option(other)}, which changes texts as well", found, "omit one of them")
 
 
 def fit_to_task(args: argparse.Namespace, given: list[str], pretrained: Pretrained) -> None:
@@ -297,7 +298,8 @@ def _check_trace(args: argparse.Namespace) -> None:
     if args.trace is None:
         return
     check_page_path(args.trace, "--trace", args.overwrite)
-    several = "num_lengths" if (args.num_lengths or 1) > 1 else "search" if args.search is not None else None
+    several = "num_lengths" if (args.num_lengths or 1) > 1 else None
+    several = "search" if args.search is not None else "correct" if args.correct is not None else several
     several = "critic_rounds" if args.critic_rounds else several
     if several is not None:
         option = _option(several)

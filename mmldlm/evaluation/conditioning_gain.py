@@ -171,7 +171,7 @@ def _open_judge(pretrained: Pretrained, settings: Settings) -> Judge | None:
         UserError: a model that writes no texts from latents, or a judge that is not available.
     """
     search = SearchOptions.of(settings)
-    if search.search is None:
+    if search.way is None:
         return None
     pretrained.check_mode("l2t")
     return search.open_judge(pretrained)

@@ -42,7 +42,8 @@ class Settings:
         presence_penalty: of l2t (see `sample_text`).
         seed: of every draw.
         batch_size: texts of full length per pass; None: the default token budget of each measurement.
-        search, num_candidates, encoder_calls, judge: of `SearchOptions`; search None: texts are written once.
+        search, correct, num_candidates, encoder_calls, judge: of `SearchOptions`; without the first two, texts are
+            written once.
     """
 
     num_samples: int | None = None
@@ -55,6 +56,7 @@ class Settings:
     seed: int = 0
     batch_size: int | None = None
     search: str | None = None
+    correct: int | None = None
     num_candidates: int | None = None
     encoder_calls: int | None = None
     judge: str | None = None

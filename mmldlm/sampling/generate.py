@@ -63,6 +63,7 @@ class SampleOptions:
     eta: float | str = 0.0
     seed: int = 0
     search: str | None = None
+    correct: int | None = None
     num_candidates: int | None = None
     encoder_calls: int | None = None
     judge: str | None = None
@@ -99,7 +100,7 @@ def sample_l2t(
         penalty = PRESENCE_PENALTY if options.sampler in BY_CERTAINTY else 0.0
     options = dataclasses.replace(options, temperature=temperature, presence_penalty=penalty)
     given, found = torch.from_numpy(latents[source]), None
-    if options.search is None:
+    if SearchOptions.of(options).way is None:
         steps = "" if options.num_steps is None else f" in at most {options.num_steps} steps"
         message = f"writing {count_noun(count, 'text')}{steps}"
         samples = _write_texts(pretrained, given, options, recorder, progress=progress.start(message))

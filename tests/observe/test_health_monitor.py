@@ -10,7 +10,8 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 
-from mmldlm.commands.monitor import add_arguments, main
+from mmldlm.commands.run_log import add_monitor_arguments as add_arguments
+from mmldlm.commands.run_log import monitor as main
 from mmldlm.errors import UserError
 from mmldlm.observe.health_monitor import assess
 from mmldlm.observe.jsonl_log import JsonlLog, is_event

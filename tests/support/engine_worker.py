@@ -30,8 +30,11 @@ UNEVEN = {
     # Whole micro-batches of rows whose text is given: nothing is masked there.
     "sparse_modes": ["training.loss_type_weights={t2l: 0.8, l2t: 0.2}", "training.profile=[2,3]"],
     "frozen_l2t": ["training.freeze=by_mode", "training.loss_type=l2t"],
-    # Everything that draws for itself: masks of dropout (with recomputed blocks), noised conditions, pure noise.
+    # Everything that draws for itself: masks of dropout (with recomputed blocks), noised conditions, pure noise,
+    # hypotheses.
     "options": [
+        "model.corrector=feedback",
+        "data.hypotheses=FOLDER/hypotheses",
         "model.dropout=0.2",
         "model.gradient_checkpointing=true",
         "training.grad_accum_steps=2",
@@ -112,6 +115,7 @@ def uneven(store: str, folder: str) -> None:
     """Every uneven case on every engine (or, alone, on the single process they are compared with)."""
     world = int(os.environ["WORLD_SIZE"])
     for case, words in UNEVEN.items():
+        words = [word.replace("FOLDER", folder) for word in words]
         micro = 8 // world // (2 if "training.grad_accum_steps=2" in words else 1)
         sizes = [f"training.train_batch_size={micro}", "training.num_train_steps=5", "logging.save_freq=5"]
         for name, engine in ENGINES.items() if world > 1 else [("single", ["engine.kind=single"])]:

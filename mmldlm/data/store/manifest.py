@@ -62,3 +62,9 @@ def find_problems(manifest: dict[str, Any]) -> str | None:
         problems = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
         return join_some(problems, limit=3, separator="; ")
     return None
+
+
+def sample_checksums(manifest: dict[str, Any]) -> dict[str, str]:
+    """Return the checksums of tokens and latents of all splits: what other data of these samples can be known by."""
+    names = [f"{split}/{array}.npy" for split in manifest["splits"] for array in ("tokens", "latents")]
+    return {name: manifest["files"][name]["sha256"] for name in names}

@@ -60,6 +60,10 @@ class ModelConfig(Section):
     """Also learn, at every word of a finished draft, the probability that it is right (after PRISM, arXiv 2510.01384):
     in training the model fills its masks itself, a tenth of the words is replaced by others, and a second pass judges
     the text. Read by `mmldlm sample l2t --critic-rounds`. A training step computes about twice as much."""
+    corrector: Literal["none", "feedback", "blind"] = "none"
+    """feedback: also learn to correct a hypothesis, from its words and the difference of its embedding to the latent
+    (after vec2text, arXiv 2310.06816). Training reads hypotheses from data.hypotheses, `mmldlm sample l2t --correct`
+    writes them. blind: the ablation, without the hypothesis's embedding."""
     gradient_checkpointing: Annotated[bool, OnResume.REPORT] = False
     """Keep only the rows between blocks and run each block again in the backward pass: a third more work for about a
     tenth of the memory. Off, blocks still recompute what is cheap (norms, modulation, GELU, rotation)."""

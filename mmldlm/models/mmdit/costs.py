@@ -24,6 +24,7 @@ _GROUP_OF_MODULE = {
     "latent_head": "latent",
     "text_timestep": "shared",
     "latent_timestep": "shared",
+    "hypothesis_encoder": "shared",
     "blocks": "shared",
 }
 FREQUENCIES = 256  # models/layers.py: sinusoids of a timestep
@@ -45,8 +46,11 @@ def parameter_counts(model: ModelConfig) -> dict[str, int]:
     width, cond, vocab, dim = model.hidden_size, model.cond_dim, model.vocab_size, model.latent_dim
     chunks = model.tokens_per_latent * width
     two_layers = cond * cond + cond  # the second layer of every small MLP
-    quality = {"quality_head": width * width + 2 * width + 1} if model.quality_head else {}
-    return quality | {
+    more = {"quality_head": width * width + 2 * width + 1} if model.quality_head else {}
+    if model.corrector != "none":
+        of_latents = (3 * dim + 1) * chunks + (chunks + 1) * (chunks + cond)
+        more["hypothesis_encoder"] = (width + 1) * width + of_latents
+    return more | {
         "text_encoder": vocab * width + width,
         "latent_encoder": dim * chunks + 3 * chunks + model.num_latents * width + dim * cond + cond + two_layers + cond,
         "text_timestep": FREQUENCIES * cond + cond + two_layers,
@@ -163,6 +167,9 @@ def step_flops(model: ModelConfig, lengths: Sequence[int], scored: int, num_late
     latent_in = (
         num_latents * 2 * model.latent_dim * (model.tokens_per_latent * width + cond) + num_latents * 2 * cond * cond
     )
+    if model.corrector != "none":  # of hypotheses, which are not always given
+        chunks = model.tokens_per_latent * width
+        latent_in += num_latents * 2 * chunks * (3 * model.latent_dim + chunks + cond)
     first = 2 * 2 * 256 * cond + num_latents * 2 * model.latent_dim * (model.tokens_per_latent * width + cond)
     return StepFlops(
         embeddings=batch * (timesteps + latent_in),
@@ -191,6 +198,8 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "latent_head.to_latent.weight": (config.get("latent_predictions", 1) * latent, tokens * width),
         "length_head.3.weight": (config["max_seq_len"], cond),
     }
+    if config.get("corrector", "none") != "none":
+        shapes["hypothesis_encoder.to_hidden.weight"] = (tokens * width, 3 * latent)
     if config.get("quality_head"):
         shapes["quality_head.to_hidden.weight"] = (width, width)
     for block in range(config["n_blocks"]):

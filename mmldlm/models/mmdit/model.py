@@ -21,8 +21,17 @@ from mmldlm.models.mmdit.costs import GROUPS, group_of
 from mmldlm.models.mmdit.encoders import LatentEncoder, TextEncoder
 from mmldlm.models.mmdit.fused_block import select_rows
 from mmldlm.models.mmdit.heads import LatentHead, QualityHead, TextHead
+from mmldlm.models.mmdit.hypothesis import Hypotheses, HypothesisEncoder
 from mmldlm.models.mmdit.null_condition import apply_null_condition
-from mmldlm.models.mmdit.packing import RECTANGLE_FILL, Packing, PackingShape, has_varlen, pack, row_positions
+from mmldlm.models.mmdit.packing import (
+    Packing,
+    PackingShape,
+    pack,
+    packed_positions,
+    ragged_kind,
+    row_positions,
+    text_keys,
+)
 
 
 class _LastRows(NamedTuple):
@@ -68,8 +77,15 @@ class MultimodalMMDiT(LatentTransformer):
             nn.SiLU(), nn.Linear(cond, cond), nn.SiLU(), nn.Linear(cond, config.max_seq_len)
         )
         self._initialize()
-        # Last, so that the rest starts from the same weights with and without it.
+        # Last, so that the rest starts from the same weights with and without them.
         self.quality_head = QualityHead(width) if config.quality_head else None
+        self.hypothesis_encoder = None
+        if config.corrector != "none":
+            is_blind = config.corrector == "blind"
+            self.hypothesis_encoder = HypothesisEncoder(
+                config.latent_dim, config.tokens_per_latent, width, cond, is_blind
+            )
+            self.hypothesis_encoder.reset_parameters()
 
     def _initialize(self) -> None:
         # adaLN-Zero: every block starts as the identity, every head reads the unmodulated norm.
@@ -111,6 +127,7 @@ class MultimodalMMDiT(LatentTransformer):
         text_candidates: Candidates | None = None,
         dropout_keys: Tensor | None = None,
         draft_swaps: Tensor | None = None,
+        hypotheses: Hypotheses | None = None,
     ) -> dict[str, Tensor]:
         """Joint forward pass.
 
@@ -132,6 +149,7 @@ class MultimodalMMDiT(LatentTransformer):
             dropout_keys: int64, random, of each sample; needed in training with model.dropout, unused otherwise. [B]
             draft_swaps: int64, with text_targets and model.quality_head: also judge the text with the most probable
                 tokens at the scored positions, and these where they are not -1. [B, S]
+            hypotheses: earlier texts for the latents (model.corrector).
 
         Returns:
             latent_pred: [B, P * D] or [B, N, P * D], as `latents` ([B, P * D] when None); P: latent_predictions.
@@ -149,7 +167,7 @@ class MultimodalMMDiT(LatentTransformer):
             raise ValueError("forward needs text_tokens or latents")
         rows = self._run(
             text_tokens, latents, text_timesteps, latent_timesteps, attention_mask, text_is_null, latent_is_null,
-            token_positions, text_positions, dropout_keys,
+            token_positions, text_positions, dropout_keys, hypotheses,
         )  # fmt: skip
         latent_pred = self.latent_head(rows.latent, rows.condition).float()
         length_logits = self.length_head(self._pooled_condition(rows.pooled, latent_timesteps)).float()
@@ -160,17 +178,13 @@ class MultimodalMMDiT(LatentTransformer):
         if text_positions is None and text_targets is None:
             out["text_logits"] = out["text_logits"].view(*text_tokens.shape, -1)
         if draft_swaps is not None:
-            best = self._best_tokens(rows, text_targets)
-            clean, draft = (
-                text_tokens.flatten().index_copy(0, text_positions, tokens).view_as(text_tokens)
-                for tokens in (text_targets, best)
-            )
-            draft = torch.where(draft_swaps >= 0, draft_swaps, draft)
-            judged = torch.arange(draft.numel(), device=draft.device) if token_positions is None else token_positions
-            given = draft, latents, latent_timesteps, attention_mask, judged
+            clean, draft = self._drafts(rows, text_tokens, text_positions, text_targets, draft_swaps)
+            every = torch.arange(draft.numel(), device=draft.device)
+            judged = every if token_positions is None else token_positions
             out["quality_logits"] = self.quality_logits(
-                *given, text_is_null, latent_is_null, token_positions, dropout_keys
-            )
+                draft, latents, latent_timesteps, attention_mask, judged, text_is_null, latent_is_null,
+                token_positions, dropout_keys,
+            )  # fmt: skip
             out["quality_targets"] = (draft == clean).flatten().index_select(0, judged)
         return out
 
@@ -191,17 +205,21 @@ class MultimodalMMDiT(LatentTransformer):
         return self.quality_head(rows.text)
 
     @torch.no_grad()
-    def _best_tokens(self, rows: _LastRows, targets: Tensor) -> Tensor:
-        """[M] what a sampler would write in one pass: the most probable tokens, and EOS where the text ends."""
+    def _drafts(
+        self, rows: _LastRows, tokens: Tensor, positions: Tensor, targets: Tensor, swaps: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """[B, S] the clean text, and what a sampler would write in one pass, with words swapped."""
         ids = self.config.mask_token_id, self.config.pad_token_id, self.config.eos_token_id
         best = self.text_head(rows.text, rows.sample, rows.condition, None, None, excluded=ids)["text_best"]
-        return torch.where(targets == self.config.eos_token_id, targets, best)
+        best = torch.where(targets == self.config.eos_token_id, targets, best)
+        clean, draft = (tokens.flatten().index_copy(0, positions, own).view_as(tokens) for own in (targets, best))
+        return clean, torch.where(swaps >= 0, swaps, draft)
 
     def _run(
         self, text_tokens: Tensor | None, latents: Tensor | None, text_timesteps: Tensor | None,
         latent_timesteps: Tensor | None, attention_mask: Tensor | None, text_is_null: Tensor | None,
         latent_is_null: Tensor | None, token_positions: Tensor | None, text_positions: Tensor | None,
-        dropout_keys: Tensor | None,
+        dropout_keys: Tensor | None, hypotheses: Hypotheses | None = None,
     ) -> _LastRows:  # fmt: skip
         """All of `forward` but its heads."""
         given = latents if text_tokens is None else text_tokens
@@ -211,12 +229,15 @@ class MultimodalMMDiT(LatentTransformer):
             text_is_null, key_is_null, attention_mask = _all_true(given), None, None
         points = self._check_shapes(tokens, latents)
         latent_is_null = _all_true(given) if latents is None else latent_is_null
-        latent, pooled = self._encode_latents(points, latent_timesteps, latent_is_null)
+        latent, pooled = self._encode_latents(points, latent_timesteps, latent_is_null, hypotheses)
         condition = nn.functional.silu(self._condition(pooled, text_timesteps, latent_timesteps))
         selects = text_positions is not None  # without them all logits are computed, those of padding included
         packed, packing = self._pack(tokens, latent, attention_mask, key_is_null, token_positions, selects)
         ids = tokens.flatten() if packed is None else tokens.flatten().index_select(0, packed)
-        text = self.text_encoder(ids, packing.first_rows, text_is_null)
+        if hypotheses is None or text_tokens is None:
+            text = self.text_encoder(ids, packing.first_rows, text_is_null)
+        else:
+            text = self._text_beside(hypotheses, ids, packed, packing, text_is_null)
         outputs = packing  # of the rows that a head reads
         if text_tokens is None or selects:
             outputs = packing.restrict_to(_text_rows(packing, packed, None if text_tokens is None else text_positions))
@@ -226,13 +247,30 @@ class MultimodalMMDiT(LatentTransformer):
         latent_rows = latent_rows.view(*latent.shape[:2], -1)
         return _LastRows(text_rows, outputs.sample[: outputs.num_text], latent_rows, condition, pooled)
 
+    def _text_beside(
+        self, hypotheses: Hypotheses, ids: Tensor, packed: Tensor | None, packing: Packing, is_null: Tensor | None
+    ) -> Tensor:
+        """[N] ids -> [N, H] rows of the text, to which those of the hypotheses are added."""
+        own = hypotheses.tokens.flatten()
+        own = own if packed is None else own.index_select(0, packed)
+        # In one call: ZeRO-3 reduces the gradients of a module once a step.
+        rows = self.text_encoder(torch.cat([ids, own]), packing.first_rows, is_null)
+        text, guess = rows.split(len(ids))
+        is_real = (own != self.config.pad_token_id) & hypotheses.given[packing.sample[: len(ids)]]
+        return text + self.hypothesis_encoder.text(guess, is_real)
+
     def _encode_latents(
-        self, points: Tensor, timesteps: Tensor | None, is_null: Tensor | None
+        self, points: Tensor, timesteps: Tensor | None, is_null: Tensor | None, hypotheses: Hypotheses | None
     ) -> tuple[Tensor, Tensor]:
         """[B, N, D] -> tokens [B, N * K, H], pooled [B, C]."""
         if self.config.scale_noisy_latents and timesteps is not None:
             points = points * torch.cos(0.5 * math.pi * timesteps)[:, None, None].to(points.dtype)
-        return self.latent_encoder(points.to(self.text_encoder.null_text.dtype), is_null)
+        points = points.to(self.text_encoder.null_text.dtype)
+        tokens, pooled = self.latent_encoder(points, is_null)
+        if hypotheses is None:
+            return tokens, pooled
+        more_tokens, more_pooled = self.hypothesis_encoder.latent(points, hypotheses)
+        return tokens + more_tokens, pooled + more_pooled
 
     def _check_shapes(self, tokens: Tensor, latents: Tensor | None) -> Tensor:
         """The latents as [B, N, D]; zeros if there are none.
@@ -298,8 +336,8 @@ class MultimodalMMDiT(LatentTransformer):
         config, num_positions = self.config, tokens.numel()
         positions = keys = None
         if not (selects and token_positions is not None and token_positions.shape[0] == num_positions):
-            keys = self._text_keys(attention_mask, text_is_null, tokens)
-            positions = self._packed_positions(token_positions, keys) if selects else None
+            keys = text_keys(attention_mask, text_is_null, tokens)
+            positions = packed_positions(token_positions, keys) if selects else None
             if positions is not None and positions.shape[0] == num_positions:
                 positions = keys = None
         if positions is not None and keys is None:
@@ -307,44 +345,11 @@ class MultimodalMMDiT(LatentTransformer):
         head_dim = config.hidden_size // config.n_heads
         dtype = self.text_encoder.null_text.dtype
         shape = PackingShape(*tokens.shape, latent.shape[1], head_dim, dtype, tokens.device)
-        packing = pack(positions, keys, shape, self._ragged(positions, num_positions, latent))
+        low = compute_dtype(latent)  # of an activation: under ZeRO-3, reading a weight gathers it
+        packing = pack(positions, keys, shape, ragged_kind(positions, shape, low, self._blocks_are_compiled))
         if self._blocks_are_compiled:  # else a batch of head_dim / 2 samples would be taken for the same size
             torch._dynamo.mark_static(packing.rotation, (1, 2, 3))
         return positions, packing
-
-    @staticmethod
-    def _packed_positions(token_positions: Tensor | None, keys: Tensor | None) -> Tensor | None:
-        """[N] positions in B * S of the text to compute, None for all; found from the mask if that is free."""
-        if token_positions is not None:
-            return token_positions
-        if keys is None or keys.device.type != "cpu":
-            return None
-        return keys.flatten().nonzero()[:, 0]
-
-    def _ragged(self, positions: Tensor | None, num_positions: int, latent: Tensor) -> str | None:
-        """How attention leaves padding out (`pack`)."""
-        if positions is None:
-            return None
-        low = compute_dtype(latent)  # of an activation: under ZeRO-3, reading a weight gathers it
-        if positions.device.type != "cpu":
-            head_dim = self.config.hidden_size // self.config.n_heads
-            return "varlen" if has_varlen(low, head_dim, positions.device) else None
-        num_latent_rows = latent.shape[0] * latent.shape[1]
-        filled = (positions.shape[0] + num_latent_rows) / (num_positions + num_latent_rows)
-        # A loop over lengths would be compiled again for every batch.
-        return "loop" if filled < RECTANGLE_FILL and not self._blocks_are_compiled else None
-
-    @staticmethod
-    def _text_keys(attention_mask: Tensor | None, text_is_null: Tensor | None, tokens: Tensor) -> Tensor | None:
-        """[B, S] bool of the text that may be attended to, or None when all may."""
-        if attention_mask is None and text_is_null is None:
-            return None
-        keys = attention_mask.bool() if attention_mask is not None else None
-        if text_is_null is not None:
-            only_first = torch.arange(tokens.shape[1], device=tokens.device) == 0
-            others = torch.ones_like(tokens, dtype=torch.bool) if keys is None else keys
-            keys = torch.where(text_is_null[:, None], only_first, others)
-        return keys
 
     # -- parameters --------------------------------------------------------------------------------------------------
 

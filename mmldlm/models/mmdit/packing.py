@@ -98,6 +98,27 @@ class Packing(NamedTuple):
         return torch.mm(self.modulation_one_hot, rows)
 
 
+def text_keys(attention_mask: Tensor | None, text_is_null: Tensor | None, tokens: Tensor) -> Tensor | None:
+    """[B, S] bool of the text that may be attended to, or None when all may."""
+    if attention_mask is None and text_is_null is None:
+        return None
+    keys = attention_mask.bool() if attention_mask is not None else None
+    if text_is_null is not None:
+        only_first = torch.arange(tokens.shape[1], device=tokens.device) == 0
+        others = torch.ones_like(tokens, dtype=torch.bool) if keys is None else keys
+        keys = torch.where(text_is_null[:, None], only_first, others)
+    return keys
+
+
+def packed_positions(token_positions: Tensor | None, keys: Tensor | None) -> Tensor | None:
+    """[N] positions in B * S of the text to compute, None for all; found from the mask if that is free."""
+    if token_positions is not None:
+        return token_positions
+    if keys is None or keys.device.type != "cpu":
+        return None
+    return keys.flatten().nonzero()[:, 0]
+
+
 class PackingShape(NamedTuple):
     """Sizes and kind of a packing: B, S, L, the width of a head, the rows' dtype and device."""
 
@@ -235,6 +256,18 @@ def has_varlen(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
     """Whether this GPU's flash attention takes ragged rows of this kind: 16 bits, heads of 8 k elements up to 256."""
     fits = dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256
     return fits and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def ragged_kind(positions: Tensor | None, shape: PackingShape, dtype: torch.dtype, is_compiled: bool) -> str | None:
+    """How attention leaves padding out: `ragged` of `pack`, for activations of a dtype."""
+    if positions is None:
+        return None
+    if positions.device.type != "cpu":
+        return "varlen" if has_varlen(dtype, shape.head_dim, positions.device) else None
+    num_latent = shape.batch * shape.latents
+    filled = (positions.shape[0] + num_latent) / (shape.batch * shape.length + num_latent)
+    # A loop over lengths would be compiled again for every batch.
+    return "loop" if filled < RECTANGLE_FILL and not is_compiled else None
 
 
 def attention_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -11,6 +11,7 @@ from torch import Tensor
 from mmldlm.errors import UserError
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.sampling.search.best_of import FoundTexts, best_of
+from mmldlm.sampling.search.correct import check_corrector, correct
 from mmldlm.sampling.search.judge import JUDGES, Judge
 from mmldlm.sampling.search.local_search import LocalSearchSettings, local_search
 
@@ -26,6 +27,12 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "search that edits them",
     },
     "num_candidates": {"type": int, "metavar": "N", "help": "texts of --search best_of for an embedding (default 16)"},
+    "correct": {
+        "type": int,
+        "metavar": "N",
+        "help": "write a text, embed it, and let the model correct it from that at most N times; the nearest text is "
+        "kept (a model of model.corrector)",
+    },
     "encoder_calls": {
         "type": int,
         "metavar": "E",
@@ -52,16 +59,26 @@ class SearchOptions:
     """
 
     search: str | None = None
+    correct: int | None = None
     num_candidates: int | None = None
     encoder_calls: int | None = None
     judge: str | None = None
 
+    @property
+    def way(self) -> str | None:
+        """One of SEARCHES, "correct", or None."""
+        return self.search if self.correct is None else "correct"
+
     def __post_init__(self):
+        if self.correct is not None and self.search is not None:
+            raise UserError("--correct or --search", "both", "omit one of them")
+        if self.correct is not None and self.correct < 1:
+            raise UserError("--correct of at least 1", str(self.correct), "choose a larger number, or omit it")
         for key, reader in (*READERS.items(), ("judge", None)):
             value = getattr(self, key)
             if value is None:
                 continue
-            if self.search is None or reader not in (None, self.search):
+            if self.way is None or reader not in (None, self.way):
                 expected = f"{_option(key)} with --search {reader or ' or '.join(SEARCHES)}"
                 found = f"{_option(key)} {value} " + (f"with --search {self.search}" if self.search else "alone")
                 raise UserError(expected, found, f"omit it, or add --search {reader or 'local'}")
@@ -82,14 +99,20 @@ class SearchOptions:
         Raises:
             UserError: a task that lacks the search, or an option that the search chooses itself.
         """
-        if self.search is None:
+        if self.way is None:
             return
+        name = f"--search {self.search}" if self.correct is None else "--correct"
         own = [_option(key) for key in OWN_CHOICES if key in given]
         if own:
-            found = f"{', '.join(own)} with --search {self.search}, which chooses its samplers itself"
-            raise UserError(
-                f"--search {self.search} without options that it does not read", found, "omit them, or omit --search"
-            )
+            found = f"{', '.join(own)} with {name}, which chooses its samplers itself"
+            raise UserError(f"{name} without options that it does not read", found, f"omit them, or omit {name}")
+        if self.correct is not None:
+            if not task.fills_lengths:
+                found = f"task={task.name}"
+                raise UserError(
+                    "a checkpoint of task=translation for --correct", found, "omit it, or use --search best_of"
+                )
+            return
         draws = "ancestral" in task.samplers.get("l2t", ()) and "temperature" in task.sampling_options
         if not draws or self.search == "local" and not task.fills_lengths:
             known = " or ".join(name for name, has in zip(SEARCHES, (draws, task.fills_lengths)) if has)
@@ -99,6 +122,8 @@ class SearchOptions:
     def describe(self) -> str:
         """The search in a few words."""
         judge = "the encoder" if (self.judge or "encoder") == "encoder" else "the model's own t2l"
+        if self.correct is not None:
+            return f"at most {self.correct} rounds of correction by the embeddings of {judge}"
         if self.search == "best_of":
             return f"best of {self.num_candidates or NUM_CANDIDATES} by {judge}"
         return f"local search, at most {self.encoder_calls or LocalSearchSettings.judge_calls} calls of {judge}"
@@ -107,8 +132,10 @@ class SearchOptions:
         """Return a judge with empty counts.
 
         Raises:
-            UserError: it is not available.
+            UserError: it is not available, or the model cannot do what was asked for.
         """
+        if self.correct is not None:
+            check_corrector(pretrained)
         return JUDGES[self.judge or "encoder"](pretrained)
 
     def run(
@@ -121,6 +148,8 @@ class SearchOptions:
             judge: of `open_judge`, not used before.
             options: of `TextTask.write_texts`, without OWN_CHOICES.
         """
+        if self.correct is not None:
+            return correct(pretrained, latents, judge, rounds=self.correct, seed=seed, progress=progress, **options)
         if self.search == "best_of":
             count = self.num_candidates or NUM_CANDIDATES
             return best_of(pretrained, latents, judge, num_candidates=count, seed=seed, progress=progress, **options)

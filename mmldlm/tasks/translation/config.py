@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, model_validator
 
 from mmldlm.config.schema import Config, TrainingConfig
-from mmldlm.config.section import FilledFromData, OnResume, Section
+from mmldlm.config.section import FilePath, FilledFromData, OnResume, Section
 from mmldlm.data.store.config import StoreDataConfig, TokenizerConfig
 from mmldlm.models.mmdit.config import ModelConfig
 
@@ -187,6 +187,9 @@ class TranslationTrainingConfig(TrainingConfig):
     that noise: conditioning augmentation (arXiv 2106.15282) for latents that no encoder made. Evaluations have none."""
     l2t_condition_timestep: float = Field(0.3, gt=0, le=1)
     """Largest timestep of l2t_condition_noise; uniform between 0 and it."""
+    hypothesis_share: float = Field(0.8, gt=0, le=1)
+    """Fraction of the l2t samples with a given latent that read their hypothesis (model.corrector). The others are
+    trained as without a corrector, so that the model still writes first texts."""
 
     @model_validator(mode="after")
     def _weights_belong_to_mixed(self) -> TranslationTrainingConfig:
@@ -222,12 +225,19 @@ class TranslationTrainingConfig(TrainingConfig):
         return {mode: weights.get(mode, 0.0) / total for mode in PURE_MODES}
 
 
+class TranslationDataConfig(StoreDataConfig):
+    """Stores, and hypotheses for a corrector."""
+
+    hypotheses: Annotated[FilePath, OnResume.IGNORE] = None
+    """Folder that `mmldlm hypotheses` wrote for the samples of latent_data_root; with model.corrector."""
+
+
 class TranslationConfig(Config):
     """One run of the translation task."""
 
     model: ModelConfig = Field(default_factory=ModelConfig)
     tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
-    data: StoreDataConfig = Field(default_factory=StoreDataConfig)
+    data: TranslationDataConfig = Field(default_factory=TranslationDataConfig)
     text_diffusion: TextDiffusionConfig = Field(default_factory=TextDiffusionConfig)
     latent_diffusion: LatentDiffusionConfig = Field(default_factory=LatentDiffusionConfig)
     loss: LossConfig = Field(default_factory=LossConfig)
@@ -268,6 +278,22 @@ class TranslationConfig(Config):
             raise ValueError(
                 "training.t2l_pure_noise teaches nothing with latent_diffusion.prediction=epsilon (at t = 1 the model "
                 "reads what it is to predict) or latent_diffusion.weighting=min_snr (whose weight is 0 there): drop one"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _corrector_has_hypotheses(self) -> TranslationConfig:
+        if self.model.corrector == "none":
+            for key, value, default in (
+                ("data.hypotheses", self.data.hypotheses, None),
+                ("training.hypothesis_share", self.training.hypothesis_share, 0.8),
+            ):
+                if value != default:
+                    raise ValueError(f"{key} is read only with model.corrector=feedback or blind: drop it, or add that")
+        elif self.training.mode_weights()["l2t"] == 0:
+            raise ValueError(
+                f"model.corrector={self.model.corrector} corrects texts of latents, and training.loss_type="
+                f"{self.training.loss_type} trains no l2t: drop it"
             )
         return self
 

@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy as np
 
+from mmldlm.data.store.hypotheses import SplitHypotheses
 from mmldlm.data.store.mixture import MixedStore
 from mmldlm.data.store.store import Store
 from mmldlm.engines.deepspeed.config import resolve_stage
@@ -18,17 +19,22 @@ from mmldlm.tasks.translation.freezing import decided_freeze
 
 @dataclass(kw_only=True)
 class TranslationData(LatentData):
-    """Stores and the scaling of their latents."""
+    """Stores and the scaling of their latents.
+
+    Attributes:
+        hypotheses: of both splits, with model.corrector.
+    """
 
     config: TranslationConfig
+    hypotheses: tuple[SplitHypotheses, SplitHypotheses] | None = None
 
 
 def open_data(config: TranslationConfig) -> TranslationData:
     """Open both splits and fill in what they decide: latent_dim, vocab_size, token ids, training.freeze=auto.
 
     Raises:
-        UserError: no store, damaged store, unusable latents, a config that contradicts the data, or model.quality_head
-            under ZeRO-3.
+        UserError: no store, damaged store, unusable latents, a config that contradicts the data, model.quality_head
+            under ZeRO-3, or model.corrector without hypotheses for this store.
     """
     if config.model.quality_head and config.engine.kind == "deepspeed" and resolve_stage(config) == 3:
         raise UserError(
@@ -38,7 +44,20 @@ def open_data(config: TranslationConfig) -> TranslationData:
         )
     data = open_latent_data(TranslationData, config, partial(_scaling, config))
     data.config.training.freeze = decided_freeze(data.config)
+    if config.model.corrector != "none":
+        data.hypotheses = _open_hypotheses(config, data)
     return data
+
+
+def _open_hypotheses(config: TranslationConfig, data: TranslationData) -> tuple[SplitHypotheses, SplitHypotheses]:
+    root = config.data.hypotheses
+    if root is None:
+        raise UserError(
+            f"data.hypotheses: the texts that model.corrector={config.model.corrector} learns to correct",
+            "no data.hypotheses",
+            "write them: mmldlm hypotheses --checkpoint RUN --data STORE --output-dir DIR",
+        )
+    return SplitHypotheses(root, data.train), SplitHypotheses(root, data.validation)
 
 
 def _scaling(config: TranslationConfig, store: Store | MixedStore) -> tuple[np.ndarray, np.ndarray]:

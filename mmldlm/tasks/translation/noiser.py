@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mmldlm.data.batching.batch import Batch
 from mmldlm.data.batching.batch_plan import GlobalBatch, permute
+from mmldlm.data.store.hypotheses import SplitHypotheses
 from mmldlm.data.store.store import Rows
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.timesteps import logit_normal, low_discrepancy, shift, stretch
@@ -26,7 +27,8 @@ UNCONDITIONAL, L2T, T2L = range(3)
 assert PURE_MODES == ("unconditional", "l2t", "t2l")
 
 # Key words that keep the streams of one seed apart.
-_SAMPLE_STREAM, _BATCH_STREAM, _CANDIDATE_STREAM, _OPTION_STREAM = 1, 2, 3, 4  # dropout_keys has 5
+_SAMPLE_STREAM, _BATCH_STREAM, _CANDIDATE_STREAM, _OPTION_STREAM = 1, 2, 3, 4
+_HYPOTHESIS_STREAM = 7  # dropout_keys has 5, WordSwaps 6
 
 
 @dataclass(kw_only=True)
@@ -45,7 +47,8 @@ class NoisedBatch(Batch):
             [B, D] fp32, latent_weights [B] fp32 (0 where the latent is not scored), length_targets [B] int64
             (length - 1), length_weights [B] fp32; with candidates text_candidates [C] and text_columns [M] int64; with
             loss.text_weighting=dynamic text_loss_weights [M] fp32; with model.dropout dropout_keys [B] int64;
-            with model.quality_head draft_swaps [B, S] int64 (WordSwaps).
+            with model.quality_head draft_swaps [B, S] int64 (WordSwaps); with hypotheses the tensors of
+            SplitHypotheses.
         modes: [B] index in PURE_MODES.
         counts: text_tokens, latents (of N latents per text, each), lengths.
     """
@@ -114,6 +117,7 @@ class Noiser:
         max_norm: a latent above this norm is a corrupted row; it is left out and reported.
         candidates: of loss.text_candidates; None: the text head scores the whole vocabulary.
         swaps: words for the drafts that the quality head judges; None: there is none.
+        hypotheses: of the split whose samples are noised; None: none is read.
         in_training: whether the training options that no evaluation has apply (t2l_pure_noise, l2t_condition_noise,
             dropout).
     """
@@ -132,6 +136,7 @@ class Noiser:
         max_norm: float = math.inf,
         candidates: CandidateSampler | None = None,
         swaps: WordSwaps | None = None,
+        hypotheses: SplitHypotheses | None = None,
         in_training: bool = True,
     ):
         self.text = MaskedDiffusion(mask_token_id, config.text_diffusion.schedule, config.text_diffusion.eps)
@@ -140,7 +145,8 @@ class Noiser:
         self.weighs_dynamically = config.loss.text_weighting == "dynamic"
         self.pad_token_id, self.eos_token_id = pad_token_id, eos_token_id
         self.latent_mean, self.latent_std = latent_mean, latent_std
-        self.candidates, self.swaps = candidates, swaps
+        self.candidates, self.swaps, self.hypotheses = candidates, swaps, hypotheses
+        self.hypothesis_share = config.training.hypothesis_share if in_training else 1.0
         vocab_size = config.model.vocab_size or np.iinfo(np.int64).max
         self.reader = RowReader(vocab_size, latent_mean, max_norm, config.stability.nan_to_num)
         weights = mode_weights or config.training.mode_weights()
@@ -189,6 +195,9 @@ class Noiser:
             tensors["dropout_keys"] = dropout_keys(self.seed, batch.epoch, ids, slots)
         if self.swaps is not None:
             tensors["draft_swaps"] = self.swaps.draw(self.seed, batch.epoch, ids, slots, padded.attention)
+        if self.hypotheses is not None:
+            has_latent = (modes == L2T) & ~tensors["latent_is_null"].numpy() & real
+            tensors |= self._hypothesis_tensors(batch, ids, slots, has_latent, tuple(padded.tokens.shape))
         if self.candidates is not None:
             generator = counter_generator(self.seed, batch.epoch, batch.index, 0, _CANDIDATE_STREAM)
             tensors |= self.candidates.tensors(tensors["text_targets"], generator)
@@ -209,6 +218,20 @@ class Noiser:
             index=batch.index,
             bad=bad,
         )
+
+    def _hypothesis_tensors(
+        self, batch: GlobalBatch, ids: np.ndarray, slots: np.ndarray, has_latent: np.ndarray, shape: tuple[int, int]
+    ) -> dict[str, Tensor]:
+        assert self.hypotheses is not None
+        draws = [
+            counter_generator(self.seed, batch.epoch, sample, slot, _HYPOTHESIS_STREAM).random()
+            for sample, slot in zip(ids.tolist(), slots.tolist(), strict=True)
+        ]
+        arrays = self.hypotheses.arrays(
+            ids, has_latent & (np.array(draws) < self.hypothesis_share), shape, self.pad_token_id, self.eos_token_id,
+            self.latent_mean, self.latent_std,
+        )  # fmt: skip
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def _pad(self, batch: GlobalBatch, rows: Rows, ids: np.ndarray, slots: np.ndarray) -> PaddedSamples:
         num_rows, width = len(ids), int(max(len(tokens) for tokens in rows.tokens)) + 1

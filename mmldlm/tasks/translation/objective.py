@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmldlm.models.mmdit.hypothesis import Hypotheses
 from mmldlm.tasks.translation.candidates import candidates_of
 from mmldlm.tasks.translation.config import TranslationConfig
 
@@ -20,6 +21,10 @@ def _add_up(values: Sequence[Tensor]) -> Tensor:
 def _weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
     """Sum of values [B] times weights [B]; of values [B, N], too: a sample's latents share its timestep and weight."""
     return torch.dot(values if values.dim() == 1 else values.sum(1), weights.to(values.dtype))
+
+
+def _hypotheses_of(tensors: dict[str, Tensor]) -> Hypotheses:
+    return Hypotheses(*(tensors[f"hypothesis_{name}"] for name in Hypotheses._fields))
 
 
 GAP_SUMS = ("latent_gap_sum", "latent_gap_scored")
@@ -105,6 +110,7 @@ class TranslationObjective:
             text_candidates=candidates_of(self.config, tensors) if "text_candidates" in tensors else None,
             dropout_keys=tensors.get("dropout_keys"),
             **({"draft_swaps": tensors["draft_swaps"]} if judges and "draft_swaps" in tensors else {}),
+            **({"hypotheses": _hypotheses_of(tensors)} if "hypothesis_given" in tensors else {}),
         )
 
     def _quality_sums(self, out: dict[str, Tensor], tensors: dict[str, Tensor]) -> dict[str, Tensor]:

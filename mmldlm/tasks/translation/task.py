@@ -146,8 +146,13 @@ class TranslationTask(MaskedTextTask):
         seed: int | None = None,
         mode: str | None = None,
         condition_dropout: float | None = None,
+        corrects: bool = False,
     ) -> Noiser:
-        """Return the noiser; `mode` and `condition_dropout` replace those of training."""
+        """Return the noiser; `mode` and `condition_dropout` replace those of training.
+
+        Args:
+            corrects: in an evaluation, read the hypotheses of the validation split.
+        """
         from mmldlm.tasks.translation.noiser import Noiser
 
         model, candidates = data.config.model, None
@@ -161,6 +166,9 @@ class TranslationTask(MaskedTextTask):
             from mmldlm.tasks.translation.word_swaps import WordSwaps
 
             swaps = WordSwaps(word_counts(data))
+        hypotheses = None
+        if data.hypotheses is not None and (seed is None or corrects):
+            hypotheses = data.hypotheses[0 if seed is None else 1]
         return Noiser(
             data.config,
             model.mask_token_id,
@@ -174,6 +182,7 @@ class TranslationTask(MaskedTextTask):
             max_norm=data.max_latent_norm(),
             candidates=candidates,
             swaps=swaps,
+            hypotheses=hypotheses,
             in_training=seed is None,
         )
 
@@ -187,7 +196,10 @@ class TranslationTask(MaskedTextTask):
         from mmldlm.tasks.validation import Validation
 
         seed = data.config.training.seed + Validation.SEED_OFFSET
-        passes = [(name, self.collator(data, seed, mode, dropout)) for name, mode, dropout in passes_of(data.config)]
+        passes = [
+            (name, self.collator(data, seed, mode, dropout, corrects=name == "l2t_corrected"))
+            for name, mode, dropout in passes_of(data.config)
+        ]
         return Validation(self, data, engine, passes, figures)
 
     def model_config(self, data: TranslationData) -> dict[str, Any]:

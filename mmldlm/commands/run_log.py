@@ -1,0 +1,45 @@
+"""`mmldlm plot RUN` and `mmldlm monitor RUN`: draw a run's log, or follow it and report whether the run is healthy."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from mmldlm.errors import EXIT_DONE, EXIT_FAILED
+
+_RUN_HELP = "the run's folder: {logging.save_dir}/{logging.run_name}"
+
+
+def add_plot_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `mmldlm plot`."""
+    parser.add_argument("run", help=_RUN_HELP)
+    parser.add_argument("--out", help="image to write (default: plots/loss.png in the run's folder)")
+    parser.add_argument("--log-scale", action="store_true", help="logarithmic losses")
+
+
+def plot(args: argparse.Namespace) -> int:
+    """Draw, and print the path of the image."""
+    from mmldlm.observe.loss_plots import plot_run
+    from mmldlm.utils.output_paths import check_writable_file
+
+    if args.out:
+        check_writable_file(args.out, "--out")
+    print(plot_run(args.run, args.out, args.log_scale))
+    return EXIT_DONE
+
+
+def add_monitor_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `mmldlm monitor`."""
+    parser.add_argument("run", help=_RUN_HELP)
+    parser.add_argument("--once", action="store_true", help="print one report and exit (with 1 if unhealthy)")
+    parser.add_argument("--interval", type=float, default=10.0, help="seconds between two reports (default 10)")
+    parser.add_argument("--window", type=int, default=100, help="number of steps that are assessed (default 100)")
+    parser.add_argument("--stall-seconds", type=float, help="idle time that counts as stalled")
+
+
+def monitor(args: argparse.Namespace) -> int:
+    """Report until the run ends (or once); return 0 if healthy, 1 if unhealthy at the last report."""
+    from mmldlm.observe.health_monitor import follow
+
+    health = follow(Path(args.run), args.once, args.interval, args.window, args.stall_seconds)
+    return EXIT_FAILED if health.problems else EXIT_DONE

@@ -1,0 +1,92 @@
+"""What a corrector's model reads of a hypothesis."""
+
+import pytest
+import torch
+
+from mmldlm.models.mmdit import costs
+from mmldlm.models.mmdit.hypothesis import Hypotheses
+from tests.models.mmdit.test_model import inputs, make
+
+PAD, EOS = 0, 2
+
+
+def hypotheses(given=(True, True, True, True), length=10, seed=5):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(4, 40, (4, length), generator=generator)
+    for row, own in enumerate((10, 6, 1, 9)):
+        tokens[row, own - 1] = EOS
+        tokens[row, own:] = PAD
+    return Hypotheses(tokens, torch.randn(4, 12, generator=generator), torch.tensor(given))
+
+
+def outputs(model, read=None, **more):
+    tokens, latents, text_t, _ = inputs()
+    real = torch.arange(10) < torch.tensor([10, 7, 3, 9])[:, None]
+    with torch.no_grad():
+        return model(tokens, latents, text_t, None, real, hypotheses=read, **more), real
+
+
+def assert_equal(a, b, rows=slice(None)):
+    (a, real), (b, _) = a, b
+    assert torch.equal(a["text_logits"][rows][real[rows]], b["text_logits"][rows][real[rows]])
+    assert torch.equal(a["length_logits"][rows], b["length_logits"][rows])
+
+
+def test_a_corrector_starts_from_the_model_without_one():
+    plain, corrector = make(awake=False), make(awake=False, corrector="feedback")
+    own = dict(corrector.named_parameters())
+    assert all(torch.equal(own[name], value) for name, value in plain.named_parameters())
+    assert_equal(outputs(plain), outputs(corrector, hypotheses()))
+
+
+def test_words_and_embedding_of_a_hypothesis_are_read_where_it_is_given():
+    model = make(corrector="feedback")
+    read, other = hypotheses(), hypotheses(seed=6)
+    without = outputs(model)
+    for changed in (read._replace(tokens=other.tokens), read._replace(latents=other.latents)):
+        a, b = outputs(model, read)[0], outputs(model, changed)[0]
+        assert not torch.allclose(a["text_logits"], b["text_logits"])
+    assert not torch.allclose(outputs(model, read)[0]["length_logits"], without[0]["length_logits"])
+    half = outputs(model, read._replace(given=torch.tensor([True, False, True, False])))
+    assert_equal(half, without, [1, 3])
+    assert_equal(half, outputs(model, read), [0, 2])
+
+
+def test_what_stands_behind_a_hypothesis_or_its_text_is_not_read():
+    model, read = make(corrector="feedback"), hypotheses()
+    tokens = read.tokens.clone()
+    tokens[2, 3:] = 7  # behind a text of 3 tokens
+    assert_equal(outputs(model, read), outputs(model, read._replace(tokens=tokens)))
+    packed = torch.tensor([0, 5, 10, 12])
+    tokens, latents, text_t, _ = inputs()
+    real = torch.arange(10) < torch.tensor([10, 7, 3, 9])[:, None]
+    some = model(tokens, latents, text_t, None, real, text_positions=packed, hypotheses=read)["text_logits"]
+    torch.testing.assert_close(some, outputs(model, read)[0]["text_logits"].flatten(0, 1)[packed], rtol=1e-4, atol=1e-5)
+
+
+def test_the_ablation_reads_the_words_alone():
+    model, read = make(corrector="blind"), hypotheses()
+    assert_equal(outputs(model, read), outputs(model, read._replace(latents=hypotheses(seed=6).latents)))
+    other = read._replace(tokens=hypotheses(seed=6).tokens)
+    assert not torch.allclose(outputs(model, read)[0]["text_logits"], outputs(model, other)[0]["text_logits"])
+
+
+def test_every_parameter_learns():
+    model = make(corrector="feedback")
+    tokens, latents, text_t, _ = inputs()
+    out = model(tokens, latents, text_t, hypotheses=hypotheses())
+    (out["text_logits"].clamp_min(-9).square().sum() + out["length_logits"].square().sum()).backward()
+    for name, parameter in model.hypothesis_encoder.named_parameters():
+        assert parameter.grad is not None and parameter.grad.any(), name
+
+
+@pytest.mark.parametrize("shape", [{}, {"num_latents": 2, "tokens_per_latent": 2}])
+def test_costs(shape):
+    model = make(corrector="feedback", **shape)
+    counts = {}
+    for name, parameter in model.named_parameters():
+        counts[name.split(".")[0]] = counts.get(name.split(".")[0], 0) + parameter.numel()
+    assert costs.parameter_counts(model.config)["hypothesis_encoder"] == counts["hypothesis_encoder"]
+    shapes = costs.expected_shapes(model.config.model_dump())
+    found = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    assert all(found[name] == expected for name, expected in shapes.items() if name in found)

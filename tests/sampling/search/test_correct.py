@@ -1,0 +1,83 @@
+"""Correction: never worse, the same for any batch, refused without a corrector."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import numpy as np
+import pytest
+import torch
+
+from mmldlm.errors import MmldlmError, UserError
+from mmldlm.models import MultimodalMMDiT
+from mmldlm.sampling.search.correct import correct
+from mmldlm.sampling.search.judge import cosines
+
+
+@pytest.fixture(scope="module")
+def corrector(pretrained):
+    """The checkpoint with a corrector whose weights are drawn: it reads hypotheses, and corrects by chance."""
+    config = pretrained.model.config.model_copy(update={"corrector": "feedback"})
+    torch.manual_seed(0)
+    model = MultimodalMMDiT(config)
+    model.load_state_dict(pretrained.model.state_dict(), strict=False)
+    for layer in (model.hypothesis_encoder.to_text, model.hypothesis_encoder.to_tokens):
+        torch.nn.init.normal_(layer.weight, std=0.5)
+    return dataclasses.replace(pretrained, model=model.eval())
+
+
+def run(corrector, hidden, judge, rounds, **options):
+    return correct(corrector, hidden[1], judge, rounds=rounds, num_steps=3, **options)
+
+
+def test_more_rounds_are_never_worse(corrector, hidden, new_judge):
+    best = np.full(5, -np.inf)
+    for rounds in (0, 1, 4, 12):
+        found = run(corrector, hidden, new_judge(), rounds)
+        assert (found.cosine >= best).all()
+        best = found.cosine
+    start = run(corrector, hidden, new_judge(), 0)
+    assert (best > start.cosine).any()
+    np.testing.assert_allclose(cosines(new_judge().embed(found.tokens), hidden[1].numpy()), found.cosine, atol=1e-6)
+
+
+def test_hypotheses_are_read(corrector, hidden, new_judge, pretrained):
+    asleep = dataclasses.replace(pretrained, model=MultimodalMMDiT(corrector.model.config).eval())
+    asleep.model.load_state_dict(corrector.model.state_dict())
+    asleep.model.hypothesis_encoder.reset_parameters()
+    judges = new_judge(), new_judge()
+    for one, judge in zip((corrector, asleep), judges):
+        run(one, hidden, judge, 1)
+    assert judges[0].asked != judges[1].asked and judges[0].asked[:5] == judges[1].asked[:5]
+
+
+def test_no_result_depends_on_the_batch_or_on_other_latents(corrector, hidden, new_judge):
+    found = run(corrector, hidden, new_judge(), 5)
+    assert run(corrector, hidden, new_judge(), 5, batch_tokens=16).tokens == found.tokens
+    assert run(corrector, (None, hidden[1][:1]), new_judge(), 5).tokens == found.tokens[:1]
+
+
+def test_costs_are_counted(corrector, hidden, new_judge):
+    judge = new_judge()
+    found = run(corrector, hidden, judge, 3)
+    assert found.calls.sum() >= judge.num_calls == found.cost.judge_calls > 0
+    assert found.cost.denoiser_flops > 0 and found.cost.depth > 3
+
+
+def test_references_are_not_among_the_arguments():
+    assert set(inspect.signature(correct).parameters) == {
+        "pretrained", "latents", "judge", "rounds", "seed", "progress", "options",
+    }  # fmt: skip
+
+
+def test_a_model_without_a_corrector_is_refused(pretrained, hidden, judge):
+    with pytest.raises(UserError, match="mmldlm hypotheses") as error:
+        run(pretrained, hidden, judge, 1)
+    assert error.value.exit_code == 2
+
+
+def test_nan_embeddings_end_the_correction(corrector, hidden, judge):
+    judge.vectors[7:] = np.nan
+    with pytest.raises(MmldlmError, match="NaN"):
+        run(corrector, hidden, judge, 1)

@@ -1,0 +1,128 @@
+"""`mmldlm hypotheses`: the same bytes from any number of ranks and after a kill; refused where it cannot be right."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from mmldlm.cli import main
+from mmldlm.config.load import load_config
+from mmldlm.data.store.store import Store
+from mmldlm.sampling import hypotheses as module
+from mmldlm.tasks.translation.data import open_data
+from mmldlm.tasks.translation.task import TranslationTask
+from tests.support.helpers import launch, torchrun
+
+WORDS = ("--num-samples", "40", "--num-steps", "2")
+
+
+@pytest.fixture(scope="module")
+def model(store, tmp_path_factory):
+    """An untrained model of the store's latents and tokens, as `mmldlm convert` writes it."""
+    task, folder = TranslationTask(), tmp_path_factory.mktemp("model")
+    words = [f"data.latent_data_root={store}", "model.output_bias_init=frequency", "training.loss_type=l2t"]
+    data = task.open_data(load_config("tiny", None, words))
+    task.build_model(data).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(task.model_config(data)))
+    shutil.copytree(store / "tokenizer", folder / "tokenizer")
+    return folder
+
+
+def run(model, store, out, *words):
+    given = ("--checkpoint", model, "--data", store, "--output-dir", out, *WORDS, *words)
+    return main(["hypotheses", *map(str, given)])
+
+
+def content(folder):
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*.npy"))
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(model, store, tmp_path_factory):
+    out = tmp_path_factory.mktemp("hypotheses") / "whole"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "SHARD", 16)
+        assert run(model, store, out) == 0
+    return out
+
+
+def test_what_is_written(whole, store):
+    for split, most in (("train", 40), ("validation", 40)):
+        found, samples = Store(whole, split, verify="checksums"), Store(store, split)
+        rows = np.asarray(found.documents)
+        assert 0 < len(found) <= most and len(set(rows.tolist())) == len(rows)
+        assert split == "validation" or rows.max() > 100  # spread over the split
+        originals = samples.get(rows)
+        for i, tokens in enumerate(found.get(np.arange(len(found))).tokens):
+            assert len(tokens) and tokens.tolist() != originals.tokens[i].tolist()
+        norms = np.linalg.norm(found.get([0, 1]).latents, axis=-1)
+        np.testing.assert_allclose(norms, 1, atol=1e-4)
+
+
+def test_the_embeddings_are_those_of_the_texts(whole, model):
+    from mmldlm.sampling.pretrained import load_pretrained
+    from mmldlm.sampling.search.judge import EncoderJudge
+
+    found = Store(whole, "validation").get(np.arange(5))
+    embedded = EncoderJudge(load_pretrained(model)).embed([tokens.tolist() for tokens in found.tokens])
+    np.testing.assert_allclose(embedded, found.latents, atol=1e-5)
+
+
+def test_a_killed_run_goes_on_to_the_same_bytes(model, store, whole, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SHARD", 16)
+    shard, done = module._Hypotheses._shard, []
+
+    def stopped(self, split, first, *rest):
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(first)
+        return shard(self, split, first, *rest)
+
+    monkeypatch.setattr(module._Hypotheses, "_shard", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        module.write_hypotheses(module.HypothesisOptions(str(model), str(store), str(tmp_path / "out"), 40, 2))
+    again = []
+    counted = lambda self, split, first, *rest: (again.append(first), shard(self, split, first, *rest))[1]  # noqa: E731
+    monkeypatch.setattr(module._Hypotheses, "_shard", counted)
+    assert run(model, store, tmp_path / "out") == 0
+    assert len(again) == 4 and content(tmp_path / "out") == content(whole)
+    assert not (tmp_path / "out.work").exists()
+
+
+def test_two_ranks_write_what_one_writes(model, store, tmp_path):
+    assert run(model, store, tmp_path / "one") == 0
+    words = ["-m", "mmldlm.cli", "hypotheses", "--checkpoint", str(model), "--data", str(store), *WORDS]
+    done = launch([*torchrun(2, *words), "--output-dir", str(tmp_path / "two")])
+    assert done.returncode == 0, done.stdout
+    assert content(tmp_path / "two") == content(tmp_path / "one")
+
+
+def test_a_corrector_trains_on_them_and_another_store_is_refused(whole, store, tmp_path, capsys):
+    words = [f"data.latent_data_root={store}", f"data.hypotheses={whole}", "model.corrector=feedback"]
+    data = open_data(load_config("tiny", None, words))
+    assert [len(split.store) for split in data.hypotheses] == [len(Store(whole, s)) for s in ("train", "validation")]
+    other = tmp_path / "other"
+    shutil.copytree(store, other)
+    manifest = json.loads((other / "manifest.json").read_text())
+    manifest["files"]["train/tokens.npy"]["sha256"] = "0" * 64
+    (other / "manifest.json").write_text(json.dumps(manifest))
+    words[0] = f"data.latent_data_root={other}"
+    assert main(["train", "--config-name", "tiny", *words, f"logging.save_dir={tmp_path}"]) == 2
+    assert "hypotheses for other samples" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [("--num-samples", "0"), ("--num-steps", "0")])
+def test_numbers_out_of_range(model, store, tmp_path, words, capsys):
+    assert run(model, store, tmp_path / "out", *words) == 2
+    assert "at least 1" in capsys.readouterr().err
+
+
+def test_a_folder_in_use_and_a_model_of_other_latents(model, store, whole, checkpoint, tmp_path, capsys):
+    assert run(model, store, whole) == 2
+    assert "--force" in capsys.readouterr().err
+    assert run(checkpoint, store, tmp_path / "out") == 2
+    assert "latent_dim" in capsys.readouterr().err
