@@ -16,6 +16,32 @@ TRAINED = (
         ("training.loss_type=mixed", "training.loss_type_weights={l2t: 0.6, t2l: 0.4}", "model.cond_dim=WIDTH"),
     ),
 )  # fmt: skip
+MUON = ("optimizer.kind=muon", "optimizer.muon_block_rows=HEAD", "model.tie_embeddings=true")
+"""What all arms have besides `Scale.words`: the optimizer of the quickstart (HEAD: width of a head), one table of
+words."""
+
+
+@dataclass(frozen=True)
+class Further:
+    """A second training that goes on from `mmdit_both` of the same seed, for as many steps again.
+
+    Attributes:
+        name: of the model.
+        own: its arguments.
+        corrects: reads hypotheses that `mmdit_both` wrote.
+    """
+
+    name: str
+    own: tuple[str, ...] = ()
+    corrects: bool = True
+
+
+FURTHER = (
+    Further("corrector", ("model.corrector=feedback",)),
+    Further("blind", ("model.corrector=blind",)),
+    Further("longer", corrects=False),
+)
+FURTHER_MODES = "training.loss_type_weights={l2t: 0.8, t2l: 0.2}"
 FIGURES = ("sentence_bleu", "word_f1", "exact_match", "length_exact")
 
 
@@ -25,8 +51,8 @@ class Way:
 
     Attributes:
         name: in the table.
-        model: of TRAINED.
-        sampler: of its task; None: a search.
+        model: of TRAINED or FURTHER.
+        sampler: of its task; None: a search or correction.
         options: of `TextTask.write_texts`, or of `SearchOptions`.
     """
 
@@ -37,6 +63,8 @@ class Way:
 
 
 ONE_BY_ONE, FEWEST = "mmdit one token a pass", 8
+SEARCHED, CORRECTED = (8, 16, 32, 64), (1, 4, 16)
+"""Calls of the encoder that local searches may make; rounds of correction."""
 WAYS = (
     Way("AR greedy", "ar_prefix", "greedy"),
     Way("AR beam 4", "ar_prefix", "beam", {"num_beams": 4}),
@@ -50,6 +78,10 @@ WAYS = (
     Way("mmdit best of 16", "mmdit", None, {"search": "best_of", "num_candidates": 16}),
     Way("mmdit_both greedy", "mmdit_both", "confidence", {"num_steps": 12}),
     Way("mmdit_both local search", "mmdit_both", None, {"search": "local", "encoder_calls": 64}),
+    Way("longer greedy", "longer", "confidence", {"num_steps": 12}),
+    *(Way(f"longer local search {n}", "longer", None, {"search": "local", "encoder_calls": n}) for n in SEARCHED),
+    *(Way(f"corrector {n}", "corrector", None, {"correct": n}) for n in CORRECTED),
+    Way(f"blind {CORRECTED[-1]}", "blind", None, {"correct": CORRECTED[-1]}),
 )
 ADAPTIVE = tuple(way.name for way in WAYS if way.model == "mmdit" and way.sampler and way.name != ONE_BY_ONE)
 

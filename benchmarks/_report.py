@@ -9,7 +9,7 @@ import platform
 from importlib import metadata
 from pathlib import Path
 
-_OPS = {">=": operator.ge, "<=": operator.le, "==": operator.eq}
+_OPS = {">=": operator.ge, "<=": operator.le, "==": operator.eq, ">": operator.gt}
 COULD_NOT_CHECK = 3  # exit code
 
 

@@ -5,10 +5,12 @@
 
 Three models of equal width and depth (about equal FLOPs a text token) train on the same batches, each at the best of
 three rates: an autoregressive one (the latent as a prefix), the MMDiT in mode l2t, and the MMDiT in both modes, whose
-own estimate of embeddings guides the local search. Then each writes the same unseen sentences in several ways: fewer
-and more passes, adaptive samplers, beam, best of 16, local search with at most 64 calls of the encoder. Every way is
-listed with its passes one after the other, its FLOPs (those of the encoder included) and its calls of the encoder,
-beside floors. No way reads the sentence or its length.
+own estimate of embeddings guides the local search. Three more go on from the last one, for as many steps again: one
+learns to correct the texts that it wrote, one does so without seeing their embeddings (the ablation), and one trains on
+as before, which is what correction is compared with. Then each writes the same unseen sentences in several ways: fewer
+and more passes, adaptive samplers, beam, best of 16, local search, rounds of correction. Every way is listed with its
+passes one after the other, its FLOPs (those of the encoder included) and its calls of the encoder, beside floors. No
+way reads the sentence or its length.
 
 --quick shows that it runs and says nothing of quality. --full has three seeds and all sentences. --runs keeps the
 trainings in a folder, or takes over those that it has (also from baselines.py: OUT/equal_flops).
@@ -19,28 +21,52 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import subprocess
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import _report
 import _store
-from _baselines import Scale, best_rate, length_words, train
-from _inversion import ADAPTIVE, HEAD, ONE_BY_ONE, TRAINED, WAYS, Reached, line, measure_ways
+import yaml
+from _baselines import ROOT, Scale, best_rate, length_words, train
+from _inversion import (
+    ADAPTIVE,
+    CORRECTED,
+    FURTHER,
+    FURTHER_MODES,
+    HEAD,
+    MUON,
+    ONE_BY_ONE,
+    SEARCHED,
+    TRAINED,
+    WAYS,
+    Further,
+    Reached,
+    line,
+    measure_ways,
+)
 
 SCALES = {
     "quick": Scale(32, 1, 2, 4, 16, (1e-3,), (0,), 8),
-    "default": Scale(192, 4, 4, 400, 96, (7e-4, 2e-3, 6e-3), (0, 1), 200),
-    "full": Scale(192, 4, 4, 1300, 96, (7e-4, 2e-3, 6e-3), (0, 1, 2), 1000),
+    "default": Scale(192, 4, 4, 400, 96, (2.5e-4, 5e-4, 1e-3), (0, 1), 200),
+    "full": Scale(192, 4, 4, 1300, 96, (2.5e-4, 5e-4, 1e-3), (0, 1, 2), 1000),
 }
+HYPOTHESES = {"quick": 32, "default": 12_800, "full": 31_000}  # training sentences that hypotheses are written for
 BLEU_WITHIN = 0.5  # points of one token a pass, to count as equal
 LOCAL, GREEDY, AR = "mmdit_both local search", "mmdit_both greedy", "AR greedy"
 
 
+def muon(scale: Scale) -> list[str]:
+    """Arguments of the optimizer."""
+    return [word.replace("HEAD", str(scale.width // scale.heads)) for word in MUON]
+
+
 def train_arm(number: int, scale: Scale, store: str, folder: Path) -> None:
     """Train an arm of TRAINED with every seed whose run the folder does not have."""
-    arm = TRAINED[number]
+    arm = replace(TRAINED[number], own=(*TRAINED[number].own, *muon(scale)))
     missing = [seed for seed in scale.seeds if not (folder / f"{arm.name}_seed_{seed}" / "latest").exists()]
     if not missing:
         return
@@ -50,13 +76,46 @@ def train_arm(number: int, scale: Scale, store: str, folder: Path) -> None:
         train(words, folder, f"{arm.name}_seed_{seed}")
 
 
-def train_all(scale: Scale, store: str, folder: Path, workers: int) -> None:
+def write_hypotheses(seed: int, scale: Scale, store: str, folder: Path, number: int) -> None:
+    """Hypotheses of `mmdit_both`, for the correctors of this seed."""
+    out = folder / f"hypotheses_seed_{seed}"
+    if (out / "manifest.json").exists():
+        return
+    run = folder / f"mmdit_both_seed_{seed}"
+    words = ["--checkpoint", str(run), "--data", store, "--output-dir", str(out), "--num-samples", str(number)]
+    command = [sys.executable, "-m", "mmldlm.cli", "hypotheses", *words, "--seed", str(seed)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with exit code {done.returncode}:\n{done.stderr[-3000:]}")
+
+
+def train_further(further: Further, seed: int, scale: Scale, store: str, folder: Path) -> None:
+    """Go on from `mmdit_both`, at its rate."""
+    name, base = f"{further.name}_seed_{seed}", folder / f"mmdit_both_seed_{seed}"
+    if (folder / name / "latest").exists():
+        return
+    both = next(arm for arm in TRAINED if arm.name == "mmdit_both")
+    words = [word for word in both.words(scale) if "loss_type_weights" not in word]
+    rate = yaml.safe_load((base / "config.yaml").read_text())["optimizer"]["lr"]
+    words += [*length_words(scale.steps, rate, seed), *muon(scale), *further.own, FURTHER_MODES, "training.freeze=none"]
+    if further.corrects:
+        words.append(f"data.hypotheses={folder / f'hypotheses_seed_{seed}'}")
+    train([*words, f"data.latent_data_root={store}", f"training.init_from={base}"], folder, name)
+
+
+def train_all(scale: Scale, store: str, folder: Path, workers: int, hypotheses: int) -> None:
     """Train the arms, some at a time, one thread each."""
     os.environ["OMP_NUM_THREADS"] = "1"
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=spawn) as pool:
-        for future in [pool.submit(train_arm, k, scale, store, folder) for k in range(len(TRAINED))]:
-            future.result()
+        rounds = (
+            [(train_arm, k, scale, store, folder) for k in range(len(TRAINED))],
+            [(write_hypotheses, seed, scale, store, folder, hypotheses) for seed in scale.seeds],
+            [(train_further, further, seed, scale, store, folder) for seed in scale.seeds for further in FURTHER],
+        )
+        for calls in rounds:
+            for future in [pool.submit(*call) for call in calls]:
+                future.result()
 
 
 def claims_of(found: dict[str, Reached]) -> tuple[list[dict], dict[str, dict]]:
@@ -79,6 +138,7 @@ def claims_of(found: dict[str, Reached]) -> tuple[list[dict], dict[str, dict]]:
         _report.claim("search_cosine_gain", gain("cosine"), ">=", 0.10, measured=True),
         _report.claim("search_f1_gain_points", gain("word_f1"), ">=", 5.0, measured=True),
     ]
+    claims.append(_report.claim("corrector_bleu_gain", correction_gain(found)[0], ">", 0.0, measured=True))
     shallow = [name for name in ADAPTIVE if passes(name) <= passes(AR) / 3] or [ADAPTIVE[0]]
     best, reported = max(shallow, key=bleu), {}
     for key, name in (("sentence_bleu", "bleu"), ("exact_match", "em")):
@@ -86,6 +146,20 @@ def claims_of(found: dict[str, Reached]) -> tuple[list[dict], dict[str, dict]]:
             difference = paired_bootstrap(found[way].values[key], found[AR].values[key])
             reported[f"{name}_against_ar_equal_flops ({way})"] = difference.as_dict()
     return claims, reported
+
+
+def correction_gain(found: dict[str, Reached]) -> tuple[float, str, str]:
+    """BLEU of the longest correction minus that of the dearest local search that costs as much or more.
+
+    Returns:
+        The difference in points, and both names. Where every search is cheaper, it is compared with the dearest.
+    """
+    corrected = f"corrector {CORRECTED[-1]}"
+    cost = found[corrected].cost["gflops"]
+    searches = sorted((f"longer local search {n}" for n in SEARCHED), key=lambda name: found[name].cost["gflops"])
+    other = next((name for name in searches if found[name].cost["gflops"] >= cost), searches[-1])
+    bleu = [float(found[name].values["sentence_bleu"].mean()) for name in (corrected, other)]
+    return bleu[0] - bleu[1], corrected, other
 
 
 def plot(found: dict[str, Reached], path: Path) -> None:
@@ -131,10 +205,10 @@ def main() -> int:
     claims, reported, tables, result = [], {}, [], {}
     with tempfile.TemporaryDirectory(prefix="mmldlm_inversion_") as temporary:
         folder = (args.runs or Path(temporary)).resolve()
-        train_all(scale, store, folder, args.workers)
+        train_all(scale, store, folder, args.workers, HYPOTHESES[extent_name])
         for seed in scale.seeds:
             print(f"seed {seed}\n{HEAD}")
-            runs = {arm.name: folder / f"{arm.name}_seed_{seed}" for arm in TRAINED}
+            runs = {arm.name: folder / f"{arm.name}_seed_{seed}" for arm in (*TRAINED, *FURTHER)}
             found = measure_ways(list(WAYS), runs, store, args.samples or scale.samples)
             tables.append("\n".join([f"Seed {seed}:\n", HEAD, *(line(name, one) for name, one in found.items())]))
             own, differences = claims_of(found)

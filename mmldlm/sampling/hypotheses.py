@@ -128,7 +128,7 @@ class _Hypotheses:
             seconds = time.perf_counter() - started
             for split, summary in summaries.items():
                 number, others = summary["num_samples"], self.counts[split] - summary["num_samples"]
-                self.console.print(f"{split}: {number:,} hypotheses, besides {others:,} that were right or empty")
+                self.console.print(f"{split}: {number:,} hypotheses; {others:,} right or empty ones are left out")
             self.console.print(f"hypotheses in {self.root} after {seconds:.0f} s", soft_wrap=True)
 
         self.queue.rank_0_first("write", publish)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inversion
 import numpy as np
 import pytest
-from _inversion import ADAPTIVE, ONE_BY_ONE, TRAINED, WAYS, Reached, line
+from _inversion import ADAPTIVE, CORRECTED, FURTHER, ONE_BY_ONE, SEARCHED, TRAINED, WAYS, Reached, line
 
 from mmldlm.config.load import load_config
 from mmldlm.config.task_registry import find_task
@@ -13,12 +13,15 @@ from mmldlm.sampling.search.options import SearchOptions
 from mmldlm.sampling.text.strategies import strategy_class
 
 TASKS = {arm.name: find_task(arm.task) for arm in TRAINED}
+TASKS |= {further.name: TASKS["mmdit_both"] for further in FURTHER}
 
 
 @pytest.mark.parametrize("arm", TRAINED, ids=lambda arm: arm.name)
-def test_every_arm_is_a_valid_config(arm):
-    config = load_config(None, None, arm.words(inversion.SCALES["quick"]))
-    assert config.task == arm.task
+@pytest.mark.parametrize("scale", inversion.SCALES.values(), ids=inversion.SCALES)
+def test_every_arm_is_a_valid_config(arm, scale):
+    config = load_config(None, None, [*arm.words(scale), *inversion.muon(scale)])
+    assert config.task == arm.task and config.optimizer.kind == "muon"
+    assert config.model.hidden_size % config.optimizer.muon_block_rows == 0
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
@@ -34,7 +37,7 @@ def test_every_way_is_one_that_its_task_has(way):
         strategy_class(way.sampler).resolve(way.options)
 
 
-def reached(bleu, passes=10.0, cosine=0.5, f1=40.0):
+def reached(bleu, passes=10.0, cosine=0.5, f1=40.0, gflops=1.5):
     spread = np.array([-1.0, 1.0, 0.0, 0.0])
     values = {
         "sentence_bleu": bleu + spread,
@@ -42,8 +45,20 @@ def reached(bleu, passes=10.0, cosine=0.5, f1=40.0):
         "exact_match": 0 * spread,
         "cosine": cosine + 0 * spread,
     }
-    cost = {"gflops": 1.5, "judge_calls": 0.0}
+    cost = {"gflops": gflops, "judge_calls": 0.0}
     return Reached(values | {"length_exact": 0 * spread}, np.full(4, passes), cost)
+
+
+# Searches of 1, 2, 3 and 4 GFLOP, the third of them the cheapest that costs as much as the correction's 2.5.
+CORRECTION = {f"longer local search {n}": reached(6.0 + k, gflops=1.0 + k) for k, n in enumerate(SEARCHED)}
+CORRECTION |= {f"corrector {CORRECTED[-1]}": reached(9.5, gflops=2.5)}
+
+
+def test_correction_is_compared_with_a_search_that_costs_as_much():
+    gain, corrected, other = inversion.correction_gain(CORRECTION)
+    assert (gain, corrected, other) == (1.5, f"corrector {CORRECTED[-1]}", f"longer local search {SEARCHED[2]}")
+    cheap = CORRECTION | {corrected: reached(9.5, gflops=99.0)}
+    assert inversion.correction_gain(cheap)[2] == f"longer local search {SEARCHED[-1]}"
 
 
 def test_claims_read_what_was_reached():
@@ -54,11 +69,17 @@ def test_claims_read_what_was_reached():
         inversion.AR: reached(7.0, 18.0),
         inversion.GREEDY: reached(6.0),
         inversion.LOCAL: reached(6.5, cosine=0.62, f1=46.0),
+        **CORRECTION,
     }
     claims, reported = inversion.claims_of(found)
     values = {claim["id"]: claim["value"] for claim in claims}
     assert values == pytest.approx(
-        {"nfe_ratio_at_equal_bleu": 0.25, "search_cosine_gain": 0.12, "search_f1_gain_points": 6.0}
+        {
+            "nfe_ratio_at_equal_bleu": 0.25,
+            "search_cosine_gain": 0.12,
+            "search_f1_gain_points": 6.0,
+            "corrector_bleu_gain": 1.5,
+        }
     )
     assert all(claim["holds"] for claim in claims)
     difference = reported[f"bleu_against_ar_equal_flops ({ADAPTIVE[-1]})"]
@@ -68,6 +89,6 @@ def test_claims_read_what_was_reached():
 
 def test_without_an_equal_way_no_passes_are_saved():
     found = {name: reached(1.0, 2.0) for name in ADAPTIVE} | {ONE_BY_ONE: reached(6.0, 16.0)}
-    found |= {name: reached(1.0) for name in (inversion.AR, inversion.GREEDY, inversion.LOCAL)}
+    found |= {name: reached(1.0) for name in (inversion.AR, inversion.GREEDY, inversion.LOCAL)} | CORRECTION
     claim = inversion.claims_of(found)[0][0]
     assert claim["value"] == 1.0 and not claim["holds"]

@@ -57,7 +57,9 @@ def _open_hypotheses(config: TranslationConfig, data: TranslationData) -> tuple[
             "no data.hypotheses",
             "write them: mmldlm hypotheses --checkpoint RUN --data STORE --output-dir DIR",
         )
-    return SplitHypotheses(root, data.train), SplitHypotheses(root, data.validation)
+    found = SplitHypotheses(root, data.train), SplitHypotheses(root, data.validation)
+    data.notes.append(f"hypotheses of {len(found[0].store):,} of {len(data.train):,} training texts (data.hypotheses)")
+    return found
 
 
 def _scaling(config: TranslationConfig, store: Store | MixedStore) -> tuple[np.ndarray, np.ndarray]:
