@@ -241,7 +241,6 @@ def training_flops(
     if model.quality_head:  # the text head's forward pass, then a pass over the draft
         quality = 2 * num_scored * model.vocab_size * model.hidden_size + 3 * blocks
         quality += 6 * num_tokens * model.hidden_size * (model.hidden_size + 1)
-    words = (
-        0.0 if model.corrector == "none" else 2 * (num_tokens - num_samples) * model.hidden_size**2
-    )  # one has 1 each
+    has_words = model.corrector != "none"  # those of hypotheses; `one` has one of each
+    words = 2 * (num_tokens - num_samples) * model.hidden_size**2 if has_words else 0.0
     return 3 * (blocks - saved + head + words) + quality
