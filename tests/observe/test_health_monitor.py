@@ -209,8 +209,9 @@ def test_following_ends_with_the_run(tmp_path, capsys):
 def test_ctrl_c_ends_following_with_the_last_verdict(tmp_path):
     write_run(tmp_path, total=1000, steps=5)
     code = (
-        "import argparse, sys; from mmldlm.commands import monitor; p = argparse.ArgumentParser(); "
-        f"monitor.add_arguments(p); sys.exit(monitor.main(p.parse_args([{str(tmp_path)!r}, '--interval', '0.05'])))"
+        "import argparse, sys; from mmldlm.commands import run_log; p = argparse.ArgumentParser(); "
+        f"run_log.add_monitor_arguments(p); arguments = p.parse_args([{str(tmp_path)!r}, '--interval', '0.05']); "
+        "sys.exit(run_log.monitor(arguments))"
     )
     # A shell that starts the tests in the background has them ignore SIGINT, which a child would inherit.
     process = subprocess.Popen(
