@@ -33,6 +33,10 @@ class Sentences:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def tokens_of(self, rows: np.ndarray) -> list[list[int]]:
+        """Return the ids of some sentences."""
+        return [self.tokens[row] for row in rows.tolist()]
+
     def first(self, count: int, seed: int) -> Sentences:
         """Return the first sentences, paired among themselves."""
         pairing = derangement(count, seed)

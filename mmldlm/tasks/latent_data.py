@@ -46,6 +46,7 @@ def open_latent_data(
     kind: type[_Data],
     config: Config,
     scaling: Callable[[Store | MixedStore], tuple[np.ndarray, np.ndarray]] = standard_scaling,
+    store_kind: str = "text",
 ) -> _Data:
     """Open both splits and fill in what they decide: latent_dim, num_latents, vocab_size, token ids.
 
@@ -53,12 +54,13 @@ def open_latent_data(
         kind: class of the result.
         config: with sections model, tokenizer and data; a copy of it is filled in.
         scaling: training split -> mean and standard deviation [D].
+        store_kind: what the task learns the latents of: text or image.
 
     Raises:
         UserError: no store, damaged store, unusable latents, or a config that contradicts the data.
     """
     max_seq_len = config.model.max_seq_len
-    train, validation = open_splits(config.data, max_seq_len)
+    train, validation = open_splits(config.data, max_seq_len, store_kind)
     config = config.model_copy(deep=True)
     fill_from_store(config, train)
     train_lengths, validation_lengths = lengths_in_use(config.data, max_seq_len, train, validation)

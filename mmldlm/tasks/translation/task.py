@@ -140,6 +140,12 @@ class TranslationTask(MaskedTextTask):
     def compile(self, model: MultimodalMMDiT, plan: ParameterPlan) -> None:
         model.compile_blocks()
 
+    def noiser_class(self) -> type[Noiser]:
+        """Return the class of the collators."""
+        from mmldlm.tasks.translation.noiser import Noiser
+
+        return Noiser
+
     def collator(
         self,
         data: TranslationData,
@@ -153,8 +159,6 @@ class TranslationTask(MaskedTextTask):
         Args:
             corrects: in an evaluation, read the hypotheses of the validation split.
         """
-        from mmldlm.tasks.translation.noiser import Noiser
-
         model, candidates = data.config.model, None
         if seed is None and data.config.loss.text_candidates is not None:  # evaluation is exact
             from mmldlm.tasks.translation.candidates import CandidateSampler
@@ -169,7 +173,7 @@ class TranslationTask(MaskedTextTask):
         hypotheses = None
         if data.hypotheses is not None and (seed is None or corrects):
             hypotheses = data.hypotheses[0 if seed is None else 1]
-        return Noiser(
+        return self.noiser_class()(
             data.config,
             model.mask_token_id,
             model.pad_token_id,
