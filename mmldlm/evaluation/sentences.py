@@ -75,6 +75,6 @@ def choose_sentences(store: Store, model: nn.Module, num_samples: int | None, se
             f"prepare with --max-tokens {config.max_seq_len - 1}",
         )
     batch = store.get(ids)
-    check_latents(batch.latents, split, config.latent_dim)
+    check_latents(batch.latents, split, config.latent_dim, zero_ok=store.kind == "image")
     check_latents_per_text(store, config)
     return Sentences([row.tolist() for row in batch.tokens], batch.latents, store.texts(ids), derangement(count, seed))

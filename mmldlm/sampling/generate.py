@@ -167,7 +167,8 @@ def _read_l2t_input(
         store = Store(options.data, "validation")
         ids = np.arange(min(options.num_samples or len(store), len(store)))
         latents = store.get(ids).latents
-        check_latents(latents, f"{options.data}/validation", pretrained.model.config.latent_dim)
+        where, dim = f"{options.data}/validation", pretrained.model.config.latent_dim
+        check_latents(latents, where, dim, zero_ok=store.kind == "image")
         check_latents_per_text(store, pretrained.model.config)
         return store.texts(ids), latents
     texts = given_texts(options.text, options.text_file)

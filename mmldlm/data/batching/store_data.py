@@ -11,6 +11,7 @@ import numpy as np
 
 from mmldlm.data.batching.batch_plan import MixtureOrder
 from mmldlm.data.batching.run_data import RunData
+from mmldlm.data.images.codec import max_image_norm
 from mmldlm.data.store.config import StoreDataConfig
 from mmldlm.data.store.mixture import MixedStore
 from mmldlm.data.store.store import Store, check_latents
@@ -33,6 +34,8 @@ class StoreData(RunData):
 
     def max_latent_norm(self) -> float:
         """Return the norm above which a latent is a corrupted row, not an unusual one."""
+        if self.train.kind == "image":
+            return max_image_norm(self.train.manifest)
         mean, std = self.train.latent_mean, self.train.latent_std
         return MAX_NORM_RATIO * float(np.sqrt((np.square(mean) + np.square(std)).sum()))
 
@@ -121,7 +124,7 @@ def open_splits(
                 f"samples in split {store.split} of {store.root}", "none", "prepare the store from a larger corpus"
             )
         for first, block in store.latent_blocks(ROWS_CHECKED):
-            check_latents(block, f"{store.root}/{store.split}", store.latent_dim, first)
+            check_latents(block, f"{store.root}/{store.split}", store.latent_dim, first, store.kind == "image")
     if config.mixture is None:
         return splits["train"][0], splits["validation"][0]
     train, validation = (MixedStore(stores, list(roots.values())) for stores in splits.values())
