@@ -34,6 +34,7 @@ LATENT_OPTIONS = frozenset({"method", "solver", "eta"})
 class SampleOptions:
     """Options of `mmldlm sample`, as in its --help; None where the kind does not use one."""
 
+    image: list[str] | None = None
     latent_file: str | None = None
     data: str | None = None
     text: list[str] | None = None
@@ -76,20 +77,34 @@ class Samples:
     Attributes:
         records: one JSON-ready record per sample.
         latents: [N, D] (or [N, M, D]); None for text from given latents.
+        images: [N, S, S, C] uint8, made or given; None for a model of texts.
         extra: further entries of settings.json.
     """
 
     records: list[dict[str, Any]]
     latents: np.ndarray | None = None
     extra: dict[str, Any] = field(default_factory=dict)
+    images: np.ndarray | None = None
 
 
 def sample_l2t(
     pretrained: Pretrained, options: SampleOptions, progress: ProgressBar, recorder: Recorder | None = None
 ) -> Samples:
     """Sample texts from latents; the recorder sees every pass (a sampler that `records_passes`)."""
+    references, latents = read_l2t_input(pretrained, options, progress)
+    return write_from_latents(pretrained, options, references, latents, progress, recorder)
+
+
+def write_from_latents(
+    pretrained: Pretrained,
+    options: SampleOptions,
+    references: list[str] | None,
+    latents: np.ndarray,
+    progress: ProgressBar,
+    recorder: Recorder | None = None,
+) -> Samples:
+    """Sample texts from latents [N, D] (or [N, M, D]), with the texts that they belong to, if known."""
     pretrained.check_condition_timestep(options.condition_timestep or 0.0)
-    references, latents = _read_l2t_input(pretrained, options, progress)
     count = options.num_samples or len(latents)
     source = np.arange(count) % len(latents)
     temperature = options.temperature
@@ -155,7 +170,7 @@ def _write_texts(
     return pretrained.task.write_texts(pretrained, latents, seed=options.seed, **own, **more)
 
 
-def _read_l2t_input(
+def read_l2t_input(
     pretrained: Pretrained, options: SampleOptions, progress: ProgressBar
 ) -> tuple[list[str] | None, np.ndarray]:
     """Return the reference texts, if any, and the latents."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mmldlm.sampling.images import IMAGE_STEPS, NUM_LENGTHS
+from mmldlm.sampling.options import IMAGE_GUIDANCE, IMAGE_STEPS, NUM_LENGTHS
 
 TIMESTEPS = (0.75, 0.9, 1.0)
 """Noise levels at which the x0 error is measured; below them the noisy image itself says nearly all."""
@@ -32,7 +32,7 @@ class ImageSettings:
     latent_steps: int = IMAGE_STEPS
     num_draws: int = 2
     control_samples: int = 100
-    guidance: float = 2.0
+    guidance: float = IMAGE_GUIDANCE
     presence_penalty: float = 0.0
     num_lengths: int = NUM_LENGTHS
     seed: int = 0
