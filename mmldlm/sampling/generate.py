@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from mmldlm.config.text_samplers import BY_CERTAINTY, STRATEGY_OPTIONS
+from mmldlm.data.batching.store_data import check_store_kind
 from mmldlm.errors import UserError
 from mmldlm.sampling.inputs import encode_texts, given_texts, read_latents, reason_without_encoder, tokenize_texts
 from mmldlm.sampling.joint_sampler import choose_method, sample_joint
@@ -181,6 +182,7 @@ def read_l2t_input(
 
         store = Store(options.data, "validation")
         ids = np.arange(min(options.num_samples or len(store), len(store)))
+        check_store_kind(store, "text" if pretrained.image is None else "image")
         latents = store.get(ids).latents
         where, dim = f"{options.data}/validation", pretrained.model.config.latent_dim
         check_latents(latents, where, dim, zero_ok=store.kind == "image")

@@ -83,10 +83,17 @@ def eta_value(word: str) -> float | str:
 OPTIONS: dict[str, dict[str, Any]] = {
     "image": {"nargs": "+", "metavar": "FILE", "help": "images, read as `mmldlm prepare` reads them"},
     "latent_file": {"metavar": "X.npy", "help": "embeddings [D] or [N, D] in the encoder's space"},
-    "data": {"metavar": "STORE", "help": "validation samples of a prepared store: embeddings, images, or (t2i) captions"},
+    "data": {
+        "metavar": "STORE",
+        "help": "validation samples of a prepared store: embeddings, images, or (t2i) captions",
+    },
     "text": {"nargs": "+", "metavar": "TEXT", "help": "texts (l2t: embedded with the encoder of the training data)"},
     "text_file": {"metavar": "FILE", "help": "texts, one per line"},
-    "num_samples": {"type": int, "metavar": "N", "help": "number of samples (l2t: default one per embedding; i2t, t2i: one per image, caption)"},
+    "num_samples": {
+        "type": int,
+        "metavar": "N",
+        "help": "number of samples (l2t: default one per embedding; i2t, t2i: one per image, caption)",
+    },
     "num_steps": {
         "type": int,
         "help": "denoising steps (t2l: default 1, or 10 for a model that predicts epsilon); a text of n tokens takes "

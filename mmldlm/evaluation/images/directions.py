@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from mmldlm.evaluation.directions import likelihood_estimates, measure_likelihood
 from mmldlm.evaluation.directions import Settings as TextSettings
+from mmldlm.evaluation.directions import likelihood_estimates, measure_likelihood
 from mmldlm.evaluation.images.figures import Gallery, nearest, picture_estimates
 from mmldlm.evaluation.images.settings import ImageSettings
 from mmldlm.evaluation.images.training_images import TrainingImages
@@ -43,7 +43,12 @@ class Captions:
 
 
 def measure_i2t(
-    pretrained: Pretrained, model: nn.Module, sentences: Sentences, names: Sequence[set], settings: ImageSettings, log: Log
+    pretrained: Pretrained,
+    model: nn.Module,
+    sentences: Sentences,
+    names: Sequence[set],
+    settings: ImageSettings,
+    log: Log,
 ) -> Captions:
     """Measure NELBO and written captions.
 
@@ -93,7 +98,9 @@ def _any_match(written: list[list[int]], names: Sequence[set]) -> np.ndarray:
     return np.array([tuple(text) in known for text, known in zip(written, names, strict=True)])
 
 
-def floor_estimates(sentences: Sentences, names: Sequence[set], rows: np.ndarray, training: TrainingImages) -> Estimates:
+def floor_estimates(
+    sentences: Sentences, names: Sequence[set], rows: np.ndarray, training: TrainingImages
+) -> Estimates:
     """Score the caption of the nearest training image, by its row [N], instead of a written one."""
     return caption_estimates(training.captions(rows), sentences, names)
 

@@ -64,7 +64,9 @@ def evaluate_images(
         arms["model"] |= measure_x0(pretrained, pretrained.model, sentences, settings, log)
         for name, made in _make_pictures(pretrained, sentences, gallery, settings, log).items():
             arms[name] = made.estimates | copy_estimates(made.images, near_distances, sentences, training)
-            pictures[name.replace("_", " ") if name == "guidance_1" else f"guidance {settings.guidance:g}"] = made.images
+            pictures[name.replace("_", " ") if name == "guidance_1" else f"guidance {settings.guidance:g}"] = (
+                made.images
+            )
     _add_controls(arms, pretrained, sentences, gallery, names, settings, log)
     conditions = _conditions(pretrained, store, sentences, gallery, settings) | {
         "seconds": round(time.perf_counter() - started, 1),

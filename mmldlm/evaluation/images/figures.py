@@ -89,7 +89,9 @@ def seam_ratio(images: np.ndarray, patch: int) -> Estimate:
     return ratio(across / max(num_across, 1), inside / max(num_inside, 1), "across / inside")
 
 
-def picture_estimates(made: np.ndarray, partner: np.ndarray, gallery: Gallery, patch: int | None) -> dict[str, Estimate]:
+def picture_estimates(
+    made: np.ndarray, partner: np.ndarray, gallery: Gallery, patch: int | None
+) -> dict[str, Estimate]:
     """Compare made images with those whose captions they were made from.
 
     Args:
@@ -101,7 +103,8 @@ def picture_estimates(made: np.ndarray, partner: np.ndarray, gallery: Gallery, p
     own, true = as_vectors(made), as_vectors(real)
     right, shuffled = ((true - vectors) ** 2 for vectors in (own, own[partner]))
     cosine, other = (
-        retrieval.cosine_similarity(gallery.centered(images), gallery.centered(real)) for images in (made, made[partner])
+        retrieval.cosine_similarity(gallery.centered(images), gallery.centered(real))
+        for images in (made, made[partner])
     )
     found = ranks(made, gallery)
     estimates = {

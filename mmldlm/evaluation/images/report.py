@@ -13,13 +13,28 @@ from mmldlm.evaluation.statistics import Estimate
 
 # (key, label, digits, meaning) of the rows, in order.
 CAPTION_ROWS = (
-    ("nelbo_right", "NELBO, nats/token", 3, "How surprised the model is by a caption, given its image. Lower is better."),
+    (
+        "nelbo_right",
+        "NELBO, nats/token",
+        3,
+        "How surprised the model is by a caption, given its image. Lower is better.",
+    ),
     ("nelbo_shuffled", "  another image", 3, "The same, given another image."),
     ("nelbo_null", "  none (learned null)", 3, "The same, given no image."),
-    ("gain_null", "  gain: none - right", 3, "What the image tells the model about its caption. 0: it ignores the image."),
+    (
+        "gain_null",
+        "  gain: none - right",
+        3,
+        "What the image tells the model about its caption. 0: it ignores the image.",
+    ),
     ("gain_shuffled", "  gain: another - right", 3, "What the right image tells beyond any other image."),
     ("exact", "exact caption", 3, "Share of captions that are right word by word."),
-    ("exact_up_to_pixels", "  up to equal pixels", 3, "The same; names of other images of equal pixels or one group count."),
+    (
+        "exact_up_to_pixels",
+        "  up to equal pixels",
+        3,
+        "The same; names of other images of equal pixels or one group count.",
+    ),
     ("exact_up_to_pixels_shuffled", "  another's caption", 3, "The same, of captions written from another image."),
     ("f1_right", "set-F1 of words", 3, "Overlap of the sets of words of written and right caption, 0 to 1."),
     ("f1_gap", "  right - another's", 3, "Less that of the caption written from another image."),
@@ -30,7 +45,12 @@ X0_ROWS = tuple(
     row
     for t in _TIMES
     for row in (
-        (f"x0_error_{t}_right", f"x0 error at t = {int(t[1:]) / 100:g}", 3, "Squared error of the predicted clean image."),
+        (
+            f"x0_error_{t}_right",
+            f"x0 error at t = {int(t[1:]) / 100:g}",
+            3,
+            "Squared error of the predicted clean image.",
+        ),
         (f"x0_error_{t}_gain_null", "  gain: none - right", 4, "What the caption tells; paired, with the same noise."),
         (f"x0_error_{t}_gain_shuffled", "  gain: another - right", 4, "What the right caption tells beyond another."),
     )

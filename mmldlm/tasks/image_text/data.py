@@ -42,7 +42,9 @@ class ImageTextData(TranslationData):
         if not (most := self.config.data.shift_pixels):
             return [latents]
         steps, count = range(-most, most + 1), len(latents)
-        return [shift_latents(self.codec, latents, np.tile((down, right), (count, 1))) for down in steps for right in steps]
+        return [
+            shift_latents(self.codec, latents, np.tile((down, right), (count, 1))) for down in steps for right in steps
+        ]
 
     def files_to_keep(self) -> dict[str, Path]:
         """The tokenizer's files, and those that turn latents into pixels."""

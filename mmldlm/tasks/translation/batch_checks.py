@@ -41,7 +41,10 @@ Variants = Callable[[np.ndarray], list[np.ndarray]]
 
 def batch_problems(data: TranslationData, batch: NoisedBatch, variants: Variants | None = None) -> list[str]:
     """Return what is wrong with a micro-batch: values out of range, or not those of the store."""
-    return [*_range_problems(batch, data.config), *_store_problems(batch, data, variants or (lambda latents: [latents]))]
+    return [
+        *_range_problems(batch, data.config),
+        *_store_problems(batch, data, variants or (lambda latents: [latents])),
+    ]
 
 
 def _range_problems(batch: NoisedBatch, config: TranslationConfig) -> list[str]:
