@@ -3,14 +3,14 @@
     python benchmarks/inversion.py [--data STORE] [--quick | --full] [--runs FOLDER] [--samples N]
                                    [--plot FILE.png] [--tables FILE] [--json FILE]
 
-Three models of equal width and depth (about equal FLOPs a text token) train on the same batches, each at the best of
-three rates: an autoregressive one (the latent as a prefix), the MMDiT in mode l2t, and the MMDiT in both modes, whose
-own estimate of embeddings guides the local search. Three more go on from the last one, for as many steps again: one
-learns to correct the texts that it wrote, one does so without seeing their embeddings (the ablation), and one trains on
-as before, which is what correction is compared with. Then each writes the same unseen sentences in several ways: fewer
-and more passes, adaptive samplers, beam, best of 16, local search, rounds of correction. Every way is listed with its
-passes one after the other, its FLOPs (those of the encoder included) and its calls of the encoder, beside floors. No
-way reads the sentence or its length.
+Three models of equal width and depth (about equal FLOPs a text token) train on the same batches, each with the best
+of two optimizers at two rates: an autoregressive one (the latent as a prefix), the MMDiT in mode l2t, and the MMDiT in
+both modes, whose own estimate of embeddings guides the local search. Three more go on from the last one, for as many
+steps again: one learns to correct the texts that it wrote, one does so without seeing their embeddings (the ablation),
+and one trains on as before, which is what correction is compared with. Then each writes the same unseen sentences in
+several ways: fewer and more passes, adaptive samplers, beam, best of 16, local search, rounds of correction. Every way
+is listed with its passes one after the other, its FLOPs (those of the encoder included) and its calls of the encoder,
+beside floors. No way reads the sentence or its length.
 
 --quick shows that it runs and says nothing of quality. --full has three seeds and all sentences. --runs keeps the
 trainings in a folder, or takes over those that it has (also from baselines.py: OUT/equal_flops).
@@ -19,28 +19,29 @@ trainings in a folder, or takes over those that it has (also from baselines.py: 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import _report
 import _store
 import yaml
-from _baselines import ROOT, Scale, best_rate, length_words, train
+from _baselines import ROOT, Arm, Scale, length_words, train
 from _inversion import (
     ADAPTIVE,
     CORRECTED,
     FURTHER,
     FURTHER_MODES,
     HEAD,
-    MUON,
     ONE_BY_ONE,
+    OPTIMIZERS,
     SEARCHED,
+    SWEEP_SHARE,
     TRAINED,
     WAYS,
     Further,
@@ -50,30 +51,45 @@ from _inversion import (
 )
 
 SCALES = {
-    "quick": Scale(32, 1, 2, 4, 16, (1e-3,), (0,), 8),
-    "default": Scale(192, 4, 4, 400, 96, (2.5e-4, 5e-4, 1e-3), (0, 1), 200),
-    "full": Scale(192, 4, 4, 1300, 96, (2.5e-4, 5e-4, 1e-3), (0, 1, 2), 1000),
+    "quick": Scale(32, 1, 2, 4, 16, (), (0,), 8),
+    "default": Scale(192, 4, 4, 400, 96, (), (0, 1), 200),
+    "full": Scale(192, 4, 4, 1300, 96, (), (0, 1, 2), 1000),
 }
 HYPOTHESES = {"quick": 32, "default": 12_800, "full": 31_000}  # training sentences that hypotheses are written for
 BLEU_WITHIN = 0.5  # points of one token a pass, to count as equal
 LOCAL, GREEDY, AR = "mmdit_both local search", "mmdit_both greedy", "AR greedy"
 
 
-def muon(scale: Scale) -> list[str]:
-    """Arguments of the optimizer."""
-    return [word.replace("HEAD", str(scale.width // scale.heads)) for word in MUON]
+def optimizer_words(kind: str, scale: Scale) -> list[str]:
+    """Arguments of an optimizer; Muon orthogonalizes blocks of the width of a head, as in the quickstart."""
+    blocks = [f"optimizer.muon_block_rows={scale.width // scale.heads}"] if kind == "muon" else []
+    return [f"optimizer.kind={kind}", *blocks]
+
+
+def best_optimizer(arm: Arm, scale: Scale, store: str, folder: Path) -> tuple[str, float]:
+    """The kind and rate of OPTIMIZERS with the lowest validation NELBO or NLL after a part of the steps."""
+    found = {}
+    for kind, rate in OPTIMIZERS:
+        name = f"{arm.name}_{kind}_{rate:g}"
+        words = [*arm.words(scale), *optimizer_words(kind, scale)]
+        words += [*length_words(max(scale.steps // SWEEP_SHARE, 1), rate, 0), f"data.latent_data_root={store}"]
+        if not (folder / name / "latest").exists():
+            train(words, folder, name)
+        record = json.loads((folder / name / "eval_log.jsonl").read_text().splitlines()[-1])
+        found[kind, rate] = next(record[key] for key in ("l2t_nelbo", "l2t_nll") if key in record)
+    return min(found, key=lambda choice: found[choice])
 
 
 def train_arm(number: int, scale: Scale, store: str, folder: Path) -> None:
     """Train an arm of TRAINED with every seed whose run the folder does not have."""
-    arm = replace(TRAINED[number], own=(*TRAINED[number].own, *muon(scale)))
+    arm = TRAINED[number]
     missing = [seed for seed in scale.seeds if not (folder / f"{arm.name}_seed_{seed}" / "latest").exists()]
     if not missing:
         return
-    rate = best_rate(arm, scale, store, folder, False)
+    kind, rate = best_optimizer(arm, scale, store, folder)
     for seed in missing:
-        words = [*arm.words(scale), *length_words(scale.steps, rate, seed), f"data.latent_data_root={store}"]
-        train(words, folder, f"{arm.name}_seed_{seed}")
+        words = [*arm.words(scale), *optimizer_words(kind, scale), *length_words(scale.steps, rate, seed)]
+        train([*words, f"data.latent_data_root={store}"], folder, f"{arm.name}_seed_{seed}")
 
 
 def write_hypotheses(seed: int, scale: Scale, store: str, folder: Path, number: int) -> None:
@@ -90,14 +106,15 @@ def write_hypotheses(seed: int, scale: Scale, store: str, folder: Path, number: 
 
 
 def train_further(further: Further, seed: int, scale: Scale, store: str, folder: Path) -> None:
-    """Go on from `mmdit_both`, at its rate."""
+    """Go on from `mmdit_both`, with its optimizer."""
     name, base = f"{further.name}_seed_{seed}", folder / f"mmdit_both_seed_{seed}"
     if (folder / name / "latest").exists():
         return
     both = next(arm for arm in TRAINED if arm.name == "mmdit_both")
     words = [word for word in both.words(scale) if "loss_type_weights" not in word]
-    rate = yaml.safe_load((base / "config.yaml").read_text())["optimizer"]["lr"]
-    words += [*length_words(scale.steps, rate, seed), *muon(scale), *further.own, FURTHER_MODES, "training.freeze=none"]
+    optimizer = yaml.safe_load((base / "config.yaml").read_text())["optimizer"]
+    words += [*optimizer_words(optimizer["kind"], scale), *length_words(scale.steps, optimizer["lr"], seed)]
+    words += [*further.own, FURTHER_MODES, "training.freeze=none"]
     if further.corrects:
         words.append(f"data.hypotheses={folder / f'hypotheses_seed_{seed}'}")
     train([*words, f"data.latent_data_root={store}", f"training.init_from={base}"], folder, name)
@@ -116,6 +133,15 @@ def train_all(scale: Scale, store: str, folder: Path, workers: int, hypotheses: 
         for calls in rounds:
             for future in [pool.submit(*call) for call in calls]:
                 future.result()
+
+
+def measure_all(scale: Scale, store: str, folder: Path, workers: int, samples: int) -> list[dict[str, Reached]]:
+    """What every way reaches, for each seed."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=spawn) as pool:
+        runs = [{arm.name: folder / f"{arm.name}_seed_{seed}" for arm in (*TRAINED, *FURTHER)} for seed in scale.seeds]
+        calls = [pool.submit(measure_ways, list(WAYS), own, store, samples) for own in runs]
+        return [call.result() for call in calls]
 
 
 def claims_of(found: dict[str, Reached]) -> tuple[list[dict], dict[str, dict]]:
@@ -206,10 +232,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mmldlm_inversion_") as temporary:
         folder = (args.runs or Path(temporary)).resolve()
         train_all(scale, store, folder, args.workers, HYPOTHESES[extent_name])
-        for seed in scale.seeds:
-            print(f"seed {seed}\n{HEAD}")
-            runs = {arm.name: folder / f"{arm.name}_seed_{seed}" for arm in (*TRAINED, *FURTHER)}
-            found = measure_ways(list(WAYS), runs, store, args.samples or scale.samples)
+        measured = measure_all(scale, store, folder, args.workers, args.samples or scale.samples)
+        for seed, found in zip(scale.seeds, measured):
+            print("\n".join([f"seed {seed}", HEAD, *(line(name, one) for name, one in found.items())]))
             tables.append("\n".join([f"Seed {seed}:\n", HEAD, *(line(name, one) for name, one in found.items())]))
             own, differences = claims_of(found)
             claims += [{**claim, "seed": seed} for claim in own]

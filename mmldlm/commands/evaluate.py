@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmldlm.commands import RenamedOption
+from mmldlm.config.text_samplers import BY_CERTAINTY
 from mmldlm.errors import EXIT_DONE, UserError
 from mmldlm.evaluation.suite import SUITES
 from mmldlm.observe.pages.page import check_page_path, write_page
@@ -17,11 +18,12 @@ from mmldlm.utils.progress import ProgressBar
 
 if TYPE_CHECKING:
     from mmldlm.evaluation.information.measure import InformationSettings
-    from mmldlm.tasks.text_task import TextTask
+    from mmldlm.sampling.pretrained import Pretrained
 
 MINIMUMS = {
     "num_samples": 2,
     "num_steps": 1,
+    "num_lengths": 1,
     "latent_steps": 1,
     "num_draws": 1,
     "control_samples": 2,
@@ -32,9 +34,11 @@ MINIMUMS = {
 # Options that the suite `information` alone reads; and those that it does not read, with their defaults.
 INFORMATION_ONLY = ("samplers", "plot", "write_schedule")
 NOT_INFORMATION = {
-    "num_steps": None, "latent_steps": None, "num_draws": None, "control_samples": 100, "guidance": 1.0,
-    "presence_penalty": None, "sts_file": None,
+    "num_steps": None, "sampler": None, "num_lengths": None, "latent_steps": None, "num_draws": None,
+    "control_samples": 100, "guidance": 1.0, "presence_penalty": None, "sts_file": None,
 }  # fmt: skip
+# Those of l2t, which the suite `stsb` does not read.
+NOT_STSB = ("num_steps", "sampler", "num_lengths", "num_draws", "presence_penalty")
 IMAGE_SUFFIXES = (".png", ".svg", ".pdf", ".jpg")
 
 
@@ -58,6 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="number of unseen sentences (default 1000, or all; information: 200)",
     )
     add("--num-steps", type=int, help="steps of l2t (default 12)")
+    add("--sampler", metavar="NAME", help="sampler of l2t, by its own settings (default: the task's first)")
+    add("--num-lengths", type=int, metavar="M", help="l2t in the M most probable lengths, the most probable text kept")
     add("--latent-steps", type=int, help="denoising steps of t2l (default 1, or 10 for prediction epsilon)")
     add("--num-draws", type=int, help="timesteps per sentence in the NELBO (default 2)")
     add("--control-samples", type=int, default=100, help="sentences of the untrained controls (default %(default)s)")
@@ -109,7 +115,7 @@ def main(args: argparse.Namespace) -> int:
         elif args.suite == "information":
             report = measure_information(pretrained, store, _information_settings(args), progress.start)
         else:
-            _check_task(args, pretrained.task)
+            _check_task(args, pretrained)
             given = {key: getattr(args, key) for key in Settings.__dataclass_fields__}
             settings = Settings(**{key: value for key, value in given.items() if value is not None})
             report = conditioning_gain.evaluate(pretrained, store, settings, progress.start)
@@ -133,8 +139,16 @@ def _information_settings(args: argparse.Namespace) -> InformationSettings:
     return InformationSettings(args.num_samples, samplers, args.seed, args.batch_size)
 
 
-def _check_task(args: argparse.Namespace, task: TextTask) -> None:
-    options = {"num_steps": args.num_steps, "presence_penalty": args.presence_penalty}
+def _check_task(args: argparse.Namespace, pretrained: Pretrained) -> None:
+    task = pretrained.task
+    if args.sampler is not None:
+        pretrained.check_kind("l2t", args.sampler)
+        if args.num_steps is not None and "num_steps" in task.unread_options("l2t", args.sampler):
+            raise UserError(f"options that --sampler {args.sampler} reads", "--num-steps", "omit it")
+        has_penalty = "presence_penalty" in task.sampling_options
+        if args.presence_penalty is None and has_penalty and args.sampler not in BY_CERTAINTY:
+            args.presence_penalty = 0.0  # as in `mmldlm sample`
+    options = {key: getattr(args, key) for key in ("num_steps", "presence_penalty", "num_lengths")}
     options["guidance"] = None if args.guidance == 1 else args.guidance
     given = [key for key, value in options.items() if value is not None and key not in task.sampling_options]
     given += ["latent_steps"] * (args.latent_steps is not None and "t2l" not in task.samplers)
@@ -159,7 +173,8 @@ def _check_arguments(args: argparse.Namespace) -> None:
     if args.suite == "information":
         unread = [key for key, default in NOT_INFORMATION.items() if getattr(args, key) != default]
     else:
-        unread = [key for key in INFORMATION_ONLY if getattr(args, key) is not None]
+        others = INFORMATION_ONLY + (NOT_STSB if args.suite == "stsb" else ())
+        unread = [key for key in others if getattr(args, key) is not None]
     if unread:
         names = ", ".join("--" + key.replace("_", "-") for key in unread)
         raise UserError(f"options that --suite {args.suite} reads", names, "omit them, or name another --suite")

@@ -145,7 +145,11 @@ def _add_reencoding(
 def _conditions(pretrained: Pretrained, store: Store, sentences: Sentences, settings: Settings) -> dict[str, Any]:
     """Return how the measurements were taken."""
     task = pretrained.task
-    sampler, has_penalty = task.evaluation_decoding, "presence_penalty" in task.sampling_options
+    sampler = settings.sampler or task.evaluation_decoding
+    has_penalty = "presence_penalty" in task.sampling_options
+    reads_steps = "num_steps" in task.sampling_options
+    if settings.sampler is not None:
+        reads_steps = reads_steps and "num_steps" not in task.unread_options("l2t", settings.sampler)
     if not pretrained.reads_latents:
         sampler, has_penalty = f"{task.samplers['unconditional'][0]}, without an embedding", False
     return {
@@ -153,9 +157,10 @@ def _conditions(pretrained: Pretrained, store: Store, sentences: Sentences, sett
         "num_sentences": len(sentences),
         "num_text_tokens": int(sum(len(text) + 1 for text in sentences.tokens)),
         "nelbo_draws": settings.num_draws,
-        "text_steps": settings.num_steps if "num_steps" in task.sampling_options else None,
+        "text_steps": settings.num_steps if reads_steps else None,
         "likelihood": "exact" if task.exact_likelihood else "upper bound (NELBO)",
         "text_sampler": sampler,
+        **({} if settings.num_lengths is None else {"text_lengths": settings.num_lengths}),
         "latent_steps": _latent_steps(pretrained, settings),
         "guidance": settings.guidance,
         "presence_penalty": settings.presence_penalty if has_penalty else None,

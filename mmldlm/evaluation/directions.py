@@ -24,7 +24,8 @@ from mmldlm.utils.formatting import count_noun
 
 NATS = "nats/token"
 # Names of the conditions in reports (JSON keys such as nelbo_right).
-TEXT_OPTIONS = ("num_steps", "guidance", "presence_penalty")  # of Settings, passed on to a task that reads them
+# Of Settings, passed on to a task that reads them.
+TEXT_OPTIONS = ("num_steps", "guidance", "presence_penalty", "num_lengths")
 _REPORT_NAMES = {"matched": "right", "shuffled": "shuffled", "null": "null"}
 
 
@@ -35,6 +36,7 @@ class Settings:
     Attributes:
         num_samples: unseen sentences; None is 1,000, or all if there are fewer.
         num_steps: steps of l2t; None for a task that takes no number of steps.
+        sampler: of l2t; None: the task's first. num_lengths: of l2t (see `sample_lengths`).
         latent_steps: denoising steps of t2l; None: `steps_given_text`.
         num_draws: timesteps per sentence in the NELBO.
         control_samples: how many of the sentences the two untrained controls use.
@@ -48,6 +50,8 @@ class Settings:
 
     num_samples: int | None = None
     num_steps: int | None = 12
+    sampler: str | None = None
+    num_lengths: int | None = None
     latent_steps: int | None = None
     num_draws: int = 2
     control_samples: int = 100
@@ -93,11 +97,11 @@ def measure_l2t(
     task, arm = pretrained.task, replace(pretrained, model=model)
     likelihood = measure_likelihood(arm, sentences, latents, settings, log)
     result = DirectionResult(likelihood_estimates(likelihood))
-    sampler, steps = task.samplers["l2t"][0], ""
-    if "num_steps" in task.sampling_options:
+    sampler, steps = settings.sampler or task.samplers["l2t"][0], ""
+    options = writing_options(arm, settings, sampler)
+    if "num_steps" in options:
         steps = f" in {settings.num_steps} {sampler} steps"
     progress = log(f"writing {len(sentences)} texts from their embeddings{steps}")
-    options = writing_options(arm, settings)
     samples = task.write_texts(arm, latents, sampler=sampler, seed=settings.seed, progress=progress, **options)
     result.estimates |= text_estimates(samples, sentences.tokens, shuffled_index, likelihood.num_tokens, settings.seed)
     flops = task.writing_flops(model.config, samples)
@@ -106,9 +110,10 @@ def measure_l2t(
     return result
 
 
-def writing_options(pretrained: Pretrained, settings: Settings) -> dict[str, Any]:
-    """Return options of `TextTask.write_texts` that the task reads."""
-    options = {key: getattr(settings, key) for key in TEXT_OPTIONS if key in pretrained.task.sampling_options}
+def writing_options(pretrained: Pretrained, settings: Settings, sampler: str) -> dict[str, Any]:
+    """Return options of `TextTask.write_texts` that the task and a sampler read."""
+    known = pretrained.task.sampling_options - pretrained.task.unread_options("l2t", sampler)
+    options = {key: getattr(settings, key) for key in TEXT_OPTIONS if key in known}
     return options | batch_budget(pretrained.model, settings.batch_size)
 
 

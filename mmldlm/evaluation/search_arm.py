@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -40,7 +41,7 @@ def add_search(
     """
     options, latents = SearchOptions.of(settings), torch.from_numpy(sentences.latents)
     progress = log(f"{options.describe()}, for {len(sentences)} embeddings")
-    own = writing_options(pretrained, settings)
+    own = writing_options(pretrained, replace(settings, num_lengths=None), pretrained.task.samplers["l2t"][0])
     texts = options.run(pretrained, latents, judge, seed=settings.seed, progress=progress, **own)
     scorer = Scorer(pretrained, sentences, "bleu" in found.conditions, settings.seed)
     scores, before = scorer.overlap(texts.tokens), scorer.overlap(written)

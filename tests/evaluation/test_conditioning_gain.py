@@ -209,6 +209,32 @@ def test_unusable_requests_are_refused(words, named):
         main(parser.parse_intermixed_args(["--checkpoint", "absent", *words]))
 
 
+def test_a_sampler_and_several_lengths(pretrained, store):
+    reports = {}
+    for name, more in (("plain", {}), ("eb", {"sampler": "eb"}), ("lengths", {"num_lengths": 2})):
+        settings = Settings(4, num_steps=1, latent_steps=1, num_draws=1, control_samples=2, **more)
+        reports[name] = evaluate(pretrained, store, settings, lambda line: None).conditions
+    plain, adaptive, several = reports.values()
+    assert adaptive["text_sampler"] == "eb" and adaptive["text_steps"] is None and plain["text_steps"] == 1
+    assert several["text_lengths"] == 2 and several["rows_per_text"] == 2 * plain["rows_per_text"]
+
+
+@pytest.mark.parametrize(
+    "words,named",
+    [
+        (["--sampler", "greedy"], "--sampler confidence"),
+        (["--sampler", "eb", "--num-steps", "3"], "--num-steps"),
+        (["--sampler", "confidence", "--suite", "information"], "--sampler"),
+    ],
+)
+def test_samplers_that_do_not_fit_are_refused(words, named, pretrained, store, monkeypatch):
+    monkeypatch.setattr("mmldlm.sampling.pretrained.load_pretrained", lambda *args: pretrained)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with pytest.raises(UserError, match=named):
+        main(parser.parse_intermixed_args(["--checkpoint", "x", "--data", str(store.root), *words]))
+
+
 def test_the_former_spelling_of_suite_names_the_new_one(capsys):
     parser = argparse.ArgumentParser()
     add_arguments(parser)

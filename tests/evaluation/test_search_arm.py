@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -62,7 +63,7 @@ def test_unusable_requests_are_refused():
     with pytest.raises(UserError, match="--judge with --search"):
         _check_arguments(parse("--data", "s", "--judge", "t2l"))
     with pytest.raises(UserError, match="--search best_of for task=ar"):
-        _check_task(parse("--data", "s", "--search", "local"), find_task("ar"))
+        _check_task(parse("--data", "s", "--search", "local"), SimpleNamespace(task=find_task("ar")))
 
 
 def test_the_judge_is_asked_no_more_than_it_says(pretrained, store, monkeypatch):

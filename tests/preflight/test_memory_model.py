@@ -9,6 +9,7 @@ from mmldlm.config.load import load_config, preset_names
 from mmldlm.config.task_registry import find_task
 from mmldlm.models import MultimodalMMDiT
 from mmldlm.models.linear_cross_entropy import logits_bytes
+from mmldlm.models.mmdit.hypothesis import Hypotheses
 from mmldlm.preflight.memory_model import PLANS, state_bytes
 from mmldlm.tasks.translation.freezing import apply_freezing, decided_freeze
 from mmldlm.tasks.translation.parameter_plan import stacked_matrices
@@ -42,7 +43,13 @@ TWO_PREDICTIONS = (
     "words",
     [
         (),
-        ("model.tie_embeddings=true", "model.qk_rmsnorm=false", "model.num_latents=3", "model.quality_head=true"),
+        (
+            "model.tie_embeddings=true",
+            "model.qk_rmsnorm=false",
+            "model.num_latents=3",
+            "model.quality_head=true",
+            "model.corrector=blind",
+        ),  # fmt: skip
         TWO_PREDICTIONS,
     ],
 )
@@ -82,6 +89,9 @@ def kept_for_backward(config, length) -> int:
             "text_targets": torch.zeros(masked, dtype=torch.int64), "text_weights": torch.zeros(masked),
             "dropout_keys": torch.zeros(batch, dtype=torch.int64),
         }  # fmt: skip
+        if config.model.corrector != "none":
+            words = torch.zeros(batch, length, dtype=torch.int64)
+            inputs["hypotheses"] = Hypotheses(words, inputs["latents"].clone(), flags.clone())
         if config.model.quality_head:
             inputs["draft_swaps"] = torch.full((batch, length), -1)
         tokens = torch.zeros(batch, length, dtype=torch.int64)
@@ -112,6 +122,7 @@ def kept_for_backward(config, length) -> int:
         ("small", 64, "training.train_batch_size=4", "model.dropout=0.1"),
         ("mmdit", 128, "training.train_batch_size=2", "model.tokens_per_latent=9"),
         ("small", 64, "training.train_batch_size=4", "model.quality_head=true"),
+        ("small", 64, "training.train_batch_size=4", "model.corrector=feedback"),
     ],
     ids=lambda words: f"{words[0]}_{words[1]}",
 )

@@ -48,8 +48,8 @@ def parameter_counts(model: ModelConfig) -> dict[str, int]:
     two_layers = cond * cond + cond  # the second layer of every small MLP
     more = {"quality_head": width * width + 2 * width + 1} if model.quality_head else {}
     if model.corrector != "none":
-        of_latents = (3 * dim + 1) * chunks + (chunks + 1) * (chunks + cond)
-        more["hypothesis_encoder"] = (width + 1) * width + of_latents
+        rows = 2 * model.num_latents * chunks  # positions and nulls of the differences' tokens
+        more["hypothesis_encoder"] = (width + 1) * width + two_layers + rows
     return more | {
         "text_encoder": vocab * width + width,
         "latent_encoder": dim * chunks + 3 * chunks + model.num_latents * width + dim * cond + cond + two_layers + cond,
@@ -75,6 +75,11 @@ def matrix_elements(model: ModelConfig) -> int:
     return model.n_blocks * 2 * (4 * width * width + 2 * width * mlp)
 
 
+def _tokens_of_a_latent(model: ModelConfig) -> int:
+    """Rows in the blocks for each latent: its own and, with a corrector, those of its difference to a hypothesis."""
+    return (2 if model.corrector != "none" else 1) * model.tokens_per_latent
+
+
 def activation_bytes(model: ModelConfig, batch: int, length: int, dtype: str) -> int:
     """Bytes that autograd keeps for one micro-batch, attention's weights among them (a fused kernel does without).
 
@@ -84,7 +89,7 @@ def activation_bytes(model: ModelConfig, batch: int, length: int, dtype: str) ->
     """
     size = 4 if dtype == "fp32" else 2
     width, mlp, heads = model.hidden_size, int(model.hidden_size * model.mlp_ratio), model.n_heads
-    tokens = length + model.num_latents * model.tokens_per_latent
+    tokens = length + model.num_latents * _tokens_of_a_latent(model)
     # A row in a block: itself, queries, keys and values, what attention mixed, both branches, the MLP's hidden layer;
     # queries and keys before the weights of their norms. In low precision unfused attention copies 3 H.
     token = size * ((7 + (2 if model.qk_rmsnorm else 0) + (0 if size == 4 else 3)) * width + mlp)
@@ -158,7 +163,7 @@ def step_flops(model: ModelConfig, lengths: Sequence[int], scored: int, num_late
     num_latents = model.num_latents if num_latents is None else num_latents
     width, cond, inner = model.hidden_size, model.cond_dim, int(model.hidden_size * model.mlp_ratio)
     batch, tokens = len(lengths), sum(lengths)
-    tokens_per_latent = num_latents * model.tokens_per_latent
+    tokens_per_latent = num_latents * _tokens_of_a_latent(model)
     a_row = 2 * width * (4 * width + 2 * inner)  # to_qkv, to_out, and the two MLP layers
     behind_attention = 2 * width * (width + 2 * inner)
     pairs = sum((length + tokens_per_latent) ** 2 for length in lengths)
@@ -167,9 +172,8 @@ def step_flops(model: ModelConfig, lengths: Sequence[int], scored: int, num_late
     latent_in = (
         num_latents * 2 * model.latent_dim * (model.tokens_per_latent * width + cond) + num_latents * 2 * cond * cond
     )
-    if model.corrector != "none":  # of hypotheses, which are not always given
-        chunks = model.tokens_per_latent * width
-        latent_in += num_latents * 2 * chunks * (3 * model.latent_dim + chunks + cond)
+    if model.corrector != "none":  # z - ẑ beside z, and the words of the hypothesis, which are not always given
+        latent_in = 2 * latent_in + 2 * cond * cond + 2 * tokens * width * width / batch
     first = 2 * 2 * 256 * cond + num_latents * 2 * model.latent_dim * (model.tokens_per_latent * width + cond)
     return StepFlops(
         embeddings=batch * (timesteps + latent_in),
@@ -199,7 +203,7 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "length_head.3.weight": (config["max_seq_len"], cond),
     }
     if config.get("corrector", "none") != "none":
-        shapes["hypothesis_encoder.to_hidden.weight"] = (tokens * width, 3 * latent)
+        shapes["hypothesis_encoder.position"] = (config["num_latents"] * tokens, width)
     if config.get("quality_head"):
         shapes["quality_head.to_hidden.weight"] = (width, width)
     for block in range(config["n_blocks"]):
@@ -225,7 +229,7 @@ def training_flops(
         return 0.0
     one, unread = step_flops(model, [1], 1), step_flops(model, [1], 0)
     mean = num_tokens / num_samples
-    latents = model.num_latents * model.tokens_per_latent
+    latents = model.num_latents * _tokens_of_a_latent(model)
     per_row = one.text_blocks  # at one token
     saved = (num_tokens - num_scored) * (one.text_blocks - unread.text_blocks)
     pairs = (mean + latents) ** 2 / (1 + latents) ** 2
@@ -237,4 +241,6 @@ def training_flops(
     if model.quality_head:  # the text head's forward pass, then a pass over the draft
         quality = 2 * num_scored * model.vocab_size * model.hidden_size + 3 * blocks
         quality += 6 * num_tokens * model.hidden_size * (model.hidden_size + 1)
-    return 3 * (blocks - saved + head) + quality
+    has_words = model.corrector != "none"  # those of hypotheses; `one` has one of each
+    words = 2 * (num_tokens - num_samples) * model.hidden_size**2 if has_words else 0.0
+    return 3 * (blocks - saved + head + words) + quality

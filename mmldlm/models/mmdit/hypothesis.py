@@ -23,38 +23,58 @@ class Hypotheses(NamedTuple):
 
 
 class HypothesisEncoder(nn.Module):
-    """Adds a hypothesis to the rows of text and latent, which stay as many as without.
+    """Rows of a hypothesis: its words beside those of the text, and z - ẑ as further latent tokens.
 
-    As in vec2text (arXiv 2310.06816), three latents are read: that of the text to write z, that of the hypothesis ẑ,
-    and z - ẑ. Every output starts at 0, so that a trained model without hypotheses goes on from where it was.
+    Of vec2text's three latents z, ẑ and z - ẑ (arXiv 2310.06816) the model reads the first and the last, which the
+    latent encoder turns into tokens alike: a model that reads z then reads the difference, too, with the same weights.
 
     Args:
         is_blind: read z in place of ẑ: the ablation, which sees the words of a hypothesis and not how good they are.
     """
 
-    def __init__(self, latent_dim: int, tokens_per_latent: int, hidden_size: int, cond_dim: int, is_blind: bool):
+    def __init__(self, hidden_size: int, tokens_per_latent: int, num_latents: int, cond_dim: int, is_blind: bool):
         super().__init__()
-        self.is_blind, inner = is_blind, tokens_per_latent * hidden_size
+        self.is_blind = is_blind
         self.to_text = nn.Linear(hidden_size, hidden_size)
-        self.to_hidden = nn.Linear(3 * latent_dim, inner)
-        self.to_tokens = nn.Linear(inner, inner)
-        self.to_pooled = nn.Linear(inner, cond_dim)
+        self.to_pooled = nn.Linear(cond_dim, cond_dim)
+        self.position = nn.Parameter(torch.randn(num_latents * tokens_per_latent, hidden_size) * 0.02)
+        self.null_tokens = nn.Parameter(torch.randn(num_latents * tokens_per_latent, hidden_size) * 0.02)
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start without an effect."""
-        for layer in (self.to_text, self.to_tokens, self.to_pooled):
+        """The words add nothing at first, nor does z - ẑ to the condition: a trained model goes on from its texts."""
+        for layer in (self.to_text, self.to_pooled):
             nn.init.zeros_(layer.weight)
             nn.init.zeros_(layer.bias)
 
-    def text(self, rows: Tensor, is_real: Tensor) -> Tensor:
-        """Token embeddings of the hypothesis [R, H], bool [R] -> what is added to the text rows [R, H]."""
-        return torch.where(is_real[:, None], self.to_text(rows), 0.0)
+    def text_beside(
+        self, text_encoder: nn.Module, ids: Tensor, own: Tensor, is_read: Tensor, first_rows: Tensor,
+        text_is_null: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """Rows [R, H] of the text, to which those of the hypotheses are added.
 
-    def latent(self, points: Tensor, hypotheses: Hypotheses) -> tuple[Tensor, Tensor]:
-        """Latents of the texts to write [B, N, D] -> what is added to their tokens [B, N * K, H] and pooled [B, C]."""
+        Args:
+            ids, own: of the text and of the hypothesis at each row. [R]
+            is_read: rows at which a hypothesis has a word. [R] bool
+        """
+        # In one call: ZeRO-3 reduces the gradients of a module once a step.
+        text, words = text_encoder(torch.cat([ids, own]), first_rows, text_is_null).split(len(ids))
+        return text + torch.where(is_read[:, None], self.to_text(words), 0.0)
+
+    def latents_beside(
+        self, latent_encoder: nn.Module, points: Tensor, is_null: Tensor | None, hypotheses: Hypotheses | None
+    ) -> tuple[Tensor, Tensor]:
+        """Latents z [B, N, D] -> tokens [B, 2 * N * K, H], first those of z, then those of z - ẑ; pooled [B, C]."""
+        if hypotheses is None:
+            tokens, pooled = latent_encoder(points, is_null)
+            return torch.cat([tokens, self.null_tokens[: tokens.shape[1]].expand_as(tokens)], 1), pooled
+        given, is_null = hypotheses.given, torch.zeros_like(hypotheses.given) if is_null is None else is_null
         own = points if self.is_blind else hypotheses.latents.reshape(points.shape).to(points.dtype)
-        hidden = nn.functional.gelu(self.to_hidden(torch.cat([points, own, points - own], -1)))
-        tokens, pooled = self.to_tokens(hidden), self.to_pooled(hidden).mean(1)
-        width = self.to_text.in_features
-        tokens = torch.where(hypotheses.given[:, None, None], tokens.view(len(points), -1, width), 0.0)
-        return tokens, torch.where(hypotheses.given[:, None], pooled, 0.0)
+        difference = torch.where(given[:, None, None], points - own, 0.0)
+        # In one call, as above.
+        both = latent_encoder(torch.cat([points, difference]), torch.cat([is_null, torch.zeros_like(is_null)]))
+        (tokens, more), (pooled, more_pooled) = (values.chunk(2) for values in both)
+        count = tokens.shape[1]
+        more = torch.where(given[:, None, None], more + self.position[:count], self.null_tokens[:count])
+        pooled = pooled + torch.where(given[:, None], self.to_pooled(more_pooled), 0.0)
+        return torch.cat([tokens, more], 1), pooled

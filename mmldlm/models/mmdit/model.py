@@ -83,9 +83,8 @@ class MultimodalMMDiT(LatentTransformer):
         if config.corrector != "none":
             is_blind = config.corrector == "blind"
             self.hypothesis_encoder = HypothesisEncoder(
-                config.latent_dim, config.tokens_per_latent, width, cond, is_blind
+                width, config.tokens_per_latent, config.num_latents, cond, is_blind
             )
-            self.hypothesis_encoder.reset_parameters()
 
     def _initialize(self) -> None:
         # adaLN-Zero: every block starts as the identity, every head reads the unmodulated norm.
@@ -237,7 +236,12 @@ class MultimodalMMDiT(LatentTransformer):
         if hypotheses is None or text_tokens is None:
             text = self.text_encoder(ids, packing.first_rows, text_is_null)
         else:
-            text = self._text_beside(hypotheses, ids, packed, packing, text_is_null)
+            own = hypotheses.tokens.flatten()
+            own = own if packed is None else own.index_select(0, packed)
+            is_read = (own != self.config.pad_token_id) & hypotheses.given[packing.sample[: len(own)]]
+            text = self.hypothesis_encoder.text_beside(
+                self.text_encoder, ids, own, is_read, packing.first_rows, text_is_null
+            )
         outputs = packing  # of the rows that a head reads
         if text_tokens is None or selects:
             outputs = packing.restrict_to(_text_rows(packing, packed, None if text_tokens is None else text_positions))
@@ -245,19 +249,9 @@ class MultimodalMMDiT(LatentTransformer):
         rows = self._run_blocks(torch.cat([text, latent.flatten(0, 1)]), condition, packing, outputs, dropout)
         text_rows, latent_rows = rows.tensor_split(outputs.stream_ends[:-1])
         latent_rows = latent_rows.view(*latent.shape[:2], -1)
+        if self.hypothesis_encoder is not None:
+            latent_rows = latent_rows[:, : latent.shape[1] // 2]
         return _LastRows(text_rows, outputs.sample[: outputs.num_text], latent_rows, condition, pooled)
-
-    def _text_beside(
-        self, hypotheses: Hypotheses, ids: Tensor, packed: Tensor | None, packing: Packing, is_null: Tensor | None
-    ) -> Tensor:
-        """[N] ids -> [N, H] rows of the text, to which those of the hypotheses are added."""
-        own = hypotheses.tokens.flatten()
-        own = own if packed is None else own.index_select(0, packed)
-        # In one call: ZeRO-3 reduces the gradients of a module once a step.
-        rows = self.text_encoder(torch.cat([ids, own]), packing.first_rows, is_null)
-        text, guess = rows.split(len(ids))
-        is_real = (own != self.config.pad_token_id) & hypotheses.given[packing.sample[: len(ids)]]
-        return text + self.hypothesis_encoder.text(guess, is_real)
 
     def _encode_latents(
         self, points: Tensor, timesteps: Tensor | None, is_null: Tensor | None, hypotheses: Hypotheses | None
@@ -266,11 +260,9 @@ class MultimodalMMDiT(LatentTransformer):
         if self.config.scale_noisy_latents and timesteps is not None:
             points = points * torch.cos(0.5 * math.pi * timesteps)[:, None, None].to(points.dtype)
         points = points.to(self.text_encoder.null_text.dtype)
-        tokens, pooled = self.latent_encoder(points, is_null)
-        if hypotheses is None:
-            return tokens, pooled
-        more_tokens, more_pooled = self.hypothesis_encoder.latent(points, hypotheses)
-        return tokens + more_tokens, pooled + more_pooled
+        if self.hypothesis_encoder is None:
+            return self.latent_encoder(points, is_null)
+        return self.hypothesis_encoder.latents_beside(self.latent_encoder, points, is_null, hypotheses)
 
     def _check_shapes(self, tokens: Tensor, latents: Tensor | None) -> Tensor:
         """The latents as [B, N, D]; zeros if there are none.

@@ -20,7 +20,16 @@ def unused_parameters(model: nn.Module, config: TranslationConfig, batch: Noised
     last = f"blocks.{len(model.blocks) - 1}"
     unread = [f"{last}.{layer}.weight[{stream}]" for layer in ("to_out", "mlp_in", "mlp_out")] if stream else []
     nulls = [f"{side}_encoder.null_" for side in ("text", "latent") if not bool(batch.tensors[f"{side}_is_null"].any())]
-    return (*unread, *nulls)
+    return (*unread, *nulls, *_unread_of_hypotheses(batch))
+
+
+def _unread_of_hypotheses(batch: NoisedBatch) -> tuple[str, ...]:
+    given = batch.tensors.get("hypothesis_given")
+    if given is None:
+        return ()
+    if not bool(given.any()):
+        return tuple(f"hypothesis_encoder.{name}" for name in ("to_text", "to_pooled", "position"))
+    return ("hypothesis_encoder.null_tokens",) if bool(given.all()) else ()
 
 
 def batch_problems(data: TranslationData, batch: NoisedBatch) -> list[str]:

@@ -22,8 +22,7 @@ def corrector(pretrained):
     torch.manual_seed(0)
     model = MultimodalMMDiT(config)
     model.load_state_dict(pretrained.model.state_dict(), strict=False)
-    for layer in (model.hypothesis_encoder.to_text, model.hypothesis_encoder.to_tokens):
-        torch.nn.init.normal_(layer.weight, std=0.5)
+    torch.nn.init.normal_(model.hypothesis_encoder.to_text.weight, std=0.5)
     return dataclasses.replace(pretrained, model=model.eval())
 
 
@@ -43,11 +42,11 @@ def test_more_rounds_are_never_worse(corrector, hidden, new_judge):
 
 
 def test_hypotheses_are_read(corrector, hidden, new_judge, pretrained):
-    asleep = dataclasses.replace(pretrained, model=MultimodalMMDiT(corrector.model.config).eval())
-    asleep.model.load_state_dict(corrector.model.state_dict())
-    asleep.model.hypothesis_encoder.reset_parameters()
+    config = corrector.model.config.model_copy(update={"corrector": "blind"})
+    blind = dataclasses.replace(pretrained, model=MultimodalMMDiT(config).eval())
+    blind.model.load_state_dict(corrector.model.state_dict())
     judges = new_judge(), new_judge()
-    for one, judge in zip((corrector, asleep), judges):
+    for one, judge in zip((corrector, blind), judges):
         run(one, hidden, judge, 1)
     assert judges[0].asked != judges[1].asked and judges[0].asked[:5] == judges[1].asked[:5]
 
