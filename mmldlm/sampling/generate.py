@@ -28,7 +28,7 @@ from mmldlm.utils.formatting import count_noun
 from mmldlm.utils.progress import ProgressBar
 
 # Options that samplers of texts do not read.
-LATENT_OPTIONS = frozenset({"method", "solver", "eta"})
+LATENT_OPTIONS = frozenset({"method", "solver", "eta", "guidance_interval"})
 
 
 @dataclass
@@ -46,6 +46,7 @@ class SampleOptions:
     temperature: float | None = None
     top_p: float = 1.0
     guidance: float = 1.0
+    guidance_interval: list[float] | None = None
     presence_penalty: float | None = None
     schedule: str | None = None
     spacing: float | None = None
@@ -213,7 +214,9 @@ def sample_t2l(pretrained: Pretrained, options: SampleOptions, progress: Progres
         method=options.method,
         eta=options.eta,
         guidance=options.guidance,
+        guidance_interval=options.guidance_interval,
         renormalize=pretrained.renormalize,
+        clamp=pretrained.clamp_x0,
         unit=pretrained.renormalize,
         seed=options.seed,
         progress=progress.start(f"embedding {count_noun(len(texts), 'text')} in {count_noun(steps, 'step')}"),
@@ -293,6 +296,7 @@ def _sample_together(
         temperature=options.temperature,
         top_p=options.top_p,
         renormalize=pretrained.renormalize,
+        clamp=pretrained.clamp_x0,
         solver=options.solver,
         seed=options.seed,
         progress=progress.start(f"sampling {count} texts and embeddings together in {steps} steps"),
@@ -312,6 +316,7 @@ def _sample_chain(
         steps=steps,
         method=options.solver,
         renormalize=pretrained.renormalize,
+        clamp=pretrained.clamp_x0,
         unit=pretrained.renormalize,
         seed=options.seed,
         progress=progress.start(f"sampling {count} embeddings in {steps} steps"),

@@ -83,6 +83,11 @@ class Pretrained:
         return self.latent_config is not None and self.latent_config.renormalize_x0 and self.unit_norm
 
     @property
+    def clamp_x0(self) -> float | None:
+        """The bound that samplers clamp x0 estimates to, in the space of the stored latents; None: none."""
+        return None if self.latent_config is None else self.latent_config.clamp_x0
+
+    @property
     def reads_latents(self) -> bool:
         """Whether the model is conditioned on latents, or predicts them."""
         return self.latent_config is not None or self.supports("l2t")

@@ -61,7 +61,7 @@ class TranslationTask(MaskedTextTask):
     architecture = "MultimodalMMDiT"
     samplers: ClassVar[Mapping[str, tuple[str, ...]]] = {**MaskedTextTask.samplers, "t2l": ()}
     sampling_options = MaskedTextTask.sampling_options | {
-        "method", "solver", "eta", "condition_timestep", "critic_rounds", "critic_share",
+        "method", "solver", "eta", "condition_timestep", "critic_rounds", "critic_share", "guidance_interval",
     }  # fmt: skip
 
     # -- without torch ----------------------------------------------------------------------------------------------
@@ -112,7 +112,9 @@ class TranslationTask(MaskedTextTask):
         return costs.step_flops(model_config, [length], scored).forward
 
     def describe(self, config: TranslationConfig) -> str:
-        return f"mode {config.training.loss_type}, freeze={config.training.freeze}"
+        shift = config.latent_diffusion.timestep_shift
+        shifted = "" if shift == 1 else f", timestep shift {shift:g}"
+        return f"mode {config.training.loss_type}, freeze={config.training.freeze}{shifted}"
 
     def warnings(self, config: TranslationConfig) -> list[str]:
         training = config.training
