@@ -1,4 +1,4 @@
-"""`mmldlm sample l2t | t2l | unconditional | i2t | t2i | joint`: sample from a run, a checkpoint or a converted model into files."""
+"""`mmldlm sample KIND`: sample from a run, a checkpoint or a converted model into files."""
 
 from __future__ import annotations
 

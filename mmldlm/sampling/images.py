@@ -122,9 +122,7 @@ def sample_i2t(
     codec = codec_of(pretrained)
     references: list[str] | None = None
     if options.image:
-        from mmldlm.data.images.read import read_image
-
-        images = np.stack([read_image(Path(path), codec.size, codec.channels) for path in options.image])
+        images = np.stack([_read(path, codec) for path in options.image])
         latents = codec.encode(images)
     else:
         if options.data:
@@ -137,6 +135,15 @@ def sample_i2t(
             record["image"] = options.image[record["latent"]]
     samples.images = images[[record["latent"] for record in samples.records]]
     return samples
+
+
+def _read(path: str, codec: ImageCodec) -> np.ndarray:
+    from mmldlm.data.images.image_files import UnreadableImage, read_image
+
+    try:
+        return read_image(Path(path), codec.size, codec.channels)
+    except UnreadableImage as error:
+        raise UserError(f"an image in {path}", str(error), "name a file that Pillow reads as one picture") from None
 
 
 def sample_pairs(

@@ -85,7 +85,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "latent_file": {"metavar": "X.npy", "help": "embeddings [D] or [N, D] in the encoder's space"},
     "data": {
         "metavar": "STORE",
-        "help": "validation samples of a prepared store: embeddings, images, or (t2i) captions",
+        "help": "validation samples of a store: embeddings, images, or (t2i) captions",
     },
     "text": {"nargs": "+", "metavar": "TEXT", "help": "texts (l2t: embedded with the encoder of the training data)"},
     "text_file": {"metavar": "FILE", "help": "texts, one per line"},
