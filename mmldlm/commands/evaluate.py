@@ -41,8 +41,10 @@ NOT_INFORMATION = {
 }  # fmt: skip
 # Those of l2t, which the suite `stsb` does not read.
 NOT_STSB = ("num_steps", "sampler", "num_lengths", "num_draws", "presence_penalty")
-NUM_LENGTHS_HELP = f"l2t in the M most probable lengths, the most probable text kept "
+NUM_LENGTHS_HELP = (
+    "l2t in the M most probable lengths, the most probable text kept "
     f"(default: the median length; images: {NUM_LENGTHS})"
+)
 LATENT_STEPS_HELP = f"denoising steps of t2l (default 1, or 10 for prediction epsilon; images: {IMAGE_STEPS})"
 # Options that an evaluation of images does not read.
 NOT_IMAGES = ("sampler", *SEARCH_ARGUMENTS)

@@ -23,12 +23,14 @@ class Sentences:
         latents: [N, D] (or [N, M, D]) fp32.
         texts: N strings.
         shuffled_index: [N] index of another sentence for each.
+        rows: [N] their rows in the split; None where they come from elsewhere.
     """
 
     tokens: list[list[int]]
     latents: np.ndarray
     texts: list[str]
     shuffled_index: np.ndarray
+    rows: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -77,4 +79,5 @@ def choose_sentences(store: Store, model: nn.Module, num_samples: int | None, se
     batch = store.get(ids)
     check_latents(batch.latents, split, config.latent_dim, zero_ok=store.kind == "image")
     check_latents_per_text(store, config)
-    return Sentences([row.tolist() for row in batch.tokens], batch.latents, store.texts(ids), derangement(count, seed))
+    tokens = [row.tolist() for row in batch.tokens]
+    return Sentences(tokens, batch.latents, store.texts(ids), derangement(count, seed), ids)

@@ -45,9 +45,9 @@ def evaluate_images(
     """
     settings, started = settings or ImageSettings(), time.perf_counter()
     store = open_image_store(root, codec_of(pretrained))
-    sentences, rows = choose_sentences(store, pretrained.model, settings.num_samples, settings.seed)
+    sentences = choose_sentences(store, pretrained.model, settings.num_samples, settings.seed)
     images = codec_of(pretrained).decode(sentences.latents)
-    groups = None if store.groups is None else np.asarray(store.groups)[rows]
+    groups = None if store.groups is None else np.asarray(store.groups)[sentences.rows]
     training = TrainingImages(store)
     gallery = Gallery(images, group_ids(groups, images), training.mean())
     names = training.names(images, groups, sentences)
