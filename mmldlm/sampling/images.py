@@ -64,6 +64,7 @@ def make_images(
         guidance=guidance,
         seed=seed,
         progress=progress,
+        clamp=pretrained.clamp_x0,
         **options,
     ).numpy()
     return latents, codec_of(pretrained).decode(latents)
@@ -105,6 +106,7 @@ def sample_t2i(pretrained: Pretrained, options: SampleOptions, progress: Progres
         guidance=options.guidance,
         method=options.method,
         eta=options.eta,
+        guidance_interval=options.guidance_interval,
         seed=options.seed,
         progress=progress.start(message),
     )
