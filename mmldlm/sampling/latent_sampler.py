@@ -55,8 +55,13 @@ def raw_latents(model: nn.Module, z: Tensor, clamp: float | None) -> Tensor:
     return (raw if clamp is None else raw.clamp(-clamp, clamp)).cpu()
 
 
-def check_guidance_interval(guidance: float, interval: Sequence[float] | None) -> None:
+def check_guidance_interval(guidance: float, interval: Sequence[float] | None, times: Tensor) -> None:
     """Check timesteps (low, high) between which there is guidance.
+
+    Args:
+        guidance: its scale.
+        interval: (low, high); None: all timesteps.
+        times: those at which the network is asked. [T]
 
     Raises:
         UserError: they are not an interval within [0, 1], or there is guidance nowhere.
@@ -70,6 +75,9 @@ def check_guidance_interval(guidance: float, interval: Sequence[float] | None) -
     if guidance == 1:
         fix = "add --guidance 2, or omit --guidance-interval"
         raise UserError("--guidance-interval with a --guidance other than 1, which is none", "--guidance 1", fix)
+    if not ((low <= times) & (times <= high)).any():
+        found = f"{low:g} {high:g}, and steps at {', '.join(f'{t:.3g}' for t in times.tolist())}"
+        raise UserError("--guidance-interval that holds a step", found, "add --num-steps 20, or widen it")
 
 
 def pad_texts(
@@ -165,7 +173,7 @@ def sample_latents(
     own = math.prod(shape[:-1]) * config.tokens_per_latent if len(shape) > 1 else 0  # an image outweighs its text
     lengths = [len(text) + 1 + own for text in texts] if texts is not None else [1 + own] * count
     latents = torch.empty(count, *shape)
-    check_guidance_interval(guidance, guidance_interval)
+    check_guidance_interval(guidance, guidance_interval, diffusion.sampling_grid(steps)[:-1])
     low, high = guidance_interval or (0.0, 1.0)
     done = 0
     for rows in token_budget_batches(lengths, batch_tokens):

@@ -227,7 +227,9 @@ def test_guidance_in_an_interval_leaves_the_other_steps_alone(toys):
     assert torch.equal(whole, sample_latents(Two(), [[3]], **options))
 
 
-@pytest.mark.parametrize("guidance,interval", [(1.0, (0.0, 0.9)), (2.0, (0.9, 0.1)), (2.0, (0.5, 1.5))])
+@pytest.mark.parametrize(
+    "guidance,interval", [(1.0, (0.0, 0.9)), (2.0, (0.9, 0.1)), (2.0, (0.5, 1.5)), (2.0, (0.6, 0.9))]
+)  # of two steps, at 1 and 0.5
 def test_an_interval_without_guidance_is_an_error(toys, guidance, interval):
     with pytest.raises(UserError, match="--guidance-interval"):
         sample_latents(
