@@ -65,7 +65,6 @@ def make_images(
         clamp=pretrained.clamp_x0,
         seed=seed,
         progress=progress,
-        clamp=pretrained.clamp_x0,
         **options,
     ).numpy()
     return latents, codec_of(pretrained).decode(latents)
@@ -108,7 +107,6 @@ def sample_t2i(pretrained: Pretrained, options: SampleOptions, progress: Progres
         guidance_interval=options.guidance_interval,
         method=options.method,
         eta=options.eta,
-        guidance_interval=options.guidance_interval,
         seed=options.seed,
         progress=progress.start(message),
     )
