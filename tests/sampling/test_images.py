@@ -11,7 +11,6 @@ from PIL import Image
 from mmldlm.cli import main
 from mmldlm.config.load import load_config
 from mmldlm.data.images.codec import ImageCodec
-from mmldlm.errors import UserError
 from mmldlm.train import check_run, train
 from tests.support.image_store import make_image_store
 
@@ -46,7 +45,9 @@ def test_images_of_captions_are_the_same_before_and_after_a_conversion(model, im
     log = [json.loads(line) for line in (model / "run" / "training_log.jsonl").read_text().splitlines()]
     assert log[-1]["images_per_second"] > 0
     for name in ("run", "model"):
-        assert sample("t2i", model / name, tmp_path / name, "--text", CAPTION, "--num-samples", 2, "--num-steps", 3) == 0
+        assert (
+            sample("t2i", model / name, tmp_path / name, "--text", CAPTION, "--num-samples", 2, "--num-steps", 3) == 0
+        )
     first, second = (np.load(tmp_path / name / "latents.npy") for name in ("run", "model"))
     np.testing.assert_array_equal(first, second)
     codec = ImageCodec.open(json.loads((model / "model" / "config.json").read_text())["image"])
@@ -107,7 +108,11 @@ def test_an_evaluation_measures_both_directions(model, images, tmp_path):
     assert main(["evaluate", "--checkpoint", str(model / "run"), "--data", str(images), *words, "--json", str(report),
                  "--html", str(page)]) == 0  # fmt: skip
     found = json.loads(report.read_text())
-    assert {claim["id"] for claim in found["claims"]} >= {"i2t_gain_null_nats", "t2i_recall_at_5", "seam_ratio_over_real"}
+    assert {claim["id"] for claim in found["claims"]} >= {
+        "i2t_gain_null_nats",
+        "t2i_recall_at_5",
+        "seam_ratio_over_real",
+    }
     details = found["details"]
     assert details["untrained"]["gain_null"]["value"] == pytest.approx(0, abs=1e-6)
     assert set(details["nearest_training_image"]) <= set(details["model"])
