@@ -1,6 +1,6 @@
 """The same global batches under one process and under ZeRO-0, 1, 2 and 3 on two ranks: do the losses agree?
 
-    python benchmarks/zero_parity.py [--data STORE] [--quick] [--json FILE] [--dtype fp32|bf16]
+    python benchmarks/zero_parity.py [--data STORE] [--quick] [--json FILE] [--dtype fp32|bf16] [key=value ..]
 
 Five runs of the real training loop: one plain process, and two gloo ranks under each stage. Losses are read from
 training_log.jsonl. fp32 sums are added in another order on two ranks and in partitioned buckets; that rounding (about
@@ -27,6 +27,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, help="steps of each run")
     parser.add_argument("--data", help=_store.HELP)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("words", nargs="*", metavar="key=value", help="config, such as task=image_text with its store")
     parser.add_argument("--json", help="write conditions and claims here")
     args = parser.parse_args()
     steps = args.steps or (20 if args.quick else 200)
@@ -35,7 +36,7 @@ def main() -> int:
         f"training.num_train_steps={steps}",
         f"training.dtype={args.dtype}",
         "optimizer.warmup_steps=5",
-        "model.token_embedding_init=encoder",
+        *(args.words or ["model.token_embedding_init=encoder"]),
     ]
     worst = 0.0
     with tempfile.TemporaryDirectory() as folder, _runs.RankServer(f"{folder}/output") as launcher:

@@ -19,6 +19,17 @@ TEXT_FIGURES = (
 )
 
 
+IMAGE_FIGURES = (
+    ("model", "nearest_training_image", "exact", "exact captions of images", 3),
+    ("model", "nearest_training_image", "exact_up_to_pixels", "  up to equal pixels", 3),
+    ("model", "nearest_training_image", "f1_right", "set-F1 of captions", 3),
+    ("guidance_1", "", "recall_at_5", "R@5 of made images, guidance 1", 3),
+    ("guidance_2", "", "recall_at_5", "R@5 of made images, second guidance", 3),
+    ("guidance_2", "", "image_cosine_gap", "  cosine, right - another caption", 3),
+    ("guidance_2", "", "copy_ratio", "  distance to training images, made / real", 3),
+)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
@@ -26,11 +37,12 @@ def main() -> int:
     parser.add_argument("--setup-seconds", type=int, help="duration of the installation")
     parser.add_argument("--bounds", nargs="+", default=[], help="KEY<=VALUE, KEY>=VALUE for this corpus and budget")
     parser.add_argument("--show", action="store_true", help="only print an existing report")
+    parser.add_argument("--images", action="store_true", help="results of quickstart_images.sh")
     args = parser.parse_args()
     path = args.out / "run" / "report.json"
     if not args.show:
         write_report(args, path)
-    return show(args.out, json.loads(path.read_text()), path)
+    return show(args.out, json.loads(path.read_text()), path, args.images)
 
 
 def write_report(args: argparse.Namespace, path: Path) -> None:
@@ -59,10 +71,10 @@ def bounded(words: str, figures: dict) -> dict:
     return {"id": f"quickstart_{key}", "value": value, "op": op, "bound": float(bound), "holds": holds}
 
 
-def show(out: Path, report: dict, path: Path) -> int:
+def show(out: Path, report: dict, path: Path, has_images: bool = False) -> int:
     """Print the table; return 0 if every claim holds."""
     claims, seconds = report["claims"], report["conditions"]["seconds_after_installation"]
-    table = Table(title="quickstart: measured on unseen sentences")
+    table = Table(title=f"quickstart: measured on unseen {'images' if has_images else 'sentences'}")
     for heading in ("claim", "measured", "expected", ""):
         table.add_column(heading)
     for entry in claims:
@@ -70,16 +82,18 @@ def show(out: Path, report: dict, path: Path) -> int:
         table.add_row(entry["id"], f"{entry['value']:.4g}", f"{entry['op']} {entry['bound']:g}", mark)
     console = Console()
     console.print(table)
-    show_texts(report["details"], console)
+    (show_images if has_images else show_texts)(report["details"], console)
     console.print(f"time     {seconds // 60} min {seconds % 60} s after the installation")
     console.print(
         f"report   {path}",
         f"curve    {out / 'run' / 'plots' / 'loss.png'}",
         f"model    {out / 'model'}",
+        *([f"pictures {out / 'samples' / 'sheet.png'}, {out / 'evaluation.html'}"] if has_images else []),
         sep="\n",
     )
     activate = Path(os.path.relpath(sys.prefix)) / "bin" / "activate"
-    sample = f"mmldlm sample t2l --checkpoint {out / 'model'} --text 'Return the number of rows.' --output-dir samples"
+    kind, text = ("t2i", "serif bold greek small letter delta") if has_images else ("t2l", "Return the number of rows.")
+    sample = f"mmldlm sample {kind} --checkpoint {out / 'model'} --text '{text}' --output-dir samples"
     console.print(f"\nnext     . {activate}\n         {sample}", soft_wrap=True)
     return 0 if all(entry["holds"] for entry in claims) else 1
 
@@ -95,6 +109,18 @@ def show_texts(details: dict, console: Console) -> None:
             table.add_row(label, *(f"{e['value']:.{digits}f} +- {e['se']:.{digits}f}" if e else "" for e in found))
     if table.rows:
         console.print(table)
+
+
+def show_images(details: dict, console: Console) -> None:
+    """Print what captions and images reached, beside the nearest training image: a look-up without the model."""
+    table = Table(title="captions and images, +- one standard error")
+    for heading in ("figure", "model", "nearest training image"):
+        table.add_column(heading, justify="left" if heading == "figure" else "right")
+    for arm, floor, key, label, digits in IMAGE_FIGURES:
+        found = [details.get(name, {}).get(key) for name in (arm, floor)]
+        if any(found):
+            table.add_row(label, *(f"{e['value']:.{digits}f} +- {e['se']:.{digits}f}" if e else "" for e in found))
+    console.print(table)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,14 @@ from mmldlm.config.text_samplers import BY_CERTAINTY
 from mmldlm.errors import EXIT_DONE, UserError
 from mmldlm.evaluation.suite import SUITES
 from mmldlm.observe.pages.page import check_page_path, write_page
+from mmldlm.sampling.options import IMAGE_GUIDANCE, IMAGE_STEPS, NUM_LENGTHS
 from mmldlm.sampling.search.options import ARGUMENTS as SEARCH_ARGUMENTS
 from mmldlm.sampling.search.options import SearchOptions
 from mmldlm.utils.output_paths import check_writable_file
 from mmldlm.utils.progress import ProgressBar
 
 if TYPE_CHECKING:
+    from mmldlm.evaluation.images.report import ImageReport
     from mmldlm.evaluation.information.measure import InformationSettings
     from mmldlm.sampling.pretrained import Pretrained
 
@@ -35,10 +37,17 @@ MINIMUMS = {
 INFORMATION_ONLY = ("samplers", "plot", "write_schedule")
 NOT_INFORMATION = {
     "num_steps": None, "sampler": None, "num_lengths": None, "latent_steps": None, "num_draws": None,
-    "control_samples": 100, "guidance": 1.0, "presence_penalty": None, "sts_file": None,
+    "control_samples": 100, "guidance": None, "presence_penalty": None, "sts_file": None,
 }  # fmt: skip
 # Those of l2t, which the suite `stsb` does not read.
 NOT_STSB = ("num_steps", "sampler", "num_lengths", "num_draws", "presence_penalty")
+NUM_LENGTHS_HELP = (
+    "l2t in the M most probable lengths, the most probable text kept "
+    f"(default: the median length; images: {NUM_LENGTHS})"
+)
+LATENT_STEPS_HELP = f"denoising steps of t2l (default 1, or 10 for prediction epsilon; images: {IMAGE_STEPS})"
+# Options that an evaluation of images does not read.
+NOT_IMAGES = ("sampler", *SEARCH_ARGUMENTS)
 IMAGE_SUFFIXES = (".png", ".svg", ".pdf", ".jpg")
 
 
@@ -61,14 +70,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="number of unseen sentences (default 1000, or all; information: 200)",
     )
-    add("--num-steps", type=int, help="steps of l2t (default 12)")
+    add("--num-steps", type=int, help="steps of l2t (default 12; images: 8)")
     add("--sampler", metavar="NAME", help="sampler of l2t, by its own settings (default: the task's first)")
-    add("--num-lengths", type=int, metavar="M", help="l2t in the M most probable lengths, the most probable text kept")
-    add("--latent-steps", type=int, help="denoising steps of t2l (default 1, or 10 for prediction epsilon)")
+    add("--num-lengths", type=int, metavar="M", help=NUM_LENGTHS_HELP)
+    add("--latent-steps", type=int, help=LATENT_STEPS_HELP)
     add("--num-draws", type=int, help="timesteps per sentence in the NELBO (default 2)")
     add("--control-samples", type=int, default=100, help="sentences of the untrained controls (default %(default)s)")
-    add("--guidance", type=float, default=1.0, help="classifier-free guidance of both samplers (default 1: none)")
-    add("--presence-penalty", type=float, help="penalty of l2t on repeated tokens (default 1)")
+    add(
+        "--guidance",
+        type=float,
+        help="classifier-free guidance of both samplers (default 1: none); of images the scale measured beside 1 "
+        f"(default {IMAGE_GUIDANCE:g})",
+    )
+    add("--presence-penalty", type=float, help="penalty of l2t on repeated tokens (default 1; images: 0)")
     for key, options in SEARCH_ARGUMENTS.items():
         add("--" + key.replace("_", "-"), **options)
     add("--batch-size", type=int, metavar="N", help="texts of full length per pass (default: some thousand tokens)")
@@ -86,6 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run `mmldlm evaluate`; return 0, also if a claim does not hold (the report shows it)."""
     _check_arguments(args)
+    from mmldlm.data.batching.store_data import check_store_kind
     from mmldlm.evaluation import conditioning_gain
     from mmldlm.evaluation.directions import Settings
     from mmldlm.evaluation.information.measure import measure_information
@@ -101,13 +116,17 @@ def main(args: argparse.Namespace) -> int:
 
         store = Store(args.data, "validation")
     pretrained = load_pretrained(args.checkpoint, device)
+    if store is not None:
+        check_store_kind(store, "text" if pretrained.image is None else "image")
     with ProgressBar() as progress:
-        if pairs is not None:
+        if pretrained.image is not None:
+            report = _evaluate_images(args, pretrained, progress)
+        elif pairs is not None:
             report = sts_benchmark.evaluate(
                 pretrained,
                 pairs,
                 steps=args.latent_steps,
-                guidance=args.guidance,
+                guidance=1.0 if args.guidance is None else args.guidance,
                 seed=args.seed,
                 log=progress.start,
                 batch_size=args.batch_size,
@@ -132,6 +151,19 @@ def main(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
+def _evaluate_images(args: argparse.Namespace, pretrained: Pretrained, progress: ProgressBar) -> ImageReport:
+    from mmldlm.evaluation.images.evaluate import evaluate_images
+    from mmldlm.evaluation.images.settings import ImageSettings
+
+    if args.suite != "conditioning_gain":
+        raise UserError("--suite conditioning_gain for a model of images", f"--suite {args.suite}", "omit --suite")
+    if unread := ["--" + key.replace("_", "-") for key in NOT_IMAGES if getattr(args, key) is not None]:
+        raise UserError("options that an evaluation of images reads", ", ".join(unread), "omit them")
+    given = {key: getattr(args, key) for key in ImageSettings.__dataclass_fields__}
+    settings = ImageSettings(**{key: value for key, value in given.items() if value is not None})
+    return evaluate_images(pretrained, args.data, settings, progress.start)
+
+
 def _information_settings(args: argparse.Namespace) -> InformationSettings:
     from mmldlm.evaluation.information.measure import InformationSettings
 
@@ -149,7 +181,7 @@ def _check_task(args: argparse.Namespace, pretrained: Pretrained) -> None:
         if args.presence_penalty is None and has_penalty and args.sampler not in BY_CERTAINTY:
             args.presence_penalty = 0.0  # as in `mmldlm sample`
     options = {key: getattr(args, key) for key in ("num_steps", "presence_penalty", "num_lengths")}
-    options["guidance"] = None if args.guidance == 1 else args.guidance
+    options["guidance"] = None if args.guidance == 1 else args.guidance  # 1 is what all tasks do
     given = [key for key, value in options.items() if value is not None and key not in task.sampling_options]
     given += ["latent_steps"] * (args.latent_steps is not None and "t2l" not in task.samplers)
     given += ["num_draws"] * (args.num_draws is not None and task.exact_likelihood)

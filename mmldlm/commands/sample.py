@@ -1,4 +1,4 @@
-"""`mmldlm sample l2t | t2l | unconditional`: sample from a run, a checkpoint or a converted model into files."""
+"""`mmldlm sample KIND`: sample from a run, a checkpoint or a converted model into files."""
 
 from __future__ import annotations
 
@@ -17,161 +17,22 @@ from mmldlm.observe.pages.page import check_page_path, write_page
 from mmldlm.observe.pages.trace_page import trace_page
 from mmldlm.sampling.device import usable_device
 from mmldlm.sampling.generate import SampleOptions, sample_l2t, sample_t2l, sample_unconditional
-from mmldlm.sampling.joint_sampler import JOINT_METHODS
-from mmldlm.sampling.latent_solver import ETAS, SOLVERS
+from mmldlm.sampling.images import sample_i2t, sample_pairs, sample_t2i, write_pictures
+from mmldlm.sampling.latent_solver import ETAS
+from mmldlm.sampling.options import DEFAULTS, IMAGE_KINDS, KINDS, METHODS, OPTIONS, SOURCES, TASK_OPTIONS
 from mmldlm.sampling.pretrained import Pretrained, load_pretrained
-from mmldlm.sampling.search.options import ARGUMENTS as SEARCH_ARGUMENTS
 from mmldlm.sampling.search.options import SearchOptions
-from mmldlm.sampling.text.strategies import STRATEGIES
-from mmldlm.sampling.text.strategies.remasking import ETAS as REMASKING
 from mmldlm.sampling.text.strategies.schedule import names_passes, read_schedule
-from mmldlm.sampling.text.trace import MAX_TEXTS, TraceRecorder, start_trace
+from mmldlm.sampling.text.trace import TraceRecorder, start_trace
 from mmldlm.utils.formatting import count_noun
 from mmldlm.utils.output_paths import check_writable_dir
 from mmldlm.utils.progress import ProgressBar
 
-KINDS = {
-    "l2t": "text from embeddings",
-    "t2l": "embeddings from text",
-    "unconditional": "text and embeddings without a condition",
-}
-# Options that not every kind reads, and their defaults in the kinds that do.
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "latent_file": {"l2t": None},
-    "data": {"l2t": None},
-    "text": {"l2t": None, "t2l": None},
-    "text_file": {"l2t": None, "t2l": None},
-    "num_samples": {"l2t": None, "unconditional": 10},
-    "num_steps": {"l2t": 64, "t2l": None, "unconditional": 64},
-    "sampler": {"l2t": None, "unconditional": None},
-    "temperature": {"l2t": None, "unconditional": None},
-    "top_p": {"l2t": 1.0, "unconditional": 1.0},
-    "guidance": {"l2t": 1.0, "t2l": 1.0},
-    "presence_penalty": {"l2t": None},
-    "schedule": {"l2t": None, "unconditional": None},
-    "spacing": {"l2t": None, "unconditional": None},
-    "threshold": {"l2t": None, "unconditional": None},
-    "factor": {"l2t": None, "unconditional": None},
-    "delta": {"l2t": None, "unconditional": None},
-    "gamma": {"l2t": None, "unconditional": None},
-    "remask": {"unconditional": None},
-    "remask_eta": {"unconditional": None},
-    "num_lengths": {"l2t": None},
-    "critic_rounds": {"l2t": None},
-    "critic_share": {"l2t": None},
-    "num_beams": {"l2t": None, "unconditional": None},
-    "method": {"t2l": "ddim", "unconditional": None},
-    "solver": {"unconditional": "ddim"},
-    "condition_timestep": {"l2t": 0.0, "unconditional": 0.0},
-    "eta": {"t2l": 0.0},
-    "trace": {"l2t": None, "unconditional": None},
-    **{key: {"l2t": None} for key in SEARCH_ARGUMENTS},
-}
-# Options that a task may lack, also in a kind that it has (TextTask.sampling_options).
-TASK_OPTIONS = (
-    "num_steps", "sampler", "temperature", "top_p", "guidance", "presence_penalty", "num_beams", "method",
-    "solver", "eta", "condition_timestep", "schedule", "spacing", "threshold", "factor", "delta", "gamma", "remask",
-    "remask_eta", "num_lengths", "critic_rounds", "critic_share",
-)  # fmt: skip
-METHODS = {"t2l": SOLVERS, "unconditional": JOINT_METHODS}
-
-
-def _eta(word: str) -> float | str:
-    return word if word in ETAS else float(word)
-
-
-# argparse settings of the same options.
-OPTIONS: dict[str, dict[str, Any]] = {
-    "latent_file": {"metavar": "X.npy", "help": "embeddings [D] or [N, D] in the encoder's space"},
-    "data": {"metavar": "STORE", "help": "embeddings of validation sentences of a prepared store"},
-    "text": {"nargs": "+", "metavar": "TEXT", "help": "texts (l2t: embedded with the encoder of the training data)"},
-    "text_file": {"metavar": "FILE", "help": "texts, one per line"},
-    "num_samples": {"type": int, "metavar": "N", "help": "number of samples (l2t: default one per embedding)"},
-    "num_steps": {
-        "type": int,
-        "help": "denoising steps (t2l: default 1, or 10 for a model that predicts epsilon); a text of n tokens takes "
-        "at most n passes",
-    },
-    "sampler": {
-        "help": f"text sampler; of masked diffusion {' or '.join(STRATEGIES)} (default: l2t confidence, unconditional "
-        "ancestral); a name that the model's task lacks is refused with those that it has"
-    },
-    "temperature": {
-        "type": float,
-        "help": "0 takes the most probable token (default: 0 for samplers by certainty, or 1 if an embedding is used "
-        "several times; 1 for the others)",
-    },
-    "top_p": {"type": float, "help": "nucleus of the token draws"},
-    "guidance": {"type": float, "help": "scale of classifier-free guidance, 1: none"},
-    "presence_penalty": {
-        "type": float,
-        "help": "nats subtracted from tokens that the text already contains (default: 1 for samplers by certainty, "
-        "else 0)",
-    },
-    "schedule": {
-        "metavar": "N1,N2,..|FILE",
-        "help": "tokens per pass instead of --num-steps, scaled to each text: numbers, or a JSON file of a list, of "
-        "{length: list}, or of evaluate --write-schedule, of which --num-steps chooses (scheduled, confidence, margin, "
-        "entropy)",
-    },
-    "spacing": {
-        "type": float,
-        "metavar": "G",
-        "help": "of the positions that a pass would fill, one nearer than G x the masked share to a surer one waits "
-        "(samplers by certainty; default 1: none)",
-    },
-    "threshold": {"type": float, "metavar": "P", "help": "threshold: fill all positions as probable (default 0.9)"},
-    "factor": {"type": float, "metavar": "F", "help": "factor: fill n with (n+1)(1-p_n) < F (default 0.75)"},
-    "delta": {"type": float, "metavar": "D", "help": "frechet: margin of the joint probability (default 0.25)"},
-    "gamma": {"type": float, "metavar": "NATS", "help": "eb: bound on the dependence ignored in a pass (default 0.1)"},
-    "remask": {"choices": tuple(REMASKING), "help": "remdm: how tokens are masked again (default cap)"},
-    "remask_eta": {
-        "type": float,
-        "metavar": "ETA",
-        "help": f"remdm: how much ({', '.join(f'{name} {eta}' for name, eta in REMASKING.items())})",
-    },
-    "num_lengths": {
-        "type": int,
-        "metavar": "M",
-        "help": "write a text in each of the M most probable lengths and keep the most probable one (default: one text "
-        "of the median length)",
-    },
-    "critic_rounds": {
-        "type": int,
-        "metavar": "R",
-        "help": "then R times mask the words that the quality head doubts most, write them again, and keep a text if "
-        "its mean quality is higher (a model of model.quality_head=true)",
-    },
-    "critic_share": {
-        "type": float,
-        "metavar": "RHO",
-        "help": "share of the words of a text that the first of --critic-rounds masks, falling to 0 (default 0.1)",
-    },
-    "num_beams": {"type": int, "metavar": "W", "help": "beams of a beam search (default: 4)"},
-    "method": {
-        "help": "t2l: solver, ddim, dpm++2m, or heun for a rectified-flow model; unconditional: joint or chain "
-        "(default: what the model was trained for)"
-    },
-    "solver": {"choices": ("ddim", "dpm++2m"), "help": "solver of the embeddings"},
-    "condition_timestep": {
-        "type": float,
-        "metavar": "T",
-        "help": "noise the embedding to this timestep for the text, for embeddings that no encoder made (a model of "
-        "training.l2t_condition_noise; unconditional: --method chain)",
-    },
-    "eta": {
-        "type": _eta,
-        "metavar": "ETA",
-        "help": "noise of DDIM: 0 none, 1 ancestral, bridge that of a model of schedule=decoupled",
-    },
-    "trace": {
-        "metavar": "FILE.html",
-        "help": f"also write a page that plays, pass by pass, how the first {MAX_TEXTS} texts were written",
-    },
-    **SEARCH_ARGUMENTS,
-}
-SOURCES = {"l2t": ("latent_file", "text", "text_file", "data"), "t2l": ("text", "text_file"), "unconditional": ()}
-OUTPUTS = ("samples.jsonl", "latents.npy", "settings.json")
+OUTPUTS = ("samples.jsonl", "latents.npy", "settings.json", "sheet.png")
+SAMPLERS = {
+    "l2t": sample_l2t, "t2l": sample_t2l, "unconditional": sample_unconditional,
+    "i2t": sample_i2t, "t2i": sample_t2i, "joint": sample_pairs,
+}  # fmt: skip
 CHECKPOINT_HELP = "a run, RUN/latest, a checkpoint, a model.pt, or a folder written by `mmldlm convert`"
 MAX_TABLE_ROWS = 20
 TITLES = {"cosine": "cosine with the encoder's", "judge_cosine": "cosine by the judge", "judge_calls": "texts judged"}
@@ -212,10 +73,7 @@ def resolve_options(args: argparse.Namespace) -> list[str]:
         UserError: an option that this kind does not read, not exactly one source, or a value out of range.
     """
     given = [key for key in DEFAULTS if getattr(args, key) is not None]
-    unread = [_option(key) for key in given if args.kind not in DEFAULTS[key]]
-    if unread:
-        known = ", ".join(_option(key) for key in DEFAULTS if args.kind in DEFAULTS[key])
-        raise UserError(f"options of `sample {args.kind}`: {known}", ", ".join(unread), "omit them")
+    _check_read(args.kind, given)
     sources = SOURCES[args.kind]
     found = [_option(key) for key in sources if key in given]
     if sources and len(found) != 1:
@@ -233,6 +91,30 @@ def resolve_options(args: argparse.Namespace) -> list[str]:
     _check_ranges(args)
     _check_critic(args)
     return given
+
+
+def _check_read(kind: str, given: list[str]) -> None:
+    if unread := [_option(key) for key in given if kind not in DEFAULTS[key]]:
+        known = ", ".join(_option(key) for key in DEFAULTS if kind in DEFAULTS[key])
+        raise UserError(f"options of `sample {kind}`: {known}", ", ".join(unread), "omit them")
+
+
+def use_words_of_images(args: argparse.Namespace, given: list[str], pretrained: Pretrained) -> None:
+    """Of a model of images, let l2t, t2l and unconditional mean i2t, t2i and joint, with their defaults.
+
+    Raises:
+        UserError: an option was given that the kind of images does not read.
+    """
+    if pretrained.image is None:
+        return
+    word = next((word for word, kind in IMAGE_KINDS.items() if kind == args.kind), None)
+    if word is not None:
+        _check_read(word, given)
+        args.kind = word
+        for key in DEFAULTS.keys() - set(given):
+            setattr(args, key, DEFAULTS[key].get(word))
+    if "guidance" not in given and args.guidance is not None and pretrained.condition_dropout == 0:
+        args.guidance = 1.0  # no null condition was trained
 
 
 def _check_critic(args: argparse.Namespace) -> None:
@@ -262,14 +144,14 @@ def fit_to_task(args: argparse.Namespace, given: list[str], pretrained: Pretrain
     if args.kind == "l2t":
         SearchOptions.of(args).check(task, given)
     if args.sampler is not None:
-        of_others = task.unread_options(args.kind, args.sampler)
+        of_others = task.unread_options(IMAGE_KINDS.get(args.kind, args.kind), args.sampler)
         if wrong := [_option(key) for key in TASK_OPTIONS if key in given and key in of_others]:
             fix = "omit them, or choose the --sampler that reads them"
             raise UserError(f"options that --sampler {args.sampler} reads", ", ".join(wrong), fix)
         unread += of_others
     for key in unread:
         setattr(args, key, None)
-    writes_only = args.kind == "l2t" or pretrained.latent_config is None
+    writes_only = args.kind in ("l2t", "i2t") or pretrained.latent_config is None
     if args.schedule is not None and writes_only and not names_passes(args.schedule):
         if "num_steps" in given:
             raise UserError("--num-steps or --schedule, which says how many there are", "both", "omit one of them")
@@ -331,13 +213,15 @@ def main(args: argparse.Namespace) -> int:
     out = output_folder(args.output_dir, args.overwrite)
     _check_trace(args)
     pretrained = load_pretrained(args.checkpoint, device)
+    use_words_of_images(args, given, pretrained)
     fit_to_task(args, given, pretrained)
-    if args.kind != "unconditional" or pretrained.latent_config is None:  # else choose_method checks the modes
-        pretrained.check_mode(args.kind)
+    mode = IMAGE_KINDS.get(args.kind, args.kind)
+    if mode != "unconditional" or pretrained.latent_config is None:  # else choose_method checks the modes
+        pretrained.check_mode(mode)
     pretrained.check_guidance(1.0 if args.guidance is None else args.guidance)
     trace = None if args.trace is None else start_trace(pretrained, args.sampler)
     started = time.perf_counter()
-    sample = {"l2t": sample_l2t, "t2l": sample_t2l, "unconditional": sample_unconditional}[args.kind]
+    sample = SAMPLERS[args.kind]
     options = SampleOptions(**{key: getattr(args, key) for key in SampleOptions.__dataclass_fields__})
     with ProgressBar(log=lambda line: print(line, file=sys.stderr, flush=True)) as progress:
         samples = sample(pretrained, options, progress, **({"recorder": trace.recorder} if trace else {}))
@@ -349,6 +233,8 @@ def main(args: argparse.Namespace) -> int:
     if samples.latents is not None:
         np.save(out / "latents.npy", samples.latents)
     records = samples.records
+    if samples.images is not None:
+        write_pictures(samples, out, keeps_each=args.kind != "i2t")
     (out / "samples.jsonl").write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
     settings = {key: value for key, value in vars(args).items() if isinstance(value, (str, int, float, list))}
     (out / "settings.json").write_text(json.dumps({**settings, **samples.extra, "device": device}, indent=2) + "\n")
@@ -356,6 +242,7 @@ def main(args: argparse.Namespace) -> int:
         write_page(args.trace, _page(args, pretrained, trace, records))
     _print_table(args.kind, records)
     written = "samples.jsonl" + (", latents.npy" if samples.latents is not None else "")
+    written += ", sheet.png" if samples.images is not None else ""
     print(f"{count_noun(len(records), 'sample')} in {seconds:.1f} s; {written} and settings.json in {out}")
     if trace is not None:
         print(f"how they were written: {args.trace}")

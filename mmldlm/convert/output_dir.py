@@ -17,12 +17,12 @@ from mmldlm.utils.atomic_files import fsync_path
 TOKENIZER_FILES = re.compile(
     r"config\.json|config\.yaml|generation_config\.json|tokenizer|tokenizer(_config)?\.json|tokenizer\.model"
     r"|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt|spiece\.model"
-    r"|sentencepiece\.bpe\.model|chat_template\.(jinja|json)|(pre)?processor_config\.json"
+    r"|sentencepiece\.bpe\.model|chat_template\.(jinja|json)|(pre)?processor_config\.json|pca_basis\.npy"
 )
 # What a conversion may consist of: --force deletes only a folder without other files.
 _OUTPUTS = re.compile(
     r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|config\.json|config\.yaml|tokenizer"
-    r"|universal|latest_universal"
+    r"|universal|latest_universal|pca_basis\.npy"
 )
 # These may belong to a training run, and TOKENIZER_FILES to a model: they are deleted only next to the marker, which a
 # conversion writes first.

@@ -29,6 +29,7 @@ from mmldlm.checkpoints.layout import CONFIG_FILE, MODEL_CONFIG, RUN_CONFIG, SAF
 from mmldlm.convert.config_compat import check_config
 from mmldlm.convert.export_plan import WIDE_FLOATS, ExportPlan, PlannedTensor, plan_tensors, split_into_files
 from mmldlm.convert.output_dir import TOKENIZER_FILES, write_atomically
+from mmldlm.data.images.codec import BASIS
 from mmldlm.errors import MmldlmError, UserError
 
 
@@ -242,7 +243,7 @@ def _verify(folder: Path, sums: dict[str, int]) -> None:
 
 
 def copy_tokenizer_files(opened: OpenedCheckpoint, tensors: dict[str, PlannedTensor], folder: Path) -> list[str]:
-    """Copy config.json, the run's config.yaml and the tokenizer, if the source has them. Return notes."""
+    """Copy config.json, config.yaml, the tokenizer and the basis of images, if the source has them. Return notes."""
     if opened.checkpoint is None:
         source = model_folder(opened)
         if source is None:
@@ -264,6 +265,8 @@ def copy_tokenizer_files(opened: OpenedCheckpoint, tensors: dict[str, PlannedTen
         shutil.copytree(opened.checkpoint / "tokenizer", folder / "tokenizer")
     else:
         notes.append("the checkpoint has no tokenizer/: none was written")
+    if (opened.checkpoint / BASIS).is_file():
+        shutil.copyfile(opened.checkpoint / BASIS, folder / BASIS)
     return notes
 
 

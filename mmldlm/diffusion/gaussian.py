@@ -125,6 +125,7 @@ class GaussianProcess:
             the space of the prediction.
         min_snr_gamma: gamma of min_snr.
         ddm_weight_cap: largest weight of ddm_inverse.
+        velocity_floor: least sigma that velocity divides by on the straight path.
 
     Raises:
         ValueError: an unknown schedule or prediction, or one that does not go with the other or with the weighting.
@@ -137,6 +138,7 @@ class GaussianProcess:
         weighting: str = "unit",
         min_snr_gamma: float = 5.0,
         ddm_weight_cap: float = 100.0,
+        velocity_floor: float = 1e-3,
     ):
         if schedule not in SCHEDULES or prediction not in PREDICTIONS:
             raise ValueError(
@@ -149,6 +151,7 @@ class GaussianProcess:
             raise ValueError(f"weighting {weighting} does not go with schedule {schedule}")
         self.schedule, self.prediction = schedule, prediction
         self.weighting, self.min_snr_gamma, self.ddm_weight_cap = weighting, min_snr_gamma, ddm_weight_cap
+        self.velocity_floor = velocity_floor
         self.num_predictions = PREDICTIONS[prediction].count
         self.sampling_start = PREDICTIONS[prediction].sampling_start
         self.named_etas = {"bridge": decoupled.bridge_eta} if schedule == "decoupled" else {}
@@ -203,7 +206,7 @@ class GaussianProcess:
         if self.weighting == "min_snr":
             x0_weight = snr.clamp_max(self.min_snr_gamma)
         elif self.schedule == "rectified_flow":  # the flow loss weighs the squared x0 error by 1 / sigma^2
-            x0_weight = 1 / sigma.clamp_min(1e-3) ** 2
+            x0_weight = 1 / sigma.clamp_min(self.velocity_floor) ** 2
         else:  # the v loss weighs it by SNR + 1
             x0_weight = snr + 1
         return PREDICTIONS[self.prediction].weight(x0_weight, snr, sigma)

@@ -233,6 +233,7 @@ def measure_t2l(
         steps=steps,
         guidance=settings.guidance,
         renormalize=pretrained.renormalize,
+        clamp=pretrained.clamp_x0,
         seed=settings.seed,
         progress=progress,
         **batch_budget(model, settings.batch_size),

@@ -23,15 +23,21 @@ class Sentences:
         latents: [N, D] (or [N, M, D]) fp32.
         texts: N strings.
         shuffled_index: [N] index of another sentence for each.
+        rows: [N] their rows in the split; None where they come from elsewhere.
     """
 
     tokens: list[list[int]]
     latents: np.ndarray
     texts: list[str]
     shuffled_index: np.ndarray
+    rows: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def tokens_of(self, rows: np.ndarray) -> list[list[int]]:
+        """Return the ids of some sentences."""
+        return [self.tokens[row] for row in rows.tolist()]
 
     def first(self, count: int, seed: int) -> Sentences:
         """Return the first sentences, paired among themselves."""
@@ -71,6 +77,7 @@ def choose_sentences(store: Store, model: nn.Module, num_samples: int | None, se
             f"prepare with --max-tokens {config.max_seq_len - 1}",
         )
     batch = store.get(ids)
-    check_latents(batch.latents, split, config.latent_dim)
+    check_latents(batch.latents, split, config.latent_dim, zero_ok=store.kind == "image")
     check_latents_per_text(store, config)
-    return Sentences([row.tolist() for row in batch.tokens], batch.latents, store.texts(ids), derangement(count, seed))
+    tokens = [row.tolist() for row in batch.tokens]
+    return Sentences(tokens, batch.latents, store.texts(ids), derangement(count, seed), ids)

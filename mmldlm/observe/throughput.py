@@ -64,6 +64,7 @@ class StepTimer:
 
         Returns:
             tokens_per_second: of real text tokens, without the time of checkpoints and evaluations.
+            the task's sample_rate, if it has one: samples in the same time.
             tflops: per device, of the step's real work.
             mfu: None if the device's peak is unknown.
             data_share, checkpoint_share: fractions of the wall time since the last record. A checkpoint is written
@@ -81,6 +82,7 @@ class StepTimer:
         rate = flops / training / self._world_size  # per device
         record = {
             "tokens_per_second": num_tokens / training,
+            **({self._task.sample_rate: num_samples / training} if self._task.sample_rate else {}),
             "tflops": rate / 1e12,
             "mfu": None if self._peak is None else rate / self._peak,
             "data_share": self._spent["data"] / elapsed,

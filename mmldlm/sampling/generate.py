@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from mmldlm.config.text_samplers import BY_CERTAINTY, STRATEGY_OPTIONS
+from mmldlm.data.batching.store_data import check_store_kind
 from mmldlm.errors import UserError
 from mmldlm.sampling.inputs import encode_texts, given_texts, read_latents, reason_without_encoder, tokenize_texts
 from mmldlm.sampling.joint_sampler import choose_method, sample_joint
@@ -27,13 +28,14 @@ from mmldlm.utils.formatting import count_noun
 from mmldlm.utils.progress import ProgressBar
 
 # Options that samplers of texts do not read.
-LATENT_OPTIONS = frozenset({"method", "solver", "eta"})
+LATENT_OPTIONS = frozenset({"method", "solver", "eta", "guidance_interval"})
 
 
 @dataclass
 class SampleOptions:
     """Options of `mmldlm sample`, as in its --help; None where the kind does not use one."""
 
+    image: list[str] | None = None
     latent_file: str | None = None
     data: str | None = None
     text: list[str] | None = None
@@ -44,6 +46,7 @@ class SampleOptions:
     temperature: float | None = None
     top_p: float = 1.0
     guidance: float = 1.0
+    guidance_interval: list[float] | None = None
     presence_penalty: float | None = None
     schedule: str | None = None
     spacing: float | None = None
@@ -76,20 +79,34 @@ class Samples:
     Attributes:
         records: one JSON-ready record per sample.
         latents: [N, D] (or [N, M, D]); None for text from given latents.
+        images: [N, S, S, C] uint8, made or given; None for a model of texts.
         extra: further entries of settings.json.
     """
 
     records: list[dict[str, Any]]
     latents: np.ndarray | None = None
     extra: dict[str, Any] = field(default_factory=dict)
+    images: np.ndarray | None = None
 
 
 def sample_l2t(
     pretrained: Pretrained, options: SampleOptions, progress: ProgressBar, recorder: Recorder | None = None
 ) -> Samples:
     """Sample texts from latents; the recorder sees every pass (a sampler that `records_passes`)."""
+    references, latents = read_l2t_input(pretrained, options, progress)
+    return write_from_latents(pretrained, options, references, latents, progress, recorder)
+
+
+def write_from_latents(
+    pretrained: Pretrained,
+    options: SampleOptions,
+    references: list[str] | None,
+    latents: np.ndarray,
+    progress: ProgressBar,
+    recorder: Recorder | None = None,
+) -> Samples:
+    """Sample texts from latents [N, D] (or [N, M, D]), with the texts that they belong to, if known."""
     pretrained.check_condition_timestep(options.condition_timestep or 0.0)
-    references, latents = _read_l2t_input(pretrained, options, progress)
     count = options.num_samples or len(latents)
     source = np.arange(count) % len(latents)
     temperature = options.temperature
@@ -155,7 +172,7 @@ def _write_texts(
     return pretrained.task.write_texts(pretrained, latents, seed=options.seed, **own, **more)
 
 
-def _read_l2t_input(
+def read_l2t_input(
     pretrained: Pretrained, options: SampleOptions, progress: ProgressBar
 ) -> tuple[list[str] | None, np.ndarray]:
     """Return the reference texts, if any, and the latents."""
@@ -166,8 +183,10 @@ def _read_l2t_input(
 
         store = Store(options.data, "validation")
         ids = np.arange(min(options.num_samples or len(store), len(store)))
+        check_store_kind(store, "text" if pretrained.image is None else "image")
         latents = store.get(ids).latents
-        check_latents(latents, f"{options.data}/validation", pretrained.model.config.latent_dim)
+        where, dim = f"{options.data}/validation", pretrained.model.config.latent_dim
+        check_latents(latents, where, dim, zero_ok=store.kind == "image")
         check_latents_per_text(store, pretrained.model.config)
         return store.texts(ids), latents
     texts = given_texts(options.text, options.text_file)
@@ -195,7 +214,9 @@ def sample_t2l(pretrained: Pretrained, options: SampleOptions, progress: Progres
         method=options.method,
         eta=options.eta,
         guidance=options.guidance,
+        guidance_interval=options.guidance_interval,
         renormalize=pretrained.renormalize,
+        clamp=pretrained.clamp_x0,
         unit=pretrained.renormalize,
         seed=options.seed,
         progress=progress.start(f"embedding {count_noun(len(texts), 'text')} in {count_noun(steps, 'step')}"),
@@ -275,6 +296,7 @@ def _sample_together(
         temperature=options.temperature,
         top_p=options.top_p,
         renormalize=pretrained.renormalize,
+        clamp=pretrained.clamp_x0,
         solver=options.solver,
         seed=options.seed,
         progress=progress.start(f"sampling {count} texts and embeddings together in {steps} steps"),
@@ -294,6 +316,7 @@ def _sample_chain(
         steps=steps,
         method=options.solver,
         renormalize=pretrained.renormalize,
+        clamp=pretrained.clamp_x0,
         unit=pretrained.renormalize,
         seed=options.seed,
         progress=progress.start(f"sampling {count} embeddings in {steps} steps"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +11,7 @@ from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.process import LatentProcess
 from mmldlm.errors import UserError
 from mmldlm.sampling.device import device_of
-from mmldlm.sampling.latent_sampler import latent_shape, project_to_sphere
+from mmldlm.sampling.latent_sampler import estimate_rule, latent_shape, raw_latents
 from mmldlm.sampling.latent_solver import LatentSolver
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.sampling.text.draw import DrawSettings
@@ -73,6 +72,7 @@ def sample_joint(
     temperature: float | None = None,
     top_p: float = 1.0,
     renormalize: bool = False,
+    clamp: float | None = None,
     seed: int = 0,
     batch_size: int = 32,
     progress: Callable[[int, int], None] | None = None,
@@ -101,7 +101,7 @@ def sample_joint(
     shape = latent_shape(model.config)
     latents = torch.empty(num_samples, *shape)
     draw, done = DrawSettings(temperature, top_p), 0
-    project = partial(project_to_sphere, model) if renormalize else None
+    rule = estimate_rule(model, renormalize, clamp)
     for index in order.split(batch_size):
         rows = index.tolist()
         strategy = start_decoding(
@@ -118,7 +118,7 @@ def sample_joint(
         state = strategy.state
         observer = None if recorder is None else Observer(state, rows, recorder)
         z = normals(seed, Stream.JOINT_LATENT, rows, shape).to(device)
-        latent_solver = LatentSolver(latent_diffusion, steps, solver, project=project)
+        latent_solver = LatentSolver(latent_diffusion, steps, solver, project=rule)
         for k, time in enumerate(latent_solver.grid[:-1]):
             t = torch.full((len(rows),), time, dtype=torch.float32, device=device)
             positions = strategy.positions()
@@ -131,6 +131,6 @@ def sample_joint(
                 progress(done, num_samples * steps)
         for row, text in zip(rows, state.texts()):
             texts[row] = text
-        latents[index] = model.unscale_latents(z).cpu()
+        latents[index] = raw_latents(model, z, clamp)
     passes = torch.full((num_samples,), steps)
     return TextSamples(texts, lengths, num_samples * steps, passes), latents

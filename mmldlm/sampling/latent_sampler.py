@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 
 import numpy as np
 import torch
@@ -31,6 +32,52 @@ def project_to_sphere(model: nn.Module, x0: Tensor) -> Tensor:
     """Project model-space latents [..., D] to those whose raw form has norm 1."""
     raw = model.unscale_latents(x0)
     return model.scale_latents(raw / raw.norm(dim=-1, keepdim=True).clamp_min(1e-12))
+
+
+def clamp_latents(model: nn.Module, x0: Tensor, bound: float) -> Tensor:
+    """Clamp model-space latents [..., D] to those whose raw form lies in [-bound, bound]."""
+    return model.scale_latents(model.unscale_latents(x0).clamp(-bound, bound))
+
+
+def estimate_rule(model: nn.Module, renormalize: bool, clamp: float | None) -> Callable[[Tensor], Tensor] | None:
+    """Return what samplers put every x0 estimate but the last through; None: nothing."""
+    rules: list[Callable[[Tensor], Tensor]] = []
+    if renormalize:
+        rules.append(partial(project_to_sphere, model))
+    if clamp is not None:
+        rules.append(partial(clamp_latents, model, bound=clamp))
+    return (lambda x0: reduce(lambda x, rule: rule(x), rules, x0)) if rules else None
+
+
+def raw_latents(model: nn.Module, z: Tensor, clamp: float | None) -> Tensor:
+    """Sampled latents [..., D] in the encoder's space, on the CPU."""
+    raw = model.unscale_latents(z)
+    return (raw if clamp is None else raw.clamp(-clamp, clamp)).cpu()
+
+
+def check_guidance_interval(guidance: float, interval: Sequence[float] | None, times: Tensor) -> None:
+    """Check timesteps (low, high) between which there is guidance.
+
+    Args:
+        guidance: its scale.
+        interval: (low, high); None: all timesteps.
+        times: those at which the network is asked. [T]
+
+    Raises:
+        UserError: they are not an interval within [0, 1], or there is guidance nowhere.
+    """
+    if interval is None:
+        return
+    low, high = interval
+    if not 0 <= low < high <= 1:
+        fix = "name a lower and a higher timestep, such as 0 0.9"
+        raise UserError("--guidance-interval LOW HIGH with 0 <= LOW < HIGH <= 1", f"{low:g} {high:g}", fix)
+    if guidance == 1:
+        fix = "add --guidance 2, or omit --guidance-interval"
+        raise UserError("--guidance-interval with a --guidance other than 1, which is none", "--guidance 1", fix)
+    if not ((low <= times) & (times <= high)).any():
+        found = f"{low:g} {high:g}, and steps at {', '.join(f'{t:.3g}' for t in times.tolist())}"
+        raise UserError("--guidance-interval that holds a step", found, "add --num-steps 20, or widen it")
 
 
 def pad_texts(
@@ -82,7 +129,9 @@ def sample_latents(
     method: str = "ddim",
     eta: float | str = 0.0,
     guidance: float = 1.0,
+    guidance_interval: Sequence[float] | None = None,
     renormalize: bool = False,
+    clamp: float | None = None,
     unit: bool = False,
     seed: int = 0,
     draw_indices: Sequence[int] | None = None,
@@ -99,11 +148,13 @@ def sample_latents(
         method: ddim or dpm++2m (second order; any prediction), or heun for rectified flow (second order).
         eta: noise of DDIM: 1 is ancestral, "bridge" that of decoupled diffusion.
         guidance: classifier-free guidance, null + g (given - null) in the prediction's space.
+        guidance_interval: the timesteps, ends included, at which there is guidance (arXiv 2404.07724); None: all.
         renormalize: project every x0 estimate but the last onto the sphere (only for encoders of unit vectors).
+        clamp: keep every x0 estimate within [-clamp, clamp] in the encoder's space (pixels: 1); None: do not.
         unit: return vectors of norm 1.
         seed: the noise of a sample depends on the seed and its index only.
         draw_indices: [N] indices instead of 0 .. N - 1; equal ones get equal noise.
-        batch_tokens: maximum padded positions per pass.
+        batch_tokens: maximum padded positions per pass; the rows of several latents count as well.
         progress: called after every step with the number of steps done and in total, over all latents.
 
     Returns:
@@ -112,14 +163,18 @@ def sample_latents(
 
     Raises:
         MmldlmError: NaN predictions.
-        UserError: a method or eta that the schedule does not have, or noise for a method that takes none.
+        UserError: a method or eta that the schedule does not have, noise for a method that takes none, or a
+            guidance_interval that `check_guidance_interval` refuses.
     """
     count = len(texts) if texts is not None else num_samples
     assert count is not None, "num_samples is needed without texts"
     device, config = device_of(model), model.config
-    lengths = [len(text) + 1 for text in texts] if texts is not None else [1] * count
     shape = latent_shape(config)
+    own = math.prod(shape[:-1]) * config.tokens_per_latent if len(shape) > 1 else 0  # an image outweighs its text
+    lengths = [len(text) + 1 + own for text in texts] if texts is not None else [1 + own] * count
     latents = torch.empty(count, *shape)
+    check_guidance_interval(guidance, guidance_interval, diffusion.sampling_grid(steps)[:-1])
+    low, high = guidance_interval or (0.0, 1.0)
     done = 0
     for rows in token_budget_batches(lengths, batch_tokens):
         tokens = real = None
@@ -129,10 +184,9 @@ def sample_latents(
         draws = normals(seed, Stream.LATENT, indices, (1 + (steps if eta != 0 else 0), *shape)).to(device)
 
         def predict(z: Tensor, t: float, tokens=tokens, real=real) -> Tensor:
-            return _predict(model, tokens, real, z, t, guidance)
+            return _predict(model, tokens, real, z, t, guidance if low <= t <= high else 1.0)
 
-        project = partial(project_to_sphere, model) if renormalize else None
-        solver = LatentSolver(diffusion, steps, method, eta, project)
+        solver = LatentSolver(diffusion, steps, method, eta, estimate_rule(model, renormalize, clamp))
         z = draws[:, 0]
         for k in range(steps):
             z = solver.step(k, z, predict, draws[:, 1 + k] if eta != 0 else None)
@@ -140,7 +194,7 @@ def sample_latents(
             if progress is not None:
                 progress(done, count * steps)
         _check_finite(z)
-        latents[torch.from_numpy(rows.copy())] = model.unscale_latents(z).cpu()
+        latents[torch.from_numpy(rows.copy())] = raw_latents(model, z, clamp)
     if unit:
         latents = latents / latents.norm(dim=-1, keepdim=True).clamp_min(1e-12)
     return latents

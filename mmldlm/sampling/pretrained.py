@@ -40,6 +40,8 @@ class Pretrained:
         encoder: identity of the encoder of its latents; None if unknown.
         folder: the path that was opened.
         task: that trained it.
+        image: identity of the codec of its images; None for a model of texts.
+        config_folder: folder of its config.json, which has the files of the codec.
     """
 
     model: nn.Module
@@ -52,6 +54,8 @@ class Pretrained:
     encoder: dict[str, Any] | None = None
     folder: Path | None = None
     task: TextTask = field(default_factory=lambda: find_task(DEFAULT_TASK))
+    image: dict[str, Any] | None = None
+    config_folder: Path | None = None
 
     @property
     def text_diffusion(self) -> MaskedDiffusion:
@@ -77,6 +81,11 @@ class Pretrained:
     def renormalize(self) -> bool:
         """Whether samplers project x0 estimates onto the unit sphere."""
         return self.latent_config is not None and self.latent_config.renormalize_x0 and self.unit_norm
+
+    @property
+    def clamp_x0(self) -> float | None:
+        """The bound that samplers clamp x0 estimates to, in the space of the stored latents; None: none."""
+        return None if self.latent_config is None else self.latent_config.clamp_x0
 
     @property
     def reads_latents(self) -> bool:
@@ -205,6 +214,8 @@ def load_pretrained(path: str | Path, device: str = "cpu", dtype: torch.dtype = 
         encoder,
         Path(path),
         task,
+        values.get("image"),
+        config_path.parent,
     )
 
 

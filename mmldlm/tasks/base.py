@@ -110,6 +110,7 @@ class Task(ABC):
         metrics: figures derived from the sums.
         buffers: names of the model's tensors that are not trained (they are buffers, not parameters).
         samplers: kinds of `mmldlm sample` and the samplers of each; {}: not sampled by mmldlm (see TextTask).
+        sample_rate: key in training_log.jsonl of the samples per second; None: not logged.
     """
 
     name: ClassVar[str]
@@ -118,6 +119,7 @@ class Task(ABC):
     metrics: ClassVar[tuple[Metric, ...]] = ()
     buffers: ClassVar[frozenset[str]] = frozenset()
     samplers: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    sample_rate: ClassVar[str | None] = None
 
     # -- without torch: config, preflight, convert ------------------------------------------------------------------
 

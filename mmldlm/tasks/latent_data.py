@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -9,6 +10,7 @@ from typing import TypeVar
 import numpy as np
 
 from mmldlm.config.schema import Config
+from mmldlm.config.section import Section
 from mmldlm.data.batching.store_data import StoreData, lengths_in_use, open_splits
 from mmldlm.data.store.mixture import MixedStore
 from mmldlm.data.store.store import Store
@@ -46,19 +48,21 @@ def open_latent_data(
     kind: type[_Data],
     config: Config,
     scaling: Callable[[Store | MixedStore], tuple[np.ndarray, np.ndarray]] = standard_scaling,
+    store_kind: str = "text",
 ) -> _Data:
-    """Open both splits and fill in what they decide: latent_dim, num_latents, vocab_size, token ids.
+    """Open both splits and fill in what they decide: latent_dim, num_latents, latent_grid, vocab_size, token ids.
 
     Args:
         kind: class of the result.
         config: with sections model, tokenizer and data; a copy of it is filled in.
         scaling: training split -> mean and standard deviation [D].
+        store_kind: what the task learns the latents of: text or image.
 
     Raises:
         UserError: no store, damaged store, unusable latents, or a config that contradicts the data.
     """
     max_seq_len = config.model.max_seq_len
-    train, validation = open_splits(config.data, max_seq_len)
+    train, validation = open_splits(config.data, max_seq_len, store_kind)
     config = config.model_copy(deep=True)
     fill_from_store(config, train)
     train_lengths, validation_lengths = lengths_in_use(config.data, max_seq_len, train, validation)
@@ -123,5 +127,30 @@ def fill_from_store(config: Config, store: Store | MixedStore) -> None:
                 f"leave model.{key} unset",
             )
         setattr(model, key, tokenizer[key])
+    grid = _grid_of(model, store)
     model.latent_dim, model.num_latents = store.latent_dim, store.latents_per_text
+    if "latent_grid" in type(model).model_fields:  # other models know no places
+        model.latent_grid = grid
     model.vocab_size = model.vocab_size or tokenizer["vocab_size"]
+
+
+def _grid_of(model: Section, store: Store | MixedStore) -> list[int] | None:
+    """Return rows and columns of the latents in the store's images, or model.latent_grid where the store has none.
+
+    Raises:
+        UserError: model.latent_grid contradicts the store.
+    """
+    grid = (store.manifest.get("image") or {}).get("grid")
+    wanted = getattr(model, "latent_grid", None)
+    if wanted is None:
+        return grid
+    # Latents without places in an image may have an order: [1, N].
+    fits = math.prod(wanted) == store.latents_per_text if grid is None else wanted == grid
+    if not fits:
+        raise UserError(
+            f"model.latent_grid{'' if grid is None else f'={grid}'} for the {store.latents_per_text} latents of each "
+            f"sample of {store.root}",
+            f"model.latent_grid={wanted}",
+            "leave model.latent_grid unset",
+        )
+    return wanted

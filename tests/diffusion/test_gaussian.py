@@ -218,3 +218,13 @@ def test_2m_needs_fewer_steps_from_pure_noise(schedule):
         for method, steps in (("2m", 40), ("ddim", 120))
     )
     assert coarse < fine
+
+
+def test_the_floor_bounds_the_weights_of_velocity():
+    """Default: as before, weights up to 1e6; JiT's 0.05: up to 400. Above the floor both are 1 / t^2."""
+    t = torch.tensor([1e-4, 0.01, 0.05, 0.3, 1.0], dtype=torch.float64)
+    assert torch.equal(GaussianProcess("rectified_flow", "x0", "velocity").loss_weights(t), 1 / t.clamp_min(1e-3) ** 2)
+    weights = GaussianProcess("rectified_flow", "x0", "velocity", velocity_floor=0.05).loss_weights(t)
+    torch.testing.assert_close(weights, torch.tensor([400, 400, 400, 1 / 0.09, 1.0], dtype=torch.float64))
+    flow = GaussianProcess("rectified_flow", "flow", "velocity", velocity_floor=0.05).loss_weights(t)
+    torch.testing.assert_close(flow[2:], torch.ones(3, dtype=torch.float64))

@@ -103,6 +103,16 @@ def test_t2l_takes_one_step_unless_asked_and_refuses_options_that_one_step_does_
     assert run(*words, tmp_path / "b", "--eta", 0.5, "--num-steps", 2) == 0
 
 
+def test_guidance_of_t2l_may_be_limited_to_an_interval(checkpoint, tmp_path):
+    words = ("t2l", "--checkpoint", checkpoint, "--text", "word1", "--num-steps", 3, "--guidance", 3, "--output-dir")
+    made = {}
+    for name, more in (("all", ()), ("whole", (0, 1)), ("part", (0, 0.9))):
+        run(*words, tmp_path / name, *(("--guidance-interval", *more) if more else ()))
+        made[name] = np.load(tmp_path / name / "latents.npy")
+    assert np.array_equal(made["all"], made["whole"]) and not np.allclose(made["all"], made["part"])
+    assert json.loads((tmp_path / "part" / "settings.json").read_text())["guidance_interval"] == [0, 0.9]
+
+
 def test_l2t_draws_when_an_embedding_is_used_several_times(checkpoint, tmp_path):
     np.save(tmp_path / "one.npy", np.full(6, 6**-0.5))
     out = tmp_path / "out"
@@ -302,6 +312,9 @@ def test_scaled_embeddings_are_warned_about(checkpoint, tmp_path, capsys):
         (["unconditional", "--condition-timestep", "1.5"], "--condition-timestep"),
         (["unconditional", "--method", "joint", "--condition-timestep", "0.1"], "--method chain"),
         (["t2l", "--text", "word1", "--method", "dpm++2m"], "at least 2"),
+        (["t2l", "--text", "word1", "--guidance-interval", "0", "1"], "--guidance other than 1"),
+        (["t2l", "--text", "word1", "--guidance", "2", "--guidance-interval", "0", "0.9"], "holds a step"),
+        (["l2t", "--latent-file", "x.npy", "--guidance-interval", "0", "0.9"], "--guidance-interval"),
         (["t2l", "--text", "word1", "--solver", "ddim"], "--solver"),
         (["t2l", "--text-file", "absent.txt"], "text file"),
         (["t2l", "--text", "word1", "--num-steps", "0"], "--num-steps at least 1"),
@@ -524,3 +537,16 @@ def test_every_sampler_and_its_options_are_reached_from_the_command_line(checkpo
         assert settings["sampler"] == name
         if name in ("threshold", "factor"):
             assert settings["forward_passes_per_sample"] <= 1 and settings["passes"]["maximum"] <= 1
+
+
+def test_a_guidance_interval_is_read_by_t2l_alone_and_needs_guidance(checkpoint, latent_file, tmp_path):
+    words = ["t2l", "--checkpoint", checkpoint, "--text", "word1 word2", "--num-steps", 4, "--output-dir"]
+    interval = ["--guidance-interval", 0.2, 0.6]
+    for name, more in (("all", []), ("part", interval)):
+        assert run(*words, tmp_path / name, "--guidance", 3, *more) == 0
+    whole, part = (np.load(tmp_path / name / "latents.npy") for name in ("all", "part"))
+    assert not np.allclose(whole, part)
+    with pytest.raises(UserError, match="--guidance 1"):
+        run(*words, tmp_path / "none", *interval)
+    with pytest.raises(UserError, match="--guidance-interval"):
+        run("l2t", "--checkpoint", checkpoint, "--latent-file", latent_file, "--output-dir", tmp_path / "l", *interval)

@@ -8,6 +8,7 @@ import torch
 from mmldlm.diffusion import GaussianProcess
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.sampling.latent_sampler import pad_texts, sample_latents, steps_given_text
+from mmldlm.sampling.latent_solver import LatentSolver
 from mmldlm.utils.counter_rng import Stream, normals
 
 PAIRS = [
@@ -180,3 +181,79 @@ def test_texts_are_closed_with_eos_and_padded(toys):
     tokens, real = pad_texts([[5, 6, 7], [4]], toys.EOS, toys.PAD)
     assert tokens.tolist() == [[5, 6, 7, toys.EOS], [4, toys.EOS, toys.PAD, toys.PAD]]
     assert real.tolist() == [[True] * 4, [True, True, False, False]]
+
+
+class Several:
+    """Shape of a toy model of three latents a sample."""
+
+    @staticmethod
+    def of(toy):
+        toy.config.num_latents, toy.config.tokens_per_latent = 3, 1
+        return toy
+
+
+@pytest.mark.parametrize("method", ["ddim", "dpm++2m", "heun"])
+def test_several_latents_are_solved_as_each_by_itself(toys, method):
+    """[B, N, D] goes through every solver; where latents do not see each other, each goes as if it were alone."""
+    diffusion = GaussianProcess("rectified_flow", "x0")
+
+    class Shrinks(toys.Toy):
+        def prediction(self, tokens, z, t):
+            return 0.5 * z / (1 + t.to(z).reshape(-1, *(1,) * (z.dim() - 1)))
+
+    options = {"diffusion": diffusion, "steps": 4, "method": method}
+    found = sample_latents(Several.of(Shrinks()), None, num_samples=5, batch_tokens=8, **options)
+    assert found.shape == (5, 3, 4)
+    solver, z = LatentSolver(diffusion, 4, method), normals(0, Stream.LATENT, range(5), (1, 3, 4))[:, 0].flatten(0, 1)
+    alone = Shrinks()
+    for k in range(4):
+        z = solver.step(k, z, lambda z, t: alone.prediction(None, z, torch.full((len(z),), t)))
+    torch.testing.assert_close(found.flatten(0, 1), z)
+
+
+def test_guidance_in_an_interval_leaves_the_other_steps_alone(toys):
+    seen = []
+
+    class Two(toys.Toy):
+        def prediction(self, tokens, z, t):
+            seen.append((tokens is not None, float(t[0])))
+            return torch.full_like(z, 1.0 if tokens is not None else 0.25)
+
+    options = {"diffusion": GaussianProcess(), "steps": 4, "guidance": 3.0}
+    part = sample_latents(Two(), [[3]], guidance_interval=(0.4, 0.8), **options)
+    assert [t for given, t in seen if not given] == [0.75, 0.5] and len(seen) == 6  # of t = 1, .75, .5, .25
+    torch.testing.assert_close(part, torch.ones(1, 4))  # the last estimate has none
+    whole = sample_latents(Two(), [[3]], guidance_interval=(0, 1), **options)
+    assert torch.equal(whole, sample_latents(Two(), [[3]], **options))
+
+
+@pytest.mark.parametrize(
+    "guidance,interval", [(1.0, (0.0, 0.9)), (2.0, (0.9, 0.1)), (2.0, (0.5, 1.5)), (2.0, (0.6, 0.9))]
+)  # of two steps, at 1 and 0.5
+def test_an_interval_without_guidance_is_an_error(toys, guidance, interval):
+    with pytest.raises(UserError, match="--guidance-interval"):
+        sample_latents(
+            toys.Toy(), [[3]], diffusion=GaussianProcess(), steps=2, guidance=guidance, guidance_interval=interval
+        )
+
+
+@pytest.mark.parametrize("method", ["ddim", "dpm++2m", "heun"])
+def test_estimates_are_clamped_to_the_range_of_the_data(toys, method):
+    """In the encoder's space, at every step, and in the samples themselves."""
+    states = []
+
+    class Far(toys.Toy):
+        def prediction(self, tokens, z, t):
+            states.append((float(t[0]), z.clone()))
+            return torch.full_like(z, 9.0)  # raw: 0.1 + 0.5 * 9
+
+    diffusion = GaussianProcess("rectified_flow", "x0")
+    options = {"diffusion": diffusion, "steps": 3, "method": method, "num_samples": 2}
+    found = sample_latents(Far(mean=0.1, std=0.5), None, clamp=1.0, **options)
+    torch.testing.assert_close(found, torch.ones(2, 4))
+    start = normals(0, Stream.LATENT, range(2), (1, 4))[:, 0]
+    for t, z in states:  # on the straight path the state is t * noise + (1 - t) * the clamped estimate of 1.8
+        expected = (1 - t) * torch.full((2, 4), 1.8) + t * start
+        torch.testing.assert_close(z.sort(0).values, expected.sort(0).values, rtol=0, atol=1e-5)
+    free = sample_latents(Far(mean=0.1, std=0.5), None, **options)
+    torch.testing.assert_close(free, torch.full((2, 4), 4.6))

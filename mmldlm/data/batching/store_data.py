@@ -11,6 +11,7 @@ import numpy as np
 
 from mmldlm.data.batching.batch_plan import MixtureOrder
 from mmldlm.data.batching.run_data import RunData
+from mmldlm.data.images.codec import max_image_norm
 from mmldlm.data.store.config import StoreDataConfig
 from mmldlm.data.store.mixture import MixedStore
 from mmldlm.data.store.store import Store, check_latents
@@ -33,6 +34,8 @@ class StoreData(RunData):
 
     def max_latent_norm(self) -> float:
         """Return the norm above which a latent is a corrupted row, not an unusual one."""
+        if self.train.kind == "image":
+            return max_image_norm(self.train.manifest)
         mean, std = self.train.latent_mean, self.train.latent_std
         return MAX_NORM_RATIO * float(np.sqrt((np.square(mean) + np.square(std)).sum()))
 
@@ -69,14 +72,39 @@ class StoreData(RunData):
         return {f"tokenizer/{path.name}": path for path in sorted(folder.iterdir())}
 
 
-def open_splits(config: StoreDataConfig, max_seq_len: int) -> tuple[Store | MixedStore, Store | MixedStore]:
+# Kind of a store -> what else to do with it.
+_OTHER_TASK = {
+    "image": "train it with task=image_text (--config-name image_text_quick)",
+    "text": "train it with task=translation, or prepare images (mmldlm prepare glyphs --output-dir DIR)",
+}
+
+
+def check_store_kind(store: Store, kind: str) -> None:
+    """Check that a store holds what a task learns.
+
+    Args:
+        kind: text or image.
+
+    Raises:
+        UserError: it holds the other.
+    """
+    found = store.manifest.get("kind", "text")
+    if found != kind:
+        fix = _OTHER_TASK.get(found, "prepare the data again")
+        raise UserError(f"a store of {kind}s in {store.root}", f"a store of {found}s", fix)
+
+
+def open_splits(
+    config: StoreDataConfig, max_seq_len: int, kind: str = "text"
+) -> tuple[Store | MixedStore, Store | MixedStore]:
     """Open and check the training and the validation split.
 
     Args:
         max_seq_len: longest text in tokens, EOS included.
+        kind: what the task learns, text or image.
 
     Raises:
-        UserError: no store, a damaged or empty store, unusable latents.
+        UserError: no store, one of another kind, a damaged or empty store, unusable latents.
     """
     roots = config.mixture or {config.latent_data_root: 1.0}
     if None in roots:
@@ -90,12 +118,13 @@ def open_splits(config: StoreDataConfig, max_seq_len: int) -> tuple[Store | Mixe
         split: [Store(root, split, config.verify, max_tokens) for root in roots] for split in ("train", "validation")
     }
     for store in (store for stores in splits.values() for store in stores):
+        check_store_kind(store, kind)
         if len(store) == 0:
             raise UserError(
                 f"samples in split {store.split} of {store.root}", "none", "prepare the store from a larger corpus"
             )
         for first, block in store.latent_blocks(ROWS_CHECKED):
-            check_latents(block, f"{store.root}/{store.split}", store.latent_dim, first)
+            check_latents(block, f"{store.root}/{store.split}", store.latent_dim, first, store.kind == "image")
     if config.mixture is None:
         return splits["train"][0], splits["validation"][0]
     train, validation = (MixedStore(stores, list(roots.values())) for stores in splits.values())

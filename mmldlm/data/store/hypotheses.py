@@ -42,7 +42,7 @@ class SplitHypotheses:
                 f"write them: mmldlm hypotheses --checkpoint RUN --data {samples.root} --output-dir DIR",
             )
         for first, block in self.store.latent_blocks(_ROWS_CHECKED):
-            check_latents(block, f"{root}/{samples.split}", samples.latent_dim, first)
+            check_latents(block, f"{root}/{samples.split}", samples.latent_dim, first, samples.kind == "image")
         self.row_of = np.full(len(samples), -1, np.int64)
         self.row_of[rows] = np.arange(len(rows))
 

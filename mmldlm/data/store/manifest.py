@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from mmldlm.utils.formatting import join_some
 
@@ -36,7 +36,17 @@ class _Encoder(BaseModel):
     name: str
 
 
+class _Image(BaseModel):
+    size: int = Field(ge=1, le=1 << 14)
+    patch: int = Field(ge=1)
+    channels: Literal[1, 3]
+    grid: list[int] | None = Field(min_length=2, max_length=2)
+    latents: Literal["pixels", "pca"]
+
+
 class _Manifest(BaseModel):
+    kind: Literal["text", "image"] = "text"
+    image: _Image | None = None
     latent_dim: int = Field(ge=1, le=1 << 20)
     latents_per_text: int = Field(1, ge=1, le=1 << 20)
     latent_stats: _Statistics
@@ -52,6 +62,20 @@ class _Manifest(BaseModel):
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
                 raise ValueError(f"{name[:80]} is outside the store")
         return files
+
+    @model_validator(mode="after")
+    def _check_image(self) -> _Manifest:
+        if (self.kind == "image") != (self.image is not None):
+            raise ValueError(f"kind {self.kind} {'without' if self.image is None else 'with'} the entry image")
+        if self.image is None:
+            return self
+        image, shape = self.image, (self.latents_per_text, self.latent_dim)
+        side = image.size // image.patch
+        if image.size % image.patch or shape[0] != side**2:
+            raise ValueError(f"{shape[0]} latents of patches of {image.patch} in images of {image.size}")
+        if image.latents == "pixels" and shape[1] != image.patch**2 * image.channels:
+            raise ValueError(f"latents of {shape[1]} values for patches of {image.patch} x {image.patch}")
+        return self
 
 
 def find_problems(manifest: dict[str, Any]) -> str | None:

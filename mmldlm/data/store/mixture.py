@@ -35,6 +35,7 @@ class MixedStore:
                 ("the dimension of latents", store.latent_dim, first["latent_dim"]),
                 ("the number of latents per text", store.latents_per_text, first.get("latents_per_text", 1)),
                 ("the encoder", *(_encoder_of(manifest) for manifest in (store.manifest, first))),
+                ("the form of images", *(_image_of(manifest) for manifest in (store.manifest, first))),
             ):
                 if own != expected:
                     raise UserError(
@@ -50,6 +51,11 @@ class MixedStore:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @property
+    def kind(self) -> str:
+        """What the latents are of: `text` or `image`."""
+        return self.stores[0].kind
 
     @property
     def latent_dim(self) -> int:
@@ -112,3 +118,8 @@ class MixedStore:
 def _encoder_of(manifest: dict[str, Any]) -> str:
     encoder = manifest.get("encoder", {})
     return ", ".join(f"{key} {encoder[key]}" for key in _ENCODER_KEYS if encoder.get(key) is not None)
+
+
+def _image_of(manifest: dict[str, Any]) -> str:
+    image = manifest.get("image") or {}
+    return ", ".join(f"{key} {image[key]}" for key in ("size", "patch", "channels", "latents") if key in image)

@@ -6,7 +6,10 @@ ROOT/{train,validation}/text_offsets.npy   int64 [N + 1]   start of each text, a
 ROOT/{train,validation}/tokens.npy         uint16 or int32 token ids, concatenated, without special tokens
 ROOT/{train,validation}/token_offsets.npy  int64 [N + 1]
 ROOT/{train,validation}/latents.npy        float32 [N, D]  as encoded ([N, K, D] with K latents per text)
+                                           of images also float16, or uint8 for the values u / 127.5 - 1
 ROOT/{train,validation}/documents.npy      int64 [N]       (only with --overlong chunk) corpus text of each sample
+ROOT/{train,validation}/groups.npy         int64 [N]       (only of images) samples that count as hits of each other
+ROOT/pca_basis.npy                         (only of images as pca:M) float32 [M + 1, pixels], the mean first
 ROOT/quarantine.jsonl                      (only if any) texts on which the encoder failed, with reasons
 ROOT/tokenizer/                            the tokenizer, as `save_pretrained` writes it
 """
@@ -42,7 +45,10 @@ _DTYPES = {
     "token_offsets": ("int64",),
     "latents": ("float32",),
 }
+_IMAGE_LATENTS = ("float32", "float16", "uint8")
 ARRAYS = tuple(_DTYPES)
+# Never 0 (127 is -0.004, 128 is +0.004), so that no flat gray patch is a zero vector.
+_UINT8_VALUES = (np.arange(256) / 127.5 - 1).astype(np.float32)
 _PACK = "these are files of single samples: turn them into a store with mmldlm pack {root} --output-dir STORE"
 
 
@@ -95,6 +101,11 @@ def latent_shape(manifest: dict[str, Any]) -> tuple[int, ...]:
     return (manifest["latent_dim"],) if count == 1 else (count, manifest["latent_dim"])
 
 
+def as_float32(latents: np.ndarray) -> np.ndarray:
+    """Return stored latents as float32; a uint8 value u is u / 127.5 - 1."""
+    return _UINT8_VALUES[latents] if latents.dtype == np.uint8 else latents.astype(np.float32, copy=False)
+
+
 def check_files(root: str | os.PathLike, manifest: dict[str, Any], level: str, prefix: str = "") -> None:
     """Compare the files below `prefix` with the manifest.
 
@@ -141,7 +152,9 @@ def changed_files(root: str | os.PathLike) -> list[str]:
     return found
 
 
-def check_latents(latents: np.ndarray, where: str, latent_dim: int | None = None, first_row: int = 0) -> None:
+def check_latents(
+    latents: np.ndarray, where: str, latent_dim: int | None = None, first_row: int = 0, zero_ok: bool = False
+) -> None:
     """Check that latents are usable for training.
 
     Args:
@@ -149,6 +162,7 @@ def check_latents(latents: np.ndarray, where: str, latent_dim: int | None = None
         where: their file or encoder, for the error.
         latent_dim: the expected D, if known.
         first_row: number of the first of these rows in `where`.
+        zero_ok: zero vectors are valid, as those of an image may be.
 
     Raises:
         UserError: a wrong shape, NaN or infinite values, or zero vectors; names the rows.
@@ -164,7 +178,7 @@ def check_latents(latents: np.ndarray, where: str, latent_dim: int | None = None
     zero = ~latents.any(axis=-1).all(axis=tuple(range(1, latents.ndim - 1)))
     # Report both at once: otherwise the zero vectors would only come up after the NaNs are fixed.
     kinds = [("finite latents", "NaN or infinite values", bad), ("latents of non-zero norm", "zero vectors", zero)]
-    kinds = [kind for kind in kinds if kind[2].any()]
+    kinds = [kind for kind in kinds[: 1 if zero_ok else 2] if kind[2].any()]
     if not kinds:
         return
     raise UserError(
@@ -253,11 +267,10 @@ class Store:
             array = map_array(path)
         except (OSError, ValueError) as error:
             raise UserError(f"an array in {path}", str(error), rebuild_hint(self.root, self.manifest)) from None
-        if array.dtype not in _DTYPES[name]:
+        known = _IMAGE_LATENTS if name == "latents" and self.kind == "image" else _DTYPES[name]
+        if array.dtype not in known:
             found = f"{array.dtype} in {path}"
-            raise UserError(
-                f"{name} of type {' or '.join(_DTYPES[name])}", found, rebuild_hint(self.root, self.manifest)
-            )
+            raise UserError(f"{name} of type {' or '.join(known)}", found, rebuild_hint(self.root, self.manifest))
         return array
 
     def _read_lengths(self) -> np.ndarray:
@@ -291,6 +304,17 @@ class Store:
         """[N] int64: the corpus row of the text that each sample is a piece of; None if texts were not chunked."""
         path = self.root / self.split / "documents.npy"
         return np.load(path, mmap_mode="r") if path.is_file() else None
+
+    @property
+    def groups(self) -> np.ndarray | None:
+        """[N] int64: samples that share one are hits of each other; None if the store has no groups."""
+        path = self.root / self.split / "groups.npy"
+        return np.load(path, mmap_mode="r") if path.is_file() else None
+
+    @property
+    def kind(self) -> str:
+        """What the latents are of: `text` or `image`."""
+        return self.manifest.get("kind", "text")
 
     @property
     def latent_dim(self) -> int:
@@ -331,7 +355,7 @@ class Store:
         flat = self.token_ids[positions].astype(np.int64)
         bounds = [0, *ends.tolist()]
         tokens = [flat[start:end] for start, end in zip(bounds, bounds[1:])]
-        return Rows(tokens, np.asarray(self._latents[rows], dtype=np.float32))
+        return Rows(tokens, as_float32(self._latents[rows]))
 
     def latent_blocks(self, num_rows: int, num_blocks: int = 64) -> Iterator[tuple[int, np.ndarray]]:
         """Yield (first row, latents [n, D] or [n, K, D]) of evenly spread blocks with about num_rows rows together.
@@ -351,7 +375,7 @@ class Store:
                 num = min(size, len(self) - start)
                 file.seek(-row_bytes * (len(self) - start), os.SEEK_END)
                 block = np.fromfile(file, self._latents.dtype, num * row_items)
-                yield start, block.reshape(num, *row).astype(np.float32, copy=False)
+                yield start, as_float32(block.reshape(num, *row))
 
     def locate(self, index: int) -> tuple[Path, int]:
         """Return the folder of a sample's split and its row in it."""

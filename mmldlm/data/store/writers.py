@@ -24,10 +24,19 @@ class StoreSplit:
         latent_shape: of a sample's latents, [D] or [K, D].
         vocab_size: upper bound of the token ids.
         with_documents: also write documents.npy, the row of the document that each sample is a piece of.
+        latent_dtype: float32, float16 or uint8; latents must be given in it.
+        with_groups: also write groups.npy.
     """
 
     def __init__(
-        self, root: Path, split: str, latent_shape: Sequence[int], vocab_size: int, with_documents: bool = False
+        self,
+        root: Path,
+        split: str,
+        latent_shape: Sequence[int],
+        vocab_size: int,
+        with_documents: bool = False,
+        latent_dtype=np.float32,
+        with_groups: bool = False,
     ):
         folder = root / split
         folder.mkdir(parents=True)
@@ -37,8 +46,9 @@ class StoreSplit:
         self._tokens = NpyWriter(folder / "tokens.npy", token_dtype)
         self._text_offsets = NpyWriter(folder / "text_offsets.npy", np.int64)
         self._token_offsets = NpyWriter(folder / "token_offsets.npy", np.int64)
-        self._latents = NpyWriter(folder / "latents.npy", np.float32, latent_shape)
+        self._latents = NpyWriter(folder / "latents.npy", latent_dtype, latent_shape)
         self._documents = NpyWriter(folder / "documents.npy", np.int64) if with_documents else None
+        self._groups = NpyWriter(folder / "groups.npy", np.int64) if with_groups else None
         for offsets in (self._text_offsets, self._token_offsets):
             offsets.append(np.zeros(1, np.int64))
         self._ends = [0, 0]
@@ -50,9 +60,11 @@ class StoreSplit:
         tokens: Sequence[np.ndarray],
         latents: np.ndarray,
         documents: np.ndarray | None = None,
+        groups: np.ndarray | None = None,
     ) -> None:
-        """Append samples: their texts, token ids, latents, and documents."""
+        """Append samples: their texts, token ids, latents, documents, and groups."""
         assert len(texts) == len(tokens) == len(latents)
+        assert self._latents.dtype != np.uint8 or latents.dtype == np.uint8, "values are not scaled on writing"
         if not len(texts):
             return
         raw = [text.encode("utf-8") for text in texts]
@@ -69,14 +81,16 @@ class StoreSplit:
         self._latents.append(latents)
         if self._documents is not None:
             self._documents.append(documents)
+        if self._groups is not None:
+            self._groups.append(groups)
         self.summary["num_samples"] += len(texts)
         self.summary["num_tokens"] += sum(lengths)
         self.summary["max_tokens"] = max(self.summary["max_tokens"], *lengths)
 
     def close(self) -> dict[str, int]:
         """Finish the files; return the split's summary for the manifest."""
-        arrays = (self._text, self._tokens, self._text_offsets, self._token_offsets, self._latents, self._documents)
-        for writer in arrays:
+        arrays = (self._text, self._tokens, self._text_offsets, self._token_offsets, self._latents)
+        for writer in (*arrays, self._documents, self._groups):
             if writer is not None:
                 writer.close()
         return self.summary

@@ -219,6 +219,7 @@ def evaluate(
         steps=steps,
         guidance=guidance,
         renormalize=pretrained.renormalize,
+        clamp=pretrained.clamp_x0,
         seed=seed,
         progress=progress,
         **batch_budget(pretrained.model, batch_size),

@@ -33,6 +33,12 @@ class ModelConfig(Section):
     """Chunk tokens K that present one latent; K * hidden_size >= D passes it without loss."""
     num_latents: Annotated[int, FilledFromData()] = Field(1, ge=1, le=MAX_COUNT)
     """Latents N of one sample. 1: as many as the data has (`mmldlm prepare --latents-per-text N`, for long texts)."""
+    latent_grid: Annotated[
+        Annotated[list[Annotated[int, Field(ge=1, le=MAX_COUNT)]], Field(min_length=2, max_length=2)] | None,
+        FilledFromData(),
+    ] = None
+    """[rows, columns] of the latents of an image, rows * columns = num_latents: their positions then start from
+    two-dimensional sinusoids instead of noise. None: as the data says; a text's latents have none."""
     latent_predictions: int = Field(1, ge=1, le=2)
     """Vectors that the latent head predicts for each latent: 2 with latent_diffusion.prediction=x0_epsilon, which sets
     it."""
@@ -79,6 +85,15 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _heads_divide_width(self) -> ModelConfig:
         check_heads(self.hidden_size, self.n_heads)
+        return self
+
+    @model_validator(mode="after")
+    def _grid_holds_the_latents(self) -> ModelConfig:
+        if self.latent_grid is not None and math.prod(self.latent_grid) != self.num_latents:
+            raise ValueError(
+                f"model.latent_grid={self.latent_grid} has {math.prod(self.latent_grid)} places for "
+                f"model.num_latents={self.num_latents}: leave both unset (the data has them), or set both"
+            )
         return self
 
 

@@ -30,10 +30,38 @@ class TextEncoder(nn.Module):
         return x if is_null is None else apply_null_condition(x, self.null_text, is_null, first_rows)
 
 
-class LatentEncoder(nn.Module):
-    """N latents of D -> N * K chunk tokens and one pooled vector; learned nulls of samples without a latent."""
+def grid_positions(rows: int, columns: int, width: int) -> Tensor:
+    """Two-dimensional sinusoids of a grid's places, row by row; [rows * columns, width] fp32, of amplitude 1.
 
-    def __init__(self, latent_dim: int, tokens_per_latent: int, num_latents: int, hidden_size: int, cond_dim: int):
+    The formula of MAE (arXiv 2111.06377) and DiT (arXiv 2212.09748): with n = width / 4 and w_k = 10000^(-k / n),
+    k = 0 .. n - 1, a place (r, c) is [sin(c w), cos(c w), sin(r w), cos(r w)]. A width that 4 does not divide takes the
+    start of the next one that it does.
+    """
+    count = -(-width // 4)
+    frequencies = 1e4 ** (-torch.arange(count, dtype=torch.float64) / count)
+    row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    angles = [place.reshape(-1, 1) * frequencies for place in (column, row)]
+    parts = [function(angle) for angle in angles for function in (torch.sin, torch.cos)]
+    return torch.cat(parts, dim=1)[:, :width].float()
+
+
+class LatentEncoder(nn.Module):
+    """N latents of D -> N * K chunk tokens and one pooled vector; learned nulls of samples without a latent.
+
+    Args:
+        latent_dim: D.
+        tokens_per_latent: K.
+        num_latents: N.
+        hidden_size: width H of a token.
+        cond_dim: width C of the pooled vector.
+        grid: rows and columns of the latents, N in all: `latent_position` starts from `grid_positions`. None: from
+            noise of standard deviation 0.02. It is learned either way.
+    """
+
+    def __init__(
+        self, latent_dim: int, tokens_per_latent: int, num_latents: int, hidden_size: int, cond_dim: int,
+        grid: list[int] | None = None,
+    ):  # fmt: skip
         super().__init__()
         self.tokens_per_latent, self.hidden_size = tokens_per_latent, hidden_size
         self.to_tokens = nn.Linear(latent_dim, tokens_per_latent * hidden_size)
@@ -42,6 +70,8 @@ class LatentEncoder(nn.Module):
         self.latent_position = nn.Parameter(torch.randn(num_latents, 1, hidden_size) * 0.02)
         self.null_tokens = nn.Parameter(torch.randn(tokens_per_latent, hidden_size) * 0.02)
         self.null_pooled = nn.Parameter(torch.zeros(cond_dim))
+        if grid is not None:  # after the draw, so that the other weights start as without a grid
+            self.latent_position.data.copy_(grid_positions(*grid, hidden_size)[:, None])
 
     def forward(self, latents: Tensor, is_null: Tensor | None) -> tuple[Tensor, Tensor]:
         """[B, N, D], [B] bool -> tokens [B, N * K, H], pooled [B, C]."""

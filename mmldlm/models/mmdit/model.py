@@ -62,7 +62,7 @@ class MultimodalMMDiT(LatentTransformer):
         width, cond = config.hidden_size, config.cond_dim
         self.text_encoder = TextEncoder(config.vocab_size, width, config.token_embedding_scale)
         self.latent_encoder = LatentEncoder(
-            config.latent_dim, config.tokens_per_latent, config.num_latents, width, cond
+            config.latent_dim, config.tokens_per_latent, config.num_latents, width, cond, config.latent_grid
         )
         self.text_timestep = TimestepEmbedding(cond)
         self.latent_timestep = TimestepEmbedding(cond)

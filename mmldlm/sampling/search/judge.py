@@ -157,7 +157,8 @@ def estimate_embeddings(pretrained: Pretrained, texts: Sequence[Ids], batch_toke
     return sample_latents(
         pretrained.model, texts, diffusion=pretrained.latent_diffusion,
         steps=steps_given_text(pretrained.latent_diffusion), renormalize=pretrained.renormalize,
-        unit=pretrained.renormalize, draw_indices=[0] * len(texts), batch_tokens=batch_tokens,
+        clamp=pretrained.clamp_x0, unit=pretrained.renormalize, draw_indices=[0] * len(texts),
+        batch_tokens=batch_tokens,
     ).numpy()  # fmt: skip
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
 import torch
 from torch import nn
 
@@ -32,9 +35,16 @@ def _unread_of_hypotheses(batch: NoisedBatch) -> tuple[str, ...]:
     return ("hypothesis_encoder.null_tokens",) if bool(given.all()) else ()
 
 
-def batch_problems(data: TranslationData, batch: NoisedBatch) -> list[str]:
+Variants = Callable[[np.ndarray], list[np.ndarray]]
+"""Stored latents of a batch -> what augmentation may make of them, each like the argument."""
+
+
+def batch_problems(data: TranslationData, batch: NoisedBatch, variants: Variants | None = None) -> list[str]:
     """Return what is wrong with a micro-batch: values out of range, or not those of the store."""
-    return [*_range_problems(batch, data.config), *_store_problems(batch, data)]
+    return [
+        *_range_problems(batch, data.config),
+        *_store_problems(batch, data, variants or (lambda latents: [latents])),
+    ]
 
 
 def _range_problems(batch: NoisedBatch, config: TranslationConfig) -> list[str]:
@@ -53,7 +63,7 @@ def _range_problems(batch: NoisedBatch, config: TranslationConfig) -> list[str]:
     return problems
 
 
-def _store_problems(batch: NoisedBatch, data: TranslationData) -> list[str]:
+def _store_problems(batch: NoisedBatch, data: TranslationData, variants: Variants) -> list[str]:
     """Rebuild the clean text and latent of every real row and compare them with the store."""
     tensors = {name: tensor.cpu() for name, tensor in batch.tensors.items()}
     rows, clean = data.train.get(batch.ids), tensors["text_tokens"].clone()
@@ -62,10 +72,7 @@ def _store_problems(batch: NoisedBatch, data: TranslationData) -> list[str]:
     if positions.numel() and not 0 <= int(positions.min()) <= int(positions.max()) < clean.numel():
         return [f"text_positions outside 0..{clean.numel() - 1}"]
     clean.view(-1)[positions] = tensors["text_targets"]
-    latents = torch.from_numpy(rows.latents)
-    if data.config.latent_diffusion.l2_normalize:
-        latents = torch.nn.functional.normalize(latents.float(), dim=-1)
-    latents = (latents - torch.as_tensor(data.latent_mean)) / torch.as_tensor(data.latent_std)
+    expected = [_in_model_space(torch.from_numpy(latents), data) for latents in variants(rows.latents)]
     problems = []
     for row in batch.real.nonzero()[0].tolist():
         text = torch.tensor([*rows.tokens[row].tolist(), data.config.model.eos_token_id])
@@ -74,6 +81,13 @@ def _store_problems(batch: NoisedBatch, data: TranslationData) -> list[str]:
             problems.append(f"sample {batch.ids[row]}: attention_mask is not that of a text of {len(text)} tokens")
         elif not torch.equal(clean[row, : len(text)], text):
             problems.append(f"sample {batch.ids[row]}: its tokens are not the store's")
-        if not torch.allclose(tensors["latent_clean"][row], latents[row], rtol=1e-4, atol=1e-4):
+        clean_latent = tensors["latent_clean"][row]
+        if not any(torch.allclose(clean_latent, latents[row], rtol=1e-4, atol=1e-4) for latents in expected):
             problems.append(f"sample {batch.ids[row]}: its latent is not the store's")
     return problems
+
+
+def _in_model_space(latents: torch.Tensor, data: TranslationData) -> torch.Tensor:
+    if data.config.latent_diffusion.l2_normalize:
+        latents = torch.nn.functional.normalize(latents.float(), dim=-1)
+    return (latents - torch.as_tensor(data.latent_mean)) / torch.as_tensor(data.latent_std)

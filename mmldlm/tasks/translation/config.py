@@ -53,13 +53,22 @@ class LatentDiffusionConfig(Section):
     prediction: Annotated[Literal["x0", "v", "epsilon", "flow", "x0_epsilon"], OnResume.FIXED] = "x0"
     """What the latent head predicts. x0_epsilon: both, in a head twice as wide (schedule=decoupled)."""
     timesteps: Literal["low_discrepancy", "uniform", "logit_normal"] = "low_discrepancy"
-    """How timesteps are drawn; logit_normal is sigmoid(N(0, 1)) (SD3)."""
+    """How timesteps are drawn; logit_normal is sigmoid(N(logit_normal_mean, logit_normal_std^2)) (SD3)."""
+    logit_normal_mean: float = Field(0.0, ge=-10, le=10)
+    """Mean of timesteps=logit_normal. Above 0 it trains more at high noise (JiT, arXiv 2511.13720, has 0.8 in this
+    direction of time)."""
+    logit_normal_std: float = Field(1.0, gt=0, le=10)
+    """Standard deviation of timesteps=logit_normal (JiT: 0.8)."""
     timestep_shift: float = Field(1.0, gt=0)
-    """SD3's shift s: t' = s t / (1 + (s - 1) t). Above 1 it trains more at high noise, where the text decides."""
+    """SD3's shift s: t' = s t / (1 + (s - 1) t). Above 1 it trains more at high noise, where the text decides. For
+    images larger than 256 px SD3's rule is s = side / 256: their noise hides less."""
     weighting: Literal["unit", "min_snr", "velocity", "ddm", "ddm_inverse"] = "unit"
     """Weight of the squared error: 1, min-SNR-gamma (arXiv 2303.09556), or that of the v / flow loss, in
     the prediction's space. Of schedule=decoupled also ddm (2 e^(1 - t) for x0, e^sqrt(t) for the noise; RadioDiff) and
     ddm_inverse (1 / t and 1 / (1 - t); DDM)."""
+    velocity_floor: float = Field(1e-3, gt=0, le=1)
+    """On the straight path weighting=velocity weighs the squared error of x0 by 1 / max(t, this)^2. JiT has 0.05:
+    weights up to 400 instead of a million."""
     min_snr_gamma: float = Field(5.0, gt=0)
     """gamma of weighting=min_snr."""
     ddm_weight_cap: float = Field(100.0, ge=1)
@@ -72,6 +81,8 @@ class LatentDiffusionConfig(Section):
     """Divide every latent by its norm before scaling (MM-LDLM). The norm is lost: samples are unit vectors."""
     renormalize_x0: bool = True
     """Sampling puts x0 predictions back on the sphere when the encoder's latents are unit vectors."""
+    clamp_x0: float | None = Field(None, gt=0)
+    """Sampling clamps x0 predictions to [-c, c] in the space of the stored latents: 1 for pixels. None: off."""
 
     @model_validator(mode="after")
     def _prediction_fits_schedule(self) -> LatentDiffusionConfig:
@@ -105,11 +116,28 @@ class LatentDiffusionConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _every_key_is_read(self) -> LatentDiffusionConfig:
+        draws_normals = self.timesteps == "logit_normal"
+        weighs_velocity = self.weighting == "velocity" and self.schedule == "rectified_flow"
+        on_the_straight_path = "latent_diffusion.schedule=rectified_flow with latent_diffusion.weighting=velocity"
+        for key, is_read, reader in (
+            ("logit_normal_mean", draws_normals, "latent_diffusion.timesteps=logit_normal"),
+            ("logit_normal_std", draws_normals, "latent_diffusion.timesteps=logit_normal"),
+            ("velocity_floor", weighs_velocity, on_the_straight_path),
+        ):
+            value = getattr(self, key)
+            if value != type(self).model_fields[key].default and not is_read:
+                raise ValueError(f"latent_diffusion.{key}={value} is read only with {reader}: drop it, or set that")
+        return self
+
     def process(self) -> GaussianProcess:
         """Return the noise process."""
         from mmldlm.diffusion import GaussianProcess
 
-        return GaussianProcess(self.schedule, self.prediction, self.weighting, self.min_snr_gamma, self.ddm_weight_cap)
+        return GaussianProcess(
+            self.schedule, self.prediction, self.weighting, self.min_snr_gamma, self.ddm_weight_cap, self.velocity_floor
+        )
 
 
 class LossConfig(Section):

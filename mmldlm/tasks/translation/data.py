@@ -42,7 +42,7 @@ def open_data(config: TranslationConfig) -> TranslationData:
             "ZeRO-3, which reduces the gradients of a block once",
             "set engine.kind=fsdp, or engine.zero_stage=2",
         )
-    data = open_latent_data(TranslationData, config, partial(_scaling, config))
+    data = open_latent_data(TranslationData, config, partial(latent_scaling, config))
     data.config.training.freeze = decided_freeze(data.config)
     if config.model.corrector != "none":
         data.hypotheses = _open_hypotheses(config, data)
@@ -62,7 +62,8 @@ def _open_hypotheses(config: TranslationConfig, data: TranslationData) -> tuple[
     return found
 
 
-def _scaling(config: TranslationConfig, store: Store | MixedStore) -> tuple[np.ndarray, np.ndarray]:
+def latent_scaling(config: TranslationConfig, store: Store | MixedStore) -> tuple[np.ndarray, np.ndarray]:
+    """Return what is subtracted from latents and what they are divided by, both [D] fp32."""
     dim = store.latent_dim
     if config.latent_diffusion.scaling == "none":
         return np.zeros(dim, np.float32), np.ones(dim, np.float32)

@@ -323,7 +323,7 @@ class Noiser:
     def _latent_timesteps(self, strata: Tensor, own: Tensor) -> Tensor:
         config = self.latent_config
         if config.timesteps == "logit_normal":
-            t = logit_normal(strata).clamp(config.min_timestep, 1.0)
+            t = logit_normal(strata, config.logit_normal_mean, config.logit_normal_std).clamp(config.min_timestep, 1.0)
         else:
             t = stretch(strata if config.timesteps == "low_discrepancy" else own, config.min_timestep)
         return shift(t, config.timestep_shift)

@@ -61,7 +61,7 @@ class TranslationTask(MaskedTextTask):
     architecture = "MultimodalMMDiT"
     samplers: ClassVar[Mapping[str, tuple[str, ...]]] = {**MaskedTextTask.samplers, "t2l": ()}
     sampling_options = MaskedTextTask.sampling_options | {
-        "method", "solver", "eta", "condition_timestep", "critic_rounds", "critic_share",
+        "method", "solver", "eta", "condition_timestep", "critic_rounds", "critic_share", "guidance_interval",
     }  # fmt: skip
 
     # -- without torch ----------------------------------------------------------------------------------------------
@@ -112,7 +112,9 @@ class TranslationTask(MaskedTextTask):
         return costs.step_flops(model_config, [length], scored).forward
 
     def describe(self, config: TranslationConfig) -> str:
-        return f"mode {config.training.loss_type}, freeze={config.training.freeze}"
+        shift = config.latent_diffusion.timestep_shift
+        shifted = "" if shift == 1 else f", timestep shift {shift:g}"
+        return f"mode {config.training.loss_type}, freeze={config.training.freeze}{shifted}"
 
     def warnings(self, config: TranslationConfig) -> list[str]:
         training = config.training
@@ -140,6 +142,12 @@ class TranslationTask(MaskedTextTask):
     def compile(self, model: MultimodalMMDiT, plan: ParameterPlan) -> None:
         model.compile_blocks()
 
+    def noiser_class(self) -> type[Noiser]:
+        """Return the class of the collators."""
+        from mmldlm.tasks.translation.noiser import Noiser
+
+        return Noiser
+
     def collator(
         self,
         data: TranslationData,
@@ -153,8 +161,6 @@ class TranslationTask(MaskedTextTask):
         Args:
             corrects: in an evaluation, read the hypotheses of the validation split.
         """
-        from mmldlm.tasks.translation.noiser import Noiser
-
         model, candidates = data.config.model, None
         if seed is None and data.config.loss.text_candidates is not None:  # evaluation is exact
             from mmldlm.tasks.translation.candidates import CandidateSampler
@@ -169,7 +175,7 @@ class TranslationTask(MaskedTextTask):
         hypotheses = None
         if data.hypotheses is not None and (seed is None or corrects):
             hypotheses = data.hypotheses[0 if seed is None else 1]
-        return Noiser(
+        return self.noiser_class()(
             data.config,
             model.mask_token_id,
             model.pad_token_id,

@@ -272,3 +272,35 @@ def test_the_configs_table_of_predictions_is_that_of_the_process():
     assert config.model.latent_predictions == 2
     again = build_config(config.model_dump())
     assert again == config
+
+
+def test_logit_normal_has_the_mean_and_spread_of_the_config():
+    def logits(**latent):
+        sections = {"latent_diffusion": {"timesteps": "logit_normal", **latent}, "training": {"loss_type": "t2l"}}
+        batches = [dataset(batch=50, sections=sections)[step] for step in range(2)]
+        return torch.logit(torch.cat([batch.tensors["latent_timesteps"] for batch in batches]).double())
+
+    default, moved = logits(), logits(logit_normal_mean=0.8, logit_normal_std=0.5)
+    inside = default.abs() < 6  # min_timestep clamps the rest
+    torch.testing.assert_close(moved[inside], 0.8 + 0.5 * default[inside], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "latent",
+    [
+        {"logit_normal_mean": 0.8},
+        {"logit_normal_std": 0.8},
+        {"velocity_floor": 0.05},
+        {"velocity_floor": 0.05, "weighting": "velocity"},  # on the cosine path the weight is bounded by SNR + 1
+    ],
+)
+def test_keys_that_are_not_read_are_errors(latent):
+    with pytest.raises(UserError, match="is read only with"):
+        build_config({"latent_diffusion": latent})
+
+
+def test_the_preset_of_jit_is_accepted():
+    latent = {"schedule": "rectified_flow", "weighting": "velocity", "velocity_floor": 0.05, "clamp_x0": 1.0}
+    config = build_config({"latent_diffusion": {**latent, "timesteps": "logit_normal", "logit_normal_mean": 0.8}})
+    weights = config.latent_diffusion.process().loss_weights(torch.tensor([0.01, 0.5], dtype=torch.float64))
+    torch.testing.assert_close(weights, torch.tensor([400.0, 4.0], dtype=torch.float64))

@@ -1,0 +1,203 @@
+"""Stage 3: write the samples as one store, with a manifest that accounts for every image and caption."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from mmldlm.data.images.codec import ImageCodec
+from mmldlm.data.images.patches import to_patches
+from mmldlm.data.prepare.images.options import ImageOptions
+from mmldlm.data.prepare.images.read_stage import ImageShards
+from mmldlm.data.prepare.publish_stage import (
+    QUARANTINE,
+    TOKENIZER_IDENTITY,
+    check_readable,
+    commit,
+    latents_suffix,
+    plan_digest,
+    versions,
+)
+from mmldlm.data.prepare.work_dir import WorkDir
+from mmldlm.data.store.latent_statistics import LatentStatistics
+from mmldlm.data.store.repair_hints import MANIFEST
+from mmldlm.data.store.store import FORMAT, TOKENIZER_FOLDER, VERSION, as_float32
+from mmldlm.data.store.writers import StoreSplit
+from mmldlm.utils.atomic_files import list_files, write_json
+from mmldlm.utils.formatting import join_some
+
+_MAX_NAMED = 20
+
+
+@dataclass
+class ImageSplit:
+    """The samples of one split.
+
+    Attributes:
+        shards: of its corpus.
+        rows: [N] ascending rows of its corpus.
+        captions, tokens: N texts and their token ids.
+        groups: [N] int64.
+    """
+
+    shards: ImageShards
+    rows: np.ndarray
+    captions: list[str]
+    tokens: list[np.ndarray]
+    groups: np.ndarray
+
+
+@dataclass
+class CorpusReport:
+    """What became of a corpus: its name, counters, and name -> reason of images that could not be read."""
+
+    source: str
+    counts: Counter
+    unreadable: dict[str, str]
+
+    def entry(self, kept: int) -> dict[str, Any]:
+        """Return the manifest's entry, in which every sample is accounted for."""
+        dropped = {key[5:]: value for key, value in sorted(self.counts.items()) if key.startswith("drop_") and value}
+        lost = self.counts["read"] - kept - sum(dropped.values())
+        assert lost == 0, f"{lost} samples are not accounted for: {self.counts}, {kept} kept"
+        entry = {"source": self.source, "read": self.counts["read"], "kept": kept, "dropped": dropped}
+        if not self.unreadable:
+            return entry
+        named = [f"{name}: {reason}" for name, reason in list(self.unreadable.items())[:_MAX_NAMED]]
+        return {**entry, "unreadable": dict(Counter(self.unreadable.values())), "unreadable_images": named}
+
+
+def publish(
+    options: ImageOptions,
+    codec: ImageCodec,
+    work: WorkDir,
+    root: Path,
+    plan: dict[str, Any],
+    splits: dict[str, ImageSplit],
+    reports: dict[str, CorpusReport],
+) -> dict[str, Any]:
+    """Write splits, tokenizer, basis and manifest to the work folder, then rename it; return the manifest.
+
+    Args:
+        reports: split -> its corpus; that of validation only with a corpus of its own.
+    """
+    partial = work.folder / "output"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    tokenizer = json.loads((work.folder / TOKENIZER_IDENTITY).read_text())
+    summaries, statistics = {}, {}
+    for name, split in splits.items():
+        summaries[name], found = _write_split(partial, name, split, codec, tokenizer["vocab_size"])
+        statistics = found if name == "train" else statistics
+    shutil.copytree(work.folder / TOKENIZER_FOLDER, partial / TOKENIZER_FOLDER)
+    for name, path in codec.files().items():
+        shutil.copyfile(path, partial / name)
+    _write_unreadable(partial, reports)
+    own = {name: sum(summary["num_samples"] for key, summary in summaries.items() if _corpus_of(key, reports) == name)
+           for name in reports}  # fmt: skip
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "kind": "image",
+        "image": {
+            **{key: codec.identity[key] for key in ("size", "patch", "channels", "grid", "latents")},
+            "source": reports["train"].source,
+        },
+        "latent_dim": codec.latent_dim,
+        **latents_suffix(codec.num_latents),
+        "encoder": _encoder(codec),
+        "latent_stats": statistics,
+        "tokenizer": tokenizer,
+        "splits": summaries,
+        "corpus": reports["train"].entry(own["train"]),
+        "options": plan["options"],
+        "units": plan_digest(plan),
+        "files": list_files(partial),
+        "created_with": versions("pillow", "matplotlib"),
+    }
+    if "validation" in reports:
+        manifest["validation_corpus"] = reports["validation"].entry(own["validation"])
+    write_json(partial / MANIFEST, manifest)
+    check_readable(partial, summaries)
+    commit(partial, root, options.force)
+    return manifest
+
+
+def _corpus_of(split: str, reports: dict[str, CorpusReport]) -> str:
+    return split if split in reports else "train"
+
+
+def _encoder(codec: ImageCodec) -> dict[str, Any]:
+    # normalize is said, never guessed: latents of images can have norms near 1 by chance.
+    entry = {"name": codec.name, "source": "mmldlm", "normalize": False}
+    basis = codec.identity.get("basis_sha256")
+    return entry if basis is None else {**entry, "weights_sha256": basis}
+
+
+def _write_split(
+    folder: Path, name: str, split: ImageSplit, codec: ImageCodec, vocab_size: int
+) -> tuple[dict[str, int], dict[str, Any]]:
+    """Write one split; return its summary and the statistics of its latents, over positions and samples."""
+    is_pixels = codec.latents == "pixels"
+    count, dim = codec.num_latents, codec.latent_dim
+    writer = StoreSplit(
+        folder,
+        name,
+        (dim,) if count == 1 else (count, dim),
+        vocab_size,
+        latent_dtype=np.uint8 if is_pixels else np.float16,
+        with_groups=True,
+    )
+    statistics, start = LatentStatistics(dim, len(split.rows) * count), 0
+    for rows, images in split.shards.blocks(split.rows):
+        stop = start + len(rows)
+        latents = to_patches(images, codec.patch) if is_pixels else codec.encode(images).astype(np.float16)
+        latents = latents[:, 0] if count == 1 else latents
+        writer.add(split.captions[start:stop], split.tokens[start:stop], latents, groups=split.groups[start:stop])
+        statistics.add(as_float32(latents))
+        start = stop
+    return writer.close(), statistics.result()
+
+
+def _write_unreadable(folder: Path, reports: dict[str, CorpusReport]) -> None:
+    lines = [
+        json.dumps({"split": name, "image": image, "reason": reason}, ensure_ascii=False) + "\n"
+        for name, report in reports.items()
+        for image, reason in report.unreadable.items()
+    ]
+    if lines:
+        (folder / QUARANTINE).write_text("".join(lines), encoding="utf-8")
+
+
+def print_image_summary(console: Console, root: Path, manifest: dict[str, Any], seconds: float) -> None:
+    """Print the table that ends a preparation of images."""
+    table, image, corpus = Table(title=f"store {root}", show_header=False), manifest["image"], manifest["corpus"]
+    table.add_row("corpus", corpus["source"])
+    table.add_row("images read", f"{corpus['read']:,}")
+    for reason, number in corpus["dropped"].items():
+        table.add_row(f"  dropped: {reason.replace('_', ' ')}", f"{number:,}")
+    if "unreadable_images" in corpus:
+        table.add_row("  such as", join_some(corpus["unreadable_images"], limit=3, separator="\n"))
+    table.add_row("kept", f"{corpus['kept']:,}")
+    for name, split in manifest["splits"].items():
+        lengths = f"mean {split['num_tokens'] / split['num_samples']:.1f}, max {split['max_tokens']}"
+        table.add_row(name, f"{split['num_samples']:,} images, captions of {split['num_tokens']:,} tokens ({lengths})")
+    table.add_row("tokenizer", f"{manifest['tokenizer']['key']}, {manifest['tokenizer']['vocab_size']:,} tokens")
+    color = "gray" if image["channels"] == 1 else "RGB"
+    table.add_row("images", f"{image['size']} x {image['size']} {color}, {manifest['encoder']['name']}")
+    table.add_row(
+        "latents", f"{manifest.get('latents_per_text', 1)} of {manifest['latent_dim']} (patch {image['patch']})"
+    )
+    table.add_row("size", f"{sum(entry['bytes'] for entry in manifest['files'].values()) / 2**20:.1f} MiB")
+    table.add_row("time", f"{seconds:.0f} s")
+    console.print(table)
+    console.print(f"look: mmldlm verify-data {root} --sheet FILE.png", soft_wrap=True)
+    console.print(f"next: mmldlm config --config-name image_text_quick data.latent_data_root={root}", soft_wrap=True)

@@ -1,0 +1,1 @@
+"""Evaluation of models of images and captions."""

@@ -1,0 +1,189 @@
+"""Images from captions, captions from images, and pairs: what differs from embeddings and texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmldlm.data.batching.store_data import check_store_kind
+from mmldlm.data.images.codec import ImageCodec
+from mmldlm.data.store.store import Store
+from mmldlm.errors import UserError
+from mmldlm.sampling.generate import SampleOptions, Samples, read_l2t_input, sample_unconditional, write_from_latents
+from mmldlm.sampling.inputs import given_texts, tokenize_texts
+from mmldlm.sampling.latent_sampler import sample_latents
+from mmldlm.sampling.pretrained import Pretrained
+from mmldlm.sampling.text.records import Recorder
+from mmldlm.utils.formatting import count_noun
+from mmldlm.utils.progress import ProgressBar, ProgressCallback
+
+FOLDER, SHEET = "images", "sheet.png"
+MAX_ON_SHEET = 96
+
+
+def codec_of(pretrained: Pretrained) -> ImageCodec:
+    """Return what turns the latents of a model into pixels.
+
+    Raises:
+        UserError: the model was not trained on images, or its files are damaged.
+    """
+    if pretrained.image is None:
+        raise UserError(
+            "a model of images (task=image_text)",
+            f"{pretrained.folder or 'a model'} of task={pretrained.task.name}",
+            "use another checkpoint, or sample l2t, t2l or unconditional",
+        )
+    return ImageCodec.open(pretrained.image, pretrained.config_folder)
+
+
+def make_images(
+    pretrained: Pretrained,
+    captions: list[list[int]],
+    *,
+    steps: int,
+    guidance: float = 1.0,
+    seed: int = 0,
+    progress: ProgressCallback | None = None,
+    **options: Any,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Sample one image per caption of ids without EOS.
+
+    Args:
+        options: others of `sample_latents`.
+
+    Returns:
+        latents [B, N, D] fp32 and images [B, S, S, C] uint8.
+    """
+    latents = sample_latents(
+        pretrained.model,
+        captions,
+        diffusion=pretrained.latent_diffusion,
+        steps=steps,
+        guidance=guidance,
+        clamp=pretrained.clamp_x0,
+        seed=seed,
+        progress=progress,
+        **options,
+    ).numpy()
+    return latents, codec_of(pretrained).decode(latents)
+
+
+def open_image_store(root: str, codec: ImageCodec) -> Store:
+    """Open the validation split of a store of images that a model can read.
+
+    Raises:
+        UserError: a store of texts, or images of another size or kind.
+    """
+    store = Store(root, "validation")
+    check_store_kind(store, "image")
+    own, found = codec.identity, ImageCodec.open(store.manifest, store.root).identity
+    if wrong := [key for key in own if own[key] != found.get(key)]:
+        raise UserError(
+            f"images as the model was trained on: {', '.join(f'{key} {own[key]}' for key in wrong)}",
+            f"{', '.join(f'{key} {found.get(key)}' for key in wrong)} in {store.root}",
+            "name the store of its training, or prepare images in the same way",
+        )
+    return store
+
+
+def sample_t2i(pretrained: Pretrained, options: SampleOptions, progress: ProgressBar) -> Samples:
+    """Sample images from captions: given ones, or those of a store's validation split."""
+    codec = codec_of(pretrained)
+    if options.data:
+        store = open_image_store(options.data, codec)
+        texts = store.texts(range(min(options.num_samples or len(store), len(store))))
+    else:
+        texts = given_texts(options.text, options.text_file)
+    source = np.arange(options.num_samples or len(texts)) % len(texts)
+    ids = tokenize_texts(texts, pretrained)
+    message = f"making {count_noun(len(source), 'image')} in {count_noun(options.num_steps, 'step')}"
+    latents, images = make_images(
+        pretrained,
+        [ids[row] for row in source],
+        steps=options.num_steps,
+        guidance=options.guidance,
+        guidance_interval=options.guidance_interval,
+        method=options.method,
+        eta=options.eta,
+        seed=options.seed,
+        progress=progress.start(message),
+    )
+    records = [
+        {"index": i, "text": texts[row], "num_tokens": len(ids[row]), "latent": i, "image": _name(i)}
+        for i, row in enumerate(source.tolist())
+    ]
+    return Samples(records, latents, {}, images)
+
+
+def sample_i2t(
+    pretrained: Pretrained, options: SampleOptions, progress: ProgressBar, recorder: Recorder | None = None
+) -> Samples:
+    """Write captions of images: of files, of a store's validation split, or of a file of latents."""
+    codec = codec_of(pretrained)
+    references: list[str] | None = None
+    if options.image:
+        images = np.stack([_read(path, codec) for path in options.image])
+        latents = codec.encode(images)
+    else:
+        if options.data:
+            open_image_store(options.data, codec)
+        references, latents = read_l2t_input(pretrained, options, progress)
+        images = codec.decode(latents)
+    samples = write_from_latents(pretrained, options, references, latents, progress, recorder)
+    for record in samples.records:
+        if options.image:
+            record["image"] = options.image[record["latent"]]
+    samples.images = images[[record["latent"] for record in samples.records]]
+    return samples
+
+
+def _read(path: str, codec: ImageCodec) -> np.ndarray:
+    from mmldlm.data.images.image_files import UnreadableImage, read_image
+
+    try:
+        return read_image(Path(path), codec.size, codec.channels)
+    except UnreadableImage as error:
+        raise UserError(f"an image in {path}", str(error), "name a file that Pillow reads as one picture") from None
+
+
+def sample_pairs(
+    pretrained: Pretrained, options: SampleOptions, progress: ProgressBar, recorder: Recorder | None = None
+) -> Samples:
+    """Sample pairs of image and caption."""
+    codec = codec_of(pretrained)
+    samples = sample_unconditional(pretrained, options, progress, recorder)
+    samples.images = codec.decode(samples.latents)
+    for record in samples.records:
+        record["image"] = _name(record["index"])
+    return samples
+
+
+def _name(index: int) -> str:
+    return f"{FOLDER}/{index:06d}.png"
+
+
+def write_pictures(samples: Samples, out: Path, keeps_each: bool) -> None:
+    """Write a sheet of the images with their captions and, with keeps_each, one PNG per image.
+
+    Args:
+        samples: of which `images` is set.
+        out: an existing folder; PNGs of an earlier call are removed.
+    """
+    from PIL import Image
+
+    from mmldlm.data.images.sheet import contact_sheet
+
+    assert samples.images is not None
+    count = min(len(samples.images), MAX_ON_SHEET)
+    captions = [record["text"] for record in samples.records[:count]]
+    contact_sheet(samples.images[:count], captions, out / SHEET)
+    folder = out / FOLDER
+    for path in folder.glob("[0-9]*.png"):
+        path.unlink()
+    if not keeps_each:
+        return
+    folder.mkdir(exist_ok=True)
+    for record, image in zip(samples.records, samples.images):
+        Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image).save(out / record["image"])

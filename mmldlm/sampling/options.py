@@ -1,0 +1,190 @@
+"""The options of `mmldlm sample`: which kind of samples reads which, with what default, and their help."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mmldlm.sampling.joint_sampler import JOINT_METHODS
+from mmldlm.sampling.latent_solver import ETAS, SOLVERS
+from mmldlm.sampling.search.options import ARGUMENTS as SEARCH_ARGUMENTS
+from mmldlm.sampling.text.strategies import STRATEGIES
+from mmldlm.sampling.text.strategies.remasking import ETAS as REMASKING
+from mmldlm.sampling.text.trace import MAX_TEXTS
+
+IMAGE_STEPS = 20
+"""Default number of denoising steps of an image. One, which is enough for an embedding, gives a blur."""
+IMAGE_GUIDANCE = 2.0
+NUM_LENGTHS = 3
+"""Default number of lengths in which a caption is written: the model reads the length from the mean patch alone."""
+
+KINDS = {
+    "l2t": "text from embeddings",
+    "t2l": "embeddings from text",
+    "unconditional": "text and embeddings without a condition",
+    "t2i": "images from captions",
+    "i2t": "captions from images",
+    "joint": "images and captions without a condition",
+}
+IMAGE_KINDS = {"t2i": "t2l", "i2t": "l2t", "joint": "unconditional"}
+"""Kind of samples of a model of images -> the kind whose model and samplers it shares."""
+# Options that not every kind reads, and their defaults in the kinds that do.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "image": {"i2t": None},
+    "latent_file": {"l2t": None},
+    "data": {"l2t": None, "t2i": None},
+    "text": {"l2t": None, "t2l": None},
+    "text_file": {"l2t": None, "t2l": None},
+    "num_samples": {"l2t": None, "unconditional": 10, "t2i": None},
+    "num_steps": {"l2t": 64, "t2l": None, "unconditional": 64, "t2i": IMAGE_STEPS},
+    "sampler": {"l2t": None, "unconditional": None},
+    "temperature": {"l2t": None, "unconditional": None},
+    "top_p": {"l2t": 1.0, "unconditional": 1.0},
+    "guidance": {"l2t": 1.0, "t2l": 1.0, "t2i": IMAGE_GUIDANCE},
+    "guidance_interval": {"t2l": None, "t2i": None},
+    "presence_penalty": {"l2t": None, "i2t": 0.0},
+    "schedule": {"l2t": None, "unconditional": None},
+    "spacing": {"l2t": None, "unconditional": None},
+    "threshold": {"l2t": None, "unconditional": None},
+    "factor": {"l2t": None, "unconditional": None},
+    "delta": {"l2t": None, "unconditional": None},
+    "gamma": {"l2t": None, "unconditional": None},
+    "remask": {"unconditional": None},
+    "remask_eta": {"unconditional": None},
+    "num_lengths": {"l2t": None, "i2t": NUM_LENGTHS},
+    "critic_rounds": {"l2t": None},
+    "critic_share": {"l2t": None},
+    "num_beams": {"l2t": None, "unconditional": None},
+    "method": {"t2l": "ddim", "unconditional": None},
+    "solver": {"unconditional": "ddim"},
+    "condition_timestep": {"l2t": 0.0, "unconditional": 0.0},
+    "eta": {"t2l": 0.0},
+    "trace": {"l2t": None, "unconditional": None},
+    **{key: {"l2t": None} for key in SEARCH_ARGUMENTS},
+}
+# Options of l2t that need an encoder of texts.
+_NOT_OF_IMAGES = ("text", "text_file", *SEARCH_ARGUMENTS)
+for _key, _defaults in DEFAULTS.items():
+    for _word, _kind in IMAGE_KINDS.items():
+        if _kind in _defaults and not (_word == "i2t" and _key in _NOT_OF_IMAGES):
+            _defaults.setdefault(_word, _defaults[_kind])
+# Options that a task may lack, also in a kind that it has (TextTask.sampling_options).
+TASK_OPTIONS = (
+    "num_steps", "sampler", "temperature", "top_p", "guidance", "presence_penalty", "num_beams", "method",
+    "solver", "eta", "condition_timestep", "schedule", "spacing", "threshold", "factor", "delta", "gamma", "remask",
+    "remask_eta", "num_lengths", "critic_rounds", "critic_share", "guidance_interval",
+)  # fmt: skip
+METHODS = {"t2l": SOLVERS, "t2i": SOLVERS, "unconditional": JOINT_METHODS, "joint": JOINT_METHODS}
+
+
+def eta_value(word: str) -> float | str:
+    return word if word in ETAS else float(word)
+
+
+# argparse settings of the same options.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "image": {"nargs": "+", "metavar": "FILE", "help": "images, read as `mmldlm prepare` reads them"},
+    "latent_file": {"metavar": "X.npy", "help": "embeddings [D] or [N, D] in the encoder's space"},
+    "data": {
+        "metavar": "STORE",
+        "help": "validation samples of a store: embeddings, images, or (t2i) captions",
+    },
+    "text": {"nargs": "+", "metavar": "TEXT", "help": "texts (l2t: embedded with the encoder of the training data)"},
+    "text_file": {"metavar": "FILE", "help": "texts, one per line"},
+    "num_samples": {
+        "type": int,
+        "metavar": "N",
+        "help": "number of samples (l2t: default one per embedding; i2t, t2i: one per image, caption)",
+    },
+    "num_steps": {
+        "type": int,
+        "help": "denoising steps (t2l: default 1, or 10 for a model that predicts epsilon); a text of n tokens takes "
+        "at most n passes",
+    },
+    "sampler": {
+        "help": f"text sampler; of masked diffusion {' or '.join(STRATEGIES)} (default: l2t confidence, unconditional "
+        "ancestral); a name that the model's task lacks is refused with those that it has"
+    },
+    "temperature": {
+        "type": float,
+        "help": "0 takes the most probable token (default: 0 for samplers by certainty, or 1 if an embedding is used "
+        "several times; 1 for the others)",
+    },
+    "top_p": {"type": float, "help": "nucleus of the token draws"},
+    "guidance": {"type": float, "help": "scale of classifier-free guidance, 1: none"},
+    "guidance_interval": {
+        "nargs": 2,
+        "type": float,
+        "metavar": ("LOW", "HIGH"),
+        "help": "guide only at timesteps (1 noise, 0 data) from LOW to HIGH (default: at all)",
+    },
+    "presence_penalty": {
+        "type": float,
+        "help": "nats subtracted from tokens that the text already contains (default: 1 for samplers by certainty, "
+        "else 0)",
+    },
+    "schedule": {
+        "metavar": "N1,N2,..|FILE",
+        "help": "tokens per pass instead of --num-steps, scaled to each text: numbers, or a JSON file of a list, of "
+        "{length: list}, or of evaluate --write-schedule, of which --num-steps chooses (scheduled, confidence, margin, "
+        "entropy)",
+    },
+    "spacing": {
+        "type": float,
+        "metavar": "G",
+        "help": "of the positions that a pass would fill, one nearer than G x the masked share to a surer one waits "
+        "(samplers by certainty; default 1: none)",
+    },
+    "threshold": {"type": float, "metavar": "P", "help": "threshold: fill all positions as probable (default 0.9)"},
+    "factor": {"type": float, "metavar": "F", "help": "factor: fill n with (n+1)(1-p_n) < F (default 0.75)"},
+    "delta": {"type": float, "metavar": "D", "help": "frechet: margin of the joint probability (default 0.25)"},
+    "gamma": {"type": float, "metavar": "NATS", "help": "eb: bound on the dependence ignored in a pass (default 0.1)"},
+    "remask": {"choices": tuple(REMASKING), "help": "remdm: how tokens are masked again (default cap)"},
+    "remask_eta": {
+        "type": float,
+        "metavar": "ETA",
+        "help": f"remdm: how much ({', '.join(f'{name} {eta}' for name, eta in REMASKING.items())})",
+    },
+    "num_lengths": {
+        "type": int,
+        "metavar": "M",
+        "help": "write a text in each of the M most probable lengths and keep the most probable one (default: one text "
+        "of the median length)",
+    },
+    "critic_rounds": {
+        "type": int,
+        "metavar": "R",
+        "help": "then R times mask the words that the quality head doubts most, write them again, and keep a text if "
+        "its mean quality is higher (a model of model.quality_head=true)",
+    },
+    "critic_share": {
+        "type": float,
+        "metavar": "RHO",
+        "help": "share of the words of a text that the first of --critic-rounds masks, falling to 0 (default 0.1)",
+    },
+    "num_beams": {"type": int, "metavar": "W", "help": "beams of a beam search (default: 4)"},
+    "method": {
+        "help": "t2l: solver, ddim, dpm++2m, or heun for a rectified-flow model; unconditional: joint or chain "
+        "(default: what the model was trained for)"
+    },
+    "solver": {"choices": ("ddim", "dpm++2m"), "help": "solver of the embeddings"},
+    "condition_timestep": {
+        "type": float,
+        "metavar": "T",
+        "help": "noise the embedding to this timestep for the text, for embeddings that no encoder made (a model of "
+        "training.l2t_condition_noise; unconditional: --method chain)",
+    },
+    "eta": {
+        "type": eta_value,
+        "metavar": "ETA",
+        "help": "noise of DDIM: 0 none, 1 ancestral, bridge that of a model of schedule=decoupled",
+    },
+    "trace": {
+        "metavar": "FILE.html",
+        "help": f"also write a page that plays, pass by pass, how the first {MAX_TEXTS} texts were written",
+    },
+    **SEARCH_ARGUMENTS,
+}
+SOURCES = {
+    "l2t": ("latent_file", "text", "text_file", "data"), "t2l": ("text", "text_file"), "unconditional": (),
+    "i2t": ("image", "latent_file", "data"), "t2i": ("text", "text_file", "data"), "joint": (),
+}  # fmt: skip

@@ -1,0 +1,60 @@
+"""Config of the image_text task: that of the translation task, with the words and options of images."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, field_validator, model_validator
+
+from mmldlm.data.images.config import ImageDataConfig
+from mmldlm.models.mmdit.config import ModelConfig
+from mmldlm.tasks.image_text.words import mode_of, with_modes
+from mmldlm.tasks.translation.config import TranslationConfig, TranslationDataConfig, TranslationTrainingConfig
+
+# (key, the only value for images, why)
+TEXT_ONLY = (
+    ("model.corrector", "none", "images have no encoder that embeds texts"),
+    ("model.token_embedding_init", "random", "images have no encoder with token embeddings"),
+    ("latent_diffusion.l2_normalize", False, "it would remove the brightness of a patch"),
+)
+
+
+class ImageModelConfig(ModelConfig):
+    """The MMDiT; a latent is a patch of an image."""
+
+    tokens_per_latent: int = Field(1, ge=1, le=1 << 20)
+    """Rows K that present one latent. An image has many latents, so that one row each is enough."""
+
+
+class ImageTextDataConfig(ImageDataConfig, TranslationDataConfig):
+    """Stores of images, and their augmentation."""
+
+
+class ImageTrainingConfig(TranslationTrainingConfig):
+    """Modes, and the common training keys."""
+
+    @field_validator("loss_type", mode="before")
+    @classmethod
+    def _mode_by_word(cls, value: Any) -> Any:
+        return mode_of(value)
+
+    @field_validator("loss_type_weights", mode="before")
+    @classmethod
+    def _weights_by_word(cls, value: Any) -> Any:
+        return with_modes(value)
+
+
+class ImageTextConfig(TranslationConfig):
+    """One run of the image_text task."""
+
+    model: ImageModelConfig = Field(default_factory=ImageModelConfig)
+    data: ImageTextDataConfig = Field(default_factory=ImageTextDataConfig)
+    training: ImageTrainingConfig = Field(default_factory=ImageTrainingConfig)
+
+    @model_validator(mode="after")
+    def _has_no_options_of_texts(self) -> ImageTextConfig:
+        for key, allowed, reason in TEXT_ONLY:
+            section, name = key.split(".")
+            if (value := getattr(getattr(self, section), name)) != allowed:
+                raise ValueError(f"{key}={value} does not go with task=image_text ({reason}): drop it")
+        return self
