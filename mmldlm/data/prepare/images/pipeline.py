@@ -166,7 +166,7 @@ class _Preparation:
         """Return both splits, tokenized; repeated pairs and samples of groups of a validation corpus are dropped."""
         rows, own, columns = self._kept(shards, reports)
         captions, hashes, pixels, given = columns
-        groups = select_stage.join_groups(pixels.tolist(), given)
+        groups = select_stage.join_groups([content_hash(caption) for caption in captions], pixels.tolist(), given)
         corpus, options = self.corpora["train"], self.options
         if "validation" in shards:
             inside = own == 1
