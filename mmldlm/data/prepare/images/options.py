@@ -12,8 +12,8 @@ from mmldlm.data.images.corpora.corpus import GLYPHS
 from mmldlm.data.images.pca import MAX_VALUES
 from mmldlm.errors import UserError
 
-# Options that affect how the work is done, or where files lie, but not the result.
-_RUN_ONLY_OPTIONS = ("output_dir", "force", "cache_dir", "data_root")
+# Options that affect how the work is done, where files lie, or whether there is a result, but not the result.
+_RUN_ONLY_OPTIONS = ("output_dir", "force", "cache_dir", "data_root", "max_quarantined")
 
 
 @dataclass
