@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from mmldlm.data.encoders.download import find_model_folder
+from mmldlm.data.prepare.images.options import ImageOptions
+from mmldlm.data.prepare.images.pipeline import prepare_images
 from mmldlm.data.prepare.options import PrepareOptions
 from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.errors import UserError
@@ -53,3 +55,10 @@ def made_store(need_minilm, corpus_file, tmp_path_factory) -> Path:
 def store_copy(made_store, tmp_path) -> Path:
     """A copy of the store that a test may damage."""
     return Path(shutil.copytree(made_store, tmp_path / "store"))
+
+
+@pytest.fixture(scope="session")
+def glyph_store(tmp_path_factory) -> Path:
+    """The letters of three faces, drawn here; read-only."""
+    root = tmp_path_factory.mktemp("images") / "glyphs"
+    return prepare_images(ImageOptions(str(root), faces=3))

@@ -180,3 +180,17 @@ def test_check_latents_refuses_zero_vectors_and_other_dimensions():
     latents[3] = 0
     with pytest.raises(UserError, match="zero vectors in 1 row: 3"):
         check_latents(latents, "here")
+
+
+def test_latents_of_texts_are_float32_alone(store_copy):
+    path = store_copy / "train" / "latents.npy"
+    np.save(path, np.load(path).astype(np.float16))
+    with pytest.raises(UserError, match="float16"):
+        Store(store_copy, verify="none")
+
+
+def test_zero_vectors_are_an_error_but_of_images():
+    latents = np.zeros((2, 3), np.float32)
+    check_latents(latents, "here", zero_ok=True)
+    with pytest.raises(UserError, match="zero"):
+        check_latents(latents, "here")

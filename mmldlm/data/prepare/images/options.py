@@ -12,8 +12,8 @@ from mmldlm.data.images.corpora.corpus import GLYPHS
 from mmldlm.data.images.pca import MAX_VALUES
 from mmldlm.errors import UserError
 
-# Options that affect how the work is done, or where files lie, but not the result.
-_RUN_ONLY_OPTIONS = ("output_dir", "force", "cache_dir", "data_root")
+# Options that affect how the work is done, where files lie, or whether there is a result, but not the result.
+_RUN_ONLY_OPTIONS = ("output_dir", "force", "cache_dir", "data_root", "max_quarantined")
 
 
 @dataclass
@@ -32,6 +32,7 @@ class ImageOptions:
     max_samples: int | None = None
     validation_samples: int | None = None
     keep_duplicates: bool = False
+    max_tokens: int = 62
     max_quarantined: float = 0.01
     tokenizer: str | None = None
     vocab_size: int = 8192
@@ -76,7 +77,7 @@ def check_options(options: ImageOptions) -> Path:
     Raises:
         UserError: a value is out of range, unknown, or not read by this corpus.
     """
-    for name in ("image_size", "patch_size", "max_samples", "validation_samples"):
+    for name in ("image_size", "patch_size", "max_samples", "validation_samples", "max_tokens"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} of at least 1", str(value), "give a positive number")

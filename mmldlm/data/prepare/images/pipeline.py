@@ -22,6 +22,7 @@ from mmldlm.data.images.corpora.corpus import ImageCorpus
 from mmldlm.data.images.corpora.open import open_image_corpus
 from mmldlm.data.images.pca import fit_components
 from mmldlm.data.prepare import tokenizer as tokenizers
+from mmldlm.data.prepare.chunking import truncate
 from mmldlm.data.prepare.images import read_stage, select_stage
 from mmldlm.data.prepare.images.options import ImageOptions, check_options, complete_options
 from mmldlm.data.prepare.images.publish_stage import CorpusReport, ImageSplit, print_image_summary, publish
@@ -165,7 +166,7 @@ class _Preparation:
         """Return both splits, tokenized; repeated pairs and samples of groups of a validation corpus are dropped."""
         rows, own, columns = self._kept(shards, reports)
         captions, hashes, pixels, given = columns
-        groups = select_stage.join_groups(hashes, pixels, given)
+        groups = select_stage.join_groups([content_hash(caption) for caption in captions], pixels.tolist(), given)
         corpus, options = self.corpora["train"], self.options
         if "validation" in shards:
             inside = own == 1
@@ -180,30 +181,29 @@ class _Preparation:
         chosen = {"train": np.flatnonzero(~inside & ~leaks), "validation": np.flatnonzero(inside)}
         self._check_sizes(chosen, reports)
         tokenizer = self._tokenizer([captions[i] for i in chosen["train"]])
-        return {
-            name: ImageSplit(
-                shards.get(name, shards["train"]),
-                rows[positions],
-                [captions[i] for i in positions],
-                self._tokenize(tokenizer, [captions[i] for i in positions]),
-                groups[positions],
-            )
-            for name, positions in chosen.items()
-        }
+        splits = {}
+        for name, positions in chosen.items():
+            source = name if name in shards else "train"
+            found = self._tokenize(tokenizer, [captions[i] for i in positions], reports[source].counts)
+            kept = np.flatnonzero([len(ids) for _, ids in found])
+            texts, tokens = [found[i][0] for i in kept], [found[i][1] for i in kept]
+            splits[name] = ImageSplit(shards[source], rows[positions[kept]], texts, tokens, groups[positions[kept]])
+        return splits
 
     def _kept(self, shards: dict[str, ImageShards], reports: dict[str, CorpusReport]):
         """Return row, corpus (0, 1) and columns (caption, its hash, pixel hash, given group) of the kept samples."""
         rows, own, columns = [], [], ([], [], [], [])
         for number, (name, part) in enumerate(shards.items()):
             samples = [self.corpora[name].samples[row] for row in part.rows.tolist()]
-            hashes = np.array([content_hash(sample.caption) for sample in samples], np.uint64)
+            hashes = select_stage.caption_hashes([sample.caption for sample in samples])
             keep = np.arange(len(samples))
             if not self.options.keep_duplicates:
                 keep = select_stage.first_pairs(part.hashes, hashes)
             reports[name].counts["drop_duplicate"] += len(samples) - len(keep)
             rows.append(part.rows[keep])
             own.append(np.full(len(keep), number))
-            given = [samples[i].group for i in keep]
+            # Two corpora may number their images alike.
+            given = [samples[i].group and (number, samples[i].group) for i in keep]
             found = ([samples[i].caption for i in keep], hashes[keep].tolist(), part.hashes[keep].tolist(), given)
             for column, values in zip(columns, found):
                 column.extend(values)
@@ -238,12 +238,17 @@ class _Preparation:
         saved.split_special_tokens = True  # "[MASK]" in a caption is six characters, not a mask
         return saved
 
-    def _tokenize(self, tokenizer, captions: list[str]) -> list[np.ndarray]:
-        encoded = tokenizer(captions, add_special_tokens=False, verbose=False)["input_ids"]
-        for caption, ids in zip(captions, encoded):
-            if not ids:
-                raise UserError("captions with at least one token", repr(caption[:80]), "remove it from the corpus")
-        return [np.asarray(ids, np.int32) for ids in encoded]
+    def _tokenize(self, tokenizer, captions: list[str], counts: Counter) -> list[tuple[str, np.ndarray]]:
+        """Return caption and token ids of each; too long captions are cut, those without a token have no ids."""
+        limit = self.options.max_tokens
+        found = list(zip(captions, tokenizer(captions, add_special_tokens=False, verbose=False)["input_ids"]))
+        for place, (caption, ids) in enumerate(found):
+            counts["drop_no_token"] += not ids
+            if len(ids) > limit:
+                cut, text = truncate(tokenizer, caption, limit)
+                found[place] = (text, cut)
+                counts["truncated"] += 1
+        return [(text, np.asarray(ids, np.int32)) for text, ids in found]
 
     def _codec(self, train: ImageSplit) -> ImageCodec:
         options = self.options

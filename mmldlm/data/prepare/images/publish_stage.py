@@ -69,6 +69,8 @@ class CorpusReport:
         lost = self.counts["read"] - kept - sum(dropped.values())
         assert lost == 0, f"{lost} samples are not accounted for: {self.counts}, {kept} kept"
         entry = {"source": self.source, "read": self.counts["read"], "kept": kept, "dropped": dropped}
+        if self.counts["truncated"]:
+            entry["truncated"] = self.counts["truncated"]
         if not self.unreadable:
             return entry
         named = [f"{name}: {reason}" for name, reason in list(self.unreadable.items())[:_MAX_NAMED]]
@@ -187,6 +189,8 @@ def print_image_summary(console: Console, root: Path, manifest: dict[str, Any], 
     if "unreadable_images" in corpus:
         table.add_row("  such as", join_some(corpus["unreadable_images"], limit=3, separator="\n"))
     table.add_row("kept", f"{corpus['kept']:,}")
+    if "truncated" in corpus:
+        table.add_row("  captions cut", f"{corpus['truncated']:,}")
     for name, split in manifest["splits"].items():
         lengths = f"mean {split['num_tokens'] / split['num_samples']:.1f}, max {split['max_tokens']}"
         table.add_row(name, f"{split['num_samples']:,} images, captions of {split['num_tokens']:,} tokens ({lengths})")
