@@ -40,7 +40,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "temperature": {"l2t": None, "unconditional": None},
     "top_p": {"l2t": 1.0, "unconditional": 1.0},
     "guidance": {"l2t": 1.0, "t2l": 1.0, "t2i": IMAGE_GUIDANCE},
-    "guidance_interval": {"t2l": None, "t2i": None},
     "guidance_interval": {"t2l": None},
     "presence_penalty": {"l2t": None, "i2t": 0.0},
     "schedule": {"l2t": None, "unconditional": None},
@@ -71,7 +70,6 @@ for _key, _defaults in DEFAULTS.items():
 # Options that a task may lack, also in a kind that it has (TextTask.sampling_options).
 TASK_OPTIONS = (
     "num_steps", "sampler", "temperature", "top_p", "guidance", "presence_penalty", "num_beams", "method",
-    "guidance_interval",
     "solver", "eta", "condition_timestep", "schedule", "spacing", "threshold", "factor", "delta", "gamma", "remask",
     "remask_eta", "num_lengths", "critic_rounds", "critic_share", "guidance_interval",
 )  # fmt: skip
@@ -113,12 +111,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "top_p": {"type": float, "help": "nucleus of the token draws"},
     "guidance": {"type": float, "help": "scale of classifier-free guidance, 1: none"},
-    "guidance_interval": {
-        "nargs": 2,
-        "type": float,
-        "metavar": ("LOW", "HIGH"),
-        "help": "timesteps at which there is guidance, from 0 (no noise) to 1 (default: all)",
-    },
     "guidance_interval": {
         "nargs": 2,
         "type": float,
