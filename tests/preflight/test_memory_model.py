@@ -124,6 +124,7 @@ def kept_for_backward(config, length) -> int:
         ("mmdit", 128, "training.train_batch_size=2", "model.tokens_per_latent=9"),
         ("small", 64, "training.train_batch_size=4", "model.quality_head=true"),
         ("small", 64, "training.train_batch_size=4", "model.corrector=feedback"),
+        ("tiny", 12, "model.num_latents=16", "model.tokens_per_latent=1"),
         ("small", 16, "model.num_latents=256", "model.tokens_per_latent=1", "model.latent_grid=[16,16]"),
     ],
     ids=lambda words: f"{words[0]}_{words[1]}",
