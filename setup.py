@@ -19,7 +19,7 @@ INSTALL_REQUIRES = [
     "pydantic>=2.7",
     "rich>=13",
     "matplotlib>=3.8",
-    "pillow>=10",  # matplotlib brings it; named because images are read and written with it
+    "pillow>=10.1",  # matplotlib brings it; named because images are read and written with it
     "wandb>=0.18",
     "mpi4py>=4",  # binary wheels need no compiler; imported only by MPI launches, which also need a libmpi
 ]

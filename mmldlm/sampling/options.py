@@ -40,7 +40,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "temperature": {"l2t": None, "unconditional": None},
     "top_p": {"l2t": 1.0, "unconditional": 1.0},
     "guidance": {"l2t": 1.0, "t2l": 1.0, "t2i": IMAGE_GUIDANCE},
-    "guidance_interval": {"t2l": None},
+    "guidance_interval": {"t2l": None, "t2i": None},
     "presence_penalty": {"l2t": None, "i2t": 0.0},
     "schedule": {"l2t": None, "unconditional": None},
     "spacing": {"l2t": None, "unconditional": None},

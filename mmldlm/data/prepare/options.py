@@ -137,9 +137,9 @@ def check_options(options: PrepareOptions) -> Path:
     return Path(os.path.abspath(options.output_dir))
 
 
-def to_arguments(options: PrepareOptions) -> list[str]:
-    """Return a command line that parses to these options."""
-    defaults, args = PrepareOptions(options.output_dir), []
+def to_arguments(options: Any) -> list[str]:
+    """Return a command line that parses to these options, of texts or of images (a dataclass)."""
+    defaults, args = type(options)(options.output_dir), []
     for name, value in asdict(options).items():
         flag = f"--{name.replace('_', '-')}"
         if name == "corpus" or (value == getattr(defaults, name) and name != "output_dir"):

@@ -65,12 +65,13 @@ def existing_output(root: Path, plan: dict[str, Any]) -> bool:
     """Whether the folder is the result of exactly this plan."""
     try:
         manifest = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
-        return manifest.get("options") == plan["options"] and manifest.get("units") == _digest(plan)
+        return manifest.get("options") == plan["options"] and manifest.get("units") == plan_digest(plan)
     except (OSError, ValueError, AttributeError):
         return False
 
 
-def _digest(plan: dict[str, Any]) -> str:
+def plan_digest(plan: dict[str, Any]) -> str:
+    """SHA-256 of the units of a plan's corpora."""
     return hashlib.sha256(json.dumps(plan["corpus"]).encode()).hexdigest()
 
 
@@ -111,15 +112,15 @@ def publish(
         "latent_stats": statistics,
         "tokenizer": tokenizer,
         "splits": summaries,
-        "corpus": {"source": source, **_merge_counts(counts, summaries, held_source is None)},
+        "corpus": {"source": source, **merge_counts(counts, summaries, held_source is None)},
         "options": plan["options"],
-        "units": _digest(plan),
+        "units": plan_digest(plan),
         "files": list_files(partial) if is_store else {},
         "created_with": versions(),
     }
     if held_source is not None:
         own = {"validation": summaries["validation"]}
-        manifest["validation_corpus"] = {"source": held_source, **_merge_counts(held_counts, own, True)}
+        manifest["validation_corpus"] = {"source": held_source, **merge_counts(held_counts, own, True)}
     write_json(partial / MANIFEST, manifest)
     if is_store:
         check_readable(partial, summaries)
@@ -196,7 +197,7 @@ def _blocks(output: StoreOutput, name: str) -> Iterator[tuple[list[str], list[np
         yield [part[i] for i in keep], [ids[i] for i in keep], encoded.latents, rows
 
 
-def _merge_counts(counts: Counter, summaries: dict[str, dict[str, int]], both: bool) -> dict[str, Any]:
+def merge_counts(counts: Counter, summaries: dict[str, dict[str, int]], both: bool) -> dict[str, Any]:
     """Return the counters of a corpus for the manifest, in which every text is accounted for."""
     kinds = ("documents", "files", "files_unreadable", "truncated", "chunked", "chunks")
     more = {key: counts[key] for key in kinds if counts[key]}
@@ -212,9 +213,9 @@ def latents_suffix(count: int) -> dict[str, int]:
     return {} if count == 1 else {"latents_per_text": count}
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of the packages on which the bytes of a store may depend."""
-    packages = ("torch", "transformers", "tokenizers", "numpy")
+def versions(*more: str) -> dict[str, str]:
+    """Return the versions of the packages, and of `more`, on which the bytes of a store may depend."""
+    packages = ("torch", "transformers", "tokenizers", "numpy", *more)
     return {
         "mmldlm": mmldlm.__version__,
         "python": platform.python_version(),

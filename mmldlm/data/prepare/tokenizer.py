@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from mmldlm.data.encoders.specs import ENCODERS
 from mmldlm.data.encoders.tokenizer_files import read_tokenizer
 from mmldlm.errors import UserError
 
-TRAIN = "train"
+TRAIN, WORDS = "train", "words"
+_SPECIALS = ["[PAD]", "[UNK]", "[EOS]", "[MASK]"]
 _ADDED = {"mask_token": "[MASK]", "pad_token": "[PAD]", "eos_token": "[EOS]"}
 
 
@@ -28,17 +30,19 @@ def load(
 
     Args:
         name: an encoder (`minilm`: the tokenizer that it ships), a Hugging Face name, a folder, or `train` (a
-            lower-casing WordPiece trained on `texts`).
+            lower-casing WordPiece trained on `texts`), or `words` (one token for every lower-case word of them).
         cache_dir: folder for hub files.
         add_mask_token: add missing special tokens instead of rejecting the tokenizer.
         texts: training texts of `train`, which iterates over them twice.
-        vocab_size: the largest vocabulary of `train`.
+        vocab_size: the largest vocabulary of `train` and `words`.
 
     Raises:
         UserError: it cannot be loaded, is not a fast tokenizer, or lacks a special token.
     """
     if name == TRAIN:
         tokenizer = _train(texts or (), vocab_size)
+    elif name == WORDS:
+        tokenizer = _words(texts or (), vocab_size)
     else:
         source = find_model_folder(name)[0] if name in ENCODERS else name
         tokenizer = _from_pretrained(str(source), cache_dir, name)
@@ -52,7 +56,7 @@ def load(
 def _from_pretrained(source: str, cache_dir: str | None, name: str) -> PreTrainedTokenizerFast:
     tokenizer = read_tokenizer(
         source,
-        f"a tokenizer named '{name}': an encoder's name, a Hugging Face name, a folder, or '{TRAIN}'",
+        f"a tokenizer named '{name}': an encoder's name, a Hugging Face name, a folder, '{TRAIN}' or '{WORDS}'",
         "check the name and the network, or use --tokenizer minilm or --tokenizer train",
         cache_dir=cache_dir,
         use_fast=True,
@@ -93,30 +97,52 @@ def _train(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     of a hash table, which differs between runs. So a first pass without merges finds these characters, and the second
     pass gets them sorted as reserved tokens.
     """
-    import tokenizers as hf
-    from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+    from tokenizers import models, trainers
 
-    specials = ["[PAD]", "[UNK]", "[EOS]", "[MASK]"]
     if vocab_size < 256:
         raise UserError("--vocab-size of at least 256", str(vocab_size), "give the size of vocabulary to train")
 
-    def with_vocabulary(ids: dict[str, int]) -> hf.Tokenizer:
-        core = hf.Tokenizer(models.WordPiece(ids, unk_token="[UNK]"))
-        core.normalizer = normalizers.BertNormalizer(lowercase=True)
-        core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        core.decoder = decoders.WordPiece()
-        return core
-
     def vocabulary(reserved: list[str], size: int) -> dict[str, int]:
-        core = with_vocabulary({})
+        core = _lower_casing(models.WordPiece({}, unk_token="[UNK]"))
         core.train_from_iterator(
             texts, trainers.WordPieceTrainer(vocab_size=size, special_tokens=reserved, show_progress=False)
         )
         return core.get_vocab()
 
-    inside = sorted(token for token in vocabulary(specials, 0) if token.startswith("##") and len(token) == 3)
-    core = with_vocabulary(vocabulary(specials + inside, vocab_size))
-    core.add_special_tokens(specials)
+    inside = sorted(token for token in vocabulary(_SPECIALS, 0) if token.startswith("##") and len(token) == 3)
+    return _complete(_lower_casing(models.WordPiece(vocabulary(_SPECIALS + inside, vocab_size), unk_token="[UNK]")))
+
+
+def _words(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Give a token to every word and mark, the most frequent first; where the vocabulary ends, words are [UNK]."""
+    from tokenizers import models
+
+    core = _lower_casing(models.WordLevel({}, unk_token="[UNK]"))
+    counts: Counter = Counter()
+    for text in texts:
+        pieces = core.pre_tokenizer.pre_tokenize_str(core.normalizer.normalize_str(text))
+        counts.update(word for word, _ in pieces)
+    words = sorted(counts.keys() - set(_SPECIALS), key=lambda word: (-counts[word], word))
+    kept = [*_SPECIALS, *words[: max(vocab_size - len(_SPECIALS), 0)]]
+    if len(kept) == len(_SPECIALS):
+        raise UserError("texts with words, and --vocab-size of at least 5", str(vocab_size), "give a larger one")
+    return _complete(_lower_casing(models.WordLevel({word: i for i, word in enumerate(kept)}, unk_token="[UNK]")))
+
+
+def _lower_casing(model):
+    """Return a tokenizer with BERT's normalization and its cut at white space and punctuation."""
+    import tokenizers as hf
+    from tokenizers import decoders, normalizers, pre_tokenizers
+
+    core = hf.Tokenizer(model)
+    core.normalizer = normalizers.BertNormalizer(lowercase=True)
+    core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    core.decoder = decoders.WordPiece()
+    return core
+
+
+def _complete(core) -> PreTrainedTokenizerFast:
+    core.add_special_tokens(_SPECIALS)
     return PreTrainedTokenizerFast(
         tokenizer_object=core, pad_token="[PAD]", unk_token="[UNK]", eos_token="[EOS]", mask_token="[MASK]"
     )
