@@ -23,7 +23,7 @@ def _signed(value: int) -> int:
 
 
 # SplitMix64's increment and multipliers (Steele et al., OOPSLA 2014); torch's int64 wraps as uint64 does.
-_STEP = _signed(0x9E3779B97F4A7C15)
+STEP = _signed(0x9E3779B97F4A7C15)
 _FIRST, _SECOND = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
 
 
@@ -37,7 +37,7 @@ def mix(values: Tensor) -> Tensor:
 @cache_tensor
 def _column_keys(count: int, device: torch.device) -> Tensor:
     """[count] odd numbers."""
-    return mix(torch.arange(1, count + 1, device=device) * _STEP) | 1
+    return mix(torch.arange(1, count + 1, device=device) * STEP) | 1
 
 
 class RowDropout(NamedTuple):
@@ -67,8 +67,8 @@ class RowDropout(NamedTuple):
             rate: in (0, 1).
             places: of a layer, 3 with cross-attention.
         """
-        rows = mix(keys.index_select(0, sample) + position * _STEP)
-        uses = torch.arange(1, places * num_layers + 1, device=rows.device)[:, None] * _STEP
+        rows = mix(keys.index_select(0, sample) + position * STEP)
+        uses = torch.arange(1, places * num_layers + 1, device=rows.device)[:, None] * STEP
         return cls(mix(rows + uses) | 1, rate, places)
 
     def of_layer(self, layer: int) -> RowDropout:

@@ -82,7 +82,8 @@ def kept_for_backward(config, length) -> int:
     with torch.device("meta"):
         flags = torch.zeros(batch, dtype=torch.bool)
         inputs = {
-            "latents": torch.zeros(batch, config.model.latent_dim), "text_timesteps": torch.zeros(batch),
+            "latents": torch.zeros(batch, config.model.num_latents, config.model.latent_dim),
+            "text_timesteps": torch.zeros(batch),
             "latent_timesteps": torch.zeros(batch), "attention_mask": torch.ones(batch, length, dtype=torch.bool),
             "text_is_null": flags, "latent_is_null": flags.clone(),
             "text_positions": torch.zeros(masked, dtype=torch.int64),
@@ -123,6 +124,8 @@ def kept_for_backward(config, length) -> int:
         ("mmdit", 128, "training.train_batch_size=2", "model.tokens_per_latent=9"),
         ("small", 64, "training.train_batch_size=4", "model.quality_head=true"),
         ("small", 64, "training.train_batch_size=4", "model.corrector=feedback"),
+        ("tiny", 12, "model.num_latents=16", "model.tokens_per_latent=1"),
+        ("small", 16, "model.num_latents=256", "model.tokens_per_latent=1", "model.latent_grid=[16,16]"),
     ],
     ids=lambda words: f"{words[0]}_{words[1]}",
 )

@@ -101,6 +101,8 @@ def activation_bytes(model: ModelConfig, batch: int, length: int, dtype: str) ->
     else:  # in the last one, both branches and the MLP of the scored half alone
         blocks = model.n_blocks * block - batch * length / 2 * size * (2 * width + mlp)
     head = 2.5 * length * width + 8 * width  # rows of the scored half, their norm and modulation
+    latents = tokens - length  # their head's norm and its input, and of each the hidden layer of the pooled vector
+    head += 3 * latents * width + 2 * (model.num_latents - 1) * model.cond_dim
     outside = batch * size * (head + 12 * model.cond_dim + 2 * FREQUENCIES + model.num_latents * model.latent_dim)
     if model.quality_head:  # the pass over the draft, whose last block computes all text rows
         blocks += model.n_blocks * inputs + block if model.gradient_checkpointing else model.n_blocks * block

@@ -14,9 +14,9 @@ from mmldlm.data.batching.batch import Batch
 from mmldlm.data.batching.batch_plan import GlobalBatch, permute
 from mmldlm.data.store.hypotheses import SplitHypotheses
 from mmldlm.data.store.store import Rows
-from mmldlm.diffusion import MaskedDiffusion
+from mmldlm.diffusion import GaussianProcess, MaskedDiffusion
 from mmldlm.diffusion.timesteps import logit_normal, low_discrepancy, shift, stretch
-from mmldlm.tasks.batch_draws import counter_generator, dropout_keys
+from mmldlm.tasks.batch_draws import counter_generator, dropout_keys, keyed_normals, noise_keys
 from mmldlm.tasks.masking import dynamic_weights, mask_texts
 from mmldlm.tasks.row_reader import RowReader
 from mmldlm.tasks.translation.candidates import CandidateSampler
@@ -26,9 +26,11 @@ from mmldlm.tasks.translation.word_swaps import WordSwaps
 UNCONDITIONAL, L2T, T2L = range(3)
 assert PURE_MODES == ("unconditional", "l2t", "t2l")
 
+# Noise of samples with more elements is drawn on the device; that of smaller ones stays the draws it always was.
+MAX_HOST_NOISE = 16_384
 # Key words that keep the streams of one seed apart.
 _SAMPLE_STREAM, _BATCH_STREAM, _CANDIDATE_STREAM, _OPTION_STREAM = 1, 2, 3, 4
-_HYPOTHESIS_STREAM = 7  # dropout_keys has 5, WordSwaps 6
+_HYPOTHESIS_STREAM = 7  # dropout_keys has 5, WordSwaps 6, shifts of images 8, noise_keys 9
 
 
 @dataclass(kw_only=True)
@@ -48,12 +50,34 @@ class NoisedBatch(Batch):
             (length - 1), length_weights [B] fp32; with candidates text_candidates [C] and text_columns [M] int64; with
             loss.text_weighting=dynamic text_loss_weights [M] fp32; with model.dropout dropout_keys [B] int64;
             with model.quality_head draft_swaps [B, S] int64 (WordSwaps); with hypotheses the tensors of
-            SplitHypotheses.
+            SplitHypotheses. Above MAX_HOST_NOISE elements a sample, noise_keys [B] int64 stand for latents and
+            latent_targets until `to` has drawn the noise.
+        process: of the latents.
         modes: [B] index in PURE_MODES.
         counts: text_tokens, latents (of N latents per text, each), lengths.
     """
 
     modes: np.ndarray
+    process: GaussianProcess | None = None
+
+    def to(self, device: torch.device | str, non_blocking: bool = True) -> NoisedBatch:
+        """Move the tensors to a device, and noise there the latents that come with keys."""
+        super().to(device, non_blocking)
+        if "noise_keys" in self.tensors:
+            assert self.process is not None
+            clean, timesteps = self.tensors["latent_clean"], self.tensors["latent_timesteps"]
+            noise = keyed_normals(self.tensors.pop("noise_keys"), clean.shape[1:])
+            self.tensors |= noised_latents(self.process, clean, noise, timesteps)
+        return self
+
+
+def noised_latents(process: GaussianProcess, clean: Tensor, noise: Tensor, timesteps: Tensor) -> dict[str, Tensor]:
+    """Tensors `latents` and `latent_targets` of a batch; a latent at timestep 0 stays as it is."""
+    noised = process.add_noise(clean, noise, timesteps)
+    return {
+        "latents": torch.where(_expand_like(timesteps == 0, clean), clean, noised),
+        "latent_targets": process.targets(clean, noise, timesteps),
+    }
 
 
 def _expand_like(rows, like):
@@ -82,7 +106,7 @@ class PaddedSamples(NamedTuple):
         tokens: [B, S] int64, padded.
         attention: [B, S] bool, True for real tokens and EOS.
         latents: [B, D] fp32 in model space.
-        noise: as latents, standard normal.
+        noise: as latents, standard normal; above MAX_HOST_NOISE elements a sample None.
         mask_uniform: [B, S] fp64, for the masks.
         dropout: [B] fp64, for the condition dropout.
         text: [B] fp64, for text timesteps under timesteps=uniform.
@@ -93,7 +117,7 @@ class PaddedSamples(NamedTuple):
     tokens: Tensor
     attention: Tensor
     latents: Tensor
-    noise: Tensor
+    noise: Tensor | None
     mask_uniform: Tensor
     dropout: Tensor
     text: Tensor
@@ -191,6 +215,8 @@ class Noiser:
         modes = draws.modes[in_batch]
         tensors = self._text_tensors(padded, modes, real, draws.text[in_batch])
         tensors |= self._latent_tensors(padded, modes, real, draws.latent[in_batch])
+        if padded.noise is None:
+            tensors["noise_keys"] = noise_keys(self.seed, batch.epoch, ids, slots)
         if self.has_dropout:
             tensors["dropout_keys"] = dropout_keys(self.seed, batch.epoch, ids, slots)
         if self.swaps is not None:
@@ -207,6 +233,7 @@ class Noiser:
             tensors=tensors,
             ids=ids,
             modes=modes,
+            process=self.latent,
             real=real,
             counts={
                 "text_tokens": int(lengths[batch.ids][has_text].sum()),
@@ -242,13 +269,14 @@ class Noiser:
         if self.latent_config.l2_normalize:
             latents = latents / np.maximum(np.linalg.norm(latents, axis=-1, keepdims=True), np.float32(1e-12))
         latents = (latents - self.latent_mean) / self.latent_std
-        noise = np.empty_like(latents)
+        noise = np.empty_like(latents) if latents[0].size <= MAX_HOST_NOISE else None
         drop, text_u, latent_u = np.empty(num_rows), np.empty(num_rows), np.empty(num_rows)
         options = np.zeros((num_rows, 3))
         for row, (sample, slot) in enumerate(zip(ids.tolist(), slots.tolist(), strict=True)):
             generator = counter_generator(self.seed, batch.epoch, sample, slot, _SAMPLE_STREAM)
             drop[row], text_u[row], latent_u[row] = generator.random(3)
-            noise[row] = generator.standard_normal(latents.shape[1:], dtype=np.float32)
+            if noise is not None:
+                noise[row] = generator.standard_normal(latents.shape[1:], dtype=np.float32)
             length = len(rows.tokens[row]) + 1
             tokens[row, : length - 1] = rows.tokens[row]
             tokens[row, length - 1] = self.eos_token_id
@@ -257,7 +285,7 @@ class Noiser:
             if self.pure_noise or self.condition_noise:
                 options[row] = counter_generator(self.seed, batch.epoch, sample, slot, _OPTION_STREAM).random(3)
         arrays = (tokens, attention, latents, noise, uniform, drop, text_u, latent_u, options)
-        return PaddedSamples(*map(torch.from_numpy, arrays))
+        return PaddedSamples(*(None if array is None else torch.from_numpy(array) for array in arrays))
 
     def _text_tensors(
         self, padded: PaddedSamples, modes: np.ndarray, real: np.ndarray, strata: Tensor
@@ -309,12 +337,10 @@ class Noiser:
         timesteps = self._latent_timesteps(strata, padded.latent).masked_fill(is_pure, 1.0)
         timesteps = torch.where(is_l2t, condition, timesteps)
         clean = padded.latents
-        noised = self.latent.add_noise(clean, padded.noise, timesteps)
         weights = self.latent.loss_weights(timesteps.clamp_min(1e-6))
-        return {
-            "latents": torch.where(_expand_like(timesteps == 0, clean), clean, noised),
+        noised = {} if padded.noise is None else noised_latents(self.latent, clean, padded.noise, timesteps)
+        return noised | {
             "latent_timesteps": timesteps.float(),
-            "latent_targets": self.latent.targets(clean, padded.noise, timesteps),
             "latent_clean": clean,
             "latent_weights": torch.where(_expand_like(is_real & ~is_l2t, weights), weights, 0.0).float(),
             "latent_is_null": ~is_given & is_l2t,

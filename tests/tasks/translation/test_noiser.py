@@ -1,3 +1,5 @@
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -304,3 +306,33 @@ def test_the_preset_of_jit_is_accepted():
     config = build_config({"latent_diffusion": {**latent, "timesteps": "logit_normal", "logit_normal_mean": 0.8}})
     weights = config.latent_diffusion.process().loss_weights(torch.tensor([0.01, 0.5], dtype=torch.float64))
     torch.testing.assert_close(weights, torch.tensor([400.0, 4.0], dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("world", "accum"), [(2, 1), (1, 3)])
+def test_noise_of_the_device_does_not_depend_on_how_the_batch_is_cut(world, accum, monkeypatch):
+    monkeypatch.setattr("mmldlm.tasks.translation.noiser.MAX_HOST_NOISE", DIM - 1)
+    for step in (0, 8):
+        parts = [dataset(world, accum, rank)[step * accum + m].to("cpu") for rank in range(world) for m in range(accum)]
+        assert by_sample(parts) == by_sample([dataset()[step].to("cpu")])
+
+
+def test_only_large_samples_are_noised_on_the_device(monkeypatch):
+    """Below the limit every draw is as ever; above it a batch brings keys, of which `to` makes what it lacks."""
+    latent = {"latent_diffusion": {"schedule": "rectified_flow", "prediction": "flow"}}
+    host = dataset(batch=100, sections=latent)[0]
+    assert "noise_keys" not in host.tensors
+    monkeypatch.setattr("mmldlm.tasks.translation.noiser.MAX_HOST_NOISE", DIM - 1)
+    batch = pickle.loads(pickle.dumps(dataset(batch=100, sections=latent)[0]))  # as a loading process sends it
+    assert not {"latents", "latent_targets"} & batch.tensors.keys()
+    assert batch.to("cpu").to("cpu").tensors.keys() == host.tensors.keys()
+    t, clean = batch.tensors, batch.tensors["latent_clean"]
+    for name in ("latent_clean", "latent_timesteps", "latent_weights", "latent_is_null"):
+        assert torch.equal(t[name], host.tensors[name]), name
+    is_l2t = torch.from_numpy(batch.modes == L2T)
+    assert is_l2t.any() and torch.equal(t["latents"][is_l2t], clean[is_l2t])
+    times = t["latent_timesteps"][~is_l2t, None]
+    noise = t["latent_targets"][~is_l2t] + clean[~is_l2t]  # the velocity is noise - clean
+    torch.testing.assert_close(t["latents"][~is_l2t], (1 - times) * clean[~is_l2t] + times * noise)
+    error = noise.numel() ** -0.5
+    assert abs(float(noise.mean())) < 4 * error and abs(float(noise.var()) - 1) < 6 * error
+    assert not torch.isclose(noise, (host.tensors["latent_targets"] + clean)[~is_l2t], atol=1e-3).any(1).all()
