@@ -1,4 +1,4 @@
-"""`mmldlm prepare`: encode a corpus into a store, with one rank per GPU."""
+"""`mmldlm prepare`: encode a corpus of texts or of images into a store; texts with one rank per GPU."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 
 from mmldlm.data.corpora.corpus import DEFAULT_CORPUS
 from mmldlm.data.encoders.specs import ENCODERS, POOLINGS
+from mmldlm.data.images.corpora.corpus import holds_images
+from mmldlm.data.prepare.images.options import ImageOptions
 from mmldlm.data.prepare.options import OVERLONG, PrepareOptions, to_arguments
 from mmldlm.data.store.writers import LAYOUTS
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, MmldlmError, UserError
@@ -25,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_corpus_arguments(parser)
     _add_sample_arguments(parser)
     _add_encoder_arguments(parser)
+    _add_image_arguments(parser)
     _add_tokenizer_arguments(parser)
     add = parser.add_argument
     add("--layout", choices=LAYOUTS, default="store", help="files: one .txt and one .npy per sample, as in MM-LDLM")
@@ -41,7 +44,8 @@ def _add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CORPUS",
         help=".txt (one sentence per line), .jsonl or .parquet (one text per record; the first two also .gz and .zst), "
         "a folder of such files, a Hugging Face dataset (openwebtext, lm1b, PATH[:CONFIG][@SPLIT]), or 'docstrings' "
-        "(default; needs no download)",
+        "(default; needs no download). Of images: 'glyphs' (needs no download), a folder of images with captions in "
+        ".txt files of the same names, a .jsonl of {image, caption}, or a .json (COCO captions, or MM-LDLM's list)",
     )
     add("--datasets", nargs="+", metavar="NAME", help="one or more corpora, read one after the other")
     add("--validation-corpus", metavar="PATH", help="corpus of the validation split (default: held-out training texts)")
@@ -107,23 +111,48 @@ def _add_encoder_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_image_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("only of images").add_argument
+    add("--image-size", type=int, metavar="S", help="side in pixels (default: 16 for glyphs, else 32)")
+    add("--patch-size", type=int, metavar="P", help="side of a patch (default: 4 to 16 pixels, 8 to 64, else 16)")
+    add("--channels", type=int, choices=(1, 3), help="1 (gray) or 3 (default: 1 for glyphs, else 3)")
+    add("--latents", metavar="KIND", help="pixels (default), or pca:M (M components of the whole image, small ones)")
+    add("--faces", type=int, metavar="N", help="the first N of the 10 faces of glyphs (default: all)")
+    add("--data-root", metavar="DIR", help="folder of the image paths in a .jsonl or .json (default: its own)")
+
+
 def _add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--tokenizer",
-        default="minilm",
         metavar="NAME",
-        help="an encoder's name (its own tokenizer), a Hugging Face name or folder, or 'train'",
+        help="an encoder's name (its own tokenizer), a Hugging Face name or folder, 'train', or 'words' (default: "
+        "minilm; of images 'train', of glyphs 'words')",
     )
     add("--cache-dir", metavar="DIR", help=CACHE_DIR_HELP)
-    add("--vocab-size", type=int, default=8192, help="vocabulary of --tokenizer train (default %(default)s)")
+    add("--vocab-size", type=int, default=8192, help="most tokens of --tokenizer train or words (default %(default)s)")
     add("--add-mask-token", action="store_true", help="add the special tokens that the tokenizer lacks")
 
 
-def to_options(args: argparse.Namespace) -> PrepareOptions:
-    """Return the options of a parsed command line."""
-    names = PrepareOptions.__dataclass_fields__
-    return PrepareOptions(**{name: value for name, value in vars(args).items() if name in names})
+def to_options(args: argparse.Namespace) -> PrepareOptions | ImageOptions:
+    """Return the options of a parsed command line, by the kind of its corpus.
+
+    Raises:
+        UserError: an option that this kind of corpus does not read.
+    """
+    is_image = args.datasets is None and holds_images(args.corpus)
+    own, other = (ImageOptions, PrepareOptions) if is_image else (PrepareOptions, ImageOptions)
+    defaults = {name: field.default for name, field in other.__dataclass_fields__.items()}
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    known = own.__dataclass_fields__
+    for name, value in given.items():
+        if name in defaults and name not in known and value != defaults[name]:
+            flag = f"--{name.replace('_', '-')}"
+            reads, has = ("texts", "images") if is_image else ("images", "texts")
+            raise UserError(
+                f"{flag} with a corpus of {reads}", f"one of {has}, {args.corpus}", f"leave {flag} out, or name another"
+            )
+    return own(**{name: value for name, value in given.items() if name in known})
 
 
 def main(args: argparse.Namespace) -> int:
@@ -132,24 +161,30 @@ def main(args: argparse.Namespace) -> int:
 
     if args.num_procs is not None and args.num_procs < 1:
         raise UserError("--num-procs of at least 1", str(args.num_procs), "give the number of ranks, or leave it out")
-    num_procs = args.num_procs or (1 if "RANK" in os.environ else max(torch.cuda.device_count(), 1))
+    options = to_options(args)
+    num_gpus = 0 if isinstance(options, ImageOptions) else torch.cuda.device_count()  # images need none
+    num_procs = args.num_procs or (1 if "RANK" in os.environ else max(num_gpus, 1))
     if num_procs == 1 or "RANK" in os.environ:
         return run_rank(args)
     for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS"):  # threads of the encoder and of the tokenizer
         os.environ.setdefault(name, str(max((os.cpu_count() or 1) // num_procs, 1)))
     launcher = [sys.executable, "-m", "mmldlm.launch.local_launcher", str(num_procs), "-m", "mmldlm.data.prepare"]
-    os.execv(sys.executable, [*launcher, *to_arguments(to_options(args))])
+    os.execv(sys.executable, [*launcher, *to_arguments(options)])
 
 
 def run_rank(args: argparse.Namespace) -> int:
     """Prepare as one of the ranks of this launch; return the exit code, 5 if a signal came and the work can resume."""
+    from mmldlm.data.prepare.images.pipeline import prepare_images
     from mmldlm.data.prepare.pipeline import prepare
     from mmldlm.data.prepare.task_queue import connect
     from mmldlm.data.prepare.work_dir import PLAN, WorkDir
 
     options, queue = to_options(args), connect()
     try:
-        prepare(options, queue=queue)
+        if isinstance(options, ImageOptions):
+            prepare_images(options, queue=queue)
+        else:
+            prepare(options, queue=queue)
     except MmldlmError as error:
         if queue.world_size == 1:
             raise

@@ -9,9 +9,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from mmldlm.data.store.store import read_manifest
+from mmldlm.data.store.store import Store, read_manifest
 from mmldlm.data.store.verify import StoreReport, examine
-from mmldlm.errors import EXIT_DONE, EXIT_FAILED
+from mmldlm.errors import EXIT_DONE, EXIT_FAILED, UserError
 from mmldlm.utils.output_paths import check_writable_file
 
 BARS, DIGITS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588", " 12345678"  # the latter for ASCII terminals
@@ -21,12 +21,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `mmldlm verify-data`."""
     parser.add_argument("root", metavar="DIR", help="a store made by mmldlm prepare or pack")
     parser.add_argument("--plot", metavar="FILE", help="plot lengths, norms and components of the latents (.png, .pdf)")
+    parser.add_argument("--sheet", metavar="FILE.png", help="of a store of images: images with their captions")
 
 
 def main(args: argparse.Namespace) -> int:
     """Print tables and the problems; return 0 if there are none, else 1."""
     if args.plot:
         check_writable_file(args.plot, "--plot")
+    if args.sheet:
+        _check_sheet(args)
     report, console = examine(args.root), Console()
     manifest = read_manifest(args.root)
     console.print(_splits_table(args.root, report, manifest, console))
@@ -39,9 +42,34 @@ def main(args: argparse.Namespace) -> int:
     if args.plot:
         plot(report, manifest, args.plot)
         console.print(f"plotted: {args.plot}", soft_wrap=True)
+    if args.sheet:
+        write_sheet(args.root, args.sheet)
+        console.print(f"drawn: {args.sheet}", soft_wrap=True)
     num_problems, files = len(report.problems), len(manifest["files"])
     console.print(f"{files} files, {'no problems' if not num_problems else f'{num_problems} problems'}")
     return EXIT_FAILED if num_problems else EXIT_DONE
+
+
+def _check_sheet(args: argparse.Namespace) -> None:
+    check_writable_file(args.sheet, "--sheet")
+    if read_manifest(args.root).get("kind", "text") != "image":
+        raise UserError("--sheet with a store of images", f"a store of texts: {args.root}", "leave --sheet out")
+    if not args.sheet.endswith(".png"):
+        raise UserError("--sheet FILE.png", args.sheet, "give a name that ends in .png")
+
+
+def write_sheet(root: str, path: str, count: int = 60) -> None:
+    """Draw images of both splits with their captions, evenly spread: the first three quarters are of training."""
+    from mmldlm.data.images.codec import ImageCodec
+    from mmldlm.data.images.sheet import contact_sheet
+
+    codec, images, captions = ImageCodec.open(root), [], []
+    for split, share in (("train", count * 3 // 4), ("validation", count // 4)):
+        store = Store(root, split)
+        rows = np.unique(np.linspace(0, len(store) - 1, share).astype(np.int64))
+        images.append(codec.decode(store.get(rows).latents))
+        captions += [f"{split}: {text}" if split != "train" else text for text in store.texts(rows)]
+    contact_sheet(np.concatenate(images), captions, path)
 
 
 def _splits_table(root: str, report: StoreReport, manifest: dict[str, Any], console: Console) -> Table:

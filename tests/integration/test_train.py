@@ -20,6 +20,7 @@ import torch
 from tests.support.engine_worker import BAD_STEP, ENGINES, REFUSED, RESUMED_BY, UNEVEN
 from tests.support.helpers import ROOT, environment, launch, read_log, run_ranks, torchrun, train_words
 from tests.support.hypotheses import make_hypotheses
+from tests.support.image_store import make_image_store
 
 pytestmark = pytest.mark.long
 
@@ -157,6 +158,7 @@ def test_uneven_batches_and_frozen_groups_on_every_engine(store, tmp_path):
     from mmldlm.tasks.translation.freezing import frozen_names
 
     make_hypotheses(store, tmp_path / "hypotheses")
+    make_image_store(tmp_path / "images")
     for world in (1, 2):
         done = run_ranks(world, WORKER, "uneven", str(store), str(tmp_path), timeout=500)
         assert done.returncode == 0, done.stdout[-4000:]

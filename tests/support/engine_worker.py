@@ -47,6 +47,13 @@ UNEVEN = {
     ],  # fmt: skip
     # Two passes through the blocks in one forward pass.
     "critic": ["model.quality_head=true", "model.dropout=0.2", "training.grad_accum_steps=2"],
+    # Sixteen latents a sample, moved before they are noised.
+    "images": [
+        "task=image_text",
+        "data.latent_data_root=FOLDER/images",
+        "data.shift_pixels=1",
+        "training.loss_type_weights={t2i: 0.5, i2t: 0.5}",
+    ],
     "frozen_t2l": ["training.freeze=by_mode", "training.loss_type=t2l"],
 }
 REFUSED = {("critic", "zero3")}

@@ -21,6 +21,7 @@ def rebuild_hint(root: Path, manifest: Any = None) -> str:
 
 def _command(root: Path, manifest: Any) -> str:
     """Return the command that made the store; a bare `prepare --force` would replace it with the default corpus."""
+    from mmldlm.data.prepare.images.options import ImageOptions
     from mmldlm.data.prepare.options import PrepareOptions, to_arguments
 
     target = shlex.join(["--force", "--output-dir", str(root)])
@@ -31,12 +32,15 @@ def _command(root: Path, manifest: Any) -> str:
         return f"mmldlm pack {shlex.quote(source.removeprefix('files:'))} {target} {_PATHS_NOT_RECORDED}"
     if not isinstance(options, dict) or not (options.get("corpus") or options.get("datasets")):
         return f"mmldlm prepare CORPUS {target} (with the CORPUS and options that made it)"
-    names = PrepareOptions.__dataclass_fields__
-    original = PrepareOptions(str(root), **{key: value for key, value in options.items() if key in names})
+    of_images = known.get("kind") == "image"
+    kind = ImageOptions if of_images else PrepareOptions
+    names = kind.__dataclass_fields__
+    original = kind(str(root), **{key: value for key, value in options.items() if key in names})
     args = [arg for arg in to_arguments(original) if not arg.startswith("--output-dir")]
-    if not original.datasets and args[:1] != [original.corpus]:
+    datasets = None if of_images else original.datasets
+    if not datasets and args[:1] != [original.corpus]:
         args.insert(0, original.corpus)  # to_arguments omits the default; the reader should see it
-    needs_paths = original.corpus != names["corpus"].default or original.datasets or original.validation_corpus
+    needs_paths = original.corpus != names["corpus"].default or datasets or original.validation_corpus
     note = _PATHS_NOT_RECORDED if needs_paths else ""
     return " ".join(filter(None, [f"mmldlm prepare {shlex.join(args)}", target, note]))
 

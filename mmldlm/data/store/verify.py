@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ import numpy as np
 from mmldlm.data.sentences import content_hash
 from mmldlm.data.store.latent_statistics import LatentStatistics
 from mmldlm.data.store.store import SPLITS, Store, check_files, check_latents, load_tokenizer, read_manifest
+from mmldlm.data.store.verify_images import ImageFindings, examine_images, image_leaks
 from mmldlm.errors import UserError
 
 CHECKS = ("checksums", "tokenizer", "shape", "token ids", "latents", "statistics", "texts", "duplicates", "leakage")
@@ -30,12 +32,14 @@ class SplitFindings:
         norms: of all latents.
         lengths: tokens per sample.
         statistics: of the latents; None if some are unusable.
+        images: of a store of images.
     """
 
     hashes: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint64))
     norms: np.ndarray = field(default_factory=lambda: np.empty(0))
     lengths: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     statistics: dict[str, Any] | None = None
+    images: ImageFindings | None = None
 
 
 @dataclass
@@ -65,7 +69,8 @@ def examine(root: str | os.PathLike) -> StoreReport:
     """Run all checks of a store.
 
     They cover the size and SHA-256 of every file, offsets, latents (dimension, finite and non-zero values, norms,
-    statistics), token ids against the tokenizer, duplicate texts in a split, and texts in both splits.
+    statistics), token ids against the tokenizer, duplicate texts in a split, and texts in both splits. Of images: their
+    range, repeated pairs of image and caption, and groups and pixels in both splits; captions may repeat in a split.
 
     Raises:
         UserError: `root` is not a store.
@@ -93,6 +98,8 @@ def examine(root: str | os.PathLike) -> StoreReport:
             checks["leakage"].append(
                 f"{shared} texts are in both train and validation: evaluation would see training texts"
             )
+        if found["train"].images and found["validation"].images:
+            checks["leakage"] += image_leaks(found["train"].images, found["validation"].images)
     return StoreReport(checks, found)
 
 
@@ -123,6 +130,10 @@ def _examine_split(store: Store, checks: dict[str, list[str]]) -> SplitFindings:
     except UnicodeDecodeError as error:
         checks["texts"].append(f"{where}: text {index} is not UTF-8: {error}")
     found.hashes = np.unique(np.array(hashes, np.uint64))
+    if store.kind == "image":
+        with contextlib.suppress(UserError):  # damaged files are reported by their checksums
+            found.images = examine_images(store, checks)
+        return found
     if len(found.hashes) < len(hashes) and not manifest.get("options", {}).get("keep_duplicates"):
         checks["duplicates"].append(f"{where}: {len(hashes) - len(found.hashes)} texts repeat other texts of the split")
     return found
@@ -145,9 +156,9 @@ def _examine_tokens(store: Store, problems: list[str]) -> None:
 def _examine_latents(store: Store, checks: dict[str, list[str]], found: SplitFindings) -> None:
     where, manifest = store.root / store.split, store.manifest
     statistics, norms = LatentStatistics(store.latent_dim, len(store) * store.latents_per_text), []
-    is_valid = True
+    is_valid, zero_ok = True, store.kind == "image"
     for start, block in store.latent_blocks(len(store)):
-        is_valid &= _collect(checks["latents"], check_latents, block, str(where), store.latent_dim, start)
+        is_valid &= _collect(checks["latents"], check_latents, block, str(where), store.latent_dim, start, zero_ok)
         norms.append(np.linalg.norm(block, axis=-1).ravel())
         if is_valid:
             statistics.add(block)

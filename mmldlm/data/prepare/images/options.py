@@ -32,7 +32,6 @@ class ImageOptions:
     max_samples: int | None = None
     validation_samples: int | None = None
     keep_duplicates: bool = False
-    max_tokens: int = 62
     max_quarantined: float = 0.01
     tokenizer: str | None = None
     vocab_size: int = 8192
@@ -77,7 +76,7 @@ def check_options(options: ImageOptions) -> Path:
     Raises:
         UserError: a value is out of range, unknown, or not read by this corpus.
     """
-    for name in ("image_size", "patch_size", "max_samples", "validation_samples", "max_tokens"):
+    for name in ("image_size", "patch_size", "max_samples", "validation_samples"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} of at least 1", str(value), "give a positive number")
@@ -112,9 +111,10 @@ def _check_latents(options: ImageOptions) -> None:
             "give --latents pixels, or smaller images",
         )
     count = options.num_components
+    nearest = max(num_latents, min(count, num_values) // num_latents * num_latents)
     if count % num_latents or count > num_values:
         raise UserError(
             f"pca:M with M a multiple of {num_latents} latents an image and at most {num_values}",
             options.latents,
-            f"give pca:{max(num_latents, min(count, num_values) // num_latents * num_latents)}, or another --patch-size",
+            f"give pca:{nearest}, or another --patch-size",
         )

@@ -1,12 +1,12 @@
-"""Prepare a corpus of images: turn it into a store of captions, tokens and latents.
+"""Prepare images with captions: read -> drop repeats -> groups and splits -> tokenize -> write.
 
-read -> drop repeats, group, split -> tokenizer -> encode and write. Reading is cut into tasks that ranks claim; their
-results are files, so a preparation can be killed and resumed with any number of ranks. The rest is rank 0's: latents
-are pixels that only move, or one matrix product.
+Reading is cut into tasks that ranks claim; the result of a task is one file, written atomically. So a preparation can
+be killed and resumed with any number of ranks, and the same bytes are written in the end.
 """
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -16,36 +16,38 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from mmldlm.data.encoders.tokenizer_files import read_tokenizer
+from mmldlm.data.images.codec import BASIS, ImageCodec
 from mmldlm.data.images.corpora.corpus import ImageCorpus
 from mmldlm.data.images.corpora.open import open_image_corpus
+from mmldlm.data.images.pca import fit_components
 from mmldlm.data.prepare import tokenizer as tokenizers
-from mmldlm.data.prepare.chunking import truncate
+from mmldlm.data.prepare.images import read_stage, select_stage
 from mmldlm.data.prepare.images.options import ImageOptions, check_options, complete_options
-from mmldlm.data.prepare.images.publish_stage import ImageSplit, publish_images, write_images
-from mmldlm.data.prepare.images.read_stage import SHARD, ImageShards, read_shard
-from mmldlm.data.prepare.images.select_stage import caption_hashes, first_pairs, join_groups, split_groups
-from mmldlm.data.prepare.publish_stage import check_output_free, existing_output
+from mmldlm.data.prepare.images.publish_stage import CorpusReport, ImageSplit, print_image_summary, publish
+from mmldlm.data.prepare.images.read_stage import ImageShards
+from mmldlm.data.prepare.publish_stage import TOKENIZER_IDENTITY, check_output_free, existing_output
 from mmldlm.data.prepare.select_stage import sample_keys
-from mmldlm.data.prepare.summary import RankProgress, print_summary
+from mmldlm.data.prepare.summary import RankProgress
 from mmldlm.data.prepare.task_queue import RankFailed, TaskQueue
 from mmldlm.data.prepare.work_dir import WorkDir
+from mmldlm.data.sentences import content_hash
 from mmldlm.data.store.store import TOKENIZER_FOLDER
 from mmldlm.errors import UserError
+from mmldlm.utils.atomic_files import atomic_file, atomic_folder, write_json
 from mmldlm.utils.formatting import join_some
 
 _COMPLETE = "already complete"  # counter that rank 0 sets for the other ranks
+_PCA_IMAGES = 16_384  # more do not change the components
 
 
 def prepare_images(options: ImageOptions, console: Console | None = None, queue: TaskQueue | None = None) -> Path:
-    """Read, group, split and encode a corpus of images, and write the store atomically.
+    """Read images and captions, split them by group, and write the store atomically; return its folder.
 
     Args:
         options: the options of `mmldlm prepare` for images.
         console: receives the messages of rank 0.
         queue: the ranks that work together; every one of them calls this.
-
-    Returns:
-        The folder of the store.
 
     Raises:
         UserError: bad options, a missing or empty corpus, an existing output folder, or too many unreadable images.
@@ -55,7 +57,7 @@ def prepare_images(options: ImageOptions, console: Console | None = None, queue:
     try:
         options = complete_options(options)
         root = check_options(options)
-        _ImagePreparation(options, root, queue, console).run()
+        _Preparation(options, root, _open_corpora(options), queue, console).run()
     except BaseException as error:
         if not isinstance(error, RankFailed):
             queue.announce_failure(error)
@@ -64,41 +66,45 @@ def prepare_images(options: ImageOptions, console: Console | None = None, queue:
     return root
 
 
+def _open_corpora(options: ImageOptions) -> dict[str, ImageCorpus]:
+    named = {"train": options.corpus, "validation": options.validation_corpus}
+    corpora = {
+        split: open_image_corpus(name, options.image_size, options.channels, options.faces, options.data_root)
+        for split, name in named.items()
+        if name
+    }
+    if options.max_samples is not None:
+        corpus = corpora["train"]
+        hashes = np.array([content_hash(f"{sample.caption} {sample.image}") for sample in corpus.samples], np.uint64)
+        chosen = np.sort(np.argsort(sample_keys(hashes, options.seed), kind="stable")[: options.max_samples])
+        corpus.counts["drop_not_sampled"] += len(corpus.samples) - len(chosen)
+        corpus.samples = [corpus.samples[row] for row in chosen.tolist()]
+    return corpora
+
+
 @dataclass
-class _ImagePreparation:
+class _Preparation:
     """The share of one rank in a preparation of images."""
 
     options: ImageOptions
     root: Path
+    corpora: dict[str, ImageCorpus]
     queue: TaskQueue
     console: Console
 
     def run(self) -> None:
         started = time.perf_counter()
         self.work = WorkDir(self.root, self.queue)
-        corpora = {"train": self._open(self.options.corpus)}
-        if self.options.validation_corpus:
-            corpora["validation"] = self._open(self.options.validation_corpus)
         plan = {
             "options": self.options.identity(),
-            "shards": [SHARD],
-            "corpus": {name: [f"{corpus.source} {corpus.digest()[:16]}"] for name, corpus in corpora.items()},
+            "shards": [read_stage.SHARD],
+            "corpus": {name: [f"{corpus.source} {corpus.digest()}"] for name, corpus in self.corpora.items()},
         }
         self.queue.rank_0_first("begin", lambda: self._begin(plan))
         if self.queue.add(_COMPLETE, 0):
             return
-        try:
-            shards = {name: self._read(name, corpus) for name, corpus in corpora.items()}
-            self.queue.rank_0_first("write", lambda: self._write(corpora, shards, plan, started))
-        except UserError as error:
-            self.queue.announce_failure(error)  # the other ranks must leave before the folder goes
-            if self.queue.rank == 0 and not list(self.work.folder.glob("images-*/*")):
-                self.work.remove()
-            raise
-
-    def _open(self, name: str) -> ImageCorpus:
-        options = self.options
-        return open_image_corpus(name, options.image_size, options.channels, options.faces, options.data_root)
+        shards = {name: self._read(name, corpus) for name, corpus in self.corpora.items()}
+        self.queue.rank_0_first("write", lambda: self._write(plan, shards, started))
 
     def _begin(self, plan: dict[str, Any]) -> None:
         if existing_output(self.root, plan) and not self.options.force:
@@ -111,136 +117,157 @@ class _ImagePreparation:
             self.console.print(f"resuming from {self.work.folder}", soft_wrap=True)
 
     def _read(self, name: str, corpus: ImageCorpus) -> ImageShards:
-        starts = range(0, len(corpus.samples), SHARD)
-        paths = self.work.task_paths(f"images-{name}", len(starts))
-        shape = (self.options.image_size, self.options.image_size, self.options.channels)
-
-        def part(number: int) -> list:
-            return corpus.samples[starts[number] : starts[number] + SHARD]
-
+        stage, size = f"read-images-{name}", read_stage.SHARD
+        parts = [corpus.samples[start : start + size] for start in range(0, len(corpus.samples), size)]
+        paths, shape = self.work.task_paths(stage, len(parts)), (self.options.image_size,) * 2
         with RankProgress(self.console, self.queue, f"reading {name}", "images", len(corpus.samples)) as progress:
             self.work.run(
-                f"images-{name}",
+                stage,
                 paths,
-                lambda i: read_shard(paths[i], corpus, part(i), shape),
-                lambda i: progress(len(part(i))),
+                lambda i: read_stage.read_shard(paths[i], corpus, parts[i], (*shape, self.options.channels)),
+                lambda i: progress(len(parts[i])),
             )
         return ImageShards(paths)
 
-    def _write(
-        self, corpora: dict[str, ImageCorpus], shards: dict[str, ImageShards], plan: dict[str, Any], started: float
-    ) -> None:
-        quarantined = self._check_unreadable(corpora, shards)
-        chosen = self._choose(corpora, shards)
-        folder = self.work.folder / TOKENIZER_FOLDER
-        tokenizer = self._make_tokenizer(corpora["train"], chosen["train"][0])
-        tokenizer.save_pretrained(folder)
-        identity = tokenizers.identity(tokenizer, self.options.tokenizer or corpora["train"].tokenizer)
-        tokenizer.split_special_tokens = True  # "[MASK]" in a caption is six characters, not a mask
-        splits = {}
-        for name, (rows, groups) in chosen.items():
-            own = name if name in corpora else "train"
-            captions, tokens = self._tokenize(tokenizer, corpora[own], rows)
-            splits[name] = ImageSplit(corpora[own], shards[own], rows, groups, captions, tokens)
-        output = self.work.folder / "output"
-        manifest = write_images(output, splits, self.options, identity, folder, quarantined)
-        manifest = publish_images(output, self.root, manifest, splits, plan, self.options.force)
+    def _write(self, plan: dict[str, Any], shards: dict[str, ImageShards], started: float) -> None:
+        reports = {name: self._report(corpus, shards[name]) for name, corpus in self.corpora.items()}
+        self._check_unreadable(reports)
+        try:
+            splits = self._split(shards, reports)
+        except UserError:
+            self.work.remove()  # only quick work is lost, and other options may follow
+            raise
+        codec = self._codec(splits["train"])
+        manifest = publish(self.options, codec, self.work, self.root, plan, splits, reports)
         self.work.remove()
-        print_summary(self.console, self.root, manifest, time.perf_counter() - started)
+        print_image_summary(self.console, self.root, manifest, time.perf_counter() - started)
 
-    def _check_unreadable(
-        self, corpora: dict[str, ImageCorpus], shards: dict[str, ImageShards]
-    ) -> list[dict[str, Any]]:
-        """Return split, row, reason, image and caption of every sample whose image could not be read; count them."""
-        found: list[dict[str, Any]] = []
-        for name, corpus in corpora.items():
-            reasons = shards[name].reasons
-            corpus.counts["drop_quarantined"] += len(reasons)
-            for row, reason in reasons.items():
-                sample = corpus.samples[row]
-                entry = {"split": name, "row": row, "reason": reason, "image": sample.image, "text": sample.caption}
-                found.append(entry)
-        total = sum(len(corpus.samples) for corpus in corpora.values())
-        names = join_some(dict.fromkeys(f"{entry['image']} ({entry['reason']})" for entry in found), limit=5)
-        if len(found) > self.options.max_quarantined * total:
-            raise UserError(
-                f"at most {self.options.max_quarantined:.2%} of {total:,} samples with an unreadable image",
-                f"{len(found)}: {names}",
-                f"check these files, or allow more with --max-quarantined; nothing was written, {self.work.folder} "
-                "keeps the finished work",
-            )
-        if found:
-            self.console.print(f"left out, unreadable: {names}", soft_wrap=True, markup=False)
-        return found
+    def _report(self, corpus: ImageCorpus, shards: ImageShards) -> CorpusReport:
+        counts = Counter(corpus.counts)
+        counts["drop_unreadable"] += len(shards.reasons)
+        unreadable = {corpus.samples[row].image: reason for row, reason in sorted(shards.reasons.items())}
+        return CorpusReport(corpus.source, counts, unreadable)
 
-    def _choose(
-        self, corpora: dict[str, ImageCorpus], shards: dict[str, ImageShards]
-    ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Return the ascending corpus rows and the groups of both splits."""
-        options, train = self.options, corpora["train"]
-        held = None
-        if "validation" in corpora:
-            held = self._distinct(corpora["validation"], shards["validation"], options.validation_samples)
-        avoided = np.empty(0, np.uint64) if held is None else held[2]
-        rows, groups, _, captions = self._distinct(train, shards["train"], options.max_samples, avoided)
-        if held is not None:
-            # One number means one group: those of the two corpora were joined apart, and share no pixels.
-            offset = 1 + max(groups, default=-1)
-            chosen = {"train": (rows, groups), "validation": (held[0], held[1] + offset)}
-        else:
-            words = [train.samples[row].caption.split() for row in rows] if train.words_in_training else None
-            share, number = train.validation_share, options.validation_samples
-            inside = split_groups(groups, captions, number, share, options.seed, words)
-            chosen = {"train": (rows[~inside], groups[~inside]), "validation": (rows[inside], groups[inside])}
-        for name, (own, _) in chosen.items():
-            if len(own) < 2:
-                counts = {key: value for key, value in train.counts.items() if value}
-                raise UserError(
-                    f"at least 2 samples for the {name} split",
-                    f"{len(own)}; {counts}",
-                    "give a larger corpus, or loosen --max-samples or --validation-samples",
-                )
-        return chosen
-
-    def _distinct(
-        self, corpus: ImageCorpus, shards: ImageShards, limit: int | None, avoided: np.ndarray | None = None
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return rows, groups, pixel hashes and caption hashes of the samples to keep; count the rest.
-
-        Args:
-            limit: keep at most this many.
-            avoided: pixel hashes that must not occur.
-        """
-        counts: Counter = corpus.counts
-        rows, pixels = shards.rows, shards.hashes
-        captions = caption_hashes([corpus.samples[row].caption for row in rows])
-        kept = np.arange(len(rows)) if self.options.keep_duplicates else first_pairs(pixels, captions)
-        counts["drop_duplicate"] += len(rows) - len(kept)
-        free = kept if avoided is None else kept[~np.isin(pixels[kept], avoided)]
-        counts["drop_in_validation_corpus"] += len(kept) - len(free)
-        if limit is not None and len(free) > limit:
-            keys = sample_keys(pixels[free] ^ captions[free], self.options.seed)
-            counts["drop_not_sampled"] += len(free) - limit
-            free = np.sort(free[np.argsort(keys, kind="stable")[:limit]])
-        groups = join_groups(pixels[free].tolist(), [corpus.samples[row].group for row in rows[free]])
-        return rows[free], groups, pixels[free], captions[free]
-
-    def _make_tokenizer(self, corpus: ImageCorpus, rows: np.ndarray):
-        options = self.options
-        return tokenizers.load(
-            options.tokenizer or corpus.tokenizer,
-            options.cache_dir,
-            options.add_mask_token,
-            texts=[corpus.samples[row].caption for row in rows],  # validation captions are not its business
-            vocab_size=options.vocab_size,
+    def _check_unreadable(self, reports: dict[str, CorpusReport]) -> None:
+        num_bad = sum(report.counts["drop_unreadable"] for report in reports.values())
+        total = sum(len(corpus.samples) for corpus in self.corpora.values())
+        if num_bad <= self.options.max_quarantined * total:
+            return
+        named = [f"{name}: {reason}" for report in reports.values() for name, reason in report.unreadable.items()]
+        raise UserError(
+            f"at most {self.options.max_quarantined:.2%} of {total:,} images that cannot be read",
+            f"{num_bad:,}: {join_some(named, limit=5)}",
+            "repair or remove these files (--data-root names the folder of a list's images), or allow more with "
+            f"--max-quarantined; nothing was written, {self.work.folder} keeps the finished work",
         )
 
-    def _tokenize(self, tokenizer, corpus: ImageCorpus, rows: np.ndarray) -> tuple[list[str], list[np.ndarray]]:
-        """Return captions and token ids; captions longer than --max-tokens are cut, and counted as truncated."""
-        captions = [corpus.samples[row].caption for row in rows]
-        encoded = tokenizer(captions, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-        for place, ids in enumerate(encoded):
-            if len(ids) > self.options.max_tokens:
-                encoded[place], captions[place] = truncate(tokenizer, captions[place], self.options.max_tokens)
-                corpus.counts["truncated"] += 1
-        return captions, [np.asarray(ids, np.int32) for ids in encoded]
+    def _split(self, shards: dict[str, ImageShards], reports: dict[str, CorpusReport]) -> dict[str, ImageSplit]:
+        """Return both splits, tokenized; repeated pairs and samples of groups of a validation corpus are dropped."""
+        rows, own, columns = self._kept(shards, reports)
+        captions, hashes, pixels, given = columns
+        groups = select_stage.join_groups(hashes, pixels, given)
+        corpus, options = self.corpora["train"], self.options
+        if "validation" in shards:
+            inside = own == 1
+            leaks = ~inside & np.isin(groups, groups[inside])
+            reports["train"].counts["drop_in_validation_corpus"] += int(leaks.sum())
+        else:
+            words = [caption.split() for caption in captions] if corpus.words_in_training else None
+            inside = select_stage.split_groups(
+                groups, hashes, options.validation_samples, corpus.validation_share, options.seed, words
+            )
+            leaks = np.zeros(len(rows), dtype=bool)
+        chosen = {"train": np.flatnonzero(~inside & ~leaks), "validation": np.flatnonzero(inside)}
+        self._check_sizes(chosen, reports)
+        tokenizer = self._tokenizer([captions[i] for i in chosen["train"]])
+        return {
+            name: ImageSplit(
+                shards.get(name, shards["train"]),
+                rows[positions],
+                [captions[i] for i in positions],
+                self._tokenize(tokenizer, [captions[i] for i in positions]),
+                groups[positions],
+            )
+            for name, positions in chosen.items()
+        }
+
+    def _kept(self, shards: dict[str, ImageShards], reports: dict[str, CorpusReport]):
+        """Return row, corpus (0, 1) and columns (caption, its hash, pixel hash, given group) of the kept samples."""
+        rows, own, columns = [], [], ([], [], [], [])
+        for number, (name, part) in enumerate(shards.items()):
+            samples = [self.corpora[name].samples[row] for row in part.rows.tolist()]
+            hashes = np.array([content_hash(sample.caption) for sample in samples], np.uint64)
+            keep = np.arange(len(samples))
+            if not self.options.keep_duplicates:
+                keep = select_stage.first_pairs(part.hashes, hashes)
+            reports[name].counts["drop_duplicate"] += len(samples) - len(keep)
+            rows.append(part.rows[keep])
+            own.append(np.full(len(keep), number))
+            given = [samples[i].group for i in keep]
+            found = ([samples[i].caption for i in keep], hashes[keep].tolist(), part.hashes[keep].tolist(), given)
+            for column, values in zip(columns, found):
+                column.extend(values)
+        captions, hashes, pixels, given = columns
+        return (
+            np.concatenate(rows),
+            np.concatenate(own),
+            (captions, np.array(hashes, np.uint64), np.array(pixels, np.uint64), given),
+        )
+
+    def _check_sizes(self, chosen: dict[str, np.ndarray], reports: dict[str, CorpusReport]) -> None:
+        for name, positions in chosen.items():
+            if len(positions) < 2:
+                found = {key: value for key, value in reports["train"].counts.items() if value}
+                raise UserError(
+                    f"at least 2 images for the {name} split, apart from the captions and images of the other",
+                    f"{len(positions)} ({found})",
+                    "give a larger corpus, another --validation-samples, or a --validation-corpus",
+                )
+
+    def _tokenizer(self, captions: list[str]):
+        """Return the tokenizer, made from training captions alone and saved in the work folder."""
+        options = self.options
+        folder = self.work.folder / TOKENIZER_FOLDER
+        name = options.tokenizer or self.corpora["train"].tokenizer
+        tokenizer = tokenizers.load(name, options.cache_dir, options.add_mask_token, captions, options.vocab_size)
+        shutil.rmtree(folder, ignore_errors=True)
+        with atomic_folder(folder) as partial:
+            tokenizer.save_pretrained(partial)
+        write_json(self.work.folder / TOKENIZER_IDENTITY, tokenizers.identity(tokenizer, name))
+        saved = read_tokenizer(folder, f"the tokenizer saved in {folder}", "delete this folder and rerun")
+        saved.split_special_tokens = True  # "[MASK]" in a caption is six characters, not a mask
+        return saved
+
+    def _tokenize(self, tokenizer, captions: list[str]) -> list[np.ndarray]:
+        encoded = tokenizer(captions, add_special_tokens=False, verbose=False)["input_ids"]
+        for caption, ids in zip(captions, encoded):
+            if not ids:
+                raise UserError("captions with at least one token", repr(caption[:80]), "remove it from the corpus")
+        return [np.asarray(ids, np.int32) for ids in encoded]
+
+    def _codec(self, train: ImageSplit) -> ImageCodec:
+        options = self.options
+        num_latents = (options.image_size // options.patch_size) ** 2
+        shape = {"size": options.image_size, "patch": options.patch_size, "channels": options.channels}
+        count = options.num_components
+        if count is None:
+            dim = options.patch_size**2 * options.channels
+            return ImageCodec(**shape, latents="pixels", num_latents=num_latents, latent_dim=dim)
+        if len(train.rows) <= count:
+            raise UserError(
+                f"more training images than the {count} components of --latents {options.latents}",
+                f"{len(train.rows)}",
+                "give fewer components, or --latents pixels",
+            )
+        step = -(-len(train.rows) // _PCA_IMAGES)
+        blocks = train.shards.blocks(train.rows[::step])
+        with self.console.status(f"fitting {count} principal components"):
+            basis, kept = fit_components(((images / 127.5 - 1).astype(np.float32) for _, images in blocks), count)
+        self.console.print(f"{options.latents} keeps {kept:.1%} of the variance of the training images")
+        path = self.work.folder / BASIS
+        with atomic_file(path) as file:
+            np.save(file, basis)
+        return ImageCodec(
+            **shape, latents="pca", num_latents=num_latents, latent_dim=count // num_latents, basis=basis,
+            basis_file=path,
+        )  # fmt: skip

@@ -1,29 +1,40 @@
-"""Stage 3: encode the selected images and write the store atomically, with a manifest that accounts for all samples."""
+"""Stage 3: write the samples as one store, with a manifest that accounts for every image and caption."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 
-from mmldlm.data.images.codec import BASIS, ImageCodec
-from mmldlm.data.images.corpora.corpus import ImageCorpus
+from mmldlm.data.images.codec import ImageCodec
 from mmldlm.data.images.patches import to_patches
-from mmldlm.data.images.pca import fit_components
 from mmldlm.data.prepare.images.options import ImageOptions
 from mmldlm.data.prepare.images.read_stage import ImageShards
-from mmldlm.data.prepare.publish_stage import QUARANTINE, check_readable, commit, merge_counts, plan_digest, versions
+from mmldlm.data.prepare.publish_stage import (
+    QUARANTINE,
+    TOKENIZER_IDENTITY,
+    check_readable,
+    commit,
+    latents_suffix,
+    plan_digest,
+    versions,
+)
+from mmldlm.data.prepare.work_dir import WorkDir
 from mmldlm.data.store.latent_statistics import LatentStatistics
 from mmldlm.data.store.repair_hints import MANIFEST
 from mmldlm.data.store.store import FORMAT, TOKENIZER_FOLDER, VERSION, as_float32
 from mmldlm.data.store.writers import StoreSplit
-from mmldlm.errors import UserError
-from mmldlm.utils.atomic_files import list_files, sha256_of, write_json
+from mmldlm.utils.atomic_files import list_files, write_json
+from mmldlm.utils.formatting import join_some
+
+_MAX_NAMED = 20
 
 
 @dataclass
@@ -31,124 +42,162 @@ class ImageSplit:
     """The samples of one split.
 
     Attributes:
-        corpus, shards: where they come from, and their pixels.
-        rows: [n] int64 ascending rows of the corpus.
-        groups: [n] int64.
-        captions, tokens: of the samples, cut where they were too long.
+        shards: of its corpus.
+        rows: [N] ascending rows of its corpus.
+        captions, tokens: N texts and their token ids.
+        groups: [N] int64.
     """
 
-    corpus: ImageCorpus
     shards: ImageShards
     rows: np.ndarray
-    groups: np.ndarray
     captions: list[str]
     tokens: list[np.ndarray]
-
-    def blocks(self) -> Iterator[tuple[slice, np.ndarray]]:
-        """Yield (positions, images uint8 [b, S, S, C])."""
-        start = 0
-        for rows, images in self.shards.blocks(self.rows):
-            yield slice(start, start + len(rows)), images
-            start += len(rows)
+    groups: np.ndarray
 
 
-def write_images(
-    folder: Path,
-    splits: dict[str, ImageSplit],
+@dataclass
+class CorpusReport:
+    """What became of a corpus: its name, counters, and name -> reason of images that could not be read."""
+
+    source: str
+    counts: Counter
+    unreadable: dict[str, str]
+
+    def entry(self, kept: int) -> dict[str, Any]:
+        """Return the manifest's entry, in which every sample is accounted for."""
+        dropped = {key[5:]: value for key, value in sorted(self.counts.items()) if key.startswith("drop_") and value}
+        lost = self.counts["read"] - kept - sum(dropped.values())
+        assert lost == 0, f"{lost} samples are not accounted for: {self.counts}, {kept} kept"
+        entry = {"source": self.source, "read": self.counts["read"], "kept": kept, "dropped": dropped}
+        if not self.unreadable:
+            return entry
+        named = [f"{name}: {reason}" for name, reason in list(self.unreadable.items())[:_MAX_NAMED]]
+        return {**entry, "unreadable": dict(Counter(self.unreadable.values())), "unreadable_images": named}
+
+
+def publish(
     options: ImageOptions,
-    tokenizer: dict[str, Any],
-    tokenizer_folder: Path,
-    quarantined: list[dict[str, Any]],
+    codec: ImageCodec,
+    work: WorkDir,
+    root: Path,
+    plan: dict[str, Any],
+    splits: dict[str, ImageSplit],
+    reports: dict[str, CorpusReport],
 ) -> dict[str, Any]:
-    """Write splits, basis, tokenizer and quarantine into a new folder; return the manifest so far.
+    """Write splits, tokenizer, basis and manifest to the work folder, then rename it; return the manifest.
 
-    Raises:
-        UserError: more components than the training images have.
+    Args:
+        reports: split -> its corpus; that of validation only with a corpus of its own.
     """
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    codec, variance_kept = _make_codec(folder, splits["train"], options)
+    partial = work.folder / "output"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    tokenizer = json.loads((work.folder / TOKENIZER_IDENTITY).read_text())
     summaries, statistics = {}, {}
     for name, split in splits.items():
-        found = LatentStatistics(codec.latent_dim, len(split.rows) * codec.num_latents)
-        summaries[name] = _write_split(folder, name, split, codec, tokenizer["vocab_size"], found)
-        if name == "train":
-            statistics = found.result()
-    if quarantined:
-        lines = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in quarantined)
-        (folder / QUARANTINE).write_text(lines, encoding="utf-8")
-    shutil.copytree(tokenizer_folder, folder / TOKENIZER_FOLDER)
-    image = {key: getattr(codec, key) for key in ("size", "patch", "channels", "grid", "latents")}
-    image |= {"source": splits["train"].corpus.source}
-    encoder = {"name": codec.name, "source": "mmldlm", "normalize": False}
-    if variance_kept is not None:
-        encoder |= {"variance_kept": variance_kept, "basis_sha256": sha256_of(folder / BASIS)}
-    return {
+        summaries[name], found = _write_split(partial, name, split, codec, tokenizer["vocab_size"])
+        statistics = found if name == "train" else statistics
+    shutil.copytree(work.folder / TOKENIZER_FOLDER, partial / TOKENIZER_FOLDER)
+    for name, path in codec.files().items():
+        shutil.copyfile(path, partial / name)
+    _write_unreadable(partial, reports)
+    own = {name: sum(summary["num_samples"] for key, summary in summaries.items() if _corpus_of(key, reports) == name)
+           for name in reports}  # fmt: skip
+    manifest = {
         "format": FORMAT,
         "version": VERSION,
         "kind": "image",
-        "image": image,
+        "image": {
+            **{key: codec.identity[key] for key in ("size", "patch", "channels", "grid", "latents")},
+            "source": reports["train"].source,
+        },
         "latent_dim": codec.latent_dim,
-        **({} if codec.num_latents == 1 else {"latents_per_text": codec.num_latents}),
-        "encoder": encoder,
+        **latents_suffix(codec.num_latents),
+        "encoder": _encoder(codec),
         "latent_stats": statistics,
         "tokenizer": tokenizer,
         "splits": summaries,
-    }
-
-
-def publish_images(
-    folder: Path, root: Path, manifest: dict[str, Any], splits: dict[str, ImageSplit], plan: dict[str, Any], force: bool
-) -> dict[str, Any]:
-    """Complete the manifest of a written folder and rename the folder to its place; return the manifest.
-
-    Raises:
-        UserError: a folder that appeared at `root` in the meantime.
-    """
-    train, held_out = splits["train"].corpus, splits["validation"].corpus
-    summaries = manifest["splits"]
-    manifest["corpus"] = {"source": train.source, **merge_counts(train.counts, summaries, held_out is train)}
-    if held_out is not train:
-        own = {"validation": summaries["validation"]}
-        counted = merge_counts(held_out.counts, own, True)
-        manifest["validation_corpus"] = {"source": held_out.source, **counted}
-    manifest |= {
+        "corpus": reports["train"].entry(own["train"]),
         "options": plan["options"],
         "units": plan_digest(plan),
-        "files": list_files(folder),
+        "files": list_files(partial),
         "created_with": versions("pillow", "matplotlib"),
     }
-    write_json(folder / MANIFEST, manifest)
-    check_readable(folder, summaries)
-    commit(folder, root, force)
+    if "validation" in reports:
+        manifest["validation_corpus"] = reports["validation"].entry(own["validation"])
+    write_json(partial / MANIFEST, manifest)
+    check_readable(partial, summaries)
+    commit(partial, root, options.force)
     return manifest
 
 
-def _make_codec(folder: Path, train: ImageSplit, options: ImageOptions) -> tuple[ImageCodec, float | None]:
-    size, patch, channels, count = options.image_size, options.patch_size, options.channels, options.num_components
-    num_latents = (size // patch) ** 2
-    if count is None:
-        return ImageCodec(size, patch, channels, "pixels", num_latents, patch * patch * channels), None
-    if count >= len(train.rows):
-        raise UserError(
-            "--latents pca:M with M below the number of training images",
-            f"{count} components of {len(train.rows)} images",
-            "give fewer components, more images, or --latents pixels",
-        )
-    values = (as_float32(images) for _, images in train.blocks())
-    basis, kept = fit_components(values, count)
-    np.save(folder / BASIS, basis)
-    return ImageCodec(size, patch, channels, "pca", num_latents, count // num_latents, basis), kept
+def _corpus_of(split: str, reports: dict[str, CorpusReport]) -> str:
+    return split if split in reports else "train"
+
+
+def _encoder(codec: ImageCodec) -> dict[str, Any]:
+    # normalize is said, never guessed: latents of images can have norms near 1 by chance.
+    entry = {"name": codec.name, "source": "mmldlm", "normalize": False}
+    basis = codec.identity.get("basis_sha256")
+    return entry if basis is None else {**entry, "weights_sha256": basis}
 
 
 def _write_split(
-    folder: Path, name: str, split: ImageSplit, codec: ImageCodec, vocab_size: int, statistics: LatentStatistics
-) -> dict[str, int]:
-    shape = (codec.latent_dim,) if codec.num_latents == 1 else (codec.num_latents, codec.latent_dim)
-    dtype = np.uint8 if codec.basis is None else np.float32
-    writer = StoreSplit(folder, name, shape, vocab_size, latent_dtype=dtype, with_groups=True)
-    for own, images in split.blocks():
-        latents = (to_patches(images, codec.patch) if codec.basis is None else codec.encode(images)).reshape(-1, *shape)
-        writer.add(split.captions[own], split.tokens[own], latents, groups=split.groups[own])
+    folder: Path, name: str, split: ImageSplit, codec: ImageCodec, vocab_size: int
+) -> tuple[dict[str, int], dict[str, Any]]:
+    """Write one split; return its summary and the statistics of its latents, over positions and samples."""
+    is_pixels = codec.latents == "pixels"
+    count, dim = codec.num_latents, codec.latent_dim
+    writer = StoreSplit(
+        folder,
+        name,
+        (dim,) if count == 1 else (count, dim),
+        vocab_size,
+        latent_dtype=np.uint8 if is_pixels else np.float16,
+        with_groups=True,
+    )
+    statistics, start = LatentStatistics(dim, len(split.rows) * count), 0
+    for rows, images in split.shards.blocks(split.rows):
+        stop = start + len(rows)
+        latents = to_patches(images, codec.patch) if is_pixels else codec.encode(images).astype(np.float16)
+        latents = latents[:, 0] if count == 1 else latents
+        writer.add(split.captions[start:stop], split.tokens[start:stop], latents, groups=split.groups[start:stop])
         statistics.add(as_float32(latents))
-    return writer.close()
+        start = stop
+    return writer.close(), statistics.result()
+
+
+def _write_unreadable(folder: Path, reports: dict[str, CorpusReport]) -> None:
+    lines = [
+        json.dumps({"split": name, "image": image, "reason": reason}, ensure_ascii=False) + "\n"
+        for name, report in reports.items()
+        for image, reason in report.unreadable.items()
+    ]
+    if lines:
+        (folder / QUARANTINE).write_text("".join(lines), encoding="utf-8")
+
+
+def print_image_summary(console: Console, root: Path, manifest: dict[str, Any], seconds: float) -> None:
+    """Print the table that ends a preparation of images."""
+    table, image, corpus = Table(title=f"store {root}", show_header=False), manifest["image"], manifest["corpus"]
+    table.add_row("corpus", corpus["source"])
+    table.add_row("images read", f"{corpus['read']:,}")
+    for reason, number in corpus["dropped"].items():
+        table.add_row(f"  dropped: {reason.replace('_', ' ')}", f"{number:,}")
+    if "unreadable_images" in corpus:
+        table.add_row("  such as", join_some(corpus["unreadable_images"], limit=3, separator="\n"))
+    table.add_row("kept", f"{corpus['kept']:,}")
+    for name, split in manifest["splits"].items():
+        lengths = f"mean {split['num_tokens'] / split['num_samples']:.1f}, max {split['max_tokens']}"
+        table.add_row(name, f"{split['num_samples']:,} images, captions of {split['num_tokens']:,} tokens ({lengths})")
+    table.add_row("tokenizer", f"{manifest['tokenizer']['key']}, {manifest['tokenizer']['vocab_size']:,} tokens")
+    color = "gray" if image["channels"] == 1 else "RGB"
+    table.add_row("images", f"{image['size']} x {image['size']} {color}, {manifest['encoder']['name']}")
+    table.add_row(
+        "latents", f"{manifest.get('latents_per_text', 1)} of {manifest['latent_dim']} (patch {image['patch']})"
+    )
+    table.add_row("size", f"{sum(entry['bytes'] for entry in manifest['files'].values()) / 2**20:.1f} MiB")
+    table.add_row("time", f"{seconds:.0f} s")
+    console.print(table)
+    console.print(f"look: mmldlm verify-data {root} --sheet FILE.png", soft_wrap=True)
+    console.print(f"next: mmldlm config --config-name image_text_quick data.latent_data_root={root}", soft_wrap=True)

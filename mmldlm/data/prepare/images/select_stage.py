@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 
 from mmldlm.data.prepare.select_stage import num_validation, split_keys
-
-
-def caption_hashes(captions: Sequence[str]) -> np.ndarray:
-    """Return [N] uint64 hashes (BLAKE2) of captions, exact: case and marks count."""
-    digests = (hashlib.blake2b(caption.encode(), digest_size=8).digest() for caption in captions)
-    return np.array([int.from_bytes(digest, "big") for digest in digests], np.uint64)
 
 
 def first_pairs(pixel_hashes: np.ndarray, caption_hashes: np.ndarray) -> np.ndarray:
