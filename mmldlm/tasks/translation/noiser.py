@@ -284,8 +284,9 @@ class Noiser:
             uniform[row, :length] = generator.random(length)
             if self.pure_noise or self.condition_noise:
                 options[row] = counter_generator(self.seed, batch.epoch, sample, slot, _OPTION_STREAM).random(3)
-        arrays = (tokens, attention, latents, noise, uniform, drop, text_u, latent_u, options)
-        return PaddedSamples(*(None if array is None else torch.from_numpy(array) for array in arrays))
+        given, drawn = (tokens, attention, latents), (uniform, drop, text_u, latent_u, options)
+        normals = None if noise is None else torch.from_numpy(noise)
+        return PaddedSamples(*map(torch.from_numpy, given), normals, *map(torch.from_numpy, drawn))
 
     def _text_tensors(
         self, padded: PaddedSamples, modes: np.ndarray, real: np.ndarray, strata: Tensor
