@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_image_arguments(parser)
     _add_tokenizer_arguments(parser)
     add = parser.add_argument
-    add("--layout", choices=LAYOUTS, default="store", help="files: one .txt and one .npy per sample, as in MM-LDLM")
+    add("--layout", choices=LAYOUTS, help="files: one .txt and one .npy per sample, as in MM-LDLM")
     add("--seed", type=int, default=0, help="seed of the sampling and the split (default %(default)s)")
     add("--force", action="store_true", help="replace an existing store when the new one is complete")
 
@@ -50,8 +50,13 @@ def _add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
     add("--datasets", nargs="+", metavar="NAME", help="one or more corpora, read one after the other")
     add("--validation-corpus", metavar="PATH", help="corpus of the validation split (default: held-out training texts)")
     add("--text-field", help="field of a record that holds the text (default: text)")
-    add("--sentences", action="store_true", help="split every text into sentences first")
-    add("--whole-files", action="store_true", help="one text per .txt file of a folder (default: one per sentence)")
+    add("--sentences", action="store_true", default=None, help="split every text into sentences first")
+    add(
+        "--whole-files",
+        action="store_true",
+        default=None,
+        help="one text per .txt file of a folder (default: a sentence)",
+    )
     add("--max-documents", type=int, metavar="N", help="read only the first N texts of the corpus")
 
 
@@ -59,7 +64,7 @@ def _add_sample_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--max-samples", type=int, metavar="N", help="keep N samples, chosen by a hash of their content")
     add("--validation-samples", type=int, metavar="N", help="validation split (default: 1000 or 5 %%, the smaller)")
-    add("--min-tokens", type=int, default=3, help="shorter texts are dropped (default %(default)s)")
+    add("--min-tokens", type=int, help="shorter texts are dropped (default 3)")
     add("--max-tokens", type=int, default=62, help="longest sample, without the closing EOS (default %(default)s)")
     add(
         "--overlong",
@@ -75,8 +80,7 @@ def _add_encoder_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--encoder",
         "--latent-model",
-        default="minilm",
-        help=f"one of: {', '.join(ENCODERS)}; or a folder or Hugging Face name (default %(default)s)",
+        help=f"one of: {', '.join(ENCODERS)}; or a folder or Hugging Face name (default minilm)",
     )
     add(
         "--latent-dim", type=int, metavar="D", help="cut latents to D components and normalize again (qwen: 32 to 1024)"
@@ -84,9 +88,8 @@ def _add_encoder_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--latents-per-text",
         type=int,
-        default=1,
         metavar="N",
-        help="latents per text, of N pieces cut at sentence ends (default %(default)s; for long texts)",
+        help="latents per text, of N pieces cut at sentence ends (default 1; for long texts)",
     )
     add("--pooling", choices=POOLINGS, help="pooling of a model that does not declare it")
     add("--prefix", help="prefix of every text (default: that of the encoder's card)")
@@ -100,8 +103,8 @@ def _add_encoder_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=("fp32", "bf16", "fp16"), help="of the encoder (default: fp32 on the CPU, bf16 on a GPU)")
     add("--batch-tokens", type=int, help="padded tokens per forward pass (default 1024, on a GPU 65536)")
     add("--batch-size", type=int, help="maximum texts per forward pass")
-    add("--compile", action="store_true", help="torch.compile the encoder")
-    add("--retries", type=int, default=2, help="retries per text before it is quarantined (default %(default)s)")
+    add("--compile", action="store_true", default=None, help="torch.compile the encoder")
+    add("--retries", type=int, help="retries per text before it is quarantined (default 2)")
     add(
         "--max-quarantined",
         type=float,
@@ -142,11 +145,10 @@ def to_options(args: argparse.Namespace) -> PrepareOptions | ImageOptions:
     """
     is_image = args.datasets is None and holds_images(args.corpus)
     own, other = (ImageOptions, PrepareOptions) if is_image else (PrepareOptions, ImageOptions)
-    defaults = {name: field.default for name, field in other.__dataclass_fields__.items()}
     given = {name: value for name, value in vars(args).items() if value is not None}
     known = own.__dataclass_fields__
-    for name, value in given.items():
-        if name in defaults and name not in known and value != defaults[name]:
+    for name in given:
+        if name in other.__dataclass_fields__ and name not in known:
             flag = f"--{name.replace('_', '-')}"
             reads, has = ("texts", "images") if is_image else ("images", "texts")
             raise UserError(
