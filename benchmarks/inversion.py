@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import subprocess
@@ -195,19 +196,19 @@ def plot(found: dict[str, Reached], path: Path) -> None:
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(8, 5))
+    figure, axes = plt.subplots(figsize=(9, 5))
+    drawn: list[tuple[float, float, str]] = []
     for name, reached in found.items():
-        if reached.cost:
-            estimate, color = (
-                reached.estimates()["sentence_bleu"],
-                "tab:orange" if name.startswith("AR") else "tab:blue",
-            )
-            filled = color if reached.cost["judge_calls"] else "none"
-            axes.errorbar(
-                reached.cost["gflops"], estimate.value, estimate.se, fmt="o", color=color, markerfacecolor=filled
-            )
-            axes.annotate(name, (reached.cost["gflops"], estimate.value), fontsize=7, xytext=(4, 4),
-                          textcoords="offset points")  # fmt: skip
+        if not reached.cost:
+            continue
+        gflops, estimate = reached.cost["gflops"], reached.estimates()["sentence_bleu"]
+        color = "tab:orange" if name.startswith("AR") else "tab:blue"
+        filled = color if reached.cost["judge_calls"] else "none"
+        axes.errorbar(gflops, estimate.value, estimate.se, fmt="o", color=color, markerfacecolor=filled)
+        if not any(abs(math.log10(gflops / x)) < 0.06 and abs(estimate.value - y) < 0.25 for x, y, _ in drawn):
+            drawn.append((gflops, estimate.value, name))  # of points that lie on each other, the first has a name
+    for gflops, value, name in drawn:
+        axes.annotate(name, (gflops, value), fontsize=7, xytext=(4, 4), textcoords="offset points")
     axes.set(xscale="log", xlabel="GFLOP a text (model and encoder)", ylabel="sentence BLEU")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
