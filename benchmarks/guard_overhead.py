@@ -138,7 +138,7 @@ def reads_off_cpu() -> int:
         variant.model.to("meta")
         variant.batch.tensors = {name: tensor.to("meta") for name, tensor in variant.batch.tensors.items()}
         try:
-            with mock.patch("mmldlm.models.mmdit.model.has_varlen", return_value=ragged):
+            with mock.patch("mmldlm.models.mmdit.packing.has_varlen", return_value=ragged):
                 variant.loss().backward()
         except (RuntimeError, TypeError) as error:
             num_failed += 1

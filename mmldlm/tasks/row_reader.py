@@ -19,7 +19,7 @@ class RowReader:
 
     def __init__(self, vocab_size: int, latent_mean: np.ndarray, max_norm: float, nan_to_num: bool):
         self.vocab_size, self.latent_mean, self.max_norm = vocab_size, latent_mean, max_norm
-        self.nan_to_num = nan_to_num
+        self.nan_to_num, self.zero_ok = nan_to_num, False
 
     def read(
         self, samples, ids: np.ndarray, slots: np.ndarray, num_real: int, lengths: np.ndarray
@@ -36,9 +36,9 @@ class RowReader:
         shapes and collectives. The counts of the global batch still include it, because other ranks do not know of it.
         """
         rows, repaired = self._replace_nonfinite(samples.get(ids))
-        zero_ok = getattr(samples, "kind", "text") == "image"
+        self.zero_ok = getattr(samples, "kind", "text") == "image"  # a black patch is a patch
         reasons = [
-            self._rejection_reason(rows.tokens[row], rows.latents[row], lengths[sample], zero_ok)
+            self._rejection_reason(rows.tokens[row], rows.latents[row], lengths[sample])
             for row, sample in enumerate(ids)
         ]
         is_bad = np.array([reason is not None for reason in reasons])
@@ -65,14 +65,14 @@ class RowReader:
         mean = self.latent_mean.astype(rows.latents.dtype)
         return rows._replace(latents=np.where(bad, mean, rows.latents)), repaired
 
-    def _rejection_reason(self, tokens: np.ndarray, latent: np.ndarray, length: int, zero_ok: bool) -> str | None:
+    def _rejection_reason(self, tokens: np.ndarray, latent: np.ndarray, length: int) -> str | None:
         """Return why a sample must not be trained on; None for a valid one."""
         if not np.isfinite(latent).all():
             return f"{int((~np.isfinite(latent)).sum())} non-finite values in its latent"
         norms = np.linalg.norm(latent, axis=-1).reshape(-1).tolist()
-        norm = next((norm for norm in norms if norm > self.max_norm or not (norm or zero_ok)), None)
+        norm = next((norm for norm in norms if norm > self.max_norm or not (norm or self.zero_ok)), None)
         if norm is not None:
-            least = "" if zero_ok else "above 0 and "
+            least = "" if self.zero_ok else "above 0 and "
             return f"a latent of norm {norm:.4g}, expected {least}at most {self.max_norm:.4g}"
         if len(tokens) + 1 != length:
             return f"{len(tokens)} tokens where the index says {length - 1}"

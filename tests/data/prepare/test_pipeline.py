@@ -385,9 +385,7 @@ def test_the_two_verbs_from_their_arguments(corpus_file, tmp_path, capsys):
     (root / "manifest.json").write_text(json.dumps(manifest))
     assert verify_data.main(parser.parse_args([str(root)])) == 1
     assert "max_tokens" in capsys.readouterr().out
-    assert PrepareOptions("x") == PrepareOptions(
-        **{key: value for key, value in vars(_defaults()).items() if key in PrepareOptions.__dataclass_fields__}
-    )
+    assert prepare.to_options(_defaults()) == PrepareOptions("x")
 
 
 def _defaults():
