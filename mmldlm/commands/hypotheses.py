@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
-from mmldlm.errors import EXIT_DONE, MmldlmError, UserError
+from mmldlm.commands.prepare import run_shared
+from mmldlm.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,17 +31,7 @@ def main(args: argparse.Namespace) -> int:
     for key in ("num_samples", "num_steps"):
         if (value := getattr(args, key)) is not None and value < 1:
             raise UserError(f"--{key.replace('_', '-')} of at least 1", str(value), "choose a larger number")
-    from mmldlm.data.prepare.task_queue import connect
     from mmldlm.sampling.hypotheses import HypothesisOptions, write_hypotheses
 
-    queue = connect()
-    names = HypothesisOptions.__dataclass_fields__
-    try:
-        write_hypotheses(HypothesisOptions(**{key: getattr(args, key) for key in names}), queue)
-    except MmldlmError as error:
-        if queue.world_size == 1:
-            raise
-        if not getattr(error, "already_reported", False) and queue.is_reporter():
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
-    return EXIT_DONE
+    options = HypothesisOptions(**{key: getattr(args, key) for key in HypothesisOptions.__dataclass_fields__})
+    return run_shared(options.output_dir, lambda queue: write_hypotheses(options, queue))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mmldlm.data.corpora.corpus import DEFAULT_CORPUS
 from mmldlm.data.encoders.specs import ENCODERS, POOLINGS
@@ -14,6 +16,9 @@ from mmldlm.data.prepare.images.options import ImageOptions
 from mmldlm.data.prepare.options import OVERLONG, PrepareOptions, to_arguments
 from mmldlm.data.store.writers import LAYOUTS
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, MmldlmError, UserError
+
+if TYPE_CHECKING:
+    from mmldlm.data.prepare.task_queue import TaskQueue
 
 CACHE_DIR_HELP = "folder for files from the Hugging Face hub"
 
@@ -175,18 +180,32 @@ def main(args: argparse.Namespace) -> int:
 
 
 def run_rank(args: argparse.Namespace) -> int:
-    """Prepare as one of the ranks of this launch; return the exit code, 5 if a signal came and the work can resume."""
+    """Prepare as one of the ranks of this launch; see `run_shared`."""
     from mmldlm.data.prepare.images.pipeline import prepare_images
     from mmldlm.data.prepare.pipeline import prepare
+
+    options = to_options(args)
+    work: Callable[[TaskQueue], object] = (
+        (lambda queue: prepare_images(options, queue=queue))
+        if isinstance(options, ImageOptions)
+        else (lambda queue: prepare(options, queue=queue))
+    )
+    return run_shared(options.output_dir, work)
+
+
+def run_shared(output_dir: str, work: Callable[[TaskQueue], object]) -> int:
+    """Do work that the ranks of this launch share; return the exit code, 5 if a signal came and the work can resume.
+
+    Args:
+        output_dir: beside which `WorkDir` keeps what is finished.
+        work: called with the queue of the ranks.
+    """
     from mmldlm.data.prepare.task_queue import connect
     from mmldlm.data.prepare.work_dir import PLAN, WorkDir
 
-    options, queue = to_options(args), connect()
+    queue = connect()
     try:
-        if isinstance(options, ImageOptions):
-            prepare_images(options, queue=queue)
-        else:
-            prepare(options, queue=queue)
+        work(queue)
     except MmldlmError as error:
         if queue.world_size == 1:
             raise
@@ -195,7 +214,7 @@ def run_rank(args: argparse.Namespace) -> int:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     except KeyboardInterrupt:
-        work = WorkDir(Path(os.path.abspath(options.output_dir)), queue).folder
+        work = WorkDir(Path(os.path.abspath(output_dir)), queue).folder
         can_resume = (work / PLAN).is_file()
         hint = [f"rerun the same command to resume from {work}"] if can_resume else []
         if queue.world_size == 1:

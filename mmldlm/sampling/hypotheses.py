@@ -23,8 +23,9 @@ from mmldlm.data.prepare.work_dir import WorkDir
 from mmldlm.data.store.arrays import read_npz, write_npz
 from mmldlm.data.store.latent_statistics import LatentStatistics
 from mmldlm.data.store.manifest import sample_checksums
+from mmldlm.data.store.mixture import describe_encoder
 from mmldlm.data.store.repair_hints import MANIFEST
-from mmldlm.data.store.store import TOKENIZER_FOLDER, Store, latent_shape
+from mmldlm.data.store.store import TOKENIZER_FOLDER, Store, latent_shape, load_tokenizer
 from mmldlm.data.store.writers import StoreSplit
 from mmldlm.errors import UserError
 from mmldlm.sampling.device import usable_device
@@ -222,6 +223,16 @@ def _check_model(pretrained: Pretrained, store: Store) -> None:
     if own != found:
         expected = f"a model of this store's latents and tokens: {own}"
         raise UserError(expected, str(found), "name the store that the model was trained on")
+    if load_tokenizer(store.root).get_vocab() != pretrained.tokenizer.get_vocab():
+        raise UserError(
+            f"a model with the tokenizer of {store.root}",
+            f"another one in {pretrained.folder}",
+            "name the store that the model was trained on",
+        )
+    encoders = [describe_encoder({"encoder": entry or {}}) for entry in (store.manifest["encoder"], pretrained.encoder)]
+    if encoders[0] != encoders[1]:
+        expected = f"a model of the latents of {store.root} ({encoders[0]})"
+        raise UserError(expected, encoders[1] or "an unknown encoder", "name the store that the model was trained on")
 
 
 def _swap_words(texts: list[list[int]], seed: int, rows: np.ndarray) -> list[list[int]]:

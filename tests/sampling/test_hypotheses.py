@@ -104,6 +104,8 @@ def test_two_ranks_write_what_one_writes(model, store, tmp_path):
 def test_a_corrector_trains_on_them_and_another_store_is_refused(whole, store, tmp_path, capsys):
     words = [f"data.latent_data_root={store}", f"data.hypotheses={whole}", "model.corrector=feedback"]
     data = open_data(load_config("tiny", None, words))
+    plain = open_data(load_config("tiny", None, words[:1]))
+    assert data.fingerprint() != plain.fingerprint()  # a resume must find the same hypotheses
     assert [len(split.store) for split in data.hypotheses] == [len(Store(whole, s)) for s in ("train", "validation")]
     other = tmp_path / "other"
     shutil.copytree(store, other)
@@ -126,3 +128,9 @@ def test_a_folder_in_use_and_a_model_of_other_latents(model, store, whole, check
     assert "--force" in capsys.readouterr().err
     assert run(checkpoint, store, tmp_path / "out") == 2
     assert "latent_dim" in capsys.readouterr().err
+    other = tmp_path / "model"
+    shutil.copytree(model, other)
+    values = json.loads((model / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(values | {"encoder": values["encoder"] | {"pooling": "cls"}}))
+    assert run(other, store, tmp_path / "out") == 2
+    assert "pooling cls" in capsys.readouterr().err

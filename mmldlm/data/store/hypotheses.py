@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -41,34 +42,48 @@ class SplitHypotheses:
                 "a store without hypotheses" if of is None else "hypotheses for other samples",
                 f"write them: mmldlm hypotheses --checkpoint RUN --data {samples.root} --output-dir DIR",
             )
+        if len(rows) != len(self.store) or len(rows) and not 0 <= rows.min() <= rows.max() < len(samples):
+            raise UserError(
+                f"a sample of {samples.root}/{samples.split} for each hypothesis in {root}",
+                f"documents.npy of {len(rows)} rows, {len(self.store)} hypotheses, {len(samples)} samples",
+                "write the hypotheses again",
+            )
         for first, block in self.store.latent_blocks(_ROWS_CHECKED):
             check_latents(block, f"{root}/{samples.split}", samples.latent_dim, first, samples.kind == "image")
         self.row_of = np.full(len(samples), -1, np.int64)
         self.row_of[rows] = np.arange(len(rows))
 
     def arrays(
-        self, ids: np.ndarray, wanted: np.ndarray, shape: tuple[int, int], pad: int, eos: int, mean: np.ndarray,
-        std: np.ndarray,
-    ) -> dict[str, np.ndarray]:  # fmt: skip
+        self, ids: np.ndarray, wanted: np.ndarray, shape: tuple[int, int], pad: int, eos: int, vocab_size: int,
+        scale: Callable[[np.ndarray], np.ndarray],
+    ) -> tuple[dict[str, np.ndarray], dict[int, str]]:  # fmt: skip
         """Return hypothesis_tokens [B, S] int64, hypothesis_latents fp32 in model space, hypothesis_given [B] bool.
 
         Args:
             ids: [B] of the samples.
             wanted: [B] bool, samples that are to read one.
             shape: (B, S) of the batch's text. A longer hypothesis is cut: no row could read it.
-            mean, std: [D], the scaling into model space.
+            vocab_size: tokens are below it.
+            scale: latents -> model space.
+
+        Returns:
+            The arrays, and why the hypotheses of some of the B samples are left out: position -> reason.
         """
         rows = self.row_of[ids]
         given = wanted & (rows >= 0)
         found = self.store.get(np.maximum(rows, 0))
-        given &= np.isfinite(found.latents).reshape(len(ids), -1).all(1)
+        reasons = {}
+        for row in np.flatnonzero(given).tolist():
+            text = found.tokens[row]
+            if not np.isfinite(found.latents[row]).all():
+                reasons[row] = "non-finite values in the latent of its hypothesis, which is left out"
+            elif len(text) and not 0 <= text.min() <= text.max() < vocab_size:
+                reasons[row] = f"a token id of its hypothesis outside 0..{vocab_size - 1}, which is left out"
+        given[list(reasons)] = False
         tokens = np.full(shape, pad, np.int64)
         for row in np.flatnonzero(given):
             text = [*found.tokens[row].tolist(), eos][: shape[1]]
             tokens[row, : len(text)] = text
-        latents = np.where(given.reshape(-1, *(1,) * (found.latents.ndim - 1)), (found.latents - mean) / std, 0.0)
-        return {
-            "hypothesis_tokens": tokens,
-            "hypothesis_latents": latents.astype(np.float32),
-            "hypothesis_given": given,
-        }
+        latents = np.zeros(found.latents.shape, np.float32)
+        latents[given] = scale(found.latents[given])
+        return {"hypothesis_tokens": tokens, "hypothesis_latents": latents, "hypothesis_given": given}, reasons

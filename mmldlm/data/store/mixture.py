@@ -34,7 +34,7 @@ class MixedStore:
                 ("the tokenizer", store.manifest["tokenizer"].get("sha256"), first["tokenizer"].get("sha256")),
                 ("the dimension of latents", store.latent_dim, first["latent_dim"]),
                 ("the number of latents per text", store.latents_per_text, first.get("latents_per_text", 1)),
-                ("the encoder", *(_encoder_of(manifest) for manifest in (store.manifest, first))),
+                ("the encoder", *(describe_encoder(manifest) for manifest in (store.manifest, first))),
                 ("the form of images", *(_image_of(manifest) for manifest in (store.manifest, first))),
             ):
                 if own != expected:
@@ -115,7 +115,8 @@ class MixedStore:
         return [self.text(int(index)) for index in indices]
 
 
-def _encoder_of(manifest: dict[str, Any]) -> str:
+def describe_encoder(manifest: dict[str, Any]) -> str:
+    """Return what decides the latents of an encoder: two with the same description can be compared."""
     encoder = manifest.get("encoder", {})
     return ", ".join(f"{key} {encoder[key]}" for key in _ENCODER_KEYS if encoder.get(key) is not None)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
 from mmldlm.data.store.hypotheses import SplitHypotheses
+from mmldlm.data.store.manifest import sample_checksums
 from mmldlm.data.store.mixture import MixedStore
 from mmldlm.data.store.store import Store
 from mmldlm.engines.deepspeed.config import resolve_stage
@@ -27,6 +30,14 @@ class TranslationData(LatentData):
 
     config: TranslationConfig
     hypotheses: tuple[SplitHypotheses, SplitHypotheses] | None = None
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the training split and its hypotheses: a resume must find both."""
+        own = super().fingerprint()
+        if self.hypotheses is None:
+            return own
+        files = sample_checksums(self.hypotheses[0].store.manifest)
+        return hashlib.sha256(json.dumps([own, files], sort_keys=True).encode()).hexdigest()
 
 
 def open_data(config: TranslationConfig) -> TranslationData:

@@ -223,7 +223,9 @@ class Noiser:
             tensors["draft_swaps"] = self.swaps.draw(self.seed, batch.epoch, ids, slots, padded.attention)
         if self.hypotheses is not None:
             has_latent = (modes == L2T) & ~tensors["latent_is_null"].numpy() & real
-            tensors |= self._hypothesis_tensors(batch, ids, slots, has_latent, tuple(padded.tokens.shape))
+            found, reasons = self._hypotheses_of(batch, ids, slots, has_latent, tuple(padded.tokens.shape))
+            tensors |= found
+            bad = bad + [{"id": int(ids[row]), "reason": reason, "repaired": True} for row, reason in reasons.items()]
         if self.candidates is not None:
             generator = counter_generator(self.seed, batch.epoch, batch.index, 0, _CANDIDATE_STREAM)
             tensors |= self.candidates.tensors(tensors["text_targets"], generator)
@@ -246,29 +248,34 @@ class Noiser:
             bad=bad,
         )
 
-    def _hypothesis_tensors(
+    def _hypotheses_of(
         self, batch: GlobalBatch, ids: np.ndarray, slots: np.ndarray, has_latent: np.ndarray, shape: tuple[int, int]
-    ) -> dict[str, Tensor]:
+    ) -> tuple[dict[str, Tensor], dict[int, str]]:
+        """Tensors of `SplitHypotheses.arrays`, and its reasons."""
         assert self.hypotheses is not None
         draws = [
             counter_generator(self.seed, batch.epoch, sample, slot, _HYPOTHESIS_STREAM).random()
             for sample, slot in zip(ids.tolist(), slots.tolist(), strict=True)
         ]
-        arrays = self.hypotheses.arrays(
+        arrays, reasons = self.hypotheses.arrays(
             ids, has_latent & (np.array(draws) < self.hypothesis_share), shape, self.pad_token_id, self.eos_token_id,
-            self.latent_mean, self.latent_std,
+            self.reader.vocab_size, self._scaled,
         )  # fmt: skip
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}, reasons
+
+    def _scaled(self, latents: np.ndarray) -> np.ndarray:
+        """Stored latents [..., D] -> model space, fp32."""
+        latents = latents.astype(np.float32)
+        if self.latent_config.l2_normalize:
+            latents = latents / np.maximum(np.linalg.norm(latents, axis=-1, keepdims=True), np.float32(1e-12))
+        return (latents - self.latent_mean) / self.latent_std
 
     def _pad(self, batch: GlobalBatch, rows: Rows, ids: np.ndarray, slots: np.ndarray) -> PaddedSamples:
         num_rows, width = len(ids), int(max(len(tokens) for tokens in rows.tokens)) + 1
         tokens = np.full((num_rows, width), self.pad_token_id, dtype=np.int64)
         attention = np.zeros((num_rows, width), dtype=bool)
         uniform = np.zeros((num_rows, width))
-        latents = rows.latents.astype(np.float32)
-        if self.latent_config.l2_normalize:
-            latents = latents / np.maximum(np.linalg.norm(latents, axis=-1, keepdims=True), np.float32(1e-12))
-        latents = (latents - self.latent_mean) / self.latent_std
+        latents = self._scaled(rows.latents)
         noise = np.empty_like(latents) if latents[0].size <= MAX_HOST_NOISE else None
         drop, text_u, latent_u = np.empty(num_rows), np.empty(num_rows), np.empty(num_rows)
         options = np.zeros((num_rows, 3))

@@ -67,6 +67,31 @@ def test_which_samples_read_one_and_what_they_read():
     assert all(v[0] for s, v in everyone.items() if s % 3 and v[3] == L2T and not v[4])
 
 
+def test_a_damaged_hypothesis_is_left_out_and_named():
+    rows, found = batches(share=1.0)
+    hypotheses = found.collator.hypotheses
+    given = [sample for sample, values in by_sample(found[i] for i in range(9)).items() if values[0]]
+    bad, unknown = given[:2]
+    hypotheses.store.latents[hypotheses.row_of[bad], 1] = np.nan
+    hypotheses.store.tokens[hypotheses.row_of[unknown]] = np.array([4, -1])
+    again = [found[i] for i in range(9)]
+    seen = by_sample(again)
+    assert not seen[bad][0] and not seen[unknown][0] and all(seen[sample][0] for sample in given[2:])
+    reports = {report["id"]: report for batch in again for report in batch.bad}
+    assert "non-finite" in reports[bad]["reason"] and "token id" in reports[unknown]["reason"]
+    assert reports[bad]["repaired"] and len(reports) == 2
+
+
+def test_normalized_latents_have_normalized_hypotheses():
+    rows = FakeStore()
+    sections = {"latent_diffusion": {"l2_normalize": True, "scaling": "sqrt_d"}, "model": {"corrector": "feedback"}}
+    noiser = Noiser(build_config(sections), MASK, PAD, EOS, 0 * MEAN, STD, hypotheses=FakeHypotheses(rows))
+    batch = MicroBatches(rows, BatchPlan(rows.lengths, 12, 0), noiser, 0, 1, 1)[0].tensors
+    given = batch["hypothesis_given"]
+    norms = batch["hypothesis_latents"][given].norm(dim=-1) * float(STD[0])
+    assert given.any() and np.allclose(norms, 1, atol=1e-5)
+
+
 def test_no_draw_depends_on_ranks_or_micro_batches():
     whole = by_sample(batches()[1][i] for i in range(8))
     parts = [batches(2, 2, rank)[1] for rank in range(2)]
@@ -78,12 +103,12 @@ def corrector_config(store, **more):
     return build_config(sections | more)
 
 
-def test_the_folder_must_be_given_and_belong_to_the_store(store):
+def test_the_folder_must_be_given_and_belong_to_the_store(made_store):
     with pytest.raises(UserError, match="data.hypotheses") as error:
-        open_data(corrector_config(store))
+        open_data(corrector_config(made_store))
     assert "mmldlm hypotheses" in str(error.value)
     with pytest.raises(UserError, match="without hypotheses"):
-        open_data(corrector_config(store, data={"hypotheses": str(store)}))
+        open_data(corrector_config(made_store, data={"hypotheses": str(made_store)}))
 
 
 @pytest.mark.parametrize(
