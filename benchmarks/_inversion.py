@@ -62,14 +62,14 @@ class Way:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-ONE_BY_ONE, FEWEST = "mmdit one token a pass", 8
-SEARCHED, CORRECTED = (8, 16, 32, 64), (1, 4, 16)
-"""Calls of the encoder that local searches may make; rounds of correction."""
+ONE_BY_ONE = "mmdit one token a pass"
+PASSES, SEARCHED, CORRECTED = (1, 2, 3, 4, 5, 6, 8), (8, 16, 64), (1, 4, 16)
+"""Passes of confidence; calls of the encoder that local searches may make; rounds of correction."""
 WAYS = (
     Way("AR greedy", "ar_prefix", "greedy"),
     Way("AR beam 4", "ar_prefix", "beam", {"num_beams": 4}),
     Way("AR best of 16", "ar_prefix", None, {"search": "best_of", "num_candidates": 16}),
-    *(Way(f"mmdit confidence {n}", "mmdit", "confidence", {"num_steps": n}) for n in (1, 2, 4, FEWEST)),
+    *(Way(f"mmdit confidence {n}", "mmdit", "confidence", {"num_steps": n}) for n in PASSES),
     Way(ONE_BY_ONE, "mmdit", "confidence", {"num_steps": 10_000}),
     Way("mmdit threshold", "mmdit", "threshold"),
     Way("mmdit factor", "mmdit", "factor"),

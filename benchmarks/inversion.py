@@ -205,8 +205,8 @@ def plot(found: dict[str, Reached], path: Path) -> None:
         color = "tab:orange" if name.startswith("AR") else "tab:blue"
         filled = color if reached.cost["judge_calls"] else "none"
         axes.errorbar(gflops, estimate.value, estimate.se, fmt="o", color=color, markerfacecolor=filled)
-        if not any(abs(math.log10(gflops / x)) < 0.06 and abs(estimate.value - y) < 0.25 for x, y, _ in drawn):
-            drawn.append((gflops, estimate.value, name))  # of points that lie on each other, the first has a name
+        if not any(abs(math.log10(gflops / x)) < 0.45 and abs(estimate.value - y) < 0.12 for x, y, _ in drawn):
+            drawn.append((gflops, estimate.value, name))  # of names that would cover each other, the first
     for gflops, value, name in drawn:
         axes.annotate(name, (gflops, value), fontsize=7, xytext=(4, 4), textcoords="offset points")
     axes.set(xscale="log", xlabel="GFLOP a text (model and encoder)", ylabel="sentence BLEU")

@@ -12,7 +12,7 @@ from mmldlm.evaluation.directions import Settings, writing_options
 from mmldlm.evaluation.sentences import Sentences
 from mmldlm.evaluation.statistics import mean, paired_bootstrap
 from mmldlm.evaluation.suite import Log
-from mmldlm.evaluation.text_arms import Scorer, TextArms, decode, differences
+from mmldlm.evaluation.text_arms import Scorer, TextArms, differences
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.sampling.search.judge import Judge, cosines
 from mmldlm.sampling.search.options import SearchOptions
@@ -28,7 +28,7 @@ def add_search(
     judge: Judge,
     settings: Settings,
     log: Log,
-) -> list[str]:
+) -> list[list[int]]:
     """Add the arm `search` and its paired differences to the model's texts; the search never reads the sentences.
 
     Args:
@@ -37,7 +37,7 @@ def add_search(
         judge: of `SearchOptions.open_judge`.
 
     Returns:
-        N texts.
+        N texts as lists of ids.
     """
     options, latents = SearchOptions.of(settings), torch.from_numpy(sentences.latents)
     progress = log(f"{options.describe()}, for {len(sentences)} embeddings")
@@ -57,4 +57,4 @@ def add_search(
         "most_judge_calls": int(np.max(texts.calls)),
         **texts.cost.per_text(),
     }
-    return decode(pretrained, texts.tokens)
+    return texts.tokens

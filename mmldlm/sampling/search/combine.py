@@ -14,7 +14,14 @@ MIN_RISE = 1e-4
 
 
 def promising_texts(
-    text: Text, edits: Edits, embedding: np.ndarray, target: np.ndarray, *, max_edits: int, most: int
+    text: Text,
+    edits: Edits,
+    embedding: np.ndarray,
+    target: np.ndarray,
+    *,
+    max_edits: int,
+    most: int,
+    max_tokens: int,
 ) -> list[tuple[float, Text]]:
     """Return at most `most` texts that edits lead to, the most promising first, with their scores.
 
@@ -24,6 +31,7 @@ def promising_texts(
     Args:
         embedding, target: of the text by the judge, and the latent. [M, D]
         max_edits: in one text.
+        max_tokens: of a text; several insertions together are longer than any alone.
     """
     if edits.shifts is None:
         order = np.argsort(-edits.log_ratios, kind="stable")[:most]
@@ -43,4 +51,5 @@ def promising_texts(
             rows, value = [*rows, chosen], float(values[chosen])
             found.setdefault(edits.apply(text, rows), value)
     found.pop(text, None)
-    return [(score, changed) for changed, score in sorted(found.items(), key=lambda item: -item[1])[:most]]
+    ranked_texts = sorted(found.items(), key=lambda item: -item[1])
+    return [(score, changed) for changed, score in ranked_texts if len(changed) <= max_tokens][:most]

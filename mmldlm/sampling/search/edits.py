@@ -82,6 +82,11 @@ class Editor:
         self.estimates_shifts = estimates_embeddings(pretrained)
 
     @property
+    def max_tokens(self) -> int:
+        """Tokens of the longest text, EOS not counted."""
+        return self._pretrained.model.config.max_seq_len - 1
+
+    @property
     def depth(self) -> int:
         """Passes of `propose` one after the other."""
         return 1 + (steps_given_text(self._pretrained.latent_diffusion) if self.estimates_shifts else 0)
@@ -98,13 +103,13 @@ class Editor:
         """
         if not texts:
             return []
-        most, mask = self._pretrained.model.config.max_seq_len - 2, self._pretrained.model.config.mask_token_id
+        mask = self._pretrained.model.config.mask_token_id
         masked, places, old, kinds, sources = [], [], [], [], []
         for source, text in enumerate(texts):
             for place in range(len(text)):
                 masked.append((*text[:place], mask, *text[place + 1 :]))
                 old.append(text[place])
-            inserts = len(text) + 1 if len(text) <= most else 0
+            inserts = len(text) + 1 if len(text) < self.max_tokens else 0
             for place in range(inserts):
                 masked.append((*text[:place], mask, *text[place:]))
                 old.append(-1)

@@ -2,7 +2,7 @@
 
 The model proposes: one position after the other is masked, and its conditional probabilities give likely substitutions,
 insertions and deletions. Its own estimate of the embedding says what each would change, so that few of them, alone and
-combined, are shown to the judge. The judge alone decides.
+combined, are shown to the judge. The judge alone decides. Where edits lead no further, the model writes new texts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mmldlm.sampling.text.length_rule import most_probable_lengths
 GROUP = 64
 # Texts of one member of a beam that are ranked for the judge; more than it can see in a round, as some were seen.
 MOST_PROMISING = 32
-# The search of a latent ends after PATIENCE rounds in which its best cosine rose by less than MIN_GAIN.
+# After PATIENCE rounds in which the best cosine of a latent rose by less than MIN_GAIN, new texts are written for it.
 MIN_GAIN, PATIENCE = 1e-4, 2
 
 
@@ -37,7 +37,8 @@ class LocalSearchSettings:
 
     Attributes:
         judge_calls: most texts that the judge embeds for one latent.
-        num_starts: texts that the search starts from (`best_of.candidate`).
+        num_starts: texts that the search starts from (`best_of.candidate`); as many new ones are written whenever edits
+            lead no further, until the calls are used up or the model writes nothing new.
         beam: distinct texts that are kept after each round; the second and later ones are edited only where the first
             did not get nearer in the last round.
         calls_a_round: texts that are judged in a round.
@@ -63,15 +64,34 @@ class _Found:
 
 @dataclass
 class _Beam:
-    """The state of one latent's search."""
+    """The state of one latent's search.
 
+    Attributes:
+        row: index of the latent.
+        owner: its index in its group.
+        target: the latent. [M, D]
+        members: the nearest texts, nearest first.
+        seen: strings of all judged texts.
+        written: candidates of `best_of.candidate` so far.
+        calls: texts judged.
+        stale: rounds without a gain.
+        depth: passes one after the other, the judge's among them.
+        writing_depth: those of the longest text of the present round of writing.
+        edited_out: edits of the members gave no new text.
+        ended: the model wrote no new text either.
+    """
+
+    row: int
     owner: int
     target: np.ndarray
     members: list[_Found] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
+    written: int = 0
     calls: int = 0
     stale: int = 0
     depth: int = 0
+    writing_depth: int = 0
+    edited_out: bool = False
     ended: bool = False
 
     @property
@@ -81,7 +101,12 @@ class _Beam:
 
     def goes_on(self, most_calls: int) -> bool:
         """Whether another round may find a nearer text."""
-        return self.calls < most_calls and self.stale < PATIENCE and not self.ended
+        return self.calls < most_calls and not self.ended
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether edits lead no further."""
+        return self.stale >= PATIENCE or self.edited_out
 
     def edited(self) -> list[_Found]:
         """The texts to edit: the nearest alone as long as it gets nearer, else all."""
@@ -109,7 +134,7 @@ def local_search(
     Args:
         latents: [N, D] (or [N, M, D]) in the encoder's space.
         judge: used for this call alone, so that its counts are those of this search.
-        seed: of the draws among the texts that the search starts from; the search itself draws nothing.
+        seed: of the draws of the texts that the model writes; edits draw nothing.
         progress: called after every round with the latents that are finished and all.
         options: of `TextTask.write_texts`, for these texts.
 
@@ -125,43 +150,68 @@ def local_search(
             f"--search local with task={task.name}",
             "add --search best_of, or use a checkpoint of masked diffusion",
         )
-    cost = SamplingCost(count)
-    starts, depth = _starts(pretrained, latents, settings, seed, options, cost)
-    beams: list[_Beam] = []
+    cost, beams = SamplingCost(count), []
+    writer = _Writer(pretrained, latents, seed, options, cost)
     for first in range(0, count, GROUP):
         rows = list(range(first, min(first + GROUP, count)))
         editor = Editor(pretrained, latents[rows], cost)
         targets = [latents[row].reshape(-1, latents.shape[-1]).cpu().numpy() for row in rows]
-        group = [_Beam(i, target) for i, target in enumerate(targets)]
-        _judge(judge, group, [starts[row] for row in rows], settings, settings.num_starts)
+        group = [_Beam(row, i, target) for i, (row, target) in enumerate(zip(rows, targets))]
+        _take_writing_round(judge, writer, group, settings)
         while active := [beam for beam in group if beam.goes_on(settings.judge_calls)]:
-            _take_round(judge, editor, active, settings)
+            stuck = [beam for beam in active if beam.is_stuck]
+            _take_editing_round(judge, editor, [beam for beam in active if not beam.is_stuck], settings)
+            _take_writing_round(judge, writer, stuck, settings)
             if progress is not None:
                 progress(first + sum(not beam.goes_on(settings.judge_calls) for beam in group), count)
         beams += group
     cost.add_judge(judge)
-    cost.depth = depth + 1 + max((beam.depth for beam in beams), default=0)
+    cost.depth = max((beam.depth for beam in beams), default=0)
     texts = [list(beam.members[0].text) for beam in beams]
     return FoundTexts(texts, np.array([beam.best for beam in beams]), np.array([beam.calls for beam in beams]), cost)
 
 
-def _starts(
-    pretrained: Pretrained, latents: Tensor, settings: LocalSearchSettings, seed: int, options: dict[str, Any],
-    cost: SamplingCost,
-) -> tuple[list[list[Text]], int]:  # fmt: skip
-    """Texts that the search of each latent starts from, and the passes of the longest one."""
-    lengths, depth = most_probable_lengths(pretrained.model, latents, LENGTHS)[0], 0
-    starts: list[list[Text]] = [[] for _ in range(len(latents))]
-    for k in range(settings.num_starts):
-        samples = write_candidate(pretrained, latents, k, lengths, seed, options)
-        cost.add_texts(pretrained.task, pretrained.model.config, samples)
-        depth = max(depth, int(samples.passes.max()))
-        for texts, text in zip(starts, samples.tokens):
-            texts.append(tuple(text))
-    return starts, depth
+class _Writer:
+    """Writes whole texts of latents, numbered as `best_of` numbers its candidates."""
+
+    def __init__(
+        self, pretrained: Pretrained, latents: Tensor, seed: int, options: dict[str, Any], cost: SamplingCost
+    ) -> None:
+        self._pretrained, self._latents = pretrained, latents
+        self._seed, self._options, self._cost = seed, options, cost
+        self._lengths = most_probable_lengths(pretrained.model, latents, LENGTHS)[0]
+
+    def write(self, beams: list[_Beam], k: int) -> list[Text]:
+        """Return the k-th text of each beam, and count its passes."""
+        rows = [beam.row for beam in beams]
+        options = {**self._options, "indices": rows}
+        samples = write_candidate(self._pretrained, self._latents[rows], k, self._lengths[rows], self._seed, options)
+        self._cost.add_texts(self._pretrained.task, self._pretrained.model.config, samples)
+        for beam, passes in zip(beams, samples.passes.tolist()):
+            beam.writing_depth = max(beam.writing_depth, passes)
+        return [tuple(text) for text in samples.tokens]
 
 
-def _take_round(judge: Judge, editor: Editor, beams: list[_Beam], settings: LocalSearchSettings) -> None:
+def _take_writing_round(judge: Judge, writer: _Writer, beams: list[_Beam], settings: LocalSearchSettings) -> None:
+    """Write and judge new texts of each beam; one that gets nearer is edited again, one without a new text ends."""
+    texts: list[list[Text]] = [[] for _ in beams]
+    for first in sorted({beam.written for beam in beams}):
+        places = [i for i, beam in enumerate(beams) if beam.written == first]
+        for k in range(first, first + settings.num_starts):
+            for i, text in zip(places, writer.write([beams[i] for i in places], k)):
+                texts[i].append(text)
+    for beam in beams:
+        beam.written += settings.num_starts
+        beam.depth, beam.writing_depth = beam.depth + beam.writing_depth + 1, 0
+    before = [beam.best for beam in beams]
+    numbers = _judge(judge, beams, texts, settings, settings.num_starts)
+    for beam, best, number in zip(beams, before, numbers):
+        beam.ended = number == 0
+        if beam.best > best + MIN_GAIN:
+            beam.stale, beam.edited_out = 0, False
+
+
+def _take_editing_round(judge: Judge, editor: Editor, beams: list[_Beam], settings: LocalSearchSettings) -> None:
     """Edit the members of each beam, judge the most promising new texts, keep the nearest."""
     fresh = [(beam, member) for beam in beams for member in beam.edited() if member.edits is None]
     proposed = editor.propose([member.text for _, member in fresh], [beam.owner for beam, _ in fresh])
@@ -170,28 +220,33 @@ def _take_round(judge: Judge, editor: Editor, beams: list[_Beam], settings: Loca
     for beam in beams:
         beam.depth += 1 + (editor.depth if any(beam is other for other, _ in fresh) else 0)
     before = [beam.best for beam in beams]
-    _judge(judge, beams, [_promising(beam, settings) for beam in beams], settings, settings.calls_a_round)
-    for beam, best in zip(beams, before):
+    texts = [_promising(beam, settings, editor.max_tokens) for beam in beams]
+    numbers = _judge(judge, beams, texts, settings, settings.calls_a_round)
+    for beam, best, number in zip(beams, before, numbers):
         beam.stale = 0 if beam.best > best + MIN_GAIN else beam.stale + 1
+        beam.edited_out = number == 0
 
 
-def _promising(beam: _Beam, settings: LocalSearchSettings) -> list[Text]:
+def _promising(beam: _Beam, settings: LocalSearchSettings, max_tokens: int) -> list[Text]:
     """New texts from all members of a beam, the most promising first."""
     found: dict[Text, float] = {}
     for member in beam.edited():
         assert member.edits is not None
         for score, text in promising_texts(
             member.text, member.edits, member.embedding, beam.target,
-            max_edits=settings.max_edits, most=MOST_PROMISING,
+            max_edits=settings.max_edits, most=MOST_PROMISING, max_tokens=max_tokens,
         ):  # fmt: skip
             found[text] = max(score, found.get(text, -np.inf))
     return sorted(found, key=lambda text: -found[text])
 
 
-def _judge(judge: Judge, beams: list[_Beam], texts: list[list[Text]], settings: LocalSearchSettings, most: int) -> None:
-    """Judge the first texts of each beam that it has not seen, and keep the nearest; a beam without one ends."""
+def _judge(
+    judge: Judge, beams: list[_Beam], texts: list[list[Text]], settings: LocalSearchSettings, most: int
+) -> list[int]:  # fmt: skip
+    """Judge the first texts of each beam that it has not seen, keep the nearest, and return how many were judged."""
     strings = iter(judge.strings([text for own in texts for text in own]))
     chosen: list[tuple[_Beam, Text]] = []
+    numbers = []
     for beam, own in zip(beams, texts):
         room, number = min(most, settings.judge_calls - beam.calls), 0
         for text in own:
@@ -201,11 +256,12 @@ def _judge(judge: Judge, beams: list[_Beam], texts: list[list[Text]], settings: 
                 chosen.append((beam, text))
                 number += 1
         beam.calls += number
-        beam.ended = number == 0
+        numbers.append(number)
     if not chosen:
-        return
+        return numbers
     embedded = judge.embed([text for _, text in chosen])
     embedded = embedded.reshape(len(chosen), -1, embedded.shape[-1])
     values = cosines(embedded, np.stack([beam.target for beam, _ in chosen]))
     for (beam, text), embedding, value in zip(chosen, embedded, values.tolist()):
         beam.add(_Found(text, embedding, value), settings.beam)
+    return numbers

@@ -12,6 +12,7 @@ from mmldlm.config.task_registry import find_task
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.sampling.search import edits
 from mmldlm.sampling.search import local_search as module
+from mmldlm.sampling.search.best_of import best_of
 from mmldlm.sampling.search.judge import T2lJudge, cosines
 from mmldlm.sampling.search.local_search import LocalSearchSettings, local_search
 
@@ -58,10 +59,18 @@ def test_no_text_is_judged_twice(searched, pretrained):
     assert found.calls.sum() >= judge.num_calls == len(judge.asked) == found.cost.judge_calls
 
 
+def test_where_edits_lead_no_further_new_texts_are_written(pretrained, hidden, new_judge, monkeypatch):
+    monkeypatch.setattr(edits, "MOST", {edits.SUBSTITUTE: 1, edits.INSERT: 1, edits.DELETE: 1})
+    found = search(pretrained, hidden, new_judge(), judge_calls=80)
+    assert (found.calls == 80).all()
+    written = best_of(pretrained, hidden[1], new_judge(), num_candidates=8, num_steps=3)
+    assert (found.cosine >= written.cosine).all()
+
+
 def test_members_of_a_beam_are_distinct(pretrained, hidden, judge, monkeypatch):
     seen = []
-    take_round = module._take_round
-    monkeypatch.setattr(module, "_take_round", lambda *given: (take_round(*given), seen.append(given[2])))
+    take_round = module._take_editing_round
+    monkeypatch.setattr(module, "_take_editing_round", lambda *given: (take_round(*given), seen.append(given[2])))
     search(pretrained, hidden, judge, judge_calls=24, beam=3)
     beams = [beam for beams in seen for beam in beams]
     assert any(len(beam.members) == 3 for beam in beams)
