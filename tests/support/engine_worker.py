@@ -1,4 +1,4 @@
-"""The ranks of tests/integration/test_train.py: several trainings in one launch, because starting DeepSpeed is slow.
+"""The ranks of tests/integration/test_engines.py: several trainings in one launch, because starting DeepSpeed is slow.
 
 python -m torch.distributed.run --nproc_per_node=2 tests/support/engine_worker.py CASE STORE FOLDER
 """
@@ -47,17 +47,28 @@ UNEVEN = {
     ],  # fmt: skip
     # Two passes through the blocks in one forward pass.
     "critic": ["model.quality_head=true", "model.dropout=0.2", "training.grad_accum_steps=2"],
-    # Sixteen latents a sample, moved before they are noised.
+    # Images of 16 and of 36 latents, a batch of one size each, moved before they are noised.
     "images": [
         "task=image_text",
-        "data.latent_data_root=FOLDER/images",
+        "data.latent_data_root=null",
+        "data.max_validation_samples=null",
+        "data.mixture={FOLDER/images: 2, FOLDER/large: 1}",
+        "model.latent_rope=true",
         "data.shift_pixels=1",
         "training.loss_type_weights={t2i: 0.5, i2t: 0.5}",
     ],
+    # Images as ids of codes, masked on their own clock; micro-batches without a masked code.
+    "codes": [
+        "task=image_text",
+        "data.latent_data_root=FOLDER/codes",
+        "training.loss_type_weights={t2i: 0.4, i2t: 0.6}",
+    ],
     "frozen_t2l": ["training.freeze=by_mode", "training.loss_type=t2l"],
 }
-REFUSED = {("critic", "zero3")}
-"""Cases that an engine refuses."""
+# The others share their code, and images of values run on all of them.
+LEFT_OUT = {("codes", engine) for engine in ("ddp", "zero0", "zero1")}
+REFUSED = {("critic", "zero3"), *LEFT_OUT}
+"""Cases that an engine refuses, or is spared."""
 BAD_STEP = 3
 
 
