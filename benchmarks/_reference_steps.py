@@ -1,6 +1,6 @@
 """The steps that benchmarks/step.py compares: ours, two from package registries, and the bare matrix products.
 
-Every variant trains on the same batch: text with half of its real tokens masked, one latent per sample.
+Every variant trains on the same batch: text with half of its real tokens masked, one latent per sample (image: many).
 `build(name, shape, dtype)` makes a variant with `forward_backward()` and `update()`.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib.metadata
+import math
 import warnings
 from dataclasses import dataclass
 
@@ -22,7 +23,11 @@ CLIP, LEARNING_RATE = 1.0, 1e-4
 
 @dataclass(frozen=True)
 class Shape:
-    """A model and a batch. fill: mean length over S; below 1 the rows have random lengths, the longest is S."""
+    """A model and a batch.
+
+    fill: mean length over S; below 1 the rows have random lengths, the longest is S. latents: of one sample; more than
+    one are the patches of a square image, which turn by their place.
+    """
 
     name: str
     depth: int = 6
@@ -32,6 +37,7 @@ class Shape:
     fill: float = 1.0
     vocab: int = VOCAB
     latent: int = LATENT
+    latents: int = 1
 
     @property
     def heads(self) -> int:
@@ -49,7 +55,8 @@ class Shape:
 
 
 class Batch:
-    """One micro-batch: tokens, attention_mask [B, S]; latents [B, D]; timesteps [B]; positions, targets [M]."""
+    """One micro-batch: tokens, attention_mask [B, S]; latents [B, D], of images [B, N, D]; timesteps [B]; positions,
+    targets [M]."""
 
     def __init__(self, shape: Shape, device: str = "cpu"):
         generator = torch.Generator().manual_seed(1)
@@ -69,8 +76,9 @@ class Batch:
         self.lengths = lengths.to(device)
         self.text_t = torch.rand(shape.batch, generator=generator).clamp(0.1, 1).to(device)
         self.latent_t = torch.rand(shape.batch, generator=generator).clamp(0.1, 1).to(device)
-        self.latents = torch.randn(shape.batch, shape.latent, generator=generator).to(device)
-        self.latent_targets = torch.randn(shape.batch, shape.latent, generator=generator).to(device)
+        latents = (shape.batch, shape.latent) if shape.latents == 1 else (shape.batch, shape.latents, shape.latent)
+        self.latents = torch.randn(latents, generator=generator).to(device)
+        self.latent_targets = torch.randn(latents, generator=generator).to(device)
         self.num_tokens, self.num_masked = int(lengths.sum()), len(self.positions)
 
 
@@ -113,8 +121,12 @@ class Ours(Variant):
             "hidden_size": shape.width, "n_blocks": shape.depth, "n_heads": shape.heads, "cond_dim": shape.width,
             "tokens_per_latent": 1, "max_seq_len": shape.length, "latent_dim": shape.latent, "vocab_size": shape.vocab,
             "mask_token_id": min(MASK_ID, shape.vocab - 1), "pad_token_id": PAD_ID,
-            "eos_token_id": min(EOS_ID, shape.vocab - 2), **model,
+            "eos_token_id": min(EOS_ID, shape.vocab - 2),
         }  # fmt: skip
+        if shape.latents > 1:
+            side = math.isqrt(shape.latents)
+            settings |= {"num_latents": shape.latents, "latent_grid": [side, side], "latent_rope": True}
+        settings |= model
         config = TranslationConfig(model=settings)
         torch.manual_seed(0)
         network = awake(MultimodalMMDiT(config.model)).to(device)
@@ -142,7 +154,9 @@ class Ours(Variant):
         }  # fmt: skip
         self.batch = NoisedBatch(
             tensors=tensors, ids=np.arange(shape.batch), modes=np.zeros(shape.batch), real=np.ones(shape.batch, bool),
-            counts={"text_tokens": batch.num_tokens, "latents": shape.batch, "lengths": shape.batch},
+            counts={
+                "text_tokens": batch.num_tokens, "latents": shape.batch * shape.latents, "lengths": shape.batch,
+            },
             num_tokens=batch.num_tokens, epoch=0, index=0,
         )  # fmt: skip
 
@@ -196,7 +210,7 @@ class _Around(nn.Module):
         self.latent_in = nn.Sequential(
             nn.Linear(shape.latent, 2 * width), nn.LayerNorm(2 * width), nn.GELU(), nn.Linear(2 * width, width)
         )
-        self.latent_position = nn.Parameter(0.02 * torch.randn(1, 1, width))
+        self.latent_position = nn.Parameter(0.02 * torch.randn(1, shape.latents, width))
         self.text_t, self.latent_t = _Timestep(cond), _Timestep(cond)
         self.joint = nn.Sequential(nn.Linear(2 * cond, 4 * cond), nn.SiLU(), nn.Linear(4 * cond, cond))
         self.text_head = nn.Linear(width, shape.vocab)
@@ -207,11 +221,12 @@ class _Around(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         text = self.tokens(batch.tokens) + self.positions
-        latent = self.latent_in(batch.latents.to(text.dtype)[:, None]) + self.latent_position
+        latents = batch.latents.to(text.dtype).view(len(text), *self.latent_position.shape[1:2], -1)
+        latent = self.latent_in(latents) + self.latent_position
         times = [F.silu(self.text_t(batch.text_t)), F.silu(self.latent_t(batch.latent_t))]
         condition = self.joint(torch.cat(times, -1))
         text, latent = self.blocks(text, latent, condition, batch.attention_mask)
-        logits, prediction = self.text_head(text), self.latent_head(latent)[:, 0]
+        logits, prediction = self.text_head(text), self.latent_head(latent).view_as(batch.latents)
         text_loss = F.cross_entropy(logits.flatten(0, 1).float(), batch.labels.flatten())
         return text_loss + (prediction.float() - batch.latent_targets).square().mean()
 
@@ -271,20 +286,23 @@ class Gemms:
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: str = "cpu", attention: bool = False):
         batch = Batch(shape, device)
-        width, layers = shape.width, []
-        for rows, read in ((batch.num_tokens, batch.num_masked), (shape.batch, shape.batch)):
+        width, layers, num_latents = shape.width, [], shape.batch * shape.latents
+        for rows, read in ((batch.num_tokens, batch.num_masked), (num_latents, num_latents)):
             layers += shape.depth * [(rows, width, 3 * width)]
             for size in (shape.depth - 1) * [rows] + [read]:
                 layers += [(size, width, width), (size, width, 4 * width), (size, 4 * width, width)]
         layers.append((batch.num_masked, width, shape.vocab))
+        if shape.latents > 1:  # one latent a sample is next to nothing
+            layers += [(num_latents, shape.latent, width), (num_latents, width, shape.latent)]
         make = lambda *size: torch.randn(*size, dtype=dtype, device=device)  # noqa: E731
         # Every layer has its own weight and rows: in a step none of them is still in the cache.
         self.layers = [(make(rows, inner), make(outer, inner), make(rows, outer)) for rows, inner, outer in layers]
         self.attention = []
         if attention:
             for length in shape.lengths().tolist():
-                size = (shape.heads, length + 1, width // shape.heads)
-                self.attention.append((make(*size), make(shape.heads, length + 1, length + 1)))
+                rows = length + shape.latents
+                size = (shape.heads, rows, width // shape.heads)
+                self.attention.append((make(*size), make(shape.heads, rows, rows)))
         self.depth = shape.depth
 
     def forward_backward(self) -> None:

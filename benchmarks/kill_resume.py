@@ -1,6 +1,8 @@
 """Kill -9 a random rank at a random moment, repeatedly: the run must continue with unchanged losses.
 
-    python benchmarks/kill_resume.py [--data STORE] [--kills N] [--quick] [--seed N] [--json FILE]
+    python benchmarks/kill_resume.py [--data STORE] [--kills N] [--quick] [--seed N] [--json FILE] [key=value ...]
+
+key=value are config overrides. Of images: --data STORE task=image_text data.shift_pixels=1
 
 One run of two ranks on each of ddp, fsdp and ZeRO-1 to 3, saving every five steps, in the background or not by turns.
 Each attempt of a run starts with training.resume=auto and ends with a SIGKILL of one of its ranks: half of the kills
@@ -46,10 +48,10 @@ class Run:
     """One run on one engine, through many lives."""
 
     def __init__(
-        self, launcher: _runs.RankServer, data: str, folder: Path, engine: str, num_kills: int, optimizer: str
+        self, launcher: _runs.RankServer, data: str, folder: Path, engine: str, num_kills: int, overrides: list[str]
     ):
         self.launcher, self.data, self.folder, self.engine, self.num_kills = launcher, data, folder, engine, num_kills
-        self.optimizer = optimizer
+        self.overrides = overrides
         self.num_steps = 5 * num_kills + 2 * MARGIN
         self.run_dir = folder / engine
         self.problems: list[str] = []
@@ -61,8 +63,8 @@ class Run:
             f"training.num_train_steps={self.num_steps}",
             f"logging.save_freq={SAVE_FREQ}",
             f"engine.collective_timeout={TIMEOUT}",
-            *_runs.OPTIMIZERS[self.optimizer],
             *_runs.ENGINES[self.engine],
+            *self.overrides,
         ]
         return _runs.settings(self.data, self.folder, name, WORLD_SIZE, *own, *more)
 
@@ -153,8 +155,8 @@ class Run:
         import numpy as np
 
         from mmldlm.config.load import load_config
+        from mmldlm.config.task_registry import find_task
         from mmldlm.data.batching.batch_plan import BatchPlan
-        from mmldlm.tasks.translation.data import open_data
 
         ranks = self.start()
         codes = ranks.wait(LAST_LIMIT)
@@ -171,7 +173,10 @@ class Run:
                 problems.append(f"{key} differs from the straight run's at {len(steps)} steps, first {steps[0]}")
         config = load_config("tiny", None, self.words(self.engine)[2:])
         plan = BatchPlan(
-            open_data(config).train_lengths, _runs.GLOBAL_BATCH, config.training.seed, config.data.bucket_batches
+            find_task(config.task).open_data(config).train_lengths,
+            _runs.GLOBAL_BATCH,
+            config.training.seed,
+            config.data.bucket_batches,
         )
         seen, consumed = Counter(), 0
         for record in found:
@@ -200,6 +205,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="4 kills")
     parser.add_argument("--seed", type=int, help="of the random choices (default: a new one, printed)")
     parser.add_argument("--json", help="write conditions and claims here")
+    parser.add_argument("words", nargs="*", metavar="key=value", help="config, as task=image_text with its store")
     args = parser.parse_args()
     sys.path.insert(0, str(_runs.ROOT))
     data = _store.given_or_made(args.data)
@@ -211,7 +217,7 @@ def main() -> int:
         def kill_all(place: int) -> int:
             engine, own = ENGINES[place], len(range(place, num_kills, len(ENGINES)))
             run, chance, lost = (
-                Run(launcher, data, Path(folder), engine, own, args.optimizer),
+                Run(launcher, data, Path(folder), engine, own, [*_runs.OPTIMIZERS[args.optimizer], *args.words]),
                 random.Random(f"{seed} {engine}"),
                 0,
             )
@@ -228,7 +234,13 @@ def main() -> int:
         with ThreadPoolExecutor(AT_A_TIME) as pool:
             num_lost = sum(pool.map(kill_all, range(min(num_kills, len(ENGINES)))))
     claims = [_report.claim("kills_lost", num_lost, "<=", 0)]
-    used = {"kills": num_kills, "seed": seed, "save_freq": SAVE_FREQ, "optimizer": args.optimizer}
+    used = {
+        "kills": num_kills,
+        "seed": seed,
+        "save_freq": SAVE_FREQ,
+        "optimizer": args.optimizer,
+        "overrides": args.words,
+    }
     return _report.write(args.json, claims, ranks=WORLD_SIZE, **used)
 
 

@@ -1,6 +1,7 @@
 """The training step compared with others: time, memory, operations, bytes saved for the backward pass, FLOPs.
 
     python benchmarks/step.py [--quick] [--json FILE] [--rounds N] [--dtypes fp32 bf16] [--device cpu]
+    python benchmarks/step.py --images          # only: an image of 256 px beside texts of as many rows
     python benchmarks/step.py --device cuda     # one GPU: tokens/s, MFU and peak memory of the 0.9B model
 
 One process, one thread, variants in turns (A B A B), medians of process CPU seconds with wall seconds beside them
@@ -34,6 +35,16 @@ DENSE = (Shape("S127 B8"), Shape("S512 B4", length=512, batch=4))
 # for comparison 35 % of padding.
 PADDED = Shape("S256 B8, 35 % filled", length=256, fill=0.35)
 HALF_PADDED = Shape("S256 B8, 65 % filled", length=256, fill=0.65)
+# An image of 256 px as 256 patches of 16 x 16 x 3 beside a short caption (vocabulary: what `mmldlm prepare` makes at
+# most, unasked), and texts of as many rows.
+IMAGE = Shape("256 px, S16 B4", length=16, batch=4, vocab=8192, latents=256, latent=768)
+AS_TEXT = Shape("S271 B4", length=271, batch=4)
+# Models of the kind that is trained on images of these sizes, narrow, in batches whose peak stands out of a process.
+NARROW_IMAGES = (
+    Shape("16 px, S10 B192", depth=4, width=128, length=10, batch=192, vocab=500, latent=16, latents=16),
+    Shape("64 px, S16 B16", depth=4, width=256, length=16, batch=16, vocab=2000, latent=192, latents=64),
+    Shape("256 px, S16 B8", depth=4, width=256, length=16, batch=8, vocab=2000, latent=768, latents=256),
+)
 TINY = Shape("depth 24", depth=24, width=64, length=8, batch=2, vocab=1000, latent=32)
 PEERS = ("mmldlm_wiring", "sd3_blocks")
 
@@ -43,8 +54,12 @@ PEERS = ("mmldlm_wiring", "sd3_blocks")
 
 def measure(shape: Shape, dtype: str, names: tuple[str, ...], rounds: int) -> dict[str, dict[str, float]]:
     """Medians a variant: CPU and wall seconds of forward + backward, and of the whole step with clip and AdamW."""
-    variants = {name: build(name, shape, DTYPES[dtype]) for name in names}
-    taken: dict[str, list[tuple[float, ...]]] = {name: [] for name in names}
+    return time_variants({name: build(name, shape, DTYPES[dtype]) for name in names}, rounds)
+
+
+def time_variants(variants: dict, rounds: int) -> dict:
+    """`measure` of these variants, in turns."""
+    taken: dict = {name: [] for name in variants}
     for turn in range(rounds + 1):
         for name, variant in variants.items():
             clocks = [(time.process_time(), time.perf_counter())]
@@ -128,6 +143,15 @@ def _gradients_kept(loss: torch.Tensor) -> int:
     return found
 
 
+def training_flops(variant: Ours) -> float:
+    """FLOPs of forward and backward of a variant's batch, by the FLOP model."""
+    from mmldlm.models.mmdit.costs import step_flops
+
+    tensors = variant.batch.tensors
+    lengths = tensors["attention_mask"].sum(1).tolist()
+    return step_flops(variant.model.config, lengths, len(tensors["text_positions"])).training
+
+
 def flop_error(shape: Shape) -> float:
     """Relative error of the FLOP model against torch's counter, forward and backward.
 
@@ -171,6 +195,16 @@ def predicted_memory(shape: Shape) -> float:
     training = {"train_batch_size": shape.batch, "dtype": "fp32", "freeze": "none"}
     sizes = find_task("translation").model_sizes(TranslationConfig(model=model, training=training), shape.length)
     return (sizes["activations"] + sizes["logits_cpu"] + 4 * sizes["trainable"]) / 2**20
+
+
+def memory_claim(shapes: tuple[Shape, ...]) -> dict:
+    """The largest error of preflight's model of these shapes."""
+    errors = []
+    for shape in shapes:
+        found, expected = step_memory("ours", shape), predicted_memory(shape)
+        errors.append(abs(expected / found - 1))
+        print(f"MiB of a step beyond the model, {shape.name}: measured {found:.0f}, preflight's model {expected:.0f}")
+    return _report.claim("memory_model_error", max(errors), "<=", 0.25, measured=True)
 
 
 def print_memory(name: str, shape: Shape) -> None:
@@ -225,9 +259,7 @@ def cpu_claims(args) -> tuple[list[dict], dict]:
     print("\nMiB of a step beyond the model, " + padded.name + ": " + named(memory, ".0f"))
     ratio = memory["ours"] / memory["mmldlm_wiring"]
     claims.append(_report.claim("step_memory_ratio_mmldlm_padded", ratio, "<=", 0.25, measured=True))
-    found, expected = step_memory("ours", dense[0]), predicted_memory(dense[0])
-    print(f"MiB of a step beyond the model, {dense[0].name}: measured {found:.0f}, preflight's model {expected:.0f}")
-    claims.append(_report.claim("memory_model_error", abs(expected / found - 1), "<=", 0.25, measured=True))
+    claims.append(memory_claim((dense[0],) if args.quick else (dense[0], *NARROW_IMAGES)))
     counted = ("ours",) if args.quick else ("ours", *PEERS)  # the peers' many operations take a minute to count
     ops = {name: count_ops(build(name, TINY, torch.float32), True) for name in counted}
     ops["ours without QK norm"] = count_ops(Ours(TINY, torch.float32, qk_rmsnorm=False), True)
@@ -237,12 +269,42 @@ def cpu_claims(args) -> tuple[list[dict], dict]:
     print(f"MB kept for the backward pass, {dense[0].name}: " + named(saved, ".0f"))
     claims.append(_report.claim("saved_bytes_ratio_mmldlm", saved["ours"] / saved["mmldlm_wiring"], "<=", 0.40))
     claims.append(_report.claim("saved_bytes_ratio_sd3", saved["ours"] / saved["sd3_blocks"], "<=", 0.75))
-    claims.append(_report.claim("flop_model_error", max(flop_error(s) for s in (*dense, padded)), "<=", 0.01))
-    return claims, {"rows": rows, "memory_mib": memory, "aten_ops": ops, "saved_mb": saved}
+    image = replace(IMAGE, depth=1, latents=16, vocab=2000)
+    claims.append(_report.claim("flop_model_error", max(flop_error(s) for s in (*dense, padded, image)), "<=", 0.01))
+    of_images, more = image_claims(args)
+    return claims + of_images, {"rows": rows, "memory_mib": memory, "aten_ops": ops, "saved_mb": saved, **more}
 
 
 def named(values: dict, form: str) -> str:
     return ", ".join(f"{name} {value:{form}}" for name, value in values.items())
+
+
+# -- images ------------------------------------------------------------------------------------------------------------
+
+
+def image_claims(args) -> tuple[list[dict], dict]:
+    """Time per FLOP of a step on images of 256 px over that on texts of as many rows, in one run, with the peers."""
+    image, text = IMAGE, AS_TEXT
+    if args.quick:
+        small = {"depth": 2, "width": 64, "vocab": 2000}
+        image, text = replace(IMAGE, latents=16, **small), replace(AS_TEXT, length=31, **small)
+    counts = [training_flops(Ours(shape, torch.float32)) for shape in (image, text)]
+    rows, ratios = [], []
+    for dtype in args.dtypes:
+        names = ("ours", *PEERS, "gemm", "gemm_attention")
+        variants = {(shape, name): build(name, shape, DTYPES[dtype]) for shape in (image, text) for name in names}
+        times = time_variants(variants, args.rounds)
+        for shape, count in zip((image, text), counts):
+            own = {name: times[shape, name] for name in names}
+            show(shape, dtype, own)
+            print(f"  {count / 1e9:.1f} GFLOP: {count / own['ours']['passes_cpu'] / 1e9:.1f} GFLOP/s")
+            rows.append({"shape": shape.name, "dtype": dtype, "gflop": count / 1e9, "seconds": own})
+        of_image, of_text = (
+            times[shape, "ours"]["passes_cpu"] / count for shape, count in zip((image, text), counts, strict=True)
+        )
+        ratios.append(of_image / of_text)
+    claims = [_report.claim("image_time_per_flop", max(ratios), "<=", 1.10, measured=True)]
+    return claims, {"image_rows": rows, "image_time_per_flop": dict(zip(args.dtypes, ratios))}
 
 
 # -- growth ------------------------------------------------------------------------------------------------------------
@@ -250,8 +312,6 @@ def named(values: dict, form: str) -> str:
 
 def growth(args) -> tuple[list[dict], dict]:
     """Step time against batch, length, depth and width, beside the FLOP model (fp32, CPU seconds)."""
-    from mmldlm.models.mmdit.costs import step_flops
-
     base = Shape("base", depth=4, width=384, length=128, batch=4)
     series = {
         "batch": [replace(base, batch=b) for b in (4, 8, 16)],
@@ -264,11 +324,7 @@ def growth(args) -> tuple[list[dict], dict]:
     claims, rows = [], []
     for axis, shapes in series.items():
         variants = [Ours(shape, torch.float32) for shape in shapes]
-        flops = []
-        for variant in variants:
-            batch = variant.batch.tensors
-            lengths = batch["attention_mask"].sum(1).tolist()
-            flops.append(step_flops(variant.model.config, lengths, len(batch["text_positions"])).training)
+        flops = [training_flops(variant) for variant in variants]
         taken: list[list[float]] = [[] for _ in variants]
         for turn in range(args.rounds + 1):
             for variant, seconds in zip(variants, taken):
@@ -294,7 +350,6 @@ def gpu_claims(args) -> tuple[list[dict], dict]:
 
     Without a GPU the same code runs a small model on the CPU (--device cpu --gpu-form) and claims nothing of MFU.
     """
-    from mmldlm.models.mmdit.costs import step_flops
     from mmldlm.observe.flops import peak_flops
 
     on_gpu = args.device == "cuda"
@@ -313,7 +368,7 @@ def gpu_claims(args) -> tuple[list[dict], dict]:
             seconds, peak_bytes = gpu_steps(variant, args.rounds + 3, on_gpu)
             tensors = variant.batch.tensors
             real = tensors["attention_mask"].sum(1).tolist()
-            flops = step_flops(variant.model.config, real, len(tensors["text_positions"])).training
+            flops = training_flops(variant)
             mfu = flops / seconds / peak if peak else None
             best = max(best, mfu or 0.0)
             rows.append({
@@ -349,6 +404,7 @@ def main() -> int:
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--gpu-form", action="store_true", help="the GPU part's code, small, on this device")
+    parser.add_argument("--images", action="store_true", help="only: an image of 256 px beside texts of as many rows")
     parser.add_argument("--growth", action="store_true", help="only: time against batch, length, depth and width")
     parser.add_argument("--peak-tflops", type=float, help="peak of the device, where the table lacks it")
     parser.add_argument("--json", help="write conditions and claims here")
@@ -373,7 +429,7 @@ def main() -> int:
             print("Install them with: pip install -c constraints.txt -e '.[bench]'")
             _report.write(args.json, [], args.quick, skipped=missing)
             return _report.COULD_NOT_CHECK
-        claims, more = cpu_claims(args)
+        claims, more = (image_claims if args.images else cpu_claims)(args)
     return _report.write(args.json, claims, args.quick, threads=1, rounds=args.rounds, **more)
 
 

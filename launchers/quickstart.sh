@@ -2,7 +2,7 @@
 # From an empty checkout to a trained model:  bash launchers/quickstart.sh
 #
 # Install, encode a corpus, train an MMDiT under DeepSpeed ZeRO-2 on two ranks, convert the ZeRO checkpoint to one
-# safetensors file, and evaluate on unseen sentences. About 20 minutes on two CPU cores after the installation. If it is
+# safetensors file, and evaluate on unseen sentences. About 15 minutes on two CPU cores after the installation. If it is
 # interrupted, run it again to continue.
 #
 #   CORPUS        a .txt file (one sentence a line), .jsonl, or a folder of .txt  (default: the docstrings of the
@@ -15,10 +15,7 @@
 set -euo pipefail
 [ -z "${CORPUS:-}" ] || [ "$CORPUS" = docstrings ] || CORPUS=$(realpath -- "$CORPUS")
 cd "$(dirname "$0")/.."
-start=$SECONDS
-. launchers/_env.sh
-mmldlm_env quickstart eval
-installed=$SECONDS
+. launchers/_quickstart.sh
 
 corpus=${CORPUS:-docstrings}
 name=$(basename "${corpus%.*}")
@@ -28,41 +25,30 @@ out=${OUT:-runs/quickstart-$name}
 store=$out/store
 mkdir -p "$out"
 
-if ! nvidia-smi -L >/dev/null 2>&1; then
-    NPROC=${NPROC:-2}
-    # Training allocates the same large buffers at every step: keeping them avoids page faults (a sixth of the time).
-    # Not all in GLIBC_TUNABLES, which glibc truncates at the first colon for child processes.
-    export GLIBC_TUNABLES=${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}
-    export MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_TOP_PAD_=268435456
-fi
+step "1/6 prepare: $corpus -> $store"
+prepare_once "$corpus" --max-samples "${MAX_SAMPLES:-32000}"
 
-step() { printf '\n== %s\n' "$*"; }
-
-step "1/5 prepare: $corpus -> $store"
-if [ -f "$store/manifest.json" ]; then
-    echo "already exists"
-else
-    mmldlm prepare "$corpus" --output-dir "$store" --max-samples "${MAX_SAMPLES:-32000}"
-fi
-
-step "2/5 train: DeepSpeed ZeRO-2"
+step "2/6 train: DeepSpeed ZeRO-2"
 mmldlm train ${NPROC:+--nproc "$NPROC"} --config-name quickstart --deepspeed_config ds_configs/zero2.json \
     data.latent_data_root="$store" logging.save_dir="$out" logging.run_name=run training.resume=auto \
     training.num_train_steps="$steps" "$@"
 
-if [ "$out/run/report.json" -nt "$out/run/latest/manifest.json" ]; then
-    step "already evaluated: delete $out to start from scratch"
-    exec "$PYTHON" launchers/quickstart_report.py "$out" --show
-fi
+end_if_evaluated
 
-step "3/5 convert: ZeRO checkpoint -> one safetensors file"
+step "3/6 convert: ZeRO checkpoint -> one safetensors file"
 mmldlm convert "$out/run/latest" "$out/model" --force
 
-step "4/5 ZeRO-0, 1, 2, 3 against one process"
+step "4/6 ZeRO-0, 1, 2, 3 against one process"
 "$PYTHON" benchmarks/zero_parity.py --quick --data "$store" --json "$out/parity.json"
 
-step "5/5 evaluate on unseen sentences"
+step "5/6 evaluate on unseen sentences"
 mmldlm evaluate --checkpoint "$out/model" --data "$store" --json "$out/evaluation.json"
+
+few=$("$PYTHON" -c 'import json, sys; print(min(100, json.load(open(sys.argv[1]))["conditions"]["num_sentences"]))' \
+    "$out/evaluation.json")
+step "6/6 search the texts of $few of them with the encoder"
+mmldlm evaluate --checkpoint "$out/model" --data "$store" --num-samples "$few" --control-samples 2 --search best_of \
+    --json "$out/search.json" >"$out/search.log"
 
 bounds=()
 if [ "$name-$steps-${NPROC:-}-${MAX_SAMPLES:-}-$*" = docstrings-1600-2-- ]; then

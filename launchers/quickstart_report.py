@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 TEXT_FIGURES = (
     ("sentence_bleu", "sentence BLEU, points", 1),
@@ -59,6 +60,9 @@ def write_report(args: argparse.Namespace, path: Path) -> None:
         "seconds_installation": args.setup_seconds,
     }
     report = {"conditions": conditions, "claims": claims, "details": evaluation.get("details", {})}
+    if (search := args.out / "search.json").is_file():
+        found = json.loads(search.read_text())
+        report["search"] = {key: found[key] for key in ("conditions", "details")}
     path.write_text(json.dumps(report, indent=2) + "\n")
 
 
@@ -82,7 +86,10 @@ def show(out: Path, report: dict, path: Path, has_images: bool = False) -> int:
         table.add_row(entry["id"], f"{entry['value']:.4g}", f"{entry['op']} {entry['bound']:g}", mark)
     console = Console()
     console.print(table)
-    (show_images if has_images else show_texts)(report["details"], console)
+    if has_images:
+        show_images(report["details"], console)
+    else:
+        show_texts(report["details"], report.get("search"), console)
     console.print(f"time     {seconds // 60} min {seconds % 60} s after the installation")
     console.print(
         f"report   {path}",
@@ -98,17 +105,50 @@ def show(out: Path, report: dict, path: Path, has_images: bool = False) -> int:
     return 0 if all(entry["holds"] for entry in claims) else 1
 
 
-def show_texts(details: dict, console: Console) -> None:
-    """Print what the written texts reached, beside the nearest training sentence: a look-up without the model."""
-    table = Table(title="texts written from embeddings, +- one standard error")
-    for heading in ("figure", "model", "nearest training sentence"):
-        table.add_column(heading, justify="left" if heading == "figure" else "right")
+def show_texts(details: dict, search: dict | None, console: Console) -> None:
+    """Print what the written texts reached, beside the nearest training sentence: a look-up without the model.
+
+    Args:
+        search: an evaluation of fewer sentences with --search: greedy and searched texts of the same sentences.
+    """
+    details = details if search is None else search["details"]
+    names = {"model": "greedy", "search": "search", "nearest_training_sentence": "nearest training"}
+    arms = [arm for arm in names if any(key in details.get(arm, {}) for key, *_ in TEXT_FIGURES)]
+    count = "" if search is None else f" of {search['conditions']['num_sentences']} sentences"
+    table = Table(title=f"texts written from embeddings{count}, +- one standard error")
+    table.add_column("figure")
+    for arm in arms:
+        table.add_column(names[arm], justify="right")
     for key, label, digits in TEXT_FIGURES:
-        found = [details.get(arm, {}).get(key) for arm in ("model", "nearest_training_sentence")]
+        found = [details[arm].get(key) for arm in arms]
         if any(found):
             table.add_row(label, *(f"{e['value']:.{digits}f} +- {e['se']:.{digits}f}" if e else "" for e in found))
     if table.rows:
         console.print(table)
+    if search is not None:
+        show_search(search, console)
+
+
+def show_search(search: dict, console: Console) -> None:
+    """Print what a search gained over the greedy texts of the same sentences, what it cost, and some of its texts."""
+    change, cost = search["details"]["differences"]["search_minus_model"], search["conditions"]["search"]
+    labels = [*TEXT_FIGURES[:-1], ("judge_cosine", *TEXT_FIGURES[-1][1:])]
+    gains = [(change[key], label, digits) for key, label, digits in labels if key in change]
+    said = [
+        f"{label} {e['value']:+.{digits}f} [{e['ci95'][0]:+.{digits}f}, {e['ci95'][1]:+.{digits}f}]"
+        for e, label, digits in gains
+    ]
+    console.print(f"search - greedy of the same sentences, 95 % intervals: {'; '.join(said)}", markup=False)
+    console.print(
+        f"search   {cost['what']}: {cost['gflops']:.1f} GFLOP and {cost['judge_calls']:.0f} embedded texts each; "
+        f"greedy {search['conditions']['gflops_per_text']:.1f} GFLOP"
+    )
+    table = Table(title="unseen sentences, written from their embeddings", show_lines=True)
+    for heading in ("sentence", "greedy", "search"):
+        table.add_column(heading, ratio=1, overflow="fold")
+    for example in search["details"]["examples"][:5]:
+        table.add_row(*(Text(example[key]) for key in ("sentence", "written", "searched")))
+    console.print(table)
 
 
 def show_images(details: dict, console: Console) -> None:

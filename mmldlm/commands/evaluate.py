@@ -45,9 +45,11 @@ NUM_LENGTHS_HELP = (
     "l2t in the M most probable lengths, the most probable text kept "
     f"(default: the median length; images: {NUM_LENGTHS})"
 )
-LATENT_STEPS_HELP = f"denoising steps of t2l (default 1, or 10 for prediction epsilon; images: {IMAGE_STEPS})"
+LATENT_STEPS_HELP = f"steps of t2l (default 1, or 10 for prediction epsilon; images: {IMAGE_STEPS}, of codes 12)"
 # Options that an evaluation of images does not read.
 NOT_IMAGES = ("sampler", *SEARCH_ARGUMENTS)
+# Options that only an evaluation of images reads.
+IMAGES_ONLY = ("vae", "clip", "inception_weights")
 IMAGE_SUFFIXES = (".png", ".svg", ".pdf", ".jpg")
 
 
@@ -94,6 +96,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--samplers", metavar="NAME,..", help=f"{only} whose exact likelihood is measured (default: the task's first)")
     add("--plot", metavar="FILE", help=f"{only} also draw the curves, and quality against passes, into this image")
     add("--write-schedule", metavar="FILE.json", help=f"{only} also write the best schedules, for --sampler scheduled")
+    add("--clip", metavar="FOLDER", help="of images: also the CLIP score by this local CLIPModel with its processor")
+    add("--inception-weights", metavar="FILE", help="of images: also FID and KID by this TorchScript feature network")
+    add("--vae", metavar="FOLDER", help="of images as vae:NAME: folder of the autoencoder (default: as prepared)")
     add("--device", help="default: cuda if available, else cpu")
 
 
@@ -119,6 +124,8 @@ def main(args: argparse.Namespace) -> int:
     if store is not None:
         check_store_kind(store, "text" if pretrained.image is None else "image")
     with ProgressBar() as progress:
+        if pretrained.image is None:
+            _check_no_image_options(args, pretrained)
         if pretrained.image is not None:
             report = _evaluate_images(args, pretrained, progress)
         elif pairs is not None:
@@ -151,6 +158,11 @@ def main(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
+def _check_no_image_options(args: argparse.Namespace, pretrained: Pretrained) -> None:
+    if given := ", ".join("--" + key.replace("_", "-") for key in IMAGES_ONLY if getattr(args, key) is not None):
+        raise UserError(f"{given} with a model of images", f"task={pretrained.task.name}", f"omit {given}")
+
+
 def _evaluate_images(args: argparse.Namespace, pretrained: Pretrained, progress: ProgressBar) -> ImageReport:
     from mmldlm.evaluation.images.evaluate import evaluate_images
     from mmldlm.evaluation.images.settings import ImageSettings
@@ -159,6 +171,7 @@ def _evaluate_images(args: argparse.Namespace, pretrained: Pretrained, progress:
         raise UserError("--suite conditioning_gain for a model of images", f"--suite {args.suite}", "omit --suite")
     if unread := ["--" + key.replace("_", "-") for key in NOT_IMAGES if getattr(args, key) is not None]:
         raise UserError("options that an evaluation of images reads", ", ".join(unread), "omit them")
+    pretrained.vae = args.vae
     given = {key: getattr(args, key) for key in ImageSettings.__dataclass_fields__}
     settings = ImageSettings(**{key: value for key, value in given.items() if value is not None})
     return evaluate_images(pretrained, args.data, settings, progress.start)

@@ -49,8 +49,9 @@ def _add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CORPUS",
         help=".txt (one sentence per line), .jsonl or .parquet (one text per record; the first two also .gz and .zst), "
         "a folder of such files, a Hugging Face dataset (openwebtext, lm1b, PATH[:CONFIG][@SPLIT]), or 'docstrings' "
-        "(default; needs no download). Of images: 'glyphs' (needs no download), a folder of images with captions in "
-        ".txt files of the same names, a .jsonl of {image, caption}, or a .json (COCO captions, or MM-LDLM's list)",
+        "(default; needs no download). Of images: 'glyphs' (needs no download), 'emoji', a folder of images with "
+        "captions in .txt files of the same names, a .jsonl of {image, caption}, or a .json (COCO captions, or "
+        "MM-LDLM's list), or .tar shards (a file, a folder, or a quoted pattern)",
     )
     add("--datasets", nargs="+", metavar="NAME", help="one or more corpora, read one after the other")
     add("--validation-corpus", metavar="PATH", help="corpus of the validation split (default: held-out training texts)")
@@ -107,7 +108,7 @@ def _add_encoder_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-length", type=int, help="tokens of a text that the encoder reads (default: as its card)")
     add("--dtype", choices=("fp32", "bf16", "fp16"), help="of the encoder (default: fp32 on the CPU, bf16 on a GPU)")
     add("--batch-tokens", type=int, help="padded tokens per forward pass (default 1024, on a GPU 65536)")
-    add("--batch-size", type=int, help="maximum texts per forward pass")
+    add("--batch-size", type=int, help="maximum texts, or images of vae:NAME, per forward pass")
     add("--compile", action="store_true", default=None, help="torch.compile the encoder")
     add("--retries", type=int, help="retries per text before it is quarantined (default 2)")
     add(
@@ -121,11 +122,23 @@ def _add_encoder_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_image_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("only of images").add_argument
-    add("--image-size", type=int, metavar="S", help="side in pixels (default: 16 for glyphs, else 32)")
-    add("--patch-size", type=int, metavar="P", help="side of a patch (default: 4 to 16 pixels, 8 to 64, else 16)")
+    add("--image-size", type=int, metavar="S", help="side in pixels (default: 16 for glyphs, 256 for vae, else 32)")
+    add(
+        "--patch-size",
+        type=int,
+        metavar="P",
+        help="side of a patch (default: 4 to 16 pixels, 8 to 64, else 16; of codes 4 to 64, else 8)",
+    )
     add("--channels", type=int, choices=(1, 3), help="1 (gray) or 3 (default: 1 for glyphs, else 3)")
-    add("--latents", metavar="KIND", help="pixels (default), or pca:M (M components of the whole image, small ones)")
+    add(
+        "--latents",
+        metavar="KIND",
+        help="pixels (default), pca:M (M components of the whole image, small ones), "
+        "vae:NAME_OR_FOLDER (an AutoencoderKL), codes:kmeans:Q (ids of Q codes of patches, default 512) or codes:fsq "
+        "(1,000 codes on a grid)",
+    )
     add("--faces", type=int, metavar="N", help="the first N of the 10 faces of glyphs (default: all)")
+    add("--font", metavar="FILE", help="NotoColorEmoji.ttf of emoji (default: that of fonts-noto-color-emoji)")
     add("--data-root", metavar="DIR", help="folder of the image paths in a .jsonl or .json (default: its own)")
 
 
@@ -135,7 +148,7 @@ def _add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokenizer",
         metavar="NAME",
         help="an encoder's name (its own tokenizer), a Hugging Face name or folder, 'train', or 'words' (default: "
-        "minilm; of images 'train', of glyphs 'words')",
+        "minilm; of images 'train', of glyphs and emoji 'words')",
     )
     add("--cache-dir", metavar="DIR", help=CACHE_DIR_HELP)
     add("--vocab-size", type=int, default=8192, help="most tokens of --tokenizer train or words (default %(default)s)")
@@ -148,9 +161,12 @@ def to_options(args: argparse.Namespace) -> PrepareOptions | ImageOptions:
     Raises:
         UserError: an option that this kind of corpus does not read.
     """
-    is_image = args.datasets is None and holds_images(args.corpus)
-    own, other = (ImageOptions, PrepareOptions) if is_image else (PrepareOptions, ImageOptions)
     given = {name: value for name, value in vars(args).items() if value is not None}
+    for_images = ImageOptions.__dataclass_fields__.keys() - PrepareOptions.__dataclass_fields__.keys()
+    # Options of images say what a folder without a captioned image was meant to be: opening it says what it lacks.
+    is_image = holds_images(args.corpus) or (bool(for_images & given.keys()) and Path(args.corpus).is_dir())
+    is_image = is_image and args.datasets is None
+    own, other = (ImageOptions, PrepareOptions) if is_image else (PrepareOptions, ImageOptions)
     known = own.__dataclass_fields__
     for name in given:
         if name in other.__dataclass_fields__ and name not in known:
@@ -169,7 +185,8 @@ def main(args: argparse.Namespace) -> int:
     if args.num_procs is not None and args.num_procs < 1:
         raise UserError("--num-procs of at least 1", str(args.num_procs), "give the number of ranks, or leave it out")
     options = to_options(args)
-    num_gpus = 0 if isinstance(options, ImageOptions) else torch.cuda.device_count()  # images need none
+    needs_none = isinstance(options, ImageOptions) and options.vae is None
+    num_gpus = 0 if needs_none else torch.cuda.device_count()
     num_procs = args.num_procs or (1 if "RANK" in os.environ else max(num_gpus, 1))
     if num_procs == 1 or "RANK" in os.environ:
         return run_rank(args)

@@ -17,7 +17,8 @@ from mmldlm.observe.pages.page import check_page_path, write_page
 from mmldlm.observe.pages.trace_page import trace_page
 from mmldlm.sampling.device import usable_device
 from mmldlm.sampling.generate import SampleOptions, sample_l2t, sample_t2l, sample_unconditional
-from mmldlm.sampling.images import sample_i2t, sample_pairs, sample_t2i, write_pictures
+from mmldlm.sampling.image_sizes import use_image_size
+from mmldlm.sampling.images import fit_to_latents, sample_i2t, sample_pairs, sample_t2i, write_pictures
 from mmldlm.sampling.latent_solver import ETAS
 from mmldlm.sampling.options import DEFAULTS, IMAGE_KINDS, KINDS, METHODS, OPTIONS, SOURCES, TASK_OPTIONS
 from mmldlm.sampling.pretrained import Pretrained, load_pretrained
@@ -135,7 +136,7 @@ def fit_to_task(args: argparse.Namespace, given: list[str], pretrained: Pretrain
     """
     task = pretrained.task
     pretrained.check_kind(args.kind, args.sampler)
-    if args.sampler is None and args.kind in DEFAULTS["sampler"]:
+    if args.sampler is None and args.kind in DEFAULTS["sampler"] and task.samplers[args.kind]:
         args.sampler = task.samplers[args.kind][0]
     unread = [key for key in TASK_OPTIONS if key not in task.sampling_options]
     if wrong := [_option(key) for key in unread if key in given]:
@@ -176,11 +177,11 @@ def _check_ranges(args: argparse.Namespace) -> None:
             raise UserError(f"{_option(key)} {bound}", str(value), "choose a value in this range")
 
 
-def _check_trace(args: argparse.Namespace) -> None:
+def _check_trace(args: argparse.Namespace, given: list[str]) -> None:
     if args.trace is None:
         return
     check_page_path(args.trace, "--trace", args.overwrite)
-    several = "num_lengths" if (args.num_lengths or 1) > 1 else None
+    several = "num_lengths" if "num_lengths" in given and args.num_lengths > 1 else None
     several = "search" if args.search is not None else "correct" if args.correct is not None else several
     several = "critic_rounds" if args.critic_rounds else several
     if several is not None:
@@ -211,14 +212,19 @@ def main(args: argparse.Namespace) -> int:
     given = resolve_options(args)
     device = usable_device(args.device)
     out = output_folder(args.output_dir, args.overwrite)
-    _check_trace(args)
+    _check_trace(args, given)
     pretrained = load_pretrained(args.checkpoint, device)
     use_words_of_images(args, given, pretrained)
+    if args.trace is not None and "num_lengths" not in given:
+        args.num_lengths = None  # a text that is watched is written once
     fit_to_task(args, given, pretrained)
+    fit_to_latents(args, given, pretrained)
     mode = IMAGE_KINDS.get(args.kind, args.kind)
     if mode != "unconditional" or pretrained.latent_config is None:  # else choose_method checks the modes
         pretrained.check_mode(mode)
     pretrained.check_guidance(1.0 if args.guidance is None else args.guidance)
+    pretrained.vae = args.vae
+    use_image_size(pretrained, args.image_size, args.data)
     trace = None if args.trace is None else start_trace(pretrained, args.sampler)
     started = time.perf_counter()
     sample = SAMPLERS[args.kind]

@@ -22,12 +22,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("root", metavar="DIR", help="a store made by mmldlm prepare or pack")
     parser.add_argument("--plot", metavar="FILE", help="plot lengths, norms and components of the latents (.png, .pdf)")
     parser.add_argument("--sheet", metavar="FILE.png", help="of a store of images: images with their captions")
+    parser.add_argument(
+        "--vae", metavar="FOLDER", help="of --sheet and vae:NAME: the autoencoder (default: as prepared)"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
     """Print tables and the problems; return 0 if there are none, else 1."""
     if args.plot:
         check_writable_file(args.plot, "--plot")
+    if args.vae and not args.sheet:
+        raise UserError("--vae with --sheet", "--vae alone", "add --sheet FILE.png, or leave --vae out")
     if args.sheet:
         _check_sheet(args)
     report, console = examine(args.root), Console()
@@ -43,7 +48,7 @@ def main(args: argparse.Namespace) -> int:
         plot(report, manifest, args.plot)
         console.print(f"plotted: {args.plot}", soft_wrap=True)
     if args.sheet:
-        write_sheet(args.root, args.sheet)
+        write_sheet(args.root, args.sheet, vae=args.vae)
         console.print(f"drawn: {args.sheet}", soft_wrap=True)
     num_problems, files = len(report.problems), len(manifest["files"])
     console.print(f"{files} files, {'no problems' if not num_problems else f'{num_problems} problems'}")
@@ -58,12 +63,12 @@ def _check_sheet(args: argparse.Namespace) -> None:
         raise UserError("--sheet FILE.png", args.sheet, "give a name that ends in .png")
 
 
-def write_sheet(root: str, path: str, count: int = 60) -> None:
+def write_sheet(root: str, path: str, count: int = 60, vae: str | None = None) -> None:
     """Draw images of both splits with their captions, evenly spread: the first three quarters are of training."""
     from mmldlm.data.images.codec import ImageCodec
     from mmldlm.data.images.sheet import contact_sheet
 
-    codec, images, captions = ImageCodec.open(root), [], []
+    codec, images, captions = ImageCodec.open(root).ready(vae), [], []
     for split, share in (("train", count * 3 // 4), ("validation", count // 4)):
         store = Store(root, split)
         rows = np.unique(np.linspace(0, len(store) - 1, share).astype(np.int64))
@@ -79,6 +84,9 @@ def _splits_table(root: str, report: StoreReport, manifest: dict[str, Any], cons
         numbers = [f"{split[key]:,}" for key in ("num_samples", "num_tokens", "max_tokens")]
         found = report.splits.get(name)
         statistics = None if found is None else found.statistics
+        if manifest["latent_stats"] is None:
+            table.add_row(name, *numbers, "?" if found is None else histogram(found.lengths, marks), "ids", "ids")
+            continue
         norm = "?" if statistics is None else f"{statistics['norm']['mean']:.4f}"
         rank = "?" if statistics is None else f"{statistics['effective_rank']:.0f}/{manifest['latent_dim']}"
         table.add_row(name, *numbers, "?" if found is None else histogram(found.lengths, marks), norm, rank)
@@ -114,13 +122,17 @@ def plot(report: StoreReport, manifest: dict[str, Any], path: str) -> None:
             limits = (norms.min() - 1e-3, norms.max() + 1e-3)
             middle.hist(norms, bins=50, range=limits, weights=_shares(norms), alpha=0.6, label=name)
     left.set(xlabel="tokens", ylabel="share of samples")
-    middle.set(xlabel="norm of the latent", ylabel="share of samples")
-    for axes in (left, middle):
-        axes.legend()
+    left.legend()
     statistics = manifest["latent_stats"]
-    right.plot(np.sort(np.abs(statistics["mean"]))[::-1], label="|mean|")
-    right.plot(np.sort(statistics["std"])[::-1], label="std")
-    right.set(xlabel="component, sorted", title=f"effective rank {statistics['effective_rank']:.1f}", yscale="log")
-    right.legend()
+    if statistics is None:  # ids of codes have neither norms nor components
+        middle.set_axis_off()
+        right.set_axis_off()
+    else:
+        middle.set(xlabel="norm of the latent", ylabel="share of samples")
+        middle.legend()
+        right.plot(np.sort(np.abs(statistics["mean"]))[::-1], label="|mean|")
+        right.plot(np.sort(statistics["std"])[::-1], label="std")
+        right.set(xlabel="component, sorted", title=f"effective rank {statistics['effective_rank']:.1f}", yscale="log")
+        right.legend()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -3,6 +3,8 @@
 # Those that fill the surest positions first, and those of random order.
 BY_CERTAINTY = ("confidence", "margin", "entropy", "threshold", "factor", "frechet", "eb")
 BY_CHANCE = ("ancestral", "first_hitting", "scheduled")
+# Those of images as codes, the default first.
+CODE_SAMPLERS = ("confidence", "margin", "entropy", "ancestral")
 # Options that only some of them read.
 STRATEGY_OPTIONS = frozenset(
     {"num_steps", "schedule", "spacing", "threshold", "factor", "delta", "gamma", "remask", "remask_eta"}

@@ -18,11 +18,12 @@ TOKENIZER_FILES = re.compile(
     r"config\.json|config\.yaml|generation_config\.json|tokenizer|tokenizer(_config)?\.json|tokenizer\.model"
     r"|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt|spiece\.model"
     r"|sentencepiece\.bpe\.model|chat_template\.(jinja|json)|(pre)?processor_config\.json|pca_basis\.npy"
+    r"|codebook\.npy"
 )
 # What a conversion may consist of: --force deletes only a folder without other files.
 _OUTPUTS = re.compile(
     r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|config\.json|config\.yaml|tokenizer"
-    r"|universal|latest_universal|pca_basis\.npy"
+    r"|universal|latest_universal|pca_basis\.npy|codebook\.npy"
 )
 # These may belong to a training run, and TOKENIZER_FILES to a model: they are deleted only next to the marker, which a
 # conversion writes first.

@@ -29,7 +29,7 @@ from mmldlm.checkpoints.layout import CONFIG_FILE, MODEL_CONFIG, RUN_CONFIG, SAF
 from mmldlm.convert.config_compat import check_config
 from mmldlm.convert.export_plan import WIDE_FLOATS, ExportPlan, PlannedTensor, plan_tensors, split_into_files
 from mmldlm.convert.output_dir import TOKENIZER_FILES, write_atomically
-from mmldlm.data.images.codec import BASIS
+from mmldlm.data.images.codec import FILES
 from mmldlm.errors import MmldlmError, UserError
 
 
@@ -265,8 +265,9 @@ def copy_tokenizer_files(opened: OpenedCheckpoint, tensors: dict[str, PlannedTen
         shutil.copytree(opened.checkpoint / "tokenizer", folder / "tokenizer")
     else:
         notes.append("the checkpoint has no tokenizer/: none was written")
-    if (opened.checkpoint / BASIS).is_file():
-        shutil.copyfile(opened.checkpoint / BASIS, folder / BASIS)
+    for name in FILES:
+        if (opened.checkpoint / name).is_file():
+            shutil.copyfile(opened.checkpoint / name, folder / name)
     return notes
 
 

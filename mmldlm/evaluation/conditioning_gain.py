@@ -25,10 +25,11 @@ from mmldlm.evaluation.directions import (
 )
 from mmldlm.evaluation.reencoding import reencoded_estimates
 from mmldlm.evaluation.report import EvaluationReport
+from mmldlm.evaluation.search_arm import NAME as SEARCH
 from mmldlm.evaluation.search_arm import add_search
 from mmldlm.evaluation.sentences import Sentences, choose_sentences
 from mmldlm.evaluation.suite import Log
-from mmldlm.evaluation.text_arms import TextArms, measure_set, measure_text_arms
+from mmldlm.evaluation.text_arms import TextArms, decode, measure_set, measure_text_arms
 from mmldlm.sampling.inputs import reason_without_encoder
 from mmldlm.sampling.latent_sampler import steps_given_text
 from mmldlm.sampling.pretrained import Pretrained
@@ -102,8 +103,9 @@ def evaluate(
         searched = None
         if judge is not None:
             searched = add_search(texts, pretrained, sentences, written.written, judge, settings, log)
-        examples = example_records(pretrained, sentences, written, searched)
+        examples = example_records(pretrained, sentences, written, searched and decode(pretrained, searched))
         results = [("model", written.written, sentences)]
+        results += [(SEARCH, searched, sentences)] if searched else []
         for name, control in controls.items():
             result = measure_l2t(pretrained, control, control_sentences, settings, _prefixed(log, name))
             arms[name].update(result.estimates)
@@ -136,7 +138,7 @@ def _add_reencoding(
     try:
         for name, written, sentences in results:
             say = log if name == "model" else _prefixed(log, name)
-            arms[name].update(reencoded_estimates(pretrained, written, sentences, say))
+            arms.setdefault(name, {}).update(reencoded_estimates(pretrained, written, sentences, say))
     except (UserError, ImportError, OSError) as error:
         return [f"written texts are not embedded again: {reason_without_encoder(error)}"]
     return []

@@ -152,7 +152,7 @@ def measure_likelihood(
     task, conditions = pretrained.task, "" if latents is None else ", right / shuffled / null latent"
     draws = 1 if task.exact_likelihood else settings.num_draws
     what = "exact NLL" if task.exact_likelihood else "NELBO"
-    progress = log(f"{what} of {len(sentences)} sentences, {draws} draws{conditions}")
+    progress = log(f"{what} of {len(sentences)} texts, {draws} draws{conditions}")
     return measure(
         pretrained.model,
         sentences.tokens,

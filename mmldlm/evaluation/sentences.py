@@ -22,7 +22,7 @@ class Sentences:
         tokens: N lists of ids without EOS.
         latents: [N, D] (or [N, M, D]) fp32.
         texts: N strings.
-        shuffled_index: [N] index of another sentence for each.
+        shuffled_index: [N] index of another sentence for each, of another text where it can be helped.
         rows: [N] their rows in the split; None where they come from elsewhere.
     """
 
@@ -41,7 +41,7 @@ class Sentences:
 
     def first(self, count: int, seed: int) -> Sentences:
         """Return the first sentences, paired among themselves."""
-        pairing = derangement(count, seed)
+        pairing = derangement(count, seed, self.texts[:count])
         return Sentences(self.tokens[:count], self.latents[:count], self.texts[:count], pairing)
 
 
@@ -80,4 +80,5 @@ def choose_sentences(store: Store, model: nn.Module, num_samples: int | None, se
     check_latents(batch.latents, split, config.latent_dim, zero_ok=store.kind == "image")
     check_latents_per_text(store, config)
     tokens = [row.tolist() for row in batch.tokens]
-    return Sentences(tokens, batch.latents, store.texts(ids), derangement(count, seed), ids)
+    texts = store.texts(ids)
+    return Sentences(tokens, batch.latents, texts, derangement(count, seed, texts), ids)

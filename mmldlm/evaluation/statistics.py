@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -98,10 +98,26 @@ def paired_bootstrap(
     return Difference(float(statistic(first) - statistic(second)), float(low), float(high), unit, count)
 
 
-def derangement(count: int, seed: int) -> np.ndarray:
-    """Return a permutation [count] int64 without fixed points; count >= 2."""
+def derangement(count: int, seed: int, names: Sequence[str] | None = None) -> np.ndarray:
+    """Return a permutation [count] int64 without fixed points; count >= 2.
+
+    Args:
+        names: of what is permuted; where it can be helped, none gets a partner of its own name.
+    """
     assert count >= 2
     order = generator(seed, Stream.SHUFFLED_PARTNERS).permutation(count)
     result = np.empty(count, dtype=np.int64)
     result[order] = np.roll(order, -1)
+    if names is not None and len(set(names)) < count:
+        _part_equal_names(result, names)
     return result
+
+
+def _part_equal_names(partners: np.ndarray, names: Sequence[str]) -> None:
+    """Exchange partners that have the name of what they are paired with, so that both have another one."""
+    for place in range(len(partners)):
+        for other in range(len(partners)):
+            if names[place] != names[partners[place]]:
+                break
+            if names[partners[place]] != names[other] and names[partners[other]] != names[place]:
+                partners[[place, other]] = partners[[other, place]]

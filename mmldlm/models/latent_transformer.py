@@ -87,7 +87,9 @@ class LatentTransformer(nn.Module):
 
 def check_config(config) -> None:
     """Raise a UserError for sizes or token ids that are unset or out of range."""
-    keys = ("latent_dim", "vocab_size", "mask_token_id", "pad_token_id", "eos_token_id")
+    keys: tuple[str, ...] = ("latent_dim", "vocab_size", "mask_token_id", "pad_token_id", "eos_token_id")
+    if getattr(config, "latent_kind", "values") == "ids":
+        keys = (*keys, "num_codes")
     missing = [key for key in keys if getattr(config, key) is None]
     if missing:
         raise UserError(

@@ -70,7 +70,7 @@ def _download(repository: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(repository, allow_patterns=["*.safetensors", "*.json", "tokenizer/*"]))
+        return Path(snapshot_download(repository, allow_patterns=["*.safetensors", "*.json", "*.npy", "tokenizer/*"]))
     except Exception as error:
         raise UserError(
             f"a folder or a Hugging Face repository named {repository}",

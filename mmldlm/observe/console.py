@@ -28,6 +28,7 @@ _FIELDS = (
     ("grad_norm", "grad_norm", "#.3g"),
     ("lr", "lr", ".1e"),
     ("tokens_per_second", "tok/s", ".0f"),
+    ("images_per_second", "img/s", ".1f"),
     ("mfu", "mfu", ".1%"),
     ("data_share", "data wait", ".0%"),
 )

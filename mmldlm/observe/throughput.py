@@ -59,7 +59,7 @@ class StepTimer:
         Args:
             num_samples: samples over all ranks.
             num_tokens: real text tokens over all ranks.
-            sums: sums of the objective over all ranks, by name.
+            sums: sums of the objective over all ranks and counts of the global batch, by name.
             epoch: epoch of the step; the peak memory is that since the first step of the epoch.
 
         Returns:

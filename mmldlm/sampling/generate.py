@@ -13,6 +13,7 @@ import torch
 from mmldlm.config.text_samplers import BY_CERTAINTY, STRATEGY_OPTIONS
 from mmldlm.data.batching.store_data import check_store_kind
 from mmldlm.errors import UserError
+from mmldlm.sampling.code_sampler import sample_codes, sample_codes_and_texts
 from mmldlm.sampling.inputs import encode_texts, given_texts, read_latents, reason_without_encoder, tokenize_texts
 from mmldlm.sampling.joint_sampler import choose_method, sample_joint
 from mmldlm.sampling.latent_sampler import check_latents_per_text, sample_latents, steps_given_text
@@ -80,6 +81,7 @@ class Samples:
         records: one JSON-ready record per sample.
         latents: [N, D] (or [N, M, D]); None for text from given latents.
         images: [N, S, S, C] uint8, made or given; None for a model of texts.
+        real_images: [N, S, S, C] uint8, those of a store to the captions given to t2i; None without a store.
         extra: further entries of settings.json.
     """
 
@@ -87,6 +89,7 @@ class Samples:
     latents: np.ndarray | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     images: np.ndarray | None = None
+    real_images: np.ndarray | None = None
 
 
 def sample_l2t(
@@ -264,10 +267,10 @@ def sample_unconditional(
         )
         return Samples(_text_records(pretrained, samples.tokens), None, _costs(samples))
     method = choose_method(pretrained, options.method)
-    if method == "joint" and options.condition_timestep > 0:
+    if method == "joint" and (options.condition_timestep or 0) > 0:
         fix = "omit it, or add --method chain"
         raise UserError("--condition-timestep with --method chain", "method joint, which has no condition", fix)
-    pretrained.check_condition_timestep(options.condition_timestep)
+    pretrained.check_condition_timestep(options.condition_timestep or 0.0)
     sample = _sample_together if method == "joint" else _sample_chain
     samples, latents = sample(pretrained, options, progress, recorder)
     records = _text_records(pretrained, samples.tokens)
@@ -286,6 +289,19 @@ def _sample_together(
         found = ", ".join([f"--sampler {options.sampler}", *("--" + key.replace("_", "-") for key in own)])
         expected = "a sampler by --num-steps alone with method joint, in which text and embedding share the steps"
         raise UserError(expected, found, "add --method chain, or choose another --sampler")
+    if pretrained.num_codes is not None:
+        return sample_codes_and_texts(
+            pretrained.model,
+            count,
+            text_diffusion=pretrained.text_diffusion,
+            steps=steps,
+            sampler=options.sampler,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            seed=options.seed,
+            progress=progress.start(f"sampling {count} texts and images together in {steps} steps"),
+            recorder=recorder,
+        )
     return sample_joint(
         pretrained.model,
         count,
@@ -307,8 +323,28 @@ def _sample_together(
 def _sample_chain(
     pretrained: Pretrained, options: SampleOptions, progress: ProgressBar, recorder: Recorder | None
 ) -> tuple[TextSamples, torch.Tensor]:
+    latents = _sample_first(pretrained, options, progress)
+    by_list = options.schedule is not None and not names_passes(options.schedule)
+    if by_list or "num_steps" not in strategy_class(options.sampler).defaults:
+        options = dataclasses.replace(options, num_steps=None)
+    samples = _write_texts(pretrained, latents, options, recorder, progress=progress.start("writing their texts"))
+    return samples, latents
+
+
+def _sample_first(pretrained: Pretrained, options: SampleOptions, progress: ProgressBar) -> torch.Tensor:
+    """Return the latents of a chain, without a text."""
     count, steps = options.num_samples, options.num_steps
-    latents = sample_latents(
+    if pretrained.num_codes is not None:
+        return sample_codes(
+            pretrained.model,
+            None,
+            num_samples=count,
+            steps=steps,
+            sampler="ancestral",  # one by certainty would make the same image every time
+            seed=options.seed,
+            progress=progress.start(f"sampling {count} images in {steps} steps"),
+        )
+    return sample_latents(
         pretrained.model,
         None,
         num_samples=count,
@@ -321,11 +357,6 @@ def _sample_chain(
         seed=options.seed,
         progress=progress.start(f"sampling {count} embeddings in {steps} steps"),
     )
-    by_list = options.schedule is not None and not names_passes(options.schedule)
-    if by_list or "num_steps" not in strategy_class(options.sampler).defaults:
-        options = dataclasses.replace(options, num_steps=None)
-    samples = _write_texts(pretrained, latents, options, recorder, progress=progress.start("writing their texts"))
-    return samples, latents
 
 
 def _costs(samples: TextSamples) -> dict[str, Any]:

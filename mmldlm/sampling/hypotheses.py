@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from mmldlm.data.batching.store_data import check_store_kind
 from mmldlm.data.prepare.publish_stage import check_output_free, check_readable, commit, latents_suffix, versions
 from mmldlm.data.prepare.summary import RankProgress
 from mmldlm.data.prepare.task_queue import RankFailed, TaskQueue
@@ -212,9 +213,10 @@ class _Hypotheses:
 def _check_model(pretrained: Pretrained, store: Store) -> None:
     pretrained.check_kind("l2t")
     pretrained.check_mode("l2t")
-    if not pretrained.task.fills_lengths:
+    check_store_kind(store, "text")
+    if not pretrained.task.fills_lengths or pretrained.image is not None:
         raise UserError(
-            "a model of masked diffusion, whose corrector reads the hypotheses",
+            "a model of masked diffusion on texts, whose corrector reads the hypotheses",
             f"task={pretrained.task.name}",
             "use a checkpoint of task=translation",
         )

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mmldlm.data.batching.store_data import check_store_kind
-from mmldlm.data.images.codec import ImageCodec
+from mmldlm.data.images.codec import HINTS, ImageCodec
 from mmldlm.data.store.store import Store
 from mmldlm.errors import UserError
+from mmldlm.sampling.code_sampler import CODE_STEPS, sample_codes
 from mmldlm.sampling.generate import SampleOptions, Samples, read_l2t_input, sample_unconditional, write_from_latents
 from mmldlm.sampling.inputs import given_texts, tokenize_texts
 from mmldlm.sampling.latent_sampler import sample_latents
@@ -27,7 +30,7 @@ def codec_of(pretrained: Pretrained) -> ImageCodec:
     """Return what turns the latents of a model into pixels.
 
     Raises:
-        UserError: the model was not trained on images, or its files are damaged.
+        UserError: the model was not trained on images, its files are damaged, or its autoencoder is not there.
     """
     if pretrained.image is None:
         raise UserError(
@@ -35,7 +38,8 @@ def codec_of(pretrained: Pretrained) -> ImageCodec:
             f"{pretrained.folder or 'a model'} of task={pretrained.task.name}",
             "use another checkpoint, or sample l2t, t2l or unconditional",
         )
-    return ImageCodec.open(pretrained.image, pretrained.config_folder)
+    device = str(next(pretrained.model.parameters()).device)
+    return ImageCodec.open(pretrained.image, pretrained.config_folder).ready(pretrained.vae, device)
 
 
 def make_images(
@@ -51,11 +55,16 @@ def make_images(
     """Sample one image per caption of ids without EOS.
 
     Args:
-        options: others of `sample_latents`.
+        options: others of `sample_latents`, or of `sample_codes` for a model of codes.
 
     Returns:
-        latents [B, N, D] fp32 and images [B, S, S, C] uint8.
+        latents [B, N, D] fp32 (of codes ids [B, N, 1] int64) and images [B, S, S, C] uint8.
     """
+    if pretrained.num_codes is not None:
+        ids = sample_codes(
+            pretrained.model, captions, steps=steps, guidance=guidance, seed=seed, progress=progress, **options
+        ).numpy()
+        return ids, codec_of(pretrained).decode(ids)
     latents = sample_latents(
         pretrained.model,
         captions,
@@ -79,7 +88,7 @@ def open_image_store(root: str, codec: ImageCodec) -> Store:
     store = Store(root, "validation")
     check_store_kind(store, "image")
     own, found = codec.identity, ImageCodec.open(store.manifest, store.root).identity
-    if wrong := [key for key in own if own[key] != found.get(key)]:
+    if wrong := [key for key in own if own[key] != found.get(key) and key not in HINTS]:
         raise UserError(
             f"images as the model was trained on: {', '.join(f'{key} {own[key]}' for key in wrong)}",
             f"{', '.join(f'{key} {found.get(key)}' for key in wrong)} in {store.root}",
@@ -91,9 +100,13 @@ def open_image_store(root: str, codec: ImageCodec) -> Store:
 def sample_t2i(pretrained: Pretrained, options: SampleOptions, progress: ProgressBar) -> Samples:
     """Sample images from captions: given ones, or those of a store's validation split."""
     codec = codec_of(pretrained)
+    real = None
     if options.data:
         store = open_image_store(options.data, codec)
-        texts = store.texts(range(min(options.num_samples or len(store), len(store))))
+        count = min(options.num_samples or len(store), len(store))
+        rows = np.linspace(0, len(store) - 1, count).round().astype(np.int64)  # spread: neighbors are alike
+        texts = store.texts(rows)
+        real = codec.decode(store.get(rows).latents)
     else:
         texts = given_texts(options.text, options.text_file)
     source = np.arange(options.num_samples or len(texts)) % len(texts)
@@ -105,16 +118,53 @@ def sample_t2i(pretrained: Pretrained, options: SampleOptions, progress: Progres
         steps=options.num_steps,
         guidance=options.guidance,
         guidance_interval=options.guidance_interval,
-        method=options.method,
-        eta=options.eta,
         seed=options.seed,
         progress=progress.start(message),
+        **_own_options(pretrained, options),
     )
     records = [
         {"index": i, "text": texts[row], "num_tokens": len(ids[row]), "latent": i, "image": _name(i)}
         for i, row in enumerate(source.tolist())
     ]
-    return Samples(records, latents, {}, images)
+    return Samples(records, latents, {}, images, None if real is None else real[source])
+
+
+def _own_options(pretrained: Pretrained, options: SampleOptions) -> dict[str, Any]:
+    """Return the options of t2i that only one kind of latents reads."""
+    if pretrained.num_codes is None:
+        return {"method": options.method, "eta": options.eta}
+    return {"sampler": options.sampler, "temperature": options.temperature, "top_p": options.top_p}
+
+
+# Kind of samples -> options that only images of codes read, and only those of values.
+_OF_CODES = {"t2i": ("sampler", "temperature", "top_p")}
+_OF_VALUES = {
+    "t2i": ("method", "eta"),
+    "i2t": ("condition_timestep",),
+    "joint": ("solver", "condition_timestep"),
+}
+
+
+def fit_to_latents(args: Namespace, given: Sequence[str], pretrained: Pretrained) -> None:
+    """Refuse what the latents of a model of images do not read, and fill in the defaults of codes.
+
+    Args:
+        args: options of `mmldlm sample`; `given`: those that the user gave.
+
+    Raises:
+        UserError: an option of the other kind of latents.
+    """
+    if pretrained.image is None:
+        return
+    is_codes = pretrained.num_codes is not None
+    unread = (_OF_VALUES if is_codes else _OF_CODES).get(args.kind, ())
+    if wrong := ["--" + key.replace("_", "-") for key in unread if key in given]:
+        kind = "codes, which are masked" if is_codes else f"{pretrained.image['latents']}, which are noised"
+        raise UserError(f"options of `sample {args.kind}` for a model of {kind}", ", ".join(wrong), "omit them")
+    for key in unread:
+        setattr(args, key, None)
+    if is_codes and args.kind == "t2i" and "num_steps" not in given:
+        args.num_steps = CODE_STEPS
 
 
 def sample_i2t(
@@ -167,6 +217,8 @@ def _name(index: int) -> str:
 def write_pictures(samples: Samples, out: Path, keeps_each: bool) -> None:
     """Write a sheet of the images with their captions and, with keeps_each, one PNG per image.
 
+    Made images of a store's captions stand on the sheet left of the store's own.
+
     Args:
         samples: of which `images` is set.
         out: an existing folder; PNGs of an earlier call are removed.
@@ -178,7 +230,10 @@ def write_pictures(samples: Samples, out: Path, keeps_each: bool) -> None:
     assert samples.images is not None
     count = min(len(samples.images), MAX_ON_SHEET)
     captions = [record["text"] for record in samples.records[:count]]
-    contact_sheet(samples.images[:count], captions, out / SHEET)
+    shown = samples.images[:count]
+    if samples.real_images is not None:
+        shown = np.concatenate([shown, samples.real_images[:count]], axis=2)
+    contact_sheet(shown, captions, out / SHEET)
     folder = out / FOLDER
     for path in folder.glob("[0-9]*.png"):
         path.unlink()

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mmldlm.data.images.codebook import check_ids
 from mmldlm.data.store.arrays import read_array
 from mmldlm.errors import UserError
 from mmldlm.sampling.latent_sampler import latent_shape
@@ -24,7 +25,7 @@ def read_latents(path: str, pretrained: Pretrained) -> np.ndarray:
     """Read embeddings from a .npy file of [D] or [N, D]; of [M, D] or [N, M, D] for a model of M latents per text.
 
     Returns:
-        [N, D] or [N, M, D] fp32.
+        [N, D] or [N, M, D] fp32; of a model of codes their ids, int64.
 
     Raises:
         UserError: a missing file, not an array, an empty one, another dimension, NaN, infinite or zero vectors.
@@ -39,13 +40,20 @@ def read_latents(path: str, pretrained: Pretrained) -> np.ndarray:
         raise UserError(expected, "no such file", "check the path") from None
     except (OSError, ValueError) as error:
         raise UserError(expected, f"not a .npy file: {error}", fix) from error
-    if not isinstance(values, np.ndarray) or not np.issubdtype(values.dtype, np.floating):
+    is_codes = pretrained.num_codes is not None
+    kind = np.integer if is_codes else np.floating
+    if not isinstance(values, np.ndarray) or not np.issubdtype(values.dtype, kind):
         raise UserError(expected, f"{getattr(values, 'dtype', type(values).__name__)}", fix)
     rows = values[None] if values.ndim == len(shape) else values
     if rows.shape[1:] != shape or rows.size == 0:
         raise UserError(expected, f"shape {list(values.shape)}", fix)
+    if is_codes:
+        rows = rows.astype(np.int64)
+        check_ids(rows, pretrained.num_codes, path)
+        return rows
     rows = np.ascontiguousarray(rows, dtype=np.float32)
-    bad = np.unique(np.nonzero(~np.isfinite(rows).all(-1) | ~rows.any(-1))[0])
+    is_zero = ~rows.any(-1) & (pretrained.image is None)  # a patch of an image may be zero
+    bad = np.unique(np.nonzero(~np.isfinite(rows).all(-1) | is_zero)[0])
     if len(bad):
         rows_found = f"NaN, infinite or zero vectors in rows {join_some(bad, 10)}"
         raise UserError(f"finite, non-zero vectors in {path}", rows_found, fix)
@@ -63,8 +71,13 @@ def encoder_identity(pretrained: Pretrained) -> dict[str, Any]:
     """Return the description of the encoder of the model's training latents.
 
     Raises:
-        UserError: it is not known.
+        UserError: it is not known, or the model is one of images.
     """
+    if pretrained.image is not None:
+        raise UserError(
+            "a model of texts and embeddings", f"a model of images ({pretrained.folder}), without an encoder of texts",
+            "use a checkpoint of task=translation",
+        )  # fmt: skip
     if pretrained.encoder is None:
         raise UserError(
             f'"encoder" in the model\'s config in {pretrained.folder}, the encoder of its latents',

@@ -30,15 +30,17 @@ IMAGE_KINDS = {"t2i": "t2l", "i2t": "l2t", "joint": "unconditional"}
 # Options that not every kind reads, and their defaults in the kinds that do.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "image": {"i2t": None},
+    "vae": {"t2i": None, "i2t": None, "joint": None},
+    "image_size": {"t2i": None, "i2t": None, "joint": None},
     "latent_file": {"l2t": None},
     "data": {"l2t": None, "t2i": None},
     "text": {"l2t": None, "t2l": None},
     "text_file": {"l2t": None, "t2l": None},
     "num_samples": {"l2t": None, "unconditional": 10, "t2i": None},
     "num_steps": {"l2t": 64, "t2l": None, "unconditional": 64, "t2i": IMAGE_STEPS},
-    "sampler": {"l2t": None, "unconditional": None},
-    "temperature": {"l2t": None, "unconditional": None},
-    "top_p": {"l2t": 1.0, "unconditional": 1.0},
+    "sampler": {"l2t": None, "unconditional": None, "t2i": None},
+    "temperature": {"l2t": None, "unconditional": None, "t2i": None},
+    "top_p": {"l2t": 1.0, "unconditional": 1.0, "t2i": 1.0},
     "guidance": {"l2t": 1.0, "t2l": 1.0, "t2i": IMAGE_GUIDANCE},
     "guidance_interval": {"t2l": None, "t2i": None},
     "presence_penalty": {"l2t": None, "i2t": 0.0},
@@ -48,8 +50,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "factor": {"l2t": None, "unconditional": None},
     "delta": {"l2t": None, "unconditional": None},
     "gamma": {"l2t": None, "unconditional": None},
-    "remask": {"unconditional": None},
-    "remask_eta": {"unconditional": None},
+    "remask": {"l2t": None, "unconditional": None},
+    "remask_eta": {"l2t": None, "unconditional": None},
     "num_lengths": {"l2t": None, "i2t": NUM_LENGTHS},
     "critic_rounds": {"l2t": None},
     "critic_share": {"l2t": None},
@@ -83,6 +85,12 @@ def eta_value(word: str) -> float | str:
 # argparse settings of the same options.
 OPTIONS: dict[str, dict[str, Any]] = {
     "image": {"nargs": "+", "metavar": "FILE", "help": "images, read as `mmldlm prepare` reads them"},
+    "vae": {"metavar": "FOLDER", "help": "of images as vae:NAME: folder of the autoencoder (default: as prepared)"},
+    "image_size": {
+        "type": int,
+        "metavar": "PIXELS",
+        "help": "side of the images, of a model of several sizes (default: that of --data, else the largest)",
+    },
     "latent_file": {"metavar": "X.npy", "help": "embeddings [D] or [N, D] in the encoder's space"},
     "data": {
         "metavar": "STORE",
@@ -97,8 +105,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "num_steps": {
         "type": int,
-        "help": "denoising steps (t2l: default 1, or 10 for a model that predicts epsilon); a text of n tokens takes "
-        "at most n passes",
+        "help": "denoising steps (t2l: default 1, or 10 for a model that predicts epsilon; t2i of codes: 12); a text "
+        "of n tokens takes at most n passes",
     },
     "sampler": {
         "help": f"text sampler; of masked diffusion {' or '.join(STRATEGIES)} (default: l2t confidence, unconditional "

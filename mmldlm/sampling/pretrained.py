@@ -42,6 +42,7 @@ class Pretrained:
         task: that trained it.
         image: identity of the codec of its images; None for a model of texts.
         config_folder: folder of its config.json, which has the files of the codec.
+        vae: folder of the autoencoder of its images, if it is elsewhere than the codec says.
     """
 
     model: nn.Module
@@ -56,6 +57,7 @@ class Pretrained:
     task: TextTask = field(default_factory=lambda: find_task(DEFAULT_TASK))
     image: dict[str, Any] | None = None
     config_folder: Path | None = None
+    vae: str | None = None
 
     @property
     def text_diffusion(self) -> MaskedDiffusion:
@@ -81,6 +83,11 @@ class Pretrained:
     def renormalize(self) -> bool:
         """Whether samplers project x0 estimates onto the unit sphere."""
         return self.latent_config is not None and self.latent_config.renormalize_x0 and self.unit_norm
+
+    @property
+    def num_codes(self) -> int | None:
+        """Number of codes of which its latents are ids; None: they are values."""
+        return getattr(self.model.config, "num_codes", None)
 
     @property
     def clamp_x0(self) -> float | None:

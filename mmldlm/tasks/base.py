@@ -63,8 +63,8 @@ class ModelSizes(_OptionalSizes):
     """What preflight's memory model needs to know of a model and one micro-batch per rank.
 
     trainable, frozen, largest_block (gathered at once by ZeRO-3 and FSDP2), buffers, matrices (of the trainable, those
-    of ParameterPlan.matrices; may be missing): numbers of elements. activations (kept for backward), logits_cpu,
-    logits_gpu (that exist at once): bytes.
+    of ParameterPlan.matrices; may be missing): numbers of elements. activations (kept for backward, and the
+    working memory of one block's backward pass), logits_cpu, logits_gpu (that exist at once): bytes.
     """
 
     trainable: int

@@ -20,6 +20,7 @@ class RowReader:
     def __init__(self, vocab_size: int, latent_mean: np.ndarray, max_norm: float, nan_to_num: bool):
         self.vocab_size, self.latent_mean, self.max_norm = vocab_size, latent_mean, max_norm
         self.nan_to_num, self.zero_ok = nan_to_num, False
+        self.num_codes: int | None = None  # of a collator that reads ids
 
     def read(
         self, samples, ids: np.ndarray, slots: np.ndarray, num_real: int, lengths: np.ndarray
@@ -46,7 +47,7 @@ class RowReader:
             replaced = is_bad.reshape(is_bad.shape + (1,) * (rows.latents.ndim - 1))
             rows = rows._replace(
                 tokens=[tokens[:0] if bad else tokens for tokens, bad in zip(rows.tokens, is_bad, strict=True)],
-                latents=np.where(replaced, self.latent_mean, rows.latents),
+                latents=np.where(replaced, self.latent_mean.astype(rows.latents.dtype), rows.latents),
             )
         reports = [
             {"id": int(sample), "reason": reason or repaired[row], **({} if reason else {"repaired": True})}
@@ -69,11 +70,18 @@ class RowReader:
         """Return why a sample must not be trained on; None for a valid one."""
         if not np.isfinite(latent).all():
             return f"{int((~np.isfinite(latent)).sum())} non-finite values in its latent"
+        if self.num_codes is not None:
+            if latent.min() < 0 or latent.max() >= self.num_codes:
+                return f"the id {latent.max()} of a code, expected one below {self.num_codes}"
+            return self._rejected_tokens(tokens, length)
         norms = np.linalg.norm(latent, axis=-1).reshape(-1).tolist()
         norm = next((norm for norm in norms if norm > self.max_norm or not (norm or self.zero_ok)), None)
         if norm is not None:
             least = "" if self.zero_ok else "above 0 and "
             return f"a latent of norm {norm:.4g}, expected {least}at most {self.max_norm:.4g}"
+        return self._rejected_tokens(tokens, length)
+
+    def _rejected_tokens(self, tokens: np.ndarray, length: int) -> str | None:
         if len(tokens) + 1 != length:
             return f"{len(tokens)} tokens where the index says {length - 1}"
         if len(tokens) and (tokens.min() < 0 or tokens.max() >= self.vocab_size):

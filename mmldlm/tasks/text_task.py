@@ -114,7 +114,7 @@ class MaskedTextTask(TextTask):
 
     fills_lengths = True
     samplers: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "l2t": (*BY_CERTAINTY, *BY_CHANCE),
+        "l2t": (*BY_CERTAINTY, *BY_CHANCE, "remdm"),
         "unconditional": (*BY_CHANCE, "remdm", *BY_CERTAINTY),
     }
     sampling_options = TextTask.sampling_options | STRATEGY_OPTIONS | {"num_lengths"}

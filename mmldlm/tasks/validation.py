@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
 
 from mmldlm.config.schema import Config
 from mmldlm.data.batching.batch import Collator
-from mmldlm.data.batching.batch_plan import BatchPlan, SpacedOrder
+from mmldlm.data.batching.batch_plan import BatchPlan
 from mmldlm.data.batching.loader import MicroBatches, iterate_steps
 from mmldlm.data.batching.run_data import RunData
 from mmldlm.engines.base import Engine
@@ -100,18 +101,22 @@ class Validation:
         self.num_available = len(data.validation_lengths)
         global_batch = training.train_batch_size * training.grad_accum_steps * engine.world_size
         self.num_samples = num_samples(config, self.num_available, global_batch, len(passes))
-        self.plan = BatchPlan(
-            data.validation_lengths,
-            micro * engine.world_size,
-            training.seed + self.SEED_OFFSET,
-            shuffle=False,
-            order=SpacedOrder(self.num_samples, self.num_available),
-        )
-        self.passes = [
-            (name, MicroBatches(data.validation, self.plan, collator, engine.rank, engine.world_size, accum=1))
-            for name, collator in passes
+        seed, size = training.seed + self.SEED_OFFSET, micro * engine.world_size
+        self.plans = [
+            BatchPlan(data.validation_lengths, size, seed, shuffle=False, order=order)
+            for order in data.validation_orders(self.num_samples)
         ]
-        self.num_batches = len(self.passes) * self.plan.batches_per_epoch
+        self.passes = [
+            (
+                name,
+                [
+                    MicroBatches(data.validation, plan, own, engine.rank, engine.world_size, accum=1)
+                    for plan in self.plans
+                ],
+            )
+            for name, own in passes
+        ]
+        self.num_batches = len(self.passes) * sum(plan.batches_per_epoch for plan in self.plans)
         self.bad: list[dict] = []
 
     @torch.no_grad()
@@ -138,11 +143,11 @@ class Validation:
         totals: dict[str, PassTotals] = {}
         bad: dict[int, dict] = {}
         num_bad = num_done = 0
-        for name, dataset in self.passes:
+        for name, datasets in self.passes:
             sums = torch.zeros(len(self.sums), dtype=torch.float64, device=self.engine.device)
             counts: dict[str, int] = {}
             num_tokens, found = 0, {}
-            for batches in iterate_steps(dataset, 0, self.plan.batches_per_epoch):
+            for batches in chain.from_iterable(iterate_steps(own, 0, own.plan.batches_per_epoch) for own in datasets):
                 if not goes_on(num_done):
                     return None
                 num_done += 1

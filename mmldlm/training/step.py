@@ -152,7 +152,9 @@ def train_step(session: Session, batches: list[Batch]) -> StepReport:
     num_samples = len(session.plan.batch(state.step).ids)
     guard.bad_samples.update(int(shared.counts.bad), num_samples)
     state.advance(decision, num_samples)
-    cost = session.timer.step(num_samples, shared.counts.tokens, shared.sums, epoch=batches[0].epoch)
+    cost = session.timer.step(
+        num_samples, shared.counts.tokens, {**shared.sums, **batches[0].counts}, epoch=batches[0].epoch
+    )
     return StepReport(lr, shared, decision, num_samples, cost, layer_stats, losses, batches)
 
 

@@ -39,7 +39,7 @@ def test_quick(tmp_path):
     assert set(claims) == {
         "speedup_mmldlm_padded", "speedup_mmldlm_dense", "speedup_sd3_dense", "times_gemm",
         "step_memory_ratio_mmldlm_padded", "memory_model_error", "aten_ops_depth24", "saved_bytes_ratio_mmldlm",
-        "saved_bytes_ratio_sd3", "flop_model_error",
+        "saved_bytes_ratio_sd3", "flop_model_error", "image_time_per_flop",
     }  # fmt: skip
     judged = {name for name, claim in claims.items() if not claim["measured"]}
     assert judged == {"aten_ops_depth24", "saved_bytes_ratio_mmldlm", "saved_bytes_ratio_sd3", "flop_model_error"}

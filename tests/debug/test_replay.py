@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.helpers import read_log, train_words
+from tests.support.image_store import make_image_store
 
 
 def replayed(run: Path, event: str, folder: Path, *more: str) -> dict:
@@ -116,6 +117,44 @@ def test_one_sample_of_a_later_step_is_singled_out(store, tmp_path, monkeypatch,
     samples = exact["dtypes"]["fp32"]["micro_batches"][0]["samples"]
     assert [sample["ids"][0] for sample in samples if not sample["clean"]] == chosen
     assert f"sample {chosen[0]}" in capsys.readouterr().out
+
+
+def test_a_damaged_image_is_left_out_named_and_replayed(tmp_path, monkeypatch, capsys):
+    """A float latent that becomes infinite on its way from the disk; let through, the step is skipped and replayed."""
+    from mmldlm.config.load import load_config
+    from mmldlm.config.task_registry import find_task
+    from mmldlm.data.batching.batch_plan import BatchPlan
+    from mmldlm.data.store.store import Store
+    from mmldlm.tasks.row_reader import RowReader
+    from mmldlm.train import main
+
+    root = make_image_store(tmp_path / "images")
+    own = ["task=image_text", "data.shift_pixels=1", "training.loss_type=t2i", "training.num_train_steps=3"]
+    data = find_task("image_text").open_data(
+        load_config("tiny", None, ["task=image_text", f"data.latent_data_root={root}"])
+    )
+    damaged, get = int(BatchPlan(data.train_lengths, 4, 0).batch(1).ids[2]), Store.get
+
+    def corrupted(self, indices):
+        rows = get(self, indices)
+        if self.split == "train" and len(indices) <= 4:
+            rows.latents[np.asarray(indices) == damaged, 3, 5] = np.inf
+        return rows
+
+    monkeypatch.setattr(Store, "get", corrupted)
+    common = [*words(root, tmp_path, *own), "training.dtype=fp32", "logging.plot=false"]
+    assert main([*common, "logging.run_name=whole"]) == 0
+    assert [record["skipped"] for record in read_log(tmp_path, "whole")] == [False, False, False]
+    (event,) = [entry for entry in read_log(tmp_path, "whole", "events.jsonl") if entry["event"] == "bad_sample"]
+    assert (event["id"], event["step"]) == (damaged, 2) and "1 non-finite" in event["reason"]
+    assert event["file"].endswith("train") and f"sample {damaged}" in capsys.readouterr().out
+
+    monkeypatch.setattr(RowReader, "_rejection_reason", lambda self, tokens, latent, length: None)
+    assert main(common) == 0
+    assert [record["skipped"] for record in read_log(tmp_path, "run")] == [False, True, False]
+    found = replayed(tmp_path / "run", "2", tmp_path, "--dtypes", "fp32")["dtypes"]["fp32"]["micro_batches"][0]
+    assert [sample["ids"][0] for sample in found["samples"] if not sample["clean"]] == [damaged]
+    assert f"sample {damaged}" in capsys.readouterr().out
 
 
 def test_an_unknown_event_names_those_there(store, tmp_path):

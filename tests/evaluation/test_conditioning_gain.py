@@ -129,7 +129,7 @@ def test_whole_evaluation_and_its_report(pretrained, store, tmp_path, capsys):
     report = evaluate(pretrained, store, settings, lines.append)
     again = evaluate(pretrained, store, settings, lines.append)
     assert report.claims == again.claims
-    assert any("NELBO of 40 sentences" in line for line in lines)
+    assert any("NELBO of 40 texts" in line for line in lines)
     assert {claim["id"] for claim in report.claims} == {
         "l2t_gain_null_nats", "l2t_f1_gap_points", "t2l_recall_at_1", "untrained_gain_in_standard_errors",
     }  # fmt: skip

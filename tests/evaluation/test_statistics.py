@@ -5,7 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mmldlm.evaluation.statistics import Estimate, derangement, mean, paired_bootstrap, ratio
+from mmldlm.evaluation.statistics import (
+    Estimate,
+    derangement,
+    mean,
+    paired_bootstrap,
+    ratio,
+)
 
 
 def test_ratio_and_its_error_match_repeated_sampling():
@@ -37,6 +43,14 @@ def test_no_sentence_is_paired_with_itself(count):
     partner = derangement(count, seed=1)
     assert (partner != np.arange(count)).all() and sorted(partner) == list(range(count))
     assert (derangement(count, seed=1) == partner).all()
+
+
+def test_equal_texts_are_not_paired():
+    names = ["cat"] * 5 + ["dog"] * 4 + ["owl"]
+    partner = derangement(10, 1, names)
+    assert sorted(partner) == list(range(10)) and all(names[i] != names[j] for i, j in enumerate(partner))
+    assert (derangement(10, 1, [str(i) for i in range(10)]) == derangement(10, 1)).all()
+    assert sorted(derangement(4, 1, ["one"] * 4)) == [0, 1, 2, 3]  # cannot be helped
 
 
 def test_the_paired_bootstrap_of_known_data():

@@ -29,3 +29,23 @@ def test_the_last_table_shows_the_written_texts_beside_the_floor(tmp_path):
     assert "9.5 +- 0.3" in done.stdout and "12.2 +- 1.7" in done.stdout and "quickstart_gain_null" in done.stdout
     assert "exact match" not in done.stdout  # not measured
     assert report("--bounds", "gain_null>=1.65").returncode == 1
+
+    figure = {"value": 10.25, "se": 1.1}
+    search = {
+        "conditions": {
+            "num_sentences": 100,
+            "gflops_per_text": 2.0,
+            "search": {"what": "best of 16", "gflops": 20.3, "judge_calls": 15.5},
+        },
+        "details": {
+            "model": {"sentence_bleu": figure},
+            "search": {"sentence_bleu": {"value": 12.25, "se": 1.2}},
+            "differences": {"search_minus_model": {"sentence_bleu": {"value": 2.0, "ci95": [0.3, 3.75]}}},
+            "examples": [{"sentence": "A [red] cat.", "written": "a rat.", "searched": "a red cat."}],
+        },
+    }
+    (tmp_path / "search.json").write_text(json.dumps(search))
+    found = report().stdout
+    assert "of 100 sentences" in found and "greedy" in found and "10.2 +- 1.1" in found and "12.2 +- 1.2" in found
+    assert "+2.0 [+0.3, +3.8]" in found and "best of 16: 20.3 GFLOP and 16 embedded" in found and "a red cat." in found
+    assert "A [red] cat." in found and "search" in json.loads((tmp_path / "run" / "report.json").read_text())

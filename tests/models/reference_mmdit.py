@@ -21,6 +21,13 @@ def rotary(x: Tensor, positions: Tensor, theta: float = 1e4) -> Tensor:
     return torch.stack([first * cos - second * sin, second * cos + first * sin], -1).flatten(-2)
 
 
+def axial(x: Tensor, grid: list[int], tokens: int) -> Tensor:
+    """RoPE on x [heads, T, D] of a grid's latents, each with so many tokens: half of D by row, half by column."""
+    place = torch.arange(x.shape[1]) // tokens
+    by_row, by_column = x.chunk(2, dim=-1)
+    return torch.cat([rotary(by_row, place // grid[1]), rotary(by_column, place % grid[1])], dim=-1)
+
+
 def rms(x: Tensor, weight: Tensor) -> Tensor:
     return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
 
@@ -30,8 +37,8 @@ def stream_weight(layer, number: int) -> Tensor:
     return layer.weight.chunk(2)[number]
 
 
-def reference_block(block, text: Tensor, latent: Tensor, condition: Tensor) -> tuple[Tensor, Tensor]:
-    """One block on one sample: text [n, H] (all real), latent [L, H], condition [C]."""
+def reference_block(block, text: Tensor, latent: Tensor, condition: Tensor, places=None) -> tuple[Tensor, Tensor]:
+    """One block on one sample: text [n, H] (all real), latent [L, H], condition [C]; places: the arguments of axial."""
     streams = ((0, text), (1, latent))
     parts, queries, keys, values = [], [], [], []
     for number, x in streams:
@@ -45,6 +52,8 @@ def reference_block(block, text: Tensor, latent: Tensor, condition: Tensor) -> t
         if number == 0:
             positions = torch.arange(len(x))
             query, key = rotary(query, positions), rotary(key, positions)
+        elif places is not None:
+            query, key = axial(query, *places), axial(key, *places)
         parts.append((gate, *rest))
         queries.append(query), keys.append(key), values.append(value)
     query, key, value = (torch.cat(t, 1) for t in (queries, keys, values))
@@ -61,7 +70,7 @@ def reference_block(block, text: Tensor, latent: Tensor, condition: Tensor) -> t
     return out[0], out[1]
 
 
-def reference_forward(block, rows: Tensor, condition: Tensor, packing) -> Tensor:
+def reference_forward(block, rows: Tensor, condition: Tensor, packing, places=None) -> Tensor:
     """What block.forward(rows, condition, packing) must give, sample by sample.
 
     Keys that the packing's mask forbids are left out of their sample, so their rows come back unchanged.
@@ -73,7 +82,7 @@ def reference_forward(block, rows: Tensor, condition: Tensor, packing) -> Tensor
         if packing.key_mask is not None and packing.order.shape[0] == len(rows):
             of_text = of_text[packing.key_mask[b, 0, 0, : len(of_text)]]
         of_latent = packing.num_text + b * latents + torch.arange(latents)
-        text, latent = reference_block(block, rows[of_text], rows[of_latent], condition[b])
+        text, latent = reference_block(block, rows[of_text], rows[of_latent], condition[b], places)
         out = out.index_copy(0, of_text, text).index_copy(0, of_latent, latent)
     return out
 
@@ -81,10 +90,13 @@ def reference_forward(block, rows: Tensor, condition: Tensor, packing) -> Tensor
 def use_reference_blocks(model) -> None:
     """Replace the forward pass of every block of a model; all rows are computed, used or not."""
 
+    config = model.config
+    places = (config.latent_grid, config.tokens_per_latent) if config.latent_rope else None
+
     def replaced(block):
         def forward(rows, condition, packing, recompute=False, output_packing=None, dropout=None):
             assert dropout is None
-            out = reference_forward(block, rows, condition, packing)
+            out = reference_forward(block, rows, condition, packing, places)
             kept = None if output_packing is None else output_packing.kept_rows
             return out if kept is None else out[kept]
 

@@ -36,6 +36,11 @@ def test_plain_lines_come_every_log_freq_steps_and_can_be_grepped():
     assert lines[-1].startswith("step 95/95 ") and "\x1b" not in out.getvalue()
 
 
+def test_a_run_on_images_shows_their_rate():
+    line = format_step(step(1, images_per_second=22.57), 3, 0)
+    assert "tok/s: 1234 | img/s: 22.6 |" in line and "img/s" not in format_step(step(1), 3, 0)
+
+
 def test_losses_are_means_since_the_last_line(tmp_path):
     """A single batch of short texts must not look like progress; skipped and non-finite steps do not count."""
     out, log = io.StringIO(), tmp_path / "train.log"

@@ -9,12 +9,15 @@ from mmldlm.config.load import load_config, preset_names
 from mmldlm.config.task_registry import find_task
 from mmldlm.models import MultimodalMMDiT
 from mmldlm.models.linear_cross_entropy import logits_bytes
+from mmldlm.models.mmdit.codes import CodeTargets
+from mmldlm.models.mmdit.costs import activation_bytes
 from mmldlm.models.mmdit.hypothesis import Hypotheses
 from mmldlm.preflight.memory_model import PLANS, state_bytes
 from mmldlm.tasks.translation.freezing import apply_freezing, decided_freeze
 from mmldlm.tasks.translation.parameter_plan import stacked_matrices
 
 model_sizes = find_task("translation").model_sizes
+IMAGE_PRESETS = [name for name in preset_names() if load_config(name).task == "image_text"]
 FROM_DATA = [
     "model.latent_dim=71", "model.vocab_size=1009", "model.mask_token_id=1", "model.pad_token_id=0",
     "model.eos_token_id=2",
@@ -54,7 +57,17 @@ TWO_PREDICTIONS = (
     ],
 )
 def test_parameters_of_every_preset_to_the_element(name, words):
-    config = configured(name, *words)
+    check_parameters(configured(name, *words))
+
+
+@pytest.mark.parametrize("name", IMAGE_PRESETS)
+def test_parameters_of_the_presets_of_images(name):
+    """At full width, with the latents of a store of 256-pixel images, or 512 codes of their patches."""
+    kind = ["model.latent_dim=1", "model.num_codes=512"] if name == "image_text_discrete" else ["model.latent_dim=768"]
+    check_parameters(configured(name, *kind, "model.num_latents=256", "model.latent_grid=[16,16]"))
+
+
+def check_parameters(config):
     model, sizes = meta_model(config), model_sizes(config, 16)
     parts = [*model.blocks, model.text_encoder, model.text_head, model.latent_encoder]
     stacked = stacked_matrices(model)
@@ -76,7 +89,10 @@ def test_what_a_mode_freezes(mode, freeze, tied):
 
 
 def kept_for_backward(config, length) -> int:
-    """Bytes of the tensors that autograd keeps for a micro-batch, each storage once; weights and inputs not counted."""
+    """Bytes of the tensors that autograd keeps for a micro-batch, each storage once; weights and inputs not counted.
+
+    Nor are attention's weights [B, heads, T, T], which the meta device keeps because it has no fused attention.
+    """
     model = meta_model(config).to(torch.bfloat16 if config.training.dtype == "bf16" else torch.float32)
     batch, masked = config.training.train_batch_size, config.training.train_batch_size * length // 2
     with torch.device("meta"):
@@ -96,19 +112,28 @@ def kept_for_backward(config, length) -> int:
         if config.model.quality_head:
             inputs["draft_swaps"] = torch.full((batch, length), -1)
         tokens = torch.zeros(batch, length, dtype=torch.int64)
+        if config.model.num_codes is not None:  # half of the codes is scored
+            inputs["latents"] = inputs["latents"].long()
+            half = batch * config.model.num_latents // 2
+            inputs["codes"] = CodeTargets(*torch.zeros(2, half, dtype=torch.int64), torch.zeros(half))
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
     kept, alive = {}, []  # alive: no address is used twice
 
     def pack(tensor):
         storage = tensor.untyped_storage()
-        if storage._cdata not in weights:
+        is_square = tensor.dim() > 2 and tensor.shape[-2] == tensor.shape[-1]
+        if storage._cdata not in weights and not is_square:
             kept[storage._cdata] = storage.nbytes()
             alive.append(storage)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = model(tokens, **inputs)
-        loss = out["text_loss_sum"] + out["latent_pred"].sum() + out["length_logits"].sum()
+        if config.model.num_codes is None:
+            latents = torch.nn.functional.mse_loss(out["latent_pred"], torch.zeros_like(out["latent_pred"]))
+        else:
+            latents = out["code_loss_sum"]
+        loss = out["text_loss_sum"] + latents + out["length_logits"].sum()
         loss = loss + out["quality_logits"].sum() if config.model.quality_head else loss
     del loss
     return sum(kept.values())
@@ -126,13 +151,19 @@ def kept_for_backward(config, length) -> int:
         ("small", 64, "training.train_batch_size=4", "model.corrector=feedback"),
         ("tiny", 12, "model.num_latents=16", "model.tokens_per_latent=1"),
         ("small", 16, "model.num_latents=256", "model.tokens_per_latent=1", "model.latent_grid=[16,16]"),
+        ("image_text_quick", 8, "model.num_latents=16", "model.latent_grid=[4,4]", "model.latent_dim=16"),
+        ("image_text_quick", 9, "model.num_latents=64", "model.latent_grid=[8,8]", "model.latent_dim=192"),
+        ("image_text_256", 12, "model.num_latents=256", "model.latent_grid=[16,16]", "model.latent_dim=768"),
+        ("small", 16, "model.num_latents=64", "model.latent_dim=1", "model.num_codes=512", "model.tokens_per_latent=1"),
+        ("tiny", 9, "model.num_latents=16", "model.latent_dim=1", "model.num_codes=512"),
     ],
     ids=lambda words: f"{words[0]}_{words[1]}",
 )
 def test_activations(words, dtype):
     name, length, *more = words
     config = configured(name, f"training.dtype={dtype}", "model.gradient_checkpointing=false", *more)
-    assert model_sizes(config, length)["activations"] == pytest.approx(kept_for_backward(config, length), rel=0.04)
+    found = activation_bytes(config.model, config.training.train_batch_size, length, dtype)
+    assert found == pytest.approx(kept_for_backward(config, length), rel=0.04)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -142,6 +173,14 @@ def test_logits(name, dtype):
     found, scored = model_sizes(config, 64), config.training.train_batch_size * 32
     for device, key in (("cpu", "logits_cpu"), ("cuda", "logits_gpu")):
         assert found[key] == logits_bytes(scored, config.model.vocab_size, device, 4 if dtype == "fp32" else 2)
+
+
+def test_logits_of_codes_count_where_they_are_more_than_those_of_the_text():
+    words = ("model.num_latents=256", "model.latent_dim=1", "model.num_codes=4096", "training.dtype=fp32")
+    config = configured("tiny", *words)
+    found, scored = model_sizes(config, 8), config.training.train_batch_size * 128
+    assert found["logits_cpu"] == logits_bytes(scored, 4096, "cpu", 4)
+    assert found["logits_gpu"] == logits_bytes(scored, 4096, "cuda", 4)
 
 
 def test_checkpointing_keeps_the_inputs_of_every_block_and_one_block_whole():

@@ -469,7 +469,7 @@ def test_every_pass_of_every_sampler_is_reported(checkpoint):
         (["l2t", "--sampler", "eb", "--threshold", 0.5], "options that --sampler eb reads(.|\n)*--threshold"),
         (["l2t", "--sampler", "threshold", "--num-steps", 3], "--num-steps"),
         (["l2t", "--gamma", 0.5], "options that --sampler confidence reads(.|\n)*--gamma"),
-        (["l2t", "--sampler", "remdm"], "--sampler confidence, margin"),
+        (["l2t", "--sampler", "greedy"], "--sampler confidence, margin"),
         (["l2t", "--schedule", "1,2", "--num-steps", 3], "--num-steps or --schedule"),
         (["l2t", "--schedule", "1,x"], "--schedule 1,2,4,8"),
         (["l2t", "--num-lengths", 0], "--num-lengths at least 1"),
@@ -529,8 +529,9 @@ def test_every_sampler_and_its_options_are_reached_from_the_command_line(checkpo
         "scheduled": [*unconditional, "chain", "--num-steps", 2, "--schedule", "1,3"],
         "remdm": [*unconditional, "chain", "--num-steps", 4, "--remask", "loop", "--remask-eta", 0.5],
     }
-    for name, words in calls.items():
-        out = tmp_path / name
+    remasked = [*l2t, "--num-steps", 9, "--remask", "cap", "--remask-eta", 0.5, "--num-lengths", 2]
+    for name, words in [*calls.items(), ("remdm", remasked)]:
+        out = tmp_path / f"{name}_{words[0]}"
         assert run(*words, "--sampler", name, "--output-dir", out) == 0
         assert all(len(line["text"].split()) == line["num_tokens"] for line in lines(out))
         settings = json.loads((out / "settings.json").read_text())

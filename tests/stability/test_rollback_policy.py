@@ -1,4 +1,4 @@
-"""Rollback, bad samples and audits in real runs of one process (many ranks: tests/integration/test_train.py)."""
+"""Rollback, bad samples and audits in real runs of one process (many ranks: tests/integration/test_engines.py)."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ def store(grid, count=6):
     """The part of a store that `fill_from_store` reads; of images with a grid, of images without one, of texts."""
     image = {} if grid == "text" else {"image": {"size": 8, "patch": 4, "grid": grid}}
     return SimpleNamespace(
-        root="/store", latent_dim=12, latents_per_text=count, manifest={"tokenizer": TOKENIZER, **image}
+        root="/store", latent_dim=12, latents_per_text=count, num_codes=None, manifest={"tokenizer": TOKENIZER, **image}
     )
 
 
@@ -38,6 +38,15 @@ def test_the_grid_comes_from_the_images():
 def test_another_grid_than_that_of_the_images_is_an_error(own, grid):
     with pytest.raises(UserError, match="latent_grid"):
         filled(grid, {"model": {"latent_grid": own, "num_latents": 6}})
+
+
+def test_latents_that_turn_need_a_place():
+    rope = {"model": {"latent_rope": True}}
+    assert filled([2, 3], rope).latent_rope
+    assert filled(None, {"model": {"latent_rope": True, "latent_grid": [1, 6], "num_latents": 6}}).latent_rope
+    for grid in (None, "text"):
+        with pytest.raises(UserError, match="latent_rope"):
+            filled(grid, rope)
 
 
 def test_a_model_that_knows_no_places_takes_the_rest():

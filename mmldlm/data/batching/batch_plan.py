@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -79,36 +80,53 @@ class GlobalBatch:
         return self.ids[np.where(real, slots, 0)], real
 
 
-class ShuffledOrder:
+class Order(ABC):
+    """The samples in use, and their order in each epoch before a window is sorted by length.
+
+    Attributes:
+        count: samples of an epoch.
+        name: part of the plan's version.
+    """
+
+    count: int
+    name = ""
+
+    @abstractmethod
+    def ids(self, positions: np.ndarray, epoch: int) -> np.ndarray:
+        """Return the [P] ids at positions of an epoch."""
+
+    def parts(self, ids: np.ndarray) -> list[np.ndarray]:
+        """Split the ids of a window into those that may share a batch: all of them, unless a subclass says else."""
+        return [ids]
+
+
+class ShuffledOrder(Order):
     """The samples of one store, shuffled differently in every epoch."""
 
     def __init__(self, count: int, seed: int):
-        self.count, self.seed, self.name = count, seed, ""
+        self.count, self.seed = count, seed
 
     def ids(self, positions: np.ndarray, epoch: int) -> np.ndarray:
-        """Return the [P] ids at positions of an epoch."""
         return permute(positions, self.count, self.seed, epoch)
 
 
-class SpacedOrder:
-    """Samples spread evenly over a split, in the stored order (evaluation).
+class SpacedOrder(Order):
+    """Samples spread evenly over a split, in the stored order and the same in every epoch (evaluation).
 
     Args:
         count: number of samples to use.
         total: number of samples in the split.
+        first: id of the first of them.
     """
 
-    name = ""
-
-    def __init__(self, count: int, total: int):
-        self.count, self.total = count, total
+    def __init__(self, count: int, total: int, first: int = 0):
+        self.count, self.total, self.first = count, total, first
 
     def ids(self, positions: np.ndarray, epoch: int) -> np.ndarray:
-        """Return the [P] ids at positions, the same in every epoch."""
-        return np.asarray(positions, np.int64) * self.total // self.count
+        return self.first + np.asarray(positions, np.int64) * self.total // self.count
 
 
-class MixtureOrder:
+class MixtureOrder(Order):
     """The samples of several stores by weight: each store has a fixed share of every _BLOCK positions.
 
     Each store has its own epochs, each in another order, and may repeat within one epoch of the mixture. An epoch of
@@ -118,18 +136,22 @@ class MixtureOrder:
         counts: number of samples per store.
         weights: share per store, any positive numbers.
         seed: of the order.
+        run: every `run` positions are of one store, and a window's batches each of one: for stores whose samples cannot
+            share a batch, the global batch size. An epoch then has full runs only, and the blocks above are of runs.
     """
 
     _BLOCK = 4096
 
-    def __init__(self, counts: Sequence[int], weights: Sequence[float], seed: int):
-        self.counts, self.seed, self.count = np.asarray(counts, np.int64), seed, int(sum(counts))
+    def __init__(self, counts: Sequence[int], weights: Sequence[float], seed: int, run: int = 1):
+        self.counts, self.seed, self.run = np.asarray(counts, np.int64), seed, min(run, int(sum(counts)))
+        self.count = int(sum(counts)) // self.run * self.run
         exact = np.asarray(weights, np.float64) / sum(weights) * self._BLOCK
         shares = np.floor(exact).astype(np.int64)
         shares[np.argsort(shares - exact, kind="stable")[: self._BLOCK - shares.sum()]] += 1
         assert shares.min() > 0, "a weight too small to be drawn"
         self.shares, self.offsets = shares, np.concatenate([[0], np.cumsum(self.counts)[:-1]])
-        self.name = ":mixed" + "".join(f":{count}x{share}" for count, share in zip(counts, shares.tolist()))
+        by_run = "" if self.run == 1 else f":by{self.run}"
+        self.name = f":mixed{by_run}" + "".join(f":{count}x{share}" for count, share in zip(counts, shares.tolist()))
         # Per position of a block: its store, and its index among the positions of that store.
         self._store = np.repeat(np.arange(len(shares)), shares)[permute(np.arange(self._BLOCK), self._BLOCK, seed, 0)]
         self._number = np.empty(self._BLOCK, np.int64)
@@ -137,10 +159,10 @@ class MixtureOrder:
             self._number[self._store == store] = np.arange(share)
 
     def ids(self, positions: np.ndarray, epoch: int) -> np.ndarray:
-        """Return the [P] ids at positions of an epoch."""
-        blocks, offsets = np.divmod(epoch * self.count + np.asarray(positions, np.int64), self._BLOCK)
+        runs, within = np.divmod(epoch * self.count + np.asarray(positions, np.int64), self.run)
+        blocks, offsets = np.divmod(runs, self._BLOCK)
         stores = self._store[offsets]
-        numbers = blocks * self.shares[stores] + self._number[offsets]
+        numbers = (blocks * self.shares[stores] + self._number[offsets]) * self.run + within
         ids = np.empty(len(numbers), np.int64)
         for store, count in enumerate(self.counts.tolist()):
             own = np.flatnonzero(stores == store)
@@ -150,6 +172,12 @@ class MixtureOrder:
                 found = permute(rows[chosen], count, self.seed + 0x51ED * store, own_epoch)
                 ids[own[chosen]] = self.offsets[store] + found
         return ids
+
+    def parts(self, ids: np.ndarray) -> list[np.ndarray]:
+        if self.run == 1:
+            return [ids]
+        stores = np.searchsorted(self.offsets, ids, side="right") - 1
+        return [ids[stores == store] for store in np.unique(stores)]
 
 
 class BatchPlan:
@@ -180,7 +208,7 @@ class BatchPlan:
         seed: int,
         bucket_batches: int = 64,
         shuffle: bool = True,
-        order: ShuffledOrder | SpacedOrder | MixtureOrder | None = None,
+        order: Order | None = None,
     ):
         assert len(lengths) > 0 and global_batch > 0
         self.lengths, self.global_batch, self.seed = lengths, global_batch, seed
@@ -214,8 +242,9 @@ class BatchPlan:
         span = self.global_batch * self.bucket_batches
         positions = np.arange(window * span, min((window + 1) * span, self.order.count))
         ids = self.order.ids(positions, epoch)
-        ids = ids[np.lexsort((ids, self.lengths[ids]))]
-        batches = self._cut(ids)
+        batches = []
+        for part in self.order.parts(ids):
+            batches += self._cut(part[np.lexsort((part, self.lengths[part]))])
         if not self.shuffle or len(batches) == 1:
             return batches
         # A short batch stays last, so that every other step of the epoch has the full batch size.

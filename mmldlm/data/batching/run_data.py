@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mmldlm.config.schema import Config
-from mmldlm.data.batching.batch_plan import BatchPlan, build_batch_plan
+from mmldlm.data.batching.batch_plan import BatchPlan, Order, SpacedOrder, build_batch_plan
 
 
 @dataclass(kw_only=True)
@@ -51,12 +51,16 @@ class RunData(ABC):
         """Return the batch plan of training."""
         data, seed = self.config.data, self.config.training.seed
         return build_batch_plan(
-            data.batching, self.train_lengths, global_batch, seed, data.bucket_batches, order=self._order()
+            data.batching, self.train_lengths, global_batch, seed, data.bucket_batches, order=self._order(global_batch)
         )
 
-    def _order(self):
+    def _order(self, global_batch: int) -> Order | None:
         """Order of the training samples; None: reshuffled in every epoch."""
         return None
+
+    def validation_orders(self, count: int) -> list[Order]:
+        """Return which validation samples an evaluation of `count` uses; samples of two orders share no batch."""
+        return [SpacedOrder(count, len(self.validation_lengths))]
 
     def describe(self) -> str:
         """Return one line for the screen."""

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from mmldlm.data.batching.batch_plan import MixtureOrder
+from mmldlm.data.batching.batch_plan import MixtureOrder, Order, SpacedOrder
 from mmldlm.data.batching.run_data import RunData
+from mmldlm.data.images.codebook import check_ids
 from mmldlm.data.images.codec import max_image_norm
 from mmldlm.data.store.config import StoreDataConfig
 from mmldlm.data.store.mixture import MixedStore
@@ -54,10 +55,23 @@ class StoreData(RunData):
         folder, row = split.locate(sample)
         return str(folder), row
 
-    def _order(self) -> MixtureOrder | None:
+    def _order(self, global_batch: int) -> Order | None:
         if not isinstance(self.train, MixedStore):
             return None
-        return MixtureOrder([len(store) for store in self.train.stores], self.train.weights, self.config.training.seed)
+        counts, run = [len(store) for store in self.train.stores], 1 if self.train.grids is None else global_batch
+        return MixtureOrder(counts, self.train.weights, self.config.training.seed, run)
+
+    def validation_orders(self, count: int) -> list[Order]:
+        orders = super().validation_orders(count)
+        if not isinstance(self.validation, MixedStore) or self.validation.grids is None:
+            return orders
+        chosen, first = orders[0].ids(np.arange(count), 0), 0
+        orders = []
+        for store in self.validation.stores:
+            own = int(((chosen >= first) & (chosen < first + len(store))).sum())
+            orders += [SpacedOrder(own, len(store), first)] if own else []
+            first += len(store)
+        return orders
 
     def describe(self) -> str:
         """Return one line for the screen."""
@@ -124,7 +138,10 @@ def open_splits(
                 f"samples in split {store.split} of {store.root}", "none", "prepare the store from a larger corpus"
             )
         for first, block in store.latent_blocks(ROWS_CHECKED):
-            check_latents(block, f"{store.root}/{store.split}", store.latent_dim, first, store.kind == "image")
+            where = f"{store.root}/{store.split}"
+            check_latents(block, where, store.latent_dim, first, store.kind == "image")
+            if store.num_codes is not None:
+                check_ids(block, store.num_codes, where, first)
     if config.mixture is None:
         return splits["train"][0], splits["validation"][0]
     train, validation = (MixedStore(stores, list(roots.values())) for stores in splits.values())

@@ -30,7 +30,7 @@ _IDENTITY_OPTIONS = ("pooling", "normalize", "prefix", "max_length")
 
 
 @contextlib.contextmanager
-def _no_loading_bar():
+def no_loading_bar():
     """Hide the progress bar of loading, which takes under a second and would break the lines of a log."""
     from transformers.utils import logging
 
@@ -87,7 +87,7 @@ class Encoder:
         subject, fix = f"encoder '{name}' in {self.folder}", "copy or install these files again"
         self._tokenizer = read_tokenizer(self.folder, f"the tokenizer of {subject}", fix, **language)
         try:
-            with _no_loading_bar():
+            with no_loading_bar():
                 self._model = _load(self.folder, self.spec.architecture, DTYPES[self.dtype])
             self._projections = [_Projection(self.folder / part, kind) for part, kind in self.spec.projections]
         except MemoryError:

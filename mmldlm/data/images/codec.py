@@ -1,4 +1,4 @@
-"""The codec between images and latents: pixels of patches, or principal components of the whole image.
+"""The codec between images and latents: pixels or codes of patches, components of the image, or an autoencoder's.
 
 `pixels` needs no encoder (Li and He, "Back to Basics: Let Denoising Generative Models Denoise", arXiv 2511.13720).
 """
@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mmldlm.data.images.codebook import CODEBOOK, Codebook
 from mmldlm.data.images.patches import from_patches, to_patches
 from mmldlm.data.store.arrays import read_array
 from mmldlm.data.store.repair_hints import MANIFEST
@@ -22,6 +23,10 @@ from mmldlm.utils.atomic_files import sha256_of, write_json
 from mmldlm.utils.json_files import read_json
 
 CODEC, BASIS = "image_codec.json", "pca_basis.npy"
+FILES = (BASIS, CODEBOOK)  # that belong to a model next to its config.json
+HINTS = ("vae_folder",)  # entries of an identity that say where something was, not what it is
+_MAX_NORM_RATIO = 20.0  # times the root mean square norm of an autoencoder's training latents
+_SHA256_OF = {"basis_sha256": BASIS, "codebook_sha256": CODEBOOK}
 _KEYS = ("size", "patch", "channels", "grid", "latents", "num_latents", "latent_dim")
 
 
@@ -33,10 +38,12 @@ class ImageCodec:
         size: side S of an image in pixels.
         patch: side of a patch; N = (S / patch)^2 latents an image.
         channels: C, 1 (gray) or 3 (RGB).
-        latents: `pixels` (the values of a patch, u / 127.5 - 1) or `pca` (components, largest variance first).
+        latents: `pixels` (the values of a patch, u / 127.5 - 1), `pca` (components, largest variance first), `codes`
+            (ids int64 of the nearest codes of patches, D = 1), or `vae` (`VaeCodec`).
         num_latents, latent_dim: N and D.
         basis: of pca, float32 [N * D + 1, S * S * C]: the mean image, then orthonormal components.
         basis_file: where the basis lies, if it was read from a file.
+        codebook: of codes.
     """
 
     size: int
@@ -47,6 +54,7 @@ class ImageCodec:
     latent_dim: int
     basis: np.ndarray | None = None
     basis_file: Path | None = None
+    codebook: Codebook | None = None
 
     @classmethod
     def open(cls, source: str | os.PathLike | dict[str, Any], folder: str | os.PathLike | None = None) -> ImageCodec:
@@ -54,10 +62,10 @@ class ImageCodec:
 
         Args:
             source: a folder, a store's manifest, or the `identity` of a codec.
-            folder: of a manifest or an identity of kind pca: the folder that has `pca_basis.npy`.
+            folder: of a manifest or an identity of kind pca or codes: the folder that has their file.
 
         Raises:
-            UserError: not a codec of images, or its basis is missing, damaged or another one.
+            UserError: not a codec of images, or its file is missing, damaged or another one.
         """
         if not isinstance(source, dict):
             folder = Path(source)
@@ -67,6 +75,13 @@ class ImageCodec:
         codec = cls(**{key: identity[key] for key in _KEYS if key != "grid"})
         if codec.latents == "pixels":
             return codec
+        if codec.latents == "vae":
+            from mmldlm.data.images.vae_codec import VaeCodec
+
+            return VaeCodec.of_identity(identity, codec._fields())
+        if codec.latents == "codes":
+            values = codec.patch**2 * codec.channels
+            return cls(**codec._fields(), codebook=Codebook.read(Path(folder or ".") / CODEBOOK, identity, values))
         path = Path(folder or ".") / BASIS
         return cls(**codec._fields(), basis=_read_basis(path, codec, identity["basis_sha256"]), basis_file=path)
 
@@ -77,21 +92,32 @@ class ImageCodec:
     def grid(self) -> list[int] | None:
         """Rows and columns of the latents in the image; None for components, which have no place."""
         side = self.size // self.patch
-        return [side, side] if self.latents == "pixels" else None
+        return None if self.latents == "pca" else [side, side]
+
+    def of_size(self, size: int) -> ImageCodec:
+        """Return the codec of images of another side, for latents that are pixels of the same patches."""
+        assert self.latents == "pixels", self.latents
+        return replace(self, size=size, num_latents=(size // self.patch) ** 2)
 
     @property
     def name(self) -> str:
-        """`pixels` or `pca:M`, the name of the encoder in a manifest."""
+        """`pixels`, `pca:M` or `codes:...`, the name of the encoder in a manifest."""
+        if self.codebook is not None:
+            return self.codebook.name
         return "pixels" if self.latents == "pixels" else f"pca:{self.num_latents * self.latent_dim}"
 
     @property
     def identity(self) -> dict[str, Any]:
-        """JSON-ready: with `pca_basis.npy`, for pca, all that `open` needs."""
+        """JSON-ready: with the file of pca or codes all that `open` needs."""
         own = {**self._fields(), "grid": self.grid}
+        if self.codebook is not None:
+            return own | self.codebook.identity
         return own if self.basis_file is None else {**own, "basis_sha256": sha256_of(self.basis_file)}
 
     def files(self) -> dict[str, Path]:
         """Name -> path of the files that belong to the identity."""
+        if self.codebook is not None and self.codebook.file is not None:
+            return {CODEBOOK: self.codebook.file}
         return {} if self.basis_file is None else {BASIS: self.basis_file}
 
     def save(self, folder: str | os.PathLike) -> None:
@@ -100,25 +126,51 @@ class ImageCodec:
             shutil.copyfile(path, Path(folder, name))
         write_json(Path(folder, CODEC), self.identity)
 
+    @property
+    def source(self) -> str:
+        """Where its weights come from, as in a manifest."""
+        return "mmldlm"
+
+    @property
+    def weights_sha256(self) -> str | None:
+        """SHA-256 of what was fitted or pretrained; None for pixels."""
+        return self.identity.get("basis_sha256") or self.identity.get("codebook_sha256")
+
+    def ready(self, folder: str | None = None, device: str | None = None) -> ImageCodec:
+        """Return the codec with everything loaded that it needs; only an autoencoder needs something.
+
+        Raises:
+            UserError: a folder of an autoencoder was given for other latents.
+        """
+        if folder is not None:
+            raise UserError("--vae with latents of an autoencoder", f"latents {self.name}", "leave --vae out")
+        return self
+
     def encode(self, images: np.ndarray) -> np.ndarray:
-        """Return latents float32 [B, N, D] of images uint8 [B, S, S, C].
+        """Return latents float32 [B, N, D], or ids int64 [B, N, 1] of codes, of images uint8 [B, S, S, C].
 
         Raises:
             UserError: images of another size, number of channels or type.
         """
+        self.check_images(images)
+        if self.codebook is not None:
+            return self.codebook.encode(to_patches(images, self.patch))[..., None]
+        return self.from_values((images / 127.5 - 1).astype(np.float32))
+
+    def check_images(self, images: np.ndarray) -> None:
+        """Raise a UserError unless images are uint8 [B, S, S, C]."""
         if images.dtype != np.uint8 or images.shape[1:] != self.image_shape:
             raise UserError(
                 f"uint8 images of shape {list(self.image_shape)}",
                 f"{images.dtype} of shape {list(images.shape[1:])}",
                 "resize and convert them as the model's images were",
             )
-        return self.from_values((images / 127.5 - 1).astype(np.float32))
 
     def decode(self, latents: np.ndarray) -> np.ndarray:
         """Return images uint8 [B, S, S, C] of latents [B, N, D] (or [B, D] with N = 1); values are clipped.
 
         Raises:
-            UserError: latents of another shape.
+            UserError: latents of another shape, or an id that names no code.
         """
         return np.clip(np.rint((self.to_values(latents) + 1) * 127.5), 0, 255).astype(np.uint8)
 
@@ -128,7 +180,8 @@ class ImageCodec:
         return (self.size, self.size, self.channels)
 
     def from_values(self, values: np.ndarray) -> np.ndarray:
-        """Return latents float32 [B, N, D] of pixel values [B, S, S, C], from -1 (black) to 1 (white)."""
+        """Return latents float32 [B, N, D] of pixel values [B, S, S, C], from -1 (black) to 1 (white); not of codes."""
+        assert self.codebook is None, "images are given to codes in whole gray levels (`encode`)"
         if self.basis is None:
             return to_patches(np.asarray(values, np.float32), self.patch)
         flat = values.reshape(len(values), -1).astype(np.float64) - self.basis[0]
@@ -142,6 +195,16 @@ class ImageCodec:
         Raises:
             UserError: latents of another shape.
         """
+        latents = self.check_latents(latents)
+        if self.codebook is not None:
+            patches = self.codebook.decode(latents)
+            return from_patches((patches / 127.5 - 1).astype(np.float32), self.patch, self.channels)
+        if self.basis is None:
+            return from_patches(latents, self.patch, self.channels)
+        return (latents.reshape(len(latents), -1) @ self.basis[1:] + self.basis[0]).reshape(-1, *self.image_shape)
+
+    def check_latents(self, latents: np.ndarray) -> np.ndarray:
+        """Return latents as float32 [B, N, D], or ids [B, N] of codes; raise a UserError if they have another shape."""
         num, dim = self.num_latents, self.latent_dim
         if latents.shape[1:] != (num, dim) and not (num == 1 and latents.shape[1:] == (dim,)):
             raise UserError(
@@ -149,15 +212,22 @@ class ImageCodec:
                 f"shape {list(latents.shape)}",
                 "give the latents of images that this codec encoded, or that its model sampled",
             )
-        latents = np.asarray(latents, np.float32).reshape(-1, num, dim)
-        if self.basis is None:
-            return from_patches(latents, self.patch, self.channels)
-        return (latents.reshape(len(latents), -1) @ self.basis[1:] + self.basis[0]).reshape(-1, *self.image_shape)
+        if self.codebook is not None:
+            return latents.reshape(-1, num)
+        return np.asarray(latents, np.float32).reshape(-1, num, dim)
 
 
 def max_image_norm(manifest: dict[str, Any]) -> float:
-    """Return the largest norm that a latent of a store of images can have; above it, its file is damaged."""
+    """Return the largest norm that a latent of a store of images can have; above it, its file is damaged.
+
+    The norm of an id is the id.
+    """
     image = manifest["image"]
+    if image["latents"] == "vae":  # no bound is known: far above what training has
+        moments = (np.square(manifest["latent_stats"][key]).sum() for key in ("mean", "std"))
+        return _MAX_NORM_RATIO * math.sqrt(sum(moments))
+    if image["latents"] == "codes":
+        return image["codes"] - 1
     num_values = image["size"] ** 2 * image["channels"]
     # Values lie in [-1, 1]; a component is of the difference of two images.
     bound = math.sqrt(manifest["latent_dim"]) if image["latents"] == "pixels" else 2 * math.sqrt(num_values)
@@ -171,10 +241,10 @@ def _identity_of(source: dict[str, Any]) -> dict[str, Any]:
         if source.get("kind", "text") != "image":
             raise UserError("a store of images", "a store of texts", "prepare one: mmldlm prepare glyphs")
         shape = {"num_latents": source.get("latents_per_text", 1), "latent_dim": source["latent_dim"]}
-        basis = source["files"].get(BASIS, {})
-        identity = {**source["image"], **shape, "basis_sha256": basis.get("sha256")}
+        own = {key: source["files"].get(name, {}).get("sha256") for key, name in _SHA256_OF.items()}
+        identity = {**source["image"], **shape, **own}
     missing = [key for key in _KEYS if key not in identity]
-    if missing or identity["latents"] not in ("pixels", "pca"):
+    if missing or identity["latents"] not in ("pixels", "pca", "codes", "vae"):
         found = f"no {', '.join(missing)}" if missing else f"latents {identity['latents']!r}"
         raise UserError("the codec of a model or store of images", found, "train on a store of images")
     return identity

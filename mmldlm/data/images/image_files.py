@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import warnings
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -21,13 +23,14 @@ class UnreadableImage(ValueError):
     """The file holds no image of which one picture is defined; the message is the reason."""
 
 
-def read_image(path: Path, size: int, channels: int) -> np.ndarray:
+def read_image(path: Path, size: int, channels: int, part: tuple[int, int] | None = None) -> np.ndarray:
     """Read an image: its short side resized to `size`, its center cut out.
 
     Rotated as its EXIF entry says; transparency over white; CMYK and YCbCr converted; 16 bits of gray to 8.
 
     Args:
         channels: 3 (RGB) or 1 (gray, ITU-R 601-2 luma).
+        part: offset and number of bytes of the image in a larger file; None: all of it.
 
     Returns:
         uint8 [size, size, channels].
@@ -36,8 +39,9 @@ def read_image(path: Path, size: int, channels: int) -> np.ndarray:
         UnreadableImage: missing, empty, truncated, damaged, animated, too large, or of an undefined range of values.
     """
     try:
-        with open_regular(path) as file, warnings.catch_warnings():
+        with open_regular(path) as whole, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # remarks on metadata; damage is an error
+            file = whole if part is None else _cut_out(whole, *part)
             if not file.read(1):
                 raise UnreadableImage("empty file")
             file.seek(0)
@@ -54,6 +58,14 @@ def read_image(path: Path, size: int, channels: int) -> np.ndarray:
         raise UnreadableImage("truncated" if "truncated" in known else known) from None
     except Exception as error:  # decoders raise many types on damaged files
         raise UnreadableImage(f"damaged: {first_line(error)}") from None
+
+
+def _cut_out(file: BinaryIO, offset: int, count: int) -> BinaryIO:
+    file.seek(offset)
+    content = file.read(count)
+    if len(content) < count:
+        raise UnreadableImage("truncated")
+    return io.BytesIO(content)
 
 
 def _convert(image: Image.Image, size: int, channels: int) -> np.ndarray:

@@ -21,24 +21,24 @@ def contact_sheet(
     """Write one PNG with every image over its caption, small images enlarged without smoothing.
 
     Args:
-        images: uint8 [n, S, S, C], C of 1 or 3.
+        images: uint8 [n, H, W, C], C of 1 or 3.
         captions: n texts; what does not fit into three lines is cut.
         path: the PNG, written atomically.
         columns: images a row (default: about a square sheet).
     """
     assert len(images) == len(captions) > 0
     factor = max(1, -(-_CELL // images.shape[1]))
-    side = images.shape[1] * factor
-    columns = columns or max(1, round((1.4 * len(images)) ** 0.5))
-    width, height = side + _GAP, side + _GAP + _MAX_LINES * _LINE
+    side = images.shape[1] * factor, images.shape[2] * factor
+    columns = columns or max(1, round((1.4 * len(images) * side[0] / side[1]) ** 0.5))
+    width, height = side[1] + _GAP, side[0] + _GAP + _MAX_LINES * _LINE
     sheet = Image.new("RGB", (columns * width + _GAP, -(-len(images) // columns) * height + _GAP), (244, 244, 244))
     font, draw = _font(), ImageDraw.Draw(sheet)
     for number, (image, caption) in enumerate(zip(images, captions)):
         left, top = _GAP + number % columns * width, _GAP + number // columns * height
         picture = Image.fromarray(np.squeeze(image, -1) if image.shape[-1] == 1 else image)
-        sheet.paste(picture.resize((side, side), Image.Resampling.NEAREST), (left, top))
-        for line, text in enumerate(_lines(caption, font, side)):
-            draw.text((left, top + side + 1 + line * _LINE), text, fill=(20, 20, 20), font=font)
+        sheet.paste(picture.resize(side[::-1], Image.Resampling.NEAREST), (left, top))
+        for line, text in enumerate(_lines(caption, font, side[1])):
+            draw.text((left, top + side[0] + 1 + line * _LINE), text, fill=(20, 20, 20), font=font)
     with atomic_file(Path(path)) as file:
         sheet.save(file, format="PNG")
 

@@ -7,7 +7,6 @@ and resumed with any number of ranks: finished tasks are kept, and the same byte
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections import Counter
@@ -19,6 +18,7 @@ import numpy as np
 from rich.console import Console
 
 from mmldlm.data.corpora.corpus import Corpus, open_corpus
+from mmldlm.data.encoders.devices import device_of_rank
 from mmldlm.data.encoders.encoder import Encoder
 from mmldlm.data.encoders.tokenizer_files import read_tokenizer
 from mmldlm.data.prepare import encode_stage, select_stage, tokenize_stage
@@ -147,14 +147,7 @@ class _Preparation:
             self.console.print(f"resuming from {self.work.folder}", soft_wrap=True)
 
     def _make_encoder(self) -> Encoder:
-        import torch
-
-        device = None
-        if torch.cuda.is_available():
-            device = f"cuda:{self.queue.local_rank % torch.cuda.device_count()}"
-        elif "OMP_NUM_THREADS" not in os.environ:
-            local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size))
+        device = device_of_rank(self.queue.local_rank)
         return Encoder(self.options.encoder, device=device, **self.options.encoder_options())
 
     def _read(self, name: str, corpora: list[Corpus]) -> TextShards:

@@ -27,7 +27,8 @@ class StoreDataConfig(DataConfig):
     """Folder of the store that `mmldlm prepare` wrote."""
     mixture: Annotated[dict[str, float] | None, IsPath(), OnResume.IGNORE] = None
     """Several stores instead of latent_data_root: folder -> weight, as in 'data.mixture={a: 0.8, b: 0.2}'. Of every
-    4,096 samples each store has its share, in epochs of its own; they must have one tokenizer and one encoder."""
+    4,096 samples each store has its share, in epochs of its own; they must have one tokenizer and one encoder. Of
+    images as pixels, stores may differ in size: a batch is then of one store, and shares are of batches."""
     long_texts: Literal["error", "truncate"] = "error"
     """What to do with texts longer than model.max_seq_len. truncate cuts them when they are read (the number is
     reported; their latents are of the whole texts). `mmldlm prepare --overlong chunk` drops nothing."""

@@ -41,7 +41,9 @@ class _Image(BaseModel):
     patch: int = Field(ge=1)
     channels: Literal[1, 3]
     grid: list[int] | None = Field(min_length=2, max_length=2)
-    latents: Literal["pixels", "pca"]
+    latents: Literal["pixels", "pca", "codes", "vae"]
+    codes: int | None = Field(None, ge=2, le=1 << 16)
+    codebook: Literal["kmeans", "fsq"] | None = None
 
 
 class _Manifest(BaseModel):
@@ -49,7 +51,7 @@ class _Manifest(BaseModel):
     image: _Image | None = None
     latent_dim: int = Field(ge=1, le=1 << 20)
     latents_per_text: int = Field(1, ge=1, le=1 << 20)
-    latent_stats: _Statistics
+    latent_stats: _Statistics | None
     tokenizer: _Tokenizer
     encoder: _Encoder
     splits: dict[str, _Split]
@@ -75,6 +77,18 @@ class _Manifest(BaseModel):
             raise ValueError(f"{shape[0]} latents of patches of {image.patch} in images of {image.size}")
         if image.latents == "pixels" and shape[1] != image.patch**2 * image.channels:
             raise ValueError(f"latents of {shape[1]} values for patches of {image.patch} x {image.patch}")
+        has_codes = image.latents == "codes"
+        if has_codes != (image.codes is not None) or has_codes != (image.codebook is not None):
+            raise ValueError(f"latents {image.latents} with {image.codes} codes of {image.codebook}")
+        if has_codes and shape[1] != 1:
+            raise ValueError(f"{shape[1]} ids a patch")
+        return self
+
+    @model_validator(mode="after")
+    def _check_statistics(self) -> _Manifest:
+        has_codes = self.image is not None and self.image.latents == "codes"
+        if has_codes != (self.latent_stats is None):
+            raise ValueError("latent_stats are those of values: ids of codes have none, other latents have them")
         return self
 
 

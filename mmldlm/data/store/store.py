@@ -6,10 +6,12 @@ ROOT/{train,validation}/text_offsets.npy   int64 [N + 1]   start of each text, a
 ROOT/{train,validation}/tokens.npy         uint16 or int32 token ids, concatenated, without special tokens
 ROOT/{train,validation}/token_offsets.npy  int64 [N + 1]
 ROOT/{train,validation}/latents.npy        float32 [N, D]  as encoded ([N, K, D] with K latents per text)
-                                           of images also float16, or uint8 for the values u / 127.5 - 1
+                                           of images also float16, uint8 for the values u / 127.5 - 1, or uint16
+                                           ids of codes [N, K, 1]
 ROOT/{train,validation}/documents.npy      int64 [N]       (only with --overlong chunk) corpus text of each sample
 ROOT/{train,validation}/groups.npy         int64 [N]       (only of images) samples that count as hits of each other
 ROOT/pca_basis.npy                         (only of images as pca:M) float32 [M + 1, pixels], the mean first
+ROOT/codebook.npy                          (only of images as codes) float32 [Q, values of a patch]
 ROOT/quarantine.jsonl                      (only if any) texts on which the encoder failed, with reasons
 ROOT/tokenizer/                            the tokenizer, as `save_pretrained` writes it
 """
@@ -26,6 +28,7 @@ import numpy as np
 
 from mmldlm.data.encoders.tokenizer_files import read_tokenizer
 from mmldlm.data.store.arrays import map_array
+from mmldlm.data.store.latent_values import as_values
 from mmldlm.data.store.manifest import find_problems
 from mmldlm.data.store.repair_hints import MANIFEST, find_store_hint, rebuild_hint
 from mmldlm.errors import UserError
@@ -46,9 +49,8 @@ _DTYPES = {
     "latents": ("float32",),
 }
 _IMAGE_LATENTS = ("float32", "float16", "uint8")
+_CODE_LATENTS = ("uint16",)
 ARRAYS = tuple(_DTYPES)
-# Never 0 (127 is -0.004, 128 is +0.004), so that no flat gray patch is a zero vector.
-_UINT8_VALUES = (np.arange(256) / 127.5 - 1).astype(np.float32)
 _PACK = "these are files of single samples: turn them into a store with mmldlm pack {root} --output-dir STORE"
 
 
@@ -57,7 +59,7 @@ class Rows(NamedTuple):
 
     Attributes:
         tokens: int64 arrays of different lengths, without EOS.
-        latents: float32 [B, D], or [B, K, D] with K latents per text.
+        latents: float32 [B, D], or [B, K, D] with K latents per text; of images as codes ids int64 [B, K, 1].
     """
 
     tokens: list[np.ndarray]
@@ -99,11 +101,6 @@ def latent_shape(manifest: dict[str, Any]) -> tuple[int, ...]:
     """Return the shape of one sample's latents: (D,), or (K, D) with K latents per text."""
     count = manifest.get("latents_per_text", 1)
     return (manifest["latent_dim"],) if count == 1 else (count, manifest["latent_dim"])
-
-
-def as_float32(latents: np.ndarray) -> np.ndarray:
-    """Return stored latents as float32; a uint8 value u is u / 127.5 - 1."""
-    return _UINT8_VALUES[latents] if latents.dtype == np.uint8 else latents.astype(np.float32, copy=False)
 
 
 def check_files(root: str | os.PathLike, manifest: dict[str, Any], level: str, prefix: str = "") -> None:
@@ -267,7 +264,9 @@ class Store:
             array = map_array(path)
         except (OSError, ValueError) as error:
             raise UserError(f"an array in {path}", str(error), rebuild_hint(self.root, self.manifest)) from None
-        known = _IMAGE_LATENTS if name == "latents" and self.kind == "image" else _DTYPES[name]
+        known = _DTYPES[name]
+        if name == "latents" and self.kind == "image":
+            known = _IMAGE_LATENTS if self.num_codes is None else _CODE_LATENTS
         if array.dtype not in known:
             found = f"{array.dtype} in {path}"
             raise UserError(f"{name} of type {' or '.join(known)}", found, rebuild_hint(self.root, self.manifest))
@@ -317,6 +316,11 @@ class Store:
         return self.manifest.get("kind", "text")
 
     @property
+    def num_codes(self) -> int | None:
+        """Number of codes Q, of which latents are ids; None: latents are values."""
+        return (self.manifest.get("image") or {}).get("codes")
+
+    @property
     def latent_dim(self) -> int:
         """Number of components D of a latent."""
         return self.manifest["latent_dim"]
@@ -355,7 +359,7 @@ class Store:
         flat = self.token_ids[positions].astype(np.int64)
         bounds = [0, *ends.tolist()]
         tokens = [flat[start:end] for start, end in zip(bounds, bounds[1:])]
-        return Rows(tokens, as_float32(self._latents[rows]))
+        return Rows(tokens, as_values(self._latents[rows]))
 
     def latent_blocks(self, num_rows: int, num_blocks: int = 64) -> Iterator[tuple[int, np.ndarray]]:
         """Yield (first row, latents [n, D] or [n, K, D]) of evenly spread blocks with about num_rows rows together.
@@ -375,7 +379,7 @@ class Store:
                 num = min(size, len(self) - start)
                 file.seek(-row_bytes * (len(self) - start), os.SEEK_END)
                 block = np.fromfile(file, self._latents.dtype, num * row_items)
-                yield start, as_float32(block.reshape(num, *row))
+                yield start, as_values(block.reshape(num, *row))
 
     def locate(self, index: int) -> tuple[Path, int]:
         """Return the folder of a sample's split and its row in it."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 NUM_ITERATIONS = 5
+# As in the reference implementation and in torch.optim.Muon. Without gradients, momentum decays until its squares
+# underflow in fp32: without a bound its update would stay as large as any, and become NaN after a thousand such steps.
+_MIN_NORM = 1e-7
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 
 
@@ -16,12 +18,13 @@ def orthogonalize(matrix: Tensor) -> Tensor:
         matrix: [..., m, n], any floating dtype. The products are in bf16 on GPUs and in fp32 on CPUs.
 
     Returns:
-        [..., m, n] fp32, singular values between about 0.7 and 1.2. Zeros stay zeros.
+        [..., m, n] fp32, singular values between about 0.7 and 1.2; smaller ones of a matrix of a norm below 1e-7.
+        Zeros stay zeros.
     """
     x = matrix.float()
     is_tall = x.shape[-2] > x.shape[-1]
     x = x.mT if is_tall else x
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(_MIN_NORM)
     x = x.bfloat16() if x.is_cuda else x
     for _ in range(NUM_ITERATIONS):
         gram = x @ x.mT

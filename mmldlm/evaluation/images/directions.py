@@ -12,6 +12,7 @@ from torch import nn
 
 from mmldlm.evaluation.directions import Settings as TextSettings
 from mmldlm.evaluation.directions import likelihood_estimates, measure_likelihood
+from mmldlm.evaluation.images.code_bits import bit_estimates, code_bits
 from mmldlm.evaluation.images.figures import Gallery, nearest, picture_estimates
 from mmldlm.evaluation.images.settings import ImageSettings
 from mmldlm.evaluation.images.training_images import TrainingImages
@@ -129,6 +130,7 @@ def measure_t2i(
 ) -> Pictures:
     """Make an image of every caption and compare it with the real one."""
     arm, codec = replace(pretrained, model=model), codec_of(pretrained)
+    assert settings.latent_steps is not None
     words = f"{count_noun(len(sentences), 'image')} in {count_noun(settings.latent_steps, 'step')}"
     _, images = make_images(
         arm,
@@ -146,7 +148,14 @@ def measure_t2i(
 def measure_x0(
     pretrained: Pretrained, model: nn.Module, sentences: Sentences, settings: ImageSettings, log: Log
 ) -> Estimates:
-    """Measure the error of the predicted clean image by noise level, with the right, no and another caption."""
+    """Measure the error of the predicted clean image by noise level, with the right, no and another caption.
+
+    Of a model of codes, the bits per code instead.
+    """
+    if pretrained.num_codes is not None:
+        progress = log(f"bits per code of {count_noun(len(sentences), 'image')}, right / null / shuffled caption")
+        bits = code_bits(model, sentences, draws=settings.num_draws, seed=settings.seed, progress=progress)
+        return bit_estimates(bits)
     errors = x0_errors(
         replace(pretrained, model=model),
         sentences,

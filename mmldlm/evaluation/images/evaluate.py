@@ -9,6 +9,7 @@ import numpy as np
 
 from mmldlm.data.store.store import Store
 from mmldlm.evaluation.conditioning_gain import untrained_control
+from mmldlm.evaluation.images.code_bits import frequency_estimates
 from mmldlm.evaluation.images.directions import (
     Pictures,
     copy_estimates,
@@ -19,12 +20,14 @@ from mmldlm.evaluation.images.directions import (
     measure_x0,
 )
 from mmldlm.evaluation.images.figures import Gallery, group_ids, nearest
+from mmldlm.evaluation.images.named_weights import NamedWeights
 from mmldlm.evaluation.images.report import ImageReport
 from mmldlm.evaluation.images.settings import ImageSettings
 from mmldlm.evaluation.images.training_images import TrainingImages
 from mmldlm.evaluation.sentences import Sentences, choose_sentences
 from mmldlm.evaluation.statistics import Estimate
 from mmldlm.evaluation.suite import Log
+from mmldlm.sampling.image_sizes import use_image_size
 from mmldlm.sampling.images import codec_of, open_image_store
 from mmldlm.sampling.pretrained import Pretrained
 
@@ -37,19 +40,23 @@ def evaluate_images(
     """Measure captions of images and images of captions, for the model and for two untrained controls.
 
     Args:
-        root: a store of images; its validation split was not used in training.
+        root: a store of images, of one of the model's sizes; its validation split was not used in training.
 
     Raises:
-        UserError: not a store of images, or of other images than the model reads.
+        UserError: not a store of images, or of other images than the model reads, or weights of another kind.
         MmldlmError: NaN predictions.
     """
-    settings, started = settings or ImageSettings(), time.perf_counter()
-    store = open_image_store(root, codec_of(pretrained))
+    settings, started = (settings or ImageSettings()).fitted(pretrained.num_codes), time.perf_counter()
+    weights = NamedWeights(settings, pretrained)
+    use_image_size(pretrained, data=root)
+    codec = codec_of(pretrained)
+    store = open_image_store(root, codec)
     sentences = choose_sentences(store, pretrained.model, settings.num_samples, settings.seed)
-    images = codec_of(pretrained).decode(sentences.latents)
+    images = codec.decode(sentences.latents)
+    weights.set_real(images, sentences)
     groups = None if store.groups is None else np.asarray(store.groups)[sentences.rows]
-    training = TrainingImages(store)
-    gallery = Gallery(images, group_ids(groups, images), training.mean())
+    training = TrainingImages(store, codec)
+    gallery = Gallery(images, group_ids(groups, images, sentences.tokens), training.mean())
     names = training.names(images, groups, sentences)
     arms: Arms = {"model": {}, "untrained": {}, "untrained_random_gates": {}}
     near_rows, near_distances = nearest(images, training.blocks())
@@ -62,15 +69,20 @@ def evaluate_images(
     pictures = {"real": images}
     if pretrained.supports("t2l"):
         arms["model"] |= measure_x0(pretrained, pretrained.model, sentences, settings, log)
+        if pretrained.num_codes is not None:
+            blocks = training.store.latent_blocks(training.limit)
+            arms["code_frequencies"] = frequency_estimates(blocks, sentences, pretrained.num_codes)
         for name, made in _make_pictures(pretrained, sentences, gallery, settings, log).items():
             arms[name] = made.estimates | copy_estimates(made.images, near_distances, sentences, training)
+            arms[name] |= weights.estimates(made.images)
             pictures[name.replace("_", " ") if name == "guidance_1" else f"guidance {settings.guidance:g}"] = (
                 made.images
             )
     _add_controls(arms, pretrained, sentences, gallery, names, settings, log)
     conditions = _conditions(pretrained, store, sentences, gallery, settings) | {
         "seconds": round(time.perf_counter() - started, 1),
-        "notes": _notes(pretrained, store),
+        **weights.conditions(),
+        "notes": _notes(pretrained, store) + weights.notes(len(sentences)),
     }
     own = [entry.pop("row") for entry in shown]
     return ImageReport(conditions, arms, shown, {name: found[own] for name, found in pictures.items()})
@@ -125,14 +137,27 @@ def _notes(pretrained: Pretrained, store: Store) -> list[str]:
         notes.append("trained with condition_dropout=0: gain_null is not informative, and guidance is 1")
     if store.groups is None:
         notes.append("the store has no groups: only images of equal pixels are hits of each other")
+    if pretrained.num_codes is not None:
+        found = codebook_psnr(store)
+        notes.append(
+            "real images are those that the codebook renders"
+            + ("" if found is None else f": their PSNR to the original ones, {found:.1f} dB, bounds every made image")
+        )
     return notes
+
+
+def codebook_psnr(store: Store) -> float | None:
+    """Return the PSNR in dB of the validation images that codes render, as measured at preparation; None: unknown."""
+    return store.manifest["image"].get("codebook_statistics", {}).get("validation", {}).get("psnr")
 
 
 def _conditions(
     pretrained: Pretrained, store: Store, sentences: Sentences, gallery: Gallery, settings: ImageSettings
 ) -> dict[str, Any]:
     codec = codec_of(pretrained)
+    codes = {} if pretrained.num_codes is None else {"codebook_psnr": codebook_psnr(store)}
     return {
+        **codes,
         "store": store.root.name,
         "num_images": len(sentences),
         "num_groups": len(np.unique(gallery.groups)),

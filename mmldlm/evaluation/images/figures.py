@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +24,7 @@ class Gallery:
 
     Attributes:
         images: [N, S, S, C] uint8.
-        groups: [N] int64; images of one group are hits of each other.
+        groups: [N] int64; images of one group are hits of each other, as are images of one caption.
         center: [S * S * C] mean training image, subtracted before a cosine: all images share most of it.
     """
 
@@ -41,11 +41,20 @@ class Gallery:
         return Gallery(self.images[:count], self.groups[:count], self.center)
 
 
-def group_ids(groups: np.ndarray | None, images: np.ndarray) -> np.ndarray:
-    """Return [N] int64: equal for images of one group or of equal pixels."""
+def group_ids(
+    groups: np.ndarray | None, images: np.ndarray, captions: Sequence[Sequence[int]] | None = None
+) -> np.ndarray:
+    """Return [N] int64: equal for images of one group, of equal pixels or, where captions are given, of one caption."""
     pixels = np.unique(images.reshape(len(images), -1), axis=0, return_inverse=True)[1].reshape(-1)
-    if groups is None:
-        return pixels
+    found = pixels if groups is None else _joined(groups, pixels)
+    if captions is None:
+        return found
+    numbers: dict[tuple, int] = {}
+    return _joined(found, np.array([numbers.setdefault(tuple(caption), len(numbers)) for caption in captions]))
+
+
+def _joined(groups: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Return groups [N] int64, those that share a value of `others` [N] joined."""
     parent = {int(group): int(group) for group in groups}
 
     def root(group: int) -> int:
@@ -54,8 +63,8 @@ def group_ids(groups: np.ndarray | None, images: np.ndarray) -> np.ndarray:
         return group
 
     first: dict[int, int] = {}
-    for picture, group in zip(pixels.tolist(), groups.tolist(), strict=True):  # equal pictures join their groups
-        parent[root(group)] = root(first.setdefault(picture, group))
+    for value, group in zip(others.tolist(), groups.tolist(), strict=True):
+        parent[root(int(group))] = root(first.setdefault(value, int(group)))
     return np.array([root(int(group)) for group in groups], dtype=np.int64)
 
 
@@ -112,9 +121,9 @@ def picture_estimates(
         "recall_at_5": proportion(found < 5, unit),
         "image_cosine": mean(cosine, "cosine"),
         "image_cosine_gap": mean(cosine - other, "cosine"),
-        "pixel_error": mean(right.mean(1), "squared, of -1 .. 1"),
-        "pixel_error_shuffled": mean(shuffled.mean(1), "squared, of -1 .. 1"),
-        "pixel_error_ratio": ratio(right.mean(1), shuffled.mean(1), "right / shuffled"),
+        "pixel_mse": mean(right.mean(1), "squared, of -1 .. 1"),
+        "pixel_mse_shuffled": mean(shuffled.mean(1), "squared, of -1 .. 1"),
+        "pixel_mse_ratio": ratio(right.mean(1), shuffled.mean(1), "right / shuffled"),
     }
     if patch is not None:
         own_seams, real_seams = seam_ratio(made, patch), seam_ratio(real, patch)

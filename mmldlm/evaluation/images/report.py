@@ -55,17 +55,29 @@ X0_ROWS = tuple(
         (f"x0_error_{t}_gain_shuffled", "  gain: another - right", 4, "What the right caption tells beyond another."),
     )
 )
+CODE_ROWS = (
+    ("code_bits_right", "bits per code", 3, "Bound of the surprise at an image, given its caption. Lower is better."),
+    ("code_bits_shuffled", "  another caption", 3, "The same, given another caption."),
+    ("code_bits_null", "  none (learned null)", 3, "The same, given no caption."),
+    ("code_bits_gain_null", "  gain: none - right", 3, "What the caption tells; paired, with the same masks."),
+    ("code_bits_gain_shuffled", "  gain: another - right", 3, "What the right caption tells beyond another."),
+)
 PICTURE_ROWS = (
     ("recall_at_1", "recall@1", 3, "Share of made images nearer to their own than to any other unseen image."),
     ("recall_at_5", "recall@5", 3, "Share of made images whose own is among the five nearest."),
     ("image_cosine", "cosine with the real image", 3, "After subtracting the mean training image."),
     ("image_cosine_gap", "  right - another caption", 3, "Less that of the image made from another caption."),
-    ("pixel_error", "squared pixel error", 3, "Of pixels in -1 .. 1, against the real image."),
-    ("pixel_error_ratio", "  right / another caption", 3, "Over the error of the image made from another caption."),
+    ("pixel_mse", "mean squared error of pixels", 3, "Of values in -1 .. 1, against the real image."),
+    ("pixel_mse_ratio", "  right / another caption", 3, "Over the MSE of the image made from another caption."),
     ("seam_ratio", "seam ratio", 3, "Mean step between pixels across patch borders over that inside."),
     ("seam_ratio_over_real", "  over that of real images", 3, "Above 1: borders of patches are visible."),
     ("copy_ratio", "copy check: distance made / real", 3, "To the nearest training image. Well below 1: memorized."),
     ("identical_copies", "  identical to a training image", 3, "Share; unseen images may equal training images, too."),
+    ("clip_score", "CLIP score", 2, "100 x cosine of made image and caption, by the CLIP model named. At least 0."),
+    ("clip_score_real", "  real images: ceiling", 2, "The same of the real images and their captions."),
+    ("clip_score_real_shuffled", "  real, another caption: floor", 2, "Of real images and captions of others."),
+    ("fid", "FID", 2, "Distance of Gaussians of features, made and real. Only for models of equal n and features."),
+    ("kid", "KID x 1000", 3, "Squared MMD of features, made and real; unbiased, so about 0 for equal distributions."),
 )
 CONTROLS = ("untrained", "untrained_random_gates")
 Row = tuple[str, str, int, str]
@@ -97,7 +109,7 @@ class ImageReport:
             (model, "f1_gap", "i2t_f1_right_minus_shuffled", ">=", 0.30),
             (model, "exact_up_to_pixels", "i2t_exact_up_to_pixels", ">=", 0.35),
             (made, "recall_at_5", "t2i_recall_at_5", ">=", 0.50),
-            (made, "pixel_error_ratio", "t2i_pixel_error_right_over_shuffled", "<=", 0.55),
+            (made, "pixel_mse_ratio", "t2i_pixel_error_right_over_shuffled", "<=", 0.55),
             (made, "seam_ratio_over_real", "seam_ratio_over_real", "<=", 1.3),
         ):
             if key in source:
@@ -116,6 +128,8 @@ class ImageReport:
         found = [
             ("captions written from images (i2t)", CAPTION_ROWS, [("model", "model"), *floors]),
             ("clean images predicted from noisy ones", X0_ROWS, [("model", "model"), floors[1]]),
+            ("codes of images, given captions", CODE_ROWS,
+             [("model", "model"), ("code_frequencies", "frequencies alone"), floors[1]]),
             ("images made from captions (t2i)", PICTURE_ROWS,
              [("guidance_1", "guidance 1"), ("guidance_2", self._second()), floors[1]]),
         ]  # fmt: skip
@@ -154,9 +168,9 @@ class ImageReport:
         console, count = console or Console(markup=False), self.conditions["num_images"]
         for title, rows, columns in self.tables():
             table = Table(title=f"{title}: {count} unseen images, +- one standard error", box=SIMPLE)
-            table.add_column("measure", no_wrap=True)
+            table.add_column("measure", overflow="fold")
             for _, heading in columns:
-                table.add_column(heading, justify="right", no_wrap=True)
+                table.add_column(heading, justify="right", no_wrap=True, min_width=len("-0.0001 +- 0.0001"))
             for key, label, digits, _ in rows:
                 table.add_row(label, *(cell(self.arms.get(arm, {}).get(key), digits) for arm, _ in columns))
             console.print(table)
@@ -165,6 +179,8 @@ class ImageReport:
             f"untrained: same config, fresh weights, zero layers at random, {control} of the images.\n"
             "nearest training: no model; the caption of the training image with the nearest pixels."
         )
+        if "code_frequencies" in self.arms:
+            console.print("frequencies alone: no model; how often each code occurs in the training images.")
         for note in self.conditions["notes"]:
             console.print(f"note: {note}")
         print_claims(self.claims, console)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -13,6 +14,9 @@ from mmldlm.evaluation.sentences import Sentences
 
 MAX_COMPARED = 200_000
 """Training images compared, spread over the split; it bounds the time, blocks bound the memory."""
+MAX_DECODED = 2_000
+"""The same where an autoencoder must make them, several times in an evaluation."""
+_BLOCK_BYTES = 1 << 27
 
 
 class TrainingImages:
@@ -20,17 +24,21 @@ class TrainingImages:
 
     Args:
         store: of images, of any split.
-        limit: read about this many images, spread evenly.
+        codec: of its latents.
+        limit: read about this many images, spread evenly (default: MAX_COMPARED, or MAX_DECODED).
     """
 
-    def __init__(self, store: Store, limit: int = MAX_COMPARED):
-        self.store, self.limit = Store(store.root, "train"), limit
-        self.codec = ImageCodec.open(store.manifest, store.root)
+    def __init__(self, store: Store, codec: ImageCodec, limit: int | None = None):
+        self.store = Store(store.root, "train")
+        self.limit = limit or (MAX_DECODED if codec.latents == "vae" else MAX_COMPARED)
+        self.codec = codec
 
     def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
         """Yield (first row, images [n, S, S, C] uint8)."""
+        rows = max(1, _BLOCK_BYTES // math.prod(self.codec.image_shape))
         for first, latents in self.store.latent_blocks(self.limit):
-            yield first, self.codec.decode(latents)
+            for start in range(0, len(latents), rows):
+                yield first + start, self.codec.decode(latents[start : start + rows])
 
     def mean(self) -> np.ndarray:
         """Return the mean image [S * S * C] in -1 .. 1."""

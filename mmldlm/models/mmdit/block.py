@@ -104,11 +104,11 @@ class MMDiTBlock(nn.Module):
         queries_keys, values = qkv[:, :2], qkv[:, 2:]
         if self.qk_norm is not None:
             queries_keys = self.qk_norm(queries_keys, ends)
-        num_text = ends[0]
+        num_turned = packing.rotation.shape[0]
         cos, sin = packing.rotation[:, 0, None, None].to(queries_keys.dtype).unbind(-1)
-        even, odd = queries_keys[:num_text].unflatten(-1, (-1, 2)).unbind(-1)
+        even, odd = queries_keys[:num_turned].unflatten(-1, (-1, 2)).unbind(-1)
         rotated = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
-        joint = torch.cat([torch.cat([rotated, queries_keys[num_text:]]), values], dim=1)
+        joint = torch.cat([torch.cat([rotated, queries_keys[num_turned:]]), values], dim=1)
         mixed = attend(joint.index_select(0, packing.order), packing).index_select(0, output_packing.inverse_order)
         ends = output_packing.stream_ends
         attended = self.to_out(mixed, ends)

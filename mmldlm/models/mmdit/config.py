@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
 from mmldlm.config.section import MAX_COUNT, MAX_WIDTH, FilledFromData, OnResume, Section
+from mmldlm.errors import UserError
+
+Grid: TypeAlias = Annotated[list[Annotated[int, Field(ge=1, le=MAX_COUNT)]], Field(min_length=2, max_length=2)]
 
 
 class ModelConfig(Section):
@@ -33,12 +36,20 @@ class ModelConfig(Section):
     """Chunk tokens K that present one latent; K * hidden_size >= D passes it without loss."""
     num_latents: Annotated[int, FilledFromData()] = Field(1, ge=1, le=MAX_COUNT)
     """Latents N of one sample. 1: as many as the data has (`mmldlm prepare --latents-per-text N`, for long texts)."""
-    latent_grid: Annotated[
-        Annotated[list[Annotated[int, Field(ge=1, le=MAX_COUNT)]], Field(min_length=2, max_length=2)] | None,
-        FilledFromData(),
-    ] = None
+    latent_grid: Annotated[Grid | None, FilledFromData()] = None
     """[rows, columns] of the latents of an image, rows * columns = num_latents: their positions then start from
     two-dimensional sinusoids instead of noise. None: as the data says; a text's latents have none."""
+    latent_grids: Annotated[list[Grid] | None, FilledFromData()] = None
+    """Grids of images of several sizes (data.mixture), the smallest first; latent_grid is the largest. Positions are
+    then fixed two-dimensional sinusoids, not learned. None: as the data says; images of one size have none."""
+    latent_rope: bool = False
+    """Queries and keys of latents turn by their place in model.latent_grid: the first half of a head's pairs by the
+    row, the second by the column (axial RoPE, as in JiT, arXiv 2511.13720). A head's width must be a multiple of 4."""
+    latent_kind: Annotated[Literal["values", "ids"], FilledFromData()] = "values"
+    """What a latent is: D values, or the id of a code (`mmldlm prepare ... --latents codes:...`). values: as the data
+    says; ids: refuse other data."""
+    num_codes: Annotated[int | None, FilledFromData()] = Field(None, ge=2, le=1 << 16)
+    """Codes Q of which latents are ids. None: taken from the data; latents of values have none."""
     latent_predictions: int = Field(1, ge=1, le=2)
     """Vectors that the latent head predicts for each latent: 2 with latent_diffusion.prediction=x0_epsilon, which sets
     it."""
@@ -88,6 +99,15 @@ class ModelConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _ids_are_of_codes(self) -> ModelConfig:
+        if self.num_codes is None:
+            return self
+        for key, allowed in (("latent_predictions", 1), ("scale_noisy_latents", False), ("corrector", "none")):
+            if (value := getattr(self, key)) != allowed:
+                raise ValueError(f"model.{key}={value} needs latents of values (model.num_codes is set): drop it")
+        return self
+
+    @model_validator(mode="after")
     def _grid_holds_the_latents(self) -> ModelConfig:
         if self.latent_grid is not None and math.prod(self.latent_grid) != self.num_latents:
             raise ValueError(
@@ -95,6 +115,51 @@ class ModelConfig(Section):
                 f"model.num_latents={self.num_latents}: leave both unset (the data has them), or set both"
             )
         return self
+
+    @model_validator(mode="after")
+    def _grids_can_be_distinguished(self) -> ModelConfig:
+        if self.latent_grids is None:
+            return self
+        counts = [math.prod(grid) for grid in self.latent_grids]
+        if len(counts) < 2 or sorted(set(counts)) != counts or self.latent_grid not in self.latent_grids:
+            raise ValueError(
+                f"model.latent_grids={self.latent_grids} must be two or more grids by their number of places, and "
+                f"model.latent_grid={self.latent_grid} one of them: leave both unset (the data has them)"
+            )
+        if self.num_codes is not None or self.corrector != "none":
+            raise ValueError("model.latent_grids goes with latents of values and model.corrector=none only: drop it")
+        return self
+
+    @model_validator(mode="after")
+    def _rope_has_two_axes(self) -> ModelConfig:
+        if self.latent_rope and (self.hidden_size // self.n_heads) % 4:
+            raise ValueError(
+                f"a head is model.hidden_size / model.n_heads = {self.hidden_size // self.n_heads} wide; "
+                "model.latent_rope needs a multiple of 4: choose another model.n_heads"
+            )
+        if self.latent_rope and self.corrector != "none":
+            raise ValueError(
+                f"model.corrector={self.corrector} adds rows that have no place in a grid: set model.latent_rope=false"
+            )
+        return self
+
+    def grid_of(self, count: int) -> list[int] | None:
+        """Return the grid of a sample of `count` latents; raise a ValueError where latent_grids has none of so many."""
+        if self.latent_grids is None:
+            return self.latent_grid
+        for grid in self.latent_grids:
+            if math.prod(grid) == count:
+                return grid
+        raise ValueError(f"{count} latents, but model.latent_grids is {self.latent_grids}")
+
+    def check_places(self) -> None:
+        """Raise a UserError unless latents that turn by their place (latent_rope) have one, the data's included."""
+        if self.latent_rope and self.latent_grid is None:
+            raise UserError(
+                "model.latent_grid for model.latent_rope=true: the rows and columns by which latents turn",
+                "latents without places (texts have none, nor have `pca` latents)",
+                f"set model.latent_rope=false; latents that have an order: model.latent_grid=[1,{self.num_latents}]",
+            )
 
 
 def check_heads(hidden_size: int, n_heads: int) -> None:

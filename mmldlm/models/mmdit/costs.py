@@ -43,8 +43,9 @@ def parameter_counts(model: ModelConfig) -> dict[str, int]:
     Args:
         model: with latent_dim and vocab_size set.
     """
-    width, cond, vocab, dim = model.hidden_size, model.cond_dim, model.vocab_size, model.latent_dim
+    width, cond, vocab = model.hidden_size, model.cond_dim, model.vocab_size
     chunks = model.tokens_per_latent * width
+    positions = 0 if model.latent_grids is not None else model.num_latents * width
     two_layers = cond * cond + cond  # the second layer of every small MLP
     more = {"quality_head": width * width + 2 * width + 1} if model.quality_head else {}
     if model.corrector != "none":
@@ -52,14 +53,27 @@ def parameter_counts(model: ModelConfig) -> dict[str, int]:
         more["hypothesis_encoder"] = (width + 1) * width + two_layers + rows
     return more | {
         "text_encoder": vocab * width + width,
-        "latent_encoder": dim * chunks + 3 * chunks + model.num_latents * width + dim * cond + cond + two_layers + cond,
+        "latent_encoder": _latent_inputs(model) + positions + 2 * cond + two_layers,
         "text_timestep": FREQUENCIES * cond + cond + two_layers,
         "latent_timestep": FREQUENCIES * cond + cond + two_layers,
         "blocks": model.n_blocks * block_elements(model),
         "text_head": 2 * width * (cond + 1) + vocab + (0 if model.tie_embeddings else vocab * width),
-        "latent_head": 2 * width * (cond + 1) + model.latent_predictions * (chunks + 1) * dim,
+        "latent_head": 2 * width * (cond + 1) + (chunks + 1) * _latent_outputs(model),
         "length_head": two_layers + (cond + 1) * model.max_seq_len,
     }
+
+
+def _latent_inputs(model: ModelConfig) -> int:
+    """Parameters that read a latent, with nulls and positions of its chunk tokens: a projection, or a table of ids."""
+    chunks = model.tokens_per_latent * model.hidden_size
+    if model.num_codes is not None:
+        return (model.num_codes + 3) * chunks + chunks * model.cond_dim
+    return (model.latent_dim + 3) * chunks + model.latent_dim * model.cond_dim
+
+
+def _latent_outputs(model: ModelConfig) -> int:
+    """Numbers that the latent head computes for each latent."""
+    return model.latent_predictions * model.latent_dim if model.num_codes is None else model.num_codes
 
 
 def block_elements(model: ModelConfig) -> int:
@@ -81,7 +95,7 @@ def _tokens_of_a_latent(model: ModelConfig) -> int:
 
 
 def activation_bytes(model: ModelConfig, batch: int, length: int, dtype: str) -> int:
-    """Bytes that autograd keeps for one micro-batch, attention's weights among them (a fused kernel does without).
+    """Bytes that autograd keeps for one micro-batch; attention is a fused kernel, which keeps no weights.
 
     Counted from mmldlm/models/mmdit/fused_block.py, which keeps products of matrices only, and no masks of
     dropout. With gradient checkpointing: every block's inputs, and the whole of the one block that is being computed
@@ -93,7 +107,7 @@ def activation_bytes(model: ModelConfig, batch: int, length: int, dtype: str) ->
     # A row in a block: itself, queries, keys and values, what attention mixed, both branches, the MLP's hidden layer;
     # queries and keys before the weights of their norms. In low precision unfused attention copies 3 H.
     token = size * ((7 + (2 if model.qk_rmsnorm else 0) + (0 if size == 4 else 3)) * width + mlp)
-    token += 4 * heads * (tokens + (2 if model.qk_rmsnorm else 0))
+    token += 4 * heads * (1 + (2 if model.qk_rmsnorm else 0))  # attention's log-sum-exp; what the norms divided by
     block = batch * (tokens * token + size * 12 * width)
     inputs = batch * tokens * width * size
     if model.gradient_checkpointing:
@@ -101,21 +115,47 @@ def activation_bytes(model: ModelConfig, batch: int, length: int, dtype: str) ->
     else:  # in the last one, both branches and the MLP of the scored half alone
         blocks = model.n_blocks * block - batch * length / 2 * size * (2 * width + mlp)
     head = 2.5 * length * width + 8 * width  # rows of the scored half, their norm and modulation
-    latents = tokens - length  # their head's norm and its input, and of each the hidden layer of the pooled vector
-    head += 3 * latents * width + 2 * (model.num_latents - 1) * model.cond_dim
+    head += 3 * (tokens - length) * width  # the norm of the latents' head and its input
     outside = batch * size * (head + 12 * model.cond_dim + 2 * FREQUENCIES + model.num_latents * model.latent_dim)
+    if model.num_codes is None:
+        outside += batch * size * 2 * (model.num_latents - 1) * model.cond_dim  # hidden layers of the pooled vector
+        # Of the loss, in fp32: predictions and targets, later gradients in their place.
+        outside += batch * 4 * 2 * model.num_latents * model.latent_predictions * model.latent_dim
     if model.quality_head:  # the pass over the draft, whose last block computes all text rows
         blocks += model.n_blocks * inputs + block if model.gradient_checkpointing else model.n_blocks * block
         outside += batch * size * 5 * length * width
     return int(blocks + outside)
 
 
+def working_bytes(model: ModelConfig, batch: int, length: int, dtype: str) -> int:
+    """Most bytes that the backward pass of one block needs for its own results, while all that is kept is still there.
+
+    Counted from mmldlm/models/mmdit/fused_block.py: gradients of modulation and norms of every row, of what goes into
+    and out of the products, and the hidden layer of the MLP with its two gradients.
+    """
+    size = 4 if dtype == "fp32" else 2
+    width, mlp = model.hidden_size, int(model.hidden_size * model.mlp_ratio)
+    rows = batch * (length + model.num_latents * _tokens_of_a_latent(model))
+    return rows * size * ((10 if model.qk_rmsnorm else 8) * width + 3 * mlp)
+
+
 def logits_bytes(model: ModelConfig, batch: int, length: int, dtype: str, on_gpu: bool) -> int:
-    """Most bytes of logits that exist at once when half of the text is scored (models/linear_cross_entropy.py)."""
+    """Most bytes of logits that exist at once when half of the text is scored (models/linear_cross_entropy.py).
+
+    Of a model of codes half of them, too; the heads of text and codes run one after the other.
+    """
+    own = head_bytes(model.vocab_size, batch * length // 2, dtype, on_gpu)
+    if model.num_codes is None:
+        return own
+    return max(own, head_bytes(model.num_codes, batch * model.num_latents // 2, dtype, on_gpu))
+
+
+def head_bytes(classes: int, scored: int, dtype: str, on_gpu: bool) -> int:
+    """Most bytes of logits over so many classes that exist at once when so many positions are scored."""
     low = 4 if dtype == "fp32" else 2
-    wide = -(-model.vocab_size // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+    wide = -(-classes // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
     elements = _CHUNK_ELEMENTS[on_gpu] * (1 if on_gpu or low == 4 else 2)
-    scored = max(batch * length // 2, 1)
+    scored = max(scored, 1)
     rows = min(max(elements // wide, _CHUNK_ROWS), scored)
     shares = 0 if low == 4 else 4 * (rows if on_gpu else min(rows, _SHARE_ROWS))
     return wide * (rows * low + shares)
@@ -151,7 +191,13 @@ class StepFlops:
         return self.training - self.inputs
 
 
-def step_flops(model: ModelConfig, lengths: Sequence[int], scored: int, num_latents: int | None = None) -> StepFlops:
+def step_flops(
+    model: ModelConfig,
+    lengths: Sequence[int],
+    scored: int,
+    num_latents: float | None = None,
+    scored_codes: int | None = None,
+) -> StepFlops:
     """Forward FLOPs of one batch.
 
     Real work: `lengths` of the real tokens (EOS included) and `scored` masked positions. Nominal work, what a padded
@@ -161,6 +207,7 @@ def step_flops(model: ModelConfig, lengths: Sequence[int], scored: int, num_late
     Args:
         model: its shape; latent_dim and vocab_size set. lengths: text tokens of each sample.
         scored: text positions that the head scores. num_latents: latents per sample (default: model.num_latents).
+        scored_codes: codes that the head of a model of codes scores (default: all).
     """
     num_latents = model.num_latents if num_latents is None else num_latents
     width, cond, inner = model.hidden_size, model.cond_dim, int(model.hidden_size * model.mlp_ratio)
@@ -169,14 +216,17 @@ def step_flops(model: ModelConfig, lengths: Sequence[int], scored: int, num_late
     a_row = 2 * width * (4 * width + 2 * inner)  # to_qkv, to_out, and the two MLP layers
     behind_attention = 2 * width * (width + 2 * inner)
     pairs = sum((length + tokens_per_latent) ** 2 for length in lengths)
-    outputs = model.latent_predictions * model.latent_dim
+    chunks, scored_latents = model.tokens_per_latent * width, batch * num_latents
     timesteps = 2 * (2 * 256 * cond + 2 * cond * cond)
-    latent_in = (
-        num_latents * 2 * model.latent_dim * (model.tokens_per_latent * width + cond) + num_latents * 2 * cond * cond
-    )
+    if model.num_codes is None:
+        projected = num_latents * 2 * model.latent_dim * (chunks + cond)
+        latent_in = projected + num_latents * 2 * cond * cond
+    else:  # rows of a table, whose mean is pooled
+        projected, latent_in = 0, 2 * cond * (chunks + cond)
+        scored_latents = scored_latents if scored_codes is None else scored_codes
     if model.corrector != "none":  # z - ẑ beside z, and the words of the hypothesis, which are not always given
         latent_in = 2 * latent_in + 2 * cond * cond + 2 * tokens * width * width / batch
-    first = 2 * 2 * 256 * cond + num_latents * 2 * model.latent_dim * (model.tokens_per_latent * width + cond)
+    first = 2 * 2 * 256 * cond + projected
     return StepFlops(
         embeddings=batch * (timesteps + latent_in),
         modulation=batch * (model.n_blocks * 2 * 2 * cond * 6 * width + 2 * 2 * cond * 2 * width),
@@ -184,7 +234,7 @@ def step_flops(model: ModelConfig, lengths: Sequence[int], scored: int, num_late
         latent_blocks=model.n_blocks * batch * tokens_per_latent * a_row,
         attention=model.n_blocks * 4 * pairs * width,
         text_head=2 * scored * width * model.vocab_size,
-        latent_head=batch * num_latents * 2 * model.tokens_per_latent * width * outputs,
+        latent_head=scored_latents * 2 * chunks * _latent_outputs(model),
         length_head=batch * 2 * cond * (cond + model.max_seq_len),
         inputs=batch * first,
     )
@@ -198,12 +248,18 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     shapes = {
         "latent_mean": (latent,),
         "text_encoder.token_embedding.weight": (vocab, width),
-        "latent_encoder.to_tokens.weight": (tokens * width, latent),
         "latent_encoder.latent_position": (config["num_latents"], 1, width),
         "text_head.weight": (vocab, width),
-        "latent_head.to_latent.weight": (config.get("latent_predictions", 1) * latent, tokens * width),
         "length_head.3.weight": (config["max_seq_len"], cond),
     }
+    if config.get("latent_grids") is not None:  # fixed positions
+        del shapes["latent_encoder.latent_position"]
+    if (codes := config.get("num_codes")) is None:
+        shapes["latent_encoder.to_tokens.weight"] = (tokens * width, latent)
+        shapes["latent_head.to_latent.weight"] = (config.get("latent_predictions", 1) * latent, tokens * width)
+    else:
+        shapes["latent_encoder.code_embedding.weight"] = (codes + 1, tokens * width)
+        shapes["latent_head.weight"] = (codes, tokens * width)
     if config.get("corrector", "none") != "none":
         shapes["hypothesis_encoder.position"] = (config["num_latents"] * tokens, width)
     if config.get("quality_head"):
@@ -218,26 +274,37 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def training_flops(
-    model: ModelConfig, num_samples: int, num_tokens: float, num_scored: float, num_logits: float | None = None
+    model: ModelConfig,
+    num_samples: int,
+    num_tokens: float,
+    num_scored: float,
+    num_logits: float | None = None,
+    scored_codes: float = 0,
+    num_latents: float | None = None,
 ) -> float:
     """Return forward and backward FLOPs of a global batch's real work, from its counts (recomputation does not count).
 
-    num_logits: that the head computes; None: the whole vocabulary at each scored position.
+    num_logits: that the head computes; None: the whole vocabulary at each scored position. scored_codes: of a model of
+    codes. num_latents: of each sample of this batch; None: model.num_latents.
 
     Attention is quadratic in the length: the sum of squares is taken at the batch's mean length, which length-bucketed
     batches hold within a few percent of attention's share.
     """
     if not num_samples or not num_tokens:
         return 0.0
-    one, unread = step_flops(model, [1], 1), step_flops(model, [1], 0)
+    num_latents = model.num_latents if num_latents is None else num_latents
+    one = step_flops(model, [1], 1, num_latents, scored_codes=0)
+    unread = step_flops(model, [1], 0, num_latents)
     mean = num_tokens / num_samples
-    latents = model.num_latents * _tokens_of_a_latent(model)
+    latents = num_latents * _tokens_of_a_latent(model)
     per_row = one.text_blocks  # at one token
     saved = (num_tokens - num_scored) * (one.text_blocks - unread.text_blocks)
     pairs = (mean + latents) ** 2 / (1 + latents) ** 2
     fixed = one.embeddings + one.modulation + one.latent_blocks + one.latent_head + one.length_head
     num_logits = num_scored * model.vocab_size if num_logits is None else num_logits
     head = 2 * num_logits * model.hidden_size
+    if model.num_codes is not None:
+        head += 2 * scored_codes * model.tokens_per_latent * model.hidden_size * model.num_codes
     blocks = num_samples * (fixed + per_row * mean + one.attention * pairs)
     quality = 0.0
     if model.quality_head:  # the text head's forward pass, then a pass over the draft

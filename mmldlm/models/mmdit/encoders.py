@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
 from mmldlm.models.embedding import embedding
-from mmldlm.models.layers import has_no_hooks
+from mmldlm.models.layers import cache_tensor, has_no_hooks
 from mmldlm.models.mmdit.null_condition import apply_null_condition
 
 
@@ -45,6 +47,12 @@ def grid_positions(rows: int, columns: int, width: int) -> Tensor:
     return torch.cat(parts, dim=1)[:, :width].float()
 
 
+@cache_tensor
+def _fixed_positions(rows: int, columns: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`grid_positions` as [rows * columns, 1, width]."""
+    return grid_positions(rows, columns, width)[:, None].to(device, dtype)
+
+
 class LatentEncoder(nn.Module):
     """N latents of D -> N * K chunk tokens and one pooled vector; learned nulls of samples without a latent.
 
@@ -56,25 +64,32 @@ class LatentEncoder(nn.Module):
         cond_dim: width C of the pooled vector.
         grid: rows and columns of the latents, N in all: `latent_position` starts from `grid_positions`. None: from
             noise of standard deviation 0.02. It is learned either way.
+        grids: of images of several sizes, known by their number of places: `grid_positions` of the sample's own
+            grid, fixed, take the place of `latent_position`.
     """
 
     def __init__(
         self, latent_dim: int, tokens_per_latent: int, num_latents: int, hidden_size: int, cond_dim: int,
-        grid: list[int] | None = None,
+        grid: list[int] | None = None, grids: list[list[int]] | None = None,
     ):  # fmt: skip
         super().__init__()
+        self.grids = {math.prod(own): own for own in grids or []}
         self.tokens_per_latent, self.hidden_size = tokens_per_latent, hidden_size
         self.to_tokens = nn.Linear(latent_dim, tokens_per_latent * hidden_size)
         self.to_pooled = nn.Sequential(nn.Linear(latent_dim, cond_dim), nn.SiLU(), nn.Linear(cond_dim, cond_dim))
         self.chunk_position = nn.Parameter(torch.randn(tokens_per_latent, hidden_size) * 0.02)
-        self.latent_position = nn.Parameter(torch.randn(num_latents, 1, hidden_size) * 0.02)
+        self.latent_position = None
+        if not self.grids:
+            self.latent_position = nn.Parameter(torch.randn(num_latents, 1, hidden_size) * 0.02)
         self.null_tokens = nn.Parameter(torch.randn(tokens_per_latent, hidden_size) * 0.02)
         self.null_pooled = nn.Parameter(torch.zeros(cond_dim))
-        if grid is not None:  # after the draw, so that the other weights start as without a grid
+        if (
+            grid is not None and self.latent_position is not None
+        ):  # after the draw, so that the other weights start as without a grid
             self.latent_position.data.copy_(grid_positions(*grid, hidden_size)[:, None])
 
     def forward(self, latents: Tensor, is_null: Tensor | None) -> tuple[Tensor, Tensor]:
-        """[B, N, D], [B] bool -> tokens [B, N * K, H], pooled [B, C]."""
+        """[B, N, D], [B] bool -> tokens [B, N * K, H], pooled [B, C]; a ValueError for N without a grid of `grids`."""
         batch, count, _ = latents.shape
         tokens = self.to_tokens(latents).view(batch, count, self.tokens_per_latent, self.hidden_size)
         pooled = self.to_pooled(latents)
@@ -82,5 +97,12 @@ class LatentEncoder(nn.Module):
         if is_null is not None:
             tokens = apply_null_condition(tokens, self.null_tokens, is_null)
             pooled = apply_null_condition(pooled, self.null_pooled, is_null)
-        tokens = tokens + self.chunk_position + self.latent_position[:count]
+        tokens = tokens + self.chunk_position + self._positions(count, tokens)
         return tokens.flatten(1, 2), pooled
+
+    def _positions(self, count: int, tokens: Tensor) -> Tensor:
+        if self.latent_position is not None:
+            return self.latent_position[:count]
+        if count not in self.grids:
+            raise ValueError(f"{count} latents, but model.latent_grids is {list(self.grids.values())}")
+        return _fixed_positions(*self.grids[count], self.hidden_size, tokens.dtype, tokens.device)

@@ -146,9 +146,9 @@ def _norm_backward(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Tenso
 
 
 def _rotate(rows: Tensor, packing: Packing, inverse: bool = False) -> None:
-    """RoPE on text rows [N, 2, heads, head_dim], in place: neighboring dimensions turn together as complex numbers."""
+    """RoPE on rows [R, 2, heads, head_dim], in place: neighboring dimensions turn together as complex numbers."""
     turn = torch.view_as_complex(packing.rotation[:, int(inverse)])[:, None, None]
-    torch.view_as_complex(rows.unflatten(-1, (-1, 2))).mul_(turn)
+    torch.view_as_complex(rows[: len(turn)].unflatten(-1, (-1, 2))).mul_(turn)
 
 
 def _scale_streams(rows: Tensor, weights: Tensor, packing: Packing, out: Tensor) -> None:
@@ -187,7 +187,7 @@ def _forward(
     x: Tensor, condition: Tensor, packing: Packing, output_packing: Packing, heads: int, dropout: RowDropout | None,
     low: torch.dtype, weights: BlockWeights, saves: bool,
 ) -> tuple[Tensor, SavedTensors]:  # fmt: skip
-    num_text, (num_rows, width) = packing.num_text, x.shape
+    num_rows, width = x.shape
     bias = weights.modulation_bias.to(low)
     table = torch.addmm(bias, condition.to(low), weights.modulation.to(low).t()).to(x.dtype).view(-1, 6 * width)
     shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = modulation_of_rows(table, packing, output_packing)
@@ -208,7 +208,7 @@ def _forward(
         unit = unit.to(low)
     elif rotated is not queries_keys:
         rotated.copy_(queries_keys)
-    _rotate(rotated[:num_text], packing)
+    _rotate(rotated, packing)
     if rotated is not queries_keys:
         queries_keys.copy_(rotated)
 
@@ -355,7 +355,7 @@ class _Backward:
         d_qkv = d_joint.view(-1, 3 * width).index_select(0, packing.inverse_order)
         d_queries_keys = d_qkv[:, : 2 * width].view(num_rows, 2, saved.joint.shape[2], -1)
         d = d_queries_keys.to(packing.eps.dtype)
-        _rotate(d[: packing.num_text], packing, inverse=True)
+        _rotate(d, packing, inverse=True)
         if self.has_norm:
             unit = saved.unit.to(d.dtype)
             torch.mul(d, unit, out=self.input_columns[:, : 2 * width].view(d.shape))

@@ -16,11 +16,12 @@ from mmldlm.models.latent_transformer import LatentTransformer, rows_of_position
 from mmldlm.models.layers import Modulation, StreamLinear, TimestepEmbedding, compute_dtype
 from mmldlm.models.linear_cross_entropy import Candidates
 from mmldlm.models.mmdit.block import MMDiTBlock
+from mmldlm.models.mmdit.codes import CodeTargets, checked_ids, latent_encoder, latent_head, latent_outputs
 from mmldlm.models.mmdit.config import ModelConfig
 from mmldlm.models.mmdit.costs import GROUPS, group_of
-from mmldlm.models.mmdit.encoders import LatentEncoder, TextEncoder
+from mmldlm.models.mmdit.encoders import TextEncoder
 from mmldlm.models.mmdit.fused_block import select_rows
-from mmldlm.models.mmdit.heads import LatentHead, QualityHead, TextHead
+from mmldlm.models.mmdit.heads import QualityHead, TextHead
 from mmldlm.models.mmdit.hypothesis import Hypotheses, HypothesisEncoder
 from mmldlm.models.mmdit.null_condition import apply_null_condition
 from mmldlm.models.mmdit.packing import (
@@ -48,30 +49,29 @@ class MultimodalMMDiT(LatentTransformer):
     """Two-stream diffusion transformer over text tokens and sentence embeddings.
 
     Joint bidirectional attention as in SD3's MMDiT (arXiv 2403.03206), adaLN-Zero conditioning (DiT, arXiv 2212.09748)
-    on both timesteps and the pooled latent, RoPE on text, QK-RMSNorm, each latent as K chunk tokens.
+    on both timesteps and the pooled latent, RoPE on text (on latents with latent_rope), QK-RMSNorm, each latent as K
+    chunk tokens.
 
     Args:
         config: shape and vocabulary; latent_dim, vocab_size and the token ids must be set.
 
     Raises:
-        UserError: one of those is missing or out of range.
+        UserError: one of those is missing or out of range, or latent_rope without a latent_grid.
     """
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
+        config.check_places()
         width, cond = config.hidden_size, config.cond_dim
         self.text_encoder = TextEncoder(config.vocab_size, width, config.token_embedding_scale)
-        self.latent_encoder = LatentEncoder(
-            config.latent_dim, config.tokens_per_latent, config.num_latents, width, cond, config.latent_grid
-        )
+        self.latent_encoder = latent_encoder(config)
         self.text_timestep = TimestepEmbedding(cond)
         self.latent_timestep = TimestepEmbedding(cond)
         self.blocks = nn.ModuleList(
             MMDiTBlock(width, config.n_heads, cond, config.mlp_ratio, config.qk_rmsnorm) for _ in range(config.n_blocks)
         )
         self.text_head = TextHead(width, cond, config.vocab_size, config.mask_token_id)
-        outputs = config.latent_predictions * config.latent_dim
-        self.latent_head = LatentHead(width, cond, config.tokens_per_latent, outputs)
+        self.latent_head = latent_head(config)
         # Sampling must not see a text's true length, so the model also learns p(length | latent).
         self.length_head = nn.Sequential(
             nn.SiLU(), nn.Linear(cond, cond), nn.SiLU(), nn.Linear(cond, config.max_seq_len)
@@ -97,11 +97,20 @@ class MultimodalMMDiT(LatentTransformer):
                     nn.init.zeros_(module.bias)
             elif isinstance(module, nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
-        nn.init.zeros_(self.latent_head.to_latent.weight)
+        if self.config.num_codes is None:
+            nn.init.zeros_(self.latent_head.to_latent.weight)
+        else:
+            self.latent_encoder.reset_embedding()
         if self.config.tie_embeddings:
             self.text_head.weight = self.text_encoder.token_embedding.weight
 
     # -- latents -----------------------------------------------------------------------------------------------------
+
+    def scale_latents(self, raw: Tensor) -> Tensor:
+        """Encoder's latents [..., D] -> model space, fp32; of a model of codes their ids as they are, int64."""
+        if self.config.num_codes is None:
+            return super().scale_latents(raw)
+        return checked_ids(raw, self.config.num_codes)
 
     def unscale_latents(self, latents: Tensor) -> Tensor:
         """Model space [..., D] -> encoder's latents, fp32."""
@@ -127,13 +136,14 @@ class MultimodalMMDiT(LatentTransformer):
         dropout_keys: Tensor | None = None,
         draft_swaps: Tensor | None = None,
         hypotheses: Hypotheses | None = None,
+        codes: CodeTargets | None = None,
     ) -> dict[str, Tensor]:
         """Joint forward pass.
 
         Args:
             text_tokens: int64, S <= max_seq_len. None: latent-only, with the learned null text. [B, S]
             latents: in model space (`scale_latents`). None: text-only, with the learned null latent. [B, D] or
-                [B, N, D]
+                [B, N, D]; of a model of codes (model.num_codes) their ids, int64, num_codes for [MASK]. [B, N, 1]
             text_timesteps: in [0, 1], 0 clean, 1 fully masked. None: 0. [B]
             latent_timesteps: in [0, 1], 0 clean, 1 pure noise. None: 0. [B]
             attention_mask: bool, True for real tokens. None: all real. Tokens at a False position do not change
@@ -148,10 +158,11 @@ class MultimodalMMDiT(LatentTransformer):
             dropout_keys: int64, random, of each sample; needed in training with model.dropout, unused otherwise. [B]
             draft_swaps: int64, with text_targets and model.quality_head: also judge the text with the most probable
                 tokens at the scored positions, and these where they are not -1. [B, S]
-            hypotheses: earlier texts for the latents (model.corrector).
+            hypotheses: earlier texts for the latents (model.corrector). codes: which codes to score, see CodeTargets.
 
         Returns:
-            latent_pred: [B, P * D] or [B, N, P * D], as `latents` ([B, P * D] when None); P: latent_predictions.
+            latent_pred: [B, P * D] or [B, N, P * D], as `latents` ([B, P * D] when None); P: latent_predictions. Of a
+                model of codes instead what CodeHead returns.
             length_logits: of lengths 1..max_seq_len (EOS counted), given the latent if its timestep is 0, without it
                 otherwise. [B, max_seq_len]
             text_logits: fp32 with -inf for [MASK]; absent with targets. [M, V], or [B, S, V] without positions
@@ -168,9 +179,8 @@ class MultimodalMMDiT(LatentTransformer):
             text_tokens, latents, text_timesteps, latent_timesteps, attention_mask, text_is_null, latent_is_null,
             token_positions, text_positions, dropout_keys, hypotheses,
         )  # fmt: skip
-        latent_pred = self.latent_head(rows.latent, rows.condition).float()
-        length_logits = self.length_head(self._pooled_condition(rows.pooled, latent_timesteps)).float()
-        out = {"latent_pred": _like_given(latent_pred, latents), "length_logits": length_logits}
+        out = latent_outputs(self.latent_head, rows.latent, rows.condition, latents, codes)
+        out["length_logits"] = self.length_head(self._pooled_condition(rows.pooled, latent_timesteps)).float()
         if text_tokens is None:
             return out
         out |= self.text_head(rows.text, rows.sample, rows.condition, text_targets, text_weights, text_candidates)
@@ -259,7 +269,8 @@ class MultimodalMMDiT(LatentTransformer):
         """[B, N, D] -> tokens [B, N * K, H], pooled [B, C]."""
         if self.config.scale_noisy_latents and timesteps is not None:
             points = points * torch.cos(0.5 * math.pi * timesteps)[:, None, None].to(points.dtype)
-        points = points.to(self.text_encoder.null_text.dtype)
+        if self.config.num_codes is None:
+            points = points.to(self.text_encoder.null_text.dtype)
         if self.hypothesis_encoder is None:
             return self.latent_encoder(points, is_null)
         return self.hypothesis_encoder.latents_beside(self.latent_encoder, points, is_null, hypotheses)
@@ -273,7 +284,8 @@ class MultimodalMMDiT(LatentTransformer):
         config = self.config
         self.check_length(tokens)
         if latents is None:
-            return torch.zeros(len(tokens), config.num_latents, config.latent_dim, device=tokens.device)
+            dtype = None if config.num_codes is None else torch.int64
+            return torch.zeros(len(tokens), config.num_latents, config.latent_dim, device=tokens.device, dtype=dtype)
         points = latents[:, None] if latents.dim() == 2 else latents
         self.check_latents(points)
         return points
@@ -336,7 +348,9 @@ class MultimodalMMDiT(LatentTransformer):
             raise ValueError("token_positions leaves text out, so attention_mask must name it as padding")
         head_dim = config.hidden_size // config.n_heads
         dtype = self.text_encoder.null_text.dtype
-        shape = PackingShape(*tokens.shape, latent.shape[1], head_dim, dtype, tokens.device)
+        own = config.tokens_per_latent
+        places = (*config.grid_of(latent.shape[1] // own), own) if config.latent_rope else None
+        shape = PackingShape(*tokens.shape, latent.shape[1], head_dim, dtype, tokens.device, places)
         low = compute_dtype(latent)  # of an activation: under ZeRO-3, reading a weight gathers it
         packing = pack(positions, keys, shape, ragged_kind(positions, shape, low, self._blocks_are_compiled))
         if self._blocks_are_compiled:  # else a batch of head_dim / 2 samples would be taken for the same size
@@ -369,13 +383,6 @@ class MultimodalMMDiT(LatentTransformer):
             UserError: missing files, or tensors that do not fit the config; nothing is loaded partly.
         """
         return pretrained_io.read(cls, path, device, dtype)
-
-
-def _like_given(latent_pred: Tensor, latents: Tensor | None) -> Tensor:
-    """[B, N, D], or [B, D] where the latents were given so, or not given."""
-    if latents is not None and latents.dim() == 3:
-        return latent_pred
-    return latent_pred.squeeze(1) if latent_pred.shape[1] == 1 else latent_pred[:, 0]
 
 
 def _all_true(given: Tensor) -> Tensor:

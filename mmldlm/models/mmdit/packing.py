@@ -34,8 +34,8 @@ class Packing(NamedTuple):
         zeros: [T * B, 1].
         order: row at each attention position (sample by sample, text before latent tokens). [P]
         inverse_order: attention position of each row. [R]
-        rotation: rotary cos and sin of the text rows, of the turn and of its inverse, at least fp32.
-            [N, 2, head_dim / 2, 2]
+        rotation: rotary cos and sin of the first rows, of the turn and of its inverse, at least fp32; of the N text
+            rows, or of all R where latents have places (`PackingShape.places`). [N or R, 2, head_dim / 2, 2]
         first_rows: row of each sample's first text token. [B]
         eps: what the length of a query or key is extended by, as the other side of a right angle. [1]
         group_offsets: stream_ends as int32, where grouped products are used (CPU); else None. [T]
@@ -120,7 +120,10 @@ def packed_positions(token_positions: Tensor | None, keys: Tensor | None) -> Ten
 
 
 class PackingShape(NamedTuple):
-    """Sizes and kind of a packing: B, S, L, the width of a head, the rows' dtype and device."""
+    """Sizes and kind of a packing: B, S, L, the width of a head, the rows' dtype and device.
+
+    places: rows and columns of the grid of latents that turn by them, and the tokens of each; None: they do not turn.
+    """
 
     batch: int
     length: int
@@ -128,6 +131,7 @@ class PackingShape(NamedTuple):
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    places: tuple[int, int, int] | None = None
 
 
 def pack(positions: Tensor | None, mask: Tensor | None, shape: PackingShape, ragged: str | None = None) -> Packing:
@@ -144,7 +148,7 @@ def pack(positions: Tensor | None, mask: Tensor | None, shape: PackingShape, rag
         dense = _pack_dense(shape)
         return dense if mask is None else dense._replace(key_mask=_key_mask(mask, shape.latents))
 
-    batch, length, latents, *_, device = shape
+    batch, length, latents, device = shape.batch, shape.length, shape.latents, shape.device
     num_text, width = positions.shape[0], length + latents
     row, offset = positions // length, positions % length
     latent_sample = torch.arange(batch, device=device).repeat_interleave(latents, output_size=batch * latents)
@@ -175,7 +179,7 @@ def pack(positions: Tensor | None, mask: Tensor | None, shape: PackingShape, rag
 
 def _pack_dense(shape: PackingShape) -> Packing:
     """The packing of B texts that all have S tokens."""
-    batch, length, latents, *_, device = shape
+    batch, length, latents, device = shape.batch, shape.length, shape.latents, shape.device
     width, num_text = length + latents, batch * length
     positions = torch.arange(batch * width, device=device).view(batch, width)
     inverse_order = torch.cat([positions[:, :length].flatten(), positions[:, length:].flatten()])
@@ -190,7 +194,7 @@ def _build(
     shape: PackingShape,
 ) -> Packing:  # fmt: skip
     """A packing from the order of its rows; offset [N]: position of each text row in its text."""
-    batch, length, latents, head_dim, dtype, device = shape
+    batch, length, latents, head_dim, dtype, device, _ = shape
     on_cpu = device.type == "cpu"
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     ends = (num_text, len(sample))
@@ -205,7 +209,7 @@ def _build(
         zeros=torch.zeros(len(ends) * batch, 1, dtype=dtype, device=device),
         order=order,
         inverse_order=inverse_order,
-        rotation=_rotations(length, head_dim, exact, device).index_select(0, offset),
+        rotation=_rotations_of_rows(offset, exact, shape),
         first_rows=first_rows,
         # mean square + QK_EPS = (length^2 + head_dim QK_EPS) / head_dim
         eps=torch.full((1,), (head_dim * QK_EPS) ** 0.5, dtype=exact, device=device),
@@ -237,10 +241,38 @@ def row_positions(positions: Tensor | None, length: int, packing: Packing) -> Te
     return torch.cat([text % length, -1 - latent])
 
 
+def _rotations_of_rows(offset: Tensor, dtype: torch.dtype, shape: PackingShape) -> Tensor:
+    """`Packing.rotation`; offset [N]: position of each text row in its text."""
+    text = _rotations(shape.length, shape.head_dim, dtype, shape.device).index_select(0, offset)
+    if shape.places is None:
+        return text
+    latent = _grid_rotations(*shape.places, shape.head_dim, dtype, shape.device)[: shape.latents]
+    return torch.cat([text, latent.repeat(shape.batch, 1, 1, 1)])
+
+
 @cache_tensor
 def _rotations(length: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[S, 2, head_dim / 2, 2] cos and sin of the turn, then of its inverse."""
-    turn = rotary_table(length, head_dim, device).to(dtype)
+    return _with_inverse(rotary_table(length, head_dim, device).to(dtype))
+
+
+@cache_tensor
+def _grid_rotations(
+    rows: int, columns: int, tokens: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """[rows * columns * tokens, 2, head_dim / 2, 2] of a grid's latents, row by row, each with so many tokens.
+
+    Axial RoPE (EVA-02, arXiv 2303.11331; JiT, arXiv 2511.13720): the first half of a head's pairs turns by the row, the
+    second by the column, each with the frequencies of a text in a head of half the width.
+    """
+    by_row = rotary_table(rows, head_dim // 2, device)[:, None].expand(-1, columns, -1, -1)
+    by_column = rotary_table(columns, head_dim // 2, device)[None].expand(rows, -1, -1, -1)
+    turn = torch.cat([by_row, by_column], dim=2).flatten(0, 1)
+    return _with_inverse(turn.repeat_interleave(tokens, dim=0).to(dtype))
+
+
+def _with_inverse(turn: Tensor) -> Tensor:
+    """[n, pairs, 2] cos and sin -> [n, 2, pairs, 2] of the turn, then of its inverse."""
     inverse = turn.clone()
     inverse[..., 1].neg_()
     return torch.stack([turn, inverse], 1)

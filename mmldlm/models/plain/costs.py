@@ -10,10 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmldlm.models.mmdit.costs import FREQUENCIES, logits_bytes
+from mmldlm.models.mmdit.costs import FREQUENCIES, head_bytes
 from mmldlm.models.plain.config import PlainConfig
-
-__all__ = ["activation_bytes", "expected_shapes", "logits_bytes", "parameter_counts", "step_flops", "training_flops"]
 
 
 def parameter_counts(model: PlainConfig) -> dict[str, int]:
@@ -100,6 +98,11 @@ def activation_bytes(model: PlainConfig, batch: int, length: int, dtype: str, sc
     head = batch * kept * size * norm * width
     inputs = batch * size * (rows * width + model.num_latents * model.latent_dim + 12 * model.cond_width)
     return int(blocks + head + inputs)
+
+
+def logits_bytes(model: PlainConfig, batch: int, length: int, dtype: str, on_gpu: bool) -> int:
+    """Most bytes of logits that exist at once when half of the text is scored (models/linear_cross_entropy.py)."""
+    return head_bytes(model.vocab_size, batch * length // 2, dtype, on_gpu)
 
 
 @dataclass(frozen=True)

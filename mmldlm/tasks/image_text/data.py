@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,10 @@ import numpy as np
 
 from mmldlm.data.images.augment import shift_latents
 from mmldlm.data.images.codec import ImageCodec
+from mmldlm.data.store.mixture import MixedStore
+from mmldlm.data.store.store import Store
+from mmldlm.errors import UserError
+from mmldlm.tasks.image_text.codes.options import refuse_options_of_values
 from mmldlm.tasks.image_text.config import ImageTextConfig
 from mmldlm.tasks.latent_data import open_latent_data
 from mmldlm.tasks.translation.data import TranslationData, latent_scaling
@@ -24,27 +29,42 @@ class ImageTextData(TranslationData):
 
     @property
     def codec(self) -> ImageCodec:
-        """What turns pixels into the latents of these stores, and back."""
+        """What turns pixels into the latents of these stores, and back; of several sizes that of the largest."""
         return ImageCodec.open(self.train.manifest, self.train.root)
+
+    @property
+    def codecs(self) -> dict[int, ImageCodec]:
+        """Number of latents of an image -> codec of images of its size."""
+        codec, grids = self.codec, self.config.model.latent_grids
+        if grids is None:
+            return {codec.num_latents: codec}
+        return {math.prod(grid): codec.of_size(grid[0] * codec.patch) for grid in grids}
 
     def describe(self) -> str:
         """Return one line for the screen."""
-        codec = self.codec
+        codec, codecs, kind = self.codec, self.codecs, f"latents of {self.codec.latent_dim}"
+        sizes = " or ".join(f"{own.size} x {own.size}" for own in codecs.values())
+        if codec.codebook is not None:
+            kind = f"ids of {len(codec.codebook):,} codes"
         return (
             f"{len(self.train_lengths):,} training and {len(self.validation_lengths):,} validation images of "
-            f"{codec.size} x {codec.size} x {codec.channels} from {self.source}, each as "
-            f"{codec.num_latents} latents of {codec.latent_dim} ({codec.name}), and captions of "
+            f"{sizes} x {codec.channels} from {self.source}, each as "
+            f"{' or '.join(map(str, codecs))} {kind} ({codec.name}), and captions of "
             f"{int(self.train_lengths.sum()):,} tokens"
         )
+
+    def shape(self) -> list[str]:
+        """Return the size of a latent (of codes their number) and vocabulary size."""
+        codes, found = self.config.model.num_codes, super().shape()
+        return found if codes is None else [f"Q={codes}", *found[1:]]
 
     def shifted_latents(self, latents: np.ndarray) -> list[np.ndarray]:
         """Return latents [B, N, D] under every shift of data.shift_pixels; no shift: as they are."""
         if not (most := self.config.data.shift_pixels):
             return [latents]
         steps, count = range(-most, most + 1), len(latents)
-        return [
-            shift_latents(self.codec, latents, np.tile((down, right), (count, 1))) for down in steps for right in steps
-        ]
+        codec = self.codecs[math.prod(latents.shape[1:-1])]
+        return [shift_latents(codec, latents, np.tile((down, right), (count, 1))) for down in steps for right in steps]
 
     def files_to_keep(self) -> dict[str, Path]:
         """The tokenizer's files, and those that turn latents into pixels."""
@@ -57,6 +77,47 @@ def open_data(config: ImageTextConfig) -> ImageTextData:
     Raises:
         UserError: no store, a damaged one, one of texts, or a config that contradicts the data.
     """
-    data = open_latent_data(ImageTextData, config, partial(latent_scaling, config), store_kind="image")
+    data = open_latent_data(ImageTextData, config, partial(_scaling, config), store_kind="image")
+    _check_values(config, data.codec)
     data.config.training.freeze = decided_freeze(data.config)
+    ImageCodec.open(data.train.manifest, data.train.root)  # a damaged basis: before the run, not at its first save
     return data
+
+
+def _scaling(config: ImageTextConfig, store: Store | MixedStore) -> tuple[np.ndarray, np.ndarray]:
+    """Return mean and standard deviation [D] of latents; ids of codes stay as they are.
+
+    Raises:
+        UserError: a store of codes, and options that only latents of values read.
+    """
+    if store.num_codes is None:
+        return latent_scaling(config, store)
+    refuse_options_of_values(config)
+    return np.zeros(1, np.float32), np.ones(1, np.float32)
+
+
+def _check_values(config: ImageTextConfig, codec: ImageCodec) -> None:
+    """Reject what needs latents that are pixels.
+
+    Raises:
+        UserError: a bound of pixel values for other latents, or shifts of images that only an autoencoder reads, or of
+            no image at all.
+    """
+    if config.latent_diffusion.clamp_x0 is not None and codec.latents in ("pca", "vae"):
+        raise UserError(
+            f"latent_diffusion.clamp_x0=null for latents {codec.name}, which have other ranges than pixels",
+            f"latent_diffusion.clamp_x0={config.latent_diffusion.clamp_x0:g}",
+            "add latent_diffusion.clamp_x0=null",
+        )
+    if config.data.shift_pixels and codec.latents == "vae":
+        raise UserError(
+            f"data.shift_pixels=0 for latents {codec.name}: a shifted image needs its autoencoder again",
+            f"data.shift_pixels={config.data.shift_pixels}",
+            "add data.shift_pixels=0 data.shift_only_i2t=false, or prepare the images as pixels",
+        )
+    if config.data.shift_only_i2t and (not config.data.shift_pixels or not config.training.mode_weights()["l2t"]):
+        raise UserError(
+            "data.shift_pixels of at least 1 and the mode i2t, for data.shift_only_i2t",
+            f"data.shift_pixels={config.data.shift_pixels}, training.loss_type={config.training.loss_type}",
+            "add data.shift_pixels=1 and train i2t, or add data.shift_only_i2t=false",
+        )

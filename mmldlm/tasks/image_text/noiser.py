@@ -2,28 +2,47 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import numpy as np
 
 from mmldlm.data.batching.batch_plan import GlobalBatch
 from mmldlm.data.images.augment import draw_shifts, shift_latents
 from mmldlm.data.images.codec import ImageCodec
 from mmldlm.data.store.store import Rows
-from mmldlm.tasks.translation.noiser import Noiser, PaddedSamples
+from mmldlm.tasks.translation.noiser import L2T, NoisedBatch, Noiser, PaddedSamples
 
 
 class ImageNoiser(Noiser):
     """Collator of the image_text task.
 
     Attributes:
-        codec: of the latents.
+        codecs: number of latents -> their codec.
         shift_pixels: images are shifted by up to this many pixels each way; 0: as they are.
+        shift_only_i2t: those of the other modes are not.
+        counts_images: the count `latents` is of images instead of their latents (`ImageObjective`), and
+            `all_latents` of those of all images, whatever is scored, for the FLOPs of a step.
     """
 
-    codec: ImageCodec
+    codecs: dict[int, ImageCodec]
     shift_pixels = 0
+    shift_only_i2t = False
+    counts_images = False
+
+    def collate(self, batch: GlobalBatch, slots: np.ndarray, samples: Any, lengths: np.ndarray) -> NoisedBatch:
+        found = super().collate(batch, slots, samples, lengths)
+        if self.counts_images:
+            of_an_image = math.prod(found.tensors["latent_clean"].shape[1:-1])
+            found.counts["latents"] //= of_an_image
+            found.counts["all_latents"] = len(batch.ids) * of_an_image
+        return found
 
     def _pad(self, batch: GlobalBatch, rows: Rows, ids: np.ndarray, slots: np.ndarray) -> PaddedSamples:
         if self.shift_pixels:
             shifts = draw_shifts(self.seed, batch.epoch, ids, slots, self.shift_pixels)
-            rows = rows._replace(latents=shift_latents(self.codec, rows.latents, shifts))
+            if self.shift_only_i2t:
+                shifts[self._batch_draws(batch).modes[np.minimum(slots, batch.size - 1)] != L2T] = 0
+            codec = self.codecs[math.prod(rows.latents.shape[1:-1])]
+            rows = rows._replace(latents=shift_latents(codec, rows.latents, shifts))
         return super()._pad(batch, rows, ids, slots)

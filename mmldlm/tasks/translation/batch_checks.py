@@ -81,7 +81,7 @@ def _store_problems(batch: NoisedBatch, data: TranslationData, variants: Variant
             problems.append(f"sample {batch.ids[row]}: attention_mask is not that of a text of {len(text)} tokens")
         elif not torch.equal(clean[row, : len(text)], text):
             problems.append(f"sample {batch.ids[row]}: its tokens are not the store's")
-        clean_latent = tensors["latent_clean"][row]
+        clean_latent = tensors["latent_clean"][row].float()
         if not any(torch.allclose(clean_latent, latents[row], rtol=1e-4, atol=1e-4) for latents in expected):
             problems.append(f"sample {batch.ids[row]}: its latent is not the store's")
     return problems

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mmldlm.data.batching.run_data import RunData
+from mmldlm.data.store.mixture import MixedStore
 
 COUNTED_TEXTS = 65_536  # spread over the split: enough to rank tokens
 UNSEEN = 0.1  # occurrences added to every token
@@ -14,7 +15,9 @@ def token_counts(data: RunData) -> np.ndarray:
     """Occurrences [V] of each token in the training split, EOS included, or in COUNTED_TEXTS texts spread over it."""
     num_texts = len(data.train_lengths)
     spread = np.unique(np.linspace(0, num_texts - 1, min(num_texts, COUNTED_TEXTS)).astype(np.int64))
-    counts = np.bincount(np.concatenate(data.train.get(spread).tokens), minlength=data.config.model.vocab_size)
+    parts = data.train.of_one_size(spread) if isinstance(data.train, MixedStore) else [spread]
+    tokens = [ids for part in parts for ids in data.train.get(part).tokens]
+    counts = np.bincount(np.concatenate(tokens), minlength=data.config.model.vocab_size)
     counts[data.config.model.eos_token_id] += len(spread)
     return counts
 

@@ -270,13 +270,17 @@ class Noiser:
             latents = latents / np.maximum(np.linalg.norm(latents, axis=-1, keepdims=True), np.float32(1e-12))
         return (latents - self.latent_mean) / self.latent_std
 
+    def _draws_noise(self, latents: np.ndarray) -> bool:
+        """Whether the host draws the noise of latents [B, ...]."""
+        return latents[0].size <= MAX_HOST_NOISE
+
     def _pad(self, batch: GlobalBatch, rows: Rows, ids: np.ndarray, slots: np.ndarray) -> PaddedSamples:
         num_rows, width = len(ids), int(max(len(tokens) for tokens in rows.tokens)) + 1
         tokens = np.full((num_rows, width), self.pad_token_id, dtype=np.int64)
         attention = np.zeros((num_rows, width), dtype=bool)
         uniform = np.zeros((num_rows, width))
         latents = self._scaled(rows.latents)
-        noise = np.empty_like(latents) if latents[0].size <= MAX_HOST_NOISE else None
+        noise = np.empty_like(latents) if self._draws_noise(latents) else None
         drop, text_u, latent_u = np.empty(num_rows), np.empty(num_rows), np.empty(num_rows)
         options = np.zeros((num_rows, 3))
         for row, (sample, slot) in enumerate(zip(ids.tolist(), slots.tolist(), strict=True)):

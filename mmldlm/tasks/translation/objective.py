@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,20 @@ def _hypotheses_of(tensors: dict[str, Tensor]) -> Hypotheses:
     return Hypotheses(*(tensors[f"hypothesis_{name}"] for name in Hypotheses._fields))
 
 
+class LatentTerm(NamedTuple):
+    """The image or embedding's part of the loss.
+
+    Attributes:
+        total: its weighted sum, in the graph. fp32 scalar
+        count: name of the count of the batch that it is divided by.
+        error: unweighted errors [B] or [B, N], for the metrics; None: of codes.
+    """
+
+    total: Tensor
+    count: str = "latents"
+    error: Tensor | None = None
+
+
 GAP_SUMS = ("latent_gap_sum", "latent_gap_scored")
 QUALITY_SUMS = ("quality_bce_sum", "quality_right", "quality_scored")
 
@@ -42,6 +57,8 @@ class TranslationObjective:
     Args:
         config: the run's config (loss weights, options, latent diffusion).
     """
+
+    LATENT_SUMS = ("latent_error_sum", "latent_cosine_sum", "latent_scored", *GAP_SUMS)
 
     def __init__(self, config: TranslationConfig):
         self.config, self.loss = config, config.loss
@@ -77,22 +94,21 @@ class TranslationObjective:
             text_loss = (out := self._forward(model, tensors, weights * text_share))["text_loss_sum"]
         else:
             text_loss = (out := self._forward(model, tensors, weights))["text_loss_sum"] * text_share
-        errors = self._latent_errors(out["latent_pred"], tensors["latent_targets"])
-        latent_sum = self._latent_sum(errors, tensors["latent_weights"])
+        latent = self._latent_term(out, tensors)
         length_nll = F.cross_entropy(out["length_logits"], tensors["length_targets"], reduction="none")
         length_sum = _weighted_sum(length_nll, tensors["length_weights"])
 
         # Each term is in the graph even where this batch scores nothing of it: every parameter then has a (zero)
         # gradient on every rank, and no engine waits for one that never comes.
-        latent_share = self.loss.latent_loss_weight / max(batch.counts["latents"], 1)
+        latent_share = self.loss.latent_loss_weight / max(batch.counts[latent.count], 1)
         length_share = self.loss.length_loss_weight / max(batch.counts["lengths"], 1)
-        loss = text_loss.add(latent_sum, alpha=latent_share).add(length_sum, alpha=length_share)
+        loss = text_loss.add(latent.total, alpha=latent_share).add(length_sum, alpha=length_share)
         quality = self._quality_sums(out, tensors)
         if "quality_logits" in out:
             quality_share = self.loss.quality_weight / max(batch.counts["text_tokens"], 1)
             loss = loss.add(quality["quality_bce_sum"], alpha=quality_share)
         with torch.no_grad():
-            return loss, self._metrics(loss, out, tensors, _add_up(errors), length_sum, quality)
+            return loss, self._metrics(loss, out, tensors, latent, length_sum, quality)
 
     def _forward(self, model, tensors: dict[str, Tensor], weights: Tensor, judges: bool = True) -> dict[str, Tensor]:
         return model(
@@ -111,7 +127,16 @@ class TranslationObjective:
             dropout_keys=tensors.get("dropout_keys"),
             **({"draft_swaps": tensors["draft_swaps"]} if judges and "draft_swaps" in tensors else {}),
             **({"hypotheses": _hypotheses_of(tensors)} if "hypothesis_given" in tensors else {}),
+            **self._latent_arguments(tensors),
         )
+
+    def _latent_arguments(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
+        """Further arguments of the model."""
+        return {}
+
+    def _latent_term(self, out: dict[str, Tensor], tensors: dict[str, Tensor]) -> LatentTerm:
+        errors = self._latent_errors(out["latent_pred"], tensors["latent_targets"])
+        return LatentTerm(self._latent_sum(errors, tensors["latent_weights"]), error=_add_up(errors))
 
     def _quality_sums(self, out: dict[str, Tensor], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Of the words that were judged: binary cross-entropy, how many are right, and how many there are; else {}.
@@ -176,26 +201,34 @@ class TranslationObjective:
         kept = sums / tensors["attention_mask"].sum(1) <= self.loss.text_loss_clamp
         return weights * kept[tensors["text_rows"]]
 
-    def _metrics(self, loss, out, tensors, error, length_sum, quality) -> dict[str, Tensor]:
-        is_scored = tensors["latent_weights"] > 0
-        scored = (is_scored if is_scored.dim() == 1 else is_scored.any(1)).float()
+    def _metrics(self, loss, out, tensors, latent: LatentTerm, length_sum, quality) -> dict[str, Tensor]:
         num_logits = len(tensors["text_targets"]) * len(tensors.get("text_candidates", ()))
-        x0 = self.latent.to_x0(out["latent_pred"], tensors["latents"], tensors["latent_timesteps"])
-        num_scored = scored.sum() if error.dim() == 1 else scored.sum() * error.shape[1]
-        zero = num_scored.new_zeros(())
+        zero = torch.zeros_like(loss)
         return {
             "loss": loss.detach(),
             "text_nelbo_sum": _weighted_sum(out["text_nll"], tensors["text_weights"]),
             "text_correct": out["text_correct"].sum(dtype=torch.float32),
             "text_masked": torch.full_like(loss, float(len(tensors["text_targets"]))),
             "text_logits": torch.full_like(loss, float(num_logits)),
-            "latent_error_sum": _weighted_sum(error, scored),
-            "latent_cosine_sum": _weighted_sum(F.cosine_similarity(x0, tensors["latent_clean"], dim=-1), scored),
-            "latent_scored": num_scored,
-            **(self._heads_gap(out["latent_pred"], x0, scored, num_scored) or dict.fromkeys(GAP_SUMS, zero)),
+            **self._latent_metrics(out, tensors, latent, zero),
             "length_nll_sum": length_sum.detach(),
             "length_scored": tensors["length_weights"].sum(),
             **{name: quality[name].detach() if quality else zero for name in QUALITY_SUMS},
+        }
+
+    def _latent_metrics(
+        self, out: dict[str, Tensor], tensors: dict[str, Tensor], term: LatentTerm, zero: Tensor
+    ) -> dict[str, Tensor]:
+        assert term.error is not None
+        is_scored = tensors["latent_weights"] > 0
+        scored = (is_scored if is_scored.dim() == 1 else is_scored.any(1)).float()
+        x0 = self.latent.to_x0(out["latent_pred"], tensors["latents"], tensors["latent_timesteps"])
+        num_scored = scored.sum() if term.error.dim() == 1 else scored.sum() * term.error.shape[1]
+        return {
+            "latent_error_sum": _weighted_sum(term.error, scored),
+            "latent_cosine_sum": _weighted_sum(F.cosine_similarity(x0, tensors["latent_clean"], dim=-1), scored),
+            "latent_scored": num_scored,
+            **(self._heads_gap(out["latent_pred"], x0, scored, num_scored) or dict.fromkeys(GAP_SUMS, zero)),
         }
 
     def _heads_gap(self, predictions: Tensor, x0: Tensor, scored: Tensor, num_scored: Tensor) -> dict[str, Tensor]:

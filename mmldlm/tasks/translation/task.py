@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mmldlm.sampling.text.loop import TextSamples
     from mmldlm.tasks.translation.noiser import NoisedBatch, Noiser
     from mmldlm.tasks.translation.objective import TranslationObjective
-    from mmldlm.tasks.validation import Validation
+    from mmldlm.tasks.validation import PassTotals, Validation
 
 
 class TranslationTask(MaskedTextTask):
@@ -97,7 +97,8 @@ class TranslationTask(MaskedTextTask):
                 modules["latent_encoder"],
             ),
             buffers=2 * model.latent_dim,
-            activations=costs.activation_bytes(model, batch, length, dtype),
+            activations=costs.activation_bytes(model, batch, length, dtype)
+            + costs.working_bytes(model, batch, length, dtype),
             logits_cpu=costs.logits_bytes(model, batch, length, dtype, on_gpu=False),
             logits_gpu=costs.logits_bytes(model, batch, length, dtype, on_gpu=True),
         )
@@ -106,7 +107,11 @@ class TranslationTask(MaskedTextTask):
         self, config: TranslationConfig, num_samples: int, num_tokens: float, sums: Mapping[str, float]
     ) -> float:
         num_logits = None if config.loss.text_candidates is None else sums["text_logits"]
-        return costs.training_flops(config.model, num_samples, num_tokens, sums["text_masked"], num_logits)
+        num_latents = sums["all_latents"] / num_samples if "all_latents" in sums and num_samples else None
+        return costs.training_flops(
+            config.model, num_samples, num_tokens, sums["text_masked"], num_logits, sums.get("code_scored", 0),
+            num_latents,
+        )  # fmt: skip
 
     def pass_flops(self, model_config: Any, length: float, scored: float) -> float:
         return costs.step_flops(model_config, [length], scored).forward
@@ -142,7 +147,7 @@ class TranslationTask(MaskedTextTask):
     def compile(self, model: MultimodalMMDiT, plan: ParameterPlan) -> None:
         model.compile_blocks()
 
-    def noiser_class(self) -> type[Noiser]:
+    def noiser_class(self, config: TranslationConfig) -> type[Noiser]:
         """Return the class of the collators."""
         from mmldlm.tasks.translation.noiser import Noiser
 
@@ -175,7 +180,7 @@ class TranslationTask(MaskedTextTask):
         hypotheses = None
         if data.hypotheses is not None and (seed is None or corrects):
             hypotheses = data.hypotheses[0 if seed is None else 1]
-        return self.noiser_class()(
+        return self.noiser_class(data.config)(
             data.config,
             model.mask_token_id,
             model.pad_token_id,
@@ -198,7 +203,7 @@ class TranslationTask(MaskedTextTask):
         return TranslationObjective(config)
 
     def validation(self, data: TranslationData, engine: Engine) -> Validation:
-        from mmldlm.tasks.translation.validation import figures, passes_of
+        from mmldlm.tasks.translation.validation import passes_of
         from mmldlm.tasks.validation import Validation
 
         seed = data.config.training.seed + Validation.SEED_OFFSET
@@ -206,7 +211,13 @@ class TranslationTask(MaskedTextTask):
             (name, self.collator(data, seed, mode, dropout, corrects=name == "l2t_corrected"))
             for name, mode, dropout in passes_of(data.config)
         ]
-        return Validation(self, data, engine, passes, figures)
+        return Validation(self, data, engine, passes, self.validation_figures)
+
+    def validation_figures(self, totals: dict[str, PassTotals]) -> dict[str, float]:
+        """Return the validation metrics, from the totals of each pass."""
+        from mmldlm.tasks.translation.validation import figures
+
+        return figures(totals)
 
     def model_config(self, data: TranslationData) -> dict[str, Any]:
         """Return the model, its diffusion, and the encoder that its latents belong to."""

@@ -90,6 +90,31 @@ def test_a_mixture_keeps_its_shares_and_every_store_its_epochs():
     assert np.array_equal(order.ids(place, 2), order.ids(np.arange(order.count), 2)[place])
     plan = build_batch_plan("samples", lengths(order.count), 24, 3, order=order)
     assert plan.version == "samples-1:64:mixed:1000x2048:50x819:3000x1229" and len(plan.batch(3).ids) == 24
+    digest = hashlib.sha256(b"".join(plan.batch(step).ids.astype("<i8").tobytes() for step in range(200)))
+    assert digest.hexdigest()[:16] == "7961fe1d8779fac7", "a run that exists must see the same samples when resumed"
+
+
+@pytest.mark.parametrize("kind", ["samples", "tokens"])
+@pytest.mark.parametrize("bucket", [3, 64])
+def test_a_mixture_by_batches_has_one_store_a_batch(kind, bucket):
+    counts = [100, 50]
+    order = MixtureOrder(counts, [0.6, 0.4], seed=7, run=8)
+    assert order.count == 144
+    plan, stores, seen = build_batch_plan(kind, lengths(150), 8, 3, bucket, order=order), [], np.zeros(150, int)
+    for step in range(20 * plan.batches_per_epoch):
+        ids = plan.batch(step).ids
+        np.add.at(seen, ids, 1)
+        (store,) = np.unique(ids >= 100)
+        stores.append(store)
+        assert kind == "tokens" or len(ids) == 8
+    assert np.mean(stores) == pytest.approx(0.4, abs=0.05)
+    for part in np.split(seen, [100]):
+        assert part.max() - part.min() <= 1  # no sample comes again before all others of its store have come
+    again = build_batch_plan(kind, lengths(150), 8, 3, bucket, order=order)
+    for step in (355, 17, 0):
+        assert np.array_equal(again.batch(step).ids, plan.batch(step).ids)
+    small = build_batch_plan(kind, lengths(5), 8, 3, order=MixtureOrder([3, 2], [1, 1], seed=0, run=8))
+    assert len({bool(i >= 3) for i in small.batch(0).ids}) == 1 and small.batches_per_epoch == 1
 
 
 def test_buckets_hold_texts_of_one_length():

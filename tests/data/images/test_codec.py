@@ -9,7 +9,8 @@ import pytest
 
 from mmldlm.data.images.codec import BASIS, ImageCodec, max_image_norm
 from mmldlm.data.images.pca import fit_components
-from mmldlm.data.store.store import Store, as_float32
+from mmldlm.data.store.latent_values import as_float32
+from mmldlm.data.store.store import Store
 from mmldlm.errors import UserError
 
 SHAPE = {"size": 8, "patch": 4, "channels": 3}

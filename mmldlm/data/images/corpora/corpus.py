@@ -1,6 +1,7 @@
 """A corpus of images with captions: an ordered list of samples, and how their images are read.
 
-`glyphs`, a folder of images with captions in .txt files, a .jsonl, or a .json (COCO captions, MM-LDLM's list).
+`glyphs`, `emoji`, a folder of images with captions in .txt files, a .jsonl, a .json (COCO captions, MM-LDLM's list), or
+.tar shards.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import numpy as np
 
 from mmldlm.data.images.image_files import SUFFIXES
 
-GLYPHS = "glyphs"
+GLYPHS, EMOJI = "glyphs", "emoji"
+_OF_TEXTS = (".txt", ".jsonl", ".parquet", ".gz", ".zst")
+DRAWN = (GLYPHS, EMOJI)  # not read from files of the user
 
 
 @dataclass(frozen=True)
@@ -25,16 +28,18 @@ class ImageSample:
     """One image with one caption.
 
     Attributes:
-        image: its name, unique in the corpus: a relative path, or what is drawn.
+        image: its name, which samples of one image share: a relative path, or what is drawn.
         caption: with single spaces.
         group: samples that share it count as hits of each other and stay in one split; None: of its own.
         path: the file; None for a drawing.
+        part: offset and number of bytes of an image inside the file; None: all of it.
     """
 
     image: str
     caption: str
     group: str | None = None
     path: Path | None = None
+    part: tuple[int, int] | None = None
 
 
 @dataclass
@@ -45,9 +50,11 @@ class ImageCorpus:
         source: its name in the manifest.
         samples: the samples whose images are to be read.
         read: sample -> image uint8 [S, S, C]; raises UnreadableImage.
+        unreadable: name -> reason of files of several samples that are damaged; each counts as one that was read.
         counts: `read` (samples listed), and `drop_<reason>` for those that are not in `samples`.
         validation_share: of the validation split; None: that of every corpus (1,000 or 5 %).
         words_in_training: every word of a validation caption must occur in training.
+        may_hold_out: whether a sample may be in the validation split; None: every one. The share is of these.
         tokenizer: default tokenizer of its captions.
     """
 
@@ -57,20 +64,24 @@ class ImageCorpus:
     counts: Counter = field(default_factory=Counter)
     validation_share: float | None = None
     words_in_training: bool = False
+    may_hold_out: Callable[[ImageSample], bool] | None = None
     tokenizer: str = "train"
+    unreadable: dict[str, str] = field(default_factory=dict)
 
     def digest(self) -> str:
         """SHA-256 of the samples and the sizes of their files, by which a resume knows the corpus."""
-        digest = hashlib.sha256(self.source.encode())
+        digest, sizes = hashlib.sha256(self.source.encode()), {None: None}
         for sample in self.samples:
-            row = [sample.image, sample.caption, sample.group, _size_of(sample.path)]
+            if sample.path not in sizes:
+                sizes[sample.path] = _size_of(sample.path)
+            row = [sample.image, sample.caption, sample.group, sizes[sample.path]]
             digest.update(json.dumps(row).encode() + b"\n")
         return digest.hexdigest()
 
 
-def _size_of(path: Path | None) -> int | None:
+def _size_of(path: Path) -> int | None:
     try:
-        return None if path is None else path.stat().st_size
+        return path.stat().st_size
     except OSError:
         return None
 
@@ -79,12 +90,16 @@ def holds_images(name: str | os.PathLike) -> bool:
     """Whether a corpus is one of images: by its name, its suffix, the fields of its first record, or its files."""
     path = Path(name)
     if path.is_file():
-        return path.suffix == ".json" or (path.suffix == ".jsonl" and _first_record_has_image(path))
+        return path.suffix in (".json", ".tar") or (path.suffix == ".jsonl" and _first_record_has_image(path))
     if path.is_dir():
-        images = {file.with_suffix("") for file in path.rglob("*") if file.suffix.lower() in SUFFIXES}
-        texts = {file.with_suffix("") for file in path.rglob("*") if file.suffix == ".txt"}
-        return bool(images & texts) or bool(images and not texts)
-    return str(name) == GLYPHS
+        files = list(path.rglob("*"))
+        images = {file.with_suffix("") for file in files if file.suffix.lower() in SUFFIXES}
+        captions = {file.with_suffix("") for file in files if file.suffix == ".txt"}
+        num_pictures = len(images) + sum(file.suffix == ".tar" for file in files)
+        num_texts = sum(file.suffix in _OF_TEXTS for file in files)
+        # As many pictures as texts and no pair: names that do not fit, which opening the corpus says.
+        return bool(images & captions) or num_pictures >= max(num_texts, 1)
+    return str(name) in DRAWN or path.suffix == ".tar"
 
 
 def _first_record_has_image(path: Path) -> bool:

@@ -10,7 +10,7 @@ from mmldlm.data.images.image_files import SUFFIXES
 from mmldlm.data.sentences import MAX_TEXT_BYTES, TOO_LARGE
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import open_regular
-from mmldlm.utils.formatting import join_some
+from mmldlm.utils.formatting import count_noun, join_some
 
 
 def list_folder(folder: Path, counts: Counter) -> list[ImageSample]:
@@ -24,12 +24,12 @@ def list_folder(folder: Path, counts: Counter) -> list[ImageSample]:
     captions = {path.with_suffix(""): path for path in files if path.suffix == ".txt"}
     paired = [path for path in images if path.with_suffix("") in captions]
     if not paired:
-        found = f"{len(images)} images and {len(captions)} .txt files" if images or captions else "neither"
+        found = f"{count_noun(len(images), 'image')} and {count_noun(len(captions), '.txt file')}"
         some = join_some(path.name for path in [*images[:2], *sorted(captions.values())[:2]])
         raise UserError(
             f"images ({', '.join(SUFFIXES)}) and captions of the same name (cat.png, cat.txt) in {folder}",
-            f"{found}, no pair of one name{f': {some}' if some else ''}",
-            "write the caption of each image into a .txt file next to it",
+            f"{found}, no pair of one name: {some}" if some else "neither of them",
+            "write the caption of each image into a .txt file next to it; to prepare texts, move the images elsewhere",
         )
     without_image = captions.keys() - {path.with_suffix("") for path in paired}
     counts["read"] += len(images) + len(without_image)

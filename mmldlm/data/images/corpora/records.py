@@ -28,7 +28,7 @@ def list_jsonl(path: Path, root: Path, counts: Counter) -> list[ImageSample]:
         with open(path, encoding="utf-8", errors="surrogateescape") as file:
             for line in file:
                 if line.strip():
-                    samples += _of_record(_parse(line), root, counts)
+                    samples += samples_of(_parse(line), root, counts)
     except OSError as error:
         raise UserError(f"a readable {path}", describe_os_error(error), "check the file") from None
     return samples
@@ -53,7 +53,7 @@ def list_json(path: Path, root: Path, counts: Counter) -> list[ImageSample]:
     else:
         keys = sorted(content)[:6] if isinstance(content, dict) else type(content).__name__
         raise UserError(f"{_FORMS}, in {path}", str(keys), "convert it to one of these, or to a .jsonl")
-    return [sample for record in records for sample in _of_record(record, root, counts)]
+    return [sample for record in records for sample in samples_of(record, root, counts)]
 
 
 def _of_coco(content: dict[str, Any], counts: Counter) -> Iterator[Any]:
@@ -80,8 +80,8 @@ def _parse(line: str) -> Any:
         return None
 
 
-def _of_record(record: Any, root: Path, counts: Counter) -> Iterator[ImageSample]:
-    """Yield the samples of a record, or count why it has none."""
+def samples_of(record: Any, root: Path, counts: Counter) -> Iterator[ImageSample]:
+    """Yield the samples of a record of {image, caption or text[, group]}, or count why it has none."""
     record = record if isinstance(record, dict) else {}
     image = record.get("image", record.get("image_path"))
     captions = record.get("caption", record.get("text"))

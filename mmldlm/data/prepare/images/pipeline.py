@@ -17,13 +17,14 @@ import numpy as np
 from rich.console import Console
 
 from mmldlm.data.encoders.tokenizer_files import read_tokenizer
-from mmldlm.data.images.codec import BASIS, ImageCodec
+from mmldlm.data.images.codec import ImageCodec
 from mmldlm.data.images.corpora.corpus import ImageCorpus
 from mmldlm.data.images.corpora.open import open_image_corpus
-from mmldlm.data.images.pca import fit_components
 from mmldlm.data.prepare import tokenizer as tokenizers
 from mmldlm.data.prepare.chunking import truncate
 from mmldlm.data.prepare.images import read_stage, select_stage
+from mmldlm.data.prepare.images.encode_stage import load_encoder
+from mmldlm.data.prepare.images.fit_codec import fit_codec
 from mmldlm.data.prepare.images.options import ImageOptions, check_options, complete_options
 from mmldlm.data.prepare.images.publish_stage import CorpusReport, ImageSplit, print_image_summary, publish
 from mmldlm.data.prepare.images.read_stage import ImageShards
@@ -35,11 +36,10 @@ from mmldlm.data.prepare.work_dir import WorkDir
 from mmldlm.data.sentences import content_hash
 from mmldlm.data.store.store import TOKENIZER_FOLDER
 from mmldlm.errors import UserError
-from mmldlm.utils.atomic_files import atomic_file, atomic_folder, write_json
+from mmldlm.utils.atomic_files import atomic_folder, write_json
 from mmldlm.utils.formatting import join_some
 
 _COMPLETE = "already complete"  # counter that rank 0 sets for the other ranks
-_PCA_IMAGES = 16_384  # more do not change the components
 
 
 def prepare_images(options: ImageOptions, console: Console | None = None, queue: TaskQueue | None = None) -> Path:
@@ -70,7 +70,9 @@ def prepare_images(options: ImageOptions, console: Console | None = None, queue:
 def _open_corpora(options: ImageOptions) -> dict[str, ImageCorpus]:
     named = {"train": options.corpus, "validation": options.validation_corpus}
     corpora = {
-        split: open_image_corpus(name, options.image_size, options.channels, options.faces, options.data_root)
+        split: open_image_corpus(
+            name, options.image_size, options.channels, options.faces, options.font, options.data_root
+        )
         for split, name in named.items()
         if name
     }
@@ -96,14 +98,18 @@ class _Preparation:
     def run(self) -> None:
         started = time.perf_counter()
         self.work = WorkDir(self.root, self.queue)
+        vae = self.options.find_vae()
         plan = {
             "options": self.options.identity(),
             "shards": [read_stage.SHARD],
             "corpus": {name: [f"{corpus.source} {corpus.digest()}"] for name, corpus in self.corpora.items()},
         }
+        if vae is not None:
+            plan["corpus"]["encoder"] = [f"autoencoder {vae.name} of sha256 {vae.weights_sha256()[:12]}"]
         self.queue.rank_0_first("begin", lambda: self._begin(plan))
         if self.queue.add(_COMPLETE, 0):
             return
+        self.encoder = None if vae is None else load_encoder(self.options, vae, self.queue)
         shards = {name: self._read(name, corpus) for name, corpus in self.corpora.items()}
         self.queue.rank_0_first("write", lambda: self._write(plan, shards, started))
 
@@ -125,7 +131,9 @@ class _Preparation:
             self.work.run(
                 stage,
                 paths,
-                lambda i: read_stage.read_shard(paths[i], corpus, parts[i], (*shape, self.options.channels)),
+                lambda i: read_stage.read_shard(
+                    paths[i], corpus, parts[i], (*shape, self.options.channels), self.encoder
+                ),
                 lambda i: progress(len(parts[i])),
             )
         return ImageShards(paths)
@@ -135,18 +143,21 @@ class _Preparation:
         self._check_unreadable(reports)
         try:
             splits = self._split(shards, reports)
+            codec = self._codec(splits["train"])
         except UserError:
-            self.work.remove()  # only quick work is lost, and other options may follow
+            if self.encoder is None:
+                self.work.remove()  # only quick work is lost, and other options may follow
             raise
-        codec = self._codec(splits["train"])
         manifest = publish(self.options, codec, self.work, self.root, plan, splits, reports)
         self.work.remove()
         print_image_summary(self.console, self.root, manifest, time.perf_counter() - started)
 
     def _report(self, corpus: ImageCorpus, shards: ImageShards) -> CorpusReport:
         counts = Counter(corpus.counts)
-        counts["drop_unreadable"] += len(shards.reasons)
-        unreadable = {corpus.samples[row].image: reason for row, reason in sorted(shards.reasons.items())}
+        counts["drop_unreadable"] += len(shards.reasons) + len(corpus.unreadable)
+        unreadable = corpus.unreadable | {
+            corpus.samples[row].image: reason for row, reason in sorted(shards.reasons.items())
+        }
         return CorpusReport(corpus.source, counts, unreadable)
 
     def _check_unreadable(self, reports: dict[str, CorpusReport]) -> None:
@@ -166,16 +177,20 @@ class _Preparation:
         """Return both splits, tokenized; repeated pairs and samples of groups of a validation corpus are dropped."""
         rows, own, columns = self._kept(shards, reports)
         captions, hashes, pixels, given = columns
-        groups = select_stage.join_groups([content_hash(caption) for caption in captions], pixels.tolist(), given)
+        groups = select_stage.join_groups(pixels.tolist(), given)
         corpus, options = self.corpora["train"], self.options
         if "validation" in shards:
             inside = own == 1
             leaks = ~inside & np.isin(groups, groups[inside])
             reports["train"].counts["drop_in_validation_corpus"] += int(leaks.sum())
         else:
+            names = [corpus.samples[row].image for row in rows.tolist()]
+            keys = select_stage.order_hashes(captions, hashes, names)
             words = [caption.split() for caption in captions] if corpus.words_in_training else None
+            test = corpus.may_hold_out
+            eligible = None if test is None else np.array([test(corpus.samples[row]) for row in rows.tolist()])
             inside = select_stage.split_groups(
-                groups, hashes, options.validation_samples, corpus.validation_share, options.seed, words
+                groups, keys, options.validation_samples, corpus.validation_share, options.seed, words, eligible
             )
             leaks = np.zeros(len(rows), dtype=bool)
         chosen = {"train": np.flatnonzero(~inside & ~leaks), "validation": np.flatnonzero(inside)}
@@ -219,7 +234,7 @@ class _Preparation:
             if len(positions) < 2:
                 found = {key: value for key, value in reports["train"].counts.items() if value}
                 raise UserError(
-                    f"at least 2 images for the {name} split, apart from the captions and images of the other",
+                    f"at least 2 images for the {name} split, apart from the groups of the other",
                     f"{len(positions)} ({found})",
                     "give a larger corpus, another --validation-samples, or a --validation-corpus",
                 )
@@ -251,28 +266,4 @@ class _Preparation:
         return [(text, np.asarray(ids, np.int32)) for text, ids in found]
 
     def _codec(self, train: ImageSplit) -> ImageCodec:
-        options = self.options
-        num_latents = (options.image_size // options.patch_size) ** 2
-        shape = {"size": options.image_size, "patch": options.patch_size, "channels": options.channels}
-        count = options.num_components
-        if count is None:
-            dim = options.patch_size**2 * options.channels
-            return ImageCodec(**shape, latents="pixels", num_latents=num_latents, latent_dim=dim)
-        if len(train.rows) <= count:
-            raise UserError(
-                f"more training images than the {count} components of --latents {options.latents}",
-                f"{len(train.rows)}",
-                "give fewer components, or --latents pixels",
-            )
-        step = -(-len(train.rows) // _PCA_IMAGES)
-        blocks = train.shards.blocks(train.rows[::step])
-        with self.console.status(f"fitting {count} principal components"):
-            basis, kept = fit_components(((images / 127.5 - 1).astype(np.float32) for _, images in blocks), count)
-        self.console.print(f"{options.latents} keeps {kept:.1%} of the variance of the training images")
-        path = self.work.folder / BASIS
-        with atomic_file(path) as file:
-            np.save(file, basis)
-        return ImageCodec(
-            **shape, latents="pca", num_latents=num_latents, latent_dim=count // num_latents, basis=basis,
-            basis_file=path,
-        )  # fmt: skip
+        return self.encoder or fit_codec(self.options, train, self.work.folder, self.console)

@@ -13,7 +13,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from mmldlm.data.images.codebook import CodeStatistics
 from mmldlm.data.images.codec import ImageCodec
+from mmldlm.data.images.corpora.corpus import GLYPHS
 from mmldlm.data.images.patches import to_patches
 from mmldlm.data.prepare.images.options import ImageOptions
 from mmldlm.data.prepare.images.read_stage import ImageShards
@@ -28,13 +30,16 @@ from mmldlm.data.prepare.publish_stage import (
 )
 from mmldlm.data.prepare.work_dir import WorkDir
 from mmldlm.data.store.latent_statistics import LatentStatistics
+from mmldlm.data.store.latent_values import as_float32
 from mmldlm.data.store.repair_hints import MANIFEST
-from mmldlm.data.store.store import FORMAT, TOKENIZER_FOLDER, VERSION, as_float32
+from mmldlm.data.store.store import FORMAT, TOKENIZER_FOLDER, VERSION
 from mmldlm.data.store.writers import StoreSplit
 from mmldlm.utils.atomic_files import list_files, write_json
 from mmldlm.utils.formatting import join_some
 
 _MAX_NAMED = 20
+_DTYPES = {"pixels": np.uint8, "pca": np.float16, "codes": np.uint16, "vae": np.float16}  # of latents.npy
+_IMAGE_KEYS = ("size", "patch", "channels", "grid", "latents", "vae", "vae_folder")
 
 
 @dataclass
@@ -97,8 +102,7 @@ def publish(
     tokenizer = json.loads((work.folder / TOKENIZER_IDENTITY).read_text())
     summaries, statistics = {}, {}
     for name, split in splits.items():
-        summaries[name], found = _write_split(partial, name, split, codec, tokenizer["vocab_size"])
-        statistics = found if name == "train" else statistics
+        summaries[name], statistics[name] = _write_split(partial, name, split, codec, tokenizer["vocab_size"])
     shutil.copytree(work.folder / TOKENIZER_FOLDER, partial / TOKENIZER_FOLDER)
     for name, path in codec.files().items():
         shutil.copyfile(path, partial / name)
@@ -110,20 +114,21 @@ def publish(
         "version": VERSION,
         "kind": "image",
         "image": {
-            **{key: codec.identity[key] for key in ("size", "patch", "channels", "grid", "latents")},
+            **{key: codec.identity[key] for key in _IMAGE_KEYS if key in codec.identity},
+            **_codes_entry(codec, statistics),
             "source": reports["train"].source,
         },
         "latent_dim": codec.latent_dim,
         **latents_suffix(codec.num_latents),
         "encoder": _encoder(codec),
-        "latent_stats": statistics,
+        "latent_stats": statistics["train"] if codec.codebook is None else None,
         "tokenizer": tokenizer,
         "splits": summaries,
         "corpus": reports["train"].entry(own["train"]),
         "options": plan["options"],
         "units": plan_digest(plan),
         "files": list_files(partial),
-        "created_with": versions("pillow", "matplotlib"),
+        "created_with": versions("pillow", "matplotlib", *(["diffusers"] if codec.latents == "vae" else [])),
     }
     if "validation" in reports:
         manifest["validation_corpus"] = reports["validation"].entry(own["validation"])
@@ -139,34 +144,52 @@ def _corpus_of(split: str, reports: dict[str, CorpusReport]) -> str:
 
 def _encoder(codec: ImageCodec) -> dict[str, Any]:
     # normalize is said, never guessed: latents of images can have norms near 1 by chance.
-    entry = {"name": codec.name, "source": "mmldlm", "normalize": False}
-    basis = codec.identity.get("basis_sha256")
-    return entry if basis is None else {**entry, "weights_sha256": basis}
+    entry = {"name": codec.name, "source": codec.source, "normalize": False}
+    return entry if codec.weights_sha256 is None else {**entry, "weights_sha256": codec.weights_sha256}
+
+
+def _codes_entry(codec: ImageCodec, statistics: dict[str, Any]) -> dict[str, Any]:
+    """Return the number and kind of codes, and what each split says of them; nothing for other latents."""
+    if codec.codebook is None:
+        return {}
+    return {"codes": len(codec.codebook), "codebook": codec.codebook.kind, "codebook_statistics": statistics}
 
 
 def _write_split(
     folder: Path, name: str, split: ImageSplit, codec: ImageCodec, vocab_size: int
 ) -> tuple[dict[str, int], dict[str, Any]]:
-    """Write one split; return its summary and the statistics of its latents, over positions and samples."""
-    is_pixels = codec.latents == "pixels"
-    count, dim = codec.num_latents, codec.latent_dim
+    """Write one split; return its summary and the statistics of its latents (of codes: of their use)."""
+    count, dim, codebook = codec.num_latents, codec.latent_dim, codec.codebook
+    statistics: LatentStatistics | CodeStatistics = LatentStatistics(dim, len(split.rows) * count)
+    if codebook is not None:
+        statistics = CodeStatistics(codebook)
     writer = StoreSplit(
         folder,
         name,
         (dim,) if count == 1 else (count, dim),
         vocab_size,
-        latent_dtype=np.uint8 if is_pixels else np.float16,
+        latent_dtype=_DTYPES[codec.latents],
         with_groups=True,
     )
-    statistics, start = LatentStatistics(dim, len(split.rows) * count), 0
-    for rows, images in split.shards.blocks(split.rows):
+    start = 0
+    for rows, values in split.shards.blocks(split.rows):
         stop = start + len(rows)
-        latents = to_patches(images, codec.patch) if is_pixels else codec.encode(images).astype(np.float16)
+        latents = _latents(codec, values)
+        if isinstance(statistics, CodeStatistics):
+            statistics.add(latents[..., 0].astype(np.int64), to_patches(values, codec.patch))
+        else:
+            statistics.add(as_float32(latents))
         latents = latents[:, 0] if count == 1 else latents
         writer.add(split.captions[start:stop], split.tokens[start:stop], latents, groups=split.groups[start:stop])
-        statistics.add(as_float32(latents))
         start = stop
     return writer.close(), statistics.result()
+
+
+def _latents(codec: ImageCodec, values: np.ndarray) -> np.ndarray:
+    """Return latents as they are stored, of images uint8 [n, S, S, C] or of what the autoencoder made of them."""
+    if codec.latents == "pixels":
+        return to_patches(values, codec.patch)
+    return values if codec.latents == "vae" else codec.encode(values).astype(_DTYPES[codec.latents])
 
 
 def _write_unreadable(folder: Path, reports: dict[str, CorpusReport]) -> None:
@@ -197,11 +220,27 @@ def print_image_summary(console: Console, root: Path, manifest: dict[str, Any], 
     table.add_row("tokenizer", f"{manifest['tokenizer']['key']}, {manifest['tokenizer']['vocab_size']:,} tokens")
     color = "gray" if image["channels"] == 1 else "RGB"
     table.add_row("images", f"{image['size']} x {image['size']} {color}, {manifest['encoder']['name']}")
-    table.add_row(
-        "latents", f"{manifest.get('latents_per_text', 1)} of {manifest['latent_dim']} (patch {image['patch']})"
-    )
+    count = manifest.get("latents_per_text", 1)
+    kind = f"of {manifest['latent_dim']}" if "codes" not in image else f"ids of {image['codes']:,} codes"
+    table.add_row("latents", f"{count} {kind} (patch {image['patch']})")
+    for name, found in image.get("codebook_statistics", {}).items():
+        sharpness = "exact" if found["psnr"] is None else f"PSNR {found['psnr']:.1f} dB"
+        use = f"{found['used_codes']:,} codes in use, {found['entropy_bits']:.2f} bits each without context"
+        table.add_row(f"  codebook, {name}", f"{sharpness}; {use}")
     table.add_row("size", f"{sum(entry['bytes'] for entry in manifest['files'].values()) / 2**20:.1f} MiB")
     table.add_row("time", f"{seconds:.0f} s")
     console.print(table)
     console.print(f"look: mmldlm verify-data {root} --sheet FILE.png", soft_wrap=True)
-    console.print(f"next: mmldlm config --config-name image_text_quick data.latent_data_root={root}", soft_wrap=True)
+    preset = _preset_for(image)
+    console.print(f"next: mmldlm config --config-name {preset} data.latent_data_root={root}", soft_wrap=True)
+
+
+def _preset_for(image: dict[str, Any]) -> str:
+    """Return the preset that trains on a store with this `image` entry of its manifest."""
+    if "codes" in image:
+        return "image_text_discrete"
+    if image["latents"] == "vae":
+        return "image_text_vae_512"
+    if image["source"].startswith(f"{GLYPHS}:"):
+        return "image_text_quick"
+    return "image_text_256" if image["latents"] == "pixels" and image["size"] >= 256 else "image_text_continuous"

@@ -17,6 +17,18 @@ def caption_hashes(captions: Sequence[str]) -> np.ndarray:
     return np.array([int.from_bytes(digest, "big") for digest in digests], np.uint64)
 
 
+def order_hashes(captions: Sequence[str], hashes: np.ndarray, names: Sequence[str]) -> np.ndarray:
+    """Return [N] uint64 hashes that order samples: of the caption, and of the image's name too where captions repeat.
+
+    So images of one caption, as in a folder with class names, are spread over the splits.
+    """
+    num = Counter(captions)
+    repeated = [place for place, caption in enumerate(captions) if num[caption] > 1]
+    found = hashes.copy()
+    found[repeated] = caption_hashes([f"{captions[place]}\n{names[place]}" for place in repeated])
+    return found
+
+
 def first_pairs(pixel_hashes: np.ndarray, caption_hashes: np.ndarray) -> np.ndarray:
     """Return the ascending positions of the first sample of every (pixels, caption)."""
     pairs = np.stack([pixel_hashes, caption_hashes], axis=1)
@@ -47,36 +59,39 @@ def join_groups(*columns: Sequence) -> np.ndarray:
 
 def split_groups(
     groups: np.ndarray,
-    caption_hashes: np.ndarray,
+    order_hashes: np.ndarray,
     requested: int | None,
     share: float | None,
     seed: int,
     words: Sequence[Sequence[str]] | None = None,
+    eligible: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Choose whole groups for validation, in the order of a hash of their captions.
+    """Choose whole groups for validation, in the order of the hashes of their samples.
 
     Args:
-        groups, caption_hashes: [N] of every sample.
+        groups, order_hashes: [N] of every sample.
         requested: number of validation samples (at most; groups that would exceed it are passed over).
-        share: of the validation samples where no number is requested; None: 1,000 or 5 %.
+        share: of the eligible samples, where no number is requested; None: 1,000 or 5 %.
         seed: of the order.
         words: of every caption; a group is passed over if a word of it would be missing from training.
+        eligible: [N] bool, whether a sample may be in validation; a group is passed over if one of it may not.
 
     Returns:
         [N] bool, whether a sample is in validation.
     """
-    by_share = None if share is None else max(2, round(share * len(groups)))
+    num_eligible = len(groups) if eligible is None else int(eligible.sum())
+    by_share = None if share is None else max(2, round(share * num_eligible))
     number = num_validation(len(groups), requested if requested is not None else by_share)
     order = np.argsort(groups, kind="stable")
     starts = np.flatnonzero(np.diff(groups[order], prepend=-1))
     members = np.split(order, starts[1:])
-    # A group's key is that of its caption with the smallest hash, so it depends on content alone.
-    keys = split_keys(np.array([caption_hashes[own].min() for own in members], np.uint64), seed)
+    # A group's key is that of its sample with the smallest hash, whatever their order.
+    keys = split_keys(np.array([order_hashes[own].min() for own in members], np.uint64), seed)
     left = Counter(word for own in words or () for word in own)
     inside, count = np.zeros(len(groups), dtype=bool), 0
     for index in np.argsort(keys, kind="stable"):
         own = members[index]
-        if count + len(own) > number:
+        if count + len(own) > number or (eligible is not None and not eligible[own].all()):
             continue
         needed = Counter(word for position in own for word in words[position]) if words else {}
         if all(left[word] > needed[word] for word in needed):

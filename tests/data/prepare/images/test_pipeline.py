@@ -16,6 +16,7 @@ from mmldlm.data.prepare.images.pipeline import prepare_images
 from mmldlm.data.store.store import Store, load_tokenizer
 from mmldlm.data.store.verify import verify
 from mmldlm.errors import UserError
+from tests.support.helpers import rank_server, run_ranks
 
 
 def _files(root):
@@ -82,6 +83,23 @@ def test_a_folder_is_read_counted_and_split_by_group(folder, tmp_path, capsys):
     assert str(tmp_path) not in (root / "manifest.json").read_text()
 
 
+def test_a_folder_of_class_names_is_split(tmp_path):
+    folder, rng = tmp_path / "classes", np.random.default_rng(1)
+    folder.mkdir()
+    for number in range(40):
+        Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(folder / f"{number:02}.png")
+        (folder / f"{number:02}.txt").write_text("a cat" if number < 20 else "a dog")
+    (folder / "00.png").write_bytes((folder / "39.png").read_bytes())  # one picture under two names
+    train, validation = _splits(
+        prepare_images(ImageOptions(str(tmp_path / "s"), str(folder), image_size=8, validation_samples=12))
+    )
+    assert (len(train), len(validation)) == (28, 12) and verify(train.root) == []
+    for split in (train, validation):
+        names = split.texts(range(len(split)))
+        assert 0.2 < names.count("a cat") / len(names) < 0.8
+    assert len({int(group) for split in (train, validation) for group in split.groups}) == 39
+
+
 def test_too_many_damaged_files_write_nothing(folder, tmp_path):
     with pytest.raises(UserError, match="29.png"):
         prepare_images(ImageOptions(str(tmp_path / "s"), str(folder), image_size=16))
@@ -110,6 +128,55 @@ def test_a_killed_preparation_ends_in_the_same_bytes(folder, tmp_path, monkeypat
     assert _files(resumed) == _files(whole) and not (tmp_path / "s.work").exists()
 
 
+KILLED_IN = """
+import os, signal, sys
+from mmldlm.cli import main
+from mmldlm.data.prepare.images import fit_codec, pipeline, publish_stage, read_stage
+
+stage, read_stage.SHARD, calls = sys.argv[1], 8, []
+places = {
+    "read": (read_stage, "write_npz"), "select": (pipeline.select_stage, "join_groups"),
+    "tokenize": (pipeline.tokenizers, "identity"), "fit": (fit_codec, "_write"),
+    "write": (publish_stage, "_write_split"), "committed": (publish_stage, "commit"),
+}
+
+def killed(*args, **options):
+    calls.append(args)
+    if stage == "committed":
+        work(*args, **options)
+    if len(calls) == 2 or stage not in ("read", "write"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return work(*args, **options)
+
+if stage in places:
+    module, name = places[stage]
+    work = getattr(module, name)
+    setattr(module, name, killed)
+code = main(sys.argv[2:])
+sys.stdout.flush()
+os._exit(code)  # taking down all that a forked rank has imported takes longer than the preparation
+"""
+STAGES = {"read": 2, "select": 3, "tokenize": 1, "fit": 2, "write": 3, "committed": 2}
+
+
+def test_killed_in_any_stage_and_resumed_on_any_number_of_ranks_the_bytes_are_the_same(folder, tmp_path):
+    """Ranks of their own processes: SIGKILL ends one of them where its stage works, then all others."""
+    (script := tmp_path / "killed.py").write_text(KILLED_IN)
+    words = [str(folder), "--image-size", 16, "--patch-size", 4, "--latents", "pca:16", "--validation-samples", 6]
+    words = ["prepare", *words, "--max-quarantined", 0.1]
+    straight = run_ranks(1, script, "none", *words, "--output-dir", tmp_path / "whole")
+    assert straight.returncode == 0, straight.stdout[-3000:]
+    out = tmp_path / "s"
+    for stage, world in STAGES.items():
+        ranks = rank_server().start(world, [stage, *words, "--output-dir", out], script)
+        assert -9 in ranks.wait(60, grace=0.0), (stage, ranks.output())
+        assert out.exists() == (stage == "committed"), stage
+        assert (tmp_path / "s.work" / "plan.json").is_file(), stage
+    done = run_ranks(3, script, "none", *words, "--output-dir", out)
+    assert done.returncode == 0 and "already complete" in done.stdout, done.stdout[-3000:]
+    assert _files(out) == _files(tmp_path / "whole") and not (tmp_path / "s.work").exists()
+
+
 def test_a_validation_corpus_shares_nothing_with_training(folder, tmp_path):
     held = tmp_path / "held.jsonl"
     records = [{"image": f"{i:02}.png", "caption": f"held {i}"} for i in (2, 7, 8)]
@@ -131,3 +198,48 @@ def test_components_need_images(tmp_path):
     train, _ = _splits(root)
     assert train.latent_dim == 4 and train.manifest["image"]["grid"] is None and verify(root) == []
     assert pipeline.ImageCodec.open(root).name == "pca:64"
+
+
+@pytest.mark.parametrize("latents, codes", [("codes:kmeans:64", 64), ("codes:fsq", 1000)])
+def test_codes_are_the_same_bytes_however_the_work_is_cut(latents, codes, tmp_path, monkeypatch):
+    found = []
+    for shard in (256, 50):
+        monkeypatch.setattr(read_stage, "SHARD", shard)
+        options = ImageOptions(str(tmp_path / f"s{shard}"), latents=latents, max_samples=200, faces=2)
+        found.append(prepare_images(options))
+    own = ("codebook.npy", "train/latents.npy", "validation/latents.npy")
+    assert all((found[0] / name).read_bytes() == (found[1] / name).read_bytes() for name in own)
+    root = found[0]
+    train, validation = _splits(root)
+    image, rows = train.manifest["image"], train.get([0, 1]).latents
+    assert verify(root) == [] and train.manifest["latent_stats"] is None and image["codes"] == codes
+    assert rows.shape == (2, 16, 1) and rows.dtype == np.int64 and image["grid"] == [4, 4]
+    assert np.load(root / "train" / "latents.npy").dtype == np.uint16
+    # The manifest's PSNR is that of the original images, which the store of pixels has.
+    pixels = prepare_images(ImageOptions(str(tmp_path / "pixels"), max_samples=200, faces=2))
+    for store, original in zip((train, validation), _splits(pixels)):
+        every = range(len(store))
+        assert store.texts(every) == original.texts(every)
+        made = ImageCodec.open(root).decode(store.get(every).latents)
+        real = ImageCodec.open(pixels).decode(original.get(every).latents)
+        error = ((made.astype(float) - real) ** 2).mean()
+        assert image["codebook_statistics"][store.split]["psnr"] == pytest.approx(
+            10 * np.log10(255**2 / error), abs=1e-3
+        )
+
+
+def test_an_id_that_names_no_code_is_found_by_its_row(tmp_path):
+    root = prepare_images(ImageOptions(str(tmp_path / "s"), latents="codes:kmeans:32", max_samples=200, faces=2))
+    latents = np.load(root / "train" / "latents.npy", mmap_mode="r+")
+    latents[17, 3, 0] = 32
+    latents.flush()
+    problems = verify(root)
+    assert any("SHA-256" in problem for problem in problems)
+    assert any("ids of codes from 0 to 31" in problem and "rows are 17" in problem for problem in problems)
+
+
+@pytest.mark.parametrize("latents", ["codes", "codes:vq", "codes:kmeans:1", "codes:kmeans:70000", "codes:kmeans:3000"])
+def test_wrong_codebooks_are_refused(latents, tmp_path):
+    with pytest.raises(UserError, match="codes"):
+        prepare_images(ImageOptions(str(tmp_path / "s"), latents=latents, max_samples=200, faces=2))
+    assert not (tmp_path / "s").exists() and not (tmp_path / "s.work").exists()

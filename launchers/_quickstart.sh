@@ -1,0 +1,33 @@
+# What the two quickstarts share, to be sourced after `cd` to the checkout: the environment (its set-up took from `start`
+# to `installed`), the memory settings of a CPU, and steps. The steps read `out` and `store`.
+
+start=$SECONDS
+. launchers/_env.sh
+mmldlm_env quickstart eval
+installed=$SECONDS
+
+if ! nvidia-smi -L >/dev/null 2>&1; then
+    NPROC=${NPROC:-2}
+    # Training allocates the same large buffers at every step: keeping them avoids page faults (a sixth of the time).
+    # Not all in GLIBC_TUNABLES, which glibc truncates at the first colon for child processes.
+    export GLIBC_TUNABLES=${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}
+    export MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_TOP_PAD_=268435456
+fi
+
+step() { printf '\n== %s\n' "$*"; }
+
+# Usage: prepare_once CORPUS [OPTION...]
+prepare_once() {
+    if [ -f "$store/manifest.json" ]; then
+        echo "already exists"
+    else
+        mmldlm prepare "$@" --output-dir "$store"
+    fi
+}
+
+# Usage: end_if_evaluated [OPTION...]   (shows the report of an earlier call, with the options of quickstart_report.py)
+end_if_evaluated() {
+    [ "$out/run/report.json" -nt "$out/run/latest/manifest.json" ] || return 0
+    step "already evaluated: delete $out to start from scratch"
+    exec "$PYTHON" launchers/quickstart_report.py "$out" "$@" --show
+}

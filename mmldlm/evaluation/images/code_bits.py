@@ -1,0 +1,114 @@
+"""The likelihood of images as codes: bits per code given the right, no and another caption."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mmldlm.diffusion import MaskedDiffusion
+from mmldlm.errors import MmldlmError
+from mmldlm.evaluation.sentences import Sentences
+from mmldlm.evaluation.statistics import Estimate, mean
+from mmldlm.models.mmdit.codes import CodeTargets
+from mmldlm.sampling.device import device_of
+from mmldlm.sampling.latent_sampler import pad_texts
+from mmldlm.utils.counter_rng import Stream, uniforms
+from mmldlm.utils.progress import ProgressCallback
+
+ARMS = ("right", "null", "shuffled")
+UNSEEN = 0.1  # occurrences added to every code
+_ROWS = 64
+Estimates = dict[str, Estimate]
+
+
+@torch.inference_mode()
+def code_bits(
+    model: nn.Module, sentences: Sentences, *, draws: int, seed: int, progress: ProgressCallback | None = None
+) -> dict[str, np.ndarray]:
+    """Return an upper bound (NELBO) of the bits per code of every image, by arm of ARMS: [N] fp64.
+
+    Of the L codes of an image k are masked, and each counts L / k (`MaskedDiffusion.corrupt_count`); k is drawn from
+    as many equal strata of 1 .. L as there are draws. All arms of an image share its masks, so their differences are
+    paired.
+
+    Args:
+        model: of codes.
+        sentences: captions, and ids [N, L, 1] of images (of one code an image [N, 1]).
+        draws: masks per image.
+
+    Raises:
+        MmldlmError: NaN predictions.
+    """
+    device, count = device_of(model), len(sentences)
+    ids = model.scale_latents(torch.from_numpy(sentences.latents)).reshape(count, -1)
+    found = {arm: np.zeros(count) for arm in ARMS}
+    for start in range(0, count, _ROWS):
+        rows = np.arange(start, min(start + _ROWS, count))
+        clean = ids[torch.from_numpy(rows)].to(device)
+        uniform = uniforms(seed, Stream.CODE_BITS, rows.tolist(), (draws, clean.shape[1] + 1)).to(device)
+        captions = {
+            "right": sentences.tokens_of(rows),
+            "null": None,
+            "shuffled": sentences.tokens_of(sentences.shuffled_index[rows]),
+        }
+        for draw in range(draws):
+            level = (draw + uniform[:, 0, -1]) / draws
+            for arm in ARMS:
+                nats = _nats(model, captions[arm], clean, level, uniform[:, draw, :-1])
+                found[arm][rows] += nats.cpu().numpy() / (draws * clean.shape[1] * math.log(2))
+        if progress is not None:
+            progress(start + len(rows), count)
+    if not all(np.isfinite(values).all() for values in found.values()):
+        raise MmldlmError("the model returned NaN or infinite likelihoods of codes: its weights are corrupt")
+    return found
+
+
+def _nats(
+    model: nn.Module, captions: Sequence[Sequence[int]] | None, ids: Tensor, level: Tensor, uniform: Tensor
+) -> Tensor:
+    """Return one draw of the NELBO of images [B] fp64, in nats.
+
+    Args:
+        ids: [B, L] int64.
+        level: [B] in [0, 1), how many are masked.
+        uniform: [B, L], which.
+    """
+    config, device = model.config, ids.device
+    everything = torch.ones_like(ids, dtype=torch.bool)
+    noised, masked, share = MaskedDiffusion.corrupt_count(ids, level, uniform, everything, config.num_codes)
+    positions = masked.flatten().nonzero()[:, 0]
+    rows = positions // ids.shape[1]
+    weights = (1 / share)[rows]
+    tokens = real = None
+    own: dict[str, Any] = {}
+    if captions is not None:
+        tokens, real = pad_texts(captions, config.eos_token_id, config.pad_token_id, device)
+        own["text_positions"] = torch.empty(0, dtype=torch.int64, device=device)
+    wanted = CodeTargets(positions, ids.flatten()[positions], weights.float())
+    nll = model(tokens, noised[..., None], None, share.float(), real, codes=wanted, **own)["code_nll"]
+    return torch.zeros(len(ids), dtype=torch.float64, device=device).index_add_(0, rows, nll.double() * weights)
+
+
+def bit_estimates(bits: dict[str, np.ndarray]) -> Estimates:
+    """Return bits per code of every arm, and the paired gains of the right caption."""
+    found = {f"code_bits_{arm}": mean(bits[arm], "bits / code") for arm in ARMS}
+    gains = {f"code_bits_gain_{arm}": mean(bits[arm] - bits["right"], "bits / code") for arm in ("null", "shuffled")}
+    return found | gains
+
+
+def frequency_estimates(blocks: Iterable[tuple[int, np.ndarray]], sentences: Sentences, num_codes: int) -> Estimates:
+    """Return the bits per code of the frequencies of training codes alone: what a model without context pays.
+
+    Args:
+        blocks: (first row, ids [n, L, 1]) of the training split.
+    """
+    counts = np.full(num_codes, UNSEEN)
+    for _, ids in blocks:
+        counts += np.bincount(ids.ravel(), minlength=num_codes)
+    bits = -np.log2(counts / counts.sum())[sentences.latents.reshape(len(sentences), -1)]
+    return {"code_bits_right": mean(bits.mean(1), "bits / code")}

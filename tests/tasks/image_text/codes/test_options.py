@@ -1,0 +1,79 @@
+"""Stores of codes and of pixels are never taken for each other, and no option is silently left unread."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mmldlm.config.load import load_config
+from mmldlm.config.task_registry import find_task
+from mmldlm.errors import UserError
+from tests.support.image_store import make_image_store
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stores")
+    return {"codes": make_image_store(folder / "codes", codes=40), "pixels": make_image_store(folder / "pixels")}
+
+
+def open_data(root, *words, preset="tiny"):
+    config = load_config(preset, None, ["task=image_text", f"data.latent_data_root={root}", *words])
+    return find_task("image_text").open_data(config)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "latent_diffusion.timestep_shift=2",
+        "latent_diffusion.clamp_x0=1",
+        "latent_diffusion.scaling=none",
+        "loss.latent_loss_clamp=3",
+        "loss.latent_loss=normalized_mse",
+        "training.t2l_pure_noise=0.2",
+        "training.l2t_condition_noise=0.2",
+        "model.scale_noisy_latents=true",
+        "data.shift_pixels=1",
+    ],
+)
+def test_options_of_values_are_refused_with_codes(stores, word):
+    with pytest.raises((UserError, ValueError), match=word.split("=")[0].split(".")[1]):
+        open_data(stores["codes"], word)
+    open_data(stores["pixels"], word)
+
+
+def test_the_presets_know_their_stores(stores):
+    with pytest.raises(UserError, match="clamp_x0"):
+        open_data(stores["codes"], preset="image_text_quick")
+    with pytest.raises(UserError, match="a store of codes"):
+        open_data(stores["pixels"], preset="image_text_discrete")
+    with pytest.raises(UserError, match="num_codes=40"):
+        open_data(stores["codes"], "model.num_codes=41")
+    with pytest.raises(UserError, match="a store of codes"):
+        open_data(stores["pixels"], "model.num_codes=40")
+    data = open_data(stores["codes"], preset="image_text_discrete")
+    model = data.config.model
+    assert (model.latent_kind, model.num_codes, model.latent_dim, model.num_latents) == ("ids", 40, 1, 16)
+    assert model.latent_grid == [4, 4] and "codebook.npy" in data.files_to_keep()
+    assert "16 ids of 40 codes" in data.describe()
+
+
+def test_the_embeddings_of_codes_begin_with_their_patches_and_memory_is_known(stores):
+    task, data = find_task("image_text"), open_data(stores["codes"], preset="image_text_discrete")
+    model = task.build_model(data)
+    assert torch.equal(*(task.build_model(data).latent_encoder.code_embedding.weight for _ in range(2)))
+    table, codes = model.latent_encoder.code_embedding.weight[:40].detach(), data.codec.codebook.as_float32()
+    apart = [torch.pdist(torch.as_tensor(rows)) for rows in (table, codes)]
+    assert float(torch.corrcoef(torch.stack(apart))[0, 1]) > 0.9
+    sizes = task.model_sizes(data.config, 12)
+    assert sizes["trainable"] == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert sizes["buffers"] == sum(buffer.numel() for buffer in model.buffers())
+
+
+def test_codes_of_two_stores_do_not_mix_unless_their_codebook_is_one(stores, tmp_path):
+    other = make_image_store(tmp_path / "other", faces=2, codes=41)
+    with pytest.raises(UserError, match="one tokenizer and one encoder"):
+        open_data(stores["codes"], "data.latent_data_root=null", f"data.mixture={{{stores['codes']}: 1, {other}: 1}}")
+    same = f"data.mixture={{{stores['codes']}: 0.5, {stores['codes']}/../codes: 0.5}}"
+    data = open_data(stores["codes"], "data.latent_data_root=null", same)
+    assert data.train.get([0, len(data.train) - 1]).latents.dtype.kind == "i"
