@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from mmldlm.config.load import load_config  # noqa: E402
 from mmldlm.distributed.exit import leave_process_group  # noqa: E402
 from mmldlm.train import check_run, train  # noqa: E402
+from tests.support.run_files import drop_checkpoints  # noqa: E402
 
 ENGINES = {  # ZeRO-3 last: DeepSpeed then replaces torch's linear function in the whole process, which rounds otherwise
     "ddp": ["engine.kind=ddp"],
@@ -40,6 +41,8 @@ ARMS = {
 """Presets, and what makes each of them tiny."""
 RESUMED_ON = dict(zip(ARMS, ("zero2", "ddp", "zero3", "fsdp", "zero3", "zero3", "fsdp"), strict=True))
 """The engine of the run that is continued from its checkpoint."""
+READ = {"mdlm_single", "latent_dit_adaln_single", "mdlm_zero3", "latent_dit_cross_attention_fsdp"}
+"""Runs whose checkpoints the tests read."""
 STEPS, BAD_STEP = 6, 3
 
 
@@ -83,9 +86,12 @@ def engines(store: str, folder: str) -> None:
     for name, engine in ENGINES.items() if world > 1 else [("single", ["engine.kind=single"])]:
         for arm in ARMS:
             run(arm, store, folder, f"{arm}_{name}", *engine)
+            if RESUMED_ON[arm] != name and f"{arm}_{name}" not in READ:
+                drop_checkpoints(folder, f"{arm}_{name}")
         for arm in (arm for arm, other in RESUMED_ON.items() if other == name):
             checkpoint = f"{folder}/{arm}_{name}/checkpoints/step_00000004"
             run(arm, store, folder, f"{arm}_resumed", *engine, f"training.resume={checkpoint}")
+            drop_checkpoints(folder, f"{arm}_resumed")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from mmldlm.config.load import load_config  # noqa: E402
 from mmldlm.distributed.exit import leave_process_group
 from mmldlm.train import check_run, train
+from tests.support.run_files import drop_checkpoints
 
 ENGINES = {
     "ddp": ["engine.kind=ddp"],
@@ -69,6 +70,12 @@ UNEVEN = {
 LEFT_OUT = {("codes", engine) for engine in ("ddp", "zero0", "zero1")}
 REFUSED = {("critic", "zero3"), *LEFT_OUT}
 """Cases that an engine refuses, or is spared."""
+CONVERTED_AFTER_UNEVEN = {
+    *(f"frozen_{mode}_{name}" for mode in ("l2t", "t2l") for name in ENGINES),
+    *(f"codes_{name}" for name in ("single", "fsdp", "zero3")),
+    *(f"options_{name}" for name in ("fsdp", "zero3")),
+}
+"""Runs of UNEVEN whose checkpoints the test reads."""
 BAD_STEP = 3
 
 
@@ -139,6 +146,8 @@ def uneven(store: str, folder: str) -> None:
         for name, engine in ENGINES.items() if world > 1 else [("single", ["engine.kind=single"])]:
             if (case, name) not in REFUSED:
                 run(store, folder, f"{case}_{name}", *engine, *words, *sizes)
+                if f"{case}_{name}" not in CONVERTED_AFTER_UNEVEN:
+                    drop_checkpoints(folder, f"{case}_{name}")
 
 
 RESUMED_BY = {"ddp": "zero2", "fsdp": "zero3", "zero0": "fsdp", "zero1": "zero0", "zero2": "ddp", "zero3": "zero1"}
@@ -183,6 +192,8 @@ def muon(store: str, folder: str) -> None:
     for name, other in RESUMED_BY.items():
         checkpoint = f"{folder}/muon_{name}/checkpoints/step_00000004"
         run(store, folder, f"muon_{name}_to_{other}", *ENGINES[other], *words, f"training.resume={checkpoint}")
+        drop_checkpoints(folder, f"muon_{name}_to_{other}")
+        drop_checkpoints(folder, f"muon_{name}")
 
 
 def held(engine) -> dict[str, torch.Tensor]:
