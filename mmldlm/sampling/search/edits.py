@@ -13,13 +13,16 @@ from mmldlm.sampling.device import device_of
 from mmldlm.sampling.latent_sampler import pad_texts, steps_given_text
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.sampling.search.accounting import SamplingCost
-from mmldlm.sampling.search.judge import estimate_embeddings, estimates_embeddings
+from mmldlm.sampling.search.judge import cosines, estimate_embeddings, estimates_embeddings
 from mmldlm.sampling.text.draw import check_finite
 
 SUBSTITUTE, INSERT, DELETE = range(3)
 # Tokens tried at each position and in each gap, and the edits of each kind that are looked at, the likeliest.
 TOKENS_A_POSITION = 16
-MOST = {SUBSTITUTE: 100, INSERT: 40, DELETE: 20}
+MOST = {SUBSTITUTE: 40, INSERT: 16, DELETE: 8}
+# What a cosine of 1 is worth beside the model's log-probability, in nats. With far more, edits are chosen that the
+# encoder likes and the model does not; without, fewer come nearer (measured in docs/sampling.md).
+COSINE_NATS = 100.0
 
 Text = tuple[int, ...]
 
@@ -32,8 +35,8 @@ class Edits:
         kinds: SUBSTITUTE, INSERT or DELETE. [K] int64
         positions: in the text; an insertion is in front of it. [K] int64
         tokens: new ones; -1 for a deletion. [K] int64
-        log_ratios: log p(new text) - log p(text) by the model, in nats, of the token alone: p(length) is not in it, so
-            that only edits of one kind compare. [K] fp64
+        log_ratios: log p(new text) - log p(text) by the model, in nats, of the token alone: what another length
+            changes at the other tokens is not in it. [K] fp64
         shifts: expected change of the embedding, [K, M, D] fp32; None for a model that estimates no embeddings.
     """
 
@@ -46,23 +49,25 @@ class Edits:
     def __len__(self) -> int:
         return len(self.kinds)
 
-    def select(self, rows: Sequence[int] | np.ndarray) -> Edits:
-        """Those of rows [K']."""
-        return Edits(self.kinds[rows], self.positions[rows], self.tokens[rows], self.log_ratios[rows])
+    def scores(self, embedding: np.ndarray, target: np.ndarray) -> np.ndarray:
+        """How promising each edit is, in nats: its log-ratio, and COSINE_NATS times the cosine expected after it.
 
-    def compatible(self, row: int, others: Sequence[int]) -> bool:
-        """Whether an edit can be made together with others: at other places, next to them if both are substitutions."""
-        for other in others:
-            distance = abs(int(self.positions[row] - self.positions[other]))
-            if distance == 0 or distance == 1 and {self.kinds[row], self.kinds[other]} != {SUBSTITUTE}:
-                return False
-        return True
+        The expected embedding is the text's true one plus the shift: the error of the estimate at the text cancels.
 
-    def apply(self, text: Text, rows: Sequence[int]) -> Text:
-        """The text after compatible edits."""
-        for row in sorted(rows, key=lambda row: -self.positions[row]):
-            text = _edit(text, int(self.kinds[row]), int(self.positions[row]), int(self.tokens[row]))
-        return text
+        Args:
+            embedding, target: of the text by the judge, and the latent. [M, D]
+
+        Returns:
+            [K] fp64.
+        """
+        expected = np.broadcast_to(embedding, (len(self), *embedding.shape))
+        if self.shifts is not None:
+            expected = expected + self.shifts
+        return self.log_ratios + COSINE_NATS * cosines(expected, np.broadcast_to(target, expected.shape))
+
+    def apply(self, text: Text, row: int) -> Text:
+        """The text after one edit."""
+        return _edit(text, int(self.kinds[row]), int(self.positions[row]), int(self.tokens[row]))
 
 
 class Editor:
@@ -155,7 +160,7 @@ class Editor:
 
     def _estimate_shifts(self, texts: Sequence[Text], found: list[Edits]) -> None:
         """Fill in `shifts`: embeddings after an edit minus those before, both estimated by the model."""
-        changed = [edits.apply(text, [row]) for text, edits in zip(texts, found) for row in range(len(edits))]
+        changed = [edits.apply(text, row) for text, edits in zip(texts, found) for row in range(len(edits))]
         embedded = estimate_embeddings(self._pretrained, [*texts, *changed], self._batch_tokens)
         embedded = embedded.reshape(len(embedded), -1, embedded.shape[-1])
         start = len(texts)

@@ -1,8 +1,8 @@
 """Local search: edit a text, embed it again, keep what comes nearer to its latent.
 
 The model proposes: one position after the other is masked, and its conditional probabilities give likely substitutions,
-insertions and deletions. Its own estimate of the embedding says what each would change, so that few of them, alone and
-combined, are shown to the judge. The judge alone decides. Where edits lead no further, the model writes new texts.
+insertions and deletions. Its own estimate of the embedding says what each would change. The few that are the most
+promising by both are shown to the judge, which alone decides. Where edits lead no further, the model writes new texts.
 """
 
 from __future__ import annotations
@@ -18,15 +18,12 @@ from mmldlm.errors import UserError
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.sampling.search.accounting import SamplingCost
 from mmldlm.sampling.search.best_of import LENGTHS, FoundTexts, write_candidate
-from mmldlm.sampling.search.combine import promising_texts
 from mmldlm.sampling.search.edits import Editor, Edits, Text
 from mmldlm.sampling.search.judge import Judge, cosines
 from mmldlm.sampling.text.length_rule import most_probable_lengths
 
 # Latents whose beams are in memory at once; no result depends on it.
 GROUP = 64
-# Texts of one member of a beam that are ranked for the judge; more than it can see in a round, as some were seen.
-MOST_PROMISING = 32
 # After PATIENCE rounds in which the best cosine of a latent rose by less than MIN_GAIN, new texts are written for it.
 MIN_GAIN, PATIENCE = 1e-4, 2
 
@@ -37,19 +34,17 @@ class LocalSearchSettings:
 
     Attributes:
         judge_calls: most texts that the judge embeds for one latent.
-        num_starts: texts that the search starts from (`best_of.candidate`); as many new ones are written whenever edits
-            lead no further, until the calls are used up or the model writes nothing new.
+        num_starts: texts that the search starts from (`best_of.candidate`).
         beam: distinct texts that are kept after each round; the second and later ones are edited only where the first
             did not get nearer in the last round.
-        calls_a_round: texts that are judged in a round.
-        max_edits: edits that one new text combines at most.
+        calls_a_round: edited texts that are judged in a round. As many new texts are written whenever edits lead no
+            further, until the calls are used up or the model writes nothing new.
     """
 
     judge_calls: int = 64
     num_starts: int = 4
     beam: int = 3
     calls_a_round: int = 8
-    max_edits: int = 4
 
 
 @dataclass
@@ -157,11 +152,11 @@ def local_search(
         editor = Editor(pretrained, latents[rows], cost)
         targets = [latents[row].reshape(-1, latents.shape[-1]).cpu().numpy() for row in rows]
         group = [_Beam(row, i, target) for i, (row, target) in enumerate(zip(rows, targets))]
-        _take_writing_round(judge, writer, group, settings)
+        _take_writing_round(judge, writer, group, settings, settings.num_starts)
         while active := [beam for beam in group if beam.goes_on(settings.judge_calls)]:
             stuck = [beam for beam in active if beam.is_stuck]
             _take_editing_round(judge, editor, [beam for beam in active if not beam.is_stuck], settings)
-            _take_writing_round(judge, writer, stuck, settings)
+            _take_writing_round(judge, writer, stuck, settings, settings.calls_a_round)
             if progress is not None:
                 progress(first + sum(not beam.goes_on(settings.judge_calls) for beam in group), count)
         beams += group
@@ -192,21 +187,23 @@ class _Writer:
         return [tuple(text) for text in samples.tokens]
 
 
-def _take_writing_round(judge: Judge, writer: _Writer, beams: list[_Beam], settings: LocalSearchSettings) -> None:
+def _take_writing_round(
+    judge: Judge, writer: _Writer, beams: list[_Beam], settings: LocalSearchSettings, number: int
+) -> None:
     """Write and judge new texts of each beam; one that gets nearer is edited again, one without a new text ends."""
     texts: list[list[Text]] = [[] for _ in beams]
     for first in sorted({beam.written for beam in beams}):
         places = [i for i, beam in enumerate(beams) if beam.written == first]
-        for k in range(first, first + settings.num_starts):
+        for k in range(first, first + number):
             for i, text in zip(places, writer.write([beams[i] for i in places], k)):
                 texts[i].append(text)
     for beam in beams:
-        beam.written += settings.num_starts
+        beam.written += number
         beam.depth, beam.writing_depth = beam.depth + beam.writing_depth + 1, 0
     before = [beam.best for beam in beams]
-    numbers = _judge(judge, beams, texts, settings, settings.num_starts)
-    for beam, best, number in zip(beams, before, numbers):
-        beam.ended = number == 0
+    numbers = _judge(judge, beams, texts, settings, number)
+    for beam, best, judged in zip(beams, before, numbers):
+        beam.ended = judged == 0
         if beam.best > best + MIN_GAIN:
             beam.stale, beam.edited_out = 0, False
 
@@ -220,22 +217,20 @@ def _take_editing_round(judge: Judge, editor: Editor, beams: list[_Beam], settin
     for beam in beams:
         beam.depth += 1 + (editor.depth if any(beam is other for other, _ in fresh) else 0)
     before = [beam.best for beam in beams]
-    texts = [_promising(beam, settings, editor.max_tokens) for beam in beams]
+    texts = [_promising(beam) for beam in beams]
     numbers = _judge(judge, beams, texts, settings, settings.calls_a_round)
     for beam, best, number in zip(beams, before, numbers):
         beam.stale = 0 if beam.best > best + MIN_GAIN else beam.stale + 1
         beam.edited_out = number == 0
 
 
-def _promising(beam: _Beam, settings: LocalSearchSettings, max_tokens: int) -> list[Text]:
+def _promising(beam: _Beam) -> list[Text]:
     """New texts from all members of a beam, the most promising first."""
     found: dict[Text, float] = {}
     for member in beam.edited():
         assert member.edits is not None
-        for score, text in promising_texts(
-            member.text, member.edits, member.embedding, beam.target,
-            max_edits=settings.max_edits, most=MOST_PROMISING, max_tokens=max_tokens,
-        ):  # fmt: skip
+        for row, score in enumerate(member.edits.scores(member.embedding, beam.target).tolist()):
+            text = member.edits.apply(member.text, row)
             found[text] = max(score, found.get(text, -np.inf))
     return sorted(found, key=lambda text: -found[text])
 

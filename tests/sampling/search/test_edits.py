@@ -9,18 +9,30 @@ import pytest
 import torch
 
 from mmldlm.errors import MmldlmError
+from mmldlm.sampling.search import edits as edits_module
 from mmldlm.sampling.search.accounting import SamplingCost
 from mmldlm.sampling.search.edits import DELETE, INSERT, SUBSTITUTE, Editor, Edits
 from mmldlm.sampling.search.judge import estimate_embeddings
 
 
-def test_edits_of_several_places_are_applied_at_the_places_of_the_old_text():
-    edits = Edits(
-        np.array([SUBSTITUTE, INSERT, DELETE, INSERT]), np.array([0, 2, 3, 5]), np.array([9, 8, -1, 7]), np.zeros(4)
-    )
-    assert edits.apply((1, 2, 3, 4, 5), [0, 1, 2, 3]) == (9, 2, 8, 3, 5, 7)
-    assert edits.apply((1, 2, 3, 4, 5), [3, 0]) == (9, 2, 3, 4, 5, 7)
-    assert not edits.compatible(1, [2]) and edits.compatible(0, [1, 2]) and not edits.compatible(0, [0])
+def made(shifts=None, ratios=(0.0, 0.0, 0.0, 0.0)) -> Edits:
+    kinds, places, tokens = (SUBSTITUTE, INSERT, DELETE, INSERT), (0, 2, 3, 5), (9, 8, -1, 7)
+    return Edits(np.array(kinds), np.array(places), np.array(tokens), np.array(ratios), shifts)
+
+
+def test_edits_are_applied_at_their_places():
+    found = [made().apply((1, 2, 3, 4, 5), row) for row in range(4)]
+    assert found == [(9, 2, 3, 4, 5), (1, 2, 8, 3, 4, 5), (1, 2, 3, 5), (1, 2, 3, 4, 5, 7)]
+
+
+def test_a_score_is_the_log_ratio_and_the_cosine_that_is_expected():
+    text, target = np.array([[1.0, 0.0]]), np.array([[1.0, 1.0]])
+    shifts = np.array([[0, 1], [0, 0], [0, -1], [-1, 2]], dtype=np.float32)[:, None]
+    scores = made(shifts, (-3.0, 0.0, 2.0, 1.0)).scores(text, target)
+    nats, half = edits_module.COSINE_NATS, 0.5**0.5
+    np.testing.assert_allclose(scores, [-3 + nats, nats * half, 2, 1 + nats * half], rtol=1e-6)
+    # Without estimates likely edits come first.
+    np.testing.assert_allclose(made().scores(text, target), nats * half, rtol=1e-6)
 
 
 @pytest.fixture
@@ -31,7 +43,7 @@ def editor(pretrained, hidden):
 def test_ratios_are_the_models_own_and_texts_are_distinct(editor, pretrained, hidden):
     text, owner = tuple(hidden[0][2]), 2
     edits = editor.propose([text], [owner])[0]
-    changed = [edits.apply(text, [row]) for row in range(len(edits))]
+    changed = [edits.apply(text, row) for row in range(len(edits))]
     assert len(set(changed)) == len(changed) and text not in changed
     assert {len(one) - len(text) for one in changed} == {-1, 0, 1}
     model, row = pretrained.model, int(np.flatnonzero(edits.kinds == SUBSTITUTE)[3])
@@ -48,7 +60,7 @@ def test_ratios_are_the_models_own_and_texts_are_distinct(editor, pretrained, hi
 def test_shifts_are_differences_of_the_models_estimates(editor, pretrained, hidden):
     texts = [tuple(hidden[0][0]), tuple(hidden[0][1][:2])]
     for text, edits in zip(texts, editor.propose(texts, [0, 1])):
-        one = edits.apply(text, [4])
+        one = edits.apply(text, 4)
         before, after = estimate_embeddings(pretrained, [text, one])
         np.testing.assert_allclose(edits.shifts[4, 0], after - before, atol=1e-5)
 
