@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="number of unseen sentences (default 1000, or all; information: 200)",
     )
-    add("--num-steps", type=int, help="steps of l2t (default 12; images: 8)")
+    add("--num-steps", type=int, help="most steps of l2t (default 64, as in mmldlm sample; images: 8)")
     add("--sampler", metavar="NAME", help="sampler of l2t, by its own settings (default: the task's first)")
     add("--num-lengths", type=int, metavar="M", help=NUM_LENGTHS_HELP)
     add("--latent-steps", type=int, help=LATENT_STEPS_HELP)

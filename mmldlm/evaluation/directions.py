@@ -17,6 +17,7 @@ from mmldlm.evaluation.sentences import Sentences
 from mmldlm.evaluation.statistics import Estimate, mean, proportion, ratio
 from mmldlm.evaluation.suite import Log, batch_budget
 from mmldlm.sampling.latent_sampler import sample_latents, steps_given_text
+from mmldlm.sampling.options import DEFAULTS
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.sampling.text.draw import PRESENCE_PENALTY
 from mmldlm.sampling.text.loop import TextSamples
@@ -35,7 +36,7 @@ class Settings:
 
     Attributes:
         num_samples: unseen sentences; None is 1,000, or all if there are fewer.
-        num_steps: steps of l2t; None for a task that takes no number of steps.
+        num_steps: steps of l2t, as many as `mmldlm sample` takes; None for a task that takes no number of steps.
         sampler: of l2t; None: the task's first. num_lengths: of l2t (see `sample_lengths`).
         latent_steps: denoising steps of t2l; None: `steps_given_text`.
         num_draws: timesteps per sentence in the NELBO.
@@ -49,7 +50,7 @@ class Settings:
     """
 
     num_samples: int | None = None
-    num_steps: int | None = 12
+    num_steps: int | None = DEFAULTS["num_steps"]["l2t"]
     sampler: str | None = None
     num_lengths: int | None = None
     latent_steps: int | None = None
