@@ -47,8 +47,8 @@ mmldlm evaluate --checkpoint "$out/model" --data "$store" --json "$out/evaluatio
 few=$("$PYTHON" -c 'import json, sys; print(min(100, json.load(open(sys.argv[1]))["conditions"]["num_sentences"]))' \
     "$out/evaluation.json")
 step "6/6 search the texts of $few of them with the encoder"
-mmldlm evaluate --checkpoint "$out/model" --data "$store" --num-samples "$few" --control-samples 2 --search best_of \
-    --json "$out/search.json" >"$out/search.log"
+mmldlm evaluate --checkpoint "$out/model" --data "$store" --num-samples "$few" --control-samples 2 --search local \
+    --encoder-calls 32 --json "$out/search.json" >"$out/search.log"
 
 bounds=()
 if [ "$name-$steps-${NPROC:-}-${MAX_SAMPLES:-}-$*" = docstrings-1600-2-- ]; then
