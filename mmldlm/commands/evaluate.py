@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sampler", metavar="NAME", help="sampler of l2t, by its own settings (default: the task's first)")
     add("--num-lengths", type=int, metavar="M", help=NUM_LENGTHS_HELP)
     add("--latent-steps", type=int, help=LATENT_STEPS_HELP)
-    add("--num-draws", type=int, help="timesteps per sentence in the NELBO (default 2)")
+    add("--num-draws", type=int, help="timesteps per text in the NELBO (default 2; images: 4)")
     add("--control-samples", type=int, default=100, help="sentences of the untrained controls (default %(default)s)")
     add(
         "--guidance",

@@ -63,11 +63,6 @@ class VaeCodec(ImageCodec):
         return f"vae:{self.vae['name']}"
 
     @property
-    def grid(self) -> list[int]:
-        side = self.size // self.patch
-        return [side, side]
-
-    @property
     def source(self) -> str:
         return self.vae.get("source", "unknown")
 

@@ -83,9 +83,8 @@ class LatentEncoder(nn.Module):
             self.latent_position = nn.Parameter(torch.randn(num_latents, 1, hidden_size) * 0.02)
         self.null_tokens = nn.Parameter(torch.randn(tokens_per_latent, hidden_size) * 0.02)
         self.null_pooled = nn.Parameter(torch.zeros(cond_dim))
-        if (
-            grid is not None and self.latent_position is not None
-        ):  # after the draw, so that the other weights start as without a grid
+        # After the draw, so that the other weights start as without a grid.
+        if grid is not None and self.latent_position is not None:
             self.latent_position.data.copy_(grid_positions(*grid, hidden_size)[:, None])
 
     def forward(self, latents: Tensor, is_null: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -87,11 +87,6 @@ class Editor:
         self.estimates_shifts = estimates_embeddings(pretrained)
 
     @property
-    def max_tokens(self) -> int:
-        """Tokens of the longest text, EOS not counted."""
-        return self._pretrained.model.config.max_seq_len - 1
-
-    @property
     def depth(self) -> int:
         """Passes of `propose` one after the other."""
         return 1 + (steps_given_text(self._pretrained.latent_diffusion) if self.estimates_shifts else 0)
@@ -108,13 +103,14 @@ class Editor:
         """
         if not texts:
             return []
-        mask = self._pretrained.model.config.mask_token_id
+        config = self._pretrained.model.config
+        mask, longest = config.mask_token_id, config.max_seq_len - 1  # EOS needs a place
         masked, places, old, kinds, sources = [], [], [], [], []
         for source, text in enumerate(texts):
             for place in range(len(text)):
                 masked.append((*text[:place], mask, *text[place + 1 :]))
                 old.append(text[place])
-            inserts = len(text) + 1 if len(text) < self.max_tokens else 0
+            inserts = len(text) + 1 if len(text) < longest else 0
             for place in range(inserts):
                 masked.append((*text[:place], mask, *text[place:]))
                 old.append(-1)
