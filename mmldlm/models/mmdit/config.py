@@ -59,7 +59,7 @@ class ModelConfig(Section):
     """Share the token embedding with the text head."""
     token_embedding_init: Literal["random", "encoder"] = "random"
     """encoder: start from the input embeddings of the encoder that made the latents, cut to hidden_size by their
-    principal components (the store must use that encoder's tokenizer)."""
+    principal components. A token that only the text's tokenizer has starts from the mean of those that spell it."""
     token_embedding_scale: float = Field(1.0, gt=0)
     """The model reads token embeddings times this. They start at a standard deviation of 0.02, and what the blocks add
     would hide them in the residual stream (Gemma, arXiv 2403.08295, has sqrt(H))."""

@@ -1,11 +1,14 @@
-"""Token embeddings to start from: those of the encoder that made the latents, where it shares the text's tokenizer."""
+"""Token embeddings to start from: those of the encoder that made the latents."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
 from mmldlm.data.encoders.download import find_model_folder
-from mmldlm.data.store.store import Store
+from mmldlm.data.encoders.tokenizer_files import read_tokenizer
+from mmldlm.data.store.store import Store, load_tokenizer
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import sha256_of
 
@@ -21,22 +24,17 @@ def encoder_token_embeddings(store: Store, hidden_size: int) -> np.ndarray:
     words, and what words make of a latent.
 
     Returns:
-        [V, hidden_size] fp32, centred, standard deviation 0.02 over the filled components. A function of the weights
-        alone
-        (signs fixed by each component's largest entry), so every rank makes the same.
+        [V, hidden_size] fp32, centred, standard deviation 0.02 over the filled components of the encoder's tokens. A
+        token of another tokenizer has the mean of the tokens that spell it, zeros where the encoder cannot spell it. A
+        function of weights and tokenizers alone (signs fixed by each component's largest entry), so every rank makes
+        the same.
 
     Raises:
-        UserError: the store's tokenizer is not the encoder's own, or the encoder here is another than the store's.
+        UserError: the encoder here is another than the store's.
     """
     from safetensors import safe_open
 
     encoder, tokenizer = store.manifest["encoder"], store.manifest["tokenizer"]
-    if tokenizer["name"] != encoder["name"]:
-        raise UserError(
-            f"a store tokenized by what encoder {encoder['name']} ships, for model.token_embedding_init=encoder",
-            f"tokenizer {tokenizer['name']} in {store.root}",
-            f"prepare with --tokenizer {encoder['name']}, or set model.token_embedding_init=random",
-        )
     path = find_model_folder(encoder["name"])[0] / "model.safetensors"
     if sha256_of(path) != encoder["weights_sha256"]:
         raise UserError(
@@ -47,17 +45,48 @@ def encoder_token_embeddings(store: Store, hidden_size: int) -> np.ndarray:
     with safe_open(path, framework="numpy") as file:
         name = next(key for key in file.keys() if key.endswith("word_embeddings.weight"))
         table = file.get_tensor(name).astype(np.float64)
-    if len(table) > tokenizer["vocab_size"]:
-        raise UserError(
-            f"{len(table)} tokens, as encoder {encoder['name']} has", f"{tokenizer['vocab_size']} in {store.root}",
-            "set model.token_embedding_init=random",
-        )  # fmt: skip
     table -= table.mean(0)
     _, directions = np.linalg.eigh(table.T @ table)  # ascending
     directions = directions[:, ::-1][:, :hidden_size]
     largest = np.abs(directions).argmax(0)
     directions = directions * np.sign(directions[largest, np.arange(directions.shape[1])])
     projected = table @ directions
+    projected *= _STD / projected.std()
     embeddings = np.zeros((tokenizer["vocab_size"], hidden_size), dtype=np.float32)
-    embeddings[: len(table), : projected.shape[1]] = projected * (_STD / projected.std())
+    if tokenizer["name"] == encoder["name"]:
+        pieces = {token: [token] for token in range(min(len(projected), len(embeddings)))}
+    else:
+        theirs = read_tokenizer(path.parent, f"the encoder's tokenizer in {path.parent}", "install it again")
+        pieces = spellings(load_tokenizer(store.root), theirs)
+    for token, own in pieces.items():
+        embeddings[token, : projected.shape[1]] = projected[own].mean(0)
     return embeddings
+
+
+def spellings(own: Any, theirs: Any) -> dict[int, list[int]]:
+    """The tokens of another tokenizer that spell each token of this one; special tokens stand for each other.
+
+    Args:
+        own, theirs: fast Hugging Face tokenizers.
+
+    Returns:
+        Without tokens that the other one cannot spell.
+    """
+    vocabulary = theirs.get_vocab()
+    end = theirs.sep_token_id if theirs.eos_token_id is None else theirs.eos_token_id
+    alike = {
+        own.mask_token_id: theirs.mask_token_id, own.pad_token_id: theirs.pad_token_id,
+        own.unk_token_id: theirs.unk_token_id, own.eos_token_id: end,
+    }  # fmt: skip
+    found = {number: [other] for number, other in alike.items() if None not in (number, other)}
+    for token, number in own.get_vocab().items():
+        if number in own.all_special_ids:
+            continue
+        if token in vocabulary:  # of the same kind, as in two WordPiece vocabularies ("##ing")
+            found[number] = [vocabulary[token]]
+            continue
+        text = own.decode([number]).removeprefix("##").strip()
+        pieces = theirs(text, add_special_tokens=False)["input_ids"]
+        if pieces and theirs.unk_token_id not in pieces:
+            found[number] = pieces
+    return found

@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 
 from mmldlm.data.encoders.download import find_model_folder
+from mmldlm.data.prepare.tokenizer import load
 from mmldlm.data.store.store import Store
 from mmldlm.errors import UserError
-from mmldlm.tasks.translation.embedding_init import encoder_token_embeddings
+from mmldlm.tasks.translation.embedding_init import encoder_token_embeddings, spellings
 
 
 def edited(store, folder, section, key, value):
@@ -39,8 +40,37 @@ def test_geometry_of_the_encoder_is_kept(store):
     assert np.array_equal(narrow, encoder_token_embeddings(Store(store), 64))
 
 
-def test_another_tokenizer_or_encoder_is_refused(store, tmp_path):
-    with pytest.raises(UserError, match="--tokenizer minilm"):
-        encoder_token_embeddings(edited(store, tmp_path / "a", "tokenizer", "name", "other"), 32)
+def test_tokens_of_another_tokenizer_start_from_those_that_spell_them(store, tmp_path):
+    from transformers import AutoTokenizer
+
+    own = Store(store)
+    theirs = AutoTokenizer.from_pretrained(find_model_folder("minilm")[0])
+    words = load("words", texts=["The unhappiest dataframe ☃"])
+    found = spellings(words, theirs)
+    ids, known = words.get_vocab(), theirs.get_vocab()
+    assert found[ids["the"]] == [known["the"]]
+    assert found[ids["dataframe"]] == [known["data"], known["##frame"]]
+    assert ids["☃"] not in found  # the encoder reads it as [UNK]
+    assert found[words.mask_token_id] == [theirs.mask_token_id] and found[words.eos_token_id] == [theirs.sep_token_id]
+
+    renamed = edited(store, tmp_path, "tokenizer", "name", "other")
+    expected = encoder_token_embeddings(own, 32)
+    same = (encoder_token_embeddings(renamed, 32) == expected).all(1)
+    assert same.mean() > 0.999  # the same vocabulary under another name
+
+
+def test_byte_level_tokens_are_spelled_without_their_space():
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    core = Tokenizer(models.BPE({"Ġhello": 0, "ing": 1, "[PAD]": 2}, []))
+    core.decoder = decoders.ByteLevel()
+    theirs = AutoTokenizer.from_pretrained(find_model_folder("minilm")[0])
+    found = spellings(PreTrainedTokenizerFast(tokenizer_object=core, pad_token="[PAD]"), theirs)
+    known = theirs.get_vocab()
+    assert found == {0: [known["hello"]], 1: [known["ing"]], 2: [known["[PAD]"]]}
+
+
+def test_another_encoder_is_refused(store, tmp_path):
     with pytest.raises(UserError, match="same release"):
-        encoder_token_embeddings(edited(store, tmp_path / "b", "encoder", "weights_sha256", "0" * 64), 32)
+        encoder_token_embeddings(edited(store, tmp_path, "encoder", "weights_sha256", "0" * 64), 32)
