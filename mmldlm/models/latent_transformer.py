@@ -3,12 +3,35 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from mmldlm.errors import UserError
 from mmldlm.models import pretrained_io
+
+
+class EncodedLatent(NamedTuple):
+    """A latent as the blocks read it; it does not change during sampling, so it is computed once.
+
+    Attributes:
+        tokens: chunk tokens (with a hypothesis also those of z - ẑ); None without them. [B, M, H]
+        pooled: pooled latent; None without one. [B, C]
+        keys_values: of each block's cross-attention; None: not computed yet.
+    """
+
+    tokens: Tensor | None = None
+    pooled: Tensor | None = None
+    keys_values: tuple[tuple[Tensor, Tensor], ...] | None = None
+
+    def select(self, rows: Tensor) -> EncodedLatent:
+        """That of the samples rows [B'] int64."""
+        keys_values = self.keys_values
+        if keys_values is not None:
+            keys_values = tuple((key.index_select(0, rows), value.index_select(0, rows)) for key, value in keys_values)
+        tokens, pooled = (None if x is None else x.index_select(0, rows) for x in (self.tokens, self.pooled))
+        return EncodedLatent(tokens, pooled, keys_values)
 
 
 class LatentTransformer(nn.Module):
@@ -48,6 +71,10 @@ class LatentTransformer(nn.Module):
         if self.normalizes_latents:
             raw = nn.functional.normalize(raw.float(), dim=-1)
         return (raw.float() - self.latent_mean.float()) / self.latent_std.float()
+
+    def unscale_latents(self, latents: Tensor) -> Tensor:
+        """Model space [..., D] -> encoder's latents, fp32."""
+        return latents.float() * self.latent_std.float() + self.latent_mean.float()
 
     def check_latents(self, points: Tensor) -> None:
         """Raise a ValueError for latents [B, N, D] whose shape does not fit the config."""

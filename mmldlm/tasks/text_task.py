@@ -125,7 +125,14 @@ class MaskedTextTask(TextTask):
 
     @abstractmethod
     def pass_flops(self, model_config: Any, length: float, scored: float) -> float:
-        """Return the forward FLOPs of a pass for one text of `length` tokens (EOS counted), `scored` of them."""
+        """Return the forward FLOPs of a pass for one text of `length` tokens (EOS counted), `scored` of them.
+
+        Latents are encoded before (`encoding_flops`) where text is scored, and anew where none is.
+        """
+
+    def encoding_flops(self, model_config: Any) -> float:
+        """Return the forward FLOPs of encoding the latents of one text, where `pass_flops` leaves them out."""
+        return 0.0
 
     def writing_flops(self, model_config: Any, samples: TextSamples) -> float:
         if not samples.num_rows:
@@ -133,7 +140,8 @@ class MaskedTextTask(TextTask):
         passes, scored = samples.passes.tolist(), samples.num_scored / samples.num_rows
         costs = [self.pass_flops(model_config, length, scored) for length in samples.lengths.tolist()]
         total = sum(number * cost for number, cost in zip(passes, costs))
-        return samples.num_rows / max(sum(passes), 1) * total  # guidance takes two rows a pass
+        written = samples.num_rows / max(sum(passes), 1) * total  # guidance takes two rows a pass
+        return written + len(costs) * self.encoding_flops(model_config)
 
     def unread_options(self, kind: str, sampler: str) -> frozenset[str]:
         from mmldlm.sampling.text.strategies import strategy_class

@@ -20,7 +20,7 @@ TASKS |= {further.name: TASKS["mmdit_both"] for further in FURTHER}
 @pytest.mark.parametrize("scale", inversion.SCALES.values(), ids=inversion.SCALES)
 def test_every_arm_is_a_valid_config(arm, scale):
     for kind, _ in inversion.OPTIMIZERS:
-        config = load_config(None, None, [*arm.words(scale), *inversion.optimizer_words(kind, scale)])
+        config = load_config(None, None, inversion.arm_words(arm, kind, scale, "unread"))
         assert config.task == arm.task and config.optimizer.kind == kind
 
 

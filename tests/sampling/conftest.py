@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from mmldlm.models.latent_transformer import EncodedLatent
+
 MASK, PAD, EOS = 0, 1, 2
 
 
@@ -32,6 +34,9 @@ class Toy(nn.Module):
     def unscale_latents(self, latents):
         return latents.float() * self.latent_std + self.latent_mean
 
+    def encode_latents(self, latents, batch=None, **_):
+        return EncodedLatent(latents)
+
     def logits(self, tokens, latents, t, real):
         """[B, S, V] for a batch."""
         raise NotImplementedError
@@ -47,7 +52,9 @@ class Toy(nn.Module):
     def forward(
         self, text_tokens, latents, text_timesteps=None, latent_timesteps=None, attention_mask=None, *,
         text_is_null=None, latent_is_null=None, text_positions=None, text_targets=None, text_weights=None,
+        encoded=None,
     ):  # fmt: skip
+        latents = latents if encoded is None else encoded.tokens
         given = text_tokens if text_tokens is not None else latents
         self.rows_computed += len(given)
         out = {"length_logits": self.lengths(latents, len(given))}

@@ -168,7 +168,7 @@ def test_a_noised_condition_needs_its_training_and_is_given_with_its_timestep(ch
 
     class Watched(toys.Toy):
         def forward(self, tokens, latents, t, latent_t, *rest, **more):
-            seen.append((latents.clone(), latent_t))
+            seen.append((more["encoded"].tokens.clone(), latent_t))
             return super().forward(tokens, latents, t, latent_t, *rest, **more)
 
         def logits(self, tokens, latents, t, real):

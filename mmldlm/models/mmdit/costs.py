@@ -166,6 +166,8 @@ class StepFlops:
     """Forward FLOPs by module. `training` is three times their sum: a product has two gradients of its own size."""
 
     embeddings: float
+    """Timesteps, and words of hypotheses."""
+    latent_inputs: float
     modulation: float
     text_blocks: float
     latent_blocks: float
@@ -174,11 +176,21 @@ class StepFlops:
     latent_head: float
     length_head: float
     inputs: float
-    """Forward FLOPs of the layers that read the batch itself (a part of embeddings): no gradient goes back to it."""
+    """Forward FLOPs of the layers that read the batch itself: no gradient goes back to it. Of embeddings and
+    latent_inputs."""
+    latents_behind_attention: float
+    """A part of latent_blocks: the last block's layers that nothing but the latent head reads."""
 
     @property
     def forward(self) -> float:
-        return sum(value for name, value in vars(self).items() if name != "inputs")
+        parts = ("inputs", "latents_behind_attention")
+        return sum(value for name, value in vars(self).items() if name not in parts)
+
+    @property
+    def text_alone(self) -> float:
+        """Forward FLOPs of text_logits for latents that are encoded already."""
+        latents = self.latent_inputs + self.latents_behind_attention + self.latent_head + self.length_head
+        return self.forward - latents
 
     @property
     def training(self) -> float:
@@ -224,11 +236,13 @@ def step_flops(
     else:  # rows of a table, whose mean is pooled
         projected, latent_in = 0, 2 * cond * (chunks + cond)
         scored_latents = scored_latents if scored_codes is None else scored_codes
+    words = 0
     if model.corrector != "none":  # z - ẑ beside z, and the words of the hypothesis, which are not always given
-        latent_in = 2 * latent_in + 2 * cond * cond + 2 * tokens * width * width / batch
+        latent_in, words = 2 * latent_in + 2 * cond * cond, 2 * tokens * width * width
     first = 2 * 2 * 256 * cond + projected
     return StepFlops(
-        embeddings=batch * (timesteps + latent_in),
+        embeddings=batch * timesteps + words,
+        latent_inputs=batch * latent_in,
         modulation=batch * (model.n_blocks * 2 * 2 * cond * 6 * width + 2 * 2 * cond * 2 * width),
         text_blocks=model.n_blocks * tokens * a_row - (tokens - scored) * behind_attention,
         latent_blocks=model.n_blocks * batch * tokens_per_latent * a_row,
@@ -237,6 +251,7 @@ def step_flops(
         latent_head=scored_latents * 2 * chunks * _latent_outputs(model),
         length_head=batch * 2 * cond * (cond + model.max_seq_len),
         inputs=batch * first,
+        latents_behind_attention=batch * tokens_per_latent * behind_attention,
     )
 
 
@@ -300,7 +315,8 @@ def training_flops(
     per_row = one.text_blocks  # at one token
     saved = (num_tokens - num_scored) * (one.text_blocks - unread.text_blocks)
     pairs = (mean + latents) ** 2 / (1 + latents) ** 2
-    fixed = one.embeddings + one.modulation + one.latent_blocks + one.latent_head + one.length_head
+    fixed = one.embeddings + one.latent_inputs + one.modulation
+    fixed += one.latent_blocks + one.latent_head + one.length_head
     num_logits = num_scored * model.vocab_size if num_logits is None else num_logits
     head = 2 * num_logits * model.hidden_size
     if model.num_codes is not None:

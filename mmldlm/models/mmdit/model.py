@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mmldlm.models import pretrained_io
 from mmldlm.models.dropout import RowDropout
-from mmldlm.models.latent_transformer import LatentTransformer, rows_of_positions
+from mmldlm.models.latent_transformer import EncodedLatent, LatentTransformer, rows_of_positions
 from mmldlm.models.layers import Modulation, StreamLinear, TimestepEmbedding, compute_dtype
 from mmldlm.models.linear_cross_entropy import Candidates
 from mmldlm.models.mmdit.block import MMDiTBlock
@@ -36,7 +36,7 @@ from mmldlm.models.mmdit.packing import (
 
 
 class _LastRows(NamedTuple):
-    """What the heads read: text [M, H] of samples [M], latent [B, N * K, H], condition and pooled [B, C]."""
+    """What the heads read: text [M, H] of samples [M], latent [B, N * K, H] or no row, condition and pooled [B, C]."""
 
     text: Tensor
     sample: Tensor
@@ -112,9 +112,34 @@ class MultimodalMMDiT(LatentTransformer):
             return super().scale_latents(raw)
         return checked_ids(raw, self.config.num_codes)
 
-    def unscale_latents(self, latents: Tensor) -> Tensor:
-        """Model space [..., D] -> encoder's latents, fp32."""
-        return latents.float() * self.latent_std.float() + self.latent_mean.float()
+    def encode_latents(
+        self, latents: Tensor | None, is_null: Tensor | None = None, batch: int | None = None, caches: bool = False,
+        *, timesteps: Tensor | None = None, hypotheses: Hypotheses | None = None,
+    ) -> EncodedLatent:  # fmt: skip
+        """Latents as the blocks read them, for `forward(encoded=...)`; with the embeddings of hypotheses.
+
+        Args:
+            latents, is_null, timesteps, hypotheses: latents, latent_is_null, latent_timesteps, hypotheses of `forward`.
+            batch: B, without latents.
+            caches: nothing more is computed (a place that PlainTransformer has).
+
+        Raises:
+            ValueError: shapes that do not fit the config.
+        """
+        config, device = self.config, self.latent_mean.device
+        if latents is None:
+            dtype = None if config.num_codes is None else torch.int64
+            latents = torch.zeros(batch, config.num_latents, config.latent_dim, device=device, dtype=dtype)
+            is_null = _all_true(latents)
+        points = latents[:, None] if latents.dim() == 2 else latents
+        self.check_latents(points)
+        if config.scale_noisy_latents and timesteps is not None:
+            points = points * torch.cos(0.5 * math.pi * timesteps)[:, None, None].to(points.dtype)
+        if config.num_codes is None:
+            points = points.to(self.text_encoder.null_text.dtype)
+        if self.hypothesis_encoder is None:
+            return EncodedLatent(*self.latent_encoder(points, is_null))
+        return EncodedLatent(*self.hypothesis_encoder.latents_beside(self.latent_encoder, points, is_null, hypotheses))
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -136,6 +161,7 @@ class MultimodalMMDiT(LatentTransformer):
         dropout_keys: Tensor | None = None,
         draft_swaps: Tensor | None = None,
         hypotheses: Hypotheses | None = None,
+        encoded: EncodedLatent | None = None,
         codes: CodeTargets | None = None,
     ) -> dict[str, Tensor]:
         """Joint forward pass.
@@ -159,6 +185,7 @@ class MultimodalMMDiT(LatentTransformer):
             draft_swaps: int64, with text_targets and model.quality_head: also judge the text with the most probable
                 tokens at the scored positions, and these where they are not -1. [B, S]
             hypotheses: earlier texts for the latents (model.corrector). codes: which codes to score, see CodeTargets.
+            encoded: result of `encode_latents` in place of latents: only text_* is returned, given text_positions.
 
         Returns:
             latent_pred: [B, P * D] or [B, N, P * D], as `latents` ([B, P * D] when None); P: latent_predictions. Of a
@@ -177,10 +204,12 @@ class MultimodalMMDiT(LatentTransformer):
             raise ValueError("forward needs text_tokens or latents")
         rows = self._run(
             text_tokens, latents, text_timesteps, latent_timesteps, attention_mask, text_is_null, latent_is_null,
-            token_positions, text_positions, dropout_keys, hypotheses,
+            token_positions, text_positions, dropout_keys, hypotheses, encoded,
         )  # fmt: skip
-        out = latent_outputs(self.latent_head, rows.latent, rows.condition, latents, codes)
-        out["length_logits"] = self.length_head(self._pooled_condition(rows.pooled, latent_timesteps)).float()
+        out = {}
+        if encoded is None:
+            out = latent_outputs(self.latent_head, rows.latent, rows.condition, latents, codes)
+            out["length_logits"] = self.length_head(self._pooled_condition(rows.pooled, latent_timesteps)).float()
         if text_tokens is None:
             return out
         out |= self.text_head(rows.text, rows.sample, rows.condition, text_targets, text_weights, text_candidates)
@@ -188,8 +217,7 @@ class MultimodalMMDiT(LatentTransformer):
             out["text_logits"] = out["text_logits"].view(*text_tokens.shape, -1)
         if draft_swaps is not None:
             clean, draft = self._drafts(rows, text_tokens, text_positions, text_targets, draft_swaps)
-            every = torch.arange(draft.numel(), device=draft.device)
-            judged = every if token_positions is None else token_positions
+            judged = torch.arange(draft.numel(), device=draft.device) if token_positions is None else token_positions
             out["quality_logits"] = self.quality_logits(
                 draft, latents, latent_timesteps, attention_mask, judged, text_is_null, latent_is_null,
                 token_positions, dropout_keys,
@@ -228,7 +256,7 @@ class MultimodalMMDiT(LatentTransformer):
         self, text_tokens: Tensor | None, latents: Tensor | None, text_timesteps: Tensor | None,
         latent_timesteps: Tensor | None, attention_mask: Tensor | None, text_is_null: Tensor | None,
         latent_is_null: Tensor | None, token_positions: Tensor | None, text_positions: Tensor | None,
-        dropout_keys: Tensor | None, hypotheses: Hypotheses | None = None,
+        dropout_keys: Tensor | None, hypotheses: Hypotheses | None = None, encoded: EncodedLatent | None = None,
     ) -> _LastRows:  # fmt: skip
         """All of `forward` but its heads."""
         given = latents if text_tokens is None else text_tokens
@@ -236,9 +264,13 @@ class MultimodalMMDiT(LatentTransformer):
         if text_tokens is None:
             tokens = torch.full((len(given), 1), self.config.pad_token_id, dtype=torch.int64, device=given.device)
             text_is_null, key_is_null, attention_mask = _all_true(given), None, None
-        points = self._check_shapes(tokens, latents)
-        latent_is_null = _all_true(given) if latents is None else latent_is_null
-        latent, pooled = self._encode_latents(points, latent_timesteps, latent_is_null, hypotheses)
+        self.check_length(tokens)
+        is_text_alone = encoded is not None
+        if encoded is None:
+            encoded = self.encode_latents(
+                latents, latent_is_null, len(tokens), timesteps=latent_timesteps, hypotheses=hypotheses
+            )
+        latent, pooled = encoded.tokens, encoded.pooled
         condition = nn.functional.silu(self._condition(pooled, text_timesteps, latent_timesteps))
         selects = text_positions is not None  # without them all logits are computed, those of padding included
         packed, packing = self._pack(tokens, latent, attention_mask, key_is_null, token_positions, selects)
@@ -254,41 +286,16 @@ class MultimodalMMDiT(LatentTransformer):
             )
         outputs = packing  # of the rows that a head reads
         if text_tokens is None or selects:
-            outputs = packing.restrict_to(_text_rows(packing, packed, None if text_tokens is None else text_positions))
+            read = packing.first_rows[:0] if text_tokens is None else rows_of_positions(text_positions, packed)
+            outputs = packing.restrict_to(read, with_latents=not is_text_alone)
         dropout = self._dropout(dropout_keys, packed, tokens.shape[1], packing)
         rows = self._run_blocks(torch.cat([text, latent.flatten(0, 1)]), condition, packing, outputs, dropout)
         text_rows, latent_rows = rows.tensor_split(outputs.stream_ends[:-1])
-        latent_rows = latent_rows.view(*latent.shape[:2], -1)
-        if self.hypothesis_encoder is not None:
-            latent_rows = latent_rows[:, : latent.shape[1] // 2]
+        if not is_text_alone:
+            latent_rows = latent_rows.view(*latent.shape[:2], -1)
+            if self.hypothesis_encoder is not None:
+                latent_rows = latent_rows[:, : latent.shape[1] // 2]
         return _LastRows(text_rows, outputs.sample[: outputs.num_text], latent_rows, condition, pooled)
-
-    def _encode_latents(
-        self, points: Tensor, timesteps: Tensor | None, is_null: Tensor | None, hypotheses: Hypotheses | None
-    ) -> tuple[Tensor, Tensor]:
-        """[B, N, D] -> tokens [B, N * K, H], pooled [B, C]."""
-        if self.config.scale_noisy_latents and timesteps is not None:
-            points = points * torch.cos(0.5 * math.pi * timesteps)[:, None, None].to(points.dtype)
-        if self.config.num_codes is None:
-            points = points.to(self.text_encoder.null_text.dtype)
-        if self.hypothesis_encoder is None:
-            return self.latent_encoder(points, is_null)
-        return self.hypothesis_encoder.latents_beside(self.latent_encoder, points, is_null, hypotheses)
-
-    def _check_shapes(self, tokens: Tensor, latents: Tensor | None) -> Tensor:
-        """The latents as [B, N, D]; zeros if there are none.
-
-        Raises:
-            ValueError: shapes that do not fit the config.
-        """
-        config = self.config
-        self.check_length(tokens)
-        if latents is None:
-            dtype = None if config.num_codes is None else torch.int64
-            return torch.zeros(len(tokens), config.num_latents, config.latent_dim, device=tokens.device, dtype=dtype)
-        points = latents[:, None] if latents.dim() == 2 else latents
-        self.check_latents(points)
-        return points
 
     def _condition(self, pooled: Tensor, text_timesteps: Tensor | None, latent_timesteps: Tensor | None) -> Tensor:
         """[B, C] sum of both timesteps' embeddings and the pooled latent."""
@@ -388,10 +395,3 @@ class MultimodalMMDiT(LatentTransformer):
 def _all_true(given: Tensor) -> Tensor:
     """[B] for given [B, ...]."""
     return torch.ones(len(given), dtype=torch.bool, device=given.device)
-
-
-def _text_rows(packing: Packing, packed: Tensor | None, positions: Tensor | None) -> Tensor:
-    """[M] rows of positions in B * S, all of which must be packed (None: all are); of no positions, [0]."""
-    if positions is None:
-        return packing.first_rows[:0]
-    return rows_of_positions(positions, packed)

@@ -70,16 +70,17 @@ class Packing(NamedTuple):
         """Number of text rows, N."""
         return self.stream_ends[0]
 
-    def restrict_to(self, text_rows: Tensor) -> Packing:
-        """The packing of the rows that the heads read: text_rows [M], then all latent rows.
+    def restrict_to(self, text_rows: Tensor, with_latents: bool = True) -> Packing:
+        """The packing of the rows that the heads read: text_rows [M], then all latent rows or none.
 
         What describes attention's inputs (order, rotation, first_rows, ...) stays that of all rows.
         """
-        num_text, num_rows = text_rows.shape[0], self.modulation_index.shape[0]
-        latent_rows = torch.arange(self.num_text, num_rows, device=text_rows.device)
-        kept = torch.cat([text_rows, latent_rows])
+        num_text, kept = text_rows.shape[0], text_rows
+        if with_latents:
+            latent_rows = torch.arange(self.num_text, self.modulation_index.shape[0], device=text_rows.device)
+            kept = torch.cat([text_rows, latent_rows])
         index, one_hot = self.modulation_index.index_select(0, kept), self.modulation_one_hot
-        ends = (num_text, num_text + num_rows - self.num_text)
+        ends = (num_text, kept.shape[0])
         return self._replace(
             stream_ends=ends,
             sample=self.sample.index_select(0, kept),

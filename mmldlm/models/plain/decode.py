@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mmldlm.models.latent_transformer import EncodedLatent
 from mmldlm.models.plain.block import KeysValues
-from mmldlm.models.plain.encoders import EncodedLatent
 from mmldlm.models.plain.layout import Layout, rotations
 from mmldlm.models.plain.model import PlainTransformer
 

@@ -2,35 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 
 from mmldlm.models.mmdit.null_condition import apply_null_condition
-from mmldlm.models.plain.block import KeysValues
-
-
-class EncodedLatent(NamedTuple):
-    """A latent as the blocks read it; it does not change during sampling, so it is computed once.
-
-    Attributes:
-        tokens: chunk tokens; None without them. [B, M, H]
-        pooled: pooled latent; None without one. [B, C]
-        keys_values: of each block's cross-attention; None: not computed yet.
-    """
-
-    tokens: Tensor | None = None
-    pooled: Tensor | None = None
-    keys_values: tuple[KeysValues, ...] | None = None
-
-    def select(self, rows: Tensor) -> EncodedLatent:
-        """That of the samples rows [B'] int64."""
-        keys_values = self.keys_values
-        if keys_values is not None:
-            keys_values = tuple((key.index_select(0, rows), value.index_select(0, rows)) for key, value in keys_values)
-        tokens, pooled = (None if x is None else x.index_select(0, rows) for x in (self.tokens, self.pooled))
-        return EncodedLatent(tokens, pooled, keys_values)
 
 
 class LatentTokens(nn.Module):

@@ -8,12 +8,12 @@ from torch.utils.checkpoint import checkpoint
 
 from mmldlm.models.dropout import RowDropout
 from mmldlm.models.embedding import embedding
-from mmldlm.models.latent_transformer import LatentTransformer, rows_of_positions
+from mmldlm.models.latent_transformer import EncodedLatent, LatentTransformer, rows_of_positions
 from mmldlm.models.layers import Modulation, TimestepEmbedding, compute_dtype, has_no_hooks
 from mmldlm.models.linear_cross_entropy import Candidates
 from mmldlm.models.plain.block import PlainBlock
 from mmldlm.models.plain.config import PlainConfig
-from mmldlm.models.plain.encoders import EncodedLatent, LatentTokens, PooledLatent
+from mmldlm.models.plain.encoders import LatentTokens, PooledLatent
 from mmldlm.models.plain.head import LogitsFunction, PlainTextHead
 from mmldlm.models.plain.layout import Layout, lay_out, row_positions
 

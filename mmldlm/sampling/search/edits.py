@@ -83,7 +83,8 @@ class Editor:
     def __init__(self, pretrained: Pretrained, latents: torch.Tensor, cost: SamplingCost, batch_tokens: int = 4096):
         self._pretrained, self._cost, self._batch_tokens = pretrained, cost, batch_tokens
         model = pretrained.model
-        self._latents = model.scale_latents(latents.to(device_of(model)))
+        with torch.inference_mode():
+            self._encoded = model.encode_latents(model.scale_latents(latents.to(device_of(model))))
         self.estimates_shifts = estimates_embeddings(pretrained)
 
     @property
@@ -134,15 +135,16 @@ class Editor:
         numbers = len(masked)
         read = _Read(np.empty((numbers, count), dtype=np.int64), np.empty((numbers, count)), np.empty(numbers))
         lengths = [len(text) + 1 for text in masked]
-        device = self._latents.device
+        device = device_of(pretrained.model)
         for batch in token_budget_batches(lengths, self._batch_tokens):
             rows = batch.tolist()
             ids, real = pad_texts([masked[row] for row in rows], config.eos_token_id, config.pad_token_id, device)
             positions = torch.tensor([i * ids.shape[1] + places[row] for i, row in enumerate(rows)], device=device)
             share = torch.tensor([1 / lengths[row] for row in rows], dtype=torch.float64, device=device)
+            own = torch.tensor([owners[row] for row in rows], device=device)
             logits = pretrained.model(
-                ids, self._latents[[owners[row] for row in rows]], pretrained.text_diffusion.timestep_of(share).float(),
-                None, real, text_positions=positions,
+                ids, None, pretrained.text_diffusion.timestep_of(share).float(), None, real, text_positions=positions,
+                encoded=self._encoded.select(own),
             )["text_logits"]  # fmt: skip
             logits[:, [config.mask_token_id, config.pad_token_id, config.eos_token_id]] = float("-inf")
             values = logits.log_softmax(-1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from mmldlm.sampling.device import device_of
 from mmldlm.utils.counter_rng import Stream, normals
 
 if TYPE_CHECKING:
-    from mmldlm.models.plain.encoders import EncodedLatent
+    from mmldlm.models.latent_transformer import EncodedLatent
     from mmldlm.sampling.text.state import DecodingState
 
 
@@ -40,22 +40,19 @@ class Denoiser:
         hypotheses: Hypotheses | None = None,
     ):
         self.model, self.times, self.num_rows, self.num_scored = model, times, 0, 0
-        self.latents: Tensor | None = None
         self.encoded: EncodedLatent | None = None
         self.hypotheses = None if hypotheses is None else in_model_space(hypotheses, model)
-        if times is not None:
-            self.latents = latents
+        more: dict[str, Any] = {} if hypotheses is None else {"hypotheses": self.hypotheses}
+        if latents is not None and times is not None:
+            self.encoded = model.encode_latents(latents, timesteps=times, caches=True, **more)
         elif latents is not None:
             given = model.scale_latents(latents.to(device_of(model)))
-            if hasattr(model, "encode_latents"):
-                self.encoded = model.encode_latents(given, caches=True)
-            else:
-                self.latents = given
+            self.encoded = model.encode_latents(given, caches=True, **more)
 
     @property
     def has_latents(self) -> bool:
         """Whether there is a condition."""
-        return self.latents is not None or self.encoded is not None
+        return self.encoded is not None
 
     def __call__(self, state: DecodingState, timesteps: Tensor, positions: Tensor, *, null: bool = False) -> Tensor:
         """Return logits [M, V] at positions [M] of B * S.
@@ -73,18 +70,19 @@ class Denoiser:
         def select(values: Tensor | None) -> Tensor | None:
             return values if values is None or everything else values[rows]
 
-        latents = times = None
-        if not null:
-            latents, times = select(self.latents), select(self.times)
-            if self.encoded is not None:
-                more["encoded"] = self.encoded if everything else self.encoded.select(rows)
+        times = None
+        if null or self.encoded is None:
+            more["encoded"] = self.model.encode_latents(None, batch=len(rows))
+        else:
+            times = select(self.times)
+            more["encoded"] = self.encoded if everything else self.encoded.select(rows)
             if self.hypotheses is not None:
                 own = Hypotheses(*map(select, self.hypotheses))
                 end = width - own.tokens.shape[1]  # negative: cut, as in training
                 more["hypotheses"] = own._replace(
                     tokens=nn.functional.pad(own.tokens, (0, end), value=self.model.config.pad_token_id)
                 )
-        given = select(state.tokens), latents, select(timesteps), times, select(state.real)
+        given = select(state.tokens), None, select(timesteps), times, select(state.real)
         active = row_index * width + positions % width
         return self.model(*given, text_positions=active, **more)["text_logits"]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mmldlm.data.encoders.encoder import token_budget_batches
 from mmldlm.diffusion.gidd import self_correct
 from mmldlm.diffusion.process import DivergenceProcess
-from mmldlm.models.plain.encoders import EncodedLatent
+from mmldlm.models.latent_transformer import EncodedLatent
 from mmldlm.sampling.device import device_of
 from mmldlm.sampling.text.draw import check_finite
 from mmldlm.sampling.text.length_rule import predict_lengths

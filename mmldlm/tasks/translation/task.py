@@ -114,7 +114,11 @@ class TranslationTask(MaskedTextTask):
         )  # fmt: skip
 
     def pass_flops(self, model_config: Any, length: float, scored: float) -> float:
-        return costs.step_flops(model_config, [length], scored).forward
+        flops = costs.step_flops(model_config, [length], scored)
+        return flops.text_alone if scored else flops.forward
+
+    def encoding_flops(self, model_config: Any) -> float:
+        return costs.step_flops(model_config, [1], 0).latent_inputs
 
     def describe(self, config: TranslationConfig) -> str:
         shift = config.latent_diffusion.timestep_shift

@@ -10,6 +10,7 @@ import torch
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.masked import SCHEDULES
 from mmldlm.errors import MmldlmError
+from mmldlm.models.latent_transformer import EncodedLatent
 from mmldlm.models.mmdit.config import ModelConfig
 from mmldlm.sampling.text.draw import DrawSettings, draw_tokens
 from mmldlm.sampling.text.length_rule import choose_lengths
@@ -204,6 +205,9 @@ def test_presence_penalty_takes_what_is_there_already_off_the_table():
 
         def scale_latents(self, latents):
             return latents
+
+        def encode_latents(self, latents, **_):
+            return EncodedLatent(latents)
 
         def forward(self, tokens, latents, text_t, latent_t, mask, *, text_positions, **_):
             logits = torch.tensor([0.0, 0, 0, 0, 5.0, 4.5, 4.0, 0]).repeat(len(text_positions), 1)
