@@ -3,17 +3,17 @@
     python benchmarks/inversion.py [--data STORE] [--quick | --full] [--runs FOLDER] [--samples N]
                                    [--plot FILE.png] [--tables FILE] [--json FILE]
 
-Three models of equal width and depth (about equal FLOPs a text token) train on the same batches, each with the best
-of two optimizers at two rates: an autoregressive one (the latent as a prefix), the MMDiT in mode l2t, and the MMDiT in
-both modes, whose own estimate of embeddings guides the local search. Three more go on from the last one, for as many
-steps again: one learns to correct the texts that it wrote, one does so without seeing their embeddings (the ablation),
-and one trains on as before, which is what correction is compared with. Then each writes the same unseen sentences in
-several ways: fewer and more passes, adaptive samplers, beam, best of 16, local search, rounds of correction. Every way
-is listed with its passes one after the other, its FLOPs (those of the encoder included) and its calls of the encoder,
-beside floors. No way reads the sentence or its length.
+Three models of equal width and depth (about equal FLOPs a text token) train on the same batches from the encoder's
+token embeddings, each with the best of Muon and AdamW at several rates: an autoregressive one (the latent as a prefix),
+the MMDiT in mode l2t, and the MMDiT in both modes, whose own estimate of embeddings guides the local search. Three more
+go on from the last one, for as many steps again: one learns to correct the texts that it wrote, one does so without
+seeing their embeddings (the ablation), and one trains on as before, which is what correction is compared with. Then
+each writes the same unseen sentences in several ways: fewer and more passes, adaptive samplers, beam, best of 16, local
+search, rounds of correction. Every way is listed with its passes one after the other, its FLOPs (those of the encoder
+included) and its calls of the encoder, beside floors. No way reads the sentence or its length.
 
 --quick shows that it runs and says nothing of quality. --full has three seeds and all sentences. --runs keeps the
-trainings in a folder, or takes over those that it has (also from baselines.py: OUT/equal_flops).
+trainings in a folder, or takes over those that it has.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from _inversion import (
     ONE_BY_ONE,
     OPTIMIZERS,
     SEARCHED,
+    START,
     SWEEP_SHARE,
     TRAINED,
     WAYS,
@@ -61,36 +62,29 @@ BLEU_WITHIN = 0.5  # points of one token a pass, to count as equal
 LOCAL, GREEDY, AR = "mmdit_both local search", "mmdit_both greedy", "AR greedy"
 
 
-def optimizer_words(kind: str, scale: Scale) -> list[str]:
-    """Arguments of an optimizer; Muon orthogonalizes blocks of the width of a head, as in the quickstart."""
+def arm_words(arm: Arm, kind: str, scale: Scale, store: str) -> list[str]:
+    """Arguments of an arm's training; Muon orthogonalizes blocks of the width of a head, as in the quickstart."""
     blocks = [f"optimizer.muon_block_rows={scale.width // scale.heads}"] if kind == "muon" else []
-    return [f"optimizer.kind={kind}", *blocks]
+    return [*arm.words(scale), *START, f"optimizer.kind={kind}", *blocks, f"data.latent_data_root={store}"]
 
 
-def best_optimizer(arm: Arm, scale: Scale, store: str, folder: Path) -> tuple[str, float]:
-    """The kind and rate of OPTIMIZERS with the lowest validation NELBO or NLL after a part of the steps."""
-    found = {}
-    for kind, rate in OPTIMIZERS:
-        name = f"{arm.name}_{kind}_{rate:g}"
-        words = [*arm.words(scale), *optimizer_words(kind, scale)]
-        words += [*length_words(max(scale.steps // SWEEP_SHARE, 1), rate, 0), f"data.latent_data_root={store}"]
-        if not (folder / name / "latest").exists():
-            train(words, folder, name)
-        record = json.loads((folder / name / "eval_log.jsonl").read_text().splitlines()[-1])
-        found[kind, rate] = next(record[key] for key in ("l2t_nelbo", "l2t_nll") if key in record)
-    return min(found, key=lambda choice: found[choice])
+def try_optimizer(arm: Arm, kind: str, rate: float, scale: Scale, store: str, folder: Path) -> float:
+    """Train an arm for a part of the steps, unless the folder has it; return its validation NELBO or NLL."""
+    name = f"{arm.name}_{kind}_{rate:g}"
+    if not (folder / name / "latest").exists():
+        lengths = length_words(max(scale.steps // SWEEP_SHARE, 1), rate, 0)
+        train([*arm_words(arm, kind, scale, store), *lengths], folder, name)
+    record = json.loads((folder / name / "eval_log.jsonl").read_text().splitlines()[-1])
+    return next(record[key] for key in ("l2t_nelbo", "l2t_nll") if key in record)
 
 
-def train_arm(number: int, scale: Scale, store: str, folder: Path) -> None:
-    """Train an arm of TRAINED with every seed whose run the folder does not have."""
-    arm = TRAINED[number]
-    missing = [seed for seed in scale.seeds if not (folder / f"{arm.name}_seed_{seed}" / "latest").exists()]
-    if not missing:
+def train_arm(arm: Arm, seed: int, scale: Scale, store: str, folder: Path) -> None:
+    """Train an arm with the best of OPTIMIZERS, unless the folder has it."""
+    name = f"{arm.name}_seed_{seed}"
+    if (folder / name / "latest").exists():
         return
-    kind, rate = best_optimizer(arm, scale, store, folder)
-    for seed in missing:
-        words = [*arm.words(scale), *optimizer_words(kind, scale), *length_words(scale.steps, rate, seed)]
-        train([*words, f"data.latent_data_root={store}"], folder, f"{arm.name}_seed_{seed}")
+    kind, rate = min(OPTIMIZERS, key=lambda one: try_optimizer(arm, *one, scale, store, folder))
+    train([*arm_words(arm, kind, scale, store), *length_words(scale.steps, rate, seed)], folder, name)
 
 
 def write_hypotheses(seed: int, scale: Scale, store: str, folder: Path, number: int) -> None:
@@ -107,18 +101,16 @@ def write_hypotheses(seed: int, scale: Scale, store: str, folder: Path, number: 
 
 
 def train_further(further: Further, seed: int, scale: Scale, store: str, folder: Path) -> None:
-    """Go on from `mmdit_both`, with its optimizer."""
+    """Go on from `mmdit_both`, with its config."""
     name, base = f"{further.name}_seed_{seed}", folder / f"mmdit_both_seed_{seed}"
     if (folder / name / "latest").exists():
         return
-    both = next(arm for arm in TRAINED if arm.name == "mmdit_both")
-    words = [word for word in both.words(scale) if "loss_type_weights" not in word]
-    optimizer = yaml.safe_load((base / "config.yaml").read_text())["optimizer"]
-    words += [*optimizer_words(optimizer["kind"], scale), *length_words(scale.steps, optimizer["lr"], seed)]
-    words += [*further.own, FURTHER_MODES, "training.freeze=none"]
+    config = base / "config.yaml"
+    words = ["--config", str(config), f"training.init_from={base}", *further.own, FURTHER_MODES]
+    words += length_words(scale.steps, yaml.safe_load(config.read_text())["optimizer"]["lr"], seed)
     if further.corrects:
         words.append(f"data.hypotheses={folder / f'hypotheses_seed_{seed}'}")
-    train([*words, f"data.latent_data_root={store}", f"training.init_from={base}"], folder, name)
+    train([*words, f"data.latent_data_root={store}"], folder, name)
 
 
 def train_all(scale: Scale, store: str, folder: Path, workers: int, hypotheses: int) -> None:
@@ -127,7 +119,8 @@ def train_all(scale: Scale, store: str, folder: Path, workers: int, hypotheses: 
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=spawn) as pool:
         rounds = (
-            [(train_arm, k, scale, store, folder) for k in range(len(TRAINED))],
+            [(try_optimizer, arm, *one, scale, store, folder) for arm in TRAINED for one in OPTIMIZERS],
+            [(train_arm, arm, seed, scale, store, folder) for arm in reversed(TRAINED) for seed in scale.seeds],
             [(write_hypotheses, seed, scale, store, folder, hypotheses) for seed in scale.seeds],
             [(train_further, further, seed, scale, store, folder) for seed in scale.seeds for further in FURTHER],
         )

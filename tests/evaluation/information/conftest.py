@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from mmldlm.models.latent_transformer import EncodedLatent
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.tasks.translation.config import TextDiffusionConfig
 from tests.support.toy_text import toy_law
@@ -34,6 +35,9 @@ class Toy(nn.Module):
     def scale_latents(self, latents: Tensor) -> Tensor:
         return latents
 
+    def encode_latents(self, latents: Tensor | None, **_) -> EncodedLatent:
+        return EncodedLatent(latents)
+
     def log_probabilities(self, tokens: Tensor) -> Tensor:
         """log p(x_i | the tokens that stand) [B, S, 6]."""
         state = torch.full_like(tokens, MASK) if self.context_free else tokens
@@ -47,8 +51,9 @@ class Toy(nn.Module):
 
     def forward(
         self, tokens, latents=None, t=None, latent_t=None, mask=None, *,
-        text_positions=None, text_targets=None, text_weights=None,
+        text_positions=None, text_targets=None, text_weights=None, encoded=None,
     ):  # fmt: skip
+        latents = latents if encoded is None else encoded.tokens
         out = {"length_logits": torch.zeros(len(tokens if tokens is not None else latents), LENGTH)}
         if tokens is None or text_positions is None or len(text_positions) == 0:
             return out
