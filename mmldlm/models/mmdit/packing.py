@@ -16,8 +16,8 @@ from torch import Tensor
 from mmldlm.models.layers import cache_tensor, rotary_table
 
 QK_EPS = 1e-6
-# Below this fraction of real positions, attention runs sample by sample (or over ragged rows on a GPU) instead of over
-# a rectangle with a mask.
+# Below this fraction of real positions, attention runs over samples of equal length (or over ragged rows on a GPU)
+# instead of over a rectangle with a mask.
 RECTANGLE_FILL = 0.9
 
 
@@ -32,7 +32,8 @@ class Packing(NamedTuple):
         modulation_index: row of the modulation table [T * B, ...] for each row: T * sample + stream. [R]
         modulation_one_hot: ones where a row uses a row of the table; None on a CPU in fp32. [T * B, R]
         zeros: [T * B, 1].
-        order: row at each attention position (sample by sample, text before latent tokens). [P]
+        order: row at each attention position (sample by sample, text before latent tokens; with `runs` the shortest
+            samples first). [P]
         inverse_order: attention position of each row. [R]
         rotation: rotary cos and sin of the first rows, of the turn and of its inverse, at least fp32; of the N text
             rows, or of all R where latents have places (`PackingShape.places`). [N or R, 2, head_dim / 2, 2]
@@ -40,7 +41,7 @@ class Packing(NamedTuple):
         eps: what the length of a query or key is extended by, as the other side of a right angle. [1]
         group_offsets: stream_ends as int32, where grouped products are used (CPU); else None. [T]
         key_mask: keys that may be attended to, None when all may. [B, 1, 1, S + L]
-        lengths: number of rows per sample, where attention runs sample by sample (CPU); else None.
+        runs: (rows of a sample, samples of that many), where attention runs once for each (CPU); else None.
         starts: int32 first position of each sample, where attention runs over ragged rows (GPU); else None. [B + 1]
         batch: B.
         longest: S + L.
@@ -59,7 +60,7 @@ class Packing(NamedTuple):
     eps: Tensor
     group_offsets: Tensor | None
     key_mask: Tensor | None
-    lengths: tuple[int, ...] | None
+    runs: tuple[tuple[int, int], ...] | None
     starts: Tensor | None
     batch: int
     longest: int
@@ -142,8 +143,8 @@ def pack(positions: Tensor | None, mask: Tensor | None, shape: PackingShape, rag
         positions: indices into B * S of the text rows, ascending, at least one per sample; None: all of them. [N]
         mask: bool, text keys that may be attended to; None: all. With positions, it must name just those. [B, S]
         shape: of the batch.
-        ragged: with positions, how attention leaves padding out: "loop" (sample by sample, which reads the lengths on
-            the host), "varlen" (one kernel over ragged rows), None (a rectangle with the mask).
+        ragged: with positions, how attention leaves padding out: "loop" (over samples of equal length, which reads the
+            lengths on the host), "varlen" (one kernel over ragged rows), None (a rectangle with the mask).
     """
     if positions is None:
         dense = _pack_dense(shape)
@@ -155,7 +156,7 @@ def pack(positions: Tensor | None, mask: Tensor | None, shape: PackingShape, rag
     latent_sample = torch.arange(batch, device=device).repeat_interleave(latents, output_size=batch * latents)
     sample = torch.cat([row, latent_sample])
     first_rows = torch.searchsorted(positions, torch.arange(0, batch * length, length, device=device))
-    lengths = starts = key_mask = None
+    runs = starts = key_mask = None
     if ragged is None:
         # A rectangle: position b * (S + L) + s for text, then the latent tokens.
         inverse_order = sample * width
@@ -167,15 +168,17 @@ def pack(positions: Tensor | None, mask: Tensor | None, shape: PackingShape, rag
         order = order.index_copy(0, inverse_order, torch.arange(len(inverse_order), device=device))
         key_mask = None if mask is None else _key_mask(mask, latents)
     else:
-        order = sample.argsort(stable=True)
-        inverse_order = order.argsort()
         counts = torch.zeros(batch, dtype=torch.int64, device=device).index_add_(0, row, torch.ones_like(row)) + latents
         if ragged == "loop":
-            lengths = tuple(map(int, counts.numpy()))  # a CPU tensor: no device to wait for
+            order = (counts * batch).index_select(0, sample).add_(sample).argsort(stable=True)
+            found, numbers = counts.unique(return_counts=True)  # a CPU tensor: no device to wait for
+            runs = tuple(zip(found.tolist(), numbers.tolist()))
         else:
+            order = sample.argsort(stable=True)
             starts = F.pad(counts.cumsum(0), (1, 0)).int()
+        inverse_order = order.argsort()
     packing = _build(sample, num_text, inverse_order, order, offset, first_rows, shape)
-    return packing._replace(key_mask=key_mask, lengths=lengths, starts=starts)
+    return packing._replace(key_mask=key_mask, runs=runs, starts=starts)
 
 
 def _pack_dense(shape: PackingShape) -> Packing:
@@ -216,7 +219,7 @@ def _build(
         eps=torch.full((1,), (head_dim * QK_EPS) ** 0.5, dtype=exact, device=device),
         group_offsets=torch.tensor(ends, dtype=torch.int32, device=device) if on_cpu else None,
         key_mask=None,
-        lengths=None,
+        runs=None,
         starts=None,
         batch=batch,
         longest=length + latents,
@@ -325,10 +328,17 @@ def attend(qkv: Tensor, packing: Packing, scale: float | None = None) -> Tensor:
         longest = packing.longest
         mixed = varlen_attn(*qkv.unbind(1), packing.starts, packing.starts, longest, longest, scale=scale)
         return mixed.flatten(1)
-    if packing.lengths is not None:
-        samples = zip(*(part.transpose(0, 1)[None].split(packing.lengths, dim=2) for part in qkv.unbind(1)))
-        mixed = [F.scaled_dot_product_attention(*sample, scale=scale) for sample in samples]
-        return torch.cat([part[0].transpose(0, 1) for part in mixed]).flatten(1)
-    query, key, value = (part.unflatten(0, (packing.batch, -1)).transpose(1, 2) for part in qkv.unbind(1))
-    mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=packing.key_mask, scale=scale)
+    if packing.runs is not None:
+        sizes = [length * number for length, number in packing.runs]
+        mixed = [
+            _attend_rectangle(part, number, None, scale) for part, (_, number) in zip(qkv.split(sizes), packing.runs)
+        ]
+        return torch.cat(mixed)
+    return _attend_rectangle(qkv, packing.batch, packing.key_mask, scale)
+
+
+def _attend_rectangle(qkv: Tensor, batch: int, key_mask: Tensor | None, scale: float | None) -> Tensor:
+    """[B * S, 3, heads, head_dim] of samples of equal length -> [B * S, heads * head_dim]."""
+    query, key, value = (part.unflatten(0, (batch, -1)).transpose(1, 2) for part in qkv.unbind(1))
+    mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=key_mask, scale=scale)
     return mixed.transpose(1, 2).flatten(0, 1).flatten(1)

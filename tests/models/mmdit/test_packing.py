@@ -8,7 +8,7 @@ import torch
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
 from mmldlm.models.mmdit.config import ModelConfig
-from mmldlm.models.mmdit.packing import PackingShape, pack
+from mmldlm.models.mmdit.packing import PackingShape, attend, pack
 from tests.models.mmdit.test_fused_block import CASES, RELATIVE, batch, gradients, largest_error, make
 from tests.models.reference_mmdit import rotary, use_reference_blocks
 
@@ -81,3 +81,17 @@ def test_it_needs_places_and_heads_of_two_axes():
         ModelConfig(hidden_size=36, n_heads=6, **settings)
     with pytest.raises(ValueError, match="corrector"):
         ModelConfig(**settings, corrector="blind")
+
+
+def test_samples_of_equal_length_attend_together_and_as_in_a_rectangle():
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0], [1, 1, 1]]).bool()
+    positions = mask.flatten().nonzero()[:, 0]
+    shape = PackingShape(4, 3, 2, 4, torch.float64, torch.device("cpu"))
+    ragged, rectangle = pack(positions, mask, shape, "loop"), pack(positions, mask, shape)
+    assert ragged.runs == ((3, 1), (4, 1), (5, 2))  # with two latent tokens each
+    torch.manual_seed(0)
+    rows = torch.randn(len(positions) + 8, 3, 2, 4, dtype=torch.float64)
+    found, expected = (
+        attend(rows.index_select(0, one.order), one).index_select(0, one.inverse_order) for one in (ragged, rectangle)
+    )
+    torch.testing.assert_close(found, expected)
