@@ -70,13 +70,15 @@ class Way:
 
 
 ONE_BY_ONE = "mmdit one token a pass"
-PASSES, SEARCHED, CORRECTED = (1, 2, 3, 4, 5, 6, 8), (8, 16, 64), (1, 4, 16)
-"""Passes of confidence; calls of the encoder that local searches may make; rounds of correction."""
+PASSES, SPACED, SEARCHED, CORRECTED = (1, 2, 3, 4, 5, 6, 8), (3, 4), (8, 16, 64), (1, 4, 16)
+"""Passes of confidence, and of those that fill no neighbors at once; calls of the encoder that local searches may make;
+rounds of correction."""
 WAYS = (
     Way("AR greedy", "ar_prefix", "greedy"),
     Way("AR beam 4", "ar_prefix", "beam", {"num_beams": 4}),
     Way("AR best of 16", "ar_prefix", None, {"search": "best_of", "num_candidates": 16}),
     *(Way(f"mmdit confidence {n}", "mmdit", "confidence", {"num_steps": n}) for n in PASSES),
+    *(Way(f"mmdit confidence {n}, spaced", "mmdit", "confidence", {"num_steps": n, "spacing": 2}) for n in SPACED),
     Way(ONE_BY_ONE, "mmdit", "confidence", {"num_steps": 10_000}),
     Way("mmdit threshold", "mmdit", "threshold"),
     Way("mmdit factor", "mmdit", "factor"),
