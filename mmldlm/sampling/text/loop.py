@@ -96,7 +96,7 @@ def sample_text(
     condition_timestep: float = 0.0,
     seed: int = 0,
     indices: Sequence[int] | None = None,
-    batch_tokens: int = 1536,
+    batch_tokens: int = 4096,
     progress: Callable[[int, int], None] | None = None,
     recorder: Recorder | None = None,
     with_log_probabilities: bool = False,
