@@ -127,7 +127,7 @@ class MaskedTextTask(TextTask):
     def pass_flops(self, model_config: Any, length: float, scored: float) -> float:
         """Return the forward FLOPs of a pass for one text of `length` tokens (EOS counted), `scored` of them.
 
-        Latents are encoded before (`encoding_flops`) where text is scored, and anew where none is.
+        Latents are encoded before (`encoding_flops`) where text is scored, and in each pass where none is.
         """
 
     def encoding_flops(self, model_config: Any) -> float:

@@ -170,8 +170,7 @@ class MultimodalMMDiT(LatentTransformer):
             text_tokens: int64, S <= max_seq_len. None: latent-only, with the learned null text. [B, S]
             latents: in model space (`scale_latents`). None: text-only, with the learned null latent. [B, D] or
                 [B, N, D]; of a model of codes (model.num_codes) their ids, int64, num_codes for [MASK]. [B, N, 1]
-            text_timesteps: in [0, 1], 0 clean, 1 fully masked. None: 0. [B]
-            latent_timesteps: in [0, 1], 0 clean, 1 pure noise. None: 0. [B]
+            text_timesteps, latent_timesteps: in [0, 1], 0 clean, 1 fully masked or pure noise. None: 0. [B]
             attention_mask: bool, True for real tokens. None: all real. Tokens at a False position do not change
                 results at a True one. [B, S]
             text_is_null, latent_is_null: bool, samples whose text or latents are replaced by the learned null. [B]
@@ -188,8 +187,7 @@ class MultimodalMMDiT(LatentTransformer):
             encoded: result of `encode_latents` in place of latents: only text_* is returned, given text_positions.
 
         Returns:
-            latent_pred: [B, P * D] or [B, N, P * D], as `latents` ([B, P * D] when None); P: latent_predictions. Of a
-                model of codes instead what CodeHead returns.
+            latent_pred: [B, P * D] or, as `latents`, [B, N, P * D]; P: latent_predictions. Of codes what CodeHead gives.
             length_logits: of lengths 1..max_seq_len (EOS counted), given the latent if its timestep is 0, without it
                 otherwise. [B, max_seq_len]
             text_logits: fp32 with -inf for [MASK]; absent with targets. [M, V], or [B, S, V] without positions
