@@ -187,7 +187,7 @@ class MultimodalMMDiT(LatentTransformer):
             encoded: result of `encode_latents` in place of latents: only text_* is returned, given text_positions.
 
         Returns:
-            latent_pred: [B, P * D] or, as `latents`, [B, N, P * D]; P: latent_predictions. Of codes what CodeHead gives.
+            latent_pred: [B, P * D] or, as `latents`, [B, N, P * D]; P: latent_predictions. Of codes: CodeHead's.
             length_logits: of lengths 1..max_seq_len (EOS counted), given the latent if its timestep is 0, without it
                 otherwise. [B, max_seq_len]
             text_logits: fp32 with -inf for [MASK]; absent with targets. [M, V], or [B, S, V] without positions
