@@ -2,7 +2,7 @@
 # From an empty checkout to a trained model:  bash launchers/quickstart.sh
 #
 # Install, encode a corpus, train an MMDiT under DeepSpeed ZeRO-2 on two ranks, convert the ZeRO checkpoint to one
-# safetensors file, and evaluate on unseen sentences. About 16 minutes on two CPU cores after the installation. If it is
+# safetensors file, and evaluate on unseen sentences. About 15 minutes on two CPU cores after the installation. If it is
 # interrupted, run it again to continue.
 #
 #   CORPUS        a .txt file (one sentence a line), .jsonl, or a folder of .txt  (default: the docstrings of the
