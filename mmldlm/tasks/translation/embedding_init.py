@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from mmldlm.utils.atomic_files import sha256_of
 
 # Standard deviation of a component, as that of random token embeddings.
 _STD = 0.02
+# Of a vocabulary. Where the encoder knows fewer, most texts would start from zeros.
+LEAST_SPELLED = 0.5
 
 
 def encoder_token_embeddings(store: Store, hidden_size: int) -> np.ndarray:
@@ -30,7 +33,7 @@ def encoder_token_embeddings(store: Store, hidden_size: int) -> np.ndarray:
         the same.
 
     Raises:
-        UserError: the encoder here is another than the store's.
+        UserError: the encoder here is another than the store's, or knows too few of its tokens.
     """
     from safetensors import safe_open
 
@@ -53,14 +56,31 @@ def encoder_token_embeddings(store: Store, hidden_size: int) -> np.ndarray:
     projected = table @ directions
     projected *= _STD / projected.std()
     embeddings = np.zeros((tokenizer["vocab_size"], hidden_size), dtype=np.float32)
-    if tokenizer["name"] == encoder["name"]:
-        pieces = {token: [token] for token in range(min(len(projected), len(embeddings)))}
-    else:
-        theirs = read_tokenizer(path.parent, f"the encoder's tokenizer in {path.parent}", "install it again")
-        pieces = spellings(load_tokenizer(store.root), theirs)
-    for token, own in pieces.items():
-        embeddings[token, : projected.shape[1]] = projected[own].mean(0)
+    for token, pieces in _pieces(store, path.parent, len(table)).items():
+        embeddings[token, : projected.shape[1]] = projected[pieces].mean(0)
     return embeddings
+
+
+def _pieces(store: Store, encoder_folder: Path, count: int) -> dict[int, list[int]]:
+    """`spellings` of the store's tokens by the `count` tokens of its encoder."""
+    encoder, tokenizer = store.manifest["encoder"], store.manifest["tokenizer"]
+    if tokenizer["name"] == encoder["name"]:
+        if count > tokenizer["vocab_size"]:
+            raise UserError(
+                f"{count} tokens, as encoder {encoder['name']} has", f"{tokenizer['vocab_size']} in {store.root}",
+                "set model.token_embedding_init=random",
+            )  # fmt: skip
+        return {token: [token] for token in range(count)}
+    theirs = read_tokenizer(encoder_folder, f"the encoder's tokenizer in {encoder_folder}", "install it again")
+    pieces = spellings(load_tokenizer(store.root), theirs)
+    if len(pieces) < LEAST_SPELLED * tokenizer["vocab_size"]:
+        raise UserError(
+            f"a tokenizer of which encoder {encoder['name']} can spell most tokens, for "
+            "model.token_embedding_init=encoder",
+            f"{len(pieces)} of {tokenizer['vocab_size']} in {store.root}",
+            f"prepare with --tokenizer {encoder['name']}, or set model.token_embedding_init=random",
+        )
+    return pieces
 
 
 def spellings(own: Any, theirs: Any) -> dict[int, list[int]]:
@@ -72,7 +92,7 @@ def spellings(own: Any, theirs: Any) -> dict[int, list[int]]:
     Returns:
         Without tokens that the other one cannot spell.
     """
-    vocabulary = theirs.get_vocab()
+    vocabulary, specials = theirs.get_vocab(), set(own.all_special_ids)
     end = theirs.sep_token_id if theirs.eos_token_id is None else theirs.eos_token_id
     alike = {
         own.mask_token_id: theirs.mask_token_id, own.pad_token_id: theirs.pad_token_id,
@@ -80,7 +100,7 @@ def spellings(own: Any, theirs: Any) -> dict[int, list[int]]:
     }  # fmt: skip
     found = {number: [other] for number, other in alike.items() if None not in (number, other)}
     for token, number in own.get_vocab().items():
-        if number in own.all_special_ids:
+        if number in specials:
             continue
         if token in vocabulary:  # of the same kind, as in two WordPiece vocabularies ("##ing")
             found[number] = [vocabulary[token]]

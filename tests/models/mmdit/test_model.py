@@ -6,6 +6,7 @@ import torch
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
 from mmldlm.models.mmdit.config import ModelConfig
+from mmldlm.models.mmdit.hypothesis import Hypotheses
 from mmldlm.models.mmdit.packing import PackingShape, pack
 
 pytestmark = pytest.mark.long
@@ -91,6 +92,27 @@ def test_logits_only_where_they_are_read():
     nll = -full[positions].log_softmax(-1).gather(1, targets[:, None])[:, 0]
     torch.testing.assert_close(out["text_nll"], nll)
     assert "text_logits" not in out
+
+
+@pytest.mark.parametrize("more", [{}, {"scale_noisy_latents": True}, {"corrector": "feedback"}], ids=str)
+def test_latents_encoded_before_give_the_same_text_and_nothing_else(more):
+    model, (tokens, latents, text_t, latent_t) = make(**more), inputs()
+    real = torch.arange(10) < torch.tensor([10, 7, 3, 9])[:, None]
+    read = {}
+    if more.get("corrector"):
+        read["hypotheses"] = Hypotheses(tokens.flip(0), latents.flip(0), torch.tensor([True, False, True, True]))
+    given = dict(text_positions=torch.tensor([0, 4, 12, 31, 36]), **read)
+    encoded = model.encode_latents(latents, timesteps=latent_t, **read)
+    expected = model(tokens, latents, text_t, latent_t, real, **given)
+    found = model(tokens, None, text_t, latent_t, real, encoded=encoded, **given)
+    assert found.keys() == {"text_logits"}
+    torch.testing.assert_close(found["text_logits"], expected["text_logits"], rtol=1e-4, atol=1e-5)
+    null = model(tokens, None, text_t, None, real, encoded=model.encode_latents(None, batch=4), **given)
+    without = model(tokens, None, text_t, None, real, text_positions=given["text_positions"])
+    if not read:
+        torch.testing.assert_close(null["text_logits"], without["text_logits"], rtol=1e-4, atol=1e-5)
+    order = torch.tensor([3, 1])
+    torch.testing.assert_close(encoded.select(order).tokens, encoded.tokens[order])
 
 
 def test_qk_rmsnorm_switch_changes_parameters_and_output():

@@ -71,6 +71,14 @@ def test_byte_level_tokens_are_spelled_without_their_space():
     assert found == {0: [known["hello"]], 1: [known["ing"]], 2: [known["[PAD]"]]}
 
 
+def test_a_vocabulary_that_the_encoder_can_hardly_spell_is_refused(store, tmp_path):
+    foreign = edited(store, tmp_path, "tokenizer", "name", "other")
+    size = foreign.manifest["tokenizer"]["vocab_size"]
+    foreign.manifest["tokenizer"]["vocab_size"] = 3 * size  # as if two thirds of it were other scripts
+    with pytest.raises(UserError, match=f"of {3 * size} in"):
+        encoder_token_embeddings(foreign, 32)
+
+
 def test_another_encoder_is_refused(store, tmp_path):
     with pytest.raises(UserError, match="same release"):
         encoder_token_embeddings(edited(store, tmp_path, "encoder", "weights_sha256", "0" * 64), 32)
