@@ -78,10 +78,21 @@ def try_optimizer(arm: Arm, kind: str, rate: float, scale: Scale, store: str, fo
     return next(record[key] for key in ("l2t_nelbo", "l2t_nll") if key in record)
 
 
+def is_there(run: Path) -> bool:
+    """Whether --runs has this training; ends the program where it began otherwise than START says."""
+    if not (run / "latest").exists():
+        return False
+    own = yaml.safe_load((run / "config.yaml").read_text())["model"]
+    wanted = [word.removeprefix("model.").split("=") for word in START]
+    if other := [key for key, value in wanted if own[key] != yaml.safe_load(value)]:
+        raise SystemExit(f"{run} was trained with another model.{other[0]} ({own[other[0]]}): name another --runs")
+    return True
+
+
 def train_arm(arm: Arm, seed: int, scale: Scale, store: str, folder: Path) -> None:
     """Train an arm with the best of OPTIMIZERS, unless the folder has it."""
     name = f"{arm.name}_seed_{seed}"
-    if (folder / name / "latest").exists():
+    if is_there(folder / name):
         return
     kind, rate = min(OPTIMIZERS, key=lambda one: try_optimizer(arm, *one, scale, store, folder))
     train([*arm_words(arm, kind, scale, store), *length_words(scale.steps, rate, seed)], folder, name)

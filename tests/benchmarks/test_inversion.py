@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import inversion
 import numpy as np
 import pytest
@@ -22,6 +24,19 @@ def test_every_arm_is_a_valid_config(arm, scale):
     for kind, _ in inversion.OPTIMIZERS:
         config = load_config(None, None, inversion.arm_words(arm, kind, scale, "unread"))
         assert config.task == arm.task and config.optimizer.kind == kind
+
+
+def test_runs_of_another_recipe_are_not_mixed_in(tmp_path):
+    assert not inversion.is_there(tmp_path)
+    (tmp_path / "latest").touch()
+    words = {"token_embedding_init": "encoder", "token_embedding_scale": 20.0, "tie_embeddings": True}
+    for changed, fits in (({}, True), ({"tie_embeddings": False}, False)):
+        (tmp_path / "config.yaml").write_text(json.dumps({"model": {**words, **changed}}))
+        if fits:
+            assert inversion.is_there(tmp_path)
+            continue
+        with pytest.raises(SystemExit, match="tie_embeddings"):
+            inversion.is_there(tmp_path)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
