@@ -70,7 +70,7 @@ class Way:
 
 
 ONE_BY_ONE = "mmdit one token a pass"
-PASSES, SPACED, SEARCHED, CORRECTED = (1, 2, 3, 4, 5, 6, 8), (3, 4), (8, 16, 64), (1, 4, 16)
+PASSES, SPACED, SEARCHED, CORRECTED = (1, 2, 3, 4, 5, 6, 8), (3, 4), (8, 16, 64), (1, 2, 7)
 """Passes of confidence, and of those that fill no neighbors at once; calls of the encoder that local searches may make;
 rounds of correction."""
 WAYS = (
@@ -89,8 +89,7 @@ WAYS = (
     Way("mmdit_both local search", "mmdit_both", None, {"search": "local", "encoder_calls": 64}),
     Way("longer greedy", "longer", "confidence"),
     *(Way(f"longer local search {n}", "longer", None, {"search": "local", "encoder_calls": n}) for n in SEARCHED),
-    *(Way(f"corrector {n}", "corrector", None, {"correct": n}) for n in CORRECTED),
-    Way(f"blind {CORRECTED[-1]}", "blind", None, {"correct": CORRECTED[-1]}),
+    *(Way(f"{name} {n}", name, None, {"correct": n}) for n in CORRECTED for name in ("corrector", "blind")),
 )
 ADAPTIVE = tuple(way.name for way in WAYS if way.model == "mmdit" and way.sampler and way.name != ONE_BY_ONE)
 

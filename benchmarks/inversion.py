@@ -57,7 +57,7 @@ SCALES = {
     "default": Scale(192, 4, 4, 400, 96, (), (0, 1), 200),
     "full": Scale(192, 4, 4, 1300, 96, (), (0, 1, 2), 1000),
 }
-HYPOTHESES = {"quick": 32, "default": 12_800, "full": 31_000}  # training sentences that hypotheses are written for
+HYPOTHESES = {"quick": 32, "default": 31_000, "full": 31_000}  # training sentences that hypotheses are written for
 BLEU_WITHIN = 0.5  # points of one token a pass, to count as equal
 LOCAL, GREEDY, AR = "mmdit_both local search", "mmdit_both greedy", "AR greedy"
 
@@ -120,7 +120,8 @@ def train_further(further: Further, seed: int, scale: Scale, store: str, folder:
     words = ["--config", str(config), f"training.init_from={base}", *further.own, FURTHER_MODES]
     words += length_words(scale.steps, yaml.safe_load(config.read_text())["optimizer"]["lr"], seed)
     if further.corrects:
-        words.append(f"data.hypotheses={folder / f'hypotheses_seed_{seed}'}")
+        # The base's config has a share, though it reads none: of a run taken over it may be another default.
+        words += [f"data.hypotheses={folder / f'hypotheses_seed_{seed}'}", "training.hypothesis_share=0.4"]
     train([*words, f"data.latent_data_root={store}"], folder, name)
 
 

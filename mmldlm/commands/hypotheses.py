@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data", required=True, metavar="STORE", help="the prepared store that the corrector will be trained on")
     add("--output-dir", required=True, metavar="DIR", help="output folder; rerun the same command to resume")
     add("--num-samples", type=int, metavar="N", help="hypotheses of the training split (default: one for each sample)")
-    add("--num-steps", type=int, default=8, help="most passes for a text (default %(default)s)")
+    add("--num-steps", type=int, default=8, help="most passes for a text that is written whole (default %(default)s)")
     add("--seed", type=int, default=0, help="seed of the draws (default %(default)s)")
     add("--device", help="default: cuda if available (under torchrun that of the rank), else cpu")
     add("--force", action="store_true", help="replace an existing folder when the new one is complete")

@@ -19,19 +19,23 @@ class EncodedLatent(NamedTuple):
         tokens: chunk tokens (with a hypothesis also those of z - ẑ); None without them. [B, M, H]
         pooled: pooled latent; None without one. [B, C]
         keys_values: of each block's cross-attention; None: not computed yet.
+        difference: pooled z - ẑ of hypotheses; None without them. [B, C]
     """
 
     tokens: Tensor | None = None
     pooled: Tensor | None = None
     keys_values: tuple[tuple[Tensor, Tensor], ...] | None = None
+    difference: Tensor | None = None
 
     def select(self, rows: Tensor) -> EncodedLatent:
         """That of the samples rows [B'] int64."""
         keys_values = self.keys_values
         if keys_values is not None:
             keys_values = tuple((key.index_select(0, rows), value.index_select(0, rows)) for key, value in keys_values)
-        tokens, pooled = (None if x is None else x.index_select(0, rows) for x in (self.tokens, self.pooled))
-        return EncodedLatent(tokens, pooled, keys_values)
+        tokens, pooled, difference = (
+            None if x is None else x.index_select(0, rows) for x in (self.tokens, self.pooled, self.difference)
+        )
+        return EncodedLatent(tokens, pooled, keys_values, difference)
 
 
 class LatentTransformer(nn.Module):

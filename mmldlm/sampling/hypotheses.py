@@ -1,5 +1,9 @@
 """Hypotheses for the corrector (`mmldlm hypotheses`): a trained model's texts for the latents of a store, embedded.
 
+A hypothesis stands beside the sample's own text, place by place, so that the corrector learns which of its words are
+wrong. Most are the text with some of its words written by the model; of the others, which it wrote whole, the words are
+laid beside those of the text: what is too much is left out, and where a word is missing there is a hole.
+
 The result is a store itself, of the same layout: its texts are the hypotheses, its latents their embeddings, and
 documents.npy says which sample of the original store each belongs to. As in `mmldlm prepare`, ranks claim shards, every
 shard is one file, and a killed run goes on where it was.
@@ -10,7 +14,9 @@ from __future__ import annotations
 import shutil
 import time
 from dataclasses import asdict, dataclass
+from difflib import SequenceMatcher
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -38,12 +44,14 @@ from mmldlm.sampling.text.length_rule import most_probable_lengths
 from mmldlm.utils.atomic_files import list_files, write_json
 from mmldlm.utils.counter_rng import Stream, uniforms
 
+if TYPE_CHECKING:
+    from mmldlm.tasks.text_task import TextTask
+
 SHARD = 512
-# Candidates of a search (`best_of.candidate`) in turn: greedy, greedy of the second length, draws at T = 0.5 and 0.7.
-CANDIDATES = (0, 2, 4, 7)
-# Of SWAPPED_TEXTS of the hypotheses, SWAPPED_WORDS of the words are replaced by those of other hypotheses: a corrector
-# must not trust a hypothesis just because most are good.
-SWAPPED_TEXTS, SWAPPED_WORDS = 0.1, 0.3
+# Every WHOLE-th hypothesis is written whole, by candidates of a search (`best_of.candidate`) in turn: greedy, greedy of
+# the second length, draws at T = 0.5 and 0.7. Of the others a share of the words, uniform in (0, 1], is written.
+WHOLE, CANDIDATES = 3, (0, 2, 4, 7)
+PASSES_FOR_PARTS, TEMPERATURE_OF_PARTS = 3, 0.7
 
 
 @dataclass(frozen=True)
@@ -149,11 +157,12 @@ class _Hypotheses:
         if split == "train" and self.counts[split] < len(self.stores[split]):  # spread over the split
             rows = rows * len(self.stores[split]) // self.counts[split]
         samples = self.stores[split].get(rows)
-        texts = self._write(torch.from_numpy(samples.latents), rows)
-        texts = _swap_words(texts, self.options.seed, rows)
-        latents = judge.embed(texts)
+        own = [tokens.tolist() for tokens in samples.tokens]
+        texts = self._write(torch.from_numpy(samples.latents), own, rows)
+        pad = self.pretrained.model.config.pad_token_id
+        latents = judge.embed([[token for token in text if token != pad] for text in texts])
         has_latent = latents.reshape(size, -1).any(1)
-        is_wrong = [text != own.tolist() for text, own in zip(texts, samples.tokens)]
+        is_wrong = [text != right for text, right in zip(texts, own)]
         keep = np.flatnonzero(has_latent & np.array(is_wrong))
         kept = [np.array(texts[i], np.int64) for i in keep]
         return {
@@ -163,21 +172,42 @@ class _Hypotheses:
             "latents": latents[keep],
         }
 
-    def _write(self, latents: torch.Tensor, rows: np.ndarray) -> list[list[int]]:
-        """Write one text for each latent, by candidates in turn."""
-        task, texts = self.pretrained.task, [[] for _ in rows]  # type: list[list[int]]
+    def _write(self, latents: torch.Tensor, own: list[list[int]], rows: np.ndarray) -> list[list[int]]:
+        """Write one text for each latent, as long as the sample's own; the pad token where it has no word."""
+        task: TextTask = self.pretrained.task
+        texts: list[list[int]] = [[] for _ in rows]
         lengths = most_probable_lengths(self.pretrained.model, latents, LENGTHS)[0]
-        for place, k in enumerate(CANDIDATES):
-            own = np.flatnonzero(rows % len(CANDIDATES) == place)
-            if not len(own):
-                continue
-            given = {"indices": rows[own].tolist(), "num_steps": self.options.num_steps}
-            if "presence_penalty" in task.sampling_options:
-                given["presence_penalty"] = PRESENCE_PENALTY
-            found = write_candidate(self.pretrained, latents[own], k, lengths[own], self.options.seed, given)
-            for i, text in zip(own.tolist(), found.tokens):
-                texts[i] = text
+        pad = self.pretrained.model.config.pad_token_id
+        for turn, k in enumerate(CANDIDATES):
+            places = np.flatnonzero(rows % (WHOLE * len(CANDIDATES)) == WHOLE * turn)
+            if len(places):
+                given: dict[str, Any] = {"indices": rows[places].tolist(), "num_steps": self.options.num_steps}
+                if "presence_penalty" in task.sampling_options:
+                    given["presence_penalty"] = PRESENCE_PENALTY
+                seed = self.options.seed
+                found = write_candidate(self.pretrained, latents[places], k, lengths[places], seed, given)
+                for i, text in zip(places.tolist(), found.tokens):
+                    texts[i] = lay_beside(text, own[i], pad)
+        places = np.flatnonzero(rows % WHOLE)
+        for i, text in zip(places.tolist(), self._write_parts(latents[places], [own[i] for i in places], rows[places])):
+            texts[i] = text
         return texts
+
+    def _write_parts(self, latents: torch.Tensor, own: list[list[int]], rows: np.ndarray) -> list[list[int]]:
+        """Write some of the words of texts; which ones is a function of (seed, row)."""
+        if not own:
+            return []
+        config, lengths = self.pretrained.model.config, torch.tensor([len(text) + 1 for text in own])
+        drafts = torch.full((len(own), int(lengths.max())), config.pad_token_id)
+        draws = uniforms(self.options.seed, Stream.HYPOTHESES, rows.tolist(), (1 + config.max_seq_len,))
+        for i, text in enumerate(own):
+            number = int(torch.ceil((1 - draws[i, 0]) * len(text)))
+            drafts[i, : len(text)] = torch.tensor(text)
+            drafts[i, draws[i, 1 : 1 + len(text)].argsort()[:number]] = config.mask_token_id
+        return self.pretrained.task.write_texts(
+            self.pretrained, latents, sampler="ancestral", lengths=lengths, drafts=drafts, seed=self.options.seed,
+            temperature=TEMPERATURE_OF_PARTS, indices=rows.tolist(), num_steps=PASSES_FOR_PARTS,
+        ).tokens  # fmt: skip
 
     def _publish(self, folder: Path, paths: dict[str, list[Path]]) -> dict[str, dict[str, int]]:
         shutil.rmtree(folder, ignore_errors=True)
@@ -237,15 +267,11 @@ def _check_model(pretrained: Pretrained, store: Store) -> None:
         raise UserError(expected, encoders[1] or "an unknown encoder", "name the store that the model was trained on")
 
 
-def _swap_words(texts: list[list[int]], seed: int, rows: np.ndarray) -> list[list[int]]:
-    """Replace words of some texts by words of others of the shard; a function of (seed, row) and the shard."""
-    words = np.array([word for text in texts for word in text] or [0])
-    swapped = []
-    for text, row in zip(texts, rows.tolist()):
-        draws = uniforms(seed, Stream.HYPOTHESES, [row], (1 + 2 * max(len(text), 1),))[0].numpy()
-        if draws[0] < SWAPPED_TEXTS and text:
-            whether, which = draws[1 : 1 + len(text)], draws[1 + len(text) : 1 + 2 * len(text)]
-            other = words[(which * len(words)).astype(np.int64)]
-            text = np.where(whether < SWAPPED_WORDS, other, text).tolist()
-        swapped.append(text)
-    return swapped
+def lay_beside(text: list[int], own: list[int], pad: int) -> list[int]:
+    """The words of a text at the places of those of another; pad where it has none. As long as the other."""
+    found = [pad] * len(own)
+    for kind, first, last, own_first, own_last in SequenceMatcher(None, text, own, autojunk=False).get_opcodes():
+        if kind in ("equal", "replace"):
+            number = min(last - first, own_last - own_first)
+            found[own_first : own_first + number] = text[first : first + number]
+    return found

@@ -50,6 +50,18 @@ def whole(model, store, tmp_path_factory):
     return out
 
 
+def test_words_are_laid_beside_those_of_another_text():
+    own = [10, 11, 12, 13, 14]
+    for text, expected in (
+        ([10, 99, 12, 13, 14], [10, 99, 12, 13, 14]),
+        ([10, 12, 13, 14], [10, 0, 12, 13, 14]),
+        ([9, 8, 10, 11, 12, 7, 13, 14, 6], own),
+        ([10, 11, 50, 51, 14], [10, 11, 50, 51, 14]),
+        ([], [0] * 5),
+    ):
+        assert module.lay_beside(text, own, 0) == expected
+
+
 def test_what_is_written(whole, store):
     for split, most in (("train", 40), ("validation", 40)):
         found, samples = Store(whole, split, verify="checksums"), Store(store, split)
@@ -57,8 +69,11 @@ def test_what_is_written(whole, store):
         assert 0 < len(found) <= most and len(set(rows.tolist())) == len(rows)
         assert split == "validation" or rows.max() > 100  # spread over the split
         originals = samples.get(rows)
-        for i, tokens in enumerate(found.get(np.arange(len(found))).tokens):
-            assert len(tokens) and tokens.tolist() != originals.tokens[i].tolist()
+        written = found.get(np.arange(len(found))).tokens
+        for tokens, own in zip(written, originals.tokens):
+            assert len(tokens) == len(own) and tokens.any() and tokens.tolist() != own.tolist()
+        parts = [i for i in range(len(found)) if rows[i] % module.WHOLE]
+        assert any((written[i] == originals.tokens[i]).any() for i in parts)  # some words are left as they are
         norms = np.linalg.norm(found.get([0, 1]).latents, axis=-1)
         np.testing.assert_allclose(norms, 1, atol=1e-4)
 
@@ -68,7 +83,8 @@ def test_the_embeddings_are_those_of_the_texts(whole, model):
     from mmldlm.sampling.search.judge import EncoderJudge
 
     found = Store(whole, "validation").get(np.arange(5))
-    embedded = EncoderJudge(load_pretrained(model)).embed([tokens.tolist() for tokens in found.tokens])
+    texts = [[token for token in tokens.tolist() if token] for tokens in found.tokens]  # 0: no word there
+    embedded = EncoderJudge(load_pretrained(model)).embed(texts)
     np.testing.assert_allclose(embedded, found.latents, atol=1e-5)
 
 

@@ -44,10 +44,14 @@ UNEVEN = {
         "latent_diffusion.weighting=ddm",
         "training.t2l_pure_noise=0.3",
         "training.l2t_condition_noise=0.3",
-        "loss.text_weighting=dynamic",
     ],  # fmt: skip
     # Two passes through the blocks in one forward pass.
-    "critic": ["model.quality_head=true", "model.dropout=0.2", "training.grad_accum_steps=2"],
+    "critic": [
+        "model.quality_head=true",
+        "model.dropout=0.2",
+        "training.grad_accum_steps=2",
+        "loss.text_weighting=dynamic",
+    ],  # fmt: skip
     # Images of 16 and of 36 latents, a batch of one size each, moved before they are noised.
     "images": [
         "task=image_text",

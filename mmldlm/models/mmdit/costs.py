@@ -50,7 +50,7 @@ def parameter_counts(model: ModelConfig) -> dict[str, int]:
     more = {"quality_head": width * width + 2 * width + 1} if model.quality_head else {}
     if model.corrector != "none":
         rows = 2 * model.num_latents * chunks  # positions and nulls of the differences' tokens
-        more["hypothesis_encoder"] = (width + 1) * width + two_layers + rows
+        more["hypothesis_encoder"] = 2 * (width + 1) * width + (cond + 1) * width + two_layers + rows
     return more | {
         "text_encoder": vocab * width + width,
         "latent_encoder": _latent_inputs(model) + positions + 2 * cond + two_layers,
@@ -124,6 +124,8 @@ def activation_bytes(model: ModelConfig, batch: int, length: int, dtype: str) ->
     if model.quality_head:  # the pass over the draft, whose last block computes all text rows
         blocks += model.n_blocks * inputs + block if model.gradient_checkpointing else model.n_blocks * block
         outside += batch * size * 5 * length * width
+    if model.corrector != "none":  # words, the factor of each, and their product
+        outside += batch * size * 3 * length * width
     return int(blocks + outside)
 
 
@@ -238,7 +240,7 @@ def step_flops(
         scored_latents = scored_latents if scored_codes is None else scored_codes
     words = 0
     if model.corrector != "none":  # z - ẑ beside z, and the words of the hypothesis, which are not always given
-        latent_in, words = 2 * latent_in + 2 * cond * cond, 2 * tokens * width * width
+        latent_in, words = 2 * latent_in + 2 * cond * (cond + width), 4 * tokens * width * width
     first = 2 * 2 * 256 * cond + projected
     return StepFlops(
         embeddings=batch * timesteps + words,
@@ -327,5 +329,5 @@ def training_flops(
         quality = 2 * num_scored * model.vocab_size * model.hidden_size + 3 * blocks
         quality += 6 * num_tokens * model.hidden_size * (model.hidden_size + 1)
     has_words = model.corrector != "none"  # those of hypotheses; `one` has one of each
-    words = 2 * (num_tokens - num_samples) * model.hidden_size**2 if has_words else 0.0
+    words = 4 * (num_tokens - num_samples) * model.hidden_size**2 if has_words else 0.0
     return 3 * (blocks - saved + head + words) + quality

@@ -7,12 +7,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mmldlm.models.latent_transformer import EncodedLatent
+
 
 class Hypotheses(NamedTuple):
     """Earlier texts for the latents of a batch.
 
     Attributes:
-        tokens: int64 [B, S], EOS written; the pad token where a text has ended. Read where the batch has text.
+        tokens: int64 [B, S], EOS written; the pad token where a text has ended, and where it has no word (a hole).
+            Read where the batch has text.
         latents: the encoder's embeddings of these texts, in model space. [B, N, D] or [B, D]
         given: bool, samples that have one; of others the rest is not read. [B]
     """
@@ -27,6 +30,7 @@ class HypothesisEncoder(nn.Module):
 
     Of vec2text's three latents z, ẑ and z - ẑ (arXiv 2310.06816) the model reads the first and the last, which the
     latent encoder turns into tokens alike: a model that reads z then reads the difference, too, with the same weights.
+    Every word is also multiplied by a projection of z - ẑ, which tells the words that the difference contradicts.
 
     Args:
         is_blind: read z in place of ẑ: the ablation, which sees the words of a hypothesis and not how good they are.
@@ -36,38 +40,47 @@ class HypothesisEncoder(nn.Module):
         super().__init__()
         self.is_blind = is_blind
         self.to_text = nn.Linear(hidden_size, hidden_size)
+        self.to_factor = nn.Linear(cond_dim, hidden_size)
+        self.to_product = nn.Linear(hidden_size, hidden_size)
         self.to_pooled = nn.Linear(cond_dim, cond_dim)
         self.position = nn.Parameter(torch.randn(num_latents * tokens_per_latent, hidden_size) * 0.02)
         self.null_tokens = nn.Parameter(torch.randn(num_latents * tokens_per_latent, hidden_size) * 0.02)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The words add nothing at first, nor does z - ẑ to the condition: a trained model goes on from its texts."""
-        for layer in (self.to_text, self.to_pooled):
+        """Begin with the words beside [MASK] as they are; z - ẑ adds nothing to them or to the condition.
+
+        From zero it takes longer to learn that most words are right, and first texts get worse (docs/objectives.md).
+        """
+        for layer in (self.to_text, self.to_product, self.to_pooled):
             nn.init.zeros_(layer.weight)
             nn.init.zeros_(layer.bias)
+        nn.init.eye_(self.to_text.weight)
 
     def text_beside(
-        self, text_encoder: nn.Module, ids: Tensor, own: Tensor, is_read: Tensor, first_rows: Tensor,
-        text_is_null: Tensor | None,
+        self, text_encoder: nn.Module, ids: Tensor, own: Tensor, is_read: Tensor, sample: Tensor, difference: Tensor,
+        first_rows: Tensor, text_is_null: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """Rows [R, H] of the text, to which those of the hypotheses are added.
 
         Args:
             ids, own: of the text and of the hypothesis at each row. [R]
             is_read: rows at which a hypothesis has a word. [R] bool
+            sample: that each row belongs to. [R]
+            difference: z - ẑ, pooled. [B, C]
         """
         # In one call: ZeRO-3 reduces the gradients of a module once a step.
         text, words = text_encoder(torch.cat([ids, own]), first_rows, text_is_null).split(len(ids))
-        return text + torch.where(is_read[:, None], self.to_text(words), 0.0)
+        more = self.to_text(words) + self.to_product(words * self.to_factor(difference)[sample])
+        return text + torch.where(is_read[:, None], more, 0.0)
 
     def latents_beside(
         self, latent_encoder: nn.Module, points: Tensor, is_null: Tensor | None, hypotheses: Hypotheses | None
-    ) -> tuple[Tensor, Tensor]:
-        """Latents z [B, N, D] -> tokens [B, 2 * N * K, H], first those of z, then those of z - ẑ; pooled [B, C]."""
+    ) -> EncodedLatent:
+        """Encode latents z [B, N, D]: 2 * N * K tokens, first those of z, then those of z - ẑ."""
         if hypotheses is None:
             tokens, pooled = latent_encoder(points, is_null)
-            return torch.cat([tokens, self.null_tokens[: tokens.shape[1]].expand_as(tokens)], 1), pooled
+            return EncodedLatent(torch.cat([tokens, self.null_tokens[: tokens.shape[1]].expand_as(tokens)], 1), pooled)
         given, is_null = hypotheses.given, torch.zeros_like(hypotheses.given) if is_null is None else is_null
         own = points if self.is_blind else hypotheses.latents.reshape(points.shape).to(points.dtype)
         difference = torch.where(given[:, None, None], points - own, 0.0)
@@ -77,4 +90,4 @@ class HypothesisEncoder(nn.Module):
         count = tokens.shape[1]
         more = torch.where(given[:, None, None], more + self.position[:count], self.null_tokens[:count])
         pooled = pooled + torch.where(given[:, None], self.to_pooled(more_pooled), 0.0)
-        return torch.cat([tokens, more], 1), pooled
+        return EncodedLatent(torch.cat([tokens, more], 1), pooled, difference=more_pooled)

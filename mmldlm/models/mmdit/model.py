@@ -139,7 +139,7 @@ class MultimodalMMDiT(LatentTransformer):
             points = points.to(self.text_encoder.null_text.dtype)
         if self.hypothesis_encoder is None:
             return EncodedLatent(*self.latent_encoder(points, is_null))
-        return EncodedLatent(*self.hypothesis_encoder.latents_beside(self.latent_encoder, points, is_null, hypotheses))
+        return self.hypothesis_encoder.latents_beside(self.latent_encoder, points, is_null, hypotheses)
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -278,9 +278,10 @@ class MultimodalMMDiT(LatentTransformer):
         else:
             own = hypotheses.tokens.flatten()
             own = own if packed is None else own.index_select(0, packed)
-            is_read = (own != self.config.pad_token_id) & hypotheses.given[packing.sample[: len(own)]]
+            sample = packing.sample[: len(own)]
+            is_read = (own != self.config.pad_token_id) & hypotheses.given[sample]
             text = self.hypothesis_encoder.text_beside(
-                self.text_encoder, ids, own, is_read, packing.first_rows, text_is_null
+                self.text_encoder, ids, own, is_read, sample, encoded.difference, packing.first_rows, text_is_null
             )
         outputs = packing  # of the rows that a head reads
         if text_tokens is None or selects:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from mmldlm.data.encoders.encoder import token_budget_batches
 from mmldlm.sampling.device import device_of
@@ -16,10 +18,11 @@ from mmldlm.sampling.search.accounting import SamplingCost
 from mmldlm.sampling.search.judge import cosines, estimate_embeddings, estimates_embeddings
 from mmldlm.sampling.text.draw import check_finite
 
+if TYPE_CHECKING:
+    from mmldlm.models.latent_transformer import EncodedLatent
+
 SUBSTITUTE, INSERT, DELETE = range(3)
-# Tokens tried at each position and in each gap, and the edits of each kind that are looked at, the likeliest.
-TOKENS_A_POSITION = 16
-MOST = {SUBSTITUTE: 40, INSERT: 16, DELETE: 8}
+TOKENS_A_POSITION = 16  # tried at each position and in each gap
 # What a cosine of 1 is worth beside the model's log-probability, in nats. With far more, edits are chosen that the
 # encoder likes and the model does not; without, fewer come nearer (measured in docs/sampling.md).
 COSINE_NATS = 100.0
@@ -70,6 +73,24 @@ class Edits:
         return _edit(text, int(self.kinds[row]), int(self.positions[row]), int(self.tokens[row]))
 
 
+class Question(NamedTuple):
+    """A row that the model reads.
+
+    Attributes:
+        source: index of the text.
+        kind: SUBSTITUTE or INSERT.
+        words: of the text, with [MASK] or a hole where it is asked.
+        places: in words, that the model is asked about.
+        old: tokens that stand there; -1 for none.
+    """
+
+    source: int
+    kind: int
+    words: Text
+    places: Sequence[int]
+    old: Sequence[int]
+
+
 class Editor:
     """Proposes edits of texts, by the model's own probabilities at one masked position at a time.
 
@@ -78,9 +99,14 @@ class Editor:
         latents: [N, D] (or [N, M, D]) in the encoder's space.
         cost: that passes of the model are added to.
         batch_tokens: maximum padded positions per pass.
+
+    Attributes:
+        most: edits of each kind that are looked at, the likeliest.
     """
 
-    def __init__(self, pretrained: Pretrained, latents: torch.Tensor, cost: SamplingCost, batch_tokens: int = 4096):
+    most: ClassVar[dict[int, int]] = {SUBSTITUTE: 40, INSERT: 16, DELETE: 8}
+
+    def __init__(self, pretrained: Pretrained, latents: Tensor, cost: SamplingCost, batch_tokens: int = 4096):
         self._pretrained, self._cost, self._batch_tokens = pretrained, cost, batch_tokens
         model = pretrained.model
         with torch.inference_mode():
@@ -92,69 +118,79 @@ class Editor:
         """Passes of `propose` one after the other."""
         return 1 + (steps_given_text(self._pretrained.latent_diffusion) if self.estimates_shifts else 0)
 
-    def propose(self, texts: Sequence[Text], owners: Sequence[int]) -> list[Edits]:
+    def propose(self, texts: Sequence[Text], owners: Sequence[int], embedded: np.ndarray | None = None) -> list[Edits]:
         """Return the edits of each text, likeliest first within a kind; texts that they lead to are distinct.
 
         Args:
             texts: ids without EOS.
             owners: index of each text's latent.
+            embedded: the texts' embeddings by the judge; `CorrectingEditor` alone reads them. [T, M, D]
 
         Raises:
             MmldlmError: NaN logits or estimates.
         """
         if not texts:
             return []
-        config = self._pretrained.model.config
-        mask, longest = config.mask_token_id, config.max_seq_len - 1  # EOS needs a place
-        masked, places, old, kinds, sources = [], [], [], [], []
-        for source, text in enumerate(texts):
-            for place in range(len(text)):
-                masked.append((*text[:place], mask, *text[place + 1 :]))
-                old.append(text[place])
-            inserts = len(text) + 1 if len(text) < longest else 0
-            for place in range(inserts):
-                masked.append((*text[:place], mask, *text[place:]))
-                old.append(-1)
-            places += [*range(len(text)), *range(inserts)]
-            kinds += [SUBSTITUTE] * len(text) + [INSERT] * inserts
-            sources += [source] * (len(text) + inserts)
-        read = self._read(masked, places, old, [owners[source] for source in sources])
-        counts = np.bincount(sources, minlength=len(texts))
-        ends = np.cumsum(counts)
-        rows = [range(end - count, end) for end, count in zip(ends.tolist(), counts.tolist())]
-        found = [_edits(text, own, places, kinds, read) for text, own in zip(texts, rows)]
+        found: list[list[_Answer]] = [[] for _ in texts]
+        questions = self._questions(texts)
+        for question, answers in zip(questions, self._ask(questions, self._encode(owners, embedded))):
+            found[question.source] += answers
+        edits = [_edits(text, answers, self.most) for text, answers in zip(texts, found)]
         if self.estimates_shifts:
-            self._estimate_shifts(texts, found)
+            self._estimate_shifts(texts, edits)
+        return edits
+
+    def _encode(self, owners: Sequence[int], embedded: np.ndarray | None) -> EncodedLatent:
+        """The latents of the texts, as the model's blocks read them."""
+        return self._encoded.select(torch.tensor(owners, device=device_of(self._pretrained.model)))
+
+    def _questions(self, texts: Sequence[Text]) -> list[Question]:
+        """A row with one [MASK] for each position and each gap of each text."""
+        mask, found = self._pretrained.model.config.mask_token_id, []
+        for source, text in enumerate(texts):
+            for place, old in enumerate(text):
+                found.append(Question(source, SUBSTITUTE, _edit(text, SUBSTITUTE, place, mask), (place,), (old,)))
+            found += self._gaps(source, text, mask)
         return found
 
+    def _gaps(self, source: int, text: Text, token: int) -> list[Question]:
+        """A row with a token in each gap of a text, unless the text is as long as it can be."""
+        if len(text) == self._pretrained.model.config.max_seq_len - 1:  # EOS needs a place
+            return []
+        gaps = range(len(text) + 1)
+        return [Question(source, INSERT, _edit(text, INSERT, place, token), (place,), (-1,)) for place in gaps]
+
     @torch.inference_mode()
-    def _read(self, masked: list[Text], places: list[int], old: list[int], owners: list[int]) -> _Read:
-        """What the model says at the one masked position of each of R texts."""
-        pretrained, config = self._pretrained, self._pretrained.model.config
-        count = min(TOKENS_A_POSITION, config.vocab_size - 3)
-        numbers = len(masked)
-        read = _Read(np.empty((numbers, count), dtype=np.int64), np.empty((numbers, count)), np.empty(numbers))
-        lengths = [len(text) + 1 for text in masked]
-        device = device_of(pretrained.model)
+    def _ask(self, questions: list[Question], encoded: EncodedLatent) -> list[list[_Answer]]:
+        """What the model says at the places of each row."""
+        config, device = self._pretrained.model.config, device_of(self._pretrained.model)
+        excluded = [config.mask_token_id, config.pad_token_id, config.eos_token_id]
+        lengths = [len(question.words) + 1 for question in questions]
+        found: list[list[_Answer]] = [[] for _ in questions]
         for batch in token_budget_batches(lengths, self._batch_tokens):
-            rows = batch.tolist()
-            ids, real = pad_texts([masked[row] for row in rows], config.eos_token_id, config.pad_token_id, device)
-            positions = torch.tensor([i * ids.shape[1] + places[row] for i, row in enumerate(rows)], device=device)
-            share = torch.tensor([1 / lengths[row] for row in rows], dtype=torch.float64, device=device)
-            own = torch.tensor([owners[row] for row in rows], device=device)
-            logits = pretrained.model(
-                ids, None, pretrained.text_diffusion.timestep_of(share).float(), None, real, text_positions=positions,
-                encoded=self._encoded.select(own),
-            )["text_logits"]  # fmt: skip
-            logits[:, [config.mask_token_id, config.pad_token_id, config.eos_token_id]] = float("-inf")
+            own = [questions[row] for row in batch.tolist()]
+            ids, real = pad_texts([one.words for one in own], config.eos_token_id, config.pad_token_id, device)
+            places = [i * ids.shape[1] + place for i, one in enumerate(own) for place in one.places]
+            sources = torch.tensor([one.source for one in own], device=device)
+            logits = self._logits(ids, real, torch.tensor(places, device=device), encoded.select(sources))
+            logits[:, excluded] = float("-inf")
             values = logits.log_softmax(-1)
-            best, index = values.topk(count)
+            best, index = values.topk(min(TOKENS_A_POSITION, config.vocab_size - len(excluded)))
             check_finite(best)
-            given = torch.tensor([max(old[row], 0) for row in rows], device=device)
-            read.tokens[batch], read.log_probs[batch] = index.cpu().numpy(), best.cpu().numpy()
-            read.old_log_probs[batch] = values.gather(1, given[:, None])[:, 0].cpu().numpy()
-        self._count(lengths, scored=1)
-        return read
+            old = torch.tensor([max(token, 0) for one in own for token in one.old], device=device)
+            old_values = values.gather(1, old[:, None])[:, 0]
+            said = zip(index.tolist(), best.tolist(), old_values.tolist())
+            for row, one in zip(batch.tolist(), own):
+                found[row] = [_Answer(one.kind, place, *next(said)) for place in one.places]
+        for scored in {len(one.places) for one in questions}:
+            self._count([n for n, one in zip(lengths, questions) if len(one.places) == scored], scored)
+        return found
+
+    def _logits(self, ids: Tensor, real: Tensor, places: Tensor, encoded: EncodedLatent) -> Tensor:
+        """Logits [P, V] at places [P] of B * S, of rows [B, S] with one [MASK] each."""
+        t = self._pretrained.text_diffusion.timestep_of(1 / real.sum(1, dtype=torch.float64)).float()
+        given = self._pretrained.model(ids, None, t, None, real, text_positions=places, encoded=encoded)
+        return given["text_logits"]
 
     def _estimate_shifts(self, texts: Sequence[Text], found: list[Edits]) -> None:
         """Fill in `shifts`: embeddings after an edit minus those before, both estimated by the model."""
@@ -174,13 +210,14 @@ class Editor:
         self._cost.add_rows(passes * len(lengths), passes * sum(lengths), passes * float(flops))
 
 
-@dataclass
-class _Read:
-    """At the one masked position of each of R texts: the likeliest tokens, their log p [R, K], the old one's [R]."""
+class _Answer(NamedTuple):
+    """What the model says at a place: the likeliest tokens, their log-probabilities, and that of the old token."""
 
-    tokens: np.ndarray
-    log_probs: np.ndarray
-    old_log_probs: np.ndarray
+    kind: int
+    place: int
+    tokens: list[int]
+    log_probs: list[float]
+    old_log_prob: float
 
 
 def _edit(text: Text, kind: int, place: int, token: int) -> Text:
@@ -188,13 +225,12 @@ def _edit(text: Text, kind: int, place: int, token: int) -> Text:
     return text[:place] + new + text[place + (kind != INSERT) :]
 
 
-def _edits(text: Text, rows: range, places: list[int], kinds: list[int], read: _Read) -> Edits:
+def _edits(text: Text, answers: list[_Answer], most: dict[int, int]) -> Edits:
     """The likeliest edits of one text, from what the model says at its positions and gaps."""
     options: dict[int, list[tuple[float, int, int]]] = {SUBSTITUTE: [], INSERT: [], DELETE: []}
-    for row in rows:
-        place, kind, old = places[row], kinds[row], float(read.old_log_probs[row])
-        gains = read.log_probs[row] - (old if kind == SUBSTITUTE else 0.0)
-        options[kind] += [(float(gain), place, int(token)) for gain, token in zip(gains, read.tokens[row])]
+    for kind, place, tokens, log_probs, old in answers:
+        less = old if kind == SUBSTITUTE else 0.0
+        options[kind] += [(gain - less, place, token) for gain, token in zip(log_probs, tokens)]
         if kind == SUBSTITUTE and len(text) > 1:
             options[DELETE].append((-old, place, -1))
     chosen, seen = [], {text}
@@ -206,7 +242,7 @@ def _edits(text: Text, rows: range, places: list[int], kinds: list[int], read: _
                 seen.add(changed)
                 chosen.append((kind, place, token, gain))
                 number += 1
-            if number == MOST[kind]:
+            if number == most[kind]:
                 break
     columns = list(zip(*chosen)) or [(), (), (), ()]
     return Edits(*(np.array(column, dtype=np.int64) for column in columns[:3]), np.array(columns[3], dtype=np.float64))

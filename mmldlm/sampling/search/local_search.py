@@ -118,6 +118,7 @@ def local_search(
     judge: Judge,
     *,
     settings: LocalSearchSettings | None = None,
+    editor_class: type[Editor] = Editor,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
     **options: Any,
@@ -129,6 +130,7 @@ def local_search(
     Args:
         latents: [N, D] (or [N, M, D]) in the encoder's space.
         judge: used for this call alone, so that its counts are those of this search.
+        editor_class: proposes the edits.
         seed: of the draws of the texts that the model writes; edits draw nothing.
         progress: called after every round with the latents that are finished and all.
         options: of `TextTask.write_texts`, for these texts.
@@ -149,7 +151,7 @@ def local_search(
     writer = _Writer(pretrained, latents, seed, options, cost)
     for first in range(0, count, GROUP):
         rows = list(range(first, min(first + GROUP, count)))
-        editor = Editor(pretrained, latents[rows], cost)
+        editor = editor_class(pretrained, latents[rows], cost)
         targets = [latents[row].reshape(-1, latents.shape[-1]).cpu().numpy() for row in rows]
         group = [_Beam(row, i, target) for i, (row, target) in enumerate(zip(rows, targets))]
         _take_writing_round(judge, writer, group, settings, settings.num_starts)
@@ -211,9 +213,11 @@ def _take_writing_round(
 def _take_editing_round(judge: Judge, editor: Editor, beams: list[_Beam], settings: LocalSearchSettings) -> None:
     """Edit the members of each beam, judge the most promising new texts, keep the nearest."""
     fresh = [(beam, member) for beam in beams for member in beam.edited() if member.edits is None]
-    proposed = editor.propose([member.text for _, member in fresh], [beam.owner for beam, _ in fresh])
-    for (_, member), edits in zip(fresh, proposed):
-        member.edits = edits
+    if fresh:
+        embedded = np.stack([member.embedding for _, member in fresh])
+        proposed = editor.propose([member.text for _, member in fresh], [beam.owner for beam, _ in fresh], embedded)
+        for (_, member), edits in zip(fresh, proposed):
+            member.edits = edits
     for beam in beams:
         beam.depth += 1 + (editor.depth if any(beam is other for other, _ in fresh) else 0)
     before = [beam.best for beam in beams]

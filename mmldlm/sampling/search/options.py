@@ -30,8 +30,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "correct": {
         "type": int,
         "metavar": "N",
-        "help": "write a text, embed it, and let the model correct it from that at most N times; the nearest text is "
-        "kept (a model of model.corrector)",
+        "help": "write texts, embed them, and let the model edit the nearest from that, in about N rounds of 8 edits; "
+        "the nearest text is kept (a model of model.corrector)",
     },
     "encoder_calls": {
         "type": int,
@@ -123,7 +123,7 @@ class SearchOptions:
         """The search in a few words."""
         judge = "the encoder" if (self.judge or "encoder") == "encoder" else "the model's own t2l"
         if self.correct is not None:
-            return f"at most {self.correct} rounds of correction by the embeddings of {judge}"
+            return f"{self.correct} rounds of correction by the embeddings of {judge}"
         if self.search == "best_of":
             return f"best of {self.num_candidates or NUM_CANDIDATES} by {judge}"
         return f"local search, at most {self.encoder_calls or LocalSearchSettings.judge_calls} calls of {judge}"

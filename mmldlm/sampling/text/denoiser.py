@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from mmldlm.diffusion.process import LatentProcess
-from mmldlm.models.mmdit.hypothesis import Hypotheses
 from mmldlm.sampling.device import device_of
 from mmldlm.utils.counter_rng import Stream, normals
 
@@ -25,29 +24,20 @@ class Denoiser:
         model: with the forward contract of MultimodalMMDiT.
         latents: [B, D] (or [B, M, D]) in the encoder's space; None: the null condition.
         times: [B] timesteps of latents that are noised already and in model space; None: clean ones.
-        hypotheses: texts to correct, their embeddings in the encoder's space; None: there is none.
 
     Attributes:
         num_rows: texts computed so far, summed over the passes.
         num_scored: positions whose logits were computed.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        latents: Tensor | None,
-        times: Tensor | None = None,
-        hypotheses: Hypotheses | None = None,
-    ):
+    def __init__(self, model: nn.Module, latents: Tensor | None, times: Tensor | None = None):
         self.model, self.times, self.num_rows, self.num_scored = model, times, 0, 0
         self.encoded: EncodedLatent | None = None
-        self.hypotheses = None if hypotheses is None else in_model_space(hypotheses, model)
-        more: dict[str, Any] = {} if hypotheses is None else {"hypotheses": self.hypotheses}
         if latents is not None and times is not None:
-            self.encoded = model.encode_latents(latents, timesteps=times, caches=True, **more)
+            self.encoded = model.encode_latents(latents, timesteps=times, caches=True)
         elif latents is not None:
             given = model.scale_latents(latents.to(device_of(model)))
-            self.encoded = model.encode_latents(given, caches=True, **more)
+            self.encoded = model.encode_latents(given, caches=True)
 
     @property
     def has_latents(self) -> bool:
@@ -76,22 +66,9 @@ class Denoiser:
         else:
             times = select(self.times)
             more["encoded"] = self.encoded if everything else self.encoded.select(rows)
-            if self.hypotheses is not None:
-                own = Hypotheses(*map(select, self.hypotheses))
-                end = width - own.tokens.shape[1]  # negative: cut, as in training
-                more["hypotheses"] = own._replace(
-                    tokens=nn.functional.pad(own.tokens, (0, end), value=self.model.config.pad_token_id)
-                )
         given = select(state.tokens), None, select(timesteps), times, select(state.real)
         active = row_index * width + positions % width
         return self.model(*given, text_positions=active, **more)["text_logits"]
-
-
-def in_model_space(hypotheses: Hypotheses, model: nn.Module) -> Hypotheses:
-    """Return hypotheses on the model's device, with the encoder's latents scaled."""
-    device = device_of(model)
-    latents = model.scale_latents(hypotheses.latents.to(device))
-    return Hypotheses(hypotheses.tokens.to(device), latents, hypotheses.given.to(device))
 
 
 def noised_latents(

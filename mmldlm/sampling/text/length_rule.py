@@ -7,9 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from mmldlm.models.mmdit.hypothesis import Hypotheses
 from mmldlm.sampling.device import device_of
-from mmldlm.sampling.text.denoiser import in_model_space
 from mmldlm.utils.counter_rng import Stream, uniforms
 
 RULES = ("median", "mode", "sample")
@@ -47,7 +45,6 @@ def predict_lengths(
     rule: str | None = None,
     seed: int = 0,
     batch_size: int = 512,
-    hypotheses: Hypotheses | None = None,
 ) -> Tensor:
     """Predict lengths with the model's length head; see `choose_lengths`.
 
@@ -55,7 +52,6 @@ def predict_lengths(
         latents: [count, D] (or [count, M, D]) in the encoder's space, or None.
         count: needed without latents.
         rule: None takes the median of p(length | latent), or a draw from p(length) without a latent.
-        hypotheses: see `sample_text`.
 
     Returns:
         [count] int64 lengths, EOS counted.
@@ -71,40 +67,33 @@ def predict_lengths(
         logits = model(start, None, text_positions=start.new_empty(0))["length_logits"].expand(count, -1)
         return choose_lengths(logits, rule, uniform).cpu()
     parts = []
-    logits_of = _length_logits(model, latents, batch_size, hypotheses)
-    for logits, part_uniform in zip(logits_of, uniform.split(batch_size)):
+    for logits, part_uniform in zip(_length_logits(model, latents, batch_size), uniform.split(batch_size)):
         parts.append(choose_lengths(logits, rule, part_uniform))
     return torch.cat(parts).cpu()
 
 
-def _length_logits(
-    model: nn.Module, latents: Tensor, batch_size: int, hypotheses: Hypotheses | None
-) -> Iterator[Tensor]:
+def _length_logits(model: nn.Module, latents: Tensor, batch_size: int) -> Iterator[Tensor]:
     """Yield the length head's logits [B, L], batch by batch."""
     device = device_of(model)
-    given = None if hypotheses is None else in_model_space(hypotheses, model)
-    for first in range(0, len(latents), batch_size):
-        part, more = slice(first, first + batch_size), {}
-        if given is not None:
-            more["hypotheses"] = Hypotheses(*(values[part] for values in given))
-        yield model(None, model.scale_latents(latents[part].to(device)), **more)["length_logits"]
+    for part in latents.split(batch_size):
+        yield model(None, model.scale_latents(part.to(device)))["length_logits"]
 
 
 @torch.inference_mode()
 def most_probable_lengths(
-    model: nn.Module, latents: Tensor, number: int, batch_size: int = 512, hypotheses: Hypotheses | None = None
+    model: nn.Module, latents: Tensor, number: int, batch_size: int = 512
 ) -> tuple[Tensor, Tensor]:
     """Return the most probable lengths of each text, the best first, and their log-probabilities.
 
     Args:
         latents: [N, D] (or [N, M, D]) in the encoder's space.
-        number: K; no more than there are lengths. hypotheses: see `sample_text`.
+        number: K; no more than there are lengths.
 
     Returns:
         [N, K] int64, EOS counted, and [N, K] fp64, both on the CPU.
     """
     parts = []
-    for logits in _length_logits(model, latents, batch_size, hypotheses):
+    for logits in _length_logits(model, latents, batch_size):
         top = logits.double().log_softmax(-1).topk(min(number, logits.shape[-1]), dim=-1)
         parts.append((top.indices.cpu() + 1, top.values.cpu()))
     lengths, scores = zip(*parts)

@@ -12,7 +12,6 @@ from mmldlm.config.text_samplers import STRATEGY_OPTIONS
 from mmldlm.data.encoders.encoder import token_budget_batches
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.process import LatentProcess
-from mmldlm.models.mmdit.hypothesis import Hypotheses
 from mmldlm.sampling.device import device_of
 from mmldlm.sampling.text.denoiser import Denoiser, noised_latents
 from mmldlm.sampling.text.draw import DrawSettings
@@ -85,7 +84,6 @@ def sample_text(
     lengths: Tensor | None = None,
     length_rule: str | None = None,
     drafts: Tensor | None = None,
-    hypotheses: Hypotheses | None = None,
     sampler: str = "confidence",
     sampler_options: Mapping[str, Any] | None = None,
     temperature: float | None = None,
@@ -111,7 +109,6 @@ def sample_text(
         lengths: [N] with EOS; None predicts them with the model's length head.
         length_rule: see `predict_lengths`.
         drafts: [N, >= longest] int64 tokens that stand, [MASK] where one is to be written; only with lengths.
-        hypotheses: of the N latents, texts to correct and their embeddings in the encoder's space (model.corrector).
         sampler: a name of STRATEGIES.
         sampler_options: what the sampler reads (`TextStrategy.defaults`).
         temperature, top_p: of the draws; None: the sampler's default.
@@ -135,7 +132,7 @@ def sample_text(
         UserError: an option that the sampler does not read, or out of range.
     """
     if lengths is None:
-        lengths = predict_lengths(model, latents, num_samples, length_rule, seed, hypotheses=hypotheses)
+        lengths = predict_lengths(model, latents, num_samples, length_rule, seed)
     options = {**(sampler_options or {}), **({} if steps is None else {"num_steps": steps})}
     samples = _empty(lengths, with_log_probabilities)
     draw, report = DrawSettings(temperature, top_p, presence_penalty), _Report(progress, int((lengths - 1).sum()))
@@ -146,8 +143,7 @@ def sample_text(
             sampler, model, lengths[index], own, diffusion=diffusion, draw=draw, seed=seed, options=options,
             drafts=None if drafts is None else drafts[index],
         )  # fmt: skip
-        given = None if hypotheses is None else Hypotheses(*(values[index] for values in hypotheses))
-        denoiser = _denoiser(model, latents, index, own, condition_timestep, latent_diffusion, seed, given)
+        denoiser = _denoiser(model, latents, index, own, condition_timestep, latent_diffusion, seed)
         observer = Observer(strategy.state, own, recorder) if recorder or with_log_probabilities else None
         _write_batch(denoiser, strategy, guidance, observer, report)
         _collect(samples, index, strategy, denoiser, observer)
@@ -156,13 +152,13 @@ def sample_text(
 
 def _denoiser(
     model: nn.Module, latents: Tensor | None, index: Tensor, own: list[int], timestep: float,
-    diffusion: LatentProcess | None, seed: int, hypotheses: Hypotheses | None,
+    diffusion: LatentProcess | None, seed: int,
 ) -> Denoiser:  # fmt: skip
     """Return the denoiser of a batch, its latents noised to a timestep."""
     if latents is None or timestep == 0:
-        return Denoiser(model, None if latents is None else latents[index], hypotheses=hypotheses)
+        return Denoiser(model, None if latents is None else latents[index])
     assert diffusion is not None
-    return Denoiser(model, *noised_latents(model, latents[index], own, timestep, diffusion, seed), hypotheses)
+    return Denoiser(model, *noised_latents(model, latents[index], own, timestep, diffusion, seed))
 
 
 class _Report:

@@ -31,7 +31,9 @@ def _unread_of_hypotheses(batch: NoisedBatch) -> tuple[str, ...]:
     if given is None:
         return ()
     if not bool(given.any()):
-        return tuple(f"hypothesis_encoder.{name}" for name in ("to_text", "to_pooled", "position"))
+        return tuple(
+            f"hypothesis_encoder.{name}" for name in ("to_text", "to_factor", "to_product", "to_pooled", "position")
+        )
     return ("hypothesis_encoder.null_tokens",) if bool(given.all()) else ()
 
 

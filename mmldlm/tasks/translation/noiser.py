@@ -17,7 +17,7 @@ from mmldlm.data.store.store import Rows
 from mmldlm.diffusion import GaussianProcess, MaskedDiffusion
 from mmldlm.diffusion.timesteps import logit_normal, low_discrepancy, shift, stretch
 from mmldlm.tasks.batch_draws import counter_generator, dropout_keys, keyed_normals, noise_keys
-from mmldlm.tasks.masking import dynamic_weights, mask_texts
+from mmldlm.tasks.masking import dynamic_weights, mask_texts, mask_wholly
 from mmldlm.tasks.row_reader import RowReader
 from mmldlm.tasks.translation.candidates import CandidateSampler
 from mmldlm.tasks.translation.config import PURE_MODES, TranslationConfig
@@ -141,7 +141,8 @@ class Noiser:
         max_norm: a latent above this norm is a corrupted row; it is left out and reported.
         candidates: of loss.text_candidates; None: the text head scores the whole vocabulary.
         swaps: words for the drafts that the quality head judges; None: there is none.
-        hypotheses: of the split whose samples are noised; None: none is read.
+        hypotheses: of the split whose samples are noised; a text that has one is wholly masked. None: there is none.
+        reads_hypotheses: whether the model reads them.
         in_training: whether the training options that no evaluation has apply (t2l_pure_noise, l2t_condition_noise,
             dropout).
     """
@@ -161,6 +162,7 @@ class Noiser:
         candidates: CandidateSampler | None = None,
         swaps: WordSwaps | None = None,
         hypotheses: SplitHypotheses | None = None,
+        reads_hypotheses: bool = True,
         in_training: bool = True,
     ):
         self.text = MaskedDiffusion(mask_token_id, config.text_diffusion.schedule, config.text_diffusion.eps)
@@ -170,6 +172,7 @@ class Noiser:
         self.pad_token_id, self.eos_token_id = pad_token_id, eos_token_id
         self.latent_mean, self.latent_std = latent_mean, latent_std
         self.candidates, self.swaps, self.hypotheses = candidates, swaps, hypotheses
+        self.reads_hypotheses = reads_hypotheses
         self.hypothesis_share = config.training.hypothesis_share if in_training else 1.0
         vocab_size = config.model.vocab_size or np.iinfo(np.int64).max
         self.reader = RowReader(vocab_size, latent_mean, max_norm, config.stability.nan_to_num)
@@ -213,7 +216,10 @@ class Noiser:
         padded = self._pad(batch, rows, ids, slots)
         in_batch = np.minimum(slots, batch.size - 1)  # of placeholders, any slot will do
         modes = draws.modes[in_batch]
-        tensors = self._text_tensors(padded, modes, real, draws.text[in_batch])
+        read, reasons = self._hypotheses_of(batch, ids, slots, modes, real, padded)
+        bad = bad + [{"id": int(ids[row]), "reason": reason, "repaired": True} for row, reason in reasons.items()]
+        tensors = self._text_tensors(padded, modes, real, draws.text[in_batch], read.get("hypothesis_given"))
+        tensors |= read if self.reads_hypotheses else {}
         tensors |= self._latent_tensors(padded, modes, real, draws.latent[in_batch])
         if padded.noise is None:
             tensors["noise_keys"] = noise_keys(self.seed, batch.epoch, ids, slots)
@@ -221,11 +227,6 @@ class Noiser:
             tensors["dropout_keys"] = dropout_keys(self.seed, batch.epoch, ids, slots)
         if self.swaps is not None:
             tensors["draft_swaps"] = self.swaps.draw(self.seed, batch.epoch, ids, slots, padded.attention)
-        if self.hypotheses is not None:
-            has_latent = (modes == L2T) & ~tensors["latent_is_null"].numpy() & real
-            found, reasons = self._hypotheses_of(batch, ids, slots, has_latent, tuple(padded.tokens.shape))
-            tensors |= found
-            bad = bad + [{"id": int(ids[row]), "reason": reason, "repaired": True} for row, reason in reasons.items()]
         if self.candidates is not None:
             generator = counter_generator(self.seed, batch.epoch, batch.index, 0, _CANDIDATE_STREAM)
             tensors |= self.candidates.tensors(tensors["text_targets"], generator)
@@ -249,17 +250,20 @@ class Noiser:
         )
 
     def _hypotheses_of(
-        self, batch: GlobalBatch, ids: np.ndarray, slots: np.ndarray, has_latent: np.ndarray, shape: tuple[int, int]
-    ) -> tuple[dict[str, Tensor], dict[int, str]]:
-        """Tensors of `SplitHypotheses.arrays`, and its reasons."""
-        assert self.hypotheses is not None
+        self, batch: GlobalBatch, ids: np.ndarray, slots: np.ndarray, modes: np.ndarray, real: np.ndarray,
+        padded: PaddedSamples,
+    ) -> tuple[dict[str, Tensor], dict[int, str]]:  # fmt: skip
+        """Tensors of `SplitHypotheses.arrays`, and its reasons; nothing without hypotheses."""
+        if self.hypotheses is None:
+            return {}, {}
+        has_latent = (modes == L2T) & (padded.dropout >= self.dropout).numpy() & real
         draws = [
             counter_generator(self.seed, batch.epoch, sample, slot, _HYPOTHESIS_STREAM).random()
             for sample, slot in zip(ids.tolist(), slots.tolist(), strict=True)
         ]
         arrays, reasons = self.hypotheses.arrays(
-            ids, has_latent & (np.array(draws) < self.hypothesis_share), shape, self.pad_token_id, self.eos_token_id,
-            self.reader.vocab_size, self._scaled,
+            ids, has_latent & (np.array(draws) < self.hypothesis_share), tuple(padded.tokens.shape), self.pad_token_id,
+            self.eos_token_id, self.reader.vocab_size, self._scaled,
         )  # fmt: skip
         return {name: torch.from_numpy(array) for name, array in arrays.items()}, reasons
 
@@ -300,14 +304,16 @@ class Noiser:
         return PaddedSamples(*map(torch.from_numpy, given), normals, *map(torch.from_numpy, drawn))
 
     def _text_tensors(
-        self, padded: PaddedSamples, modes: np.ndarray, real: np.ndarray, strata: Tensor
+        self, padded: PaddedSamples, modes: np.ndarray, real: np.ndarray, strata: Tensor, wholly: Tensor | None
     ) -> dict[str, Tensor]:
+        """Tensors of the text; the texts of wholly [B] bool are wholly masked."""
         mode, is_real = torch.from_numpy(modes), torch.from_numpy(real)
         if self.text_config.timesteps != "low_discrepancy":
             strata = padded.text
-        noised, masked, timesteps, weights = mask_texts(
-            self.text, self.text_config, padded.tokens, strata, padded.mask_uniform, padded.attention
-        )
+        found = mask_texts(self.text, self.text_config, padded.tokens, strata, padded.mask_uniform, padded.attention)
+        if wholly is not None:
+            found = mask_wholly(self.text, wholly, padded.tokens, padded.attention, found)
+        noised, masked, timesteps, weights = found
         is_t2l = mode == T2L
         masked &= (is_real & ~is_t2l)[:, None]
         positions = masked.flatten().nonzero()[:, 0]

@@ -163,12 +163,14 @@ class TranslationTask(MaskedTextTask):
         seed: int | None = None,
         mode: str | None = None,
         condition_dropout: float | None = None,
-        corrects: bool = False,
+        masks_hypotheses: bool = False,
+        reads_hypotheses: bool = True,
     ) -> Noiser:
         """Return the noiser; `mode` and `condition_dropout` replace those of training.
 
         Args:
-            corrects: in an evaluation, read the hypotheses of the validation split.
+            masks_hypotheses: in an evaluation, mask the texts with a hypothesis wholly, as in training.
+            reads_hypotheses: whether the model then reads it.
         """
         model, candidates = data.config.model, None
         if seed is None and data.config.loss.text_candidates is not None:  # evaluation is exact
@@ -182,7 +184,7 @@ class TranslationTask(MaskedTextTask):
 
             swaps = WordSwaps(word_counts(data))
         hypotheses = None
-        if data.hypotheses is not None and (seed is None or corrects):
+        if data.hypotheses is not None and (seed is None or masks_hypotheses):
             hypotheses = data.hypotheses[0 if seed is None else 1]
         return self.noiser_class(data.config)(
             data.config,
@@ -198,6 +200,7 @@ class TranslationTask(MaskedTextTask):
             candidates=candidates,
             swaps=swaps,
             hypotheses=hypotheses,
+            reads_hypotheses=reads_hypotheses,
             in_training=seed is None,
         )
 
@@ -212,7 +215,7 @@ class TranslationTask(MaskedTextTask):
 
         seed = data.config.training.seed + Validation.SEED_OFFSET
         passes = [
-            (name, self.collator(data, seed, mode, dropout, corrects=name == "l2t_corrected"))
+            (name, self.collator(data, seed, mode, dropout, name.endswith("corrected"), name != "l2t_uncorrected"))
             for name, mode, dropout in passes_of(data.config)
         ]
         return Validation(self, data, engine, passes, self.validation_figures)

@@ -67,6 +67,26 @@ def test_which_samples_read_one_and_what_they_read():
     assert all(v[0] for s, v in everyone.items() if s % 3 and v[3] == L2T and not v[4])
 
 
+def test_texts_with_one_are_wholly_masked_and_the_others_masked_as_before():
+    rows, found = batches()
+    plain = batches()[1]
+    plain.collator.hypotheses = None
+    numbers = [0, 0]
+    for i in range(4):
+        batch, without = found[i].tensors, plain[i].tensors
+        for row in np.flatnonzero(found[i].real & (found[i].modes == L2T)):
+            given, real = bool(batch["hypothesis_given"][row]), batch["attention_mask"][row]
+            numbers[given] += 1
+            if given:
+                assert (batch["text_tokens"][row, real] == MASK).all() and batch["text_timesteps"][row] == 1
+                assert (batch["text_weights"][batch["text_rows"] == row] == 1).all()
+                assert int((batch["text_rows"] == row).sum()) == int(real.sum())
+            else:
+                assert (batch["text_tokens"][row] == without["text_tokens"][row]).all()
+                assert batch["text_timesteps"][row] == without["text_timesteps"][row]
+    assert min(numbers) > 3
+
+
 def test_a_damaged_hypothesis_is_left_out_and_named():
     rows, found = batches(share=1.0)
     hypotheses = found.collator.hypotheses
@@ -122,3 +142,7 @@ def test_the_folder_must_be_given_and_belong_to_the_store(made_store):
 def test_config_that_does_not_fit_together(sections, message):
     with pytest.raises(UserError, match=message):
         build_config(sections)
+
+
+def test_runs_of_another_default_are_read():
+    assert build_config({"training": {"hypothesis_share": 0.8}}).training.hypothesis_share == 0.8

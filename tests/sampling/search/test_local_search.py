@@ -20,7 +20,7 @@ from mmldlm.sampling.search.local_search import LocalSearchSettings, local_searc
 @pytest.fixture(autouse=True, scope="module")
 def few_edits():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(edits, "MOST", {edits.SUBSTITUTE: 20, edits.INSERT: 8, edits.DELETE: 6})
+        patch.setattr(edits.Editor, "most", {edits.SUBSTITUTE: 20, edits.INSERT: 8, edits.DELETE: 6})
         yield
 
 
@@ -60,7 +60,7 @@ def test_no_text_is_judged_twice(searched, pretrained):
 
 
 def test_where_edits_lead_no_further_new_texts_are_written(pretrained, hidden, new_judge, monkeypatch):
-    monkeypatch.setattr(edits, "MOST", {edits.SUBSTITUTE: 1, edits.INSERT: 1, edits.DELETE: 1})
+    monkeypatch.setattr(edits.Editor, "most", {edits.SUBSTITUTE: 1, edits.INSERT: 1, edits.DELETE: 1})
     found = search(pretrained, hidden, new_judge(), judge_calls=80)
     assert (found.calls == 80).all()
     written = best_of(pretrained, hidden[1], new_judge(), num_candidates=8, num_steps=3)
@@ -88,7 +88,7 @@ def test_no_result_depends_on_the_batch_or_on_other_latents(pretrained, hidden, 
 
 def test_references_are_not_among_the_arguments():
     assert set(inspect.signature(local_search).parameters) == {
-        "pretrained", "latents", "judge", "settings", "seed", "progress", "options",
+        "pretrained", "latents", "judge", "settings", "editor_class", "seed", "progress", "options",
     }  # fmt: skip
 
 

@@ -242,6 +242,7 @@ def test_pure_noise_holds_nothing_of_its_latent():
         ({"training": {"t2l_pure_noise": 0.2}, "latent_diffusion": {"prediction": "epsilon"}}, "teaches nothing"),
         ({"training": {"t2l_pure_noise": 0.2}, "latent_diffusion": {"weighting": "min_snr"}}, "teaches nothing"),
         ({"loss": {"text_weighting": "dynamic"}, "text_diffusion": {"fully_masked_only": True}}, "no weight"),
+        ({"loss": {"text_weighting": "dynamic"}, "model": {"corrector": "feedback"}}, "no weight, and with hypotheses"),
         ({"loss": {"text_weighting": "dynamic", "text_weight_clip": 1.0}}, "text_weight_clip"),
         ({"latent_diffusion": {"prediction": "x0_epsilon"}}, "x0_epsilon to decoupled"),
         ({"latent_diffusion": {"schedule": "decoupled", "prediction": "v"}}, "v to cosine"),
