@@ -19,7 +19,7 @@ class EncodedLatent(NamedTuple):
         tokens: chunk tokens (with a hypothesis also those of z - ẑ); None without them. [B, M, H]
         pooled: pooled latent; None without one. [B, C]
         keys_values: of each block's cross-attention; None: not computed yet.
-        difference: pooled z - ẑ of hypotheses; None without them. [B, C]
+        difference: pooled z - ẑ of the hypotheses, which a pass reads beside their words; None without them. [B, C]
     """
 
     tokens: Tensor | None = None
