@@ -92,6 +92,7 @@ def correct_texts(
     if rounds == 0 or share == 0:
         return samples
     texts, num_rows, passes = list(samples.tokens), samples.num_rows, samples.passes.clone()
+    num_scored = samples.num_scored
     qualities = text_qualities(model, latents, texts, batch_tokens)
     left_alone = [torch.zeros(len(text), dtype=torch.bool) for text in texts]
     num_rows, passes = num_rows + len(texts), passes + 1
@@ -107,12 +108,13 @@ def correct_texts(
             seed=seed + _ROUND_SEEDS * (number + 1),
         )  # fmt: skip
         num_rows, passes[index] = num_rows + found.num_rows + len(rows), passes[index] + found.passes + 1
+        num_scored += found.num_scored
         new_qualities = text_qualities(model, latents[index], found.tokens, batch_tokens)
         for row, text, quality in zip(rows, found.tokens, new_qualities):
             left_alone[row][doubted[row]] = True
             if float(quality.mean()) > float(qualities[row].mean()):
                 texts[row], qualities[row], left_alone[row] = text, quality, torch.zeros_like(left_alone[row])
-    return TextSamples(texts, samples.lengths, num_rows, passes)
+    return TextSamples(texts, samples.lengths, num_rows, passes, num_scored=num_scored)
 
 
 @torch.inference_mode()

@@ -121,6 +121,7 @@ def test_rounds_keep_lengths_and_bounds_and_only_what_is_judged_better(critical,
     extra = found.passes - plain.passes
     assert bool((extra >= 2).all()) and bool((extra <= 1 + rounds * (words + 1)).all())
     assert found.num_rows - plain.num_rows <= int(extra.sum()) and found.num_rows > plain.num_rows
+    assert found.num_scored > plain.num_scored > 0  # the logits of both count
     before, after = (text_qualities(critical.model, latents, each.tokens) for each in (plain, found))
     for text, draft, new, old in zip(found.tokens, plain.tokens, after, before):
         assert float(new.mean()) > float(old.mean()) if text != draft else torch.equal(new, old)
