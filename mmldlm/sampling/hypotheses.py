@@ -28,6 +28,7 @@ from mmldlm.data.prepare.summary import RankProgress
 from mmldlm.data.prepare.task_queue import RankFailed, TaskQueue
 from mmldlm.data.prepare.work_dir import WorkDir
 from mmldlm.data.store.arrays import read_npz, write_npz
+from mmldlm.data.store.hypotheses import HYPOTHESES_VERSION
 from mmldlm.data.store.latent_statistics import LatentStatistics
 from mmldlm.data.store.manifest import sample_checksums
 from mmldlm.data.store.mixture import describe_encoder
@@ -147,7 +148,10 @@ class _Hypotheses:
     def _begin(self, work: WorkDir) -> None:
         check_output_free(self.root, self.options.force)
         identity = {key: value for key, value in asdict(self.options).items() if key not in ("device", "force")}
-        plan = {"options": identity, "corpus": {"of": [str(sample_checksums(self.stores["train"].manifest))]}}
+        plan = {
+            "options": identity | {"version": HYPOTHESES_VERSION},
+            "corpus": {"of": [str(sample_checksums(self.stores["train"].manifest))]},
+        }
         if work.open(plan | {"shards": [SHARD]}, self.options.force):
             self.console.print(f"resuming from {work.folder}", soft_wrap=True)
 
@@ -231,7 +235,7 @@ class _Hypotheses:
         manifest |= {
             "splits": summaries,
             "latent_stats": statistics,
-            "hypotheses": {"of": sample_checksums(own), **asdict(self.options)},
+            "hypotheses": {"of": sample_checksums(own), "version": HYPOTHESES_VERSION, **asdict(self.options)},
             "files": list_files(folder),
             "created_with": versions(),
         }

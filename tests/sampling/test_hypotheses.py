@@ -9,6 +9,7 @@ import pytest
 from mmldlm.cli import main
 from mmldlm.config.load import load_config
 from mmldlm.data.store.store import Store
+from mmldlm.errors import UserError
 from mmldlm.sampling import hypotheses as module
 from mmldlm.tasks.translation.data import open_data
 from mmldlm.tasks.translation.task import TranslationTask
@@ -123,6 +124,13 @@ def test_a_corrector_trains_on_them_and_another_store_is_refused(whole, store, t
     plain = open_data(load_config("tiny", None, words[:1]))
     assert data.fingerprint() != plain.fingerprint()  # a resume must find the same hypotheses
     assert [len(split.store) for split in data.hypotheses] == [len(Store(whole, s)) for s in ("train", "validation")]
+    older = tmp_path / "older"
+    shutil.copytree(whole, older)
+    manifest = json.loads((older / "manifest.json").read_text())
+    del manifest["hypotheses"]["version"]
+    (older / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="version 1, of another mmldlm"):
+        open_data(load_config("tiny", None, [words[0], f"data.hypotheses={older}", words[2]]))
     other = tmp_path / "other"
     shutil.copytree(store, other)
     manifest = json.loads((other / "manifest.json").read_text())

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mmldlm.data.store.hypotheses import HYPOTHESES_VERSION
 from mmldlm.data.store.manifest import sample_checksums
 from mmldlm.data.store.store import Store, read_manifest
 from mmldlm.data.store.writers import StoreSplit
@@ -24,6 +25,6 @@ def make_hypotheses(store: Path, folder: Path) -> Path:
         writer.add(samples.texts(rows), [ids[::-1] for ids in found.tokens], np.roll(found.latents, 1, 0), rows)
         summaries[split] = writer.close()
     shutil.copytree(store / "tokenizer", folder / "tokenizer")
-    manifest |= {"splits": summaries, "hypotheses": {"of": sample_checksums(manifest)}}
+    manifest |= {"splits": summaries, "hypotheses": {"of": sample_checksums(manifest), "version": HYPOTHESES_VERSION}}
     write_json(folder / "manifest.json", manifest | {"files": list_files(folder)})
     return folder

@@ -13,6 +13,9 @@ from mmldlm.data.store.store import Store, check_latents
 from mmldlm.errors import UserError
 
 _ROWS_CHECKED = 50_000
+# Of what `mmldlm hypotheses` writes. 1 had whole texts of the model, of their own lengths; 2 lays their words beside
+# those of the samples, which is how a corrector reads them.
+HYPOTHESES_VERSION = 2
 
 
 class SplitHypotheses:
@@ -34,13 +37,20 @@ class SplitHypotheses:
                 "name the store that the hypotheses were written for",
             )
         self.store = Store(root, samples.split)
-        of = self.store.manifest.get("hypotheses", {}).get("of")
+        entry = self.store.manifest.get("hypotheses", {})
+        of, version = entry.get("of"), entry.get("version", 1)
         rows = self.store.documents
         if of != sample_checksums(samples.manifest) or rows is None:
             raise UserError(
                 f"hypotheses for the samples of {samples.root} in data.hypotheses={root}",
                 "a store without hypotheses" if of is None else "hypotheses for other samples",
                 f"write them: mmldlm hypotheses --checkpoint RUN --data {samples.root} --output-dir DIR",
+            )
+        if version != HYPOTHESES_VERSION:
+            raise UserError(
+                f"hypotheses of version {HYPOTHESES_VERSION} in data.hypotheses={root}",
+                f"version {version}, of another mmldlm, whose words stand at other places",
+                f"write them again: mmldlm hypotheses --checkpoint RUN --data {samples.root} --output-dir DIR",
             )
         if len(rows) != len(self.store) or len(rows) and not 0 <= rows.min() <= rows.max() < len(samples):
             raise UserError(

@@ -58,8 +58,8 @@ class HypothesisEncoder(nn.Module):
         nn.init.eye_(self.to_text.weight)
 
     def text_beside(
-        self, text_encoder: nn.Module, ids: Tensor, own: Tensor, is_read: Tensor, sample: Tensor, difference: Tensor,
-        first_rows: Tensor, text_is_null: Tensor | None,
+        self, text_encoder: nn.Module, ids: Tensor, own: Tensor, is_read: Tensor, sample: Tensor,
+        difference: Tensor | None, first_rows: Tensor, text_is_null: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """Rows [R, H] of the text, to which those of the hypotheses are added.
 
@@ -68,7 +68,12 @@ class HypothesisEncoder(nn.Module):
             is_read: rows at which a hypothesis has a word. [R] bool
             sample: that each row belongs to. [R]
             difference: z - ẑ, pooled. [B, C]
+
+        Raises:
+            ValueError: no difference: the latents were encoded without the hypotheses.
         """
+        if difference is None:
+            raise ValueError("hypotheses with latents that were encoded without them: give encode_latents both")
         # In one call: ZeRO-3 reduces the gradients of a module once a step.
         text, words = text_encoder(torch.cat([ids, own]), first_rows, text_is_null).split(len(ids))
         more = self.to_text(words) + self.to_product(words * self.to_factor(difference)[sample])

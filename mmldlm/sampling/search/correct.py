@@ -54,8 +54,10 @@ def correct(
     """
     check_corrector(pretrained)
     settings = LocalSearchSettings(STARTS + rounds * CORRECTIONS, STARTS, calls_a_round=CORRECTIONS)
-    given = {"settings": settings, "seed": seed, "progress": progress, "editor_class": CorrectingEditor}
-    return local_search(pretrained, latents, judge, **given, **options)
+    return local_search(
+        pretrained, latents, judge, settings=settings, editor_class=CorrectingEditor, seed=seed, progress=progress,
+        **options,
+    )  # fmt: skip
 
 
 def check_corrector(pretrained: Pretrained) -> None:

@@ -53,6 +53,16 @@ def test_words_and_embedding_of_a_hypothesis_are_read_where_it_is_given():
     assert_equal(half, outputs(model, read), [0, 2])
 
 
+def test_latents_encoded_without_the_hypotheses_are_refused():
+    model, (tokens, latents, text_t, _) = make(corrector="feedback"), inputs()
+    places = torch.tensor([0, 4])
+    with pytest.raises(ValueError, match="encoded without them"):
+        model(
+            tokens, None, text_t, None, encoded=model.encode_latents(latents), hypotheses=hypotheses(),
+            text_positions=places,
+        )  # fmt: skip
+
+
 def test_what_stands_behind_a_hypothesis_or_its_text_is_not_read():
     model, read = make(corrector="feedback"), hypotheses()
     tokens = read.tokens.clone()
