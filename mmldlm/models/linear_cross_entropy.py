@@ -16,7 +16,7 @@ CHUNK_ELEMENTS = {"cpu": 8 << 20, "cuda": 64 << 20}
 MIN_ROWS = 64
 # Rows whose softmax exists at once in fp32 next to low-precision logits on a CPU: few, so that it stays in the cache.
 MIN_SHARED_ROWS = 64
-# Rows of logits start at multiples of this: unaligned rows of 30,522 take 1.4 times as long on a CPU (stores cross
+# Rows of logits start at multiples of this: unaligned rows of 30,522 take 1.4 times as long on some CPUs (stores cross
 # cache lines) and leave the aligned kernels on a GPU.
 ROW_ALIGNMENT = 64
 
@@ -219,6 +219,18 @@ def logits_bytes(num_rows: int, vocab_size: int, device_type: str, low_bytes: in
     rows = min(rows_of_a_chunk(vocab_size, device_type, low_bytes), num_rows)
     probs = 0 if low_bytes >= 4 else 4 * (min(rows, MIN_SHARED_ROWS) if device_type == "cpu" else rows)
     return _aligned(vocab_size) * (rows * low_bytes + probs)
+
+
+def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Logits of hidden [M, H] under a head of weight [V, H] and bias [V]: [M, V], in the compute dtype.
+
+    Without gradients their rows are apart by a multiple of ROW_ALIGNMENT.
+    """
+    if torch.is_grad_enabled():  # autograd takes no `out`
+        return torch.addmm(bias, hidden, weight.t())
+    low = compute_dtype(hidden)
+    logits = hidden.new_empty(len(hidden), _aligned(len(weight)), dtype=low)[:, : len(weight)]
+    return torch.addmm(bias.to(low), hidden.to(low), weight.t().to(low), out=logits)
 
 
 def linear_cross_entropy(

@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mmldlm.models.linear_cross_entropy import Candidates, linear_cross_entropy
+from mmldlm.models.linear_cross_entropy import Candidates, linear_cross_entropy, linear_logits
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 7, 64])
@@ -98,3 +98,17 @@ def test_the_normalizer_of_candidates_is_unbiased():
     frequent_rows = torch.tensor([0, 1, 7])
     torch.testing.assert_close(mean[frequent_rows], exact[frequent_rows], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(mean, exact, rtol=0.15, atol=0.0)
+
+
+@pytest.mark.parametrize("low", [torch.float64, torch.float32, torch.bfloat16])
+def test_logits_without_gradients_are_those_with_gradients(low):
+    dtype = torch.float64 if low == torch.float64 else torch.float32
+    hidden, weight, bias = (torch.randn(size, dtype=dtype) for size in ((7, 16), (50, 16), (50,)))
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=low == torch.bfloat16):
+        expected = linear_logits(hidden, weight, bias)
+        with torch.no_grad():
+            found = linear_logits(hidden, weight, bias)
+            nothing = linear_logits(hidden[:0], weight, bias)
+    assert found.dtype == expected.dtype == low and nothing.shape == (0, 50)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(expected.to(dtype), hidden @ weight.t() + bias, rtol=2e-2, atol=5e-2)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from mmldlm.models.layers import Modulation, compute_dtype, modulate
-from mmldlm.models.linear_cross_entropy import Candidates, linear_cross_entropy, rows_of_a_chunk
+from mmldlm.models.linear_cross_entropy import Candidates, linear_cross_entropy, linear_logits, rows_of_a_chunk
 
 
 class TextHead(nn.Module):
@@ -43,7 +43,7 @@ class TextHead(nn.Module):
             return {"text_loss_sum": loss_sum, "text_nll": nll, "text_correct": correct}
         if excluded is not None:
             return {"text_best": self._best(rows, excluded)}
-        logits = torch.addmm(self.bias, rows, self.weight.t()).float()
+        logits = linear_logits(rows, self.weight, self.bias).float()
         logits[:, self.mask_token_id] = float("-inf")
         return {"text_logits": logits}
 
@@ -52,7 +52,7 @@ class TextHead(nn.Module):
         size = rows_of_a_chunk(len(self.bias), rows.device.type, compute_dtype(rows).itemsize)
         best = []
         for chunk in rows.split(size):
-            logits = torch.addmm(self.bias, chunk, self.weight.t())
+            logits = linear_logits(chunk, self.weight, self.bias)
             logits[:, list(excluded)] = float("-inf")
             best.append(logits.argmax(-1))
         return torch.cat(best)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mmldlm.models.layers import Modulation, compute_dtype, modulate
-from mmldlm.models.linear_cross_entropy import Candidates, linear_cross_entropy, rows_of_a_chunk
+from mmldlm.models.linear_cross_entropy import Candidates, linear_cross_entropy, linear_logits, rows_of_a_chunk
 from mmldlm.models.plain.block import NORM_EPS, RMSNorm, of_rows
 from mmldlm.models.plain.config import PlainConfig
 
@@ -51,10 +51,10 @@ class PlainTextHead(nn.Module):
         return {"text_logits": self._logits(rows)}
 
     def _logits(self, rows: Tensor) -> Tensor:
-        logits = F.linear(rows, self.weight, self.bias)
+        logits = linear_logits(rows, self.weight, self.bias)
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        excluded = torch.arange(logits.shape[-1], device=logits.device) == self.mask_token_id
-        return logits.masked_fill(excluded, float("-inf"))
+        logits[:, self.mask_token_id] = float("-inf")
+        return logits
 
     def _by_chunks(self, rows: Tensor, function: LogitsFunction) -> Tensor:
         """function of all logits, of which only a chunk's exist at once; the backward pass computes them again."""
