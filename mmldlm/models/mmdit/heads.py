@@ -44,7 +44,7 @@ class TextHead(nn.Module):
         if excluded is not None:
             return {"text_best": self._best(rows, excluded)}
         logits = linear_logits(rows, self.weight, self.bias).float()
-        logits[:, self.mask_token_id] = float("-inf")
+        logits[:, self.mask_token_id].fill_(float("-inf"))  # an assignment would make the host wait for a GPU
         return {"text_logits": logits}
 
     def _best(self, rows: Tensor, excluded: tuple[int, ...]) -> Tensor:

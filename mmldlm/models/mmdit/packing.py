@@ -339,6 +339,6 @@ def attend(qkv: Tensor, packing: Packing, scale: float | None = None) -> Tensor:
 
 def _attend_rectangle(qkv: Tensor, batch: int, key_mask: Tensor | None, scale: float | None) -> Tensor:
     """[B * S, 3, heads, head_dim] of samples of equal length -> [B * S, heads * head_dim]."""
-    query, key, value = qkv.unflatten(0, (batch, -1)).permute(2, 0, 3, 1, 4)
+    query, key, value = (part.transpose(1, 2) for part in qkv.unflatten(0, (batch, -1)).unbind(2))
     mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=key_mask, scale=scale)
     return mixed.transpose(1, 2).reshape(len(qkv), -1)

@@ -53,7 +53,7 @@ class PlainTextHead(nn.Module):
     def _logits(self, rows: Tensor) -> Tensor:
         logits = linear_logits(rows, self.weight, self.bias)
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        logits[:, self.mask_token_id] = float("-inf")
+        logits[:, self.mask_token_id].fill_(float("-inf"))  # an assignment would make the host wait for a GPU
         return logits
 
     def _by_chunks(self, rows: Tensor, function: LogitsFunction) -> Tensor:
