@@ -7,5 +7,16 @@ BY_CHANCE = ("ancestral", "first_hitting", "scheduled")
 CODE_SAMPLERS = ("confidence", "margin", "entropy", "ancestral")
 # Options that only some of them read.
 STRATEGY_OPTIONS = frozenset(
-    {"num_steps", "schedule", "spacing", "threshold", "factor", "delta", "gamma", "remask", "remask_eta"}
+    {
+        "num_steps",
+        "schedule",
+        "spacing",
+        "distinct",
+        "threshold",
+        "factor",
+        "delta",
+        "gamma",
+        "remask",
+        "remask_eta",
+    }  # fmt: skip
 )

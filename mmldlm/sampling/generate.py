@@ -51,6 +51,7 @@ class SampleOptions:
     presence_penalty: float | None = None
     schedule: str | None = None
     spacing: float | None = None
+    distinct: bool | None = None
     threshold: float | None = None
     factor: float | None = None
     delta: float | None = None

@@ -46,6 +46,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "presence_penalty": {"l2t": None, "i2t": 0.0},
     "schedule": {"l2t": None, "unconditional": None},
     "spacing": {"l2t": None, "unconditional": None},
+    "distinct": {"l2t": None, "unconditional": None},
     "threshold": {"l2t": None, "unconditional": None},
     "factor": {"l2t": None, "unconditional": None},
     "delta": {"l2t": None, "unconditional": None},
@@ -72,8 +73,8 @@ for _key, _defaults in DEFAULTS.items():
 # Options that a task may lack, also in a kind that it has (TextTask.sampling_options).
 TASK_OPTIONS = (
     "num_steps", "sampler", "temperature", "top_p", "guidance", "presence_penalty", "num_beams", "method",
-    "solver", "eta", "condition_timestep", "schedule", "spacing", "threshold", "factor", "delta", "gamma", "remask",
-    "remask_eta", "num_lengths", "critic_rounds", "critic_share", "guidance_interval",
+    "solver", "eta", "condition_timestep", "schedule", "spacing", "distinct", "threshold", "factor", "delta", "gamma",
+    "remask", "remask_eta", "num_lengths", "critic_rounds", "critic_share", "guidance_interval",
 )  # fmt: skip
 METHODS = {"t2l": SOLVERS, "t2i": SOLVERS, "unconditional": JOINT_METHODS, "joint": JOINT_METHODS}
 
@@ -141,6 +142,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "metavar": "G",
         "help": "of the positions that a pass would fill, one nearer than G x the masked share to a surer one waits "
         "(samplers by certainty; default 1: none)",
+    },
+    "distinct": {
+        "action": "store_const",
+        "const": True,
+        "help": "of the positions that a pass would fill with the same token, all but the surest wait (samplers by "
+        "certainty)",
     },
     "threshold": {"type": float, "metavar": "P", "help": "threshold: fill all positions as probable (default 0.9)"},
     "factor": {"type": float, "metavar": "F", "help": "factor: fill n with (n+1)(1-p_n) < F (default 0.75)"},

@@ -518,7 +518,7 @@ def test_every_sampler_and_its_options_are_reached_from_the_command_line(checkpo
     unconditional = ["unconditional", "--num-samples", 3, "--checkpoint", checkpoint, "--method"]
     calls = {
         "confidence": [*l2t, "--schedule", tmp_path / "schedule.json"],
-        "margin": [*l2t, "--num-steps", 2, "--spacing", 2],
+        "margin": [*l2t, "--num-steps", 2, "--spacing", 2, "--distinct"],
         "entropy": [*unconditional, "joint", "--num-steps", 2],
         "threshold": [*l2t, "--threshold", 0.01],
         "factor": [*l2t, "--factor", 99],

@@ -17,10 +17,11 @@ class RankedStrategy(TextStrategy):
 
     The order depends on state and logits alone. Equal scores are ranked by position. Option spacing: of the positions
     so chosen, one nearer than `spacing` x the masked share (rounded up) to a surer one waits for a later pass (in the
-    manner of dilated unmasking, arXiv 2506.19037); 1: none does.
+    manner of dilated unmasking, arXiv 2506.19037); 1: none does. Option distinct: of those with the same most probable
+    token all but the surest wait. A pass writes them independently, and then the word that is the surest comes twice.
     """
 
-    defaults: ClassVar[Mapping[str, Any]] = {"spacing": 1}
+    defaults: ClassVar[Mapping[str, Any]] = {"spacing": 1, "distinct": False}
 
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:
@@ -52,20 +53,28 @@ class RankedStrategy(TextStrategy):
         if not self.shared_schedule:
             count = count.clamp_min(1)
         count = torch.minimum(count, num_open)
-        if self.options["spacing"] > 1:
-            chosen = self._spaced(order, count)
+        if self.options["spacing"] > 1 or self.options["distinct"]:
+            tokens = torch.zeros_like(order)
+            tokens.view(-1)[positions] = logits.argmax(-1)
+            chosen = self._apart(order, count, tokens)
         else:
             chosen = order.argsort(dim=1) < count[:, None]
         return chosen.flatten()[positions].nonzero()[:, 0]
 
-    def _spaced(self, order: Tensor, count: Tensor) -> Tensor:
-        """Return the first `count` [B] in order [B, S], less those too near to a surer one: [B, S] bool."""
+    def _apart(self, order: Tensor, count: Tensor, tokens: Tensor) -> Tensor:
+        """Return the first `count` [B] in order [B, S], less those that have to wait for a surer one: [B, S] bool.
+
+        Args:
+            tokens: the most probable ones. [B, S]
+        """
         distance = (self.options["spacing"] * self.state.masked_share()).ceil()[:, None]
         place = torch.arange(order.shape[1], device=order.device)
-        chosen, near = (torch.zeros_like(order, dtype=torch.bool) for _ in range(2))
+        chosen, waits = (torch.zeros_like(order, dtype=torch.bool) for _ in range(2))
         for rank in range(int(count.max())):
             position = order[:, rank : rank + 1]
-            takes = (rank < count)[:, None] & ~near.gather(1, position)
+            takes = (rank < count)[:, None] & ~waits.gather(1, position)
             chosen |= takes & (place == position)
-            near |= takes & ((place - position).abs() < distance)
+            waits |= takes & ((place - position).abs() < distance)
+            if self.options["distinct"]:
+                waits |= takes & (tokens == tokens.gather(1, position))
         return chosen

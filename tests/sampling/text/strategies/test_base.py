@@ -65,10 +65,10 @@ def test_all_at_once_is_exact_where_tokens_are_independent_and_only_there(toys, 
 
 @pytest.mark.parametrize("sampler", DETERMINISTIC)
 def test_likelihoods_of_a_deterministic_order_sum_to_one(toys, sampler):
-    """Teacher-forced: product over passes of p(token | what stands), also with defaults and spacing."""
+    """Teacher-forced: product over passes of p(token | what stands), also with defaults, spacing and distinct."""
     model, diffusion = toys.Noisy(max_seq_len=4), MaskedDiffusion(toys.MASK)
     truth = torch.tensor([[*text, toys.EOS] for text in itertools.product(range(3, 8), repeat=3)])
-    for options in (SINGLE[sampler], AT_ONCE[sampler], {}, {"spacing": 2}):
+    for options in (SINGLE[sampler], AT_ONCE[sampler], {}, {"spacing": 2}, {"distinct": True}):
         strategy = start_decoding(
             sampler, model, torch.full((125,), 4), range(125), diffusion=diffusion, draw=DrawSettings(), seed=0,
             options=options,
@@ -196,6 +196,7 @@ def test_guidance_does_not_choose_positions(toys):
         ("confidence", {"threshold": 0.9}, "threshold"),
         ("threshold", {"num_steps": 4}, "num_steps"),
         ("first_hitting", {"spacing": 2}, "spacing"),
+        ("scheduled", {"distinct": True}, "distinct"),
         ("eb", {"gamma": -1.0}, "--gamma at least 0"),
         ("frechet", {"delta": float("nan")}, "--delta"),
         ("confidence", {"num_steps": 0}, "--num-steps"),

@@ -1,4 +1,4 @@
-"""Order by certainty, ties, and spacing."""
+"""Order by certainty, ties, and what waits for a surer position."""
 
 from __future__ import annotations
 
@@ -71,3 +71,34 @@ def test_spacing_keeps_the_surest_of_those_that_are_near(toys):
     table = [[p, 1 - p - 0.01, 0.01] for p in (0.6, 0.8, 0.7, 0.65, 0.9)]
     passes, _ = orders(fixed(toys, table), "threshold", [6], threshold=0.0, spacing=2)
     assert passes[0][0] == [1, 4]  # 4 is the surest and excludes 3; 1 is next and excludes 0 and 2
+
+
+@pytest.mark.parametrize("sampler, options", [("threshold", {"threshold": 0.0}), ("margin", {"num_steps": 2})])
+def test_distinct_fills_no_token_twice_in_a_pass_and_ends(toys, sampler, options):
+    lengths = [12, 7, 2, 1]
+    passes, found = orders(toys.Noisy(max_seq_len=12), sampler, lengths, distinct=True, **options)
+    for one in passes:
+        for row, positions in one.items():
+            tokens = [found.tokens[row][position] for position in positions]
+            assert len(set(tokens)) == len(tokens)
+    assert [len(text) for text in found.tokens] == [11, 6, 1, 0]
+    plain, repeated = orders(toys.Noisy(max_seq_len=12), sampler, lengths, **options)
+    assert len(plain) < len(passes)
+    first = [repeated.tokens[0][position] for position in plain[0][0]]
+    assert len(set(first)) < len(first)
+
+
+def test_distinct_keeps_the_surest_of_those_with_one_token(toys):
+    table = [[0.6, 0.3, 0.1], [0.1, 0.7, 0.2], [0.9, 0.05, 0.05], [0.2, 0.75, 0.05], [0.8, 0.1, 0.1]]
+    passes, _ = orders(fixed(toys, table), "threshold", [6], threshold=0.0, distinct=True)
+    assert [one[0] for one in passes] == [[2, 3], [1, 4], [0]]
+    both, _ = orders(fixed(toys, table), "threshold", [6], threshold=0.0, distinct=True, spacing=2)
+    assert both[0][0] == [2]  # 3 is a neighbor, 4 has the same token
+
+
+def test_one_token_a_pass_is_distinct_already(toys):
+    model, given = toys.Noisy(max_seq_len=12), {"num_steps": 12}
+    (plain, texts), (passes, same) = (
+        orders(model, "confidence", [12, 7, 2], distinct=is_distinct, **given) for is_distinct in (False, True)
+    )
+    assert passes == plain and same.tokens == texts.tokens
