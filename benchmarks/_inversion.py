@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,20 +71,28 @@ class Way:
 
 
 ONE_BY_ONE = "mmdit one token a pass"
-PASSES, SPACED, SEARCHED, CORRECTED = (1, 2, 3, 4, 5, 6, 8), (3, 4), (8, 16, 64), (1, 2, 7)
-"""Passes of confidence, and of those that fill no neighbors at once; calls of the encoder that local searches may make;
-rounds of correction."""
-WAYS = (
+PASSES, SPACED, DISTINCT = (1, 2, 3, 4, 5, 6, 8), (3, 4), (2, 3)
+"""Passes of confidence, of those that fill no neighbors at once, and of those that fill no token twice."""
+SEARCHED, CORRECTED = (8, 16, 64), (1, 2, 7)
+"""Calls of the encoder that local searches may make; rounds of correction."""
+WRITTEN = (
     Way("AR greedy", "ar_prefix", "greedy"),
     Way("AR beam 4", "ar_prefix", "beam", {"num_beams": 4}),
-    Way("AR best of 16", "ar_prefix", None, {"search": "best_of", "num_candidates": 16}),
     *(Way(f"mmdit confidence {n}", "mmdit", "confidence", {"num_steps": n}) for n in PASSES),
     *(Way(f"mmdit confidence {n}, spaced", "mmdit", "confidence", {"num_steps": n, "spacing": 2}) for n in SPACED),
+    *(
+        Way(f"mmdit confidence {n}, distinct", "mmdit", "confidence", {"num_steps": n, "distinct": True})
+        for n in DISTINCT
+    ),
     Way(ONE_BY_ONE, "mmdit", "confidence", {"num_steps": 10_000}),
     Way("mmdit threshold", "mmdit", "threshold"),
     Way("mmdit factor", "mmdit", "factor"),
     Way("mmdit frechet", "mmdit", "frechet"),
     Way("mmdit eb", "mmdit", "eb"),
+)
+"""Ways without a search, which are cheap: differences of half a point need many sentences."""
+COMPARED = (
+    Way("AR best of 16", "ar_prefix", None, {"search": "best_of", "num_candidates": 16}),
     Way("mmdit best of 16", "mmdit", None, {"search": "best_of", "num_candidates": 16}),
     Way("mmdit_both greedy", "mmdit_both", "confidence"),
     Way("mmdit_both local search", "mmdit_both", None, {"search": "local", "encoder_calls": 64}),
@@ -91,7 +100,8 @@ WAYS = (
     *(Way(f"longer local search {n}", "longer", None, {"search": "local", "encoder_calls": n}) for n in SEARCHED),
     *(Way(f"{name} {n}", name, None, {"correct": n}) for n in CORRECTED for name in ("corrector", "blind")),
 )
-ADAPTIVE = tuple(way.name for way in WAYS if way.model == "mmdit" and way.sampler and way.name != ONE_BY_ONE)
+"""Searches, and the texts that they start from."""
+ADAPTIVE = tuple(way.name for way in WRITTEN if way.model == "mmdit" and way.name != ONE_BY_ONE)
 
 
 @dataclass
@@ -115,7 +125,7 @@ class Reached:
         return {name: mean(values) for name, values in self.values.items()}
 
 
-def measure_ways(ways: list[Way], runs: dict[str, Path], store: str, samples: int) -> dict[str, Reached]:
+def measure_ways(ways: Sequence[Way], runs: dict[str, Path], store: str, samples: int) -> dict[str, Reached]:
     """Write the same unseen sentences in every way, and the floors; the encoder embeds all texts to compare them."""
     import torch
 
@@ -207,3 +217,9 @@ HEAD = (
     "| way to a text | BLEU | word F1 | EM | length right | cosine | passes | GFLOP a text | encoder calls |\n"
     "|---|---|---|---|---|---|---|---|---|"
 )
+
+
+def table(found: dict[str, Reached]) -> str:
+    """All ways, in Markdown, below the number of sentences."""
+    count = len(next(iter(found.values())).values["cosine"])
+    return "\n".join([f"{count:,} sentences:\n", HEAD, *(line(name, one) for name, one in found.items())])

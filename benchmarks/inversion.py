@@ -28,6 +28,7 @@ import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import _report
 import _store
@@ -35,21 +36,21 @@ import yaml
 from _baselines import ROOT, Arm, Scale, length_words, train
 from _inversion import (
     ADAPTIVE,
+    COMPARED,
     CORRECTED,
     FURTHER,
     FURTHER_MODES,
-    HEAD,
     ONE_BY_ONE,
     OPTIMIZERS,
     SEARCHED,
     START,
     SWEEP_SHARE,
     TRAINED,
-    WAYS,
+    WRITTEN,
     Further,
     Reached,
-    line,
     measure_ways,
+    table,
 )
 
 SCALES = {
@@ -58,6 +59,7 @@ SCALES = {
     "full": Scale(192, 4, 4, 1300, 96, (), (0, 1, 2), 1000),
 }
 HYPOTHESES = {"quick": 32, "default": 31_000, "full": 31_000}  # training sentences that hypotheses are written for
+MANY = {"quick": 8, "default": 1000, "full": 1000}  # sentences of the ways without a search
 BLEU_WITHIN = 0.5  # points of one token a pass, to count as equal
 LOCAL, GREEDY, AR = "mmdit_both local search", "mmdit_both greedy", "AR greedy"
 
@@ -141,13 +143,21 @@ def train_all(scale: Scale, store: str, folder: Path, workers: int, hypotheses: 
                 future.result()
 
 
-def measure_all(scale: Scale, store: str, folder: Path, workers: int, samples: int) -> list[dict[str, Reached]]:
-    """What every way reaches, for each seed."""
+class Measured(NamedTuple):
+    """What the ways of WRITTEN and of COMPARED reached, each on its own sentences."""
+
+    written: dict[str, Reached]
+    compared: dict[str, Reached]
+
+
+def measure_all(scale: Scale, store: str, folder: Path, workers: int, many: int, samples: int) -> list[Measured]:
+    """What every way reaches, for each seed: on `many` sentences without a search, and on `samples` with one."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=spawn) as pool:
         runs = [{arm.name: folder / f"{arm.name}_seed_{seed}" for arm in (*TRAINED, *FURTHER)} for seed in scale.seeds]
-        calls = [pool.submit(measure_ways, list(WAYS), own, store, samples) for own in runs]
-        return [call.result() for call in calls]
+        extents = ((WRITTEN, many), (COMPARED, samples))
+        calls = [[pool.submit(measure_ways, ways, own, store, count) for ways, count in extents] for own in runs]
+        return [Measured(*(call.result() for call in own)) for own in calls]
 
 
 def claims_of(found: dict[str, Reached]) -> tuple[list[dict], dict[str, dict]]:
@@ -226,7 +236,7 @@ def main() -> int:
     extent.add_argument("--quick", action="store_true", help="toy models, a few steps: shows that it runs")
     extent.add_argument("--full", action="store_true", help="longer, three seeds, all sentences")
     parser.add_argument("--runs", type=Path, help="folder of the trainings, kept and used again")
-    parser.add_argument("--samples", type=int, help="unseen sentences (default 200)")
+    parser.add_argument("--samples", type=int, help="unseen sentences of searches (default 200; other ways 1,000)")
     parser.add_argument("--workers", type=int, default=2, help="models trained at a time (default %(default)s)")
     parser.add_argument("--plot", type=Path, help="write BLEU against FLOPs a text to this image")
     parser.add_argument("--tables", type=Path, help="write the tables here, in Markdown")
@@ -238,10 +248,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mmldlm_inversion_") as temporary:
         folder = (args.runs or Path(temporary)).resolve()
         train_all(scale, store, folder, args.workers, HYPOTHESES[extent_name])
-        measured = measure_all(scale, store, folder, args.workers, args.samples or scale.samples)
-        for seed, found in zip(scale.seeds, measured):
-            print("\n".join([f"seed {seed}", HEAD, *(line(name, one) for name, one in found.items())]))
-            tables.append("\n".join([f"Seed {seed}:\n", HEAD, *(line(name, one) for name, one in found.items())]))
+        samples = args.samples or scale.samples
+        measured = measure_all(scale, store, folder, args.workers, max(MANY[extent_name], samples), samples)
+        for seed, reached in zip(scale.seeds, measured):
+            tables.append("\n\n".join(f"Seed {seed}, {table(one)}" for one in reached))
+            print(tables[-1])
+            found = reached.compared | reached.written
             own, differences = claims_of(found)
             claims += [{**claim, "seed": seed} for claim in own]
             reported[f"seed {seed}"] = differences

@@ -7,7 +7,7 @@ import json
 import inversion
 import numpy as np
 import pytest
-from _inversion import ADAPTIVE, CORRECTED, FURTHER, ONE_BY_ONE, SEARCHED, TRAINED, WAYS, Reached, line
+from _inversion import ADAPTIVE, COMPARED, CORRECTED, FURTHER, ONE_BY_ONE, SEARCHED, TRAINED, WRITTEN, Reached, line
 
 from mmldlm.config.load import load_config
 from mmldlm.config.task_registry import find_task
@@ -39,7 +39,7 @@ def test_runs_of_another_recipe_are_not_mixed_in(tmp_path):
             inversion.is_there(tmp_path)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
+@pytest.mark.parametrize("way", (*WRITTEN, *COMPARED), ids=lambda way: way.name)
 def test_every_way_is_one_that_its_task_has(way):
     task = TASKS[way.model]
     if way.sampler is None:
