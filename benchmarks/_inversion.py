@@ -84,6 +84,9 @@ WRITTEN = (
         Way(f"mmdit confidence {n}, distinct", "mmdit", "confidence", {"num_steps": n, "distinct": True})
         for n in DISTINCT
     ),
+    Way(
+        "mmdit confidence 3, distinct, spaced", "mmdit", "confidence", {"num_steps": 3, "distinct": True, "spacing": 2}
+    ),
     Way(ONE_BY_ONE, "mmdit", "confidence", {"num_steps": 10_000}),
     Way("mmdit threshold", "mmdit", "threshold"),
     Way("mmdit factor", "mmdit", "factor"),

@@ -26,8 +26,11 @@ from mmldlm.sampling.search.local_search import LocalSearchSettings, local_searc
 if TYPE_CHECKING:
     from mmldlm.models.latent_transformer import EncodedLatent
 
-STARTS, CORRECTIONS = 4, 8
-"""First texts of a latent, and edits that are judged in a round."""
+STARTS, CORRECTIONS = 4, 16
+"""First texts of a latent, and edits that are judged in a round.
+
+A pass over a text names more edits that are worth a judge than local search's 8 (measured in docs/inversion.md).
+"""
 
 
 def correct(

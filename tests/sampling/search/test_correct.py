@@ -13,7 +13,7 @@ from mmldlm.errors import MmldlmError, UserError
 from mmldlm.models import MultimodalMMDiT
 from mmldlm.models.mmdit.hypothesis import Hypotheses
 from mmldlm.sampling.search.accounting import SamplingCost
-from mmldlm.sampling.search.correct import CorrectingEditor, correct
+from mmldlm.sampling.search.correct import CORRECTIONS, STARTS, CorrectingEditor, correct
 from mmldlm.sampling.search.edits import DELETE, INSERT, SUBSTITUTE
 from mmldlm.sampling.search.judge import cosines
 
@@ -91,6 +91,7 @@ def test_costs_are_counted(corrector, hidden, new_judge):
     judge = new_judge()
     found = run(corrector, hidden, judge, 3)
     assert found.calls.sum() >= judge.num_calls == found.cost.judge_calls > 0
+    assert STARTS < found.calls.max() <= STARTS + 3 * CORRECTIONS
     assert found.cost.denoiser_flops > 0 and found.cost.depth > 3
 
 
