@@ -73,7 +73,7 @@ class Way:
 ONE_BY_ONE = "mmdit one token a pass"
 PASSES, SPACED, DISTINCT = (1, 2, 3, 4, 5, 6, 8), (3, 4), (2, 3)
 """Passes of confidence, of those that fill no neighbors at once, and of those that fill no token twice."""
-SEARCHED, CORRECTED = (8, 16, 64), (1, 2, 7)
+SEARCHED, CORRECTED = (8, 16, 64), (1, 2, 6)
 """Calls of the encoder that local searches may make; rounds of correction."""
 WRITTEN = (
     Way("AR greedy", "ar_prefix", "greedy"),

@@ -155,9 +155,9 @@ def measure_all(scale: Scale, store: str, folder: Path, workers: int, many: int,
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=spawn) as pool:
         runs = [{arm.name: folder / f"{arm.name}_seed_{seed}" for arm in (*TRAINED, *FURTHER)} for seed in scale.seeds]
-        extents = ((WRITTEN, many), (COMPARED, samples))
-        calls = [[pool.submit(measure_ways, ways, own, store, count) for ways, count in extents] for own in runs]
-        return [Measured(*(call.result() for call in own)) for own in calls]
+        compared = [pool.submit(measure_ways, COMPARED, own, store, samples) for own in runs]  # take longest: first
+        written = [pool.submit(measure_ways, WRITTEN, own, store, many) for own in runs]
+        return [Measured(one.result(), other.result()) for one, other in zip(written, compared)]
 
 
 def claims_of(found: dict[str, Reached]) -> tuple[list[dict], dict[str, dict]]:
