@@ -7,16 +7,5 @@ BY_CHANCE = ("ancestral", "first_hitting", "scheduled")
 CODE_SAMPLERS = ("confidence", "margin", "entropy", "ancestral")
 # Options that only some of them read.
 STRATEGY_OPTIONS = frozenset(
-    {
-        "num_steps",
-        "schedule",
-        "spacing",
-        "distinct",
-        "threshold",
-        "factor",
-        "delta",
-        "gamma",
-        "remask",
-        "remask_eta",
-    }  # fmt: skip
+    "num_steps schedule spacing distinct threshold factor delta gamma remask remask_eta".split()
 )

@@ -16,8 +16,8 @@ class ConfidenceStrategy(RankedStrategy):
     """Decide, at each step, the positions with the largest top probability.
 
     How many, the noise schedule prescribes for num_steps (even for the log-linear one), or the option `schedule`. A
-    pass decides at least one position, so a text of n tokens needs at most n passes. With spacing, what had to wait is
-    filled in later passes, of which there may be more than num_steps.
+    pass decides at least one position, so a text of n tokens needs at most n passes. With spacing or distinct, what had
+    to wait is filled in later passes, of which there may be more than num_steps.
     """
 
     defaults: ClassVar = {"num_steps": 16, "schedule": None, **RankedStrategy.defaults}

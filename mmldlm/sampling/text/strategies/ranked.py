@@ -55,7 +55,8 @@ class RankedStrategy(TextStrategy):
         count = torch.minimum(count, num_open)
         if self.options["spacing"] > 1 or self.options["distinct"]:
             tokens = torch.zeros_like(order)
-            tokens.view(-1)[positions] = logits.argmax(-1)
+            if self.options["distinct"]:
+                tokens.view(-1)[positions] = logits.argmax(-1)
             chosen = self._apart(order, count, tokens)
         else:
             chosen = order.argsort(dim=1) < count[:, None]
@@ -65,7 +66,7 @@ class RankedStrategy(TextStrategy):
         """Return the first `count` [B] in order [B, S], less those that have to wait for a surer one: [B, S] bool.
 
         Args:
-            tokens: the most probable ones. [B, S]
+            tokens: the most probable ones, read with distinct. [B, S]
         """
         distance = (self.options["spacing"] * self.state.masked_share()).ceil()[:, None]
         place = torch.arange(order.shape[1], device=order.device)
