@@ -73,7 +73,7 @@ class Way:
 ONE_BY_ONE = "mmdit one token a pass"
 PASSES, SPACED, DISTINCT = (1, 2, 3, 4, 5, 6, 8), (3, 4), (2, 3)
 """Passes of confidence, of those that fill no neighbors at once, and of those that fill no token twice."""
-SEARCHED, CORRECTED = (8, 16, 64), (1, 2, 6)
+SEARCHED, CORRECTED = (8, 16, 64), (1, 2, 5)
 """Calls of the encoder that local searches may make; rounds of correction."""
 WRITTEN = (
     Way("AR greedy", "ar_prefix", "greedy"),
@@ -101,7 +101,8 @@ COMPARED = (
     Way("mmdit_both local search", "mmdit_both", None, {"search": "local", "encoder_calls": 64}),
     Way("longer greedy", "longer", "confidence"),
     *(Way(f"longer local search {n}", "longer", None, {"search": "local", "encoder_calls": n}) for n in SEARCHED),
-    *(Way(f"{name} {n}", name, None, {"correct": n}) for n in CORRECTED for name in ("corrector", "blind")),
+    *(Way(f"corrector {n}", "corrector", None, {"correct": n}) for n in CORRECTED),
+    Way(f"blind {CORRECTED[-1]}", "blind", None, {"correct": CORRECTED[-1]}),
 )
 """Searches, and the texts that they start from."""
 ADAPTIVE = tuple(way.name for way in WRITTEN if way.model == "mmdit" and way.name != ONE_BY_ONE)

@@ -46,12 +46,14 @@ class FoundTexts:
     Attributes:
         tokens: ids of the texts that were kept, without EOS.
         cosine: by the judge, of each text's embedding with its latent. [N] fp64
+        score: what the search made larger: the cosine, of a correction with the log-ratios of its edits. [N] fp64
         calls: texts that the judge was given for each latent. [N] int64
         cost: of all of it.
     """
 
     tokens: list[list[int]]
     cosine: np.ndarray
+    score: np.ndarray
     calls: np.ndarray
     cost: SamplingCost
 
@@ -137,4 +139,4 @@ def best_of(
             progress(k + 1, num_candidates)
     cost.add_judge(judge)
     cost.depth = depth + 1
-    return FoundTexts(texts, cosine, calls, cost)
+    return FoundTexts(texts, cosine, cosine, calls, cost)

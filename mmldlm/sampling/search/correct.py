@@ -1,12 +1,12 @@
 """Rounds of a corrector (model.corrector): a local search whose edits the model proposes from a text and its embedding.
 
-As vec2text (arXiv 2310.06816) the model reads a text, z and z - ẑ. It does not write the text again: one pass says of
+As vec2text (arXiv 2310.06816) the model reads a text, z and z - ẑ. It does not write the text again: a pass says of
 every place what should stand there, and so which words are doubtful, which an encoder then judges one edit at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -19,7 +19,7 @@ from mmldlm.sampling.device import device_of
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.sampling.search.accounting import SamplingCost
 from mmldlm.sampling.search.best_of import FoundTexts
-from mmldlm.sampling.search.edits import DELETE, INSERT, SUBSTITUTE, Editor, Question, Text
+from mmldlm.sampling.search.edits import DELETE, INSERT, SUBSTITUTE, Answer, Editor, Question, Text
 from mmldlm.sampling.search.judge import Judge
 from mmldlm.sampling.search.local_search import LocalSearchSettings, local_search
 
@@ -27,9 +27,14 @@ if TYPE_CHECKING:
     from mmldlm.models.latent_transformer import EncodedLatent
 
 STARTS, CORRECTIONS = 4, 16
-"""First texts of a latent, and edits that are judged in a round.
+"""First texts of a latent, and edits that are judged in a round: more than local search's 8, at which it gains less.
 
-A pass over a text names more edits that are worth a judge than local search's 8 (measured in docs/inversion.md).
+A pass over a text names more edits that are worth a judge (measured in docs/inversion.md).
+"""
+NATS_A_COSINE = 400.0
+"""What a cosine of 1 is worth beside the edits' log-ratios, in nats, when judged texts are compared.
+
+By the cosine alone, edits are kept that the encoder likes and the model does not (measured in docs/inversion.md).
 """
 
 
@@ -43,7 +48,9 @@ def correct(
     progress: Callable[[int, int], None] | None = None,
     **options: Any,
 ) -> FoundTexts:
-    """Write texts and correct them; the cosine of a text with its latent never falls. References are never read.
+    """Write texts and correct them; references are never read.
+
+    The score of a text never falls: its cosine with its latent, plus the log-ratios of its edits over NATS_A_COSINE.
 
     Args:
         latents: [N, D] (or [N, M, D]) in the encoder's space.
@@ -56,7 +63,9 @@ def correct(
         MmldlmError: NaN logits or embeddings.
     """
     check_corrector(pretrained)
-    settings = LocalSearchSettings(STARTS + rounds * CORRECTIONS, STARTS, calls_a_round=CORRECTIONS)
+    settings = LocalSearchSettings(
+        STARTS + rounds * CORRECTIONS, STARTS, calls_a_round=CORRECTIONS, cosine_a_nat=1 / NATS_A_COSINE
+    )
     return local_search(
         pretrained, latents, judge, settings=settings, editor_class=CorrectingEditor, seed=seed, progress=progress,
         **options,
@@ -76,7 +85,13 @@ def check_corrector(pretrained: Pretrained) -> None:
 
 
 class CorrectingEditor(Editor):
-    """Proposes edits by what the model makes of a text and of its embedding, all places of a text in one row."""
+    """Proposes edits by what the model makes of a text and of its embedding.
+
+    A wholly masked row beside the text says of all its places what should stand there, and one with a hole for each gap
+    what is missing. But such a row reads the words around a place as a guess alone. So the model is also asked without
+    the hypothesis, with one [MASK] among the words as they stand, and the mean of both log-probabilities counts. By the
+    first alone texts come as near in words that fit less (docs/objectives.md).
+    """
 
     # More bring hardly nearer texts, and every one costs a pass of t2l (docs/sampling.md).
     most: ClassVar[dict[int, int]] = {SUBSTITUTE: 20, INSERT: 8, DELETE: 4}
@@ -85,10 +100,24 @@ class CorrectingEditor(Editor):
         super().__init__(pretrained, latents, cost, batch_tokens)
         self._points = pretrained.model.scale_latents(latents.to(device_of(pretrained.model)))
 
-    @torch.inference_mode()
-    def _encode(self, owners: Sequence[int], embedded: np.ndarray | None) -> EncodedLatent:
-        """The latents of the texts, and how far the texts' embeddings are off."""
+    def _answers(
+        self, texts: Sequence[Text], owners: Sequence[int], embedded: np.ndarray | None
+    ) -> Iterator[tuple[Question, Answer]]:
         assert embedded is not None, "the embeddings of the texts"
+        feedback, hole = self._encode_feedback(owners, embedded), self._pretrained.model.config.pad_token_id
+        whole = [Question(i, SUBSTITUTE, text, range(len(text)), text) for i, text in enumerate(texts) if text]
+        corrected: dict[int, Tensor] = {}
+        for own, log_probs in self._log_probs(whole, feedback, self._logits_beside):
+            parts = log_probs.split([len(one.places) for one in own])
+            corrected |= {one.source: part for one, part in zip(own, parts)}
+        for own, log_probs in self._log_probs(self._substitutions(texts), self._encode(owners)):
+            beside = torch.stack([corrected[one.source][one.places[0]] for one in own])
+            yield from self._likeliest(own, (log_probs + beside) / 2)
+        for own, log_probs in self._log_probs(self._gaps(texts, hole), feedback, self._logits_beside):
+            yield from self._likeliest(own, log_probs)
+
+    def _encode_feedback(self, owners: Sequence[int], embedded: np.ndarray) -> EncodedLatent:
+        """The latents of the texts, and how far the texts' embeddings are off."""
         model, task = self._pretrained.model, self._pretrained.task
         points = self._points[torch.tensor(owners, device=self._points.device)]
         own = model.scale_latents(torch.from_numpy(embedded).to(points.device)).reshape(points.shape)
@@ -96,16 +125,7 @@ class CorrectingEditor(Editor):
         self._cost.add_rows(0, 0.0, len(points) * task.encoding_flops(model.config))
         return model.encode_latents(points, hypotheses=Hypotheses(given[:, None], own, given))
 
-    def _questions(self, texts: Sequence[Text]) -> list[Question]:
-        """A row for all positions of a text, and one with a hole for each gap."""
-        found = []
-        for source, text in enumerate(texts):
-            if text:
-                found.append(Question(source, SUBSTITUTE, text, range(len(text)), text))
-            found += self._gaps(source, text, self._pretrained.model.config.pad_token_id)
-        return found
-
-    def _logits(self, ids: Tensor, real: Tensor, places: Tensor, encoded: EncodedLatent) -> Tensor:
+    def _logits_beside(self, ids: Tensor, real: Tensor, places: Tensor, encoded: EncodedLatent) -> Tensor:
         """Logits [P, V] at places [P] of B * S, of rows [B, S] that are wholly masked beside their texts."""
         config = self._pretrained.model.config
         masked = torch.where(real, config.mask_token_id, config.pad_token_id)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
@@ -112,6 +112,7 @@ class Editor:
         with torch.inference_mode():
             self._encoded = model.encode_latents(model.scale_latents(latents.to(device_of(model))))
         self.estimates_shifts = estimates_embeddings(pretrained)
+        self._special = [model.config.mask_token_id, model.config.pad_token_id, model.config.eos_token_id]
 
     @property
     def depth(self) -> int:
@@ -131,60 +132,77 @@ class Editor:
         """
         if not texts:
             return []
-        found: list[list[_Answer]] = [[] for _ in texts]
-        questions = self._questions(texts)
-        for question, answers in zip(questions, self._ask(questions, self._encode(owners, embedded))):
-            found[question.source] += answers
+        found: list[list[Answer]] = [[] for _ in texts]
+        with torch.inference_mode():
+            for question, answer in self._answers(texts, owners, embedded):
+                found[question.source].append(answer)
         edits = [_edits(text, answers, self.most) for text, answers in zip(texts, found)]
         if self.estimates_shifts:
             self._estimate_shifts(texts, edits)
         return edits
 
-    def _encode(self, owners: Sequence[int], embedded: np.ndarray | None) -> EncodedLatent:
+    def _answers(
+        self, texts: Sequence[Text], owners: Sequence[int], embedded: np.ndarray | None
+    ) -> Iterator[tuple[Question, Answer]]:
+        """What the model says at each position and gap of each text."""
+        encoded = self._encode(owners)
+        mask = self._pretrained.model.config.mask_token_id
+        for own, log_probs in self._log_probs([*self._substitutions(texts), *self._gaps(texts, mask)], encoded):
+            yield from self._likeliest(own, log_probs)
+
+    def _encode(self, owners: Sequence[int]) -> EncodedLatent:
         """The latents of the texts, as the model's blocks read them."""
         return self._encoded.select(torch.tensor(owners, device=device_of(self._pretrained.model)))
 
-    def _questions(self, texts: Sequence[Text]) -> list[Question]:
-        """A row with one [MASK] for each position and each gap of each text."""
-        mask, found = self._pretrained.model.config.mask_token_id, []
-        for source, text in enumerate(texts):
-            for place, old in enumerate(text):
-                found.append(Question(source, SUBSTITUTE, _edit(text, SUBSTITUTE, place, mask), (place,), (old,)))
-            found += self._gaps(source, text, mask)
-        return found
+    def _substitutions(self, texts: Sequence[Text]) -> list[Question]:
+        """A row with one [MASK] for each position of each text."""
+        mask = self._pretrained.model.config.mask_token_id
+        return [
+            Question(source, SUBSTITUTE, _edit(text, SUBSTITUTE, place, mask), (place,), (old,))
+            for source, text in enumerate(texts)
+            for place, old in enumerate(text)
+        ]
 
-    def _gaps(self, source: int, text: Text, token: int) -> list[Question]:
-        """A row with a token in each gap of a text, unless the text is as long as it can be."""
-        if len(text) == self._pretrained.model.config.max_seq_len - 1:  # EOS needs a place
-            return []
-        gaps = range(len(text) + 1)
-        return [Question(source, INSERT, _edit(text, INSERT, place, token), (place,), (-1,)) for place in gaps]
+    def _gaps(self, texts: Sequence[Text], token: int) -> list[Question]:
+        """A row with a token in each gap of each text that is not as long as it can be."""
+        longest = self._pretrained.model.config.max_seq_len - 1  # EOS needs a place
+        return [
+            Question(source, INSERT, _edit(text, INSERT, place, token), (place,), (-1,))
+            for source, text in enumerate(texts)
+            if len(text) < longest
+            for place in range(len(text) + 1)
+        ]
 
-    @torch.inference_mode()
-    def _ask(self, questions: list[Question], encoded: EncodedLatent) -> list[list[_Answer]]:
-        """What the model says at the places of each row."""
+    def _log_probs(
+        self, questions: list[Question], encoded: EncodedLatent, read: Callable[..., Tensor] | None = None
+    ) -> Iterator[tuple[list[Question], Tensor]]:
+        """Log-probabilities [P, V] at the P places of a batch of rows, one row after the other; all batches.
+
+        Args:
+            read: gives their logits, as `_logits`, which is the default.
+        """
         config, device = self._pretrained.model.config, device_of(self._pretrained.model)
-        excluded = [config.mask_token_id, config.pad_token_id, config.eos_token_id]
         lengths = [len(question.words) + 1 for question in questions]
-        found: list[list[_Answer]] = [[] for _ in questions]
+        for scored in {len(one.places) for one in questions}:
+            self._count([n for n, one in zip(lengths, questions) if len(one.places) == scored], scored)
         for batch in token_budget_batches(lengths, self._batch_tokens):
             own = [questions[row] for row in batch.tolist()]
             ids, real = pad_texts([one.words for one in own], config.eos_token_id, config.pad_token_id, device)
             places = [i * ids.shape[1] + place for i, one in enumerate(own) for place in one.places]
             sources = torch.tensor([one.source for one in own], device=device)
-            logits = self._logits(ids, real, torch.tensor(places, device=device), encoded.select(sources))
-            logits[:, excluded] = float("-inf")
-            values = logits.log_softmax(-1)
-            best, index = values.topk(min(TOKENS_A_POSITION, config.vocab_size - len(excluded)))
-            check_finite(best)
-            old = torch.tensor([max(token, 0) for one in own for token in one.old], device=device)
-            old_values = values.gather(1, old[:, None])[:, 0]
-            said = zip(index.tolist(), best.tolist(), old_values.tolist())
-            for row, one in zip(batch.tolist(), own):
-                found[row] = [_Answer(one.kind, place, *next(said)) for place in one.places]
-        for scored in {len(one.places) for one in questions}:
-            self._count([n for n, one in zip(lengths, questions) if len(one.places) == scored], scored)
-        return found
+            logits = (read or self._logits)(ids, real, torch.tensor(places, device=device), encoded.select(sources))
+            logits[:, self._special] = float("-inf")
+            yield own, logits.log_softmax(-1)
+
+    def _likeliest(self, questions: list[Question], log_probs: Tensor) -> Iterator[tuple[Question, Answer]]:
+        """The likeliest tokens at each place of the questions, from log_probs [P, V]; NaN is an error."""
+        values, index = log_probs.topk(min(TOKENS_A_POSITION, log_probs.shape[-1] - len(self._special)))
+        check_finite(values)
+        old = torch.tensor([max(token, 0) for one in questions for token in one.old], device=log_probs.device)
+        said = zip(index.tolist(), values.tolist(), log_probs.gather(1, old[:, None])[:, 0].tolist())
+        for one in questions:
+            for place in one.places:
+                yield one, Answer(one.kind, place, *next(said))
 
     def _logits(self, ids: Tensor, real: Tensor, places: Tensor, encoded: EncodedLatent) -> Tensor:
         """Logits [P, V] at places [P] of B * S, of rows [B, S] with one [MASK] each."""
@@ -210,7 +228,7 @@ class Editor:
         self._cost.add_rows(passes * len(lengths), passes * sum(lengths), passes * float(flops))
 
 
-class _Answer(NamedTuple):
+class Answer(NamedTuple):
     """What the model says at a place: the likeliest tokens, their log-probabilities, and that of the old token."""
 
     kind: int
@@ -225,7 +243,7 @@ def _edit(text: Text, kind: int, place: int, token: int) -> Text:
     return text[:place] + new + text[place + (kind != INSERT) :]
 
 
-def _edits(text: Text, answers: list[_Answer], most: dict[int, int]) -> Edits:
+def _edits(text: Text, answers: list[Answer], most: dict[int, int]) -> Edits:
     """The likeliest edits of one text, from what the model says at its positions and gaps."""
     options: dict[int, list[tuple[float, int, int]]] = {SUBSTITUTE: [], INSERT: [], DELETE: []}
     for kind, place, tokens, log_probs, old in answers:

@@ -24,7 +24,7 @@ from mmldlm.sampling.text.length_rule import most_probable_lengths
 
 # Latents whose beams are in memory at once; no result depends on it.
 GROUP = 64
-# After PATIENCE rounds in which the best cosine of a latent rose by less than MIN_GAIN, new texts are written for it.
+# After PATIENCE rounds in which the best score of a latent rose by less than MIN_GAIN, new texts are written for it.
 MIN_GAIN, PATIENCE = 1e-4, 2
 
 
@@ -36,24 +36,34 @@ class LocalSearchSettings:
         judge_calls: most texts that the judge embeds for one latent.
         num_starts: texts that the search starts from (`best_of.candidate`).
         beam: distinct texts that are kept after each round; the second and later ones are edited only where the first
-            did not get nearer in the last round.
+            did not get better in the last round.
         calls_a_round: edited texts that are judged in a round. As many new texts are written whenever edits lead no
             further, until the calls are used up or the model writes nothing new.
+        cosine_a_nat: what a nat of the edits' log-ratios adds to the cosine when judged texts are compared. 0: the
+            encoder alone decides.
     """
 
     judge_calls: int = 64
     num_starts: int = 4
     beam: int = 3
     calls_a_round: int = 8
+    cosine_a_nat: float = 0.0
 
 
 @dataclass
 class _Found:
-    """A judged text; edits are proposed when it is edited for the first time."""
+    """A judged text; edits are proposed when it is edited for the first time.
+
+    Attributes:
+        log_ratio: sum over the edits that lead to it from a text that the model wrote, in nats.
+        score: what the search makes larger: the cosine, and the log-ratio by `cosine_a_nat`.
+    """
 
     text: Text
     embedding: np.ndarray
     cosine: float
+    log_ratio: float
+    score: float
     edits: Edits | None = None
 
 
@@ -65,7 +75,7 @@ class _Beam:
         row: index of the latent.
         owner: its index in its group.
         target: the latent. [M, D]
-        members: the nearest texts, nearest first.
+        members: the best texts, best first.
         seen: strings of all judged texts.
         written: candidates of `best_of.candidate` so far.
         calls: texts judged.
@@ -91,11 +101,11 @@ class _Beam:
 
     @property
     def best(self) -> float:
-        """Cosine of the text to return."""
-        return self.members[0].cosine if self.members else -np.inf
+        """Score of the text to return."""
+        return self.members[0].score if self.members else -np.inf
 
     def goes_on(self, most_calls: int) -> bool:
-        """Whether another round may find a nearer text."""
+        """Whether another round may find a better text."""
         return self.calls < most_calls and not self.ended
 
     @property
@@ -104,12 +114,12 @@ class _Beam:
         return self.stale >= PATIENCE or self.edited_out
 
     def edited(self) -> list[_Found]:
-        """The texts to edit: the nearest alone as long as it gets nearer, else all."""
+        """The texts to edit: the best alone as long as it gets better, else all."""
         return self.members if self.stale else self.members[:1]
 
     def add(self, found: _Found, size: int) -> None:
-        """Keep the nearest texts; of equal ones the earlier."""
-        self.members = sorted([*self.members, found], key=lambda one: -one.cosine)[:size]
+        """Keep the best texts; of equal ones the earlier."""
+        self.members = sorted([*self.members, found], key=lambda one: -one.score)[:size]
 
 
 def local_search(
@@ -125,7 +135,8 @@ def local_search(
 ) -> FoundTexts:
     """Search for the text of each latent whose embedding is nearest to it; references are never read.
 
-    The cosine of a text with its latent never falls, and no latent takes more than `judge_calls` texts of the judge.
+    The score of a text never falls (by default its cosine with its latent), and no latent takes more than
+    `judge_calls` texts of the judge.
 
     Args:
         latents: [N, D] (or [N, M, D]) in the encoder's space.
@@ -164,8 +175,10 @@ def local_search(
         beams += group
     cost.add_judge(judge)
     cost.depth = max((beam.depth for beam in beams), default=0)
-    texts = [list(beam.members[0].text) for beam in beams]
-    return FoundTexts(texts, np.array([beam.best for beam in beams]), np.array([beam.calls for beam in beams]), cost)
+    best = [beam.members[0] for beam in beams]
+    cosine, score = np.array([(one.cosine, one.score) for one in best]).reshape(-1, 2).T
+    calls = np.array([beam.calls for beam in beams])
+    return FoundTexts([list(one.text) for one in best], cosine, score, calls, cost)
 
 
 class _Writer:
@@ -192,13 +205,13 @@ class _Writer:
 def _take_writing_round(
     judge: Judge, writer: _Writer, beams: list[_Beam], settings: LocalSearchSettings, number: int
 ) -> None:
-    """Write and judge new texts of each beam; one that gets nearer is edited again, one without a new text ends."""
-    texts: list[list[Text]] = [[] for _ in beams]
+    """Write and judge new texts of each beam; one that is better is edited again, one without a new text ends."""
+    texts: list[dict[Text, float]] = [{} for _ in beams]
     for first in sorted({beam.written for beam in beams}):
         places = [i for i, beam in enumerate(beams) if beam.written == first]
         for k in range(first, first + number):
             for i, text in zip(places, writer.write([beams[i] for i in places], k)):
-                texts[i].append(text)
+                texts[i][text] = 0.0
     for beam in beams:
         beam.written += number
         beam.depth, beam.writing_depth = beam.depth + beam.writing_depth + 1, 0
@@ -211,7 +224,7 @@ def _take_writing_round(
 
 
 def _take_editing_round(judge: Judge, editor: Editor, beams: list[_Beam], settings: LocalSearchSettings) -> None:
-    """Edit the members of each beam, judge the most promising new texts, keep the nearest."""
+    """Edit the members of each beam, judge the most promising new texts, keep the best."""
     fresh = [(beam, member) for beam in beams for member in beam.edited() if member.edits is None]
     if fresh:
         embedded = np.stack([member.embedding for _, member in fresh])
@@ -228,39 +241,45 @@ def _take_editing_round(judge: Judge, editor: Editor, beams: list[_Beam], settin
         beam.edited_out = number == 0
 
 
-def _promising(beam: _Beam) -> list[Text]:
-    """New texts from all members of a beam, the most promising first."""
-    found: dict[Text, float] = {}
+def _promising(beam: _Beam) -> dict[Text, float]:
+    """New texts from all members of a beam, the most promising first, with the log-ratio of the best way to each."""
+    found: dict[Text, tuple[float, float]] = {}
     for member in beam.edited():
         assert member.edits is not None
-        for row, score in enumerate(member.edits.scores(member.embedding, beam.target).tolist()):
-            text = member.edits.apply(member.text, row)
-            found[text] = max(score, found.get(text, -np.inf))
-    return sorted(found, key=lambda text: -found[text])
+        scores = member.edits.scores(member.embedding, beam.target).tolist()
+        for row, (score, log_ratio) in enumerate(zip(scores, member.edits.log_ratios.tolist())):
+            text, way = member.edits.apply(member.text, row), (score, member.log_ratio + log_ratio)
+            found[text] = max(way, found.get(text, way))
+    return {text: found[text][1] for text in sorted(found, key=lambda text: -found[text][0])}
 
 
 def _judge(
-    judge: Judge, beams: list[_Beam], texts: list[list[Text]], settings: LocalSearchSettings, most: int
+    judge: Judge, beams: list[_Beam], texts: list[dict[Text, float]], settings: LocalSearchSettings, most: int
 ) -> list[int]:  # fmt: skip
-    """Judge the first texts of each beam that it has not seen, keep the nearest, and return how many were judged."""
+    """Judge the first texts of each beam that it has not seen, keep the best, and return how many were judged.
+
+    Args:
+        texts: with the log-ratio of each.
+    """
     strings = iter(judge.strings([text for own in texts for text in own]))
-    chosen: list[tuple[_Beam, Text]] = []
+    chosen: list[tuple[_Beam, Text, float]] = []
     numbers = []
     for beam, own in zip(beams, texts):
         room, number = min(most, settings.judge_calls - beam.calls), 0
-        for text in own:
+        for text, log_ratio in own.items():
             string = next(strings)
             if number < room and string not in beam.seen:
                 beam.seen.add(string)
-                chosen.append((beam, text))
+                chosen.append((beam, text, log_ratio))
                 number += 1
         beam.calls += number
         numbers.append(number)
     if not chosen:
         return numbers
-    embedded = judge.embed([text for _, text in chosen])
+    embedded = judge.embed([text for _, text, _ in chosen])
     embedded = embedded.reshape(len(chosen), -1, embedded.shape[-1])
-    values = cosines(embedded, np.stack([beam.target for beam, _ in chosen]))
-    for (beam, text), embedding, value in zip(chosen, embedded, values.tolist()):
-        beam.add(_Found(text, embedding, value), settings.beam)
+    values = cosines(embedded, np.stack([beam.target for beam, _, _ in chosen]))
+    for (beam, text, log_ratio), embedding, cosine in zip(chosen, embedded, values.tolist()):
+        score = cosine + settings.cosine_a_nat * log_ratio
+        beam.add(_Found(text, embedding, cosine, log_ratio, score), settings.beam)
     return numbers

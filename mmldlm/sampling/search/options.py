@@ -31,7 +31,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "type": int,
         "metavar": "N",
         "help": "write texts, embed them, and let the model edit the nearest from that, in about N rounds of 16 edits; "
-        "the nearest text is kept (a model of model.corrector)",
+        "the best text by embedding and log-probabilities is kept (a model of model.corrector)",
     },
     "encoder_calls": {
         "type": int,

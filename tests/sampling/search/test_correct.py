@@ -38,10 +38,10 @@ def test_more_rounds_are_never_worse(corrector, hidden, new_judge):
     best = np.full(5, -np.inf)
     for rounds in (0, 1, 4):
         found = run(corrector, hidden, new_judge(), rounds)
-        assert (found.cosine >= best).all()
-        best = found.cosine
+        assert (found.score >= best).all()
+        best = found.score
     start = run(corrector, hidden, new_judge(), 0)
-    assert (best > start.cosine).any()
+    assert (best > start.score).any() and (found.score != found.cosine).any()
     np.testing.assert_allclose(cosines(new_judge().embed(found.tokens), hidden[1].numpy()), found.cosine, atol=1e-6)
 
 
@@ -61,29 +61,37 @@ def test_no_result_depends_on_the_batch_or_on_other_latents(corrector, hidden, n
     assert run(corrector, (None, hidden[1][:1]), new_judge(), 5).tokens == found.tokens[:1]
 
 
-def test_edits_are_what_the_model_makes_of_a_text_and_its_embedding_in_one_pass(corrector, hidden):
+def test_edits_are_what_the_model_makes_of_a_text_with_its_embedding_and_of_its_words(corrector, hidden):
     model, (text, own), target = corrector.model, (tuple(hidden[0][0]), hidden[1][3]), hidden[1][[2]]
     editor = CorrectingEditor(corrector, target, SamplingCost(1))
     edits = editor.propose([text], [0], own[None].numpy())[0]
     config = model.config
 
     @torch.no_grad()
-    def log_probs(words):
-        tokens = torch.tensor([[*words, config.eos_token_id]])
-        read = Hypotheses(tokens, model.scale_latents(own[None]), torch.ones(1, dtype=torch.bool))
-        masks = torch.full_like(tokens, config.mask_token_id)
-        logits = model(masks, model.scale_latents(target), torch.ones(1), hypotheses=read)["text_logits"][0]
+    def log_probs(tokens, t, **more):
+        logits = model(tokens, model.scale_latents(target), torch.full((1,), t), **more)["text_logits"][0]
         logits[:, [config.mask_token_id, config.pad_token_id, config.eos_token_id]] = -torch.inf
         return logits.log_softmax(-1)
 
-    plain = log_probs(text)
+    def beside(words):
+        tokens = torch.tensor([[*words, config.eos_token_id]])
+        read = Hypotheses(tokens, model.scale_latents(own[None]), torch.ones(1, dtype=torch.bool))
+        return log_probs(torch.full_like(tokens, config.mask_token_id), 1.0, hypotheses=read)
+
+    def among(place):
+        tokens = torch.tensor([[*text, config.eos_token_id]])
+        tokens[0, place] = config.mask_token_id
+        return log_probs(tokens, float(corrector.text_diffusion.timestep_of(torch.tensor(1 / tokens.shape[1]))))[place]
+
+    plain = beside(text)
     assert set(edits.kinds.tolist()) == {SUBSTITUTE, INSERT, DELETE}
     for row in range(len(edits)):
         kind, place, token = int(edits.kinds[row]), int(edits.positions[row]), int(edits.tokens[row])
         if kind == INSERT:
-            expected = log_probs((*text[:place], config.pad_token_id, *text[place:]))[place, token]
+            expected = beside((*text[:place], config.pad_token_id, *text[place:]))[place, token]
         else:
-            expected = (plain[place, token] if kind == SUBSTITUTE else 0) - plain[place, text[place]]
+            both = (plain[place] + among(place)) / 2
+            expected = (both[token] if kind == SUBSTITUTE else 0) - both[text[place]]
         assert edits.log_ratios[row] == pytest.approx(float(expected), abs=1e-4)
 
 

@@ -54,6 +54,19 @@ def test_the_search_helps(pretrained, hidden, searched, new_judge):
     assert searched[0].cosine.mean() >= start.mean() + 0.1
 
 
+def test_log_ratios_of_edits_count_as_much_as_is_asked(pretrained, hidden, new_judge, searched):
+    assert (searched[0].score == searched[0].cosine).all()
+    best, gained = np.full(5, -np.inf), []
+    for calls in (1, 12, 40):
+        found = search(pretrained, hidden, new_judge(), judge_calls=calls, cosine_a_nat=0.01)
+        assert (found.score >= best).all()
+        best = found.score
+        gained.append((found.score - found.cosine).mean() / 0.01)
+    assert gained[0] == 0  # a written text has no edits
+    assert gained[2] > 0 and found.tokens != searched[0].tokens
+    assert found.cosine.mean() < searched[0].cosine.mean()
+
+
 def test_no_text_is_judged_twice(searched, pretrained):
     found, judge = searched
     assert found.calls.sum() >= judge.num_calls == len(judge.asked) == found.cost.judge_calls
