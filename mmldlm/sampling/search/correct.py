@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from mmldlm.models.latent_transformer import EncodedLatent
 
 STARTS, CORRECTIONS = 4, 16
-"""First texts of a latent, and edits that are judged in a round: more than local search's 8, at which it gains less.
+"""First texts of a latent, and edits that are judged in a round.
 
-A pass over a text names more edits that are worth a judge (measured in docs/inversion.md).
+The passes over a text name more edits that are worth a judge than local search's 8 (measured in docs/inversion.md).
 """
 NATS_A_COSINE = 400.0
 """What a cosine of 1 is worth beside the edits' log-ratios, in nats, when judged texts are compared.
@@ -90,7 +90,7 @@ class CorrectingEditor(Editor):
     A wholly masked row beside the text says of all its places what should stand there, and one with a hole for each gap
     what is missing. But such a row reads the words around a place as a guess alone. So the model is also asked without
     the hypothesis, with one [MASK] among the words as they stand, and the mean of both log-probabilities counts. By the
-    first alone texts come as near in words that fit less (docs/objectives.md).
+    first alone texts come as near in words that fit less (docs/inversion.md).
     """
 
     # More bring hardly nearer texts, and every one costs a pass of t2l (docs/sampling.md).
