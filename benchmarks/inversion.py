@@ -36,10 +36,13 @@ import yaml
 from _baselines import ROOT, Arm, Scale, length_words, train
 from _inversion import (
     ADAPTIVE,
+    BLIND,
     COMPARED,
-    CORRECTED,
+    CORRECTOR,
     FURTHER,
     FURTHER_MODES,
+    GREEDY,
+    LOCAL,
     ONE_BY_ONE,
     OPTIMIZERS,
     SEARCHED,
@@ -55,13 +58,13 @@ from _inversion import (
 
 SCALES = {
     "quick": Scale(32, 1, 2, 4, 16, (), (0,), 8),
-    "default": Scale(192, 4, 4, 400, 96, (), (0, 1), 200),
+    "default": Scale(192, 4, 4, 400, 96, (), (0, 1), 400),
     "full": Scale(192, 4, 4, 1300, 96, (), (0, 1, 2), 1000),
 }
 HYPOTHESES = {"quick": 32, "default": 31_000, "full": 31_000}  # training sentences that hypotheses are written for
 MANY = {"quick": 8, "default": 1000, "full": 1000}  # sentences of the ways without a search
 BLEU_WITHIN = 0.5  # points of one token a pass, to count as equal
-LOCAL, GREEDY, AR = "mmdit_both local search", "mmdit_both greedy", "AR greedy"
+AR = "AR greedy"
 
 
 def arm_words(arm: Arm, kind: str, scale: Scale, store: str) -> list[str]:
@@ -188,14 +191,14 @@ def differences_of(found: dict[str, Reached]) -> dict[str, dict]:
 
     shallow = [name for name in ADAPTIVE if found[name].passes.mean() <= found[AR].passes.mean() / 3] or [ADAPTIVE[0]]
     best = max(shallow, key=lambda name: found[name].values["sentence_bleu"].mean())
-    _, corrected, search = correction_gain(found)
+    search = correction_gain(found)[1]
     pairs = {
         f"{name}_against_ar_equal_flops ({way})": (key, way, AR)
         for key, name in (("sentence_bleu", "bleu"), ("exact_match", "em"))
         for way in (best, ONE_BY_ONE)
     } | {
-        f"{key}: {corrected} - {other}": (key, corrected, other)
-        for other in (search, f"blind {CORRECTED[-1]}")
+        f"{key}: {CORRECTOR} - {other}": (key, CORRECTOR, other)
+        for other in (search, BLIND)
         for key in ("sentence_bleu", "word_f1", "cosine")
     }
     return {
@@ -204,18 +207,17 @@ def differences_of(found: dict[str, Reached]) -> dict[str, dict]:
     }
 
 
-def correction_gain(found: dict[str, Reached]) -> tuple[float, str, str]:
-    """BLEU of the longest correction minus that of the dearest local search that costs as much or more.
+def correction_gain(found: dict[str, Reached]) -> tuple[float, str]:
+    """BLEU of the correction minus that of the cheapest local search that costs as much or more.
 
     Returns:
-        The difference in points, and both names. Where every search is cheaper, it is compared with the dearest.
+        The difference in points, and the search's name. Where every search is cheaper, it is the dearest.
     """
-    corrected = f"corrector {CORRECTED[-1]}"
-    cost = found[corrected].cost["gflops"]
+    cost = found[CORRECTOR].cost["gflops"]
     searches = sorted((f"longer local search {n}" for n in SEARCHED), key=lambda name: found[name].cost["gflops"])
-    other = next((name for name in searches if found[name].cost["gflops"] >= cost), searches[-1])
-    bleu = [float(found[name].values["sentence_bleu"].mean()) for name in (corrected, other)]
-    return bleu[0] - bleu[1], corrected, other
+    search = next((name for name in searches if found[name].cost["gflops"] >= cost), searches[-1])
+    bleu = [float(found[name].values["sentence_bleu"].mean()) for name in (CORRECTOR, search)]
+    return bleu[0] - bleu[1], search
 
 
 def plot(found: dict[str, Reached], path: Path) -> None:
@@ -250,7 +252,7 @@ def main() -> int:
     extent.add_argument("--quick", action="store_true", help="toy models, a few steps: shows that it runs")
     extent.add_argument("--full", action="store_true", help="longer, three seeds, all sentences")
     parser.add_argument("--runs", type=Path, help="folder of the trainings, kept and used again")
-    parser.add_argument("--samples", type=int, help="unseen sentences of searches (default 200; other ways 1,000)")
+    parser.add_argument("--samples", type=int, help="unseen sentences of searches (default 400; other ways 1,000)")
     parser.add_argument("--workers", type=int, default=2, help="models trained at a time (default %(default)s)")
     parser.add_argument("--plot", type=Path, help="write BLEU against FLOPs a text to this image")
     parser.add_argument("--tables", type=Path, help="write the tables here, in Markdown")
