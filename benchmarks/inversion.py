@@ -1,6 +1,6 @@
 """How well do models write a text from its embedding at equal compute, and what does the encoder in the loop give?
 
-    python benchmarks/inversion.py [--data STORE] [--quick | --full] [--runs FOLDER] [--samples N]
+    python benchmarks/inversion.py [--data STORE] [--quick | --full] [--all-arms] [--runs FOLDER] [--samples N]
                                    [--plot FILE.png] [--tables FILE] [--json FILE]
 
 Three models of equal width and depth (about equal FLOPs a text token) train on the same batches from the encoder's
@@ -12,20 +12,22 @@ each writes the same unseen sentences in several ways: fewer and more passes, ad
 search, rounds of correction. Every way is listed with its passes one after the other, its FLOPs (those of the encoder
 included) and its calls of the encoder, beside floors. No way reads the sentence or its length.
 
---quick shows that it runs and says nothing of quality. --full has three seeds and all sentences. --runs keeps the
-trainings in a folder, or takes over those that it has.
+--quick shows that it runs and says nothing of quality. --full has all arms, three seeds and all sentences. --all-arms
+adds AR by cross-attention and with as many parameters as the MMDiT, a DiT that reads the latent by adaLN alone, an
+MMDiT that learns to write in one pass, and texts of several lengths. --runs keeps the trainings in a folder, or takes
+over those that it has. "BLEU, unknown" leaves out sentences that have a training sentence of a cosine above 0.95.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -34,15 +36,19 @@ import _report
 import _store
 import yaml
 from _baselines import ROOT, Arm, Scale, length_words, train
-from _inversion import (
+from _inversion import Reached, measure_ways, plot, table
+from _inversion_arms import (
     ADAPTIVE,
     BLIND,
     COMPARED,
     CORRECTOR,
+    DEEP,
     FURTHER,
     FURTHER_MODES,
     GREEDY,
     LOCAL,
+    MORE_TRAINED,
+    MORE_WRITTEN,
     ONE_BY_ONE,
     OPTIMIZERS,
     SEARCHED,
@@ -51,9 +57,7 @@ from _inversion import (
     TRAINED,
     WRITTEN,
     Further,
-    Reached,
-    measure_ways,
-    table,
+    Way,
 )
 
 SCALES = {
@@ -70,7 +74,13 @@ AR = "AR greedy"
 def arm_words(arm: Arm, kind: str, scale: Scale, store: str) -> list[str]:
     """Arguments of an arm's training; Muon orthogonalizes blocks of the width of a head, as in the quickstart."""
     blocks = [f"optimizer.muon_block_rows={scale.width // scale.heads}"] if kind == "muon" else []
-    return [*arm.words(scale), *START, f"optimizer.kind={kind}", *blocks, f"data.latent_data_root={store}"]
+    return [
+        *arm.words(scale, double_depth=arm.name == DEEP),
+        *START,
+        f"optimizer.kind={kind}",
+        *blocks,
+        f"data.latent_data_root={store}",
+    ]
 
 
 def try_optimizer(arm: Arm, kind: str, rate: float, scale: Scale, store: str, folder: Path) -> float:
@@ -130,14 +140,14 @@ def train_further(further: Further, seed: int, scale: Scale, store: str, folder:
     train([*words, f"data.latent_data_root={store}"], folder, name)
 
 
-def train_all(scale: Scale, store: str, folder: Path, workers: int, hypotheses: int) -> None:
+def train_all(arms: Sequence[Arm], scale: Scale, store: str, folder: Path, workers: int, hypotheses: int) -> None:
     """Train the arms, some at a time, one thread each."""
     os.environ["OMP_NUM_THREADS"] = "1"
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=spawn) as pool:
         rounds = (
-            [(try_optimizer, arm, *one, scale, store, folder) for arm in TRAINED for one in OPTIMIZERS],
-            [(train_arm, arm, seed, scale, store, folder) for arm in reversed(TRAINED) for seed in scale.seeds],
+            [(try_optimizer, arm, *one, scale, store, folder) for arm in arms for one in OPTIMIZERS],
+            [(train_arm, arm, seed, scale, store, folder) for arm in reversed(arms) for seed in scale.seeds],
             [(write_hypotheses, seed, scale, store, folder, hypotheses) for seed in scale.seeds],
             [(train_further, further, seed, scale, store, folder) for seed in scale.seeds for further in FURTHER],
         )
@@ -153,14 +163,17 @@ class Measured(NamedTuple):
     compared: dict[str, Reached]
 
 
-def measure_all(scale: Scale, store: str, folder: Path, workers: int, many: int, samples: int) -> list[Measured]:
-    """What every way reaches, for each seed: on `many` sentences without a search, and on `samples` with one."""
+def measure_all(
+    arms: Sequence[Arm], written: Sequence[Way], scale: Scale, store: str, folder: Path, workers: int, many: int,
+    samples: int,
+) -> list[Measured]:  # fmt: skip
+    """What every way reaches, for each seed: `written` on `many` sentences, and those of COMPARED on `samples`."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=spawn) as pool:
-        runs = [{arm.name: folder / f"{arm.name}_seed_{seed}" for arm in (*TRAINED, *FURTHER)} for seed in scale.seeds]
+        runs = [{arm.name: folder / f"{arm.name}_seed_{seed}" for arm in (*arms, *FURTHER)} for seed in scale.seeds]
         compared = [pool.submit(measure_ways, COMPARED, own, store, samples) for own in runs]  # take longest: first
-        written = [pool.submit(measure_ways, WRITTEN, own, store, many) for own in runs]
-        return [Measured(one.result(), other.result()) for one, other in zip(written, compared)]
+        others = [pool.submit(measure_ways, written, own, store, many) for own in runs]
+        return [Measured(one.result(), other.result()) for one, other in zip(others, compared)]
 
 
 def claims_of(found: dict[str, Reached]) -> list[dict]:
@@ -220,37 +233,13 @@ def correction_gain(found: dict[str, Reached]) -> tuple[float, str]:
     return bleu[0] - bleu[1], search
 
 
-def plot(found: dict[str, Reached], path: Path) -> None:
-    """BLEU against FLOPs a text; filled marks ask the encoder."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(9, 5))
-    drawn: list[tuple[float, float, str]] = []
-    for name, reached in found.items():
-        if not reached.cost:
-            continue
-        gflops, estimate = reached.cost["gflops"], reached.estimates()["sentence_bleu"]
-        color = "tab:orange" if name.startswith("AR") else "tab:blue"
-        filled = color if reached.cost["judge_calls"] else "none"
-        axes.errorbar(gflops, estimate.value, estimate.se, fmt="o", color=color, markerfacecolor=filled)
-        if not any(abs(math.log10(gflops / x)) < 0.45 and abs(estimate.value - y) < 0.3 for x, y, _ in drawn):
-            drawn.append((gflops, estimate.value, name))  # of names that would cover each other, the first
-    for gflops, value, name in drawn:
-        axes.annotate(name, (gflops, value), fontsize=7, xytext=(4, 4), textcoords="offset points")
-    axes.set(xscale="log", xlabel="GFLOP a text (model and encoder)", ylabel="sentence BLEU")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help=_store.HELP)
     extent = parser.add_mutually_exclusive_group()
     extent.add_argument("--quick", action="store_true", help="toy models, a few steps: shows that it runs")
-    extent.add_argument("--full", action="store_true", help="longer, three seeds, all sentences")
+    extent.add_argument("--full", action="store_true", help="all arms, longer, three seeds, all sentences")
+    parser.add_argument("--all-arms", action="store_true", help="also the arms that the default has no time for")
     parser.add_argument("--runs", type=Path, help="folder of the trainings, kept and used again")
     parser.add_argument("--samples", type=int, help="unseen sentences of searches (default 400; other ways 1,000)")
     parser.add_argument("--workers", type=int, default=2, help="models trained at a time (default %(default)s)")
@@ -260,12 +249,15 @@ def main() -> int:
     args = parser.parse_args()
     extent_name = "quick" if args.quick else "full" if args.full else "default"
     scale, store = SCALES[extent_name], _store.given_or_made(args.data)
+    all_arms = args.all_arms or args.full
+    arms, written = (TRAINED + MORE_TRAINED, WRITTEN + MORE_WRITTEN) if all_arms else (TRAINED, WRITTEN)
     claims, reported, tables, result = [], {}, [], {}
     with tempfile.TemporaryDirectory(prefix="mmldlm_inversion_") as temporary:
         folder = (args.runs or Path(temporary)).resolve()
-        train_all(scale, store, folder, args.workers, HYPOTHESES[extent_name])
+        train_all(arms, scale, store, folder, args.workers, HYPOTHESES[extent_name])
         samples = args.samples or scale.samples
-        measured = measure_all(scale, store, folder, args.workers, max(MANY[extent_name], samples), samples)
+        many = max(MANY[extent_name], samples)
+        measured = measure_all(arms, written, scale, store, folder, args.workers, many, samples)
         for seed, reached in zip(scale.seeds, measured):
             tables.append("\n\n".join(f"Seed {seed}, {table(one)}" for one in reached))
             print(tables[-1])

@@ -7,20 +7,22 @@ import json
 import inversion
 import numpy as np
 import pytest
-from _inversion import (
+from _inversion import Reached, line, table
+from _inversion_arms import (
     ADAPTIVE,
     BLIND,
     COMPARED,
     CORRECTOR,
+    DEEP,
     FURTHER,
     GREEDY,
     LOCAL,
+    MORE_TRAINED,
+    MORE_WRITTEN,
     ONE_BY_ONE,
     SEARCHED,
     TRAINED,
     WRITTEN,
-    Reached,
-    line,
 )
 
 from mmldlm.config.load import load_config
@@ -28,16 +30,17 @@ from mmldlm.config.task_registry import find_task
 from mmldlm.sampling.search.options import SearchOptions
 from mmldlm.sampling.text.strategies import strategy_class
 
-TASKS = {arm.name: find_task(arm.task) for arm in TRAINED}
+TASKS = {arm.name: find_task(arm.task) for arm in TRAINED + MORE_TRAINED}
 TASKS |= {further.name: TASKS["mmdit_both"] for further in FURTHER}
 
 
-@pytest.mark.parametrize("arm", TRAINED, ids=lambda arm: arm.name)
+@pytest.mark.parametrize("arm", TRAINED + MORE_TRAINED, ids=lambda arm: arm.name)
 @pytest.mark.parametrize("scale", inversion.SCALES.values(), ids=inversion.SCALES)
 def test_every_arm_is_a_valid_config(arm, scale):
     for kind, _ in inversion.OPTIMIZERS:
         config = load_config(None, None, inversion.arm_words(arm, kind, scale, "unread"))
         assert config.task == arm.task and config.optimizer.kind == kind
+        assert config.model.n_blocks == scale.blocks * (2 if arm.name == DEEP else 1)
 
 
 def test_runs_of_another_recipe_are_not_mixed_in(tmp_path):
@@ -53,7 +56,7 @@ def test_runs_of_another_recipe_are_not_mixed_in(tmp_path):
             inversion.is_there(tmp_path)
 
 
-@pytest.mark.parametrize("way", (*WRITTEN, *COMPARED), ids=lambda way: way.name)
+@pytest.mark.parametrize("way", (*WRITTEN, *MORE_WRITTEN, *COMPARED), ids=lambda way: way.name)
 def test_every_way_is_one_that_its_task_has(way):
     task = TASKS[way.model]
     if way.sampler is None:
@@ -63,13 +66,15 @@ def test_every_way_is_one_that_its_task_has(way):
     unread = task.unread_options("l2t", way.sampler)
     assert not unread & way.options.keys() and way.options.keys() <= task.sampling_options
     if task.name != "ar":
-        strategy_class(way.sampler).resolve(way.options)
+        own = {key: value for key, value in way.options.items() if key != "num_lengths"}
+        strategy_class(way.sampler).resolve(own)
 
 
 def reached(bleu, passes=10.0, cosine=0.5, f1=40.0, gflops=1.5):
     spread = np.array([-1.0, 1.0, 0.0, 0.0])
     values = {
         "sentence_bleu": bleu + spread,
+        "sentence_bleu_unknown": bleu + spread[:3],
         "word_f1": f1 + spread,
         "exact_match": 0 * spread,
         "cosine": cosine + 0 * spread,
@@ -111,7 +116,10 @@ def test_claims_read_what_was_reached():
     assert reported[f"bleu_against_ar_equal_flops ({ADAPTIVE[-1]})"] == pytest.approx(-1.4)  # in a third of AR's passes
     assert reported[f"sentence_bleu: {CORRECTOR} - {LOCAL}"] == pytest.approx(1.5)
     assert reported[f"sentence_bleu: {CORRECTOR} - {BLIND}"] == pytest.approx(0.5)
-    assert "| 6.0 ± 0.4 |" in line("greedy", found[GREEDY])
+    assert "| 6.0 ± 0.4 | 6.0 ± 0.6 |" in line("greedy", found[GREEDY])
+    assert table(found).startswith("4 sentences, 1 of them near-duplicates")
+    found[GREEDY].values["sentence_bleu_unknown"] = np.zeros(1)  # too few for an error
+    assert "| 6.0 ± 0.4 |  | 40.0 ± 0.4 |" in line("greedy", found[GREEDY])
 
 
 def test_without_an_equal_way_no_passes_are_saved():
