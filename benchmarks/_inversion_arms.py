@@ -18,7 +18,7 @@ TRAINED = (
     Arm("mmdit_both", "translation", True, (*_BOTH, "model.cond_dim=WIDTH")),
 )
 """Their losses are those of the quickstart (docs/speedrun.md)."""
-DEEP = "ar_deep"  # twice the blocks: about the parameters of the MMDiT, whose blocks have two streams
+DEEP, DEEPER = "ar_equal_parameters", 3.5  # blocks for one of the MMDiT, which has two streams: 2 % more parameters
 MORE_TRAINED = (
     Arm("ar_cross", "ar", True, ("model.conditioning=cross_attention",)),
     Arm(DEEP, "ar", True, ("model.conditioning=prefix",)),
@@ -104,8 +104,8 @@ WRITTEN = (
 """Ways without a search, which are cheap: differences of half a point need many sentences."""
 MORE_WRITTEN = (
     Way("AR cross-attention greedy", "ar_cross", "greedy"),
-    Way("AR deep greedy", DEEP, "greedy"),
-    Way("AR deep beam 4", DEEP, "beam", {"num_beams": 4}),
+    Way("AR equal parameters greedy", DEEP, "greedy"),
+    Way("AR equal parameters beam 4", DEEP, "beam", {"num_beams": 4}),
     Way("dit_adaln one token a pass", "dit_adaln", "confidence", {"num_steps": 10_000}),
     Way("dit_adaln confidence 2, distinct", "dit_adaln", "confidence", {"num_steps": 2, "distinct": True}),
     *(Way(f"mmdit_one_pass confidence {n}", "mmdit_one_pass", "confidence", {"num_steps": n}) for n in (1, 4)),

@@ -29,6 +29,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,6 +44,7 @@ from _inversion_arms import (
     COMPARED,
     CORRECTOR,
     DEEP,
+    DEEPER,
     FURTHER,
     FURTHER_MODES,
     GREEDY,
@@ -74,13 +76,8 @@ AR = "AR greedy"
 def arm_words(arm: Arm, kind: str, scale: Scale, store: str) -> list[str]:
     """Arguments of an arm's training; Muon orthogonalizes blocks of the width of a head, as in the quickstart."""
     blocks = [f"optimizer.muon_block_rows={scale.width // scale.heads}"] if kind == "muon" else []
-    return [
-        *arm.words(scale, double_depth=arm.name == DEEP),
-        *START,
-        f"optimizer.kind={kind}",
-        *blocks,
-        f"data.latent_data_root={store}",
-    ]
+    scale = replace(scale, blocks=int(scale.blocks * DEEPER)) if arm.name == DEEP else scale
+    return [*arm.words(scale), *START, f"optimizer.kind={kind}", *blocks, f"data.latent_data_root={store}"]
 
 
 def try_optimizer(arm: Arm, kind: str, rate: float, scale: Scale, store: str, folder: Path) -> float:

@@ -40,7 +40,7 @@ def test_every_arm_is_a_valid_config(arm, scale):
     for kind, _ in inversion.OPTIMIZERS:
         config = load_config(None, None, inversion.arm_words(arm, kind, scale, "unread"))
         assert config.task == arm.task and config.optimizer.kind == kind
-        assert config.model.n_blocks == scale.blocks * (2 if arm.name == DEEP else 1)
+        assert config.model.n_blocks == int(scale.blocks * (3.5 if arm.name == DEEP else 1))
 
 
 def test_runs_of_another_recipe_are_not_mixed_in(tmp_path):
