@@ -18,7 +18,7 @@ TRAINED = (
     Arm("mmdit_both", "translation", True, (*_BOTH, "model.cond_dim=WIDTH")),
 )
 """Their losses are those of the quickstart (docs/speedrun.md)."""
-DEEP, DEEPER = "ar_equal_parameters", 3.5  # blocks for one of the MMDiT, whose blocks have two streams (1.6 % more weights)
+DEEP, DEEPER = "ar_equal_parameters", 3.5  # its blocks for one of the MMDiT, which has two streams: 1.6 % more weights
 MORE_TRAINED = (
     Arm("ar_cross", "ar", True, ("model.conditioning=cross_attention",)),
     Arm(DEEP, "ar", True, ("model.conditioning=prefix",)),
