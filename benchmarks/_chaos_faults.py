@@ -158,7 +158,7 @@ def _stop_rank_forever(training: Training, rng: random.Random, moment: str) -> S
 
 def _own_pid(pid: int) -> int:
     """The pid that a process has in its own namespace."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
     return int(next(line for line in lines if line.startswith("NSpid:")).split()[-1])
 
 

@@ -79,7 +79,7 @@ class Launch:
         self._follower.start()
 
     def _follow(self) -> None:
-        with open(self._screen, "a") as file:
+        with open(self._screen, "a", encoding="utf-8") as file:
             for line in self.process.stdout:
                 file.write(line)
                 file.flush()
@@ -232,7 +232,7 @@ def host_processes(host: Host) -> list[tuple[int, list[str]]]:
 def _stat(pid: int) -> list[str]:
     """State, parent and so on of a process; `?` of one that is gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2].split()
     except OSError:
         return ["?", "0"]
 

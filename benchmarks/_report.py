@@ -55,5 +55,5 @@ def write(path: str | None, claims: list[dict], quick: bool = False, **more) -> 
         print(line(entry, quick))
     if path is not None:
         answer = {"conditions": conditions(quick=quick, **more), "claims": claims}
-        Path(path).write_text(json.dumps(answer, indent=2) + "\n")
+        Path(path).write_text(json.dumps(answer, indent=2) + "\n", encoding="utf-8")
     return 1 if any(verdict(entry, quick) == "FAILS" for entry in claims) else 0

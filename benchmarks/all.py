@@ -63,7 +63,7 @@ def run_script(path: Path, words: list[str], log: Path, timeout: float) -> Outco
     report, started = log.with_suffix(".json"), time.monotonic()
     report.unlink(missing_ok=True)  # left by an earlier run with the same --logs
     command = [sys.executable, str(path), *words, "--json", str(report)]
-    with log.open("w") as output:
+    with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             code: int | None = process.wait(timeout)
@@ -90,7 +90,7 @@ def end(process: subprocess.Popen) -> None:
 
 def judge(name: str, code: int | None, report: Path, log: Path, timeout: float) -> Outcome:
     """Derive the outcome from an exit code (None: out of time) and a report."""
-    outcome, output = Outcome(name), log.read_text(errors="replace")
+    outcome, output = Outcome(name), log.read_text(encoding="utf-8", errors="replace")
     if code is None:
         outcome.error = f"no end after {timeout:g} s:\n{output[-TAIL:]}"
         return outcome
@@ -98,7 +98,7 @@ def judge(name: str, code: int | None, report: Path, log: Path, timeout: float) 
         outcome.skipped = output.strip()[-TAIL:]
         return outcome
     try:
-        answer = json.loads(report.read_text())
+        answer = json.loads(report.read_text(encoding="utf-8"))
         outcome.claims, outcome.conditions = answer["claims"], answer["conditions"]
         quick = outcome.conditions["quick"]
         failed = any(_report.verdict(claim, quick) == "FAILS" for claim in outcome.claims)
@@ -176,7 +176,7 @@ def main(folder: Path = HERE) -> int:
         claims = [{"script": outcome.script, **claim} for outcome in outcomes for claim in outcome.claims]
         facts = [{key: value for key, value in vars(outcome).items() if key != "claims"} for outcome in outcomes]
         answer = {"conditions": _report.conditions(quick=args.quick, scripts=facts), "claims": claims}
-        Path(args.json).write_text(json.dumps(answer, indent=2) + "\n")
+        Path(args.json).write_text(json.dumps(answer, indent=2) + "\n", encoding="utf-8")
     return code
 
 

@@ -308,7 +308,7 @@ def iso(seconds: float) -> str:
 def read_lines(path: Path) -> list[dict]:
     """Records of a log; a torn line is left out."""
     found = []
-    for line in path.read_text(errors="replace").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             found.append(json.loads(line))
         except ValueError:

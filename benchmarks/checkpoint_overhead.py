@@ -63,7 +63,9 @@ def rank_main(report: str, words: list[str]) -> None:
     for name in ("save", "finish_save"):
         setattr(Checkpointer, name, timed(getattr(Checkpointer, name)))
     code = product.main(words)
-    Path(f"{report}_rank{os.environ['RANK']}.json").write_text(json.dumps({"blocked": blocked, "cpu": cpu}))
+    Path(f"{report}_rank{os.environ['RANK']}.json").write_text(
+        json.dumps({"blocked": blocked, "cpu": cpu}), encoding="utf-8"
+    )
     exit_without_teardown(code)
 
 
@@ -91,7 +93,7 @@ class Measurement:
         report = folder / f"report_{name}"
         launcher.run(2, [report, *words], Path(__file__), timeout=7200)
         times = {r["step"]: datetime.fromisoformat(r["time"]).timestamp() for r in _runs.read_log(folder / name)}
-        reports = [json.loads(Path(f"{report}_rank{rank}.json").read_text()) for rank in range(2)]
+        reports = [json.loads(Path(f"{report}_rank{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
         clocks = [{int(step): seconds for step, seconds in answer["cpu"].items()} for answer in reports]
         saves = range(2 * every, num_steps - 1, 2 * every)
         # The record of a step is written before its save: a window from it to the next one holds the save.

@@ -45,12 +45,14 @@ OVERRIDES = ["training.dtype=fp32", "training.train_batch_size=8", "model.max_se
 
 def peak_kib() -> int:
     """Return the largest resident set of this process since the last reset."""
-    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
+    return int(
+        next(line for line in open("/proc/self/status", encoding="utf-8") if line.startswith("VmHWM")).split()[1]
+    )
 
 
 def reset_peak() -> None:
     """Reset the measured peak (Linux)."""
-    Path("/proc/self/clear_refs").write_text("5")
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
 # -- the layouts -------------------------------------------------------------------------------------------------------

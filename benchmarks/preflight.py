@@ -38,7 +38,11 @@ def make_store(folder: Path) -> Path:
     import ast as two
     import logging as three
 
-    texts = {line.strip() for module in (one, two, three) for line in Path(module.__file__).read_text().splitlines()}
+    texts = {
+        line.strip()
+        for module in (one, two, three)
+        for line in Path(module.__file__).read_text(encoding="utf-8").splitlines()
+    }
     sentences = sorted(text for text in texts if 30 < len(text) < 90 and text.isascii())
     (folder / "corpus.txt").write_text("\n".join(sentences[:300]) + "\n")
     command = [sys.executable, "-m", "mmldlm.cli", "prepare", str(folder / "corpus.txt")]

@@ -59,7 +59,10 @@ def num_results(out: Path) -> int:
 def ranks_of(process: subprocess.Popen) -> list[int]:
     """Return the PIDs of the children of a launcher."""
     try:
-        return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+        return [
+            int(pid)
+            for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8").split()
+        ]
     except FileNotFoundError:
         return []
 
@@ -120,7 +123,7 @@ def main() -> int:
         quiet, killed, log_path = Path(folder, "quiet", "s"), Path(folder, "killed", "s"), Path(folder, "log")
         for out in (quiet, killed):
             out.parent.mkdir()
-        with open(log_path, "w") as log:
+        with open(log_path, "w", encoding="utf-8") as log:
             started = time.perf_counter()
             subprocess.run(command(corpus, quiet, 1, options), env=environment(), stdout=log, stderr=log, check=True)
             print(f"undisturbed: {time.perf_counter() - started:.0f} s", flush=True)
@@ -137,7 +140,7 @@ def main() -> int:
             last = command(corpus, killed, MAX_RANKS, options)
             code = subprocess.run(last, env=environment(), stdout=log, stderr=log).returncode
         if code:
-            print(log_path.read_text()[-3000:])
+            print(log_path.read_text(encoding="utf-8")[-3000:])
         num_unequal = len(compare(quiet, killed)) if code == 0 else len(tree(quiet))
         num_files = len(tree(quiet))
     print(f"{num_files} files, {num_unequal} differ")

@@ -209,7 +209,7 @@ def memory_claim(shapes: tuple[Shape, ...]) -> dict:
 
 def print_memory(name: str, shape: Shape) -> None:
     def status(key: str) -> float:
-        lines = Path("/proc/self/status").read_text().splitlines()
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
         return next(float(line.split()[1]) / 1024 for line in lines if line.startswith(key))
 
     variant = build(name, replace(shape, length=8, batch=2, fill=1.0), torch.float32)
@@ -218,7 +218,7 @@ def print_memory(name: str, shape: Shape) -> None:
     variant = build(name, shape, torch.float32)
     ctypes.CDLL(None).malloc_trim(0)  # freed pages that malloc still holds would hide a part of the step's
     before = status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     variant.forward_backward()
     print(status("VmHWM") - before)
 

@@ -63,7 +63,7 @@ def write_report(args: argparse.Namespace, path: Path) -> None:
     if (search := args.out / "search.json").is_file():
         found = json.loads(search.read_text())
         report["search"] = {key: found[key] for key in ("conditions", "details")}
-    path.write_text(json.dumps(report, indent=2) + "\n")
+    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 def bounded(words: str, figures: dict) -> dict:

@@ -17,8 +17,17 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 pytest_plugins = ["tests.support.checkpoint_fixtures", "tests.support.browser"]
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--trials", action="store_true", help="run the slow trials of tests/trials too")
+
+
+def pytest_collection_modifyitems(config, items):
     """Put the files with long tests first, or one of two workers would end alone with them (tests/run.sh)."""
+    if not config.getoption("--trials"):
+        skip = pytest.mark.skip(reason="takes over three seconds: bash tests/run.sh --trials")
+        for item in items:
+            if item.get_closest_marker("slow_trial"):
+                item.add_marker(skip)
     long = {item.path for item in items if item.get_closest_marker("long")}
     items.sort(key=lambda item: item.path not in long)
 

@@ -62,7 +62,7 @@ def read_env_file(path: Path) -> tuple[dict[str, str], list[str]]:
     A value that a shell or pdsh would change is a problem. `mmldlm launch` passes the values in a file instead.
     """
     values, problems = {}, []
-    text = path.read_text(errors="surrogateescape")
+    text = path.read_text(encoding="utf-8", errors="surrogateescape")
     for number, line in enumerate(text.removesuffix("\n").split("\n") if text else [], 1):
         name, equals, value = (part.strip() for part in line.partition("="))
         if not equals or name.startswith("#"):
@@ -101,7 +101,7 @@ def write_env_file(path: Path, names: list[str]) -> list[str]:
 
     DeepSpeed pastes the values unquoted into a shell line: only plain values are written, and no secrets.
     """
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     kept = [line for line in lines if "=" in line and line.split("=", 1)[0].strip() not in names]
     refused = []
     for name in names:
@@ -110,5 +110,5 @@ def write_env_file(path: Path, names: list[str]) -> list[str]:
             refused.append(name)
         else:
             kept.append(f"{name}={value}")
-    path.write_text("".join(line + "\n" for line in kept))
+    path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
     return refused

@@ -38,5 +38,5 @@ def main(args: argparse.Namespace) -> int:
         max_samples=args.samples,
     )
     if args.json:
-        Path(args.json).write_text(json.dumps(report, indent=2) + "\n")
+        Path(args.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return EXIT_DONE

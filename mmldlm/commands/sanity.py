@@ -60,7 +60,7 @@ def main(args: argparse.Namespace) -> int:
     print_tables(sanity, console)
     report = as_dict(sanity)
     if args.json:
-        Path(args.json).write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
+        Path(args.json).write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     return EXIT_DONE if report["ok"] else EXIT_FAILED
 
 

@@ -282,7 +282,7 @@ def model_folder(opened: OpenedCheckpoint) -> Path | None:
 def _copy_config(path: Path, tensors: dict[str, PlannedTensor], folder: Path) -> None:
     """Copy a model's config as config.json, with the dtype of the written weights."""
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(config, dict):
             raise ValueError("not a JSON object")
     except ValueError as error:

@@ -67,7 +67,7 @@ def exit_with_stacks(rank: int, logs: Path | None) -> None:
 
 def _write_traces(rank: int, logs: Path) -> None:
     logs.mkdir(parents=True, exist_ok=True)
-    with open(logs / f"stack_rank{rank}.txt", "w") as file:
+    with open(logs / f"stack_rank{rank}.txt", "w", encoding="utf-8") as file:
         faulthandler.dump_traceback(file, all_threads=True)
     prefix = next((os.environ[name] for name in FLIGHT_RECORDER_FILE if name in os.environ), None)
     if prefix is not None and torch.distributed.is_initialized():

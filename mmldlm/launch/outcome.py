@@ -103,5 +103,5 @@ def describe_exit(state: dict, node: str, interrupted: bool) -> str:
 
 def _read_last_lines(state: dict) -> list[str]:
     with contextlib.suppress(OSError):
-        return Path(state["log"]).read_text(errors="replace").splitlines()[-LAST_LINES:]
+        return Path(state["log"]).read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
     return []

@@ -47,7 +47,7 @@ def state_file(host: str, rank: int | str) -> str:
 
 def oom_kills() -> int | None:
     """Return how many processes the kernel's OOM killer ended on this node since boot; None if unknown."""
-    with contextlib.suppress(OSError, ValueError), open("/proc/vmstat") as file:
+    with contextlib.suppress(OSError, ValueError), open("/proc/vmstat", encoding="utf-8") as file:
         return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), None)
     return None
 

@@ -45,7 +45,7 @@ def write(folder: Path, name: str, text: str) -> None:
     """
     partial = folder / f".{name}_{os.getpid()}"
     try:
-        with open(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+        with open(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="utf-8") as file:
             file.write(text)
         os.replace(partial, folder / name)
     except OSError:
@@ -72,7 +72,7 @@ def write_anywhere(launch_id: str, name: str, text: str) -> bool:
             write(folder, name, text)
             return True
     for folder in folders:
-        with contextlib.suppress(OSError), open(folder / name, "r+") as file:
+        with contextlib.suppress(OSError), open(folder / name, "r+", encoding="utf-8") as file:
             file.write(text)
             return True
     return False

@@ -158,7 +158,7 @@ class Watcher:
                 return
 
     def _copy_output(self) -> None:
-        with open(self.log_dir / "launcher.log", "a") as log:
+        with open(self.log_dir / "launcher.log", "a", encoding="utf-8") as log:
             for line in self.process.stdout:
                 log.write(line)
                 log.flush()

@@ -30,7 +30,7 @@ def start_data_probe(context: Context) -> subprocess.Popen | None:
     """Start the child process that opens the data, while the nodes are asked."""
     if context.config is None:
         return None
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml", delete=False) as file:
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".yaml", delete=False) as file:
         file.write(to_yaml(context.config))
     root = str(Path(__file__).resolve().parents[2])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}"}

@@ -154,7 +154,7 @@ class RunLock:
         except FileExistsError:
             return False
         try:
-            with open(file, "w") as opened:
+            with open(file, "w", encoding="utf-8") as opened:
                 opened.write(json.dumps(own) + "\n")
         except OSError:  # a full disk: an empty lock would block the next job
             self.path.unlink(missing_ok=True)
@@ -189,7 +189,7 @@ def _takeover_reason(holder: dict[str, Any], age: float) -> str | None:
 def _read(path: Path) -> dict[str, Any]:
     """Return the content of the lock; {} for one that is not written yet, torn, or not of this program."""
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
         return {}
     is_valid = isinstance(found, dict) and all(isinstance(found.get(name), kind) for name, kind in _FIELDS.items())
@@ -207,7 +207,7 @@ def _host_key() -> list[str]:
     """Return what makes a PID unique: host name, boot and PID namespace (two containers may share the name)."""
     found = [socket.gethostname()]
     with contextlib.suppress(OSError):
-        found.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        found.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip())
         found.append(os.readlink("/proc/self/ns/pid"))
     return found
 

@@ -34,7 +34,7 @@ class ProcessStat:
 def read_stat(pid: int | str) -> ProcessStat | None:
     """Read /proc/PID/stat."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
             fields = file.read().rpartition(") ")[2].split()
         return ProcessStat(fields[0], int(fields[1]), int(fields[11]) + int(fields[12]), fields[19])
     except (OSError, IndexError, ValueError):

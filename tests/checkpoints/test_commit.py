@@ -230,7 +230,7 @@ def test_full_disk_on_one_rank_while_writing(tmp_path):
         try:
             write_files(pending.path, peers.rank, "new")
             if peers.rank == 1:
-                with open("/dev/full", "w") as full:
+                with open("/dev/full", "w", encoding="utf-8") as full:
                     full.write("x")
         except OSError as error:
             failure = error

@@ -314,7 +314,7 @@ def test_exit_codes_of_the_process(zero_dir, tmp_path):
     done = [subprocess.run(words, capture_output=True, text=True) for _ in range(2)]
     assert done[0].returncode == 0 and done[0].stdout.startswith("wrote") and "MiB/s" in done[0].stdout
     assert done[1].returncode == 2 and done[1].stderr.startswith("error: expected no file or folder at")
-    with open("/dev/full", "w") as full:  # an output that cannot be written is no success
+    with open("/dev/full", "w", encoding="utf-8") as full:  # an output that cannot be written is no success
         done = subprocess.run([*words, "--force"], stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode not in (0, 2) and "No space left" in done.stderr
 

@@ -98,7 +98,7 @@ def test_without_a_reader_and_without_wandb_a_run_continues(store, tmp_path, mon
         [sys.executable, SCRIPT, *words], env=environment(), stdout=writer, stderr=subprocess.PIPE, text=True
     )
     os.close(writer)
-    with open(reader) as lines:
+    with open(reader, encoding="utf-8") as lines:
         next(lines)
     _, error = process.communicate(timeout=120)
     assert process.returncode == 0, error

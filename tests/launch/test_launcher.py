@@ -43,7 +43,7 @@ def ranks_of(process) -> list[int]:
     below, found = {process.pid}, []
     for entry in sorted((e for e in os.listdir("/proc") if e.isdigit()), key=int):
         try:
-            parent = int(Path(f"/proc/{entry}/stat").read_text().rpartition(") ")[2].split()[1])
+            parent = int(Path(f"/proc/{entry}/stat").read_text(encoding="utf-8").rpartition(") ")[2].split()[1])
             command = Path(f"/proc/{entry}/cmdline").read_bytes()
         except OSError:
             continue
@@ -57,7 +57,7 @@ def ranks_of(process) -> list[int]:
 def is_running(pid: int) -> bool:
     """Not gone, and not only waiting for an init to take note of its end."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2][0] != "Z"
     except OSError:
         return False
 

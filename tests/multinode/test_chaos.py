@@ -45,7 +45,7 @@ class Scene(Training):
         self.launches = [SimpleNamespace(lines=[], ends=[], code=lambda: None)]
 
     def write(self, name: str, *records: dict) -> None:
-        with open(self.run_dir / name, "a") as file:
+        with open(self.run_dir / name, "a", encoding="utf-8") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)
 
 

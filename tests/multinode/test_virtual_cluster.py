@@ -14,7 +14,7 @@ def test_hosts_are_separate_and_leave_nothing(tmp_path):
     reason = reason_to_skip()
     if reason is not None:
         pytest.skip(reason)
-    links, mounts = sh("ip", "-o", "link"), Path("/proc/self/mounts").read_text()
+    links, mounts = sh("ip", "-o", "link"), Path("/proc/self/mounts").read_text(encoding="utf-8")
     with VirtualCluster(tmp_path / "two", num_hosts=2) as cluster:
         n1, n2 = cluster.hosts
         done = n1.run("ssh", "-o", "BatchMode=yes", "n2", "hostname; hostname -I; ls /proc | grep -c '^[0-9]'")
@@ -26,4 +26,4 @@ def test_hosts_are_separate_and_leave_nothing(tmp_path):
         pids = [host.pid for host in cluster.hosts]
         assert all(os.path.exists(f"/proc/{pid}") for pid in pids)
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
-    assert (sh("ip", "-o", "link"), Path("/proc/self/mounts").read_text()) == (links, mounts)
+    assert (sh("ip", "-o", "link"), Path("/proc/self/mounts").read_text(encoding="utf-8")) == (links, mounts)

@@ -152,7 +152,7 @@ def test_durations(seconds, text):
 def test_a_terminal_gets_one_live_line_with_messages_above_it():
     main, side = pty.openpty()
     try:
-        with open(side, "w", closefd=False) as terminal:
+        with open(side, "w", encoding="utf-8", closefd=False) as terminal:
             before = sys.stdout
             with Console(100, log_freq=50, stream=terminal) as progress:
                 for number in range(1, 51):
@@ -194,7 +194,7 @@ def test_without_a_reader_the_steps_go_on_in_the_log_file(tmp_path, capsys, term
     """`mmldlm train | head`, and a terminal that was closed."""
     reader, writer = pty.openpty() if terminal else os.pipe()
     stdout, stderr, path = sys.stdout, sys.stderr, tmp_path / "train.log"
-    with open(writer, "w") as stream:
+    with open(writer, "w", encoding="utf-8") as stream:
         with Console(3, log_freq=1, log_file=path, stream=stream) as progress:
             progress.update(step(1))
             os.close(reader)

@@ -147,7 +147,7 @@ def test_tail_takes_whole_lines_only_and_notices_a_replaced_log(tmp_path):
         assert tail.read() == 5 and tail.read() == 0
         log.write({"step": 6})
         assert tail.read() == 1
-    with open(path, "a") as file:
+    with open(path, "a", encoding="utf-8") as file:
         file.write('{"step": 7')
         file.flush()
         assert tail.read() == 0 and tail.num_unreadable == 0
@@ -176,7 +176,7 @@ def test_exit_codes_of_once(tmp_path, capsys):
     write_run(tmp_path, total=1000, steps=50)
     assert main(arguments(tmp_path, "--once")) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "HEALTHY"
-    with open(tmp_path / "training_log.jsonl", "a") as file:
+    with open(tmp_path / "training_log.jsonl", "a", encoding="utf-8") as file:
         file.write("not a record\n")
     assert main(arguments(tmp_path, "--once")) == 1
     assert capsys.readouterr().out.splitlines()[-1].startswith("UNHEALTHY: 1 unreadable")
@@ -264,7 +264,7 @@ def test_logs_of_any_size_are_followed_in_bounded_memory(tmp_path):
 )
 def test_a_record_of_wrong_types_is_passed_and_counted(tmp_path, capsys, line):
     write_run(tmp_path, total=1000, steps=50)
-    with open(tmp_path / "training_log.jsonl", "a") as file:
+    with open(tmp_path / "training_log.jsonl", "a", encoding="utf-8") as file:
         file.write(line + "\n")
     assert main(arguments(tmp_path, "--once")) == 1
     assert capsys.readouterr().out.splitlines()[-1] == "UNHEALTHY: 1 unreadable lines in the log"

@@ -90,7 +90,7 @@ def test_resume_at_the_end_touches_nothing(tmp_path):
 def test_a_half_written_last_line_does_not_spoil_the_next(tmp_path, torn):
     path = tmp_path / "log.jsonl"
     write(path, [1, 2])
-    with open(path, "a") as file:
+    with open(path, "a", encoding="utf-8") as file:
         file.write(torn)
     with JsonlLog(path) as log:
         assert log.dropped == 1

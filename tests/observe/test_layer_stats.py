@@ -100,7 +100,9 @@ def main(store: str, folder: str) -> None:
             looks, moved = steps(store, 2, [*words, f"training.dtype={dtype}"])
             if int(os.environ["RANK"]) == 0:
                 told = [dataclasses.asdict(look) for look in looks]
-                Path(folder, f"{dtype}_{name}.json").write_text(json.dumps({"looks": told, "moved": moved}))
+                Path(folder, f"{dtype}_{name}.json").write_text(
+                    json.dumps({"looks": told, "moved": moved}), encoding="utf-8"
+                )
     leave_process_group()
 
 

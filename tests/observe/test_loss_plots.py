@@ -35,7 +35,7 @@ def test_a_run_with_skips_and_gaps_gives_a_png(tmp_path, evals):
 
 def test_a_torn_last_line_is_no_hindrance(tmp_path):
     run_folder(tmp_path, steps=3)
-    with open(tmp_path / "training_log.jsonl", "a") as file:
+    with open(tmp_path / "training_log.jsonl", "a", encoding="utf-8") as file:
         file.write('{"step": 4, "lo')
     assert [record["step"] for record in load_steps(tmp_path)] == [1, 2, 3]
     assert plot_run(tmp_path).is_file()

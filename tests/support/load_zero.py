@@ -99,7 +99,9 @@ def main() -> None:
     # DeepSpeed refuses fp16 on CPUs without fp16 instructions; torch computes it there all the same, slowly.
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     deepspeed.init_distributed(dist_backend="gloo")
-    for number, job in enumerate(sorted(json.loads(Path(sys.argv[1]).read_text()), key=lambda job: job["stage"])):
+    for number, job in enumerate(
+        sorted(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), key=lambda job: job["stage"])
+    ):
         try:
             load(torch, deepspeed, job)
         except BaseException as error:  # a rank that fails must not leave the others in a collective

@@ -295,7 +295,7 @@ def _(scene, stack):
 def _(scene, stack):
     path = next(p for p in metadata.distribution("torch").files if p.name == "METADATA").locate()
     own = metadata.version("torch")
-    text = Path(path).read_text().replace(f"\nVersion: {own}", "\nVersion: 1.13.1", 1)
+    text = Path(path).read_text(encoding="utf-8").replace(f"\nVersion: {own}", "\nVersion: 1.13.1", 1)
     stack.enter_context(scene.cluster["n2"].changed(path, text))
 
 

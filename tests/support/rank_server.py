@@ -120,6 +120,32 @@ class RankServer:
             pids.append(answer["pid"])
         return Ranks(self, pids, logs)
 
+    def run_command(
+        self, script: Path, words: list[str], *, cwd: Path, environment: dict[str, str | None], timeout: float
+    ) -> tuple[int, str]:
+        """Run `script words` once, in a session of its own; return its exit code and its output.
+
+        Args:
+            cwd: working folder of the command.
+            environment: variables to set; None removes one.
+
+        Raises:
+            TimeoutError: no end after `timeout` seconds. Everything that the command started is ended.
+        """
+        with self._lock:
+            self._num_started += 1
+            log = self._logs / f"{self._num_started:04d}_command.txt"
+        request = {"script": str(script), "words": words, "environment": environment, "log": str(log)}
+        pid = self.ask(**request, cwd=str(cwd), own_session=True)["pid"]
+        ranks, deadline = Ranks(self, [pid], [log]), time.monotonic() + timeout
+        while (code := ranks.codes()[0]) is None:
+            if time.monotonic() > deadline:
+                os.killpg(pid, signal.SIGKILL)
+                ranks.wait(10)
+                raise TimeoutError(f"no end after {timeout} s:\n{ranks.output()}")
+            time.sleep(0.01)
+        return code, log.read_text(encoding="utf-8", errors="replace")
+
     def run(self, world_size: int, words: list[str], script: Path = TRAIN, timeout: float = 1800) -> None:
         """Start ranks and wait for them; exits this program when a rank failed."""
         ranks = self.start(world_size, words, script)
@@ -200,7 +226,15 @@ def _become(request: dict) -> None:
         for number in numbers:
             os.dup2(opened, number)
         os.close(opened)
-    os.environ.update(request["environment"])
+    if request.get("own_session"):
+        os.setsid()
+    if "cwd" in request:
+        os.chdir(request["cwd"])
+    for name, value in request["environment"].items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
     sys.argv = [request["script"], *request["words"]]
     sys.path[0] = str(Path(request["script"]).parent)
 

@@ -118,7 +118,7 @@ def main() -> None:
     loop.needs_rollback = find
     run("rollback", "training.resume=auto", "stability.rollback_lr_factor=1.0")
 
-    Path(sys.argv[2], f"codes_rank{RANK}.json").write_text(json.dumps(codes))
+    Path(sys.argv[2], f"codes_rank{RANK}.json").write_text(json.dumps(codes), encoding="utf-8")
     leave_process_group()
 
 

@@ -232,7 +232,7 @@ class VirtualCluster:
 
     def __enter__(self) -> VirtualCluster:
         # Held by every running cluster: removing a folder ends the mounts on it, also those of another test session.
-        self._lock = open(Path(tempfile.gettempdir()) / "mmldlm_virtual_cluster.lock", "a")
+        self._lock = open(Path(tempfile.gettempdir()) / "mmldlm_virtual_cluster.lock", "a", encoding="utf-8")
         fcntl.flock(self._lock, fcntl.LOCK_SH)
         try:
             self._up()
@@ -282,7 +282,7 @@ class VirtualCluster:
             (host.folder / "etc_hosts").write_text(self.hosts_file(host))
             (host.folder / "resolv.conf").write_text("")
             # sshd without PAM refuses an account whose password field begins with "!".
-            shadow = [line.split(":") for line in Path("/etc/shadow").read_text().splitlines()]
+            shadow = [line.split(":") for line in Path("/etc/shadow").read_text(encoding="utf-8").splitlines()]
             text = "\n".join(":".join([f[0], "*" if f[0] == "root" else f[1], *f[2:]]) for f in shadow)
             (host.folder / "shadow").write_text(text + "\n")
             (host.folder / "sshd_config").write_text(
@@ -324,7 +324,7 @@ class VirtualCluster:
         while not (f / "ready").exists():
             assert outer.poll() is None and time.monotonic() < deadline, f"{host.name} did not start"
             time.sleep(0.02)
-        host.pid = int(Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split()[0])
+        host.pid = int(Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text(encoding="utf-8").split()[0])
         # A high index, so that an interface added by a test comes first in `hostname -I`.
         veth = ("type", "veth", "peer", "name", f"port{number}", "netns", self.switch.pid)
         sh("nsenter", "--target", host.pid, "--net", "ip", "link", "add", "eth0", "index", 100, *veth)

@@ -81,7 +81,7 @@ def test_auto_begins_from_scratch_only_where_nothing_was_saved(store, copy, caps
     steps = [path for _, path in locate.list_checkpoints(copy / "run")]
     more = ["training.num_train_steps=8", "training.resume=auto"]
     for path in steps:  # the cause of each is another one
-        with open(path / "training_state.json", "a") as file:
+        with open(path / "training_state.json", "a", encoding="utf-8") as file:
             file.write(" ")
     before = listing(copy)
     assert main(words(store, copy, *more)) == 2
@@ -99,7 +99,7 @@ def test_auto_begins_from_scratch_only_where_nothing_was_saved(store, copy, caps
 
 def test_files_that_hold_no_state_cost_no_checkpoint(store, copy, capsys):
     for _, path in locate.list_checkpoints(copy / "run"):
-        with open(path / "tokenizer" / "tokenizer_config.json", "a") as file:
+        with open(path / "tokenizer" / "tokenizer_config.json", "a", encoding="utf-8") as file:
             file.write("\n")
         (path / "config.yaml").write_text("\0")
         shutil.rmtree(path / "tokenizer", ignore_errors=path.name.endswith("2"))

@@ -54,7 +54,7 @@ class WorkDir:
         """
         check_writable_dir(self.folder, "--output-dir")
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = open(self.folder / "lock", "a")
+        self._lock = open(self.folder / "lock", "a", encoding="utf-8")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

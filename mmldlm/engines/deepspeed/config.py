@@ -29,7 +29,7 @@ def read_json(path: str | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        values = json.loads(Path(path).read_text())
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(
             "a readable DeepSpeed JSON", f"{path}: {error.strerror}", "see ds_configs/ for files to start from"

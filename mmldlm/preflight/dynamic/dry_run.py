@@ -190,7 +190,9 @@ def _run_launcher(context: Context, pool: AgentPool, script: list[str], limit: i
     environment = {**os.environ, "DEEPSPEED_TIMEOUT": "2"}
     if not context.has_gpus():
         environment.setdefault("DS_ACCELERATOR", "cpu")
-    with tempfile.NamedTemporaryFile("w", prefix="mmldlm_hostfile_") as hostfile:  # the user's may be a pipe, read once
+    with tempfile.NamedTemporaryFile(
+        "w", encoding="utf-8", prefix="mmldlm_hostfile_"
+    ) as hostfile:  # the user's may be a pipe, read once
         hostfile.write("".join(f"{node.name} slots={node.slots}\n" for node in context.nodes))
         hostfile.flush()
         if context.launcher == "mpi":

@@ -24,7 +24,7 @@ def network(args: dict) -> dict:
     """
     name = socket.gethostname()
     own = _look_up(name)
-    low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="utf-8").split()
     found = interfaces()
     return {
         "interfaces": found,

@@ -20,7 +20,7 @@ STALE_SECONDS = 60
 def processes(args: dict) -> list[dict]:
     """Return the ranks and launchers of a run on this node, without ancestors of this process."""
     own = list_ancestors(os.getpid())
-    ticks, uptime = os.sysconf("SC_CLK_TCK"), float(Path("/proc/uptime").read_text().split()[0])
+    ticks, uptime = os.sysconf("SC_CLK_TCK"), float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
     found = []
     for pid, command, stat in _running():
         text = " ".join(command)

@@ -128,7 +128,7 @@ def file_system(folder: Path) -> str:
     """Return the file system type of a folder."""
     best, kind = "", "unknown"
     real = str(folder.resolve())
-    for line in Path("/proc/self/mounts").read_text().splitlines():
+    for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines():
         _, point, found, *_ = line.split()
         if (real == point or real.startswith(point.rstrip("/") + "/")) and len(point) >= len(best):
             best, kind = point, found

@@ -28,8 +28,10 @@ def identity(args: dict) -> dict:
     spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid", "uts") if Path("/proc/self/ns").is_dir()]
     return {
         "hostname": socket.gethostname(),
-        "machine": "/".join([boot.read_text().strip() if boot.exists() else platform.node(), *spaces]),
-        "uptime": float(Path("/proc/uptime").read_text().split()[0]) if Path("/proc/uptime").exists() else None,
+        "machine": "/".join([boot.read_text(encoding="utf-8").strip() if boot.exists() else platform.node(), *spaces]),
+        "uptime": float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
+        if Path("/proc/uptime").exists()
+        else None,
         "user": os.environ.get("USER") or str(os.getuid()),
         "time": time.time(),
     }
@@ -115,7 +117,7 @@ def temporary(args: dict) -> dict:
 
 def memory(args: dict) -> dict:
     """Return host memory in bytes within the container's limit, and the cores of this process."""
-    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
     total, available = (int(lines[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
     limit = None
     for name, used in (
@@ -123,9 +125,9 @@ def memory(args: dict) -> dict:
         ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
     ):
         path = Path(name)
-        if path.exists() and (text := path.read_text().strip()).isdigit() and int(text) < total:
+        if path.exists() and (text := path.read_text(encoding="utf-8").strip()).isdigit() and int(text) < total:
             limit = int(text)
-            available = min(available, limit - int(Path(used).read_text()))
+            available = min(available, limit - int(Path(used).read_text(encoding="utf-8")))
     return {"total": limit or total, "available": available, "cores": len(os.sched_getaffinity(0))}
 
 

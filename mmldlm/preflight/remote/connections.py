@@ -159,7 +159,7 @@ def port_owner(port: int) -> dict | None:
     inodes = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         try:
-            with open(table) as file:
+            with open(table, encoding="utf-8") as file:
                 rows = [line.split() for line in file.readlines()[1:]]
         except OSError:
             continue

@@ -151,7 +151,7 @@ class SafetensorsModel(WeightSource):
 
     def _read_shards(self, index: Path) -> None:
         try:
-            shard_of = json.loads(index.read_text())["weight_map"]
+            shard_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             names = sorted(set(shard_of.values()))
             if not names:
                 raise ValueError("no shard")

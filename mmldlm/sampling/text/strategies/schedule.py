@@ -32,7 +32,7 @@ def read_schedule(word: str, passes: int | None = None) -> Schedule:
         if not word.endswith(".json"):
             values: object = [float(part) for part in word.split(",")]
         else:
-            values = json.loads(Path(word).read_text())
+            values = json.loads(Path(word).read_text(encoding="utf-8"))
             if isinstance(values, dict):
                 values = {int(length): numbers for length, numbers in values.items()}
     except (ValueError, OSError) as error:
@@ -48,7 +48,7 @@ def names_passes(word: str) -> bool:
     if not word.endswith(".json"):
         return False
     try:
-        values = json.loads(Path(word).read_text())
+        values = json.loads(Path(word).read_text(encoding="utf-8"))
     except (ValueError, OSError):
         return False
     return isinstance(values, dict) and "schedules" in values

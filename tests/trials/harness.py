@@ -1,0 +1,131 @@
+"""What every trial uses: the command line, a rank of a training, inputs, and the mark of what is still to be done.
+
+Trials know mmldlm from outside alone: every import path and command of theirs stands here, so that they survive moves
+of files. A trial is named after its entry: the file, the section and the number or name in it (`todo("newcomer B1")`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support.helpers import ROOT, launch, rank_server
+
+COMMAND = Path(__file__).with_name("command.py")
+TRAIN = ROOT / "mmldlm" / "train.py"
+LAUNCHERS = ROOT / "launchers"
+SLOW = pytest.mark.slow_trial  # runs with `bash tests/run.sh --trials` only: takes over three seconds
+
+
+def todo(entry: str):
+    """Mark a trial of a later issue: it fails today, and its mark goes when it passes."""
+    return pytest.mark.xfail(strict=True, reason=f"to do: {entry}")
+
+
+@dataclass(frozen=True)
+class Result:
+    """A command that ended: exit code, and stdout with stderr."""
+
+    code: int
+    output: str
+
+    @property
+    def traceback(self) -> bool:
+        return "Traceback (most recent call last)" in self.output
+
+    def __contains__(self, text: str) -> bool:
+        return text in self.output
+
+
+def mmldlm(
+    *words: object, cwd: Path | None = None, env: dict[str, str | None] | None = None, timeout: float = 60
+) -> Result:
+    """Run `mmldlm words` in a fork of a process that has imported everything: it starts in a tenth of a second.
+
+    What depends on imports, on the interpreter or on signals at its start needs `fresh_mmldlm`.
+    """
+    return _forked(COMMAND, words, cwd, env, timeout)
+
+
+def train_rank(
+    *words: object, cwd: Path | None = None, env: dict[str, str | None] | None = None, timeout: float = 120
+) -> Result:
+    """Run one training rank (`python mmldlm/train.py words`, what `mmldlm train` becomes) in a fork."""
+    return _forked(TRAIN, words, cwd, env, timeout)
+
+
+def _forked(script: Path, words: tuple, cwd: Path | None, env: dict | None, timeout: float) -> Result:
+    code, output = rank_server().run_command(
+        script, [str(word) for word in words], cwd=cwd or ROOT, environment={**(env or {})}, timeout=timeout
+    )
+    return Result(code, output)
+
+
+def fresh_mmldlm(
+    *words: object, cwd: Path | None = None, env: dict[str, str | None] | None = None, timeout: float = 120
+) -> Result:
+    """Run the installed `mmldlm` command in a new interpreter (two seconds and more)."""
+    return shell([Path(sys.executable).with_name("mmldlm"), *words], cwd=cwd, env=env, timeout=timeout)
+
+
+def shell(
+    command: list | str, cwd: Path | None = None, env: dict[str, str | None] | None = None, timeout: float = 120
+) -> Result:
+    """Run any command; a string is given to bash. Everything it started is ended when the time is up."""
+    words = ["bash", "-c", command] if isinstance(command, str) else [str(word) for word in command]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    for name, value in (env or {}).items():
+        if value is None:
+            environment.pop(name, None)
+        else:
+            environment[name] = value
+    process = subprocess.Popen(
+        words, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        output, _ = process.communicate()
+        raise TimeoutError(f"no end after {timeout} s:\n{output[-3000:].decode(errors='replace')}") from None
+    return Result(process.returncode, output.decode(errors="replace"))
+
+
+def tiny_run(store: Path, folder: Path, name: str, *more: str) -> list[str]:
+    """Arguments of a training of six steps in one process, saved twice."""
+    return [
+        "--config-name", "tiny", "engine.kind=single", f"data.latent_data_root={store}", "training.num_train_steps=6",
+        "optimizer.warmup_steps=2", "logging.save_freq=3", "logging.eval_freq=100", "training.train_batch_size=4",
+        "data.max_validation_samples=8", f"logging.save_dir={folder}", f"logging.run_name={name}", *more,
+    ]  # fmt: skip
+
+
+def records(path: Path) -> list[dict]:
+    """Objects of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def refuses(result: Result, *patterns: str, code: int = 2) -> None:
+    """Assert that a command refused its input: its exit code, no traceback, and each pattern in what it printed."""
+    assert result.code == code and not result.traceback, f"exit {result.code}\n{result.output[-3000:]}"
+    for pattern in patterns:
+        assert re.search(pattern, result.output), f"{pattern!r} is not in:\n{result.output[-3000:]}"
+
+
+def succeeds(result: Result, *patterns: str) -> None:
+    """Assert that a command ended with 0, without a traceback, and printed each pattern."""
+    refuses(result, *patterns, code=0)
+
+
+__all__ = [
+    "LAUNCHERS", "ROOT", "SLOW", "Result", "fresh_mmldlm", "launch", "mmldlm", "records", "refuses", "shell",
+    "succeeds", "tiny_run", "todo", "train_rank",
+]  # fmt: skip
