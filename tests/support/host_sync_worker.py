@@ -66,7 +66,7 @@ def pretend(library: str) -> None:
     """Give torch a CUDA device, as far as FakeTensors need one. Before torch is imported, for it looks once."""
     assert "torch" not in sys.modules
     ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
-    import torch
+    import torch  # noqa: F401
     import torch.cuda.amp.common
 
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False

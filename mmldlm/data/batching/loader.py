@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing
-import multiprocessing.util  # its exit handler must be registered before ours, which then runs first
+import multiprocessing.util  # noqa: F401  its exit handler must be registered before ours, which then runs first
 import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
