@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mmldlm.commands import RenamedOption
 from mmldlm.config.text_samplers import BY_CERTAINTY
-from mmldlm.errors import EXIT_DONE, UserError
+from mmldlm.errors import EXIT_DONE, EXIT_FAILED, UserError
 from mmldlm.evaluation.suite import SUITES
 from mmldlm.observe.pages.page import check_page_path, write_page
 from mmldlm.sampling.options import IMAGE_GUIDANCE, IMAGE_STEPS, NUM_LENGTHS
 from mmldlm.sampling.search.options import ARGUMENTS as SEARCH_ARGUMENTS
 from mmldlm.sampling.search.options import SearchOptions
-from mmldlm.utils.output_paths import check_writable_file
+from mmldlm.utils.formatting import join_some
+from mmldlm.utils.json_files import nonfinite_places
+from mmldlm.utils.output_paths import check_writable_file, claimed_file
 from mmldlm.utils.progress import ProgressBar
 
 if TYPE_CHECKING:
     from mmldlm.evaluation.images.report import ImageReport
     from mmldlm.evaluation.information.measure import InformationSettings
     from mmldlm.sampling.pretrained import Pretrained
+
+    Report = Any  # each suite has a class of its own, with as_dict, show, page and write
 
 MINIMUMS = {
     "num_samples": 2,
@@ -103,8 +109,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `mmldlm evaluate`; return 0, also if a claim does not hold (the report shows it)."""
+    """Run `mmldlm evaluate`; return 0, also if a claim does not hold (the report shows it), or 1.
+
+    1 means that a figure is not finite: the report shows it, too, and is written.
+    """
     _check_arguments(args)
+    with contextlib.ExitStack() as claims:
+        for key in ("json", "html", "plot", "write_schedule"):
+            claims.enter_context(claimed_file(getattr(args, key), "--" + key.replace("_", "-")))
+        report = _measure(args)
+        lines = _write_files(args, report)
+    report.show()
+    for line in lines:
+        print(line)
+    if wrong := nonfinite_places({"details": report.as_dict()["details"]}):
+        print(f"error: figures that are not finite: {join_some(wrong, limit=8)}", file=sys.stderr)
+        return EXIT_FAILED
+    return EXIT_DONE
+
+
+def _write_files(args: argparse.Namespace, report: Report) -> list[str]:
+    """Write the files that were asked for, before anything is printed; return a line about each.
+
+    Raises:
+        Exception: of the first that could not be written, once the others are.
+    """
+
+    def write_json() -> list[str]:
+        report.write(args.json)
+        return [f"written to {args.json}"]
+
+    def write_html() -> list[str]:
+        write_page(args.html, report.page())
+        return [f"page: {args.html}"]
+
+    writers = [write_json] * bool(args.json) + [write_html] * bool(args.html)
+    if args.suite == "information":
+        writers.append(lambda: report.write_files(args.plot, args.write_schedule, model=str(args.checkpoint)))
+    lines: list[str] = []
+    failure: Exception | None = None
+    for write in writers:
+        try:
+            lines += write()
+        except Exception as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+    return lines
+
+
+def _measure(args: argparse.Namespace) -> Report:
     from mmldlm.data.batching.store_data import check_store_kind
     from mmldlm.evaluation import conditioning_gain
     from mmldlm.evaluation.directions import Settings
@@ -123,6 +177,7 @@ def main(args: argparse.Namespace) -> int:
     pretrained = load_pretrained(args.checkpoint, device)
     if store is not None:
         check_store_kind(store, "text" if pretrained.image is None else "image")
+    report: Report
     with ProgressBar() as progress:
         if pretrained.image is None:
             _check_no_image_options(args, pretrained)
@@ -145,17 +200,7 @@ def main(args: argparse.Namespace) -> int:
             given = {key: getattr(args, key) for key in Settings.__dataclass_fields__}
             settings = Settings(**{key: value for key, value in given.items() if value is not None})
             report = conditioning_gain.evaluate(pretrained, store, settings, progress.start)
-    report.show()
-    if args.json:
-        report.write(args.json)
-        print(f"written to {args.json}")
-    if args.html:
-        write_page(args.html, report.page())
-        print(f"page: {args.html}")
-    if args.suite == "information":
-        for line in report.write_files(args.plot, args.write_schedule, model=str(args.checkpoint)):
-            print(line)
-    return EXIT_DONE
+    return report
 
 
 def _check_no_image_options(args: argparse.Namespace, pretrained: Pretrained) -> None:

@@ -8,6 +8,8 @@ from mmldlm.commands.prepare import CACHE_DIR_HELP
 from mmldlm.data.encoders.specs import ENCODERS
 from mmldlm.data.importers.folder_layouts import LAYOUTS
 from mmldlm.errors import EXIT_DONE
+from mmldlm.utils.atomic_files import naming_errors
+from mmldlm.utils.output_paths import claimed_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,5 +37,6 @@ def main(args: argparse.Namespace) -> int:
     from mmldlm.data.importers.sample_folders import PackOptions, pack
 
     names = PackOptions.__dataclass_fields__
-    pack(PackOptions(**{name: value for name, value in vars(args).items() if name in names}))
+    with claimed_file(args.output_dir, "--output-dir"), naming_errors(args.output_dir):
+        pack(PackOptions(**{name: value for name, value in vars(args).items() if name in names}))
     return EXIT_DONE

@@ -16,6 +16,7 @@ from mmldlm.data.prepare.images.options import ImageOptions
 from mmldlm.data.prepare.options import OVERLONG, PrepareOptions, to_arguments
 from mmldlm.data.store.writers import LAYOUTS
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, MmldlmError, UserError
+from mmldlm.utils.atomic_files import naming_errors
 
 if TYPE_CHECKING:
     from mmldlm.data.prepare.task_queue import TaskQueue
@@ -222,7 +223,8 @@ def run_shared(output_dir: str, work: Callable[[TaskQueue], object]) -> int:
 
     queue = connect()
     try:
-        work(queue)
+        with naming_errors(output_dir):
+            work(queue)
     except MmldlmError as error:
         if queue.world_size == 1:
             raise

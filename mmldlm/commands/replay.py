@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from mmldlm.debug.replay import DTYPES, replay_skipped_step
 from mmldlm.errors import EXIT_DONE
+from mmldlm.utils.atomic_files import write_json
+from mmldlm.utils.output_paths import check_writable_file, claimed_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Replay and print the findings; return 0, also if nothing was found."""
+    if args.json:
+        check_writable_file(args.json, "--json")
+    with claimed_file(args.json, "--json"):
+        return _replay(args)
+
+
+def _replay(args: argparse.Namespace) -> int:
     report = replay_skipped_step(
         Path(args.run),
         args.event,
@@ -38,5 +46,5 @@ def main(args: argparse.Namespace) -> int:
         max_samples=args.samples,
     )
     if args.json:
-        Path(args.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        write_json(args.json, report, indent=2)
     return EXIT_DONE

@@ -19,12 +19,13 @@ def add_plot_arguments(parser: argparse.ArgumentParser) -> None:
 
 def plot(args: argparse.Namespace) -> int:
     """Draw, and print the path of the image."""
-    from mmldlm.observe.loss_plots import plot_run
-    from mmldlm.utils.output_paths import check_writable_file
+    from mmldlm.observe.loss_plots import load_steps, plot_path, plot_run
+    from mmldlm.utils.output_paths import check_writable_file, claimed_file
 
-    if args.out:
-        check_writable_file(args.out, "--out")
-    print(plot_run(args.run, args.out, args.log_scale))
+    load_steps(args.run)  # refuses a folder that is not a run's, before anything is made in it
+    out = check_writable_file(plot_path(args.run, args.out), "--out")
+    with claimed_file(out, "--out"):
+        print(plot_run(args.run, args.out, args.log_scale))
     return EXIT_DONE
 
 

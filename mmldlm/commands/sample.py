@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -18,16 +18,19 @@ from mmldlm.observe.pages.trace_page import trace_page
 from mmldlm.sampling.device import usable_device
 from mmldlm.sampling.generate import SampleOptions, sample_l2t, sample_t2l, sample_unconditional
 from mmldlm.sampling.image_sizes import use_image_size
-from mmldlm.sampling.images import fit_to_latents, sample_i2t, sample_pairs, sample_t2i, write_pictures
+from mmldlm.sampling.images import EACH_PICTURE, fit_to_latents, sample_i2t, sample_pairs, sample_t2i, write_pictures
 from mmldlm.sampling.latent_solver import ETAS
 from mmldlm.sampling.options import DEFAULTS, IMAGE_KINDS, KINDS, METHODS, OPTIONS, SOURCES, TASK_OPTIONS
 from mmldlm.sampling.pretrained import Pretrained, load_pretrained
 from mmldlm.sampling.search.options import SearchOptions
 from mmldlm.sampling.text.strategies.schedule import names_passes, read_schedule
 from mmldlm.sampling.text.trace import TraceRecorder, start_trace
+from mmldlm.utils.atomic_files import write_json, write_text
 from mmldlm.utils.formatting import count_noun
-from mmldlm.utils.output_paths import check_writable_dir
+from mmldlm.utils.json_files import to_json
+from mmldlm.utils.output_paths import check_writable_dir, claimed_file, claimed_folder, replaced_files
 from mmldlm.utils.progress import ProgressBar
+from mmldlm.utils.screen import open_console
 
 OUTPUTS = ("samples.jsonl", "latents.npy", "settings.json", "sheet.png")
 SAMPLERS = {
@@ -196,6 +199,9 @@ def output_folder(path: str, overwrite: bool) -> Path:
     Raises:
         UserError: it is not writable, or it contains samples and overwrite is False.
     """
+    target = Path(os.path.realpath(path))
+    if os.path.islink(path) and not target.exists() and target.parent.is_dir():
+        path = str(target)  # a link to a folder that is made now
     out = check_writable_dir(path, "--output-dir")
     existing = [name for name in OUTPUTS if (out / name).exists()]
     if existing and not overwrite:
@@ -213,6 +219,11 @@ def main(args: argparse.Namespace) -> int:
     device = usable_device(args.device)
     out = output_folder(args.output_dir, args.overwrite)
     _check_trace(args, given)
+    with claimed_folder(out, "--output-dir"), claimed_file(args.trace, "--trace"):
+        return _sample(args, given, device, out)
+
+
+def _sample(args: argparse.Namespace, given: list[str], device: str, out: Path) -> int:
     pretrained = load_pretrained(args.checkpoint, device)
     use_words_of_images(args, given, pretrained)
     if args.trace is not None and "num_lengths" not in given:
@@ -233,17 +244,15 @@ def main(args: argparse.Namespace) -> int:
         samples = sample(pretrained, options, progress, **({"recorder": trace.recorder} if trace else {}))
     seconds = time.perf_counter() - started
 
-    out.mkdir(parents=True, exist_ok=True)
-    for name in OUTPUTS:  # remove the files of an earlier call
-        (out / name).unlink(missing_ok=True)
-    if samples.latents is not None:
-        np.save(out / "latents.npy", samples.latents)
     records = samples.records
-    if samples.images is not None:
-        write_pictures(samples, out, keeps_each=args.kind != "i2t")
-    (out / "samples.jsonl").write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
     settings = {key: value for key, value in vars(args).items() if isinstance(value, (str, int, float, list))}
-    (out / "settings.json").write_text(json.dumps({**settings, **samples.extra, "device": device}, indent=2) + "\n")
+    with replaced_files(out, (*OUTPUTS, EACH_PICTURE), args.overwrite) as folder:
+        if samples.latents is not None:
+            np.save(folder / "latents.npy", samples.latents)
+        if samples.images is not None:
+            write_pictures(samples, folder, keeps_each=args.kind != "i2t")
+        write_text(folder / "samples.jsonl", "".join(to_json(record) + "\n" for record in records))
+        write_json(folder / "settings.json", {**settings, **samples.extra, "device": device}, indent=2)
     if trace is not None:
         write_page(args.trace, _page(args, pretrained, trace, records))
     _print_table(args.kind, records)
@@ -268,7 +277,6 @@ def _page(args: argparse.Namespace, pretrained: Pretrained, trace: TraceRecorder
 
 
 def _print_table(kind: str, records: list[dict[str, Any]]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(title=f"sample {kind}", show_lines=True)
@@ -277,7 +285,7 @@ def _print_table(kind: str, records: list[dict[str, Any]]) -> None:
         table.add_column(TITLES.get(key, key), overflow="fold")
     for record in records[:MAX_TABLE_ROWS]:
         table.add_row(*(_format_cell(record[key]) for key in columns))
-    Console(markup=False).print(table)
+    open_console().print(table)
     if len(records) > MAX_TABLE_ROWS:
         print(f"(the first {MAX_TABLE_ROWS} of {len(records)})")
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-from pathlib import Path
-
-from rich.console import Console
 
 from mmldlm.config import command_line
+from mmldlm.config.schema import Config
 from mmldlm.config.task_registry import find_task
 from mmldlm.debug.sanity_report import as_dict, heading, print_tables
 from mmldlm.debug.sanity_runner import OVERFIT_STEPS, SanityRunner
 from mmldlm.engines.build import check_engine
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, UserError
+from mmldlm.utils.atomic_files import write_json
+from mmldlm.utils.output_paths import check_writable_file, claimed_file
+from mmldlm.utils.screen import open_console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,10 +45,17 @@ def main(args: argparse.Namespace) -> int:
     args.overrides = [*args.overrides, *(f"{key}={value}" for key, value in overrides.items() if value is not None)]
     config = command_line.parse_config(args)
     check_engine(config, 1)
-    console = Console()
+    if args.json:
+        check_writable_file(args.json, "--json")
+    with claimed_file(args.json, "--json"):
+        return _check(args, config)
+
+
+def _check(args: argparse.Namespace, config: Config) -> int:
+    console = open_console()
 
     def log(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=True)
+        console.print(text, soft_wrap=True)
 
     log("reading  the data")
     data = find_task(config.task).open_data(config)
@@ -60,7 +67,7 @@ def main(args: argparse.Namespace) -> int:
     print_tables(sanity, console)
     report = as_dict(sanity)
     if args.json:
-        Path(args.json).write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        write_json(args.json, report, indent=2)
     return EXIT_DONE if report["ok"] else EXIT_FAILED
 
 

@@ -12,7 +12,9 @@ from rich.table import Table
 from mmldlm.data.store.store import Store, read_manifest
 from mmldlm.data.store.verify import StoreReport, examine
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, UserError
-from mmldlm.utils.output_paths import check_writable_file
+from mmldlm.utils.figures import new_figure, save_figure
+from mmldlm.utils.output_paths import check_writable_file, claimed_file
+from mmldlm.utils.screen import open_console
 
 BARS, DIGITS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588", " 12345678"  # the latter for ASCII terminals
 
@@ -35,7 +37,12 @@ def main(args: argparse.Namespace) -> int:
         raise UserError("--vae with --sheet", "--vae alone", "add --sheet FILE.png, or leave --vae out")
     if args.sheet:
         _check_sheet(args)
-    report, console = examine(args.root), Console()
+    with claimed_file(args.plot, "--plot"), claimed_file(args.sheet, "--sheet"):
+        return _verify(args)
+
+
+def _verify(args: argparse.Namespace) -> int:
+    report, console = examine(args.root), open_console()
     manifest = read_manifest(args.root)
     console.print(_splits_table(args.root, report, manifest, console))
     checks = Table("check", "result")
@@ -43,7 +50,7 @@ def main(args: argparse.Namespace) -> int:
         checks.add_row(name, f"{len(problems)} problems" if problems else "passed")
     console.print(checks)
     for problem in report.problems:
-        console.print(f"problem: {problem}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"problem: {problem}", soft_wrap=True)
     if args.plot:
         plot(report, manifest, args.plot)
         console.print(f"plotted: {args.plot}", soft_wrap=True)
@@ -108,12 +115,8 @@ def _shares(values: np.ndarray) -> np.ndarray:
 
 def plot(report: StoreReport, manifest: dict[str, Any], path: str) -> None:
     """Plot token counts, latent norms, and mean and deviation of each component of the training latents."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
+    figure = new_figure(13, 3.6)
+    left, middle, right = figure.subplots(1, 3)
     for name, found in report.splits.items():
         if len(found.lengths):
             left.hist(found.lengths, bins=50, weights=_shares(found.lengths), alpha=0.6, label=name)
@@ -134,5 +137,4 @@ def plot(report: StoreReport, manifest: dict[str, Any], path: str) -> None:
         right.plot(np.sort(statistics["std"])[::-1], label="std")
         right.set(xlabel="component, sorted", title=f"effective rank {statistics['effective_rank']:.1f}", yscale="log")
         right.legend()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    save_figure(figure, path, dpi=120)

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from mmldlm.errors import UserError
+from mmldlm.utils.input_files import open_regular
 
 MAX_BYTES = 256 << 10
 MAX_DEPTH = 20
@@ -107,7 +108,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         UserError: not readable, larger than a config, not UTF-8, or as for `parse_yaml`.
     """
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             raw = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise UserError("a readable YAML file", f"{path}: {error.strerror}", "check the path") from error

@@ -33,6 +33,7 @@ from mmldlm.errors import UserError
 from mmldlm.stability.guard import Guard
 from mmldlm.stability.skipped_steps import bad_micro_batches, load_skipped_step
 from mmldlm.utils.formatting import for_screen
+from mmldlm.utils.input_files import read_text
 
 DTYPES = ("bf16", "fp16", "fp32")
 MAX_AUTOMATIC_MICRO_BATCHES = 64
@@ -158,7 +159,7 @@ class Replay:
         resumed = self.config.training.resume
         paths = [] if resumed in (None, "auto") else [locate.locate_checkpoint(resumed)]
         paths += [path for _, path in locate.list_checkpoints(self.run_dir) if not examine(path).problems]
-        steps = [(json.loads((path / STATE_FILE).read_text())["step"], path) for path in paths]
+        steps = [(json.loads(read_text(path / STATE_FILE))["step"], path) for path in paths]
         steps = [(step, path) for step, path in steps if step <= last_step]
         return steps[-1] if steps else (0, None)
 
@@ -177,7 +178,7 @@ class Replay:
         shares = case["world_size"] * case["accum"]
         config.training.grad_accum_steps = shares
         engine = SingleEngine(self.model, config, self.parameters)
-        saved = {} if path is None else json.loads((path / STATE_FILE).read_text())
+        saved = {} if path is None else json.loads(read_text(path / STATE_FILE))
         applied = saved.get("applied_steps", 0)
         if path is not None:
             with open_training_state(path / ENGINE_FOLDER) as reader:

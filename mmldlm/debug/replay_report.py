@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mmldlm.debug.nan_tracer import NanOrigin
 from mmldlm.utils.formatting import join_some
-from mmldlm.utils.json_files import nonfinite_to_words
+from mmldlm.utils.json_files import plain_value
 
 
 @dataclass
@@ -48,7 +48,7 @@ class ReplayResult:
 
     def to_json(self) -> dict:
         """Return the result for --json; non-finite numbers are words."""
-        return nonfinite_to_words(
+        return plain_value(
             {
                 "ids": self.ids,
                 "clean": self.is_clean,

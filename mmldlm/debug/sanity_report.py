@@ -6,11 +6,12 @@ import torch
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Column, Table
+from rich.text import Text
 
 from mmldlm.debug.findings import FAIL, PASS
 from mmldlm.debug.sanity_runner import SanityRunner
 from mmldlm.observe.layer_stats import LayerStats
-from mmldlm.utils.json_files import nonfinite_to_words
+from mmldlm.utils.json_files import plain_value
 
 
 def as_dict(sanity: SanityRunner) -> dict:
@@ -33,7 +34,7 @@ def as_dict(sanity: SanityRunner) -> dict:
         "layers": None if sanity.layer_stats is None else sanity.layer_stats.record()["layers"],
         "peak_memory_bytes": sanity.peak_bytes,
     }
-    return nonfinite_to_words(report)
+    return plain_value(report)
 
 
 def heading(sanity: SanityRunner) -> str:
@@ -60,12 +61,10 @@ def print_tables(sanity: SanityRunner, console: Console) -> None:
     width = max(len(row.title) for row in rows)
     for row in rows:
         color = {PASS: "green", FAIL: "red"}.get(row.status, "yellow")
-        console.print(f"[{color}]{row.status:7}[/] {row.title:{width}}  ", end="", highlight=False)
-        console.print(row.reason, highlight=False, markup=False, soft_wrap=True)
+        line = Text.assemble((f"{row.status:7}", color), f" {row.title:{width}}  {row.reason}")
+        console.print(line, soft_wrap=True)
     failed = sum(row.status != PASS for row in rows)
-    console.print(
-        f"{len(rows)} checks, {failed} not passed" if failed else f"{len(rows)} checks passed", highlight=False
-    )
+    console.print(f"{len(rows)} checks, {failed} not passed" if failed else f"{len(rows)} checks passed")
 
 
 def _layer_table(stats: LayerStats) -> Table:

@@ -6,7 +6,10 @@ import atexit
 import contextlib
 import os
 import sys
+import threading
 from typing import NoReturn
+
+EXIT_HOOK_SECONDS = 30.0
 
 
 def leave_process_group() -> None:
@@ -25,7 +28,10 @@ def exit_without_teardown(code: int) -> NoReturn:
     """
     if code == 0 and "mpi4py.MPI" in sys.modules:  # mpirun takes a rank that exits without it for a failed one
         sys.modules["mpi4py.MPI"].Finalize()
-    atexit._run_exitfuncs()
+    # A library's hook may wait for ever, as a tracker's for a server that is gone.
+    hooks = threading.Thread(target=atexit._run_exitfuncs, name="exit-hooks", daemon=True)
+    hooks.start()
+    hooks.join(EXIT_HOOK_SECONDS)
     for stream in filter(None, (sys.stdout, sys.stderr)):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

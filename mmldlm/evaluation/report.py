@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import operator
 import os
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any
 from mmldlm.evaluation.statistics import Difference, Estimate
 from mmldlm.evaluation.text_tables import show_texts
 from mmldlm.utils import atomic_files
+from mmldlm.utils.screen import open_console
 
 _OPERATORS = {">=": operator.ge, "<=": operator.le}
 
@@ -149,10 +149,9 @@ class EvaluationReport:
     def show(self, console=None) -> None:
         """Print the estimates, the claims and the examples."""
         from rich.box import SIMPLE
-        from rich.console import Console
         from rich.table import Table
 
-        console = console or Console(markup=False)
+        console = console or open_console()
         conditions, gates = self.conditions, self.arms["untrained_random_gates"]
         table = Table(title=f"{conditions['num_sentences']} unseen sentences, +- one standard error", box=SIMPLE)
         table.add_column("measure", no_wrap=True)
@@ -202,10 +201,9 @@ class EvaluationReport:
 
 
 def write_report(path: str | os.PathLike, report: dict[str, Any]) -> None:
-    """Write a report as JSON atomically, creating its folder."""
+    """Write a report as JSON atomically, creating its folder; a figure that is not finite becomes its word."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    atomic_files.write_bytes(Path(path), text.encode())
+    atomic_files.write_json(path, report, indent=2)
 
 
 def print_claims(claims: list[dict[str, Any]], console) -> None:

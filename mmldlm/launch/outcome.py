@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import signal
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
 from mmldlm.launch.local_launcher import COLLECTIVE_EXIT_CODES
 from mmldlm.launch.rank_wrapper import LAST_LINES
+from mmldlm.utils.input_files import read_text
 
 Views = dict[str, dict]
 
@@ -103,5 +103,5 @@ def describe_exit(state: dict, node: str, interrupted: bool) -> str:
 
 def _read_last_lines(state: dict) -> list[str]:
     with contextlib.suppress(OSError):
-        return Path(state["log"]).read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
+        return read_text(state["log"], 1 << 30, errors="replace").splitlines()[-LAST_LINES:]
     return []

@@ -13,6 +13,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from mmldlm.utils.input_files import read_text
+
 # Several, because one may be full or private to a batch job's mount namespace.
 ROOTS = ("/tmp", "/dev/shm", "/var/tmp")
 RESERVED = 1 << 14  # bytes per state file: its blocks can be overwritten when the disk is full
@@ -84,7 +86,7 @@ def read_newest(launch_id: str, pattern: str) -> dict[str, Any]:
     for folder in state_folders(launch_id):
         for path in folder.glob(pattern):
             with contextlib.suppress(OSError, ValueError):
-                entry = (path.stat().st_mtime_ns, json.loads(path.read_text()))
+                entry = (path.stat().st_mtime_ns, json.loads(read_text(path)))
                 if path.name not in found or found[path.name][0] < entry[0]:
                     found[path.name] = entry
     return {name: content for name, (_, content) in sorted(found.items())}

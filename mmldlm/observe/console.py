@@ -22,6 +22,8 @@ from rich.text import Text
 
 from mmldlm.tasks.base import Metric
 from mmldlm.utils.formatting import fold, format_duration
+from mmldlm.utils.input_files import open_append
+from mmldlm.utils.screen import open_console
 
 # Fields of a step's record in a line: key, label, format.
 _FIELDS = (
@@ -164,11 +166,11 @@ class Console:
         self._file_fails = False
         if log_file is not None:
             Path(log_file).parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(log_file, "a", encoding="utf-8", buffering=1)
+            self._file = open_append(log_file, line_buffered=True)
         self._console: Console | None = None
         self._live: Live | None = None
         if enabled:
-            self._console = _SafeConsole(file=stream or sys.stdout, highlight=False, markup=False, soft_wrap=True)
+            self._console = open_console(stream, soft_wrap=True, kind=_SafeConsole)
             if self._console.is_terminal:
                 # No refresh thread: it would be copied into the data loader's forked workers.
                 self._live = Live(console=self._console, auto_refresh=False)
@@ -263,7 +265,7 @@ class Console:
         if file is not None:
             try:
                 file.close()
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 self._report_lost_file(file, error)
 
     def __enter__(self) -> Console:
@@ -279,10 +281,10 @@ class Console:
         try:
             self._file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}\n")
             self._file_fails = False
-        except OSError as error:
+        except (OSError, ValueError) as error:
             self._report_lost_file(self._file, error)
 
-    def _report_lost_file(self, file: TextIO, error: OSError) -> None:
+    def _report_lost_file(self, file: TextIO, error: Exception) -> None:
         if not self._file_fails:
             self._file_fails = True
             self._print(
@@ -304,12 +306,12 @@ class Console:
         """
         try:
             draw()
-        except (OSError, ValueError) as error:
+        except Exception as error:
             stream, self._console, live, self._live = self._console.file, None, self._live, None
             _drop_output(stream)
             if live is not None:
                 atexit.unregister(self.close)
-                with contextlib.suppress(OSError, ValueError):
+                with contextlib.suppress(Exception):
                     live.stop()  # restores sys.stdout and sys.stderr
             text = f"warning: output to this terminal or pipe ends ({type(error).__name__}: {error}); the run continues"
             self._write_file(text)

@@ -9,6 +9,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from mmldlm.utils.input_files import open_append, open_text
 from mmldlm.utils.json_files import to_strict_json
 
 # Fields of a step's record that readers compute with; others are only displayed.
@@ -36,7 +37,7 @@ class JsonlLog:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.dropped = _truncate(self.path, resume_step)
-        self._file = open(self.path, "a", encoding="utf-8")
+        self._file = open_append(self.path)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one record and flush it to the operating system.
@@ -100,7 +101,7 @@ def _has_valid_time(record: Mapping[str, Any]) -> bool:
 
 def read_records(path: str | os.PathLike) -> tuple[list[dict[str, Any]], int]:
     """Return all records of a log and the number of unreadable lines (an interrupted run leaves one)."""
-    with open(path, encoding="utf-8", errors="replace") as file:
+    with open_text(path, errors="replace") as file:
         parsed = [parse_line(line) for line in file if line.strip()]
     records = [record for record in parsed if record is not None]
     return records, len(parsed) - len(records)
@@ -118,7 +119,7 @@ def _truncate(path: Path, resume_step: int | None) -> int:
     if not path.exists():
         return 0
     kept, dropped = [], []
-    with open(path, encoding="utf-8", errors="replace") as file:
+    with open_text(path, errors="replace") as file:
         for line in file:
             record = parse_line(line)
             step = record.get("step") if record else None

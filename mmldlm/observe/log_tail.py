@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.observe.jsonl_log import is_step, parse_line
+from mmldlm.utils.input_files import open_regular
 
 _MAX_LINE = 1 << 20  # bytes; a longer line is not a record
 
@@ -45,7 +46,7 @@ class LogTail:
             self.num_unreadable = self.num_skipped = self._offset = 0
             self._file_id = stat.st_ino
         num_new = 0
-        with open(self.path, "rb") as file:
+        with open_regular(self.path) as file:
             file.seek(self._offset)
             while line := file.readline(_MAX_LINE):
                 if not line.endswith(b"\n") and len(line) < _MAX_LINE:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from mmldlm.errors import UserError
 from mmldlm.observe.jsonl_log import is_step, read_records
+from mmldlm.utils.figures import new_figure, save_figure
 
 LOG_NAME = "training_log.jsonl"
 EVAL_NAME = "eval_log.jsonl"
@@ -73,6 +74,11 @@ def load_steps(run_dir: str | Path, name: str = LOG_NAME) -> list[dict[str, Any]
     return sorted(steps, key=lambda record: record["step"])
 
 
+def plot_path(run_dir: str | Path, out: str | Path | None = None) -> Path:
+    """Return the image that `plot_run` writes."""
+    return Path(out) if out else Path(run_dir) / "plots" / "loss.png"
+
+
 def plot_run(run_dir: str | Path, out: str | Path | None = None, log_scale: bool = False) -> Path:
     """Draw training_log.jsonl and, if present, eval_log.jsonl of a run.
 
@@ -90,15 +96,9 @@ def plot_run(run_dir: str | Path, out: str | Path | None = None, log_scale: bool
     steps = load_steps(run_dir)
     eval_log = Path(run_dir) / EVAL_NAME  # empty until the first evaluation
     evals = load_steps(run_dir, EVAL_NAME) if eval_log.is_file() and eval_log.stat().st_size else []
-    path = Path(out) if out else Path(run_dir) / "plots" / "loss.png"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = plot_path(run_dir, out)
 
-    # Figure without pyplot: needs no display and keeps no figure in memory during a long run.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 7), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(9, 7)
     axes = figure.subplots(3, 1, sharex=True, height_ratios=(4, 1.3, 1.3))
     _draw_losses(axes[0], steps, evals, loss_curves(run_dir), log_scale)
     axes[0].set_title(Path(run_dir).resolve().name)
@@ -114,7 +114,7 @@ def plot_run(run_dir: str | Path, out: str | Path | None = None, log_scale: bool
     axes[2].set_xlabel("step")
     for axis in axes:
         axis.grid(alpha=0.25)
-    figure.savefig(path, dpi=130)
+    save_figure(figure, path)
     return path
 
 

@@ -13,6 +13,7 @@ from mmldlm.config.schema import Config
 from mmldlm.config.section import FilledFromData, Section
 from mmldlm.preflight.probes.system import code, versions
 from mmldlm.utils.atomic_files import write_bytes
+from mmldlm.utils.input_files import read_bytes, read_text
 
 FORMAT, VERSION = "mmldlm-preflight", 1
 NAME = "preflight.json"
@@ -74,7 +75,7 @@ def create(context, results, code: int, seconds: float) -> dict:
 
 def _file_hash(path: str) -> str | None:
     """Return the hash of a regular file; None for others (a hostfile may be a pipe that is read once)."""
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if os.path.isfile(path) else None
+    return hashlib.sha256(read_bytes(path, 1 << 30)).hexdigest() if os.path.isfile(path) else None
 
 
 def write(receipt: dict, path: Path) -> None:
@@ -86,7 +87,7 @@ def write(receipt: dict, path: Path) -> None:
 def read(run_dir: Path) -> dict | None:
     """Return the receipt of a run folder; None if it is missing or unreadable."""
     try:
-        receipt = json.loads((run_dir / NAME).read_text())
+        receipt = json.loads(read_text(run_dir / NAME))
     except (OSError, ValueError):
         return None
     return receipt if isinstance(receipt, dict) and receipt.get("format") == FORMAT else None

@@ -23,6 +23,7 @@ from mmldlm.utils.formatting import count_noun
 from mmldlm.utils.progress import ProgressBar, ProgressCallback
 
 FOLDER, SHEET = "images", "sheet.png"
+EACH_PICTURE = f"{FOLDER}/[0-9]*.png"  # pattern of the files of `write_pictures`, besides the sheet
 MAX_ON_SHEET = 96
 
 
@@ -221,7 +222,7 @@ def write_pictures(samples: Samples, out: Path, keeps_each: bool) -> None:
 
     Args:
         samples: of which `images` is set.
-        out: an existing folder; PNGs of an earlier call are removed.
+        out: an existing folder without pictures.
     """
     from PIL import Image
 
@@ -235,8 +236,6 @@ def write_pictures(samples: Samples, out: Path, keeps_each: bool) -> None:
         shown = np.concatenate([shown, samples.real_images[:count]], axis=2)
     contact_sheet(shown, captions, out / SHEET)
     folder = out / FOLDER
-    for path in folder.glob("[0-9]*.png"):
-        path.unlink()
     if not keeps_each:
         return
     folder.mkdir(exist_ok=True)

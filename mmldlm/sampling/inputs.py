@@ -14,7 +14,8 @@ from mmldlm.data.store.arrays import read_array
 from mmldlm.errors import UserError
 from mmldlm.sampling.latent_sampler import latent_shape
 from mmldlm.sampling.pretrained import Pretrained
-from mmldlm.utils.formatting import describe_os_error, join_some
+from mmldlm.utils.formatting import describe_os_error, is_utf8, join_some, printable
+from mmldlm.utils.input_files import read_text
 from mmldlm.utils.progress import ProgressCallback
 
 # Tolerance of the norm of vectors from a normalizing encoder.
@@ -144,7 +145,7 @@ def given_texts(texts: list[str] | None, text_file: str | None) -> list[str]:
     """
     if text_file:
         try:
-            texts = Path(text_file).read_text(encoding="utf-8").splitlines()
+            texts = read_text(text_file).splitlines()
         except OSError as error:
             found = f"{text_file}: {describe_os_error(error)}"
             raise UserError("a text file with one text per line", found, "check the path") from error
@@ -157,6 +158,8 @@ def given_texts(texts: list[str] | None, text_file: str | None) -> list[str]:
         texts = [text for text in texts if text.strip()]
     if not texts or any(not text.strip() for text in texts):
         raise UserError("texts that are not empty", f"{texts!r}", "name at least one text, none of them blank")
+    if wrong := [text for text in texts if not is_utf8(text)]:
+        raise UserError("--text in UTF-8", printable(wrong[0])[:200], "convert it, or give it in a --text-file")
     return [text.strip() for text in texts]
 
 

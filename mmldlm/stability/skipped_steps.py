@@ -19,7 +19,8 @@ from mmldlm.data.batching.batch import Batch
 from mmldlm.engines.base import Engine
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import join_some
-from mmldlm.utils.json_files import nonfinite_to_words
+from mmldlm.utils.input_files import read_text
+from mmldlm.utils.json_files import to_json
 
 SKIPPED_STEPS_DIR = "forensics"
 MAX_RECORDS = 200
@@ -62,7 +63,7 @@ def save_skipped_step(run_dir: Path, case: dict) -> Path | None:
     if not path.exists() and len(list(folder.glob("step_*.json"))) >= MAX_RECORDS:
         return None
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(nonfinite_to_words(case), allow_nan=False) + "\n")
+    temporary.write_text(to_json(case) + "\n")
     os.replace(temporary, path)
     return path
 
@@ -82,7 +83,7 @@ def load_skipped_step(run_dir: Path, event: str) -> dict:
             f"{event!r}; recorded steps: {join_some(steps, 8) or 'none'}",
             f"look up the step in a `skip` line of {run_dir / 'events.jsonl'}",
         )
-    case = json.loads(found[steps.index(chosen[0])].read_text())
+    case = json.loads(read_text(found[steps.index(chosen[0])]))
     for holder in (case, *case["micro_batches"]):
         for key in ("loss", "grad_norm"):
             if isinstance(holder.get(key), str):

@@ -20,6 +20,11 @@ from mmldlm.engines.ema import WeightAverage
 from mmldlm.errors import UserError
 from mmldlm.tasks.base import Task
 from mmldlm.training.state import TrainingState
+from mmldlm.utils.atomic_files import naming_errors
+from mmldlm.utils.input_files import open_regular, read_bytes, read_text
+from mmldlm.utils.json_files import plain_value
+
+_MAX_FILE_BYTES = 1 << 30  # of a file of the data that every checkpoint holds
 
 
 def load_training_state(checkpoint: Path, state: TrainingState, config: Config, world_size: int) -> dict[str, Any]:
@@ -29,7 +34,7 @@ def load_training_state(checkpoint: Path, state: TrainingState, config: Config, 
         UserError: the checkpoint has another global batch, seed, plan or training split than this run.
         OSError, ValueError, KeyError: its file cannot be read.
     """
-    saved = json.loads((checkpoint / STATE_FILE).read_text())
+    saved = json.loads(read_text(checkpoint / STATE_FILE))
     # Checkpoints older than data.batching do not name their plan, which is today's default.
     saved.setdefault("plan", f"samples-1:{config.data.bucket_batches}")
     for what in ("global_batch", "num_samples", "seed", "plan"):
@@ -92,7 +97,8 @@ def load_engine_state(checkpoint: Path, engine: Engine, average: WeightAverage |
 def read_rng(path: Path) -> dict[str, Any] | None:
     """Read the random generators of one rank; None if the checkpoint has none for it (noise never uses them)."""
     try:
-        return torch.load(path, weights_only=True)
+        with open_regular(path) as file:
+            return torch.load(file, weights_only=True)
     except FileNotFoundError:
         return None
 
@@ -106,23 +112,29 @@ def restore_rng(rng: dict[str, Any] | None) -> None:
         torch.cuda.set_rng_state(rng["cuda"])
 
 
-def read_files_to_keep(data: RunData) -> dict[str, bytes]:
-    """Read the files of the data that every checkpoint holds, by their path in it."""
-    return {name: path.read_bytes() for name, path in data.files_to_keep().items()}
+def read_files_to_keep(task: Task, data: RunData) -> dict[str, bytes]:
+    """Read what every checkpoint holds besides weights and state, by its path in it: a save reads nothing any more.
+
+    These are the config, the model's config, and files of the data.
+    """
+    texts = {
+        CONFIG_FILE: to_yaml(with_absolute_paths(data.config)),
+        MODEL_CONFIG: json.dumps(task.model_config(data), indent=2, default=plain_value) + "\n",
+    }
+    files = {name: read_bytes(path, _MAX_FILE_BYTES) for name, path in data.files_to_keep().items()}
+    return {name: text.encode("utf-8", "backslashreplace") for name, text in texts.items()} | files
 
 
-def write_metadata(path: Path, training_state: str, task: Task, data: RunData, kept: dict[str, bytes]) -> None:
+def write_metadata(path: Path, training_state: str, kept: dict[str, bytes]) -> None:
     """Write everything next to the engine's files: state, config, model config, and files of the data.
 
     Args:
         kept: what read_files_to_keep returned.
     """
-    (path / STATE_FILE).write_text(training_state)
-    (path / CONFIG_FILE).write_text(to_yaml(with_absolute_paths(data.config)))
-    (path / MODEL_CONFIG).write_text(json.dumps(task.model_config(data), indent=2) + "\n")
-    for name, content in kept.items():
-        (path / name).parent.mkdir(parents=True, exist_ok=True)
-        (path / name).write_bytes(content)
+    with naming_errors(path):
+        for name, content in {STATE_FILE: training_state.encode(), **kept}.items():
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            (path / name).write_bytes(content)
 
 
 def package_version(package: str) -> str:

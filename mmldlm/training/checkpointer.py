@@ -72,13 +72,13 @@ class Checkpointer:
         self._kept_files: dict[str, bytes] = {}
 
     def read_files_to_keep(self) -> None:
-        """Read what every checkpoint holds of the data: saving must not need the data again. Collective.
+        """Read what every checkpoint holds of config and data: saving must not need the data again. Collective.
 
         Raises:
             UserError: on every rank, when rank 0 cannot read it.
         """
         self._kept_files = self._raise_together(
-            lambda: read_files_to_keep(self.data) if self.is_main else {},
+            lambda: read_files_to_keep(self.logger.task, self.data) if self.is_main else {},
             f"readable files of {self.data.source}",
             "copy them from where the data was made, or prepare it again",
         )
@@ -372,5 +372,5 @@ class Checkpointer:
                 name: package_version(name) for name in ("mmldlm", "torch", "deepspeed", "transformers", "numpy")
             }
             text = json.dumps(asdict(self.state) | {"host": socket.gethostname()}, indent=2) + "\n"
-            work.append(lambda: write_metadata(path, text, self.logger.task, self.data, self._kept_files))
+            work.append(lambda: write_metadata(path, text, self._kept_files))
         return work

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from mmldlm.config.schema import Config
 from mmldlm.observe.jsonl_log import JsonlLog
-from mmldlm.observe.wandb_logger import open_wandb
+from mmldlm.observe.wandb_logger import WandbError, open_wandb
 from mmldlm.training.state import TrainingState
+from mmldlm.utils.formatting import first_line
 
 STEPS, EVALUATIONS, LAYERS, EVENTS = "training_log.jsonl", "eval_log.jsonl", "gradient_log.jsonl", "events.jsonl"
 
@@ -47,10 +48,11 @@ class LogFiles:
         """Append a record; an error is reported once per log until a write succeeds again."""
         try:
             self._logs[name].write(record)
-        except OSError as error:  # a full disk: training continues
+        except Exception as error:  # a full disk, a closed log, a value that cannot be written: training continues
             if name not in self._failing:
                 self._failing.add(name)
-                self._warn(f"step {self.state.step}: cannot write to {name}; will retry with the next record: {error}")
+                reason = error if isinstance(error, OSError) else first_line(error)
+                self._warn(f"step {self.state.step}: cannot write to {name}; will retry with the next record: {reason}")
         else:
             self._failing.discard(name)
 
@@ -68,17 +70,22 @@ class LogFiles:
             self._wandb = None
             self._report_wandb_error(error)
 
-    def finish_wandb(self) -> None:
-        """Upload what is left, which may take long."""
-        if self._wandb is None:
+    def finish_wandb(self, exit_code: int, stop: Callable[[], bool]) -> None:
+        """Upload what is left, which may take long.
+
+        Args:
+            stop: whether the process was asked to end; then it takes a few seconds only.
+        """
+        tracker, self._wandb = self._wandb, None
+        if tracker is None:
             return
         try:
-            self._wandb.finish()
+            tracker.finish(exit_code, stop)
         except Exception as error:
             self._report_wandb_error(error)
 
     def _report_wandb_error(self, error: Exception) -> None:
-        reason = f"{type(error).__name__}: {error}"
+        reason = str(error) if isinstance(error, WandbError) else f"{type(error).__name__}: {error}"
         self.event("wandb_failed", step=self.state.step, reason=reason)
         self._warn(f"step {self.state.step}: logging to wandb ended ({reason}); the run continues")
 
@@ -102,5 +109,5 @@ class LogFiles:
     def _close(self, log: JsonlLog) -> None:
         try:
             log.close()
-        except OSError as error:  # records that a full disk kept in memory
+        except (OSError, ValueError) as error:  # records that a full disk kept in memory
             self._warn(f"the last records of {log.path.name} could not be written: {error}")

@@ -97,11 +97,11 @@ def finish(session: Session, interrupted: bool) -> None:
     session.enter_phase("close", math.inf)  # rank 0 draws plots and uploads; no rank waits for it
     is_done = state.step >= session.num_steps
     if not interrupted or (is_done and not state.evaluation_left):
-        session.logger.close()
+        session.logger.close(stop=lambda: session.stop.received)
         return
     missing = ", without the last evaluation" if is_done else ""
     reason = f"stopped by a signal at step {state.step}{missing}; checkpoint saved"
-    session.logger.close(EXIT_INTERRUPTED, reason)
+    session.logger.close(EXIT_INTERRUPTED, reason, lambda: session.stop.received)
     raise Interrupted(f"{reason}: resume with training.resume=auto")
 
 

@@ -22,6 +22,7 @@ from typing import Any
 from mmldlm.checkpoints.locate import holds_checkpoints
 from mmldlm.config.schema import Config
 from mmldlm.errors import UserError
+from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.processes import read_stat
 
 LOCK = ".lock"
@@ -29,6 +30,7 @@ STALE_AFTER = 180.0  # seconds without a renewal after which a holder on another
 RENEW_INTERVAL = 20.0  # seconds between two renewals, at least
 EXIT_GRACE = 10.0  # seconds for a process on this host to exit: the previous job may just have been killed
 _POLL = 0.5
+_MAX_BYTES = 1 << 16  # of a lock
 _MOST_VANISHED = 20  # times that a lock may exist when it is created and be gone when it is read
 _FIELDS = {"host": str, "pid": int, "started": str, "restarts": int, "place": list}
 
@@ -188,8 +190,9 @@ def _takeover_reason(holder: dict[str, Any], age: float) -> str | None:
 
 def _read(path: Path) -> dict[str, Any]:
     """Return the content of the lock; {} for one that is not written yet, torn, or not of this program."""
+    content = read_bytes(path, _MAX_BYTES)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(content)
     except (ValueError, RecursionError):
         return {}
     is_valid = isinstance(found, dict) and all(isinstance(found.get(name), kind) for name, kind in _FIELDS.items())

@@ -20,7 +20,7 @@ from mmldlm.config.schema import Config
 from mmldlm.data.batching.run_data import RunData
 from mmldlm.distributed import error_reporting
 from mmldlm.engines.base import Engine
-from mmldlm.errors import EXIT_DONE, Interrupted, MmldlmError, StabilityStop, UserError
+from mmldlm.errors import EXIT_DONE, EXIT_FAILED, Interrupted, MmldlmError, StabilityStop, UserError
 from mmldlm.observe.console import Console, link_latest, train_log_path
 from mmldlm.observe.layer_stats import LayerStats
 from mmldlm.observe.loss_plots import LossCurve, plot_run
@@ -30,7 +30,8 @@ from mmldlm.training.log_files import EVALUATIONS, LAYERS, STEPS, LogFiles
 from mmldlm.training.run_lock import RunLock, check_no_checkpoints
 from mmldlm.training.start_summary import setting_warnings, summary
 from mmldlm.training.state import TrainingState
-from mmldlm.utils.formatting import join_some
+from mmldlm.utils.atomic_files import write_text
+from mmldlm.utils.formatting import first_line, join_some
 
 if TYPE_CHECKING:
     from mmldlm.training.step import StepReport
@@ -144,7 +145,7 @@ class RunLogger:
                 link_latest(path)
 
     def _open_files(self, is_resumed: bool) -> None:
-        (self.run_dir / "config.yaml").write_text(to_yaml(with_absolute_paths(self.config)))
+        write_text(self.run_dir / "config.yaml", to_yaml(with_absolute_paths(self.config)))
         self._files = LogFiles(self.run_dir, self.config, self.state, is_resumed, self.progress.warning)
 
     def _print_start(
@@ -342,30 +343,31 @@ class RunLogger:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def log_end(self, kind, error: BaseException | None, trace) -> None:
-        """Log the error that ends the run, and the end where all ranks agreed on it; called by an ExitStack."""
+        """Log the error that ends the run, and the end; called by an ExitStack."""
         if self._files is None or error is None:
             return
         is_agreed = isinstance(error, MmldlmError)
+        message = str(error) if is_agreed else f"{type(error).__name__}: {error}"
         if not isinstance(error, Interrupted):
-            message = str(error) if is_agreed else f"{type(error).__name__}: {error}"
             self.progress.error(message, on_screen=False)  # main() prints it
-        if is_agreed:
-            self._end(error.exit_code, str(error))
+        self._end(error.exit_code if is_agreed else EXIT_FAILED, message)
 
-    def close(self, exit_code: int = EXIT_DONE, reason: str = "") -> None:
-        """Draw the plots, log how the run ended, and close the logs.
+    def close(self, exit_code: int = EXIT_DONE, reason: str = "", stop: Callable[[], bool] = lambda: False) -> None:
+        """Draw the plots, log how the run ended, and close the logs. Nothing of it changes how the run ends.
 
         Args:
             exit_code: of the process.
+            stop: whether the process was asked to end.
         """
         if self._files is None:
             return
-        try:
-            if self.config.logging.plot:
+        if self.config.logging.plot:
+            try:
                 self.progress.message(f"plot     {plot_run(self.run_dir)}")
-        except (MmldlmError, OSError) as error:  # the run is finished and saved; `mmldlm plot` can draw later
-            self.progress.warning(f"no plot: {error}")
-        self._files.finish_wandb()
+            except Exception as error:  # the run is finished and saved; `mmldlm plot` can draw later
+                reason_of_plot = str(error) if isinstance(error, (MmldlmError, OSError)) else first_line(error)
+                self.progress.warning(f"no plot: {reason_of_plot}")
+        self._files.finish_wandb(exit_code, stop)
         self._end(exit_code, reason)
         self.lock.release()
 

@@ -1,7 +1,4 @@
-"""Files and folders that are either complete or absent: written under another name, synced, then renamed.
-
-Standard library only.
-"""
+"""Files and folders that are either complete or absent: written under another name, synced, then renamed."""
 
 from __future__ import annotations
 
@@ -9,32 +6,20 @@ import contextlib
 import errno
 import hashlib
 import io
-import json
 import os
 import shutil
-import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-
-def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading, without waiting for a FIFO.
-
-    Raises:
-        OSError: the file is not readable, or is a FIFO, socket or device.
-    """
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return file
+from mmldlm.utils.input_files import open_regular, require_regular_or_none
+from mmldlm.utils.json_files import to_json
 
 
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file's bytes in hexadecimal."""
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         while block := file.read(1 << 22):
             digest.update(block)
     return digest.hexdigest()
@@ -60,27 +45,64 @@ def write_text_synced(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def write_bytes(path: Path, content: bytes) -> None:
+@contextlib.contextmanager
+def naming_errors(path: str | os.PathLike) -> Iterator[None]:
+    """Give an OSError that names no file this one: a failed write(), as on a full disk, knows its descriptor only."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:  # numpy: "4096 requested and 100 written"
+            raise OSError(errno.ENOSPC if _is_full(path) else errno.EIO, str(error), os.fspath(path)) from error
+        if error.filename is None:
+            error.filename = os.fspath(path)
+        raise
+
+
+def _is_full(path: str | os.PathLike) -> bool:
+    try:
+        return os.statvfs(Path(path).parent).f_bavail == 0
+    except OSError:
+        return False
+
+
+def write_bytes(path: str | os.PathLike, content: bytes) -> None:
     """Write a file atomically."""
     with atomic_file(path) as file:
         file.write(content)
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write a value as JSON atomically."""
-    write_bytes(path, json.dumps(value, indent=1).encode())
+def write_text(path: str | os.PathLike, text: str) -> None:
+    """Write a text file atomically, in UTF-8.
+
+    A lone surrogate, which stands for a byte of a file name that is not UTF-8, is escaped: in JSON it stays the same.
+    """
+    write_bytes(path, text.encode("utf-8", "backslashreplace"))
+
+
+def write_json(path: str | os.PathLike, value: Any, indent: int = 1) -> None:
+    """Write a value as strict JSON atomically; see `to_json`."""
+    write_text(path, to_json(value, indent) + "\n")
 
 
 @contextlib.contextmanager
-def atomic_file(path: Path) -> Iterator[io.BufferedWriter]:
-    """Open a file for writing that is synced and appears under its name at the end of the block."""
-    partial = _partial_path(path)
+def atomic_file(path: str | os.PathLike) -> Iterator[io.BufferedWriter]:
+    """Open a file for writing that is synced and appears under its name at the end of the block.
+
+    A link is kept: the file that it leads to is replaced.
+
+    Raises:
+        NotRegularFileError: a FIFO, socket or device has this name.
+        OSError: it names this file, also where a write failed.
+    """
+    require_regular_or_none(path)
+    target = Path(os.path.realpath(path))
+    partial = _partial_path(target)
     try:
-        with open(partial, "wb") as file:
+        with naming_errors(path), open(partial, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(partial, path)
+        os.replace(partial, target)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
@@ -111,7 +133,10 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 def _partial_path(path: Path) -> Path:
     """Return a hidden name in the same folder, different for every process of every host."""
-    return path.with_name(f".{path.name}.{os.uname().nodename}-{os.getpid()}")
+    suffix = f".{os.uname().nodename}-{os.getpid()}"
+    longest = 254 - len(os.fsencode(suffix))  # a name has at most 255 bytes
+    name = os.fsdecode(os.fsencode(path.name)[:longest])
+    return path.with_name(f".{name}{suffix}")
 
 
 def list_files(folder: Path) -> dict[str, dict[str, Any]]:

@@ -1,32 +1,32 @@
-"""JSON files written by other programs, and JSON without NaN words."""
+"""JSON files written by other programs, and strict JSON of any value: no NaN words, no number that readers lose."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import numbers
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import describe_os_error
+from mmldlm.utils.input_files import MAX_BYTES, read_bytes
+
+_MAX_INT = 1 << 64  # a larger integer is written as a word: many readers of JSON would round it or fail
 
 
-def read_json(path: Path, fix: str, max_bytes: int = 64 << 20) -> dict[str, Any]:
+def read_json(path: Path, fix: str, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
     """Return the object in a JSON file written by another program.
 
     Args:
         fix: what the error advises. max_bytes: a larger file is not parsed.
 
     Raises:
-        UserError: not readable, too large, not JSON, nested too deep, or not an object.
+        UserError: not readable, not a regular file, too large, not JSON, nested too deep, or not an object.
     """
     try:
-        with open(path, "rb") as file:
-            raw = file.read(max_bytes + 1)
-        if len(raw) > max_bytes:
-            raise ValueError(f"more than {max_bytes:,} bytes")
-        value = json.loads(raw)
+        value = json.loads(read_bytes(path, max_bytes))
         if not isinstance(value, dict):
             raise ValueError(f"a JSON {type(value).__name__}")
     except OSError as error:
@@ -36,22 +36,57 @@ def read_json(path: Path, fix: str, max_bytes: int = 64 << 20) -> dict[str, Any]
     return value
 
 
+def to_json(value: Any, indent: int | None = None) -> str:
+    """Return any value as strict JSON: what JSON cannot hold becomes words (`plain_value`)."""
+    return json.dumps(plain_value(value), indent=indent, ensure_ascii=False, allow_nan=False)
+
+
+def plain_value(value: Any) -> Any:
+    """Return a copy of dicts, lists, strings and numbers that JSON holds. It never fails.
+
+    NumPy and torch values become Python's, sets sorted lists; non-finite floats the strings nan, inf and -inf, which
+    float() reads; integers above 64 bits and other objects their text. Logs use `to_strict_json`.
+    """
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, str) else _key(key): plain_value(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_value(part) for part in value]
+    if isinstance(value, Set):
+        return [plain_value(part) for part in sorted(value, key=repr)]
+    if callable(getattr(value, "tolist", None)):  # numpy and torch, scalars too
+        value = value.tolist()
+        return plain_value(value) if isinstance(value, list) else _plain_scalar(value)
+    return _plain_scalar(value)
+
+
+def nonfinite_places(value: Any, place: str = "") -> list[str]:
+    """Return where a value holds numbers that are not finite, as `details.model.nelbo`."""
+    parts: Any = ()
+    if isinstance(value, Mapping):
+        parts = value.items()
+    elif isinstance(value, (list, tuple)):
+        parts = enumerate(value)
+    elif isinstance(value, float) and not math.isfinite(value):
+        return [place]
+    return [found for key, part in parts for found in nonfinite_places(part, f"{place}.{key}" if place else str(key))]
+
+
 def to_strict_json(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy that strict JSON can represent; NumPy and torch scalars become Python numbers.
+    """Return a copy of a record that strict JSON can represent, as `plain_value` but for numbers that are not finite.
 
     A non-finite number becomes None, and `<key>_nonfinite` holds "nan", "inf" or "-inf" (for a list, a list of such
     words and None).
     """
     out: dict[str, Any] = {}
     for key, value in record.items():
-        value = _to_python(value)
+        value, key = _to_python(value), key if isinstance(key, str) else _key(key)
         if isinstance(value, Mapping):
             out[key] = to_strict_json(value)
         elif isinstance(value, (list, tuple)):
             items = [_to_python(item) for item in value]
             words = [_nonfinite_word(item) for item in items]
             out[key] = [
-                to_strict_json(item) if isinstance(item, Mapping) else None if word else item
+                to_strict_json(item) if isinstance(item, Mapping) else None if word else plain_value(item)
                 for item, word in zip(items, words)
             ]
             if any(words):
@@ -59,25 +94,41 @@ def to_strict_json(record: Mapping[str, Any]) -> dict[str, Any]:
         elif word := _nonfinite_word(value):
             out[key], out[f"{key}_nonfinite"] = None, word
         else:
-            out[key] = value
+            out[key] = plain_value(value)
     return out
 
 
-def nonfinite_to_words(value: Any) -> Any:
-    """Return a copy in which non-finite floats are the strings nan, inf and -inf, which float() reads.
+def _key(key: Any) -> str:
+    """Return a key as json.dumps writes it."""
+    return json.dumps(key) if key is None or isinstance(key, (bool, int)) else str(key)
 
-    For reports in which every key must keep a value; logs use `to_strict_json`.
-    """
-    if isinstance(value, Mapping):
-        return {key: nonfinite_to_words(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [nonfinite_to_words(part) for part in value]
-    return _nonfinite_word(value) or value
+
+def _plain_scalar(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "backslashreplace")
+    if isinstance(value, numbers.Integral):
+        value = int(value)
+        return value if abs(value) < _MAX_INT else _text_of_int(value)
+    if isinstance(value, numbers.Real):
+        try:
+            value = float(value)
+        except OverflowError:
+            return str(value)
+        return _nonfinite_word(value) or value
+    return str(value)
+
+
+def _text_of_int(value: int) -> str:
+    try:
+        return str(value)
+    except ValueError:  # more digits than Python converts
+        return hex(value)
 
 
 def _to_python(value: Any) -> Any:
-    item = getattr(value, "item", None)
-    return item() if callable(item) else value
+    return value.tolist() if callable(getattr(value, "tolist", None)) else value
 
 
 def _nonfinite_word(value: Any) -> str | None:

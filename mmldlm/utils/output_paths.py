@@ -1,15 +1,21 @@
-"""Check that outputs are writable before starting long work."""
+"""Outputs of commands: writable before long work starts, written by one call at a time, whole or as they were."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
+import shutil
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from mmldlm.errors import UserError
-from mmldlm.utils.formatting import describe_os_error
+from mmldlm.errors import MmldlmError, UserError
+from mmldlm.utils.atomic_files import fsync_path, naming_errors
+from mmldlm.utils.formatting import describe_os_error, join_some
+
+_LOCK = ".mmldlm-output.lock"
 
 
 def check_writable_dir(path: str | os.PathLike, option: str) -> Path:
@@ -37,7 +43,10 @@ def check_writable_file(path: str | os.PathLike, option: str) -> Path:
     """
     path = Path(path)
     try:
-        _probe_write(path.parent)
+        if path.is_symlink() and not Path(os.path.realpath(path)).parent.is_dir():
+            found = f"{path}: a link to {os.readlink(path)}, whose folder does not exist"
+            raise UserError(f"a file to write for {option}", found, "make that folder, or give another path")
+        _probe_write(Path(os.path.realpath(path)).parent)
         if path.exists() and not path.is_file():  # the output replaces the path: not a device, pipe or folder
             found = "a folder" if path.is_dir() else "not a regular file"
             raise UserError(f"a file to write for {option}", f"{path}: {found}", "give the path of a file")
@@ -46,6 +55,147 @@ def check_writable_file(path: str | os.PathLike, option: str) -> Path:
     except OSError as error:
         raise _cannot_write(path, option, error) from error
     return path
+
+
+@contextlib.contextmanager
+def claimed_file(path: str | os.PathLike | None, option: str) -> Iterator[None]:
+    """Check that a file (or a folder that does not exist yet) can be written, and keep other calls from it meanwhile.
+
+    Args:
+        path: None claims nothing.
+        option: the option that named it, for the error.
+
+    Raises:
+        UserError: it cannot be written, or another call is writing it.
+    """
+    if path is None:
+        yield
+        return
+    target = Path(os.path.realpath(path))
+    with _held_lock(target.with_name(f".{target.name[:60]}.lock"), path, option):
+        yield
+
+
+@contextlib.contextmanager
+def claimed_folder(path: Path, option: str) -> Iterator[None]:
+    """Make a folder, and keep other calls from writing into it meanwhile; an empty one is removed again.
+
+    Raises:
+        UserError: it cannot be made, or another call is writing into it.
+    """
+    with _held_lock(path / _LOCK, path, option):
+        yield
+
+
+@contextlib.contextmanager
+def replaced_files(folder: Path, owned: Sequence[str], overwrite: bool) -> Iterator[Path]:
+    """Make a folder to fill; at the end of the block its files appear in `folder`, in place of those of earlier calls.
+
+    An error, such as a full disk, leaves `folder` as it was.
+
+    Args:
+        folder: exists.
+        owned: patterns of the files that a call writes.
+        overwrite: replace what is there.
+
+    Raises:
+        MmldlmError: files of another call have appeared meanwhile.
+        OSError: it names the folder, or a file in it.
+    """
+    partial = folder / f".partial-{os.uname().nodename}-{os.getpid()}"
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        with naming_errors(folder):
+            partial.mkdir()
+            yield partial
+            names = sorted(path.relative_to(partial) for path in partial.rglob("*") if path.is_file())
+            for name in names:
+                fsync_path(partial / name)
+            _publish(partial, folder, names, owned, overwrite)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _publish(partial: Path, folder: Path, names: list[Path], owned: Sequence[str], overwrite: bool) -> None:
+    earlier = {path.relative_to(folder) for pattern in owned for path in folder.glob(pattern)}
+    first = next(name for name in names if len(name.parts) == 1)
+    try:
+        if earlier and not overwrite:
+            raise FileExistsError
+        if not overwrite:
+            _rename_to_new(partial / first, folder / first)
+    except FileExistsError:
+        found = join_some(sorted(map(str, earlier))) or str(first)
+        raise MmldlmError(
+            f"{folder} was filled by another call meanwhile ({found}): give each call an --output-dir of its own"
+        ) from None
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
+        if overwrite or name != first:
+            os.replace(partial / name, folder / name)
+    for name in earlier.difference(names):
+        (folder / name).unlink(missing_ok=True)
+
+
+def _rename_to_new(source: Path, target: Path) -> None:
+    """Rename a file unless the target exists, in one step where the file system has links."""
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        raise
+    except OSError:
+        if target.exists():
+            raise FileExistsError from None
+        os.replace(source, target)
+
+
+@contextlib.contextmanager
+def _held_lock(lock: Path, path: str | os.PathLike, option: str) -> Iterator[None]:
+    created = [part for part in lock.parents if not part.exists()]
+    descriptor = None
+    try:
+        try:
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = _lock_file(lock)
+        except BlockingIOError:
+            raise UserError(
+                f"a path for {option} that no other call is writing",
+                f"{path}: another call is at work on it ({lock})",
+                "wait for it, or give another path",
+            ) from None
+        except OSError as error:
+            raise _cannot_write(path, option, error) from error
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+        for part in created:  # the work may have failed, and must then leave nothing
+            with contextlib.suppress(OSError):
+                part.rmdir()
+
+
+def _lock_file(path: Path) -> int:
+    """Create and lock a file; the lock ends with the process at the latest.
+
+    Raises:
+        BlockingIOError: another process holds it.
+        OSError: it cannot be created.
+    """
+    while True:
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NONBLOCK, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(descriptor).st_nlink:
+                return descriptor
+        except BlockingIOError:
+            os.close(descriptor)
+            raise
+        except OSError:  # a file system without locks: only the end of the work finds another call
+            return descriptor
+        os.close(descriptor)  # its holder deleted it between these lines
 
 
 def _probe_write(folder: Path) -> None:

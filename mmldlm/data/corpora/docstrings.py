@@ -17,6 +17,7 @@ from pathlib import Path
 
 from mmldlm.data.corpora.docstring_prose import prose_paragraphs, reject_reason, skeleton
 from mmldlm.data.sentences import split_sentences
+from mmldlm.utils.input_files import read_bytes
 
 _SKIPPED_FOLDERS = frozenset(
     "test tests testing idle_test __pycache__ site-packages dist-packages _vendor vendor vendored mmldlm".split()
@@ -54,7 +55,7 @@ def read_docstrings(counts: Counter) -> Iterator[str]:
     for path in source_files():
         counts["files"] += 1
         try:
-            source = path.read_bytes()
+            source = read_bytes(path)
         except OSError:
             counts["files_unreadable"] += 1
             continue

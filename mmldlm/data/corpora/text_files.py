@@ -17,6 +17,7 @@ from pathlib import Path
 from mmldlm.data.sentences import MAX_TEXT_BYTES, TOO_LARGE
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import first_line
+from mmldlm.utils.input_files import open_regular, require_regular
 
 KINDS = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz", ".txt.zst", ".jsonl.zst", ".parquet")
 PART_BYTES = 32 << 20
@@ -167,6 +168,7 @@ def _skip_line(file: io.BufferedIOBase) -> int:
 
 
 def _open_bytes(path: Path) -> io.BufferedIOBase:
+    require_regular(path)
     if path.suffix == ".gz":
         return gzip.open(path, "rb")
     if path.suffix == ".zst":
@@ -175,7 +177,7 @@ def _open_bytes(path: Path) -> io.BufferedIOBase:
         except ImportError:
             raise UserError(f"the package zstandard, to read {path}", "it is not installed", _EXTRA) from None
         return io.BufferedReader(zstandard.open(path, "rb"), 1 << 20)
-    return open(path, "rb")
+    return open_regular(path)  # type: ignore[return-value]
 
 
 def parquet_units(path: Path, text_field: str) -> list[tuple[str, Callable[[Counter], Iterator[str]]]]:
@@ -190,6 +192,7 @@ def parquet_units(path: Path, text_field: str) -> list[tuple[str, Callable[[Coun
     except ImportError:
         raise UserError(f"the package pyarrow, to read {path}", "it is not installed", _EXTRA) from None
     try:
+        require_regular(path)
         file = parquet.ParquetFile(path)
     except (arrow.ArrowException, OSError) as error:
         raise UserError(f"a parquet file at {path}", first_line(error), "copy or convert it again") from None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.errors import UserError
+from mmldlm.utils.input_files import read_text
 
 POOLINGS = ("mean", "cls", "last")
 
@@ -176,4 +177,4 @@ def max_positions(folder: Path) -> int:
 
 
 def _json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    return json.loads(read_text(path)) if path.is_file() else None

@@ -10,8 +10,8 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from mmldlm.utils.atomic_files import open_regular
 from mmldlm.utils.formatting import describe_os_error, first_line
+from mmldlm.utils.input_files import open_regular
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
 # Formats that Pillow decodes itself: others would start programs, such as Ghostscript.

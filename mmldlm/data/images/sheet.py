@@ -10,6 +10,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from mmldlm.utils.atomic_files import atomic_file
+from mmldlm.utils.figures import import_matplotlib
 
 _CELL, _GAP, _LINE, _FONT = 96, 8, 13, 11  # pixels: least width of a cell, its margin, a line of text, its letters
 _MAX_LINES = 3
@@ -44,9 +45,7 @@ def contact_sheet(
 
 
 def _font() -> ImageFont.FreeTypeFont:
-    import matplotlib
-
-    return ImageFont.truetype(Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf"), _FONT)
+    return ImageFont.truetype(Path(import_matplotlib().get_data_path(), "fonts", "ttf", "DejaVuSans.ttf"), _FONT)
 
 
 def _lines(caption: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:

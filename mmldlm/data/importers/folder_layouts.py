@@ -11,6 +11,7 @@ from pathlib import Path
 from mmldlm.data.store.store import SPLITS
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import join_some
+from mmldlm.utils.input_files import read_text
 
 LAYOUTS = (
     "train_data.json; texts/train/*.txt and latents/train/*.npy; tokens/train/*.npz and latents/train/*.npy; or X.npy "
@@ -65,7 +66,7 @@ def _from_json(source: Path, split: str) -> Iterator[SampleFiles]:
     if not path.is_file():
         return
     try:
-        records = json.loads(path.read_text(encoding="utf-8"))
+        records = json.loads(read_text(path, 1 << 34))
         for record in records:
             text, text_path = record.get("text"), record.get("text_path")
             if not isinstance(text, str | None):

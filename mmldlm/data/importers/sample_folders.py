@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from mmldlm.data.encoders.tokenizer_files import save_tokenizer
 from mmldlm.data.importers.folder_layouts import SampleFiles, find_samples
 from mmldlm.data.prepare import select_stage
 from mmldlm.data.prepare import tokenizer as tokenizers
@@ -34,10 +35,12 @@ from mmldlm.data.store.repair_hints import MANIFEST
 from mmldlm.data.store.store import FORMAT, SPLITS, TOKENIZER_FOLDER, VERSION
 from mmldlm.data.store.writers import FILES_FORMAT, StoreSplit
 from mmldlm.errors import UserError
-from mmldlm.utils.atomic_files import list_files, open_regular, write_json
+from mmldlm.utils.atomic_files import list_files, write_json
 from mmldlm.utils.formatting import join_some
+from mmldlm.utils.input_files import open_regular
 from mmldlm.utils.json_files import read_json
 from mmldlm.utils.output_paths import check_writable_dir
+from mmldlm.utils.screen import open_console
 
 _BLOCK = 4096
 
@@ -69,7 +72,7 @@ def pack(options: PackOptions, console: Console | None = None) -> Path:
             samples.
     """
     started = time.perf_counter()
-    console = console or Console()
+    console = console or open_console()
     source, root = Path(options.source), Path(os.path.abspath(options.output_dir))
     check_output_free(root, options.force)
     check_writable_dir(root.parent, "--output-dir")
@@ -94,7 +97,7 @@ def pack(options: PackOptions, console: Console | None = None) -> Path:
     partial.mkdir(parents=True)
     try:
         summaries, statistics = packer.write_splits(partial, chosen, texts, samples)
-        tokenizer.save_pretrained(partial / TOKENIZER_FOLDER)
+        save_tokenizer(tokenizer, partial / TOKENIZER_FOLDER)
         encoder = prepared.get("encoder") or {"name": options.encoder or "unknown", "source": "imported"}
         manifest = {
             "format": FORMAT,

@@ -20,7 +20,7 @@ from rich.console import Console
 from mmldlm.data.corpora.corpus import Corpus, open_corpus
 from mmldlm.data.encoders.devices import device_of_rank
 from mmldlm.data.encoders.encoder import Encoder
-from mmldlm.data.encoders.tokenizer_files import read_tokenizer
+from mmldlm.data.encoders.tokenizer_files import read_tokenizer, save_tokenizer
 from mmldlm.data.prepare import encode_stage, select_stage, tokenize_stage
 from mmldlm.data.prepare import tokenizer as tokenizers
 from mmldlm.data.prepare.options import PrepareOptions, check_options
@@ -39,6 +39,7 @@ from mmldlm.data.prepare.work_dir import WorkDir
 from mmldlm.data.store.store import TOKENIZER_FOLDER
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import atomic_folder, write_json
+from mmldlm.utils.screen import open_console
 
 _COMPLETE = "already complete"  # counter that rank 0 sets for the other ranks
 
@@ -59,7 +60,7 @@ def prepare(options: PrepareOptions, console: Console | None = None, queue: Task
             too many texts on which the encoder fails.
     """
     queue = queue or TaskQueue()
-    console = (console or Console()) if queue.rank == 0 else Console(quiet=True)
+    console = (console or open_console()) if queue.rank == 0 else open_console(quiet=True)
     try:
         root = check_options(options)
         corpora, held_out = _open_corpora(options)
@@ -219,7 +220,7 @@ class _Preparation:
             )
             shutil.rmtree(folder, ignore_errors=True)
             with atomic_folder(folder) as partial:
-                tokenizer.save_pretrained(partial)
+                save_tokenizer(tokenizer, partial)
             write_json(identity_path, tokenizers.identity(tokenizer, options.tokenizer))
 
         self.queue.rank_0_first("tokenizer", make)

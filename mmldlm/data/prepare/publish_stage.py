@@ -29,6 +29,8 @@ from mmldlm.data.store.store import FORMAT, TOKENIZER_FOLDER, VERSION, Store
 from mmldlm.data.store.writers import FILES_FORMAT, FilesSplit, StoreSplit
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import fsync_path, list_files, write_json
+from mmldlm.utils.formatting import is_utf8, printable
+from mmldlm.utils.input_files import read_text
 
 QUARANTINE = "quarantine.jsonl"
 TOKENIZER_IDENTITY = "tokenizer.json"  # next to the tokenizer's folder in the work folder
@@ -64,7 +66,7 @@ class StoreOutput:
 def existing_output(root: Path, plan: dict[str, Any]) -> bool:
     """Whether the folder is the result of exactly this plan."""
     try:
-        manifest = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
+        manifest = json.loads(read_text(root / MANIFEST))
         return manifest.get("options") == plan["options"] and manifest.get("units") == plan_digest(plan)
     except (OSError, ValueError, AttributeError):
         return False
@@ -96,7 +98,7 @@ def publish(
     partial = output.work.folder / "output"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
-    tokenizer = json.loads((output.work.folder / TOKENIZER_IDENTITY).read_text())
+    tokenizer = json.loads(read_text(output.work.folder / TOKENIZER_IDENTITY))
     is_store = output.options.layout == "store"
     summaries, statistics = _write_splits(output, partial, tokenizer["vocab_size"], source, bool(counts["chunked"]))
     if quarantined:
@@ -234,6 +236,8 @@ def check_output_free(root: Path, force: bool, plan: dict[str, Any] | None = Non
     Raises:
         UserError: the folder is in use.
     """
+    if not is_utf8(str(root)):
+        raise UserError("an --output-dir in UTF-8, as tokenizers need it", printable(str(root)), "give another name")
     if root.exists() and not force and (not root.is_dir() or any(root.iterdir())):
         raise UserError(
             f"an --output-dir that does not exist yet: {root}",
@@ -250,7 +254,7 @@ def check_output_free(root: Path, force: bool, plan: dict[str, Any] | None = Non
 
 def _describe_existing(root: Path, plan: dict[str, Any] | None) -> str:
     try:
-        options = json.loads((root / MANIFEST).read_text(encoding="utf-8"))["options"]
+        options = json.loads(read_text(root / MANIFEST))["options"]
     except (OSError, ValueError, KeyError, TypeError):
         return "a folder that is not a store"
     # `pack` has other options, which cannot be compared.

@@ -14,6 +14,7 @@ import numpy as np
 from mmldlm.data.corpora.corpus import ReadUnit
 from mmldlm.data.sentences import content_hash
 from mmldlm.utils.atomic_files import atomic_folder, write_json
+from mmldlm.utils.input_files import read_text
 
 
 def read_unit(unit: ReadUnit, folder: Path) -> None:
@@ -54,7 +55,7 @@ class TextShards:
         self._starts = np.concatenate([[0], np.cumsum([len(part) for part in hashes])]).astype(np.int64)
         self.counts: Counter = Counter()
         for folder in folders:
-            self.counts.update(json.loads((folder / "counts.json").read_text()))
+            self.counts.update(json.loads(read_text(folder / "counts.json")))
 
     def __len__(self) -> int:
         return len(self.hashes)

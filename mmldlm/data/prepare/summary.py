@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,7 @@ def print_summary(console: Console, root: Path, manifest: dict[str, Any], second
     table.add_row("time", f"{seconds:.0f} s")
     console.print(table)
     if manifest["files"]:
-        console.print(f"next: mmldlm config --config-name quickstart data.latent_data_root={root}", soft_wrap=True)
+        key = shlex.quote(f"data.latent_data_root={root}")
+        console.print(f"next: mmldlm config --config-name quickstart {key}", soft_wrap=True)
     else:
-        console.print(f"next: mmldlm pack {root} --output-dir STORE", soft_wrap=True)
+        console.print(f"next: mmldlm pack {shlex.quote(str(root))} --output-dir STORE", soft_wrap=True)

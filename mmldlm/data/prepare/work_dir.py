@@ -14,6 +14,7 @@ from mmldlm.data.prepare.task_queue import TaskQueue
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import write_json
 from mmldlm.utils.formatting import join_some
+from mmldlm.utils.input_files import open_append, read_text
 from mmldlm.utils.output_paths import check_writable_dir
 
 PLAN = "plan.json"
@@ -54,7 +55,7 @@ class WorkDir:
         """
         check_writable_dir(self.folder, "--output-dir")
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = open(self.folder / "lock", "a", encoding="utf-8")
+        self._lock = open_append(self.folder / "lock")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -66,7 +67,7 @@ class WorkDir:
         except OSError:  # a file system without locks: the user must keep launches apart
             pass
         path = self.folder / PLAN
-        found = json.loads(path.read_text()) if path.is_file() else None
+        found = json.loads(read_text(path, 1 << 30)) if path.is_file() else None
         if found is not None and found != plan:
             if not force:
                 raise UserError(

@@ -17,7 +17,8 @@ from typing import BinaryIO
 import numpy as np
 
 from mmldlm.errors import MmldlmError
-from mmldlm.utils.atomic_files import open_regular, write_bytes
+from mmldlm.utils.atomic_files import write_bytes
+from mmldlm.utils.input_files import open_regular
 
 MAX_NPZ_BYTES = 64 << 20  # of one array, uncompressed: the tokens of one sample
 
@@ -110,7 +111,7 @@ def read_npz(path: Path, *names: str) -> dict[str, np.ndarray]:
         MmldlmError: the file is damaged.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with open_regular(path) as opened, np.load(opened, allow_pickle=False) as file:
             return {name: file[name] for name in names or file.files}
     except (ValueError, EOFError, zipfile.BadZipFile) as error:
         raise MmldlmError(f"{path} is damaged ({error}): delete it and rerun; it will be rebuilt") from error

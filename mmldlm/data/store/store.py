@@ -34,6 +34,7 @@ from mmldlm.data.store.repair_hints import MANIFEST, find_store_hint, rebuild_hi
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import sha256_of
 from mmldlm.utils.formatting import join_some
+from mmldlm.utils.input_files import open_regular
 from mmldlm.utils.json_files import read_json
 
 FORMAT = "mmldlm-store"
@@ -276,7 +277,7 @@ class Store:
         """Return [N] int32, read in blocks: pages of the memory map would stay in the process's memory."""
         num, path = len(self.token_offsets) - 1, self.root / self.split / "token_offsets.npy"
         lengths, last = np.empty(num, np.int32), 0
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             file.seek(-8 * num, os.SEEK_END)
             for start in range(0, num, _LENGTHS_BLOCK):
                 offsets = np.fromfile(file, np.int64, min(_LENGTHS_BLOCK, num - start))
@@ -374,7 +375,7 @@ class Store:
         row = latent_shape(self.manifest)
         row_items = math.prod(row)
         row_bytes = row_items * self._latents.dtype.itemsize
-        with open(self.root / self.split / "latents.npy", "rb") as file:
+        with open_regular(self.root / self.split / "latents.npy") as file:
             for start in starts:
                 num = min(size, len(self) - start)
                 file.seek(-row_bytes * (len(self) - start), os.SEEK_END)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 from mmldlm.config.schema import Config
 from mmldlm.engines.deepspeed.allowed_keys import check_keys, check_stage
 from mmldlm.errors import UserError
+from mmldlm.utils.input_files import read_text
 
 DEFAULT_ZERO_STAGE = 2
 # Buckets in elements, if the JSON has "auto" or none. DeepSpeed's own 500M (2 GB, twice) cost memory and save no time;
@@ -29,7 +29,7 @@ def read_json(path: str | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        values = json.loads(read_text(path))
     except OSError as error:
         raise UserError(
             "a readable DeepSpeed JSON", f"{path}: {error.strerror}", "see ds_configs/ for files to start from"

@@ -14,6 +14,7 @@ from mmldlm.data.encoders.encoder import no_loading_bar
 from mmldlm.errors import UserError
 from mmldlm.evaluation.statistics import Estimate, mean
 from mmldlm.utils.formatting import first_line
+from mmldlm.utils.input_files import read_text
 
 _BATCH = 64
 
@@ -86,7 +87,7 @@ def _check_folder(folder: str) -> None:
     if not config.is_file():
         raise _no_clip(f"{folder} without config.json")
     try:
-        values = json.loads(config.read_text(encoding="utf-8"))
+        values = json.loads(read_text(config))
     except ValueError as error:
         raise _no_clip(f"{config}: not JSON") from error
     kind = values.get("model_type") if isinstance(values, dict) else None

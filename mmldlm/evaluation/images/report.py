@@ -10,6 +10,7 @@ import numpy as np
 
 from mmldlm.evaluation.report import claim, print_claims, write_report
 from mmldlm.evaluation.statistics import Estimate
+from mmldlm.utils.screen import open_console
 
 # (key, label, digits, meaning) of the rows, in order.
 CAPTION_ROWS = (
@@ -162,10 +163,9 @@ class ImageReport:
     def show(self, console=None) -> None:
         """Print the figures, the claims and the examples."""
         from rich.box import SIMPLE
-        from rich.console import Console
         from rich.table import Table
 
-        console, count = console or Console(markup=False), self.conditions["num_images"]
+        console, count = console or open_console(), self.conditions["num_images"]
         for title, rows, columns in self.tables():
             table = Table(title=f"{title}: {count} unseen images, +- one standard error", box=SIMPLE)
             table.add_column("measure", overflow="fold")

@@ -7,6 +7,7 @@ from typing import Any
 
 from mmldlm.evaluation.information.report import InformationReport
 from mmldlm.evaluation.statistics import Estimate
+from mmldlm.utils.figures import new_figure, save_figure
 
 _COLORS = {"right": "tab:blue", "null": "tab:orange"}
 _SAMPLER_COLORS = ("tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:olive", "tab:cyan", "tab:gray")
@@ -19,13 +20,7 @@ def plot_information(report: InformationReport, path: str | Path) -> None:
     Args:
         path: in the format of its suffix.
     """
-    # Figure without pyplot: needs no display.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure = Figure(figsize=(12, 4.8), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(12, 4.8)
     left, right = figure.subplots(1, 2)
     _draw_curves(left, report)
     left.set_ylim(bottom=0)
@@ -33,7 +28,7 @@ def plot_information(report: InformationReport, path: str | Path) -> None:
     for axis in (left, right):
         axis.grid(alpha=0.25)
         axis.legend(fontsize=8)
-    figure.savefig(path, dpi=130)
+    save_figure(figure, path)
 
 
 def _draw_curves(axis: Any, report: InformationReport) -> None:

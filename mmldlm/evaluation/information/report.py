@@ -11,6 +11,7 @@ from mmldlm.evaluation.information.schedule import optimal_schedules
 from mmldlm.evaluation.report import write_report
 from mmldlm.evaluation.statistics import Estimate
 from mmldlm.sampling.text.schedule_file import Schedules, write_schedules
+from mmldlm.utils.screen import open_console
 
 # Numbers of passes in a file of schedules; 1 and L need none.
 FILE_PASSES = (*range(2, 17), 20, 24, 32, 48, 64)
@@ -129,9 +130,8 @@ class InformationReport:
 
     def show(self, console=None) -> None:
         """Print the tables and where the curve rises."""
-        from rich.console import Console
 
-        console = console or Console(markup=False)
+        console = console or open_console()
         conditions = self.conditions
         console.print(
             f"{conditions['num_sentences']} unseen sentences, {conditions['mean_length']:.1f} tokens on average (with "

@@ -21,7 +21,9 @@ from mmldlm.sampling.inputs import encode_texts, tokenize_texts
 from mmldlm.sampling.latent_sampler import sample_latents, steps_given_text
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.utils.counter_rng import Stream, generator
-from mmldlm.utils.formatting import count_noun
+from mmldlm.utils.formatting import count_noun, describe_os_error
+from mmldlm.utils.input_files import read_text
+from mmldlm.utils.screen import open_console
 
 _RESAMPLES = 1000
 MODEL, TF_IDF, CEILING = "model (t2l)", "floor: TF-IDF", "ceiling: the encoder"
@@ -46,9 +48,10 @@ def read_pairs(path: str) -> Pairs:
     """
     expected = f"an STS Benchmark file (tab separated: genre, file, year, id, score, two sentences) at {path}"
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
+        lines = read_text(path).split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(expected, str(error), "give the path of sts-dev.csv or sts-test.csv") from error
+        found = describe_os_error(error) if isinstance(error, OSError) else str(error)
+        raise UserError(expected, found, "give the path of sts-dev.csv or sts-test.csv") from error
     first, second, scores, sources = [], [], [], []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -165,7 +168,6 @@ class StsReport:
 
     def show(self, console=None) -> None:
         """Print the table."""
-        from rich.console import Console
         from rich.table import Table
 
         table = Table(
@@ -176,7 +178,7 @@ class StsReport:
         for name, row in self.rows.items():
             cells = [f"{row[key]['value']:.3f} [{row[key]['ci95'][0]:.3f}, {row[key]['ci95'][1]:.3f}]" for key in row]
             table.add_row(name, *cells)
-        console = console or Console(markup=False)
+        console = console or open_console()
         console.print(table)
         for name, found in self.differences.items():
             words = name.replace("_minus_", " - ").replace("tf_idf", "TF-IDF")

@@ -13,6 +13,7 @@ from typing import Any
 
 from mmldlm.errors import UserError
 from mmldlm.utils import atomic_files
+from mmldlm.utils.json_files import plain_value
 from mmldlm.utils.output_paths import check_writable_file
 
 _TEMPLATES = Path(__file__).with_name("templates")
@@ -67,14 +68,14 @@ def render(title: str, body: str, script: str = "", data: Any = None) -> str:
 
 def script_json(value: Any) -> str:
     """Return JSON in which no string can end the <script> element around it."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(plain_value(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def write_page(path: str | os.PathLike, text: str) -> None:
     """Write a page atomically, creating its folder."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    atomic_files.write_bytes(Path(path), text.encode("utf-8", "replace"))
+    atomic_files.write_text(path, text)
 
 
 def _hash(source: str) -> str:

@@ -9,6 +9,7 @@ from mmldlm.preflight.check import check, fail, ok, skip, warn
 from mmldlm.preflight.context import majority
 from mmldlm.preflight.probes.storage import files_of
 from mmldlm.utils.formatting import format_bytes, join_some
+from mmldlm.utils.input_files import read_bytes
 
 # Different versions of these break collectives, checkpoints or arithmetic; of other packages they warn.
 _MUST_AGREE = ("torch", "deepspeed", "nccl", "python")
@@ -51,7 +52,7 @@ def _manifest(context) -> dict:
     paths = {root: Path(root, "manifest.json") for root in map(os.path.abspath, context.config.data.roots)}
     if not all(path.exists() for path in paths.values()):
         return {}
-    return files_of({root: path.read_bytes() for root, path in paths.items()})
+    return files_of({root: read_bytes(path) for root, path in paths.items()})
 
 
 @check("DATA003", 2, "node", "same data")

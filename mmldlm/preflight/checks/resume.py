@@ -9,6 +9,7 @@ from mmldlm.config.load import build_config
 from mmldlm.config.resume_compat import batch_fix, diff_configs
 from mmldlm.errors import UserError
 from mmldlm.preflight.check import check, fail, ok, skip, warn
+from mmldlm.utils.input_files import read_text
 
 
 @check("RES001", 0, "head", "resume")
@@ -52,7 +53,7 @@ def resume_plan(context):
 def _resume_differences(context, folder: Path, manifest: dict) -> list[str]:
     """Return the differences between the checkpoint and this run that forbid a resume."""
     config = context.config
-    state = json.loads((folder / "training_state.json").read_text())
+    state = json.loads(read_text(folder / "training_state.json"))
     batch = _global_batch(context)
     found = []
     if state.get("seed") not in (None, config.training.seed):
@@ -78,7 +79,7 @@ def _global_batch(context) -> int:
 
 
 def _resume_fix(context, folder: Path) -> str:
-    state = json.loads((folder / "training_state.json").read_text())
+    state = json.loads(read_text(folder / "training_state.json"))
     batch = state.get("global_batch") or 0
     if batch and batch != _global_batch(context):
         fix = batch_fix(batch, context.config.training.train_batch_size, context.world_size)

@@ -19,6 +19,7 @@ from mmldlm.preflight.collect import data_address
 from mmldlm.preflight.context import Context, train_arguments
 from mmldlm.preflight.memory_model import checkpoint_bytes
 from mmldlm.preflight.remote.ssh import ROOT, AgentPool
+from mmldlm.utils.input_files import read_text
 
 DRY_STEPS = 2
 SLOW_DISK = 100e6  # bytes per second of a checkpoint on its way to a shared file system
@@ -160,7 +161,7 @@ def run_training(context: Context, pool: AgentPool) -> None:
 
 def _read_log(folder: Path) -> list[dict]:
     path = folder / "training_log.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [json.loads(line) for line in read_text(path).splitlines()] if path.exists() else []
 
 
 def _launch(context: Context, pool: AgentPool, train_args: list[str]) -> dict:

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from mmldlm.utils.formatting import describe_os_error
+from mmldlm.utils.input_files import open_regular, read_bytes
 
 READ_BUDGET = 256 << 20  # bytes of the store that a node reads; larger stores are sampled
 SECONDS_BUDGET = 12.0
@@ -23,7 +24,7 @@ def data(args: dict) -> dict:
     The files of several stores are named with their folders. A complete file gets its SHA-256, as in the manifest; of
     larger stores, blocks at the same offsets on every node are hashed together.
     """
-    texts = {root: (Path(root) / "manifest.json").read_bytes() for root in args["data_roots"]}
+    texts = {root: read_bytes(Path(root) / "manifest.json") for root in args["data_roots"]}
     entries = files_of(texts)
     total = sum(entry["bytes"] for entry in entries.values())
     share = min(1.0, READ_BUDGET / max(total, 1))
@@ -72,7 +73,7 @@ def files_of(manifests: dict[str, bytes]) -> dict[str, dict]:
 def _hash(path: Path, spans: list[tuple[int, int]]) -> tuple[str, int]:
     """Return the SHA-256 of some (offset, length) spans of a file, and the bytes read."""
     digest, done = hashlib.sha256(), 0
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path) as file:
         for start, length in spans:
             file.seek(start)
             remaining = length

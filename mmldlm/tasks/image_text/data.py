@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -27,12 +27,12 @@ class ImageTextData(TranslationData):
 
     config: ImageTextConfig
 
-    @property
+    @cached_property  # read once: the run must not need the store's files again
     def codec(self) -> ImageCodec:
         """What turns pixels into the latents of these stores, and back; of several sizes that of the largest."""
         return ImageCodec.open(self.train.manifest, self.train.root)
 
-    @property
+    @cached_property
     def codecs(self) -> dict[int, ImageCodec]:
         """Number of latents of an image -> codec of images of its size."""
         codec, grids = self.codec, self.config.model.latent_grids
@@ -80,7 +80,6 @@ def open_data(config: ImageTextConfig) -> ImageTextData:
     data = open_latent_data(ImageTextData, config, partial(_scaling, config), store_kind="image")
     _check_values(config, data.codec)
     data.config.training.freeze = decided_freeze(data.config)
-    ImageCodec.open(data.train.manifest, data.train.root)  # a damaged basis: before the run, not at its first save
     return data
 
 

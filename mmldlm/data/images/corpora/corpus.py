@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from mmldlm.data.images.image_files import SUFFIXES
+from mmldlm.utils.input_files import open_text
 
 GLYPHS, EMOJI = "glyphs", "emoji"
 _OF_TEXTS = (".txt", ".jsonl", ".parquet", ".gz", ".zst")
@@ -104,7 +105,7 @@ def holds_images(name: str | os.PathLike) -> bool:
 
 def _first_record_has_image(path: Path) -> bool:
     try:
-        with open(path, encoding="utf-8") as file:
+        with open_text(path) as file:
             return not {"image", "image_path"}.isdisjoint(json.loads(next(file)))
     except (OSError, ValueError, StopIteration, TypeError, RecursionError):
         return False

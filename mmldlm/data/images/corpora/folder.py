@@ -9,8 +9,8 @@ from mmldlm.data.images.corpora.corpus import ImageSample
 from mmldlm.data.images.image_files import SUFFIXES
 from mmldlm.data.sentences import MAX_TEXT_BYTES, TOO_LARGE
 from mmldlm.errors import UserError
-from mmldlm.utils.atomic_files import open_regular
 from mmldlm.utils.formatting import count_noun, join_some
+from mmldlm.utils.input_files import open_regular
 
 
 def list_folder(folder: Path, counts: Counter) -> list[ImageSample]:

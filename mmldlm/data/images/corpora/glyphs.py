@@ -15,6 +15,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from mmldlm.data.images.corpora.corpus import GLYPHS, ImageCorpus, ImageSample
 from mmldlm.errors import UserError
+from mmldlm.utils.figures import import_matplotlib
 
 FACES = {
     "sans": "DejaVuSans",
@@ -75,7 +76,5 @@ def draw(style: str, character: str, size: int, channels: int) -> np.ndarray:
 
 @lru_cache(maxsize=32)
 def _font(face: str, height: int) -> ImageFont.FreeTypeFont:
-    import matplotlib
-
-    path = Path(matplotlib.get_data_path(), "fonts", "ttf", f"{face}.ttf")
+    path = Path(import_matplotlib().get_data_path(), "fonts", "ttf", f"{face}.ttf")
     return ImageFont.truetype(path, height, layout_engine=ImageFont.Layout.BASIC)

@@ -11,6 +11,7 @@ from typing import Any
 from mmldlm.data.images.corpora.corpus import ImageSample
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import describe_os_error
+from mmldlm.utils.input_files import open_text, read_bytes
 
 _FORMS = (
     "a list of {image_path, caption, image_id}, or COCO's object with images {id, file_name} and annotations "
@@ -25,7 +26,7 @@ def list_jsonl(path: Path, root: Path, counts: Counter) -> list[ImageSample]:
     """
     samples: list[ImageSample] = []
     try:
-        with open(path, encoding="utf-8", errors="surrogateescape") as file:
+        with open_text(path, errors="surrogateescape") as file:
             for line in file:
                 if line.strip():
                     samples += samples_of(_parse(line), root, counts)
@@ -41,7 +42,7 @@ def list_json(path: Path, root: Path, counts: Counter) -> list[ImageSample]:
         UserError: not JSON, or of another form.
     """
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_bytes(path, 1 << 34))
     except OSError as error:
         raise UserError(f"a readable {path}", describe_os_error(error), "check the file") from None
     except (ValueError, RecursionError) as error:

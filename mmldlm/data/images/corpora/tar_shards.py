@@ -19,8 +19,8 @@ from mmldlm.data.images.corpora.records import samples_of
 from mmldlm.data.images.image_files import SUFFIXES
 from mmldlm.data.sentences import MAX_TEXT_BYTES, TOO_LARGE
 from mmldlm.errors import UserError
-from mmldlm.utils.atomic_files import open_regular
 from mmldlm.utils.formatting import describe_os_error, first_line
+from mmldlm.utils.input_files import open_regular
 
 SUFFIX = ".tar"
 _CAPTIONS = (".txt", ".json")  # in order of preference

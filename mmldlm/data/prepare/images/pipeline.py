@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from mmldlm.data.encoders.tokenizer_files import read_tokenizer
+from mmldlm.data.encoders.tokenizer_files import read_tokenizer, save_tokenizer
 from mmldlm.data.images.codec import ImageCodec
 from mmldlm.data.images.corpora.corpus import ImageCorpus
 from mmldlm.data.images.corpora.open import open_image_corpus
@@ -38,6 +38,7 @@ from mmldlm.data.store.store import TOKENIZER_FOLDER
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import atomic_folder, write_json
 from mmldlm.utils.formatting import join_some
+from mmldlm.utils.screen import open_console
 
 _COMPLETE = "already complete"  # counter that rank 0 sets for the other ranks
 
@@ -54,7 +55,7 @@ def prepare_images(options: ImageOptions, console: Console | None = None, queue:
         UserError: bad options, a missing or empty corpus, an existing output folder, or too many unreadable images.
     """
     queue = queue or TaskQueue()
-    console = (console or Console()) if queue.rank == 0 else Console(quiet=True)
+    console = (console or open_console()) if queue.rank == 0 else open_console(quiet=True)
     try:
         options = complete_options(options)
         root = check_options(options)
@@ -247,7 +248,7 @@ class _Preparation:
         tokenizer = tokenizers.load(name, options.cache_dir, options.add_mask_token, captions, options.vocab_size)
         shutil.rmtree(folder, ignore_errors=True)
         with atomic_folder(folder) as partial:
-            tokenizer.save_pretrained(partial)
+            save_tokenizer(tokenizer, partial)
         write_json(self.work.folder / TOKENIZER_IDENTITY, tokenizers.identity(tokenizer, name))
         saved = read_tokenizer(folder, f"the tokenizer saved in {folder}", "delete this folder and rerun")
         saved.split_special_tokens = True  # "[MASK]" in a caption is six characters, not a mask

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections import Counter
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from mmldlm.data.store.store import FORMAT, TOKENIZER_FOLDER, VERSION
 from mmldlm.data.store.writers import StoreSplit
 from mmldlm.utils.atomic_files import list_files, write_json
 from mmldlm.utils.formatting import join_some
+from mmldlm.utils.input_files import read_text
 
 _MAX_NAMED = 20
 _DTYPES = {"pixels": np.uint8, "pca": np.float16, "codes": np.uint16, "vae": np.float16}  # of latents.npy
@@ -99,7 +101,7 @@ def publish(
     partial = work.folder / "output"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
-    tokenizer = json.loads((work.folder / TOKENIZER_IDENTITY).read_text())
+    tokenizer = json.loads(read_text(work.folder / TOKENIZER_IDENTITY))
     summaries, statistics = {}, {}
     for name, split in splits.items():
         summaries[name], statistics[name] = _write_split(partial, name, split, codec, tokenizer["vocab_size"])
@@ -230,9 +232,10 @@ def print_image_summary(console: Console, root: Path, manifest: dict[str, Any], 
     table.add_row("size", f"{sum(entry['bytes'] for entry in manifest['files'].values()) / 2**20:.1f} MiB")
     table.add_row("time", f"{seconds:.0f} s")
     console.print(table)
-    console.print(f"look: mmldlm verify-data {root} --sheet FILE.png", soft_wrap=True)
+    console.print(f"look: mmldlm verify-data {shlex.quote(str(root))} --sheet FILE.png", soft_wrap=True)
     preset = _preset_for(image)
-    console.print(f"next: mmldlm config --config-name {preset} data.latent_data_root={root}", soft_wrap=True)
+    key = shlex.quote(f"data.latent_data_root={root}")
+    console.print(f"next: mmldlm config --config-name {preset} {key}", soft_wrap=True)
 
 
 def _preset_for(image: dict[str, Any]) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from mmldlm.errors import UserError
 from mmldlm.sampling.text.schedule_file import read_schedules, schedules_of
+from mmldlm.utils.input_files import read_text
 
 Schedule = Sequence[float] | Mapping[int, Sequence[float]]
 """Numbers of tokens per pass, or those for texts of each length (EOS counted); scaled to the tokens of a text."""
@@ -32,7 +32,7 @@ def read_schedule(word: str, passes: int | None = None) -> Schedule:
         if not word.endswith(".json"):
             values: object = [float(part) for part in word.split(",")]
         else:
-            values = json.loads(Path(word).read_text(encoding="utf-8"))
+            values = json.loads(read_text(word))
             if isinstance(values, dict):
                 values = {int(length): numbers for length, numbers in values.items()}
     except (ValueError, OSError) as error:
@@ -48,7 +48,7 @@ def names_passes(word: str) -> bool:
     if not word.endswith(".json"):
         return False
     try:
-        values = json.loads(Path(word).read_text(encoding="utf-8"))
+        values = json.loads(read_text(word))
     except (ValueError, OSError):
         return False
     return isinstance(values, dict) and "schedules" in values

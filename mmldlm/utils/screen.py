@@ -1,0 +1,38 @@
+"""The console of every command: what it prints stands there as it is."""
+
+from __future__ import annotations
+
+import sys
+from typing import TextIO
+
+from rich.console import Console
+
+
+def open_console(
+    stream: TextIO | None = None, quiet: bool = False, soft_wrap: bool = False, kind: type[Console] = Console
+) -> Console:
+    """Return a console that reads no markup, emoji codes or highlighting into what it prints.
+
+    Texts, names and paths may have square brackets and colons; style is given by `rich.text.Text`. Cursor codes go to
+    terminals only: FORCE_COLOR, which is set for whole CI jobs, makes no terminal of a file.
+
+    Args:
+        stream: default: standard output.
+        soft_wrap: leave the breaking of lines to the terminal.
+        kind: class of the console.
+    """
+    stream = stream or sys.stdout
+    try:
+        is_terminal = stream.isatty()
+    except (AttributeError, ValueError):  # not a real stream, or a closed one
+        is_terminal = False
+    return kind(
+        file=stream,
+        quiet=quiet,
+        soft_wrap=soft_wrap,
+        markup=False,
+        emoji=False,
+        highlight=False,
+        force_terminal=is_terminal,
+        force_interactive=is_terminal,
+    )
