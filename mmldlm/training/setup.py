@@ -14,7 +14,7 @@ import torch
 from mmldlm.checkpoints.init_from import InitReport, init_weights
 from mmldlm.checkpoints.locate import list_checkpoints
 from mmldlm.config.schema import Config
-from mmldlm.config.section import IsPath, Section
+from mmldlm.config.section import Section
 from mmldlm.config.task_registry import find_task
 from mmldlm.data.batching.batch import Batch
 from mmldlm.data.batching.batch_plan import BatchPlan
@@ -236,12 +236,11 @@ def check_same_config(config: Config) -> None:
 def _compared_values(section: Section, prefix: str = "") -> dict[str, str]:
     """Values as `section.key`, without the paths themselves: each node may keep the data in a folder of its own."""
     found: dict[str, str] = {}
-    for name, field in type(section).model_fields.items():
-        value, key = getattr(section, name), f"{prefix}{name}"
-        marker = next((marker for marker in field.metadata if isinstance(marker, IsPath)), None)
+    for name in type(section).model_fields:
+        value, key, marker = getattr(section, name), f"{prefix}{name}", section.path_marker(name)
         if isinstance(value, Section):
             found |= _compared_values(value, f"{key}.")
-        elif marker is None or value is None or value in marker.words:
+        elif marker is None or value is None or value in marker.words or marker.or_name:
             found[key] = str(value)
         else:
             found[key] = str(list(value.values())) if isinstance(value, dict) else "a path"
