@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -41,6 +40,7 @@ from mmldlm.training.checkpointer import Checkpointer
 from mmldlm.training.run_logger import RunLogger
 from mmldlm.training.signals import StopSignal
 from mmldlm.training.state import TrainingState
+from mmldlm.utils.environment import int_from_env
 
 
 @dataclass
@@ -114,7 +114,7 @@ def open_session(data: RunData, stop: StopSignal) -> Iterator[Session]:
     task = find_task(config.task)
     logs = config.run_dir() / "logs"
     for note in prepare_environment(config.engine.collective_timeout, logs):
-        if int(os.environ.get("RANK", 0)) == 0:
+        if int_from_env("RANK", 0) == 0:
             log_line(f"warning: {note}")
     model = task.build_model(data)
     # A resumed run does not read training.init_from; the source may have been deleted.
