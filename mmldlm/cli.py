@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mmldlm import __version__
+from mmldlm.config.own_code import report_exit_as_error
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, MmldlmError, UserError
 from mmldlm.utils.formatting import explain_os_error, for_screen
 from mmldlm.utils.standard_streams import open_standard_streams
@@ -157,7 +158,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=f"mmldlm {verb}", description=VERBS[verb][1])
     try:
         run = _add_arguments(parser, verb)
-        code = run(parser.parse_intermixed_args(arguments)) or EXIT_DONE
+        args = parser.parse_intermixed_args(arguments)  # exits by itself after --help or a usage error
+        with report_exit_as_error():
+            code = run(args) or EXIT_DONE
         sys.stdout.flush()
         return code
     except MmldlmError as error:

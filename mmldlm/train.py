@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,12 +11,14 @@ if __package__ in (None, ""):  # `deepspeed mmldlm/train.py` puts the package's 
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from mmldlm.config.command_line import add_arguments, parse_config
+from mmldlm.config.own_code import report_exit_as_error
 from mmldlm.distributed.error_reporting import report_error_once, report_traceback
 from mmldlm.distributed.exit import exit_without_teardown, leave_process_group
 from mmldlm.distributed.mpi_environment import set_env_from_mpi
 from mmldlm.errors import EXIT_FAILED, Interrupted, MmldlmError
 from mmldlm.training.check_run import check_run
 from mmldlm.training.signals import StopSignal
+from mmldlm.utils.environment import check_rank_variables, int_from_env
 from mmldlm.utils.standard_streams import open_standard_streams
 
 if TYPE_CHECKING:  # torch is imported after the command line was checked
@@ -53,9 +54,11 @@ def main(argv: list[str] | None = None) -> int:
     config = None
     try:
         # Every rank finds the same mistake by itself before it waits for another; one of them reports it.
+        check_rank_variables()
         set_env_from_mpi()
-        config = parse_config(args)
-        train(check_run(config, int(os.environ.get("WORLD_SIZE", 1))), stop)
+        with report_exit_as_error():
+            config = parse_config(args)
+            train(check_run(config, int_from_env("WORLD_SIZE", 1)), stop)
     except MmldlmError as error:
         report_error_once(error, "stopped" if isinstance(error, Interrupted) else "ERROR")
         return error.exit_code

@@ -49,8 +49,10 @@ def test_an_impossible_store_is_a_users_error(impossible):
 @pytest.mark.parametrize("count", ["0", "-3"])
 @pytest.mark.parametrize("words", [("train", "--nproc"), ("prepare", "--output-dir", "none", "--num-procs")])
 def test_fewer_than_one_rank_is_refused(words, count, capsys):
-    assert cli.main([*words, count]) == 2
-    assert f"expected {words[-1]} of at least 1\n  found: {count}" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as done:
+        cli.main([*words, count])
+    assert done.value.code == 2
+    assert f"argument {words[-1]}: '{count}': a whole number of at least 1" in capsys.readouterr().err
 
 
 def test_a_terminal_of_ascii_is_no_reason_to_fail(store):

@@ -8,8 +8,10 @@ from mmldlm.config import command_line
 from mmldlm.config.load import all_keys, allowed_words, to_yaml
 from mmldlm.config.schema import Config
 from mmldlm.config.task_registry import find_task
+from mmldlm.data.batching.run_data import open_run_data
 from mmldlm.errors import EXIT_DONE
 from mmldlm.training.check_run import check_run
+from mmldlm.utils import option_types
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keys", action="store_true", help="list every key with its default, its allowed values and its meaning"
     )
-    parser.add_argument("--world-size", type=int, default=1, help="number of ranks, for the batch arithmetic")
+    parser.add_argument(
+        "--world-size", type=option_types.count, default=1, help="number of ranks, for the batch arithmetic"
+    )
     parser.add_argument(
         "--check", action="store_true", help="print nothing; check what `train` checks before starting its ranks"
     )
@@ -35,7 +39,7 @@ def main(args: argparse.Namespace) -> int:
         return EXIT_DONE
     task = find_task(config.task)
     if task.names_data(config):
-        config = task.open_data(config).config
+        config = open_run_data(config).config
     print(to_yaml(config), end="")
     training = config.training
     per_step = training.train_batch_size * training.grad_accum_steps * args.world_size

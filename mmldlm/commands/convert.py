@@ -19,6 +19,7 @@ from mmldlm.convert.inspect import diff, inspect, summarize
 from mmldlm.convert.to_checkpoint import convert_state, dry_run
 from mmldlm.convert.to_safetensors import Summary, convert, copy_planned
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, UserError
+from mmldlm.utils import option_types
 from mmldlm.utils.formatting import print_table
 from mmldlm.utils.progress import ProgressBar
 
@@ -35,8 +36,8 @@ _SOURCES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `mmldlm convert`."""
     add = parser.add_argument
-    add("src", metavar="SRC", help=_SOURCES)
-    add("out", metavar="OUT", nargs="?", help="output folder (not needed with --dry-run)")
+    add("src", type=option_types.path, metavar="SRC", help=_SOURCES)
+    add("out", type=option_types.path, metavar="OUT", nargs="?", help="output folder (not needed with --dry-run)")
     add(
         "--dtype",
         choices=list(DTYPE_NAMES),
@@ -50,11 +51,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="safetensors: the weights, for from_pretrained (default); model.pt: the weights, for torch.load; with the "
         "optimizer, to continue training: zero1, zero2, zero3, fsdp, ddp, dcp (a bare DCP folder), universal",
     )
-    add("--world", metavar="N", type=int, help="number of ranks of the new checkpoint (default: the source's)")
+    add(
+        "--world",
+        metavar="N",
+        type=option_types.integer(1, 1 << 20),
+        help="number of ranks of the new checkpoint (default: the source's)",
+    )
     add(
         "--sub-group-size",
         metavar="N",
-        type=int,
+        type=option_types.integer(1, 1 << 62),
         default=SUB_GROUP_SIZE,
         help="zero3: elements per sub-group, as in the DeepSpeed config that will load it (default 1e9)",
     )
@@ -75,14 +81,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_inspect_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
     """Add the arguments of `mmldlm convert inspect`; return the function that runs it."""
-    parser.add_argument("path", metavar="SRC", help=_SOURCES)
+    parser.add_argument("path", type=option_types.path, metavar="SRC", help=_SOURCES)
     return lambda args: _run(lambda: inspect(args.path))
 
 
 def add_diff_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
     """Add the arguments of `mmldlm convert diff`; return the function that runs it."""
-    parser.add_argument("a", metavar="A", help=_SOURCES)
-    parser.add_argument("b", metavar="B", help="another one; exit code 1 if they differ")
+    parser.add_argument("a", type=option_types.path, metavar="A", help=_SOURCES)
+    parser.add_argument("b", type=option_types.path, metavar="B", help="another one; exit code 1 if they differ")
     parser.add_argument("--ema", action="store_true", help="compare the moving averages of the weights")
     parser.add_argument("--optimizer", action="store_true", help="compare the optimizer's moments too")
     return lambda args: _run(lambda: diff(args.a, args.b, args.ema, args.optimizer))

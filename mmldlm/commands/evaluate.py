@@ -16,6 +16,7 @@ from mmldlm.observe.pages.page import check_page_path, write_page
 from mmldlm.sampling.options import IMAGE_GUIDANCE, IMAGE_STEPS, NUM_LENGTHS
 from mmldlm.sampling.search.options import ARGUMENTS as SEARCH_ARGUMENTS
 from mmldlm.sampling.search.options import SearchOptions
+from mmldlm.utils import option_types
 from mmldlm.utils.formatting import join_some
 from mmldlm.utils.json_files import nonfinite_places
 from mmldlm.utils.output_paths import check_writable_file, claimed_file
@@ -27,17 +28,6 @@ if TYPE_CHECKING:
     from mmldlm.sampling.pretrained import Pretrained
 
     Report = Any  # each suite has a class of its own, with as_dict, show, page and write
-
-MINIMUMS = {
-    "num_samples": 2,
-    "num_steps": 1,
-    "num_lengths": 1,
-    "latent_steps": 1,
-    "num_draws": 1,
-    "control_samples": 2,
-    "seed": 0,
-    "batch_size": 1,
-}
 
 # Options that the suite `information` alone reads; and those that it does not read, with their defaults.
 INFORMATION_ONLY = ("samplers", "plot", "write_schedule")
@@ -64,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--checkpoint",
+        type=option_types.path,
         required=True,
         metavar="PATH",
         help="a run, RUN/latest, a checkpoint, a model.pt, or a folder written by `mmldlm convert`",
@@ -71,40 +62,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     suites = "; ".join(f"{name}: {text}" for name, text in SUITES.items())
     add("--suite", choices=tuple(SUITES), default="conditioning_gain", help=f"{suites} (default %(default)s)")
     add("--eval-dataset", action=RenamedOption, new="--suite conditioning_gain (formerly gain) or --suite stsb")
-    add("--data", metavar="STORE", help="prepared store; its validation split is evaluated")
+    add("--data", type=option_types.path, metavar="STORE", help="prepared store; its validation split is evaluated")
     add(
         "--num-samples",
-        type=int,
+        type=option_types.integer(2),
         metavar="N",
         help="number of unseen sentences (default 1000, or all; information: 200)",
     )
-    add("--num-steps", type=int, help="most steps of l2t (default 64, as in mmldlm sample; images: 8)")
+    add("--num-steps", type=option_types.count, help="most steps of l2t (default 64, as in mmldlm sample; images: 8)")
     add("--sampler", metavar="NAME", help="sampler of l2t, by its own settings (default: the task's first)")
-    add("--num-lengths", type=int, metavar="M", help=NUM_LENGTHS_HELP)
-    add("--latent-steps", type=int, help=LATENT_STEPS_HELP)
-    add("--num-draws", type=int, help="timesteps per text in the NELBO (default 2; images: 4)")
-    add("--control-samples", type=int, default=100, help="sentences of the untrained controls (default %(default)s)")
+    add("--num-lengths", type=option_types.count, metavar="M", help=NUM_LENGTHS_HELP)
+    add("--latent-steps", type=option_types.count, help=LATENT_STEPS_HELP)
+    add("--num-draws", type=option_types.count, help="timesteps per text in the NELBO (default 2; images: 4)")
+    add("--control-samples", type=option_types.integer(2), default=100,
+        help="sentences of the untrained controls (default %(default)s)")  # fmt: skip
     add(
         "--guidance",
-        type=float,
+        type=option_types.number(),
         help="classifier-free guidance of both samplers (default 1: none); of images the scale measured beside 1 "
         f"(default {IMAGE_GUIDANCE:g})",
     )
-    add("--presence-penalty", type=float, help="penalty of l2t on repeated tokens (default 1; images: 0)")
+    add(
+        "--presence-penalty",
+        type=option_types.number(),
+        help="penalty of l2t on repeated tokens (default 1; images: 0)",
+    )
     for key, options in SEARCH_ARGUMENTS.items():
         add("--" + key.replace("_", "-"), **options)
-    add("--batch-size", type=int, metavar="N", help="texts of full length per pass (default: some thousand tokens)")
-    add("--seed", type=int, default=0, help="seed of every draw (default %(default)s)")
-    add("--json", metavar="FILE", help="also write the results to this file")
-    add("--html", metavar="FILE.html", help="also write the results to this page: tables, plots and samples")
-    add("--sts-file", metavar="CSV", help="STS Benchmark file (sts-dev.csv), for --suite stsb")
+    add("--batch-size", type=option_types.count, metavar="N",
+        help="texts of full length per pass (default: some thousand tokens)")  # fmt: skip
+    add("--seed", type=option_types.seed, default=0, help="seed of every draw (default %(default)s)")
+    add("--json", type=option_types.path, metavar="FILE", help="also write the results to this file")
+    add("--html", type=option_types.path, metavar="FILE.html",
+        help="also write the results to this page: tables, plots and samples")  # fmt: skip
+    add("--sts-file", type=option_types.path, metavar="CSV",
+        help="STS Benchmark file (sts-dev.csv), for --suite stsb")  # fmt: skip
     only = "suite information:"
     add("--samplers", metavar="NAME,..", help=f"{only} whose exact likelihood is measured (default: the task's first)")
-    add("--plot", metavar="FILE", help=f"{only} also draw the curves, and quality against passes, into this image")
-    add("--write-schedule", metavar="FILE.json", help=f"{only} also write the best schedules, for --sampler scheduled")
-    add("--clip", metavar="FOLDER", help="of images: also the CLIP score by this local CLIPModel with its processor")
-    add("--inception-weights", metavar="FILE", help="of images: also FID and KID by this TorchScript feature network")
-    add("--vae", metavar="FOLDER", help="of images as vae:NAME: folder of the autoencoder (default: as prepared)")
+    add("--plot", type=option_types.path, metavar="FILE",
+        help=f"{only} also draw the curves, and quality against passes, into this image")  # fmt: skip
+    add("--write-schedule", type=option_types.path, metavar="FILE.json",
+        help=f"{only} also write the best schedules, for --sampler scheduled")  # fmt: skip
+    add("--clip", type=option_types.path, metavar="FOLDER",
+        help="of images: also the CLIP score by this local CLIPModel with its processor")  # fmt: skip
+    add("--inception-weights", type=option_types.path, metavar="FILE",
+        help="of images: also FID and KID by this TorchScript feature network")  # fmt: skip
+    add("--vae", type=option_types.path, metavar="FOLDER",
+        help="of images as vae:NAME: folder of the autoencoder (default: as prepared)")  # fmt: skip
     add("--device", help="default: cuda if available, else cpu")
 
 
@@ -250,10 +254,6 @@ def _check_task(args: argparse.Namespace, pretrained: Pretrained) -> None:
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
-    for key, minimum in MINIMUMS.items():
-        value = getattr(args, key)
-        if value is not None and value < minimum:
-            raise UserError(f"--{key.replace('_', '-')} of at least {minimum}", str(value), "choose a larger number")
     if args.suite == "stsb" and not args.sts_file:
         raise UserError(
             "--sts-file: an STS Benchmark file (sts-dev.csv or sts-test.csv)",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from mmldlm.commands.prepare import run_shared
-from mmldlm.errors import UserError
+from mmldlm.utils import option_types
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -13,24 +13,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--checkpoint",
+        type=option_types.path,
         required=True,
         metavar="PATH",
         help="the model that writes: a run, checkpoint or converted folder",
     )
-    add("--data", required=True, metavar="STORE", help="the prepared store that the corrector will be trained on")
-    add("--output-dir", required=True, metavar="DIR", help="output folder; rerun the same command to resume")
-    add("--num-samples", type=int, metavar="N", help="hypotheses of the training split (default: one for each sample)")
-    add("--num-steps", type=int, default=8, help="most passes for a text that is written whole (default %(default)s)")
-    add("--seed", type=int, default=0, help="seed of the draws (default %(default)s)")
+    add("--data", type=option_types.path, required=True, metavar="STORE",
+        help="the prepared store that the corrector will be trained on")  # fmt: skip
+    add("--output-dir", type=option_types.path, required=True, metavar="DIR",
+        help="output folder; rerun the same command to resume")  # fmt: skip
+    add("--num-samples", type=option_types.count, metavar="N",
+        help="hypotheses of the training split (default: one for each sample)")  # fmt: skip
+    add("--num-steps", type=option_types.count, default=8,
+        help="most passes for a text that is written whole (default %(default)s)")  # fmt: skip
+    add("--seed", type=option_types.seed, default=0, help="seed of the draws (default %(default)s)")
     add("--device", help="default: cuda if available (under torchrun that of the rank), else cpu")
     add("--force", action="store_true", help="replace an existing folder when the new one is complete")
 
 
 def main(args: argparse.Namespace) -> int:
     """Write hypotheses as one of the ranks of this launch (torchrun), or alone; return the exit code."""
-    for key in ("num_samples", "num_steps"):
-        if (value := getattr(args, key)) is not None and value < 1:
-            raise UserError(f"--{key.replace('_', '-')} of at least 1", str(value), "choose a larger number")
     from mmldlm.sampling.hypotheses import HypothesisOptions, write_hypotheses
 
     options = HypothesisOptions(**{key: getattr(args, key) for key in HypothesisOptions.__dataclass_fields__})

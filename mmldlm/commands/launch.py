@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from mmldlm.commands.preflight import add_run_arguments
+from mmldlm.utils import option_types
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -12,9 +13,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser)
     add = parser.add_argument
     add("--level", type=int, choices=range(5), default=2, help="level of the preflight (default %(default)s)")
-    add("--retries", type=int, default=0, metavar="N", help="restarts after a failure, from the latest checkpoint")
+    add(
+        "--retries",
+        type=option_types.size,
+        default=0,
+        metavar="N",
+        help="restarts after a failure, from the latest checkpoint",
+    )
     add("--elastic", action="store_true", help="exclude failed nodes from a retry")
-    add("--grace", type=float, default=120.0, metavar="S",
+    add("--grace", type=option_types.seconds, default=120.0, metavar="S",
         help="seconds for saving a checkpoint after Ctrl-C (default %(default)s)")  # fmt: skip
     # The rank wrapper passes the variables itself, whatever the launcher propagates.
     parser.set_defaults(propagates_all=True, json=None, fix=False)

@@ -8,6 +8,7 @@ from mmldlm.commands.prepare import CACHE_DIR_HELP
 from mmldlm.data.encoders.specs import ENCODERS
 from mmldlm.data.importers.folder_layouts import LAYOUTS
 from mmldlm.errors import EXIT_DONE
+from mmldlm.utils import option_types
 from mmldlm.utils.atomic_files import naming_errors
 from mmldlm.utils.output_paths import claimed_file
 
@@ -15,20 +16,32 @@ from mmldlm.utils.output_paths import claimed_file
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `mmldlm pack`."""
     add = parser.add_argument
-    add("source", metavar="DIR", help=f"a folder with {LAYOUTS}")
-    add("--output-dir", required=True, metavar="STORE", help="folder of the store; must not exist yet")
-    add("--tokenizer", metavar="NAME", help="tokenizer that made the token files (default for texts: minilm)")
-    add("--encoder", choices=sorted(ENCODERS), help="encoder of the latents, if known")
-    add("--cache-dir", metavar="DIR", help=CACHE_DIR_HELP)
-    add("--add-mask-token", action="store_true", help="add the special tokens that the tokenizer lacks")
-    add("--min-tokens", type=int, default=1, help="shorter texts are dropped (default %(default)s)")
-    add("--max-tokens", type=int, help="longer texts are truncated (their latents remain those of the complete texts)")
+    add("source", type=option_types.path, metavar="DIR", help=f"a folder with {LAYOUTS}")
     add(
-        "--validation-samples", type=int, metavar="N", help="size of a missing validation split (default: 1000 or 5 %%)"
+        "--output-dir",
+        type=option_types.path,
+        required=True,
+        metavar="STORE",
+        help="folder of the store; must not exist yet",
+    )
+    add("--tokenizer", type=option_types.path, metavar="NAME",
+        help="tokenizer that made the token files (default for texts: minilm)")  # fmt: skip
+    add("--encoder", choices=sorted(ENCODERS), help="encoder of the latents, if known")
+    add("--cache-dir", type=option_types.path, metavar="DIR", help=CACHE_DIR_HELP)
+    add("--add-mask-token", action="store_true", help="add the special tokens that the tokenizer lacks")
+    add("--min-tokens", type=option_types.size, default=1, help="shorter texts are dropped (default %(default)s)")
+    add("--max-tokens", type=option_types.count,
+        help="longer texts are truncated (their latents remain those of the complete texts)")  # fmt: skip
+    add(
+        "--validation-samples",
+        type=option_types.size,
+        metavar="N",
+        help="size of a missing validation split (default: 1000 or 5 %%)",
     )
     add("--keep-duplicates", action="store_true", help="keep texts that differ only in case, spaces or punctuation")
-    add("--latents-per-text", type=int, metavar="N", help="vectors per .npy file (default: 1, or as prepare wrote)")
-    add("--seed", type=int, default=0, help="seed of the split (default %(default)s)")
+    add("--latents-per-text", type=option_types.count, metavar="N",
+        help="vectors per .npy file (default: 1, or as prepare wrote)")  # fmt: skip
+    add("--seed", type=option_types.seed, default=0, help="seed of the split (default %(default)s)")
     add("--force", action="store_true", help="replace an existing store when the new one is complete")
 
 

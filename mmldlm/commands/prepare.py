@@ -16,6 +16,7 @@ from mmldlm.data.prepare.images.options import ImageOptions
 from mmldlm.data.prepare.options import OVERLONG, PrepareOptions, to_arguments
 from mmldlm.data.store.writers import LAYOUTS
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, MmldlmError, UserError
+from mmldlm.utils import option_types
 from mmldlm.utils.atomic_files import naming_errors
 
 if TYPE_CHECKING:
@@ -27,9 +28,18 @@ CACHE_DIR_HELP = "folder for files from the Hugging Face hub"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `mmldlm prepare`."""
     parser.add_argument(
-        "--output-dir", required=True, metavar="DIR", help="output folder; rerun the same command to resume"
+        "--output-dir",
+        type=option_types.path,
+        required=True,
+        metavar="DIR",
+        help="output folder; rerun the same command to resume",
     )
-    parser.add_argument("--num-procs", type=int, metavar="N", help="ranks on this machine (default: its GPUs, or 1)")
+    parser.add_argument(
+        "--num-procs",
+        type=option_types.integer(1, 4096),
+        metavar="N",
+        help="ranks on this machine (default: its GPUs, or 1)",
+    )
     _add_corpus_arguments(parser)
     _add_sample_arguments(parser)
     _add_encoder_arguments(parser)
@@ -37,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_tokenizer_arguments(parser)
     add = parser.add_argument
     add("--layout", choices=LAYOUTS, help="files: one .txt and one .npy per sample, as in MM-LDLM")
-    add("--seed", type=int, default=0, help="seed of the sampling and the split (default %(default)s)")
+    add("--seed", type=option_types.seed, default=0, help="seed of the sampling and the split (default %(default)s)")
     add("--force", action="store_true", help="replace an existing store when the new one is complete")
 
 
@@ -45,6 +55,7 @@ def _add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "corpus",
+        type=option_types.path,
         nargs="?",
         default=DEFAULT_CORPUS,
         metavar="CORPUS",
@@ -54,8 +65,10 @@ def _add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
         "captions in .txt files of the same names, a .jsonl of {image, caption}, or a .json (COCO captions, or "
         "MM-LDLM's list), or .tar shards (a file, a folder, or a quoted pattern)",
     )
-    add("--datasets", nargs="+", metavar="NAME", help="one or more corpora, read one after the other")
-    add("--validation-corpus", metavar="PATH", help="corpus of the validation split (default: held-out training texts)")
+    add("--datasets", type=option_types.path, nargs="+", metavar="NAME",
+        help="one or more corpora, read one after the other")  # fmt: skip
+    add("--validation-corpus", type=option_types.path, metavar="PATH",
+        help="corpus of the validation split (default: held-out training texts)")  # fmt: skip
     add("--text-field", help="field of a record that holds the text (default: text)")
     add("--sentences", action="store_true", default=None, help="split every text into sentences first")
     add(
@@ -64,15 +77,25 @@ def _add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="one text per .txt file of a folder (default: a sentence)",
     )
-    add("--max-documents", type=int, metavar="N", help="read only the first N texts of the corpus")
+    add("--max-documents", type=option_types.count, metavar="N", help="read only the first N texts of the corpus")
 
 
 def _add_sample_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--max-samples", type=int, metavar="N", help="keep N samples, chosen by a hash of their content")
-    add("--validation-samples", type=int, metavar="N", help="validation split (default: 1000 or 5 %%, the smaller)")
-    add("--min-tokens", type=int, help="shorter texts are dropped (default 3)")
-    add("--max-tokens", type=int, default=62, help="longest sample, without the closing EOS (default %(default)s)")
+    add("--max-samples", type=option_types.count, metavar="N", help="keep N samples, chosen by a hash of their content")
+    add(
+        "--validation-samples",
+        type=option_types.size,
+        metavar="N",
+        help="validation split (default: 1000 or 5 %%, the smaller)",
+    )
+    add("--min-tokens", type=option_types.size, help="shorter texts are dropped (default 3)")
+    add(
+        "--max-tokens",
+        type=option_types.count,
+        default=62,
+        help="longest sample, without the closing EOS (default %(default)s)",
+    )
     add(
         "--overlong",
         choices=OVERLONG,
@@ -87,14 +110,18 @@ def _add_encoder_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--encoder",
         "--latent-model",
+        type=option_types.path,
         help=f"one of: {', '.join(ENCODERS)}; or a folder or Hugging Face name (default minilm)",
     )
     add(
-        "--latent-dim", type=int, metavar="D", help="cut latents to D components and normalize again (qwen: 32 to 1024)"
+        "--latent-dim",
+        type=option_types.count,
+        metavar="D",
+        help="cut latents to D components and normalize again (qwen: 32 to 1024)",
     )
     add(
         "--latents-per-text",
-        type=int,
+        type=option_types.count,
         metavar="N",
         help="latents per text, of N pieces cut at sentence ends (default 1; for long texts)",
     )
@@ -106,15 +133,15 @@ def _add_encoder_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="scale latents to unit norm (default: as the encoder's card)",
     )
-    add("--max-length", type=int, help="tokens of a text that the encoder reads (default: as its card)")
+    add("--max-length", type=option_types.count, help="tokens of a text that the encoder reads (default: as its card)")
     add("--dtype", choices=("fp32", "bf16", "fp16"), help="of the encoder (default: fp32 on the CPU, bf16 on a GPU)")
-    add("--batch-tokens", type=int, help="padded tokens per forward pass (default 1024, on a GPU 65536)")
-    add("--batch-size", type=int, help="maximum texts, or images of vae:NAME, per forward pass")
+    add("--batch-tokens", type=option_types.count, help="padded tokens per forward pass (default 1024, on a GPU 65536)")
+    add("--batch-size", type=option_types.count, help="maximum texts, or images of vae:NAME, per forward pass")
     add("--compile", action="store_true", default=None, help="torch.compile the encoder")
-    add("--retries", type=int, help="retries per text before it is quarantined (default 2)")
+    add("--retries", type=option_types.size, help="retries per text before it is quarantined (default 2)")
     add(
         "--max-quarantined",
-        type=float,
+        type=option_types.number(0, 1),
         default=0.01,
         metavar="SHARE",
         help="largest share of samples on which the encoder may fail (default %(default)s)",
@@ -123,36 +150,50 @@ def _add_encoder_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_image_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("only of images").add_argument
-    add("--image-size", type=int, metavar="S", help="side in pixels (default: 16 for glyphs, 256 for vae, else 32)")
+    add(
+        "--image-size",
+        type=option_types.count,
+        metavar="S",
+        help="side in pixels (default: 16 for glyphs, 256 for vae, else 32)",
+    )
     add(
         "--patch-size",
-        type=int,
+        type=option_types.count,
         metavar="P",
         help="side of a patch (default: 4 to 16 pixels, 8 to 64, else 16; of codes 4 to 64, else 8)",
     )
-    add("--channels", type=int, choices=(1, 3), help="1 (gray) or 3 (default: 1 for glyphs, else 3)")
+    add("--channels", type=option_types.count, choices=(1, 3), help="1 (gray) or 3 (default: 1 for glyphs, else 3)")
     add(
         "--latents",
+        type=option_types.path_after("vae:"),
         metavar="KIND",
         help="pixels (default), pca:M (M components of the whole image, small ones), "
         "vae:NAME_OR_FOLDER (an AutoencoderKL), codes:kmeans:Q (ids of Q codes of patches, default 512) or codes:fsq "
         "(1,000 codes on a grid)",
     )
-    add("--faces", type=int, metavar="N", help="the first N of the 10 faces of glyphs (default: all)")
-    add("--font", metavar="FILE", help="NotoColorEmoji.ttf of emoji (default: that of fonts-noto-color-emoji)")
-    add("--data-root", metavar="DIR", help="folder of the image paths in a .jsonl or .json (default: its own)")
+    add("--faces", type=option_types.count, metavar="N", help="the first N of the 10 faces of glyphs (default: all)")
+    add("--font", type=option_types.path, metavar="FILE",
+        help="NotoColorEmoji.ttf of emoji (default: that of fonts-noto-color-emoji)")  # fmt: skip
+    add("--data-root", type=option_types.path, metavar="DIR",
+        help="folder of the image paths in a .jsonl or .json (default: its own)")  # fmt: skip
 
 
 def _add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--tokenizer",
+        type=option_types.path,
         metavar="NAME",
         help="an encoder's name (its own tokenizer), a Hugging Face name or folder, 'train', or 'words' (default: "
         "minilm; of images 'train', of glyphs and emoji 'words')",
     )
-    add("--cache-dir", metavar="DIR", help=CACHE_DIR_HELP)
-    add("--vocab-size", type=int, default=8192, help="most tokens of --tokenizer train or words (default %(default)s)")
+    add("--cache-dir", type=option_types.path, metavar="DIR", help=CACHE_DIR_HELP)
+    add(
+        "--vocab-size",
+        type=option_types.count,
+        default=8192,
+        help="most tokens of --tokenizer train or words (default %(default)s)",
+    )
     add("--add-mask-token", action="store_true", help="add the special tokens that the tokenizer lacks")
 
 
@@ -183,8 +224,6 @@ def main(args: argparse.Namespace) -> int:
     """Prepare in this process, or become the launcher of several ranks; return the exit code."""
     import torch
 
-    if args.num_procs is not None and args.num_procs < 1:
-        raise UserError("--num-procs of at least 1", str(args.num_procs), "give the number of ranks, or leave it out")
     options = to_options(args)
     needs_none = isinstance(options, ImageOptions) and options.vae is None
     num_gpus = 0 if needs_none else torch.cuda.device_count()

@@ -6,14 +6,17 @@ import argparse
 from pathlib import Path
 
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED
+from mmldlm.utils import option_types
 
 _RUN_HELP = "the run's folder: {logging.save_dir}/{logging.run_name}"
 
 
 def add_plot_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `mmldlm plot`."""
-    parser.add_argument("run", help=_RUN_HELP)
-    parser.add_argument("--out", help="image to write (default: plots/loss.png in the run's folder)")
+    parser.add_argument("run", type=option_types.path, help=_RUN_HELP)
+    parser.add_argument(
+        "--out", type=option_types.path, help="image to write (default: plots/loss.png in the run's folder)"
+    )
     parser.add_argument("--log-scale", action="store_true", help="logarithmic losses")
 
 
@@ -31,11 +34,18 @@ def plot(args: argparse.Namespace) -> int:
 
 def add_monitor_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `mmldlm monitor`."""
-    parser.add_argument("run", help=_RUN_HELP)
+    parser.add_argument("run", type=option_types.path, help=_RUN_HELP)
     parser.add_argument("--once", action="store_true", help="print one report and exit (with 1 if unhealthy)")
-    parser.add_argument("--interval", type=float, default=10.0, help="seconds between two reports (default 10)")
-    parser.add_argument("--window", type=int, default=100, help="number of steps that are assessed (default 100)")
-    parser.add_argument("--stall-seconds", type=float, help="idle time that counts as stalled")
+    parser.add_argument(
+        "--interval",
+        type=option_types.number(0.01, option_types.ONE_YEAR),
+        default=10.0,
+        help="seconds between two reports (default 10)",
+    )
+    parser.add_argument(
+        "--window", type=option_types.count, default=100, help="number of steps that are assessed (default 100)"
+    )
+    parser.add_argument("--stall-seconds", type=option_types.seconds, help="idle time that counts as stalled")
 
 
 def monitor(args: argparse.Namespace) -> int:

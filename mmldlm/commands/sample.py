@@ -19,12 +19,12 @@ from mmldlm.sampling.device import usable_device
 from mmldlm.sampling.generate import SampleOptions, sample_l2t, sample_t2l, sample_unconditional
 from mmldlm.sampling.image_sizes import use_image_size
 from mmldlm.sampling.images import EACH_PICTURE, fit_to_latents, sample_i2t, sample_pairs, sample_t2i, write_pictures
-from mmldlm.sampling.latent_solver import ETAS
 from mmldlm.sampling.options import DEFAULTS, IMAGE_KINDS, KINDS, METHODS, OPTIONS, SOURCES, TASK_OPTIONS
 from mmldlm.sampling.pretrained import Pretrained, load_pretrained
 from mmldlm.sampling.search.options import SearchOptions
 from mmldlm.sampling.text.strategies.schedule import names_passes, read_schedule
 from mmldlm.sampling.text.trace import TraceRecorder, start_trace
+from mmldlm.utils import option_types
 from mmldlm.utils.atomic_files import write_json, write_text
 from mmldlm.utils.formatting import count_noun
 from mmldlm.utils.json_files import to_json
@@ -49,8 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser, kind: str | None = None) -> N
         add("kind", choices=KINDS, help="what to sample; `mmldlm sample KIND --help` lists the options of one kind")
     else:
         parser.set_defaults(kind=kind, **dict.fromkeys(DEFAULTS))
-    add("--checkpoint", required=True, metavar="PATH", help=CHECKPOINT_HELP)
-    add("--output-dir", required=True, metavar="OUT", help=f"output folder of {', '.join(OUTPUTS)}")
+    add("--checkpoint", type=option_types.path, required=True, metavar="PATH", help=CHECKPOINT_HELP)
+    add("--output-dir", type=option_types.path, required=True, metavar="OUT",
+        help=f"output folder of {', '.join(OUTPUTS)}")  # fmt: skip
     add("--overwrite", action="store_true", help="replace the samples of an earlier call in OUT")
     for key, options in OPTIONS.items():
         defaults = DEFAULTS[key]
@@ -66,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser, kind: str | None = None) -> N
         choices = {"choices": METHODS[kind]} if key == "method" and kind in METHODS else {}
         add(_option(key), **{**options, **choices, "help": text})
     add("--way", action=RenamedOption, new="--method joint or --method chain")
-    add("--seed", type=int, default=0, help="seed of every draw (default %(default)s)")
+    add("--seed", type=option_types.seed, default=0, help="seed of every draw (default %(default)s)")
     add("--device", help="default: cuda if available, else cpu")
 
 
@@ -92,7 +93,6 @@ def resolve_options(args: argparse.Namespace) -> list[str]:
     for key, defaults in DEFAULTS.items():
         if getattr(args, key) is None:
             setattr(args, key, defaults.get(args.kind))
-    _check_ranges(args)
     _check_critic(args)
     return given
 
@@ -164,20 +164,6 @@ def fit_to_task(args: argparse.Namespace, given: list[str], pretrained: Pretrain
 
 def _option(key: str) -> str:
     return "--" + key.replace("_", "-")
-
-
-def _check_ranges(args: argparse.Namespace) -> None:
-    for key, low, high in (
-        ("num_samples", 1, None), ("num_steps", 1, None), ("num_beams", 1, None), ("temperature", 0, None),
-        ("num_lengths", 1, None), ("critic_rounds", 0, None), ("critic_share", 0, 1),
-        ("top_p", 1e-6, 1), ("eta", 0, 1), ("seed", 0, None), ("condition_timestep", 0, 1),
-    ):  # fmt: skip
-        value = getattr(args, key)
-        if value is None or value in ETAS:
-            continue
-        if not np.isfinite(value) or value < low or (high is not None and value > high):
-            bound = f"at least {low:g}" + (f" and at most {high}" if high is not None else "")
-            raise UserError(f"{_option(key)} {bound}", str(value), "choose a value in this range")
 
 
 def _check_trace(args: argparse.Namespace, given: list[str]) -> None:

@@ -7,12 +7,14 @@ import os
 
 from mmldlm.config import command_line
 from mmldlm.config.schema import Config
-from mmldlm.config.task_registry import find_task
+from mmldlm.data.batching.run_data import open_run_data
 from mmldlm.debug.sanity_report import as_dict, heading, print_tables
 from mmldlm.debug.sanity_runner import OVERFIT_STEPS, SanityRunner
 from mmldlm.engines.build import check_engine
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, UserError
+from mmldlm.utils import option_types
 from mmldlm.utils.atomic_files import write_json
+from mmldlm.utils.environment import int_from_env
 from mmldlm.utils.output_paths import check_writable_file, claimed_file
 from mmldlm.utils.screen import open_console
 
@@ -21,16 +23,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `mmldlm sanity` to those of `train`. Their names are those of LMOL."""
     command_line.add_arguments(parser)
     option = parser.add_argument
-    option("--max_steps", "--max-steps", type=_positive_int, default=3, help="steps on the run's batches (default 3)")
-    option("--overfit_steps", "--overfit-steps", type=_positive_int, default=OVERFIT_STEPS,
+    option(
+        "--max_steps", "--max-steps", type=option_types.count, default=3, help="steps on the run's batches (default 3)"
+    )
+    option("--overfit_steps", "--overfit-steps", type=option_types.count, default=OVERFIT_STEPS,
            help=f"steps on one batch, to check that its loss falls (default {OVERFIT_STEPS})")  # fmt: skip
     option("--amp_dtype", "--amp-dtype", choices=("bf16", "fp32", "fp16"), help="training.dtype")
-    option("--grad_log_interval", "--grad-log-interval", type=int, default=1,
+    option("--grad_log_interval", "--grad-log-interval", type=option_types.size, default=1,
            help="steps between two layer statistics, 0 for none (default 1)")  # fmt: skip
     option("--detect_anomaly", "--detect-anomaly", type=_bool, default=False, metavar="true|false",
            help="torch's anomaly detection: slow, names the operation behind a NaN (default false)")  # fmt: skip
-    option("--clip_grad_norm", "--clip-grad-norm", type=float, help="optimizer.grad_clip_norm")
-    option("--json", metavar="FILE", help="also write the findings as JSON")
+    option("--clip_grad_norm", "--clip-grad-norm", type=option_types.number(above=0), help="optimizer.grad_clip_norm")
+    option("--json", type=option_types.path, metavar="FILE", help="also write the findings as JSON")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -39,7 +43,7 @@ def main(args: argparse.Namespace) -> int:
     Raises:
         UserError: an invalid config, or more than one process.
     """
-    if int(os.environ.get("WORLD_SIZE", 1)) != 1:
+    if int_from_env("WORLD_SIZE", 1) != 1:
         raise UserError("one process", f"WORLD_SIZE={os.environ['WORLD_SIZE']}", "run `mmldlm sanity` by itself")
     overrides = {"training.dtype": args.amp_dtype, "optimizer.grad_clip_norm": args.clip_grad_norm}
     args.overrides = [*args.overrides, *(f"{key}={value}" for key, value in overrides.items() if value is not None)]
@@ -58,7 +62,7 @@ def _check(args: argparse.Namespace, config: Config) -> int:
         console.print(text, soft_wrap=True)
 
     log("reading  the data")
-    data = find_task(config.task).open_data(config)
+    data = open_run_data(config)
     log(f"data     {data.describe()}")
     sanity = SanityRunner(data, args.grad_log_interval, args.detect_anomaly)
     sanity.log = log
@@ -69,13 +73,6 @@ def _check(args: argparse.Namespace, config: Config) -> int:
     if args.json:
         write_json(args.json, report, indent=2)
     return EXIT_DONE if report["ok"] else EXIT_FAILED
-
-
-def _positive_int(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
-    return value
 
 
 def _bool(text: str) -> bool:

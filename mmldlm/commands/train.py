@@ -9,24 +9,29 @@ from pathlib import Path
 
 import mmldlm
 from mmldlm.config import command_line
-from mmldlm.errors import UserError
+from mmldlm.engines.deepspeed.config import check_fp16
 from mmldlm.training.check_run import check_run
+from mmldlm.utils import option_types
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `mmldlm train`."""
     command_line.add_arguments(parser)
-    parser.add_argument("--nproc", type=int, metavar="N", help="ranks on this machine (default: its GPUs, or 1)")
+    parser.add_argument(
+        "--nproc",
+        type=option_types.integer(1, 4096),
+        metavar="N",
+        help="ranks on this machine (default: its GPUs, or 1)",
+    )
 
 
 def main(args: argparse.Namespace) -> int:
     """Check the run, then replace this process by the launcher: a mistake is found before any rank starts."""
     import torch
 
-    if args.nproc is not None and args.nproc < 1:
-        raise UserError("--nproc of at least 1", str(args.nproc), "give the number of ranks, or leave it out")
     nproc = args.nproc or max(torch.cuda.device_count(), 1)
     config = command_line.parse_config(args)
+    check_fp16(config, torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_fp16_supported())
     check_run(config, nproc)
     options = {"--config-name": args.config_name, "--config": args.config, "--deepspeed_config": args.deepspeed_config}
     given = [text for option, value in options.items() if value is not None for text in (option, str(value))]

@@ -12,6 +12,7 @@ from rich.table import Table
 from mmldlm.data.store.store import Store, read_manifest
 from mmldlm.data.store.verify import StoreReport, examine
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, UserError
+from mmldlm.utils import option_types
 from mmldlm.utils.figures import new_figure, save_figure
 from mmldlm.utils.output_paths import check_writable_file, claimed_file
 from mmldlm.utils.screen import open_console
@@ -21,11 +22,21 @@ BARS, DIGITS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588", " 12345678" 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `mmldlm verify-data`."""
-    parser.add_argument("root", metavar="DIR", help="a store made by mmldlm prepare or pack")
-    parser.add_argument("--plot", metavar="FILE", help="plot lengths, norms and components of the latents (.png, .pdf)")
-    parser.add_argument("--sheet", metavar="FILE.png", help="of a store of images: images with their captions")
+    parser.add_argument("root", type=option_types.path, metavar="DIR", help="a store made by mmldlm prepare or pack")
     parser.add_argument(
-        "--vae", metavar="FOLDER", help="of --sheet and vae:NAME: the autoencoder (default: as prepared)"
+        "--plot",
+        type=option_types.path,
+        metavar="FILE",
+        help="plot lengths, norms and components of the latents (.png, .pdf)",
+    )
+    parser.add_argument(
+        "--sheet", type=option_types.path, metavar="FILE.png", help="of a store of images: images with their captions"
+    )
+    parser.add_argument(
+        "--vae",
+        type=option_types.path,
+        metavar="FOLDER",
+        help="of --sheet and vae:NAME: the autoencoder (default: as prepared)",
     )
 
 

@@ -6,14 +6,19 @@ import argparse
 
 from mmldlm.config.load import load_config, preset_names
 from mmldlm.config.schema import Config
+from mmldlm.utils import option_types
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options shared by every way to start a run."""
     parser.add_argument("--config-name", metavar="NAME", help=f"preset: {', '.join(preset_names())}")
-    parser.add_argument("--config", metavar="FILE", help="YAML file, read over the preset")
+    parser.add_argument("--config", type=option_types.path, metavar="FILE", help="YAML file, read over the preset")
     parser.add_argument(
-        "--deepspeed_config", "--deepspeed-config", metavar="JSON", help="DeepSpeed settings (ds_configs/)"
+        "--deepspeed_config",
+        "--deepspeed-config",
+        type=option_types.path,
+        metavar="JSON",
+        help="DeepSpeed settings (ds_configs/)",
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="set single keys")
 

@@ -8,18 +8,16 @@ import re
 import sys
 from collections.abc import Iterator
 from importlib import resources
-from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from mmldlm.config.old_keys import hint_for_old_key
 from mmldlm.config.renamed_keys import PRESETS, hint_for_renamed_key, new_value
 from mmldlm.config.schema import Config
-from mmldlm.config.section import IsPath, Section
+from mmldlm.config.section import Section
 from mmldlm.config.task_registry import DEFAULT_TASK, find_task
-from mmldlm.config.yaml_reader import as_sections, parse_yaml, read_yaml
+from mmldlm.config.yaml_reader import as_sections, format_yaml, parse_yaml, read_yaml
 from mmldlm.errors import UserError
 
 ConfigT = TypeVar("ConfigT", bound=Section)
@@ -56,7 +54,7 @@ def load_config(
         text = (resources.files("mmldlm.config") / "presets" / f"{name}.yaml").read_text("utf-8")
         values = as_sections(parse_yaml(text, f"preset {name}"), f"preset {name}")
     if path is not None:
-        values = _merge(values, read_yaml(path))
+        values = _merge(values, read_yaml(path, spelling=True))
     named = [word.partition("=")[2] for word in overrides if word.startswith("task=")]
     values |= {"task": named[-1]} if named else {}
     config_class = config_class_of(values)
@@ -157,7 +155,7 @@ def parse_override(word: str, config_class: type[Config]) -> dict[str, Any]:
     if not _is_string_field(key, config_class) or _is_null_or_quoted(
         value
     ):  # else it is text: a run may be called 7, off or 010
-        nested = parse_yaml(value, key, "quote it for the shell, e.g. 'key={l2t: 0.7, t2l: 0.3}'")
+        nested = parse_yaml(value, key, "quote it for the shell, e.g. 'key={l2t: 0.7, t2l: 0.3}'", spelling=True)
     for part in reversed(key.split(".")):
         nested = {part: nested}
     return nested
@@ -206,21 +204,20 @@ def allowed_words(key: str, config_class: type[Config]) -> list[str]:
 
 def to_yaml(config: Config) -> str:
     """The resolved config as YAML that `--config` reads back."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    return format_yaml(config.model_dump(mode="json"))
 
 
 def with_absolute_paths(section: ConfigT) -> ConfigT:
     """Return a copy whose paths are absolute, for a file that is read from another folder."""
     changed: dict[str, Any] = {}
-    for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
-        marker = next((marker for marker in field.metadata if isinstance(marker, IsPath)), None)
+    for name in type(section).model_fields:
+        value, marker = getattr(section, name), section.path_marker(name)
         if isinstance(value, Section):
             changed[name] = with_absolute_paths(value)
-        elif isinstance(value, dict) and marker is not None:
-            changed[name] = {str(Path(path).absolute()): share for path, share in value.items()}
-        elif value is not None and marker is not None and value not in marker.words:
-            changed[name] = str(Path(value).absolute())
+        elif marker is not None and isinstance(value, dict):
+            changed[name] = {marker.absolute(path): share for path, share in value.items()}
+        elif marker is not None and value is not None:
+            changed[name] = marker.absolute(value)
     return section.model_copy(update=changed)
 
 

@@ -52,7 +52,7 @@ def diff_configs(checkpoint: Path, config: Config) -> ConfigDiff:
     if not path.is_file():  # made by a conversion, or by hand
         return ConfigDiff()
     diff = ConfigDiff()
-    _compare_section(with_new_names(read_yaml(path)), config, "", diff)
+    _compare_section(with_new_names(read_yaml(path, spelling=True)), config, "", diff)
     return diff
 
 
@@ -65,17 +65,36 @@ def _compare_section(then: dict[str, Any], now: Section, prefix: str, diff: Conf
             if isinstance(then[name], dict):
                 _compare_section(then[name], section, f"{prefix}{name}.", diff)
             continue
-        before, value = then[name], dumped[name]
+        before, value = _as_read_now(now, name, then[name]), dumped[name]
         meaning = now.field_on_resume(name)
         # Without a decay the average of the checkpoint would be dropped; another decay continues it.
         is_average_dropped = f"{prefix}{name}" == "optimizer.ema_decay" and value is None
-        if before == value:
+        if before == value or _same_files(now, name, before, value):
             continue
         line = f"{prefix}{name}: {_format_value(before)} -> {_format_value(value)}"
         if meaning is OnResume.FIXED or is_average_dropped:
             diff.errors.append(line)
         elif meaning is OnResume.REPORT:
             diff.warnings.append(line)
+
+
+def _as_read_now(now: Section, name: str, before: Any) -> Any:
+    try:
+        return now.read_value(name, before)
+    except ValueError:  # no value of this field any more: it differs from today's
+        return before
+
+
+def _same_files(now: Section, name: str, before: Any, value: Any) -> bool:
+    """Whether a field holds paths, and both values name the same files in another spelling."""
+    marker = now.path_marker(name)
+    if marker is None or type(before) is not type(value):
+        return False
+    if isinstance(value, dict):
+        return {marker.identity(path): share for path, share in before.items()} == {
+            marker.identity(path): share for path, share in value.items()
+        }
+    return isinstance(value, str) and marker.identity(before) == marker.identity(value)
 
 
 def configs_to_resume(config: Config) -> list[Path]:

@@ -5,13 +5,20 @@ Sections of one task are defined next to it (mmldlm/tasks/translation/config.py)
 
 from __future__ import annotations
 
+import unicodedata
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from mmldlm.config.section import FilePath, IsPath, OnResume, Section
+from mmldlm.config.section import MAX_COUNT, MAX_INT, ONE_YEAR, FilePath, IsPath, OnResume, Section
 from mmldlm.config.task_registry import DEFAULT_TASK
+
+# Bounds of what memory, fp32 and C can hold, far above any use.
+MAX_MICRO_BATCH, MAX_ACCUMULATION, MAX_SAMPLES_PER_STEP = 1 << 20, 1 << 20, 1 << 24
+MAX_RATE = 1e6
+MIN_CLIP_NORM = 1e-12  # a smaller norm clips every gradient to 0 in fp32
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class DataConfig(Section):
@@ -21,11 +28,11 @@ class DataConfig(Section):
     """samples: every optimizer step has the same number of samples. tokens: the same number of tokens, so that a step
     of long texts has fewer samples and none needs more memory than another; on average as many samples as the
     former."""
-    num_workers: Annotated[int, OnResume.IGNORE] = Field(0, ge=0)
+    num_workers: Annotated[int, OnResume.IGNORE] = Field(0, ge=0, le=4096)
     """Worker processes that build batches; 0 builds them in the training process."""
-    prefetch_factor: Annotated[int, OnResume.IGNORE] = Field(4, ge=1)
+    prefetch_factor: Annotated[int, OnResume.IGNORE] = Field(4, ge=1, le=65_536)
     """Batches each worker keeps ready."""
-    bucket_batches: int = Field(64, ge=1)
+    bucket_batches: int = Field(64, ge=1, le=MAX_COUNT)
     """Global batches in one shuffled window that is sorted by length (1: no length buckets)."""
     max_train_samples: int | None = Field(None, ge=1)
     """Use only the first samples of the training split. None: all."""
@@ -48,11 +55,11 @@ class DataConfig(Section):
 class TrainingConfig(Section):
     """How long training runs, in which batches and in which precision."""
 
-    train_batch_size: Annotated[int, OnResume.IGNORE] = Field(32, ge=1)
+    train_batch_size: Annotated[int, OnResume.IGNORE] = Field(32, ge=1, le=MAX_MICRO_BATCH)
     """Micro-batch per rank."""
-    eval_batch_size: Annotated[int | None, OnResume.IGNORE] = Field(None, ge=1)
+    eval_batch_size: Annotated[int | None, OnResume.IGNORE] = Field(None, ge=1, le=MAX_MICRO_BATCH)
     """Micro-batch per rank in evaluation. None: train_batch_size."""
-    grad_accum_steps: Annotated[int, OnResume.IGNORE] = Field(1, ge=1)
+    grad_accum_steps: Annotated[int, OnResume.IGNORE] = Field(1, ge=1, le=MAX_ACCUMULATION)
     """Micro-batches accumulated per rank before an optimizer step."""
     num_train_steps: int = Field(1000, ge=1)
     """Optimizer steps, skipped ones included."""
@@ -68,7 +75,7 @@ class TrainingConfig(Section):
     none)."""
     init_from: Annotated[FilePath, OnResume.IGNORE] = None
     """Start from the weights (and nothing else) of a run, checkpoint or exported model: another mode, fine-tuning."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, le=MAX_INT)
     """Seed of weights, order, timesteps, masks and noise."""
 
     @model_validator(mode="after")
@@ -88,28 +95,28 @@ class OptimizerConfig(Section):
 
     kind: Annotated[Literal["adamw", "muon"], OnResume.FIXED] = "adamw"
     """adamw; or muon: Muon for the matrices of the blocks (a task names them), AdamW for all other parameters."""
-    lr: float = Field(1e-4, gt=0)
+    lr: float = Field(1e-4, gt=0, le=MAX_RATE)
     """Peak learning rate of AdamW."""
-    muon_lr: float | None = Field(None, gt=0)
+    muon_lr: float | None = Field(None, gt=0, le=MAX_RATE)
     """Peak learning rate of Muon's matrices; it follows the schedule of lr. None: 0.02."""
     muon_momentum: float | None = Field(None, ge=0, lt=1)
     """Muon's momentum (Nesterov). None: 0.95."""
-    muon_block_rows: int | None = Field(None, ge=1)
+    muon_block_rows: int | None = Field(None, ge=1, le=MAX_COUNT)
     """Orthogonalize blocks of so many rows of a matrix instead of the whole: cheaper, and a little less per step, which
     pays where the orthogonalization is a large share of a step (small batches). None: the whole matrix."""
-    min_lr: float = Field(1e-6, ge=0)
+    min_lr: float = Field(1e-6, ge=0, le=MAX_RATE)
     """Learning rate at and after the end of the schedule."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape after the warm-up."""
     warmup_steps: int = Field(1000, ge=0)
     """Applied steps over which the rate rises linearly from 0."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's moment decays."""
-    eps: float = Field(1e-8, gt=0)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    """AdamW's moment decays, each at least 0 and below 1."""
+    eps: float = Field(1e-8, gt=0, le=1)
     """AdamW's epsilon."""
-    weight_decay: float = Field(0.01, ge=0)
+    weight_decay: float = Field(0.01, ge=0, le=MAX_RATE)
     """Decoupled weight decay of matrices; norms, biases, embeddings and learned tokens have none."""
-    grad_clip_norm: float | None = Field(1.0, gt=0)
+    grad_clip_norm: float | None = Field(1.0, ge=MIN_CLIP_NORM)
     """Clip gradients to this global norm. None: no clipping."""
     ema_decay: float | None = Field(None, gt=0, lt=1)
     """Keep an exponential moving average of the weights with this decay (`mmldlm convert --ema`). None: none."""
@@ -140,10 +147,10 @@ class EngineConfig(Section):
     """ZeRO stage. None: that of the DeepSpeed JSON, or 2 without one."""
     deepspeed_config: FilePath = None
     """DeepSpeed JSON file (also --deepspeed_config)."""
-    hsdp_replicas: int = Field(1, ge=1)
+    hsdp_replicas: int = Field(1, ge=1, le=MAX_COUNT)
     """FSDP2: groups of ranks that each hold one sharded copy of the model (HSDP; e.g. the number of nodes)."""
-    collective_timeout: float = Field(600.0, gt=0)
-    """Seconds a collective may take before the job ends."""
+    collective_timeout: float = Field(600.0, gt=0, le=ONE_YEAR)
+    """Seconds a collective may take before the job ends; at most a year."""
 
 
 class StabilityConfig(Section):
@@ -153,7 +160,7 @@ class StabilityConfig(Section):
     """Action on a finite loss or gradient norm far above the recent ones: skip the step, only log it, or nothing."""
     spike_sigma: float = Field(6.0, gt=0)
     """A spike is this many standard deviations above the mean of the window."""
-    spike_window: int = Field(128, ge=4)
+    spike_window: int = Field(128, ge=4, le=MAX_COUNT)
     """Applied steps in the window of losses and norms; spikes are detected once it is half full."""
     audit_freq: int = Field(500, ge=1)
     """Steps between two audits of all weights and moments for non-finite values (each checkpoint is audited, too)."""
@@ -169,7 +176,7 @@ class StabilityConfig(Section):
     nan_to_num: bool = False
     """Replace non-finite values of a latent by the mean instead of leaving the sample out (it is named either way).
     The model then learns from a damaged sample."""
-    loss_scale: float | None = Field(None, ge=1)
+    loss_scale: float | None = Field(None, ge=1, le=2.0**64)
     """First loss scale of fp16; it halves on an overflow. None: 65536."""
     loss_scale_window: int | None = Field(None, ge=1)
     """Steps without an overflow after which the loss scale of fp16 doubles. None: 1000."""
@@ -184,7 +191,7 @@ class CheckpointsConfig(Section):
     """Newest checkpoints to keep."""
     keep_every: int | None = Field(None, ge=1)
     """Also keep every checkpoint whose step is a multiple of this. None: only keep_last."""
-    save_timeout: float = Field(1800.0, gt=0)
+    save_timeout: float = Field(1800.0, gt=0, le=ONE_YEAR)
     """Seconds that writing a checkpoint, or checking one before a resume, may take before the job ends."""
     async_save: bool = True
     """Training waits only for the copy off the device; a thread writes it, and it is committed some steps later."""
@@ -230,11 +237,13 @@ class LoggingConfig(Section):
     @model_validator(mode="after")
     def _stays_in_save_dir(self) -> LoggingConfig:
         parts = self.run_name.split("/")
-        if "" in parts or "." in parts or ".." in parts or "\0" in self.run_name:  # "" is first in an absolute one
+        if "" in parts or "." in parts or ".." in parts:  # "" is first in an absolute one
             raise ValueError(
                 f"run_name {self.run_name!r} must be the path of a folder in save_dir: not empty, not absolute, "
                 "without '.' or '..'"
             )
+        if any(unicodedata.category(sign) in ("Cc", "Zl", "Zp") for sign in self.run_name):  # of a terminal, of a line
+            raise ValueError(f"run_name {self.run_name!r} must be one line without control characters")
         return self
 
 
@@ -259,6 +268,12 @@ class Config(Section):
             raise ValueError(
                 f"stability.loss_scale and loss_scale_window are read only with training.dtype=fp16 (it is "
                 f"{self.training.dtype}, which needs no loss scaling)"
+            )
+        per_rank = self.training.train_batch_size * self.training.grad_accum_steps
+        if per_rank > MAX_SAMPLES_PER_STEP:
+            raise ValueError(
+                f"training.train_batch_size * training.grad_accum_steps = {per_rank:,}: at most "
+                f"{MAX_SAMPLES_PER_STEP:,} samples per rank and step"
             )
         if self.optimizer.min_lr > self.optimizer.lr:
             raise ValueError(f"optimizer.min_lr={self.optimizer.min_lr} is above optimizer.lr={self.optimizer.lr}")

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, ClassVar
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+
+from mmldlm.config.yaml_reader import WrittenFloat, WrittenInt
+from mmldlm.utils.user_paths import expand_path
 
 # Bounds far above any model: a config.json of unknown origin must not ask for more than a machine has.
 MAX_WIDTH, MAX_COUNT = 1 << 20, 1 << 28
+MAX_INT = (1 << 63) - 1  # of C, torch and NumPy
+MAX_WEIGHT = 1e9  # of a loss term: above it losses overflow
+ONE_YEAR = 366 * 86_400.0  # longest time limit in seconds; longer ones overflow in C
 
 
 class OnResume(Enum):
@@ -28,13 +38,23 @@ class OnResume(Enum):
 
 @dataclass(frozen=True)
 class IsPath:
-    """Marks a field that holds a path, which files of a run store as an absolute one.
+    """Marks a field that holds a path: ~ and variables are expanded, and files of a run store an absolute one.
 
     Attributes:
         words: values that are not paths.
+        or_name: the field also takes names: ~ and variables are expanded, and nothing else is done.
     """
 
     words: tuple[str, ...] = ()
+    or_name: bool = False
+
+    def absolute(self, value: str) -> str:
+        """Return the absolute path of a value; a word or a name as it is."""
+        return value if value in self.words or self.or_name else str(Path(value).absolute())
+
+    def identity(self, value: str) -> str:
+        """Return what is equal for two spellings of the same file: links are followed."""
+        return value if value in self.words or self.or_name else os.path.realpath(value)
 
 
 @dataclass(frozen=True)
@@ -51,7 +71,9 @@ class Section(BaseModel):
     Every field has a docstring below it, which `mmldlm config --keys` prints.
     """
 
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", validate_assignment=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
     on_resume: ClassVar[OnResume] = OnResume.REPORT
 
     @classmethod
@@ -59,3 +81,98 @@ class Section(BaseModel):
         """What a resume does about a change of one field."""
         markers = [marker for marker in cls.model_fields[name].metadata if isinstance(marker, OnResume)]
         return markers[0] if markers else cls.on_resume
+
+    @classmethod
+    def path_marker(cls, name: str) -> IsPath | None:
+        """Return the marker of a field that holds a path; None for another field."""
+        return next((marker for marker in cls.model_fields[name].metadata if isinstance(marker, IsPath)), None)
+
+    @classmethod
+    def read_value(cls, name: str, value: Any) -> Any:
+        """Return a value of YAML as a field takes it: in a field of text, a number is the text that was written.
+
+        Raises:
+            ValueError: a truth value or a text where a number is needed, a number that C cannot hold, or a path whose
+                ~ or variable has no value.
+        """
+        annotation, marker = cls.model_fields[name].annotation, cls.path_marker(name)
+        if not any(isinstance(leaf, type) and issubclass(leaf, BaseModel) for leaf in _leaves(annotation)):
+            value = _read(value, annotation)
+        if marker is None:
+            return value
+        if isinstance(value, dict):
+            return {expand_path(key) if isinstance(key, str) else key: item for key, item in value.items()}
+        return expand_path(value) if isinstance(value, str) and value not in marker.words else value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _as_the_field_takes_it(cls, value: Any, info: ValidationInfo) -> Any:
+        return value if info.field_name is None else cls.read_value(info.field_name, value)
+
+
+def _read(value: Any, annotation: Any) -> Any:
+    if isinstance(value, dict):
+        keys, items = _dict_types(annotation)
+        if glued := [key for key, item in value.items() if item is None and items is float and ":" in str(key)]:
+            spaced = ", ".join(": ".join(key.rsplit(":", 1)) for key in glued)
+            raise ValueError(f"numbers by name; YAML wants a blank after the colon: write {{{spaced}}}")
+        return {_read_leaf(key, keys): _read(item, items) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_read(item, annotation) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return _read_leaf(value, annotation)
+
+
+def _read_leaf(value: Any, annotation: Any) -> Any:
+    types, words = _leaf_types(annotation)
+    if isinstance(value, (WrittenInt, WrittenFloat)):
+        if str in types:
+            return value.text
+        value = int(value) if isinstance(value, int) else float(value)
+    if not types & {int, float} or types - {int, float, bool, str, type(None)}:
+        return value  # no number, or a type of the user's own
+    if isinstance(value, bool) and bool not in types:
+        raise ValueError("a number, not true or false")
+    if isinstance(value, str) and not types & {str, bool} and value not in words:
+        raise ValueError(f"a decimal number{_meant_number(value)}{''.join(f' or {word}' for word in words)}")
+    is_whole = isinstance(value, int) or (isinstance(value, float) and float not in types)
+    if is_whole and abs(value) > MAX_INT:
+        raise ValueError("a number below 2^63")
+    return value
+
+
+def _meant_number(word: str) -> str:
+    if not re.fullmatch(r"[-+]?(0x[0-9a-fA-F]+|[0-9][0-9_.]*(e[-+]?[0-9]+)?)", word):
+        return ""
+    plain = word.replace("_", "")
+    number = int(plain, 16) if "0x" in plain else float(plain) if re.search("[.e]", plain) else int(plain)
+    return f", as {number} without quotes"
+
+
+def _leaf_types(annotation: Any) -> tuple[frozenset[Any], tuple[Any, ...]]:
+    """Return the types that a value, or an item of a list or tuple, may have, and the words of its Literals."""
+    leaves = list(_leaves(annotation))
+    words = tuple(word for leaf in leaves if get_origin(leaf) is Literal for word in get_args(leaf))
+    return frozenset(leaf for leaf in leaves if get_origin(leaf) is not Literal), words
+
+
+def _leaves(annotation: Any) -> Iterator[Any]:
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Literal or not parts:
+        yield annotation
+    elif origin is Annotated:
+        yield from _leaves(parts[0])
+    elif origin is not dict:
+        for part in parts:
+            if part is not Ellipsis:
+                yield from _leaves(part)
+
+
+def _dict_types(annotation: Any) -> tuple[Any, Any]:
+    """Return the types of keys and values of the dict in an annotation; Any where there is none."""
+    if get_origin(annotation) is dict:
+        keys, items = get_args(annotation)
+        return keys, items
+    nested = get_args(annotation) if get_origin(annotation) is not Literal else ()
+    found = (_dict_types(part) for part in nested if part is not Ellipsis)
+    return next((types for types in found if types != (Any, Any)), (Any, Any))

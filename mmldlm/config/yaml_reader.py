@@ -1,11 +1,14 @@
-"""YAML as configs need it, read from files and words that someone else may have written.
+"""YAML as configs need it, read from files and words that someone else may have written, and written for them.
 
 A restricted YAML 1.2: no aliases, no repeated keys, no tags, limits on size and depth. Unlike YAML 1.1, `1e-4` is a
-number, and yes, no, on, off, dates and `12:30` are words.
+number, and yes, no, on, off, dates and `12:30` are words. Numbers are decimal: `010`, `0x10` and `1_000` are words, as
+readers disagree about the first two. A number remembers its spelling: in a field of text, 829 is the text "829".
 """
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -57,52 +60,79 @@ class _Loader(yaml.SafeLoader):
             lines[key] = _line(key_node)
         return super().construct_mapping(node, deep)
 
-    def construct_leading_zero(self, node):
-        """YAML 1.1 reads 010 as 8 and YAML 1.2 as 10."""
-        raise _RefusedError(
-            f"{node.value} in {_line(node)}: a number with a leading zero, which some readers take for octal",
-            f"write {int(node.value.replace('_', ''))} for the decimal number, or '{node.value}' for the text",
-        )
+
+class WrittenInt(int):
+    """A whole number that remembers how it was written."""
+
+    def __new__(cls, text: str):
+        number = super().__new__(cls, text)
+        number.text = text
+        return number
+
+
+class WrittenFloat(float):
+    """A number that remembers how it was written."""
+
+    def __new__(cls, text: str):
+        number = super().__new__(cls, text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+        number.text = text
+        return number
+
+
+class _SpellingLoader(_Loader):
+    """Numbers remember how they were written."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text that YAML 1.1 or `_Loader` would take for something else."""
 
 
 _RESOLVERS = (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    ("leading_zero", r"[-+]?0[0-9_]+", list("-+0")),
-    ("int", r"[-+]?(?:0|[1-9][0-9_]*)|0x[0-9a-fA-F]+", list("-+0123456789")),
-    ("float", r"[-+]?(?:[0-9][0-9_]*\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?", list("-+0123456789.")),
+    ("int", r"[-+]?(?:0|[1-9][0-9]*)", list("-+0123456789")),
+    ("float", r"[-+]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?", list("-+0123456789.")),
     ("float", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", list("-+.")),
 )
 for _tag, _pattern, _first in _RESOLVERS:
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
-_Loader.add_constructor("tag:yaml.org,2002:leading_zero", _Loader.construct_leading_zero)
+    for _class in (_Loader, _SpellingLoader, _Dumper):
+        # Not $, which a line break may follow.
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), _first)
+_SpellingLoader.add_constructor("tag:yaml.org,2002:int", lambda _, node: WrittenInt(node.value))
+_SpellingLoader.add_constructor("tag:yaml.org,2002:float", lambda _, node: WrittenFloat(node.value))
+
+
+def format_yaml(values: dict[str, Any]) -> str:
+    """Return a dict as YAML that `parse_yaml`, and a reader of YAML 1.1, read back as it was."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=math.inf)
 
 
 def _line(place: Any) -> str:
     return f"line {place.start_mark.line + 1}"
 
 
-def parse_yaml(text: str, where: str, fix: str = "correct the line named above") -> Any:
+def parse_yaml(text: str, where: str, fix: str = "correct the line named above", *, spelling: bool = False) -> Any:
     """The value of a YAML text.
 
     Args:
         where: named in the error. fix: what to do about a text that is not YAML.
+        spelling: return numbers as WrittenInt and WrittenFloat, for `Section.read_value`.
 
     Raises:
-        UserError: not YAML, aliases, repeated keys, numbers with a leading zero, or more than the limits allow.
+        UserError: not YAML, aliases, repeated keys, or more than the limits allow.
     """
     if len(text) > MAX_BYTES:
         raise UserError(f"YAML of at most {MAX_BYTES} characters", f"{where}: {len(text)}", "give a mmldlm config")
     try:
-        return yaml.load(text, Loader=_Loader)
+        return yaml.load(text, Loader=_SpellingLoader if spelling else _Loader)
     except _RefusedError as error:
         raise UserError("YAML without surprises", f"{where}: {error}", error.fix) from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError("YAML", f"{where}: {error}", fix) from error
 
 
-def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The sections of a YAML file; {} of an empty one.
+def read_yaml(path: str | Path, *, spelling: bool = False) -> dict[str, Any]:
+    """The sections of a YAML file; {} of an empty one. `spelling`: as for `parse_yaml`.
 
     Raises:
         UserError: not readable, larger than a config, not UTF-8, or as for `parse_yaml`.
@@ -120,14 +150,49 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         line = raw.count(b"\n", 0, error.start) + 1
         found = f"{path}: byte 0x{raw[error.start]:02x} at position {error.start} (line {line})"
         raise UserError("a YAML file in UTF-8", found, "convert it to UTF-8 (for instance with iconv)") from error
-    return as_sections(parse_yaml(text, str(path)), str(path))
+    if "\t" in text and text.lstrip().startswith("{"):
+        text = _without_tabs(text)
+    return as_sections(parse_yaml(text, str(path), spelling=spelling), str(path))
+
+
+def _without_tabs(text: str) -> str:
+    """Return JSON without the tabs that YAML does not take; any other text as it is."""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return text.replace("\t", " ")  # a text in JSON has none
 
 
 def as_sections(values: Any, where: str) -> dict[str, Any]:
-    """The top level of a config: a mapping, or nothing."""
+    """The top level of a config: sections, with `training.seed: 1` for `seed: 1` below `training:`, or nothing.
+
+    A section without a key (all of them commented out) is left out.
+    """
     if values is None:
         return {}
     if not isinstance(values, dict):
         found = f"{where}: a {type(values).__name__}"
         raise UserError("sections with keys", found, "write `training:` and keys below it")
-    return values
+    sections = {key: value for key, value in values.items() if value is not None and "." not in str(key)}
+    if "task" in values:
+        sections["task"] = values["task"]
+    for key, value in values.items():
+        if "." in str(key):
+            _set_dotted(sections, str(key), value, where)
+    return sections
+
+
+def _set_dotted(sections: dict[str, Any], key: str, value: Any, where: str) -> None:
+    *parents, leaf = key.split(".")
+    section = sections
+    for parent in parents:
+        inner = section.setdefault(parent, {})
+        if not isinstance(inner, dict):
+            break
+        section = inner
+    else:
+        if leaf not in section:
+            section[leaf] = value
+            return
+    raise UserError("each key once", f"{where}: {key}, and the same below `{parents[0]}:`", "keep one of them")

@@ -22,6 +22,7 @@ from mmldlm.config.renamed_keys import with_new_names
 from mmldlm.config.task_registry import find_task
 from mmldlm.data.batching.batch import Batch
 from mmldlm.data.batching.loader import MicroBatches
+from mmldlm.data.batching.run_data import open_run_data
 from mmldlm.debug.nan_tracer import NanTracer, nonfinite_inputs, nonfinite_kind, nonfinite_weights
 from mmldlm.debug.replay_report import ReplayResult, explain_clean, is_clean, print_samples
 from mmldlm.distributed.environment import pick_device
@@ -104,7 +105,7 @@ class Replay:
         self.case, self.run_dir = case, run_dir
         self.config = build_config(with_new_names(case["config"]))
         self.task = find_task(self.config.task)
-        self.data = self.task.open_data(self.config)
+        self.data = open_run_data(self.config)
         self.config = self.data.config
         self.device = pick_device(0)
         self.plan = self.data.training_plan(case["global_batch"])

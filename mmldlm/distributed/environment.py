@@ -8,13 +8,12 @@ import socket
 import torch
 
 from mmldlm.errors import UserError
+from mmldlm.utils.environment import int_from_env
 
 
 def rank_environment() -> tuple[int, int, int]:
     """Rank, local rank and world size set by the launcher (0, 0, 1 without one)."""
-    return tuple(
-        int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
-    )
+    return int_from_env("RANK", 0), int_from_env("LOCAL_RANK", 0), int_from_env("WORLD_SIZE", 1)
 
 
 def local_world_size(local_rank: int) -> int:

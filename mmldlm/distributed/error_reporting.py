@@ -35,9 +35,12 @@ def log_line(message: str) -> None:
 
 def report_error_once(error: BaseException, kind: str = "error") -> None:
     """Print the error that ends this rank, unless another rank prints it."""
-    rank, local_rank = (int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK"))
+    try:
+        rank, local_rank, world_size = (int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    except ValueError:  # which is the error
+        rank, local_rank, world_size = 0, 0, 1
     if rank == 0:
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        if world_size > 1:
             _claim(_claim_path(error))
         log_line(f"{kind}: {error}")
     elif not _has_process_group() and _claim(_claim_path(error), wait=CLAIM_WAIT if local_rank else 0.0):

@@ -40,6 +40,7 @@ from mmldlm.distributed.failure_attribution import (
 )
 from mmldlm.distributed.stack_dump import current_location, exit_with_stacks, is_collective_error
 from mmldlm.errors import MmldlmError
+from mmldlm.utils.environment import int_from_env
 from mmldlm.utils.formatting import first_line, join_some
 
 _KEY = "mmldlm/heartbeat"
@@ -113,7 +114,7 @@ class Heartbeat:
         self._num_published, self._last_contact, self._connect_failures = 0, time.monotonic(), 0
         self._opened_at = self._last_contact
         self._identity = HeartbeatRecord(rank, socket.gethostname(), os.getpid())
-        self._address = (os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", 0)))
+        self._address = (os.environ.get("MASTER_ADDR", "127.0.0.1"), int_from_env("MASTER_PORT", 0))
         self._store = store if store is not None else self._connect(timeout)
         self._store.set_timeout(timedelta(seconds=timeout))
         # A process that trains twice finds the heartbeats of the first time in the store: each time has its own keys.
@@ -346,7 +347,7 @@ class Heartbeat:
 
     def _print_failure(self, sentence: str) -> None:
         """One line per node on stderr, past Python's buffers and locks: the main thread may hold them."""
-        local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
+        local_rank = int_from_env("LOCAL_RANK", self.rank)
         # If rank 0 cannot print for its node, local rank 1 does.
         if (local_rank == 0 or (local_rank == 1 and self._found_alone)) and self._printed.acquire(blocking=False):
             os.write(2, f"ERROR: {sentence}; the job ends after step {self._progress.step}\n".encode())

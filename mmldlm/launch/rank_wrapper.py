@@ -23,6 +23,7 @@ if __package__ in (None, ""):  # run by its path
 
 from mmldlm.distributed.failure_attribution import FAILED_RANKS_FD
 from mmldlm.launch import state_files
+from mmldlm.utils.environment import int_from_env
 from mmldlm.utils.processes import set_parent_death_signal
 
 LAUNCH_ID_VAR = "MMLDLM_LAUNCH"
@@ -32,7 +33,7 @@ _RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_P
 
 def rank_from_environment() -> int:
     """Return this process's rank under any of the launchers."""
-    return int(next((os.environ[name] for name in _RANK_NAMES if name in os.environ), 0))
+    return next((int_from_env(name, 0) for name in _RANK_NAMES if os.environ.get(name)), 0)
 
 
 def launch_file(host: str) -> str:

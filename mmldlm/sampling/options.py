@@ -10,6 +10,7 @@ from mmldlm.sampling.search.options import ARGUMENTS as SEARCH_ARGUMENTS
 from mmldlm.sampling.text.strategies import STRATEGIES
 from mmldlm.sampling.text.strategies.remasking import ETAS as REMASKING
 from mmldlm.sampling.text.trace import MAX_TEXTS
+from mmldlm.utils import option_types
 
 IMAGE_STEPS = 20
 """Default number of denoising steps of an image. One, which is enough for an embedding, gives a blur."""
@@ -80,32 +81,46 @@ METHODS = {"t2l": SOLVERS, "t2i": SOLVERS, "unconditional": JOINT_METHODS, "join
 
 
 def eta_value(word: str) -> float | str:
-    return word if word in ETAS else float(word)
+    return word if word in ETAS else option_types.number(0, 1)(word)
 
 
 # argparse settings of the same options.
 OPTIONS: dict[str, dict[str, Any]] = {
-    "image": {"nargs": "+", "metavar": "FILE", "help": "images, read as `mmldlm prepare` reads them"},
-    "vae": {"metavar": "FOLDER", "help": "of images as vae:NAME: folder of the autoencoder (default: as prepared)"},
+    "image": {
+        "type": option_types.path,
+        "nargs": "+",
+        "metavar": "FILE",
+        "help": "images, read as `mmldlm prepare` reads them",
+    },
+    "vae": {
+        "type": option_types.path,
+        "metavar": "FOLDER",
+        "help": "of images as vae:NAME: folder of the autoencoder (default: as prepared)",
+    },
     "image_size": {
-        "type": int,
+        "type": option_types.count,
         "metavar": "PIXELS",
         "help": "side of the images, of a model of several sizes (default: that of --data, else the largest)",
     },
-    "latent_file": {"metavar": "X.npy", "help": "embeddings [D] or [N, D] in the encoder's space"},
+    "latent_file": {
+        "type": option_types.path,
+        "metavar": "X.npy",
+        "help": "embeddings [D] or [N, D] in the encoder's space",
+    },
     "data": {
+        "type": option_types.path,
         "metavar": "STORE",
         "help": "validation samples of a store: embeddings, images, or (t2i) captions",
     },
     "text": {"nargs": "+", "metavar": "TEXT", "help": "texts (l2t: embedded with the encoder of the training data)"},
-    "text_file": {"metavar": "FILE", "help": "texts, one per line"},
+    "text_file": {"type": option_types.path, "metavar": "FILE", "help": "texts, one per line"},
     "num_samples": {
-        "type": int,
+        "type": option_types.count,
         "metavar": "N",
         "help": "number of samples (l2t: default one per embedding; i2t, t2i: one per image, caption)",
     },
     "num_steps": {
-        "type": int,
+        "type": option_types.count,
         "help": "denoising steps (t2l: default 1, or 10 for a model that predicts epsilon; t2i of codes: 12); a text "
         "of n tokens takes at most n passes",
     },
@@ -114,31 +129,32 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "ancestral); a name that the model's task lacks is refused with those that it has"
     },
     "temperature": {
-        "type": float,
+        "type": option_types.number(0),
         "help": "0 takes the most probable token (default: 0 for samplers by certainty, or 1 if an embedding is used "
         "several times; 1 for the others)",
     },
-    "top_p": {"type": float, "help": "nucleus of the token draws"},
-    "guidance": {"type": float, "help": "scale of classifier-free guidance, 1: none"},
+    "top_p": {"type": option_types.number(1e-6, 1), "help": "nucleus of the token draws"},
+    "guidance": {"type": option_types.number(), "help": "scale of classifier-free guidance, 1: none"},
     "guidance_interval": {
         "nargs": 2,
-        "type": float,
+        "type": option_types.number(),
         "metavar": ("LOW", "HIGH"),
         "help": "guide only at timesteps (1 noise, 0 data) from LOW to HIGH (default: at all)",
     },
     "presence_penalty": {
-        "type": float,
+        "type": option_types.number(),
         "help": "nats subtracted from tokens that the text already contains (default: 1 for samplers by certainty, "
         "else 0)",
     },
     "schedule": {
+        "type": option_types.path,
         "metavar": "N1,N2,..|FILE",
         "help": "tokens per pass instead of --num-steps, scaled to each text: numbers, or a JSON file of a list, of "
         "{length: list}, or of evaluate --write-schedule, of which --num-steps chooses (scheduled, confidence, margin, "
         "entropy)",
     },
     "spacing": {
-        "type": float,
+        "type": option_types.number(0),
         "metavar": "G",
         "help": "of the positions that a pass would fill, one nearer than G x the masked share to a surer one waits "
         "(samplers by certainty; default 1: none)",
@@ -149,41 +165,57 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": "of the positions that a pass would fill with the same token, all but the surest wait (samplers by "
         "certainty)",
     },
-    "threshold": {"type": float, "metavar": "P", "help": "threshold: fill all positions as probable (default 0.9)"},
-    "factor": {"type": float, "metavar": "F", "help": "factor: fill n with (n+1)(1-p_n) < F (default 0.75)"},
-    "delta": {"type": float, "metavar": "D", "help": "frechet: margin of the joint probability (default 0.25)"},
-    "gamma": {"type": float, "metavar": "NATS", "help": "eb: bound on the dependence ignored in a pass (default 0.1)"},
+    "threshold": {
+        "type": option_types.number(),
+        "metavar": "P",
+        "help": "threshold: fill all positions as probable (default 0.9)",
+    },
+    "factor": {
+        "type": option_types.number(),
+        "metavar": "F",
+        "help": "factor: fill n with (n+1)(1-p_n) < F (default 0.75)",
+    },
+    "delta": {
+        "type": option_types.number(),
+        "metavar": "D",
+        "help": "frechet: margin of the joint probability (default 0.25)",
+    },
+    "gamma": {
+        "type": option_types.number(),
+        "metavar": "NATS",
+        "help": "eb: bound on the dependence ignored in a pass (default 0.1)",
+    },
     "remask": {"choices": tuple(REMASKING), "help": "remdm: how tokens are masked again (default cap)"},
     "remask_eta": {
-        "type": float,
+        "type": option_types.number(0),
         "metavar": "ETA",
         "help": f"remdm: how much ({', '.join(f'{name} {eta}' for name, eta in REMASKING.items())})",
     },
     "num_lengths": {
-        "type": int,
+        "type": option_types.count,
         "metavar": "M",
         "help": "write a text in each of the M most probable lengths and keep the most probable one (default: one text "
         "of the median length)",
     },
     "critic_rounds": {
-        "type": int,
+        "type": option_types.size,
         "metavar": "R",
         "help": "then R times mask the words that the quality head doubts most, write them again, and keep a text if "
         "its mean quality is higher (a model of model.quality_head=true)",
     },
     "critic_share": {
-        "type": float,
+        "type": option_types.number(0, 1),
         "metavar": "RHO",
         "help": "share of the words of a text that the first of --critic-rounds masks, falling to 0 (default 0.1)",
     },
-    "num_beams": {"type": int, "metavar": "W", "help": "beams of a beam search (default: 4)"},
+    "num_beams": {"type": option_types.count, "metavar": "W", "help": "beams of a beam search (default: 4)"},
     "method": {
         "help": "t2l: solver, ddim, dpm++2m, or heun for a rectified-flow model; unconditional: joint or chain "
         "(default: what the model was trained for)"
     },
     "solver": {"choices": ("ddim", "dpm++2m"), "help": "solver of the embeddings"},
     "condition_timestep": {
-        "type": float,
+        "type": option_types.number(0, 1),
         "metavar": "T",
         "help": "noise the embedding to this timestep for the text, for embeddings that no encoder made (a model of "
         "training.l2t_condition_noise; unconditional: --method chain)",
@@ -194,6 +226,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": "noise of DDIM: 0 none, 1 ancestral, bridge that of a model of schedule=decoupled",
     },
     "trace": {
+        "type": option_types.path,
         "metavar": "FILE.html",
         "help": f"also write a page that plays, pass by pass, how the first {MAX_TEXTS} texts were written",
     },

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypedDict
 from mmldlm.config.schema import Config
 from mmldlm.data.batching.batch import Batch, Collator
 from mmldlm.data.batching.run_data import RunData
+from mmldlm.errors import UserError
 
 if TYPE_CHECKING:  # preflight asks a task before torch is imported
     from torch import Tensor, nn
@@ -211,6 +212,26 @@ class Task(ABC):
     @abstractmethod
     def objective(self, config: Config) -> Objective:
         """Return the loss."""
+
+    def stack_sums(self, loss: Tensor, sums: Mapping[str, Tensor]) -> Tensor:
+        """Return the declared sums of what the objective returned, [len(self.sums)] fp64 on its device.
+
+        Raises:
+            UserError: the loss or a sum is missing, or is not a scalar tensor.
+        """
+        import torch
+
+        values = {"the loss": loss, **{name: sums.get(name) for name in self.sums}}
+        for name, value in values.items():
+            if not (isinstance(value, torch.Tensor) and value.numel() == 1):
+                shape = f" {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
+                found = "none" if value is None else f"{type(value).__name__}{shape}"
+                raise UserError(
+                    f"{name} from the objective of {type(self).__name__}: a scalar tensor",
+                    found,
+                    "return (loss, {name: sum}) with every name of `sums` (docs/tasks.md)",
+                )
+        return torch.stack([sums[name].detach().double().reshape(()) for name in self.sums])
 
     def validation(self, data: RunData, engine: Engine) -> ValidationRun:
         """Return the evaluation during training. Default: every metric on the validation split."""

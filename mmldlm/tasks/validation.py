@@ -94,7 +94,7 @@ class Validation:
         self, task: Task, data: RunData, engine: Engine, passes: Sequence[tuple[str, Collator]], figures: Figures
     ):
         config = data.config
-        self.engine, self.objective, self.sums = engine, task.objective(config), task.sums
+        self.engine, self.objective, self.task, self.sums = engine, task.objective(config), task, task.sums
         self._figures = figures
         training = config.training
         micro = training.eval_batch_size or training.train_batch_size
@@ -152,8 +152,8 @@ class Validation:
                     return None
                 num_done += 1
                 for batch in batches:
-                    _, metrics = self.objective(self.engine.module, batch.to(self.engine.device))
-                    sums += torch.stack([metrics[key].double() for key in self.sums])
+                    loss, metrics = self.objective(self.engine.module, batch.to(self.engine.device))
+                    sums += self.task.stack_sums(loss, metrics)
                     num_tokens += batch.num_tokens  # of valid samples; the counts are the plan's
                     counts = {key: counts.get(key, 0) + value for key, value in batch.counts.items()}
                     found.update({sample["id"]: sample for sample in batch.bad})

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from mmldlm.checkpoints.locate import list_checkpoints, locate_checkpoint
 from mmldlm.config.schema import Config
-from mmldlm.config.task_registry import find_task
-from mmldlm.data.batching.run_data import RunData
+from mmldlm.data.batching.run_data import RunData, open_run_data
 from mmldlm.engines.build import check_engine
 from mmldlm.errors import UserError
 from mmldlm.training.run_lock import check_no_checkpoints
@@ -18,7 +17,7 @@ def check_run(config: Config, world_size: int) -> RunData:
         UserError: the first thing that is wrong.
     """
     check_engine(config, world_size)
-    data = find_task(config.task).open_data(config)
+    data = open_run_data(config)
     check_no_checkpoints(config)
     if config.training.resume not in (None, "auto"):
         source, run_dir = locate_checkpoint(config.training.resume), config.run_dir()

@@ -22,6 +22,7 @@ from typing import Any
 from mmldlm.checkpoints.locate import holds_checkpoints
 from mmldlm.config.schema import Config
 from mmldlm.errors import UserError
+from mmldlm.utils.environment import int_from_env
 from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.processes import read_stat
 
@@ -146,7 +147,7 @@ class RunLock:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "job": os.environ.get("SLURM_JOB_ID"),
-            "restarts": int(os.environ.get("SLURM_RESTART_COUNT", 0)),
+            "restarts": int_from_env("SLURM_RESTART_COUNT", 0),
             "started": datetime.now(timezone.utc).isoformat(timespec="microseconds"),
             "place": _host_key(),
             "born": _process_start_time(os.getpid()),
@@ -183,7 +184,7 @@ def _takeover_reason(holder: dict[str, Any], age: float) -> str | None:
             return ""
         return None if _is_alive(holder["pid"], holder["born"]) else "that process has exited"
     requeued = holder.get("job") is not None and holder["job"] == os.environ.get("SLURM_JOB_ID")
-    if requeued and int(os.environ.get("SLURM_RESTART_COUNT", 0)) > holder["restarts"]:
+    if requeued and int_from_env("SLURM_RESTART_COUNT", 0) > holder["restarts"]:
         return "Slurm ended it and restarted the job"
     return f"not renewed for {age:.0f} s" if age > STALE_AFTER else None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +30,7 @@ from mmldlm.training.run_lock import RunLock, check_no_checkpoints
 from mmldlm.training.start_summary import setting_warnings, summary
 from mmldlm.training.state import TrainingState
 from mmldlm.utils.atomic_files import write_text
+from mmldlm.utils.environment import int_from_env
 from mmldlm.utils.formatting import first_line, join_some
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class RunLogger:
 
     def _open_screen(self) -> None:
         config = self.config
-        path = train_log_path(self.run_dir, int(os.environ.get("GROUP_RANK", 0))) if self.is_main else None
+        path = train_log_path(self.run_dir, int_from_env("GROUP_RANK", 0)) if self.is_main else None
         self.progress = Console(
             config.training.num_train_steps,
             enabled=self.is_main,

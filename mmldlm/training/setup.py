@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import torch
 from mmldlm.checkpoints.init_from import InitReport, init_weights
 from mmldlm.checkpoints.locate import list_checkpoints
 from mmldlm.config.schema import Config
-from mmldlm.config.section import IsPath, Section
+from mmldlm.config.section import Section
 from mmldlm.config.task_registry import find_task
 from mmldlm.data.batching.batch import Batch
 from mmldlm.data.batching.batch_plan import BatchPlan
@@ -41,6 +40,7 @@ from mmldlm.training.checkpointer import Checkpointer
 from mmldlm.training.run_logger import RunLogger
 from mmldlm.training.signals import StopSignal
 from mmldlm.training.state import TrainingState
+from mmldlm.utils.environment import int_from_env
 
 
 @dataclass
@@ -114,7 +114,7 @@ def open_session(data: RunData, stop: StopSignal) -> Iterator[Session]:
     task = find_task(config.task)
     logs = config.run_dir() / "logs"
     for note in prepare_environment(config.engine.collective_timeout, logs):
-        if int(os.environ.get("RANK", 0)) == 0:
+        if int_from_env("RANK", 0) == 0:
             log_line(f"warning: {note}")
     model = task.build_model(data)
     # A resumed run does not read training.init_from; the source may have been deleted.
@@ -236,12 +236,11 @@ def check_same_config(config: Config) -> None:
 def _compared_values(section: Section, prefix: str = "") -> dict[str, str]:
     """Values as `section.key`, without the paths themselves: each node may keep the data in a folder of its own."""
     found: dict[str, str] = {}
-    for name, field in type(section).model_fields.items():
-        value, key = getattr(section, name), f"{prefix}{name}"
-        marker = next((marker for marker in field.metadata if isinstance(marker, IsPath)), None)
+    for name in type(section).model_fields:
+        value, key, marker = getattr(section, name), f"{prefix}{name}", section.path_marker(name)
         if isinstance(value, Section):
             found |= _compared_values(value, f"{key}.")
-        elif marker is None or value is None or value in marker.words:
+        elif marker is None or value is None or value in marker.words or marker.or_name:
             found[key] = str(value)
         else:
             found[key] = str(list(value.values())) if isinstance(value, dict) else "a path"

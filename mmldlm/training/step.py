@@ -133,11 +133,12 @@ def train_step(session: Session, batches: list[Batch]) -> StepReport:
     engine.loss_scale, losses = guard.loss_scale.value, []
     for batch in batches:
         loss, metrics = session.objective(engine.module, batch.to(engine.device))
+        declared = session.task.stack_sums(loss, metrics)
         # Run backward even for a non-finite loss, so that all ranks issue the same collectives.
         engine.backward(loss)
         losses.append(loss.detach())
         is_bad = ~torch.isfinite(losses[-1])
-        sums += torch.stack([*(metrics[name].double() for name in session.task.sums), is_bad.double()])
+        sums += torch.cat([declared, is_bad.double().reshape(1)])
     norm = engine.grad_norm().to(sums)
     session.layer_stats.before_step()
     shared = reduce_step(engine, session.task.sums, sums, norm, LocalCounts.of(session, batches))

@@ -7,7 +7,7 @@ import math
 import numbers
 from collections.abc import Mapping, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import describe_os_error
@@ -16,24 +16,53 @@ from mmldlm.utils.input_files import MAX_BYTES, read_bytes
 _MAX_INT = 1 << 64  # a larger integer is written as a word: many readers of JSON would round it or fail
 
 
-def read_json(path: Path, fix: str, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
+def read_json(path: Path, fix: str, max_bytes: int = MAX_BYTES, *, finite: bool = False) -> dict[str, Any]:
     """Return the object in a JSON file written by another program.
 
     Args:
         fix: what the error advises. max_bytes: a larger file is not parsed.
+        finite: refuse numbers that are infinite, NaN, or whole and beyond 64 bits, as 1e999.
 
     Raises:
-        UserError: not readable, not a regular file, too large, not JSON, nested too deep, or not an object.
+        UserError: not readable, not a regular file, too large, not JSON in UTF-8 (a BOM is skipped), nested too deep,
+            or not an object.
     """
+    value = read_json_value(path, fix, max_bytes, finite=finite)
+    if not isinstance(value, dict):
+        raise UserError(f"a JSON object in {path}", f"damaged file: a JSON {type(value).__name__}", fix)
+    return value
+
+
+def read_json_value(path: Path, fix: str, max_bytes: int = MAX_BYTES, *, finite: bool = False) -> Any:
+    """Return what a JSON file holds: as `read_json`, but it need not be an object."""
+    checks: dict[str, Any] = {}
+    if finite:
+        checks = {"parse_constant": _refuse_number, "parse_float": _finite_float, "parse_int": _int64}
     try:
-        value = json.loads(read_bytes(path, max_bytes))
-        if not isinstance(value, dict):
-            raise ValueError(f"a JSON {type(value).__name__}")
+        return json.loads(read_bytes(path, max_bytes).decode("utf-8-sig"), **checks)
     except OSError as error:
         raise UserError(f"a JSON object in {path}", describe_os_error(error), fix) from error
-    except (ValueError, RecursionError) as error:
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        found = f"byte 0x{error.object[error.start]:02x} in line {line}"
+        raise UserError(f"JSON in UTF-8 in {path}", found, f"convert it to UTF-8; {fix}") from error
+    except RecursionError as error:
+        raise UserError(f"a JSON object in {path}", "damaged file: nested too deep", fix) from error
+    except ValueError as error:
         raise UserError(f"a JSON object in {path}", f"damaged file: {str(error)[:200]}", fix) from error
-    return value
+
+
+def _refuse_number(text: str) -> NoReturn:
+    raise ValueError(f"the number {text[:30]}, which is not finite or too large")
+
+
+def _finite_float(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _refuse_number(text)
+
+
+def _int64(text: str) -> int:
+    return int(text) if len(text) < 20 and abs(int(text)) < 1 << 63 else _refuse_number(text)
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

@@ -307,9 +307,7 @@ def test_scaled_embeddings_are_warned_about(checkpoint, tmp_path, capsys):
         (["t2l", "--text", "word1", "--method", "heun"], "ddim"),
         (["t2l", "--text", "word1", "--method", "dpm++2m", "--eta", "0.5"], "eta"),
         (["t2l", "--text", "word1", "--eta", "bridge"], "eta"),
-        (["t2l", "--text", "word1", "--eta", "2"], "--eta"),
         (["t2l", "--text", "word1", "--condition-timestep", "0.1"], "--condition-timestep"),
-        (["unconditional", "--condition-timestep", "1.5"], "--condition-timestep"),
         (["unconditional", "--method", "joint", "--condition-timestep", "0.1"], "--method chain"),
         (["t2l", "--text", "word1", "--method", "dpm++2m"], "at least 2"),
         (["t2l", "--text", "word1", "--guidance-interval", "0", "1"], "--guidance other than 1"),
@@ -317,9 +315,6 @@ def test_scaled_embeddings_are_warned_about(checkpoint, tmp_path, capsys):
         (["l2t", "--latent-file", "x.npy", "--guidance-interval", "0", "0.9"], "--guidance-interval"),
         (["t2l", "--text", "word1", "--solver", "ddim"], "--solver"),
         (["t2l", "--text-file", "absent.txt"], "text file"),
-        (["t2l", "--text", "word1", "--num-steps", "0"], "--num-steps at least 1"),
-        (["unconditional", "--top-p", "1.5"], "--top-p"),
-        (["unconditional", "--temperature", "nan"], "--temperature"),
         (["l2t", "--text", "word1"], "encoder"),
         (["l2t"], "--latent-file"),
         (["t2l", "--text", "word1", "--text-file", "x"], "--text"),
@@ -331,6 +326,25 @@ def test_scaled_embeddings_are_warned_about(checkpoint, tmp_path, capsys):
 def test_unusable_requests_are_refused(checkpoint, tmp_path, words, named):
     with pytest.raises(UserError, match=named):
         run(*words, "--checkpoint", checkpoint, "--output-dir", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "words, bound",
+    [
+        (["t2l", "--eta", "2"], "at least 0 and at most 1"),
+        (["unconditional", "--condition-timestep", "1.5"], "at least 0 and at most 1"),
+        (["t2l", "--num-steps", "0"], "at least 1"),
+        (["unconditional", "--top-p", "1.5"], "at most 1"),
+        (["unconditional", "--temperature", "nan"], "finite number at least 0"),
+        (["l2t", "--num-lengths", "0"], "at least 1"),
+        (["l2t", "--seed", "18446744073709551616"], "at least 0 and at most 9223372036854775807"),
+    ],
+)
+def test_numbers_out_of_bounds_are_refused(words, bound, tmp_path, capsys):
+    with pytest.raises(SystemExit) as done:
+        run(*words, "--checkpoint", "absent", "--output-dir", tmp_path / "out")
+    said = capsys.readouterr().err
+    assert done.value.code == 2 and f"argument {words[1]}" in said and bound in said
 
 
 def test_a_folder_without_diffusion_settings_is_refused(checkpoint, tmp_path):
@@ -472,7 +486,6 @@ def test_every_pass_of_every_sampler_is_reported(checkpoint):
         (["l2t", "--sampler", "greedy"], "--sampler confidence, margin"),
         (["l2t", "--schedule", "1,2", "--num-steps", 3], "--num-steps or --schedule"),
         (["l2t", "--schedule", "1,x"], "--schedule 1,2,4,8"),
-        (["l2t", "--num-lengths", 0], "--num-lengths at least 1"),
         (["l2t", "--sampler", "eb", "--gamma", -1], "--gamma at least 0"),
         (["unconditional", "--num-lengths", 2], "--num-lengths"),
         (["l2t", "--critic-rounds", 2], "a model with a quality head"),

@@ -6,12 +6,12 @@ files. So a killed launch leaves no claims behind, and the next one may have any
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 from mmldlm.errors import EXIT_FAILED, EXIT_INTERRUPTED, MmldlmError
+from mmldlm.utils.environment import check_rank_variables, int_from_env
 
 _POLL = 0.1  # seconds
 _FAILED_KEY, _DONE_KEY = "failed", "gone"
@@ -88,8 +88,8 @@ class StoreTaskQueue(TaskQueue):
     def __init__(self, timeout: float = 1800.0):
         import torch.distributed as dist
 
-        self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        self.rank, self.world_size = int_from_env("RANK", 0), int_from_env("WORLD_SIZE", 1)
+        self.local_rank = int_from_env("LOCAL_RANK", 0)
         self._has_failed = False
         self._store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
 
@@ -151,4 +151,5 @@ class StoreTaskQueue(TaskQueue):
 
 def connect() -> TaskQueue:
     """Connect the ranks of this launch: torchrun's or `mmldlm prepare --num-procs`; else this process alone."""
-    return StoreTaskQueue() if int(os.environ.get("WORLD_SIZE", 1)) > 1 else TaskQueue()
+    check_rank_variables()
+    return StoreTaskQueue() if int_from_env("WORLD_SIZE", 1) > 1 else TaskQueue()

@@ -13,10 +13,10 @@ from mmldlm.config.section import FilePath, IsPath, OnResume, Section
 class TokenizerConfig(Section):
     """Which tokenizer the data must have been prepared with."""
 
-    name: str | None = None
+    name: Annotated[str | None, IsPath(or_name=True)] = None
     """Tokenizer the store was prepared with (a Hugging Face name or folder, `minilm`, or `train`). None: the
     store's own."""
-    cache_dir: str | None = None
+    cache_dir: Annotated[FilePath, OnResume.IGNORE] = None
     """Folder in which Hugging Face keeps downloaded files."""
 
 

@@ -27,7 +27,8 @@ class Rejected(NamedTuple):
     advice: str
 
 
-SWITCH, SIZE, NUMBER, TEXT, SECTION = "true or false", "an integer >= 0", "a number", "a string", "an object {...}"
+SWITCH, SIZE, COUNT, NUMBER = "true or false", "an integer >= 0", "an integer >= 1", "a number"
+TEXT, SECTION = "a string", "an object {...}"
 _OWNED_BY_CONFIG = "it changes results that are the same on every engine: delete it"
 _UNTESTED = "mmldlm's checkpoints and steps were never tested with it: delete it"
 _OFF = 'delete it, or write {"enabled": false}; mmldlm does not use it'
@@ -83,7 +84,7 @@ _STAGE3_SIZES = (
 ZERO: dict[str, str | AllowedValue | Rejected] = {
     "stage": NUMBER, "offload_param": SECTION, "offload_optimizer": SECTION,
     # Partitioning of memory and messages: the sums stay the same.
-    **dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size", "sub_group_size"), SIZE),
+    **dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size", "sub_group_size"), COUNT),
     **dict.fromkeys((*_STAGE3_SIZES, *(f"stage3_{name}" for name in _STAGE3_SIZES)), SIZE),
     **dict.fromkeys(
         ("contiguous_gradients", "reduce_scatter", "use_multi_rank_bucket_allreduce", "allgather_partitions",
@@ -231,7 +232,7 @@ def _has_type(value: Any, kind: str, optional: bool) -> bool:
     if kind == TEXT:
         return isinstance(value, str)
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and (kind == NUMBER or (value >= 0 and value == int(value)))
+    return number and (kind == NUMBER or (value >= (kind == COUNT) and value == int(value)))
 
 
 def _invalid_key_error(key: str, expected: str, value: Any, file: str | None) -> UserError:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 from mmldlm.config.schema import Config
 from mmldlm.engines.deepspeed.allowed_keys import check_keys, check_stage
 from mmldlm.errors import UserError
-from mmldlm.utils.input_files import read_text
+from mmldlm.utils import json_files
 
 DEFAULT_ZERO_STAGE = 2
 # Buckets in elements, if the JSON has "auto" or none. DeepSpeed's own 500M (2 GB, twice) cost memory and save no time;
@@ -28,18 +29,7 @@ def read_json(path: str | None) -> dict[str, Any]:
     """The user's DeepSpeed JSON, {} without one."""
     if path is None:
         return {}
-    try:
-        values = json.loads(read_text(path))
-    except OSError as error:
-        raise UserError(
-            "a readable DeepSpeed JSON", f"{path}: {error.strerror}", "see ds_configs/ for files to start from"
-        ) from error
-    except json.JSONDecodeError as error:
-        raise UserError("valid JSON", f"{path}: {error}", "fix the line reported above") from error
-    if not isinstance(values, dict):
-        raise UserError(
-            "a JSON object", f"{path}: a {type(values).__name__}", "see ds_configs/ for files to start from"
-        )
+    values = json_files.read_json(Path(path), "correct it, or start from a file in ds_configs/", finite=True)
     check_stage(values, path)
     return values
 
@@ -54,6 +44,25 @@ def resolve_stage(config: Config) -> int:
     if stage is not None:
         return stage
     return DEFAULT_ZERO_STAGE if in_json == "auto" else int(in_json)
+
+
+    """Refuse fp16 under ZeRO-1 to 3 where DeepSpeed has none. Not part of check_engine: the head may differ.
+
+    """Refuse fp16 under ZeRO-1 to 3 where DeepSpeed has none. Not part of check_engine: the head may have other devices.
+
+    Args:
+        is_supported: by DeepSpeed's accelerator: a GPU, or a CPU with fp16 instructions.
+
+    Raises:
+        UserError: the run needs it.
+    """
+    needs_fp16 = config.engine.kind == "deepspeed" and config.training.dtype == "fp16" and resolve_stage(config) > 0
+    if needs_fp16 and not is_supported:
+        raise UserError(
+            "GPUs (or CPUs with fp16 instructions) for training.dtype=fp16 under DeepSpeed ZeRO-1 to 3",
+            "none here",
+            "set training.dtype=bf16 or fp32, or engine.kind=ddp, fsdp or single",
+        )
 
 
 def bucket_elements(stage: int, on_gpu: bool, json_path: str | None = None) -> int:

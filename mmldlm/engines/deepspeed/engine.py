@@ -17,7 +17,7 @@ from mmldlm.config.schema import Config
 from mmldlm.distributed.environment import pick_device, rank_environment
 from mmldlm.distributed.process_group import backend_for, start_process_group
 from mmldlm.engines.base import Autocast, Engine, compute_dtype, tied_names
-from mmldlm.engines.deepspeed.config import CPU_BUCKET, GPU_BUCKET, merged_config, resolve_stage
+from mmldlm.engines.deepspeed.config import CPU_BUCKET, GPU_BUCKET, check_fp16, merged_config, resolve_stage
 from mmldlm.engines.deepspeed.overflow_override import OverflowOverride
 from mmldlm.engines.deepspeed.zero_partitions import copy_masters_to_model, local_partition, master_shards
 from mmldlm.engines.optimizer import build_optimizer, scale_gradients, set_learning_rate
@@ -40,6 +40,7 @@ class DeepSpeedEngine(Engine):
         self.rank, local_rank, self.world_size = rank_environment()
         self.device = pick_device(local_rank)
         self.stage = resolve_stage(config)
+        check_fp16(config, deepspeed.accelerator.get_accelerator().is_fp16_supported() or False)
         bucket = GPU_BUCKET if self.device.type == "cuda" else CPU_BUCKET
         ds_config = merged_config(config, self.world_size, bucket)
         if self.stage == 0:

@@ -60,7 +60,7 @@ class ModelConfig(Section):
     token_embedding_init: Literal["random", "encoder"] = "random"
     """encoder: start from the input embeddings of the encoder that made the latents, cut to hidden_size by their
     principal components. A token that only the text's tokenizer has starts from the mean of those that spell it."""
-    token_embedding_scale: float = Field(1.0, gt=0)
+    token_embedding_scale: float = Field(1.0, gt=0, le=1e6)
     """The model reads token embeddings times this. They start at a standard deviation of 0.02, and what the blocks add
     would hide them in the residual stream (Gemma, arXiv 2403.08295, has sqrt(H))."""
     output_bias_init: Literal["zeros", "frequency"] = "zeros"
@@ -86,16 +86,18 @@ class ModelConfig(Section):
     tenth of the memory. Off, blocks still recompute what is cheap (norms, modulation, GELU, rotation)."""
     vocab_size: Annotated[int | None, FilledFromData()] = Field(None, ge=3, le=MAX_COUNT)
     """Vocabulary V. None: taken from the tokenizer."""
-    mask_token_id: Annotated[int | None, FilledFromData()] = None
+    mask_token_id: Annotated[int | None, FilledFromData()] = Field(None, ge=0, le=MAX_COUNT)
     """Id of [MASK]; the text head never predicts it (SUBS). None: taken from the tokenizer."""
-    pad_token_id: Annotated[int | None, FilledFromData()] = None
+    pad_token_id: Annotated[int | None, FilledFromData()] = Field(None, ge=0, le=MAX_COUNT)
     """Id used to fill up rows. None: taken from the tokenizer."""
-    eos_token_id: Annotated[int | None, FilledFromData()] = None
+    eos_token_id: Annotated[int | None, FilledFromData()] = Field(None, ge=0, le=MAX_COUNT)
     """Id that ends every text. None: taken from the tokenizer."""
 
     @model_validator(mode="after")
-    def _heads_divide_width(self) -> ModelConfig:
+    def _widths_and_ids_fit(self) -> ModelConfig:
         check_heads(self.hidden_size, self.n_heads)
+        check_mlp_width(self.hidden_size, self.mlp_ratio)
+        check_token_ids(self)
         return self
 
     @model_validator(mode="after")
@@ -177,3 +179,20 @@ def check_heads(hidden_size: int, n_heads: int) -> None:
             f"a head is model.hidden_size / model.n_heads = {hidden_size // n_heads} wide; "
             "RoPE needs an even width: choose another model.n_heads"
         )
+
+
+def check_mlp_width(hidden_size: int, mlp_ratio: float) -> None:
+    """Raise a ValueError unless an MLP has a hidden unit."""
+    if int(hidden_size * mlp_ratio) < 1:
+        raise ValueError(
+            f"model.mlp_ratio={mlp_ratio} times model.hidden_size={hidden_size} is an MLP without hidden units: "
+            f"at least {1 / hidden_size:g}"
+        )
+
+
+def check_token_ids(model: ModelConfig) -> None:
+    """Raise a ValueError unless the ids of special tokens are in the vocabulary, where it is set."""
+    for key in ("mask_token_id", "pad_token_id", "eos_token_id"):
+        value = getattr(model, key)
+        if value is not None and model.vocab_size is not None and value >= model.vocab_size:
+            raise ValueError(f"model.{key}={value} is not in the vocabulary: below model.vocab_size={model.vocab_size}")

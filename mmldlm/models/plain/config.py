@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from mmldlm.config.section import MAX_COUNT, MAX_WIDTH, FilledFromData, OnResume, Section
-from mmldlm.models.mmdit.config import check_heads
+from mmldlm.models.mmdit.config import check_heads, check_mlp_width
 
 Conditioning = Literal["none", "prefix", "adaln", "cross_attention"]
 DEFAULT_COND_DIM, DEFAULT_TOKENS_PER_LATENT = 256, 4
@@ -55,7 +55,7 @@ class PlainConfig(Section):
     token_embedding_init: Literal["random", "encoder"] = "random"
     """encoder: start from the input embeddings of the encoder that made the latents, cut to hidden_size by their
     principal components. A token that only the text's tokenizer has starts from the mean of those that spell it."""
-    token_embedding_scale: float = Field(1.0, gt=0)
+    token_embedding_scale: float = Field(1.0, gt=0, le=1e6)
     """The model reads token embeddings times this."""
     output_bias_init: Literal["zeros", "frequency"] = "zeros"
     """frequency: the biases of the text and length heads start from the log frequencies of the training split."""
@@ -69,16 +69,17 @@ class PlainConfig(Section):
     """Vocabulary V. None: taken from the tokenizer."""
     extra_input_tokens: Annotated[int, FilledFromData()] = Field(0, ge=0, le=MAX_COUNT)
     """Ids V, V + 1, ... that the model reads but never predicts (HDLM's clusters)."""
-    mask_token_id: Annotated[int | None, FilledFromData()] = None
+    mask_token_id: Annotated[int | None, FilledFromData()] = Field(None, ge=0, le=MAX_COUNT)
     """Id of [MASK]; the text head never predicts it. None: taken from the tokenizer."""
-    pad_token_id: Annotated[int | None, FilledFromData()] = None
+    pad_token_id: Annotated[int | None, FilledFromData()] = Field(None, ge=0, le=MAX_COUNT)
     """Id used to fill up rows. None: taken from the tokenizer."""
-    eos_token_id: Annotated[int | None, FilledFromData()] = None
+    eos_token_id: Annotated[int | None, FilledFromData()] = Field(None, ge=0, le=MAX_COUNT)
     """Id that ends every text. None: taken from the tokenizer."""
 
     @model_validator(mode="after")
     def _keys_are_read(self) -> PlainConfig:
         check_heads(self.hidden_size, self.n_heads)
+        check_mlp_width(self.hidden_size, self.mlp_ratio)
         if self.causal and self.reads_time:
             raise ValueError("model.reads_time belongs to diffusion: with model.causal=true nothing has a timestep")
         if self.reads_pooled and self.conditioning not in ("prefix", "cross_attention"):

@@ -14,6 +14,7 @@ import sys
 import time
 from datetime import timedelta
 
+from mmldlm.utils.environment import int_from_env
 from mmldlm.utils.formatting import first_line
 
 BYTES = {"nccl": 256 << 20, "gloo": 4 << 20}
@@ -106,7 +107,7 @@ def main() -> int:
     os.environ.update(TORCH_NCCL_BLOCKING_WAIT="1", TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_DUMP_ON_TIMEOUT="0")
     import torch
 
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_rank = int_from_env("LOCAL_RANK", 0)
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)

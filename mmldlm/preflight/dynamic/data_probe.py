@@ -19,6 +19,7 @@ def measure(config, world_size: int) -> dict:
         "longest" (tokens), "shape", "config" (with what the data decides) and the entries of Task.model_sizes.
     """
     from mmldlm.config.task_registry import find_task
+    from mmldlm.data.batching.run_data import open_run_data
     from mmldlm.engines.build import check_engine
 
     found: dict = {}
@@ -27,11 +28,10 @@ def measure(config, world_size: int) -> dict:
     except UserError as error:
         found["engine_error"] = _to_json(error)
     try:
-        task = find_task(config.task)
-        data = task.open_data(config)
+        data = open_run_data(config)
     except UserError as error:
         return {**found, "data_error": _to_json(error)}
-    config = data.config
+    config, task = data.config, find_task(config.task)
     found["samples"] = {"train": len(data.train_lengths), "validation": len(data.validation_lengths)}
     found["fingerprint"] = data.fingerprint()
     found["longest"] = int(max(data.train_lengths.max(), data.validation_lengths.max()))

@@ -14,6 +14,7 @@ from mmldlm.sampling.search.best_of import FoundTexts, best_of
 from mmldlm.sampling.search.correct import check_corrector, correct
 from mmldlm.sampling.search.judge import JUDGES, Judge
 from mmldlm.sampling.search.local_search import LocalSearchSettings, local_search
+from mmldlm.utils import option_types
 
 if TYPE_CHECKING:
     from mmldlm.tasks.text_task import TextTask
@@ -26,15 +27,19 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "help": "embed written texts again and keep the nearest to the embedding given: best_of several, or a local "
         "search that edits them",
     },
-    "num_candidates": {"type": int, "metavar": "N", "help": "texts of --search best_of for an embedding (default 16)"},
+    "num_candidates": {
+        "type": option_types.count,
+        "metavar": "N",
+        "help": "texts of --search best_of for an embedding (default 16)",
+    },
     "correct": {
-        "type": int,
+        "type": option_types.count,
         "metavar": "N",
         "help": "write texts, embed them, and let the model edit the nearest from that, in about N rounds of 16 edits; "
         "the best text by embedding and log-probabilities is kept (a model of model.corrector)",
     },
     "encoder_calls": {
-        "type": int,
+        "type": option_types.count,
         "metavar": "E",
         "help": "most texts that --search local embeds for an embedding (default 64)",
     },

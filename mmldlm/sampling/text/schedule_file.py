@@ -46,7 +46,7 @@ def read_schedules(path: str | Path) -> Schedules:
     Raises:
         UserError: not readable, of another version, or a schedule that does not fill its text.
     """
-    values = read_json(Path(path), _FIX)
+    values = read_json(Path(path), _FIX, finite=True)
     if values.get("version") != VERSION or not isinstance(values.get("schedules"), dict):
         found = f"version {values.get('version')!r}, keys {', '.join(map(str, values))[:100]}"
         raise UserError(f'"version": {VERSION} and "schedules" in {path}', found, _FIX)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, model_validator
 
 from mmldlm.config.schema import Config, TrainingConfig
-from mmldlm.config.section import FilePath, FilledFromData, OnResume, Section
+from mmldlm.config.section import MAX_WEIGHT, FilePath, FilledFromData, OnResume, Section
 from mmldlm.data.store.config import StoreDataConfig, TokenizerConfig
 from mmldlm.models.mmdit.config import ModelConfig
 
@@ -60,7 +60,7 @@ class LatentDiffusionConfig(Section):
     direction of time)."""
     logit_normal_std: float = Field(1.0, gt=0, le=10)
     """Standard deviation of timesteps=logit_normal (JiT: 0.8)."""
-    timestep_shift: float = Field(1.0, gt=0)
+    timestep_shift: float = Field(1.0, gt=0, le=1e6)
     """SD3's shift s: t' = s t / (1 + (s - 1) t). Above 1 it trains more at high noise, where the text decides. For
     images larger than 256 px SD3's rule is s = side / 256: their noise hides less."""
     weighting: Literal["unit", "min_snr", "velocity", "ddm", "ddm_inverse"] = "unit"
@@ -70,9 +70,9 @@ class LatentDiffusionConfig(Section):
     velocity_floor: float = Field(1e-3, gt=0, le=1)
     """On the straight path weighting=velocity weighs the squared error of x0 by 1 / max(t, this)^2. JiT has 0.05:
     weights up to 400 instead of a million."""
-    min_snr_gamma: float = Field(5.0, gt=0)
+    min_snr_gamma: float = Field(5.0, gt=0, le=MAX_WEIGHT)
     """gamma of weighting=min_snr."""
-    ddm_weight_cap: float = Field(100.0, ge=1)
+    ddm_weight_cap: float = Field(100.0, ge=1, le=MAX_WEIGHT)
     """Largest weight of weighting=ddm_inverse, whose weights are infinite at t = 0 and t = 1."""
     min_timestep: float = Field(1e-3, gt=0, lt=0.5)
     """Smallest timestep."""
@@ -82,7 +82,7 @@ class LatentDiffusionConfig(Section):
     """Divide every latent by its norm before scaling (MM-LDLM). The norm is lost: samples are unit vectors."""
     renormalize_x0: bool = True
     """Sampling puts x0 predictions back on the sphere when the encoder's latents are unit vectors."""
-    clamp_x0: float | None = Field(None, gt=0)
+    clamp_x0: float | None = Field(None, gt=0, le=1e30)
     """Sampling clamps x0 predictions to [-c, c] in the space of the stored latents: 1 for pixels. None: off."""
 
     @model_validator(mode="after")
@@ -144,21 +144,21 @@ class LatentDiffusionConfig(Section):
 class LossConfig(Section):
     """Weights of the loss terms, and MM-LDLM's measures as named options."""
 
-    latent_loss_weight: float = Field(1.0, ge=0)
+    latent_loss_weight: float = Field(1.0, ge=0, le=MAX_WEIGHT)
     """Weight of the latent loss."""
-    text_loss_weight: float = Field(1.0, ge=0)
+    text_loss_weight: float = Field(1.0, ge=0, le=MAX_WEIGHT)
     """Weight of the text NELBO per token."""
-    length_loss_weight: float = Field(0.1, ge=0)
+    length_loss_weight: float = Field(0.1, ge=0, le=MAX_WEIGHT)
     """Weight of the length head's negative log-likelihood (per sample)."""
-    quality_loss_weight: float | None = Field(None, gt=0)
+    quality_loss_weight: float | None = Field(None, gt=0, le=MAX_WEIGHT)
     """Weight of the quality head's cross-entropy per token (model.quality_head=true). None: 1."""
     latent_loss: Literal["mse", "normalized_mse"] = "mse"
     """normalized_mse is MM-LDLM's: both sides L2-normalized, 2 (1 - cos); valid for x0-prediction only."""
-    normalize_eps: float = Field(1e-8, gt=0)
+    normalize_eps: float = Field(1e-8, gt=0, le=1)
     """Added to the norm in normalized_mse."""
-    text_loss_clamp: float | None = Field(None, gt=0)
+    text_loss_clamp: float | None = Field(None, gt=0, le=1e30)
     """Clamp each sample's text NELBO per token (MM-LDLM: 100). Above it the gradient is zero. None: off."""
-    latent_loss_clamp: float | None = Field(None, gt=0)
+    latent_loss_clamp: float | None = Field(None, gt=0, le=1e30)
     """Clamp each sample's latent loss (MM-LDLM: 10). Above it the gradient is zero. None: off."""
     text_candidates: int | None = Field(None, ge=1)
     """In training, score masked tokens against this many most frequent tokens and a sample of 1,024 others that stands
@@ -168,13 +168,13 @@ class LossConfig(Section):
     """Weight of a masked token in training. elbo: the NELBO's. uniform: 2 for all, of the same mean. dynamic: GIDD+'s
     2 (1 - t) without uniform noise (arXiv 2503.04482), of a third of it. With the latter two the loss bounds no
     likelihood, but its gradients vary less. Logs and evaluations report the NELBO in every case."""
-    text_weight_clip: float | None = Field(None, gt=0)
+    text_weight_clip: float | None = Field(None, gt=0, le=1e30)
     """Largest weight of a masked token (1 / t under MDLM). Clipped, the loss bounds no likelihood. None: off."""
-    latent_weight_clip: float | None = Field(None, gt=0)
+    latent_weight_clip: float | None = Field(None, gt=0, le=1e30)
     """Largest weight of a sample's latent error (RadioDiff's weight clipping). None: off."""
-    latent_prediction_clamp: float | None = Field(None, gt=0)
+    latent_prediction_clamp: float | None = Field(None, gt=0, le=1e30)
     """Clamp every element of the latent prediction to [-c, c] in the loss. Values outside receive no gradient."""
-    latent_target_clamp: float | None = Field(None, gt=0)
+    latent_target_clamp: float | None = Field(None, gt=0, le=1e30)
     """Clamp every element of the latent target to [-c, c]. Larger values are then never learned. None: off."""
     allow_scale_free_latent_loss: bool = False
     """Permit normalized_mse with a noise or velocity target, which cannot learn the latent's scale."""

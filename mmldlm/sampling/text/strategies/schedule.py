@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from mmldlm.errors import UserError
 from mmldlm.sampling.text.schedule_file import read_schedules, schedules_of
-from mmldlm.utils.input_files import read_text
+from mmldlm.utils.json_files import read_json_value
+from mmldlm.utils.option_types import MAX_COUNT
+
+_FIX = "correct it, or write it with `mmldlm evaluate --suite information --write-schedule FILE`"
 
 Schedule = Sequence[float] | Mapping[int, Sequence[float]]
 """Numbers of tokens per pass, or those for texts of each length (EOS counted); scaled to the tokens of a text."""
@@ -32,14 +35,16 @@ def read_schedule(word: str, passes: int | None = None) -> Schedule:
         if not word.endswith(".json"):
             values: object = [float(part) for part in word.split(",")]
         else:
-            values = json.loads(read_text(word))
+            values = read_json_value(Path(word), _FIX, finite=True)
             if isinstance(values, dict):
                 values = {int(length): numbers for length, numbers in values.items()}
-    except (ValueError, OSError) as error:
-        raise UserError(expected, f"{word}: {error}", "correct it") from error
+    except ValueError as error:
+        if isinstance(error, UserError):  # of the file
+            raise
+        raise UserError(expected, f"{word[:200]}: {str(error)[:200]}", "correct it") from error
     lists = list(values.values()) if isinstance(values, dict) else [values]
     if not lists or not all(_is_schedule(numbers) for numbers in lists):
-        raise UserError(expected + ", numbers of at least 0 that are not all 0", word, "correct it")
+        raise UserError(expected + ", numbers from 0 to 2^31 that are not all 0", word[:200], "correct it")
     return values  # type: ignore[return-value]
 
 
@@ -47,17 +52,14 @@ def names_passes(word: str) -> bool:
     """Whether --schedule is a file with schedules for several numbers of passes, of which --num-steps chooses."""
     if not word.endswith(".json"):
         return False
-    try:
-        values = json.loads(read_text(word))
-    except (ValueError, OSError):
-        return False
+    values = read_json_value(Path(word), _FIX, finite=True)
     return isinstance(values, dict) and "schedules" in values
 
 
 def _is_schedule(numbers: object) -> bool:
-    if not isinstance(numbers, list) or not all(isinstance(x, (int, float)) for x in numbers):
+    if not isinstance(numbers, list) or not all(type(x) in (int, float) for x in numbers):
         return False
-    return all(0 <= x < float("inf") for x in numbers) and sum(numbers) > 0
+    return all(0 <= x < MAX_COUNT for x in numbers) and sum(numbers) > 0
 
 
 def filled_after(schedule: Schedule, counts: Tensor, lengths: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from mmldlm.config.section import OnResume, Section
+from mmldlm.config.section import MAX_WEIGHT, OnResume, Section
 from mmldlm.models.plain.config import Conditioning, PlainConfig
 from mmldlm.tasks.baselines.common.config import BaselineConfig
 
@@ -39,13 +39,13 @@ class GiddDiffusionConfig(Section):
 class GiddLossConfig(Section):
     """Weights of the loss terms."""
 
-    length_loss_weight: float = Field(0.1, ge=0)
+    length_loss_weight: float = Field(0.1, ge=0, le=MAX_WEIGHT)
     """Weight of the length head's negative log-likelihood (per sample)."""
     text_weighting: Literal["elbo", "clip", "dynamic"] = "dynamic"
     """Weight of a token in training. elbo: the NELBO's. clip: that, at most text_weight_clip. dynamic (GIDD+): 2 at
     [MASK], 1 at a wrong token, little at a right one, whatever t. Logs and evaluations report the NELBO in all
     cases."""
-    text_weight_clip: float | None = Field(None, gt=0)
+    text_weight_clip: float | None = Field(None, gt=0, le=1e30)
     """Largest weight w_max of text_weighting=clip (None: 1) and dynamic (None: 2, whose weights it scales)."""
 
     @model_validator(mode="after")

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from mmldlm.config.section import MAX_COUNT, FilledFromData, OnResume, Section
+from mmldlm.config.section import MAX_COUNT, MAX_WEIGHT, FilledFromData, OnResume, Section
 from mmldlm.models.plain.config import Conditioning, PlainConfig
 from mmldlm.tasks.baselines.common.config import BaselineConfig
 
@@ -30,7 +30,7 @@ class HdlmDiffusionConfig(Section):
 
     on_resume = OnResume.FIXED
 
-    gamma: float = Field(1.0, gt=0)
+    gamma: float = Field(1.0, gt=0, le=1e6)
     """A word is left with probability 1 - (1 - t)^gamma: the larger, the sooner words become clusters."""
     num_clusters: Annotated[int | None, FilledFromData()] = Field(None, ge=1, le=MAX_COUNT)
     """Clusters n. None: the root of the vocabulary, at most 128."""
@@ -46,12 +46,12 @@ class HdlmDiffusionConfig(Section):
 class HdlmLossConfig(Section):
     """Weights of the loss terms."""
 
-    length_loss_weight: float = Field(0.1, ge=0)
+    length_loss_weight: float = Field(0.1, ge=0, le=MAX_WEIGHT)
     """Weight of the length head's negative log-likelihood (per sample)."""
     text_weighting: Literal["elbo", "clip"] = "clip"
     """Weight of a token in training. elbo: the NELBO's. clip: that, at most text_weight_clip. Logs and evaluations
     report the NELBO in both cases."""
-    text_weight_clip: float | None = Field(None, gt=0)
+    text_weight_clip: float | None = Field(None, gt=0, le=1e30)
     """Largest weight of text_weighting=clip. None: 10 (HDLM's on LM1B)."""
 
     @model_validator(mode="after")

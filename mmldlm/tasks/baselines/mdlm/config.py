@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from mmldlm.config.section import Section
+from mmldlm.config.section import MAX_WEIGHT, Section
 from mmldlm.models.plain.config import Conditioning, PlainConfig
 from mmldlm.tasks.baselines.common.config import BaselineConfig
 from mmldlm.tasks.translation.config import TextDiffusionConfig
@@ -27,12 +27,12 @@ class MdlmModelConfig(PlainConfig):
 class MdlmLossConfig(Section):
     """Weights of the loss terms."""
 
-    length_loss_weight: float = Field(0.1, ge=0)
+    length_loss_weight: float = Field(0.1, ge=0, le=MAX_WEIGHT)
     """Weight of the length head's negative log-likelihood (per sample)."""
     text_weighting: Literal["elbo", "uniform", "dynamic"] = "elbo"
     """Weight of a masked token in training. elbo: the NELBO's. uniform: 2 for all, of the same mean. dynamic:
     2 (1 - t), that of GIDD+ at p_u = 0. Logs and evaluations report the NELBO in all cases."""
-    text_weight_clip: float | None = Field(None, gt=0)
+    text_weight_clip: float | None = Field(None, gt=0, le=1e30)
     """Largest weight of a masked token (1 / t). Clipped, the loss bounds no likelihood. None: off."""
 
     @model_validator(mode="after")

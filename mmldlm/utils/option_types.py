@@ -1,0 +1,70 @@
+"""Types of command-line options for argparse: paths, and numbers within bounds. Every option of every verb uses them.
+
+argparse prints the error with the option's name and ends with exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Callable
+
+from mmldlm.utils.user_paths import expand_path
+
+MAX_COUNT = 1 << 31  # of samples, steps and tokens
+ONE_YEAR = 366 * 86_400.0  # seconds
+
+
+def path(word: str) -> str:
+    """Return a path (or a name that may be one) with ~ and variables expanded."""
+    try:
+        return expand_path(word)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def integer(low: int = 0, high: int = MAX_COUNT) -> Callable[[str], int]:
+    """Return the type of a whole number from low to high, both included."""
+
+    def parse(word: str) -> int:
+        if not re.fullmatch(r"[-+]?(0|[1-9][0-9]*)", word) or len(word) > 1000 or not low <= int(word) <= high:
+            raise argparse.ArgumentTypeError(f"{word[:100]!r}: a whole number of at least {low} and at most {high}")
+        return int(word)
+
+    return parse
+
+
+def number(low: float = -math.inf, high: float = math.inf, *, above: float | None = None) -> Callable[[str], float]:
+    """Return the type of a finite number from low to high, both included, and above another one."""
+
+    def parse(word: str) -> float:
+        try:
+            value = float(word) if "_" not in word else math.nan
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and low <= value <= high and (above is None or value > above)):
+            bounds = [f"above {above:g}"] if above is not None else [f"at least {low:g}"] if low > -math.inf else []
+            bounds += [f"at most {high:g}"] if high < math.inf else []
+            described = f" {' and '.join(bounds)}" if bounds else ""
+            raise argparse.ArgumentTypeError(f"{word[:100]!r}: a finite number{described}")
+        return value
+
+    return parse
+
+
+seed = integer(0, (1 << 63) - 1)
+"""Type of a seed: what torch, NumPy and the counter-based generator take."""
+count = integer(1)
+"""Type of a number of things of which there is at least one."""
+size = integer(0)
+"""Type of a number of things of which there may be none."""
+seconds = number(0.0, ONE_YEAR)
+"""Type of a time limit."""
+port = integer(1, 65_535)
+"""Type of a TCP port."""
+
+
+def path_after(prefix: str) -> Callable[[str], str]:
+    """Return the type of a word that ends in a path where it begins with a prefix, as vae:FOLDER."""
+    return lambda word: prefix + path(word[len(prefix) :]) if word.startswith(prefix) else word
