@@ -7,9 +7,11 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from mmldlm.checkpoints.io.open_files import read_small_file
 from mmldlm.checkpoints.layout import CHECKPOINTS, LATEST
 from mmldlm.checkpoints.manifest import MANIFEST, examine, read_manifest
 from mmldlm.errors import UserError
+from mmldlm.utils.inside_paths import path_inside
 
 _STEP = re.compile(r"step_(\d{8,})")
 
@@ -26,12 +28,18 @@ def recover_interrupted_commit(run_dir: Path) -> None:
 
 
 def read_latest(run_dir: Path) -> Path | None:
-    """Return the folder that RUN/latest names, existing or not; None without a `latest`."""
+    """Return the folder that RUN/latest names, existing or not; None without a `latest`.
+
+    A text file that names anything but a folder inside the run yields its own path, which is not a folder.
+    """
     latest = run_dir / LATEST
     if latest.is_symlink():
         return run_dir / os.readlink(latest)
     if latest.is_file():
-        return run_dir / latest.read_text(errors="replace").strip()
+        try:
+            return path_inside(run_dir, read_small_file(latest, 1 << 16).decode(errors="replace").strip())
+        except (OSError, ValueError):
+            return latest
     return None
 
 

@@ -9,6 +9,9 @@ import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mmldlm.checkpoints.io.open_files import open_regular_descriptor, read_small_file
+from mmldlm.utils.inside_paths import path_inside
+
 MANIFEST = "manifest.json"
 FORMAT = "mmldlm-checkpoint"
 VERSION = 1
@@ -50,7 +53,7 @@ def describe_file(path: Path) -> dict[str, int]:
     folders; no checksum stored next to the data protects against manipulation.
     """
     size, crc = 0, 0
-    with open(path, "rb", buffering=0) as file:
+    with open(open_regular_descriptor(path), "rb", buffering=0) as file:
         while chunk := file.read(_CHUNK):
             crc = zlib.crc32(chunk, crc)
             size += len(chunk)
@@ -59,7 +62,7 @@ def describe_file(path: Path) -> dict[str, int]:
 
 def tail_crc(path: Path) -> int:
     """Return the CRC-32 of the last TAIL_BYTES of a file."""
-    with open(path, "rb", buffering=0) as file:
+    with open(open_regular_descriptor(path), "rb", buffering=0) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
         crc = 0
         while chunk := file.read(TAIL_BYTES):
@@ -84,7 +87,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST
     try:
-        manifest = json.loads(path.read_bytes())
+        manifest = json.loads(read_small_file(path))
     except FileNotFoundError:
         if not os.path.isdir(folder):  # a symlink to a disk that is not mounted
             raise CannotRead(f"{folder} is not a folder that can be opened") from None
@@ -99,6 +102,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CannotRead(f"{path} has version {manifest.get('version')!r}, this mmldlm reads version {VERSION}")
     if not isinstance(manifest.get("files"), dict):
         raise ValueError(f"{path} is damaged: it does not list files")
+    for name in manifest["files"]:
+        try:
+            path_inside(folder, name)
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged: it lists {error}") from None
+    for key, lowest in (("step", 0), ("world_size", 1)):
+        if key in manifest and not (type(manifest[key]) is int and lowest <= manifest[key] < 1 << 63):
+            raise ValueError(f"{path} is damaged: {key} {str(manifest[key])[:80]!r}")
     return manifest
 
 

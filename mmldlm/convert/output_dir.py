@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
+import fcntl
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
+from mmldlm.checkpoints.io.open_files import read_small_file
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.utils.atomic_files import fsync_path
+from mmldlm.utils.formatting import describe_os_error
 
 # Files next to the weights in a Hugging Face folder, which belong to them in any format.
 TOKENIZER_FILES = re.compile(
@@ -116,32 +122,117 @@ def write_atomically(
         MmldlmError: writing failed. In both cases, and if `write` raises, `out` is unchanged.
     """
     check_target(origin, out, force)
-    partial = partial_path(out)
-    # Leftovers of an interrupted conversion; check_target has verified that it is nothing else.
-    shutil.rmtree(partial, ignore_errors=True)
+    with _only_writer(out):
+        check_target(origin, out, force)  # again: another conversion may just have ended
+        partial = partial_path(out)
+        # Leftovers of an interrupted conversion; check_target has verified that it is nothing else.
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            partial.mkdir()
+        except OSError as error:
+            raise _unwritable(partial, error) from error
+        own = _identity(partial)
+        try:
+            check_space(out.parent, needed)
+            if marker is not None:
+                (partial / CONVERSION_MARKER).write_text(json.dumps(marker, indent=1) + "\n")
+            write(partial)
+            if fsync:
+                flush(partial)
+            if _identity(partial) != own:  # on a file system without locks
+                raise MmldlmError(f"another process replaced {partial} while {out} was written: nothing was published")
+            check_target(origin, out, force)  # again: something may have appeared there
+            _publish(out, fsync)
+        except BaseException as error:
+            if _identity(partial) == own:
+                shutil.rmtree(partial, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise MmldlmError(f"writing {out} failed: {_describe(error)}") from error
+            raise
+
+
+@contextlib.contextmanager
+def _only_writer(out: Path) -> Iterator[None]:
+    """Hold the lock of an output: a file beside it that names this process. A killed holder leaves no lock.
+
+    Raises:
+        UserError: another process holds it, or the folder of `out` is not writable.
+    """
+    path = out.with_name(f".{out.name}.lock")
     try:
-        partial.mkdir(parents=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        file = _locked_file(path)
+    except BlockingIOError:
+        raise UserError(
+            f"no other conversion at work on {out}",
+            f"{_holder_of(path)} writes it and holds {path}",
+            "wait for it, stop it, or give another folder",
+        ) from None
     except OSError as error:  # before the check of free space, which would report /proc as full
-        raise UserError("a writable output folder", f"{partial}: {error.strerror}", "give another folder") from error
+        raise _unwritable(path, error) from error
+    with file:
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {os.uname().nodename}".encode())
+        file.flush()
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)  # before the lock ends: whoever waits for this file sees that it is gone
+
+
+def _locked_file(path: Path) -> BinaryIO:
+    """Open and lock a file, made if there is none.
+
+    Raises:
+        BlockingIOError: another process holds the lock.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    while True:
+        file = open(os.open(path, flags, 0o666), "r+b", buffering=0)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise
+        except OSError:  # a file system without locks: what remains is the identity of the partial folder
+            return file
+        if os.path.lexists(path) and os.path.samestat(os.lstat(path), os.fstat(file.fileno())):
+            return file
+        file.close()  # its holder has just deleted it
+
+
+def _holder_of(path: Path) -> str:
     try:
-        check_space(out.parent, needed)
-        if marker is not None:
-            (partial / CONVERSION_MARKER).write_text(json.dumps(marker, indent=1) + "\n")
-        write(partial)
-        publish(out, fsync)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise MmldlmError(f"writing {out} failed: {error}") from error
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        text = read_small_file(path, 1024).decode()
+    except (OSError, ValueError):
+        text = ""
+    return text if text.isprintable() and text else "another process"
 
 
-def publish(out: Path, fsync: bool = True) -> None:
-    """Flush the partial folder to the disk, if requested, and rename it."""
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Return what tells a folder from another one of the same path; None if there is none."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _unwritable(path: Path, error: OSError) -> UserError:
+    # mkdir's "File exists" would not say that a folder was needed.
+    reason = os.strerror(errno.ENOTDIR) if isinstance(error, FileExistsError) else describe_os_error(error)
+    return UserError("a writable output folder", f"{path}: {reason}", "give another folder")
+
+
+def _describe(error: OSError) -> str:
+    """Return the reason of a failed write with its path."""
+    where = "" if error.filename is None else f"{error.filename}: "
+    return where + describe_os_error(error)
+
+
+def _publish(out: Path, fsync: bool) -> None:
+    """Rename the partial folder."""
     partial = partial_path(out)
-    if fsync:
-        flush(partial)
     if os.path.lexists(out):
         replaced = out.with_name(out.name + ".replaced")
         check_replaceable(replaced)

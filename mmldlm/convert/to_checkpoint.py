@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from mmldlm.checkpoints.formats.write_plan import WritePlan, execute, verify
 from mmldlm.checkpoints.layout import ENGINE_FOLDER, LATEST, SUB_GROUP_SIZE, TARGETS, ZERO_TAG
 from mmldlm.checkpoints.manifest import describe_file, read_manifest
 from mmldlm.convert.config_compat import check_config
+from mmldlm.convert.copy_files import check_links, copy_file
 from mmldlm.convert.export_plan import DTYPE_NAMES, plan_tensors
 from mmldlm.convert.inspect import compare, summarize
 from mmldlm.convert.output_dir import write_atomically
@@ -90,6 +90,7 @@ def convert_state(
     _check_arguments(to, world_size)
     opened = open_source(source, allow_nonfinite, with_ema=ema, with_moments=_needs_moments(source, to))
     with opened.weights as weights:
+        check_links(opened)
         check_config(weights, opened.checkpoint)
         if ema:
             weights.use_ema()
@@ -140,6 +141,7 @@ def dry_run(
     """
     opened = open_source(source, allow_nonfinite, with_moments=_needs_moments(source, to))
     with opened.weights as weights:
+        check_links(opened)
         check_config(weights, opened.checkpoint)
         target = _Target(to, world_size or opened.world_size or 1, dtype, only, sub_group_size)
         plan, _ = _plan(opened, _optimizer_metadata(opened, to, dtype), target, Path("OUT"))
@@ -269,8 +271,7 @@ def _copy_run(opened: OpenedCheckpoint, folder: Path, world: int) -> None:
         found = _RNG.fullmatch(name)
         if (name.startswith(f"{ENGINE_FOLDER}/") and name not in averages) or (found and int(found[1]) >= world):
             continue
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source / name, folder / name)
+        copy_file(source, source / name, folder / name)
         if describe_file(folder / name)["crc32"] != listed[name]["crc32"]:
             raise corrupt_file_error(
                 source / name, "it has changed since it was saved (its CRC-32 is not the manifest's)"

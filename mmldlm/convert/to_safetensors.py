@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import threading
 import time
 import zlib
@@ -26,11 +25,16 @@ from mmldlm.checkpoints.formats.weight_source import WeightSource
 from mmldlm.checkpoints.io.crc32 import RangedCrc32
 from mmldlm.checkpoints.io.parallel import run_in_threads
 from mmldlm.checkpoints.layout import CONFIG_FILE, MODEL_CONFIG, RUN_CONFIG, SAFETENSORS_INDEX
+from mmldlm.checkpoints.manifest import MANIFEST, read_manifest
 from mmldlm.convert.config_compat import check_config
+from mmldlm.convert.copy_files import check_links, copy_file, copy_tree, real_path
 from mmldlm.convert.export_plan import WIDE_FLOATS, ExportPlan, PlannedTensor, plan_tensors, split_into_files
 from mmldlm.convert.output_dir import TOKENIZER_FILES, write_atomically
 from mmldlm.data.images.codec import FILES
 from mmldlm.errors import MmldlmError, UserError
+from mmldlm.utils.json_files import read_json
+
+TOKENIZER_FOLDER = "tokenizer"
 
 
 class Summary(NamedTuple):
@@ -83,6 +87,7 @@ def convert(
     out = Path(os.path.abspath(out))
     opened = open_source(source, allow_nonfinite, with_ema=ema)
     with opened.weights as weights:
+        check_links(opened)
         check_config(weights, opened.checkpoint)
         if ema:
             weights.use_ema()
@@ -248,26 +253,34 @@ def copy_tokenizer_files(opened: OpenedCheckpoint, tensors: dict[str, PlannedTen
         source = model_folder(opened)
         if source is None:
             return ["no mmldlm checkpoint around these weights: no config.json and no tokenizer were written"]
-        _copy_config(source / CONFIG_FILE, tensors, folder)
+        _copy_config(source, source / CONFIG_FILE, tensors, folder)
         for path in sorted(source.iterdir()):
             if TOKENIZER_FILES.fullmatch(path.name) and path.name != CONFIG_FILE:
-                (shutil.copytree if path.is_dir() else shutil.copyfile)(path, folder / path.name)
+                (copy_tree if path.is_dir() else copy_file)(source, path, folder / path.name)
         return []
+    return _copy_listed_files(opened.checkpoint, tensors, folder)
+
+
+def _copy_listed_files(checkpoint: Path, tensors: dict[str, PlannedTensor], folder: Path) -> list[str]:
+    """Copy what the manifest of a checkpoint of mmldlm lists beside the engine's files; return notes.
+
+    A file that the manifest does not list is not the checkpoint's: it was added later, by whomever.
+    """
     notes = []
-    config_path = opened.checkpoint / MODEL_CONFIG
-    if config_path.is_file():
-        _copy_config(config_path, tensors, folder)
+    listed = read_manifest(checkpoint)["files"]
+    if MODEL_CONFIG in listed:
+        _copy_config(checkpoint, checkpoint / MODEL_CONFIG, tensors, folder)
     else:
-        notes.append(f"{config_path.name} is not in the checkpoint: no config.json was written")
-    if (opened.checkpoint / RUN_CONFIG).is_file():
-        shutil.copyfile(opened.checkpoint / RUN_CONFIG, folder / RUN_CONFIG)
-    if (opened.checkpoint / "tokenizer").is_dir():
-        shutil.copytree(opened.checkpoint / "tokenizer", folder / "tokenizer")
-    else:
-        notes.append("the checkpoint has no tokenizer/: none was written")
-    for name in FILES:
-        if (opened.checkpoint / name).is_file():
-            shutil.copyfile(opened.checkpoint / name, folder / name)
+        notes.append(f"{MODEL_CONFIG} is not in the checkpoint: no config.json was written")
+    names = [name for name in listed if name in (RUN_CONFIG, *FILES) or name.startswith(f"{TOKENIZER_FOLDER}/")]
+    for name in names:
+        copy_file(checkpoint, checkpoint / name, folder / name)
+    if not any(name.startswith(f"{TOKENIZER_FOLDER}/") for name in names):
+        notes.append(f"the checkpoint has no {TOKENIZER_FOLDER}/: none was written")
+    known = (MODEL_CONFIG, RUN_CONFIG, TOKENIZER_FOLDER, *FILES)
+    for name in known:
+        if os.path.lexists(checkpoint / name) and not any(name in (entry, entry.split("/")[0]) for entry in listed):
+            notes.append(f"{name} is not listed in {MANIFEST} and was not copied: it was added after the save")
     return notes
 
 
@@ -279,14 +292,9 @@ def model_folder(opened: OpenedCheckpoint) -> Path | None:
     return folder if is_file_of_weights and (folder / CONFIG_FILE).is_file() else None
 
 
-def _copy_config(path: Path, tensors: dict[str, PlannedTensor], folder: Path) -> None:
+def _copy_config(root: Path, path: Path, tensors: dict[str, PlannedTensor], folder: Path) -> None:
     """Copy a model's config as config.json, with the dtype of the written weights."""
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise ValueError("not a JSON object")
-    except ValueError as error:
-        raise UserError(f"the config of a model in {path}", str(error), "restore the file, or move it away") from error
+    config = read_json(real_path(root, path), "restore the file, or move it away")
     sizes: dict[str, int] = {}
     for planned in tensors.values():
         if planned.dtype in WIDE_FLOATS and planned.info.kind != "buffer":

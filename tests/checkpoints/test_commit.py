@@ -383,14 +383,14 @@ def test_damaged_ones_are_skipped_by_name(tmp_path, damage, word):
 
 def another_owner(monkeypatch, path):
     """The system's answer for a file of mode 600 of another user; the tests may run as root, who can read it."""
-    read = Path.read_bytes
+    open_file = os.open
 
-    def refuse(self):
-        if self == path:
-            raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(self))
-        return read(self)
+    def refuse(name, *args, **options):
+        if name == path:
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(name))
+        return open_file(name, *args, **options)
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(os, "open", refuse)
 
 
 def to_a_link(path, target):

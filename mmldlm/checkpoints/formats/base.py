@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from mmldlm.checkpoints.io.open_files import read_small_file
 from mmldlm.checkpoints.layout import SUB_GROUP_SIZE
 from mmldlm.checkpoints.manifest import MANIFEST, read_manifest
 
@@ -74,7 +75,7 @@ class OpenedCheckpoint:
         """Return the SHA-256 of the manifest, which lists the checksum of every file; None without a manifest."""
         if self.checkpoint is None:
             return None
-        return hashlib.sha256((self.checkpoint / MANIFEST).read_bytes()).hexdigest()
+        return hashlib.sha256(read_small_file(self.checkpoint / MANIFEST)).hexdigest()
 
     @cached_property
     def _manifest(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from mmldlm.checkpoints.formats import registry
 from mmldlm.checkpoints.formats.base import OpenedCheckpoint, ReadOptions
 from mmldlm.checkpoints.formats.ema import add_ema
 from mmldlm.checkpoints.formats.weight_source import WeightSource
+from mmldlm.checkpoints.io.open_files import kind_of_file, read_small_file
 from mmldlm.checkpoints.layout import CHECKPOINTS, CONFIG_FILE, DCP_METADATA, ENGINE_FOLDER, LATEST, MODEL_FILE
 from mmldlm.checkpoints.locate import locate_checkpoint
 from mmldlm.checkpoints.manifest import MANIFEST, examine
@@ -54,7 +55,8 @@ def open_source(
         return OpenedCheckpoint(_add_ema(weights, folder, with_ema), checkpoint)
     weights = registry.open_path(path, options)
     if weights is None:
-        found = "nothing" if not path.exists() else f"a folder with {_list_some(path)}" if path.is_dir() else "a file"
+        kind = (kind_of_file(path.stat().st_mode) or "a file") if path.exists() else "nothing"
+        found = f"a folder with {_list_some(path)}" if path.is_dir() else kind
         raise UserError(
             f"a run, a checkpoint, a DeepSpeed or DCP folder, a model.pt or safetensors at {path}",
             found,
@@ -92,8 +94,8 @@ def _is_run_checkpoint(path: Path) -> bool:
 def _refuse_store(path: Path) -> None:
     """Raise UserError for a folder of prepared data, which has a manifest of another kind."""
     try:
-        kind = json.loads((path / MANIFEST).read_bytes())["format"]
-    except (OSError, ValueError, KeyError, TypeError):
+        kind = json.loads(read_small_file(path / MANIFEST))["format"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return
     if kind in ("mmldlm-store", "mmldlm-files"):
         raise UserError(f"a run or a checkpoint at {path}", "a store of prepared data", "give e.g. RUN/latest")
@@ -120,7 +122,7 @@ def mark_buffers(weights: WeightSource, folder: Path) -> None:
     Otherwise --dtype would round them, and they would count as parameters.
     """
     try:
-        config = json.loads((folder / CONFIG_FILE).read_text())
+        config = json.loads(read_small_file(folder / CONFIG_FILE))
     except (OSError, ValueError, RecursionError):
         return
     if isinstance(config, dict):

@@ -16,6 +16,7 @@ from mmldlm.checkpoints.formats.torch_save.pickler import GlobalRef, ObjectSpec,
 from mmldlm.checkpoints.formats.torch_save.reader import TorchFile, corrupt_file_error
 from mmldlm.checkpoints.formats.torch_save.unpickler import OpaqueObject, TensorRef, dtype_name
 from mmldlm.checkpoints.formats.weight_source import WeightSource
+from mmldlm.checkpoints.io.open_files import read_small_file
 from mmldlm.checkpoints.layout import RUN_CONFIG, STATE_FILE
 from mmldlm.utils.formatting import join_some
 from mmldlm.utils.moments import moment_keys
@@ -198,7 +199,7 @@ def configured_dtype(opened: OpenedCheckpoint) -> str:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        value = json.loads(read_small_file(path))
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import PurePosixPath
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from mmldlm.utils.formatting import join_some
+from mmldlm.utils.inside_paths import path_inside
 
 
 class _File(BaseModel):
@@ -61,8 +62,10 @@ class _Manifest(BaseModel):
     @classmethod
     def _check_relative(cls, files: dict[str, _File]) -> dict[str, _File]:
         for name in files:
-            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-                raise ValueError(f"{name[:80]} is outside the store")
+            try:
+                path_inside(Path(), name)
+            except ValueError as error:
+                raise ValueError(f"{error}, is outside the store") from None
         return files
 
     @model_validator(mode="after")

@@ -9,6 +9,7 @@ replicated tensor is one chunk, stored once.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,11 @@ from mmldlm.checkpoints.formats.torch_save.unpickler import (
     read_pickle,
 )
 from mmldlm.checkpoints.formats.weight_source import FileRange, TensorInfo, WeightSource
+from mmldlm.checkpoints.io.open_files import read_small_file
 from mmldlm.checkpoints.layout import DCP_METADATA, TRAINABLE_FILE
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import join_some
+from mmldlm.utils.inside_paths import path_inside
 from mmldlm.utils.moments import MOMENTS, moment_keys
 
 _MODEL = "model."
@@ -187,10 +190,10 @@ def read_metadata(path: Path) -> dict[str, Any]:
     Raises:
         UserError: damaged, of an unknown form, or naming code; nothing was executed.
     """
-    if path.stat().st_size > MAX_PICKLE_BYTES:
-        raise corrupt_file_error(path, f"{path.stat().st_size} bytes, far too long for a description of tensors")
     try:
-        value = read_pickle(path.read_bytes())
+        value = read_pickle(read_small_file(path, MAX_PICKLE_BYTES))
+    except OSError as error:
+        raise corrupt_file_error(path, f"it cannot be read: {error.strerror or error}") from error
     except RefusedPickle as error:
         raise UserError(
             f"only descriptions of tensors in {path}", f"{error}; nothing was executed", "use a checkpoint you trust"
@@ -252,9 +255,10 @@ def _chunk_locations(path: Path, storage: dict) -> dict[tuple[str, tuple[int, ..
             found = f"{name} written through {location['transform_descriptors']}"
             raise UserError(f"uncompressed chunks in {path.parent}", found, "save without compression")
         if relative not in inside:
-            is_inside = isinstance(relative, str) and relative and not Path(relative).is_absolute()
-            if not is_inside or ".." in Path(relative).parts:
-                raise corrupt_file_error(path, f"{name} in a file {str(relative)[:80]!r} outside the checkpoint")
+            try:
+                path_inside(path.parent, relative)
+            except ValueError as error:
+                raise corrupt_file_error(path, f"{name} in a file of {error}") from error
             inside.add(relative)
         if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
             raise corrupt_file_error(path, f"{name} at bytes {offset!r} + {length!r} of {relative}")
@@ -264,10 +268,10 @@ def _chunk_locations(path: Path, storage: dict) -> dict[tuple[str, tuple[int, ..
 
 def _read_trainable(folder: Path) -> dict[str, Any] | None:
     path = folder / TRAINABLE_FILE
-    if not path.is_file():
+    if not os.path.lexists(path):
         return None
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(read_small_file(path))
         lists = [content["trainable"], content.get("buffers", []), list(content.get("aliases", {}).values())]
         if not all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in lists):
             raise ValueError("names that are not text")

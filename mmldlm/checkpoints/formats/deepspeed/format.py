@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from mmldlm.checkpoints.formats.base import OpenedCheckpoint, ReadOptions, WriteRequest
+from mmldlm.checkpoints.io.open_files import read_small_file
 from mmldlm.checkpoints.layout import ENGINE_FOLDER, LATEST, UNIVERSAL_TAG, ZERO_TAG
 from mmldlm.errors import UserError
+from mmldlm.utils.inside_paths import path_inside
 
 _SUBFOLDERS = (
     ZERO_TAG, ENGINE_FOLDER, f"{ENGINE_FOLDER}/{ZERO_TAG}", UNIVERSAL_TAG, f"{ENGINE_FOLDER}/{UNIVERSAL_TAG}",
@@ -29,16 +31,18 @@ class DeepSpeedFormat:
             return path
         latest = path / LATEST
         if latest.is_file():
-            tag = latest.read_text(errors="replace").strip()
-            if not tag or "/" in tag or tag in (".", ".."):
+            tag = read_small_file(latest, 1 << 16).decode(errors="replace").strip()
+            try:
+                folder = path_inside(path, tag)
+            except ValueError:
                 return None
-            if not _has_states(path / tag):
+            if not _has_states(folder):
                 raise UserError(
                     f"the checkpoint {tag!r} that {latest} names",
                     "no *_states.pt files there",
                     f"give the folder of the checkpoint itself, one of those in {path}",
                 )
-            return path / tag
+            return folder
         return next((path / name for name in _SUBFOLDERS if _has_states(path / name)), None)
 
     def open(self, path: Path, options: ReadOptions):

@@ -147,7 +147,7 @@ def _steps(file: TorchFile, optimizer: Any, source: WeightSource) -> float | Non
             return float(to_plain_value(file, state["step"]))
     tables = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
     steps = tables[0].get("step") if tables else None
-    if steps is None and (path := next(iter((source.path / ZERO_TAG).glob("*/step.pt")), None)):
+    if steps is None and (path := next((source.path / ZERO_TAG).rglob("step.pt"), None)):
         file = TorchFile(path)
         source.files.append(file)
         steps = file.load()

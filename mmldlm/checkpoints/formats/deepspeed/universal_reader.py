@@ -7,6 +7,8 @@ DIR/*_model_states.pt                                those of the source, with f
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +19,36 @@ from mmldlm.checkpoints.formats.torch_save.reader import TorchFile, corrupt_file
 from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
 from mmldlm.checkpoints.formats.weight_source import FileRange, TensorInfo, WeightSource
 from mmldlm.checkpoints.layout import ZERO_TAG
+from mmldlm.errors import UserError
+from mmldlm.utils.inside_paths import check_distinct, path_inside
 from mmldlm.utils.moments import MOMENTS, moment_keys
 
 OPTIMIZER_STATE = "optimizer_state.pt"
+PARAMETER_FILES = ("fp32", *MOMENTS, "step")  # in the folder of a parameter, each with .pt
 
 
 def is_universal(folder: Path) -> bool:
     """Return whether a folder of model_states files stores its optimizer in one folder per parameter."""
-    return any((folder / ZERO_TAG).glob("*/fp32.pt"))
+    return any((folder / ZERO_TAG).rglob("fp32.pt"))  # a name may contain slashes
+
+
+def folders_of_parameters(zero: Path, names: Iterable[str], listed_in: Path) -> dict[str, Path]:
+    """Return name -> folder of each parameter below DIR/zero: for the reader and the writer alike.
+
+    Raises:
+        UserError: a name that leaves the folder or is not valid, or names whose files would collide; it names
+            `listed_in`.
+    """
+    try:
+        folders = {name: path_inside(zero, name) for name in names}
+        check_distinct([OPTIMIZER_STATE, *(f"{name}/{key}.pt" for name in folders for key in PARAMETER_FILES)])
+    except ValueError as error:
+        raise UserError(
+            f"parameters in {listed_in} whose names are those of folders, which a universal checkpoint makes of them",
+            str(error),
+            "rename that parameter in the model, or take another target than universal (--to zero2, --to safetensors)",
+        ) from error
+    return folders
 
 
 def add_universal(source: WeightSource, groups: list[dict[str, tuple[int, ...]]], with_moments: bool) -> None:
@@ -35,23 +59,24 @@ def add_universal(source: WeightSource, groups: list[dict[str, tuple[int, ...]]]
     """
     folder = source.path / ZERO_TAG
     shapes = {name: shape for group in groups for name, shape in group.items()}
+    folders = folders_of_parameters(folder, shapes, source.path)
     for name, shape in shapes.items():
         source.tensors[name] = TensorInfo(name, "float32", shape, "trainable")
-        source.parts[name] = _state(source, folder, name, "fp32", shape)
-    if not with_moments or not any((folder / name / f"{MOMENTS[0]}.pt").is_file() for name in shapes):
+        source.parts[name] = _state(source, folders[name], name, "fp32", shape)
+    if not with_moments or not any((folders[name] / f"{MOMENTS[0]}.pt").exists() for name in shapes):
         return
     for group, keys in zip(groups, _moment_keys(source, folder, len(groups))):
         for name, shape in group.items():
-            saved = [key for key in MOMENTS if (folder / name / f"{key}.pt").is_file()]
-            check_no_other_moment(folder / name, saved, keys, name)
+            saved = [key for key in MOMENTS if (folders[name] / f"{key}.pt").exists()]
+            check_no_other_moment(folders[name], saved, keys, name)
             for key in keys:
-                source.moments.setdefault(key, {})[name] = _state(source, folder, name, key, shape)
+                source.moments.setdefault(key, {})[name] = _state(source, folders[name], name, key, shape)
 
 
 def _moment_keys(source: WeightSource, folder: Path, count: int) -> list[tuple[str, ...]]:
     """Return which moments each of the `count` flat groups has; a group lists its flat groups as its parameters."""
     keys = [MOMENTS] * count
-    if not (folder / OPTIMIZER_STATE).is_file():
+    if not (folder / OPTIMIZER_STATE).exists():
         return keys
     file = TorchFile(folder / OPTIMIZER_STATE, source.random_access)
     source.files.append(file)
@@ -65,10 +90,8 @@ def _moment_keys(source: WeightSource, folder: Path, count: int) -> list[tuple[s
 
 
 def _state(source: WeightSource, folder: Path, name: str, key: str, shape: tuple[int, ...]) -> list[FileRange]:
-    if Path(name).name != name:
-        raise corrupt_file_error(source.path, f"a parameter named {name!r}, which is not a valid folder name")
-    path = folder / name / f"{key}.pt"
-    if not path.is_file():
+    path = folder / f"{key}.pt"
+    if not os.path.lexists(path):
         raise missing_file_error(path.parent, f"{key}.pt of {name}", "no such file")
     file = TorchFile(path, source.random_access)
     source.files.append(file)

@@ -19,7 +19,7 @@ from typing import Any
 
 from mmldlm.checkpoints.formats.deepspeed.files import param_shapes
 from mmldlm.checkpoints.formats.deepspeed.reader import ZeroCheckpoint
-from mmldlm.checkpoints.formats.deepspeed.universal_reader import OPTIMIZER_STATE
+from mmldlm.checkpoints.formats.deepspeed.universal_reader import OPTIMIZER_STATE, folders_of_parameters
 from mmldlm.checkpoints.formats.deepspeed.writer import LAYOUT, ZeroTarget, flat_groups_of, plan_model_states
 from mmldlm.checkpoints.formats.optimizer_metadata import PLAIN_SCALER, OptimizerMetadata, plain_scaler
 from mmldlm.checkpoints.formats.torch_save.pickler import TensorSpec, scalar
@@ -33,21 +33,20 @@ from mmldlm.checkpoints.layout import UNIVERSAL_TAG, ZERO_TAG
 def plan_universal(source: WeightSource, metadata: OptimizerMetadata, folder: Path) -> WritePlan:
     """Return the plan of universal/zero/, and of the model files if the source has none, in `folder`."""
     out, plan, stage = folder / UNIVERSAL_TAG, WritePlan(), stage_of(source)
+    folders = folders_of_parameters(out / ZERO_TAG, source.tensors, source.path)
     for name, info in source.tensors.items():
         if info.kind != "trainable":
             # DeepSpeed's tool writes these for ZeRO-1 and 2 only, widened; its loader reads them from the model files.
             if stage < 3:
                 tensor = TensorSpec("float32", info.shape)
-                _add_file(
-                    plan, info.alias_of or name, WEIGHT, out / ZERO_TAG / name / "fp32.pt", {"param": tensor}, tensor
-                )
+                _add_file(plan, info.alias_of or name, WEIGHT, folders[name] / "fp32.pt", {"param": tensor}, tensor)
             continue
         # ZeRO-3 is loaded flat, ZeRO-1 and 2 in the parameter's shape: as ds_to_universal leaves them.
         shape = (info.numel,) if stage == 3 else info.shape
         for what, key in ((WEIGHT, "fp32"), *((moment, moment) for moment in source.moments_of(name))):
             tensor = TensorSpec("float32", shape)
             value = tensor if stage == 3 else {"cat_dim": 0, "param": tensor}
-            _add_file(plan, name, what, out / ZERO_TAG / name / f"{key}.pt", value, tensor)
+            _add_file(plan, name, what, folders[name] / f"{key}.pt", value, tensor)
     if not model_files(source):
         plan_model_states(plan, source, metadata, ZeroTarget(stage, source.world_size or 1), out)
     return plan
@@ -63,9 +62,9 @@ def write_other_files(source: WeightSource, metadata: OptimizerMetadata, folder:
     """Write everything outside the plan; return the bytes of the model files, which are copied and verified."""
     out, stage, copied = folder / UNIVERSAL_TAG, stage_of(source), 0
     if stage < 3:
-        for group in metadata.groups:
-            for name in group.names:
-                write_torch(out / ZERO_TAG / name / "step.pt", scalar(metadata.steps or 0.0))
+        names = [name for group in metadata.groups for name in group.names]
+        for path in folders_of_parameters(out / ZERO_TAG, names, source.path).values():
+            write_torch(path / "step.pt", scalar(metadata.steps or 0.0))
     write_torch(out / ZERO_TAG / OPTIMIZER_STATE, _optimizer_state(source, metadata, stage))
     for file in model_files(source):
         for record in file.records:

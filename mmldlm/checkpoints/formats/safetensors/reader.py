@@ -16,7 +16,9 @@ from mmldlm.checkpoints.formats.safetensors.writer import MAX_HEADER_BYTES
 from mmldlm.checkpoints.formats.torch_save.reader import corrupt_file_error, open_for_reading
 from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
 from mmldlm.checkpoints.formats.weight_source import FileRange, TensorInfo, WeightSource
+from mmldlm.checkpoints.io.open_files import read_small_file
 from mmldlm.checkpoints.layout import SAFETENSORS_INDEX
+from mmldlm.utils.inside_paths import path_inside
 
 _BY_CODE = {dtype.safetensors: name for name, dtype in DTYPES.items()}
 
@@ -151,15 +153,14 @@ class SafetensorsModel(WeightSource):
 
     def _read_shards(self, index: Path) -> None:
         try:
-            shard_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            shard_of = json.loads(read_small_file(index))["weight_map"]
             names = sorted(set(shard_of.values()))
             if not names:
                 raise ValueError("no shard")
-            if any(Path(name).name != name for name in names):
-                raise ValueError("a shard outside the folder")
+            paths = {name: path_inside(index.parent, name) for name in names}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise corrupt_file_error(index, f"not an index of shards ({error!r})") from error
-        files = {name: self._open(index.parent / name) for name in names}
+        files = {name: self._open(path) for name, path in paths.items()}
         for name, shard in shard_of.items():
             if name not in files[shard].tensors:
                 raise corrupt_file_error(files[shard].path, f"no {name}, which {index.name} lists in it")

@@ -23,7 +23,7 @@ import numpy as np
 from mmldlm.checkpoints.formats.dtypes import DTYPES
 from mmldlm.checkpoints.formats.torch_save.unpickler import RefusedPickle, TensorRef, read_pickle
 from mmldlm.checkpoints.io.crc32 import RangedCrc32
-from mmldlm.checkpoints.io.open_files import open_descriptor
+from mmldlm.checkpoints.io.open_files import open_regular_descriptor
 from mmldlm.errors import UserError
 
 # A chunk and its cast copy should fit the processor's cache; smaller chunks cost more system calls.
@@ -48,12 +48,12 @@ def open_for_reading(path: Path) -> int:
     """Return a file descriptor.
 
     Raises:
-        UserError: the file cannot be opened.
+        UserError: it cannot be opened, or is a folder, FIFO, socket or device.
     """
     try:
-        return open_descriptor(path, os.O_RDONLY)
+        return open_regular_descriptor(path)
     except OSError as error:
-        raise corrupt_file_error(path, f"it cannot be opened: {error.strerror}") from error
+        raise corrupt_file_error(path, f"it cannot be opened: {error.strerror or error}") from error
 
 
 class ZipEntry(NamedTuple):
