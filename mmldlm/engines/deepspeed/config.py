@@ -46,9 +46,8 @@ def resolve_stage(config: Config) -> int:
     return DEFAULT_ZERO_STAGE if in_json == "auto" else int(in_json)
 
 
-    """Refuse fp16 under ZeRO-1 to 3 where DeepSpeed has none. Not part of check_engine: the head may differ.
-
-    """Refuse fp16 under ZeRO-1 to 3 where DeepSpeed has none. Not part of check_engine: the head may have other devices.
+def check_fp16(config: Config, is_supported: bool) -> None:
+    """Refuse fp16 under ZeRO-1 to 3 where DeepSpeed has none. Not in check_engine: the head may have other devices.
 
     Args:
         is_supported: by DeepSpeed's accelerator: a GPU, or a CPU with fp16 instructions.
