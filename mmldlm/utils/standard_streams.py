@@ -1,9 +1,11 @@
-"""Standard streams of a process that was started without them."""
+"""Standard streams that may be closed: at the start of a process, or later with its terminal."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from typing import TextIO
 
 
 def open_standard_streams() -> None:
@@ -23,3 +25,12 @@ def open_standard_streams() -> None:
     for fd, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(fd, "w" if fd else "r", closefd=False))
+
+
+def print_line(text: str, stream: TextIO | None = None) -> None:
+    """Print a line to `stream` (default: stdout); a closed terminal or a closed pipe is no error.
+
+    For a process that others depend on, such as the launcher of ranks that still have to save.
+    """
+    with contextlib.suppress(OSError):
+        print(text, file=stream or sys.stdout, flush=True)

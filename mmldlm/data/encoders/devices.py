@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from mmldlm.utils.resources import threads_per_rank
+
 
 def device_of_rank(local_rank: int) -> str | None:
     """Return the GPU of a rank of this machine; without GPUs None, and the cores are shared among the ranks."""
@@ -13,5 +15,5 @@ def device_of_rank(local_rank: int) -> str | None:
         return f"cuda:{local_rank % torch.cuda.device_count()}"
     if "OMP_NUM_THREADS" not in os.environ:
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size))
+        torch.set_num_threads(threads_per_rank(local_world_size))
     return None
