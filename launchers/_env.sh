@@ -3,6 +3,7 @@
 # Create (or reuse) a virtual environment with mmldlm and the named extras of setup.py, put it first in PATH and set
 # PYTHON. Settings:
 #   MMLDLM_VENV     folder of the environment (default: .venv of this checkout)
+#   MMLDLM_VENV_TAKE   1: set up an environment again that belongs to another checkout
 #   MMLDLM_PYTHON   Python of a new environment (default: the first Python >= 3.10 in PATH)
 
 MMLDLM_ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -15,8 +16,9 @@ mmldlm_fail() {
 
 # Print the first Python that runs and is recent enough. A name in PATH may be a shim without a Python.
 mmldlm_find_python() {
-    local name
-    for name in ${MMLDLM_PYTHON:-python3 python3.13 python3.12 python3.11 python3.10 python}; do
+    local name names=(python3 python3.13 python3.12 python3.11 python3.10 python)
+    [ -z "${MMLDLM_PYTHON:-}" ] || names=("$MMLDLM_PYTHON")
+    for name in "${names[@]}"; do
         if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; then
             "$name" -c 'import sys; print(sys.executable)'
             return
@@ -99,6 +101,7 @@ mmldlm_install() {
         echo "set-up: mmldlm${names:+ with ${names#,}} and its dependencies"
         mmldlm_pip -e "$MMLDLM_ROOT${names:+[${names#,}]}" || return
     fi
+    echo "$MMLDLM_ROOT" >"$venv/.mmldlm-root"
     for extra in "${missing[@]}"; do echo "$stamp" >"$venv/.mmldlm-$extra"; done
     echo "set-up: done"
 }
@@ -107,6 +110,26 @@ mmldlm_install() {
 mmldlm_need_write() {
     [ -w "$1" ] || mmldlm_fail "$1 is not set up for this checkout, and is not writable" \
         "set up another one: MMLDLM_VENV=a writable folder"
+}
+
+# Usage: mmldlm_need_own VENV   An installation would point the environment to this checkout: jobs of the checkout that it
+# was set up for would change their code unnoticed.
+mmldlm_need_own() {
+    local venv=$1 owner
+    owner=$(cat "$venv/.mmldlm-root" 2>/dev/null || mmldlm_imported_root "$venv")
+    if [ -n "$owner" ] && ! [ "$owner" -ef "$MMLDLM_ROOT" ] && [ "${MMLDLM_VENV_TAKE:-}" != 1 ]; then
+        mmldlm_fail "$venv is set up for the mmldlm in $owner, not for $MMLDLM_ROOT" \
+            "use another environment (unset MMLDLM_VENV, or MMLDLM_VENV=a new folder), or take it over: MMLDLM_VENV_TAKE=1"
+    fi
+}
+
+# Print the folder from which an environment imports mmldlm; nothing if it has none. For environments without a record.
+mmldlm_imported_root() {
+    (cd / && env -u PYTHONPATH "$1/bin/python" - 2>/dev/null) <<'PY' || true
+import importlib.util, pathlib
+spec = importlib.util.find_spec("mmldlm")
+print("" if spec is None or spec.origin is None else pathlib.Path(spec.origin).resolve().parents[1])
+PY
 }
 
 mmldlm_env() {
@@ -132,6 +155,7 @@ mmldlm_env() {
     stamp=$(mmldlm_stamp "$PYTHON" "$venv") || return
     # A complete installation needs no lock, and may belong to another user.
     if [ -n "$(mmldlm_missing "$venv" "$stamp" "$@")" ]; then
+        mmldlm_need_own "$venv" || return
         mmldlm_need_write "$venv" || return
         # Two scripts must not install into one environment at the same time.
         if command -v flock >/dev/null; then

@@ -60,21 +60,22 @@ mmldlm_count() {
     fi
 }
 
-# Usage: mmldlm_hostfile   (prints "NAME SLOTS" of every node of $HOSTFILE)
-mmldlm_hostfile() {
-    [ -r "$HOSTFILE" ] && [ -f "$HOSTFILE" ] ||
-        { mmldlm_fail "HOSTFILE=$HOSTFILE cannot be read" "see hostfiles/ for examples"; return; }
-    sed -nE 's/^[[:space:]]*([^#[:space:]]+)[[:space:]]+slots=([0-9]+)[[:space:]]*$/\1 \2/p' "$HOSTFILE"
+# Usage: mmldlm_module MODULE ARG...   Run a module of this checkout; the working folder is not on its path.
+mmldlm_module() {
+    "$PYTHON" "$MMLDLM_ROOT/mmldlm/utils/run_module.py" "$@"
 }
 
-# Usage: mmldlm_read_hostfile   Sets MMLDLM_NODES ("NAME SLOTS" lines) and MMLDLM_RANKS; other variables must agree.
+# Usage: mmldlm_read_hostfile   (after mmldlm_env)
+# Sets MMLDLM_NODES ("NAME SLOTS" lines) and MMLDLM_RANKS; other variables must agree. The reader is that of
+# `mmldlm launch`: a line that DeepSpeed or mpirun would read differently stops the script.
 mmldlm_read_hostfile() {
-    local nodes slots
-    MMLDLM_NODES=$(mmldlm_hostfile) || return
-    [ -n "$MMLDLM_NODES" ] || { mmldlm_fail "$HOSTFILE names no node" "write one 'name slots=N' per line"; return; }
+    local nodes slots name
+    [ -r "$HOSTFILE" ] && [ -f "$HOSTFILE" ] ||
+        { mmldlm_fail "HOSTFILE=$HOSTFILE cannot be read" "see hostfiles/ for examples"; return; }
+    MMLDLM_NODES=$(mmldlm_module mmldlm.cluster.hostfile "$HOSTFILE") || return
     nodes=$(wc -l <<<"$MMLDLM_NODES")
-    MMLDLM_RANKS=$(($(cut -d ' ' -f 2 <<<"$MMLDLM_NODES" | paste -sd+ -)))
-    [ "$MMLDLM_RANKS" -gt 0 ] || { mmldlm_fail "$HOSTFILE has no slots" "write one 'name slots=N' per line"; return; }
+    MMLDLM_RANKS=0
+    while read -r name slots; do MMLDLM_RANKS=$((MMLDLM_RANKS + slots)); done <<<"$MMLDLM_NODES"
     if [ -n "${NNODES:-}" ] && [ "$NNODES" != "$nodes" ]; then
         mmldlm_fail "NNODES=$NNODES, but $HOSTFILE names $nodes node(s)" "unset NNODES: the hostfile defines it"
         return
@@ -98,6 +99,31 @@ mmldlm_check() {
     mmldlm config --check --world-size "$ranks" "${MMLDLM_ARGS[@]}" "$@" >/dev/null
 }
 
+# DeepSpeed pastes the master address and some variables into a shell line for every node, where they would be evaluated.
+mmldlm_refuse_shell_text() {
+    local name
+    for name in MASTER_ADDR "${!NCCL@}" "${!PYTHON@}" "${!MV2@}" "${!UCX@}" "${!MLFLOW@}"; do
+        case ${!name:-} in
+        *[\$\`\\\"\;\&\|\<\>\(\)]* | *$'\n'*)
+            mmldlm_fail "$name=${!name}" "expected plain text: DeepSpeed passes it through the shell of each node (mmldlm launch does not)"
+            return
+            ;;
+        esac
+    done
+}
+
+# Set MMLDLM_TORCHRUN: options of torchrun for signals. By default it kills its ranks 30 seconds after a signal, which a save
+# may exceed, dies of SIGUSR1 (Slurm's warning) without them, and handles SIGHUP even under nohup. A signal that is ignored
+# here stays ignored.
+mmldlm_torchrun_options() {
+    local name signals=()
+    for name in SIGTERM SIGINT SIGQUIT SIGUSR1 SIGHUP; do
+        [ -n "$(trap -p "$name")" ] || signals+=("$name")
+    done
+    MMLDLM_TORCHRUN=(--shutdown-timeout 86400)
+    [ ${#signals[@]} -eq 0 ] || MMLDLM_TORCHRUN+=(--signals-to-handle "$(IFS=,; echo "${signals[*]}")")
+}
+
 # Print the number of GPUs, or 1 without a GPU.
 mmldlm_default_procs() {
     local gpus=0
@@ -105,9 +131,11 @@ mmldlm_default_procs() {
     echo $((gpus > 0 ? gpus : 1))
 }
 
-# Divide the cores of a node among its ranks; by default each rank would start one thread per core.
+# Divide the cores that this job may use among its ranks; by default each rank would start one thread per core.
+# Usage: mmldlm_share_cores RANKS   (after mmldlm_env)
 mmldlm_share_cores() {
     local cores
-    cores=$(getconf _NPROCESSORS_ONLN)
-    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > $1 ? cores / $1 : 1))}
+    [ -z "${OMP_NUM_THREADS:-}" ] || return 0
+    cores=$(mmldlm_module mmldlm.utils.resources) || return
+    export OMP_NUM_THREADS=$((cores > 10#$1 ? cores / 10#$1 : 1))
 }

@@ -17,6 +17,11 @@ here=$(cd "$(dirname "$0")" && pwd)
 mmldlm_launch_args
 command -v mpirun >/dev/null || mmldlm_fail "no mpirun in PATH" "apt-get install openmpi-bin, or load the site's MPI module"
 mmldlm_env
+# Not an unquoted expansion (a pattern would become file names), and names alone: bash evaluates the index in ${!name}.
+read -r -d '' -a names <<<"${CARRY:-}" || true
+for name in "${names[@]}"; do
+    [[ $name =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]] || mmldlm_fail "CARRY names '$name'" "expected names of variables, separated by blanks"
+done
 if [ -n "${HOSTFILE:-}" ]; then
     mmldlm_read_hostfile
     ranks=$MMLDLM_RANKS
@@ -30,9 +35,9 @@ else
 fi
 mmldlm_check "$ranks" "$@"
 carry=()
-for name in OMP_NUM_THREADS DS_ACCELERATOR MASTER_ADDR MASTER_PORT ${CARRY:-}; do
-    [ -n "${!name:-}" ] && carry+=(-x "$name")
+for name in OMP_NUM_THREADS DS_ACCELERATOR MASTER_ADDR MASTER_PORT "${names[@]}"; do
+    if [ -n "${!name:-}" ]; then carry+=(-x "$name"); fi
 done
-[ "$(id -u)" = 0 ] && carry+=(--allow-run-as-root)
+[ "$(id -u)" != 0 ] || carry+=(--allow-run-as-root)
 exec mpirun -np "$ranks" "${where[@]}" --bind-to none --map-by slot "${carry[@]}" \
     "$PYTHON" -u "$MMLDLM_ROOT/mmldlm/train.py" "${MMLDLM_ARGS[@]}" "$@"

@@ -23,23 +23,29 @@ mmldlm_launch_args
 port=${MASTER_PORT:-29500}
 
 if [ -n "${HOSTFILE:-}" ]; then
+    mmldlm_env
     # DeepSpeed treats a missing hostfile as a local run, so it is checked here.
     mmldlm_read_hostfile
-    if grep -qE '^(localhost|127\.0\.0\.1)[[:space:]]' "$HOSTFILE"; then
+    case ${MMLDLM_NODES%% *} in
+    localhost | 127.0.0.1)
         # This machine alone: without ssh to itself, which DeepSpeed would test first.
         mode=(--no_ssh_check)
         MASTER_ADDR=${MASTER_ADDR:-127.0.0.1}
-    else
+        ;;
+    *)
         # DeepSpeed would run a hostfile of one node here, whatever machine it names.
         mode=(--force_multi)
-    fi
+        mmldlm_refuse_shell_text
+        ;;
+    esac
     if [ -z "${MASTER_ADDR:-}" ]; then
         mmldlm_fail "MASTER_ADDR is not set" "set it to the address of the first node that the other nodes reach"
     fi
-    mmldlm_env
     mmldlm_check "$MMLDLM_RANKS" "$@"
+    # DeepSpeed pastes the arguments into a shell line for each node: what is not plain text is passed encoded.
+    mapfile -t script < <(mmldlm_module mmldlm.cluster.run_decoded --encode "$MMLDLM_ROOT/mmldlm/train.py" "${MMLDLM_ARGS[@]}" "$@")
     exec deepspeed --hostfile "$HOSTFILE" "${mode[@]}" --no_local_rank --master_addr "$MASTER_ADDR" --master_port "$port" \
-        "$MMLDLM_ROOT/mmldlm/train.py" "${MMLDLM_ARGS[@]}" "$@"
+        "${script[@]}"
 fi
 
 nnodes=${NNODES:-}
@@ -47,6 +53,7 @@ mmldlm_same NODE_RANK RANK "both give this node's number: unset RANK"
 node_rank=${NODE_RANK:-${RANK:-}}
 [ -n "$nnodes" ] || mmldlm_fail "neither HOSTFILE nor NNODES is set" "the top of launchers/multi_node.sh shows both ways"
 mmldlm_count NNODES 1
+nnodes=$((10#$nnodes))
 if [ "$nnodes" -gt 1 ]; then
     [ -n "${MASTER_ADDR:-}" ] || mmldlm_fail "MASTER_ADDR is not set" "set it to node 0's address, the same on every node"
     [ -n "$node_rank" ] || mmldlm_fail "NODE_RANK is not set" "set it on each node to its number, 0 to $((nnodes - 1))"
@@ -56,7 +63,9 @@ if ! [[ ${node_rank:-0} =~ ^[0-9]{1,9}$ ]] || [ "${node_rank:-0}" -ge "$nnodes" 
 fi
 mmldlm_env
 procs=${NPROC_PER_NODE:-$(mmldlm_default_procs)}
-mmldlm_check $((nnodes * procs)) "$@"
+mmldlm_check $((nnodes * 10#$procs)) "$@"
 mmldlm_share_cores "$procs"
+mmldlm_torchrun_options
 exec torchrun --nnodes "$nnodes" --node_rank "${node_rank:-0}" --nproc_per_node "$procs" \
-    --master_addr "${MASTER_ADDR:-127.0.0.1}" --master_port "$port" -m mmldlm.train "${MMLDLM_ARGS[@]}" "$@"
+    --master_addr "${MASTER_ADDR:-127.0.0.1}" --master_port "$port" "${MMLDLM_TORCHRUN[@]}" \
+    -m mmldlm.train "${MMLDLM_ARGS[@]}" "$@"

@@ -3,7 +3,7 @@
 #
 #   NPROC_PER_NODE   ranks (default: the GPUs, or 1)
 #   CONFIG_NAME      preset (default: mmdit_stable); DS_CONFIG a DeepSpeed JSON, for example ds_configs/zero2.json
-#   MASTER_PORT      default 29500
+#   MASTER_PORT      default: a free port
 #   LEARNING_RATE or OPTIMIZER_LR, GRAD_CLIP_NORM, WARMUP_STEPS, LATENT_LOSS_WEIGHT, GRAD_ACCUM_STEPS, LATENT_DIM, DTYPE
 # Complete list: docs/launchers.md
 set -euo pipefail
@@ -22,5 +22,7 @@ mmldlm_env
 procs=${NPROC_PER_NODE:-$(mmldlm_default_procs)}
 mmldlm_check "$procs" "$@"
 mmldlm_share_cores "$procs"
-exec torchrun --nnodes 1 --nproc_per_node "$procs" --master_addr 127.0.0.1 --master_port "${MASTER_PORT:-29500}" \
+port=${MASTER_PORT:-$(mmldlm_module mmldlm.utils.network)}
+mmldlm_torchrun_options
+exec torchrun --nnodes 1 --nproc_per_node "$procs" --master_addr 127.0.0.1 --master_port "$port" "${MMLDLM_TORCHRUN[@]}" \
     -m mmldlm.train "${MMLDLM_ARGS[@]}" "$@"

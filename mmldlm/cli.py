@@ -15,7 +15,7 @@ from mmldlm.config.own_code import report_exit_as_error
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, MmldlmError, UserError
 from mmldlm.utils.formatting import explain_os_error, for_screen
 from mmldlm.utils.standard_streams import open_standard_streams
-from mmldlm.utils.stop_signals import interrupt_on_stop_signals
+from mmldlm.utils.stop_signals import interrupt_on_stop_signals, keep_exit_codes
 
 
 def _convert(parser):
@@ -149,6 +149,7 @@ def _print_help(argv: list[str]) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Run a command; return the exit code."""
     open_standard_streams()
+    keep_exit_codes()
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] not in VERBS:
         return _print_help(argv)

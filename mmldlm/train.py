@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if __package__ in (None, ""):  # `deepspeed mmldlm/train.py` puts the package's own folder first on the path
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    sys.path[: 0 if getattr(sys.flags, "safe_path", False) else 1] = [str(Path(__file__).resolve().parent.parent)]
 
 from mmldlm.config.command_line import add_arguments, parse_config
 from mmldlm.config.own_code import report_exit_as_error
 from mmldlm.distributed.error_reporting import report_error_once, report_traceback
 from mmldlm.distributed.exit import exit_without_teardown, leave_process_group
-from mmldlm.distributed.mpi_environment import set_env_from_mpi
+from mmldlm.distributed.launcher_environment import local_world_size, set_rank_environment
 from mmldlm.errors import EXIT_FAILED, Interrupted, MmldlmError
 from mmldlm.training.check_run import check_run
 from mmldlm.training.signals import StopSignal
 from mmldlm.utils.environment import check_rank_variables, int_from_env
+from mmldlm.utils.resources import threads_per_rank
 from mmldlm.utils.standard_streams import open_standard_streams
+from mmldlm.utils.stop_signals import keep_exit_codes
 
 if TYPE_CHECKING:  # torch is imported after the command line was checked
     from mmldlm.data.batching.run_data import RunData
@@ -44,6 +47,7 @@ def train(data: RunData, stop: StopSignal | None = None) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run one rank; return its exit code."""
     open_standard_streams()
+    keep_exit_codes()
     parser = argparse.ArgumentParser(prog="mmldlm.train", description=__doc__)
     add_arguments(parser)
     # The deepspeed launcher adds the first; DeepSpeed's own scripts take the second, so people type it.
@@ -55,7 +59,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         # Every rank finds the same mistake by itself before it waits for another; one of them reports it.
         check_rank_variables()
-        set_env_from_mpi()
+        set_rank_environment()
+        # Each rank of a node would start a thread per core; torch, which reads this, is not imported yet.
+        num_local = local_world_size(int_from_env("LOCAL_RANK", 0))
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(num_local)))
         with report_exit_as_error():
             config = parse_config(args)
             train(check_run(config, int_from_env("WORLD_SIZE", 1)), stop)

@@ -1,4 +1,7 @@
-"""Strict reader of DeepSpeed hostfiles: lines that DeepSpeed would silently misread are errors."""
+"""Strict reader of DeepSpeed hostfiles: lines that DeepSpeed would silently misread are errors.
+
+As a script, for the launcher scripts: print "NAME SLOTS" for every node of a file.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import os
 import re
 import select
 import stat
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,3 +151,18 @@ def _read_line(line: str, number: int) -> tuple[Node | None, str | None]:
     if int(value) == 0:
         return None, f"slots=0: {name} would start no rank; delete the line"
     return Node(name, int(value), number), None
+
+
+def main(path: str) -> int:
+    """Print the nodes of a hostfile; return the exit code."""
+    try:
+        nodes = read_hostfile(path)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    print("\n".join(f"{node.name} {node.slots}" for node in nodes))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

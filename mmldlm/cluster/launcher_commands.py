@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import base64
-import json
 import os
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,11 +10,10 @@ from pathlib import Path
 from mmldlm.cluster import run_decoded, run_without_signals
 from mmldlm.cluster.hostfile import Node
 from mmldlm.errors import UserError
+from mmldlm.utils.entry_point import module_command
 
 PACKAGE = Path(__file__).resolve().parents[1]
 TRAIN = str(PACKAGE / "train.py")
-# Characters that no shell changes, nor pdsh, which expands %h, %n and %u.
-_PLAIN = re.compile(r"[\w@+=:,./-]*")
 
 
 def deepspeed_command(
@@ -48,13 +44,12 @@ def deepspeed_command(
     Raises:
         UserError: a path that DeepSpeed pastes into a shell line is not plain text.
     """
-    runner = ["-m", "deepspeed.launcher.runner", "--master_port", str(port), "--no_local_rank"]
+    runner = module_command("deepspeed.launcher.runner", "--master_port", str(port), "--no_local_rank")
     if local:
         # A missing path: DeepSpeed would read /job/hostfile if it exists.
         runner += ["--hostfile", "/nonexistent", "--num_gpus", str(nodes[0].slots), "--log_level", "error"]
-        return [sys.executable, *runner, *script]
-    if not all(_PLAIN.fullmatch(argument) for argument in script):
-        script = [run_decoded.__file__, base64.urlsafe_b64encode(json.dumps(script).encode()).decode()]
+        return [*runner, *script]
+    script = run_decoded.encode(script)
     _check_plain(
         {
             "the python interpreter": sys.executable,
@@ -67,11 +62,11 @@ def deepspeed_command(
     runner += ["--hostfile", str(hostfile), "--force_multi", "--no_ssh_check", "--master_addr", address]
     if ssh_port is not None:
         runner += ["--ssh_port", str(ssh_port)]
-    return [sys.executable, run_without_signals.__file__, sys.executable, *runner, *script]
+    return [sys.executable, run_without_signals.__file__, *runner, *script]
 
 
 def _check_plain(texts: dict[str, str]) -> None:
-    bad = {label: text for label, text in texts.items() if not _PLAIN.fullmatch(text)}
+    bad = {label: text for label, text in texts.items() if not run_decoded.PLAIN.fullmatch(text)}
     if bad:
         raise UserError(
             "only letters, digits and @+=:,./_- in values that DeepSpeed's launcher passes through shells on nodes",
@@ -82,7 +77,7 @@ def _check_plain(texts: dict[str, str]) -> None:
 
 def torchrun_command(nodes: Sequence[Node], node_rank: int, address: str, port: int, script: list[str]) -> list[str]:
     """Return the `torchrun` command of one node, with a static rendezvous: the host of the store is given."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(nodes))]
+    command = module_command("torch.distributed.run", "--nnodes", str(len(nodes)))
     command += ["--node_rank", str(node_rank), "--nproc_per_node", str(nodes[node_rank].slots)]
     command += ["--master_addr", address, "--master_port", str(port)]
     return [*command, *script]

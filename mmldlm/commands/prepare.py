@@ -15,9 +15,11 @@ from mmldlm.data.images.corpora.corpus import holds_images
 from mmldlm.data.prepare.images.options import ImageOptions
 from mmldlm.data.prepare.options import OVERLONG, PrepareOptions, to_arguments
 from mmldlm.data.store.writers import LAYOUTS
+from mmldlm.distributed.launcher_environment import set_rank_environment
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, MmldlmError, UserError
 from mmldlm.utils import option_types
 from mmldlm.utils.atomic_files import naming_errors
+from mmldlm.utils.entry_point import module_command
 
 if TYPE_CHECKING:
     from mmldlm.data.prepare.task_queue import TaskQueue
@@ -224,16 +226,15 @@ def main(args: argparse.Namespace) -> int:
     """Prepare in this process, or become the launcher of several ranks; return the exit code."""
     import torch
 
+    set_rank_environment()
     options = to_options(args)
     needs_none = isinstance(options, ImageOptions) and options.vae is None
     num_gpus = 0 if needs_none else torch.cuda.device_count()
     num_procs = args.num_procs or (1 if "RANK" in os.environ else max(num_gpus, 1))
     if num_procs == 1 or "RANK" in os.environ:
         return run_rank(args)
-    for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS"):  # threads of the encoder and of the tokenizer
-        os.environ.setdefault(name, str(max((os.cpu_count() or 1) // num_procs, 1)))
-    launcher = [sys.executable, "-m", "mmldlm.launch.local_launcher", str(num_procs), "-m", "mmldlm.data.prepare"]
-    os.execv(sys.executable, [*launcher, *to_arguments(options)])
+    ranks = module_command("mmldlm.data.prepare", *to_arguments(options))[1:]
+    os.execv(sys.executable, module_command("mmldlm.launch.local_launcher", str(num_procs), *ranks))
 
 
 def run_rank(args: argparse.Namespace) -> int:

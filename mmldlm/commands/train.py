@@ -9,9 +9,11 @@ from pathlib import Path
 
 import mmldlm
 from mmldlm.config import command_line
+from mmldlm.distributed.launcher_environment import check_single_process
 from mmldlm.engines.deepspeed.config import check_fp16
 from mmldlm.training.check_run import check_run
 from mmldlm.utils import option_types
+from mmldlm.utils.entry_point import module_command
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +31,7 @@ def main(args: argparse.Namespace) -> int:
     """Check the run, then replace this process by the launcher: a mistake is found before any rank starts."""
     import torch
 
+    check_single_process("mmldlm train")
     nproc = args.nproc or max(torch.cuda.device_count(), 1)
     config = command_line.parse_config(args)
     check_fp16(config, torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_fp16_supported())
@@ -38,9 +41,7 @@ def main(args: argparse.Namespace) -> int:
     command = [str(Path(mmldlm.__file__).with_name("train.py")), *given, *args.overrides]
     if config.engine.kind == "single":
         os.execv(sys.executable, [sys.executable, *command])
-    # On CPUs every rank would start a thread pool of all cores, and they would compete.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // nproc, 1)))
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # Not the deepspeed launcher: a signal to it ends the ranks unsaved, or not at all (launch/local_launcher.py).
-    os.execv(sys.executable, [sys.executable, "-m", "mmldlm.launch.local_launcher", str(nproc), *command])
+    os.execv(sys.executable, module_command("mmldlm.launch.local_launcher", str(nproc), *command))

@@ -7,6 +7,7 @@ import socket
 
 import torch
 
+from mmldlm.distributed.launcher_environment import local_world_size
 from mmldlm.errors import UserError
 from mmldlm.utils.environment import int_from_env
 
@@ -14,13 +15,6 @@ from mmldlm.utils.environment import int_from_env
 def rank_environment() -> tuple[int, int, int]:
     """Rank, local rank and world size set by the launcher (0, 0, 1 without one)."""
     return int_from_env("RANK", 0), int_from_env("LOCAL_RANK", 0), int_from_env("WORLD_SIZE", 1)
-
-
-def local_world_size(local_rank: int) -> int:
-    """Number of ranks on this machine, set by torchrun, DeepSpeed, Slurm or Open MPI; at least local_rank + 1."""
-    names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
-    values = (os.environ.get(name, "") for name in names if "RANK" in os.environ)  # not of a shell in an allocation
-    return max(next((int(value) for value in values if value.isdigit()), 1), local_rank + 1)
 
 
 def pick_device(local_rank: int) -> torch.device:

@@ -16,6 +16,7 @@ from mmldlm.launch.watcher import Watcher
 from mmldlm.preflight.collect import data_address
 from mmldlm.preflight.context import Context, train_arguments
 from mmldlm.preflight.runner import run_preflight
+from mmldlm.utils.standard_streams import print_line
 
 
 def launch(args: argparse.Namespace) -> int:
@@ -34,7 +35,7 @@ def launch(args: argparse.Namespace) -> int:
     initial_checkpoint = latest_checkpoint(run_dir)
     for attempt in range(args.retries + 1):
         if attempt:
-            print(f"\nattempt {attempt + 1} of {args.retries + 1}", flush=True)
+            print_line(f"\nattempt {attempt + 1} of {args.retries + 1}")
         log_dir = create_log_dir(context)
         outcome = Watcher(context, train_args, log_dir, args.grace).run()
         print_outcome(outcome, log_dir, latest_checkpoint(run_dir))
@@ -88,15 +89,14 @@ def create_log_dir(context: Context) -> Path:
 
 def print_outcome(outcome: Outcome, log_dir: Path, checkpoint: tuple[Path, int] | None) -> None:
     """Print why the attempt ended, last lines of the first failed rank, the latest checkpoint and the log folder."""
-    sys.stdout.flush()
     if outcome.code == EXIT_DONE:
-        print(f"done; logs of all ranks: {log_dir}", file=sys.stderr, flush=True)
+        print_line(f"done; logs of all ranks: {log_dir}", sys.stderr)
         return
-    print(f"\nended: {outcome.reason} (exit {outcome.code})", file=sys.stderr)
+    print_line(f"\nended: {outcome.reason} (exit {outcome.code})", sys.stderr)
     for line in outcome.last_lines:
-        print(f"    {line}", file=sys.stderr)
+        print_line(f"    {line}", sys.stderr)
     saved = "no complete checkpoint in the run folder" if checkpoint is None else f"latest checkpoint: {checkpoint[0]}"
-    print(f"{saved}\nlogs of all ranks: {log_dir}", file=sys.stderr, flush=True)
+    print_line(f"{saved}\nlogs of all ranks: {log_dir}", sys.stderr)
 
 
 def exclude_nodes(context: Context, failed: list[str], global_batch: int) -> list[str] | None:
@@ -105,13 +105,13 @@ def exclude_nodes(context: Context, failed: list[str], global_batch: int) -> lis
     remaining = [node for node in context.nodes if node.name not in failed]
     num_ranks = sum(node.slots for node in remaining)
     if not remaining or global_batch % (num_ranks * training.train_batch_size):
-        print(
+        print_line(
             f"cannot continue with {num_ranks} rank(s): the global batch of {global_batch} is not a multiple of "
             f"{num_ranks} x training.train_batch_size={training.train_batch_size}; the sample order depends on it",
-            file=sys.stderr,
+            sys.stderr,
         )
         return None
-    print(f"continuing without {', '.join(failed)}: {num_ranks} rank(s)", file=sys.stderr)
+    print_line(f"continuing without {', '.join(failed)}: {num_ranks} rank(s)", sys.stderr)
     old_first, context.nodes = context.names[0], remaining
     first = remaining[0].name
     if first != old_first:  # the known master address was that of another node

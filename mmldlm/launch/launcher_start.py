@@ -28,9 +28,12 @@ def rank_variables(context: Context) -> dict[str, str]:
 
 
 def _python_path() -> str:
-    """Return PYTHONPATH as DeepSpeed's runner sets it (this folder first), absolute because the runner works in /."""
+    """Return PYTHONPATH with absolute paths, because the runner works in /.
+
+    Without this folder, which DeepSpeed's runner puts first: its modules would replace those of the same names.
+    """
     parts = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return os.pathsep.join([os.getcwd(), *(os.path.abspath(part) for part in parts if part)])
+    return os.pathsep.join(os.path.abspath(part) for part in parts if part)
 
 
 def _threads_per_rank(context: Context) -> int:
@@ -65,11 +68,10 @@ def launcher_start(context: Context, log_dir: Path, script: list[str], variables
         return {**plain, "args": srun_command(context.nodes, address, options.master_port, script)}
     hostfile = log_dir.absolute() / "hostfile"
     hostfile.write_text("".join(f"{node.name} slots={node.slots}\n" for node in context.nodes))
-    folder = plain["cwd"] if context.local else "/"
     command = deepspeed_command(
-        context.nodes, context.local, str(hostfile), address, options.master_port, options.ssh_port, script, folder
+        context.nodes, context.local, str(hostfile), address, options.master_port, options.ssh_port, script, "/"
     )
-    return {"args": command, "env": plain["env"] if context.local else _runner_environment(), "cwd": folder}
+    return {"args": command, "env": plain["env"] if context.local else _runner_environment(), "cwd": "/"}
 
 
 def _runner_environment() -> dict[str, str]:

@@ -13,23 +13,26 @@ import subprocess
 import sys
 import time
 
+from mmldlm.distributed.exit import exit_without_teardown
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STABILITY, EXIT_USAGE
 from mmldlm.utils.network import free_port
 from mmldlm.utils.processes import set_parent_death_signal
-from mmldlm.utils.standard_streams import open_standard_streams
+from mmldlm.utils.resources import threads_per_rank
+from mmldlm.utils.standard_streams import open_standard_streams, print_line
+from mmldlm.utils.stop_signals import handle_stop_signals, keep_exit_codes
 
 # Codes with which all ranks exit together, by agreement; the slower ones may still be writing. If only one rank exits
 # with such a code (for example, missing data on its node), the others would wait forever.
 COLLECTIVE_EXIT_CODES = (EXIT_STABILITY, EXIT_INTERRUPTED, EXIT_USAGE)
 EXIT_GRACE = 30.0  # seconds from the failure of a rank until the others, which may hang, are terminated
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 def run_local(command: list[str], nproc: int, grace: float = EXIT_GRACE) -> int:
     """Run `command` as nproc ranks and wait for all of them.
 
-    SIGTERM, SIGINT and SIGUSR1 are forwarded to every rank; the ranks save and exit with 5, without a time limit.
-    SIGHUP (the terminal is gone) is forwarded as SIGTERM. If this process is killed, the ranks get SIGTERM.
+    SIGTERM, SIGINT, SIGUSR1 and SIGHUP (the terminal is gone) are forwarded to every rank; the ranks save and exit with
+    5, without a time limit. A signal that was ignored at the start, as SIGHUP under nohup, stays ignored, here and in
+    the ranks. If this process is killed, the ranks get SIGTERM.
     `grace` seconds after a rank has exited with 2, 4 or 5, the others get SIGTERM: a rank that is writing finishes, a
     rank that waits for the missing one ends. After a failed rank the others are killed.
 
@@ -41,9 +44,10 @@ def run_local(command: list[str], nproc: int, grace: float = EXIT_GRACE) -> int:
     def forward(number, frame) -> None:
         for process in ranks:
             if process.poll() is None:
-                process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+                process.send_signal(number)
 
-    handlers = {number: signal.signal(number, forward) for number in FORWARDED}
+    keep_exit_codes()
+    handlers = handle_stop_signals(forward)
     die_with_parent = functools.partial(set_parent_death_signal, signal.SIGTERM)
     try:
         port = free_port()
@@ -69,9 +73,7 @@ def _wait(ranks: list[subprocess.Popen], grace: float, command: list[str]) -> in
         if terminate_time is not None and not terminated and time.monotonic() > terminate_time:
             terminated = {rank for rank, code in enumerate(codes) if code is None}
             for rank in terminated:
-                print(
-                    f"rank {rank} still runs after another exited with {agreed}: SIGTERM", file=sys.stderr, flush=True
-                )
+                print_line(f"rank {rank} still runs after another exited with {agreed}: SIGTERM", sys.stderr)
                 ranks[rank].terminate()
         # The exit code of a terminated rank has no information.
         ended = [(rank, code) for rank, code in enumerate(codes) if rank not in terminated]
@@ -80,7 +82,7 @@ def _wait(ranks: list[subprocess.Popen], grace: float, command: list[str]) -> in
             rank, code = failed[0]
             kill_time = time.monotonic() + grace
             exit_text = _describe_exit(code, command)
-            print(f"ERROR: rank {rank} (pid {ranks[rank].pid}) ended with {exit_text}", file=sys.stderr, flush=True)
+            print_line(f"ERROR: rank {rank} (pid {ranks[rank].pid}) ended with {exit_text}", sys.stderr)
         if kill_time is not None and time.monotonic() > kill_time:
             for process in ranks:
                 if process.poll() is None:
@@ -109,9 +111,11 @@ def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:
         "MASTER_PORT": port,
     }
     fixed = {"MASTER_ADDR": "127.0.0.1", "PYTHONFAULTHANDLER": "1"}  # the second prints a stack on SIGSEGV and SIGBUS
-    return {**os.environ, **fixed, **{name: str(number) for name, number in numbers.items()}}
+    # By default every rank starts a thread per core: those of torch and of the tokenizers would compete.
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "RAYON_NUM_THREADS"), str(threads_per_rank(nproc)))
+    return {**threads, **os.environ, **fixed, **{name: str(number) for name, number in numbers.items()}}
 
 
 if __name__ == "__main__":
     open_standard_streams()
-    sys.exit(run_local([sys.executable, "-u", *sys.argv[2:]], int(sys.argv[1])))
+    exit_without_teardown(run_local([sys.executable, "-u", *sys.argv[2:]], int(sys.argv[1])))

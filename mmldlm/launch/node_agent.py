@@ -20,6 +20,7 @@ from mmldlm.launch.rank_wrapper import LAUNCH_ID_VAR, launch_file, state_file
 from mmldlm.preflight.remote.agent import ACTIONS, serve
 from mmldlm.preflight.remote.connections import port_owner
 from mmldlm.utils.processes import list_ancestors, list_pids, read_command, read_stat
+from mmldlm.utils.stop_signals import keep_exit_codes
 
 IDLE_TIMEOUT = 25.0
 RECONNECT_GRACE = 10.0  # seconds for another agent to take over after a broken session
@@ -203,6 +204,7 @@ def _is_superseded(launch: str) -> bool:
 
 def main() -> int:
     """Serve requests; then stop the node's part of every launch without a head."""
+    keep_exit_codes()
     own = (write_launch_file, reserve_port, report_ranks, start_launcher, signal_ranks, stop, release)
     actions = {**ACTIONS, **{action.__name__: action for action in own}}
     try:

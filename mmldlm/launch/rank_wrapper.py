@@ -19,12 +19,14 @@ from collections import deque
 from pathlib import Path
 
 if __package__ in (None, ""):  # run by its path
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
+    sys.path[: 0 if getattr(sys.flags, "safe_path", False) else 1] = [str(Path(__file__).resolve().parents[2])]
 
 from mmldlm.distributed.failure_attribution import FAILED_RANKS_FD
 from mmldlm.launch import state_files
 from mmldlm.utils.environment import int_from_env
 from mmldlm.utils.processes import set_parent_death_signal
+from mmldlm.utils.standard_streams import print_line
+from mmldlm.utils.stop_signals import handle_stop_signals, keep_exit_codes
 
 LAUNCH_ID_VAR = "MMLDLM_LAUNCH"
 LAST_LINES = 20
@@ -55,6 +57,7 @@ def oom_kills() -> int | None:
 
 def main() -> int:
     """Run train.py as a child; return its status (128 + signal number after a signal)."""
+    keep_exit_codes()
     launch_id, rank, host = sys.argv[1], rank_from_environment(), socket.gethostname()
     launch = state_files.read_newest(launch_id, launch_file(host)).get(launch_file(host))
     if launch is None:
@@ -99,8 +102,7 @@ def _start_child(launch: dict, launch_id: str) -> tuple[subprocess.Popen, int]:
         pass_fds=[write_end],
     )
     os.close(write_end)
-    for name in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(name, lambda number, frame: child.poll() is None and child.send_signal(number))
+    handle_stop_signals(lambda number, frame: child.poll() is None and child.send_signal(number))
     return child, read_end
 
 
@@ -118,8 +120,8 @@ def _write_state(launch_id: str, state: dict) -> None:
     if len(text) > state_files.RESERVED:
         text = json.dumps({**state, "last": [line[:100] for line in state["last"]]})
     if not state_files.write_anywhere(launch_id, state_file(state["host"], state["rank"]), text):
-        print(f"rank {state['rank']} on {state['host']}: its state cannot be written to {', '.join(state_files.ROOTS)} "
-              "(full?)", file=sys.stderr)  # fmt: skip
+        print_line(f"rank {state['rank']} on {state['host']}: its state cannot be written to "
+                   f"{', '.join(state_files.ROOTS)} (full?)", sys.stderr)  # fmt: skip
 
 
 def _stream_log(child: subprocess.Popen, log: Path, to_screen: bool) -> list[str]:

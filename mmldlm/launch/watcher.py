@@ -21,7 +21,8 @@ from mmldlm.launch.local_launcher import COLLECTIVE_EXIT_CODES
 from mmldlm.launch.outcome import Outcome, Views, failed_rank_outcome, has_failed, node_outcome, rank_states
 from mmldlm.preflight.context import Context
 from mmldlm.preflight.remote.ssh import CONNECT_SECONDS, Agent, AgentFailure, AgentPool
-from mmldlm.utils.stop_signals import STOP_SIGNALS
+from mmldlm.utils.standard_streams import print_line
+from mmldlm.utils.stop_signals import handle_stop_signals
 
 POLL_SECONDS = 1.0
 ANSWER_SECONDS = 5.0  # an agent without an answer for so long is reconnected
@@ -60,9 +61,7 @@ class Watcher:
 
     def run(self) -> Outcome:
         """Start, watch to the end, clean up; no process of the run is left on any reachable node."""
-        # SIGHUP: the terminal is gone; under nohup it is ignored and stays so.
-        numbers = [n for n in (*STOP_SIGNALS, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
-        handlers = {n: signal.signal(n, self._count_interrupt) for n in numbers}
+        handlers = handle_stop_signals(self._count_interrupt)
         try:
             self.pool.start()
             if self.pool.failures:
@@ -184,7 +183,7 @@ class Watcher:
                 handled_interrupts = self.interrupts
                 if handled_interrupts > 1:
                     return Outcome(EXIT_FAILED, "interrupted twice: stopped immediately")
-                print("interrupted: the ranks save a checkpoint and exit (again: stop immediately)", flush=True)
+                print_line("interrupted: the ranks save a checkpoint and exit (again: stop immediately)")
                 interrupt_time = time.monotonic()
                 self.pool.call("signal_ranks", {"launch": self.launch_id, "signal": "SIGTERM"}, timeout=10)
             outcome = self.evaluate(views, launcher_ended, time.monotonic() - start_time)
@@ -242,7 +241,7 @@ class Watcher:
             if code == 0 and num_done and len(states) == num_done and not any(v["processes"] for v in views.values()):
                 # No launcher returns 0 after a failed rank, and a rank returns 0 only when all have finished.
                 missing = self.context.world_size - num_done
-                print(f"{missing} rank(s) left no status, the launcher returned 0: is /tmp full on a node?", flush=True)
+                print_line(f"{missing} rank(s) left no status, the launcher returned 0: is /tmp full on a node?")
                 return Outcome(EXIT_DONE)
             status = f"signal {-code}" if code < 0 else f"status {code}"
             return node_outcome(f"the launcher ended with {status} before its ranks", views, [])

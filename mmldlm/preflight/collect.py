@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from mmldlm.config.load import to_yaml
 from mmldlm.preflight.context import Context
@@ -19,6 +17,7 @@ from mmldlm.preflight.probes import PROBES
 from mmldlm.preflight.remote.small_packets import SEGMENT, login_works
 from mmldlm.preflight.remote.ssh import Agent, AgentFailure, AgentPool, ssh_command
 from mmldlm.preflight.remote.timeouts import run_with_timeout
+from mmldlm.utils.entry_point import module_command
 from mmldlm.utils.processes import read_stat
 
 HEAD_PROBES = ("identity", "gpus", "memory", "network", "resolve", "checkpoints", "versions", "code")
@@ -32,9 +31,8 @@ def start_data_probe(context: Context) -> subprocess.Popen | None:
         return None
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".yaml", delete=False) as file:
         file.write(to_yaml(context.config))
-    root = str(Path(__file__).resolve().parents[2])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, "-m", "mmldlm.preflight.dynamic.data_probe", file.name, str(context.world_size)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = module_command("mmldlm.preflight.dynamic.data_probe", file.name, str(context.world_size))
     child = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
     )

@@ -2,8 +2,8 @@
 
 Two jobs in one folder (the default logging.run_name, a requeued job next to one that was believed dead) would overwrite
 each other's logs and delete each other's checkpoints, both with exit 0. The lock names host and process; its mtime is
-renewed while the run writes its logs. On the holder's host it is free as soon as the process has exited, from another
-host when it was not renewed for STALE_AFTER seconds.
+renewed while the run writes its logs. On the holder's host it is free as soon as the process has exited. Another host
+watches it: it is free when it has not changed for STALE_AFTER seconds. Clocks of two hosts are never compared.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.processes import read_stat
 
 LOCK = ".lock"
-STALE_AFTER = 180.0  # seconds without a renewal after which a holder on another host counts as dead
+STALE_AFTER = 180.0  # seconds of watching without a renewal after which a holder on another host counts as dead
 RENEW_INTERVAL = 20.0  # seconds between two renewals, at least
 EXIT_GRACE = 10.0  # seconds for a process on this host to exit: the previous job may just have been killed
 _POLL = 0.5
@@ -73,10 +73,10 @@ class RunLock:
             UserError: another job holds it, or it cannot be read.
             OSError: the folder cannot be written to.
         """
-        started, first_mtime, has_announced, num_vanished = time.monotonic(), None, False, 0
+        started, first, has_announced, num_vanished = time.monotonic(), None, False, 0
         while not self._create():
             try:
-                holder, mtime = _read(self.path), self.path.stat().st_mtime
+                holder, mtime = _read(self.path), self.path.stat().st_mtime_ns
             except OSError as error:
                 num_vanished += 1
                 if not isinstance(error, FileNotFoundError) or num_vanished > _MOST_VANISHED:
@@ -84,22 +84,29 @@ class RunLock:
                 heartbeat()
                 time.sleep(_POLL / 10)  # released at this moment
                 continue
-            first_mtime = first_mtime or mtime
-            reason = _takeover_reason(holder, time.time() - mtime)
+            first = first or (holder, mtime)
+            was_renewed, waited = (holder, mtime) != first, time.monotonic() - started
+            reason = _takeover_reason(holder, 0.0 if was_renewed else waited)
             if reason is not None:
                 if reason:
                     log(f"{self.path} of {_describe_holder(holder)} taken over: {reason}")
                 self._remove(holder)
                 continue
             is_same_host = holder.get("place") == _host_key()
-            waited, limit = time.monotonic() - started, min(EXIT_GRACE if is_same_host else STALE_AFTER, timeout)
-            if mtime != first_mtime or waited > limit:
+            limit = min(EXIT_GRACE if is_same_host else STALE_AFTER, timeout)
+            if was_renewed or waited > limit:
+                short = (
+                    f", and this job may wait for {limit:.0f} s only, half of engine.collective_timeout"
+                    if limit < STALE_AFTER and not is_same_host
+                    else ""
+                )
+                seen = "was renewed while this job watched it" if was_renewed else f"was watched for {waited:.0f} s"
                 raise UserError(
                     f"a run's folder for this job alone at {self.path.parent}",
-                    f"{_describe_holder(holder)} trains in it "
-                    f"({self.path}, renewed {max(time.time() - mtime, 0):.0f} s ago)",
-                    "choose another logging.run_name, or end the other job and add training.resume=auto; delete the "
-                    f"file if that job has certainly ended (it counts as dead after {STALE_AFTER:.0f} s)",
+                    f"{_describe_holder(holder)} trains in it ({self.path} {seen})",
+                    "choose another logging.run_name, or end the other job and add training.resume=auto; delete the file "
+                    f"if that job has certainly ended (it counts as dead after {STALE_AFTER:.0f} s without a "
+                    f"change{short})",
                 )
             if not has_announced:
                 has_announced = True
@@ -177,8 +184,13 @@ class RunLock:
                 os.rename(aside, self.path)
 
 
-def _takeover_reason(holder: dict[str, Any], age: float) -> str | None:
-    """Return why a lock may be taken over, "" for this process's own, None when it may not."""
+def _takeover_reason(holder: dict[str, Any], unchanged: float) -> str | None:
+    """Return why a lock may be taken over, "" for this process's own, None when it may not.
+
+    Args:
+        holder: content of the lock.
+        unchanged: seconds for which this process has watched it without a change.
+    """
     if holder.get("place") == _host_key():
         if holder["pid"] == os.getpid():  # a process that trains twice
             return ""
@@ -186,7 +198,7 @@ def _takeover_reason(holder: dict[str, Any], age: float) -> str | None:
     requeued = holder.get("job") is not None and holder["job"] == os.environ.get("SLURM_JOB_ID")
     if requeued and int_from_env("SLURM_RESTART_COUNT", 0) > holder["restarts"]:
         return "Slurm ended it and restarted the job"
-    return f"not renewed for {age:.0f} s" if age > STALE_AFTER else None
+    return f"not renewed for {unchanged:.0f} s" if unchanged > STALE_AFTER else None
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a run does when it is asked to stop: SIGTERM, SIGINT (Ctrl-C) or SIGUSR1 (Slurm's warning)."""
+"""What a run does when it is asked to stop: SIGTERM, SIGINT (Ctrl-C), SIGUSR1 (Slurm's warning) or SIGHUP."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import threading
 from mmldlm.distributed.error_reporting import log_line
 from mmldlm.errors import EXIT_INTERRUPTED, Interrupted
 from mmldlm.utils.environment import int_from_env
-from mmldlm.utils.stop_signals import STOP_SIGNALS
+from mmldlm.utils.stop_signals import handle_stop_signals
 
 
 class StopSignal:
@@ -30,8 +30,7 @@ class StopSignal:
         reader, writer = os.pipe()
         os.set_blocking(writer, False)  # set_wakeup_fd asks for it
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        for name in STOP_SIGNALS:
-            signal.signal(name, self._receive)
+        self._numbers = frozenset(handle_stop_signals(self._receive))
         threading.Thread(target=self._end_before_the_start, args=(reader,), name="stop-signal", daemon=True).start()
 
     def _receive(self, number, frame) -> None:
@@ -39,7 +38,7 @@ class StopSignal:
 
     def _end_before_the_start(self, reader: int) -> None:
         while number := os.read(reader, 1):
-            if number[0] in STOP_SIGNALS and not self._have_met and not _in_process_group():
+            if number[0] in self._numbers and not self._have_met and not _in_process_group():
                 if int_from_env("RANK", 0) == 0:
                     log_line("stopped by a signal before the run began; nothing was written")
                 os._exit(EXIT_INTERRUPTED)

@@ -1,4 +1,4 @@
-"""Entry of a command that is started as a module: `python -m mmldlm.ROOM`."""
+"""Starting modules of this package: `python -m mmldlm.ROOM`, and by another process."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ import sys
 from types import ModuleType
 
 from mmldlm.errors import EXIT_FAILED, MmldlmError
+from mmldlm.utils import run_module
 from mmldlm.utils.formatting import explain_os_error
 from mmldlm.utils.standard_streams import open_standard_streams
+from mmldlm.utils.stop_signals import keep_exit_codes
+
+
+def module_command(module: str, *words: str) -> list[str]:
+    """Return the command line of a module of this package, whose process finds nothing in the working folder."""
+    return [sys.executable, "-u", run_module.__file__, module, *words]
 
 
 def run_command(prog: str, description: str, command: ModuleType) -> int:
@@ -20,6 +27,7 @@ def run_command(prog: str, description: str, command: ModuleType) -> int:
         command: module of mmldlm/commands, with `add_arguments` and `main`.
     """
     open_standard_streams()
+    keep_exit_codes()
     parser = argparse.ArgumentParser(prog=prog, description=description)
     command.add_arguments(parser)
     try:

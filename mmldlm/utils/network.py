@@ -1,4 +1,4 @@
-"""Small network helpers; standard library only."""
+"""Small network helpers; standard library only. As a script: print a free port."""
 
 from __future__ import annotations
 
@@ -10,3 +10,7 @@ def free_port(host: str = "127.0.0.1") -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]
+
+
+if __name__ == "__main__":
+    print(free_port())

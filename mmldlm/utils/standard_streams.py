@@ -1,9 +1,11 @@
-"""Standard streams: open, and able to print every text."""
+"""Standard streams: open, able to print every text, and closed without an error with their terminal."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from typing import TextIO
 
 
 def open_standard_streams() -> None:
@@ -27,3 +29,12 @@ def open_standard_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+
+
+def print_line(text: str, stream: TextIO | None = None) -> None:
+    """Print a line to `stream` (default: stdout); a closed terminal or a closed pipe is no error.
+
+    For a process that others depend on, such as the launcher of ranks that still have to save.
+    """
+    with contextlib.suppress(OSError):
+        print(text, file=stream or sys.stdout, flush=True)

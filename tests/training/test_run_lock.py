@@ -72,19 +72,25 @@ def test_a_reused_process_number_is_another_process(tmp_path):
         other.kill()
 
 
-def test_from_another_host_the_age_decides(tmp_path, monkeypatch):
+@pytest.mark.parametrize("age", [-86_400, 0, 100_000])  # of the lock by this host's clock
+def test_from_another_host_what_this_job_watches_decides_whatever_the_clocks_say(tmp_path, monkeypatch, age):
+    monkeypatch.setattr(run_lock, "STALE_AFTER", 0.6)
     acquire(tmp_path)
-    rewrite(tmp_path, age=run_lock.STALE_AFTER + 5, **OTHER)
-    assert "process 7 on elsewhere" in acquire(tmp_path)[1][0]
-    # Fresh: waited for until it is stale; with less patience than that, or renewed meanwhile, refused.
-    rewrite(tmp_path, **OTHER)
-    with pytest.raises(UserError, match="logging.run_name"):
+    rewrite(tmp_path, age=age, **OTHER)
+    with pytest.raises(UserError, match="half of engine.collective_timeout"):  # less patience
         acquire(tmp_path, timeout=0.1)
-    with pytest.raises(UserError):
-        acquire(tmp_path, heartbeat=lambda: os.utime(tmp_path / LOCK))
-    rewrite(tmp_path, age=run_lock.STALE_AFTER - 1, **OTHER)
+
+    def renew() -> None:
+        renewed = (tmp_path / LOCK).stat().st_mtime + 1
+        os.utime(tmp_path / LOCK, (renewed, renewed))
+
+    with pytest.raises(UserError, match="renewed while this job watched it"):
+        acquire(tmp_path, heartbeat=renew)
     told = acquire(tmp_path)[1]
-    assert "waiting" in told[0] and "not renewed for 180 s" in told[1]
+    assert "process 7 on elsewhere" in told[0] and "waiting" in told[0] and "not renewed for 1 s" in told[1]
+
+
+def test_a_torn_lock_is_refused(tmp_path):
     # Torn: nobody knows whose.
     (tmp_path / LOCK).write_text("{")
     with pytest.raises(UserError, match="an unknown job"):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+from mmldlm.utils.resources import available_cpus
+
 T = TypeVar("T")
 # More threads only help a remote file system, and each of them holds several chunks.
-_NUM_WORKERS = max(2, min(4, os.cpu_count() or 1))
+_NUM_WORKERS = max(2, min(4, available_cpus()))
 
 
 def run_in_threads(work: Callable[[T], None], items: Iterable[T]) -> None:

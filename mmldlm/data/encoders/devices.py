@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from mmldlm.utils.environment import int_from_env
+from mmldlm.utils.resources import threads_per_rank
 
 
 def device_of_rank(local_rank: int) -> str | None:
@@ -15,5 +16,5 @@ def device_of_rank(local_rank: int) -> str | None:
         return f"cuda:{local_rank % torch.cuda.device_count()}"
     if "OMP_NUM_THREADS" not in os.environ:
         local_world_size = int_from_env("LOCAL_WORLD_SIZE", 1)
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size))
+        torch.set_num_threads(threads_per_rank(local_world_size))
     return None

@@ -8,10 +8,11 @@ import sys
 from mmldlm.commands.prepare import add_arguments, run_rank
 from mmldlm.errors import EXIT_FAILED, EXIT_INTERRUPTED, MmldlmError
 from mmldlm.utils.standard_streams import open_standard_streams
-from mmldlm.utils.stop_signals import interrupt_on_stop_signals
+from mmldlm.utils.stop_signals import interrupt_on_stop_signals, keep_exit_codes
 
 if __name__ == "__main__":
     open_standard_streams()
+    keep_exit_codes()
     parser = argparse.ArgumentParser(prog="mmldlm.data.prepare", description=__doc__)
     add_arguments(parser)
     interrupt_on_stop_signals()

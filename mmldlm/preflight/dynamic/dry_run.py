@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 import uuid
@@ -18,7 +17,8 @@ from mmldlm.preflight.checks.dry_run import CHECKPOINTS
 from mmldlm.preflight.collect import data_address
 from mmldlm.preflight.context import Context, train_arguments
 from mmldlm.preflight.memory_model import checkpoint_bytes
-from mmldlm.preflight.remote.ssh import ROOT, AgentPool
+from mmldlm.preflight.remote.ssh import AgentPool
+from mmldlm.utils.entry_point import module_command
 from mmldlm.utils.input_files import read_text
 
 DRY_STEPS = 2
@@ -76,8 +76,8 @@ def run_collectives(context: Context, pool: AgentPool) -> None:
         commands = []
         for local_rank in range(context.slots(node)):
             rounds_json = json.dumps(rounds[(node, local_rank)])
-            command = [sys.executable, "-m", "mmldlm.preflight.dynamic.collective_test", rounds_json]
-            environment = {"LOCAL_RANK": str(local_rank), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+            command = module_command("mmldlm.preflight.dynamic.collective_test", rounds_json)
+            environment = {"LOCAL_RANK": str(local_rank), "OMP_NUM_THREADS": "1"}
             environment = {**(context.environment_on(node) or {}), **environment}
             commands.append({"command": command, "environment": environment})
         return {"commands": commands, "seconds": limit}

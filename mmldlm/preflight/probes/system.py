@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 from mmldlm.cluster.env_propagation import PREFIXES
+from mmldlm.utils import resources
 from mmldlm.utils.formatting import describe_os_error
 
 PACKAGES = ("torch", "deepspeed", "transformers", "numpy", "pydantic", "mpi4py", "mmldlm")
@@ -116,19 +117,9 @@ def temporary(args: dict) -> dict:
 
 
 def memory(args: dict) -> dict:
-    """Return host memory in bytes within the container's limit, and the cores of this process."""
-    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
-    total, available = (int(lines[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
-    limit = None
-    for name, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        path = Path(name)
-        if path.exists() and (text := path.read_text(encoding="utf-8").strip()).isdigit() and int(text) < total:
-            limit = int(text)
-            available = min(available, limit - int(Path(used).read_text(encoding="utf-8")))
-    return {"total": limit or total, "available": available, "cores": len(os.sched_getaffinity(0))}
+    """Return the memory in bytes and the cores of this process, within the limits of its container or job."""
+    found = resources.memory()
+    return {"total": found.total, "available": found.available, "cores": resources.available_cpus()}
 
 
 def environment(args: dict) -> dict:

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from mmldlm.preflight.probes import PROBES
 from mmldlm.preflight.remote.connections import close, connect, listen
 from mmldlm.preflight.remote.timeouts import run_with_timeout
+from mmldlm.utils.stop_signals import keep_exit_codes
 
 MARK = "@mmldlm "
 
@@ -114,6 +115,7 @@ ACTIONS = {action.__name__: action for action in _ACTIONS}
 
 def main() -> int:
     """Answer requests until the input ends."""
+    keep_exit_codes()
     serve(ACTIONS)
     return 0
 

@@ -29,7 +29,8 @@ BOOTSTRAP = (
     "cd {cwd} 2>/dev/null || exit 70; [ -x {python} ] || command -v {python} >/dev/null || exit 71; "
     "exec {python} -c {code}"
 )
-_CODE = "import sys; sys.path.insert(0, {root!r}); from {module} import main; sys.exit(main())"
+# Without the working folder, which -c puts on the path: the user's own random.py there would replace Python's.
+_CODE = "import sys; sys.path[:] = [{root!r}, *filter(None, sys.path)]; from {module} import main; sys.exit(main())"
 
 # Causes of failure and the messages of OpenSSH 7 to 10.
 _CAUSES = (
