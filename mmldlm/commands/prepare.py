@@ -16,6 +16,7 @@ from mmldlm.data.prepare.images.options import ImageOptions
 from mmldlm.data.prepare.options import OVERLONG, PrepareOptions, to_arguments
 from mmldlm.data.store.writers import LAYOUTS
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, MmldlmError, UserError
+from mmldlm.utils.output_paths import output_root
 
 if TYPE_CHECKING:
     from mmldlm.data.prepare.task_queue import TaskQueue
@@ -50,8 +51,8 @@ def _add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
         help=".txt (one sentence per line), .jsonl or .parquet (one text per record; the first two also .gz and .zst), "
         "a folder of such files, a Hugging Face dataset (openwebtext, lm1b, PATH[:CONFIG][@SPLIT]), or 'docstrings' "
         "(default; needs no download). Of images: 'glyphs' (needs no download), 'emoji', a folder of images with "
-        "captions in .txt files of the same names, a .jsonl of {image, caption}, or a .json (COCO captions, or "
-        "MM-LDLM's list), or .tar shards (a file, a folder, or a quoted pattern)",
+        "captions in .txt files of the same names or in a metadata.jsonl, a .jsonl or .csv of {image, caption}, a "
+        ".json (COCO captions, or MM-LDLM's list), or .tar shards (a file, a folder, or a quoted pattern)",
     )
     add("--datasets", nargs="+", metavar="NAME", help="one or more corpora, read one after the other")
     add("--validation-corpus", metavar="PATH", help="corpus of the validation split (default: held-out training texts)")
@@ -139,7 +140,8 @@ def _add_image_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--faces", type=int, metavar="N", help="the first N of the 10 faces of glyphs (default: all)")
     add("--font", metavar="FILE", help="NotoColorEmoji.ttf of emoji (default: that of fonts-noto-color-emoji)")
-    add("--data-root", metavar="DIR", help="folder of the image paths in a .jsonl or .json (default: its own)")
+    add("--data-root", metavar="DIR", help="folder of the image paths in a .jsonl, .csv or .json (default: its own)")
+    add("--white", type=int, metavar="N", help="largest value of gray images of 16 bits (12 bits: 4095)")
 
 
 def _add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
@@ -231,7 +233,7 @@ def run_shared(output_dir: str, work: Callable[[TaskQueue], object]) -> int:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     except KeyboardInterrupt:
-        work = WorkDir(Path(os.path.abspath(output_dir)), queue).folder
+        work = WorkDir(output_root(output_dir), queue).folder
         can_resume = (work / PLAN).is_file()
         hint = [f"rerun the same command to resume from {work}"] if can_resume else []
         if queue.world_size == 1:

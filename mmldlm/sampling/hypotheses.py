@@ -44,6 +44,7 @@ from mmldlm.sampling.text.draw import PRESENCE_PENALTY
 from mmldlm.sampling.text.length_rule import most_probable_lengths
 from mmldlm.utils.atomic_files import list_files, write_json
 from mmldlm.utils.counter_rng import Stream, uniforms
+from mmldlm.utils.output_paths import output_root
 
 if TYPE_CHECKING:
     from mmldlm.tasks.text_task import TextTask
@@ -103,7 +104,7 @@ class _Hypotheses:
 
     def __init__(self, options: HypothesisOptions, queue: TaskQueue, console: Console):
         self.options, self.queue, self.console = options, queue, console
-        self.root, device = Path(options.output_dir).absolute(), options.device
+        self.root, device = output_root(options.output_dir), options.device
         if device is None and torch.cuda.is_available():
             device = f"cuda:{queue.local_rank % torch.cuda.device_count()}"
         self.stores = {"train": Store(options.data, "train"), "validation": Store(options.data, "validation")}

@@ -60,6 +60,11 @@ def for_screen(text: str, stream: TextIO, indent: str = "  ") -> str:
         return text
 
 
+def encodable(text: str) -> str:
+    """Return a text that UTF-8 can hold: bytes of a file's name that are not UTF-8 become escapes such as \\udce9."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 def format_bytes(count: float) -> str:
     """Format a number of bytes: 1536 -> "1.5 KiB"."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):

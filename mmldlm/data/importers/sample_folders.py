@@ -37,7 +37,7 @@ from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import list_files, open_regular, write_json
 from mmldlm.utils.formatting import join_some
 from mmldlm.utils.json_files import read_json
-from mmldlm.utils.output_paths import check_writable_dir
+from mmldlm.utils.output_paths import check_writable_dir, output_root
 
 _BLOCK = 4096
 
@@ -70,7 +70,7 @@ def pack(options: PackOptions, console: Console | None = None) -> Path:
     """
     started = time.perf_counter()
     console = console or Console()
-    source, root = Path(options.source), Path(os.path.abspath(options.output_dir))
+    source, root = Path(options.source), output_root(options.output_dir)
     check_output_free(root, options.force)
     check_writable_dir(root.parent, "--output-dir")
     counts: Counter = Counter()
