@@ -41,7 +41,7 @@ def read_image(
     Args:
         channels: 3 (RGB) or 1 (gray, ITU-R 601-2 luma).
         part: offset and number of bytes of the image in a larger file; None: all of it.
-        white: the largest value of gray images of 16 bits, whatever they declare (default: 65,535 if they declare none).
+        white: the largest value of gray images of 16 bits (default: as they declare, else 65,535).
         peaks: receives the largest value of an image of 16 bits that declares no range, for a caller who judges many
             images together; None: an image that uses less than a quarter of the range is refused.
 

@@ -39,7 +39,8 @@ def list_folder(folder: Path, counts: Counter, left_out: LeftOut | None = None) 
     without_image = captions.keys() - {path.with_suffix("") for path in paired}
     second = {path.with_suffix("") for path in images if _normal(path) in listed} & without_image
     counts["read"] += len(others) + len(without_image)
-    counts["drop_second_caption"] += len(second)
+    if second:
+        counts["drop_second_caption"] += len(second)
     counts["drop_no_image"] += len(without_image) - len(second)
     counts["drop_no_caption"] += len(others) - len(paired)
     for path in paired:
