@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from mmldlm import __version__
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, MmldlmError, UserError
-from mmldlm.utils.formatting import describe_os_error, for_screen
+from mmldlm.utils.formatting import explain_os_error, for_screen
 from mmldlm.utils.standard_streams import open_standard_streams
 from mmldlm.utils.stop_signals import interrupt_on_stop_signals
 
@@ -153,7 +153,6 @@ def main(argv: list[str] | None = None) -> int:
         return _print_help(argv)
     verb = next(verb for verb in (" ".join(argv[:2]), argv[0]) if verb in VERBS)
     arguments = argv[len(verb.split(" ")) :]
-    _make_output_encodable()
     interrupt_on_stop_signals()
     parser = argparse.ArgumentParser(prog=f"mmldlm {verb}", description=VERBS[verb][1])
     try:
@@ -171,8 +170,7 @@ def main(argv: list[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError) and _stdout_closed():
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's flush at exit
             return EXIT_FAILED
-        where = "" if error.filename is None else f"{error.filename}: "
-        print(f"error: {where}{describe_os_error(error)}", file=sys.stderr)
+        print(f"error: {explain_os_error(error)}", file=sys.stderr)
         return EXIT_FAILED
     except Exception as error:
         explained = _explain_import(error, verb)
@@ -180,13 +178,6 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(f"error: {explained}", file=sys.stderr)
         return explained.exit_code
-
-
-def _make_output_encodable() -> None:
-    """Escape characters that the terminal cannot encode (LC_ALL=C) instead of failing."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure") and stream.encoding.lower().replace("-", "") != "utf8":
-            stream.reconfigure(errors="backslashreplace")
 
 
 def _stdout_closed() -> bool:

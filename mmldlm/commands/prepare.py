@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmldlm.data.corpora.corpus import DEFAULT_CORPUS
+from mmldlm.data.corpora.text_files import kind_of
 from mmldlm.data.encoders.specs import ENCODERS, POOLINGS
 from mmldlm.data.images.corpora.corpus import holds_images
 from mmldlm.data.prepare.images.options import ImageOptions
@@ -167,7 +168,9 @@ def to_options(args: argparse.Namespace) -> PrepareOptions | ImageOptions:
     for_images = ImageOptions.__dataclass_fields__.keys() - PrepareOptions.__dataclass_fields__.keys()
     # Options of images say what a folder without a captioned image was meant to be: opening it says what it lacks.
     is_image = holds_images(args.corpus) or (bool(for_images & given.keys()) and Path(args.corpus).is_dir())
-    is_image = is_image and args.datasets is None
+    # A field of texts says that the captions of a list are meant.
+    only_captions = args.text_field is not None and kind_of(Path(args.corpus)) is not None
+    is_image = is_image and args.datasets is None and not only_captions
     own, other = (ImageOptions, PrepareOptions) if is_image else (PrepareOptions, ImageOptions)
     known = own.__dataclass_fields__
     for name in given:

@@ -6,7 +6,8 @@ import argparse
 import sys
 from types import ModuleType
 
-from mmldlm.errors import MmldlmError
+from mmldlm.errors import EXIT_FAILED, MmldlmError
+from mmldlm.utils.formatting import explain_os_error
 from mmldlm.utils.standard_streams import open_standard_streams
 
 
@@ -26,3 +27,6 @@ def run_command(prog: str, description: str, command: ModuleType) -> int:
     except MmldlmError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        print(f"error: {explain_os_error(error)}", file=sys.stderr)
+        return EXIT_FAILED

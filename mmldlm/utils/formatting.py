@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterable
 from typing import TextIO
 
@@ -23,6 +25,27 @@ def print_table(rows: list[tuple[str, str]]) -> None:
 def describe_os_error(error: OSError) -> str:
     """Return the message of an OSError without its number and path."""
     return error.strerror or str(error) or type(error).__name__
+
+
+def explain_os_error(error: OSError) -> str:
+    """Return the message of an OSError with its path, and what to do where a disk is full."""
+    path = error.filename
+    text = describe_os_error(error) if path is None else f"{os.fsdecode(path)}: {describe_os_error(error)}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        text += f"; free some space{_free_space(path)} and run the same command again"
+    return text
+
+
+def _free_space(path: str | bytes | None) -> str:
+    """Return " (1.5 MiB and 20 files are free)" of the file system of a path."""
+    if path is None:
+        return ""
+    folder = os.path.dirname(os.path.abspath(os.fsdecode(path)))
+    while not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    found = os.statvfs(folder)
+    files = f" and {found.f_favail:,} files" if found.f_files else ""
+    return f" ({format_bytes(found.f_bavail * found.f_frsize)}{files} are free)"
 
 
 def format_duration(seconds: float) -> str:
@@ -60,11 +83,6 @@ def for_screen(text: str, stream: TextIO, indent: str = "  ") -> str:
         return text
 
 
-def encodable(text: str) -> str:
-    """Return a text that UTF-8 can hold: bytes of a file's name that are not UTF-8 become escapes such as \\udce9."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
 def format_bytes(count: float) -> str:
     """Format a number of bytes: 1536 -> "1.5 KiB"."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
@@ -82,3 +100,21 @@ def first_line(error: BaseException) -> str:
 def count_noun(number: int, noun: str) -> str:
     """Format a count: "1 text", "2 texts"."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def printable(text: str) -> str:
+    r"""Return text, for instance a name of a file, with what no screen or UTF-8 file can hold escaped.
+
+    A byte that is not UTF-8 becomes \udc80 to \udcff, a control character such as \x1b.
+    """
+    escaped = text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return "".join(c if c.isprintable() or c in "\n\t" or ord(c) > 0x9F else f"\\x{ord(c):02x}" for c in escaped)
+
+
+def is_utf8(text: str) -> bool:
+    """Whether text of the command line or of a file's name was UTF-8; other bytes are lone surrogates in it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,4 +1,4 @@
-"""Standard streams of a process that was started without them."""
+"""Standard streams: open, and able to print every text."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ def open_standard_streams() -> None:
     """Open /dev/null in place of a closed stdin, stdout or stderr (`>&-`, cron, daemons); call it before anything else.
 
     Python sets a closed stream to None, on which libraries fail, and the next opened file would take its number.
+    What a stream cannot encode is escaped: letters under LC_ALL=C, and names of files that are not UTF-8.
     """
     for fd in range(3):
         try:
@@ -23,3 +24,6 @@ def open_standard_streams() -> None:
     for fd, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(fd, "w" if fd else "r", closefd=False))
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")

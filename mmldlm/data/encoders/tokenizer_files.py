@@ -1,7 +1,9 @@
-"""Read an untrusted tokenizer: its code is not run, and the size of its files is limited."""
+"""Read an untrusted tokenizer (its code is not run, the size of its files is limited), and save one."""
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -42,3 +44,18 @@ def read_tokenizer(source: str | Path, expected: str, fix: str, **options: Any):
             found = f"{source} needs its own Python code (auto_map), which mmldlm does not run"
             fix = "use a tokenizer with a tokenizer.json and a class of transformers"
         raise UserError(expected, found, fix) from error
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Save a Hugging Face tokenizer into a folder.
+
+    Raises:
+        OSError: it cannot be written; the Rust library raises a bare Exception for a full disk.
+    """
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        if (found := re.search(r"\(os error (\d+)\)", str(error))) is None:
+            raise
+        number = int(found.group(1))
+        raise OSError(number, os.strerror(number), str(folder)) from error

@@ -20,7 +20,7 @@ from rich.console import Console
 from mmldlm.data.corpora.corpus import Corpus, open_corpus
 from mmldlm.data.encoders.devices import device_of_rank
 from mmldlm.data.encoders.encoder import Encoder, usable_device, usable_dtype
-from mmldlm.data.encoders.tokenizer_files import read_tokenizer
+from mmldlm.data.encoders.tokenizer_files import read_tokenizer, save_tokenizer
 from mmldlm.data.prepare import encode_stage, select_stage, tokenize_stage
 from mmldlm.data.prepare import tokenizer as tokenizers
 from mmldlm.data.prepare.inputs import (
@@ -259,7 +259,7 @@ class _Preparation:
             )
             shutil.rmtree(folder, ignore_errors=True)
             with atomic_folder(folder) as partial:
-                tokenizer.save_pretrained(partial)
+                save_tokenizer(tokenizer, partial)
             write_json(identity_path, tokenizers.identity(tokenizer, options.tokenizer))
 
         self.queue.rank_0_first("tokenizer", make)

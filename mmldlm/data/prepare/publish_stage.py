@@ -30,6 +30,7 @@ from mmldlm.data.store.store import FORMAT, TOKENIZER_FOLDER, VERSION, Store
 from mmldlm.data.store.writers import FILES_FORMAT, FilesSplit, StoreSplit
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import fsync_path, list_files, write_json
+from mmldlm.utils.formatting import is_utf8, printable
 from mmldlm.utils.walk_files import LeftOut
 
 QUARANTINE = "quarantine.jsonl"
@@ -238,6 +239,8 @@ def check_output_free(root: Path, force: bool, plan: dict[str, Any] | None = Non
     Raises:
         UserError: the folder is in use.
     """
+    if not is_utf8(str(root)):
+        raise UserError("an --output-dir in UTF-8, as tokenizers need it", printable(str(root)), "give another name")
     if root.exists() and not force and (not root.is_dir() or any(root.iterdir())):
         raise UserError(
             f"an --output-dir that does not exist yet: {root}",

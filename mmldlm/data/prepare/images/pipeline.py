@@ -17,7 +17,7 @@ import numpy as np
 from rich.console import Console
 
 from mmldlm.data.encoders.devices import device_of_rank
-from mmldlm.data.encoders.tokenizer_files import read_tokenizer
+from mmldlm.data.encoders.tokenizer_files import read_tokenizer, save_tokenizer
 from mmldlm.data.encoders.vae import default_device, usable_dtype
 from mmldlm.data.encoders.vae_files import VaeFiles
 from mmldlm.data.images.codec import ImageCodec
@@ -302,7 +302,7 @@ class _Preparation:
         tokenizer = tokenizers.load(name, options.cache_dir, options.add_mask_token, captions, options.vocab_size)
         shutil.rmtree(folder, ignore_errors=True)
         with atomic_folder(folder) as partial:
-            tokenizer.save_pretrained(partial)
+            save_tokenizer(tokenizer, partial)
         write_json(self.work.folder / TOKENIZER_IDENTITY, tokenizers.identity(tokenizer, name))
         saved = read_tokenizer(folder, f"the tokenizer saved in {folder}", "delete this folder and rerun")
         saved.split_special_tokens = True  # "[MASK]" in a caption is six characters, not a mask

@@ -38,7 +38,7 @@ from mmldlm.data.store.repair_hints import MANIFEST
 from mmldlm.data.store.store import FORMAT, TOKENIZER_FOLDER, VERSION
 from mmldlm.data.store.writers import StoreSplit
 from mmldlm.utils.atomic_files import list_files, write_json
-from mmldlm.utils.formatting import encodable, join_some
+from mmldlm.utils.formatting import join_some, printable
 from mmldlm.utils.walk_files import LeftOut
 
 _MAX_NAMED = 20
@@ -95,7 +95,7 @@ class CorpusReport:
             entry["truncated"] = self.counts["truncated"]
         if not self.unreadable:
             return entry
-        named = [f"{encodable(name)}: {reason}" for name, reason in list(self.unreadable.items())[:_MAX_NAMED]]
+        named = [f"{printable(name)}: {reason}" for name, reason in list(self.unreadable.items())[:_MAX_NAMED]]
         return {**entry, "unreadable": dict(Counter(self.unreadable.values())), "unreadable_images": named}
 
 
@@ -212,7 +212,7 @@ def _latents(codec: ImageCodec, values: np.ndarray) -> np.ndarray:
 
 def _write_unreadable(folder: Path, reports: dict[str, CorpusReport]) -> None:
     lines = [
-        json.dumps({"split": name, "image": encodable(image), "reason": reason}, ensure_ascii=False) + "\n"
+        json.dumps({"split": name, "image": printable(image), "reason": reason}, ensure_ascii=False) + "\n"
         for name, report in reports.items()
         for image, reason in report.unreadable.items()
     ]
