@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmldlm.data.corpora.corpus import DEFAULT_CORPUS
+from mmldlm.data.corpora.text_files import kind_of
 from mmldlm.data.encoders.specs import ENCODERS, POOLINGS
 from mmldlm.data.images.corpora.corpus import holds_images
 from mmldlm.data.prepare.images.options import ImageOptions
@@ -20,6 +21,7 @@ from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, MmldlmError,
 from mmldlm.utils import option_types
 from mmldlm.utils.atomic_files import naming_errors
 from mmldlm.utils.entry_point import module_command
+from mmldlm.utils.output_paths import output_root
 
 if TYPE_CHECKING:
     from mmldlm.data.prepare.task_queue import TaskQueue
@@ -64,8 +66,8 @@ def _add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
         help=".txt (one sentence per line), .jsonl or .parquet (one text per record; the first two also .gz and .zst), "
         "a folder of such files, a Hugging Face dataset (openwebtext, lm1b, PATH[:CONFIG][@SPLIT]), or 'docstrings' "
         "(default; needs no download). Of images: 'glyphs' (needs no download), 'emoji', a folder of images with "
-        "captions in .txt files of the same names, a .jsonl of {image, caption}, or a .json (COCO captions, or "
-        "MM-LDLM's list), or .tar shards (a file, a folder, or a quoted pattern)",
+        "captions in .txt files of the same names or in a metadata.jsonl, a .jsonl or .csv of {image, caption}, a "
+        ".json (COCO captions, or MM-LDLM's list), or .tar shards (a file, a folder, or a quoted pattern)",
     )
     add("--datasets", type=option_types.path, nargs="+", metavar="NAME",
         help="one or more corpora, read one after the other")  # fmt: skip
@@ -177,7 +179,8 @@ def _add_image_arguments(parser: argparse.ArgumentParser) -> None:
     add("--font", type=option_types.path, metavar="FILE",
         help="NotoColorEmoji.ttf of emoji (default: that of fonts-noto-color-emoji)")  # fmt: skip
     add("--data-root", type=option_types.path, metavar="DIR",
-        help="folder of the image paths in a .jsonl or .json (default: its own)")  # fmt: skip
+        help="folder of the image paths in a .jsonl, .csv or .json (default: its own)")  # fmt: skip
+    add("--white", type=option_types.count, metavar="N", help="largest value of gray images of 16 bits (12 bits: 4095)")
 
 
 def _add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
@@ -209,7 +212,9 @@ def to_options(args: argparse.Namespace) -> PrepareOptions | ImageOptions:
     for_images = ImageOptions.__dataclass_fields__.keys() - PrepareOptions.__dataclass_fields__.keys()
     # Options of images say what a folder without a captioned image was meant to be: opening it says what it lacks.
     is_image = holds_images(args.corpus) or (bool(for_images & given.keys()) and Path(args.corpus).is_dir())
-    is_image = is_image and args.datasets is None
+    # A field of texts says that the captions of a list are meant.
+    only_captions = args.text_field is not None and kind_of(Path(args.corpus)) is not None
+    is_image = is_image and args.datasets is None and not only_captions
     own, other = (ImageOptions, PrepareOptions) if is_image else (PrepareOptions, ImageOptions)
     known = own.__dataclass_fields__
     for name in given:
@@ -273,7 +278,7 @@ def run_shared(output_dir: str, work: Callable[[TaskQueue], object]) -> int:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     except KeyboardInterrupt:
-        work = WorkDir(Path(os.path.abspath(output_dir)), queue).folder
+        work = WorkDir(output_root(output_dir), queue).folder
         can_resume = (work / PLAN).is_file()
         hint = [f"rerun the same command to resume from {work}"] if can_resume else []
         if queue.world_size == 1:

@@ -13,6 +13,11 @@ TOO_LARGE = f"drop_over_{MAX_TEXT_BYTES >> 20}_MiB"
 """Counter of the texts above MAX_TEXT_BYTES."""
 
 
+def fold_spaces(text: str) -> str:
+    """Return a text with single spaces, without a byte order mark at its start."""
+    return " ".join(text.lstrip().lstrip("\ufeff").split())
+
+
 class _ContentFold(dict):
     """Map code points for str.translate: punctuation, spaces and control characters become a space."""
 

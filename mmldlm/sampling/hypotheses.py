@@ -11,7 +11,6 @@ shard is one file, and a killed run goes on where it was.
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from dataclasses import asdict, dataclass
@@ -45,6 +44,7 @@ from mmldlm.sampling.text.draw import PRESENCE_PENALTY
 from mmldlm.sampling.text.length_rule import most_probable_lengths
 from mmldlm.utils.atomic_files import list_files, write_json
 from mmldlm.utils.counter_rng import Stream, uniforms
+from mmldlm.utils.output_paths import output_root
 from mmldlm.utils.screen import open_console
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class _Hypotheses:
 
     def __init__(self, options: HypothesisOptions, queue: TaskQueue, console: Console):
         self.options, self.queue, self.console = options, queue, console
-        self.root, device = Path(os.path.realpath(options.output_dir)), options.device
+        self.root, device = output_root(options.output_dir), options.device
         if device is None and torch.cuda.is_available():
             device = f"cuda:{queue.local_rank % torch.cuda.device_count()}"
         self.stores = {"train": Store(options.data, "train"), "validation": Store(options.data, "validation")}

@@ -104,8 +104,8 @@ class RunLock:
                 raise UserError(
                     f"a run's folder for this job alone at {self.path.parent}",
                     f"{_describe_holder(holder)} trains in it ({self.path} {seen})",
-                    "choose another logging.run_name, or end the other job and add training.resume=auto; delete the file "
-                    f"if that job has certainly ended (it counts as dead after {STALE_AFTER:.0f} s without a "
+                    "choose another logging.run_name, or end the other job and add training.resume=auto; delete the "
+                    f"file if that job has certainly ended (it counts as dead after {STALE_AFTER:.0f} s without a "
                     f"change{short})",
                 )
             if not has_announced:

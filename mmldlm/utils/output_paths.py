@@ -18,6 +18,14 @@ from mmldlm.utils.formatting import describe_os_error, join_some
 _LOCK = ".mmldlm-output.lock"
 
 
+def output_root(path: str | os.PathLike) -> Path:
+    """Return the absolute path of an output folder behind all links.
+
+    Work beside it is then on the disk of the folder itself, and the rename at the end does not meet a link.
+    """
+    return Path(os.path.realpath(path))
+
+
 def check_writable_dir(path: str | os.PathLike, option: str) -> Path:
     """Check, with a temporary file, that a folder can be created and written to; leave nothing behind.
 

@@ -15,9 +15,18 @@ from itertools import islice
 from pathlib import Path
 
 from mmldlm.data.corpora.docstrings import docstrings_source, read_docstrings
-from mmldlm.data.corpora.text_files import KINDS, FileUnit, clean, file_units, kind_of, parquet_units
+from mmldlm.data.corpora.text_files import (
+    KINDS,
+    FileUnit,
+    clean,
+    file_units,
+    kind_of,
+    names_images,
+    parquet_units,
+)
 from mmldlm.data.sentences import MAX_TEXT_BYTES, TOO_LARGE, split_sentences
 from mmldlm.errors import UserError
+from mmldlm.utils.walk_files import OTHER_KIND, LeftOut, walk_files
 
 DEFAULT_CORPUS = "docstrings"
 _GROUP_BYTES, _GROUP_FILES = 32 << 20, 2048  # small files of a folder are read together
@@ -45,12 +54,16 @@ class Corpus:
         units: its parts, in a reproducible order.
         counts: updated by iterating: `read` (candidate texts), `drop_<reason>`, and numbers of files.
         has_documents: whether texts are documents of any length rather than sentences.
+        files: name -> file of everything that is read, by which a later launch knows the corpus again.
+        left_out: the files of its folder that are not read.
     """
 
     source: str
     units: list[ReadUnit]
     counts: Counter = field(default_factory=Counter)
     has_documents: bool = False
+    files: dict[str, Path] = field(default_factory=dict)
+    left_out: LeftOut = field(default_factory=LeftOut)
 
     def __iter__(self) -> Iterator[str]:
         self.counts.clear()
@@ -69,13 +82,14 @@ def open_corpus(
 
     Args:
         name: see the module.
-        text_field: the field of a record that holds the text (default: `text`, or that of the dataset).
+        text_field: the field of a record that holds the text (default: `text`, or that of the dataset; records of
+            images with captions are texts only if it is given).
         max_documents: read only the first texts.
         sentences: split every text into sentences.
         whole_files: each .txt file of a folder is one text (default: split into sentences).
 
     Raises:
-        UserError: the path does not exist, has no text files, or is of an unknown kind.
+        UserError: the path does not exist, has no text files, is of an unknown kind, or lists images.
     """
     corpus = _open(name, text_field, max_documents, whole_files)
     if max_documents is not None:
@@ -89,7 +103,7 @@ def open_corpus(
 def _open(name: str | os.PathLike, text_field: str | None, max_documents: int | None, whole_files: bool) -> Corpus:
     path = Path(name)
     if path.is_dir():
-        return _open_folder(path, text_field or "text", whole_files)
+        return _open_folder(path, text_field, whole_files)
     if whole_files:
         raise UserError("a folder of .txt files, for --whole-files", str(name), "name a folder, or leave the flag out")
     if str(name) == DEFAULT_CORPUS and not path.exists():
@@ -103,7 +117,10 @@ def _open(name: str | os.PathLike, text_field: str | None, max_documents: int | 
                 f"{path.name} (suffix {path.suffix or 'none'!r})",
                 "rename the file if its content is one of these, or convert it",
             )
-        return Corpus(f"{kind}:{path.name}", _units_of(path, path.name, kind, text_field or "text"))
+        if not path.is_file():
+            fix = "write it to a regular file, and give that"
+            raise UserError(f"a corpus in a file or a folder at {path}", "a FIFO, a socket or a device", fix)
+        return Corpus(f"{kind}:{path.name}", _units_of(path, path.name, kind, text_field), files={path.name: path})
     if not _looks_like_path(str(name)):
         from mmldlm.data.corpora.hub_datasets import open_dataset
 
@@ -126,8 +143,14 @@ def _looks_like_path(name: str) -> bool:
     return path.parent.is_dir() if len(path.parts) == 2 else bool(path.suffix)
 
 
-def _open_folder(folder: Path, text_field: str, whole_files: bool) -> Corpus:
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and kind_of(path))
+def _open_folder(folder: Path, text_field: str | None, whole_files: bool) -> Corpus:
+    left_out = LeftOut()
+    files = []
+    for path in walk_files(folder, left_out):
+        if kind_of(path):
+            files.append(path)
+        else:
+            left_out.add(OTHER_KIND, path.relative_to(folder))
     kinds = sorted({kind_of(path) for path in files})
     if len(kinds) != 1:
         found = f"files of the kinds {', '.join(kinds)}" if kinds else "no such file in it or below it"
@@ -137,13 +160,15 @@ def _open_folder(folder: Path, text_field: str, whole_files: bool) -> Corpus:
             "give the folder that holds the documents, or one of the files",
         )
     source = f"folder:{folder.name}" if kinds == ["txt"] else f"{kinds[0]}:{folder.name}"
+    named = {path.relative_to(folder).as_posix(): path for path in files}
+    known = {"files": {f"{folder.name}/{name}": path for name, path in named.items()}, "left_out": left_out}
     if kinds != ["txt"]:
         if whole_files:
             raise UserError(
                 "a folder of .txt files, for --whole-files", f"{kinds[0]} in {folder}", "leave the flag out"
             )
-        named = [(path, path.relative_to(folder).as_posix()) for path in files]
-        return Corpus(source, [unit for path, name in named for unit in _units_of(path, name, kinds[0], text_field)])
+        units = [unit for name, path in named.items() for unit in _units_of(path, name, kinds[0], text_field)]
+        return Corpus(source, units, **known)
     groups: list[list[Path]] = [[]]
     size = 0
     for path in files:
@@ -156,12 +181,25 @@ def _open_folder(folder: Path, text_field: str, whole_files: bool) -> Corpus:
     for group in groups:
         name = ";".join(f"{path.relative_to(folder).as_posix()}:{path.stat().st_size}" for path in group)
         units.append(ReadUnit(name, lambda counts, group=group: _read_documents(group, counts, whole_files)))
-    return Corpus(source, units, has_documents=whole_files)
+    return Corpus(source, units, has_documents=whole_files, **known)
 
 
-def _units_of(path: Path, name: str, kind: str, text_field: str) -> list[ReadUnit]:
+def _units_of(path: Path, name: str, kind: str, text_field: str | None) -> list[ReadUnit]:
+    """Return the units of a file.
+
+    Raises:
+        UserError: it lists images with captions, and no field of texts was named.
+    """
     if kind == "parquet":
         return [ReadUnit(f"{name}#{part}", read) for part, read in parquet_units(path, text_field)]
+    if kind == "jsonl" and text_field is None and names_images(path):
+        raise UserError(
+            f"a corpus of texts in {path}",
+            "records that name images",
+            "give this file alone as CORPUS to prepare images with captions, or name the field of the captions with "
+            "--text-field to prepare them as texts",
+        )
+    text_field = text_field or "text"
     return [ReadUnit(f"{name}#{part.start}-{part.end}", part.read) for part in file_units(path, kind, text_field)]
 
 

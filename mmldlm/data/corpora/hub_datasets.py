@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
+from mmldlm.data.corpora.image_records import image_column
 from mmldlm.data.corpora.text_files import clean
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import first_line
@@ -63,10 +64,9 @@ def open_dataset(
         max_documents: the most texts that the caller reads; the dataset is then one unit.
 
     Raises:
-        UserError: the package `datasets`, the dataset, or the field is missing.
+        UserError: the package `datasets`, the dataset, or the field is missing; a dataset of images, without a field.
     """
     spec = parse(name)
-    text_field = text_field or spec.text_field
     try:
         import datasets
     except ImportError:
@@ -84,6 +84,16 @@ def open_dataset(
             first_line(error),
             "check the name and the network, or give the path of a corpus (PATH[:CONFIG][@SPLIT] for a dataset)",
         ) from error
+    kinds = stream.features or {}
+    images = image_column(names, [type(kinds.get(column)).__name__ == "Image" for column in names])
+    if text_field is None and images is not None:
+        raise UserError(
+            f"a dataset of texts in {spec.path}",
+            f"a field '{images}' of images",
+            "name the field of its captions with --text-field to prepare them as texts; for images write them to "
+            "files, with a .jsonl of {image, caption}",
+        )
+    text_field = text_field or spec.text_field
     if text_field not in names:
         raise UserError(
             f"a field '{text_field}' in {spec.path}", f"fields {', '.join(names)}", "name the field with --text-field"
@@ -97,5 +107,20 @@ def open_dataset(
             yield from clean(record[text_field] or "", counts)
 
     label = ":".join(filter(None, (spec.path, spec.name, spec.split)))
-    parts = [(f"{label}#{shard}/{num_shards}", lambda counts, s=shard: read(s, counts)) for shard in range(num_shards)]
+    version = _commit_of(spec)
+    parts = [
+        (f"{label}{version}#{shard}/{num_shards}", lambda counts, s=shard: read(s, counts))
+        for shard in range(num_shards)
+    ]
     return f"hub:{label}", parts
+
+
+def _commit_of(spec: DatasetSpec) -> str:
+    """Return the commit that the dataset's branch names on the hub, as "@0123abcd"; nothing where the hub has none."""
+    try:
+        from huggingface_hub import HfApi
+
+        commit = HfApi().dataset_info(spec.path, revision=spec.revision, timeout=10).sha
+    except Exception:  # a local folder, a mirror without this call: many types
+        return ""
+    return f"@{commit[:12]}" if commit else ""

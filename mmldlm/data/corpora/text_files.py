@@ -5,6 +5,7 @@ Memory is bounded by one text, even for compressed files: longer lines are left 
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import json
@@ -12,27 +13,37 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import Any, BinaryIO
 
-from mmldlm.data.sentences import MAX_TEXT_BYTES, TOO_LARGE
+from mmldlm.data.corpora.image_records import image_column, image_of
+from mmldlm.data.sentences import MAX_TEXT_BYTES, TOO_LARGE, fold_spaces
 from mmldlm.errors import UserError
-from mmldlm.utils.formatting import first_line
+from mmldlm.utils.formatting import describe_os_error, first_line
+from mmldlm.utils.git_lfs import refuse_pointer
 from mmldlm.utils.input_files import open_regular, require_regular
 
 KINDS = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz", ".txt.zst", ".jsonl.zst", ".parquet")
 PART_BYTES = 32 << 20
+NOT_TEXT = "drop_not_text"
+"""Counter of the texts with NUL characters, such as those of UTF-16 or of binary files."""
+_COMPRESSED = (".gz", ".zst")
+_FEED = 1 << 10  # bytes given to a decompressor at once: at most 32 MiB come out of them
+_SNIFFED = 64  # records that are looked at to know what a file is a list of
 _EXTRA = "pip install 'mmldlm[data]'"
 
 
 def kind_of(path: Path) -> str | None:
-    """Return `txt`, `jsonl` or `parquet` by a file's name; None for others."""
-    suffixes = "".join(path.suffixes[-2:]) if path.suffix in (".gz", ".zst") else path.suffix
-    return suffixes.split(".")[1] if suffixes in KINDS else None
+    """Return `txt`, `jsonl` or `parquet` by a file's name, in upper or lower case; None for others."""
+    suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
+    ending = "".join(suffixes if suffixes and suffixes[-1] in _COMPRESSED else suffixes[-1:])
+    return ending.split(".")[1] if ending in KINDS else None
 
 
 def file_units(path: Path, kind: str, text_field: str) -> list[FileUnit]:
     """Cut a .txt or .jsonl file into byte ranges, each with the lines that begin in it; a compressed file is one."""
-    if path.suffix in (".gz", ".zst"):
+    if path.suffix.lower() in _COMPRESSED:
         return [FileUnit(path, kind, 0, None, text_field)]
     size = path.stat().st_size
     starts = range(0, max(size, 1), PART_BYTES)
@@ -41,13 +52,18 @@ def file_units(path: Path, kind: str, text_field: str) -> list[FileUnit]:
 
 @dataclass(frozen=True)
 class FileUnit:
-    """The lines that begin in the bytes [start, end) of a file; `end` None means the complete file."""
+    """The lines that begin in the bytes [start, end) of a file; `end` None means the complete file.
+
+    Attributes:
+        errors: as in bytes.decode; `strict`: a file that is not UTF-8 is an error.
+    """
 
     path: Path
     kind: str
     start: int
     end: int | None
     text_field: str = "text"
+    errors: str = "strict"
 
     def read(self, counts: Counter) -> Iterator[str]:
         """Yield the texts and count them."""
@@ -55,6 +71,8 @@ class FileUnit:
 
     def lines(self, counts: Counter) -> Iterator[tuple[int, str]]:
         """Yield (first byte, stripped text) of every line; a carriage return alone also ends a line.
+
+        A byte order mark at the start of a line is not part of it: files with one may have been joined.
 
         Lines above MAX_TEXT_BYTES are left out, counted and reported on standard error.
 
@@ -77,12 +95,37 @@ class FileUnit:
                 if len(raw) > MAX_TEXT_BYTES:
                     self._leave_out(position, raw, len(raw) + num_skipped, counts)
                 else:
-                    yield from ((position, part.strip()) for part in self._decoded(raw, position).strip().split("\r"))
+                    parts = self._decoded(raw, position).strip().split("\r")
+                    yield from ((position, part.strip().lstrip("\ufeff").lstrip()) for part in parts)
                 position += len(raw) + num_skipped
+
+    def records(self, counts: Counter, keep_bad: bool = False) -> Iterator[tuple[int, Any]]:
+        """Yield (first byte, value) of every line of JSON; lines of white space are no records.
+
+        Args:
+            keep_bad: yield None for a line that is not JSON, if it is not the first one.
+
+        Raises:
+            UserError: a line is not JSON.
+        """
+        is_first = self.start == 0
+        for position, line in self.lines(counts):
+            if not line:
+                continue
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                if not keep_bad or is_first:
+                    found = f"line {self._line_number(position)}: {str(error)[:200]}"
+                    fix = "repair or remove that line"
+                    raise self._error("one JSON object per line", found, fix) from None
+                value = None
+            is_first = False
+            yield position, value
 
     def _decoded(self, raw: bytes, position: int) -> str:
         try:
-            return raw.decode("utf-8-sig" if position == 0 else "utf-8")
+            return raw.decode("utf-8", self.errors)
         except UnicodeDecodeError as error:
             found = f"byte 0x{raw[error.start]:02x} at column {error.start + 1} of line {self._line_number(position)}"
             raise self._error("UTF-8 text", found, "convert the file to UTF-8 (for instance with iconv)") from None
@@ -111,18 +154,10 @@ class FileUnit:
     def _read_txt(self, counts: Counter) -> Iterator[str]:
         for _, line in self.lines(counts):
             if line:
-                counts["read"] += 1
-                yield line
+                yield from clean(line, counts, fold=False)
 
     def _read_jsonl(self, counts: Counter) -> Iterator[str]:
-        for position, line in self.lines(counts):
-            if not line:
-                continue
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                found = f"line {self._line_number(position)}: {error}"
-                raise self._error("one JSON object per line", found, "repair or remove that line") from None
+        for position, record in self.records(counts):
             text = record.get(self.text_field) if isinstance(record, dict) else None
             if isinstance(record, dict) and self.text_field in record and not isinstance(text, str):
                 raise self._error(
@@ -147,12 +182,14 @@ def _kind_of(value: object) -> str:
     return {int: "a number", float: "a number", list: "a list"}.get(type(value), "an object")
 
 
-def clean(text: str, counts: Counter) -> Iterator[str]:
-    """Yield a record's text with its white space folded; count empty and too large texts."""
+def clean(text: str, counts: Counter, fold: bool = True) -> Iterator[str]:
+    """Yield a text, its white space folded (not that of a line); count empty, binary and too large texts."""
     counts["read"] += 1
-    text = " ".join(text.split())
+    text = fold_spaces(text) if fold else text
     if not text or len(text) > MAX_TEXT_BYTES:
         counts[TOO_LARGE if text else "drop_empty"] += 1
+    elif "\0" in text:
+        counts[NOT_TEXT] += 1
     else:
         yield text
 
@@ -167,25 +204,88 @@ def _skip_line(file: io.BufferedIOBase) -> int:
     return length
 
 
-def _open_bytes(path: Path) -> io.BufferedIOBase:
-    require_regular(path)
-    if path.suffix == ".gz":
-        return gzip.open(path, "rb")
-    if path.suffix == ".zst":
+def names_images(path: Path) -> bool:
+    """Whether one of the first records of a .jsonl file names an image.
+
+    Raises:
+        UserError: its first line is not JSON.
+    """
+    unit = FileUnit(path, "jsonl", 0, None, errors="surrogateescape")
+    return any(image_of(record) is not None for _, record in islice(unit.records(Counter(), keep_bad=True), _SNIFFED))
+
+
+@contextlib.contextmanager
+def _open_bytes(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for reading, decompressed by its suffix.
+
+    Raises:
+        UserError: it is not readable, or the package that decompresses it is missing.
+    """
+    try:
+        file = open_regular(path)
+    except OSError as error:
+        raise UserError(f"a readable file {path}", describe_os_error(error), "check the file") from None
+    suffix = path.suffix.lower()
+    with file:
+        if suffix not in _COMPRESSED:
+            yield file
+            return
+        if not file.read(1):
+            raise UserError(f"a complete compressed file in {path}", "an empty file", "copy the file again")
+        file.seek(0)
+        if suffix == ".gz":
+            with gzip.GzipFile(fileobj=file) as unpacked:
+                yield unpacked  # type: ignore[misc]
+            return
+        yield io.BufferedReader(_ZstdFile(file, path), 1 << 20)
+
+
+class _ZstdFile(io.RawIOBase):
+    """The content of all frames of a Zstandard file; an end inside of a frame, or bytes behind the last, are errors.
+
+    Raises:
+        UserError: the package zstandard is missing.
+    """
+
+    def __init__(self, file: BinaryIO, path: Path):
         try:
             import zstandard
         except ImportError:
             raise UserError(f"the package zstandard, to read {path}", "it is not installed", _EXTRA) from None
-        return io.BufferedReader(zstandard.open(path, "rb"), 1 << 20)
-    return open_regular(path)  # type: ignore[return-value]
+        self._file, self._new_frame = file, zstandard.ZstdDecompressor().decompressobj
+        self._frame: Any = None  # the frame that has not ended yet
+        self._raw, self._content = b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._content:
+            raw, self._raw = self._raw or self._file.read(_FEED), b""
+            if not raw and self._frame is not None:
+                raise EOFError("the file ends before its last frame does")
+            if not raw:
+                return 0
+            self._frame = self._frame or self._new_frame()
+            self._content = memoryview(self._frame.decompress(raw))
+            if self._frame.eof:
+                self._raw, self._frame = self._frame.unused_data, None
+        count = min(len(buffer), len(self._content))
+        buffer[:count], self._content = self._content[:count], self._content[count:]
+        return count
 
 
-def parquet_units(path: Path, text_field: str) -> list[tuple[str, Callable[[Counter], Iterator[str]]]]:
+def parquet_units(path: Path, text_field: str | None) -> list[tuple[str, Callable[[Counter], Iterator[str]]]]:
     """Return the (name, reader) of every row group of a parquet file.
 
+    Args:
+        text_field: the column of texts (default: `text`, of a file without a column of images).
+
     Raises:
-        UserError: pyarrow is not installed, the file is not parquet, or the column of strings is missing.
+        UserError: pyarrow is not installed, the file is not parquet, it is one of images with captions, or the column
+            of strings is missing.
     """
+    refuse_pointer(path)
     try:
         import pyarrow as arrow
         import pyarrow.parquet as parquet
@@ -196,9 +296,21 @@ def parquet_units(path: Path, text_field: str) -> list[tuple[str, Callable[[Coun
         file = parquet.ParquetFile(path)
     except (arrow.ArrowException, OSError) as error:
         raise UserError(f"a parquet file at {path}", first_line(error), "copy or convert it again") from None
-    names = file.schema_arrow.names
-    kind = file.schema_arrow.field(text_field).type if text_field in names else None
-    if kind is None or not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
+    schema = file.schema_arrow
+    names = schema.names
+    images = image_column(names, [_holds_files(column.type, arrow) for column in schema])
+    if text_field is None and images is not None:
+        raise UserError(
+            f"a corpus of texts in {path}",
+            f"a column '{images}' of images",
+            "name the column of its captions with --text-field to prepare them as texts; for images write them to "
+            "files, with a .jsonl of {image, caption}",
+        )
+    text_field = text_field or "text"
+    kind = schema.field(text_field).type if text_field in names else None
+    if kind is not None and arrow.types.is_dictionary(kind):  # pandas' categories
+        kind = kind.value_type
+    if kind is None or not any(test(kind) for test in _tests_of_strings(arrow)):
         raise UserError(
             f"a column '{text_field}' of strings in {path}",
             f"columns {', '.join(names)}" if kind is None else f"a column '{text_field}' of {kind}",
@@ -215,3 +327,13 @@ def parquet_units(path: Path, text_field: str) -> list[tuple[str, Callable[[Coun
     return [
         (f"{size}:{group}", lambda counts, group=group: read(group, counts)) for group in range(file.num_row_groups)
     ]
+
+
+def _tests_of_strings(arrow: Any) -> list[Callable[[Any], bool]]:
+    names = ("is_string", "is_large_string", "is_string_view")
+    return [getattr(arrow.types, name) for name in names if hasattr(arrow.types, name)]
+
+
+def _holds_files(kind: Any, arrow: Any) -> bool:
+    """Whether a column holds {bytes, path}, as datasets of images do."""
+    return arrow.types.is_struct(kind) and {"bytes", "path"} <= {kind.field(i).name for i in range(kind.num_fields)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 
 from mmldlm.data.encoders.specs import ENCODERS, EncoderSpec
@@ -63,6 +64,20 @@ def find_model_folder(name: str, cache_dir: str | None = None) -> tuple[Path, st
         ) from error
     weights_files(folder, name)
     return folder, f"hub:{spec.hub_name}"
+
+
+def model_files(folder: Path) -> list[Path]:
+    """Return the files of a model's folder on which its vectors may depend: those of the model and of its modules.
+
+    The modules of a sentence-transformers model lie in folders that its modules.json names.
+    """
+    try:
+        modules = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
+        parts = [folder, *(folder / module["path"] for module in modules if module["path"])]
+    except (OSError, ValueError, KeyError, TypeError):  # another kind of model, or damage that loading it reports
+        parts = [folder]
+    patterns = (*_SMALL_FILES, *_WEIGHTS)
+    return [path for part in parts for pattern in patterns for path in sorted(part.glob(pattern)) if path.is_file()]
 
 
 def weights_files(folder: Path, name: str) -> list[Path]:

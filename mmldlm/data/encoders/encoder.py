@@ -29,6 +29,16 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _IDENTITY_OPTIONS = ("pooling", "normalize", "prefix", "max_length")
 
 
+def usable_device(device: str | None) -> str:
+    """Return a device: as asked for, else a GPU if there is one."""
+    return device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def usable_dtype(dtype: str | None, device: str) -> str:
+    """Return the precision of the forward pass: as asked for, else fp32 on the CPU and bf16 on a GPU."""
+    return dtype or ("fp32" if device == "cpu" else "bf16")
+
+
 @contextlib.contextmanager
 def no_loading_bar():
     """Hide the progress bar of loading, which takes under a second and would break the lines of a log."""
@@ -79,10 +89,10 @@ class Encoder:
             raise UserError("--batch-tokens of at least 1", str(batch_tokens), "give a positive number, such as 1024")
         self.folder, self.source = find_model_folder(name, cache_dir)
         self.name, self.spec = name, _find_spec(name, self.folder, options)
-        self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = usable_device(device)
         self.batch_tokens = batch_tokens or (1024 if self.device == "cpu" else 65536)
         self.batch_size = batch_size
-        self.dtype = dtype or ("fp32" if self.device == "cpu" else "bf16")
+        self.dtype = usable_dtype(dtype, self.device)
         language = {"src_lang": self.spec.source_language} if self.spec.source_language else {}
         subject, fix = f"encoder '{name}' in {self.folder}", "copy or install these files again"
         self._tokenizer = read_tokenizer(self.folder, f"the tokenizer of {subject}", fix, **language)
@@ -109,6 +119,7 @@ class Encoder:
                 "reinstall the package or clear the hub cache: these are the weights of another model",
             )
         self.latent_dim = width if latent_dim is None else self._check_cut(latent_dim, width)
+        self._weights_sha256: str | None = None
 
     @classmethod
     def from_identity(cls, identity: dict[str, Any], **kwargs: Any) -> Encoder:
@@ -143,9 +154,15 @@ class Encoder:
         return latent_dim
 
     def weights_sha256(self) -> str:
-        """Return the SHA-256 of the weights, or that of the joined digests of several files."""
-        digests = [sha256_of(path) for path in weights_files(self.folder, self.name)]
-        return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+        """Return the SHA-256 of the weights, or that of the joined digests of several files.
+
+        It is computed once: the files may be replaced while the encoder is in use.
+        """
+        if self._weights_sha256 is None:
+            digests = [sha256_of(path) for path in weights_files(self.folder, self.name)]
+            joined = hashlib.sha256("".join(digests).encode()).hexdigest()
+            self._weights_sha256 = digests[0] if len(digests) == 1 else joined
+        return self._weights_sha256
 
     def identity(self) -> dict[str, object]:
         """Return the JSON-ready description of the encoder; equal ones give comparable latents."""

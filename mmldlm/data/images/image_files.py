@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -13,9 +14,10 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from mmldlm.utils.formatting import describe_os_error, first_line
 from mmldlm.utils.input_files import open_regular
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
 # Formats that Pillow decodes itself: others would start programs, such as Ghostscript.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+_DEEP_WHITE = 65535  # the largest value of 16 bits
+_DECLARED = (341, 281, 258)  # TIFF: SMaxSampleValue, MaxSampleValue, BitsPerSample
 _DIRECT = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
 
 
@@ -23,14 +25,25 @@ class UnreadableImage(ValueError):
     """The file holds no image of which one picture is defined; the message is the reason."""
 
 
-def read_image(path: Path, size: int, channels: int, part: tuple[int, int] | None = None) -> np.ndarray:
+def read_image(
+    path: Path,
+    size: int,
+    channels: int,
+    part: tuple[int, int] | None = None,
+    white: int | None = None,
+    peaks: list[int] | None = None,
+) -> np.ndarray:
     """Read an image: its short side resized to `size`, its center cut out.
 
-    Rotated as its EXIF entry says; transparency over white; CMYK and YCbCr converted; 16 bits of gray to 8.
+    Rotated as its EXIF entry says; transparency over white; CMYK and YCbCr converted; 16 bits of gray to 8. Cameras and
+    microscopes write 10 to 14 bits into files of 16: the range is then what the file's tags declare, or `white`.
 
     Args:
         channels: 3 (RGB) or 1 (gray, ITU-R 601-2 luma).
         part: offset and number of bytes of the image in a larger file; None: all of it.
+        white: the largest value of gray images of 16 bits (default: as they declare, else 65,535).
+        peaks: receives the largest value of an image of 16 bits that declares no range, for a caller who judges many
+            images together; None: an image that uses less than a quarter of the range is refused.
 
     Returns:
         uint8 [size, size, channels].
@@ -46,7 +59,7 @@ def read_image(path: Path, size: int, channels: int, part: tuple[int, int] | Non
                 raise UnreadableImage("empty file")
             file.seek(0)
             with Image.open(file, formats=_FORMATS) as image:
-                return _convert(image, size, channels)
+                return _convert(image, size, channels, _Depth(white, peaks))
     except UnreadableImage:
         raise
     except UnidentifiedImageError:
@@ -68,13 +81,75 @@ def _cut_out(file: BinaryIO, offset: int, count: int) -> BinaryIO:
     return io.BytesIO(content)
 
 
-def _convert(image: Image.Image, size: int, channels: int) -> np.ndarray:
+@dataclass(frozen=True)
+class _Depth:
+    """How values of 16 bits are scaled; see `read_image`."""
+
+    white: int | None
+    peaks: list[int] | None
+
+    def scale_gray(self, image: Image.Image, declared: int | None) -> Image.Image:
+        values = np.asarray(image).astype(np.int64)
+        if values.min() < 0 or values.max() > _DEEP_WHITE:
+            raise UnreadableImage(f"values of mode {image.mode} outside 0 to {_DEEP_WHITE}")
+        white, peak = self.white or declared or _DEEP_WHITE, int(values.max())
+        if peak > white:
+            raise UnreadableImage(f"a value of {peak}, above white ({white})")
+        if self.white is None and declared is None:
+            self._judge(peak)
+        return Image.fromarray(np.rint(values * 255 / white).astype(np.uint8))
+
+    def check_color(self, image: Image.Image, declared: int | None) -> None:
+        """Check an image of 16 bits a color, of which Pillow reads the upper 8."""
+        white = self.white or declared or _DEEP_WHITE
+        if white != _DEEP_WHITE:
+            raise UnreadableImage(f"16 bits a color with values to {white}: convert it to 8 bits a color")
+        if self.white is None and declared is None:
+            largest = max(high for _, high in image.convert("RGB").getextrema())
+            self._judge(largest * 256 + 255)
+
+    def _judge(self, peak: int) -> None:
+        if self.peaks is not None:
+            self.peaks.append(peak)
+        elif is_dark(peak):
+            raise UnreadableImage(f"16 bits of which values above {peak} are not used: convert it to 8 bits")
+
+
+def is_dark(peak: int) -> bool:
+    """Whether the largest value of an image of 16 bits is so small that its range is probably another one."""
+    return peak <= _DEEP_WHITE // 4
+
+
+def _declared_white(image: Image.Image) -> int | None:
+    """Return the largest value that a TIFF declares, of 9 to 15 bits; None where it declares none, or all of 16."""
+    tags = getattr(image, "tag_v2", {})
+    for tag in _DECLARED:
+        found = tags.get(tag)
+        value = max(found) if isinstance(found, tuple) and found else found
+        if isinstance(value, int | float) and value == int(value):
+            white = 2 ** int(value) - 1 if tag == _DECLARED[-1] and value < 16 else int(value)
+            if 2**9 <= white + 1 < 2**16 and (white & (white + 1)) == 0:
+                return white
+    return None
+
+
+def _is_deep(image: Image.Image) -> bool:
+    """Whether a color image that is not decoded yet has 16 bits a color, by the form in which its file has them."""
+    return image.mode in _DIRECT and any(
+        "16" in str(tile[3]) for tile in getattr(image, "tile", ()) if tile[0] != "ppm"
+    )
+
+
+def _convert(image: Image.Image, size: int, channels: int, depth: _Depth) -> np.ndarray:
     num_frames = getattr(image, "n_frames", 1)
     if num_frames > 1 and image.format != "MPO":  # a stereo photograph: its first picture is the photograph
         raise UnreadableImage("several frames")
+    declared, is_deep = _declared_white(image), _is_deep(image)
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):
-        image = _from_16_bits(image)
+        image = depth.scale_gray(image, declared)
+    elif is_deep:
+        depth.check_color(image, declared)
     if image.mode not in _DIRECT:
         raise UnreadableImage(f"values of mode {image.mode}")
     if image.has_transparency_data:
@@ -83,10 +158,3 @@ def _convert(image: Image.Image, size: int, channels: int) -> np.ndarray:
     image = image.convert("L" if channels == 1 else "RGB")
     fitted = ImageOps.fit(image, (size, size), Image.Resampling.LANCZOS)
     return np.array(fitted, np.uint8).reshape(size, size, channels)
-
-
-def _from_16_bits(image: Image.Image) -> Image.Image:
-    values = np.asarray(image).astype(np.int64)
-    if values.min() < 0 or values.max() > 65535:
-        raise UnreadableImage(f"values of mode {image.mode} outside 0 to 65535")
-    return Image.fromarray(np.rint(values / 257).astype(np.uint8))

@@ -28,7 +28,7 @@ from mmldlm.data.prepare import tokenizer as tokenizers
 from mmldlm.data.prepare.chunking import truncate
 from mmldlm.data.prepare.publish_stage import check_output_free, check_readable, commit, latents_suffix, versions
 from mmldlm.data.prepare.summary import print_summary
-from mmldlm.data.sentences import MAX_TEXT_BYTES, content_hash
+from mmldlm.data.sentences import MAX_TEXT_BYTES, content_hash, fold_spaces
 from mmldlm.data.store.arrays import read_array, read_small_npz
 from mmldlm.data.store.latent_statistics import LatentStatistics
 from mmldlm.data.store.repair_hints import MANIFEST
@@ -39,8 +39,9 @@ from mmldlm.utils.atomic_files import list_files, write_json
 from mmldlm.utils.formatting import join_some
 from mmldlm.utils.input_files import open_regular
 from mmldlm.utils.json_files import read_json
-from mmldlm.utils.output_paths import check_writable_dir
+from mmldlm.utils.output_paths import check_writable_dir, output_root
 from mmldlm.utils.screen import open_console
+from mmldlm.utils.walk_files import LeftOut
 
 _BLOCK = 4096
 
@@ -73,11 +74,12 @@ def pack(options: PackOptions, console: Console | None = None) -> Path:
     """
     started = time.perf_counter()
     console = console or open_console()
-    source, root = Path(options.source), Path(os.path.abspath(options.output_dir))
+    source, root = Path(options.source), output_root(options.output_dir)
     check_output_free(root, options.force)
     check_writable_dir(root.parent, "--output-dir")
     counts: Counter = Counter()
-    samples = find_samples(source, counts)
+    left_out = LeftOut()
+    samples = find_samples(source, counts, left_out)
     prepared = _read_manifest(source)
     tokenizer, identity = _load_tokenizer(options, source, samples)
     latents_per_text = options.latents_per_text or prepared.get("latents_per_text", 1)
@@ -108,7 +110,7 @@ def pack(options: PackOptions, console: Console | None = None) -> Path:
             "latent_stats": statistics,
             "tokenizer": identity,
             "splits": summaries,
-            "corpus": _describe_corpus(source, summaries, counts),
+            "corpus": _describe_corpus(source, summaries, counts, left_out),
             "options": {"keep_duplicates": options.keep_duplicates, "seed": options.seed},
             "files": list_files(partial),
             "created_with": versions(),
@@ -143,7 +145,9 @@ def _with_normalize(encoder: dict[str, Any], norm: dict[str, float]) -> dict[str
     return encoder if "normalize" in encoder else {**encoder, "normalize": is_unit}
 
 
-def _describe_corpus(source: Path, summaries: dict[str, dict[str, int]], counts: Counter) -> dict[str, Any]:
+def _describe_corpus(
+    source: Path, summaries: dict[str, dict[str, int]], counts: Counter, left_out: LeftOut
+) -> dict[str, Any]:
     """Return the manifest's entry of the corpus, in which every sample is accounted for."""
     dropped = {key[5:]: value for key, value in sorted(counts.items()) if key.startswith("drop_") and value}
     kept = sum(summary["num_samples"] for summary in summaries.values())
@@ -155,6 +159,7 @@ def _describe_corpus(source: Path, summaries: dict[str, dict[str, int]], counts:
         "dropped": dropped,
         **({"truncated": counts["truncated"]} if counts["truncated"] else {}),
         "files": counts["files"],
+        **left_out.entry(),
     }
 
 
@@ -279,7 +284,7 @@ class _Packer:
             if isinstance(error, UserError):
                 raise
             return None, np.empty(0, np.int64)
-        text = " ".join(text.split())
+        text = fold_spaces(text)
         ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return text, np.asarray(ids, np.int64)
 

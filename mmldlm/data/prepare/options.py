@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from mmldlm.data.corpora.corpus import DEFAULT_CORPUS
 from mmldlm.data.encoders.specs import ENCODERS, POOLINGS
 from mmldlm.data.store.writers import LAYOUTS
 from mmldlm.errors import UserError
+from mmldlm.utils.output_paths import output_root
 
 OVERLONG = ("drop", "truncate", "chunk")
 # Options that affect how the work is done, but not its result.
@@ -98,7 +98,7 @@ def _format_value(value: Any) -> str:
 
 
 def check_options(options: PrepareOptions) -> Path:
-    """Check the values of options; return the absolute output folder.
+    """Check the values of options; return the output folder, links resolved.
 
     Raises:
         UserError: a value is out of range or unknown.
@@ -134,7 +134,7 @@ def check_options(options: PrepareOptions) -> Path:
         raise UserError(
             "a CORPUS or --datasets", f"both: {options.corpus} and {' '.join(options.datasets)}", "drop one of them"
         )
-    return Path(os.path.abspath(options.output_dir))
+    return output_root(options.output_dir)
 
 
 def to_arguments(options: Any) -> list[str]:

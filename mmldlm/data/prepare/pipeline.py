@@ -19,10 +19,17 @@ from rich.console import Console
 
 from mmldlm.data.corpora.corpus import Corpus, open_corpus
 from mmldlm.data.encoders.devices import device_of_rank
-from mmldlm.data.encoders.encoder import Encoder
+from mmldlm.data.encoders.encoder import Encoder, usable_device, usable_dtype
 from mmldlm.data.encoders.tokenizer_files import read_tokenizer, save_tokenizer
 from mmldlm.data.prepare import encode_stage, select_stage, tokenize_stage
 from mmldlm.data.prepare import tokenizer as tokenizers
+from mmldlm.data.prepare.inputs import (
+    check_same_encoder,
+    check_unchanged,
+    encoder_inputs,
+    file_inputs,
+    tokenizer_inputs,
+)
 from mmldlm.data.prepare.options import PrepareOptions, check_options
 from mmldlm.data.prepare.publish_stage import (
     TOKENIZER_IDENTITY,
@@ -40,6 +47,7 @@ from mmldlm.data.store.store import TOKENIZER_FOLDER
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import atomic_folder, write_json
 from mmldlm.utils.screen import open_console
+from mmldlm.utils.walk_files import LeftOut
 
 _COMPLETE = "already complete"  # counter that rank 0 sets for the other ranks
 
@@ -98,15 +106,17 @@ class _Preparation:
     def run(self) -> None:
         started = time.perf_counter()
         self.work = WorkDir(self.root, self.queue)
+        self.identities = self.work.identities()
         self.source = "+".join(corpus.source for corpus in self.corpora)
         self.encoder: Encoder | None = None
-        plan = self._plan()
-        self.queue.rank_0_first("begin", lambda: self._begin(plan))
+        self.queue.rank_0_first("begin", self._begin)
         if self.queue.add(_COMPLETE, 0):
             return
         try:
+            self._check_encoder()
             texts = self._read("train", self.corpora)
             held_texts = self._read("validation", [self.held_out]) if self.held_out else None
+            self.queue.rank_0_first("inputs", self._check_unchanged)
             splits, counts, held_counts = self._make_samples(texts, held_texts)
             sources = {name: held_texts if name == "validation" and held_texts else texts for name in splits}
             encoded = self._encode_splits(splits, sources)
@@ -114,7 +124,10 @@ class _Preparation:
             def write() -> None:
                 output = StoreOutput(self.options, self.encoder, self.work, splits, sources, encoded)
                 held_source = None if self.held_out is None else self.held_out.source
-                manifest = publish(output, self.root, plan, self.source, held_source, counts, held_counts)
+                left_out = LeftOut().update(corpus.left_out for corpus in self._all_corpora())
+                manifest = publish(
+                    output, self.root, self.plan, self.source, held_source, counts, held_counts, left_out
+                )
                 self.work.remove()
                 print_summary(self.console, self.root, manifest, time.perf_counter() - started)
 
@@ -125,18 +138,44 @@ class _Preparation:
                 self.work.remove()  # only quick work is lost, and other options may follow
             raise
 
+    def _all_corpora(self) -> list[Corpus]:
+        return [*self.corpora, *([self.held_out] if self.held_out else [])]
+
+    def _files(self) -> list[dict[str, Path]]:
+        return [corpus.files for corpus in self._all_corpora()]
+
+    def _check_unchanged(self) -> None:
+        check_unchanged(self._files(), self.plan["inputs"], self.identities)
+
+    def _encoder_inputs(self) -> dict[str, str]:
+        options = self.options
+        dtype = usable_dtype(options.dtype, usable_device(device_of_rank(self.queue.local_rank)))
+        return encoder_inputs(options.encoder, options.cache_dir, dtype, self.identities)
+
+    def _check_encoder(self) -> None:
+        if self.queue.rank > 0:
+            check_same_encoder(self._encoder_inputs(), self.work.read_plan()["inputs"], self.queue.rank)
+
     def _plan(self) -> dict[str, Any]:
+        options = self.options
         corpora = {"train": self.corpora, "validation": [self.held_out] if self.held_out else []}
         return {
-            "options": self.options.identity(),
+            "options": options.identity(),
             "shards": [tokenize_stage.SHARD, encode_stage.SHARD],
             "corpus": {
                 name: [f"{corpus.source} {unit.name}" for corpus in part for unit in corpus.units]
                 for name, part in corpora.items()
             },
+            "inputs": {
+                **self._encoder_inputs(),
+                **tokenizer_inputs(options.tokenizer, options.cache_dir, options.add_mask_token),
+                **file_inputs(self._files(), self.identities),
+            },
         }
 
-    def _begin(self, plan: dict[str, Any]) -> None:
+    def _begin(self) -> None:
+        with self.console.status("identifying the files of the corpus"):
+            plan = self.plan = self._plan()
         if existing_output(self.root, plan) and not self.options.force:
             self.console.print(f"{self.root} is already complete, from the same corpus and options", soft_wrap=True)
             self.work.remove()
@@ -146,6 +185,7 @@ class _Preparation:
         self.encoder = self._make_encoder()  # before hours of reading: its weights may be missing
         if self.work.open(plan, self.options.force):
             self.console.print(f"resuming from {self.work.folder}", soft_wrap=True)
+        self.identities.save()
 
     def _make_encoder(self) -> Encoder:
         device = device_of_rank(self.queue.local_rank)

@@ -19,6 +19,7 @@ import numpy as np
 import mmldlm
 from mmldlm.data.encoders.encoder import Encoder
 from mmldlm.data.prepare import encode_stage
+from mmldlm.data.prepare.inputs import diff_inputs, inputs_entry
 from mmldlm.data.prepare.options import PrepareOptions, diff_options
 from mmldlm.data.prepare.read_stage import TextShards
 from mmldlm.data.prepare.select_stage import Samples
@@ -31,6 +32,7 @@ from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import fsync_path, list_files, write_json
 from mmldlm.utils.formatting import is_utf8, printable
 from mmldlm.utils.input_files import read_text
+from mmldlm.utils.walk_files import LeftOut
 
 QUARANTINE = "quarantine.jsonl"
 TOKENIZER_IDENTITY = "tokenizer.json"  # next to the tokenizer's folder in the work folder
@@ -73,8 +75,8 @@ def existing_output(root: Path, plan: dict[str, Any]) -> bool:
 
 
 def plan_digest(plan: dict[str, Any]) -> str:
-    """SHA-256 of the units of a plan's corpora."""
-    return hashlib.sha256(json.dumps(plan["corpus"]).encode()).hexdigest()
+    """SHA-256 of what a plan reads: the units of its corpora, and the content of all files."""
+    return hashlib.sha256(json.dumps([plan["corpus"], plan["inputs"]]).encode()).hexdigest()
 
 
 def publish(
@@ -85,6 +87,7 @@ def publish(
     held_source: str | None,
     counts: Counter,
     held_counts: Counter,
+    left_out: LeftOut,
 ) -> dict[str, Any]:
     """Write the splits, the tokenizer and the manifest to the work folder, then rename it; return the manifest.
 
@@ -114,9 +117,10 @@ def publish(
         "latent_stats": statistics,
         "tokenizer": tokenizer,
         "splits": summaries,
-        "corpus": {"source": source, **merge_counts(counts, summaries, held_source is None)},
+        "corpus": {"source": source, **merge_counts(counts, summaries, held_source is None), **left_out.entry()},
         "options": plan["options"],
         "units": plan_digest(plan),
+        **inputs_entry(plan["inputs"]),
         "files": list_files(partial) if is_store else {},
         "created_with": versions(),
     }
@@ -244,6 +248,12 @@ def check_output_free(root: Path, force: bool, plan: dict[str, Any] | None = Non
             _describe_existing(root, plan),
             "choose another folder, or add --force to replace it when the new store is complete",
         )
+    if os.path.ismount(root):
+        raise UserError(
+            "an --output-dir that can be renamed",
+            f"{root}, where a disk is mounted",
+            f"give a folder on it: {root / 'store'}",
+        )
     if root.is_dir() and force and any(root.iterdir()) and not (root / MANIFEST).is_file():
         raise UserError(
             f"a store to replace at {root}",
@@ -254,18 +264,20 @@ def check_output_free(root: Path, force: bool, plan: dict[str, Any] | None = Non
 
 def _describe_existing(root: Path, plan: dict[str, Any] | None) -> str:
     try:
-        options = json.loads(read_text(root / MANIFEST))["options"]
+        manifest = json.loads(read_text(root / MANIFEST))
+        options = manifest["options"]
     except (OSError, ValueError, KeyError, TypeError):
         return "a folder that is not a store"
     # `pack` has other options, which cannot be compared.
     if plan is None or not isinstance(options, dict) or "corpus" not in options:
         return "an existing store"
     changes = diff_options(options, plan["options"])
-    return (
-        f"a store of other options: {'; '.join(changes)}"
-        if changes
-        else "a store of the same options whose corpus files have changed"
-    )
+    if changes:
+        return f"a store of other options: {'; '.join(changes)}"
+    if not inputs_entry(plan["inputs"]):
+        return "a store of the same options whose files have changed (too many to name one)"
+    changes = diff_inputs(manifest.get("inputs"), plan["inputs"]) or ["the order or the captions of its corpus"]
+    return f"a store of the same options whose files have changed: {'; '.join(changes)}"
 
 
 def commit(partial: Path, root: Path, force: bool) -> None:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mmldlm.data.prepare.task_queue import TaskQueue
+from mmldlm.utils.formatting import join_some
 from mmldlm.utils.progress import ProgressBar
 
 
@@ -42,6 +43,12 @@ class RankProgress:
         self._bar.close()
 
 
+def add_files_not_read(table: Table, corpus: dict[str, Any]) -> None:
+    """Add a row for each reason for which files of a corpus were not read, with the names of some."""
+    for reason, found in corpus.get("not_read", {}).items():
+        table.add_row(f"  not read: {reason}", f"{found['number']:,}: {join_some(found['such_as'], limit=3)}")
+
+
 def print_summary(console: Console, root: Path, manifest: dict[str, Any], seconds: float) -> None:
     """Print the table that ends a preparation."""
     table = Table(title=f"store {root}", show_header=False)
@@ -50,6 +57,7 @@ def print_summary(console: Console, root: Path, manifest: dict[str, Any], second
     table.add_row("texts read", f"{corpus['read']:,}")
     for reason, number in corpus["dropped"].items():
         table.add_row(f"  dropped: {reason.replace('_', ' ')}", f"{number:,}")
+    add_files_not_read(table, corpus)
     table.add_row("kept", f"{corpus['kept']:,}")
     if corpus.get("truncated"):
         table.add_row("  truncated", f"{corpus['truncated']:,}")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mmldlm.data.prepare.inputs import FileIdentities, diff_inputs
 from mmldlm.data.prepare.options import diff_options
 from mmldlm.data.prepare.task_queue import TaskQueue
 from mmldlm.errors import UserError
@@ -18,6 +19,7 @@ from mmldlm.utils.input_files import open_append, read_text
 from mmldlm.utils.output_paths import check_writable_dir
 
 PLAN = "plan.json"
+_IDENTITIES = "file_identities.json"
 
 
 def diff_plans(found: dict[str, Any], plan: dict[str, Any]) -> list[str]:
@@ -28,6 +30,8 @@ def diff_plans(found: dict[str, Any], plan: dict[str, Any]) -> list[str]:
         removed = join_some((unit for unit in before if unit not in now), limit=3)
         added = join_some((unit for unit in now if unit not in before), limit=3)
         lines.append(f"the corpus had {removed or 'nothing more'}, has {added or 'nothing more'}")
+    if "inputs" in plan:
+        lines += diff_inputs(found.get("inputs"), plan["inputs"])
     return lines or [f"another cut of the work ({found.get('shards')}, now {plan['shards']})"]
 
 
@@ -80,6 +84,14 @@ class WorkDir:
         if found is None:
             write_json(path, plan)
         return found is not None
+
+    def identities(self) -> FileIdentities:
+        """Return the identities of input files that an earlier launch has found; rank 0 saves new ones."""
+        return FileIdentities(self.folder / _IDENTITIES)
+
+    def read_plan(self) -> dict[str, Any]:
+        """Return the plan that rank 0 has written."""
+        return json.loads((self.folder / PLAN).read_text(encoding="utf-8"))
 
     def clear(self) -> None:
         """Discard all results; the lock stays."""

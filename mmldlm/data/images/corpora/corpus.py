@@ -6,18 +6,24 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
 import json
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
-from mmldlm.data.images.image_files import SUFFIXES
-from mmldlm.utils.input_files import open_text
+from mmldlm.data.corpora.image_records import IMAGE_SUFFIXES, image_of
+from mmldlm.data.corpora.text_files import kind_of, names_images
+from mmldlm.errors import UserError
+from mmldlm.utils.input_files import open_regular
+from mmldlm.utils.walk_files import LeftOut, walk_files
 
 GLYPHS, EMOJI = "glyphs", "emoji"
 _OF_TEXTS = (".txt", ".jsonl", ".parquet", ".gz", ".zst")
@@ -57,6 +63,8 @@ class ImageCorpus:
         words_in_training: every word of a validation caption must occur in training.
         may_hold_out: whether a sample may be in the validation split; None: every one. The share is of these.
         tokenizer: default tokenizer of its captions.
+        left_out: the files of its folder, or of its shards, that are not read.
+        peaks: receives from `read` the largest value of each image of 16 bits whose range the file does not declare.
     """
 
     source: str
@@ -68,44 +76,73 @@ class ImageCorpus:
     may_hold_out: Callable[[ImageSample], bool] | None = None
     tokenizer: str = "train"
     unreadable: dict[str, str] = field(default_factory=dict)
+    left_out: LeftOut = field(default_factory=LeftOut)
+    peaks: list[int] = field(default_factory=list)
 
     def digest(self) -> str:
-        """SHA-256 of the samples and the sizes of their files, by which a resume knows the corpus."""
-        digest, sizes = hashlib.sha256(self.source.encode()), {None: None}
+        """SHA-256 of the samples, by which a resume knows the corpus, together with the identities of `files`."""
+        digest = hashlib.sha256(self.source.encode())
         for sample in self.samples:
-            if sample.path not in sizes:
-                sizes[sample.path] = _size_of(sample.path)
-            row = [sample.image, sample.caption, sample.group, sizes[sample.path]]
-            digest.update(json.dumps(row).encode() + b"\n")
+            digest.update(json.dumps([sample.image, sample.caption, sample.group]).encode() + b"\n")
         return digest.hexdigest()
 
-
-def _size_of(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return None
+    def files(self) -> dict[str, Path]:
+        """Return name -> file of everything that `read` opens."""
+        return {
+            sample.image if sample.part is None else sample.path.name: sample.path
+            for sample in self.samples
+            if sample.path is not None
+        }
 
 
 def holds_images(name: str | os.PathLike) -> bool:
     """Whether a corpus is one of images: by its name, its suffix, the fields of its first record, or its files."""
     path = Path(name)
+    suffix = path.suffix.lower()
     if path.is_file():
-        return path.suffix in (".json", ".tar") or (path.suffix == ".jsonl" and _first_record_has_image(path))
+        return suffix in (".json", ".tar") or lists_images(path)
     if path.is_dir():
-        files = list(path.rglob("*"))
-        images = {file.with_suffix("") for file in files if file.suffix.lower() in SUFFIXES}
-        captions = {file.with_suffix("") for file in files if file.suffix == ".txt"}
-        num_pictures = len(images) + sum(file.suffix == ".tar" for file in files)
-        num_texts = sum(file.suffix in _OF_TEXTS for file in files)
+        files = walk_files(path)
+        suffixes = Counter(file.suffix.lower() for file in files)
+        images = {file.with_suffix("") for file in files if file.suffix.lower() in IMAGE_SUFFIXES}
+        captions = {file.with_suffix("") for file in files if file.suffix.lower() == ".txt"}
+        num_pictures = len(images) + suffixes[".tar"]
         # As many pictures as texts and no pair: names that do not fit, which opening the corpus says.
-        return bool(images & captions) or num_pictures >= max(num_texts, 1)
-    return str(name) in DRAWN or path.suffix == ".tar"
+        if images & captions or num_pictures >= max(sum(suffixes[kind] for kind in _OF_TEXTS), 1):
+            return True
+        return bool(images) and any(is_metadata(file) and lists_images(file) for file in files)
+    return str(name) in DRAWN or suffix == ".tar"
 
 
-def _first_record_has_image(path: Path) -> bool:
+def is_metadata(path: Path) -> bool:
+    """Whether a file has the name of the list that Hugging Face's datasets of images keep beside the images."""
+    return path.name.lower() in ("metadata.jsonl", "metadata.csv")
+
+
+def lists_images(path: Path) -> bool:
+    """Whether a file is a list of images with captions: .csv or .jsonl, the latter also compressed.
+
+    Raises:
+        UserError: the first line of a .jsonl is not JSON.
+    """
+    if path.suffix.lower() == ".csv":
+        return any(image_of(record) is not None for record in islice(read_csv(path), 1))
+    return kind_of(path) == "jsonl" and names_images(path)
+
+
+def read_csv(path: Path) -> Iterator[dict[str, str]]:
+    """Yield the rows of a .csv whose first row names its columns.
+
+    Raises:
+        UserError: it is not readable, not UTF-8, or a row has more values than there are columns.
+    """
+    fix = "write it as UTF-8, with a first row of names such as file_name,text"
     try:
-        with open_text(path) as file:
-            return not {"image", "image_path"}.isdisjoint(json.loads(next(file)))
-    except (OSError, ValueError, StopIteration, TypeError, RecursionError):
-        return False
+        with open_regular(path) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
+            rows = csv.DictReader(file, strict=True)
+            for row in rows:
+                if None in row or None in row.values():
+                    raise csv.Error(f"another number of values than of columns at line {rows.line_num}")
+                yield row
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"a table of images and captions in {path}", str(error), fix) from None

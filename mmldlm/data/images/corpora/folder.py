@@ -1,46 +1,104 @@
-"""A folder of images, each with its caption in a .txt file of the same name next to it."""
+"""A folder of images, with captions in .txt files of the same names or in lists that Hugging Face's datasets keep."""
 
 from __future__ import annotations
 
+import os
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
-from mmldlm.data.images.corpora.corpus import ImageSample
-from mmldlm.data.images.image_files import SUFFIXES
-from mmldlm.data.sentences import MAX_TEXT_BYTES, TOO_LARGE
+from mmldlm.data.corpora.image_records import IMAGE_SUFFIXES
+from mmldlm.data.images.corpora.corpus import ImageSample, is_metadata, lists_images
+from mmldlm.data.images.corpora.records import list_csv, list_jsonl
+from mmldlm.data.sentences import MAX_TEXT_BYTES, TOO_LARGE, fold_spaces
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import count_noun, join_some
 from mmldlm.utils.input_files import open_regular
+from mmldlm.utils.walk_files import OTHER_KIND, LeftOut, walk_files
 
 
-def list_folder(folder: Path, counts: Counter) -> list[ImageSample]:
+def list_folder(folder: Path, counts: Counter, left_out: LeftOut | None = None) -> list[ImageSample]:
     """Return the captioned images below a folder, by name; count images without caption and the reverse.
+
+    A metadata.jsonl or metadata.csv has the captions of the images that it names, whatever .txt files there are.
+
+    Args:
+        left_out: receives the files that are neither images nor captions.
 
     Raises:
         UserError: no image has a caption.
     """
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    images = [path for path in files if path.suffix.lower() in SUFFIXES]
-    captions = {path.with_suffix(""): path for path in files if path.suffix == ".txt"}
-    paired = [path for path in images if path.with_suffix("") in captions]
-    if not paired:
-        found = f"{count_noun(len(images), 'image')} and {count_noun(len(captions), '.txt file')}"
-        some = join_some(path.name for path in [*images[:2], *sorted(captions.values())[:2]])
-        raise UserError(
-            f"images ({', '.join(SUFFIXES)}) and captions of the same name (cat.png, cat.txt) in {folder}",
-            f"{found}, no pair of one name: {some}" if some else "neither of them",
-            "write the caption of each image into a .txt file next to it; to prepare texts, move the images elsewhere",
-        )
+    left_out = LeftOut() if left_out is None else left_out
+    images, captions, lists = _sort(folder, counts, left_out)
+    samples = [sample for path in lists for sample in _of_metadata(path, folder, counts)]
+    listed = {_normal(sample.path) for sample in samples}
+    others = [path for path in images if _normal(path) not in listed]
+    paired = [path for path in others if path.with_suffix("") in captions]
+    if not paired and not samples:
+        raise _no_pair(folder, images, captions, counts, left_out)
     without_image = captions.keys() - {path.with_suffix("") for path in paired}
-    counts["read"] += len(images) + len(without_image)
-    counts["drop_no_image"] += len(without_image)
-    counts["drop_no_caption"] += len(images) - len(paired)
-    samples = []
+    second = {path.with_suffix("") for path in images if _normal(path) in listed} & without_image
+    counts["read"] += len(others) + len(without_image)
+    if second:
+        counts["drop_second_caption"] += len(second)
+    counts["drop_no_image"] += len(without_image) - len(second)
+    counts["drop_no_caption"] += len(others) - len(paired)
     for path in paired:
         caption = _read_caption(captions[path.with_suffix("")], counts)
         if caption is not None:
             samples.append(ImageSample(path.relative_to(folder).as_posix(), caption, None, path))
     return samples
+
+
+def _sort(folder: Path, counts: Counter, left_out: LeftOut) -> tuple[list[Path], dict[Path, Path], list[Path]]:
+    """Return the images below a folder, its .txt files by name without suffix, and its lists of captions."""
+    images, captions, lists = [], {}, []
+    for path in walk_files(folder, left_out):
+        suffix = path.suffix.lower()
+        if suffix in IMAGE_SUFFIXES:
+            images.append(path)
+        elif suffix == ".txt":
+            if captions.setdefault(path.with_suffix(""), path) != path:  # a.TXT beside a.txt
+                counts["read"] += 1
+                counts["drop_second_caption"] += 1
+        elif is_metadata(path) and lists_images(path):
+            lists.append(path)
+        else:
+            left_out.add(OTHER_KIND, path.relative_to(folder))
+    return images, captions, lists
+
+
+def _of_metadata(path: Path, folder: Path, counts: Counter) -> list[ImageSample]:
+    """Return the samples of a list, named by their paths below the folder."""
+    listing = list_csv if path.suffix.lower() == ".csv" else list_jsonl
+    prefix = path.parent.relative_to(folder)
+    samples = []
+    for sample in listing(path, path.parent, counts):
+        image = (prefix / sample.image).as_posix()
+        own = f"image {sample.image}"
+        samples.append(replace(sample, image=image, group=f"image {image}" if sample.group == own else sample.group))
+    return samples
+
+
+def _normal(path: Path | None) -> str:
+    return os.path.normpath(path or "")
+
+
+def _no_pair(
+    folder: Path, images: list[Path], captions: dict[Path, Path], counts: Counter, left_out: LeftOut
+) -> UserError:
+    found = f"{count_noun(len(images), 'image')} and {count_noun(len(captions), '.txt file')}"
+    some = join_some(path.name for path in [*images[:2], *sorted(captions.values())[:2]])
+    found = f"{found}, no pair of one name: {some}" if some else "neither of them"
+    dropped = {key: value for key, value in counts.items() if value}
+    others = left_out.names.get(OTHER_KIND, [])
+    more = [f"records of its lists: {dropped}"] * bool(dropped) + [f"other files: {join_some(others)}"] * bool(others)
+    return UserError(
+        f"images ({', '.join(IMAGE_SUFFIXES)}) and captions of the same name (cat.png, cat.txt) in {folder}",
+        "; ".join([found, *more]),
+        "write the caption of each image into a .txt file next to it, or a metadata.jsonl of {file_name, text}; a list "
+        "with another name can be given itself as the corpus; to prepare texts, move the images elsewhere",
+    )
 
 
 def _read_caption(path: Path, counts: Counter) -> str | None:
@@ -50,7 +108,7 @@ def _read_caption(path: Path, counts: Counter) -> str | None:
         if len(raw) > MAX_TEXT_BYTES:
             counts[TOO_LARGE] += 1
             return None
-        caption = " ".join(raw.decode("utf-8-sig").split())
+        caption = fold_spaces(raw.decode("utf-8"))
     except OSError:
         counts["drop_unreadable_caption"] += 1
         return None

@@ -8,10 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from mmldlm.data.images.corpora.corpus import ImageSample
+from mmldlm.data.corpora.image_records import image_of
+from mmldlm.data.corpora.text_files import FileUnit
+from mmldlm.data.images.corpora.corpus import ImageSample, read_csv
+from mmldlm.data.sentences import fold_spaces
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import describe_os_error
-from mmldlm.utils.input_files import open_text, read_bytes
+from mmldlm.utils.input_files import read_bytes
 
 _FORMS = (
     "a list of {image_path, caption, image_id}, or COCO's object with images {id, file_name} and annotations "
@@ -23,16 +26,24 @@ def list_jsonl(path: Path, root: Path, counts: Counter) -> list[ImageSample]:
     """Return the samples of a .jsonl of {image, caption or text[, group]}; a caption may be a list of captions.
 
     Lines that are not such records are counted as dropped.
+
+    Raises:
+        UserError: it is not readable, or its first line is not JSON.
     """
-    samples: list[ImageSample] = []
-    try:
-        with open_text(path, errors="surrogateescape") as file:
-            for line in file:
-                if line.strip():
-                    samples += samples_of(_parse(line), root, counts)
-    except OSError as error:
-        raise UserError(f"a readable {path}", describe_os_error(error), "check the file") from None
+    unit, overlong = FileUnit(path, "jsonl", 0, None, errors="surrogateescape"), Counter()
+    records = unit.records(overlong, keep_bad=True)
+    samples = [sample for _, record in records for sample in samples_of(record, root, counts)]
+    counts.update(overlong)
     return samples
+
+
+def list_csv(path: Path, root: Path, counts: Counter) -> list[ImageSample]:
+    """Return the samples of a .csv with columns for the image and its caption.
+
+    Raises:
+        UserError: it is not such a table.
+    """
+    return [sample for record in read_csv(path) for sample in samples_of(record, root, counts)]
 
 
 def list_json(path: Path, root: Path, counts: Counter) -> list[ImageSample]:
@@ -74,30 +85,26 @@ def _of_coco(content: dict[str, Any], counts: Counter) -> Iterator[Any]:
     counts["drop_no_caption"] += without
 
 
-def _parse(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-
-
 def samples_of(record: Any, root: Path, counts: Counter) -> Iterator[ImageSample]:
-    """Yield the samples of a record of {image, caption or text[, group]}, or count why it has none."""
+    """Yield the samples of a record of {image, caption or text[, group]}, or count why it has none.
+
+    Other names of the image, such as file_name, are those of `image_of`.
+    """
     record = record if isinstance(record, dict) else {}
-    image = record.get("image", record.get("image_path"))
+    image = image_of(record)
     captions = record.get("caption", record.get("text"))
     group = record.get("group", record.get("image_id"))
     for caption in captions if isinstance(captions, list) and captions else [captions]:
         counts["read"] += 1
-        if not isinstance(image, str) or not image or not isinstance(group, str | int | None):
+        if not isinstance(image, str) or not image or "\0" in image or not isinstance(group, str | int | None):
             counts["drop_bad_record"] += 1
-        elif not isinstance(caption, str) or not caption.strip():
+        elif not isinstance(caption, str) or not fold_spaces(caption):
             counts["drop_no_caption"] += 1
         elif not _is_unicode(caption + image):
             counts["drop_not_unicode"] += 1
         else:
             own = f"image {image}" if group is None else f"group {group}"
-            yield ImageSample(_name(image, root), " ".join(caption.split()), own, root / image)
+            yield ImageSample(_name(image, root), fold_spaces(caption), own, root / image)
 
 
 def _is_unicode(text: str) -> bool:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mmldlm.data.corpora.text_files import kind_of
 from mmldlm.data.encoders.vae_files import VaeFiles, find_vae
 from mmldlm.data.images.codebook import MAX_CODES
 from mmldlm.data.images.corpora.corpus import DRAWN, EMOJI, GLYPHS
@@ -15,6 +15,7 @@ from mmldlm.data.images.corpora.tar_shards import is_pattern
 from mmldlm.data.images.fit_codebook import FSQ_LEVELS
 from mmldlm.data.images.pca import MAX_VALUES
 from mmldlm.errors import UserError
+from mmldlm.utils.output_paths import output_root
 
 # Options that affect how the work is done, where files lie, or whether there is a result, but not the result.
 _RUN_ONLY_OPTIONS = ("output_dir", "force", "cache_dir", "data_root", "font", "max_quarantined", "batch_size")
@@ -37,6 +38,7 @@ class ImageOptions:
     faces: int | None = None
     font: str | None = None
     data_root: str | None = None
+    white: int | None = None
     max_samples: int | None = None
     validation_samples: int | None = None
     keep_duplicates: bool = False
@@ -129,7 +131,7 @@ def _complete_for_vae(options: ImageOptions, vae: VaeFiles) -> ImageOptions:
 
 
 def check_options(options: ImageOptions) -> Path:
-    """Check the values of completed options; return the absolute output folder.
+    """Check the values of completed options; return the output folder, links resolved.
 
     Raises:
         UserError: a value is out of range, unknown, or not read by this corpus.
@@ -143,14 +145,18 @@ def check_options(options: ImageOptions) -> Path:
         raise UserError(
             f"--image-size as a multiple of --patch-size={patch}", str(size), f"give {size // patch * patch or patch}"
         )
+    if options.white is not None and not 1 <= options.white <= 65535:
+        raise UserError("--white from 1 to 65535", str(options.white), "give the largest value, 4095 for 12 bits")
     if not 0 <= options.max_quarantined <= 1:
         raise UserError("--max-quarantined from 0 to 1", str(options.max_quarantined), "give a share, such as 0.01")
     _check_latents(options)
-    is_list = str(options.corpus).endswith((".json", ".jsonl"))
+    corpus = Path(options.corpus)
+    is_list = kind_of(corpus) == "jsonl" or corpus.suffix.lower() in (".json", ".csv")
     for name, readers, used in (
         ("faces", "the corpus glyphs", options.drawn == GLYPHS),
         ("font", "the corpus emoji", options.drawn == EMOJI),
-        ("data_root", "a .json or .jsonl", is_list),
+        ("data_root", "a .json, .jsonl or .csv", is_list),
+        ("white", "images from files", options.drawn is None),
         ("dtype", "--latents vae:NAME_OR_FOLDER", options.vae is not None),
         ("batch_size", "--latents vae:NAME_OR_FOLDER", options.vae is not None),
     ):
@@ -162,7 +168,7 @@ def check_options(options: ImageOptions) -> Path:
         raise UserError("--dtype fp32 or bf16 for an autoencoder", options.dtype, "give one of them")
     if options.drawn and options.validation_corpus:
         raise UserError(f"{options.drawn} without --validation-corpus", options.validation_corpus, "leave it out")
-    return Path(os.path.abspath(options.output_dir))
+    return output_root(options.output_dir)
 
 
 def _check_latents(options: ImageOptions) -> None:

@@ -16,10 +16,14 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from mmldlm.data.encoders.devices import device_of_rank
 from mmldlm.data.encoders.tokenizer_files import read_tokenizer, save_tokenizer
+from mmldlm.data.encoders.vae import default_device, usable_dtype
+from mmldlm.data.encoders.vae_files import VaeFiles
 from mmldlm.data.images.codec import ImageCodec
 from mmldlm.data.images.corpora.corpus import ImageCorpus
 from mmldlm.data.images.corpora.open import open_image_corpus
+from mmldlm.data.images.image_files import is_dark
 from mmldlm.data.prepare import tokenizer as tokenizers
 from mmldlm.data.prepare.chunking import truncate
 from mmldlm.data.prepare.images import read_stage, select_stage
@@ -28,6 +32,13 @@ from mmldlm.data.prepare.images.fit_codec import fit_codec
 from mmldlm.data.prepare.images.options import ImageOptions, check_options, complete_options
 from mmldlm.data.prepare.images.publish_stage import CorpusReport, ImageSplit, print_image_summary, publish
 from mmldlm.data.prepare.images.read_stage import ImageShards
+from mmldlm.data.prepare.inputs import (
+    autoencoder_inputs,
+    check_same_encoder,
+    check_unchanged,
+    file_inputs,
+    tokenizer_inputs,
+)
 from mmldlm.data.prepare.publish_stage import TOKENIZER_IDENTITY, check_output_free, existing_output
 from mmldlm.data.prepare.select_stage import sample_keys
 from mmldlm.data.prepare.summary import RankProgress
@@ -72,7 +83,7 @@ def _open_corpora(options: ImageOptions) -> dict[str, ImageCorpus]:
     named = {"train": options.corpus, "validation": options.validation_corpus}
     corpora = {
         split: open_image_corpus(
-            name, options.image_size, options.channels, options.faces, options.font, options.data_root
+            name, options.image_size, options.channels, options.faces, options.font, options.data_root, options.white
         )
         for split, name in named.items()
         if name
@@ -100,21 +111,45 @@ class _Preparation:
         started = time.perf_counter()
         self.work = WorkDir(self.root, self.queue)
         vae = self.options.find_vae()
-        plan = {
-            "options": self.options.identity(),
-            "shards": [read_stage.SHARD],
-            "corpus": {name: [f"{corpus.source} {corpus.digest()}"] for name, corpus in self.corpora.items()},
-        }
-        if vae is not None:
-            plan["corpus"]["encoder"] = [f"autoencoder {vae.name} of sha256 {vae.weights_sha256()[:12]}"]
-        self.queue.rank_0_first("begin", lambda: self._begin(plan))
+        self.identities = self.work.identities()
+        self.queue.rank_0_first("begin", lambda: self._begin(vae))
         if self.queue.add(_COMPLETE, 0):
             return
+        self._check_encoder(vae)
         self.encoder = None if vae is None else load_encoder(self.options, vae, self.queue)
         shards = {name: self._read(name, corpus) for name, corpus in self.corpora.items()}
-        self.queue.rank_0_first("write", lambda: self._write(plan, shards, started))
+        self.queue.rank_0_first("write", lambda: self._write(shards, started))
 
-    def _begin(self, plan: dict[str, Any]) -> None:
+    def _encoder_inputs(self, vae: VaeFiles | None) -> dict[str, str]:
+        if vae is None:
+            return {}
+        dtype = usable_dtype(vae, self.options.dtype, device_of_rank(self.queue.local_rank) or default_device())
+        return autoencoder_inputs(vae, dtype, self.identities)
+
+    def _check_encoder(self, vae: VaeFiles | None) -> None:
+        if self.queue.rank > 0:
+            check_same_encoder(self._encoder_inputs(vae), self.work.read_plan()["inputs"], self.queue.rank)
+
+    def _files(self) -> list[dict[str, Path]]:
+        return [corpus.files() for corpus in self.corpora.values()]
+
+    def _plan(self, vae: VaeFiles | None) -> dict[str, Any]:
+        options = self.options
+        name = options.tokenizer or self.corpora["train"].tokenizer
+        return {
+            "options": options.identity(),
+            "shards": [read_stage.SHARD],
+            "corpus": {name: [f"{corpus.source} {corpus.digest()}"] for name, corpus in self.corpora.items()},
+            "inputs": {
+                **self._encoder_inputs(vae),
+                **tokenizer_inputs(name, options.cache_dir, options.add_mask_token),
+                **file_inputs(self._files(), self.identities),
+            },
+        }
+
+    def _begin(self, vae: VaeFiles | None) -> None:
+        with self.console.status("identifying the files of the corpus"):
+            plan = self.plan = self._plan(vae)
         if existing_output(self.root, plan) and not self.options.force:
             self.console.print(f"{self.root} is already complete, from the same corpus and options", soft_wrap=True)
             self.work.remove()
@@ -123,6 +158,7 @@ class _Preparation:
         check_output_free(self.root, self.options.force, plan)
         if self.work.open(plan, self.options.force):
             self.console.print(f"resuming from {self.work.folder}", soft_wrap=True)
+        self.identities.save()
 
     def _read(self, name: str, corpus: ImageCorpus) -> ImageShards:
         stage, size = f"read-images-{name}", read_stage.SHARD
@@ -139,17 +175,19 @@ class _Preparation:
             )
         return ImageShards(paths)
 
-    def _write(self, plan: dict[str, Any], shards: dict[str, ImageShards], started: float) -> None:
+    def _write(self, shards: dict[str, ImageShards], started: float) -> None:
+        check_unchanged(self._files(), self.plan["inputs"], self.identities)
         reports = {name: self._report(corpus, shards[name]) for name, corpus in self.corpora.items()}
         self._check_unreadable(reports)
         try:
+            self._check_depth(reports)
             splits = self._split(shards, reports)
             codec = self._codec(splits["train"])
         except UserError:
             if self.encoder is None:
                 self.work.remove()  # only quick work is lost, and other options may follow
             raise
-        manifest = publish(self.options, codec, self.work, self.root, plan, splits, reports)
+        manifest = publish(self.options, codec, self.work, self.root, self.plan, splits, reports)
         self.work.remove()
         print_image_summary(self.console, self.root, manifest, time.perf_counter() - started)
 
@@ -159,7 +197,24 @@ class _Preparation:
         unreadable = corpus.unreadable | {
             corpus.samples[row].image: reason for row, reason in sorted(shards.reasons.items())
         }
-        return CorpusReport(corpus.source, counts, unreadable)
+        return CorpusReport(corpus.source, counts, unreadable, corpus.left_out, shards.peaks)
+
+    def _check_depth(self, reports: dict[str, CorpusReport]) -> None:
+        """Check that images of 16 bits use their range, if their files do not declare another one.
+
+        Raises:
+            UserError: most of them use less than a quarter of it.
+        """
+        peaks = np.concatenate([report.peaks for report in reports.values()])
+        dark = peaks[is_dark(peaks)] if self.options.white is None else peaks[:0]
+        if 2 * len(dark) <= len(peaks):
+            return
+        bits = max(9, int(dark.max()).bit_length())
+        raise UserError(
+            "images of 16 bits that use their range, 0 to 65,535",
+            f"{len(dark):,} of {len(peaks):,} whose largest value is {dark.max():,} or less",
+            f"give the value of white: --white {2**bits - 1} for {bits} bits, --white 65535 if they are so dark",
+        )
 
     def _check_unreadable(self, reports: dict[str, CorpusReport]) -> None:
         num_bad = sum(report.counts["drop_unreadable"] for report in reports.values())

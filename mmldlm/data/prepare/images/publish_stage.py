@@ -17,9 +17,11 @@ from rich.table import Table
 from mmldlm.data.images.codebook import CodeStatistics
 from mmldlm.data.images.codec import ImageCodec
 from mmldlm.data.images.corpora.corpus import GLYPHS
+from mmldlm.data.images.image_files import is_dark
 from mmldlm.data.images.patches import to_patches
 from mmldlm.data.prepare.images.options import ImageOptions
 from mmldlm.data.prepare.images.read_stage import ImageShards
+from mmldlm.data.prepare.inputs import inputs_entry
 from mmldlm.data.prepare.publish_stage import (
     QUARANTINE,
     TOKENIZER_IDENTITY,
@@ -29,6 +31,7 @@ from mmldlm.data.prepare.publish_stage import (
     plan_digest,
     versions,
 )
+from mmldlm.data.prepare.summary import add_files_not_read
 from mmldlm.data.prepare.work_dir import WorkDir
 from mmldlm.data.store.latent_statistics import LatentStatistics
 from mmldlm.data.store.latent_values import as_float32
@@ -36,8 +39,9 @@ from mmldlm.data.store.repair_hints import MANIFEST
 from mmldlm.data.store.store import FORMAT, TOKENIZER_FOLDER, VERSION
 from mmldlm.data.store.writers import StoreSplit
 from mmldlm.utils.atomic_files import list_files, write_json
-from mmldlm.utils.formatting import join_some
+from mmldlm.utils.formatting import join_some, printable
 from mmldlm.utils.input_files import read_text
+from mmldlm.utils.walk_files import LeftOut
 
 _MAX_NAMED = 20
 _DTYPES = {"pixels": np.uint8, "pca": np.float16, "codes": np.uint16, "vae": np.float16}  # of latents.npy
@@ -64,11 +68,21 @@ class ImageSplit:
 
 @dataclass
 class CorpusReport:
-    """What became of a corpus: its name, counters, and name -> reason of images that could not be read."""
+    """What became of a corpus.
+
+    Attributes:
+        source: its name.
+        counts: of its samples.
+        unreadable: name -> reason of images that could not be read.
+        left_out: files that are not read.
+        peaks: largest value of each image of 16 bits that declares no range.
+    """
 
     source: str
     counts: Counter
     unreadable: dict[str, str]
+    left_out: LeftOut
+    peaks: np.ndarray
 
     def entry(self, kept: int) -> dict[str, Any]:
         """Return the manifest's entry, in which every sample is accounted for."""
@@ -76,11 +90,14 @@ class CorpusReport:
         lost = self.counts["read"] - kept - sum(dropped.values())
         assert lost == 0, f"{lost} samples are not accounted for: {self.counts}, {kept} kept"
         entry = {"source": self.source, "read": self.counts["read"], "kept": kept, "dropped": dropped}
+        entry |= self.left_out.entry()
+        if dark := int(is_dark(self.peaks).sum()):
+            entry["dark_16_bit_images"] = dark
         if self.counts["truncated"]:
             entry["truncated"] = self.counts["truncated"]
         if not self.unreadable:
             return entry
-        named = [f"{name}: {reason}" for name, reason in list(self.unreadable.items())[:_MAX_NAMED]]
+        named = [f"{printable(name)}: {reason}" for name, reason in list(self.unreadable.items())[:_MAX_NAMED]]
         return {**entry, "unreadable": dict(Counter(self.unreadable.values())), "unreadable_images": named}
 
 
@@ -129,6 +146,7 @@ def publish(
         "corpus": reports["train"].entry(own["train"]),
         "options": plan["options"],
         "units": plan_digest(plan),
+        **inputs_entry(plan["inputs"]),
         "files": list_files(partial),
         "created_with": versions("pillow", "matplotlib", *(["diffusers"] if codec.latents == "vae" else [])),
     }
@@ -196,7 +214,7 @@ def _latents(codec: ImageCodec, values: np.ndarray) -> np.ndarray:
 
 def _write_unreadable(folder: Path, reports: dict[str, CorpusReport]) -> None:
     lines = [
-        json.dumps({"split": name, "image": image, "reason": reason}, ensure_ascii=False) + "\n"
+        json.dumps({"split": name, "image": printable(image), "reason": reason}, ensure_ascii=False) + "\n"
         for name, report in reports.items()
         for image, reason in report.unreadable.items()
     ]
@@ -213,6 +231,9 @@ def print_image_summary(console: Console, root: Path, manifest: dict[str, Any], 
         table.add_row(f"  dropped: {reason.replace('_', ' ')}", f"{number:,}")
     if "unreadable_images" in corpus:
         table.add_row("  such as", join_some(corpus["unreadable_images"], limit=3, separator="\n"))
+    add_files_not_read(table, corpus)
+    if "dark_16_bit_images" in corpus:
+        table.add_row("  16 bits, below a quarter of white", f"{corpus['dark_16_bit_images']:,}")
     table.add_row("kept", f"{corpus['kept']:,}")
     if "truncated" in corpus:
         table.add_row("  captions cut", f"{corpus['truncated']:,}")

@@ -31,6 +31,7 @@ def read_shard(
         codec: that encodes them at once, because pixels would need much more space; None: pixels are written.
     """
     images, places, reasons = [], [], {}
+    corpus.peaks.clear()
     last, found = None, None
     for place, sample in enumerate(samples):
         if last is None or sample.image != last:  # several captions of one image follow each other
@@ -51,6 +52,7 @@ def read_shard(
         values=values,
         places=np.array(places, np.int32),
         hashes=hashes,
+        peaks=np.array(corpus.peaks, np.int32),
         reasons=np.frombuffer(json.dumps(reasons).encode(), np.uint8),
     )
 
@@ -84,13 +86,15 @@ class ImageShards:
         rows: [N] int64 rows whose image was read, ascending.
         hashes: [N] uint64 hashes of their pixels.
         reasons: row -> why its image could not be read.
+        peaks: largest value of each image of 16 bits that declares no range.
     """
 
     def __init__(self, paths: Sequence[Path]):
         self._paths = list(paths)
-        files = [read_npz(path, "places", "hashes", "reasons") for path in paths]
+        files = [read_npz(path, "places", "hashes", "reasons", "peaks") for path in paths]
         self.rows = np.concatenate([file["places"] + np.int64(i * SHARD) for i, file in enumerate(files)] or [[]])
         self.hashes = np.concatenate([file["hashes"] for file in files] or [[]])
+        self.peaks = np.concatenate([file["peaks"] for file in files] or [[]])
         self.reasons = {
             i * SHARD + int(place): reason
             for i, file in enumerate(files)

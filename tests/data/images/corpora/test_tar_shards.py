@@ -46,7 +46,7 @@ def shards(tmp_path):
             caption = (f"{key}.txt", f"picture {number} of {i}".encode())
             if i == 7:
                 caption = (f"{key}.json", json.dumps({"caption": ["one caption", "another"], "width": 8}).encode())
-            members += [(f"{key}.png", png(100 * number + i)), caption, (f"{key}.seg.png", b"not read")]
+            members += [(f"{key}.png", png(100 * number + i)), caption, (f"{key}.seg.png", b"another key")]
         write_shard(tmp_path / f"{number:05}.tar", members)
     return tmp_path
 
@@ -54,7 +54,8 @@ def shards(tmp_path):
 def test_keys_are_paired_and_counted(shards):
     corpus = open_image_corpus(str(shards), 8, 3)
     assert len(corpus.samples) == 42 and corpus.unreadable == {}  # two images have two captions
-    assert dict(corpus.counts) == {"read": 44, "drop_no_image": 1, "drop_no_caption": 1}
+    assert dict(corpus.counts) == {"read": 84, "drop_no_image": 1, "drop_no_caption": 41}, "with 40 of another key"
+    assert corpus.left_out.entry()["not_read"]["members of another kind"]["such_as"] == ["00000.tar/readme.md"]
     found = next(sample for sample in corpus.samples if sample.image == "00001.tar/part/103.png")
     assert found.caption == "picture 1 of 3"
     expected = np.asarray(Image.open(io.BytesIO(png(103))))
