@@ -70,7 +70,7 @@ def _task_of(values: dict[str, Any], config_path: Path) -> TextTask:
         UserError: a task whose models are not sampled, or another architecture than the task's.
     """
     name = values.get("task", DEFAULT_TASK)
-    task = find_task(name) if name in TASKS else None
+    task = find_task(name) if isinstance(name, str) and name in TASKS else None
     if task is None or not task.samplers:
         raise UserError(
             f"a model of one of the tasks {', '.join(TASKS)}, which can be sampled",
