@@ -18,6 +18,7 @@ from mmldlm.checkpoints.init_from import as_torch
 from mmldlm.checkpoints.layout import MODEL_CONFIG
 from mmldlm.config.task_registry import DEFAULT_TASK, TASKS, find_task
 from mmldlm.errors import UserError
+from mmldlm.models.latent_transformer import LatentTransformer
 from mmldlm.models.pretrained_io import check_shapes, checked_section, read_values
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ def load_model(
         check_shapes(kind, config, shapes, config_path)  # before allocating: a corrupt config may name any size
         model = kind(config)
         _copy_weights(model, weights)
+        if isinstance(model, LatentTransformer):
+            model.check_latent_statistics(weights.path)
     kept = {name: model.get_buffer(name).clone() for name in task.buffers}
     model.to(device=device, dtype=dtype)
     for name, buffer in kept.items():

@@ -262,7 +262,7 @@ class Encoder:
         return self.spec.max_length - len(self._tokenize([""])[0][0])
 
     def num_unknown(self, texts: Sequence[str]) -> list[tuple[int, int]]:
-        """Return the unknown ([UNK]) tokens of each text, and all its tokens; special tokens and prefix do not count."""
+        """Return the unknown ([UNK]) tokens and all tokens of each text, without special tokens and prefix."""
         unknown = self._tokenizer.unk_token_id
         encoded = self._tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
         return [(0 if unknown is None else ids.count(unknown), len(ids)) for ids in encoded]

@@ -99,7 +99,7 @@ def bare_transformer(folder: Path, name: str) -> EncoderSpec:
 
 
 def transformer_folder(folder: Path) -> Path:
-    """Return the folder of a model's weights and tokenizer: of sentence-transformers its first module's, else itself."""
+    """Return the folder of a model's weights and tokenizer: of sentence-transformers that of its first module."""
     modules = _read_modules(folder)
     return folder / modules[0][1] if modules else folder
 

@@ -79,6 +79,11 @@ class _Image(BaseModel):
     codebook: Literal["kmeans", "fsq"] | None = None
 
 
+class _Codec(_Image):
+    num_latents: int = Field(ge=1, le=1 << 20)
+    latent_dim: int = Field(ge=1, le=1 << 20)
+
+
 class _Manifest(BaseModel):
     kind: Literal["text", "image"] = "text"
     image: _Image | None = None
@@ -134,6 +139,15 @@ def find_problems(manifest: dict[str, Any]) -> str | None:
     except ValidationError as error:
         return describe_problems(error)
     return None
+
+
+def find_codec_problems(identity: dict[str, Any]) -> str | None:
+    """Describe the problems of the identity of an image codec, as the config of a model holds it."""
+    try:
+        codec = _Codec.model_validate(identity, strict=True)
+    except ValidationError as error:
+        return describe_problems(error)
+    return f"patches of {codec.patch} in images of {codec.size}" if codec.size % codec.patch else None
 
 
 def sample_checksums(manifest: dict[str, Any]) -> dict[str, str]:

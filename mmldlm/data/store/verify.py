@@ -117,8 +117,8 @@ def _examine_split(store: Store, checks: dict[str, list[str]]) -> SplitFindings:
         for key in own
         if own[key] != summary.get(key)
     ]
-    if store.documents is not None and len(store.documents) != len(store):
-        checks["shape"].append(f"{where}/documents.npy has {len(store.documents)} rows")
+    _collect(checks["shape"], lambda: store.documents)
+    _collect(checks["shape"], lambda: store.groups)
     if store.lengths.min() == 0:
         checks["shape"].append(f"{where}: {int((store.lengths == 0).sum())} samples without tokens")
     _examine_tokens(store, checks["token ids"])
@@ -127,8 +127,8 @@ def _examine_split(store: Store, checks: dict[str, list[str]]) -> SplitFindings:
     try:
         for index in range(len(store)):
             hashes.append(content_hash(store.text(index)))
-    except UnicodeDecodeError as error:
-        checks["texts"].append(f"{where}: text {index} is not UTF-8: {error}")
+    except UserError as error:
+        checks["texts"].append(_sentence(error))
     found.hashes = np.unique(np.array(hashes, np.uint64))
     if store.kind == "image":
         with contextlib.suppress(UserError):  # damaged files are reported by their checksums
