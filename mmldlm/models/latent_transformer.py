@@ -70,6 +70,25 @@ class LatentTransformer(nn.Module):
         self.latent_mean.copy_(torch.as_tensor(mean))
         self.latent_std.copy_(torch.as_tensor(std))
 
+    def check_latent_statistics(self, source: str | Path) -> None:
+        """Check the latents' scaling that was read with the weights.
+
+        Args:
+            source: where they were read.
+
+        Raises:
+            UserError: values that are not finite, or a deviation that is not above 0.
+        """
+        mean, std = self.latent_mean.float(), self.latent_std.float()
+        is_wrong = ~torch.isfinite(mean) | ~torch.isfinite(std) | (std <= 0)
+        if is_wrong.any():
+            at = int(is_wrong.nonzero()[0])
+            raise UserError(
+                f"the training latents' finite mean and deviation above 0 (latent_mean, latent_std) in {source}",
+                f"{float(mean[at])} and {float(std[at])} in dimension {at}",
+                "copy the model again from its source, or convert the checkpoint again",
+            )
+
     def scale_latents(self, raw: Tensor) -> Tensor:
         """Encoder's latents [..., D] -> model space, fp32."""
         if self.normalizes_latents:

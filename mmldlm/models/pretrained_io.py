@@ -60,6 +60,7 @@ def read(kind: type[MultimodalMMDiT], path: str | Path, device: str, dtype: torc
         tensors.setdefault("text_head.weight", tensors["text_encoder.token_embedding.weight"])
     model = kind(config)
     model.load_state_dict(tensors)
+    model.check_latent_statistics(folder)
     mean, std = model.latent_mean.clone(), model.latent_std.clone()
     model.to(device=device, dtype=dtype)
     model.latent_mean, model.latent_std = mean.to(device), std.to(device)

@@ -18,6 +18,7 @@ from mmldlm.checkpoints.init_from import as_torch
 from mmldlm.checkpoints.layout import MODEL_CONFIG
 from mmldlm.config.task_registry import DEFAULT_TASK, TASKS, find_task
 from mmldlm.errors import UserError
+from mmldlm.models.latent_transformer import LatentTransformer
 from mmldlm.models.pretrained_io import check_shapes, checked_section, read_values
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ def load_model(
         check_shapes(kind, config, shapes, config_path)  # before allocating: a corrupt config may name any size
         model = kind(config)
         _copy_weights(model, weights)
+        if isinstance(model, LatentTransformer):
+            model.check_latent_statistics(weights.path)
     kept = {name: model.get_buffer(name).clone() for name in task.buffers}
     model.to(device=device, dtype=dtype)
     for name, buffer in kept.items():
@@ -70,7 +73,7 @@ def _task_of(values: dict[str, Any], config_path: Path) -> TextTask:
         UserError: a task whose models are not sampled, or another architecture than the task's.
     """
     name = values.get("task", DEFAULT_TASK)
-    task = find_task(name) if name in TASKS else None
+    task = find_task(name) if isinstance(name, str) and name in TASKS else None
     if task is None or not task.samplers:
         raise UserError(
             f"a model of one of the tasks {', '.join(TASKS)}, which can be sampled",

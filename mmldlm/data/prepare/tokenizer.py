@@ -10,6 +10,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 
 from mmldlm.data.encoders.download import find_model_folder
+from mmldlm.data.encoders.sentence_transformer import transformer_folder
 from mmldlm.data.encoders.specs import ENCODERS
 from mmldlm.data.encoders.tokenizer_files import read_tokenizer
 from mmldlm.errors import UserError
@@ -45,6 +46,8 @@ def load(
         tokenizer = _words(texts or (), vocab_size)
     else:
         source = find_model_folder(name)[0] if name in ENCODERS else name
+        if Path(source).is_dir():
+            source = transformer_folder(Path(source))
         tokenizer = _from_pretrained(str(source), cache_dir, name)
     # Files often keep the padding and truncation of their last use (MiniLM's pads to 128): not for stored tokens.
     tokenizer.backend_tokenizer.no_padding()

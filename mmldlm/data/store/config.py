@@ -8,6 +8,8 @@ from pydantic import model_validator
 
 from mmldlm.config.schema import DataConfig
 from mmldlm.config.section import FilePath, IsPath, OnResume, Section
+from mmldlm.config.weights import check_weights
+from mmldlm.data.batching.batch_plan import MIXTURE_BLOCK
 
 
 class TokenizerConfig(Section):
@@ -46,8 +48,9 @@ class StoreDataConfig(DataConfig):
         if self.mixture is not None:
             if self.latent_data_root is not None:
                 raise ValueError("data.latent_data_root and data.mixture are both set: one of them names the data")
-            if not self.mixture or min(self.mixture.values()) <= 0:
-                raise ValueError(f"data.mixture={self.mixture}: at least one folder, each with a weight above 0")
+            if not self.mixture:
+                raise ValueError("data.mixture={}: at least one folder, each with a weight above 0")
+            check_weights("data.mixture", self.mixture, least_share=1 / MIXTURE_BLOCK)
             if self.max_train_samples is not None or self.max_validation_samples not in (None, "auto"):
                 raise ValueError(
                     "data.max_train_samples and data.max_validation_samples are for one store, not a mixture"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
-from mmldlm.utils.formatting import join_some
+from mmldlm.data.encoders.identity import EncoderIdentity, describe_problems
 from mmldlm.utils.inside_paths import path_inside
+
+MAX_VOCAB_SIZE = 1 << 24  # far above every tokenizer's: a model has a row for every id
 
 
 class _File(BaseModel):
@@ -17,24 +20,54 @@ class _File(BaseModel):
 
 
 class _Split(BaseModel):
-    num_samples: int = Field(ge=0)
+    num_samples: int = Field(ge=0, lt=1 << 48)
+    num_tokens: int = Field(0, ge=0, lt=1 << 62)
+    max_tokens: int = Field(0, ge=0, lt=1 << 31)
+
+
+class _Norm(BaseModel):
+    min: float = Field(ge=0, allow_inf_nan=False)
+    mean: float = Field(ge=0, allow_inf_nan=False)
+    max: float = Field(ge=0, allow_inf_nan=False)
 
 
 class _Statistics(BaseModel):
     mean: list[float]
     std: list[float]
+    norm: _Norm | None = None
+    effective_rank: float | None = Field(None, ge=0, allow_inf_nan=False)
+
+    def find_problem(self, latent_dim: int) -> str | None:
+        """Say why these are not the mean and deviation of latents of this dimension."""
+        for key in ("mean", "std"):
+            values = getattr(self, key)
+            if len(values) != latent_dim:
+                return f"{key} has {len(values)} values for latents of {latent_dim}"
+            # fp32 is what models keep: 1e300 would be infinite there.
+            bad = next((i for i, value in enumerate(values) if not math.isfinite(value) or abs(value) > 1e30), None)
+            if bad is not None:
+                return f"{key}[{bad}] is {values[bad]}, not a finite number"
+        bad = next((i for i, value in enumerate(self.std) if value < 0), None)
+        if bad is not None:
+            return f"std[{bad}] is {self.std[bad]}, below 0"
+        return None if max(self.std) > 0 else "std is 0 in every dimension: all latents would be equal"
 
 
 class _Tokenizer(BaseModel):
     name: str
-    vocab_size: int = Field(ge=1)
+    vocab_size: int = Field(ge=1, le=MAX_VOCAB_SIZE)
     mask_token_id: int
     pad_token_id: int
     eos_token_id: int
+    unk_token_id: int | None = None
 
-
-class _Encoder(BaseModel):
-    name: str
+    @model_validator(mode="after")
+    def _ids_are_of_the_vocabulary(self) -> _Tokenizer:
+        for key in ("mask_token_id", "pad_token_id", "eos_token_id", "unk_token_id"):
+            value = getattr(self, key)
+            if value is not None and not 0 <= value < self.vocab_size:
+                raise ValueError(f"{key} {value} in a vocabulary of {self.vocab_size}")
+        return self
 
 
 class _Image(BaseModel):
@@ -47,6 +80,11 @@ class _Image(BaseModel):
     codebook: Literal["kmeans", "fsq"] | None = None
 
 
+class _Codec(_Image):
+    num_latents: int = Field(ge=1, le=1 << 20)
+    latent_dim: int = Field(ge=1, le=1 << 20)
+
+
 class _Manifest(BaseModel):
     kind: Literal["text", "image"] = "text"
     image: _Image | None = None
@@ -54,7 +92,7 @@ class _Manifest(BaseModel):
     latents_per_text: int = Field(1, ge=1, le=1 << 20)
     latent_stats: _Statistics | None
     tokenizer: _Tokenizer
-    encoder: _Encoder
+    encoder: EncoderIdentity
     splits: dict[str, _Split]
     files: dict[str, _File]
 
@@ -92,6 +130,8 @@ class _Manifest(BaseModel):
         has_codes = self.image is not None and self.image.latents == "codes"
         if has_codes != (self.latent_stats is None):
             raise ValueError("latent_stats are those of values: ids of codes have none, other latents have them")
+        if self.latent_stats is not None and (problem := self.latent_stats.find_problem(self.latent_dim)):
+            raise ValueError(f"latent_stats: {problem}")
         return self
 
 
@@ -100,9 +140,17 @@ def find_problems(manifest: dict[str, Any]) -> str | None:
     try:
         _Manifest.model_validate(manifest, strict=True)
     except ValidationError as error:
-        problems = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
-        return join_some(problems, limit=3, separator="; ")
+        return describe_problems(error)
     return None
+
+
+def find_codec_problems(identity: dict[str, Any]) -> str | None:
+    """Describe the problems of the identity of an image codec, as the config of a model holds it."""
+    try:
+        codec = _Codec.model_validate(identity, strict=True)
+    except ValidationError as error:
+        return describe_problems(error)
+    return f"patches of {codec.patch} in images of {codec.size}" if codec.size % codec.patch else None
 
 
 def sample_checksums(manifest: dict[str, Any]) -> dict[str, str]:

@@ -12,7 +12,10 @@ from mmldlm.data.store.store import Rows, Store, latent_shape
 from mmldlm.errors import UserError
 
 # Latents of two stores are comparable if these entries are equal.
-_ENCODER_KEYS = ("name", "weights_sha256", "pooling", "normalize", "prefix", "cut_to")
+_ENCODER_KEYS = (
+    "name", "weights_sha256", "pooling", "normalize", "prefix", "cut_to", "lower_case", "include_prompt", "is_bare",
+    "modules",
+)  # fmt: skip
 
 
 class MixedStore:

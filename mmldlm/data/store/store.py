@@ -42,6 +42,7 @@ VERSION = 1
 TOKENIZER_FOLDER = "tokenizer"
 SPLITS = ("train", "validation")
 _LENGTHS_BLOCK, _LATENT_BLOCK = 1 << 18, 4096
+_ROWS_OF_A_CHECK = 64
 _DTYPES = {
     "text": ("uint8",),
     "text_offsets": ("int64",),
@@ -258,6 +259,7 @@ class Store:
         if max_tokens is not None:
             self.num_truncated = int((self.lengths > max_tokens).sum())
             np.minimum(self.lengths, max_tokens, out=self.lengths)
+        self._check_constant_dimensions()
 
     def _map(self, name: str) -> np.ndarray:
         path = self.root / self.split / f"{name}.npy"
@@ -292,6 +294,27 @@ class Store:
                 last = int(offsets[-1])
         return lengths
 
+    def _check_constant_dimensions(self) -> None:
+        """Check that dimensions of deviation 0 are constant in the first training latents.
+
+        Raises:
+            UserError: one is not, so the statistics are those of other latents.
+        """
+        if self.split != "train" or self.manifest["latent_stats"] is None:
+            return
+        constant = np.flatnonzero(self.latent_std == 0)
+        if not len(constant):
+            return
+        rows = as_values(self._latents[:_ROWS_OF_A_CHECK]).reshape(-1, self.latent_dim)[:, constant]
+        moves = np.ptp(rows, axis=0) > 1e-3 * np.maximum(1, np.abs(rows).max(0))
+        if moves.any():
+            at = int(constant[moves.argmax()])
+            raise UserError(
+                f"the deviation of the training latents in latent_stats of {self.root / MANIFEST}",
+                f"std[{at}] is 0, and the latents differ in that dimension",
+                rebuild_hint(self.root, self.manifest),
+            )
+
     def __len__(self) -> int:
         return len(self.lengths)
 
@@ -302,14 +325,33 @@ class Store:
     @property
     def documents(self) -> np.ndarray | None:
         """[N] int64: the corpus row of the text that each sample is a piece of; None if texts were not chunked."""
-        path = self.root / self.split / "documents.npy"
-        return np.load(path, mmap_mode="r") if path.is_file() else None
+        return self._numbers_of_samples("documents")
 
     @property
     def groups(self) -> np.ndarray | None:
         """[N] int64: samples that share one are hits of each other; None if the store has no groups."""
-        path = self.root / self.split / "groups.npy"
-        return np.load(path, mmap_mode="r") if path.is_file() else None
+        return self._numbers_of_samples("groups")
+
+    def _numbers_of_samples(self, name: str) -> np.ndarray | None:
+        """Return an optional array with one int64 per sample.
+
+        Raises:
+            UserError: another type or shape, or a damaged file.
+        """
+        path = self.root / self.split / f"{name}.npy"
+        if not path.is_file():
+            return None
+        expected, hint = (
+            f"int64 [{len(self)}], one number per sample, in {path}",
+            rebuild_hint(self.root, self.manifest),
+        )
+        try:
+            array = map_array(path)
+        except (OSError, ValueError) as error:
+            raise UserError(expected, str(error), hint) from None
+        if array.dtype != np.int64 or array.shape != (len(self),):
+            raise UserError(expected, f"{array.dtype} {list(array.shape)}", hint)
+        return array
 
     @property
     def kind(self) -> str:
@@ -387,10 +429,21 @@ class Store:
         return self.root / self.split, int(index)
 
     def text(self, index: int) -> str:
-        """Return the text of one sample."""
+        """Return the text of one sample.
+
+        Raises:
+            UserError: damaged offsets, or bytes that are not UTF-8.
+        """
         if not 0 <= index < len(self):
             raise IndexError(f"index {index} of a split with {len(self)} samples")
-        return self._text[self.text_offsets[index] : self.text_offsets[index + 1]].tobytes().decode("utf-8")
+        start, end = int(self.text_offsets[index]), int(self.text_offsets[index + 1])
+        try:
+            if not 0 <= start <= end <= len(self._text):
+                raise ValueError(f"bytes {start} to {end} of {len(self._text)}")
+            return self._text[start:end].tobytes().decode("utf-8")
+        except ValueError as error:
+            where, hint = self.root / self.split, rebuild_hint(self.root, self.manifest)
+            raise UserError(f"UTF-8 in text {index} of {where}", str(error)[:200], hint) from None
 
     def texts(self, indices: Sequence[int]) -> list[str]:
         """Return the texts of several samples."""

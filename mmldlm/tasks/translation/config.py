@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from mmldlm.config.schema import Config, TrainingConfig
 from mmldlm.config.section import MAX_WEIGHT, FilePath, FilledFromData, OnResume, Section
+from mmldlm.config.weights import check_weights
 from mmldlm.data.store.config import StoreDataConfig, TokenizerConfig
 from mmldlm.models.mmdit.config import ModelConfig
 
@@ -228,8 +229,7 @@ class TranslationTrainingConfig(TrainingConfig):
                 raise ValueError(
                     f"training.loss_type_weights is read only when training.loss_type=mixed (it is {self.loss_type})"
                 )
-            if min(weights.values(), default=0) < 0 or sum(weights.values()) <= 0:
-                raise ValueError(f"training.loss_type_weights={weights}: weights are >= 0 and one of them > 0")
+            check_weights("training.loss_type_weights", weights)
         return self
 
     @model_validator(mode="after")

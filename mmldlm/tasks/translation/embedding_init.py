@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mmldlm.data.encoders.download import find_model_folder
+from mmldlm.data.encoders.sentence_transformer import transformer_folder
 from mmldlm.data.encoders.tokenizer_files import read_tokenizer
 from mmldlm.data.store.store import Store, load_tokenizer
 from mmldlm.errors import UserError
@@ -38,7 +39,13 @@ def encoder_token_embeddings(store: Store, hidden_size: int) -> np.ndarray:
     from safetensors import safe_open
 
     encoder, tokenizer = store.manifest["encoder"], store.manifest["tokenizer"]
-    path = find_model_folder(encoder["name"])[0] / "model.safetensors"
+    path = transformer_folder(find_model_folder(encoder["name"])[0]) / "model.safetensors"
+    if not path.is_file():
+        raise UserError(
+            f"the weights of encoder {encoder['name']} in one file, {path}",
+            "no such file",
+            "set model.token_embedding_init=random",
+        )
     if sha256_of(path) != encoder["weights_sha256"]:
         raise UserError(
             f"the weights of encoder {encoder['name']} with which {store.root} was prepared",

@@ -149,6 +149,8 @@ def test_a_manifest_is_not_believed(store_copy, change, problem):
 def test_arrays_that_contradict_the_manifest_are_refused(store_copy):
     manifest = json.loads((store_copy / MANIFEST).read_text())
     manifest["latent_dim"] = 512
+    for values in (manifest["latent_stats"][key] for key in ("mean", "std")):
+        values += values[:128]
     (store_copy / MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(UserError, match="latent_dim 512"):
         Store(store_copy)
