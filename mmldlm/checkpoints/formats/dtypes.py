@@ -19,7 +19,7 @@ class DType(NamedTuple):
         name: its name in torch.
         raw: the numpy type that carries its bytes.
         safetensors: its code in safetensors files.
-        is_float: whether it is a floating-point type.
+        is_float: whether it is a real floating-point type.
         itemsize: bytes per element.
     """
 
@@ -38,6 +38,10 @@ def _table() -> dict[str, DType]:
         ("bfloat16", "<u2", "BF16", True),
         ("float8_e4m3fn", "|u1", "F8_E4M3", True),
         ("float8_e5m2", "|u1", "F8_E5M2", True),
+        ("float8_e4m3fnuz", "|u1", "F8_E4M3FNUZ", True),
+        ("float8_e5m2fnuz", "|u1", "F8_E5M2FNUZ", True),
+        ("float8_e8m0fnu", "|u1", "F8_E8M0", True),
+        ("complex64", "<c8", "C64", False),
         ("int64", "<i8", "I64", False),
         ("int32", "<i4", "I32", False),
         ("int16", "<i2", "I16", False),
@@ -99,9 +103,22 @@ def count_nonfinite(chunk: np.ndarray, dtype: str) -> int:
     """Count the NaN and infinite elements of a chunk of `dtype`; integers and float8 count as finite."""
     if dtype == "bfloat16":
         return int(np.count_nonzero((chunk & 0x7F80) == 0x7F80))
-    if dtype in ("float64", "float32", "float16"):
+    if dtype in ("float64", "float32", "float16", "complex64"):
         return chunk.size - int(np.count_nonzero(np.isfinite(chunk)))
     return 0
+
+
+def negate(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Return -values, exactly, also of zeros and NaN.
+
+    Raises:
+        ValueError: a type of which torch has no negative views.
+    """
+    if dtype == "bfloat16":
+        return values ^ np.uint16(0x8000)
+    if dtype in ("float64", "float32", "float16", "complex64"):
+        return np.negative(values)
+    raise ValueError(f"a negative view of {dtype}")
 
 
 def cast(chunk: np.ndarray, source: str, target: str) -> np.ndarray:

@@ -9,12 +9,14 @@ from pathlib import Path
 from mmldlm.checkpoints.formats import registry
 from mmldlm.checkpoints.formats.base import OpenedCheckpoint, ReadOptions
 from mmldlm.checkpoints.formats.ema import add_ema
+from mmldlm.checkpoints.formats.torch_save.reader import TorchFile
 from mmldlm.checkpoints.formats.weight_source import WeightSource
 from mmldlm.checkpoints.io.open_files import kind_of_file, read_small_file
 from mmldlm.checkpoints.layout import CHECKPOINTS, CONFIG_FILE, DCP_METADATA, ENGINE_FOLDER, LATEST, MODEL_FILE
 from mmldlm.checkpoints.locate import locate_checkpoint
 from mmldlm.checkpoints.manifest import MANIFEST, examine
 from mmldlm.errors import UserError
+from mmldlm.utils.formatting import join_some
 
 # Of a MultimodalMMDiT saved before model_config.json listed them; everything else in it is trained.
 _BUFFERS = ("latent_mean", "latent_std")
@@ -63,8 +65,15 @@ def open_source(
             "give e.g. RUN/latest, or the folder that holds the *_states.pt files",
         )
     folder = path if path.is_dir() else path.parent
+    _note_foreign_objects(weights)
     mark_buffers(weights, folder)
     return OpenedCheckpoint(_add_ema(weights, folder, with_ema), None)
+
+
+def _note_foreign_objects(weights: WeightSource) -> None:
+    kinds = sorted({kind for file in weights.files if isinstance(file, TorchFile) for kind in file.foreign_objects})
+    if kinds:
+        weights.notes.append(f"objects that are not weights were left unread: {join_some(kinds)}; nothing was executed")
 
 
 def _check_manifest(checkpoint: Path, weights_only: bool) -> None:

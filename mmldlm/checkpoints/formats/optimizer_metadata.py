@@ -106,8 +106,7 @@ def to_plain_value(file: TorchFile, value: Any) -> Any:
         return {key: to_plain_value(file, item) for key, item in value.items()}
     if isinstance(value, TensorRef) and value.numel == 1 and value.dtype in ("float32", "float64", "int64", "int32"):
         file.check_ref(value, "a setting of the optimizer")
-        one = TensorRef(value.dtype, (1,), (1,), value.key, value.offset, value.storage_elements)
-        return file.read_elements(one, 0, 1)[0].item()
+        return file.read_elements(value, 0, 1)[0].item()
     raise corrupt_file_error(file.path, f"{str(value)[:80]} instead of a number among the settings of the optimizer")
 
 

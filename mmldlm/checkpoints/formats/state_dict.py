@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.checkpoints.formats.torch_save.reader import TorchFile
-from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
+from mmldlm.checkpoints.formats.torch_save.unpickler import OpaqueObject, TensorRef
 from mmldlm.checkpoints.formats.weight_source import FileRange, TensorInfo, WeightSource
 from mmldlm.errors import UserError
 
@@ -15,7 +15,7 @@ def tensors_of(value: Any, path: Path, what: str, notes: list[str]) -> dict[str,
     """Return the TensorRef entries of a state_dict; note all others.
 
     Raises:
-        UserError: `value` is not a dict.
+        UserError: `value` is not a dict, or an entry of it is a tensor of a kind that is not read.
     """
     if not isinstance(value, dict):
         raise UserError(f"a dict name -> tensor as {what} in {path}", type(value).__name__, "check what was saved")
@@ -23,6 +23,9 @@ def tensors_of(value: Any, path: Path, what: str, notes: list[str]) -> dict[str,
     for name, ref in value.items():
         if isinstance(ref, TensorRef) and isinstance(name, str):
             tensors[name] = ref
+        elif isinstance(ref, OpaqueObject) and ref.may_be_tensor:
+            fix = "save plain dense tensors: call .full_tensor(), .to_dense() or .dequantize() before torch.save"
+            raise UserError(f"plain tensors in {what} of {path}", f"{str(name)[:80]!r}, saved as {ref.kind}", fix)
         else:
             notes.append(f"{what} entry {str(name)[:80]!r} is not a tensor and was left out")
     return tensors
@@ -39,7 +42,7 @@ def add_tensors(source: WeightSource, file: TorchFile, state: dict[str, TensorRe
     owners: dict[tuple, str] = {}
     for name, ref in state.items():
         file.check_ref(ref, name)
-        location = (ref.key, ref.offset, ref.shape, ref.stride)
+        location = (ref.key, ref.dtype, ref.offset, ref.shape, ref.stride, ref.negated, ref.conjugated)
         owner = owners.setdefault(location, name) if ref.numel else name
         if owner != name:
             source.tensors[name] = TensorInfo(name, source.tensors[owner].dtype, ref.shape, "alias", owner)

@@ -7,7 +7,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from mmldlm.checkpoints.formats.dcp.zip_directory import read_directory
 from mmldlm.checkpoints.formats.dtypes import DTYPES
 from mmldlm.checkpoints.formats.torch_save.reader import TorchFile, corrupt_file_error, open_for_reading
 from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
@@ -43,7 +42,7 @@ class _ItemFile(TorchFile):
 
     def _read_directory(self):
         self._near.append((0, self._pread(0, min(_NEAR_BYTES, self.file_size))))
-        return read_directory(self.file_size, self._pread)
+        return super()._read_directory()
 
     def load(self) -> Any:
         try:
@@ -102,11 +101,9 @@ class DcpItem:
                 raise corrupt_file_error(self.path, f"{found} for a part of {self._what}, {expected} in {DCP_METADATA}")
             item.check_ref(stored, self._what)
             if not stored.is_contiguous:
-                raise UserError(
-                    f"chunks in row-major order in {self.path}",
-                    f"a part of {self._what} with strides {stored.stride}",
-                    "call .contiguous() on it before it is saved",
-                )
+                found = f"a part of {self._what} with strides {stored.stride}" + ", negated" * stored.negated
+                fix = "call .resolve_conj().resolve_neg().contiguous() on it before it is saved"
+                raise UserError(f"chunks in row-major order in {self.path}", found, fix)
             self._zip, self._stored = item, stored
         return self._zip
 

@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import os
 import struct
-import zipfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from mmldlm.checkpoints.formats.dtypes import DTYPES
+from mmldlm.checkpoints.formats.dtypes import DTYPES, negate
+from mmldlm.checkpoints.formats.file_kinds import FileKind, kind_by_bytes, kind_by_records
 from mmldlm.checkpoints.formats.torch_save.unpickler import RefusedPickle, TensorRef, read_pickle
+from mmldlm.checkpoints.formats.torch_save.zip_directory import BadZip, ZipEntry, read_directory
 from mmldlm.checkpoints.io.crc32 import RangedCrc32
 from mmldlm.checkpoints.io.open_files import open_regular_descriptor
 from mmldlm.errors import UserError
@@ -33,8 +34,7 @@ PADDING_BYTES = 4096
 # Descriptions of tensors are small; a larger one is an attack or not a checkpoint of weights.
 MAX_PICKLE_BYTES = 512 << 20
 SAME_SAVE_HINT = "restore all files from the same save"
-# What zipfile raises on malformed directories.
-_ZIP_ERRORS = (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError, EOFError, OSError, struct.error)
+_ZIP_ERRORS = (BadZip, OSError, OverflowError, struct.error)
 
 
 def corrupt_file_error(
@@ -56,18 +56,6 @@ def open_for_reading(path: Path) -> int:
         raise corrupt_file_error(path, f"it cannot be opened: {error.strerror or error}") from error
 
 
-class ZipEntry(NamedTuple):
-    """One record of a zip directory: name, CRC-32, stored and unpacked size, position of its local header."""
-
-    name: str
-    crc: int
-    stored: int
-    size: int
-    header_offset: int
-    method: int
-    flags: int
-
-
 class _Record:
     __slots__ = ("start", "size", "crc", "read", "is_touched", "is_verified")
 
@@ -87,6 +75,9 @@ class TorchFile:
         fd: an open descriptor of `path` that the caller closes; None to open and close one here.
         window: (first byte, number of bytes) of the zip inside a larger file; None for the complete file.
 
+    Attributes:
+        foreign_objects: classes of other programs that load() met; their objects were not built.
+
     Raises (at construction and while reading):
         UserError: not a zip file of torch, truncated, compressed, wrong byte order, a CRC mismatch.
     """
@@ -100,6 +91,7 @@ class TorchFile:
     ):
         self.path = Path(path)
         self.random_access = random_access
+        self.foreign_objects: set[str] = set()
         self._owns_fd = fd is None
         self._fd = open_for_reading(self.path) if fd is None else fd
         try:
@@ -117,14 +109,10 @@ class TorchFile:
         try:
             entries = self._read_directory()
         except _ZIP_ERRORS as error:
-            if self._pread(0, 1) == b"\x80":
-                raise corrupt_file_error(
-                    self.path,
-                    "torch's old format (not a zip file), whose bytes carry no checksums",
-                    'save with "checkpoint": {"checkpoint_serialization": true} in the DeepSpeed config',
-                ) from error
-            found = f"not a zip file ({self.file_size} bytes; {error}): truncated or overwritten"
+            self._check_kind(kind_by_bytes(self._pread(0, 512)))
+            found = f"not one complete zip file ({self.file_size} bytes; {error}): truncated, overwritten, or joined"
             raise corrupt_file_error(self.path, found) from error
+        self._check_kind(kind_by_records([entry.name for entry in entries]))
         self.records: dict[str, _Record] = {}
         tops = set()
         for entry in entries:
@@ -143,12 +131,16 @@ class TorchFile:
         if "byteorder" in self.records and self.read_record("byteorder") != b"little":
             raise corrupt_file_error(self.path, "tensors in big-endian byte order", "save on a little-endian machine")
 
+    def _check_kind(self, kind: FileKind | None) -> None:
+        if kind is None:
+            return
+        fix = kind.fix
+        if self.path.name.endswith("_states.pt"):
+            fix = 'save with "checkpoint": {"checkpoint_serialization": true} in the DeepSpeed config'
+        raise UserError(f"a file written by torch.save at {self.path}", kind.found, fix)
+
     def _read_directory(self) -> list[ZipEntry]:
-        with open(self._fd, "rb", closefd=False) as file, zipfile.ZipFile(file) as archive:
-            return [
-                ZipEntry(i.filename, i.CRC, i.compress_size, i.file_size, i.header_offset, i.compress_type, i.flag_bits)
-                for i in archive.infolist()
-            ]
+        return read_directory(self.file_size, self._pread)
 
     def _payload_start(self, entry: ZipEntry) -> int:
         # The directory does not record the length of the local header's extra field, which torch pads to align.
@@ -257,7 +249,7 @@ class TorchFile:
         if size > MAX_PICKLE_BYTES:
             raise corrupt_file_error(self.path, f"a description of tensors of {size} bytes, far too long")
         try:
-            return read_pickle(self.read_record("data.pkl"))
+            return read_pickle(self.read_record("data.pkl"), self.foreign_objects)
         except RefusedPickle as error:
             raise UserError(
                 f"only tensors and plain values in {self.path}",
@@ -306,6 +298,11 @@ class TorchFile:
         """
         if not view:
             return None
+        if ref.negated or ref.conjugated:
+            fix = "save .resolve_conj().resolve_neg() of it"
+            raise UserError(
+                f"numbers as they are stored in {self.path}", "a negative or conjugate view of a tensor", fix
+            )
         return self.read_into(f"data/{ref.key}", (ref.offset + start) * DTYPES[ref.dtype].itemsize, view)
 
     def read_elements(self, ref: TensorRef, start: int, count: int) -> np.ndarray:
@@ -315,7 +312,7 @@ class TorchFile:
         return out
 
     def read_strided(self, ref: TensorRef, what: str) -> np.ndarray:
-        """Return a complete non-contiguous tensor (a saved transpose or expand), flat in row-major order."""
+        """Return a complete tensor that is stored in another form (a transpose, an expand, a negative view), flat."""
         self.check_ref(ref, what)
         itemsize = DTYPES[ref.dtype].itemsize
         if ref.numel * itemsize > max(64 << 20, 2 * ref.extent * itemsize):
@@ -323,4 +320,7 @@ class TorchFile:
             raise corrupt_file_error(self.path, found)
         span = self.read_elements(TensorRef(ref.dtype, (ref.extent,), (1,), ref.key, ref.offset, 0), 0, ref.extent)
         strides = tuple(stride * itemsize for stride in ref.stride)
-        return np.lib.stride_tricks.as_strided(span, ref.shape, strides, writeable=False).flatten()
+        values = np.lib.stride_tricks.as_strided(span, ref.shape, strides, writeable=False).flatten()
+        if ref.conjugated:
+            values = np.conjugate(values)
+        return negate(values, ref.dtype) if ref.negated else values

@@ -1,8 +1,9 @@
 """Restricted unpickler for checkpoints: builds only plain values and descriptions of tensors.
 
 torch.load(weights_only=False), which DeepSpeed's own tools use, executes any code that a checkpoint names. Here every
-global of a pickle is looked up in the tables below only; no module is imported, and an unknown name is refused. The
-pickle machine itself is the standard library's.
+global of a pickle is looked up in the tables below only; no module is imported, and any other name becomes an inert
+OpaqueObject: trainers save objects of their own classes beside the weights. A pickle that names a way to run programs
+is refused all the same, as nobody should use what else is in it. The pickle machine is the standard library's.
 """
 
 from __future__ import annotations
@@ -39,7 +40,11 @@ class StorageRef(_NoSetattr):
 
 @dataclass(frozen=True)
 class TensorRef(_NoSetattr):
-    """A tensor that was not loaded. `offset` and `stride` count elements of `dtype`."""
+    """A tensor that was not loaded. `offset` and `stride` count elements of `dtype`.
+
+    Of a negative view (of the imaginary part of a conjugate, for example) torch saves the storage as it is: the
+    tensor's elements are those of the storage, `negated`. Likewise `conjugated`, of complex tensors.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -47,6 +52,8 @@ class TensorRef(_NoSetattr):
     key: str
     offset: int
     storage_elements: int
+    negated: bool = False
+    conjugated: bool = False
 
     @property
     def numel(self) -> int:
@@ -55,7 +62,9 @@ class TensorRef(_NoSetattr):
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the elements are consecutive in row-major order."""
+        """Whether the elements are stored as they are, consecutive in row-major order."""
+        if self.negated or self.conjugated:
+            return self.numel == 0
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.stride)):
             if size != 1 and stride != expected:
@@ -72,37 +81,82 @@ class TensorRef(_NoSetattr):
 
 
 class OpaqueObject:
-    """Placeholder for an object that is never used: it keeps its arguments and executes nothing."""
+    """Placeholder for an object that is never built: it keeps its arguments and executes nothing.
 
-    __slots__ = ("kind", "args", "state")
+    Attributes:
+        kind: module and name of its class or function.
+        args: what it was called with.
+        state: what it was given as its state.
+        content: what a pickle put into it, as into a list, set or dict.
+    """
+
+    __slots__ = ("kind", "args", "state", "content")
 
     def __init__(self, kind: str, args: tuple = ()):
-        self.kind, self.args, self.state = kind, args, None
+        self.kind, self.args, self.state, self.content = kind, args, None, []
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
-    # A pickle may fill any object like a list or a dict; the content is dropped.
     def append(self, item: Any) -> None:
-        pass
+        self.content.append(item)
+
+    def add(self, item: Any) -> None:
+        self.content.append(item)
 
     def extend(self, items: Any) -> None:
-        pass
+        self.content.extend(items)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        pass
+        self.content.append((key, value))
+
+    @property
+    def may_be_tensor(self) -> bool:
+        """Whether it may stand for a tensor: of a subclass, sparse, quantized, sharded, or on no device."""
+        name = self.kind.rpartition(".")[2]
+        return name.startswith("_rebuild") or name.endswith(("Tensor", "Parameter", "Storage")) or _holds_tensor(self)
 
     def __repr__(self) -> str:
         return f"OpaqueObject({self.kind}{self.args})"
 
 
-class _Dict(dict):
-    """collections.OrderedDict without attributes: the `_metadata` of a state_dict is dropped."""
+def _holds_tensor(value: Any, depth: int = 8) -> bool:
+    if isinstance(value, TensorRef | StorageRef):
+        return True
+    if depth == 0:
+        return False
+    inner: Any = ()
+    if isinstance(value, OpaqueObject):
+        inner = (value.args, value.state, value.content)
+    elif isinstance(value, dict):
+        inner = value.values()
+    elif isinstance(value, list | tuple):
+        inner = value
+    return any(_holds_tensor(item, depth - 1) for item in inner)
 
-    __slots__ = ()
+
+class _Dict(dict):
+    """collections.OrderedDict. Of its attributes it keeps the names in `_metadata`, which a state_dict has.
+
+    Attributes:
+        module_names: dotted names of all modules of the model, "" for the model itself; None if it is no state_dict.
+    """
+
+    __slots__ = ("module_names",)
+
+    def __init__(self, items: Any = ()):
+        super().__init__(items)
+        self.module_names: frozenset[str] | None = None
 
     def __setstate__(self, state: Any) -> None:
-        pass
+        metadata = state.get("_metadata") if isinstance(state, dict) else None
+        if isinstance(metadata, dict):
+            self.module_names = frozenset(name for name in metadata if isinstance(name, str))
+
+
+def module_names_of(state: Any) -> frozenset[str] | None:
+    """Return the names of all modules of the model whose state_dict this is; None if that was not saved."""
+    return state.module_names if isinstance(state, _Dict) else None
 
 
 @dataclass(frozen=True)
@@ -125,38 +179,71 @@ class _AllowedCall(_NoSetattr):
         return self.function(*args)
 
 
-def _tensor(storage: Any, offset: Any, size: Any, stride: Any, dtype: str | None = None) -> TensorRef:
+def _tensor(
+    storage: Any, offset: Any, size: Any, stride: Any, dtype: str | None = None, metadata: Any = None
+) -> TensorRef | OpaqueObject:
+    if isinstance(storage, OpaqueObject):
+        return OpaqueObject(storage.kind, (storage,))
     if not isinstance(storage, StorageRef):
         raise RefusedPickle("a tensor without a storage")
     shape, strides = tuple(size), tuple(stride)
     numbers = (offset, *shape, *strides)
     if len(shape) != len(strides) or not all(type(n) is int and n >= 0 for n in numbers):
         raise RefusedPickle(f"a tensor of shape {shape}, stride {strides}, offset {offset!r}")
+    negated, conjugated = _signs(metadata)
     if dtype is None:
-        return TensorRef(storage.dtype, shape, strides, storage.key, offset, storage.num_elements)
-    elements = storage.num_elements * DTYPES[storage.dtype].itemsize // DTYPES[dtype].itemsize
-    return TensorRef(dtype, shape, strides, storage.key, offset, elements)
+        dtype, elements = storage.dtype, storage.num_elements
+    else:
+        elements = storage.num_elements * DTYPES[storage.dtype].itemsize // DTYPES[dtype].itemsize
+    if conjugated and dtype != "complex64" or negated and dtype not in _NEGATED:
+        raise RefusedPickle(f"a negative or conjugate view of {dtype}")
+    return TensorRef(dtype, shape, strides, storage.key, offset, elements, negated, conjugated)
+
+
+_NEGATED = ("float64", "float32", "float16", "bfloat16", "complex64")
+
+
+def _signs(metadata: Any) -> tuple[bool, bool]:
+    """Return (negative, conjugate) of what torch.Tensor.__reduce_ex__ saves of a view.
+
+    Raises:
+        RefusedPickle: anything else, which would change the values in an unknown way.
+    """
+    if not metadata:
+        return False, False
+    if not isinstance(metadata, dict) or set(metadata) - {"neg", "conj"}:
+        raise RefusedPickle(f"a tensor with metadata {str(metadata)[:80]}, whose meaning is not known")
+    return bool(metadata.get("neg")), bool(metadata.get("conj"))
 
 
 def _rebuild_tensor_v2(storage, offset, size, stride, requires_grad=False, hooks=None, metadata=None):
-    return _tensor(storage, offset, size, stride)
+    return _tensor(storage, offset, size, stride, None, metadata)
 
 
 def _rebuild_tensor_v3(storage, offset, size, stride, requires_grad, hooks, dtype, metadata=None):
+    if isinstance(dtype, type) and issubclass(dtype, OpaqueObject):
+        return OpaqueObject(dtype().kind, (storage,))
     if not isinstance(dtype, _DType) or dtype.name not in DTYPES:
         raise RefusedPickle(f"a tensor of dtype {getattr(dtype, 'name', dtype)!r}")
-    return _tensor(storage, offset, size, stride, dtype.name)
+    return _tensor(storage, offset, size, stride, dtype.name, metadata)
 
 
-def _rebuild_parameter(data, requires_grad=False, hooks=None):
+def _rebuild_parameter(data, requires_grad=False, hooks=None, state=None):
+    """Return the tensor. `state`, attributes that a program gave to a parameter, changes no value."""
     return data
 
 
 def _rebuild_from_type_v2(function, kind, args, state):
+    """Return a tensor that has attributes; of a tensor subclass, whose values may mean another thing, a placeholder."""
     allowed = (_rebuild_tensor_v2, _rebuild_tensor_v3, _rebuild_parameter)
-    if not isinstance(function, _AllowedCall) or function.function not in allowed:
-        raise RefusedPickle("a tensor subclass with its own rebuild function")
-    return function(*args)
+    is_plain = isinstance(kind, type) and issubclass(kind, OpaqueObject) and kind().kind in _TENSOR_CLASSES
+    if is_plain and isinstance(function, _AllowedCall) and function.function in allowed:
+        return function(*args)
+    name = kind().kind if isinstance(kind, type) and issubclass(kind, OpaqueObject) else "a tensor subclass"
+    return OpaqueObject(f"{name}.Tensor", (function, args, state))
+
+
+_TENSOR_CLASSES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
 
 
 def _size(values=()):
@@ -181,16 +268,14 @@ _ENUMS: dict[str, dict[str, Any]] = {
 def _enum_member(kind, name):
     """Emulate getattr(enum, name), as which Python 3.11.2 (Debian 12) pickles a member, and nothing else."""
     if isinstance(kind, type) and issubclass(kind, OpaqueObject) and isinstance(name, str):
-        members = _ENUMS.get(kind().kind, {})
-        if name in members:
-            return kind(members[name])
+        return kind(_ENUMS.get(kind().kind, {}).get(name, name))
     raise RefusedPickle("it asks for builtins.getattr, which a checkpoint of tensors does not need")
 
 
 STORAGES = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
     "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
-    "ByteStorage": "uint8", "BoolStorage": "bool",
+    "ByteStorage": "uint8", "BoolStorage": "bool", "ComplexFloatStorage": "complex64",
 }  # fmt: skip
 
 _GLOBALS: dict[tuple[str, str], Any] = {
@@ -200,6 +285,7 @@ _GLOBALS: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_tensor_v2"): _AllowedCall(_rebuild_tensor_v2),
     ("torch._utils", "_rebuild_tensor_v3"): _AllowedCall(_rebuild_tensor_v3),
     ("torch._utils", "_rebuild_parameter"): _AllowedCall(_rebuild_parameter),
+    ("torch._utils", "_rebuild_parameter_with_state"): _AllowedCall(_rebuild_parameter),
     ("torch._tensor", "_rebuild_from_type_v2"): _AllowedCall(_rebuild_from_type_v2),
     ("torch.storage", "UntypedStorage"): _StorageType("uint8"),
     ("torch", "UntypedStorage"): _StorageType("uint8"),
@@ -229,24 +315,43 @@ _OPAQUE = {
 }  # fmt: skip
 
 
+_HOSTILE_MODULES = {
+    "os", "posix", "nt", "sys", "subprocess", "importlib", "runpy", "pty", "socket", "shutil", "ctypes", "webbrowser",
+    "pdb", "timeit",
+}  # fmt: skip
+_HOSTILE_BUILTINS = {
+    "eval", "exec", "execfile", "compile", "open", "input", "breakpoint", "__import__", "setattr", "delattr", "globals",
+    "locals", "vars", "apply",
+}  # fmt: skip
+
+
 class _Reader(pickle.Unpickler):
+    def __init__(self, data: bytes, foreign: set[str]):
+        super().__init__(io.BytesIO(data), encoding="utf-8")
+        self._foreign = foreign
+
     def find_class(self, module: str, name: str) -> Any:
         # Python 2 names that protocol 2 still writes for builtins.
         module = {"__builtin__": "builtins"}.get(module, module)
         known = _GLOBALS.get((module, name))
         if known is not None:
             return known
-        # MM-LDLM's checkpoint.pt holds a TrainingState next to the weights; its module is the script that ran.
-        if (module, name) in _OPAQUE or name == "TrainingState":
-            return _opaque_class(f"{module}.{name}")
-        raise RefusedPickle(f"it asks for {module}.{name}, which a checkpoint of tensors does not need")
+        if module.partition(".")[0] in _HOSTILE_MODULES or (module == "builtins" and name in _HOSTILE_BUILTINS):
+            raise RefusedPickle(f"it asks for {module}.{name}, which a checkpoint of tensors does not need")
+        if (module, name) not in _OPAQUE:
+            self._foreign.add(f"{module}.{name}")
+        return _opaque_class(f"{module}.{name}")
 
-    def persistent_load(self, pid: Any) -> StorageRef:
-        if not (isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage" and isinstance(pid[1], _StorageType)):
+    def persistent_load(self, pid: Any) -> StorageRef | OpaqueObject:
+        if not (isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage"):
             raise RefusedPickle(f"a storage reference of an unknown form: {str(pid)[:80]}")
         _, kind, key, _, num_elements = pid
-        if not (isinstance(key, str) and type(num_elements) is int and num_elements >= 0):
+        if isinstance(kind, type) and issubclass(kind, OpaqueObject):
+            return kind(key)
+        if not (isinstance(kind, _StorageType) and isinstance(key, str) and type(num_elements) is int):
             raise RefusedPickle(f"a storage reference of an unknown form: {str(pid)[:80]}")
+        if num_elements < 0:
+            raise RefusedPickle(f"a storage of {num_elements} elements")
         return StorageRef(kind.dtype, key, num_elements)
 
 
@@ -267,14 +372,18 @@ def _opaque_class(kind: str) -> type:
     )
 
 
-def read_pickle(data: bytes) -> Any:
+def read_pickle(data: bytes, foreign: set[str] | None = None) -> Any:
     """Unpickle `data` with tensors as TensorRef, sizes as tuples, OrderedDict as dict, other objects as OpaqueObject.
 
+    Args:
+        data: the pickle.
+        foreign: gets the names of the classes and functions that are not in the tables above; nothing of them was run.
+
     Raises:
-        RefusedPickle: an unknown global or a malformed stream; nothing was executed.
+        RefusedPickle: a malformed stream, or one that calls what it must not; nothing was executed.
     """
     try:
-        return _Reader(io.BytesIO(data), encoding="utf-8").load()
+        return _Reader(data, set() if foreign is None else foreign).load()
     except RefusedPickle:
         raise
     except RecursionError as error:

@@ -12,7 +12,7 @@ import pytest
 
 from mmldlm.checkpoints.formats.model_pt.reader import ModelFile
 from mmldlm.checkpoints.formats.torch_save import unpickler
-from mmldlm.checkpoints.formats.torch_save.unpickler import RefusedPickle, TensorRef, read_pickle
+from mmldlm.checkpoints.formats.torch_save.unpickler import OpaqueObject, RefusedPickle, TensorRef, read_pickle
 from mmldlm.errors import UserError
 
 
@@ -51,12 +51,7 @@ def test_code_is_refused_by_name_and_never_runs(tmp_path, protocol):
     "code",
     [
         b"cbuiltins\neval\n(X\x05\x00\x00\x001+1+1tR.",
-        b"cbuiltins\ngetattr\n(cpathlib\nPosixPath\nX\x03\x00\x00\x00mrotR.",
         b"cbuiltins\ngetattr\n(ccollections\nOrderedDict\nX\x08\x00\x00\x00fromkeystR.",
-        b"cbuiltins\ngetattr\n(cdeepspeed.runtime.zero.config\nZeroStageEnum\nX\x03\x00\x00\x00mrotR.",
-        b"ccollections\nOrderedDict.fromkeys\n.",
-        b"ctorch._utils\n__builtins__\n.",
-        b"cmmldlm.checkpoints.zero_pickle\nread_pickle\n.",
         b"\x80\x04\x8c\x08builtins\x8c\x04exec\x93.",
         b"ctorch\nFloatStorage\n}X\x05\x00\x00\x00dtypeX\x05\x00\x00\x00int64sb.",  # BUILD on a table entry
         b"ctorch._utils\n_rebuild_tensor_v2\n(N}X\x0c\x00\x00\x00__defaults__)st\x62.",
@@ -70,6 +65,28 @@ def test_tricks_are_refused(code):
     with pytest.raises(RefusedPickle):
         read_pickle(code)
     assert before == {key: repr(getattr(value, "dtype", value)) for key, value in unpickler._GLOBALS.items()}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        b"cbuiltins\ngetattr\n(cpathlib\nPosixPath\nX\x03\x00\x00\x00mrotR.",
+        b"cbuiltins\ngetattr\n(cdeepspeed.runtime.zero.config\nZeroStageEnum\nX\x03\x00\x00\x00mrotR.",
+        b"ccollections\nOrderedDict.fromkeys\n(X\x01\x00\x00\x00atR.",
+        b"ctorch._utils\n__builtins__\n.",
+        b"cmmldlm.checkpoints.formats.torch_save.unpickler\nread_pickle\n(C\x02N.tR.",
+        b"cfunctools\npartial\n(cbuiltins\nprint\ntRX\x01\x00\x00\x00a\x85R.",
+        b"ccopyreg\n_reconstructor\n(cmy.module\nConfig\ncbuiltins\nobject\nNtR}X\x01\x00\x00\x00aK\x01sb.",
+    ],
+)
+def test_other_names_are_inert(code):
+    """conversion-trials P1: objects of a trainer's own classes lie beside the weights."""
+    foreign = set()
+    try:
+        value = read_pickle(code, foreign)
+    except RefusedPickle:  # an inert object is not callable
+        return
+    assert isinstance(value, OpaqueObject) or issubclass(value, OpaqueObject)
 
 
 STORAGE = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x04tQ"
@@ -117,8 +134,16 @@ def test_torch_tensors_of_every_form(tmp_path):
         big=torch.tensor([2**60 + 1, -(2**60)]),
         u16=torch.tensor([1, 65535], dtype=torch.uint16),
         fp8=torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn),
+        fp8_scale=torch.tensor([1.0, 2.0]).to(torch.float8_e8m0fnu),
         parameter=torch.nn.Parameter(torch.ones(3)),
+        complex=torch.polar(torch.ones(3), torch.arange(3.0)),
+        negative=torch.polar(torch.ones(3, 2), torch.arange(6.0).reshape(3, 2)).conj().imag,
+        conjugate=torch.polar(torch.ones(3), torch.arange(3.0)).conj(),
+        half_negative=torch._neg_view(torch.tensor([1.5, -0.0]).bfloat16()),
     )
+    state["attributed"] = torch.nn.Parameter(torch.ones(2))
+    state["attributed"].tensor_model_parallel = True
+    state["negated_view"] = torch._neg_view(state["view"])
     state["tied"] = state["view"]
     torch.save(state, tmp_path / "model.pt")
     with ModelFile.open(tmp_path / "model.pt") as source:
@@ -127,7 +152,16 @@ def test_torch_tensors_of_every_form(tmp_path):
         for name, tensor in state.items():
             info = source.tensors[name]
             assert info.shape == tuple(tensor.shape) and f"torch.{info.dtype}" == str(tensor.dtype), name
-            raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            raw = (
+                tensor.detach()
+                .resolve_conj()
+                .resolve_neg()
+                .contiguous()
+                .reshape(-1)
+                .view(torch.uint8)
+                .numpy()
+                .tobytes()
+            )
             assert source.read(name).tobytes() == raw, name
         source.finish()
 

@@ -1,6 +1,7 @@
-"""Parse the directory of an uncompressed zip file inside a larger file.
+"""Parse the directory of a zip file, alone or inside a larger file, that fills its bytes from the first to the last.
 
-A DCP file holds hundreds of small zips back to back, and the standard library's zipfile takes half a millisecond each.
+The standard library's zipfile accepts bytes before and after the archive: of two joined files, or of a tar of several,
+it returns the last one. It also takes half a millisecond per archive, and a DCP file holds hundreds back to back.
 
 Format: PKWARE's APPNOTE.TXT, 4.3: end record, zip64 end record and locator, central directory.
 """
@@ -9,13 +10,23 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-
-from mmldlm.checkpoints.formats.torch_save.reader import ZipEntry
+from typing import NamedTuple
 
 _END, _END64, _LOCATOR, _ENTRY = 0x06054B50, 0x06064B50, 0x07064B50, 0x02014B50
-_TAIL = 22 + 20 + 56  # the end record without a comment, and before it what zip64 adds
-_MAX_COMMENT = 0xFFFF
+_TAIL_BYTES = 4096  # they hold the complete directory of a small zip
 _FULL32 = 0xFFFFFFFF
+
+
+class ZipEntry(NamedTuple):
+    """One record of a zip directory: name, CRC-32, stored and unpacked size, position of its local header."""
+
+    name: str
+    crc: int
+    stored: int
+    size: int
+    header_offset: int
+    method: int
+    flags: int
 
 
 class BadZip(ValueError):
@@ -30,11 +41,15 @@ def read_directory(size: int, read: Callable[[int, int], bytes]) -> list[ZipEntr
         read: (first byte, number) -> bytes; fewer at the end.
 
     Raises:
-        BadZip: not a zip file, truncated, or an inconsistent directory.
+        BadZip: not a zip file, truncated, bytes before or after it, or an inconsistent directory.
     """
-    end_at, tail_at, tail = _find_end(size, read)
-    fields = struct.unpack("<IHHHHIIH", tail[end_at - tail_at : end_at - tail_at + 22])
-    _, disk, first_disk, here, count, length, at, _ = fields
+    tail_at = max(0, size - _TAIL_BYTES)
+    tail = read(tail_at, size - tail_at)
+    end_at = size - 22
+    # torch writes no comment, so the end record is the end of the file.
+    if size < 22 or tail[-22:-18] != struct.pack("<I", _END) or tail[-2:] != b"\0\0":
+        raise BadZip("no end record in its last 22 bytes")
+    _, disk, first_disk, here, count, length, at, _ = struct.unpack("<IHHHHIIH", tail[-22:])
     if disk or first_disk or here != count:
         raise BadZip("a zip file in several parts")
     limit, locator_at = end_at, end_at - 20
@@ -51,21 +66,11 @@ def read_directory(size: int, read: Callable[[int, int], bytes]) -> list[ZipEntr
     data = tail[at - tail_at : at - tail_at + length] if inside else read(at, length)
     if len(data) != length:
         raise BadZip("a truncated directory")
-    return _entries(data, count)
-
-
-def _find_end(size: int, read: Callable[[int, int], bytes]) -> tuple[int, int, bytes]:
-    """Return the position of the end record, and the position and bytes of the tail that was read."""
-    # 4 KiB hold the complete directory of a small zip; the second attempt allows for a comment.
-    for span in (4096, _TAIL + _MAX_COMMENT):
-        tail_at = max(0, size - span)
-        tail = read(tail_at, size - tail_at)
-        position = len(tail)
-        while (position := tail.rfind(struct.pack("<I", _END), 0, position)) >= 0:
-            record = tail[position : position + 22]
-            if len(record) == 22 and position + 22 + struct.unpack("<H", record[20:])[0] == len(tail):
-                return tail_at + position, tail_at, tail
-    raise BadZip("no end record")
+    entries = _entries(data, count)
+    first = min((entry.header_offset for entry in entries), default=0)
+    if first:
+        raise BadZip(f"{first} bytes before its first record")
+    return entries
 
 
 def _entries(data: bytes, count: int) -> list[ZipEntry]:
