@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from mmldlm.checkpoints.formats.open import open_source
-from mmldlm.checkpoints.layout import SAFETENSORS_FILE
+from mmldlm.checkpoints.formats.wrapper_names import prefix_to_match
 from mmldlm.errors import UserError
-from mmldlm.models.pretrained_io import iter_safetensors
 from mmldlm.utils.formatting import join_some
 
 
@@ -26,6 +23,7 @@ class InitReport:
         missing: parameters of the model that the source does not have.
         mismatched: name -> (shape in the source, shape in the model).
         unexpected: tensors of the source that the model does not have.
+        notes: what else the user should know of the source, such as a prefix that was removed from its names.
     """
 
     source: str
@@ -33,6 +31,7 @@ class InitReport:
     missing: list[str] = field(default_factory=list)
     mismatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     unexpected: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def messages(self) -> list[str]:
         """Return one line of counts, and one per kind of mismatch."""
@@ -45,7 +44,7 @@ class InitReport:
             lines.append(f"kept as initialized, of another shape: {join_some(shapes)}")
         if self.unexpected:
             lines.append(f"not used, not in this model: {join_some(self.unexpected)}")
-        return lines
+        return lines + self.notes
 
 
 def init_weights(model: nn.Module, path: str) -> InitReport:
@@ -64,22 +63,30 @@ def init_weights(model: nn.Module, path: str) -> InitReport:
     report = InitReport(path)
     buffers = {name for name, _ in model.named_buffers()}
     bad: dict[str, int] = {}
-    with torch.no_grad():
-        for name, shape, read in _tensors(Path(path)):
+    # Non-finite values are checked below for all formats; the reader's error names an option of `convert`.
+    opened = open_source(path, allow_nonfinite=True, weights_only=True)
+    with torch.no_grad(), opened.weights as source:
+        # The names of the model decide whether `module.` is a wrapper's; open_source could not know.
+        source.notes = [note for note in source.notes if "--strip-prefix" not in note]
+        prefix = prefix_to_match(source.tensors, {*parameters, *buffers})
+        if prefix:
+            source.notes.append(f"the prefix {prefix!r} was removed from the names of {path}")
+        for stored_name, info in source.tensors.items():
+            name = stored_name.removeprefix(prefix)
             if name in buffers:
                 continue
             if name not in parameters:
                 report.unexpected.append(name)
-            elif tuple(shape) != tuple(parameters[name].shape):
-                report.mismatched[name] = (tuple(shape), tuple(parameters[name].shape))
+            elif info.shape != tuple(parameters[name].shape):
+                report.mismatched[name] = (info.shape, tuple(parameters[name].shape))
             else:
-                parameters[name].copy_(read())
+                parameters[name].copy_(as_torch(source.read(stored_name), info.dtype))
                 report.loaded.append(name)
-                num_bad = int(
-                    (~torch.isfinite(parameters[name])).sum()
-                )  # after the copy: fp32 may overflow where fp64 did not
+                # After the copy: fp32 may overflow where fp64 did not.
+                num_bad = int((~torch.isfinite(parameters[name])).sum())
                 if num_bad:
                     bad[name] = num_bad
+        report.notes = source.notes
     if bad:
         counts = [f"{num_bad} NaN or infinite values in {name}" for name, num_bad in bad.items()]
         raise UserError(
@@ -92,24 +99,13 @@ def init_weights(model: nn.Module, path: str) -> InitReport:
         raise UserError(
             f"weights for this model in training.init_from={path}",
             "; ".join(report.messages()),
-            "check the path, and compare model.* with its config.json",
+            "check the path, and compare model.* with its config.json; `mmldlm convert SRC OUT --strip-prefix PREFIX` "
+            "removes a prefix that no wrapper of torch's added",
         )
     return report
-
-
-def _tensors(path: Path) -> Iterator[tuple[str, tuple[int, ...], Callable[[], torch.Tensor]]]:
-    """Yield (name, shape, function that reads the tensor) of every stored tensor."""
-    exported = path / SAFETENSORS_FILE if path.is_dir() else path
-    if exported.suffix == ".safetensors" and exported.is_file():
-        yield from iter_safetensors([exported])
-        return
-    # Non-finite values: init_weights checks them for all formats; the reader's error names an option of `convert`.
-    with open_source(path, allow_nonfinite=True, weights_only=True).weights as source:
-        for name, info in source.tensors.items():
-            yield name, info.shape, lambda name=name, info=info: as_torch(source.read(name), info.dtype)
 
 
 def as_torch(values, dtype: str) -> torch.Tensor:
     """Return an array of WeightSource.read as a tensor of its dtype."""
     tensor = torch.from_numpy(values.copy())
-    return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
+    return tensor.view(getattr(torch, dtype))

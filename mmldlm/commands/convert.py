@@ -71,6 +71,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="maximum size of an output file, e.g. 5GB; adds an index (default: one file)",
     )
     add("--only", metavar="PATTERN", action="append", default=[], help="names of tensors to write, e.g. 'blocks.0.*'")
+    add(
+        "--keep-names",
+        action="store_true",
+        help="keep what torch.compile, FSDP, AveragedModel, ... put into the names of a saved state_dict",
+    )
+    add("--strip-prefix", metavar="PREFIX", default="", help="remove PREFIX from the names that begin with it")
     add("--force", action="store_true", help="replace OUT if it is an earlier conversion")
     add("--allow-nonfinite", action="store_true", help="write NaN and infinite weights too")
     add("--dry-run", action="store_true", help="read and check the source, print the plan, write nothing")
@@ -82,7 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_inspect_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
     """Add the arguments of `mmldlm convert inspect`; return the function that runs it."""
     parser.add_argument("path", type=option_types.path, metavar="SRC", help=_SOURCES)
-    return lambda args: _run(lambda: inspect(args.path))
+    parser.add_argument("--keep-names", action="store_true", help="print the names as they are in the file")
+    return lambda args: _run(lambda: inspect(args.path, args.keep_names))
 
 
 def add_diff_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
@@ -91,7 +98,9 @@ def add_diff_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Na
     parser.add_argument("b", type=option_types.path, metavar="B", help="another one; exit code 1 if they differ")
     parser.add_argument("--ema", action="store_true", help="compare the moving averages of the weights")
     parser.add_argument("--optimizer", action="store_true", help="compare the optimizer's moments too")
-    return lambda args: _run(lambda: diff(args.a, args.b, args.ema, args.optimizer))
+    parser.add_argument("--keep-names", action="store_true", help="compare the names as they are in the files")
+    parser.add_argument("--strip-prefix", metavar="PREFIX", default="", help="compare names without PREFIX")
+    return lambda args: _run(lambda: diff(args.a, args.b, args.ema, args.optimizer, args.keep_names, args.strip_prefix))
 
 
 def main(args: argparse.Namespace) -> int:
@@ -125,6 +134,8 @@ def _convert(args: argparse.Namespace) -> int:
             "only": args.only,
             "verify": args.verify,
             "fsync": not args.no_fsync,
+            "keep_names": args.keep_names,
+            "strip_prefix": args.strip_prefix,
         }
         if args.to == "safetensors":
             shard_bytes = parse_size(args.shard_size)
@@ -154,7 +165,7 @@ def _print_summary(args: argparse.Namespace, summary: Summary) -> None:
 
 def _check_options(args: argparse.Namespace) -> None:
     """Raise UserError for an option that the target does not support."""
-    weights_alone = ("ema", "only")
+    weights_alone = ("ema", "only", "strip_prefix")
     unsupported = {
         "safetensors": ("world",),
         "model.pt": ("world", "shard_size", "verify"),
@@ -189,14 +200,15 @@ def _dry_run(args: argparse.Namespace) -> int:
     _check_options(args)
     if args.to != "safetensors":
         options = {"allow_nonfinite": args.allow_nonfinite, "only": args.only, "sub_group_size": args.sub_group_size}
+        options |= {"keep_names": args.keep_names, "strip_prefix": args.strip_prefix}
         rows, num_files, nbytes = dry_run(args.src, args.to, args.world, args.dtype, **options)
         print_table([*rows, ("would write", f"{num_files} files, {nbytes:,} bytes ({nbytes / 2**20:.1f} MiB)")])
         return EXIT_DONE
-    opened = open_source(args.src, args.allow_nonfinite, with_ema=args.ema)
+    opened = open_source(args.src, args.allow_nonfinite, with_ema=args.ema, keep_names=args.keep_names)
     with opened.weights as weights:
         if args.ema:
             weights.use_ema()
-        plan = plan_tensors(weights, args.dtype or "fp32", args.only)
+        plan = plan_tensors(weights, args.dtype or "fp32", args.only, args.strip_prefix)
         copy_planned(weights, plan, lambda planned, position, view: None)
         size = f"{plan.nbytes:,} bytes ({plan.nbytes / 2**20:.1f} MiB)"
         print_table([*summarize(opened), ("would write", f"{len(plan.tensors)} tensors, {size}")])

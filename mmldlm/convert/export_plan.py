@@ -10,6 +10,7 @@ from mmldlm.checkpoints.formats.dtypes import nbytes
 from mmldlm.checkpoints.formats.weight_source import TensorInfo, WeightSource
 from mmldlm.checkpoints.layout import SAFETENSORS_FILE
 from mmldlm.errors import UserError
+from mmldlm.utils.formatting import join_some
 
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "keep": None}
 WIDE_FLOATS = ("float64", "float32", "float16", "bfloat16")
@@ -53,19 +54,23 @@ class ExportPlan(NamedTuple):
         return sum(planned.nbytes for planned in self.tensors.values())
 
 
-def plan_tensors(weights: WeightSource, dtype: str, only: Sequence[str] = ()) -> ExportPlan:
+def plan_tensors(weights: WeightSource, dtype: str, only: Sequence[str] = (), strip_prefix: str = "") -> ExportPlan:
     """Plan what to write of a source.
 
+    Args:
+        weights: the source.
+        dtype: one of DTYPE_NAMES.
+        only: names to write, as shell patterns; empty: all.
+        strip_prefix: removed from the names that begin with it, before `only` is applied.
+
     Raises:
-        UserError: an unknown dtype, a source without tensors, or patterns without a match.
+        UserError: an unknown dtype, a source without tensors, patterns or a prefix without a match.
     """
     if dtype not in DTYPE_NAMES:
         raise UserError(f"--dtype one of {', '.join(DTYPE_NAMES)}", dtype, "choose one of them")
     if all(info.alias_of for info in weights.tensors.values()):
         raise UserError(f"weights in {weights.path}", "a checkpoint without a single tensor", "check what was saved")
-    # DistributedDataParallel prefixes every name with "module."; a model may have a child of that name, so all or none.
-    prefix = "module." if all(name.startswith("module.") for name in weights.tensors) else ""
-    bare = {name: name.removeprefix(prefix) for name in weights.tensors}
+    bare = strip_names(weights, strip_prefix)
     chosen = {name for name in bare if not only or any(fnmatch.fnmatchcase(bare[name], pattern) for pattern in only)}
     # A tied weight is stored under its first name, and selected by any of its names.
     selected = {weights.tensors[name].alias_of or name for name in chosen}
@@ -84,6 +89,21 @@ def plan_tensors(weights: WeightSource, dtype: str, only: Sequence[str] = ()) ->
             tensors[name] = PlannedTensor(info, bare[name], target if is_cast and target else info.dtype)
     names = tuple(bare[name] for name in weights.tensors if name in tensors or bare[name] in aliases)
     return ExportPlan(tensors, aliases, names)
+
+
+def strip_names(weights: WeightSource, prefix: str) -> dict[str, str]:
+    """Return name -> name without `prefix`; the same name where it does not begin with it.
+
+    Raises:
+        UserError: no name begins with it, or two names would become one.
+    """
+    bare = {name: name.removeprefix(prefix) for name in weights.tensors}
+    expected = f"names in {weights.path} that begin with --strip-prefix {prefix!r}"
+    if prefix and all(name == new for name, new in bare.items()):
+        raise UserError(expected, f"none, e.g. {join_some(bare)}", "see `mmldlm convert inspect` for the names")
+    if len(set(bare.values())) < len(bare) or "" in bare.values():
+        raise UserError(f"{expected}, different without it", "two names that become one", "leave --strip-prefix out")
+    return bare
 
 
 def split_into_files(plan: ExportPlan, shard_bytes: int | None) -> dict[str, list[str]]:

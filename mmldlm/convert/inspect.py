@@ -39,12 +39,12 @@ def summarize(opened: OpenedCheckpoint) -> list[tuple[str, str]]:
     return rows
 
 
-def inspect(path: Path | str) -> int:
+def inspect(path: Path | str, keep_names: bool = False) -> int:
     """Print the content of a checkpoint without reading its weights; return the exit code."""
     try:
-        opened = open_source(path, allow_nonfinite=True, with_ema=True, with_moments=True)
+        opened = open_source(path, allow_nonfinite=True, with_ema=True, with_moments=True, keep_names=keep_names)
     except UserError as error:  # weights alone can be read without an optimizer state that mmldlm can continue
-        opened = open_source(path, allow_nonfinite=True, with_ema=True)
+        opened = open_source(path, allow_nonfinite=True, with_ema=True, keep_names=keep_names)
         opened.weights.notes.append(f"optimizer state not shown: expected {error.expected}, found {error.found}")
     with opened.weights as weights:
         print_table(summarize(opened))
@@ -70,6 +70,7 @@ class CheckpointDiff:
         dtypes: name -> (dtype in a, in b); the values may still be equal.
         only_a: names only in a.
         only_b: names only in b.
+        renamed: what tells the names of the two apart, although the rest of them is the same; empty for nothing.
     """
 
     equal: int = 0
@@ -78,11 +79,12 @@ class CheckpointDiff:
     dtypes: dict[str, tuple[str, str]] = field(default_factory=dict)
     only_a: list[str] = field(default_factory=list)
     only_b: list[str] = field(default_factory=list)
+    renamed: str = ""
 
     @property
     def any(self) -> bool:
-        """Whether a tensor is missing or has other values; a different dtype alone does not count."""
-        return bool(self.values or self.shapes or self.only_a or self.only_b)
+        """Whether a tensor is missing or has other values or names; a different dtype alone does not count."""
+        return bool(self.values or self.shapes or self.only_a or self.only_b or self.renamed)
 
     def add(
         self, name: str, a: Iterator[np.ndarray], b: Iterator[np.ndarray], in_a: str = "float32", in_b: str = "float32"
@@ -98,14 +100,29 @@ class CheckpointDiff:
             self.equal += 1
 
 
-def compare(a: WeightSource, b: WeightSource) -> CheckpointDiff:
+def compare(a: WeightSource, b: WeightSource, strip_prefix: str = "") -> CheckpointDiff:
     """Compare two sources tensor by tensor, in chunks, and the moments that they were opened with.
+
+    If the names of one are those of the other behind a prefix, they are compared without it.
+
+    Args:
+        a: one source.
+        b: the other.
+        strip_prefix: removed from the names of both; that is no difference.
 
     Raises:
         UserError: one of them is damaged.
     """
     found = CheckpointDiff()
-    names_a, names_b = _bare_names(a), _bare_names(b)
+    names_a = {name.removeprefix(strip_prefix): name for name in a.tensors}
+    names_b = {name.removeprefix(strip_prefix): name for name in b.tensors}
+    for one, other, label in ((names_a, names_b, "A"), (names_b, names_a, "B")):
+        if prefix := _extra_prefix(list(one), list(other)):
+            found.renamed = f"all {len(one)} names of {label} begin with {prefix!r}, compared without it"
+            stripped = {name.removeprefix(prefix): origin for name, origin in one.items()}
+            one.clear()
+            one.update(stripped)
+            break
     found.only_a = [name for name in names_a if name not in names_b]
     found.only_b = [name for name in names_b if name not in names_a]
     for name in names_a:
@@ -119,10 +136,11 @@ def compare(a: WeightSource, b: WeightSource) -> CheckpointDiff:
             found.dtypes[name] = (one.dtype, two.dtype)
         found.add(name, a.iter_chunks(one.name), b.iter_chunks(two.name), one.dtype, two.dtype)
     for what in MOMENTS:
-        of_a, of_b = a.moments.get(what, {}), b.moments.get(what, {})
+        of_a = {name: origin for name, origin in names_a.items() if origin in a.moments.get(what, {})}
+        of_b = {name: origin for name, origin in names_b.items() if origin in b.moments.get(what, {})}
         for name in of_a:
             if name in of_b:
-                found.add(f"{what} of {name}", a.iter_moment(what, name), b.iter_moment(what, name))
+                found.add(f"{what} of {name}", a.iter_moment(what, of_a[name]), b.iter_moment(what, of_b[name]))
         found.only_a += [f"{what} of {name}" for name in of_a if name not in of_b]
         found.only_b += [f"{what} of {name}" for name in of_b if name not in of_a]
     a.finish()
@@ -130,16 +148,38 @@ def compare(a: WeightSource, b: WeightSource) -> CheckpointDiff:
     return found
 
 
-def diff(path_a: Path | str, path_b: Path | str, with_ema: bool = False, with_moments: bool = False) -> int:
+def _extra_prefix(names: list[str], others: list[str]) -> str:
+    """Return the prefix without which names that are in none of `others` are among them; "" if there is none."""
+    known = set(others)
+    if not known or known & set(names):
+        return ""
+    first = names[0].split(".") if names else []
+    prefixes = [".".join(first[:depth]) + "." for depth in range(1, len(first))]
+    shared = [prefix for prefix in prefixes if all(name.startswith(prefix) for name in names)]
+    return next((prefix for prefix in shared if known & {name.removeprefix(prefix) for name in names}), "")
+
+
+def diff(
+    path_a: Path | str,
+    path_b: Path | str,
+    with_ema: bool = False,
+    with_moments: bool = False,
+    keep_names: bool = False,
+    strip_prefix: str = "",
+) -> int:
     """Print the differences between two checkpoints; return 0 if all tensors are equal, else 1."""
-    opened_a = open_source(path_a, allow_nonfinite=True, with_ema=with_ema, with_moments=with_moments)
+    options = {"with_ema": with_ema, "with_moments": with_moments, "keep_names": keep_names}
+    opened_a = open_source(path_a, allow_nonfinite=True, **options)
     with opened_a.weights as a:
-        opened_b = open_source(path_b, allow_nonfinite=True, with_ema=with_ema, with_moments=with_moments)
+        opened_b = open_source(path_b, allow_nonfinite=True, **options)
         with opened_b.weights as b:
             if with_ema:
                 a.use_ema()
                 b.use_ema()
-            found = compare(a, b)
+            found = compare(a, b, strip_prefix)
+            notes = [f"{label}: {note}" for label, source in (("A", a), ("B", b)) for note in source.notes]
+    if found.renamed:
+        print(f"names      {found.renamed}")
     for name in found.only_a:
         print(f"only in A  {name}")
     for name in found.only_b:
@@ -153,12 +193,9 @@ def diff(path_a: Path | str, path_b: Path | str, with_ema: bool = False, with_mo
     differing = len(found.values) + len(found.shapes)
     absent = len(found.only_a) + len(found.only_b)
     print(f"{found.equal} tensors equal, {differing} differ, {absent} in one alone")
+    for note in notes:
+        print(f"note: {note}")
     return int(found.any)
-
-
-def _bare_names(source: WeightSource) -> dict[str, str]:
-    prefix = "module." if all(name.startswith("module.") for name in source.tensors) else ""
-    return {name.removeprefix(prefix): name for name in source.tensors}
 
 
 def _align(one: Iterator[np.ndarray], two: Iterator[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -180,7 +217,9 @@ def _difference(x: np.ndarray, x_dtype: str, y: np.ndarray, y_dtype: str) -> tup
         # Correct also for integers beyond 2^53; NaNs with different bits are handled below.
         same = x == y
     x, y = _widened(x, x_dtype), _widened(y, y_dtype)
-    if DTYPES[x_dtype].is_float or x_dtype != y_dtype:
+    if "complex64" in (x_dtype, y_dtype):
+        same = (x == y) | (np.isnan(x) & np.isnan(y))
+    elif DTYPES[x_dtype].is_float or x_dtype != y_dtype:
         same = (x == y) & (np.signbit(x) == np.signbit(y)) | (np.isnan(x) & np.isnan(y))
     if same.all():
         return 0, 0.0
@@ -189,7 +228,9 @@ def _difference(x: np.ndarray, x_dtype: str, y: np.ndarray, y_dtype: str) -> tup
 
 
 def _widened(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Widen to float64; float8 stays bits, which suffices for equality."""
+    """Widen to float64 (complex128); float8 stays bits, which suffices for equality."""
+    if dtype == "complex64":
+        return values.astype(np.complex128)
     return (bf16_to_fp32(values) if dtype == "bfloat16" else values).astype(np.float64)
 
 

@@ -46,6 +46,7 @@ class _Target(NamedTuple):
     dtype: str | None
     only: Sequence[str]
     sub_group_size: int
+    strip_prefix: str = ""
 
 
 def convert_state(
@@ -62,6 +63,8 @@ def convert_state(
     sub_group_size: int = SUB_GROUP_SIZE,
     verify: bool = False,
     fsync: bool = True,
+    keep_names: bool = False,
+    strip_prefix: str = "",
 ) -> Summary:
     """Convert a checkpoint of any engine into another format, with its optimizer.
 
@@ -80,6 +83,8 @@ def convert_state(
         sub_group_size: ZeRO-3's, as in the DeepSpeed config that will load it.
         verify: read the output back and compare every element with the source.
         fsync: flush everything to the disk before `out` appears; a checkpoint of a run always is.
+        keep_names: see open_source.
+        strip_prefix: model.pt only: removed from all names that begin with it.
 
     Raises:
         UserError: the source is damaged or incomplete for the target, `out` exists, or the disk has no space.
@@ -88,13 +93,14 @@ def convert_state(
     started = time.monotonic()
     out = Path(os.path.abspath(out))
     _check_arguments(to, world_size)
-    opened = open_source(source, allow_nonfinite, with_ema=ema, with_moments=_needs_moments(source, to))
+    with_moments = _needs_moments(source, to)
+    opened = open_source(source, allow_nonfinite, with_ema=ema, with_moments=with_moments, keep_names=keep_names)
     with opened.weights as weights:
         check_links(opened)
         check_config(weights, opened.checkpoint)
         if ema:
             weights.use_ema()
-        target = _Target(to, world_size or opened.world_size or 1, dtype, only, sub_group_size)
+        target = _Target(to, world_size or opened.world_size or 1, dtype, only, sub_group_size, strip_prefix)
         optimizer = _optimizer_metadata(opened, to, dtype)
         plan: WritePlan | None = None
         notes = list(optimizer.notes) if optimizer else []
@@ -130,6 +136,8 @@ def dry_run(
     allow_nonfinite: bool = False,
     only: Sequence[str] = (),
     sub_group_size: int = SUB_GROUP_SIZE,
+    keep_names: bool = False,
+    strip_prefix: str = "",
 ) -> tuple[list[tuple[str, str]], int, int]:
     """Read and check what a conversion would read.
 
@@ -139,11 +147,12 @@ def dry_run(
     Raises:
         UserError: as convert_state, except for OUT.
     """
-    opened = open_source(source, allow_nonfinite, with_moments=_needs_moments(source, to))
+    with_moments = _needs_moments(source, to)
+    opened = open_source(source, allow_nonfinite, with_moments=with_moments, keep_names=keep_names)
     with opened.weights as weights:
         check_links(opened)
         check_config(weights, opened.checkpoint)
-        target = _Target(to, world_size or opened.world_size or 1, dtype, only, sub_group_size)
+        target = _Target(to, world_size or opened.world_size or 1, dtype, only, sub_group_size, strip_prefix)
         plan, _ = _plan(opened, _optimizer_metadata(opened, to, dtype), target, Path("OUT"))
         verify(weights, plan)
         return summarize(opened), len(plan.files), plan.nbytes
@@ -244,7 +253,7 @@ def _plan(
     weights, to = opened.weights, target.name
     tensors, names = None, None
     if to == "model.pt":
-        planned = plan_tensors(weights, target.dtype or "fp32", target.only)
+        planned = plan_tensors(weights, target.dtype or "fp32", target.only, target.strip_prefix)
         tensors = {name: TensorSpec(item.dtype, item.info.shape) for name, item in planned.tensors.items()}
         source_names = {item.name: name for name, item in planned.tensors.items()}
         names = {name: source_names[planned.aliases.get(name, name)] for name in planned.names}

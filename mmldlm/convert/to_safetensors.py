@@ -23,8 +23,9 @@ from mmldlm.checkpoints.formats.open import open_source
 from mmldlm.checkpoints.formats.safetensors.writer import SafetensorsWriter
 from mmldlm.checkpoints.formats.weight_source import WeightSource
 from mmldlm.checkpoints.io.crc32 import RangedCrc32
+from mmldlm.checkpoints.io.open_files import read_small_file
 from mmldlm.checkpoints.io.parallel import run_in_threads
-from mmldlm.checkpoints.layout import CONFIG_FILE, MODEL_CONFIG, RUN_CONFIG, SAFETENSORS_INDEX
+from mmldlm.checkpoints.layout import CONFIG_FILE, MODEL_CONFIG, RUN_CONFIG, SAFETENSORS_FILE, SAFETENSORS_INDEX
 from mmldlm.checkpoints.manifest import MANIFEST, read_manifest
 from mmldlm.convert.config_compat import check_config
 from mmldlm.convert.copy_files import check_links, copy_file, copy_tree, real_path
@@ -61,6 +62,8 @@ def convert(
     only: Sequence[str] = (),
     verify: bool = False,
     fsync: bool = True,
+    keep_names: bool = False,
+    strip_prefix: str = "",
 ) -> Summary:
     """Convert a checkpoint into the folder `out`.
 
@@ -78,6 +81,8 @@ def convert(
         only: names to write, as shell patterns (`blocks.0.*`); empty: all.
         verify: read the output back and compare every byte with what was written.
         fsync: flush everything to the disk before `out` appears.
+        keep_names: see open_source.
+        strip_prefix: removed from all names that begin with it.
 
     Raises:
         UserError: the source is damaged or unsafe, `out` exists, the disk has no space, or values overflow `dtype`.
@@ -85,13 +90,13 @@ def convert(
     """
     started = time.monotonic()
     out = Path(os.path.abspath(out))
-    opened = open_source(source, allow_nonfinite, with_ema=ema)
+    opened = open_source(source, allow_nonfinite, with_ema=ema, keep_names=keep_names)
     with opened.weights as weights:
         check_links(opened)
         check_config(weights, opened.checkpoint)
         if ema:
             weights.use_ema()
-        plan = plan_tensors(weights, dtype, only)
+        plan = plan_tensors(weights, dtype, only, strip_prefix)
         files = split_into_files(plan, shard_bytes)
         notes: list[str] = []
         num_bytes = 0
@@ -253,10 +258,12 @@ def copy_tokenizer_files(opened: OpenedCheckpoint, tensors: dict[str, PlannedTen
         source = model_folder(opened)
         if source is None:
             return ["no mmldlm checkpoint around these weights: no config.json and no tokenizer were written"]
-        _copy_config(source, source / CONFIG_FILE, tensors, folder)
+        config = _copy_config(source, source / CONFIG_FILE, tensors, folder)
         for path in sorted(source.iterdir()):
             if TOKENIZER_FILES.fullmatch(path.name) and path.name != CONFIG_FILE:
                 (copy_tree if path.is_dir() else copy_file)(source, path, folder / path.name)
+        if "_class_name" in config:
+            return [f"diffusers looks for diffusion_pytorch_model.safetensors: rename {SAFETENSORS_FILE}"]
         return []
     return _copy_listed_files(opened.checkpoint, tensors, folder)
 
@@ -285,15 +292,30 @@ def _copy_listed_files(checkpoint: Path, tensors: dict[str, PlannedTensor], fold
 
 
 def model_folder(opened: OpenedCheckpoint) -> Path | None:
-    """Return the model folder of the weights, Hugging Face's or of `--to model.pt`; None for other sources."""
+    """Return the model folder of the weights, Hugging Face's or of `--to model.pt`; None for other sources.
+
+    Trainers save the config of the model beside the folder of the ranks' files.
+    """
+    if opened.checkpoint is not None:
+        return None
     path = opened.weights.path
     folder = path if path.is_dir() else path.parent
-    is_file_of_weights = opened.checkpoint is None and opened.weights.engine in ("safetensors", "model.pt")
-    return folder if is_file_of_weights and (folder / CONFIG_FILE).is_file() else None
+    if (folder / CONFIG_FILE).is_file():
+        return folder
+    is_sharded = opened.weights.engine not in ("safetensors", "model.pt")
+    return folder.parent if is_sharded and _is_model_config(folder.parent / CONFIG_FILE) else None
 
 
-def _copy_config(root: Path, path: Path, tensors: dict[str, PlannedTensor], folder: Path) -> None:
-    """Copy a model's config as config.json, with the dtype of the written weights."""
+def _is_model_config(path: Path) -> bool:
+    try:
+        config = json.loads(read_small_file(path))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(config, dict) and any(key in config for key in ("model_type", "architectures", "architecture"))
+
+
+def _copy_config(root: Path, path: Path, tensors: dict[str, PlannedTensor], folder: Path) -> dict:
+    """Copy a model's config as config.json, with the dtype of the written weights; return it."""
     config = read_json(real_path(root, path), "restore the file, or move it away")
     sizes: dict[str, int] = {}
     for planned in tensors.values():
@@ -303,3 +325,4 @@ def _copy_config(root: Path, path: Path, tensors: dict[str, PlannedTensor], fold
         # transformers has renamed the key and reads both.
         config["dtype" if "dtype" in config else "torch_dtype"] = max(sizes, key=lambda name: sizes[name])
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+    return config

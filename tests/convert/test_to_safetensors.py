@@ -117,7 +117,7 @@ def test_model_pt(tmp_path):
     weight = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
     torch.save({"module.a": weight, "module.b": weight.t(), "module.tied": weight, "module.n": torch.tensor(3)},
                tmp_path / "model.pt")  # fmt: skip
-    convert(tmp_path / "model.pt", tmp_path / "out")
+    convert(tmp_path / "model.pt", tmp_path / "out", strip_prefix="module.")
     metadata, raw, dtypes = read_safetensors(tmp_path / "out" / "model.safetensors")
     assert set(raw) == {"a", "b", "n"} and json.loads(metadata["aliases"]) == {"tied": "a"}
     assert raw["a"] == weight.numpy().tobytes() and raw["b"] == weight.t().contiguous().numpy().tobytes()

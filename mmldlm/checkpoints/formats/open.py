@@ -6,11 +6,13 @@ import json
 import re
 from pathlib import Path
 
-from mmldlm.checkpoints.formats import registry
+from mmldlm.checkpoints.formats import rank_files, registry
 from mmldlm.checkpoints.formats.base import OpenedCheckpoint, ReadOptions
 from mmldlm.checkpoints.formats.ema import add_ema
+from mmldlm.checkpoints.formats.model_folder import MODULES, check_folder, list_modules, where_models_are
 from mmldlm.checkpoints.formats.torch_save.reader import TorchFile
 from mmldlm.checkpoints.formats.weight_source import WeightSource
+from mmldlm.checkpoints.formats.wrapper_names import remove_wrappers
 from mmldlm.checkpoints.io.open_files import kind_of_file, read_small_file
 from mmldlm.checkpoints.layout import CHECKPOINTS, CONFIG_FILE, DCP_METADATA, ENGINE_FOLDER, LATEST, MODEL_FILE
 from mmldlm.checkpoints.locate import locate_checkpoint
@@ -29,6 +31,7 @@ def open_source(
     with_ema: bool = False,
     with_moments: bool = False,
     weights_only: bool = False,
+    keep_names: bool = False,
 ) -> OpenedCheckpoint:
     """Open a run, RUN/latest, a step folder, a folder of DeepSpeed or DCP, a model.pt, safetensors or their folder.
 
@@ -39,6 +42,7 @@ def open_source(
         with_ema: find the moving average of the weights too, if one was saved.
         with_moments: find the optimizer's moments too, if there are any.
         weights_only: ignore damaged files without training state (the tokenizer, copies of the config).
+        keep_names: keep what torch's wrappers put before the names of a state_dict (see wrapper_names).
 
     Raises:
         UserError: nothing readable there, or a damaged checkpoint; the error names the file.
@@ -55,19 +59,77 @@ def open_source(
             expected = f"DeepSpeed files, {DCP_METADATA} or {MODEL_FILE} in {folder}"
             raise UserError(expected, _list_some(folder), "was it saved by a newer mmldlm?")
         return OpenedCheckpoint(_add_ema(weights, folder, with_ema), checkpoint)
-    weights = registry.open_path(path, options)
-    if weights is None:
-        kind = (kind_of_file(path.stat().st_mode) or "a file") if path.exists() else "nothing"
-        found = f"a folder with {_list_some(path)}" if path.is_dir() else kind
-        raise UserError(
-            f"a run, a checkpoint, a DeepSpeed or DCP folder, a model.pt or safetensors at {path}",
-            found,
-            "give e.g. RUN/latest, or the folder that holds the *_states.pt files",
-        )
+    weights, notes = _open_foreign(path, options)
+    weights.notes.extend(notes)
     folder = path if path.is_dir() else path.parent
     _note_foreign_objects(weights)
     mark_buffers(weights, folder)
-    return OpenedCheckpoint(_add_ema(weights, folder, with_ema), None)
+    _add_ema(weights, folder, with_ema)
+    _remove_wrappers(weights, keep_names)
+    return OpenedCheckpoint(weights, None)
+
+
+def _open_foreign(path: Path, options: ReadOptions) -> tuple[WeightSource, list[str]]:
+    """Open a file or folder that is not of a run of mmldlm, and holds one complete model. Return it with notes.
+
+    Raises:
+        UserError: nothing readable there, several models, a part of one, or a damaged checkpoint.
+    """
+    notes: list[str] = []
+    chosen = path
+    if path.is_dir():
+        only, known = check_folder(path, notes), registry.detect(path)
+        # A folder that no format knows by the names in it may still hold one file of weights.
+        if only is not None and known is None:
+            chosen = only
+        elif only is not None and known is not None and known.format.name in ("deepspeed", "dcp") and only.is_file():
+            notes.append(f"{only.name}, next to the checkpoint, was not read")
+    if chosen.is_file():
+        rank_files.check_name(chosen)
+    weights = registry.open_path(chosen, options)
+    if weights is None:
+        raise _nothing_error(path)
+    try:
+        rank_files.check_tensors(weights.path, weights.tensors)
+        if chosen.is_file():
+            rank_files.check_siblings(chosen)
+    except BaseException:
+        weights.close()
+        raise
+    folder = path if path.is_dir() else path.parent
+    if modules := (folder / MODULES).is_file() and list_modules(folder):
+        notes.append(
+            f"{folder} is a model of sentence-transformers: only the weights of {weights.path.name} are taken, without "
+            f"{MODULES} and {join_some(modules)}"
+        )
+    return weights, notes
+
+
+def _nothing_error(path: Path) -> UserError:
+    """Return the error for a path that is in no known format."""
+    kind = (kind_of_file(path.stat().st_mode) or "a file") if path.exists() else "nothing"
+    found = f"a folder with {_list_some(path)}" if path.is_dir() else kind
+    fix = "give e.g. RUN/latest, or the folder that holds the *_states.pt files"
+    if path.is_dir() and (inside := where_models_are(path)):
+        fix = f"give one of the models in it: {join_some(inside, 8, ' or ')}"
+    return UserError(f"a run, a checkpoint, a DeepSpeed or DCP folder, a model.pt or safetensors at {path}", found, fix)
+
+
+def _remove_wrappers(weights: WeightSource, keep_names: bool) -> None:
+    """Take the names of torch's wrappers off those of a state_dict that another program saved.
+
+    DeepSpeed and torch.distributed.checkpoint record the model's own names; mmldlm's optimizer.pt does, too.
+    """
+    is_state_dict = weights.engine in ("model.pt", "safetensors") and bool(weights.unclassified)
+    bare = remove_wrappers(weights.tensors, weights.module_names)
+    if keep_names or not bare.notes:
+        return
+    if is_state_dict:
+        weights.rename(bare.names)
+        weights.notes.extend(bare.notes)
+    elif any(new != name for name, new in bare.names.items()):
+        prefix = next(iter(weights.tensors)).partition(".")[0] + "."
+        weights.notes.append(f"names of wrappers were kept, as saved; --strip-prefix {prefix} removes a prefix")
 
 
 def _note_foreign_objects(weights: WeightSource) -> None:

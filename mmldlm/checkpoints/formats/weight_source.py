@@ -96,6 +96,10 @@ def read_parts_into(parts: list[FileRange], start: int, out: np.ndarray | memory
     return crc
 
 
+def _renamed(table: dict[str, list[FileRange]], names: dict[str, str]) -> dict[str, list[FileRange]]:
+    return {names[name]: parts for name, parts in table.items() if name in names}
+
+
 class WeightSource:
     """Base class of the readers of all formats. Subclasses fill the attributes; reading is implemented here.
 
@@ -114,6 +118,7 @@ class WeightSource:
         ema: trainable name -> parts of its moving average (formats/ema); empty if there is none.
         low_precision_copies: trainable name -> parts of the copy that training computed with, which must equal the
             rounded master.
+        module_names: names of all modules of the model, if a state_dict lists them; None if unknown.
     """
 
     engine = ""
@@ -132,6 +137,7 @@ class WeightSource:
         self.moments: dict[str, dict[str, list[FileRange]]] = {}
         self.ema: dict[str, list[FileRange]] = {}
         self.low_precision_copies: dict[str, list[FileRange]] = {}
+        self.module_names: frozenset[str] | None = None
 
     def close(self) -> None:
         """Close the files."""
@@ -154,6 +160,29 @@ class WeightSource:
     def moments_of(self, name: str) -> tuple[str, ...]:
         """Return which moments a stored weight has."""
         return tuple(what for what in MOMENTS if name in self.moments.get(what, {}))
+
+    def rename(self, names: dict[str, str]) -> None:
+        """Give tensors new names: {name: new name} of all that are to be kept."""
+        # A name that is left out may have stored the elements of one that is kept.
+        heirs: dict[str, str] = {}
+        for name, info in list(self.tensors.items()):
+            if name in names and info.alias_of is not None and info.alias_of not in names:
+                heir = heirs.setdefault(info.alias_of, name)
+                if heir == name:
+                    self.tensors[name] = self.tensors[info.alias_of]._replace(name=name)
+                    self.parts[name] = self.parts[info.alias_of]
+                else:
+                    self.tensors[name] = info._replace(alias_of=heir)
+        self.tensors = {
+            names[name]: info._replace(name=names[name], alias_of=info.alias_of and names[info.alias_of])
+            for name, info in self.tensors.items()
+            if name in names
+        }
+        for what, moments in self.moments.items():
+            self.moments[what] = _renamed(moments, names)
+        self.parts = _renamed(self.parts, names)
+        self.ema = _renamed(self.ema, names)
+        self.low_precision_copies = _renamed(self.low_precision_copies, names)
 
     def resolve_tied(self, names: list[str], listed_in: Path) -> list[str]:
         """Return the names that store these parameters: of two tied names a file may have kept the other.

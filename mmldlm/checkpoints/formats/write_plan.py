@@ -138,6 +138,9 @@ def _ranges(source: WeightSource, plan: WritePlan) -> Iterator[tuple[str, str, s
 def _cast_to(source: WeightSource, name: str, values: np.ndarray, dtype: str, target: str) -> np.ndarray:
     if dtype == target:
         return values
+    if dtype == "complex64":
+        fix = "leave it out with --only, or write --to safetensors"
+        raise UserError(f"numbers that can be written as {target}", f"complex ones in {name}", fix)
     if not DTYPES[dtype].is_float:
         return values.astype(DTYPES[target].raw)  # a buffer, as ds_to_universal widens it
     values = cast(values, dtype, target)

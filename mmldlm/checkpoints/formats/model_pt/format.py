@@ -6,21 +6,22 @@ import codecs
 from pathlib import Path
 
 from mmldlm.checkpoints.formats.base import OpenedCheckpoint, ReadOptions, WriteRequest
-from mmldlm.checkpoints.layout import DCP_METADATA, MODEL_FILE, OPTIMIZER_FILE, SAFETENSORS_INDEX
+from mmldlm.checkpoints.formats.shard_index import INDEX_SUFFIX
+from mmldlm.checkpoints.layout import DCP_METADATA, MODEL_FILE, OPTIMIZER_FILE
 from mmldlm.errors import UserError
 
 _HEAD_BYTES = 512
 
 
 class ModelPtFormat:
-    """A torch.save'd state_dict under any name, or a folder with model.pt."""
+    """A torch.save'd state_dict under any name, an index of such files, or a folder with model.pt."""
 
     name = "model.pt"
     targets: tuple[str, ...] = ("model.pt", "ddp")
 
     def detect(self, path: Path) -> Path | None:
         if path.is_file():
-            is_other = path.suffix == ".safetensors" or path.name in (DCP_METADATA, SAFETENSORS_INDEX)
+            is_other = path.name.endswith((".safetensors", ".safetensors.index.json")) or path.name == DCP_METADATA
             return None if is_other else path
         return path if (path / MODEL_FILE).is_file() else None
 
@@ -28,6 +29,8 @@ class ModelPtFormat:
         from mmldlm.checkpoints.formats.model_pt.reader import ModelFile
 
         if path.is_file():  # a file given by itself holds weights alone
+            if path.name.endswith(INDEX_SUFFIX):
+                return ModelFile.open_shards(path, options.allow_nonfinite)
             _refuse_text(path)
             return ModelFile.open(path, options.allow_nonfinite)
         optimizer = path / OPTIMIZER_FILE if self.can_resume(path) else None

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.checkpoints.formats.adam_state import group_names, moments_by_name, states_by_index
+from mmldlm.checkpoints.formats.rank_files import check_keys
+from mmldlm.checkpoints.formats.shard_index import check_listed, read_shard_index
 from mmldlm.checkpoints.formats.state_dict import add_tensors, tensors_of
 from mmldlm.checkpoints.formats.torch_save.reader import TorchFile
-from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
+from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef, module_names_of
 from mmldlm.checkpoints.formats.weight_source import WeightSource
 from mmldlm.errors import UserError
 
@@ -71,13 +73,39 @@ class ModelFile(WeightSource):
         source = cls(Path(path), allow_nonfinite, random_access)
         try:
             file = source._open(source.path)
-            state = tensors_of(_state_dict(file.load(), source.notes), source.path, "the file", source.notes)
+            value = file.load()
+            check_keys(source.path, value)
+            chosen = _state_dict(value, source.notes)
+            source.module_names = module_names_of(chosen)
+            state = tensors_of(chosen, source.path, "the file", source.notes)
             state = _of_trainer(state, source.notes)
             if not state:
                 raise UserError(f"weights in {path}", "a dict without a single tensor", "give a model.pt of mmldlm")
             add_tensors(source, file, state, {})
             if optimizer is not None:
                 source._read_optimizer(source._open(optimizer), with_moments)
+        except BaseException:
+            source.close()
+            raise
+        return source
+
+    @classmethod
+    def open_shards(cls, index: Path, allow_nonfinite: bool = False) -> ModelFile:
+        """Open the files of an index of shards, each a torch.save'd dict name -> tensor.
+
+        Raises:
+            UserError: damaged or missing files, or an index that disagrees with the shards.
+        """
+        source = cls(index, allow_nonfinite)
+        try:
+            shard_of = read_shard_index(index)
+            states = {}
+            for name in sorted(set(shard_of.values())):
+                file = source._open(index.parent / name)
+                states[name] = tensors_of(file.load_dict(), file.path, "the file", source.notes)
+                add_tensors(source, file, states[name], {})
+            check_listed(index, shard_of, {name: set(state) for name, state in states.items()})
+            source.tensors = {name: source.tensors[name] for name in shard_of}
         except BaseException:
             source.close()
             raise

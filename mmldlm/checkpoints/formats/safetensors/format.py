@@ -9,14 +9,14 @@ from mmldlm.checkpoints.layout import SAFETENSORS_FILE, SAFETENSORS_INDEX
 
 
 class SafetensorsFormat:
-    """A .safetensors file, or a Hugging Face folder with model.safetensors or an index of shards."""
+    """A .safetensors file, an index of shards, or a Hugging Face folder with model.safetensors or its index."""
 
     name = "safetensors"
     targets: tuple[str, ...] = ()
 
     def detect(self, path: Path) -> Path | None:
         if path.is_file():
-            return path if path.suffix == ".safetensors" or path.name == SAFETENSORS_INDEX else None
+            return find_safetensors(path)
         return path if find_safetensors(path) is not None else None
 
     def open(self, path: Path, options: ReadOptions):
@@ -37,5 +37,5 @@ class SafetensorsFormat:
 def find_safetensors(path: Path) -> Path | None:
     """Return the file or index of a model at `path`, a file or a folder; None if there is none."""
     if path.is_file():
-        return path if path.suffix == ".safetensors" or path.name == SAFETENSORS_INDEX else None
+        return path if path.name.endswith((".safetensors", ".safetensors.index.json")) else None
     return next((path / name for name in (SAFETENSORS_FILE, SAFETENSORS_INDEX) if (path / name).is_file()), None)

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.checkpoints.formats.dtypes import DTYPES, nbytes, numel
+from mmldlm.checkpoints.formats.rank_files import check_header
 from mmldlm.checkpoints.formats.safetensors.format import find_safetensors
 from mmldlm.checkpoints.formats.safetensors.writer import MAX_HEADER_BYTES
+from mmldlm.checkpoints.formats.shard_index import INDEX_SUFFIX, check_listed, read_shard_index
 from mmldlm.checkpoints.formats.torch_save.reader import corrupt_file_error, open_for_reading
 from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
 from mmldlm.checkpoints.formats.weight_source import FileRange, TensorInfo, WeightSource
-from mmldlm.checkpoints.io.open_files import read_small_file
-from mmldlm.checkpoints.layout import SAFETENSORS_INDEX
 from mmldlm.utils.inside_paths import path_inside
 
 _BY_CODE = {dtype.safetensors: name for name, dtype in DTYPES.items()}
@@ -55,7 +55,8 @@ class SafetensorsFile:
             metadata = header.pop("__metadata__", {})
         except (ValueError, AttributeError, RecursionError) as error:
             raise corrupt_file_error(self.path, f"a header that is not a JSON object ({str(error)[:80]})") from error
-        self.metadata: dict[str, str] = metadata if isinstance(metadata, dict) else {}
+        metadata = metadata if isinstance(metadata, dict) else {}
+        self.metadata = {key: value for key, value in metadata.items() if isinstance(value, str)}
         self._base = 8 + length
         self.tensors: dict[str, tuple[str, tuple[int, ...], int]] = {}  # name -> dtype, shape, first byte
         spans = [self._add(name, entry) for name, entry in header.items()]
@@ -127,7 +128,7 @@ class SafetensorsModel(WeightSource):
         try:
             found = find_safetensors(source.path)
             assert found is not None, f"no safetensors at {path}"
-            if found.name == SAFETENSORS_INDEX:
+            if found.name.endswith(INDEX_SUFFIX):
                 source._read_shards(found)
             else:
                 file = source._open(found)
@@ -142,6 +143,7 @@ class SafetensorsModel(WeightSource):
     def _open(self, path: Path) -> SafetensorsFile:
         file = SafetensorsFile(path)
         self.files.append(file)
+        check_header(path, file.metadata)
         return file
 
     def _add(self, file: SafetensorsFile, name: str) -> None:
@@ -152,33 +154,32 @@ class SafetensorsModel(WeightSource):
         self.parts[name] = [FileRange(file, ref, 0, ref.numel)] if ref.numel else []
 
     def _read_shards(self, index: Path) -> None:
-        try:
-            shard_of = json.loads(read_small_file(index))["weight_map"]
-            names = sorted(set(shard_of.values()))
-            if not names:
-                raise ValueError("no shard")
-            paths = {name: path_inside(index.parent, name) for name in names}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise corrupt_file_error(index, f"not an index of shards ({error!r})") from error
-        files = {name: self._open(path) for name, path in paths.items()}
+        shard_of = read_shard_index(index)
+        files = {name: self._open(path_inside(index.parent, name)) for name in sorted(set(shard_of.values()))}
+        check_listed(index, shard_of, {name: set(file.tensors) for name, file in files.items()})
         for name, shard in shard_of.items():
-            if name not in files[shard].tensors:
-                raise corrupt_file_error(files[shard].path, f"no {name}, which {index.name} lists in it")
             self._add(files[shard], name)
-        extra = [name for file in files.values() for name in file.tensors if name not in shard_of]
-        if extra:
-            raise corrupt_file_error(index, f"no {extra[0]}, which a shard holds")
 
     def _read_metadata(self) -> None:
-        """Read what mmldlm's converter wrote into the header: the step, and the second names of tied weights."""
+        """Read the second names of tied weights, and the step if mmldlm's converter wrote the file.
+
+        safetensors.torch.save_model records {second name: name} among the metadata. A pair of any other program may
+        look the same by chance, so both names must be of one parameter: their last parts are equal.
+        """
         metadata = self.files[0].metadata if self.files else {}
-        if str(metadata.get("step", "")).isdigit():
-            self.step = int(metadata["step"])
-        try:
-            aliases = json.loads(metadata.get("aliases", "{}"))
-        except (TypeError, ValueError, RecursionError):
-            aliases = {}
+        aliases: Any = {
+            alias: owner
+            for alias, owner in metadata.items()
+            if owner in self.tensors and alias.rpartition(".")[2] == owner.rpartition(".")[2]
+        }
+        if "mmldlm_version" in metadata:
+            if str(metadata.get("step", "")).isdigit():
+                self.step = int(metadata["step"])
+            try:
+                aliases = json.loads(metadata.get("aliases", "{}"))
+            except (TypeError, ValueError, RecursionError):
+                aliases = {}
         for alias, owner in aliases.items() if isinstance(aliases, dict) else ():
-            if owner in self.tensors and alias not in self.tensors:
+            if isinstance(owner, str) and owner in self.tensors and alias not in self.tensors:
                 info = self.tensors[owner]
-                self.tensors[alias] = TensorInfo(alias, info.dtype, info.shape, "alias", owner)
+                self.tensors[alias] = TensorInfo(alias, info.dtype, info.shape, "alias", info.alias_of or owner)

@@ -149,19 +149,28 @@ class PickleWriter:
             self.out += b"b"
 
     def _tensor(self, tensor: TensorSpec) -> None:
-        """Append _rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks)."""
+        """Append _rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks).
+
+        Types without a storage class of their own are bytes in an UntypedStorage: _rebuild_tensor_v3(..., dtype).
+        """
         key = self._keys.setdefault(id(tensor), len(self.tensors))
         if key == len(self.tensors):
             self.tensors.append(tensor)
         stride = tuple(max(numel(tensor.shape[axis + 1 :]), 1) for axis in range(len(tensor.shape)))
-        self._global(GlobalRef("torch._utils", "_rebuild_tensor_v2"))
+        is_typed = tensor.dtype in _STORAGE_OF
+        self._global(GlobalRef("torch._utils", "_rebuild_tensor_v2" if is_typed else "_rebuild_tensor_v3"))
         self.out += b"(("
         self.add("storage")
-        self._global(GlobalRef("torch", _STORAGE_OF[tensor.dtype]))
-        for item in (str(key), "cpu", tensor.numel):
+        untyped = GlobalRef("torch.storage", "UntypedStorage")
+        self._global(GlobalRef("torch", _STORAGE_OF[tensor.dtype]) if is_typed else untyped)
+        count = tensor.numel if is_typed else nbytes(tensor.shape, tensor.dtype)
+        for item in (str(key), "cpu", count):
             self.add(item)
         self.out += b"tQ"
         for item in (0, tensor.shape, stride, False):
             self.add(item)
         self._global(GlobalRef("collections", "OrderedDict"))
-        self.out += b")RtR"
+        self.out += b")R"
+        if not is_typed:
+            self._global(GlobalRef("torch", tensor.dtype))
+        self.out += b"tR"

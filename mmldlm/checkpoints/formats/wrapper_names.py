@@ -1,0 +1,113 @@
+"""Names that torch's own wrappers put before or into the names of a model's tensors, and what becomes of them.
+
+torch.compile, FullyShardedDataParallel and activation checkpointing keep the model under an attribute that no model has
+by itself. DistributedDataParallel, DataParallel and AveragedModel keep it under `module`, which is also an ordinary
+name of a child: a state_dict alone does not say which of the two wrote it. So `module` is removed where something else
+shows a wrapper of torch's, and kept otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+from mmldlm.utils.formatting import join_some
+
+MODULE = "module"
+# Attribute -> the wrapper that has it.
+WRAPPERS = {
+    "_orig_mod": "torch.compile",
+    "_fsdp_wrapped_module": "FullyShardedDataParallel",
+    "_fpw_module": "FullyShardedDataParallel",
+    "_checkpoint_wrapped_module": "activation checkpointing",
+}
+_AVERAGED = "n_averaged"  # the counter of AveragedModel, next to its `module`
+
+
+class BareNames(NamedTuple):
+    """What remove_wrappers found.
+
+    Attributes:
+        names: name in the file -> name of the model; without what is not the model's.
+        notes: for the user; empty if the names are the model's as they are.
+    """
+
+    names: dict[str, str]
+    notes: list[str]
+
+
+def remove_wrappers(names: Collection[str], module_names: Collection[str] | None = None) -> BareNames:
+    """Return the model's names of the tensors of a state_dict.
+
+    Args:
+        names: as they are in the file.
+        module_names: names of all modules, as the `_metadata` of a state_dict lists them; None if unknown.
+    """
+    same = BareNames({name: name for name in names}, [])
+    is_averaged = _AVERAGED in names and len(names) > 1
+    of_model = [name for name in names if not (is_averaged and name == _AVERAGED)]
+    is_averaged = is_averaged and all(name.startswith(f"{MODULE}.") for name in of_model)
+    if not is_averaged:
+        of_model = list(names)
+    root = _common_root(of_model)
+    if module_names is not None:
+        root = _only_children(root, module_names)
+    is_wrapped = is_averaged or any(part in WRAPPERS for part in root)
+    if root and not is_wrapped:
+        prefix = ".".join(root) + "."
+        same.notes.append(
+            f"all names begin with {prefix!r}: DistributedDataParallel and DataParallel add this prefix, or the model "
+            f"has a child of that name. They were kept; --strip-prefix {prefix} removes it"
+        )
+    depth = len(root) if is_wrapped else 0
+    bare = {name: _without_wrappers(name.split("."), depth) for name in of_model}
+    if len(set(bare.values())) < len(bare) or "" in bare.values():  # two names of one: those in the file are right
+        return same
+    removed = {part for name in of_model for part in name.split(".") if part in WRAPPERS}
+    if not removed and not depth:
+        return same
+    wrappers = sorted({WRAPPERS[part] for part in removed})
+    if depth and MODULE in root:
+        wrappers.append("AveragedModel" if is_averaged else "DistributedDataParallel or DataParallel")
+    what = f"the prefix {'.'.join(root)!r}" if depth else "the parts " + join_some(sorted(map(repr, removed)))
+    notes = [f"{what} of {join_some(wrappers)} was removed from the names of the tensors; --keep-names keeps it"]
+    if is_averaged:
+        notes.append(f"{_AVERAGED}, the counter of AveragedModel, is not a weight and was left out")
+    return BareNames(bare, notes)
+
+
+def prefix_to_match(names: Iterable[str], wanted: Collection[str]) -> str:
+    """Return the prefix of wrappers without which most names are those of a known model; "" if none helps."""
+    names = list(names)
+    root = _common_root(names)
+    prefixes = ["", *(".".join(root[:depth]) + "." for depth in range(1, len(root) + 1))]
+
+    def num_known(prefix: str) -> int:
+        return sum(name.removeprefix(prefix) in wanted for name in names)
+
+    return max(prefixes, key=num_known)
+
+
+def _common_root(names: list[str]) -> list[str]:
+    """Return the parts of wrappers with which all names begin, with one `module` at most."""
+    root: list[str] = []
+    for parts in zip(*(name.split(".")[:-1] for name in names)):
+        part = parts[0]
+        if len(set(parts)) > 1 or not (part in WRAPPERS or (part == MODULE and MODULE not in root)):
+            break
+        root.append(part)
+    return root
+
+
+def _only_children(root: list[str], module_names: Collection[str]) -> list[str]:
+    """Return the parts of `root` up to a module that has other children: it is not a wrapper of torch's."""
+    for depth, part in enumerate(root):
+        parents = [name.split(".") for name in module_names if name]
+        children = {parts[depth] for parts in parents if len(parts) > depth and parts[:depth] == root[:depth]}
+        if part == MODULE and children - {part}:
+            return root[:depth]
+    return root
+
+
+def _without_wrappers(parts: list[str], depth: int) -> str:
+    return ".".join(part for part in parts[depth:] if part not in WRAPPERS)
