@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mmldlm.errors import UserError
 from mmldlm.sampling.text.schedule_file import read_schedules, schedules_of
+from mmldlm.utils.formatting import describe_os_error
 from mmldlm.utils.input_files import read_text
 
 Schedule = Sequence[float] | Mapping[int, Sequence[float]]
@@ -35,8 +36,9 @@ def read_schedule(word: str, passes: int | None = None) -> Schedule:
             values = json.loads(read_text(word))
             if isinstance(values, dict):
                 values = {int(length): numbers for length, numbers in values.items()}
-    except (ValueError, OSError) as error:
-        raise UserError(expected, f"{word}: {error}", "correct it") from error
+    except (ValueError, OSError, RecursionError) as error:
+        found = describe_os_error(error) if isinstance(error, OSError) else str(error)[:200]
+        raise UserError(expected, f"{word}: {found}", "correct it") from error
     lists = list(values.values()) if isinstance(values, dict) else [values]
     if not lists or not all(_is_schedule(numbers) for numbers in lists):
         raise UserError(expected + ", numbers of at least 0 that are not all 0", word, "correct it")
@@ -49,7 +51,7 @@ def names_passes(word: str) -> bool:
         return False
     try:
         values = json.loads(read_text(word))
-    except (ValueError, OSError):
+    except (ValueError, OSError, RecursionError):
         return False
     return isinstance(values, dict) and "schedules" in values
 
@@ -57,7 +59,7 @@ def names_passes(word: str) -> bool:
 def _is_schedule(numbers: object) -> bool:
     if not isinstance(numbers, list) or not all(isinstance(x, (int, float)) for x in numbers):
         return False
-    return all(0 <= x < float("inf") for x in numbers) and sum(numbers) > 0
+    return all(0 <= x < 1 << 31 for x in numbers) and sum(numbers) > 0
 
 
 def filled_after(schedule: Schedule, counts: Tensor, lengths: Tensor) -> Tensor:
