@@ -87,17 +87,18 @@ def _is_recent(path: Path) -> bool:
 def report_traceback(error: Exception, logs: Path | None) -> None:
     """Print the traceback of an unexpected error.
 
-    For a collective error, write it to a file instead, so that the heartbeat's message that names the failed rank stays
-    last on the screen.
+    For a collective error that the heartbeat attributed to a rank, write it to a file instead, so that the heartbeat's
+    message stays last on the screen.
 
     Args:
+        error: with `is_attributed`, where the heartbeat has printed a message about it.
         logs: folder for the file; None before the run's folder is known.
     """
     from mmldlm.distributed.stack_dump import is_collective_error
 
     text = "".join([*traceback.format_exception(error), f"ERROR: {first_line(error)}\n"])
     with contextlib.suppress(OSError):
-        if logs is not None and is_collective_error(error):
+        if logs is not None and getattr(error, "is_attributed", False) and is_collective_error(error):
             try:
                 (logs / f"error_rank{os.environ.get('RANK', 0)}.txt").write_text(text)
                 return

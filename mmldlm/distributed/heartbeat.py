@@ -12,11 +12,13 @@ thread never waits for the store while it trains.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -117,8 +119,10 @@ class Heartbeat:
         self._address = (os.environ.get("MASTER_ADDR", "127.0.0.1"), int_from_env("MASTER_PORT", 0))
         self._store = store if store is not None else self._connect(timeout)
         self._store.set_timeout(timedelta(seconds=timeout))
-        # A process that trains twice finds the heartbeats of the first time in the store: each time has its own keys.
-        self._prefix = f"{_KEY}/{self._store.add(f'{_KEY}/times/{rank}', 1)}"
+        # A process that trains twice, and a restarted attempt under torchrun, find earlier heartbeats in the store.
+        shared = [uuid.uuid4().hex]
+        torch.distributed.broadcast_object_list(shared, src=0)
+        self._prefix = f"{_KEY}/{shared[0]}"
         self._publish()
         if rank != 0:  # so that rank 0's host and pid are known, whatever happens to it next
             first = HeartbeatRecord.from_text(self._store.get(f"{self._prefix}/0"))
@@ -200,6 +204,7 @@ class Heartbeat:
             self.close(error)
             return
         self._print_failure(self.attribute_error(error))
+        error.is_attributed = True  # for report_traceback: the screen has its message
         # The watchdog stays: it ends this process if the exit hangs.
         self._deadline = time.monotonic() + min(self.limits.stalled, SHUTDOWN_TIMEOUT)
         self._stop_publishing()
@@ -350,7 +355,8 @@ class Heartbeat:
         local_rank = int_from_env("LOCAL_RANK", self.rank)
         # If rank 0 cannot print for its node, local rank 1 does.
         if (local_rank == 0 or (local_rank == 1 and self._found_alone)) and self._printed.acquire(blocking=False):
-            os.write(2, f"ERROR: {sentence}; the job ends after step {self._progress.step}\n".encode())
+            with contextlib.suppress(OSError):  # the terminal was closed; the job still has to end
+                os.write(2, f"ERROR: {sentence}; the job ends after step {self._progress.step}\n".encode())
 
     def _all_ranks_done(self) -> bool:
         others = [observation.beat.state for rank, observation in list(self._observations.items()) if rank]

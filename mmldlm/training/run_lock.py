@@ -95,11 +95,8 @@ class RunLock:
             is_same_host = holder.get("place") == _host_key()
             limit = min(EXIT_GRACE if is_same_host else STALE_AFTER, timeout)
             if was_renewed or waited > limit:
-                short = (
-                    f", and this job may wait for {limit:.0f} s only, half of engine.collective_timeout"
-                    if limit < STALE_AFTER and not is_same_host
-                    else ""
-                )
+                may_watch = "" if limit == STALE_AFTER or is_same_host else f"{limit:.0f} s"
+                short = may_watch and f"; this job may wait for {may_watch}, half of engine.collective_timeout"
                 seen = "was renewed while this job watched it" if was_renewed else f"was watched for {waited:.0f} s"
                 raise UserError(
                     f"a run's folder for this job alone at {self.path.parent}",

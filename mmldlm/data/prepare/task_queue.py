@@ -1,17 +1,17 @@
 """Ranks that prepare data together: they claim tasks from a shared counter, wait for each other, and fail together.
 
-Claims are kept in the key-value store of the launch (torchrun's, or rank 0's) and end with the launch; results are
-files. So a killed launch leaves no claims behind, and the next one may have any number of ranks.
+Claims are kept in the key-value store of the launch (torchrun's, or rank 0's) and end with the attempt; results are
+files. So a killed attempt leaves no claims behind, and the next one may have any number of ranks.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 
 from mmldlm.errors import EXIT_FAILED, EXIT_INTERRUPTED, MmldlmError
 from mmldlm.utils.environment import check_rank_variables, int_from_env
+from mmldlm.utils.job_store import connect_job_store
 
 _POLL = 0.1  # seconds
 _FAILED_KEY, _DONE_KEY = "failed", "gone"
@@ -86,12 +86,9 @@ class StoreTaskQueue(TaskQueue):
     """
 
     def __init__(self, timeout: float = 1800.0):
-        import torch.distributed as dist
-
-        self.rank, self.world_size = int_from_env("RANK", 0), int_from_env("WORLD_SIZE", 1)
-        self.local_rank = int_from_env("LOCAL_RANK", 0)
         self._has_failed = False
-        self._store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
+        self._store, self.rank, self.world_size = connect_job_store(timeout)
+        self.local_rank = int_from_env("LOCAL_RANK", 0)
 
     def add(self, key: str, amount: int = 1) -> int:
         return self._call(lambda: self._store.add(key, amount))

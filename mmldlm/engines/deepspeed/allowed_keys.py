@@ -8,6 +8,8 @@ with the installed DeepSpeed; it is not imported here: preflight's level 0 reads
 from __future__ import annotations
 
 import difflib
+import importlib.util
+import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -41,9 +43,9 @@ TOP: dict[str, str | AllowedValue | Rejected] = {
     "data_types": SECTION, "optimizer": SECTION, "scheduler": SECTION, "amp": SECTION,
     # Without effect on the training.
     **dict.fromkeys(
-        ("comms_logger", "flops_profiler", "tensorboard", "csv_monitor", "wandb", "comet", "timers", "aio"), SECTION
+        ("comms_logger", "tensorboard", "csv_monitor", "wandb", "comet", "timers", "aio"), SECTION
     ),
-    **dict.fromkeys(("wall_clock_breakdown", "memory_breakdown", "dump_state", "disable_python_gc"), SWITCH),
+    **dict.fromkeys(("wall_clock_breakdown", "dump_state", "disable_python_gc"), SWITCH),
     "steps_per_print": NUMBER, "vocabulary_size": NUMBER, "log_level": TEXT,
     # Only with the value without effect.
     "communication_data_type": AllowedValue("fp32", "gradients are reduced in fp32 on every engine"),
@@ -59,6 +61,14 @@ TOP: dict[str, str | AllowedValue | Rejected] = {
     "torch_autocast": AllowedValue({"enabled": False}, "set training.dtype instead"),
     "autotuning": AllowedValue({"enabled": False}, _OFF), "data_efficiency": AllowedValue({"enabled": False}, _OFF),
     "hybrid_engine": AllowedValue({"enabled": False}, _OFF), "expert_parallel": AllowedValue({"enabled": False}, _OFF),
+    "flops_profiler": AllowedValue(
+        {"enabled": False}, "its hooks on rank 0 change the order in which that rank's gradients become ready, and "
+        "ZeRO-1 and 2 would add gradients of different parameters: delete it (training.profile writes a trace)"
+    ),
+    "memory_breakdown": AllowedValue(
+        False, "it prints a line in every forward pass, and an evaluation takes minutes: delete it (`mmldlm preflight` "
+        "estimates the memory)"
+    ),
     # Not supported.
     "bfloat16": Rejected('the name is "bf16" now: rename it'),
     "activation_checkpointing": Rejected("it has no effect on this model, whose memory model.* governs: delete it"),
@@ -146,6 +156,9 @@ DATA_TYPES: dict[str, str | AllowedValue | Rejected] = {
     "keep_in_fp32_modules": Rejected("training.dtype sets it: delete it"),
 }  # fmt: skip
 
+MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
+"""Sections of DeepSpeed's monitors, and the packages that they import."""
+
 SECTIONS: dict[str, dict[str, str | AllowedValue | Rejected]] = {
     "zero_optimization": ZERO,
     "zero_optimization.offload_param": OFFLOAD_PARAM,
@@ -173,6 +186,13 @@ def check_keys(values: Mapping[str, Any], file: str | None) -> None:
             section = section.get(part) or {}
         _check(section, known, f"{name}.", file)
     check_stage(values, file)
+    for name, package in MONITORS.items():
+        if (values.get(name) or {}).get("enabled") is True and importlib.util.find_spec(package) is None:
+            raise UserError(
+                f"the package {package}, which DeepSpeed's monitor needs",
+                f"{name}.enabled=true in {file}, and no {package} in {sys.prefix}",
+                f"pip install {package}, or delete {name} (mmldlm logs to training_log.jsonl and logging.wandb)",
+            )
     for section_name in ("offload_param", "offload_optimizer"):
         device = (values.get("zero_optimization", {}).get(section_name) or {}).get("device", "none")
         if device not in ("none", "cpu", "auto"):

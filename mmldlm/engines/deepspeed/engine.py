@@ -60,6 +60,8 @@ class DeepSpeedEngine(Engine):
         if self.stage == 3:  # a unit reads its layers' weights directly: they are gathered together, for the unit
             for unit in plan.sharding_units:
                 deepspeed.utils.set_z3_leaf_module(unit, True)
+        if self.world_size > 1:
+            check_same_hooks(model)
         self._engine, self.zero_optimizer, _, _ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=ds_config
         )
@@ -181,6 +183,30 @@ def _silence_logging():
         yield
     finally:
         logger.setLevel(level)
+
+
+def check_same_hooks(model: nn.Module) -> None:
+    """Check that every rank has hooks on the same modules. Collective.
+
+    A module with a hook is called where it would otherwise be fused with others, so that its gradients become ready in
+    another order; ZeRO-1 and 2 reduce gradients in that order and would add those of different parameters.
+
+    Raises:
+        UserError: on every rank.
+    """
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    own = [name or "the model" for name, module in model.named_modules() if any(getattr(module, k) for k in kinds)]
+    found: list[list[str]] = [[]] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, own)
+    for rank, names in enumerate(found):
+        if names != found[0]:
+            name = next(iter(sorted(set(names) ^ set(found[0]))))
+            ranks = (0, rank) if name in found[0] else (rank, 0)
+            raise UserError(
+                "module hooks on all ranks or on none",
+                f"a hook of {name} on rank {ranks[0]}, none on rank {ranks[1]}",
+                "register it on every rank, or use engine.kind=ddp or fsdp",
+            )
 
 
 def import_deepspeed():
