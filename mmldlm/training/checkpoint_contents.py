@@ -11,6 +11,7 @@ import torch
 
 from mmldlm.checkpoints.layout import ENGINE_FOLDER, MODEL_CONFIG, STATE_FILE
 from mmldlm.checkpoints.resume_reader import open_training_state
+from mmldlm.checkpoints.training_state import read_training_state
 from mmldlm.config.load import to_yaml, with_absolute_paths
 from mmldlm.config.resume_compat import CONFIG_FILE, batch_fix
 from mmldlm.config.schema import Config
@@ -27,9 +28,9 @@ def load_training_state(checkpoint: Path, state: TrainingState, config: Config, 
 
     Raises:
         UserError: the checkpoint has another global batch, seed, plan or training split than this run.
-        OSError, ValueError, KeyError: its file cannot be read.
+        OSError, ValueError: its file cannot be read, or does not hold the state of a run.
     """
-    saved = json.loads((checkpoint / STATE_FILE).read_text())
+    saved = read_training_state(checkpoint)
     # Checkpoints older than data.batching do not name their plan, which is today's default.
     saved.setdefault("plan", f"samples-1:{config.data.bucket_batches}")
     for what in ("global_batch", "num_samples", "seed", "plan"):

@@ -47,7 +47,7 @@ def resolve_stage(config: Config) -> int:
 
 
 def check_fp16(config: Config, is_supported: bool) -> None:
-    """Refuse fp16 under ZeRO-1 to 3 where DeepSpeed has none. Not part of check_engine: the head may have other devices.
+    """Refuse fp16 under ZeRO-1 to 3 where DeepSpeed has none. Not in check_engine: the head may have other devices.
 
     Args:
         is_supported: by DeepSpeed's accelerator: a GPU, or a CPU with fp16 instructions.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from mmldlm.config.load import build_config
@@ -17,7 +16,7 @@ def resume_plan(context):
 
     Another engine, ZeRO stage or number of ranks is supported: the checkpoint is then read in other pieces.
     """
-    from mmldlm.checkpoints.locate import find_latest_valid, list_checkpoints, locate_checkpoint
+    from mmldlm.checkpoints.locate import check_complete, find_latest_valid, list_checkpoints, locate_checkpoint
     from mmldlm.checkpoints.manifest import read_manifest
 
     config = context.config
@@ -32,6 +31,8 @@ def resume_plan(context):
     damaged: list[str] = []
     try:
         folder = find_latest_valid(run_dir, damaged.append, False) if resume == "auto" else locate_checkpoint(resume)
+        if resume != "auto":
+            check_complete(folder, checksums=False, with_state=True)
     except UserError as error:
         return fail(error.found, error.expected, error.fix)
     if folder is None:
@@ -51,8 +52,10 @@ def resume_plan(context):
 
 def _resume_differences(context, folder: Path, manifest: dict) -> list[str]:
     """Return the differences between the checkpoint and this run that forbid a resume."""
+    from mmldlm.checkpoints.training_state import read_training_state
+
     config = context.config
-    state = json.loads((folder / "training_state.json").read_text())
+    state = read_training_state(folder)
     batch = _global_batch(context)
     found = []
     if state.get("seed") not in (None, config.training.seed):
@@ -78,7 +81,9 @@ def _global_batch(context) -> int:
 
 
 def _resume_fix(context, folder: Path) -> str:
-    state = json.loads((folder / "training_state.json").read_text())
+    from mmldlm.checkpoints.training_state import read_training_state
+
+    state = read_training_state(folder)
     batch = state.get("global_batch") or 0
     if batch and batch != _global_batch(context):
         fix = batch_fix(batch, context.config.training.train_batch_size, context.world_size)
