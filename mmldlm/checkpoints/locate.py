@@ -9,7 +9,8 @@ from pathlib import Path
 
 from mmldlm.checkpoints.io.open_files import read_small_file
 from mmldlm.checkpoints.layout import CHECKPOINTS, LATEST
-from mmldlm.checkpoints.manifest import MANIFEST, examine, read_manifest
+from mmldlm.checkpoints.manifest import MANIFEST, Examination, examine, read_manifest
+from mmldlm.checkpoints.training_state import read_training_state
 from mmldlm.errors import UserError
 from mmldlm.utils.inside_paths import path_inside
 
@@ -114,7 +115,7 @@ def find_latest_valid(
     for step, path in reversed(steps):
         if below is not None and step >= below:
             continue
-        found = examine(path, checksums=checksums)
+        found = examine_with_state(path, checksums)
         if found.unreadable:
             raise unreadable_error(run_dir, _first(found.unreadable))
         if found.damaged:
@@ -126,6 +127,19 @@ def find_latest_valid(
                 )
             return path
     return None
+
+
+def examine_with_state(folder: Path, checksums: bool = True) -> Examination:
+    """Compare a checkpoint folder with its manifest, and check the values of its training state as well."""
+    found = examine(folder, checksums)
+    if not found.problems:
+        try:
+            read_training_state(folder)
+        except ValueError as error:
+            found.damaged.append(str(error))
+        except OSError as error:
+            found.unreadable.append(f"{error.filename or folder}: {error.strerror or error}")
+    return found
 
 
 def _first(problems: list[str]) -> str:
@@ -173,13 +187,16 @@ def _locate(path: Path) -> Path:
     return folder.resolve()
 
 
-def check_complete(folder: Path, checksums: bool = True) -> list[str]:
-    """Check that a run can continue from a checkpoint; return the problems of files without training state.
+def check_complete(folder: Path, checksums: bool = True, with_state: bool = False) -> list[str]:
+    """Check that a checkpoint is complete; return the problems of files without training state.
+
+    Args:
+        with_state: check also the values in training_state.json, from which a run continues.
 
     Raises:
         UserError: it cannot continue.
     """
-    found = examine(folder, checksums=checksums)
+    found = examine_with_state(folder, checksums) if with_state else examine(folder, checksums)
     if found.unreadable:
         raise unreadable_error(folder, "; ".join(found.unreadable[:3]))
     if found.damaged:

@@ -16,7 +16,7 @@ from mmldlm.config.task_registry import DEFAULT_TASK
 
 # Bounds of what memory, fp32 and C can hold, far above any use.
 MAX_MICRO_BATCH, MAX_ACCUMULATION, MAX_SAMPLES_PER_STEP = 1 << 20, 1 << 20, 1 << 24
-MAX_RATE = 1e6
+MAX_RATE = 1e30
 MIN_CLIP_NORM = 1e-12  # a smaller norm clips every gradient to 0 in fp32
 Decay = Annotated[float, Field(ge=0, lt=1)]
 

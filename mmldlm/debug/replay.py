@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -14,9 +13,9 @@ from torch import nn
 
 from mmldlm.checkpoints import locate
 from mmldlm.checkpoints.init_from import init_weights
-from mmldlm.checkpoints.layout import ENGINE_FOLDER, STATE_FILE
-from mmldlm.checkpoints.manifest import examine
+from mmldlm.checkpoints.layout import ENGINE_FOLDER
 from mmldlm.checkpoints.resume_reader import open_training_state
+from mmldlm.checkpoints.training_state import read_training_state
 from mmldlm.config.load import build_config
 from mmldlm.config.renamed_keys import with_new_names
 from mmldlm.config.task_registry import find_task
@@ -34,7 +33,6 @@ from mmldlm.errors import UserError
 from mmldlm.stability.guard import Guard
 from mmldlm.stability.skipped_steps import bad_micro_batches, load_skipped_step
 from mmldlm.utils.formatting import for_screen
-from mmldlm.utils.input_files import read_text
 
 DTYPES = ("bf16", "fp16", "fp32")
 MAX_AUTOMATIC_MICRO_BATCHES = 64
@@ -159,8 +157,9 @@ class Replay:
         """Return (step, path) of the newest valid checkpoint up to last_step; (0, None) if there is none."""
         resumed = self.config.training.resume
         paths = [] if resumed in (None, "auto") else [locate.locate_checkpoint(resumed)]
-        paths += [path for _, path in locate.list_checkpoints(self.run_dir) if not examine(path).problems]
-        steps = [(json.loads(read_text(path / STATE_FILE))["step"], path) for path in paths]
+        saved = [path for _, path in locate.list_checkpoints(self.run_dir)]
+        paths += [path for path in saved if not locate.examine_with_state(path).problems]
+        steps = [(read_training_state(path)["step"], path) for path in paths]
         steps = [(step, path) for step, path in steps if step <= last_step]
         return steps[-1] if steps else (0, None)
 
@@ -179,7 +178,7 @@ class Replay:
         shares = case["world_size"] * case["accum"]
         config.training.grad_accum_steps = shares
         engine = SingleEngine(self.model, config, self.parameters)
-        saved = {} if path is None else json.loads(read_text(path / STATE_FILE))
+        saved = {} if path is None else read_training_state(path)
         applied = saved.get("applied_steps", 0)
         if path is not None:
             with open_training_state(path / ENGINE_FOLDER) as reader:

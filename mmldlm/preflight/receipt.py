@@ -84,13 +84,25 @@ def write(receipt: dict, path: Path) -> None:
     write_bytes(path, (json.dumps(receipt, indent=2) + "\n").encode())
 
 
+# Keys that are read back, and their types.
+_READ: dict[str, tuple[type, ...]] = {
+    "config_sha256": (str, type(None)),
+    "world_size": (int,),
+    "installed": (dict,),
+    "time": (int, float),
+    "exit_code": (int,),
+    "level": (int,),
+}
+
+
 def read(run_dir: Path) -> dict | None:
-    """Return the receipt of a run folder; None if it is missing or unreadable."""
+    """Return the receipt of a run folder; None if it is missing, unreadable, damaged or of another program."""
     try:
         receipt = json.loads(read_text(run_dir / NAME))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
-    return receipt if isinstance(receipt, dict) and receipt.get("format") == FORMAT else None
+    is_ours = isinstance(receipt, dict) and receipt.get("format") == FORMAT
+    return receipt if is_ours and all(type(receipt.get(key)) in kinds for key, kinds in _READ.items()) else None
 
 
 def staleness_reasons(config: Config, world_size: int) -> list[str]:
@@ -131,7 +143,7 @@ def log_receipt(config: Config, world_size: int, folder) -> None:
             return
         reasons = staleness_reasons(config, world_size)
         folder.event("preflight", level=found["level"], exit_code=found["exit_code"], made=found["time"], stale=reasons)
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except Exception as error:  # of one rank alone
         reasons = [f"it cannot be read ({type(error).__name__}: {error})"]
     if reasons:
         folder.progress.warning(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from mmldlm.config.schema import StabilityConfig
 from mmldlm.errors import StabilityStop
@@ -60,4 +61,15 @@ def stability_stop_error(
         f"stopped at step {cause.step}: {cause.reason}, {tried}. The last skips: {skips}. Skipped steps did not change "
         f"the weights. {last}; samples and tensors: {run_dir / 'events.jsonl'}.{replay} Lower optimizer.lr or "
         f"optimizer.grad_clip_norm, check the data with `mmldlm verify-data`, then {restart}."
+    )
+
+
+def no_step_applied_error(step: int, run_dir: Path, last_reasons: list[str]) -> StabilityStop:
+    """Return the error, with exit code 4, of a run that is done and whose weights no step has moved."""
+    skips = "; ".join(dict.fromkeys(last_reasons)) or "see events.jsonl"
+    return StabilityStop(
+        f"all steps up to {step} are done, and none was applied: the weights are those of the start. The last skips: "
+        f"{skips}. `mmldlm replay {run_dir} last` names the module and the samples. Correct the config or the data "
+        "(`mmldlm verify-data`), then start again under another logging.run_name, or raise training.num_train_steps "
+        "and add training.resume=auto."
     )

@@ -6,23 +6,26 @@ micro-batch. A skipped step does not change the weights, so a checkpoint provide
 
 from __future__ import annotations
 
-import json
 import math
 import os
+import re
 import socket
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
+from mmldlm.config.section import MAX_COUNT
 from mmldlm.data.batching.batch import Batch
 from mmldlm.engines.base import Engine
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import join_some
-from mmldlm.utils.input_files import read_text
-from mmldlm.utils.json_files import to_json
+from mmldlm.utils.json_files import read_json, to_json
 
 SKIPPED_STEPS_DIR = "forensics"
+_RECORD = re.compile(r"step_(\d{8,})\.json")
 MAX_RECORDS = 200
 """Maximum number of records per run; later skips are reported in its events only."""
 
@@ -74,18 +77,68 @@ def load_skipped_step(run_dir: Path, event: str) -> dict:
     Raises:
         UserError: no such record; the existing ones are listed.
     """
-    found = sorted((run_dir / SKIPPED_STEPS_DIR).glob("step_*.json"))
-    steps = [int(path.stem.split("_")[1]) for path in found]
-    chosen = steps[-1:] if event == "last" else [int(event)] if event.isdigit() else []
+    folder = run_dir / SKIPPED_STEPS_DIR
+    found = sorted(
+        (int(name[1]), path) for path in folder.glob("step_*.json") if (name := _RECORD.fullmatch(path.name))
+    )
+    steps = [step for step, _ in found]
+    chosen = steps[-1:] if event == "last" else [int(event)] if event.isascii() and event.isdigit() else []
     if not chosen or chosen[0] not in steps:
         raise UserError(
-            f"the step number of a skip in {run_dir / SKIPPED_STEPS_DIR}, or `last`",
+            f"the step number of a skip in {folder}, or `last`",
             f"{event!r}; recorded steps: {join_some(steps, 8) or 'none'}",
             f"look up the step in a `skip` line of {run_dir / 'events.jsonl'}",
         )
-    case = json.loads(read_text(found[steps.index(chosen[0])]))
-    for holder in (case, *case["micro_batches"]):
-        for key in ("loss", "grad_norm"):
-            if isinstance(holder.get(key), str):
-                holder[key] = float(holder[key])
-    return case
+    return _read_record(found[steps.index(chosen[0])][1], chosen[0])
+
+
+def _read_record(path: Path, step: int) -> dict:
+    """Read and check one record of `save_skipped_step`.
+
+    Raises:
+        UserError: it is damaged, or was written by another program.
+    """
+    fix = "replay another step, or restore the file"
+    values = read_json(path, fix)
+    try:
+        case = _SkippedStep(**values)
+        if case.step != step:
+            raise ValueError(f"step {case.step} in the record of step {step}")
+        if any(entry.rank >= case.world_size or entry.micro >= case.accum for entry in case.micro_batches):
+            raise ValueError(f"micro_batches: of more than {case.world_size} ranks x {case.accum} micro-batches")
+    except ValueError as error:
+        problems = error.errors() if isinstance(error, ValidationError) else []
+        lines = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in problems[:3]] or [str(error)]
+        raise UserError(f"the record of a skipped step in {path}", f"damaged file: {'; '.join(lines)}", fix) from error
+    return case.model_dump()
+
+
+Count = Annotated[int, Field(ge=0, le=1 << 62)]
+
+
+class _MicroBatch(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    rank: Count
+    micro: Count
+    loss: float
+    """Also the words nan, inf and -inf."""
+    ids: Annotated[list[Count], Field(min_length=1)]
+
+
+class _SkippedStep(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    step: Annotated[int, Field(ge=1, le=1 << 62)]
+    reason: str
+    loss: float
+    grad_norm: float
+    global_batch: Annotated[int, Field(ge=1, le=MAX_COUNT)]
+    world_size: Annotated[int, Field(ge=1, le=MAX_COUNT)]
+    accum: Annotated[int, Field(ge=1, le=MAX_COUNT)]
+    dtype: Literal["fp32", "bf16", "fp16"]
+    loss_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    lr_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    passed_over: list[tuple[Count, Count]]
+    micro_batches: Annotated[list[_MicroBatch], Field(min_length=1)]
+    config: dict[str, Any]

@@ -11,6 +11,7 @@ import torch
 
 from mmldlm.checkpoints.layout import ENGINE_FOLDER, MODEL_CONFIG, STATE_FILE
 from mmldlm.checkpoints.resume_reader import open_training_state
+from mmldlm.checkpoints.training_state import read_training_state
 from mmldlm.config.load import to_yaml, with_absolute_paths
 from mmldlm.config.resume_compat import CONFIG_FILE, batch_fix
 from mmldlm.config.schema import Config
@@ -21,7 +22,7 @@ from mmldlm.errors import UserError
 from mmldlm.tasks.base import Task
 from mmldlm.training.state import TrainingState
 from mmldlm.utils.atomic_files import naming_errors
-from mmldlm.utils.input_files import open_regular, read_bytes, read_text
+from mmldlm.utils.input_files import open_regular, read_bytes
 from mmldlm.utils.json_files import plain_value
 
 _MAX_FILE_BYTES = 1 << 30  # of a file of the data that every checkpoint holds
@@ -32,9 +33,9 @@ def load_training_state(checkpoint: Path, state: TrainingState, config: Config, 
 
     Raises:
         UserError: the checkpoint has another global batch, seed, plan or training split than this run.
-        OSError, ValueError, KeyError: its file cannot be read.
+        OSError, ValueError: its file cannot be read, or does not hold the state of a run.
     """
-    saved = json.loads(read_text(checkpoint / STATE_FILE))
+    saved = read_training_state(checkpoint)
     # Checkpoints older than data.batching do not name their plan, which is today's default.
     saved.setdefault("plan", f"samples-1:{config.data.bucket_batches}")
     for what in ("global_batch", "num_samples", "seed", "plan"):

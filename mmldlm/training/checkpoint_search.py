@@ -79,7 +79,7 @@ class CheckpointSearch:
                 _warn(message)
             return path
         path = locate.locate_checkpoint(resume)
-        for problem in locate.check_complete(path)[:1]:
+        for problem in locate.check_complete(path, with_state=True)[:1]:
             _warn(f"checkpoint {path.name} is used, its training state is complete: {problem}")
         return str(path)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mmldlm.config.schema import Config
 from mmldlm.errors import EXIT_INTERRUPTED, Interrupted
-from mmldlm.stability.rollback_policy import RollbackReason, needs_rollback
+from mmldlm.stability.rollback_policy import RollbackReason, needs_rollback, no_step_applied_error
 from mmldlm.stability.skipped_steps import collect_step_record
 from mmldlm.stability.state_audit import audit_on_all_ranks
 from mmldlm.training.setup import Session
@@ -22,9 +22,10 @@ def train(session: Session) -> None:
 
     Raises:
         Interrupted: on every rank, when a signal ended the run.
-        StabilityStop: on every rank, when no rollback is left.
+        StabilityStop: on every rank, when no rollback is left, or the last step is done and none was applied.
     """
     state, checkpointer = session.state, session.checkpointer
+    num_steps = num_applied = 0
     schedule = SaveSchedule(session.config)
     batches = session.batches()
     session.engine.module.train()
@@ -44,6 +45,7 @@ def train(session: Session) -> None:
             continue
 
         report = train_step(session, micro_batches)
+        num_steps, num_applied = num_steps + 1, num_applied + report.decision.apply
         log_report(session, report)
         if (data_failure := session.guard.bad_samples.check()) is not None:
             checkpointer.finish_save()
@@ -78,14 +80,20 @@ def train(session: Session) -> None:
             interrupted = session.stop.agreed(session.engine)  # saving may have taken long
         schedule.saved(due)
 
-    finish(session, interrupted)
+    # One bad batch at the end of a run that was resumed for it is not a failure.
+    trained_nothing = num_applied == 0 and (num_steps > 1 or state.applied_steps == 0)
+    finish(session, interrupted, trained_nothing and state.step > 0)
 
 
-def finish(session: Session, interrupted: bool) -> None:
+def finish(session: Session, interrupted: bool, trained_nothing: bool) -> None:
     """Save what is not saved yet, and close the logs. Collective.
+
+    Args:
+        trained_nothing: every step was skipped, here or in the whole run; the same on every rank.
 
     Raises:
         Interrupted: on every rank, when a signal ended the run.
+        StabilityStop: on every rank, when the run is done and trained nothing.
     """
     state, checkpointer = session.state, session.checkpointer
     if checkpointer.saved_step != state.step:  # its last batches were excluded, or a signal came during a save
@@ -97,6 +105,11 @@ def finish(session: Session, interrupted: bool) -> None:
     session.enter_phase("close", math.inf)  # rank 0 draws plots and uploads; no rank waits for it
     is_done = state.step >= session.num_steps
     if not interrupted or (is_done and not state.evaluation_left):
+        if is_done and trained_nothing:
+            error = no_step_applied_error(state.step, session.logger.run_dir, session.logger.last_reasons)
+            session.logger.event("stability_stop", step=state.step, reason="no step was applied")
+            session.logger.close(error.exit_code, str(error), lambda: session.stop.received)
+            raise error
         session.logger.close(stop=lambda: session.stop.received)
         return
     missing = ", without the last evaluation" if is_done else ""

@@ -33,7 +33,15 @@ EXIT_GRACE = 10.0  # seconds for a process on this host to exit: the previous jo
 _POLL = 0.5
 _MAX_BYTES = 1 << 16  # of a lock
 _MOST_VANISHED = 20  # times that a lock may exist when it is created and be gone when it is read
-_FIELDS = {"host": str, "pid": int, "started": str, "restarts": int, "place": list}
+_FIELDS: dict[str, tuple[type, ...]] = {
+    "host": (str,),
+    "pid": (int,),
+    "started": (str,),
+    "restarts": (int,),
+    "place": (list,),
+    "job": (str, type(None)),
+    "born": (str, type(None)),
+}
 
 
 def check_no_checkpoints(config: Config) -> None:
@@ -205,8 +213,11 @@ def _read(path: Path) -> dict[str, Any]:
         found = json.loads(content)
     except (ValueError, RecursionError):
         return {}
-    is_valid = isinstance(found, dict) and all(isinstance(found.get(name), kind) for name, kind in _FIELDS.items())
-    return {"job": None, "born": None, **found} if is_valid else {}
+    if not isinstance(found, dict):
+        return {}
+    found = {"job": None, "born": None, **found}
+    are_typed = all(type(found.get(name)) in kinds for name, kinds in _FIELDS.items())
+    return found if are_typed and 0 < found["pid"] < 1 << 31 and 0 <= found["restarts"] < 1 << 31 else {}
 
 
 def _describe_holder(holder: dict[str, Any]) -> str:

@@ -35,7 +35,9 @@ def write_files(folder, rank: int, content: str) -> None:
     (folder / "engine" / "zero" / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").write_text(content * 1000)
     (folder / f"rng_state_rank{rank}.pt").write_text(f"rng {rank}")
     if rank == 0:
-        (folder / "training_state.json").write_text(json.dumps({"content": content}))
+        step = int("".join(sign for sign in folder.name if sign.isdigit())[:8])
+        state = {"content": content, "global_batch": 1, "num_samples": 1, "step": step, "applied_steps": step}
+        (folder / "training_state.json").write_text(json.dumps(state))
 
 
 def save(run_dir, step: int, content: str = "a", **facts):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from mmldlm.config.load import build_config
 from mmldlm.config.resume_compat import batch_fix, diff_configs
 from mmldlm.errors import UserError
 from mmldlm.preflight.check import check, fail, ok, skip, warn
-from mmldlm.utils.input_files import read_text
 
 
 @check("RES001", 0, "head", "resume")
@@ -18,7 +16,7 @@ def resume_plan(context):
 
     Another engine, ZeRO stage or number of ranks is supported: the checkpoint is then read in other pieces.
     """
-    from mmldlm.checkpoints.locate import find_latest_valid, list_checkpoints, locate_checkpoint
+    from mmldlm.checkpoints.locate import check_complete, find_latest_valid, list_checkpoints, locate_checkpoint
     from mmldlm.checkpoints.manifest import read_manifest
 
     config = context.config
@@ -33,6 +31,8 @@ def resume_plan(context):
     damaged: list[str] = []
     try:
         folder = find_latest_valid(run_dir, damaged.append, False) if resume == "auto" else locate_checkpoint(resume)
+        if resume != "auto":
+            check_complete(folder, checksums=False, with_state=True)
     except UserError as error:
         return fail(error.found, error.expected, error.fix)
     if folder is None:
@@ -52,8 +52,10 @@ def resume_plan(context):
 
 def _resume_differences(context, folder: Path, manifest: dict) -> list[str]:
     """Return the differences between the checkpoint and this run that forbid a resume."""
+    from mmldlm.checkpoints.training_state import read_training_state
+
     config = context.config
-    state = json.loads(read_text(folder / "training_state.json"))
+    state = read_training_state(folder)
     batch = _global_batch(context)
     found = []
     if state.get("seed") not in (None, config.training.seed):
@@ -79,7 +81,9 @@ def _global_batch(context) -> int:
 
 
 def _resume_fix(context, folder: Path) -> str:
-    state = json.loads(read_text(folder / "training_state.json"))
+    from mmldlm.checkpoints.training_state import read_training_state
+
+    state = read_training_state(folder)
     batch = state.get("global_batch") or 0
     if batch and batch != _global_batch(context):
         fix = batch_fix(batch, context.config.training.train_batch_size, context.world_size)
