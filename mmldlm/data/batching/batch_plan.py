@@ -152,7 +152,9 @@ class MixtureOrder(Order):
         by_run = "" if self.run == 1 else f":by{self.run}"
         self.name = f":mixed{by_run}" + "".join(f":{count}x{share}" for count, share in zip(counts, shares.tolist()))
         # Per position of a block: its store, and its index among the positions of that store.
-        self._store = np.repeat(np.arange(len(shares)), shares)[permute(np.arange(MIXTURE_BLOCK), MIXTURE_BLOCK, seed, 0)]
+        self._store = np.repeat(np.arange(len(shares)), shares)[
+            permute(np.arange(MIXTURE_BLOCK), MIXTURE_BLOCK, seed, 0)
+        ]
         self._number = np.empty(MIXTURE_BLOCK, np.int64)
         for store, share in enumerate(shares):
             self._number[self._store == store] = np.arange(share)

@@ -340,7 +340,10 @@ class Store:
         path = self.root / self.split / f"{name}.npy"
         if not path.is_file():
             return None
-        expected, hint = f"int64 [{len(self)}], one number per sample, in {path}", rebuild_hint(self.root, self.manifest)
+        expected, hint = (
+            f"int64 [{len(self)}], one number per sample, in {path}",
+            rebuild_hint(self.root, self.manifest),
+        )
         try:
             array = map_array(path)
         except (OSError, ValueError) as error:
