@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -36,7 +37,13 @@ SAMPLERS = {
 }  # fmt: skip
 CHECKPOINT_HELP = "a run, RUN/latest, a checkpoint, a model.pt, or a folder written by `mmldlm convert`"
 MAX_TABLE_ROWS = 20
-TITLES = {"cosine": "cosine with the encoder's", "judge_cosine": "cosine by the judge", "judge_calls": "texts judged"}
+_MAX_COUNT, _MAX_SEED = 2**31 - 1, 2**64 - 1  # counts are int32 in places, seeds are those of a counter-based generator
+TITLES = {
+    "num_unknown": "[UNK]",
+    "cosine": "cosine with the encoder's",
+    "judge_cosine": "cosine by the judge",
+    "judge_calls": "texts judged",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser, kind: str | None = None) -> None:
@@ -165,14 +172,15 @@ def _option(key: str) -> str:
 
 def _check_ranges(args: argparse.Namespace) -> None:
     for key, low, high in (
-        ("num_samples", 1, None), ("num_steps", 1, None), ("num_beams", 1, None), ("temperature", 0, None),
-        ("num_lengths", 1, None), ("critic_rounds", 0, None), ("critic_share", 0, 1),
-        ("top_p", 1e-6, 1), ("eta", 0, 1), ("seed", 0, None), ("condition_timestep", 0, 1),
+        ("num_samples", 1, _MAX_COUNT), ("num_steps", 1, _MAX_COUNT), ("num_beams", 1, _MAX_COUNT),
+        ("temperature", 0, None), ("num_lengths", 1, _MAX_COUNT), ("critic_rounds", 0, _MAX_COUNT),
+        ("critic_share", 0, 1), ("top_p", 1e-6, 1), ("eta", 0, 1), ("seed", 0, _MAX_SEED),
+        ("condition_timestep", 0, 1),
     ):  # fmt: skip
         value = getattr(args, key)
         if value is None or value in ETAS:
             continue
-        if not np.isfinite(value) or value < low or (high is not None and value > high):
+        if not low <= value <= (math.inf if high is None else high) or value == math.inf:
             bound = f"at least {low:g}" + (f" and at most {high}" if high is not None else "")
             raise UserError(f"{_option(key)} {bound}", str(value), "choose a value in this range")
 
@@ -273,6 +281,8 @@ def _print_table(kind: str, records: list[dict[str, Any]]) -> None:
 
     table = Table(title=f"sample {kind}", show_lines=True)
     columns = [key for key in ("index", "reference", "text", "norm", *TITLES) if key in records[0]]
+    if not any(record.get("num_unknown") for record in records):
+        columns = [key for key in columns if key != "num_unknown"]
     for key in columns:
         table.add_column(TITLES.get(key, key), overflow="fold")
     for record in records[:MAX_TABLE_ROWS]:
