@@ -39,7 +39,12 @@ SAMPLERS = {
 }  # fmt: skip
 CHECKPOINT_HELP = "a run, RUN/latest, a checkpoint, a model.pt, or a folder written by `mmldlm convert`"
 MAX_TABLE_ROWS = 20
-TITLES = {"cosine": "cosine with the encoder's", "judge_cosine": "cosine by the judge", "judge_calls": "texts judged"}
+TITLES = {
+    "num_unknown": "[UNK]",
+    "cosine": "cosine with the encoder's",
+    "judge_cosine": "cosine by the judge",
+    "judge_calls": "texts judged",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser, kind: str | None = None) -> None:
@@ -267,6 +272,8 @@ def _print_table(kind: str, records: list[dict[str, Any]]) -> None:
 
     table = Table(title=f"sample {kind}", show_lines=True)
     columns = [key for key in ("index", "reference", "text", "norm", *TITLES) if key in records[0]]
+    if not any(record.get("num_unknown") for record in records):
+        columns = [key for key in columns if key != "num_unknown"]
     for key in columns:
         table.add_column(TITLES.get(key, key), overflow="fold")
     for record in records[:MAX_TABLE_ROWS]:

@@ -60,6 +60,8 @@ def _verify(args: argparse.Namespace) -> int:
     for name, problems in report.checks.items():
         checks.add_row(name, f"{len(problems)} problems" if problems else "passed")
     console.print(checks)
+    for warning in report.warnings:
+        console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
     for problem in report.problems:
         console.print(f"problem: {problem}", soft_wrap=True)
     if args.plot:
@@ -97,17 +99,20 @@ def write_sheet(root: str, path: str, count: int = 60, vae: str | None = None) -
 
 def _splits_table(root: str, report: StoreReport, manifest: dict[str, Any], console: Console) -> Table:
     marks = BARS if console.encoding.startswith("utf") else DIGITS
-    table = Table("split", "samples", "tokens", "longest", "lengths", "norm", "rank", title=f"store {root}")
+    table = Table("split", "samples", "tokens", "longest", "lengths", "norm", "rank", "[UNK]", title=f"store {root}")
     for name, split in manifest["splits"].items():
         numbers = [f"{split[key]:,}" for key in ("num_samples", "num_tokens", "max_tokens")]
         found = report.splits.get(name)
         statistics = None if found is None else found.statistics
+        unknown = "?" if found is None else f"{found.num_unknown / max(int(found.lengths.sum()), 1):.2%}"
         if manifest["latent_stats"] is None:
-            table.add_row(name, *numbers, "?" if found is None else histogram(found.lengths, marks), "ids", "ids")
+            table.add_row(
+                name, *numbers, "?" if found is None else histogram(found.lengths, marks), "ids", "ids", unknown
+            )
             continue
         norm = "?" if statistics is None else f"{statistics['norm']['mean']:.4f}"
         rank = "?" if statistics is None else f"{statistics['effective_rank']:.0f}/{manifest['latent_dim']}"
-        table.add_row(name, *numbers, "?" if found is None else histogram(found.lengths, marks), norm, rank)
+        table.add_row(name, *numbers, "?" if found is None else histogram(found.lengths, marks), norm, rank, unknown)
     return table
 
 

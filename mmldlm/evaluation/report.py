@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mmldlm.evaluation.measured_rows import measured_rows
 from mmldlm.evaluation.statistics import Difference, Estimate
 from mmldlm.evaluation.text_tables import show_texts
 from mmldlm.utils import atomic_files
@@ -113,10 +114,10 @@ class EvaluationReport:
         floors = {"nearest_training_cosine": nearest["reencoded_cosine"]} if nearest else {}
         model, untrained = {**self.arms["model"], **self.arms.get("floors", {}), **floors}, self.arms["untrained"]
         labels = {} if "nelbo_right" in model else WITHOUT_LATENTS
+        rows = [(key, labels.get(key, label).replace("NELBO", self.likelihood), digits) for key, label, digits in ROWS]
         return [
-            (key, labels.get(key, label).replace("NELBO", self.likelihood), digits, model.get(key), untrained.get(key))
-            for key, label, digits in ROWS
-            if key in model or key in untrained
+            (*row, model.get(row[0]), untrained.get(row[0]))
+            for row in measured_rows(rows, lambda key: key in model or key in untrained)
         ]
 
     def as_dict(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mmldlm.evaluation.measured_rows import measured_rows
 from mmldlm.evaluation.statistics import Difference, Estimate
 
 Arms = Mapping[str, Mapping[str, Estimate]]
@@ -76,7 +77,7 @@ def _print(title: str, rows: tuple, columns: tuple, arms: Arms, legend: dict[str
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    rows = tuple((name, label) for name, label in rows if name in arms)
+    rows = tuple(measured_rows(rows, arms.__contains__))
     columns = tuple(column for column in columns if any(column[0] in arms[name] for name, _ in rows))
     table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 0))
     table.add_column("", no_wrap=True)

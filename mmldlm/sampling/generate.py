@@ -14,7 +14,14 @@ from mmldlm.config.text_samplers import BY_CERTAINTY, STRATEGY_OPTIONS
 from mmldlm.data.batching.store_data import check_store_kind
 from mmldlm.errors import UserError
 from mmldlm.sampling.code_sampler import sample_codes, sample_codes_and_texts
-from mmldlm.sampling.inputs import encode_texts, given_texts, read_latents, reason_without_encoder, tokenize_texts
+from mmldlm.sampling.inputs import (
+    encode_texts,
+    given_texts,
+    read_latents,
+    reason_without_encoder,
+    tokenize_texts,
+    unknown_tokens,
+)
 from mmldlm.sampling.joint_sampler import choose_method, sample_joint
 from mmldlm.sampling.latent_sampler import check_latents_per_text, sample_latents, steps_given_text
 from mmldlm.sampling.latent_solver import LatentSolver
@@ -97,8 +104,11 @@ def sample_l2t(
     pretrained: Pretrained, options: SampleOptions, progress: ProgressBar, recorder: Recorder | None = None
 ) -> Samples:
     """Sample texts from latents; the recorder sees every pass (a sampler that `records_passes`)."""
-    references, latents = read_l2t_input(pretrained, options, progress)
-    return write_from_latents(pretrained, options, references, latents, progress, recorder)
+    references, latents, num_unknown = read_l2t_input(pretrained, options, progress)
+    samples = write_from_latents(pretrained, options, references, latents, progress, recorder)
+    for record in samples.records if num_unknown else ():
+        record["num_unknown"] = num_unknown[record["latent"]]
+    return samples
 
 
 def write_from_latents(
@@ -178,10 +188,10 @@ def _write_texts(
 
 def read_l2t_input(
     pretrained: Pretrained, options: SampleOptions, progress: ProgressBar
-) -> tuple[list[str] | None, np.ndarray]:
-    """Return the reference texts, if any, and the latents."""
+) -> tuple[list[str] | None, np.ndarray, list[int]]:
+    """Return the reference texts, if any, the latents, and of given texts the tokens unknown to the encoder."""
     if options.latent_file:
-        return None, read_latents(options.latent_file, pretrained)
+        return None, read_latents(options.latent_file, pretrained), []
     if options.data:
         from mmldlm.data.store.store import Store, check_latents
 
@@ -192,10 +202,11 @@ def read_l2t_input(
         where, dim = f"{options.data}/validation", pretrained.model.config.latent_dim
         check_latents(latents, where, dim, zero_ok=store.kind == "image")
         check_latents_per_text(store, pretrained.model.config)
-        return store.texts(ids), latents
+        return store.texts(ids), latents, []
     texts = given_texts(options.text, options.text_file)
     message = f"embedding {count_noun(len(texts), 'text')} with the encoder"
-    return texts, encode_texts(texts, pretrained, progress.start(message))
+    num_unknown: list[int] = []
+    return texts, encode_texts(texts, pretrained, progress.start(message), num_unknown), num_unknown
 
 
 def sample_t2l(pretrained: Pretrained, options: SampleOptions, progress: ProgressBar) -> Samples:
@@ -210,6 +221,7 @@ def sample_t2l(pretrained: Pretrained, options: SampleOptions, progress: Progres
         )
     texts = given_texts(options.text, options.text_file)
     ids = tokenize_texts(texts, pretrained)
+    unknown = unknown_tokens(texts, ids, pretrained)
     latents = sample_latents(
         pretrained.model,
         ids,
@@ -227,8 +239,8 @@ def sample_t2l(pretrained: Pretrained, options: SampleOptions, progress: Progres
     )
     norms = latents.norm(dim=-1).tolist()
     records: list[dict[str, Any]] = [
-        {"index": i, "text": text, "num_tokens": len(row), "latent": i, "norm": norm}
-        for i, (text, row, norm) in enumerate(zip(texts, ids, norms))
+        {"index": i, "text": text, "num_tokens": len(row), "num_unknown": number, "latent": i, "norm": norm}
+        for i, (text, row, number, norm) in enumerate(zip(texts, ids, unknown, norms))
     ]
     cosines = _encoder_cosines(pretrained, texts, latents.numpy(), progress)
     extra: dict[str, Any] = {"num_steps": steps}

@@ -15,7 +15,7 @@ from mmldlm.data.store.store import Store
 from mmldlm.errors import UserError
 from mmldlm.sampling.code_sampler import CODE_STEPS, sample_codes
 from mmldlm.sampling.generate import SampleOptions, Samples, read_l2t_input, sample_unconditional, write_from_latents
-from mmldlm.sampling.inputs import given_texts, tokenize_texts
+from mmldlm.sampling.inputs import given_texts, tokenize_texts, unknown_tokens
 from mmldlm.sampling.latent_sampler import sample_latents
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.sampling.text.records import Recorder
@@ -112,6 +112,7 @@ def sample_t2i(pretrained: Pretrained, options: SampleOptions, progress: Progres
         texts = given_texts(options.text, options.text_file)
     source = np.arange(options.num_samples or len(texts)) % len(texts)
     ids = tokenize_texts(texts, pretrained)
+    given = [] if options.data else unknown_tokens(texts, ids, pretrained)
     message = f"making {count_noun(len(source), 'image')} in {count_noun(options.num_steps, 'step')}"
     latents, images = make_images(
         pretrained,
@@ -127,6 +128,8 @@ def sample_t2i(pretrained: Pretrained, options: SampleOptions, progress: Progres
         {"index": i, "text": texts[row], "num_tokens": len(ids[row]), "latent": i, "image": _name(i)}
         for i, row in enumerate(source.tolist())
     ]
+    for record, row in zip(records, source.tolist() if given else ()):
+        record["num_unknown"] = given[row]
     return Samples(records, latents, {}, images, None if real is None else real[source])
 
 
@@ -180,7 +183,7 @@ def sample_i2t(
     else:
         if options.data:
             open_image_store(options.data, codec)
-        references, latents = read_l2t_input(pretrained, options, progress)
+        references, latents, _ = read_l2t_input(pretrained, options, progress)
         images = codec.decode(latents)
     samples = write_from_latents(pretrained, options, references, latents, progress, recorder)
     for record in samples.records:

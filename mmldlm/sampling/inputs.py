@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mmldlm.data.corpora.text_files import FileUnit
 from mmldlm.data.images.codebook import check_ids
+from mmldlm.data.sentences import MAX_TEXT_BYTES, TOO_LARGE
 from mmldlm.data.store.arrays import read_array
 from mmldlm.errors import UserError
 from mmldlm.sampling.latent_sampler import latent_shape
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.utils.formatting import describe_os_error, is_utf8, join_some, printable
-from mmldlm.utils.input_files import read_text
 from mmldlm.utils.progress import ProgressCallback
 
 # Tolerance of the norm of vectors from a normalizing encoder.
@@ -58,14 +60,25 @@ def read_latents(path: str, pretrained: Pretrained) -> np.ndarray:
     if len(bad):
         rows_found = f"NaN, infinite or zero vectors in rows {join_some(bad, 10)}"
         raise UserError(f"finite, non-zero vectors in {path}", rows_found, fix)
-    norm = float(np.median(np.linalg.norm(rows, axis=-1)))
-    if pretrained.unit_norm and abs(norm - 1) > _NORM_TOLERANCE:
-        print(
-            f"warning: the vectors in {path} have norm {norm:.3g}, the training latents have norm 1; "
-            "check that they are unscaled outputs of the same encoder",
-            file=sys.stderr,
-        )
+    if pretrained.unit_norm:
+        _warn_of_norms(np.linalg.norm(rows, axis=-1).reshape(len(rows), -1), path)
     return rows
+
+
+def _warn_of_norms(norms: np.ndarray, path: str) -> None:
+    """Print which vectors are no unit vectors, by their norms [N, M]."""
+    others = np.flatnonzero((np.abs(norms - 1) > _NORM_TOLERANCE).any(axis=1))
+    if not len(others):
+        return
+    found = norms[others]
+    what = f"norm {found.min():.3g}" if np.ptp(found) < 1e-3 else f"norms {found.min():.3g} to {found.max():.3g}"
+    rows = "the vectors" if len(others) == len(norms) else f"{len(others)} of {len(norms)} vectors"
+    named = "" if len(others) == len(norms) else f" (rows {join_some(others, 10)})"
+    print(
+        f"warning: {rows} in {path} have {what}{named}, the training latents have norm 1; "
+        "check that they are unscaled outputs of the same encoder",
+        file=sys.stderr,
+    )
 
 
 def encoder_identity(pretrained: Pretrained) -> dict[str, Any]:
@@ -94,11 +107,18 @@ def encoder_identity(pretrained: Pretrained) -> dict[str, Any]:
     return pretrained.encoder
 
 
-def encode_texts(texts: Sequence[str], pretrained: Pretrained, progress: ProgressCallback | None = None) -> np.ndarray:
+def encode_texts(
+    texts: Sequence[str],
+    pretrained: Pretrained,
+    progress: ProgressCallback | None = None,
+    num_unknown: list[int] | None = None,
+) -> np.ndarray:
     """Embed texts with the encoder that produced the model's training latents.
 
     Args:
         progress: called after every batch with the number of texts (or parts of texts) done and in total.
+        num_unknown: receives the tokens of each text that the encoder's tokenizer does not know, checked as those of
+            given texts (`check_unknown`). Texts that a model wrote are not checked.
 
     Returns:
         [N, D], or [N, M, D] for a model of M latents per text.
@@ -128,7 +148,10 @@ def encode_texts(texts: Sequence[str], pretrained: Pretrained, progress: Progres
         if progress is not None:
             progress(done, len(all_parts))
 
-    latents = Encoder.from_identity(identity).encode(all_parts, advance)
+    encoder = Encoder.from_identity(identity)
+    if num_unknown is not None:
+        num_unknown[:] = check_unknown(texts, encoder.num_unknown(texts), f"of encoder {encoder.name}")
+    latents = encoder.encode(all_parts, advance)
     return latents.reshape(len(texts), *latent_shape(pretrained.model.config))
 
 
@@ -138,29 +161,63 @@ def reason_without_encoder(error: Exception) -> str:
 
 
 def given_texts(texts: list[str] | None, text_file: str | None) -> list[str]:
-    """Return the texts of --text or --text-file (one per line, blank lines ignored).
+    """Return the texts of --text or --text-file (one per line as `mmldlm prepare` reads them, blank lines ignored).
 
     Raises:
-        UserError: a missing file, not UTF-8, no text, or a blank one.
+        UserError: a missing file, not UTF-8, no text, a blank or a too long one.
     """
     if text_file:
+        counts: Counter = Counter()
         try:
-            texts = read_text(text_file).splitlines()
+            texts = [line for _, line in FileUnit(Path(text_file), "txt", 0, None).lines(counts) if line]
         except OSError as error:
             found = f"{text_file}: {describe_os_error(error)}"
             raise UserError("a text file with one text per line", found, "check the path") from error
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"UTF-8 text in {text_file}",
-                f"byte 0x{error.object[error.start]:02x} at offset {error.start}",
-                "save it as UTF-8 (for instance with iconv)",
-            ) from None
-        texts = [text for text in texts if text.strip()]
+        if counts[TOO_LARGE]:
+            found = f"{counts[TOO_LARGE]} longer lines in {text_file}"
+            raise UserError(f"lines of at most {MAX_TEXT_BYTES:,} bytes", found, "split them into sentences")
     if not texts or any(not text.strip() for text in texts):
         raise UserError("texts that are not empty", f"{texts!r}", "name at least one text, none of them blank")
     if wrong := [text for text in texts if not is_utf8(text)]:
         raise UserError("--text in UTF-8", printable(wrong[0])[:200], "convert it, or give it in a --text-file")
     return [text.strip() for text in texts]
+
+
+def check_unknown(texts: Sequence[str], counts: Sequence[tuple[int, int]], whose: str) -> list[int]:
+    """Check given texts for words that a tokenizer does not know, which are all the same to it.
+
+    Args:
+        counts: unknown tokens and all tokens of each text.
+        whose: the tokenizer, for the message.
+
+    Returns:
+        The unknown tokens of each text; a warning names the texts that have any.
+
+    Raises:
+        UserError: a text of unknown tokens alone: the result would be the same for any other such text.
+    """
+    for text, (num_unknown, num_tokens) in zip(texts, counts):
+        if num_unknown and num_unknown == num_tokens:
+            raise UserError(
+                f"texts in words of the tokenizer {whose}",
+                f"{text[:60]!r}: unknown tokens ([UNK]) alone",
+                "write it in the language and script of the training texts, or use a model with another tokenizer",
+            )
+    unknown = [num_unknown for num_unknown, _ in counts]
+    if some := [text for text, number in zip(texts, unknown) if number]:
+        print(
+            f"warning: {sum(unknown)} of {sum(number for _, number in counts)} tokens are unknown ([UNK]) to the "
+            f"tokenizer {whose}: words that it does not know are all the same to it; in "
+            f"{join_some((repr(text[:60]) for text in some), 3)}",
+            file=sys.stderr,
+        )
+    return unknown
+
+
+def unknown_tokens(texts: Sequence[str], ids: Sequence[Sequence[int]], pretrained: Pretrained) -> list[int]:
+    """Return the tokens of given texts that the model's tokenizer does not know; see `check_unknown`."""
+    unknown = pretrained.tokenizer.unk_token_id
+    return check_unknown(texts, [(list(row).count(unknown), len(row)) for row in ids], "of the model")
 
 
 def tokenize_texts(texts: Sequence[str], pretrained: Pretrained) -> list[list[int]]:

@@ -34,6 +34,7 @@ from mmldlm.data.store.latent_statistics import LatentStatistics
 from mmldlm.data.store.repair_hints import MANIFEST
 from mmldlm.data.store.store import FORMAT, SPLITS, TOKENIZER_FOLDER, VERSION
 from mmldlm.data.store.writers import FILES_FORMAT, StoreSplit
+from mmldlm.data.unknown_tokens import check_unknown_share, count_unknown
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import list_files, write_json
 from mmldlm.utils.formatting import join_some
@@ -99,6 +100,10 @@ def pack(options: PackOptions, console: Console | None = None) -> Path:
     partial.mkdir(parents=True)
     try:
         summaries, statistics = packer.write_splits(partial, chosen, texts, samples)
+        for split, summary in summaries.items():
+            warning = check_unknown_share(summary["num_unknown"], summary["num_tokens"], split)
+            if warning is not None:
+                console.print(f"warning: {warning}", soft_wrap=True)
         save_tokenizer(tokenizer, partial / TOKENIZER_FOLDER)
         encoder = prepared.get("encoder") or {"name": options.encoder or "unknown", "source": "imported"}
         manifest = {
@@ -192,6 +197,9 @@ class _Packer:
             limit = self.options.max_tokens
             if limit is not None and len(ids) > limit:
                 ids, text = truncate(self.tokenizer, text, limit)
+                if len(ids) < max(self.options.min_tokens, 1):
+                    self.counts["drop_too_short"] += 1
+                    continue
                 self.counts["truncated"] += 1
             found[position] = (text, np.asarray(ids, np.int64))
             self.positions_of_dim.setdefault(dim, []).append((split, position))
@@ -227,12 +235,14 @@ class _Packer:
         for split, rows in chosen.items():
             writer = StoreSplit(folder, split, self.latent_shape, self.vocab_size)
             latent_statistics = LatentStatistics(self.latent_dim, len(rows) * self.latents_per_text)
+            num_unknown = 0
             for block in (rows[start : start + _BLOCK] for start in range(0, len(rows), _BLOCK)):
                 pairs = [texts[origin][position] for origin, position in block]
                 latents = np.stack([self.latent(samples[origin][position].latent) for origin, position in block])
                 writer.add([text for text, _ in pairs], [ids for _, ids in pairs], latents)
                 latent_statistics.add(latents)
-            summaries[split] = writer.close()
+                num_unknown += count_unknown([ids for _, ids in pairs], self.tokenizer.unk_token_id)
+            summaries[split] = {**writer.close(), "num_unknown": num_unknown}
             if split == "train":
                 statistics = latent_statistics.result()
         return summaries, statistics

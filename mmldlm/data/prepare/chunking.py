@@ -4,25 +4,47 @@ from __future__ import annotations
 
 from mmldlm.data.sentences import split_sentences
 
+_REPLACEMENT = "\ufffd"  # what incomplete bytes of a character decode to
+
 
 def truncate(tokenizer, text: str, max_tokens: int) -> tuple[list[int], str]:
-    """Return the first max_tokens token ids of a text, and the text that they cover."""
+    """Return at most the first max_tokens token ids of a text, and the text that they cover.
+
+    The cut is moved back to the end of a character: byte-level tokens may hold a part of one. Nothing is left of a text
+    whose first character has more tokens.
+    """
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    cut = text[: encoding["offset_mapping"][max_tokens - 1][1]].rstrip()
-    return encoding["input_ids"][:max_tokens], cut
+    ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
+    for number in range(min(max_tokens, len(ids)), 0, -1):
+        cut = text[: offsets[number - 1][1]].rstrip()
+        if cut and _ends_with_a_character(tokenizer, ids, offsets, number, cut):
+            return ids[:number], cut
+    return [], ""
+
+
+def _ends_with_a_character(tokenizer, ids: list[int], offsets: list[tuple[int, int]], number: int, cut: str) -> bool:
+    """Whether the first `number` tokens end where a character of the text does."""
+    if number < len(ids) and offsets[number][0] < offsets[number - 1][1]:
+        return False  # the next token covers the same character
+    decoded = tokenizer.decode(ids[max(number - 8, 0) : number])
+    return not decoded.endswith(_REPLACEMENT) or cut.endswith(_REPLACEMENT)
 
 
 def chunk(tokenizer, text: str, max_tokens: int) -> list[tuple[list[int], str]]:
     """Cut a text into pieces of at most max_tokens tokens, (token ids, text) each.
 
     Consecutive sentences are joined as long as they fit. A longer sentence is cut at white space, and a longer word at
-    tokens. Only white space is lost.
+    tokens. Only white space is lost, and single characters of more than max_tokens tokens, which have no ids here.
     """
     pieces: list[tuple[list[int], str]] = []
     todo = _count_tokens(tokenizer, split_sentences(text))[::-1]
     while todo:
         if todo[-1][1] > max_tokens:
-            parts = _cut_sentence(tokenizer, todo.pop()[0], max_tokens)
+            sentence = todo.pop()[0]
+            if len(sentence) == 1:  # a character of more tokens cannot be cut
+                pieces.append(([], sentence))
+                continue
+            parts = _cut_sentence(tokenizer, sentence, max_tokens)
             todo += _count_tokens(tokenizer, parts)[::-1]
             continue
         taken = [todo.pop()]

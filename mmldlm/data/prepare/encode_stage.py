@@ -30,11 +30,13 @@ class EncodeResult:
         is_ok: [N] whether each text has a latent.
         latents: [M, D] float32 of the M texts that have one, or [M, K, D] with K latents per text.
         reasons: position in the shard -> reason of a missing latent.
+        is_cut: [N] whether each text is longer than the encoder reads.
     """
 
     is_ok: np.ndarray
     latents: np.ndarray
     reasons: dict[int, str]
+    is_cut: np.ndarray
 
 
 def encode(
@@ -74,15 +76,17 @@ def encode(
     for position, reason in found.reasons.items():
         text, piece = divmod(position, latents_per_text)
         reasons.setdefault(text, f"piece {piece + 1} of {latents_per_text}: {reason}")
-    return EncodeResult(is_ok, latents.reshape(len(texts), latents_per_text, -1)[is_ok], reasons)
+    is_cut = found.is_cut.reshape(-1, latents_per_text).any(axis=1)
+    return EncodeResult(is_ok, latents.reshape(len(texts), latents_per_text, -1)[is_ok], reasons, is_cut)
 
 
 def _encode(
     encoder: Encoder, texts: Sequence[str], retries: int, progress: Callable[[int], None] | None
 ) -> EncodeResult:
     reasons: dict[int, str] = {}
+    is_cut = np.zeros(len(texts), bool)
     try:
-        latents = _encode_all(encoder, texts, progress)
+        latents = _encode_all(encoder, texts, progress, is_cut)
         failed = np.flatnonzero(invalid_rows(latents)).tolist()
     except MmldlmError:  # a user error, or another rank has failed
         raise
@@ -105,16 +109,18 @@ def _encode(
             )
     is_ok = np.ones(len(texts), dtype=bool)
     is_ok[list(reasons)] = False
-    return EncodeResult(is_ok, latents[is_ok], reasons)
+    return EncodeResult(is_ok, latents[is_ok], reasons, is_cut)
 
 
-def _encode_all(encoder: Encoder, texts: Sequence[str], progress: Callable[[int], None] | None) -> np.ndarray:
+def _encode_all(
+    encoder: Encoder, texts: Sequence[str], progress: Callable[[int], None] | None, is_cut: np.ndarray
+) -> np.ndarray:
     """Encode all texts, in smaller batches where the device runs out of memory."""
     budget = encoder.batch_tokens
     try:
         while True:
             try:
-                return encoder.encode(texts, progress)
+                return encoder.encode(texts, progress, is_cut)
             except torch.cuda.OutOfMemoryError as error:
                 if encoder.batch_tokens <= _SMALLEST_BUDGET:
                     raise
@@ -155,13 +161,14 @@ def _release_memory(error: Exception) -> None:
 def write_encoded(path: Path, encoded: EncodeResult) -> None:
     """Write a shard of latents atomically."""
     reasons = np.frombuffer(json.dumps(encoded.reasons).encode(), np.uint8)
-    write_npz(path, is_ok=encoded.is_ok, latents=encoded.latents, reasons=reasons)
+    write_npz(path, is_ok=encoded.is_ok, latents=encoded.latents, reasons=reasons, is_cut=encoded.is_cut)
 
 
 def read_encoded(path: Path) -> EncodeResult:
     """Read a shard of latents, with its CRCs checked."""
     file = read_npz(path)
-    return EncodeResult(file["is_ok"], file["latents"], _reasons(file))
+    is_cut = file.get("is_cut", np.zeros(len(file["is_ok"]), bool))  # work of an earlier version has none
+    return EncodeResult(file["is_ok"], file["latents"], _reasons(file), is_cut)
 
 
 def read_reasons(path: Path) -> dict[int, str]:

@@ -44,12 +44,14 @@ from mmldlm.data.prepare.summary import RankProgress, print_summary
 from mmldlm.data.prepare.task_queue import RankFailed, TaskQueue
 from mmldlm.data.prepare.work_dir import WorkDir
 from mmldlm.data.store.store import TOKENIZER_FOLDER
+from mmldlm.data.unknown_tokens import check_unknown_share
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import atomic_folder, write_json
 from mmldlm.utils.screen import open_console
 from mmldlm.utils.walk_files import LeftOut
 
-_COMPLETE = "already complete"  # counter that rank 0 sets for the other ranks
+_COMPLETE = "already complete"  # counters that rank 0 sets for the other ranks
+_READS = "tokens of a text that the encoder reads"
 
 
 def prepare(options: PrepareOptions, console: Console | None = None, queue: TaskQueue | None = None) -> Path:
@@ -112,6 +114,7 @@ class _Preparation:
         self.queue.rank_0_first("begin", self._begin)
         if self.queue.add(_COMPLETE, 0):
             return
+        self.num_read_by_encoder = self.queue.add(_READS, 0)
         try:
             self._check_encoder()
             texts = self._read("train", self.corpora)
@@ -183,9 +186,30 @@ class _Preparation:
             return
         check_output_free(self.root, self.options.force, plan)
         self.encoder = self._make_encoder()  # before hours of reading: its weights may be missing
+        self.queue.add(_READS, self._check_reach(self.encoder))
         if self.work.open(plan, self.options.force):
             self.console.print(f"resuming from {self.work.folder}", soft_wrap=True)
         self.identities.save()
+
+    def _check_reach(self, encoder: Encoder) -> int:
+        """Return the tokens of a text that the encoder reads.
+
+        Raises:
+            UserError: --max-tokens allows more, so that the latents of long texts would not say how they end.
+        """
+        options, reach = self.options, encoder.max_text_tokens
+        if options.max_tokens <= reach or options.latents_per_text > 1:
+            return reach
+        if options.overlong != "chunk":
+            raise UserError(
+                f"--max-tokens of at most {reach}: encoder {encoder.name} reads {encoder.spec.max_length} tokens of a "
+                "text, special ones and prefix included",
+                f"--max-tokens {options.max_tokens} --overlong {options.overlong}",
+                f"give --max-tokens {reach}, cut longer texts into pieces with --overlong chunk, or choose an encoder "
+                "that reads more",
+            )
+        self.console.print(f"pieces of at most {reach} tokens, all that encoder {encoder.name} reads", soft_wrap=True)
+        return reach
 
     def _make_encoder(self) -> Encoder:
         device = device_of_rank(self.queue.local_rank)
@@ -237,6 +261,10 @@ class _Preparation:
                     "give a larger corpus, or loosen --min-tokens, --max-tokens, --max-samples or --validation-samples",
                 )
         assert not np.isin(splits["train"].hashes, splits["validation"].hashes).any(), "a text is in both splits"
+        for name, part in splits.items():
+            warning = check_unknown_share(int(part.unknown.sum()), int(part.lengths.sum()), name)
+            if warning is not None:
+                self.console.print(f"warning: {warning}", soft_wrap=True, markup=False)
         return splits, counts, held_counts
 
     def _load_tokenizer(self, texts: TextShards, rows: np.ndarray) -> None:
@@ -271,9 +299,10 @@ class _Preparation:
     def _tokenize(self, name: str, texts: TextShards, rows: np.ndarray, limit: int | None, counts: Counter) -> Samples:
         options = self.options
         rounds = select_stage.SelectionRounds(rows, texts.hashes, limit, options.seed)
-        rules = tokenize_stage.LengthRules(
-            options.min_tokens, options.max_tokens, options.overlong, options.latents_per_text
-        )
+        max_tokens = options.max_tokens
+        if options.overlong == "chunk" and options.latents_per_text == 1:
+            max_tokens = min(max_tokens, self.num_read_by_encoder)
+        rules = tokenize_stage.LengthRules(options.min_tokens, max_tokens, options.overlong, options.latents_per_text)
         shard_rows: list[np.ndarray] = []
         paths: list[Path] = []
         num_kept, number = 0, 0
@@ -289,7 +318,14 @@ class _Preparation:
             shard_rows, paths = [np.empty(0, np.int64)], self.work.task_paths(f"tokenize-{name}-0", 1)
             tokenize_stage.tokenize_shard(paths[0], texts, shard_rows[0], self.tokenizer, rules)
         return select_stage.collect_samples(
-            texts, rounds, shard_rows, paths, options.keep_duplicates, counts, options.seed
+            texts,
+            rounds,
+            shard_rows,
+            paths,
+            options.keep_duplicates,
+            counts,
+            options.seed,
+            self.tokenizer.unk_token_id,
         )
 
     def _tokenize_round(

@@ -28,6 +28,7 @@ from mmldlm.data.store.latent_statistics import LatentStatistics
 from mmldlm.data.store.repair_hints import MANIFEST
 from mmldlm.data.store.store import FORMAT, TOKENIZER_FOLDER, VERSION, Store
 from mmldlm.data.store.writers import FILES_FORMAT, FilesSplit, StoreSplit
+from mmldlm.data.unknown_tokens import count_unknown
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import fsync_path, list_files, write_json
 from mmldlm.utils.formatting import is_utf8, printable
@@ -103,7 +104,7 @@ def publish(
     partial.mkdir()
     tokenizer = json.loads(read_text(output.work.folder / TOKENIZER_IDENTITY))
     is_store = output.options.layout == "store"
-    summaries, statistics = _write_splits(output, partial, tokenizer["vocab_size"], source, bool(counts["chunked"]))
+    summaries, statistics = _write_splits(output, partial, tokenizer, source, bool(counts["chunked"]))
     if quarantined:
         lines = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in quarantined)
         (partial / QUARANTINE).write_text(lines, encoding="utf-8")
@@ -135,10 +136,11 @@ def publish(
 
 
 def _write_splits(
-    output: StoreOutput, folder: Path, vocab_size: int, source: str, with_documents: bool
+    output: StoreOutput, folder: Path, tokenizer: dict[str, Any], source: str, with_documents: bool
 ) -> tuple[dict[str, dict[str, int]], dict[str, Any]]:
     """Write all splits; return their summaries and the statistics of the training latents."""
     summaries, statistics = {}, {}
+    vocab_size, unk_token_id = tokenizer["vocab_size"], tokenizer["unk_token_id"]
     for name, samples in output.splits.items():
         split = (
             StoreSplit(folder, name, output.latent_shape, vocab_size, with_documents)
@@ -146,10 +148,15 @@ def _write_splits(
             else FilesSplit(folder, name, source, output.encoder.name)
         )
         latent_statistics = LatentStatistics(output.encoder.latent_dim, len(samples) * output.options.latents_per_text)
-        for texts, tokens, latents, rows in _blocks(output, name):
+        num_unknown = num_cut = 0
+        for texts, tokens, latents, rows, is_cut in _blocks(output, name):
             split.add(texts, tokens, latents, rows)
             latent_statistics.add(latents)
-        summaries[name] = split.close()
+            num_unknown += count_unknown(tokens, unk_token_id)
+            num_cut += int(is_cut.sum())
+        summaries[name] = {**split.close(), "num_unknown": num_unknown}
+        if num_cut:
+            summaries[name]["num_cut_by_encoder"] = num_cut
         if name == "train":
             statistics = latent_statistics.result()
     return summaries, statistics
@@ -191,8 +198,10 @@ def _check_quarantine(output: StoreOutput) -> list[dict[str, Any]]:
     return found
 
 
-def _blocks(output: StoreOutput, name: str) -> Iterator[tuple[list[str], list[np.ndarray], np.ndarray, np.ndarray]]:
-    """Yield (texts, token ids, latents, corpus rows) of the samples that have a latent, shard by shard."""
+def _blocks(
+    output: StoreOutput, name: str
+) -> Iterator[tuple[list[str], list[np.ndarray], np.ndarray, np.ndarray, np.ndarray]]:
+    """Yield (texts, token ids, latents, corpus rows, which are cut) of the samples that have a latent, by shard."""
     samples, texts = output.splits[name], output.texts[name]
     for number, path in enumerate(output.encoded[name]):
         start = number * encode_stage.SHARD
@@ -200,7 +209,7 @@ def _blocks(output: StoreOutput, name: str) -> Iterator[tuple[list[str], list[np
         part, ids = samples.read(texts, start, start + encode_stage.SHARD)
         keep = np.flatnonzero(encoded.is_ok)
         rows = samples.rows[start : start + encode_stage.SHARD][keep]
-        yield [part[i] for i in keep], [ids[i] for i in keep], encoded.latents, rows
+        yield [part[i] for i in keep], [ids[i] for i in keep], encoded.latents, rows, encoded.is_cut[keep]
 
 
 def merge_counts(counts: Counter, summaries: dict[str, dict[str, int]], both: bool) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from mmldlm.data.prepare import tokenize_stage
 from mmldlm.data.prepare.read_stage import TextShards
 from mmldlm.utils.counter_rng import mix64
 
-_FIELDS = ("shards", "pieces", "rows", "hashes", "lengths")
+_FIELDS = ("shards", "pieces", "rows", "hashes", "lengths", "unknown")
 
 
 @dataclass
@@ -25,6 +25,7 @@ class Samples:
         rows: [N] row of its text in the corpus.
         hashes: [N] uint64 hash of its own content.
         lengths: [N] tokens.
+        unknown: [N] tokens that the tokenizer does not know.
     """
 
     paths: list[Path]
@@ -33,6 +34,7 @@ class Samples:
     rows: np.ndarray
     hashes: np.ndarray
     lengths: np.ndarray
+    unknown: np.ndarray
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -128,9 +130,10 @@ def collect_samples(
     keep_duplicates: bool,
     counts: Counter,
     seed: int,
+    unk_token_id: int | None = None,
 ) -> Samples:
     """Collect the tokenized samples in corpus order, and count the outcome of every candidate."""
-    samples, status, num_short = _read_shards(shard_rows, paths)
+    samples, status, num_short = _read_shards(shard_rows, paths, unk_token_id)
     all_seen = seen = np.concatenate(shard_rows)
     if rounds.limit is not None:
         samples, seen, status = _first_by_key(texts, samples, seen, status, rounds.limit, seed)
@@ -153,7 +156,9 @@ def collect_samples(
     return samples
 
 
-def _read_shards(shard_rows: list[np.ndarray], paths: list[Path]) -> tuple[Samples, np.ndarray, np.ndarray]:
+def _read_shards(
+    shard_rows: list[np.ndarray], paths: list[Path], unk_token_id: int | None
+) -> tuple[Samples, np.ndarray, np.ndarray]:
     """Return all samples of the shards, and per text its status and its number of pieces that are too short."""
     parts: list[list[np.ndarray]] = [[] for _ in _FIELDS]
     statuses, num_short = [], []
@@ -168,6 +173,7 @@ def _read_shards(shard_rows: list[np.ndarray], paths: list[Path]) -> tuple[Sampl
             rows[shard["places"]],
             shard["hashes"],
             shard["lengths"],
+            np.diff(np.concatenate([[0], np.cumsum(shard["ids"] == unk_token_id)])[shard["offsets"]]).astype(np.int32),
         )
         for part, column in zip(parts, columns):
             part.append(column)

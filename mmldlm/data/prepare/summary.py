@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from mmldlm.data.prepare.task_queue import TaskQueue
+from mmldlm.data.store.verify import cut_warnings
+from mmldlm.data.unknown_tokens import describe_share
 from mmldlm.utils.formatting import join_some
 from mmldlm.utils.progress import ProgressBar
 
@@ -66,6 +68,10 @@ def print_summary(console: Console, root: Path, manifest: dict[str, Any], second
     for name, split in manifest["splits"].items():
         lengths = f"mean {split['num_tokens'] / split['num_samples']:.1f}, max {split['max_tokens']}"
         table.add_row(name, f"{split['num_samples']:,} samples, {split['num_tokens']:,} tokens ({lengths})")
+        if "num_unknown" in split:
+            table.add_row("  [UNK]", describe_share(split["num_unknown"], split["num_tokens"]))
+        if split.get("num_cut_by_encoder"):
+            table.add_row("  cut by the encoder", f"{split['num_cut_by_encoder']:,} texts")
     table.add_row("tokenizer", f"{manifest['tokenizer']['key']}, {manifest['tokenizer']['vocab_size']:,} tokens")
     norm = statistics["norm"]
     encoder = manifest["encoder"]
@@ -78,6 +84,8 @@ def print_summary(console: Console, root: Path, manifest: dict[str, Any], second
         table.add_row("size", f"{sum(entry['bytes'] for entry in manifest['files'].values()) / 2**20:.1f} MiB")
     table.add_row("time", f"{seconds:.0f} s")
     console.print(table)
+    for warning in cut_warnings(manifest):
+        console.print(f"warning: {warning}", soft_wrap=True)
     if manifest["files"]:
         key = shlex.quote(f"data.latent_data_root={root}")
         console.print(f"next: mmldlm config --config-name quickstart {key}", soft_wrap=True)

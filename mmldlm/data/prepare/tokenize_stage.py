@@ -54,8 +54,9 @@ def tokenize_shard(
     """Tokenize the texts at some rows and write one shard.
 
     The shard holds the `status` of every text. For every sample it holds the position of its text in `rows`
-    (`places`), content hash, token ids, and its own text where that is not the complete one. With several latents per
-    text it also holds, per text, the number of pieces too short for them (`num_short`).
+    (`places`), content hash, token ids, and its own text where that is not the complete one. If there are any, it also
+    holds, per text, the number of pieces that are no samples (`num_short`): too short for several latents per text, or
+    single characters of too many tokens.
     """
     originals = texts.get(rows)
     encoded = tokenizer(
@@ -85,7 +86,7 @@ def tokenize_shard(
         ids=np.concatenate(ids_of) if ids_of else np.empty(0, np.int32),
         text_lengths=np.array([len(text) for text in own_text], np.int64),
         text=np.frombuffer(b"".join(own_text), np.uint8),
-        **({} if rules.latents_per_text == 1 else {"num_short": num_short}),
+        **({"num_short": num_short} if num_short.any() else {}),
     )
 
 
@@ -99,9 +100,10 @@ def _cut_text(text: str, ids: list[int], tokenizer: PreTrainedTokenizerFast, rul
     if rules.overlong == "truncate":
         # The stored text is also the encoder's input, so it must be cut where the tokens are.
         sample = truncate(tokenizer, text, rules.max_tokens)
-        return _TextResult(TRUNCATED, [sample]) if rules.has_pieces(sample[1]) else _TextResult(TOO_SHORT)
-    chunks = [piece for piece in chunk(tokenizer, text, rules.max_tokens) if piece[0]]
-    samples = [piece for piece in chunks if rules.has_pieces(piece[1])]
+        is_long_enough = len(sample[0]) >= rules.min_tokens and rules.has_pieces(sample[1])
+        return _TextResult(TRUNCATED, [sample]) if is_long_enough else _TextResult(TOO_SHORT)
+    chunks = chunk(tokenizer, text, rules.max_tokens)
+    samples = [piece for piece in chunks if piece[0] and rules.has_pieces(piece[1])]
     return _TextResult(CHUNKED, samples, len(chunks) - len(samples))
 
 

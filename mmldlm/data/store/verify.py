@@ -16,11 +16,13 @@ from mmldlm.data.sentences import content_hash
 from mmldlm.data.store.latent_statistics import LatentStatistics
 from mmldlm.data.store.store import SPLITS, Store, check_files, check_latents, load_tokenizer, read_manifest
 from mmldlm.data.store.verify_images import ImageFindings, examine_images, image_leaks
+from mmldlm.data.unknown_tokens import check_unknown_share
 from mmldlm.errors import UserError
 
 CHECKS = ("checksums", "tokenizer", "shape", "token ids", "latents", "statistics", "texts", "duplicates", "leakage")
 _BLOCK = 4096
 _TOKEN_BLOCK = 1 << 20
+_COMPARED = 1000  # samples whose tokens are compared with their text
 
 
 @dataclass
@@ -33,6 +35,7 @@ class SplitFindings:
         lengths: tokens per sample.
         statistics: of the latents; None if some are unusable.
         images: of a store of images.
+        num_unknown: tokens that are [UNK].
     """
 
     hashes: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint64))
@@ -40,6 +43,7 @@ class SplitFindings:
     lengths: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     statistics: dict[str, Any] | None = None
     images: ImageFindings | None = None
+    num_unknown: int = 0
 
 
 @dataclass
@@ -49,10 +53,12 @@ class StoreReport:
     Attributes:
         checks: check -> its problems, one sentence each.
         splits: split -> measurements.
+        warnings: what is no damage, but should be known.
     """
 
     checks: dict[str, list[str]]
     splits: dict[str, SplitFindings]
+    warnings: list[str] = field(default_factory=list)
 
     @property
     def problems(self) -> list[str]:
@@ -100,7 +106,26 @@ def examine(root: str | os.PathLike) -> StoreReport:
             )
         if found["train"].images and found["validation"].images:
             checks["leakage"] += image_leaks(found["train"].images, found["validation"].images)
-    return StoreReport(checks, found)
+    warnings = cut_warnings(manifest)
+    for split, findings in found.items():
+        num_tokens = int(findings.lengths.sum())
+        try:
+            if (warning := check_unknown_share(findings.num_unknown, num_tokens, split, f"{root}'s")) is not None:
+                warnings.append(warning)
+        except UserError as error:
+            checks["token ids"].append(f"{_sentence(error)}: {error.fix}")
+    return StoreReport(checks, found, warnings)
+
+
+def cut_warnings(manifest: dict[str, Any]) -> list[str]:
+    """Return one sentence for each split with texts of which the encoder has read the beginning only."""
+    reads = manifest.get("encoder", {}).get("max_length")
+    return [
+        f"{split['num_cut_by_encoder']:,} of {split['num_samples']:,} texts of {name} are longer than the encoder "
+        f"reads ({reads} tokens): their latents say nothing of what comes behind (prepare with a smaller --max-tokens)"
+        for name, split in manifest["splits"].items()
+        if split.get("num_cut_by_encoder")
+    ]
 
 
 def _examine_split(store: Store, checks: dict[str, list[str]]) -> SplitFindings:
@@ -121,7 +146,8 @@ def _examine_split(store: Store, checks: dict[str, list[str]]) -> SplitFindings:
     _collect(checks["shape"], lambda: store.groups)
     if store.lengths.min() == 0:
         checks["shape"].append(f"{where}: {int((store.lengths == 0).sum())} samples without tokens")
-    _examine_tokens(store, checks["token ids"])
+    found.num_unknown = _examine_tokens(store, checks["token ids"])
+    _compare_tokens_with_texts(store, checks["token ids"])
     _examine_latents(store, checks, found)
     hashes = array.array("Q")
     try:
@@ -139,18 +165,50 @@ def _examine_split(store: Store, checks: dict[str, list[str]]) -> SplitFindings:
     return found
 
 
-def _examine_tokens(store: Store, problems: list[str]) -> None:
+def _examine_tokens(store: Store, problems: list[str]) -> int:
+    """Return the number of unknown tokens."""
     where, vocab_size = store.root / store.split, store.manifest["tokenizer"]["vocab_size"]
     special = [store.manifest["tokenizer"][f"{kind}_token_id"] for kind in ("mask", "pad")]
-    num_special = 0
+    num_special, num_unknown, unknown = 0, 0, store.manifest["tokenizer"].get("unk_token_id")
     for start in range(0, len(store.token_ids), _TOKEN_BLOCK):
         block = np.asarray(store.token_ids[start : start + _TOKEN_BLOCK])
         if block.min() < 0 or block.max() >= vocab_size:
             problems.append(f"{where}: token ids {block.min()}..{block.max()}, the vocabulary has {vocab_size}")
-            return
+            return num_unknown
         num_special += int(np.isin(block, special).sum())
+        num_unknown += 0 if unknown is None else int((block == unknown).sum())
     if num_special:
         problems.append(f"{where}: {num_special} MASK or PAD tokens in texts")
+    return num_unknown
+
+
+def _compare_tokens_with_texts(store: Store, problems: list[str]) -> None:
+    """Compare what tokens say with what the tokenizer makes of the text, in samples spread over the split.
+
+    Both are decoded: a text that was cut inside a word may have other tokens than the word's beginning.
+    """
+    try:
+        tokenizer = load_tokenizer(store.root)
+        tokenizer.split_special_tokens = True
+        rows = np.unique(np.linspace(0, len(store) - 1, min(len(store), _COMPARED)).astype(np.int64))
+        texts = store.texts(rows)
+    except UserError:  # reported by their own checks
+        return
+    encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    # Ids that the tokenizer does not have were reported.
+    own = [ids.tolist() for ids in store.get(rows).tokens]
+    if any(max(ids, default=0) >= len(tokenizer) for ids in own):
+        return
+    for row, text, mine, theirs in zip(rows.tolist(), texts, own, encoded):
+        if mine == theirs:
+            continue
+        found, expected = ("".join(tokenizer.decode(ids).split()) for ids in (mine, theirs))
+        if found != expected:
+            problems.append(
+                f"{store.root / store.split}: the tokens of sample {row} are not its text: they end in "
+                f"{found[-20:]!r}, the text in {text[-20:]!r}"
+            )
+            return
 
 
 def _examine_latents(store: Store, checks: dict[str, list[str]], found: SplitFindings) -> None:

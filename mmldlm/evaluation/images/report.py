@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from mmldlm.evaluation.measured_rows import measured_rows
 from mmldlm.evaluation.report import claim, print_claims, write_report
 from mmldlm.evaluation.statistics import Estimate
 from mmldlm.utils.screen import open_console
@@ -134,11 +135,11 @@ class ImageReport:
             ("images made from captions (t2i)", PICTURE_ROWS,
              [("guidance_1", "guidance 1"), ("guidance_2", self._second()), floors[1]]),
         ]  # fmt: skip
-        return [
-            (title, tuple(row for row in rows if row[0] in self.arms.get(columns[0][0], {})), columns)
+        kept = [
+            (title, tuple(measured_rows(rows, self.arms.get(columns[0][0], {}).__contains__)), columns)
             for title, rows, columns in found
-            if any(row[0] in self.arms.get(columns[0][0], {}) for row in rows)
         ]
+        return [table for table in kept if table[1]]
 
     def _second(self) -> str:
         return f"guidance {self.conditions['guidance']:g}"

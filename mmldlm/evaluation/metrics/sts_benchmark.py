@@ -40,33 +40,61 @@ class Pairs:
     sources: list[str]
 
 
+# Column of each entry in a file without a header: genre, file, year, id, score, two sentences, and their licenses.
+_COLUMNS = {"source": 1, "score": 4, "sentence1": 5, "sentence2": 6}
+_NUM_COLUMNS = (7, 8, 9)
+_SOURCE_NAMES = ("filename", "dataset", "source", "genre")  # of a header, the first of them that it has
+_MAX_SCORE = 5.0
+
+
 def read_pairs(path: str) -> Pairs:
-    """Read a file of the STS Benchmark: tab separated, no quoting; source, score, sentences in columns 2, 5, 6 and 7.
+    """Read a file of the STS Benchmark: tab separated, no quoting.
+
+    With a header (as in GLUE's STS-B) its columns sentence1, sentence2 and score are taken, without one columns 5 to 7
+    of 7 to 9.
 
     Raises:
-        UserError: a missing file, or a line of another form.
+        UserError: a missing file, a line of another form, a score outside 0 .. 5, or pairs that cannot be ranked.
     """
-    expected = f"an STS Benchmark file (tab separated: genre, file, year, id, score, two sentences) at {path}"
+    expected = f"an STS Benchmark file (tab separated: genre, file, year, id, score 0 to 5, two sentences) at {path}"
+    fix = "give sts-dev.csv or sts-test.csv, or a file whose header names sentence1, sentence2 and score"
     try:
-        lines = read_text(path).split("\n")
+        lines = read_text(path, encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         found = describe_os_error(error) if isinstance(error, OSError) else str(error)
         raise UserError(expected, found, "give the path of sts-dev.csv or sts-test.csv") from error
+    rows = [(number, line.rstrip("\r").split("\t")) for number, line in enumerate(lines, 1) if line.strip()]
+    columns, counts = _COLUMNS, _NUM_COLUMNS
+    if rows and {"sentence1", "sentence2"} <= {name.strip().lower() for name in rows[0][1]}:
+        names = [name.strip().lower() for name in rows.pop(0)[1]]
+        if "score" not in names:
+            raise UserError(expected, f"a header without score: {', '.join(names)}", fix)
+        source = next((name for name in _SOURCE_NAMES if name in names), names[0])
+        columns = {key: names.index(source if key == "source" else key) for key in _COLUMNS}
+        counts = (len(names),)
     first, second, scores, sources = [], [], [], []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        fields = line.split("\t")
+    for number, fields in rows:
+        shown = "\t".join(fields)[:60]
+        if len(fields) not in counts:
+            found = f"line {number} of {len(fields)} columns: {shown!r}"
+            raise UserError(f"{expected}: {' or '.join(map(str, counts))} columns", found, fix)
+        entry = {key: fields[column].strip() for key, column in columns.items()}
         try:
-            score = float(fields[4])
-            first.append(fields[5].strip())
-            second.append(fields[6].strip())
-            sources.append(fields[1])
-        except (IndexError, ValueError):
-            raise UserError(expected, f"line {number}: {line[:60]!r}", "check the file") from None
+            score = float(entry["score"])
+        except ValueError:
+            score = float("nan")
+        if not 0 <= score <= _MAX_SCORE or not (entry["sentence1"] and entry["sentence2"]):
+            raise UserError(expected, f"line {number}, score {entry['score']!r}: {shown!r}", fix)
+        first.append(entry["sentence1"])
+        second.append(entry["sentence2"])
         scores.append(score)
+        sources.append(entry["source"])
     if len(scores) < 3:
         raise UserError(expected, f"{len(scores)} pairs", "check the file")
+    num_equal = sum(left == right for left, right in zip(first, second))
+    if 2 * num_equal > len(scores) or len(set(scores)) == 1:
+        found = f"{num_equal} of {len(scores)} pairs of equal sentences, {len(set(scores))} different scores"
+        raise UserError(f"{expected}: pairs and scores that differ", found, fix)
     return Pairs(first, second, np.array(scores), Path(path).name, sources)
 
 

@@ -12,7 +12,7 @@ class Marked:
 
     latent_dim, batch_tokens, name = 2, 1024, "marked"
 
-    def encode(self, texts, progress=None):
+    def encode(self, texts, progress=None, is_cut=None):
         if progress is not None:
             progress(len(texts))
         bad = np.array([np.nan if "bad" in text else 1.0 for text in texts], np.float32)

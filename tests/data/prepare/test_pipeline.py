@@ -151,8 +151,8 @@ class TestWithTheEncoder:
         """And only that one; the others are tried again and are what they would have been."""
         encode, tries = encoder.Encoder.encode, []
 
-        def broken(self, texts, progress=None):
-            latents = encode(self, texts, progress)
+        def broken(self, texts, progress=None, is_cut=None):
+            latents = encode(self, texts, progress, is_cut)
             if sentences[5] in texts:
                 tries.append(len(texts))
                 if how.startswith("RuntimeError"):
@@ -179,7 +179,7 @@ class TestWithTheEncoder:
         assert verify.verify(root) == []
 
     def test_an_encoder_that_always_fails_ends_it_and_keeps_the_work(self, corpus_file, tmp_path, monkeypatch):
-        def broken(self, texts, progress=None):
+        def broken(self, texts, progress=None, is_cut=None):
             raise RuntimeError("device-side assert triggered")
 
         monkeypatch.setattr(encoder.Encoder, "encode", broken)
@@ -190,11 +190,11 @@ class TestWithTheEncoder:
     def test_a_device_without_memory_gets_smaller_batches(self, made_store, corpus_file, tmp_path, monkeypatch):
         encode, budgets = encoder.Encoder.encode, []
 
-        def small_device(self, texts, progress=None):
+        def small_device(self, texts, progress=None, is_cut=None):
             budgets.append(self.batch_tokens)
             if self.batch_tokens > 2000:
                 raise torch.cuda.OutOfMemoryError("out of memory")
-            return encode(self, texts, progress)
+            return encode(self, texts, progress, is_cut)
 
         monkeypatch.setattr(encoder.Encoder, "encode", small_device)
         options = PrepareOptions(str(tmp_path / "s"), str(corpus_file), validation_samples=10, batch_tokens=4096)
@@ -206,11 +206,11 @@ class TestWithTheEncoder:
     def test_what_is_done_is_kept_and_not_done_again(self, made_store, corpus_file, tmp_path, monkeypatch):
         encode, calls = encoder.Encoder.encode, []
 
-        def counted(self, texts, progress=None):
+        def counted(self, texts, progress=None, is_cut=None):
             calls.append(len(texts))
             if len(calls) == 3:
                 raise KeyboardInterrupt
-            return encode(self, texts, progress)
+            return encode(self, texts, progress, is_cut)
 
         monkeypatch.setattr(encoder.Encoder, "encode", counted)
         monkeypatch.setattr(encode_stage, "SHARD", 8)
@@ -347,7 +347,7 @@ ONE_RANK_IS_ASKED_TO_STOP = """
 import os, runpy, signal, sys, time
 from mmldlm.data.encoders import encoder as encoders; from mmldlm.data.prepare import encode_stage as encoding
 
-def encode(self, texts, progress=None):
+def encode(self, texts, progress=None, is_cut=None):
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGTERM)
     while True:  # batches without end

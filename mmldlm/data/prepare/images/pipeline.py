@@ -46,6 +46,7 @@ from mmldlm.data.prepare.task_queue import RankFailed, TaskQueue
 from mmldlm.data.prepare.work_dir import WorkDir
 from mmldlm.data.sentences import content_hash
 from mmldlm.data.store.store import TOKENIZER_FOLDER
+from mmldlm.data.unknown_tokens import check_unknown_share, count_unknown
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import atomic_folder, write_json
 from mmldlm.utils.formatting import join_some
@@ -257,6 +258,10 @@ class _Preparation:
             source = name if name in shards else "train"
             found = self._tokenize(tokenizer, [captions[i] for i in positions], reports[source].counts)
             kept = np.flatnonzero([len(ids) for _, ids in found])
+            num_tokens = sum(len(ids) for _, ids in found)
+            num_unknown = count_unknown([ids for _, ids in found], tokenizer.unk_token_id)
+            if (warning := check_unknown_share(num_unknown, num_tokens, name)) is not None:
+                self.console.print(f"warning: {warning}", soft_wrap=True, markup=False)
             texts, tokens = [found[i][0] for i in kept], [found[i][1] for i in kept]
             splits[name] = ImageSplit(shards[source], rows[positions[kept]], texts, tokens, groups[positions[kept]])
         return splits
@@ -318,7 +323,7 @@ class _Preparation:
             if len(ids) > limit:
                 cut, text = truncate(tokenizer, caption, limit)
                 found[place] = (text, cut)
-                counts["truncated"] += 1
+                counts["truncated" if cut else "drop_no_token"] += 1
         return [(text, np.asarray(ids, np.int32)) for text, ids in found]
 
     def _codec(self, train: ImageSplit) -> ImageCodec:

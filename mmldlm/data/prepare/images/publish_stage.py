@@ -38,6 +38,7 @@ from mmldlm.data.store.latent_values import as_float32
 from mmldlm.data.store.repair_hints import MANIFEST
 from mmldlm.data.store.store import FORMAT, TOKENIZER_FOLDER, VERSION
 from mmldlm.data.store.writers import StoreSplit
+from mmldlm.data.unknown_tokens import count_unknown, describe_share
 from mmldlm.utils.atomic_files import list_files, write_json
 from mmldlm.utils.formatting import join_some, printable
 from mmldlm.utils.input_files import read_text
@@ -122,6 +123,7 @@ def publish(
     summaries, statistics = {}, {}
     for name, split in splits.items():
         summaries[name], statistics[name] = _write_split(partial, name, split, codec, tokenizer["vocab_size"])
+        summaries[name]["num_unknown"] = count_unknown(split.tokens, tokenizer["unk_token_id"])
     shutil.copytree(work.folder / TOKENIZER_FOLDER, partial / TOKENIZER_FOLDER)
     for name, path in codec.files().items():
         shutil.copyfile(path, partial / name)
@@ -240,6 +242,7 @@ def print_image_summary(console: Console, root: Path, manifest: dict[str, Any], 
     for name, split in manifest["splits"].items():
         lengths = f"mean {split['num_tokens'] / split['num_samples']:.1f}, max {split['max_tokens']}"
         table.add_row(name, f"{split['num_samples']:,} images, captions of {split['num_tokens']:,} tokens ({lengths})")
+        table.add_row("  [UNK]", describe_share(split["num_unknown"], split["num_tokens"]))
     table.add_row("tokenizer", f"{manifest['tokenizer']['key']}, {manifest['tokenizer']['vocab_size']:,} tokens")
     color = "gray" if image["channels"] == 1 else "RGB"
     table.add_row("images", f"{image['size']} x {image['size']} {color}, {manifest['encoder']['name']}")
