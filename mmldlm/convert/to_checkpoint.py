@@ -34,6 +34,7 @@ from mmldlm.convert.inspect import compare, summarize
 from mmldlm.convert.output_dir import write_atomically
 from mmldlm.convert.to_safetensors import Summary, copy_tokenizer_files, source_metadata
 from mmldlm.errors import MmldlmError, UserError
+from mmldlm.utils.formatting import count_noun
 
 _RNG = re.compile(r"rng_state_rank(\d+)\.pt")
 
@@ -229,12 +230,25 @@ def _optimizer_metadata(opened: OpenedCheckpoint, to: str, dtype: str | None) ->
             "none (elastic_checkpoint keeps no param_groups, and older DCP folders none either)",
             "save without elastic_checkpoint; training.resume of mmldlm needs no settings and no conversion",
         )
+    if to == "universal" and (lost := _not_loaded_from_universal(opened.weights)):
+        optimizer.notes.append(
+            f"DeepSpeed's own loader of universal checkpoints loads neither frozen weights nor buffers ({lost} here): "
+            "its model keeps those it was built with. They are in OUT, and mmldlm loads them; for DeepSpeed take "
+            "--to zero1, zero2 or zero3, or load them yourself from --to safetensors"
+        )
     if to == "universal" and opened.weights.stage == 3 and any("muon" in group.settings for group in optimizer.groups):
         optimizer.notes.append(
             "DeepSpeed's own ZeRO-3 loader cannot load this: it expects exp_avg_sq of all weights, and gives all "
             "groups the settings of the first. mmldlm can. For DeepSpeed convert --to zero2, then --to universal"
         )
     return optimizer
+
+
+def _not_loaded_from_universal(weights: WeightSource) -> str:
+    """Return the counts of what DeepSpeed leaves as it is when it loads a universal checkpoint; "" for nothing."""
+    kinds = [info.kind for info in weights.tensors.values()]
+    counts = [(kinds.count("frozen"), "frozen weight"), (kinds.count("buffer"), "buffer")]
+    return " and ".join(count_noun(count, noun) for count, noun in counts if count)
 
 
 def _plan(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from mmldlm.checkpoints.formats import registry
@@ -48,6 +49,7 @@ def open_source(
         checkpoint = locate_checkpoint(path)
         _check_manifest(checkpoint, weights_only)
         folder = checkpoint / ENGINE_FOLDER
+        options = replace(options, is_one_save=True)
         weights = registry.open_path(folder, options) if folder.is_dir() else None
         if weights is None:
             expected = f"DeepSpeed files, {DCP_METADATA} or {MODEL_FILE} in {folder}"

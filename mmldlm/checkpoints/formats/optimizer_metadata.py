@@ -54,6 +54,7 @@ class OptimizerMetadata:
         optimizer: loss scaler and clipping, under the keys of DeepSpeed's optimizer file.
         ds_config: the DeepSpeed config as saved.
         notes: what could not be carried over.
+        is_of_deepspeed: whether model_states and ds_config are DeepSpeed's own, and not defaults.
     """
 
     groups: list[Group]
@@ -63,6 +64,7 @@ class OptimizerMetadata:
     optimizer: dict[str, Any]
     ds_config: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    is_of_deepspeed: bool = False
 
 
 def check_groups(source: WeightSource, metadata: OptimizerMetadata) -> None:
@@ -173,9 +175,12 @@ def default_scaler() -> dict[str, Any]:
 # -- the run around a checkpoint --------------------------------------------------------------------------------------
 
 
-def default_counters(opened: OpenedCheckpoint) -> dict[str, Any]:
-    """Return OptimizerMetadata.model_states of a checkpoint that DeepSpeed did not save."""
-    step = opened.step or 0
+def default_counters(opened: OpenedCheckpoint, steps: float | None) -> dict[str, Any]:
+    """Return OptimizerMetadata.model_states of a checkpoint that DeepSpeed did not save.
+
+    Without a recorded training step it is the number of the optimizer's steps.
+    """
+    step = int(steps or 0) if opened.step is None else opened.step
     return {"lr_scheduler": None, "data_sampler": None, "random_ltd": None, "skipped_steps": 0, "global_steps": step}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.checkpoints.formats.dtypes import DTYPES
-from mmldlm.checkpoints.formats.torch_save.reader import SAME_SAVE_HINT, TorchFile, corrupt_file_error
+from mmldlm.checkpoints.formats.torch_save.reader import TorchFile, corrupt_file_error
 from mmldlm.checkpoints.formats.torch_save.unpickler import OpaqueObject, TensorRef
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import join_some
@@ -133,27 +133,6 @@ def saved_stage(file: TorchFile, inner: dict) -> int:
     return int(stage)
 
 
-def check_same_step(files: list[TorchFile], states: list[dict], world_size: int) -> None:
-    """Check that the optimizer's step counters agree over the ranks; these files record no other step.
-
-    Raises:
-        UserError: they differ, or the files are of another world size.
-    """
-    first = None
-    for file, state in zip(files, states):
-        steps = [_read_scalar(file, ref) for ref in _step_refs(state)]
-        first = first if first is not None else steps
-        if steps != first:
-            raise corrupt_file_error(
-                file.path, f"optimizer step {steps} while {files[0].path.name} is at {first}", SAME_SAVE_HINT
-            )
-        counts = state.get("partition_count")
-        for count in counts if isinstance(counts, list) else [counts]:
-            if type(count) is int and count != world_size:
-                found = f"partition_count = {count}, but dp_world_size is {world_size}"
-                raise corrupt_file_error(file.path, found, SAME_SAVE_HINT)
-
-
 def param_shapes(file: TorchFile, state: dict) -> list[dict[str, tuple[int, ...]]]:
     """Return one dict name -> shape per group, in the order of the flat weights."""
     groups = state.get("param_shapes")
@@ -202,20 +181,3 @@ def inner_paddings(file: TorchFile, inner: dict, group: int, count: int) -> list
             file.path, f"param_alignment_paddings of group {group}: {str(pads)[:80]}, {count} parameters"
         )
     return pads
-
-
-def _step_refs(inner: dict) -> list[Any]:
-    """Return the `step` of every parameter state of the inner optimizer, in a fixed order."""
-    states: Any = inner.get("base_optimizer_state", inner.get("optimizer_state_dict"))
-    if isinstance(states, dict):
-        states = [value for _, value in sorted((states.get("state") or {}).items(), key=lambda item: str(item[0]))]
-    return [state.get("step") for state in states if isinstance(state, dict)] if isinstance(states, list) else []
-
-
-def _read_scalar(file: TorchFile, value: Any) -> Any:
-    if not isinstance(value, TensorRef):
-        return value if isinstance(value, (int, float)) else None
-    if value.numel != 1 or value.dtype not in ("float32", "float64", "int64", "int32"):
-        return None
-    file.check_ref(value, "step")
-    return file.read_elements(value, 0, 1)[0].item()
