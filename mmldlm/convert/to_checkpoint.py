@@ -36,6 +36,7 @@ from mmldlm.convert.to_safetensors import Summary, copy_tokenizer_files, source_
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.utils.formatting import count_noun
 
+MAX_WORLD_SIZE = 1 << 17
 _RNG = re.compile(r"rng_state_rank(\d+)\.pt")
 
 
@@ -95,7 +96,7 @@ def convert_state(
         check_config(weights, opened.checkpoint)
         if ema:
             weights.use_ema()
-        target = _Target(to, world_size or opened.world_size or 1, dtype, only, sub_group_size)
+        target = _Target(to, _world_size(opened, world_size), dtype, only, sub_group_size)
         optimizer = _optimizer_metadata(opened, to, dtype)
         plan: WritePlan | None = None
         notes = list(optimizer.notes) if optimizer else []
@@ -144,7 +145,7 @@ def dry_run(
     with opened.weights as weights:
         check_links(opened)
         check_config(weights, opened.checkpoint)
-        target = _Target(to, world_size or opened.world_size or 1, dtype, only, sub_group_size)
+        target = _Target(to, _world_size(opened, world_size), dtype, only, sub_group_size)
         plan, _ = _plan(opened, _optimizer_metadata(opened, to, dtype), target, Path("OUT"))
         verify(weights, plan)
         return summarize(opened), len(plan.files), plan.nbytes
@@ -153,8 +154,21 @@ def dry_run(
 def _check_arguments(to: str, world_size: int | None) -> None:
     if to not in TARGETS:
         raise UserError(f"--to safetensors or one of {', '.join(TARGETS)}", to, "choose one of them")
-    if world_size is not None and world_size < 1:
-        raise UserError("--world of at least 1", str(world_size), "give the number of ranks")
+    if world_size is not None and not 1 <= world_size <= MAX_WORLD_SIZE:
+        raise UserError(f"--world from 1 to {MAX_WORLD_SIZE:,}", str(world_size), "give the number of ranks")
+
+
+def _world_size(opened: OpenedCheckpoint, given: int | None) -> int:
+    """Return the number of ranks of the new checkpoint.
+
+    Raises:
+        UserError: the source records one that no checkpoint has.
+    """
+    world_size = given or opened.world_size or 1
+    if world_size > MAX_WORLD_SIZE:
+        found = f"{world_size:,} in {opened.checkpoint or opened.weights.path}"
+        raise UserError(f"a recorded number of ranks up to {MAX_WORLD_SIZE:,}", found, "give the number with --world")
+    return world_size
 
 
 def _needs_moments(source: Path | str, to: str) -> bool:

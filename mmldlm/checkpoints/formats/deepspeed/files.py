@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +84,13 @@ def check_ranks(folder: Path, files: dict[int, Path], world_size: int, what: str
     Raises:
         UserError: a missing or surplus file.
     """
-    ranks = set(range(world_size))
-    absent, extra = sorted(ranks - set(files)), sorted(set(files) - ranks)
+    # A recorded world size may be any number: no table of its length is built.
+    absent = list(islice((rank for rank in range(world_size) if rank not in files), 5))
+    extra = sorted(rank for rank in files if rank >= world_size)
     if absent:
+        more = " ..." if len(absent) == 5 else ""
         raise missing_file_error(
-            folder, f"{world_size} {what} files, one per rank", f"none for rank(s) {join_some(absent)}"
+            folder, f"{world_size} {what} files, one per rank", f"none for rank(s) {join_some(absent[:4])}{more}"
         )
     if extra:
         found = f"a file of rank {extra[0]}, but the checkpoint is of {world_size} ranks (dp_world_size)"
@@ -146,6 +149,24 @@ def param_shapes(file: TorchFile, state: dict) -> list[dict[str, tuple[int, ...]
     if len(names) != len(set(names)):
         raise corrupt_file_error(file.path, "param_shapes names a parameter twice")
     return groups
+
+
+def frozen_shapes(file: TorchFile, state: dict) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape of the frozen parameters that a model file of ZeRO-2 or 3 records."""
+    shapes = state.get("frozen_param_shapes") or {}
+    for name, shape in shapes.items() if isinstance(shapes, dict) else [(None, shapes)]:
+        is_shape = isinstance(shape, tuple) and all(type(size) is int and size >= 0 for size in shape)
+        if not isinstance(name, str) or not is_shape:
+            raise corrupt_file_error(file.path, f"frozen_param_shapes with {str(name)[:80]!r}: {str(shape)[:80]}")
+    return shapes
+
+
+def shared_params(file: TorchFile, state: dict) -> dict[str, str]:
+    """Return second name -> name of the tied weights that a model file records."""
+    shared = state.get("shared_params") or {}
+    if not isinstance(shared, dict) or not all(isinstance(name, str) for pair in shared.items() for name in pair):
+        raise corrupt_file_error(file.path, f"shared_params that are not names: {str(shared)[:80]}")
+    return shared
 
 
 def buffer_names(state: dict) -> set[str]:

@@ -31,6 +31,7 @@ from mmldlm.checkpoints.formats.deepspeed.files import (
     configured_stage,
     count_of,
     flat_groups,
+    frozen_shapes,
     inner_optimizer,
     inner_paddings,
     list_files,
@@ -38,6 +39,7 @@ from mmldlm.checkpoints.formats.deepspeed.files import (
     open_named,
     param_shapes,
     saved_stage,
+    shared_params,
 )
 from mmldlm.checkpoints.formats.deepspeed.format import DeepSpeedFormat
 from mmldlm.checkpoints.formats.deepspeed.partitioning import gather_parts, slice_parts, slice_sizes
@@ -151,7 +153,7 @@ class ZeroCheckpoint(WeightSource):
         self._check_universal_steps(file, state, list(trainable))
         if self.stage in (1, 2):
             self._add_universal_copies(file, module, trainable)
-        shared = state.get("shared_params") or {}
+        shared = shared_params(file, state)
         add_tensors(self, file, {name: ref for name, ref in plain.items() if name not in shared}, kinds)
         self._add_frozen3(model_files, models if self.stage == 3 else [{}])
         self._add_shared3(file, state)
@@ -338,13 +340,13 @@ class ZeroCheckpoint(WeightSource):
         self._order_like(module)
 
     def _add_frozen3(self, files: list[TorchFile], models: list[dict]) -> None:
-        shapes = models[0].get("frozen_param_shapes") or {}
-        fragments = [model.get("frozen_param_fragments") or {} for model in models]
+        shapes = frozen_shapes(files[0], models[0])
+        fragments = [model.get("frozen_param_fragments") for model in models]
         for name, shape in shapes.items():
             share = -(-numel(shape) // len(files))
             flats = []
             for file, held in zip(files, fragments):
-                ref = held.get(name)
+                ref = held.get(name) if isinstance(held, dict) else None
                 if not isinstance(ref, TensorRef) or ref.numel != share or not ref.is_contiguous:
                     found = f"a fragment {getattr(ref, 'shape', ref)} of frozen {name} instead of ({share},)"
                     raise corrupt_file_error(file.path, found)
@@ -358,7 +360,7 @@ class ZeroCheckpoint(WeightSource):
             self.parts[name] = [part for part in gather_parts(files, flats, 0, numel(shape)) if part.count]
 
     def _add_shared3(self, file: TorchFile, state: dict) -> None:
-        for alias, owner in (state.get("shared_params") or {}).items():
+        for alias, owner in shared_params(file, state).items():
             if owner not in self.tensors:
                 found = f"{alias} tied to {owner}, which has no weights in the checkpoint"
                 raise corrupt_file_error(file.path, found)

@@ -140,7 +140,7 @@ class TorchFile:
             found = "a zip file that torch.save did not write (no data.pkl under one top folder)"
             raise corrupt_file_error(self.path, found)
         self.top = tops.pop()
-        if "byteorder" in self.records and self.read_record("byteorder") != b"little":
+        if "byteorder" in self.records and self._byteorder() != b"little":
             raise corrupt_file_error(self.path, "tensors in big-endian byte order", "save on a little-endian machine")
 
     def _read_directory(self) -> list[ZipEntry]:
@@ -149,6 +149,11 @@ class TorchFile:
                 ZipEntry(i.filename, i.CRC, i.compress_size, i.file_size, i.header_offset, i.compress_type, i.flag_bits)
                 for i in archive.infolist()
             ]
+
+    def _byteorder(self) -> bytes:
+        if self.records["byteorder"].size > len(b"little"):  # a record of any size may have that name
+            return b""
+        return self.read_record("byteorder")
 
     def _payload_start(self, entry: ZipEntry) -> int:
         # The directory does not record the length of the local header's extra field, which torch pads to align.
