@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from mmldlm.checkpoints.io.open_files import kind_of_file, read_small_file
 from mmldlm.checkpoints.layout import CHECKPOINTS, CONFIG_FILE, DCP_METADATA, ENGINE_FOLDER, LATEST, MODEL_FILE
 from mmldlm.checkpoints.locate import locate_checkpoint
 from mmldlm.checkpoints.manifest import MANIFEST, examine
-from mmldlm.errors import UserError
+from mmldlm.errors import MmldlmError, UserError
 
 # Of a MultimodalMMDiT saved before model_config.json listed them; everything else in it is trained.
 _BUFFERS = ("latent_mean", "latent_std")
@@ -67,6 +69,30 @@ def open_source(
     folder = path if path.is_dir() else path.parent
     mark_buffers(weights, folder)
     return OpenedCheckpoint(_add_ema(weights, folder, with_ema), None)
+
+
+@contextlib.contextmanager
+def report_deletion(path: Path | str) -> Iterator[None]:
+    """Say so if an error has its cause in a run that deletes its old checkpoints while one is read.
+
+    Raises:
+        UserError: the checkpoint at `path` was there when the block began, and is gone.
+    """
+    path = Path(path)
+    folder = path.resolve()
+    with contextlib.suppress(MmldlmError, OSError):
+        folder = locate_checkpoint(path) if _is_run_checkpoint(path) else folder  # `latest` moves on
+    was_there = (folder / MANIFEST).exists()
+    try:
+        yield
+    except (MmldlmError, OSError) as error:
+        if not was_there or (folder / MANIFEST).exists():
+            raise
+        raise UserError(
+            f"a checkpoint that stays while it is read: {folder}",
+            "its run deleted it meanwhile",
+            f"take {folder.parent.parent / LATEST}, which names the newest one, or keep more of them",
+        ) from error
 
 
 def _check_manifest(checkpoint: Path, weights_only: bool) -> None:

@@ -111,8 +111,8 @@ def inner_optimizer(file: TorchFile) -> dict:
 def count_of(file: TorchFile, state: dict, key: str) -> int:
     """Return an entry that must be a non-negative int."""
     value = state.get(key)
-    if type(value) is not int or value < 0:
-        raise corrupt_file_error(file.path, f"{key} = {value!r} instead of a count")
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise corrupt_file_error(file.path, f"{key} = {str(value)[:80]} instead of a count")
     return value
 
 

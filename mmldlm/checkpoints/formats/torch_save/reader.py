@@ -293,6 +293,9 @@ class TorchFile:
         if needed > record.size or ref.storage_elements * itemsize > record.size:
             found = f"{what} needs {needed} bytes of record data/{ref.key}, which has {record.size}"
             raise corrupt_file_error(self.path, found)
+        if ref.numel * itemsize > max(64 << 20, 2 * ref.extent * itemsize):  # expanded: strides of 0
+            found = f"{what} claims {ref.numel} elements over a storage range of {ref.extent}"
+            raise corrupt_file_error(self.path, found)
 
     def position_of(self, ref: TensorRef, start: int = 0) -> int:
         """Return the position of element `start` of a tensor, in bytes from the start of the file."""
@@ -323,9 +326,6 @@ class TorchFile:
         """Return a complete non-contiguous tensor (a saved transpose or expand), flat in row-major order."""
         self.check_ref(ref, what)
         itemsize = DTYPES[ref.dtype].itemsize
-        if ref.numel * itemsize > max(64 << 20, 2 * ref.extent * itemsize):
-            found = f"{what} claims {ref.numel} elements over a storage range of {ref.extent}"
-            raise corrupt_file_error(self.path, found)
         span = self.read_elements(TensorRef(ref.dtype, (ref.extent,), (1,), ref.key, ref.offset, 0), 0, ref.extent)
         strides = tuple(stride * itemsize for stride in ref.stride)
         return np.lib.stride_tricks.as_strided(span, ref.shape, strides, writeable=False).flatten()
