@@ -145,9 +145,10 @@ class PendingCheckpoint:
         self.discard()
         more = f", and {len(messages) - 3} more ranks" if len(messages) > 3 else ""
         reasons = ("; ".join(messages[:3]) or "on another rank") + more
+        is_kept = os.path.lexists(self.run_dir / LATEST)  # a conversion writes the first of its run
+        kept = f" The previous checkpoint in {self.run_dir} is untouched." if is_kept else ""
         raise CommitFailed(
-            f"checkpoint of step {self.step} was not saved: {phase} failed ({reasons}). "
-            f"The previous checkpoint in {self.run_dir} is untouched."
+            f"checkpoint of step {self.step} was not saved: {phase} failed ({reasons}).{kept}"
         ) from error
 
     def write_manifest_entry(self) -> None:

@@ -58,7 +58,7 @@ def _open_source(folder: Path) -> WeightSource:
             ", ".join(inside[:6]) or "an empty folder",
             "resume from another checkpoint of the run, or take the weights alone with training.init_from",
         )
-    return found.format.open(found.path, ReadOptions(allow_nonfinite=True, with_moments=True, random_access=True))
+    return found.format.open(found.path, ReadOptions(True, with_moments=True, random_access=True, is_one_save=True))
 
 
 class ResumeReader:

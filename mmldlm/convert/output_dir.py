@@ -33,7 +33,9 @@ _OUTPUTS = re.compile(
 )
 # These may belong to a training run, and TOKENIZER_FILES to a model: they are deleted only next to the marker, which a
 # conversion writes first.
-_STATES = re.compile(r"model\.pt|optimizer\.pt|\.metadata|trainable\.json|__\d+_0\.distcp|zero|latest|checkpoints")
+_STATES = re.compile(
+    r"model\.pt|optimizer\.pt|deepspeed\.pt|\.metadata|trainable\.json|__\d+_0\.distcp|zero|latest|checkpoints"
+)
 CONVERSION_MARKER = "converted.json"
 _MANY_FILES = 32  # from which one syncfs is faster: 800 fsyncs took 3.1 s, syncfs 0.2 s (ext4)
 

@@ -34,7 +34,9 @@ from mmldlm.convert.inspect import compare, summarize
 from mmldlm.convert.output_dir import write_atomically
 from mmldlm.convert.to_safetensors import Summary, copy_tokenizer_files, source_metadata
 from mmldlm.errors import MmldlmError, UserError
+from mmldlm.utils.formatting import count_noun
 
+MAX_WORLD_SIZE = 1 << 17
 _RNG = re.compile(r"rng_state_rank(\d+)\.pt")
 
 
@@ -100,7 +102,7 @@ def convert_state(
         check_config(weights, opened.checkpoint)
         if ema:
             weights.use_ema()
-        target = _Target(to, world_size or opened.world_size or 1, dtype, only, sub_group_size, strip_prefix)
+        target = _Target(to, _world_size(opened, world_size), dtype, only, sub_group_size, strip_prefix)
         optimizer = _optimizer_metadata(opened, to, dtype)
         plan: WritePlan | None = None
         notes = list(optimizer.notes) if optimizer else []
@@ -152,7 +154,7 @@ def dry_run(
     with opened.weights as weights:
         check_links(opened)
         check_config(weights, opened.checkpoint)
-        target = _Target(to, world_size or opened.world_size or 1, dtype, only, sub_group_size, strip_prefix)
+        target = _Target(to, _world_size(opened, world_size), dtype, only, sub_group_size, strip_prefix)
         plan, _ = _plan(opened, _optimizer_metadata(opened, to, dtype), target, Path("OUT"))
         verify(weights, plan)
         return summarize(opened), len(plan.files), plan.nbytes
@@ -161,8 +163,21 @@ def dry_run(
 def _check_arguments(to: str, world_size: int | None) -> None:
     if to not in TARGETS:
         raise UserError(f"--to safetensors or one of {', '.join(TARGETS)}", to, "choose one of them")
-    if world_size is not None and world_size < 1:
-        raise UserError("--world of at least 1", str(world_size), "give the number of ranks")
+    if world_size is not None and not 1 <= world_size <= MAX_WORLD_SIZE:
+        raise UserError(f"--world from 1 to {MAX_WORLD_SIZE:,}", str(world_size), "give the number of ranks")
+
+
+def _world_size(opened: OpenedCheckpoint, given: int | None) -> int:
+    """Return the number of ranks of the new checkpoint.
+
+    Raises:
+        UserError: the source records one that no checkpoint has.
+    """
+    world_size = given or opened.world_size or 1
+    if world_size > MAX_WORLD_SIZE:
+        found = f"{world_size:,} in {opened.checkpoint or opened.weights.path}"
+        raise UserError(f"a recorded number of ranks up to {MAX_WORLD_SIZE:,}", found, "give the number with --world")
+    return world_size
 
 
 def _needs_moments(source: Path | str, to: str) -> bool:
@@ -238,12 +253,25 @@ def _optimizer_metadata(opened: OpenedCheckpoint, to: str, dtype: str | None) ->
             "none (elastic_checkpoint keeps no param_groups, and older DCP folders none either)",
             "save without elastic_checkpoint; training.resume of mmldlm needs no settings and no conversion",
         )
+    if to == "universal" and (lost := _not_loaded_from_universal(opened.weights)):
+        optimizer.notes.append(
+            f"DeepSpeed's own loader of universal checkpoints loads neither frozen weights nor buffers ({lost} here): "
+            "its model keeps those it was built with. They are in OUT, and mmldlm loads them; for DeepSpeed take "
+            "--to zero1, zero2 or zero3, or load them yourself from --to safetensors"
+        )
     if to == "universal" and opened.weights.stage == 3 and any("muon" in group.settings for group in optimizer.groups):
         optimizer.notes.append(
             "DeepSpeed's own ZeRO-3 loader cannot load this: it expects exp_avg_sq of all weights, and gives all "
             "groups the settings of the first. mmldlm can. For DeepSpeed convert --to zero2, then --to universal"
         )
     return optimizer
+
+
+def _not_loaded_from_universal(weights: WeightSource) -> str:
+    """Return the counts of what DeepSpeed leaves as it is when it loads a universal checkpoint; "" for nothing."""
+    kinds = [info.kind for info in weights.tensors.values()]
+    counts = [(kinds.count("frozen"), "frozen weight"), (kinds.count("buffer"), "buffer")]
+    return " and ".join(count_noun(count, noun) for count, noun in counts if count)
 
 
 def _plan(

@@ -399,7 +399,9 @@ def test_force_replaces_a_conversion_and_no_training(zero_dir, fsdp_dir, tmp_pat
     out = tmp_path / "out"
     convert_state(zero_dir / "z2_bf16", out, "zero3", 4)
     convert_state(zero_dir / "z2_bf16", out, "ddp", force=True)
-    assert sorted(path.name for path in out.iterdir()) == ["converted.json", "model.pt", "optimizer.pt"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "converted.json", "deepspeed.pt", "model.pt", "optimizer.pt",
+    ]  # fmt: skip
     run = run_of(tmp_path / "run", fsdp_dir / "fsdp", {"applied_steps": 3})
     for precious in (run, shutil.copytree(fsdp_dir / "plain", tmp_path / "plain")):
         with pytest.raises(UserError, match="will not be deleted"):

@@ -28,11 +28,14 @@ class ReadOptions:
         allow_nonfinite: return NaN and infinite weights instead of raising.
         with_moments: find the moments too, and refuse a checkpoint of another optimizer than AdamW and Muon.
         random_access: read only what is requested (see torch_save/reader).
+        is_one_save: a manifest was compared with the files: their counters are not compared with each other. Those of
+            mmldlm's runs may differ (skipped steps, rollbacks).
     """
 
     allow_nonfinite: bool = False
     with_moments: bool = False
     random_access: bool = False
+    is_one_save: bool = False
 
 
 @dataclass(frozen=True)

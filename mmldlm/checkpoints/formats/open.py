@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from mmldlm.checkpoints.formats import rank_files, registry
@@ -17,7 +20,7 @@ from mmldlm.checkpoints.io.open_files import kind_of_file, read_small_file
 from mmldlm.checkpoints.layout import CHECKPOINTS, CONFIG_FILE, DCP_METADATA, ENGINE_FOLDER, LATEST, MODEL_FILE
 from mmldlm.checkpoints.locate import locate_checkpoint
 from mmldlm.checkpoints.manifest import MANIFEST, examine
-from mmldlm.errors import UserError
+from mmldlm.errors import MmldlmError, UserError
 from mmldlm.utils.formatting import join_some
 
 # Of a MultimodalMMDiT saved before model_config.json listed them; everything else in it is trained.
@@ -54,6 +57,7 @@ def open_source(
         checkpoint = locate_checkpoint(path)
         _check_manifest(checkpoint, weights_only)
         folder = checkpoint / ENGINE_FOLDER
+        options = replace(options, is_one_save=True)
         weights = registry.open_path(folder, options) if folder.is_dir() else None
         if weights is None:
             expected = f"DeepSpeed files, {DCP_METADATA} or {MODEL_FILE} in {folder}"
@@ -136,6 +140,30 @@ def _note_foreign_objects(weights: WeightSource) -> None:
     kinds = sorted({kind for file in weights.files if isinstance(file, TorchFile) for kind in file.foreign_objects})
     if kinds:
         weights.notes.append(f"objects that are not weights were left unread: {join_some(kinds)}; nothing was executed")
+
+
+@contextlib.contextmanager
+def report_deletion(path: Path | str) -> Iterator[None]:
+    """Say so if an error has its cause in a run that deletes its old checkpoints while one is read.
+
+    Raises:
+        UserError: the checkpoint at `path` was there when the block began, and is gone.
+    """
+    path = Path(path)
+    folder = path.resolve()
+    with contextlib.suppress(MmldlmError, OSError):
+        folder = locate_checkpoint(path) if _is_run_checkpoint(path) else folder  # `latest` moves on
+    was_there = (folder / MANIFEST).exists()
+    try:
+        yield
+    except (MmldlmError, OSError) as error:
+        if not was_there or (folder / MANIFEST).exists():
+            raise
+        raise UserError(
+            f"a checkpoint that stays while it is read: {folder}",
+            "its run deleted it meanwhile",
+            f"take {folder.parent.parent / LATEST}, which names the newest one, or keep more of them",
+        ) from error
 
 
 def _check_manifest(checkpoint: Path, weights_only: bool) -> None:

@@ -22,6 +22,7 @@ from mmldlm.utils.formatting import join_some
 from mmldlm.utils.moments import moment_keys
 
 COPIED_KEYS = ("dynamic_loss_scale", "overflow", "clip_grad")  # next to the loss scaler in DeepSpeed's files
+MAX_COPIED_VALUES, MAX_COPIED_DEPTH = 1_000_000, 100  # of an entry of the caller's
 PLAIN_SCALER = "plain_loss_scaler"
 PLAIN_TYPES = (str, int, float, bool, type(None))
 _SCALER_MODULE = "deepspeed.runtime.fp16.loss_scaler"
@@ -54,6 +55,7 @@ class OptimizerMetadata:
         optimizer: loss scaler and clipping, under the keys of DeepSpeed's optimizer file.
         ds_config: the DeepSpeed config as saved.
         notes: what could not be carried over.
+        is_of_deepspeed: whether model_states and ds_config are DeepSpeed's own, and not defaults.
     """
 
     groups: list[Group]
@@ -63,6 +65,7 @@ class OptimizerMetadata:
     optimizer: dict[str, Any]
     ds_config: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    is_of_deepspeed: bool = False
 
 
 def check_groups(source: WeightSource, metadata: OptimizerMetadata) -> None:
@@ -119,18 +122,31 @@ def copied_values(file: TorchFile, value: Any, what: str) -> Any:
     """Return a value in a form that can be written: plain values, and tensors with their elements.
 
     Raises:
-        ValueError: an object of a class, which was never built.
+        ValueError: an object of a class, which was never built, or more values than any file needs: the lists of a
+            pickle may contain each other.
     """
+    return _copied(file, value, what, [MAX_COPIED_VALUES])
+
+
+def _copied(file: TorchFile, value: Any, what: str, left: list[int], depth: int = 0) -> Any:
+    left[0] -= 1
+    if left[0] < 0 or depth > MAX_COPIED_DEPTH:
+        raise ValueError(what)
     if isinstance(value, PLAIN_TYPES):
         return value
     if isinstance(value, TensorRef):
         file.check_ref(value, what)
+        if value.numel * DTYPES[value.dtype].itemsize > file.file_size:
+            raise ValueError(what)  # an expanded tensor: many elements of few bytes
         flat = file.read_elements(value, 0, value.numel) if value.is_contiguous else file.read_strided(value, what)
         return TensorSpec(value.dtype, value.shape, [flat])
     if isinstance(value, (list, tuple)):
-        return type(value)(copied_values(file, item, what) for item in value)
+        return type(value)(_copied(file, item, what, left, depth + 1) for item in value)
     if isinstance(value, dict):
-        return {copied_values(file, key, what): copied_values(file, item, what) for key, item in value.items()}
+        return {
+            _copied(file, key, what, left, depth + 1): _copied(file, item, what, left, depth + 1)
+            for key, item in value.items()
+        }
     raise ValueError(what)
 
 
@@ -172,9 +188,12 @@ def default_scaler() -> dict[str, Any]:
 # -- the run around a checkpoint --------------------------------------------------------------------------------------
 
 
-def default_counters(opened: OpenedCheckpoint) -> dict[str, Any]:
-    """Return OptimizerMetadata.model_states of a checkpoint that DeepSpeed did not save."""
-    step = opened.step or 0
+def default_counters(opened: OpenedCheckpoint, steps: float | None) -> dict[str, Any]:
+    """Return OptimizerMetadata.model_states of a checkpoint that DeepSpeed did not save.
+
+    Without a recorded training step it is the number of the optimizer's steps.
+    """
+    step = int(steps or 0) if opened.step is None else opened.step
     return {"lr_scheduler": None, "data_sampler": None, "random_ltd": None, "skipped_steps": 0, "global_steps": step}
 
 

@@ -160,7 +160,8 @@ class DeepSpeedEngine(Engine):
         writer.save = lambda state_dict, path: files.append((str(Path(path).relative_to(folder)), state_dict))
         # Scripts that rank 0 would copy next to the files; `mmldlm convert` does not need them.
         self._engine._copy_recovery_script = lambda save_path: None
-        self._engine.global_steps = step
+        # The training state counts skipped steps; DeepSpeed's own count is wrong after a rollback.
+        self._engine.global_steps, self._engine.skipped_steps = step, 0
         try:
             groups = [[self._names[id(p)] for p in group["params"]] for group in self._own_groups]
             state = {"optimizer_param_names": groups, "aliases": tied_names(self.model)} if self.stage == 0 else {}

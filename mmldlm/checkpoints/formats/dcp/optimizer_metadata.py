@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from mmldlm.checkpoints.formats.base import OpenedCheckpoint
+from mmldlm.checkpoints.formats.deepspeed_state import add_deepspeed_state
 from mmldlm.checkpoints.formats.optimizer_metadata import (
     COPIED_KEYS,
     PLAIN_SCALER,
@@ -45,4 +46,6 @@ def read_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
     saved = saved if isinstance(saved, dict) else {}
     copied = {key: saved[key] for key in COPIED_KEYS if key in saved and type(saved[key]) in PLAIN_TYPES}
     optimizer = {**default_scaler(), **copied, "loss_scaler": loss_scaler(saved.get(PLAIN_SCALER))}
-    return OptimizerMetadata(groups, steps, dtype, default_counters(opened), optimizer, notes=notes)
+    counters = default_counters(opened, steps)
+    metadata = OptimizerMetadata(groups, steps, dtype, counters, optimizer, notes=notes)
+    return add_deepspeed_state(metadata, source.path)

@@ -15,7 +15,7 @@ from typing import Any
 
 from mmldlm.checkpoints.formats.adam_state import check_no_other_moment
 from mmldlm.checkpoints.formats.dcp.item import DcpFile, DcpItem
-from mmldlm.checkpoints.formats.dtypes import numel
+from mmldlm.checkpoints.formats.dtypes import DTYPES, numel
 from mmldlm.checkpoints.formats.torch_save.reader import (
     MAX_PICKLE_BYTES,
     corrupt_file_error,
@@ -175,6 +175,10 @@ class DcpCheckpoint(WeightSource):
             raise corrupt_file_error(self.path / DCP_METADATA, f"no file for a chunk of {name}")
         relative, offset, length = location
         file = self._distcp[relative]
+        needed = numel(sizes) * DTYPES[dtype].itemsize
+        if needed > length:  # before memory or disk space is taken for it
+            found = f"a chunk of {name} {sizes} in {dtype}, {needed} bytes, in {length} bytes of {relative}"
+            raise corrupt_file_error(self.path / DCP_METADATA, found)
         ref = TensorRef(dtype, sizes, _row_major(sizes), "", 0, numel(sizes))
         item = DcpItem(file, offset, length, ref, name, self.random_access)
         self.files.append(item)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mmldlm.checkpoints.formats.deepspeed_state import write_deepspeed_state
 from mmldlm.checkpoints.formats.dtypes import numel
 from mmldlm.checkpoints.formats.optimizer_metadata import COPIED_KEYS, PLAIN_SCALER, OptimizerMetadata, plain_scaler
 from mmldlm.checkpoints.formats.torch_save.pickler import GlobalRef, ObjectSpec, PickleWriter, TensorSpec, TorchSize
@@ -63,9 +64,10 @@ def plan_dcp(
 def write_descriptions(
     source: WeightSource, optimizer: OptimizerMetadata | None, metadata: bytes, folder: Path
 ) -> None:
-    """Write trainable.json, then .metadata, whose presence makes the folder a checkpoint."""
+    """Write trainable.json and deepspeed.pt, then .metadata, whose presence makes the folder a checkpoint."""
     if optimizer is not None:
         (folder / TRAINABLE_FILE).write_text(json.dumps(trainable_names(source, optimizer)) + "\n")
+    write_deepspeed_state(optimizer, folder)
     (folder / DCP_METADATA).write_bytes(metadata)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from mmldlm.checkpoints.formats.dtypes import DTYPES
-from mmldlm.checkpoints.formats.torch_save.reader import SAME_SAVE_HINT, TorchFile, corrupt_file_error
+from mmldlm.checkpoints.formats.torch_save.reader import TorchFile, corrupt_file_error
 from mmldlm.checkpoints.formats.torch_save.unpickler import OpaqueObject, TensorRef
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import join_some
@@ -83,11 +84,13 @@ def check_ranks(folder: Path, files: dict[int, Path], world_size: int, what: str
     Raises:
         UserError: a missing or surplus file.
     """
-    ranks = set(range(world_size))
-    absent, extra = sorted(ranks - set(files)), sorted(set(files) - ranks)
+    # A recorded world size may be any number: no table of its length is built.
+    absent = list(islice((rank for rank in range(world_size) if rank not in files), 5))
+    extra = sorted(rank for rank in files if rank >= world_size)
     if absent:
+        more = " ..." if len(absent) == 5 else ""
         raise missing_file_error(
-            folder, f"{world_size} {what} files, one per rank", f"none for rank(s) {join_some(absent)}"
+            folder, f"{world_size} {what} files, one per rank", f"none for rank(s) {join_some(absent[:4])}{more}"
         )
     if extra:
         found = f"a file of rank {extra[0]}, but the checkpoint is of {world_size} ranks (dp_world_size)"
@@ -108,8 +111,8 @@ def inner_optimizer(file: TorchFile) -> dict:
 def count_of(file: TorchFile, state: dict, key: str) -> int:
     """Return an entry that must be a non-negative int."""
     value = state.get(key)
-    if type(value) is not int or value < 0:
-        raise corrupt_file_error(file.path, f"{key} = {value!r} instead of a count")
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise corrupt_file_error(file.path, f"{key} = {str(value)[:80]} instead of a count")
     return value
 
 
@@ -133,27 +136,6 @@ def saved_stage(file: TorchFile, inner: dict) -> int:
     return int(stage)
 
 
-def check_same_step(files: list[TorchFile], states: list[dict], world_size: int) -> None:
-    """Check that the optimizer's step counters agree over the ranks; these files record no other step.
-
-    Raises:
-        UserError: they differ, or the files are of another world size.
-    """
-    first = None
-    for file, state in zip(files, states):
-        steps = [_read_scalar(file, ref) for ref in _step_refs(state)]
-        first = first if first is not None else steps
-        if steps != first:
-            raise corrupt_file_error(
-                file.path, f"optimizer step {steps} while {files[0].path.name} is at {first}", SAME_SAVE_HINT
-            )
-        counts = state.get("partition_count")
-        for count in counts if isinstance(counts, list) else [counts]:
-            if type(count) is int and count != world_size:
-                found = f"partition_count = {count}, but dp_world_size is {world_size}"
-                raise corrupt_file_error(file.path, found, SAME_SAVE_HINT)
-
-
 def param_shapes(file: TorchFile, state: dict) -> list[dict[str, tuple[int, ...]]]:
     """Return one dict name -> shape per group, in the order of the flat weights."""
     groups = state.get("param_shapes")
@@ -167,6 +149,24 @@ def param_shapes(file: TorchFile, state: dict) -> list[dict[str, tuple[int, ...]
     if len(names) != len(set(names)):
         raise corrupt_file_error(file.path, "param_shapes names a parameter twice")
     return groups
+
+
+def frozen_shapes(file: TorchFile, state: dict) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape of the frozen parameters that a model file of ZeRO-2 or 3 records."""
+    shapes = state.get("frozen_param_shapes") or {}
+    for name, shape in shapes.items() if isinstance(shapes, dict) else [(None, shapes)]:
+        is_shape = isinstance(shape, tuple) and all(type(size) is int and size >= 0 for size in shape)
+        if not isinstance(name, str) or not is_shape:
+            raise corrupt_file_error(file.path, f"frozen_param_shapes with {str(name)[:80]!r}: {str(shape)[:80]}")
+    return shapes
+
+
+def shared_params(file: TorchFile, state: dict) -> dict[str, str]:
+    """Return second name -> name of the tied weights that a model file records."""
+    shared = state.get("shared_params") or {}
+    if not isinstance(shared, dict) or not all(isinstance(name, str) for pair in shared.items() for name in pair):
+        raise corrupt_file_error(file.path, f"shared_params that are not names: {str(shared)[:80]}")
+    return shared
 
 
 def buffer_names(state: dict) -> set[str]:
@@ -202,20 +202,3 @@ def inner_paddings(file: TorchFile, inner: dict, group: int, count: int) -> list
             file.path, f"param_alignment_paddings of group {group}: {str(pads)[:80]}, {count} parameters"
         )
     return pads
-
-
-def _step_refs(inner: dict) -> list[Any]:
-    """Return the `step` of every parameter state of the inner optimizer, in a fixed order."""
-    states: Any = inner.get("base_optimizer_state", inner.get("optimizer_state_dict"))
-    if isinstance(states, dict):
-        states = [value for _, value in sorted((states.get("state") or {}).items(), key=lambda item: str(item[0]))]
-    return [state.get("step") for state in states if isinstance(state, dict)] if isinstance(states, list) else []
-
-
-def _read_scalar(file: TorchFile, value: Any) -> Any:
-    if not isinstance(value, TensorRef):
-        return value if isinstance(value, (int, float)) else None
-    if value.numel != 1 or value.dtype not in ("float32", "float64", "int64", "int32"):
-        return None
-    file.check_ref(value, "step")
-    return file.read_elements(value, 0, 1)[0].item()

@@ -48,7 +48,9 @@ class DeepSpeedFormat:
     def open(self, path: Path, options: ReadOptions):
         from mmldlm.checkpoints.formats.deepspeed.reader import ZeroCheckpoint
 
-        return ZeroCheckpoint.open(path, options.allow_nonfinite, options.with_moments, options.random_access)
+        return ZeroCheckpoint.open(
+            path, options.allow_nonfinite, options.with_moments, options.random_access, options.is_one_save
+        )
 
     def can_resume(self, path: Path) -> bool:
         return True

@@ -7,6 +7,7 @@ from typing import Any
 from mmldlm.checkpoints.formats.adam_state import group_names
 from mmldlm.checkpoints.formats.base import OpenedCheckpoint
 from mmldlm.checkpoints.formats.deepspeed.files import inner_optimizer, param_shapes
+from mmldlm.checkpoints.formats.deepspeed.step_counters import STEPS_AHEAD, steps_ahead
 from mmldlm.checkpoints.formats.optimizer_metadata import (
     COPIED_KEYS,
     PLAIN_SCALER,
@@ -65,14 +66,18 @@ def read_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
     except ValueError:
         config = {}
         notes.append("ds_config holds an object of a class and was left out")
+    steps = _steps(file, optimizer, source)
+    if (ahead := steps_ahead(state, steps)) > 0:
+        model_states[STEPS_AHEAD] = ahead
     return OptimizerMetadata(
         groups=[Group(names, values) for names, values in zip(names_of, settings)],
-        steps=_steps(file, optimizer, source),
+        steps=steps,
         compute_dtype=_compute_dtype(source),
         model_states=model_states,
         optimizer={"loss_scaler": scaler, **copied},
         ds_config=config,
         notes=notes,
+        is_of_deepspeed=True,
     )
 
 

@@ -15,6 +15,7 @@ Layouts (DeepSpeed 0.19, deepspeed/runtime/engine.py, zero/stage_1_and_2.py, zer
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from mmldlm.checkpoints.formats.adam_state import (
     TensorState,
@@ -27,10 +28,10 @@ from mmldlm.checkpoints.formats.adam_state import (
 from mmldlm.checkpoints.formats.deepspeed.files import (
     buffer_names,
     check_ranks,
-    check_same_step,
     configured_stage,
     count_of,
     flat_groups,
+    frozen_shapes,
     inner_optimizer,
     inner_paddings,
     list_files,
@@ -38,10 +39,16 @@ from mmldlm.checkpoints.formats.deepspeed.files import (
     open_named,
     param_shapes,
     saved_stage,
+    shared_params,
 )
 from mmldlm.checkpoints.formats.deepspeed.format import DeepSpeedFormat
 from mmldlm.checkpoints.formats.deepspeed.partitioning import gather_parts, slice_parts, slice_sizes
-from mmldlm.checkpoints.formats.deepspeed.universal_reader import add_universal, is_universal
+from mmldlm.checkpoints.formats.deepspeed.step_counters import (
+    check_model_files,
+    check_optimizer_files,
+    compare_steps,
+)
+from mmldlm.checkpoints.formats.deepspeed.universal_reader import add_universal, is_universal, universal_steps
 from mmldlm.checkpoints.formats.deepspeed.zero0_masters import match_masters, order_of_masters
 from mmldlm.checkpoints.formats.dtypes import numel
 from mmldlm.checkpoints.formats.state_dict import add_tensors, tensors_of
@@ -57,16 +64,23 @@ class ZeroCheckpoint(WeightSource):
 
     engine = "deepspeed"
     with_moments = False
+    is_one_save = False
 
     @classmethod
     def open(
-        cls, path: Path | str, allow_nonfinite: bool = False, with_moments: bool = False, random_access: bool = False
+        cls,
+        path: Path | str,
+        allow_nonfinite: bool = False,
+        with_moments: bool = False,
+        random_access: bool = False,
+        is_one_save: bool = False,
     ) -> ZeroCheckpoint:
         """Open a folder of *_states.pt files, or one that contains it (`latest`, zero/, engine/zero/).
 
         Args:
             with_moments: find the moments too, and refuse a checkpoint of another optimizer than AdamW and Muon.
             random_access: see torch_save/reader.
+            is_one_save: see ReadOptions.
 
         Raises:
             UserError: missing, extra, renamed, damaged or mismatched files; tensor, pipeline or expert parallelism. It
@@ -80,7 +94,7 @@ class ZeroCheckpoint(WeightSource):
                 "give the folder that holds the mp_rank_* and zero_pp_rank_* files",
             )
         source = cls(folder, allow_nonfinite, random_access)
-        source.with_moments = with_moments
+        source.with_moments, source.is_one_save = with_moments, is_one_save
         try:
             source._open_folder()
         except BaseException:
@@ -94,11 +108,7 @@ class ZeroCheckpoint(WeightSource):
         models = [file.load_dict() for file in model_files]
         self.step = count_of(model_files[0], models[0], "global_steps")
         self.world_size = count_of(model_files[0], models[0], "dp_world_size")
-        for file, state in zip(model_files[1:], models[1:]):
-            for key in ("global_steps", "dp_world_size", "ds_version"):
-                if state.get(key) != models[0].get(key):
-                    first = f"{models[0].get(key)!r} in {model_files[0].path.name}"
-                    raise corrupt_file_error(file.path, f"{key} = {state.get(key)!r}, but {first}", SAME_SAVE_HINT)
+        check_model_files(model_files, models)
         if not optim and is_universal(self.path):
             self.stage = configured_stage(models[0])
             self._read_universal(model_files, models)
@@ -115,7 +125,8 @@ class ZeroCheckpoint(WeightSource):
         optim_files = [self._open(path) for _, path in sorted(optim.items())]
         inners = [inner_optimizer(file) for file in optim_files]
         self.stage = saved_stage(optim_files[0], inners[0])
-        check_same_step(optim_files, inners, self.world_size)
+        counters = check_optimizer_files(optim_files, inners, self.world_size)
+        self._compare_steps(model_files[0], models[0], optim_files[0].path, counters)
         if (self.stage == 3) != bool(model3):
             found = (
                 f"a model file of {'ZeRO-3' if model3 else 'another stage'}, with optimizer files of ZeRO-{self.stage}"
@@ -132,18 +143,53 @@ class ZeroCheckpoint(WeightSource):
         file, state = model_files[0], models[0]
         module = tensors_of(state.get("module"), file.path, "module", self.notes)
         groups = param_shapes(file, state)
-        trainable = {name for group in groups for name in group}
+        trainable = {name: shape for group in groups for name, shape in group.items()}
         if self.stage == 3:
             plain = {name: module[name] for name in module if name in buffer_names(state)}
         else:
             plain = {name: ref for name, ref in module.items() if name not in trainable}
         kinds = {**dict.fromkeys(plain, "frozen"), **dict.fromkeys(buffer_names(state), "buffer")}
         add_universal(self, groups, self.with_moments)
-        shared = state.get("shared_params") or {}
+        self._check_universal_steps(file, state, list(trainable))
+        if self.stage in (1, 2):
+            self._add_universal_copies(file, module, trainable)
+        shared = shared_params(file, state)
         add_tensors(self, file, {name: ref for name, ref in plain.items() if name not in shared}, kinds)
         self._add_frozen3(model_files, models if self.stage == 3 else [{}])
         self._add_shared3(file, state)
         self._order_like(module)
+
+    def _add_universal_copies(self, file: TorchFile, module: dict, trainable: dict[str, tuple[int, ...]]) -> None:
+        """Find the low-precision weights in the model file of ZeRO-1 or 2, which the masters must round to.
+
+        ZeRO-3 leaves none there.
+        """
+        for name, shape in trainable.items():
+            if name not in module or module[name].shape != shape:
+                found = module[name].shape if name in module else "nothing of that name"
+                raise corrupt_file_error(file.path, f"{name} {shape} in param_shapes, {found} in module")
+            file.check_ref(module[name], name)
+            if module[name].is_contiguous and module[name].numel:
+                self.low_precision_copies[name] = [FileRange(file, module[name], 0, module[name].numel)]
+
+    def _check_universal_steps(self, model: TorchFile, state: dict, names: list[str]) -> None:
+        """Compare the optimizer's steps with each other and with the model file's.
+
+        Raises:
+            UserError: they are of two saves.
+        """
+        counted = universal_steps(self, names)
+        for path, step in counted:
+            if step != counted[0][1]:
+                found = f"optimizer step {step} while {counted[0][0].parent.name} is at {counted[0][1]}"
+                raise corrupt_file_error(path, found, SAME_SAVE_HINT)
+        if counted:
+            self._compare_steps(model, state, counted[0][0], {"step": [counted[0][1]]})
+
+    def _compare_steps(self, model: TorchFile, state: dict, optimizer: Path, counters: dict[str, Any]) -> None:
+        """Hold the optimizer's steps against the model file's, unless a manifest says that it is one save."""
+        if not self.is_one_save and (note := compare_steps(model.path, state, optimizer, counters)):
+            self.notes.append(note)
 
     def _order_like(self, module: dict) -> None:
         """Sort the tensors in the model's order.
@@ -294,13 +340,13 @@ class ZeroCheckpoint(WeightSource):
         self._order_like(module)
 
     def _add_frozen3(self, files: list[TorchFile], models: list[dict]) -> None:
-        shapes = models[0].get("frozen_param_shapes") or {}
-        fragments = [model.get("frozen_param_fragments") or {} for model in models]
+        shapes = frozen_shapes(files[0], models[0])
+        fragments = [model.get("frozen_param_fragments") for model in models]
         for name, shape in shapes.items():
             share = -(-numel(shape) // len(files))
             flats = []
             for file, held in zip(files, fragments):
-                ref = held.get(name)
+                ref = held.get(name) if isinstance(held, dict) else None
                 if not isinstance(ref, TensorRef) or ref.numel != share or not ref.is_contiguous:
                     found = f"a fragment {getattr(ref, 'shape', ref)} of frozen {name} instead of ({share},)"
                     raise corrupt_file_error(file.path, found)
@@ -314,7 +360,7 @@ class ZeroCheckpoint(WeightSource):
             self.parts[name] = [part for part in gather_parts(files, flats, 0, numel(shape)) if part.count]
 
     def _add_shared3(self, file: TorchFile, state: dict) -> None:
-        for alias, owner in (state.get("shared_params") or {}).items():
+        for alias, owner in shared_params(file, state).items():
             if owner not in self.tensors:
                 found = f"{alias} tied to {owner}, which has no weights in the checkpoint"
                 raise corrupt_file_error(file.path, found)

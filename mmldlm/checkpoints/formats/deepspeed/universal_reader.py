@@ -14,6 +14,7 @@ from typing import Any
 
 from mmldlm.checkpoints.formats.adam_state import check_no_other_moment
 from mmldlm.checkpoints.formats.deepspeed.files import missing_file_error
+from mmldlm.checkpoints.formats.deepspeed.step_counters import read_scalar
 from mmldlm.checkpoints.formats.dtypes import DTYPES, numel
 from mmldlm.checkpoints.formats.torch_save.reader import TorchFile, corrupt_file_error
 from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
@@ -71,6 +72,28 @@ def add_universal(source: WeightSource, groups: list[dict[str, tuple[int, ...]]]
             check_no_other_moment(folders[name], saved, keys, name)
             for key in keys:
                 source.moments.setdefault(key, {})[name] = _state(source, folders[name], name, key, shape)
+
+
+def universal_steps(source: WeightSource, names: list[str]) -> list[tuple[Path, float]]:
+    """Return (file, the optimizer's step count in it) of every file that records one.
+
+    ZeRO-1 and 2 have a step.pt for each parameter, ZeRO-3 has one count in optimizer_state.pt.
+    """
+    folder = source.path / ZERO_TAG
+    paths = [path / "step.pt" for path in folders_of_parameters(folder, names, source.path).values()]
+    found = []
+    for path in (path for path in (folder / OPTIMIZER_STATE, *paths) if path.exists()):
+        with TorchFile(path, source.random_access) as file:
+            value = file.load()
+            if path.name == OPTIMIZER_STATE:
+                value = value.get("optimizer_state_dict") if isinstance(value, dict) else None
+                value = value.get("state") if isinstance(value, dict) else None
+                value = next(iter(value.values()), None) if isinstance(value, dict) else None
+                value = value.get("step") if isinstance(value, dict) else None
+            step = read_scalar(file, value)
+        if step is not None:
+            found.append((path, step))
+    return found
 
 
 def _moment_keys(source: WeightSource, folder: Path, count: int) -> list[tuple[str, ...]]:

@@ -48,11 +48,14 @@ class ModelPtFormat:
         return read_optimizer_metadata(opened)
 
     def plan_write(self, request: WriteRequest):
+        from mmldlm.checkpoints.formats.deepspeed_state import write_deepspeed_state
         from mmldlm.checkpoints.formats.model_pt.writer import plan_model_and_optimizer, plan_model_file
 
         source, folder = request.source, request.folder
         if request.target == "ddp":
-            return plan_model_and_optimizer(source, request.optimizer, folder), lambda folder: None
+            optimizer = request.optimizer
+            plan = plan_model_and_optimizer(source, optimizer, folder)
+            return plan, lambda folder: write_deepspeed_state(optimizer, folder)
         return plan_model_file(request.tensors, request.names, folder / MODEL_FILE), lambda folder: None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mmldlm.checkpoints.formats.adam_state import group_names
 from mmldlm.checkpoints.formats.base import OpenedCheckpoint
+from mmldlm.checkpoints.formats.deepspeed_state import add_deepspeed_state
 from mmldlm.checkpoints.formats.optimizer_metadata import (
     Group,
     OptimizerMetadata,
@@ -29,4 +30,6 @@ def read_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
     groups = [Group(names, settings) for names, settings in zip(names_of, group_settings(file, tables))]
     first = next(iter((state.get("state") or {}).values()), {})
     steps = float(to_plain_value(file, first["step"])) if "step" in first else applied_steps(opened)
-    return OptimizerMetadata(groups, steps, configured_dtype(opened), default_counters(opened), default_scaler())
+    counters = default_counters(opened, steps)
+    metadata = OptimizerMetadata(groups, steps, configured_dtype(opened), counters, default_scaler())
+    return add_deepspeed_state(metadata, file.path.parent)

@@ -128,7 +128,7 @@ class TorchFile:
             found = "a zip file that torch.save did not write (no data.pkl under one top folder)"
             raise corrupt_file_error(self.path, found)
         self.top = tops.pop()
-        if "byteorder" in self.records and self.read_record("byteorder") != b"little":
+        if "byteorder" in self.records and self._byteorder() != b"little":
             raise corrupt_file_error(self.path, "tensors in big-endian byte order", "save on a little-endian machine")
 
     def _check_kind(self, kind: FileKind | None) -> None:
@@ -141,6 +141,11 @@ class TorchFile:
 
     def _read_directory(self) -> list[ZipEntry]:
         return read_directory(self.file_size, self._pread)
+
+    def _byteorder(self) -> bytes:
+        if self.records["byteorder"].size > len(b"little"):  # a record of any size may have that name
+            return b""
+        return self.read_record("byteorder")
 
     def _payload_start(self, entry: ZipEntry) -> int:
         # The directory does not record the length of the local header's extra field, which torch pads to align.
@@ -280,6 +285,9 @@ class TorchFile:
         if needed > record.size or ref.storage_elements * itemsize > record.size:
             found = f"{what} needs {needed} bytes of record data/{ref.key}, which has {record.size}"
             raise corrupt_file_error(self.path, found)
+        if ref.numel * itemsize > max(64 << 20, 2 * ref.extent * itemsize):  # expanded: strides of 0
+            found = f"{what} claims {ref.numel} elements over a storage range of {ref.extent}"
+            raise corrupt_file_error(self.path, found)
 
     def position_of(self, ref: TensorRef, start: int = 0) -> int:
         """Return the position of element `start` of a tensor, in bytes from the start of the file."""
@@ -315,9 +323,6 @@ class TorchFile:
         """Return a complete tensor that is stored in another form (a transpose, an expand, a negative view), flat."""
         self.check_ref(ref, what)
         itemsize = DTYPES[ref.dtype].itemsize
-        if ref.numel * itemsize > max(64 << 20, 2 * ref.extent * itemsize):
-            found = f"{what} claims {ref.numel} elements over a storage range of {ref.extent}"
-            raise corrupt_file_error(self.path, found)
         span = self.read_elements(TensorRef(ref.dtype, (ref.extent,), (1,), ref.key, ref.offset, 0), 0, ref.extent)
         strides = tuple(stride * itemsize for stride in ref.stride)
         values = np.lib.stride_tricks.as_strided(span, ref.shape, strides, writeable=False).flatten()

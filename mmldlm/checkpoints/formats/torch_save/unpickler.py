@@ -12,9 +12,11 @@ import io
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from mmldlm.checkpoints.formats.dtypes import DTYPES, numel
+from mmldlm.checkpoints.formats.torch_save.pickle_lengths import check_lengths
 
 
 class RefusedPickle(ValueError):
@@ -360,6 +362,7 @@ def dtype_name(value: Any) -> str | None:
     return value.name if isinstance(value, _DType) else None
 
 
+@lru_cache(maxsize=1024)  # a pickle may name a class a million times
 def _opaque_class(kind: str) -> type:
     # A class, because the NEWOBJ opcode requires one; instances take any arguments.
     def new(cls, *args, **kwargs):
@@ -383,6 +386,7 @@ def read_pickle(data: bytes, foreign: set[str] | None = None) -> Any:
         RefusedPickle: a malformed stream, or one that calls what it must not; nothing was executed.
     """
     try:
+        check_lengths(data)
         return _Reader(data, set() if foreign is None else foreign).load()
     except RefusedPickle:
         raise

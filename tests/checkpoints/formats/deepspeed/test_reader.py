@@ -13,6 +13,7 @@ import pytest
 
 from mmldlm.checkpoints.formats.deepspeed.reader import ZeroCheckpoint
 from mmldlm.checkpoints.formats.dtypes import bf16_to_fp32, fp32_to_bf16
+from mmldlm.checkpoints.formats.open import open_source
 from mmldlm.errors import UserError
 from tests.support.make_zero import CASES
 
@@ -172,12 +173,29 @@ def test_mixed_steps(zero_dir, zero_copy, case, later, name):
     refused(folder, "_states.pt", "same save")
 
 
-def test_all_optimizer_files_of_another_step(zero_dir, zero_copy):
-    """Every optimizer file agrees with every other; only the weights in the model file tell."""
-    folder = zero_copy("z2_bf16")
+@pytest.mark.parametrize("case, later", [("z2_bf16", "z2_later"), ("z3_bf16", "z3_later")])
+def test_all_optimizer_files_of_a_later_step(zero_dir, zero_copy, case, later):
+    """Every optimizer file agrees with every other; the step count of the model files tells (trials 1, BAD 6)."""
+    folder = zero_copy(case)
     for rank in (0, 1):
-        from_other(zero_dir, "z2_later", folder, OPTIM.format(rank))
+        from_other(zero_dir, later, folder, OPTIM.format(rank))
+    refused(folder, "optimizer step 4", "is at 2", "same save")
+
+
+def test_all_optimizer_files_of_an_earlier_step(zero_dir, zero_copy):
+    """As if the optimizer had been started anew: only the weights in the model file tell."""
+    folder = zero_copy("z2_later")
+    for rank in (0, 1):
+        from_other(zero_dir, "z2_bf16", folder, OPTIM.format(rank))
     refused(folder, "master", MODEL, "same save")
+
+
+def test_an_optimizer_behind_its_model_is_a_note(zero_dir, zero_copy):
+    folder = zero_copy("z3_later")
+    for rank in (0, 1):
+        from_other(zero_dir, "z3_bf16", folder, OPTIM.format(rank))
+    with open_source(folder).weights as source:
+        assert any("made 2 steps" in note and "counts 4" in note for note in source.notes), source.notes
 
 
 @pytest.mark.parametrize(
