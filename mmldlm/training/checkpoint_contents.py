@@ -13,11 +13,14 @@ from mmldlm.checkpoints.layout import ENGINE_FOLDER, MODEL_CONFIG, STATE_FILE
 from mmldlm.checkpoints.resume_reader import open_training_state
 from mmldlm.checkpoints.training_state import read_training_state
 from mmldlm.config.load import to_yaml, with_absolute_paths
+from mmldlm.config.renamed_keys import with_new_names
 from mmldlm.config.resume_compat import CONFIG_FILE, batch_fix
-from mmldlm.config.schema import Config
+from mmldlm.config.schema import Config, OptimizerConfig
+from mmldlm.config.yaml_reader import read_yaml
 from mmldlm.data.batching.run_data import RunData
 from mmldlm.engines.base import Engine, persistent_buffers
 from mmldlm.engines.ema import WeightAverage
+from mmldlm.engines.optimizer import learning_rate
 from mmldlm.errors import UserError
 from mmldlm.tasks.base import Task
 from mmldlm.training.state import TrainingState
@@ -57,6 +60,28 @@ def load_training_state(checkpoint: Path, state: TrainingState, config: Config, 
             f"name the data it had, or start a new run with training.init_from={checkpoint}",
         )
     return saved
+
+
+def describe_rate_jump(checkpoint: Path, config: Config, state: TrainingState) -> list[str]:
+    """Return a note where the next learning rate is not that of the checkpoint's config, [] where it is.
+
+    A longer schedule is stretched: the rate of a run that had reached its end rises again.
+    """
+    try:
+        then = with_new_names(read_yaml(checkpoint / CONFIG_FILE))
+        optimizer = OptimizerConfig(**then["optimizer"])
+        before = learning_rate(state.applied_steps, int(then["training"]["num_train_steps"]), optimizer)
+    except (KeyError, TypeError, ValueError, OSError):  # of another release, or damaged: unknown
+        return []
+    now = learning_rate(state.applied_steps, config.training.num_train_steps, config.optimizer)
+    if abs(now - before) <= 0.01 * before:
+        return []
+    before, now = state.lr_scale * before, state.lr_scale * now
+    direction = "rises" if now > before else "falls"
+    return [
+        f"the learning rate {direction} from {before:.3g} to {now:.3g} at step {state.step + 1}: the schedule is of "
+        f"training.num_train_steps={config.training.num_train_steps} and optimizer.*, not that of the checkpoint"
+    ]
 
 
 def load_engine_state(checkpoint: Path, engine: Engine, average: WeightAverage | None, applied_steps: int) -> None:

@@ -23,6 +23,7 @@ from mmldlm.stability.guard import Guard
 from mmldlm.stability.rollback_policy import RollbackReason, stability_stop_error
 from mmldlm.training.async_save import BackgroundTask, PendingSave, wait_on_all_ranks
 from mmldlm.training.checkpoint_contents import (
+    describe_rate_jump,
     load_engine_state,
     load_training_state,
     package_version,
@@ -133,6 +134,7 @@ class Checkpointer:
         self.load(checkpoint)
         if not checkpoint.is_relative_to(self.run_dir.resolve()):  # of its own, a rollback chooses itself
             self._source = checkpoint
+        notes += describe_rate_jump(checkpoint, self.config, self.state)
         notes += self._set_aside_newer()  # with auto: damaged ones
         if self.state.step >= (last := self.config.training.num_train_steps):
             notes.append(f"nothing to do: {self.state.step} of {last} steps are done; raise training.num_train_steps")

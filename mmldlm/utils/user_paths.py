@@ -6,7 +6,7 @@ import os
 import re
 
 _VARIABLE = re.compile(r"\$\$|\$\{[^}]*\}?|\$[A-Za-z_][A-Za-z0-9_]*")
-_NAME = re.compile(r"\$\{?([A-Za-z_][A-Za-z0-9_]*)\}?")
+_NAME = re.compile(r"\$(?:\{([A-Za-z_][A-Za-z0-9_]*)\}|([A-Za-z_][A-Za-z0-9_]*))")
 
 
 def expand_path(path: str) -> str:
@@ -42,11 +42,12 @@ def _exists_as_written(path: str) -> bool:
 def _value_of(variable: str, path: str) -> str:
     if variable == "$$":  # a process number in a shell; here two letters of a name
         return variable
-    name = _NAME.fullmatch(variable)
-    if name is None:
+    found = _NAME.fullmatch(variable)
+    if found is None:
         raise ValueError(f"{path!r}: {variable} is not a variable; write $NAME, ${{NAME}}, or the path itself")
-    value = os.environ.get(name[1])
+    name = found[1] or found[2]
+    value = os.environ.get(name)
     if not value:
         state = "not set" if value is None else "empty"
-        raise ValueError(f"{path!r}: the variable {name[1]} is {state} here; set it, or write the path itself")
+        raise ValueError(f"{path!r}: the variable {name} is {state} here; set it, or write the path itself")
     return value

@@ -4,8 +4,9 @@ from pathlib import Path
 import pytest
 
 from mmldlm.config.load import load_config
-from mmldlm.engines.deepspeed.config import CPU_BUCKET, GPU_BUCKET, merged_config, resolve_stage
+from mmldlm.engines.deepspeed.config import CPU_BUCKET, GPU_BUCKET, check_fp16, merged_config, resolve_stage
 from mmldlm.errors import UserError
+from tests.trials.test_config_values import JSON_FILES
 
 DS_CONFIGS = sorted((Path(__file__).resolve().parents[3] / "ds_configs").glob("*.json"))
 
@@ -91,3 +92,29 @@ def test_unreadable_json(tmp_path):
     for name, says in (("bad.json", "damaged file: Expecting"), ("none.json", "No such file")):
         with pytest.raises(UserError, match=says):
             resolve_stage(load_config("tiny", None, [f"engine.deepspeed_config={tmp_path / name}"]))
+
+
+@pytest.mark.parametrize("kind", JSON_FILES)
+def test_a_json_that_cannot_be_used_is_refused(kind, tmp_path):
+    """trials-3 BAD 20, public-reports B 22 ds-json-bom."""
+    content, says = JSON_FILES[kind]
+    path = tmp_path / "ds.json"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=says) as caught:
+        merged_config(load_config("tiny", None, [f"engine.deepspeed_config={path}"]), 2)
+    assert str(path) in str(caught.value)
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path):
+    (tmp_path / "ds.json").write_bytes(b'\xef\xbb\xbf{"zero_optimization": {"stage": 1}}\r\n')
+    assert resolve_stage(load_config("tiny", None, [f"engine.deepspeed_config={tmp_path / 'ds.json'}"])) == 1
+
+
+def test_fp16_is_refused_where_deepspeed_has_none():
+    """public-reports C 13 fp16-cpu."""
+    run = load_config("tiny", None, ["training.dtype=fp16"])
+    check_fp16(run, True)
+    check_fp16(load_config("tiny", None, ["training.dtype=fp16", "engine.kind=ddp"]), False)
+    check_fp16(load_config("tiny", None, ["training.dtype=fp16", "engine.zero_stage=0"]), False)
+    with pytest.raises(UserError, match=r"training.dtype=fp16(.|\n)*engine.kind=ddp"):
+        check_fp16(run, False)

@@ -39,9 +39,8 @@ def read_schedule(word: str, passes: int | None = None) -> Schedule:
             if isinstance(values, dict):
                 values = {int(length): numbers for length, numbers in values.items()}
     except ValueError as error:
-        if isinstance(error, UserError):  # of the file
-            raise
-        raise UserError(expected, f"{word[:200]}: {str(error)[:200]}", "correct it") from error
+        found = error.found if isinstance(error, UserError) else str(error)
+        raise UserError(expected, f"{word[:200]}: {found[:200]}", "correct it") from error
     lists = list(values.values()) if isinstance(values, dict) else [values]
     if not lists or not all(_is_schedule(numbers) for numbers in lists):
         raise UserError(expected + ", numbers from 0 to 2^31 that are not all 0", word[:200], "correct it")

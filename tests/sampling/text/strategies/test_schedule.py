@@ -11,6 +11,7 @@ from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.errors import UserError
 from mmldlm.sampling.text.loop import sample_text
 from mmldlm.sampling.text.strategies.schedule import filled_after, read_schedule
+from tests.trials.test_config_values import SCHEDULES
 
 
 def test_numbers_are_scaled_to_the_text_and_end_at_all_of_it():
@@ -54,3 +55,12 @@ def test_confidence_fills_by_a_schedule(toys):
     found = sample_text(toys.Noisy(max_seq_len=12), None, num_samples=2, lengths=lengths,
                         diffusion=MaskedDiffusion(0), sampler_options={"schedule": [1, 1, 6]})  # fmt: skip
     assert found.passes.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("content", SCHEDULES)
+def test_a_file_that_cannot_be_used_is_refused(content, tmp_path):
+    """trials-3 BAD 20."""
+    path = tmp_path / "s.json"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="s.json"):
+        read_schedule(str(path), 1)
