@@ -78,6 +78,7 @@ def train(session: Session) -> None:
             interrupted = session.stop.agreed(session.engine)  # saving may have taken long
         schedule.saved(due)
 
+    batches.close()  # its workers end here: a worker that is killed at exit looks like an accident
     finish(session, interrupted)
 
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -70,7 +70,7 @@ class Session:
         """Step at which the run is finished."""
         return self.config.training.num_train_steps
 
-    def batches(self) -> Iterator[list[Batch]]:
+    def batches(self) -> Generator[list[Batch], None, None]:
         """This rank's micro-batches, one list per step, from the present step on."""
         data = self.config.data
         return iterate_steps(self.dataset, self.state.step, self.num_steps, data.num_workers, data.prefetch_factor)

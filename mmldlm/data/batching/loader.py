@@ -6,7 +6,8 @@ import atexit
 import multiprocessing
 import multiprocessing.util  # noqa: F401  its exit handler must be registered before ours, which then runs first
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,10 +37,10 @@ class MicroBatches(Dataset):
 
 def iterate_steps(
     dataset: MicroBatches, first_step: int, last_step: int, num_workers: int = 0, prefetch_factor: int = 4
-) -> Iterator[list[Batch]]:
+) -> Generator[list[Batch], None, None]:
     """Yield the micro-batches of steps first_step .. last_step - 1, one list of `accum` per step.
 
-    The start costs the same at every step: nothing is read and skipped.
+    The start costs the same at every step: nothing is read and skipped. Closing the iterator ends the workers.
     """
     items = range(first_step * dataset.accum, last_step * dataset.accum)
     loader = DataLoader(
@@ -82,5 +83,12 @@ def start_workers(loader: DataLoader) -> Iterator:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     # At exit multiprocessing sends its children SIGTERM, which they ignore, and would wait for them forever.
     for worker in set(multiprocessing.active_children()) - others:
-        atexit.register(worker.kill)
+        atexit.register(_kill, worker)
     return batches
+
+
+def _kill(worker: multiprocessing.Process) -> None:
+    """End a worker at exit, without the error that torch's handler of SIGCHLD raises for a killed worker."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    worker.kill()
