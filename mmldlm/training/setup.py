@@ -20,7 +20,7 @@ from mmldlm.data.batching.batch import Batch
 from mmldlm.data.batching.batch_plan import BatchPlan
 from mmldlm.data.batching.loader import MicroBatches, iterate_steps
 from mmldlm.data.batching.run_data import RunData
-from mmldlm.distributed.environment import pick_device, rank_environment
+from mmldlm.distributed.environment import hidden_gpu_note, pick_device, rank_environment
 from mmldlm.distributed.error_reporting import log_line
 from mmldlm.distributed.heartbeat import Heartbeat
 from mmldlm.distributed.nccl_environment import prepare_environment
@@ -113,7 +113,7 @@ def open_session(data: RunData, stop: StopSignal) -> Iterator[Session]:
     config, training = data.config, data.config.training
     task = find_task(config.task)
     logs = config.run_dir() / "logs"
-    for note in prepare_environment(config.engine.collective_timeout, logs):
+    for note in filter(None, (*prepare_environment(config.engine.collective_timeout, logs), hidden_gpu_note())):
         if int(os.environ.get("RANK", 0)) == 0:
             log_line(f"warning: {note}")
     model = task.build_model(data)

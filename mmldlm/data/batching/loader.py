@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import multiprocessing.util  # noqa: F401  its exit handler must be registered before ours, which then runs first
+import os
 import signal
 import threading
 from collections.abc import Generator, Iterator
@@ -14,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from mmldlm.data.batching.batch_plan import BatchPlan
+from mmldlm.errors import UserError
 from mmldlm.utils.prefetch import prefetch
 from mmldlm.utils.stop_signals import STOP_SIGNALS
 
@@ -79,6 +81,14 @@ def start_workers(loader: DataLoader) -> Iterator:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         batches = iter(loader)
+    except OSError as error:  # of the queues, which are semaphores in shared memory
+        if not loader.num_workers or os.access("/dev/shm", os.W_OK | os.X_OK):
+            raise
+        raise UserError(
+            "a writable /dev/shm, which the workers of data.num_workers need",
+            error.strerror or str(error),
+            "mount -t tmpfs tmpfs /dev/shm (docker run --shm-size=16g), or set data.num_workers=0",
+        ) from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     # At exit multiprocessing sends its children SIGTERM, which they ignore, and would wait for them forever.
