@@ -22,7 +22,8 @@ _SESSION = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "PWD", "OLDPWD", "SHLVL", "TERM", "COLORTERM", "SSH_", "DISPLAY",
     "XAUTHORITY", "XDG_", "DBUS_", "LS_COLORS", "LSCOLORS", "MAIL", "HOST", "EDITOR", "VISUAL", "PAGER", "PS1",
     "PROMPT", "VIRTUAL_ENV", "CONDA_", "PYENV_", "SLURM_", "SBATCH_", "SRUN_", "PBS_", "BASH_", "ZSH", "TMUX", "STY",
-    "COLUMNS", "LINES", "LESS", "HIST", "_", "MANPATH", "INFOPATH", "NVM_", "GPG_", "SUDO_", "WINDOWID", "VTE_", "GNOME_", "KDE_",
+    "COLUMNS", "LINES", "LESS", "HIST", "_", "MANPATH", "INFOPATH", "NVM_", "GPG_", "SUDO_", "WINDOWID",
+    "VTE_", "GNOME_", "KDE_",
 )  # fmt: skip
 
 # deepspeed/launcher/runner.py (0.19.8): EXPORT_ENVS and the additions of its CUDA accelerator; CPUs add nothing.

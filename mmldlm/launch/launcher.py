@@ -113,11 +113,11 @@ def exclude_nodes(context: Context, failed: list[str], global_batch: int) -> lis
         return None
     overrides = [f"training.grad_accum_steps={global_batch // (num_ranks * training.train_batch_size)}"]
     replicas = context.config.engine.hsdp_replicas
-    if num_ranks % replicas:
-        # One per node, where it was so; else the most that divide the ranks. Checkpoints fit any number.
-        per_node = len(remaining) if replicas == len(context.nodes) else 0
-        fitting = [n for n in range(1, replicas + 1) if num_ranks % n == 0]
-        overrides.append(f"engine.hsdp_replicas={per_node if per_node in fitting else max(fitting)}")
+    if replicas > 1:
+        # One replica per node where it was so, and a number that divides the ranks. Checkpoints fit any number.
+        wanted = len(remaining) if replicas == len(context.nodes) else replicas
+        fitting = max(n for n in range(1, wanted + 1) if num_ranks % n == 0)
+        overrides.append(f"engine.hsdp_replicas={fitting}")
     print_line(f"continuing without {', '.join(failed)}: {num_ranks} rank(s)", sys.stderr)
     old_first, context.nodes = context.names[0], remaining
     first = remaining[0].name

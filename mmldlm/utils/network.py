@@ -20,7 +20,7 @@ def free_port(host: str = "127.0.0.1") -> int:
             raise UserError(
                 f"a network interface with the address {host or '0.0.0.0'}, where ranks meet",
                 error.strerror or str(error),
-                "ip addr add 127.0.0.1/8 dev lo; ip link set lo up (in a sandbox: let it set up the loopback interface)",
+                "ip addr add 127.0.0.1/8 dev lo; ip link set lo up (a sandbox has to set up its loopback interface)",
             ) from error
         return probe.getsockname()[1]
 
