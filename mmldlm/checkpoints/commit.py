@@ -10,6 +10,7 @@ lists them; rank 0 writes the manifest, fsyncs it and the folders, renames the f
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -336,6 +337,8 @@ def _advice(error: BaseException, folder: Path) -> str:
         number = _errno(_try(_try_writing, [folder], f"{_PROBE_FILE}_again"))
     free = _free_bytes(folder)
     if number == errno.ENOSPC or (number is None and free is not None and free < _DISK_FULL_BYTES):
+        if _free_inodes(folder) == 0:
+            return "; no inodes are free (df -i): delete or pack files on that disk, which holds too many"
         return f"; {_ADVICE[errno.ENOSPC]} ({(free or 0) / 2**20:,.0f} MiB are free)"
     return f"; {_ADVICE[number]}" if number in _ADVICE else ""
 
@@ -345,6 +348,15 @@ def _errno(error: BaseException | None) -> int | None:
         if isinstance(error, OSError) and error.errno is not None:
             return error.errno
         error = error.__cause__
+    return None
+
+
+def _free_inodes(path: Path) -> int | None:
+    """Return how many files may still be created; None if the file system has no such limit."""
+    for folder in (path, *path.parents):
+        with contextlib.suppress(OSError):
+            space = os.statvfs(folder)
+            return space.f_favail if space.f_files else None
     return None
 
 

@@ -9,7 +9,21 @@ from pathlib import Path
 PREFIXES = (
     "NCCL_", "GLOO_", "TORCH", "CUDA_", "OMP_", "MKL_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "DS_",
     "DEEPSPEED_", "MMLDLM_", "FI_", "UCX_", "RDMAV_", "TRITON_", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHON",
-    "MASTER_", "PYTORCH_",
+    "MASTER_", "PYTORCH_", "KMP_", "OPENBLAS_", "RAYON_", "CUBLAS_", "GLIBC_TUNABLES", "MALLOC_",
+    # The way to the network and its certificates, for trackers and the hub.
+    "http_proxy", "https_proxy", "all_proxy", "ftp_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY",
+    "FTP_PROXY", "NO_PROXY", "SSL_CERT_", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "GRPC_",
+    "TZ", "LANG", "LC_",
+)  # fmt: skip
+# Passed, and not compared with a node's login: they do not change a result.
+NOT_COMPARED = ("TZ", "LANG", "LC_")
+# Of a shell's session or an environment that every node has for itself.
+_SESSION = (
+    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "PWD", "OLDPWD", "SHLVL", "TERM", "COLORTERM", "SSH_", "DISPLAY",
+    "XAUTHORITY", "XDG_", "DBUS_", "LS_COLORS", "LSCOLORS", "MAIL", "HOST", "EDITOR", "VISUAL", "PAGER", "PS1",
+    "PROMPT", "VIRTUAL_ENV", "CONDA_", "PYENV_", "SLURM_", "SBATCH_", "SRUN_", "PBS_", "BASH_", "ZSH", "TMUX", "STY",
+    "COLUMNS", "LINES", "LESS", "HIST", "_", "MANPATH", "INFOPATH", "NVM_", "GPG_", "SUDO_", "WINDOWID",
+    "VTE_", "GNOME_", "KDE_",
 )  # fmt: skip
 
 # deepspeed/launcher/runner.py (0.19.8): EXPORT_ENVS and the additions of its CUDA accelerator; CPUs add nothing.
@@ -32,13 +46,24 @@ REQUIRED = (
 )
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SHELL_ACTIVE = re.compile(r'[$`\\"]|%[hnu%]')  # within double quotes, and for pdsh
-_SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+_SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PROXY")  # a proxy's address may contain a password
 
 
 def run_variables(environment: dict[str, str] | None = None) -> dict[str, str]:
     """Return the head's variables that a run needs on every node."""
     environment = dict(os.environ) if environment is None else environment
     return {k: v for k, v in environment.items() if k.startswith(PREFIXES) and k not in OWN}
+
+
+def compared_variables() -> dict[str, str]:
+    """Return the run variables that must have the same value on every node."""
+    return {k: v for k, v in run_variables().items() if not k.startswith(NOT_COMPARED)}
+
+
+def names_not_passed() -> list[str]:
+    """Return the variables of this shell that ranks on other nodes do not get, without those of a session."""
+    passed = run_variables()
+    return sorted(k for k in os.environ if k not in passed and k not in OWN and not k.startswith(_SESSION))
 
 
 def is_secret(name: str) -> bool:

@@ -17,6 +17,17 @@ def rank_environment() -> tuple[int, int, int]:
     return int_from_env("RANK", 0), int_from_env("LOCAL_RANK", 0), int_from_env("WORLD_SIZE", 1)
 
 
+def hidden_gpu_note() -> str | None:
+    """Return a warning if CUDA_VISIBLE_DEVICES names a GPU and none can be used: the run would train on the CPU."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
+    if torch.cuda.is_available() or visible in ("", "-1", "NoDevFiles", "none", "void"):
+        return None
+    return (
+        f"CUDA_VISIBLE_DEVICES={visible} names a GPU, and torch can use none (its number, the driver, or a torch for "
+        "CPUs): training on the CPU"
+    )
+
+
 def pick_device(local_rank: int) -> torch.device:
     """This rank's GPU, or the CPU if there is none.
 

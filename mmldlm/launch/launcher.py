@@ -111,9 +111,16 @@ def exclude_nodes(context: Context, failed: list[str], global_batch: int) -> lis
             sys.stderr,
         )
         return None
+    overrides = [f"training.grad_accum_steps={global_batch // (num_ranks * training.train_batch_size)}"]
+    replicas = context.config.engine.hsdp_replicas
+    if replicas > 1:
+        # One replica per node where it was so, and a number that divides the ranks. Checkpoints fit any number.
+        wanted = len(remaining) if replicas == len(context.nodes) else replicas
+        fitting = max(n for n in range(1, wanted + 1) if num_ranks % n == 0)
+        overrides.append(f"engine.hsdp_replicas={fitting}")
     print_line(f"continuing without {', '.join(failed)}: {num_ranks} rank(s)", sys.stderr)
     old_first, context.nodes = context.names[0], remaining
     first = remaining[0].name
     if first != old_first:  # the known master address was that of another node
         context.master["address"] = data_address(context, first) if context.value(first, "network") else first
-    return [f"training.grad_accum_steps={global_batch // (num_ranks * training.train_batch_size)}"]
+    return overrides

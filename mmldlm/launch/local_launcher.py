@@ -14,7 +14,7 @@ import sys
 import time
 
 from mmldlm.distributed.exit import exit_without_teardown
-from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STABILITY, EXIT_USAGE
+from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STABILITY, EXIT_USAGE, UserError
 from mmldlm.utils.network import free_port
 from mmldlm.utils.processes import set_parent_death_signal
 from mmldlm.utils.resources import threads_per_rank
@@ -118,4 +118,9 @@ def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:
 
 if __name__ == "__main__":
     open_standard_streams()
-    exit_without_teardown(run_local([sys.executable, "-u", *sys.argv[2:]], int(sys.argv[1])))
+    try:
+        exit_code = run_local([sys.executable, "-u", *sys.argv[2:]], int(sys.argv[1]))
+    except UserError as error:  # no loopback interface
+        print_line(f"error: {error}", sys.stderr)
+        exit_code = error.exit_code
+    exit_without_teardown(exit_code)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,6 +27,7 @@ _MAX_EVENTS = 10_000
 _NONFINITE = "_nonfinite"  # suffix of the key that JsonlLog writes next to a value that JSON cannot hold
 # A median this many times its earlier value is a problem.
 _MAX_RISE = {"loss": 1.5, "grad_norm": 10.0}
+_MAX_CLOCK_DIFFERENCE = 10.0  # seconds between two hosts that are not worth a line
 _MAX_BAD_FRACTION = 0.05  # of steps skipped, or of samples bad
 
 
@@ -201,6 +205,20 @@ def _total_steps(run_dir: Path) -> int | None:
     return total if type(total) is int else None
 
 
+def _now_of_the_run(tail: LogTail) -> datetime:
+    """Return the present time by the clock of the run's host: that of the last record, and the age of the log.
+
+    The age is taken from one clock, that of the file system: between the log's last change and a file written now.
+    """
+    last = tail.records[-1].get("time") if tail.records else None
+    if last is None:
+        return datetime.now(timezone.utc)
+    changed, present = tail.path.stat().st_mtime, time.time()
+    with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=tail.path.parent, prefix=".clock_") as probe:
+        present = os.stat(probe.name).st_mtime
+    return datetime.fromisoformat(last) + timedelta(seconds=max(present - changed, 0))
+
+
 def follow(
     run_dir: Path, once: bool = False, interval: float = 10.0, window: int = 100, stall_seconds: float | None = None
 ) -> Health:
@@ -218,9 +236,10 @@ def follow(
     try:
         while True:
             num_new = tail.read() + (events.read() if events.path.is_file() else 0)
+            now = _now_of_the_run(tail)
             health = assess(
                 list(tail.records),
-                datetime.now(timezone.utc),
+                now,
                 _total_steps(run_dir),
                 window,
                 stall_seconds,
@@ -228,6 +247,13 @@ def follow(
                 events.records,
                 tail.num_skipped,
             )
+            difference = (now - datetime.now(timezone.utc)).total_seconds()
+            if abs(difference) > _MAX_CLOCK_DIFFERENCE:
+                direction = "ahead of" if difference > 0 else "behind"
+                health.messages.append(
+                    f"  the clock of the run's host is {format_duration(abs(difference))} {direction} this one, "
+                    "or the log was copied"
+                )
             # Without new records, only a changed assessment is printed.
             if num_new or was_unhealthy != bool(health.problems):
                 was_unhealthy = bool(health.problems)

@@ -80,6 +80,7 @@ def train(session: Session) -> None:
             interrupted = session.stop.agreed(session.engine)  # saving may have taken long
         schedule.saved(due)
 
+    batches.close()  # its workers end here: a worker that is killed at exit looks like an accident
     # One bad batch at the end of a run that was resumed for it is not a failure.
     trained_nothing = num_applied == 0 and (num_steps > 1 or state.applied_steps == 0)
     finish(session, interrupted, trained_nothing and state.step > 0)

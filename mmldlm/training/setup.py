@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from mmldlm.data.batching.batch import Batch
 from mmldlm.data.batching.batch_plan import BatchPlan
 from mmldlm.data.batching.loader import MicroBatches, iterate_steps
 from mmldlm.data.batching.run_data import RunData
-from mmldlm.distributed.environment import pick_device, rank_environment
+from mmldlm.distributed.environment import hidden_gpu_note, pick_device, rank_environment
 from mmldlm.distributed.error_reporting import log_line
 from mmldlm.distributed.heartbeat import Heartbeat
 from mmldlm.distributed.nccl_environment import prepare_environment
@@ -70,7 +70,7 @@ class Session:
         """Step at which the run is finished."""
         return self.config.training.num_train_steps
 
-    def batches(self) -> Iterator[list[Batch]]:
+    def batches(self) -> Generator[list[Batch], None, None]:
         """This rank's micro-batches, one list per step, from the present step on."""
         data = self.config.data
         return iterate_steps(self.dataset, self.state.step, self.num_steps, data.num_workers, data.prefetch_factor)
@@ -113,7 +113,7 @@ def open_session(data: RunData, stop: StopSignal) -> Iterator[Session]:
     config, training = data.config, data.config.training
     task = find_task(config.task)
     logs = config.run_dir() / "logs"
-    for note in prepare_environment(config.engine.collective_timeout, logs):
+    for note in filter(None, (*prepare_environment(config.engine.collective_timeout, logs), hidden_gpu_note())):
         if int_from_env("RANK", 0) == 0:
             log_line(f"warning: {note}")
     model = task.build_model(data)

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import socket
 
+from mmldlm.errors import UserError
+
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a TCP port that was free on `host` a moment ago ("" for all interfaces)."""
+    """Return a TCP port that was free on `host` a moment ago ("" for all interfaces).
+
+    Raises:
+        UserError: this machine does not have that address.
+    """
     with socket.socket() as probe:
-        probe.bind((host, 0))
+        try:
+            probe.bind((host, 0))
+        except OSError as error:
+            raise UserError(
+                f"a network interface with the address {host or '0.0.0.0'}, where ranks meet",
+                error.strerror or str(error),
+                "ip addr add 127.0.0.1/8 dev lo; ip link set lo up (a sandbox has to set up its loopback interface)",
+            ) from error
         return probe.getsockname()[1]
 
 

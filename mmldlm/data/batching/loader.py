@@ -5,14 +5,17 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import multiprocessing.util  # noqa: F401  its exit handler must be registered before ours, which then runs first
+import os
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from mmldlm.data.batching.batch_plan import BatchPlan
+from mmldlm.errors import UserError
 from mmldlm.utils.prefetch import prefetch
 from mmldlm.utils.stop_signals import STOP_SIGNALS
 
@@ -36,10 +39,10 @@ class MicroBatches(Dataset):
 
 def iterate_steps(
     dataset: MicroBatches, first_step: int, last_step: int, num_workers: int = 0, prefetch_factor: int = 4
-) -> Iterator[list[Batch]]:
+) -> Generator[list[Batch], None, None]:
     """Yield the micro-batches of steps first_step .. last_step - 1, one list of `accum` per step.
 
-    The start costs the same at every step: nothing is read and skipped.
+    The start costs the same at every step: nothing is read and skipped. Closing the iterator ends the workers.
     """
     items = range(first_step * dataset.accum, last_step * dataset.accum)
     loader = DataLoader(
@@ -78,9 +81,24 @@ def start_workers(loader: DataLoader) -> Iterator:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         batches = iter(loader)
+    except OSError as error:  # of the queues, which are semaphores in shared memory
+        if not loader.num_workers or os.access("/dev/shm", os.W_OK | os.X_OK):
+            raise
+        raise UserError(
+            "a writable /dev/shm, which the workers of data.num_workers need",
+            error.strerror or str(error),
+            "mount -t tmpfs tmpfs /dev/shm (docker run --shm-size=16g), or set data.num_workers=0",
+        ) from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     # At exit multiprocessing sends its children SIGTERM, which they ignore, and would wait for them forever.
     for worker in set(multiprocessing.active_children()) - others:
-        atexit.register(worker.kill)
+        atexit.register(_kill, worker)
     return batches
+
+
+def _kill(worker: multiprocessing.Process) -> None:
+    """End a worker at exit, without the error that torch's handler of SIGCHLD raises for a killed worker."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    worker.kill()

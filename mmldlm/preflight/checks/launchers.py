@@ -7,7 +7,15 @@ import os
 import shutil
 from importlib import metadata
 
-from mmldlm.cluster.env_propagation import REQUIRED, env_files, is_secret, read_env_file, run_variables
+from mmldlm.cluster.env_propagation import (
+    REQUIRED,
+    compared_variables,
+    env_files,
+    is_secret,
+    names_not_passed,
+    read_env_file,
+    run_variables,
+)
 from mmldlm.preflight.check import check, fail, ok, skip, warn
 from mmldlm.utils.formatting import join_some
 
@@ -69,7 +77,11 @@ def no_harmful_variables(context):
     for path in env_files():
         for problem in read_env_file(path)[1] if context.launcher == "deepspeed" else ():
             yield fail(problem, "NAME=value on every line", "correct or delete that line")
-    yield ok("none")
+    if context.local or context.launcher == "slurm":
+        yield ok("none")
+        return
+    names = names_not_passed()
+    yield ok(f"none; {len(run_variables())} pass to the nodes" + (f", not {join_some(names, 8)}" if names else ""))
 
 
 @check("LNCH003", 2, "node", "launcher reaches the node")
@@ -114,7 +126,7 @@ def variables_are_propagated(context):
     MLFLOW, MV2, UCX, on GPUs NCCL, and .deepspeed_env; mpirun those named with -x; srun all. --fix adds missing ones to
     ./.deepspeed_env.
     """
-    here = run_variables()
+    here = compared_variables()
     for name in context.names:
         there = context.environment_on(name)
         if context.launcher == "torchrun" and not context.local and not context.options.propagates_all:

@@ -29,7 +29,8 @@ def _selected_interfaces(value: str, interfaces: list[dict]) -> list[dict]:
 def interface_is_usable(context):
     """The interface in NCCL_/GLOO_SOCKET_IFNAME exists on the node, is up and leads to the master.
 
-    It is not loopback or a container bridge. The variables are those of a rank on the node.
+    It is not loopback or a container bridge. The variables are those of a rank on the node. A run of one machine needs
+    its loopback interface.
     """
     for name, found in context.probe_values("network").items():
         there = context.environment_on(name)
@@ -38,6 +39,10 @@ def interface_is_usable(context):
         variables = {key: there[key] for key in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if there.get(key)}
         usual = _default_interface(found)
         problems = [_interface_problem(key, value, found, usual) for key, value in variables.items()]
+        if context.local and not any(entry["loopback"] and entry["up"] for entry in found["interfaces"]):
+            fix = "ip link set lo up (in a sandbox: let it set up the loopback interface)"
+            yield fail("the loopback interface is down", "an interface with 127.0.0.1, where ranks meet", fix, name)
+            continue
         for problem in filter(None, problems):
             fix = f"export {problem[1]}={usual}" if usual else "repair the interface that leads to the master"
             yield fail(problem[0], "an interface that is up and leads to the master", fix, name)

@@ -130,7 +130,14 @@ def node_answers(context):
         "large packets to {name} are lost: set one MTU on both hosts and every switch between them "
         "(`ip link`; `ip link set dev INTERFACE mtu 1500`)"
     )
-    fixes = {"silent": hung, "shell": shell, "mtu": mtu, "ended": "try manually: ssh {port}{name} true"}
+    client = "install openssh-client on this machine, or start one command per node (launchers/multi_node.sh)"
+    fixes = {
+        "client": client,
+        "silent": hung,
+        "shell": shell,
+        "mtu": mtu,
+        "ended": "try manually: ssh {port}{name} true",
+    }
     yield from _ssh(context, fixes, expected)
 
 

@@ -80,7 +80,10 @@ def limits(args: dict) -> dict:
         name: resource.getrlimit(number)[0]
         for name, number in (("memlock", resource.RLIMIT_MEMLOCK), ("nofile", resource.RLIMIT_NOFILE))
     }
-    shm = os.statvfs("/dev/shm")
+    try:
+        shm = os.statvfs("/dev/shm")
+    except OSError as error:
+        return {**found, "shm_total": 0, "shm_free": 0, "shm_writable": False, "shm_error": error.strerror}
     found["shm_total"], found["shm_free"] = shm.f_blocks * shm.f_frsize, shm.f_bavail * shm.f_frsize
     probe = Path("/dev/shm") / f".mmldlm_preflight_{os.getpid()}"
     try:

@@ -49,8 +49,8 @@ class AgentFailure(Exception):
     """A node whose agent does not answer.
 
     Attributes:
-        cause: name, key_unknown, key_changed, denied, refused, unreachable, closed, mtu, cwd, python, import, shell,
-            silent or ended.
+        cause: client (no ssh here), name, key_unknown, key_changed, denied, refused, unreachable, closed, mtu, cwd,
+            python, import, shell, silent or ended.
         message: last line that ssh or the node printed.
     """
 
@@ -148,13 +148,16 @@ class Agent:
         Raises:
             AgentFailure: with the cause.
         """
-        self._process = subprocess.Popen(
-            self.command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C ends the head, not the sessions; their input is closed then
-        )
+        try:
+            self._process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C ends the head, not the sessions; their input is closed then
+            )
+        except OSError as error:
+            raise AgentFailure("client", f"{self.command[0]} cannot be started: {error.strerror}") from error
         threading.Thread(target=self._read_answers, daemon=True).start()
         self._errors = threading.Thread(target=self._read_errors, daemon=True)
         self._errors.start()
