@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 
 from mmldlm.checkpoints.formats import registry
 from mmldlm.checkpoints.formats.base import OpenedCheckpoint, ReadOptions
@@ -19,6 +21,7 @@ from mmldlm.checkpoints.locate import locate_checkpoint
 from mmldlm.checkpoints.manifest import MANIFEST, examine
 from mmldlm.errors import MmldlmError, UserError
 
+P, T = ParamSpec("P"), TypeVar("T")
 # Of a MultimodalMMDiT saved before model_config.json listed them; everything else in it is trained.
 _BUFFERS = ("latent_mean", "latent_std")
 _STEP = re.compile(r"step_\d{8,}")
@@ -93,6 +96,17 @@ def report_deletion(path: Path | str) -> Iterator[None]:
             "its run deleted it meanwhile",
             f"take {folder.parent.parent / LATEST}, which names the newest one, or keep more of them",
         ) from error
+
+
+def reports_deletion(convert: Callable[Concatenate[Path | str, P], T]) -> Callable[Concatenate[Path | str, P], T]:
+    """Wrap a function whose first argument is a source with report_deletion."""
+
+    @functools.wraps(convert)
+    def wrapped(source: Path | str, *args: P.args, **options: P.kwargs) -> T:
+        with report_deletion(source):
+            return convert(source, *args, **options)
+
+    return wrapped
 
 
 def _check_manifest(checkpoint: Path, weights_only: bool) -> None:
