@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mmldlm.checkpoints.formats.open import open_source, report_deletion
+from mmldlm.checkpoints.formats.open import open_source
 from mmldlm.checkpoints.io.parallel import raise_malloc_thresholds
 from mmldlm.checkpoints.layout import SAFETENSORS_FILE, SUB_GROUP_SIZE, TARGETS
 from mmldlm.commands import RenamedOption
@@ -138,14 +138,11 @@ def _convert(args: argparse.Namespace) -> int:
             "strip_prefix": args.strip_prefix,
         }
         if args.to == "safetensors":
-            options["shard_bytes"] = parse_size(args.shard_size)
+            shard_bytes = parse_size(args.shard_size)
+            summary = convert(args.src, args.out, args.dtype or "fp32", shard_bytes=shard_bytes, **options)
         else:
             options["sub_group_size"] = args.sub_group_size
-        with report_deletion(args.src):
-            if args.to == "safetensors":
-                summary = convert(args.src, args.out, args.dtype or "fp32", **options)
-            else:
-                summary = convert_state(args.src, args.out, args.to, args.world, args.dtype, **options)
+            summary = convert_state(args.src, args.out, args.to, args.world, args.dtype, **options)
     _print_summary(args, summary)
     return EXIT_DONE
 

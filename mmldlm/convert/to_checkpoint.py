@@ -19,7 +19,7 @@ from mmldlm.checkpoints import commit
 from mmldlm.checkpoints.formats import registry
 from mmldlm.checkpoints.formats.base import OpenedCheckpoint, ReadOptions, WriteRequest
 from mmldlm.checkpoints.formats.ema import list_ema_files
-from mmldlm.checkpoints.formats.open import open_source
+from mmldlm.checkpoints.formats.open import open_source, reports_deletion
 from mmldlm.checkpoints.formats.optimizer_metadata import OptimizerMetadata
 from mmldlm.checkpoints.formats.torch_save.pickler import TensorSpec
 from mmldlm.checkpoints.formats.torch_save.reader import corrupt_file_error
@@ -51,6 +51,7 @@ class _Target(NamedTuple):
     strip_prefix: str = ""
 
 
+@reports_deletion
 def convert_state(
     source: Path | str,
     out: Path | str,

@@ -19,7 +19,7 @@ import numpy as np
 from mmldlm import __version__
 from mmldlm.checkpoints.formats.base import OpenedCheckpoint
 from mmldlm.checkpoints.formats.dtypes import DTYPES, cast, count_nonfinite
-from mmldlm.checkpoints.formats.open import open_source
+from mmldlm.checkpoints.formats.open import open_source, reports_deletion
 from mmldlm.checkpoints.formats.safetensors.writer import SafetensorsWriter
 from mmldlm.checkpoints.formats.weight_source import WeightSource
 from mmldlm.checkpoints.io.crc32 import RangedCrc32
@@ -50,6 +50,7 @@ class Summary(NamedTuple):
     notes: list[str]
 
 
+@reports_deletion
 def convert(
     source: Path | str,
     out: Path | str,

@@ -126,6 +126,37 @@ def succeeds(result: Result, *patterns: str) -> None:
 
 
 __all__ = [
-    "LAUNCHERS", "ROOT", "SLOW", "Result", "fresh_mmldlm", "launch", "mmldlm", "records", "refuses", "shell",
+    "LAUNCHERS", "ROOT", "SLOW", "Result", "during_conversion", "fresh_mmldlm", "killed_conversion", "launch", "mmldlm",
+    "records", "refuses", "shell",
     "succeeds", "tiny_run", "todo", "train_rank",
 ]  # fmt: skip
+
+
+def during_conversion(source: Path, out: Path, action) -> Result:
+    """Convert in this process, and call `action` once while OUT is being written; the error counts as the output."""
+    from mmldlm.convert.to_safetensors import convert
+    from mmldlm.errors import MmldlmError
+
+    calls = []
+
+    def on_bytes(done: int, total: int) -> None:
+        if not calls:
+            calls.append(done)
+            action()
+
+    try:
+        convert(source, out, on_bytes=on_bytes)
+    except MmldlmError as error:
+        return Result(error.exit_code, str(error))
+    assert calls, "nothing was written"
+    return Result(0, "")
+
+
+def killed_conversion(source: Path, out: Path) -> None:
+    """Convert in a process that is killed while it writes OUT."""
+    lines = [
+        "import os, sys",
+        "from mmldlm.convert.to_safetensors import convert",
+        "convert(sys.argv[1], sys.argv[2], on_bytes=lambda done, total: os.kill(os.getpid(), 9))",
+    ]
+    assert shell([sys.executable, "-c", "\n".join(lines), source, out]).code == -9

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 
 from mmldlm.checkpoints.formats import rank_files, registry
 from mmldlm.checkpoints.formats.base import OpenedCheckpoint, ReadOptions
@@ -23,6 +25,7 @@ from mmldlm.checkpoints.manifest import MANIFEST, examine
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.utils.formatting import join_some
 
+P, T = ParamSpec("P"), TypeVar("T")
 # Of a MultimodalMMDiT saved before model_config.json listed them; everything else in it is trained.
 _BUFFERS = ("latent_mean", "latent_std")
 _STEP = re.compile(r"step_\d{8,}")
@@ -164,6 +167,17 @@ def report_deletion(path: Path | str) -> Iterator[None]:
             "its run deleted it meanwhile",
             f"take {folder.parent.parent / LATEST}, which names the newest one, or keep more of them",
         ) from error
+
+
+def reports_deletion(convert: Callable[Concatenate[Path | str, P], T]) -> Callable[Concatenate[Path | str, P], T]:
+    """Wrap a function whose first argument is a source with report_deletion."""
+
+    @functools.wraps(convert)
+    def wrapped(source: Path | str, *args: P.args, **options: P.kwargs) -> T:
+        with report_deletion(source):
+            return convert(source, *args, **options)
+
+    return wrapped
 
 
 def _check_manifest(checkpoint: Path, weights_only: bool) -> None:
