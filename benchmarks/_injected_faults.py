@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import sys
@@ -26,6 +27,7 @@ ENGINES = {
 # of the job.
 SKIPPED, LEFT_OUT, ROLLED_BACK, UNHARMED, ENDED = "skipped", "left out", "rolled back", "unharmed", "ended"
 NOT_SAVED = "not saved"
+STOPPED, RESUMED = "stopped", "resumed"  # with exit code 4 on every rank; from the checkpoint before a wrong one
 
 
 def rank() -> int:
@@ -33,15 +35,16 @@ def rank() -> int:
 
 
 @contextlib.contextmanager
-def in_batch(change: Callable[[dict], None], on_all: bool = False):
-    """Change the tensors of the fault step's first micro-batch, on rank 1 or on all ranks."""
+def in_batch(change: Callable[[dict], None], on_all: bool = False, always: bool = False):
+    """Change the tensors of the fault step's (or of every step's) first micro-batch, on rank 1 or on all ranks."""
     from mmldlm.data.batching import loader
 
     make = loader.MicroBatches.__getitem__
 
     def changed(self, item):
         batch = make(self, item)
-        if self.plan.shuffle and item == (FAULT_STEP - 1) * self.accum and (on_all or self.rank == 1):
+        is_faulty = item % self.accum == 0 if always else item == (FAULT_STEP - 1) * self.accum
+        if self.plan.shuffle and is_faulty and (on_all or self.rank == 1):
             change(batch.tensors)
         return batch
 
@@ -251,6 +254,28 @@ def store_removed():
     return on_rank_1(lambda: Path(os.environ["FAULT_STORE"]).unlink())
 
 
+def every_batch():
+    """The loss of every step is NaN on rank 1: no step is applied."""
+    return in_batch(scale(("length_weights",), math.nan), always=True)
+
+
+def newest_state_changed():
+    """Once the run is finished, its newest training state is changed and the run is resumed (`train_once`)."""
+    return contextlib.nullcontext()
+
+
+def change_newest_state() -> None:
+    """A finished run's newest training_state.json says step -5, and the manifest lists it so."""
+    from mmldlm.checkpoints.manifest import describe_file
+
+    newest = (own_folder() / "latest").resolve()
+    path, manifest = newest / "training_state.json", newest / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"step": -5}))
+    listed = json.loads(manifest.read_text())
+    listed["files"][path.name] = describe_file(path)
+    manifest.write_text(json.dumps(listed))
+
+
 @contextlib.contextmanager
 def excluded():
     """The reference of a skipped step: the same batches without it."""
@@ -297,6 +322,8 @@ FAULTS: dict[str, tuple[str, Callable]] = {
     "checkpoint folder vanishes while it is written": (NOT_SAVED, vanished_folder),
     "full disk on one rank": (NOT_SAVED, full_disk),
     "store removed in mid-run": (UNHARMED, store_removed),
+    "NaN loss in every step": (STOPPED, every_batch),
+    "wrong values in the newest training state": (RESUMED, newest_state_changed),
     "a rank that sleeps": (ENDED, lambda: on_rank_1(lambda: time.sleep(600))),
     "a rank that exits": (ENDED, lambda: on_rank_1(lambda: os._exit(7))),
 }
@@ -316,9 +343,6 @@ def slug(text: str) -> str:
 
 def train_once(store: str, folder: str, name: str, accum: int, words: list[str], plant: Callable) -> None:
     """One run of the product's loop on this rank, with a fault planted."""
-    from mmldlm.config.load import load_config
-    from mmldlm.train import check_run, train
-
     link = Path(folder) / f"store_of_{name}"  # a fault may remove it
     if rank() == 0:
         link.unlink(missing_ok=True)
@@ -335,8 +359,24 @@ def train_once(store: str, folder: str, name: str, accum: int, words: list[str],
         "stability.audit_freq=1", "stability.rollback_lr_factor=1.0", "stability.spike_action=skip",
         "stability.spike_window=6", "stability.spike_sigma=50", "engine.collective_timeout=15",
     ]  # fmt: skip
+    from mmldlm.errors import StabilityStop
+
     with plant():
-        train(check_run(load_config("tiny", None, [*common, *words]), int(os.environ["WORLD_SIZE"])))
+        try:
+            train_words([*common, *words])
+        except StabilityStop as error:  # what follows goes on in this process
+            (own_folder() / f"exit_code_of_rank{rank()}").write_text(str(error.exit_code))
+    if plant is newest_state_changed:
+        if rank() == 0:  # which chooses the checkpoint
+            change_newest_state()
+        train_words([*common, *words, "training.resume=auto"])
+
+
+def train_words(words: list[str]) -> None:
+    from mmldlm.config.load import load_config
+    from mmldlm.train import check_run, train
+
+    train(check_run(load_config("tiny", None, words), int(os.environ["WORLD_SIZE"])))
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from typing import NoReturn
 from mmldlm import __version__
 from mmldlm.config.own_code import report_exit_as_error
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, MmldlmError, UserError
-from mmldlm.utils.formatting import explain_os_error, for_screen
+from mmldlm.utils.formatting import explain_os_error, first_line, for_screen
 from mmldlm.utils.standard_streams import open_standard_streams
 from mmldlm.utils.stop_signals import interrupt_on_stop_signals, keep_exit_codes
 
@@ -177,6 +177,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {explain_os_error(error)}", file=sys.stderr)
         return EXIT_FAILED
     except Exception as error:
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # NumPy's, and torch's on a CPU
+            print(f"error: not enough memory: {first_line(error)}; ask for less at once", file=sys.stderr)
+            return EXIT_FAILED
         explained = _explain_import(error, verb)
         if explained is None:
             raise

@@ -12,6 +12,7 @@ from mmldlm.data.batching.run_data import open_run_data
 from mmldlm.errors import EXIT_DONE
 from mmldlm.training.check_run import check_run
 from mmldlm.utils import option_types
+from mmldlm.utils.output_paths import check_writable_dir
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +34,7 @@ def main(args: argparse.Namespace) -> int:
     config = command_line.parse_config(args)
     if args.check:
         check_run(config, args.world_size)
+        check_writable_dir(config.run_dir(), "logging.save_dir and logging.run_name")
         return EXIT_DONE
     if args.keys:
         _print_keys(type(config))

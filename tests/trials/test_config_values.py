@@ -43,8 +43,6 @@ def test_a_run_whose_config_has_its_name_unquoted_goes_on(name, trial_run, trial
         file.write_text(text.replace(str(trial_run.parent), str(tmp_path)), encoding="utf-8")
     monitored = mmldlm("monitor", "--once", run)
     assert monitored.code in (0, 1) and "step 6/6" in monitored, monitored.output
-    checked = ("preflight", "--level", "0", "--only", "DATA001", "--config", run / "config.yaml", "--nproc", "1")
-    succeeds(mmldlm(*checked, "engine.kind=single"))
 
 
 @SLOW
@@ -56,6 +54,13 @@ def test_a_run_named_like_a_number_is_resumed(name, trial_store, tmp_path):
     succeeds(train_rank(*tiny_run(trial_store, tmp_path, name, *more)), "step 4/4")
     more = ("training.num_train_steps=5", "training.resume=auto")
     succeeds(train_rank("--config", tmp_path / name / "config.yaml", *more), "step 5/5")
+    checked = ("preflight", "--level", "0", "--only", "DATA001", "--config", tmp_path / name / "config.yaml")
+    succeeds(mmldlm(*checked, "--nproc", "1", "training.num_train_steps=6"))
+    unquoted = (tmp_path / name / "config.yaml").read_text(encoding="utf-8").replace(f"'{name}'", name)
+    for file in (tmp_path / name / "config.yaml", *(tmp_path / name).glob("checkpoints/*/config.yaml")):
+        file.write_text(unquoted, encoding="utf-8")  # as earlier releases wrote it
+    more = ("training.num_train_steps=6", "training.resume=auto")
+    succeeds(train_rank("--config", tmp_path / name / "config.yaml", *more), "step 6/6")
 
 
 # -- numbers --------------------------------------------------------------------------------------------------------
@@ -90,13 +95,15 @@ OUT_OF_BOUNDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("entry", few(OUT_OF_BOUNDS, *OUT_OF_BOUNDS))
-def test_numbers_that_no_run_can_use_are_refused_by_key(entry):
-    """All at once: every key is named."""
-    result = config(*OUT_OF_BOUNDS[entry])
+@pytest.mark.parametrize("entries", few(["all of these entries", *OUT_OF_BOUNDS], "all of these entries"))
+def test_numbers_that_no_run_can_use_are_refused_by_key(entries):
+    """public-reports C 14, trials-3 BAD 11, 17, 18 and POOR 11: every key is named."""
+    words = OUT_OF_BOUNDS.get(entries) or [word for words in OUT_OF_BOUNDS.values() for word in words]
+    words = list({word.partition("=")[0]: word for word in words}.values())  # a later word for a key wins
+    result = config(*words)
     refuses(result)
-    for word in OUT_OF_BOUNDS[entry]:
-        assert word.partition("=")[0] in result, f"{word} was accepted:\n{result.output}"
+    for word in words:
+        assert f"{word.partition('=')[0]}" in result, f"{word} was accepted:\n{result.output}"
 
 
 DO_NOT_FIT = {
@@ -162,7 +169,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("line", few(OPTIONS, OPTIONS[0], OPTIONS[2]))
+@pytest.mark.parametrize("line", few(OPTIONS, OPTIONS[0]))
 def test_numbers_out_of_range_in_options_are_refused_by_name(line, tmp_path):
     """trials-3 BAD 11."""
     option, value = line.split()[-2:]
@@ -284,7 +291,7 @@ JSON_FILES = {
 }
 
 
-@pytest.mark.parametrize("kind", few(JSON_FILES, "nested", "1e999"))
+@pytest.mark.parametrize("kind", few(JSON_FILES, "1e999"))
 def test_a_deepspeed_json_that_cannot_be_used_is_refused(kind, tmp_path):
     """trials-3 BAD 20, public-reports B 22 ds-json-bom."""
     content, says = JSON_FILES[kind]

@@ -51,7 +51,10 @@ def names_passes(word: str) -> bool:
     """Whether --schedule is a file with schedules for several numbers of passes, of which --num-steps chooses."""
     if not word.endswith(".json"):
         return False
-    values = read_json_value(Path(word), _FIX, finite=True)
+    try:
+        values = read_json_value(Path(word), _FIX, finite=True)
+    except UserError:
+        return False
     return isinstance(values, dict) and "schedules" in values
 
 

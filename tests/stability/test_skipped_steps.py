@@ -1,0 +1,56 @@
+"""Records of skipped steps: read back with types and bounds."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from mmldlm.errors import UserError
+from mmldlm.stability.skipped_steps import load_skipped_step, save_skipped_step
+from tests.trials.test_run_records import WRONG_RECORDS
+
+CASE = {
+    "step": 3, "reason": "non-finite loss (NaN)", "loss": math.nan, "grad_norm": math.inf, "epoch": 0,
+    "batch_in_epoch": 2, "global_batch": 8, "world_size": 2, "accum": 1, "dtype": "bf16", "loss_scale": 1.0,
+    "lr_scale": 0.5, "passed_over": [[1, 2]], "config": {"task": "translation"},
+    "micro_batches": [{"rank": 1, "host": "a", "micro": 0, "loss": -math.inf, "ids": [5, 6]}],
+}  # fmt: skip
+
+
+def test_what_was_written_is_read(tmp_path):
+    save_skipped_step(tmp_path, CASE)
+    (tmp_path / "forensics" / "step_abc.json").write_text("{}")
+    found = load_skipped_step(tmp_path, "last")
+    assert math.isnan(found.pop("loss")) and found["grad_norm"] == math.inf and found["epoch"] == 0
+    assert found["micro_batches"] == CASE["micro_batches"] and found["passed_over"] == [(1, 2)]
+    assert {key: found[key] for key in ("dtype", "config", "lr_scale")} == {
+        key: CASE[key] for key in ("dtype", "config", "lr_scale")
+    }
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [("step", 4), ("step", "x"), ("world_size", 0), ("world_size", 1), ("accum", 10**30), ("micro_batches", []),
+     ("micro_batches", {}), ("micro_batches", [{"rank": 0}]), ("config", []), ("dtype", "fp8"), ("lr_scale", "x"),
+     ("loss_scale", 0), ("passed_over", [[1]]), ("loss", "high"), ("reason", None)],
+)  # fmt: skip
+def test_wrong_values_are_named(key, value, tmp_path):
+    """trials-3 BAD 13."""
+    (tmp_path / "forensics").mkdir()
+    micro_batches = [CASE["micro_batches"][0] | {"loss": 1.0}]
+    case = json.dumps(CASE | {"loss": "nan", "grad_norm": "inf", "micro_batches": micro_batches} | {key: value})
+    (tmp_path / "forensics" / "step_00000003.json").write_text(case)
+    with pytest.raises(UserError, match=r"step_00000003.json(.|\n)*damaged file: "):
+        load_skipped_step(tmp_path, "3")
+
+
+@pytest.mark.parametrize("kind", WRONG_RECORDS)
+def test_damaged_files_are_named(kind, tmp_path):
+    """trials-3 BAD 13."""
+    (tmp_path / "forensics").mkdir()
+    path = tmp_path / "forensics" / "step_00000003.json"
+    path.write_text(WRONG_RECORDS[kind], errors="surrogateescape")
+    with pytest.raises(UserError, match="step_00000003.json"):
+        load_skipped_step(tmp_path, "3")
