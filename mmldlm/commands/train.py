@@ -23,9 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Check the run, then replace this process by the launcher: a mistake is found before any rank starts."""
+    check_single_process("mmldlm train")
     import torch
 
-    check_single_process("mmldlm train")
     if args.nproc is not None and args.nproc < 1:
         raise UserError("--nproc of at least 1", str(args.nproc), "give the number of ranks, or leave it out")
     nproc = args.nproc or max(torch.cuda.device_count(), 1)

@@ -38,7 +38,7 @@ class StopSignal:
     def _end_before_the_start(self, reader: int) -> None:
         while number := os.read(reader, 1):
             if number[0] in self._numbers and not self._have_met and not _in_process_group():
-                if int(os.environ.get("RANK", 0)) == 0:
+                if os.environ.get("RANK", "0") == "0":
                     log_line("stopped by a signal before the run began; nothing was written")
                 os._exit(EXIT_INTERRUPTED)
 
