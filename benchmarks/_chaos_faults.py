@@ -346,19 +346,19 @@ def _same_folder(training: Training, rng: random.Random, moment: str) -> Struck:
 
 def _interrupt(training: Training, rng: random.Random, moment: str) -> Struck:
     """Interrupt the launch; before training begins there is nothing to save, and the signal itself may end it."""
-    name, before = rng.choice(("SIGTERM", "SIGINT")), len(training.starts())
+    name, before = rng.choice(("SIGTERM", "SIGINT", "SIGHUP")), len(training.starts())
     struck = Struck(f"{name} to the head on n1", ENDED, (INTERRUPTED,), graceful=True)
     _signal(training, training.cluster["n1"], "head", getattr(signal, name), struck.problems)
     if moment == STARTING:
         wait(lambda: training.launch.code() is not None, END_LIMIT)
         if len(training.starts()) == before:
-            struck.codes = (INTERRUPTED, 128 + signal.SIGTERM, 128 + signal.SIGINT)
+            struck.codes = (INTERRUPTED, *(128 + n for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)))
     return struck
 
 
 def _signal_rank(training: Training, rng: random.Random, moment: str) -> Struck:
     """Signal a rank from outside the launch: all ranks save and exit, and the launch restarts."""
-    name, host = rng.choice(("SIGTERM", "SIGUSR1", "SIGINT")), _any_host(training, rng)
+    name, host = rng.choice(("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP")), _any_host(training, rng)
     words = ("it received a signal that this launch did not send",)
     struck = Struck(f"{name} to the rank on {host.name}", RETRIED, (INTERRUPTED,), words, graceful=True)
     _signal(training, host, "rank", getattr(signal, name), struck.problems)

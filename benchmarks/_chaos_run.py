@@ -28,6 +28,8 @@ RETRIES = 4
 LONGEST_RUN = 1_000_000  # steps; the last start of all names the real end
 _ENDED = re.compile(r"^ended: (.*) \(exit (\d+)\)$")
 
+# As some daemons and batch agents start their jobs: exit codes of children must not be lost.
+IGNORING_CHILDREN = ("bash", "-c", "trap '' CHLD; exec \"$@\"", "bash")
 # Parts of a launch -> end of argv[0], and a part of the command line.
 PARTS = {
     "rank": ("python", "mmldlm/train.py"),
@@ -74,7 +76,7 @@ class Launch:
         self.folder, self._screen = folder, screen
         self.lines: list[str] = []
         self.ends: list[End] = []
-        self.process = start_launch(cluster, store, folder, *words(*more))
+        self.process = start_launch(cluster, store, folder, *words(*more), prefix=IGNORING_CHILDREN)
         self._follower = threading.Thread(target=self._follow, daemon=True)
         self._follower.start()
 

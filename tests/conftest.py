@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import os
+import signal
 
 import pytest
 
@@ -13,6 +14,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+
+# A background job of a shell starts with SIGINT ignored, which the processes of the tests would inherit.
+for _number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
 
 pytest_plugins = ["tests.support.checkpoint_fixtures", "tests.support.browser"]
 

@@ -29,9 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Check the run, then replace this process by the launcher: a mistake is found before any rank starts."""
+    check_single_process("mmldlm train")
     import torch
 
-    check_single_process("mmldlm train")
     nproc = args.nproc or max(torch.cuda.device_count(), 1)
     config = command_line.parse_config(args)
     check_fp16(config, torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_fp16_supported())

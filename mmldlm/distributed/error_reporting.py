@@ -35,16 +35,18 @@ def log_line(message: str) -> None:
 
 def report_error_once(error: BaseException, kind: str = "error") -> None:
     """Print the error that ends this rank, unless another rank prints it."""
-    try:
-        rank, local_rank, world_size = (int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    except ValueError:  # which is the error
-        rank, local_rank, world_size = 0, 0, 1
+    rank, local_rank = _number("RANK"), _number("LOCAL_RANK")
     if rank == 0:
-        if world_size > 1:
+        if _number("WORLD_SIZE") > 1:
             _claim(_claim_path(error))
         log_line(f"{kind}: {error}")
     elif not _has_process_group() and _claim(_claim_path(error), wait=CLAIM_WAIT if local_rank else 0.0):
         log_line(f"{kind} on rank {rank} ({socket.gethostname()}): {error}")
+
+
+def _number(name: str) -> int:
+    text = os.environ.get(name, "")
+    return int(text) if text.isascii() and text.isdigit() else 0  # an invalid number may be the error to report
 
 
 def _has_process_group() -> bool:

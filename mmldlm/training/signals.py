@@ -9,7 +9,6 @@ import threading
 
 from mmldlm.distributed.error_reporting import log_line
 from mmldlm.errors import EXIT_INTERRUPTED, Interrupted
-from mmldlm.utils.environment import int_from_env
 from mmldlm.utils.stop_signals import handle_stop_signals
 
 
@@ -39,7 +38,7 @@ class StopSignal:
     def _end_before_the_start(self, reader: int) -> None:
         while number := os.read(reader, 1):
             if number[0] in self._numbers and not self._have_met and not _in_process_group():
-                if int_from_env("RANK", 0) == 0:
+                if os.environ.get("RANK", "0") == "0":
                     log_line("stopped by a signal before the run began; nothing was written")
                 os._exit(EXIT_INTERRUPTED)
 

@@ -85,14 +85,16 @@ def start(
     name: str = "run",
     host: str = "n1",
     env: dict[str, str] | None = None,
+    prefix: tuple[str, ...] = (),
 ) -> subprocess.Popen:
-    """`mmldlm launch` for n1 and n2."""
+    """`mmldlm launch` for n1 and n2; `prefix` wraps the command, so that it inherits what that sets."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "hostfile").write_text(NODES)
     command = [PYTHON, "-m", "mmldlm.launch", "--hostfile", folder / "hostfile", "--launcher", launcher]
     command += ["--config-name", "tiny", f"data.latent_data_root={store}", f"logging.save_dir={folder}/runs"]
     command += ["data.max_validation_samples=16", f"logging.run_name={name}", "training.train_batch_size=4", *words]
     return cluster[host].popen(
+        *prefix,
         *command,
         env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})},  # the hosts share one machine's cores
         stdin=subprocess.DEVNULL,

@@ -125,9 +125,40 @@ def succeeds(result: Result, *patterns: str) -> None:
     refuses(result, *patterns, code=0)
 
 
+def ranks_command(nproc: int, script: Path) -> list[str]:
+    """Command line of what `mmldlm train --nproc N` becomes, with another script as its ranks (starts in 0.3 s)."""
+    start = ROOT / "mmldlm" / "utils" / "run_module.py"
+    return [sys.executable, str(start), "mmldlm.launch.local_launcher", str(nproc), str(script)]
+
+
+def module_command(module: str, *words: object) -> list[str]:
+    """Command line of `python -m mmldlm.MODULE words`, as users and torchrun start modules."""
+    return [sys.executable, "-m", f"mmldlm.{module}", *map(str, words)]
+
+
+def installed_environment(folder: Path, programs: dict[str, str], root: Path = ROOT) -> Path:
+    """A virtual environment whose stamps say that it is set up for the checkout `root`, without an installation.
+
+    Args:
+        folder: does not exist yet.
+        programs: name -> line of sh, for what the launcher scripts start in place of the real program.
+    """
+    (folder / "bin").mkdir(parents=True)
+    lines = {"python": f'exec {sys.executable} "$@"', **programs}
+    for name, line in lines.items():
+        (folder / "bin" / name).write_text(f"#!/bin/sh\n{line}\n", encoding="utf-8")
+        (folder / "bin" / name).chmod(0o755)
+    stamp = shell(
+        f". launchers/_env.sh; MMLDLM_ROOT={root}; mmldlm_stamp {folder}/bin/python {folder}", cwd=ROOT
+    ).output
+    (folder / ".mmldlm-base").write_text(stamp, encoding="utf-8")
+    (folder / ".mmldlm-home").write_text(f"{folder}\n", encoding="utf-8")
+    return folder
+
+
 __all__ = [
-    "LAUNCHERS", "ROOT", "SLOW", "Result", "during_conversion", "fresh_mmldlm", "killed_conversion", "launch", "mmldlm",
-    "records", "refuses", "shell",
+    "LAUNCHERS", "ROOT", "SLOW", "TRAIN", "Result", "during_conversion", "fresh_mmldlm", "installed_environment",
+    "killed_conversion", "launch", "mmldlm", "module_command", "ranks_command", "records", "refuses", "shell",
     "succeeds", "tiny_run", "todo", "train_rank",
 ]  # fmt: skip
 
