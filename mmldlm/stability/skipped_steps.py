@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import socket
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from torch import Tensor
 from mmldlm.data.batching.batch import Batch
 from mmldlm.engines.base import Engine
 from mmldlm.errors import UserError
+from mmldlm.utils.atomic_files import write_text
 from mmldlm.utils.formatting import join_some
 from mmldlm.utils.input_files import read_text
 from mmldlm.utils.json_files import to_json
@@ -62,9 +62,7 @@ def save_skipped_step(run_dir: Path, case: dict) -> Path | None:
     path = folder / f"step_{case['step']:08d}.json"
     if not path.exists() and len(list(folder.glob("step_*.json"))) >= MAX_RECORDS:
         return None
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(to_json(case) + "\n")
-    os.replace(temporary, path)
+    write_text(path, to_json(case) + "\n")
     return path
 
 
