@@ -158,7 +158,7 @@ def test_a_save_needs_nothing_of_the_data(image_store, tmp_path, name, how):
             path.write_bytes(b"garbled")
 
     words = [
-        "--config-name", "image_text_quick", "engine.kind=single", f"data.latent_data_root={store}",
+        "--config-name", "image_text_discrete", "engine.kind=single", f"data.latent_data_root={store}",
         "training.num_train_steps=12", "optimizer.warmup_steps=2", "logging.save_freq=4", "logging.eval_freq=8",
         "training.train_batch_size=4", "data.max_validation_samples=4", f"logging.save_dir={tmp_path}",
         "logging.run_name=r", "data.num_workers=0", "model.hidden_size=32", "model.n_heads=2", "model.n_blocks=1",
