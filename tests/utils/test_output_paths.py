@@ -1,12 +1,14 @@
 import errno
 import multiprocessing
 import os
+import shutil
 
 import numpy as np
 import pytest
 
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.utils import atomic_files
+from mmldlm.utils.formatting import describe_os_error
 from mmldlm.utils.output_paths import check_writable_file, claimed_file, claimed_folder, replaced_files
 
 OWNED = ("a.txt", "b.txt", "more/*.png")
@@ -101,3 +103,21 @@ def test_a_file_of_any_name_is_written(tmp_path, name):
     with atomic_files.atomic_file(tmp_path / name) as file:
         np.save(file, np.arange(3))
     assert os.listdir(tmp_path) == [name]
+
+
+def test_errors_that_are_not_of_a_disk_stay_as_they_are(tmp_path):
+    with pytest.raises(OSError) as caught, atomic_files.naming_errors(tmp_path):
+        raise OSError("We couldn't connect to 'https://huggingface.co'")
+    assert caught.value.filename is None and "couldn't connect" in str(caught.value)
+    with pytest.raises(ConnectionRefusedError) as caught, atomic_files.naming_errors(tmp_path):
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+    assert caught.value.filename is None
+
+
+def test_an_error_of_copytree_is_its_first_one(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "link").symlink_to("nowhere")
+    with pytest.raises(shutil.Error) as caught:
+        shutil.copytree(tmp_path / "a", tmp_path / "b")
+    said = describe_os_error(caught.value)
+    assert said.startswith(f"{tmp_path / 'b' / 'link'}: No such file or directory") and "[" not in said
