@@ -18,6 +18,7 @@ import traceback
 from datetime import datetime, timezone
 from pathlib import Path
 
+from mmldlm.utils.atomic_files import write_text
 from mmldlm.utils.formatting import first_line, for_screen
 
 # Seconds: ranks of a node start and import in parallel; if rank 0 has failed, launchers end the rest.
@@ -102,7 +103,7 @@ def report_traceback(error: Exception, logs: Path | None) -> None:
     with contextlib.suppress(OSError):
         if logs is not None and getattr(error, "is_attributed", False) and is_collective_error(error):
             try:
-                (logs / f"error_rank{os.environ.get('RANK', 0)}.txt").write_text(text)
+                write_text(logs / f"error_rank{os.environ.get('RANK', 0)}.txt", text)
                 return
             except OSError:
                 pass  # the screen is left

@@ -12,6 +12,7 @@ import torch
 
 from mmldlm.distributed.nccl_environment import FLIGHT_RECORDER_FILE
 from mmldlm.errors import EXIT_FAILED
+from mmldlm.utils.atomic_files import atomic_file
 
 # Contained in the RuntimeErrors of gloo, NCCL and the store that have no type of their own.
 COLLECTIVE_ERROR_PATTERNS = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "broken pipe")
@@ -67,7 +68,7 @@ def exit_with_stacks(rank: int, logs: Path | None) -> None:
 
 def _write_traces(rank: int, logs: Path) -> None:
     logs.mkdir(parents=True, exist_ok=True)
-    with open(logs / f"stack_rank{rank}.txt", "w", encoding="utf-8") as file:
+    with atomic_file(logs / f"stack_rank{rank}.txt") as file:
         faulthandler.dump_traceback(file, all_threads=True)
     prefix = next((os.environ[name] for name in FLIGHT_RECORDER_FILE if name in os.environ), None)
     if prefix is not None and torch.distributed.is_initialized():

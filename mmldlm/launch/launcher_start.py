@@ -67,7 +67,7 @@ def launcher_start(context: Context, log_dir: Path, script: list[str], variables
     if context.launcher == "slurm":
         return {**plain, "args": srun_command(context.nodes, address, options.master_port, script)}
     hostfile = log_dir.absolute() / "hostfile"
-    hostfile.write_text("".join(f"{node.name} slots={node.slots}\n" for node in context.nodes))
+    hostfile.write_text("".join(f"{node.name} slots={node.slots}\n" for node in context.nodes), encoding="utf-8")
     command = deepspeed_command(
         context.nodes, context.local, str(hostfile), address, options.master_port, options.ssh_port, script, "/"
     )

@@ -20,7 +20,8 @@ from mmldlm.config.renamed_keys import model_config_with_new_names
 from mmldlm.config.section import Section
 from mmldlm.errors import UserError
 from mmldlm.models.mmdit.config import ModelConfig
-from mmldlm.utils.json_files import read_json
+from mmldlm.utils.atomic_files import write_text
+from mmldlm.utils.json_files import plain_value, read_json
 
 if TYPE_CHECKING:
     from mmldlm.models.mmdit.model import MultimodalMMDiT
@@ -41,7 +42,7 @@ def write(model: MultimodalMMDiT, folder: Path) -> None:
     if model.config.tie_embeddings:
         del tensors["text_head.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(model.config_dict(), indent=2) + "\n")
+    write_text(folder / "config.json", json.dumps(model.config_dict(), indent=2, default=plain_value) + "\n")
 
 
 def read(kind: type[MultimodalMMDiT], path: str | Path, device: str, dtype: torch.dtype) -> MultimodalMMDiT:

@@ -14,16 +14,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from mmldlm.tasks.base import Metric
-from mmldlm.utils.formatting import fold, format_duration
+from mmldlm.utils.formatting import fold, format_duration, printable
 from mmldlm.utils.input_files import open_append
-from mmldlm.utils.screen import open_console
+from mmldlm.utils.screen import PlainConsole, open_console
 
 # Fields of a step's record in a line: key, label, format.
 _FIELDS = (
@@ -59,7 +58,7 @@ def link_latest(log: Path) -> None:
     os.replace(temporary, log.with_name(LATEST_LOG))
 
 
-class _SafeConsole(Console):
+class _SafeConsole(PlainConsole):
     """A rich console that raises when its output is closed, instead of ending the process."""
 
     def on_broken_pipe(self) -> None:
@@ -167,7 +166,7 @@ class Console:
         if log_file is not None:
             Path(log_file).parent.mkdir(parents=True, exist_ok=True)
             self._file = open_append(log_file, line_buffered=True)
-        self._console: Console | None = None
+        self._console: PlainConsole | None = None
         self._live: Live | None = None
         if enabled:
             self._console = open_console(stream, soft_wrap=True, kind=_SafeConsole)
@@ -235,12 +234,13 @@ class Console:
 
     def message(self, text: str) -> None:
         """Print a line above the live line."""
+        text = printable(text)
         self._write_file(text)
         self._print(text)
 
     def warning(self, text: str) -> None:
         """Print a message that begins with `warning:`, colored on a terminal."""
-        text = f"warning: {text}"
+        text = printable(f"warning: {text}")
         self._write_file(text)
         self._print(Text(text, style="yellow"))
 
@@ -250,7 +250,7 @@ class Console:
         Args:
             on_screen: False if the screen shows it already.
         """
-        text = f"ERROR: {text}"
+        text = printable(f"ERROR: {text}")
         self._write_file(text)
         if on_screen:
             self._print(Text(text, style="red"))

@@ -7,7 +7,6 @@ micro-batch. A skipped step does not change the weights, so a checkpoint provide
 from __future__ import annotations
 
 import math
-import os
 import re
 import socket
 from pathlib import Path
@@ -21,6 +20,7 @@ from mmldlm.config.section import MAX_COUNT
 from mmldlm.data.batching.batch import Batch
 from mmldlm.engines.base import Engine
 from mmldlm.errors import UserError
+from mmldlm.utils.atomic_files import write_text
 from mmldlm.utils.formatting import join_some
 from mmldlm.utils.json_files import read_json, to_json
 
@@ -65,9 +65,7 @@ def save_skipped_step(run_dir: Path, case: dict) -> Path | None:
     path = folder / f"step_{case['step']:08d}.json"
     if not path.exists() and len(list(folder.glob("step_*.json"))) >= MAX_RECORDS:
         return None
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(to_json(case) + "\n")
-    os.replace(temporary, path)
+    write_text(path, to_json(case) + "\n")
     return path
 
 

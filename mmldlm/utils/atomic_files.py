@@ -7,6 +7,7 @@ import errno
 import hashlib
 import io
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 
 from mmldlm.utils.input_files import open_regular, require_regular_or_none
 from mmldlm.utils.json_files import to_json
+
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS)
 
 
 def sha256_of(path: Path) -> str:
@@ -47,13 +50,16 @@ def write_text_synced(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def naming_errors(path: str | os.PathLike) -> Iterator[None]:
-    """Give an OSError that names no file this one: a failed write(), as on a full disk, knows its descriptor only."""
+    """Give an error of a disk that names no file this one: a failed write() knows its descriptor only.
+
+    Other OSErrors, such as those of a network, stay as they are.
+    """
     try:
         yield
     except OSError as error:
-        if error.errno is None:  # numpy: "4096 requested and 100 written"
+        if error.errno is None and re.fullmatch(r"\d+ requested and \d+ written", str(error)):  # of numpy
             raise OSError(errno.ENOSPC if _is_full(path) else errno.EIO, str(error), os.fspath(path)) from error
-        if error.filename is None:
+        if error.filename is None and error.errno in _DISK_ERRORS:
             error.filename = os.fspath(path)
         raise
 

@@ -23,10 +23,10 @@ def print_table(rows: list[tuple[str, str]]) -> None:
 
 
 def describe_os_error(error: OSError) -> str:
-    """Return the message of an OSError without its number and path."""
-    if error.args and isinstance(error.args[0], list) and error.args[0]:
-        first = error.args[0][0]  # shutil.Error of copytree: (source, copy, reason) of every file that failed
-        return f"{first[0]}: {first[-1]}" if isinstance(first, tuple) else str(first)
+    """Return the message of an OSError without its number and path; of shutil.Error the first of its errors."""
+    if error.errno is None and error.args and isinstance(error.args[0], list) and error.args[0]:
+        *_, target, reason = error.args[0][0]
+        return f"{target}: {str(reason).removeprefix('[Errno ').partition('] ')[2] or reason}"
     return error.strerror or str(error) or type(error).__name__
 
 

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import sys
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
+from rich.text import Text
+
+from mmldlm.utils.formatting import printable
+
+
+class PlainConsole(Console):
+    """A console on which control characters of names and texts are escaped."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text), **options)
 
 
 def open_console(
-    stream: TextIO | None = None, quiet: bool = False, soft_wrap: bool = False, kind: type[Console] = Console
-) -> Console:
+    stream: TextIO | None = None, quiet: bool = False, soft_wrap: bool = False, kind: type[PlainConsole] = PlainConsole
+) -> PlainConsole:
     """Return a console that reads no markup, emoji codes or highlighting into what it prints.
 
     Texts, names and paths may have square brackets and colons; style is given by `rich.text.Text`. Cursor codes go to

@@ -1,10 +1,13 @@
 import subprocess
 import sys
 import textwrap
+import threading
+import types
 
 import pytest
 
 from mmldlm.errors import UserError
+from mmldlm.observe import wandb_logger
 from mmldlm.observe.wandb_logger import open_wandb
 
 # No way out of this machine: what offline mode must do without.
@@ -68,3 +71,71 @@ def test_online_without_a_login_says_what_to_do(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(UserError, match="wandb login"):
         open_wandb("online", "p", "n", tmp_path / "run", {})
+
+
+class Stub:
+    """A package wandb whose run does what a test says."""
+
+    def __init__(self, log=lambda values: None, finish=lambda: None):
+        self.logged, self._log, self._finish = [], log, finish
+        self.id = "x"
+
+    Settings = staticmethod(lambda **keywords: None)
+
+    def init(self, **keywords):
+        return self
+
+    def define_metric(self, *words, **keywords):
+        pass
+
+    def log(self, values):
+        self._log(values)
+        self.logged.append(values)
+
+    def finish(self, exit_code=0):
+        self._finish()
+
+
+def test_an_upload_that_does_not_end_is_waited_for_within_bounds(tmp_path, monkeypatch):
+    monkeypatch.setattr(wandb_logger, "FINISH_SECONDS", 0.3)
+    never = threading.Event()
+    monkeypatch.setitem(sys.modules, "wandb", Stub(finish=never.wait))
+    run = open_wandb("offline", "p", "n", tmp_path, {})
+    with pytest.raises(wandb_logger.WandbError, match="did not end within"):
+        run.finish()
+    never.set()
+    never = threading.Event()
+    monkeypatch.setattr(wandb_logger, "FINISH_SECONDS", 1000)
+    monkeypatch.setattr(wandb_logger, "STOP_SECONDS", 0.1)
+    monkeypatch.setitem(sys.modules, "wandb", Stub(finish=never.wait))
+    run = open_wandb("offline", "p", "n", tmp_path, {})
+    with pytest.raises(wandb_logger.WandbError, match="did not end within"):
+        run.finish(stop=lambda: True)
+    never.set()
+
+
+def test_a_service_that_takes_no_records_delays_no_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(wandb_logger, "_MAX_WAITING", 8)
+    never = threading.Event()
+    monkeypatch.setitem(sys.modules, "wandb", Stub(log=lambda values: never.wait()))
+    run = open_wandb("offline", "p", "n", tmp_path, {})
+    with pytest.raises(wandb_logger.WandbError, match="takes no records"):
+        for step in range(20):
+            run.log({"step": step})
+    never.set()
+
+
+def test_records_are_logged_in_order_before_the_end(tmp_path, monkeypatch):
+    stub = Stub()
+    monkeypatch.setitem(sys.modules, "wandb", stub)
+    run = open_wandb("offline", "p", "n", tmp_path, {})
+    for step in range(5):
+        run.log({"step": step, "loss": 0.5}, "eval/")
+    run.finish()
+    assert stub.logged == [{"step": step, "eval/loss": 0.5} for step in range(5)]
+
+
+def test_a_module_of_that_name_that_is_not_wandb_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", types.ModuleType("wandb"))
+    with pytest.raises(UserError, match="without init and Settings"):
+        open_wandb("offline", "p", "n", tmp_path, {})

@@ -237,6 +237,8 @@ def _become(request: dict) -> None:
             os.environ[name] = value
     sys.argv = [request["script"], *request["words"]]
     sys.path[0] = str(Path(request["script"]).parent)
+    if added := request["environment"].get("PYTHONPATH"):  # what is imported already stays
+        sys.path[1:1] = added.split(os.pathsep)
 
 
 if __name__ == "__main__":

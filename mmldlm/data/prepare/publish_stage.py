@@ -30,9 +30,10 @@ from mmldlm.data.store.store import FORMAT, TOKENIZER_FOLDER, VERSION, Store
 from mmldlm.data.store.writers import FILES_FORMAT, FilesSplit, StoreSplit
 from mmldlm.data.unknown_tokens import count_unknown
 from mmldlm.errors import UserError
-from mmldlm.utils.atomic_files import fsync_path, list_files, write_json
+from mmldlm.utils.atomic_files import fsync_path, list_files, write_json, write_text
 from mmldlm.utils.formatting import is_utf8, printable
 from mmldlm.utils.input_files import read_text
+from mmldlm.utils.json_files import to_json
 from mmldlm.utils.walk_files import LeftOut
 
 QUARANTINE = "quarantine.jsonl"
@@ -106,8 +107,8 @@ def publish(
     is_store = output.options.layout == "store"
     summaries, statistics = _write_splits(output, partial, tokenizer, source, bool(counts["chunked"]))
     if quarantined:
-        lines = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in quarantined)
-        (partial / QUARANTINE).write_text(lines, encoding="utf-8")
+        lines = "".join(to_json(entry) + "\n" for entry in quarantined)
+        write_text(partial / QUARANTINE, lines)
     shutil.copytree(output.work.folder / TOKENIZER_FOLDER, partial / TOKENIZER_FOLDER)
     manifest = {
         "format": FORMAT if is_store else FILES_FORMAT,

@@ -45,7 +45,7 @@ def _removed_keys() -> set[str]:
     path = Path(spec.submodule_search_locations[0], "runtime", "config.py") if spec else None
     if path is None or not path.exists():
         return set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "_REMOVED_TOP_LEVEL_CONFIG_KEYS":
             return {ast.literal_eval(key) for key in node.value.keys if isinstance(key, ast.Constant)}
     return set()

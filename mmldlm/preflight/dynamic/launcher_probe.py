@@ -65,7 +65,7 @@ class LauncherProbe:
         if self.context.launcher == "slurm":
             return srun_command(nodes, address, options.master_port, script)
         hostfile = Path(self._folder.name) / "hostfile"
-        hostfile.write_text("".join(f"{node.name} slots=1\n" for node in nodes))
+        hostfile.write_text("".join(f"{node.name} slots=1\n" for node in nodes), encoding="utf-8")
         return deepspeed_command(nodes, False, str(hostfile), address, options.master_port, options.ssh_port, script)
 
     def _read(self) -> None:

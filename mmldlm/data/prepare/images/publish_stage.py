@@ -39,9 +39,10 @@ from mmldlm.data.store.repair_hints import MANIFEST
 from mmldlm.data.store.store import FORMAT, TOKENIZER_FOLDER, VERSION
 from mmldlm.data.store.writers import StoreSplit
 from mmldlm.data.unknown_tokens import count_unknown, describe_share
-from mmldlm.utils.atomic_files import list_files, write_json
+from mmldlm.utils.atomic_files import list_files, write_json, write_text
 from mmldlm.utils.formatting import join_some, printable
 from mmldlm.utils.input_files import read_text
+from mmldlm.utils.json_files import to_json
 from mmldlm.utils.walk_files import LeftOut
 
 _MAX_NAMED = 20
@@ -216,12 +217,12 @@ def _latents(codec: ImageCodec, values: np.ndarray) -> np.ndarray:
 
 def _write_unreadable(folder: Path, reports: dict[str, CorpusReport]) -> None:
     lines = [
-        json.dumps({"split": name, "image": printable(image), "reason": reason}, ensure_ascii=False) + "\n"
+        to_json({"split": name, "image": image, "reason": reason}) + "\n"
         for name, report in reports.items()
         for image, reason in report.unreadable.items()
     ]
     if lines:
-        (folder / QUARANTINE).write_text("".join(lines), encoding="utf-8")
+        write_text(folder / QUARANTINE, "".join(lines))
 
 
 def print_image_summary(console: Console, root: Path, manifest: dict[str, Any], seconds: float) -> None:
