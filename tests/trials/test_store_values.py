@@ -22,7 +22,11 @@ def changed(store, copy, change):
 
 @pytest.mark.parametrize(
     "weights",
-    ["{l2t: .nan, t2l: 1.0}", "{l2t: 1.0e+308, t2l: 1.0e+308}", "{l2t: .inf}", "{l2t: -1, t2l: 2}", "{l2t: 0}", "{}"],
+    [
+        "{l2t: .nan, t2l: 1.0}",
+        "{l2t: 1.0e+308, t2l: 1.0e+308}",
+        *(pytest.param(weights, marks=SLOW) for weights in ("{l2t: .inf}", "{l2t: -1, t2l: 2}", "{l2t: 0}", "{}")),
+    ],
 )
 def test_weights_of_modes_are_finite_with_a_finite_sum(weights, trial_store, tmp_path):
     """trials-3 BAD 5"""
@@ -30,7 +34,9 @@ def test_weights_of_modes_are_finite_with_a_finite_sum(weights, trial_store, tmp
     refuses(train_rank(*words), "training.loss_type_weights")
 
 
-@pytest.mark.parametrize("weight", ["1.0e-9", "1.0e-4", ".inf", ".nan", "-1", "0"])
+@pytest.mark.parametrize(
+    "weight", ["1.0e-9", ".nan", *(pytest.param(weight, marks=SLOW) for weight in ("1.0e-4", ".inf", "-1", "0"))]
+)
 def test_weights_of_a_mixture_are_shares_that_can_be_drawn(weight, trial_store, tmp_path):
     """trials-3 BAD 5: finite, and above 1/4096 of the sum"""
     other = shutil.copytree(trial_store, tmp_path / "other")
@@ -70,7 +76,9 @@ STATISTICS = {
 }
 
 
-@pytest.mark.parametrize("kind", STATISTICS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if number < 4 else SLOW) for number, kind in enumerate(STATISTICS)]
+)
 def test_latent_statistics_are_checked_where_they_are_read(kind, trial_store, tmp_path):
     """trials-3 BAD 12"""
     store = changed(trial_store, tmp_path / "S", STATISTICS[kind])
@@ -89,7 +97,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if number < 3 else SLOW) for number, kind in enumerate(VALUES)]
+    "kind", [pytest.param(kind, marks=() if number < 2 else SLOW) for number, kind in enumerate(VALUES)]
 )
 def test_values_of_a_manifest_have_types_and_bounds(kind, trial_store, tmp_path):
     """trials-3 BAD 19"""
@@ -109,7 +117,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if number < 3 else SLOW) for number, kind in enumerate(CONFIGS)]
+    "kind", [pytest.param(kind, marks=() if number < 2 else SLOW) for number, kind in enumerate(CONFIGS)]
 )
 def test_values_of_a_models_config_have_types(kind, trial_model, tmp_path):
     """trials-3 BAD 19"""
@@ -122,7 +130,14 @@ def test_values_of_a_models_config_have_types(kind, trial_model, tmp_path):
     refuses(mmldlm("sample", "t2l", *words), r"config\.json", pattern)
 
 
-@pytest.mark.parametrize(("name", "value"), [("latent_std", 0.0), ("latent_std", -1.0), ("latent_mean", float("nan"))])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("latent_std", -1.0),
+        pytest.param("latent_std", 0.0, marks=SLOW),
+        pytest.param("latent_mean", float("nan"), marks=SLOW),
+    ],
+)
 def test_statistics_of_a_models_weights_are_checked(name, value, trial_model, tmp_path):
     """trials-3 BAD 12: those that a checkpoint carries"""
     from safetensors.numpy import load_file, save_file
