@@ -279,9 +279,9 @@ def test_a_mode_that_was_not_trained_is_refused(checkpoint, latent_file, tmp_pat
 def test_a_text_file_that_is_not_utf_8_is_told_from_a_wrong_path(checkpoint, tmp_path):
     (tmp_path / "latin.txt").write_bytes("word1\nw\u00f6rd".encode("latin-1"))
     words = ("t2l", "--checkpoint", checkpoint, "--output-dir", tmp_path / "out", "--text-file")
-    with pytest.raises(UserError, match="byte 0xf6 at offset 7") as error:
+    with pytest.raises(UserError, match="byte 0xf6 at column 2 of line 2") as error:
         run(*words, tmp_path / "latin.txt")
-    assert str(tmp_path / "latin.txt") in error.value.expected and "save it as UTF-8" in error.value.fix
+    assert str(tmp_path / "latin.txt") in error.value.expected and "to UTF-8" in error.value.fix
     with pytest.raises(UserError, match="check the path"):
         run(*words, tmp_path / "absent.txt")
 

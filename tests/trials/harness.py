@@ -110,7 +110,7 @@ def tiny_run(store: Path, folder: Path, name: str, *more: str) -> list[str]:
 
 def records(path: Path) -> list[dict]:
     """Objects of a file of JSON lines."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 def refuses(result: Result, *patterns: str, code: int = 2) -> None:

@@ -236,6 +236,13 @@ def test_a_sentence_transformer_says_itself_how_it_is_used(tmp_path):
     (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(prompts))
     encoder = Encoder(str(tmp_path), device="cpu")
     assert encoder.latent_dim == 5 and encoder.spec.max_length == 6 and encoder.spec.prefix == "passage : "
+    # What a store records finds all of it again, the dense layer included, and refuses another one.
+    identity = json.loads(json.dumps(encoder.identity()))
+    again = Encoder.from_identity({**identity, "name": str(tmp_path)}, device="cpu")
+    np.testing.assert_array_equal(again.encode(TEXTS), encoder.encode(TEXTS))
+    other = [module.replace("dense", "dense2") for module in identity["modules"]]
+    with pytest.raises(UserError, match="modules of the data"):
+        Encoder.from_identity({**identity, "name": str(tmp_path), "modules": other}, device="cpu")
     for text, found in zip(TEXTS, encoder.encode(TEXTS)):
         ids = tokenizer("passage : " + text, truncation=True, max_length=6)["input_ids"]
         with torch.no_grad():

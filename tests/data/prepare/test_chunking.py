@@ -46,3 +46,36 @@ def test_sentences_too_long_are_cut_between_words(tokenizer):
 def test_truncation_cuts_text_where_tokens_are(tokenizer):
     ids, text = truncate(tokenizer, "The first sentence is here. And more.", 4)
     assert text == "The first sentence is" and ids == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.fixture(scope="module")
+def byte_level():
+    """A BPE of bytes without merges across characters' ends: a CJK character has three tokens, an emoji four."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=core)
+
+
+@pytest.mark.parametrize(
+    "text", ["a\u4e00\u4e01b\u4e02 c", "\U0001f600\U0001f601\U0001f602", "e\u0301e\u0301\u00f1", "\ufffdab\ufffd"]
+)
+@pytest.mark.parametrize("max_tokens", range(1, 10))
+def test_truncation_never_cuts_a_character(byte_level, text, max_tokens):
+    """public-reports B 17"""
+    ids, cut = truncate(byte_level, text, max_tokens)
+    assert len(ids) <= max_tokens and text.startswith(cut) and byte_level.decode(ids).rstrip() == cut
+    if max_tokens >= 4:
+        assert cut
+
+
+def test_a_character_of_too_many_tokens_ends_the_cutting(byte_level):
+    """It has no piece; a loop without end was here."""
+    pieces = chunk(byte_level, "ab \U0001f600 cd", 3)
+    assert [text for ids, text in pieces if ids] == ["ab", "cd"]
+    assert [text for ids, text in pieces if not ids] == ["\U0001f600"]
+    assert truncate(byte_level, "\U0001f600", 3) == ([], "")

@@ -32,6 +32,49 @@ def test_sts_files_are_read_or_refused(tmp_path):
             sts_benchmark.read_pairs(str(bad))
 
 
+_ROWS = (("4.2", "A cat sits.", "A cat sat."), ("0.2", "A dog runs.", "A plane lands."), ("1", "Open it.", "Shut it."))
+_GLUE = "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore"
+
+
+def _glue() -> list[str]:
+    return [f"{i}\tmain\tMSRvid\t2012\t1\tnone\tnone\t{a}\t{b}\t{score}" for i, (score, a, b) in enumerate(_ROWS)]
+
+
+def test_glues_header_is_read(tmp_path):
+    """public-reports B 19"""
+    (tmp_path / "dev.tsv").write_text("\ufeff" + "\r\n".join([_GLUE, *_glue()]) + "\r\n", encoding="utf-8")
+    pairs = sts_benchmark.read_pairs(str(tmp_path / "dev.tsv"))
+    assert pairs.scores.tolist() == [4.2, 0.2, 1.0] and pairs.sources == ["MSRvid"] * 3
+    assert pairs.first[1] == "A dog runs." and pairs.second[1] == "A plane lands."
+
+
+@pytest.mark.parametrize("score", ["84", "-1", "nan", "inf", "", "none"])
+def test_scores_are_from_0_to_5(score, tmp_path):
+    """public-reports B 19"""
+    rows = [*_ROWS, (score, "c", "d")]
+    path = tmp_path / "sts.csv"
+    path.write_text("\n".join("\t".join(("genre", "file", "year", "id", *row)) for row in rows))
+    with pytest.raises(UserError, match="line 4"):
+        sts_benchmark.read_pairs(str(path))
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        _glue(),
+        [_GLUE.removesuffix("\tscore"), *(line.rsplit("\t", 1)[0] for line in _glue())],
+        [f"main\tfile\t2012\t1\t{score}\tnone\tnone" for score in "1234"],
+        [f"main\tfile\t2012\t1\t3\t{a}\t{b}" for _, a, b in _ROWS],
+    ],
+    ids=["no header", "no scores", "equal sentences", "equal scores"],
+)
+def test_other_tables_are_refused(lines, tmp_path):
+    """public-reports B 19"""
+    (tmp_path / "dev.tsv").write_text("\n".join(lines))
+    with pytest.raises(UserError, match="STS Benchmark"):
+        sts_benchmark.read_pairs(str(tmp_path / "dev.tsv"))
+
+
 def test_differences_are_paired_and_sources_apart(capsys, monkeypatch):
     """The model is the score with noise; one source of the two is all noise."""
     monkeypatch.setattr(sts_benchmark, "_RESAMPLES", 100)
