@@ -7,6 +7,7 @@ import enum
 import functools
 import io
 import json
+import shutil
 import tarfile
 import zipfile
 from pathlib import Path
@@ -375,6 +376,85 @@ def test_an_optimizer_file_is_named(tmp_path):
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     refuses(convert(save(tmp_path / "optimizer.bin", optimizer.state_dict())), "state of an optimizer")
+
+
+# -- folders of DeepSpeed ---------------------------------------------------------------------------------------------
+
+
+def zero_folder(folder: Path, **state: torch.Tensor) -> Path:
+    """Write DeepSpeed's files of a model of two weights, with Adam's state or another; return the folder."""
+    ddp = folder.parent / "ddp"
+    groups = [{"params": [0, 1], "lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}]
+    states = {number: {"step": torch.tensor(3.0), **state} for number in (0, 1)} if state else {}
+    save(ddp / "model.pt", {"a": MATRIX, "b": MATRIX + 1})
+    save(ddp / "optimizer.pt", {"state": states, "param_groups": groups, "param_names": [["a", "b"]]})
+    succeeds(mmldlm("convert", ddp, folder, "--to", "zero2", "--world", "2", "--no-fsync"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def zero(tmp_path_factory) -> Path:
+    """A folder of DeepSpeed: `latest` and `zero/`. Copy it before changing anything."""
+    return zero_folder(tmp_path_factory.mktemp("zero") / "in")
+
+
+@pytest.mark.parametrize("kind", ["latest", "manifest", "macOS", "config"])
+def test_what_lies_beside_the_files_of_deepspeed(zero, tmp_path, kind):
+    """conversion-trials P9 (untrue reasons), P12 (OUT had no config.json)."""
+    folder = source = tmp_path / "in"
+    shutil.copytree(zero, folder)
+    if kind == "latest":
+        source = folder / "latest"
+    elif kind == "manifest":
+        (folder / "manifest.json").write_text('{"files": ["a"]}', encoding="utf-8")
+    elif kind == "macOS":
+        for path in list((folder / "zero").glob("*_states.pt")):
+            path.with_name(f"._{path.name}").write_bytes(b"\x00\x05\x16\x07" + bytes(100))
+    else:
+        (folder / "config.json").write_text('{"model_type": "x"}', encoding="utf-8")
+        (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
+    succeeds(mmldlm("convert", source, tmp_path / "out", "--no-fsync"))
+    assert tensors_in(tmp_path / "out")["a"].equal(MATRIX)
+    assert kind != "config" or {"config.json", "tokenizer.json"} <= {p.name for p in (tmp_path / "out").iterdir()}
+
+
+def test_a_dcp_folder_named_like_a_step_of_a_run(tmp_path):
+    """conversion-trials P9: checkpoints/step_00000010 of another program."""
+    import torch.distributed.checkpoint as dcp
+
+    folder = tmp_path / "checkpoints" / "step_00000010"
+    dcp.save({"w": MATRIX}, checkpoint_id=folder, no_dist=True)
+    succeeds(mmldlm("convert", folder, tmp_path / "out", "--no-fsync"))
+
+
+def test_pipeline_stages_are_named(zero, tmp_path):
+    """conversion-trials P9: "merge the tensor-parallel parts"."""
+    shutil.copytree(zero, tmp_path / "in")
+    save(tmp_path / "in" / "zero" / "layer_00-model_states.pt", {"w": MATRIX})
+    save(tmp_path / "in" / "zero" / "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt", {"w": MATRIX})
+    refuses(convert(tmp_path / "in"), "layer_00-model_states.pt .*pipeline")
+
+
+def test_an_optimizer_that_is_not_adam(tmp_path):
+    """conversion-trials P9: "expected an intact checkpoint file" of SGD's momentum."""
+    ddp = tmp_path / "ddp"
+    save(ddp / "model.pt", {"a": MATRIX})
+    state = {"state": {0: {"momentum_buffer": MATRIX}}, "param_groups": [{"params": [0], "lr": 0.1}]}
+    save(ddp / "optimizer.pt", {**state, "param_names": [["a"]]})
+    result = mmldlm("convert", ddp, tmp_path / "zero", "--to", "zero2", "--no-fsync")
+    refuses(result, "AdamW or Muon", "momentum_buffer")
+    assert "intact" not in result
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_weights_of_16_bits_without_masters(tmp_path, dtype):
+    """conversion-trials P11: ZeRO-0 of DeepSpeed 0.17.6 saves no masters; the output is fp32 all the same."""
+    model = {"module": {"w": MATRIX.to(dtype)}, "dp_world_size": 1, "mp_world_size": 1, "ds_version": "0.17.6"}
+    model |= {"optimizer": {"state": {}, "param_groups": []}, "buffer_names": [], "global_steps": 3}
+    save(tmp_path / "in" / "mp_rank_00_model_states.pt", model)
+    result = mmldlm("convert", tmp_path / "in", tmp_path / "out", "--no-fsync")
+    succeeds(result)
+    assert ("no fp32 masters" in result) == (dtype == torch.bfloat16)
 
 
 # -- training.resume --------------------------------------------------------------------------------------------------
